@@ -1,0 +1,25 @@
+# Works with and without a GPU: the CUDA libraries come as dependencies of torch.
+FROM python:3.11-slim-bookworm
+
+ENV PYTHONUNBUFFERED=1 \
+    PYTHONDONTWRITEBYTECODE=1 \
+    PIP_DISABLE_PIP_VERSION_CHECK=1 \
+    PIP_ROOT_USER_ACTION=ignore
+
+# The lock alone decides this layer; wheels only, so no compiler is needed.
+COPY requirements.txt /tmp/requirements.txt
+RUN pip install --no-cache-dir --no-deps --only-binary=:all: --require-hashes -r /tmp/requirements.txt
+
+# By number, so that Kubernetes can tell that it isn't root. Flyte unpacks a code archive into the working directory, and
+# the user therefore owns it.
+RUN useradd --create-home --uid 1000 flyte && install --directory --owner=flyte --group=flyte /app
+USER 1000
+ENV HOME=/home/flyte \
+    PYTHONPATH=/app
+WORKDIR /app
+
+# The image's own name, for tasks that name none.
+ARG FLYTE_INTERNAL_IMAGE=flyte-ddp-training:latest
+ENV FLYTE_INTERNAL_IMAGE=${FLYTE_INTERNAL_IMAGE}
+
+COPY --chown=1000:1000 workflows ./workflows

@@ -1,0 +1,81 @@
+# Everything is made inside this folder: .venv from the lock files and, where uv is missing, .tools with uv in it.
+
+# The first of these that runs and is in range makes .venv. 3.13 comes late because flytekit 1.16 declares 3.10 to 3.12.
+PYTHON ?= python3.12 python3.11 python3.10 python3.13 python3
+UV_VERSION ?= 0.13.8
+IMAGE ?= flyte-ddp-training:latest
+
+# pyflyte looks up a default image at start-up and knows none for Python 3.13; ours is the better default anyway.
+FLYTE_INTERNAL_IMAGE ?= $(IMAGE)
+export FLYTE_INTERNAL_IMAGE
+
+# Prints a command as one would type it and runs it with .venv first on PATH: pyflyte called by a relative path would
+# pack itself into the code archive.
+typed = printf '%s\n' '+ $(subst ','\'',$(1))'; PATH="$(CURDIR)/.venv/bin:$$PATH" $(1)
+
+.DEFAULT_GOAL := help
+.PHONY: help run test lint lock clean
+
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
+
+run: .venv/run.stamp ## Train; more arguments: make run ARGS="--hp '{\"epochs\": 1}'"
+	@$(call typed,pyflyte run workflows/mnist.py pytorch_training_wf$(if $(ARGS), $(ARGS)))
+
+test: .venv/dev.stamp ## Run the tests; a part of them: make test ARGS=tests/training
+	@$(call typed,pytest$(if $(ARGS), $(ARGS)))
+
+lint: .venv/dev.stamp ## Check style and types with ruff and mypy
+	@$(call typed,ruff check)
+	@$(call typed,ruff format --check)
+	@$(call typed,mypy)
+
+lock: .venv/pyvenv.cfg ## Compile the lock files from pyproject.toml; newer versions: make lock ARGS=--upgrade
+	@$(find_uv); $(call compile,requirements.txt $(ARGS))
+	@$(find_uv); $(call compile,requirements-dev.txt --extra dev --constraints requirements.txt $(ARGS))
+
+clean: ## Remove what make and the tools have made here
+	rm -rf .venv .tools .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+# One lock for Python 3.10 to 3.13 on every platform; it names no index, so each site's own settings hold.
+compile = "$$uv" pip compile --quiet --universal --python-version 3.10 --generate-hashes --no-emit-index-url \
+	--no-emit-find-links --custom-compile-command 'make lock' pyproject.toml --output-file $(1)
+
+# Puts the path of a uv that works into $uv: the one on PATH, else our own.
+own_uv = .tools/uv-$(UV_VERSION)
+find_uv = uv=uv; if ! uv --version >/dev/null 2>&1; then \
+	uv=$(own_uv)/bin/uv; \
+	if ! test -x $$uv; then \
+		echo "+ installing uv $(UV_VERSION) into $(own_uv)"; \
+		rm -rf $(own_uv) && .venv/bin/python -m venv $(own_uv) && \
+		$(own_uv)/bin/python -m pip install --quiet --disable-pip-version-check uv==$(UV_VERSION) || exit 1; \
+	fi; \
+	fi
+
+sync = $(find_uv); echo "+ uv pip sync $(1)"; "$$uv" pip sync --quiet --python .venv/bin/python --require-hashes $(1)
+
+.venv/run.stamp: requirements.txt .venv/pyvenv.cfg
+	@$(call sync,requirements.txt)
+	@touch $@
+
+.venv/dev.stamp: requirements-dev.txt .venv/run.stamp
+	@$(call sync,requirements-dev.txt)
+	@touch $@
+
+# A .venv whose interpreter has gone is made anew.
+ifeq ($(realpath .venv/bin/python),)
+.PHONY: .venv/pyvenv.cfg
+endif
+.venv/pyvenv.cfg:
+	@for python in $(PYTHON); do \
+		if "$$python" -c 'import sys, ensurepip, venv; sys.exit(not (3, 10) <= sys.version_info < (3, 14))' 2>/dev/null; then \
+			echo "+ $$python -m venv .venv"; \
+			rm -rf .venv; \
+			"$$python" -m venv --without-pip .venv; \
+			exit; \
+		fi; \
+	done; \
+	echo "No Python from 3.10 to 3.13 with venv among: $(PYTHON)." >&2; \
+	echo "Install one (on Debian and Ubuntu: apt install python3-venv), or name it: make PYTHON=/path/to/python3.12" >&2; \
+	exit 1

@@ -1,0 +1,42 @@
+"""Keeps the tests away from the user's own files, and hands them the real data sets where there are any."""
+
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Gives the session a home, data, runs and temporary files of its own, before any test module imports flytekit.
+
+    flytekit's local cache is always ~/.flyte/local-cache, so the home folder has to move. Settings of Flyte, of W&B
+    (its key too) and our own go out of the environment. Subprocesses inherit all this.
+    """
+    for name in list(os.environ):
+        if name.startswith(("FLYTE", "WANDB_", "DDP_", "XDG_")) and name != "DDP_TEST_DATA":
+            del os.environ[name]
+    # Failed tests' folders outlive the session, where pytest always puts them.
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
+    place = Path(tempfile.mkdtemp(prefix="ddp-"))
+    config.add_cleanup(lambda: shutil.rmtree(place, ignore_errors=True))
+    for name, folder in {"HOME": "home", "DDP_DATA_DIR": "data", "DDP_RUNS_DIR": "runs", "TMPDIR": "tmp"}.items():
+        (place / folder).mkdir()
+        os.environ[name] = str(place / folder)
+    tempfile.tempdir = None
+    # `pyflyte` is the one beside this interpreter, also where the environment isn't activated.
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    if sys.version_info >= (3, 13):  # flytekit 1.16 has no default image for it
+        os.environ["FLYTE_INTERNAL_IMAGE"] = "flyte-ddp-training:latest"
+
+
+@pytest.fixture(scope="session")
+def test_data() -> Path:
+    """The folder with the original files of real data sets: MNIST/raw/*.gz and so on. Skips where there is none."""
+    if not os.environ.get("DDP_TEST_DATA"):
+        pytest.skip("needs real data: DDP_TEST_DATA is not set")
+    folder = Path(os.environ["DDP_TEST_DATA"]).resolve()
+    assert folder.is_dir(), f"DDP_TEST_DATA must name a folder, got {folder}"
+    return folder

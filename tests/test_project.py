@@ -1,0 +1,189 @@
+"""The house rules that no linter knows."""
+
+import json
+import os
+import pwd
+import re
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+LOCKS = ("requirements.txt", "requirements-dev.txt")
+
+
+def _project_files() -> list[Path]:
+    """All files that git tracks or would track."""
+    command = ["git", "-c", "safe.directory=*", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    if shutil.which("git") is None or not (ROOT / ".git").exists():
+        pytest.skip("needs git and a checkout")
+    names = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\0")
+    return [ROOT / name for name in names if name and (ROOT / name).is_file()]
+
+
+def _pins(lock: str) -> set[str]:
+    """The lines `name==version ; marker` of a lock file."""
+    return set(re.findall(r"^([a-z0-9][^\s=]*==.*?) \\$", (ROOT / lock).read_text(), re.MULTILINE))
+
+
+def _write_program(path: Path, text: str) -> None:
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+
+
+def _anchors(page: Path) -> set[str]:
+    """The anchors that a Markdown page's headings get."""
+    headings = re.findall(r"^#+ +(.+?) *$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+# --- imports ---
+
+
+def test_training_modules_import_nothing_heavy():
+    """Every rank imports them: flytekit alone costs 2 s and 90 MB per rank, torchvision 3 s."""
+    files = sorted((ROOT / "workflows" / "training").rglob("*.py"))
+    modules = [".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for file in files]
+    program = """if True:
+        import importlib, json, sys
+        heavy = {"flytekit", "flytekitplugins", "wandb", "torchvision", "matplotlib", "sklearn"}
+        blame = {}
+        for module in sys.argv[1:]:
+            importlib.import_module(module)
+            for name in heavy & set(sys.modules) - set(blame):
+                blame[name] = module
+        print(json.dumps(blame))
+    """
+    result = subprocess.run([sys.executable, "-c", program, *modules], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout) == {}, "each is imported by the module named beside it"
+
+
+def test_init_files_are_empty():
+    filled = [file for file in (ROOT / "workflows").rglob("__init__.py") if file.read_bytes().strip()]
+    assert not filled, "workers import the packages, and Flyte ships only modules that it saw imported"
+
+
+# --- lock files ---
+
+
+@pytest.mark.parametrize("lock", LOCKS)
+def test_lock_names_no_index(lock):
+    text = (ROOT / lock).read_text()
+    found = re.findall(r".*(?:://|--(?:extra-)?index|--find-links|--trusted-host).*", text)
+    assert not found, "each site has its own index: compile with `make lock`"
+
+
+@pytest.mark.parametrize("lock", LOCKS)
+def test_lock_has_hashes(lock):
+    blocks = re.split(r"\n(?=[a-z0-9])", (ROOT / lock).read_text())
+    unhashed = [block.splitlines()[0] for block in blocks[1:] if "--hash=sha256:" not in block]
+    assert not unhashed
+
+
+def test_dev_lock_has_the_runtime_versions():
+    assert len(_pins("requirements.txt")) > 50
+    missing = _pins("requirements.txt") - _pins("requirements-dev.txt")
+    assert not missing, "the tests would run other versions than `make run`: compile both with `make lock`"
+
+
+# --- make ---
+
+needs_make = pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+
+
+@needs_make
+def test_help_lists_every_target():
+    declared = re.findall(r"^\.PHONY: ([a-z -]+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    targets = {target for line in declared for target in line.split()}
+    shown = subprocess.run(["make", "-s"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    assert targets >= {"help", "run", "test", "lint", "lock", "clean"}
+    assert set(re.findall(r"^make ([a-z-]+) +\S", shown, re.MULTILINE)) == targets
+
+
+@needs_make
+def test_run_passes_quotes_on_and_installs_nothing_twice(tmp_path):
+    """In a folder whose .venv is up to date, with stand-ins for the programs: pyflyte shows what it got, uv fails."""
+    tools = tmp_path / "tools"
+    installed = tmp_path / ".venv" / "bin"
+    for folder in (tools, installed):
+        folder.mkdir(parents=True)
+    for name in ("Makefile", "requirements.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+        os.utime(tmp_path / name, (1, 1))
+    for name in ("pyvenv.cfg", "run.stamp"):
+        (tmp_path / ".venv" / name).touch()
+    os.utime(tmp_path / ".venv" / "pyvenv.cfg", (2, 2))
+    _write_program(installed / "pyflyte", 'printf "<%s>" "$@"')
+    _write_program(installed / "python", "exit 9")
+    _write_program(tools / "uv", "exit 9")
+
+    arguments = """ARGS=--hp '{"epochs": 1, "dataset": "digits"}'"""
+    environment = {**os.environ, "PATH": f"{tools}:{os.environ['PATH']}"}
+    command = ["make", "-s", "run", arguments]
+    result = subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True, text=True)
+
+    line, got = result.stdout.splitlines()
+    workflow = "workflows/mnist.py pytorch_training_wf"
+    assert line == f"+ pyflyte run {workflow} --hp " + """'{"epochs": 1, "dataset": "digits"}'"""
+    assert got == """<run><workflows/mnist.py><pytorch_training_wf><--hp><{"epochs": 1, "dataset": "digits"}>"""
+
+
+@needs_make
+def test_unfit_python_is_refused_with_the_remedy(tmp_path):
+    for name in ("Makefile", "requirements.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    _write_program(tmp_path / "python3.9", "exit 1")
+    command = ["make", "run", "PYTHON=no-such-python ./python3.9"]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert result.returncode == 2
+    assert "No Python from 3.10 to 3.13 with venv" in result.stderr
+    assert "make PYTHON=" in result.stderr
+    assert not (tmp_path / ".venv").exists()
+
+
+def test_ci_script_is_executable():
+    assert (ROOT / ".ci" / "run").stat().st_mode & stat.S_IXUSR
+
+
+# --- files ---
+
+
+def test_no_file_names_a_place_of_this_machine():
+    """Neither the checkout, nor the folder around it, nor the home folder, nor the interpreter's."""
+    places = {ROOT, ROOT.parent, Path(pwd.getpwuid(os.getuid()).pw_dir), Path(sys.prefix), Path(sys.base_prefix)}
+    common = {Path("/"), Path("/usr"), Path("/usr/local"), Path("/app"), Path(os.environ["PYTEST_DEBUG_TEMPROOT"])}
+    common.add(Path(tempfile.gettempdir()))
+    pattern = re.compile("|".join(rf"(?<![\w.$}}-]){re.escape(str(place))}(?![\w.-])" for place in places - common))
+    found = {}
+    for file in _project_files():
+        hits = pattern.findall(file.read_text(errors="replace"))
+        if hits:
+            found[str(file.relative_to(ROOT))] = sorted(set(hits))
+    assert not found
+
+
+def test_relative_links_resolve():
+    broken = []
+    for page in _project_files():
+        if page.suffix != ".md":
+            continue
+        prose = re.sub(r"^(```|~~~).*?^\1", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+        for link in re.findall(r"\]\(<?([^)\s>]+)", prose):
+            if re.match(r"[a-z][a-z0-9+.-]*:", link):
+                continue
+            path, _, anchor = link.partition("#")
+            target = page.parent / path if path else page
+            if not target.exists() or (anchor and target.suffix == ".md" and anchor not in _anchors(target)):
+                broken.append(f"{page.relative_to(ROOT)}: {link}")
+    assert not broken
+
+
+def test_files_are_small():
+    big = [str(file.relative_to(ROOT)) for file in _project_files() if file.stat().st_size > 1_000_000]
+    assert not big

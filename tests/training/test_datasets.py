@@ -1,0 +1,152 @@
+"""Datasets from their originals to the prepared form, in folders shared, empty, damaged or read-only."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from workflows.training.datasets import SOURCES, data_dir, is_prepared, prepare, prepared_dir
+from workflows.training.errors import InputError
+from workflows.training.hyperparameters import DATASETS
+from workflows.training.prepared import open_split, read_description, verify
+
+ROOT = Path(__file__).resolve().parents[2]
+PREPARE = "import sys; from workflows.training.datasets import prepare; print(prepare(sys.argv[1]))"
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    folder = tmp_path / "data"
+    monkeypatch.setenv("DDP_DATA_DIR", str(folder))
+    monkeypatch.delenv("DDP_DATA_MIRROR", raising=False)
+    return folder
+
+
+def prepare_at_once(name, times):
+    command = [sys.executable, "-c", PREPARE, name]
+    pipe = subprocess.PIPE
+    runs = [subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True) for _ in range(times)]
+    for run in runs:
+        output, errors = run.communicate()
+        assert run.returncode == 0, errors
+        assert output == f"{prepared_dir(name)}\n"
+    verify(prepared_dir(name))
+
+
+def test_every_dataset_of_the_hyperparameters_has_a_source():
+    assert set(SOURCES) == set(DATASETS) - {"auto"}
+
+
+def test_unknown_name_lists_the_known():
+    with pytest.raises(InputError, match="dataset must be one of mnist, fashion_mnist, digits, got 'minst'"):
+        prepare("minst")
+
+
+def test_data_dir(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("DDP_DATA_DIR", "~/here")
+    assert data_dir() == tmp_path / "here"
+    monkeypatch.delenv("DDP_DATA_DIR")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert data_dir() == tmp_path / ".cache" / "flyte-ddp"
+    monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
+    assert data_dir() == Path("/cache/flyte-ddp")
+
+
+def test_digits_are_the_same_everywhere_and_prepared_once(folder):
+    assert not is_prepared("digits")
+    directory = prepare("digits")
+    assert is_prepared("digits")
+    description = verify(directory)
+    assert (description.train_samples, description.test_samples) == (1501, 296)
+    assert description.image_shape == (1, 28, 28)
+    # Whoever changes the construction has to raise the format's version too, or prepared folders would stay as they are.
+    assert description.digest == "559846aa4a3a8796cdbd0f873fd45e1c62b45da39923ca6b76d5922e34e7c9c4"
+    for split in ("train", "test"):
+        images, labels = open_split(directory, split)
+        assert images.max() == 255
+        assert len(np.unique(labels)) == 10
+        assert np.bincount(labels).min() >= len(labels) // 10 - 1
+    before = directory.stat().st_ino
+    assert prepare("digits") == directory
+    assert directory.stat().st_ino == before
+    assert os.listdir(folder) == ["prepared"]
+
+
+@pytest.mark.parametrize("content", [b"{", b""])
+def test_damaged_folder_is_prepared_again(content, caplog):
+    directory = prepare("digits")
+    (directory / "dataset.json").write_bytes(content)
+    assert not is_prepared("digits")
+    assert prepare("digits") == directory
+    verify(directory)
+    assert "digits is prepared again: " in caplog.text
+
+
+@pytest.mark.parametrize("times", [2, 4])
+def test_several_runs_at_once_on_an_empty_folder(times, folder):
+    prepare_at_once("digits", times)
+    assert os.listdir(folder / "prepared") == ["digits"]
+
+
+def test_read_only_folder_is_one_clear_error(folder):
+    folder.mkdir()
+    if os.geteuid() == 0:  # permission bits mean nothing to root
+        if not shutil.which("mount") or subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "none", folder]).returncode:
+            pytest.skip("needs the right to mount a read-only tmpfs, or a user other than root")
+    else:
+        folder.chmod(0o555)
+    try:
+        with pytest.raises(InputError, match="cannot write to .*data: .*DDP_DATA_DIR"):
+            prepare("digits")
+    finally:
+        if os.geteuid() == 0:
+            subprocess.run(["umount", folder], check=True)
+
+
+def test_full_disk_is_one_clear_error(folder):
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=300k", "none", str(folder)]
+    if os.geteuid() != 0 or not shutil.which("mount") or subprocess.run(mount).returncode:
+        pytest.skip("needs the right to mount a small tmpfs")
+    try:
+        with pytest.raises(InputError, match="cannot write to .*: No space left on device.*DDP_DATA_DIR"):
+            prepare("digits")
+        assert os.listdir(folder / "prepared") == []
+    finally:
+        subprocess.run(["umount", folder], check=True)
+
+
+def test_mirror_is_checked_before_anything_slow(monkeypatch):
+    monkeypatch.setenv("DDP_DATA_MIRROR", "ftp://host/")
+    with pytest.raises(InputError, match="DDP_DATA_MIRROR"):
+        prepare("mnist")
+
+
+def test_real_mnist_and_fashion_mnist_from_one_mirror(test_data, folder, monkeypatch):
+    monkeypatch.setenv("DDP_DATA_MIRROR", test_data.as_uri())
+    mnist = read_description(prepare("mnist"))
+    assert (mnist.mean, mnist.std) == ((0.1307,), (0.3081,))
+    assert (mnist.train_samples, mnist.test_samples, mnist.image_shape) == (60_000, 10_000, (1, 28, 28))
+    fashion = read_description(prepare("fashion_mnist"))
+    assert (fashion.mean, fashion.std) == ((0.286,), (0.353,))
+    assert fashion.classes[0] == "T-shirt/top"
+    assert sorted(os.listdir(folder)) == ["FashionMNIST", "MNIST", "prepared"]
+    assert all(name.endswith(".gz") for name in os.listdir(folder / "MNIST" / "raw"))
+
+    # Without the prepared form, the verified originals serve without any mirror; a damaged one is fetched again.
+    shutil.rmtree(prepared_dir("mnist"))
+    monkeypatch.setenv("DDP_DATA_MIRROR", (test_data / "MNIST" / "raw").as_uri())
+    os.truncate(folder / "MNIST" / "raw" / "t10k-labels-idx1-ubyte.gz", 100)
+    assert read_description(prepare("mnist")) == mnist
+
+
+def test_real_mnist_by_two_runs_at_once(test_data, folder, monkeypatch):
+    monkeypatch.setenv("DDP_DATA_MIRROR", test_data.as_uri())
+    prepare_at_once("mnist", 2)
+    assert sorted(os.listdir(folder)) == ["MNIST", "prepared"]
+    assert len(os.listdir(folder / "MNIST" / "raw")) == 4

@@ -1,0 +1,40 @@
+"""MNIST, trained by one spawned process per GPU (or CPU rank) with DistributedDataParallel.
+
+pyflyte run workflows/mnist.py pytorch_training_wf --hp '{"epochs": 1}'
+"""
+
+from flytekit import Cache, Resources, task, workflow
+
+from workflows.tasks.inputs import explain_unreadable_settings
+from workflows.tasks.prepare import PreparedDataset, prepare_dataset, resolve_dataset
+from workflows.tasks.train import TRAINING_CODE, TrainingOutputs, train
+from workflows.tasks.versions import CodeVersion
+from workflows.training.hyperparameters import Hyperparameters, RunOptions
+
+explain_unreadable_settings()
+
+
+@task(
+    cache=Cache(policies=CodeVersion(*TRAINING_CODE), ignored_inputs=("options",), serialize=True),
+    retries=2,
+    requests=Resources(cpu="2", mem="4Gi"),
+)
+def pytorch_mnist_task(hp: Hyperparameters, data: PreparedDataset, options: RunOptions) -> TrainingOutputs:
+    """Trains hp.model on the prepared dataset, with as many ranks as options.nproc says."""
+    return train(hp, data, options)
+
+
+@workflow
+def pytorch_training_wf(hp: Hyperparameters = Hyperparameters(), options: RunOptions = RunOptions()) -> TrainingOutputs:  # noqa: B008
+    """Prepares the dataset that hp names and trains on it.
+
+    Args:
+        hp: what decides the result, in part or whole; the rest takes its defaults.
+        options: how to run it; the cache does not look at this.
+    """
+    name = resolve_dataset(hp=hp, options=options)
+    return pytorch_mnist_task(hp=hp, data=prepare_dataset(name=name), options=options)
+
+
+if __name__ == "__main__":
+    print(pytorch_training_wf())

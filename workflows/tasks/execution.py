@@ -1,0 +1,74 @@
+"""What differs between a local execution and one on a cluster."""
+
+import os
+import secrets
+import shutil
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Iterator
+
+from flyteidl.core.literals_pb2 import Literal, LiteralMap
+from flytekit import FlyteContextManager, current_context
+from flytekit.core.local_cache import LocalTaskCache
+from flytekit.exceptions.user import FlyteRecoverableException
+
+from workflows.training.errors import RecoverableError
+
+
+def is_local() -> bool:
+    state = FlyteContextManager.current_context().execution_state
+    return state is None or state.is_local_execution()
+
+
+def runs_dir() -> Path:
+    """Where local runs keep what they made: DDP_RUNS_DIR, else a folder of the user's."""
+    default = Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local/share") / "flyte-ddp" / "runs"
+    return Path(os.environ.get("DDP_RUNS_DIR") or default).expanduser().absolute()
+
+
+@contextmanager
+def run_dir(name: str) -> Iterator[Path]:
+    """A folder for the outputs of one run: lasting and new for a local one, removed again if nothing came of it."""
+    if not is_local():
+        yield Path(current_context().working_directory)
+        return
+    folder = runs_dir() / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}-{secrets.token_hex(3)}"
+    folder.mkdir(parents=True)
+    try:
+        yield folder
+    except BaseException:
+        shutil.rmtree(folder)
+        raise
+
+
+@contextmanager
+def flyte_retries() -> Iterator[None]:
+    """Tells a cluster which errors are worth a retry: without this type Flyte takes every exception as final."""
+    try:
+        yield
+    except RecoverableError as error:
+        if is_local():
+            raise
+        raise FlyteRecoverableException(str(error)) from error
+
+
+def forget_lost_results(*task_names: str) -> None:
+    """Drops these tasks' local cache entries whose files have gone, so that the tasks run again instead of failing.
+
+    Flyte's local cache stores paths, never contents, and offers no such check.
+    """
+    LocalTaskCache.initialize()
+    cache = LocalTaskCache._cache
+    for key in list(cache):
+        if str(key).startswith(tuple(f"{name}-" for name in task_names)):
+            outputs = LiteralMap.FromString(cache[key])
+            if not all(os.path.exists(path) for path in _local_paths(outputs)):
+                del cache[key]
+
+
+def _local_paths(outputs: LiteralMap) -> Iterator[str]:
+    for literal in outputs.literals.values():
+        uri = literal.scalar.blob.uri if isinstance(literal, Literal) else ""
+        if uri.startswith("/"):
+            yield uri

@@ -1,0 +1,114 @@
+"""Batches from a dataset that lives on the rank's device: which samples, in which order, moved and normalised."""
+
+from dataclasses import dataclass
+from typing import Iterator, Tuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One rank's share of one global batch.
+
+    Attributes:
+        images: (n, C, H, W) float32, normalised; n may be 0 in a last short batch.
+        labels: (n,) int64.
+        size: samples of the whole global batch, all ranks together.
+    """
+
+    images: Tensor
+    labels: Tensor
+    size: int
+
+
+def share(start: int, stop: int, rank: int, world_size: int) -> Tuple[int, int]:
+    """The rank's part of start..stop: contiguous, without overlap or gap, sizes at most one apart."""
+    count = stop - start
+    return start + count * rank // world_size, start + count * (rank + 1) // world_size
+
+
+class Split:
+    """The images (N, C, H, W) uint8 and labels (N,) of a split, resident on a device."""
+
+    def __init__(
+        self,
+        images: np.ndarray,
+        labels: np.ndarray,
+        mean: Tuple[float, ...],
+        std: Tuple[float, ...],
+        device: torch.device,
+    ):
+        self.images = torch.from_numpy(images).to(device)
+        self.labels = torch.from_numpy(labels).to(device, torch.int64)
+        # (x / 255 - mean) / std as one multiplication and one addition
+        self.scale = (1 / (255 * torch.tensor(std))).view(1, -1, 1, 1).to(device)
+        self.offset = (-torch.tensor(mean) / torch.tensor(std)).view(1, -1, 1, 1).to(device)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def normalised(self, images: Tensor) -> Tensor:
+        return torch.addcmul(self.offset, images, self.scale).contiguous(memory_format=torch.channels_last)
+
+
+class TrainBatches:
+    """A rank's shares of the shuffled global batches; a pure function of seed, epoch and step.
+
+    Nothing depends on what ran before or on the number of ranks, so a resume in the middle of an epoch and a change of
+    world size continue with the very samples that an undisturbed run would see.
+    """
+
+    def __init__(self, split: Split, batch_size: int, seed: int, shift_pixels: int, rank: int, world_size: int):
+        self.split, self.batch_size, self.seed, self.shift_pixels = split, batch_size, seed, shift_pixels
+        self.rank, self.world_size = rank, world_size
+
+    def __len__(self) -> int:
+        return -(-len(self.split) // self.batch_size)
+
+    def samples_until(self, step: int) -> int:
+        """Samples in the first so many steps of an epoch."""
+        return min(len(self.split), step * self.batch_size)
+
+    def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Batch]:
+        """The batches of an epoch from first_step on; every sample once per epoch, the last batch may be short."""
+        samples, device = len(self.split), self.split.images.device
+        generator = torch.Generator().manual_seed(self.seed * 2**20 + epoch)
+        order = torch.randperm(samples, generator=generator)
+        reach = self.shift_pixels
+        shifts = torch.randint(-reach, reach + 1, (samples, 2), generator=generator).to(device) if reach else None
+        order = order.to(device)
+        for step in range(first_step, len(self)):
+            start, stop = self.samples_until(step), self.samples_until(step + 1)
+            mine = slice(*share(start, stop, self.rank, self.world_size))
+            # dropout draws from the global generators: their state, too, follows from the position alone
+            torch.manual_seed(((self.seed * 2**10 + self.rank) * 2**10 + epoch) * 2**20 + step)
+            images = self.split.images[order[mine]]
+            if shifts is not None:
+                images = shift(images, shifts[mine], reach)
+            yield Batch(self.split.normalised(images), self.split.labels[order[mine]], stop - start)
+
+
+def shift(images: Tensor, offsets: Tensor, reach: int) -> Tensor:
+    """Moves each image (n, C, H, W) by its own (down, right) of at most reach pixels; zeros follow."""
+    n, _, height, width = images.shape
+    padded = torch.nn.functional.pad(images, (reach, reach, reach, reach))
+    rows = torch.arange(height, device=images.device) + reach - offsets[:, :1]
+    columns = torch.arange(width, device=images.device) + reach - offsets[:, 1:]
+    which = torch.arange(n, device=images.device)[:, None, None]
+    return padded.permute(0, 2, 3, 1)[which, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
+
+
+class TestBatches:
+    """A rank's contiguous share of the test split, in batches of at most batch_size; no sample twice on any rank."""
+
+    def __init__(self, split: Split, batch_size: int, rank: int, world_size: int):
+        self.split, self.batch_size = split, batch_size
+        self.first, self.last = share(0, len(split), rank, world_size)
+
+    def __iter__(self) -> Iterator[Batch]:
+        for start in range(self.first, self.last, self.batch_size):
+            stop = min(self.last, start + self.batch_size)
+            images = self.split.normalised(self.split.images[start:stop])
+            yield Batch(images, self.split.labels[start:stop], len(self.split))

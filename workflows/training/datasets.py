@@ -1,0 +1,141 @@
+"""Datasets by name: where the originals come from, and how they become the prepared form."""
+
+import logging
+import os
+import shutil
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Callable, Dict, NamedTuple, Optional, Tuple
+
+import numpy as np
+
+from workflows.training.download import Mirrors, Progress, mirror_from_environment
+from workflows.training.errors import DataError, InputError
+from workflows.training.prepared import read_description, remove_leftovers, verify, write_prepared, writing_to
+
+logger = logging.getLogger(__name__)
+
+
+class Originals(NamedTuple):
+    """What a source delivers: images (N, C, H, W) uint8, labels (N,) integers."""
+
+    classes: Tuple[str, ...]
+    train_images: np.ndarray
+    train_labels: np.ndarray
+    test_images: np.ndarray
+    test_labels: np.ndarray
+
+
+def data_dir() -> Path:
+    """The folder for local data: DDP_DATA_DIR, or flyte-ddp in the user's cache folder."""
+    chosen, cache = os.environ.get("DDP_DATA_DIR"), os.environ.get("XDG_CACHE_HOME", "")
+    try:
+        if chosen:
+            return Path(chosen).expanduser().absolute()
+        return (Path(cache) if os.path.isabs(cache) else Path("~/.cache").expanduser()) / "flyte-ddp"
+    except RuntimeError:
+        raise InputError("no home folder to keep data in: set DDP_DATA_DIR to a folder") from None
+
+
+def prepared_dir(name: str) -> Path:
+    """Where the prepared form of a dataset is, or will be."""
+    if name not in SOURCES:
+        raise InputError(f"dataset must be one of {', '.join(SOURCES)}, got {name!r}")
+    return data_dir() / "prepared" / name
+
+
+def is_prepared(name: str) -> bool:
+    """Whether prepare would return without fetching, as far as a glance tells (file sizes, not contents)."""
+    try:
+        read_description(prepared_dir(name))
+    except DataError:
+        return False
+    return True
+
+
+def prepare(name: str, progress: Optional[Progress] = None) -> Path:
+    """Returns the folder of the prepared dataset, getting and writing whatever is missing or damaged.
+
+    Any number of processes may do so at once. DownloadError if the originals are not to be had, InputError for an
+    unknown name, a bad DDP_DATA_MIRROR or a folder that cannot be written to.
+    """
+    directory = prepared_dir(name)
+    try:
+        verify(directory)
+        return directory
+    except DataError as error:
+        if directory.exists():
+            logger.warning("%s is prepared again: %s", name, str(error).partition(": delete")[0])
+    with writing_to(data_dir()):
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        for folder in (data_dir(), directory.parent):
+            remove_leftovers(folder)
+        originals = SOURCES[name](progress)
+    write_prepared(directory, name, *originals)
+    return directory
+
+
+def _torchvision_mnist(class_name: str, progress: Optional[Progress]) -> Originals:
+    """MNIST or a dataset of its form, by torchvision's class: it knows mirrors, checksums and file format."""
+    mirror = mirror_from_environment()
+    from torchvision import datasets
+
+    dataset = getattr(datasets, class_name)
+    # One folder can't hold both: MNIST and Fashion-MNIST have the same file names. So torchvision's layout comes first.
+    own = [f"{mirror.rstrip('/')}/{class_name}/raw", mirror] if mirror else []
+    mirrors = Mirrors([*own, *dataset.mirrors], progress)
+    raw = data_dir() / class_name / "raw"
+    remove_leftovers(raw)
+    files = [mirrors.fetch(filename, md5, raw) for filename, md5 in dataset.resources]
+    # In a fresh folder each time: the class trusts unpacked files that it finds, and would fetch what it misses.
+    offline = type(class_name, (dataset,), {"mirrors": [""]})  # no address at all: unpack what is there, or fail
+    with tempfile.TemporaryDirectory(dir=data_dir(), prefix=".unpack.", suffix=".partial") as root:
+        unpacked = Path(root, class_name, "raw")
+        unpacked.mkdir(parents=True)
+        for file in files:
+            shutil.copy(file, unpacked)
+        train, test = (offline(root, train=is_train, download=True) for is_train in (True, False))
+    return Originals(
+        tuple(dataset.classes),
+        train.data.numpy()[:, None],
+        train.targets.numpy(),
+        test.data.numpy()[:, None],
+        test.targets.numpy(),
+    )
+
+
+def _digits(progress: Optional[Progress]) -> Originals:
+    """scikit-learn's 1,797 handwritten digits (UCI optdigits, test part), 1,501 for training and 296 for testing.
+
+    The 8 x 8 images are brought to 24 x 24, amid 28 x 28: of the sizes tried, the tutorial's network learns it best.
+    """
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    labels = digits.target
+    images = _enlarge(digits.images.astype(np.int64))
+    within_class = np.zeros(len(labels), np.int64)
+    for label in range(10):
+        within_class[labels == label] = np.arange((labels == label).sum())
+    test = within_class % 6 == 5  # every sixth of each class: no random generator whose numbers could change
+    return Originals(tuple(digits.target_names.astype(str)), images[~test], labels[~test], images[test], labels[test])
+
+
+def _enlarge(images: np.ndarray) -> np.ndarray:
+    """(N, 8, 8) values 0..16 to (N, 1, 28, 28) uint8, bilinear: in whole numbers, so the same bits on every machine."""
+    thirds = np.clip(np.arange(24) - 1, 0, 21)  # of a source pixel: where the centre of each new pixel lies
+    left, part = np.divmod(thirds, 3)
+    weights = np.zeros((24, 8), np.int64)
+    weights[np.arange(24), left] += 3 - part
+    weights[np.arange(24), np.minimum(left + 1, 7)] += part
+    ninths = weights @ images @ weights.T
+    pixels = ((ninths * 255 + 72) // 144).astype(np.uint8)  # 144 = 16 * 9
+    return np.pad(pixels, ((0, 0), (2, 2), (2, 2)))[:, None]
+
+
+SOURCES: Dict[str, Callable[[Optional[Progress]], Originals]] = {
+    "mnist": partial(_torchvision_mnist, "MNIST"),
+    "fashion_mnist": partial(_torchvision_mnist, "FashionMNIST"),
+    "digits": _digits,
+}

@@ -1,0 +1,48 @@
+"""What can go wrong, told apart by what should happen next: mend the input, try again, or give up."""
+
+import click
+
+
+class InputError(click.UsageError, ValueError):
+    """The user can mend this: the message names the value, the rule and the remedy.
+
+    A ValueError to Python callers; as a click.UsageError it ends `pyflyte run` with a short message and exit status 2.
+    """
+
+
+class ReportedError(click.ClickException, RuntimeError):
+    """A failure whose message is the whole report: `pyflyte run` prints it without a traceback of the parent's own."""
+
+
+class RecoverableError(ReportedError):
+    """Trying again can succeed: a lost peer, a killed rank, an unreachable mirror."""
+
+
+class DownloadError(RecoverableError):
+    """No mirror delivered a file; the message lists each mirror with its reason."""
+
+
+class DataError(ReportedError):
+    """A prepared dataset is damaged, incomplete or of another format."""
+
+
+class StopRequested(Exception):
+    """Raised on all ranks at the same step, after a checkpoint, because one of them was asked to stop."""
+
+    def __init__(self, epoch: int, step: int):
+        super().__init__(f"stopped on request before epoch {epoch + 1}, step {step + 1}")
+        self.epoch, self.step = epoch, step
+
+
+class NonFiniteLoss(ArithmeticError):
+    """The loss became NaN or infinite; the weights are those from before that step."""
+
+    def __init__(self, epoch: int, step: int, ranks: "list[int]"):
+        super().__init__(
+            f"loss is not finite in epoch {epoch + 1}, step {step + 1}, on rank {', '.join(map(str, ranks))}: "
+            "lower learning_rate, or look for broken values in the data; the last good checkpoint is kept"
+        )
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be used; the message says what is wrong with it, as the end of 'the checkpoint …'."""

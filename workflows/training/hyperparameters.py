@@ -1,0 +1,71 @@
+"""The two inputs of a training run: what decides the result, and how to run it."""
+
+from dataclasses import dataclass
+
+from workflows.training.settings import Settings, setting
+
+BACKENDS = ("auto", "gloo", "nccl")
+DATASETS = ("auto", "mnist", "fashion_mnist", "digits")
+PRECISIONS = ("auto", "float32", "bfloat16")
+MODELS = ("mnist_cnn",)
+SCHEDULES = ("onecycle", "constant")
+
+
+@dataclass(frozen=True)
+class Hyperparameters(Settings):
+    """What decides the result, and therefore the cache key.
+
+    Attributes:
+        backend: process group backend; auto is nccl where a GPU is visible, else gloo.
+        sgd_momentum: momentum of SGD.
+        seed: of the initial weights, the shuffling and the augmentation.
+        log_interval: steps between two log lines.
+        batch_size: images of one optimizer step, all ranks together.
+        test_batch_size: images of one evaluation batch on one rank.
+        epochs: passes over the training images.
+        learning_rate: of SGD; the peak where the schedule is onecycle.
+        model: name of the network, see workflows/training/models.py.
+        dataset: auto is mnist or, only in a local run that cannot get it, digits.
+        schedule: onecycle (linear up from a tenth, linear down to a thousandth of the peak) or constant.
+        warmup_fraction: share of all steps in which onecycle rises.
+        weight_decay: L2 penalty, by SGD.
+        nesterov: whether the momentum is Nesterov's.
+        shift_pixels: training images are moved by up to so many pixels, zeros following.
+        ema_decay: per step, of the exponential moving average of the weights that is evaluated and returned; 0 is off.
+        precision: of the forward and backward pass; auto is bfloat16 where the hardware computes in it.
+    """
+
+    backend: str = setting("auto", choices=BACKENDS)
+    sgd_momentum: float = setting(0.9, minimum=0, below=1)
+    seed: int = setting(1, minimum=0, maximum=2**32 - 1)
+    log_interval: int = setting(10, minimum=1)
+    batch_size: int = setting(128, minimum=1)
+    test_batch_size: int = setting(1000, minimum=1)
+    epochs: int = setting(2, minimum=1)
+    learning_rate: float = setting(0.1, above=0)
+    model: str = setting("mnist_cnn", choices=MODELS)
+    dataset: str = setting("auto", choices=DATASETS)
+    schedule: str = setting("onecycle", choices=SCHEDULES)
+    warmup_fraction: float = setting(0.25, above=0, below=1)
+    weight_decay: float = setting(5e-5, minimum=0)
+    nesterov: bool = setting(True)
+    shift_pixels: int = setting(0, minimum=0, maximum=8)
+    ema_decay: float = setting(0.0, minimum=0, below=1)
+    precision: str = setting("auto", choices=PRECISIONS)
+
+
+@dataclass(frozen=True)
+class RunOptions(Settings):
+    """How to run it; the result is the same up to rounding, so the cache ignores these.
+
+    Attributes:
+        nproc: ranks to spawn; 0 is one per visible GPU, or two where there is none.
+        timeout_seconds: how long the ranks may go without a step before the run counts as hung.
+        checkpoint_seconds: time between two checkpoints within an epoch (each epoch's end has one anyway).
+        resume: whether to go on from the checkpoint that an earlier, unfinished run of the same training left.
+    """
+
+    nproc: int = setting(0, minimum=0, maximum=1024)
+    timeout_seconds: float = setting(300.0, minimum=1, maximum=86400)
+    checkpoint_seconds: float = setting(30.0, minimum=0)
+    resume: bool = setting(True)

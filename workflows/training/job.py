@@ -1,0 +1,57 @@
+"""What one training run is: the message from the parent to its ranks, and what comes back. Standard library only."""
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from typing import Any, Dict, List
+
+from workflows.training.events import EpochFinished
+from workflows.training.hyperparameters import Hyperparameters
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What decides the result of a training: hyperparameters, the data's content, and the code (each by its hash)."""
+
+    hp: Hyperparameters
+    data_digest: str
+    code_version: str
+
+    def as_dict(self) -> Dict[str, Any]:
+        """What has to be the same for a checkpoint of one run to be gone on from in another."""
+        return {**asdict(self.hp), "data": self.data_digest, "code": self.code_version}
+
+    @property
+    def key(self) -> str:
+        return hashlib.sha256(json.dumps(self.as_dict(), sort_keys=True).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training run, as the ranks need to know it.
+
+    Attributes:
+        identity: what decides its result.
+        data: folder of the prepared dataset.
+        model_path: where rank 0 puts the trained weights.
+        checkpoint_path: where rank 0 keeps the checkpoint; an earlier one there is gone on from.
+        checkpoint_seconds: time between two checkpoints within an epoch.
+        timeout_seconds: of rendezvous and collectives.
+        launched: time.time() of the launch.
+    """
+
+    identity: Identity
+    data: str
+    model_path: str
+    checkpoint_path: str
+    checkpoint_seconds: float
+    timeout_seconds: float
+    launched: float
+
+
+@dataclass(frozen=True)
+class TrainingResult:
+    """What the ranks found out: metrics per epoch, and the precision they computed in (float32 or bfloat16)."""
+
+    epochs: List[EpochFinished]
+    precision: str

@@ -1,0 +1,122 @@
+"""The training loop: the file to read first. The same code for one CPU process, one GPU or N GPUs on M nodes."""
+
+import time
+from typing import Protocol, Tuple
+
+import torch
+from torch import distributed
+from torch.nn import functional as F
+
+from workflows.training.batches import TestBatches, TrainBatches
+from workflows.training.errors import NonFiniteLoss, StopRequested
+from workflows.training.events import EpochFinished, Event, StepLogged
+from workflows.training.state import Sums, TrainingState
+
+
+class Link(Protocol):
+    """What the loop knows of the world outside. Whether its events arrive anywhere is not the loop's concern."""
+
+    stop_requested: bool
+
+    def emit(self, event: Event) -> None: ...
+
+    def alive(self) -> None:
+        """Called after each step by each rank, so that a hang can be told from slow work."""
+
+
+class Checkpoints(Protocol):
+    def due(self) -> bool: ...
+
+    def save(self, state: TrainingState) -> None: ...
+
+
+def fit(
+    state: TrainingState,
+    train: TrainBatches,
+    test: TestBatches,
+    epochs: int,
+    log_interval: int,
+    link: Link,
+    checkpoints: Checkpoints,
+) -> None:
+    """Trains from where the state stands to the end of the last epoch; the metrics end up in state.history."""
+    while state.epoch < epochs:
+        sums = train_epoch(state, train, log_interval, link, checkpoints)
+        started = time.perf_counter()
+        test_loss, accuracy = evaluate(state, test, link)
+        samples = len(train.split)
+        finished = EpochFinished(
+            epoch=state.epoch,
+            train_loss=sums.loss / samples,
+            train_accuracy=sums.correct / samples,
+            test_loss=test_loss,
+            accuracy=accuracy,
+            train_seconds=state.epoch_seconds,
+            evaluate_seconds=time.perf_counter() - started,
+        )
+        state.finish_epoch(finished)
+        link.emit(finished)
+        checkpoints.save(state)
+
+
+def train_epoch(
+    state: TrainingState, train: TrainBatches, log_interval: int, link: Link, checkpoints: Checkpoints
+) -> Sums:
+    """Steps through what is left of the epoch; returns its metrics.
+
+    Raises StopRequested, after a checkpoint, where any rank was asked to stop, and NonFiniteLoss, the weights being
+    those from before the bad step; either on all ranks at the same step.
+    """
+    # A CPU can look at the metrics after every step; a look at a GPU makes the host wait for it, so it has to be rare
+    look_interval = 1 if state.device.type == "cpu" else log_interval
+    state.ddp.train()
+    sums = logged = state.sums()
+    seconds_before, started = state.epoch_seconds, time.perf_counter()
+    logged_seconds = seconds_before
+    for batch in train.epoch(state.epoch, state.step):
+        state.train_step(batch.images, batch.labels, batch.size, link.stop_requested)
+        link.alive()
+        is_last = state.step == len(train)
+        if state.step % look_interval and not is_last:
+            continue
+        sums = state.sums()
+        state.epoch_seconds = seconds_before + time.perf_counter() - started
+        if sums.bad_ranks:
+            raise NonFiniteLoss(state.epoch, sums.steps, sums.bad_ranks)
+        if state.step % log_interval == 0 or is_last:
+            link.emit(_logged(state, train, logged, sums, state.epoch_seconds - logged_seconds))
+            logged, logged_seconds = sums, state.epoch_seconds
+        if sums.stop:
+            checkpoints.save(state)
+            raise StopRequested(state.epoch, state.step)
+        if checkpoints.due() and not is_last:
+            checkpoints.save(state)
+    return sums
+
+
+def _logged(state: TrainingState, train: TrainBatches, before: Sums, now: Sums, seconds: float) -> StepLogged:
+    samples = train.samples_until(now.steps) - train.samples_until(before.steps)
+    return StepLogged(
+        epoch=state.epoch,
+        step=state.step,
+        samples=train.samples_until(now.steps),
+        loss=(now.loss - before.loss) / samples,
+        accuracy=(now.correct - before.correct) / samples,
+        learning_rate=state.learning_rate,
+        samples_per_second=samples / seconds,
+    )
+
+
+@torch.inference_mode()
+def evaluate(state: TrainingState, test: TestBatches, link: Link) -> Tuple[float, float]:
+    """Mean loss and accuracy over the whole test split, in float32: each rank takes its share, the sums are exact."""
+    model = state.evaluated.eval()
+    sums = torch.zeros(2, dtype=torch.float64, device=state.device)
+    for batch in test:
+        scores = model(batch.images)
+        sums[0] += F.nll_loss(scores, batch.labels, reduction="sum")
+        sums[1] += (scores.argmax(1) == batch.labels).sum()
+        link.alive()
+    distributed.all_reduce(sums)
+    loss, correct = sums.tolist()
+    return loss / len(test.split), correct / len(test.split)

@@ -1,0 +1,78 @@
+"""The child's side of the launcher: one rank's process, its line to the parent, and its end."""
+
+import faulthandler
+import os
+import pkgutil
+import resource
+import shutil
+import signal
+import sys
+import threading
+import time
+from multiprocessing.connection import Connection
+from typing import Any
+
+from workflows.training.environment import Environment
+from workflows.training.errors import StopRequested
+from workflows.training.events import Event
+from workflows.training.failures import from_exception
+
+ALIVE_SECONDS = 1.0  # between two signs of life, which cost a system call
+
+
+class ParentLink:
+    """The line to the parent: events from rank 0, signs of life from every rank, requests to stop from the parent."""
+
+    def __init__(self, connection: Connection, is_first: bool):
+        self.stop_requested = False
+        self._connection, self._is_first = connection, is_first
+        self._lock = threading.Lock()  # the checkpoint thread emits too
+        self._next_alive = 0.0
+
+    def emit(self, event: Event) -> None:
+        if self._is_first:
+            self.send("event", event)
+
+    def alive(self) -> None:
+        now = time.monotonic()
+        if now >= self._next_alive:
+            self._next_alive = now + ALIVE_SECONDS
+            self.send("alive", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+
+    def send(self, kind: str, content: Any) -> None:
+        with self._lock:
+            self._connection.send((kind, content))
+
+    def listen(self, private: str) -> None:
+        """Waits for the parent's request to stop; when the parent is gone, so is this process, and its traces."""
+        try:
+            while True:
+                self._connection.recv()
+                self.stop_requested = True
+        except (EOFError, OSError):
+            shutil.rmtree(private, ignore_errors=True)
+            os._exit(1)
+
+    def on_signal(self, *_: Any) -> None:
+        self.stop_requested = True
+
+
+def serve(connection: Connection, environment: Environment, target: str, argument: Any, private: str) -> None:
+    """The main function of a rank's process; reports the function's value or failure, and ends the process."""
+    link = ParentLink(connection, is_first=environment.rank == 0)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+    signal.signal(signal.SIGTERM, link.on_signal)
+    stacks = open(os.path.join(private, f"stack-{environment.rank}"), "w")  # noqa: SIM115 open until the end
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    threading.Thread(target=link.listen, args=(private,), daemon=True).start()
+    try:
+        link.alive()
+        value = pkgutil.resolve_name(target)(environment, link, argument)
+        link.send("done", value if environment.rank == 0 else None)
+    except StopRequested as stopped:
+        link.send("stopped", str(stopped))
+    except BaseException as error:
+        link.send("failed", from_exception(error, environment.rank, environment.host))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # without the exit handlers of CUDA and gloo, which can hang or abort

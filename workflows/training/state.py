@@ -1,0 +1,173 @@
+"""All that changes while training: weights, optimizer, schedule, average, position and metrics so far."""
+
+from dataclasses import asdict, dataclass
+from typing import Any, Dict, List
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, swa_utils
+from torch.optim.lr_scheduler import LambdaLR
+
+from workflows.training.events import EpochFinished
+
+
+class Step(nn.Module):
+    """Forward pass, loss and metrics of one rank's share of a batch, in a form that DDP reduces in one go.
+
+    DDP averages gradients over the ranks. Each rank's loss is therefore weighted by its share, so that the average is
+    the gradient of the mean over the global batch, however uneven the shares. The metrics take the same way, as the
+    gradient of a parameter that is never trained: that spares a second all-reduce, and all ranks learn the same things
+    at the same step.
+    """
+
+    def __init__(self, model: nn.Module, rank: int, world_size: int, autocast: bool):
+        super().__init__()
+        self.model, self.rank, self.world_size, self.autocast = model, rank, world_size, autocast
+        # loss, correct, requests to stop, then for each rank whether its loss was not finite
+        self.sums = nn.Parameter(torch.zeros(3 + world_size))
+
+    def forward(self, images: Tensor, labels: Tensor, batch_size: int, stop: bool) -> Tensor:
+        with torch.autocast(images.device.type, torch.bfloat16, enabled=self.autocast):
+            scores = self.model(images)
+        loss = F.nll_loss(scores, labels, reduction="sum")
+        with torch.no_grad():
+            finite = torch.isfinite(loss)
+            sums = torch.zeros_like(self.sums)
+            sums[0] = torch.where(finite, loss, 0)
+            sums[1] = (scores.argmax(1) == labels).sum()
+            sums[2] = float(stop)
+            sums[3 + self.rank] = ~finite
+        return self.world_size * (loss / batch_size + self.sums @ sums)
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Metrics of the epoch so far, all ranks together; steps counts those before any loss that was not finite."""
+
+    loss: float
+    correct: int
+    steps: int
+    stop: bool
+    bad_ranks: List[int]
+
+
+class TrainingState:
+    """What a checkpoint holds and a resume restores, and how one step changes it."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        rank: int,
+        world_size: int,
+        *,
+        autocast: bool,
+        learning_rate: float,
+        momentum: float,
+        nesterov: bool,
+        weight_decay: float,
+        schedule: str,
+        warmup_fraction: float,
+        total_steps: int,
+        ema_decay: float,
+    ):
+        self.device = device
+        self.model = model.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.ddp = DistributedDataParallel(
+            Step(self.model, rank, world_size, autocast).to(device), gradient_as_bucket_view=True
+        )
+        self.optimizer = SGD(
+            self.model.parameters(), learning_rate, momentum, nesterov=nesterov and momentum > 0,
+            weight_decay=weight_decay, fused=True,
+        )  # fmt: skip
+        warmup_steps = warmup_fraction * total_steps
+        factors = {
+            "constant": lambda step: 1.0,
+            "onecycle": lambda step: float(np.interp(step, (0, warmup_steps, total_steps), (0.1, 1, 0.001))),
+        }
+        self.schedule = LambdaLR(self.optimizer, factors[schedule])
+        self.average = (
+            swa_utils.AveragedModel(
+                self.model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(ema_decay), use_buffers=True
+            )
+            if ema_decay
+            else None
+        )
+        # A loss that is not finite raises this flag until the epoch's end; the fused optimizer then leaves the weights
+        # as they are, without the host having to look (the means by which torch.amp.GradScaler skips a step)
+        self.optimizer.found_inf = self.flag = torch.zeros((), device=device)  # type: ignore[attr-defined]
+        self.epoch = self.step = 0
+        self.epoch_seconds = 0.0
+        self._sums = torch.zeros(4 + world_size, dtype=torch.float64, device=device)  # Step's sums, then good steps
+        self.history: List[EpochFinished] = []
+
+    @property
+    def evaluated(self) -> nn.Module:
+        """The network that is evaluated and returned: the average where there is one."""
+        return self.average.module if self.average else self.model
+
+    @property
+    def learning_rate(self) -> float:
+        return float(self.schedule.get_last_lr()[0])
+
+    def train_step(self, images: Tensor, labels: Tensor, batch_size: int, stop: bool) -> None:
+        """One optimizer update from this rank's share of a global batch of batch_size images; a collective."""
+        self.ddp(images, labels, batch_size, stop).backward()
+        self._sums[:-1] += self.ddp.module.sums.grad
+        self.flag.copy_(self._sums[3:-1].any())
+        self._sums[-1] += 1 - self.flag
+        self.optimizer.step()
+        self.schedule.step()
+        if self.average:
+            self.average.update_parameters(self.model)
+        self.ddp.zero_grad()
+        self.step += 1
+
+    def sums(self) -> Sums:
+        """Metrics of the epoch so far; makes the host wait for the device."""
+        loss, correct, stop, *bad, steps = self._sums.tolist()
+        return Sums(loss, round(correct), round(steps), stop > 0, [rank for rank, flag in enumerate(bad) if flag])
+
+    def finish_epoch(self, finished: EpochFinished) -> None:
+        self.history.append(finished)
+        self._sums.zero_()
+        self.epoch, self.step, self.epoch_seconds = self.epoch + 1, 0, 0.0
+
+    def state_dict(self) -> Dict[str, Any]:
+        """Copies of everything that a resume needs, on the CPU: the training may go on while they are written."""
+        return {
+            "model": _cpu_copy(self.model.state_dict()),
+            "average": _cpu_copy(self.average.state_dict()) if self.average else None,
+            "optimizer": _cpu_copy(self.optimizer.state_dict()),
+            "schedule": self.schedule.state_dict(),
+            "sums": self._sums.cpu().clone(),
+            "epoch": self.epoch,
+            "step": self.step,
+            "epoch_seconds": self.epoch_seconds,
+            "history": [asdict(finished) for finished in self.history],
+        }
+
+    def load_state_dict(self, saved: Dict[str, Any]) -> None:
+        """Restores what state_dict gave, whatever the number of ranks was then."""
+        self.model.load_state_dict(saved["model"])
+        if self.average:
+            self.average.load_state_dict(saved["average"])
+        self.optimizer.load_state_dict(saved["optimizer"])
+        self.schedule.load_state_dict(saved["schedule"])
+        # requests to stop and flags belong to the run that was stopped
+        self._sums[:2], self._sums[-1] = saved["sums"][:2], saved["sums"][-1]
+        self.epoch, self.step, self.epoch_seconds = saved["epoch"], saved["step"], saved["epoch_seconds"]
+        self.history = [EpochFinished(**finished) for finished in saved["history"]]
+
+
+def _cpu_copy(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {key: _cpu_copy(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_cpu_copy(item) for item in value]
+    return value

@@ -1,0 +1,117 @@
+"""One rank from start to end, whoever started its process."""
+
+import os
+import time
+from pathlib import Path
+from typing import Any, List, Union
+
+import torch
+from torch import distributed, nn
+
+from workflows.training import prepared
+from workflows.training.batches import Split, TestBatches, TrainBatches
+from workflows.training.checkpoint import CheckpointWriter, NoCheckpoints, read_checkpoint
+from workflows.training.dynamo import leave_dynamo_out
+from workflows.training.environment import Environment
+from workflows.training.errors import CheckpointError
+from workflows.training.events import CheckpointRefused, RunStarted
+from workflows.training.job import Job, TrainingResult
+from workflows.training.loop import Link, fit
+from workflows.training.models import build_model
+from workflows.training.process_group import process_group
+from workflows.training.state import TrainingState
+
+
+def run(environment: Environment, link: Link, job: Job) -> TrainingResult:
+    """Trains as this rank; rank 0 leaves the weights at job.model_path. The result is the same on every rank."""
+    leave_dynamo_out()
+    torch.set_num_threads(environment.threads)
+    hp, rank, world_size = job.identity.hp, environment.rank, environment.world.size
+    with process_group(environment, job.timeout_seconds) as device:
+        precision = choose_precision(hp.precision, device)
+        description = prepared.read_description(Path(job.data))
+        train, test = (
+            Split(*prepared.open_split(Path(job.data), split), description.mean, description.std, device)
+            for split in ("train", "test")
+        )
+        train_batches = TrainBatches(train, hp.batch_size, hp.seed, hp.shift_pixels, rank, world_size)
+        state = TrainingState(
+            build_model(hp.model, hp.seed),
+            device,
+            rank,
+            world_size,
+            autocast=precision == "bfloat16",
+            learning_rate=hp.learning_rate,
+            momentum=hp.sgd_momentum,
+            nesterov=hp.nesterov,
+            weight_decay=hp.weight_decay,
+            schedule=hp.schedule,
+            warmup_fraction=hp.warmup_fraction,
+            total_steps=hp.epochs * len(train_batches),
+            ema_decay=hp.ema_decay,
+        )
+        resume(state, job, environment, link)
+        link.emit(
+            RunStarted(
+                dataset=description.name,
+                train_samples=len(train),
+                test_samples=len(test),
+                world_size=world_size,
+                backend=environment.world.backend,
+                device=str(device),
+                precision=precision,
+                epochs=hp.epochs,
+                steps_per_epoch=len(train_batches),
+                first_epoch=state.epoch,
+                first_step=state.step,
+                startup_seconds=time.time() - job.launched,
+            )
+        )
+        checkpoints = checkpoints_of(environment, link, job)
+        try:
+            fit(
+                state, train_batches, TestBatches(test, hp.test_batch_size, rank, world_size),
+                hp.epochs, hp.log_interval, link, checkpoints,
+            )  # fmt: skip
+        finally:
+            checkpoints.close()
+        if rank == 0:
+            export_model(state.evaluated, Path(job.model_path))
+    return TrainingResult(state.history, precision)
+
+
+def choose_precision(precision: str, device: torch.device) -> str:
+    """bfloat16 for auto where the hardware computes in it: elsewhere it is emulated, slower than float32."""
+    if precision != "auto":
+        return precision
+    if device.type == "cuda":
+        return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
+    capabilities = torch.cpu.get_capabilities()
+    return "bfloat16" if capabilities.get("avx512_bf16") or capabilities.get("amx_bf16") else "float32"
+
+
+def resume(state: TrainingState, job: Job, environment: Environment, link: Link) -> None:
+    """Puts all ranks where an earlier run's checkpoint left rank 0, if there is one that belongs to this training."""
+    found: List[Any] = [None]
+    if environment.rank == 0 and os.path.exists(job.checkpoint_path):
+        try:
+            found = [read_checkpoint(Path(job.checkpoint_path), job.identity.as_dict())["state"]]
+        except CheckpointError as error:
+            link.emit(CheckpointRefused(f"the checkpoint {error}"))
+    distributed.broadcast_object_list(found)  # other hosts do not see rank 0's disk
+    if found[0]:
+        state.load_state_dict(found[0])
+
+
+def checkpoints_of(environment: Environment, link: Link, job: Job) -> Union[CheckpointWriter, NoCheckpoints]:
+    if environment.rank == 0:
+        return CheckpointWriter(Path(job.checkpoint_path), job.identity.as_dict(), job.checkpoint_seconds, link.emit)
+    return NoCheckpoints()
+
+
+def export_model(model: nn.Module, path: Path) -> None:
+    """Writes the weights as a plain CPU state_dict of contiguous tensors; path appears whole or not at all."""
+    weights = {name: value.detach().cpu().contiguous() for name, value in model.state_dict().items()}
+    beside = path.with_name(path.name + ".tmp")
+    torch.save(weights, beside)
+    os.replace(beside, path)
