@@ -64,7 +64,7 @@ def test_digits_are_the_same_everywhere_and_prepared_once(folder):
     description = verify(directory)
     assert (description.train_samples, description.test_samples) == (1501, 296)
     assert description.image_shape == (1, 28, 28)
-    # Whoever changes the construction has to raise the format's version too, or prepared folders would stay as they are.
+    # Whoever changes the construction raises the format's version too, or prepared folders stay as they are.
     assert description.digest == "559846aa4a3a8796cdbd0f873fd45e1c62b45da39923ca6b76d5922e34e7c9c4"
     for split in ("train", "test"):
         images, labels = open_split(directory, split)
@@ -101,7 +101,7 @@ def test_read_only_folder_is_one_clear_error(folder):
     else:
         folder.chmod(0o555)
     try:
-        with pytest.raises(InputError, match="cannot write to .*data: .*DDP_DATA_DIR"):
+        with pytest.raises(InputError, match=r"cannot write to .*data: .*DDP_DATA_DIR"):
             prepare("digits")
     finally:
         if os.geteuid() == 0:
@@ -114,7 +114,7 @@ def test_full_disk_is_one_clear_error(folder):
     if os.geteuid() != 0 or not shutil.which("mount") or subprocess.run(mount).returncode:
         pytest.skip("needs the right to mount a small tmpfs")
     try:
-        with pytest.raises(InputError, match="cannot write to .*: No space left on device.*DDP_DATA_DIR"):
+        with pytest.raises(InputError, match=r"cannot write to .*: No space left on device.*DDP_DATA_DIR"):
             prepare("digits")
         assert os.listdir(folder / "prepared") == []
     finally:

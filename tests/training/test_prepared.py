@@ -42,7 +42,8 @@ def folder(tmp_path):
 def run(code, *arguments):
     """Starts a fresh interpreter that knows the package."""
     command = [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
 
 
 def test_what_was_written_is_read(folder):
@@ -134,7 +135,7 @@ def test_damaged_description_is_named(change, what, folder):
 
 
 def test_missing_folder_is_named(tmp_path):
-    with pytest.raises(DataError, match="nowhere/dataset.json is missing"):
+    with pytest.raises(DataError, match=r"nowhere/dataset\.json is missing"):
         verify(tmp_path / "nowhere")
 
 
@@ -188,14 +189,13 @@ def test_four_writers_at_once_leave_one_intact_folder(damaged, folder):
             write_prepared(sys.argv[1], "zeros", ("0",), images, labels, images, labels)
             verify(sys.argv[1])
     """
-    command = [sys.executable, "-c", textwrap.dedent(code), str(folder)]
-    pipe = subprocess.PIPE
-    writers = [subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, stderr=pipe, text=True) for _ in range(4)]
+    writers = [run(code, folder) for _ in range(4)]
     for writer in writers:
+        assert writer.stdout is not None
         assert writer.stdout.readline() == "ready\n"
     for writer in writers:
-        writer.stdin.write("go\n")
-        writer.stdin.flush()
+        assert writer.stdin is not None
+        print("go", file=writer.stdin, flush=True)
     for writer in writers:
         _, errors = writer.communicate()
         assert writer.returncode == 0, errors

@@ -77,6 +77,7 @@ def train(hp: Hyperparameters, data: FlyteDirectory, options: RunOptions) -> Tra
                 identity=identity,
                 data=str(data_folder),
                 model_path=str(folder / "model.pt"),
+                predictions_path=str(folder / "predictions.npy"),
                 checkpoint_path=str(store.path),
                 checkpoint_seconds=options.checkpoint_seconds,
                 # beyond the parent's own patience, so that it can still ask all ranks where they hang
@@ -84,7 +85,8 @@ def train(hp: Hyperparameters, data: FlyteDirectory, options: RunOptions) -> Tra
                 launched=time.time(),
             )
             observers = to_all(Console(), store.on_event)
-            result: TrainingResult = launcher.launch(WORKER, world, job, options.timeout_seconds, observers)
+            results: List[TrainingResult] = launcher.launch(WORKER, world, job, options.timeout_seconds, observers)
+    result = results[0]
     last, train_seconds = result.epochs[-1], sum(epoch.train_seconds for epoch in result.epochs)
     summary = TrainingSummary(
         dataset=description.name,

@@ -70,10 +70,12 @@ class CheckpointWriter:
         return time.monotonic() - self._last >= self._seconds
 
     def save(self, state: TrainingState) -> None:
+        started = time.monotonic()
         self.close()
-        self._last = time.monotonic()
         content = {"identity": self._identity, "state": state.state_dict()}
-        self._thread = threading.Thread(target=self._write, args=(content, state.epoch, state.step))
+        self._last = time.monotonic()
+        arguments = (content, state.epoch, state.step, self._last - started)
+        self._thread = threading.Thread(target=self._write, args=arguments)
         self._thread.start()
 
     def close(self) -> None:
@@ -81,13 +83,15 @@ class CheckpointWriter:
         if self._thread:
             self._thread.join()
 
-    def _write(self, content: Dict[str, Any], epoch: int, step: int) -> None:
+    def _write(self, content: Dict[str, Any], epoch: int, step: int, stall_seconds: float) -> None:
+        started = time.monotonic()
         try:
             write_checkpoint(self._path, content)
         except OSError as error:
             self._emit(CheckpointFailed(f"{self._path}: {error.strerror}"))
         else:
-            self._emit(CheckpointWritten(epoch, step, str(self._path)))
+            seconds = time.monotonic() - started
+            self._emit(CheckpointWritten(epoch, step, str(self._path), stall_seconds, seconds))
 
 
 class NoCheckpoints:

@@ -1,7 +1,7 @@
 """What rank 0 tells the parent while it trains: small, plain values; big things stay in files."""
 
 from dataclasses import dataclass
-from typing import Union
+from typing import Dict, List, Tuple, Union
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,7 @@ class RunStarted:
     first_epoch: int
     first_step: int
     startup_seconds: float
+    layers: List[Tuple[str, str, int]]  # name, type and number of parameters of each module that has its own
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class StepLogged:
     accuracy: float
     learning_rate: float
     samples_per_second: float
+    gradient_norms: Dict[str, float]  # Euclidean, per parameter, of this step
 
 
 @dataclass(frozen=True)
@@ -49,12 +51,25 @@ class EpochFinished:
 
 
 @dataclass(frozen=True)
+class GradientsSeen:
+    """Distribution of each parameter's gradient in an epoch's last step: counts of n bins between n + 1 edges."""
+
+    epoch: int
+    histograms: Dict[str, Tuple[List[float], List[float]]]
+
+
+@dataclass(frozen=True)
 class CheckpointWritten:
-    """A complete checkpoint of the state before this step of this epoch lies at path."""
+    """A complete checkpoint of the state before this step of this epoch lies at path.
+
+    Training stood still for stall_seconds of it; writing took write_seconds beside it.
+    """
 
     epoch: int
     step: int
     path: str
+    stall_seconds: float
+    write_seconds: float
 
 
 @dataclass(frozen=True)
@@ -71,4 +86,6 @@ class CheckpointRefused:
     reason: str
 
 
-Event = Union[RunStarted, StepLogged, EpochFinished, CheckpointWritten, CheckpointFailed, CheckpointRefused]
+Event = Union[
+    RunStarted, StepLogged, EpochFinished, GradientsSeen, CheckpointWritten, CheckpointFailed, CheckpointRefused
+]

@@ -34,6 +34,7 @@ class Job:
         identity: what decides its result.
         data: folder of the prepared dataset.
         model_path: where rank 0 puts the trained weights.
+        predictions_path: where rank 0 puts the log-probabilities of the test images, an .npy of (N, classes) float32.
         checkpoint_path: where rank 0 keeps the checkpoint; an earlier one there is gone on from.
         checkpoint_seconds: time between two checkpoints within an epoch.
         timeout_seconds: of rendezvous and collectives.
@@ -43,6 +44,7 @@ class Job:
     identity: Identity
     data: str
     model_path: str
+    predictions_path: str
     checkpoint_path: str
     checkpoint_seconds: float
     timeout_seconds: float
@@ -51,7 +53,19 @@ class Job:
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """What the ranks found out: metrics per epoch, and the precision they computed in (float32 or bfloat16)."""
+    """What one rank knows at the end; the epochs are the same on every rank.
+
+    Attributes:
+        precision: float32 or bfloat16.
+        samples_per_second: training images of this rank alone, per second of training in this attempt.
+        peak_bytes: the most memory that the process has held.
+        peak_gpu_bytes: the most memory that its tensors have held on the GPU; 0 on a CPU.
+    """
 
     epochs: List[EpochFinished]
     precision: str
+    rank: int
+    host: str
+    samples_per_second: float
+    peak_bytes: int
+    peak_gpu_bytes: int

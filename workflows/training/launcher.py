@@ -40,8 +40,10 @@ def warm_up() -> None:
             forkserver.ensure_running()
 
 
-def launch(target: str, world: World, argument: Any, timeout_seconds: float, on_event: Callable[[Event], None]) -> Any:
-    """Runs target(environment, link, argument) as every rank of a world on this host; returns rank 0's value.
+def launch(
+    target: str, world: World, argument: Any, timeout_seconds: float, on_event: Callable[[Event], None]
+) -> List[Any]:
+    """Runs target(environment, link, argument) as every rank of a world on this host; returns their values by rank.
 
     target is "module:function"; the ranks import it, the parent doesn't. Raises RankFailed (or its recoverable kind)
     naming the rank that failed first, Preempted after SIGTERM, KeyboardInterrupt after Ctrl-C. All processes have
@@ -114,7 +116,7 @@ class _Rank:
 
 def _supervise(
     ranks: List[_Rank], timeout_seconds: float, on_event: Callable[[Event], None], signals: List[int]
-) -> Any:
+) -> List[Any]:
     started, stop_at, give_up_at = False, 0.0, 0.0
 
     def note(event: Event) -> None:
@@ -138,7 +140,7 @@ def _supervise(
             for rank in ranks:
                 rank.request_stop()
         if all(rank.outcome == "done" for rank in ranks):
-            return ranks[0].value
+            return [rank.value for rank in ranks]
         if all(rank.outcome for rank in ranks) or (stop_at and now >= stop_at):
             raise _stopped(ranks, signals)
         if any(not rank.outcome and now - rank.last_seen > timeout_seconds for rank in ranks):

@@ -4,12 +4,12 @@ import time
 from typing import Protocol, Tuple
 
 import torch
-from torch import distributed
+from torch import Tensor, distributed, nn
 from torch.nn import functional as F
 
 from workflows.training.batches import TestBatches, TrainBatches
 from workflows.training.errors import NonFiniteLoss, StopRequested
-from workflows.training.events import EpochFinished, Event, StepLogged
+from workflows.training.events import EpochFinished, Event, GradientsSeen, StepLogged
 from workflows.training.state import Sums, TrainingState
 
 
@@ -43,7 +43,7 @@ def fit(
     while state.epoch < epochs:
         sums = train_epoch(state, train, log_interval, link, checkpoints)
         started = time.perf_counter()
-        test_loss, accuracy = evaluate(state, test, link)
+        test_loss, accuracy = evaluate(state.evaluated, test, link)
         samples = len(train.split)
         finished = EpochFinished(
             epoch=state.epoch,
@@ -86,6 +86,8 @@ def train_epoch(
         if state.step % log_interval == 0 or is_last:
             link.emit(_logged(state, train, logged, sums, state.epoch_seconds - logged_seconds))
             logged, logged_seconds = sums, state.epoch_seconds
+            if is_last:
+                link.emit(GradientsSeen(state.epoch, state.gradient_histograms()))
         if sums.stop:
             checkpoints.save(state)
             raise StopRequested(state.epoch, state.step)
@@ -104,14 +106,15 @@ def _logged(state: TrainingState, train: TrainBatches, before: Sums, now: Sums, 
         accuracy=(now.correct - before.correct) / samples,
         learning_rate=state.learning_rate,
         samples_per_second=samples / seconds,
+        gradient_norms=state.gradient_norms(),
     )
 
 
 @torch.inference_mode()
-def evaluate(state: TrainingState, test: TestBatches, link: Link) -> Tuple[float, float]:
+def evaluate(model: nn.Module, test: TestBatches, link: Link) -> Tuple[float, float]:
     """Mean loss and accuracy over the whole test split, in float32: each rank takes its share, the sums are exact."""
-    model = state.evaluated.eval()
-    sums = torch.zeros(2, dtype=torch.float64, device=state.device)
+    model.eval()
+    sums = torch.zeros(2, dtype=torch.float64, device=test.split.images.device)
     for batch in test:
         scores = model(batch.images)
         sums[0] += F.nll_loss(scores, batch.labels, reduction="sum")
@@ -120,3 +123,14 @@ def evaluate(state: TrainingState, test: TestBatches, link: Link) -> Tuple[float
     distributed.all_reduce(sums)
     loss, correct = sums.tolist()
     return loss / len(test.split), correct / len(test.split)
+
+
+@torch.inference_mode()
+def predict(model: nn.Module, test: TestBatches) -> Tensor:
+    """Log-probabilities (N, classes) of the whole test split, on every rank."""
+    model.eval()
+    mine = torch.cat([model(batch.images) for batch in test] or [model(test.split.normalised(test.split.images[:0]))])
+    scores = mine.new_zeros(len(test.split), mine.shape[1])
+    scores[test.first : test.last] = mine
+    distributed.all_reduce(scores)  # the others' rows are zeros
+    return scores

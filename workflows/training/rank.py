@@ -68,7 +68,7 @@ def serve(connection: Connection, environment: Environment, target: str, argumen
     try:
         link.alive()
         value = pkgutil.resolve_name(target)(environment, link, argument)
-        link.send("done", value if environment.rank == 0 else None)
+        link.send("done", value)
     except StopRequested as stopped:
         link.send("stopped", str(stopped))
     except BaseException as error:

@@ -1,7 +1,7 @@
 """All that changes while training: weights, optimizer, schedule, average, position and metrics so far."""
 
 from dataclasses import asdict, dataclass
-from typing import Any, Dict, List
+from typing import Any, Dict, List, Tuple
 
 import numpy as np
 import torch
@@ -115,6 +115,7 @@ class TrainingState:
 
     def train_step(self, images: Tensor, labels: Tensor, batch_size: int, stop: bool) -> None:
         """One optimizer update from this rank's share of a global batch of batch_size images; a collective."""
+        self.ddp.zero_grad()  # here rather than at the end, so that the gradients can be looked at until the next step
         self.ddp(images, labels, batch_size, stop).backward()
         self._sums[:-1] += self.ddp.module.sums.grad
         self.flag.copy_(self._sums[3:-1].any())
@@ -123,8 +124,24 @@ class TrainingState:
         self.schedule.step()
         if self.average:
             self.average.update_parameters(self.model)
-        self.ddp.zero_grad()
         self.step += 1
+
+    def gradient_norms(self) -> Dict[str, float]:
+        """Euclidean norm of each parameter's gradient of the last step; makes the host wait for the device."""
+        names, gradients = self._gradients()
+        return dict(zip(names, torch.stack(torch._foreach_norm(gradients)).tolist(), strict=True))
+
+    def gradient_histograms(self, bins: int = 64) -> Dict[str, Tuple[List[float], List[float]]]:
+        """For each parameter's gradient of the last step: counts of equal bins, and the bins' edges."""
+        names, gradients = self._gradients()
+        histograms = (np.histogram(gradient.float().cpu().numpy(), bins) for gradient in gradients)
+        return {
+            name: (counts.tolist(), edges.tolist()) for name, (counts, edges) in zip(names, histograms, strict=True)
+        }
+
+    def _gradients(self) -> Tuple[List[str], List[Tensor]]:
+        found = [(name, p.grad) for name, p in self.model.named_parameters() if p.grad is not None]
+        return [name for name, _ in found], [gradient for _, gradient in found]
 
     def sums(self) -> Sums:
         """Metrics of the epoch so far; makes the host wait for the device."""

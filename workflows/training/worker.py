@@ -1,10 +1,12 @@
 """One rank from start to end, whoever started its process."""
 
 import os
+import resource
 import time
 from pathlib import Path
-from typing import Any, List, Union
+from typing import Any, List, Tuple, Union
 
+import numpy as np
 import torch
 from torch import distributed, nn
 
@@ -16,7 +18,7 @@ from workflows.training.environment import Environment
 from workflows.training.errors import CheckpointError
 from workflows.training.events import CheckpointRefused, RunStarted
 from workflows.training.job import Job, TrainingResult
-from workflows.training.loop import Link, fit
+from workflows.training.loop import Link, fit, predict
 from workflows.training.models import build_model
 from workflows.training.process_group import process_group
 from workflows.training.state import TrainingState
@@ -65,19 +67,32 @@ def run(environment: Environment, link: Link, job: Job) -> TrainingResult:
                 first_epoch=state.epoch,
                 first_step=state.step,
                 startup_seconds=time.time() - job.launched,
+                layers=layers_of(state.model),
             )
         )
         checkpoints = checkpoints_of(environment, link, job)
+        samples_before = state.epoch * len(train) + train_batches.samples_until(state.step)
+        seconds_before = train_seconds(state)
+        test_batches = TestBatches(test, hp.test_batch_size, rank, world_size)
         try:
-            fit(
-                state, train_batches, TestBatches(test, hp.test_batch_size, rank, world_size),
-                hp.epochs, hp.log_interval, link, checkpoints,
-            )  # fmt: skip
+            fit(state, train_batches, test_batches, hp.epochs, hp.log_interval, link, checkpoints)
         finally:
             checkpoints.close()
+        predictions = predict(state.evaluated, test_batches)
         if rank == 0:
             export_model(state.evaluated, Path(job.model_path))
-    return TrainingResult(state.history, precision)
+            np.save(job.predictions_path, predictions.cpu().numpy())
+    return TrainingResult(
+        epochs=state.history,
+        precision=precision,
+        rank=rank,
+        host=environment.host,
+        samples_per_second=(hp.epochs * len(train) - samples_before)
+        / world_size
+        / max(train_seconds(state) - seconds_before, 1e-9),
+        peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        peak_gpu_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0,
+    )
 
 
 def choose_precision(precision: str, device: torch.device) -> str:
@@ -107,6 +122,19 @@ def checkpoints_of(environment: Environment, link: Link, job: Job) -> Union[Chec
     if environment.rank == 0:
         return CheckpointWriter(Path(job.checkpoint_path), job.identity.as_dict(), job.checkpoint_seconds, link.emit)
     return NoCheckpoints()
+
+
+def train_seconds(state: TrainingState) -> float:
+    return sum(epoch.train_seconds for epoch in state.history) + state.epoch_seconds
+
+
+def layers_of(model: nn.Module) -> List[Tuple[str, str, int]]:
+    """Name, type and number of parameters of each module that has parameters of its own."""
+    counted = (
+        (name, type(module).__name__, sum(p.numel() for p in module.parameters(recurse=False)))
+        for name, module in model.named_modules()
+    )
+    return [layer for layer in counted if layer[2]]
 
 
 def export_model(model: nn.Module, path: Path) -> None:
