@@ -4,6 +4,7 @@ import os
 import shutil
 import sys
 import tempfile
+from multiprocessing.util import Finalize
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # Failed tests' folders outlive the session, where pytest always puts them.
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
     place = Path(tempfile.mkdtemp(prefix="ddp-"))
-    config.add_cleanup(lambda: shutil.rmtree(place, ignore_errors=True))
+    # At exit and late: multiprocessing keeps its sockets here until its own clean-up, which has priority -100
+    Finalize(None, shutil.rmtree, args=(place,), kwargs={"ignore_errors": True}, exitpriority=-200)
     for name, folder in {"HOME": "home", "DDP_DATA_DIR": "data", "DDP_RUNS_DIR": "runs", "TMPDIR": "tmp"}.items():
         (place / folder).mkdir()
         os.environ[name] = str(place / folder)

@@ -69,8 +69,7 @@ def test_digits_are_the_same_everywhere_and_prepared_once(folder):
     for split in ("train", "test"):
         images, labels = open_split(directory, split)
         assert images.max() == 255
-        assert len(np.unique(labels)) == 10
-        assert np.bincount(labels).min() >= len(labels) // 10 - 1
+        assert np.bincount(labels, minlength=10).min() > 0.09 * len(labels)
     before = directory.stat().st_ino
     assert prepare("digits") == directory
     assert directory.stat().st_ino == before
@@ -87,9 +86,8 @@ def test_damaged_folder_is_prepared_again(content, caplog):
     assert "digits is prepared again: " in caplog.text
 
 
-@pytest.mark.parametrize("times", [2, 4])
-def test_several_runs_at_once_on_an_empty_folder(times, folder):
-    prepare_at_once("digits", times)
+def test_four_runs_at_once_on_an_empty_folder(folder):
+    prepare_at_once("digits", 4)
     assert os.listdir(folder / "prepared") == ["digits"]
 
 

@@ -1,4 +1,4 @@
-"""What rank 0 tells the parent while it trains: small, plain values; big things stay in files."""
+"""What the ranks, nearly always rank 0, tell the parent while they train: small, plain values; big things stay in files."""
 
 from dataclasses import dataclass
 from typing import Dict, List, Tuple, Union
@@ -86,6 +86,21 @@ class CheckpointRefused:
     reason: str
 
 
+@dataclass(frozen=True)
+class Printed:
+    """A line that a rank's code, or a library's, has printed or warned."""
+
+    rank: int
+    text: str
+
+
 Event = Union[
-    RunStarted, StepLogged, EpochFinished, GradientsSeen, CheckpointWritten, CheckpointFailed, CheckpointRefused
+    RunStarted,
+    StepLogged,
+    EpochFinished,
+    GradientsSeen,
+    CheckpointWritten,
+    CheckpointFailed,
+    CheckpointRefused,
+    Printed,
 ]

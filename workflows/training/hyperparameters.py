@@ -9,6 +9,7 @@ DATASETS = ("auto", "mnist", "fashion_mnist", "digits")
 PRECISIONS = ("auto", "float32", "bfloat16")
 MODELS = ("mnist_cnn",)
 SCHEDULES = ("onecycle", "constant")
+TRACKING = ("auto", "online", "offline", "tensorboard", "off")
 
 
 @dataclass(frozen=True)
@@ -63,9 +64,18 @@ class RunOptions(Settings):
         timeout_seconds: how long the ranks may go without a step before the run counts as hung.
         checkpoint_seconds: time between two checkpoints within an epoch (each epoch's end has one anyway).
         resume: whether to go on from the checkpoint that an earlier, unfinished run of the same training left.
+        tracking: online and offline are Weights & Biases; auto is online where it has a key, else off; tensorboard
+            writes event files.
+        wandb_project: the W&B project; empty is WANDB_PROJECT, else flyte-ddp.
+        wandb_entity: the W&B user or team; empty is WANDB_ENTITY, else the key's own.
+        profile: whether torch.profiler looks at some steps of every rank.
     """
 
     nproc: int = setting(0, minimum=0, maximum=1024)
     timeout_seconds: float = setting(300.0, minimum=1, maximum=86400)
     checkpoint_seconds: float = setting(30.0, minimum=0)
     resume: bool = setting(True)
+    tracking: str = setting("auto", choices=TRACKING)
+    wandb_project: str = setting("")
+    wandb_entity: str = setting("")
+    profile: bool = setting(False)

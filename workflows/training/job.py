@@ -39,6 +39,7 @@ class Job:
         checkpoint_seconds: time between two checkpoints within an epoch.
         timeout_seconds: of rendezvous and collectives.
         launched: time.time() of the launch.
+        profile_path: folder for each rank's profile; empty is none.
     """
 
     identity: Identity
@@ -49,6 +50,7 @@ class Job:
     checkpoint_seconds: float
     timeout_seconds: float
     launched: float
+    profile_path: str = ""
 
 
 @dataclass(frozen=True)

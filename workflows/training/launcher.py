@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 from contextlib import contextmanager, suppress
-from multiprocessing import connection, forkserver
+from multiprocessing import connection, forkserver, resource_tracker
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, List
 
@@ -35,9 +35,16 @@ POLL_SECONDS = 0.2
 def warm_up() -> None:
     """Starts the process that imports torch for all ranks, and returns at once; a second call does nothing."""
     if START_METHOD == "forkserver":
-        with _importable():
-            forkserver.set_forkserver_preload(PRELOAD)
-            forkserver.ensure_running()
+        # SIGTERM may come to the whole process group: the ranks take it as a request to stop (rank.py lets it in
+        # again), and this one has to live as long as they
+        resource_tracker.ensure_running()  # forkserver would start it, and it unblocks the signal
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        try:
+            with _importable():
+                forkserver.set_forkserver_preload(PRELOAD)
+                forkserver.ensure_running()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def launch(
@@ -87,19 +94,20 @@ class _Rank:
     def receive(self, on_event: Callable[[Event], None]) -> None:
         """Takes in all that the rank has said; a process that ended without an outcome has failed."""
         ended = not self.process.is_alive()  # asked first: what it said before is then in the line
-        try:
-            while self.line.poll():
+        while not self.outcome and self.line.poll():
+            try:
                 kind, content = self.line.recv()
-                self.last_seen = time.monotonic()
-                if kind == "event":
-                    on_event(content)
-                elif kind == "alive":
-                    self.peak_bytes = content
-                else:
-                    self.outcome, self.value = kind, content
-        except (EOFError, OSError):
-            self.process.join()
-            ended = True
+            except (EOFError, OSError):
+                self.process.join()
+                ended = True
+                break
+            self.last_seen = time.monotonic()
+            if kind == "event":
+                on_event(content)
+            elif kind == "alive":
+                self.peak_bytes = content
+            else:
+                self.outcome, self.value = kind, content
         if ended and not self.outcome:
             self.outcome = "failed"
             self.value = from_exit_code(self.process.exitcode or 0, self.rank, self.host, self.peak_bytes)

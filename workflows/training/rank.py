@@ -1,6 +1,7 @@
 """The child's side of the launcher: one rank's process, its line to the parent, and its end."""
 
 import faulthandler
+import io
 import os
 import pkgutil
 import resource
@@ -10,11 +11,11 @@ import sys
 import threading
 import time
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, TextIO
 
 from workflows.training.environment import Environment
 from workflows.training.errors import StopRequested
-from workflows.training.events import Event
+from workflows.training.events import Event, Printed
 from workflows.training.failures import from_exception
 
 ALIVE_SECONDS = 1.0  # between two signs of life, which cost a system call
@@ -57,16 +58,40 @@ class ParentLink:
         self.stop_requested = True
 
 
+class PrintedLines(io.TextIOBase):
+    """A rank's standard output and error: line by line to the parent, the only one that writes to the terminal.
+
+    What native code writes goes past this, straight to the file.
+    """
+
+    def __init__(self, link: ParentLink, rank: int, file: TextIO):
+        self._link, self._rank, self._file, self._begun = link, rank, file, ""
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._file.fileno()
+
+    def write(self, text: str) -> int:
+        *lines, self._begun = (self._begun + text).split("\n")
+        for line in lines:
+            self._link.send("event", Printed(self._rank, line))
+        return len(text)
+
+
 def serve(connection: Connection, environment: Environment, target: str, argument: Any, private: str) -> None:
     """The main function of a rank's process; reports the function's value or failure, and ends the process."""
     link = ParentLink(connection, is_first=environment.rank == 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
     signal.signal(signal.SIGTERM, link.on_signal)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # blocked in the process that this one was forked from
     stacks = open(os.path.join(private, f"stack-{environment.rank}"), "w")  # noqa: SIM115 open until the end
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     threading.Thread(target=link.listen, args=(private,), daemon=True).start()
     try:
         link.alive()
+        sys.stdout, sys.stderr = (PrintedLines(link, environment.rank, file) for file in (sys.stdout, sys.stderr))
         value = pkgutil.resolve_name(target)(environment, link, argument)
         link.send("done", value)
     except StopRequested as stopped:

@@ -1,0 +1,82 @@
+"""Small real trainings: scikit-learn's digits, real processes, real gloo."""
+
+import time
+from pathlib import Path
+from typing import Any, Callable, Dict, List, NamedTuple
+
+import pytest
+
+from workflows.training import launcher, prepared
+from workflows.training.datasets import prepare
+from workflows.training.environment import choose_world
+from workflows.training.events import Event
+from workflows.training.hyperparameters import Hyperparameters
+from workflows.training.job import Identity, Job, TrainingResult
+
+WORKER = "workflows.training.worker:run"
+
+
+class Trained(NamedTuple):
+    result: TrainingResult
+    weights: Dict[str, Any]
+    events: List[Event]
+
+
+@pytest.fixture(scope="session")
+def small_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """1,270 real digits to train on: with batches of 64, nineteen whole ones and one of 54; 200 to test on."""
+    digits = prepare("digits")
+    train_images, train_labels = prepared.open_split(digits, "train")
+    test_images, test_labels = prepared.open_split(digits, "test")
+    folder = tmp_path_factory.mktemp("data") / "small"
+    prepared.write_prepared(
+        folder, "small", [str(digit) for digit in range(10)],
+        train_images[:1270], train_labels[:1270], test_images[:200], test_labels[:200],
+    )  # fmt: skip
+    return folder
+
+
+@pytest.fixture
+def train(small_data: Path, tmp_path: Path) -> Callable[..., Trained]:
+    """train(nproc, on_event=..., checkpoint_seconds=..., name=..., **hyperparameters): one training by real ranks.
+
+    Trainings of the same name share a checkpoint.
+    """
+
+    def run(
+        nproc: int = 2,
+        on_event: Callable[[Event], None] = lambda event: None,
+        checkpoint_seconds: float = 1e9,
+        timeout_seconds: float = 120,
+        name: str = "training",
+        target: str = WORKER,
+        **hyperparameters: Any,
+    ) -> Any:
+        import torch
+
+        folder = tmp_path / name
+        folder.mkdir(exist_ok=True)
+        hp = Hyperparameters(**{"batch_size": 64, "epochs": 1, "precision": "float32", **hyperparameters})
+        job = Job(
+            identity=Identity(hp, prepared.read_description(small_data).digest, "code"),
+            data=str(small_data),
+            model_path=str(folder / "model.pt"),
+            predictions_path=str(folder / "predictions.npy"),
+            checkpoint_path=str(folder / "checkpoint"),
+            checkpoint_seconds=checkpoint_seconds,
+            timeout_seconds=timeout_seconds,
+            launched=time.time(),
+        )
+        events: List[Event] = []
+
+        def listen(event: Event) -> None:
+            events.append(event)
+            on_event(event)
+
+        world = choose_world("gloo", nproc, hp.batch_size)
+        results = launcher.launch(target, world, job, timeout_seconds, listen)
+        if target != WORKER:
+            return results
+        return Trained(results[0], torch.load(folder / "model.pt", weights_only=True), events)
+
+    return run

@@ -1,0 +1,60 @@
+"""What test_launcher.py has ranks do: each function is a worker's."""
+
+import os
+import signal
+import sys
+import threading
+from typing import Any, List
+
+from torch import distributed
+
+from workflows.training import worker
+from workflows.training.environment import Environment
+from workflows.training.events import CheckpointFailed
+from workflows.training.job import Job
+from workflows.training.loop import Link
+from workflows.training.process_group import process_group
+
+
+def report_rank(environment: Environment, link: Link, argument: Any) -> Any:
+    return environment.rank, environment.world.size, environment.threads, argument
+
+
+def list_modules(environment: Environment, link: Link, job: Job) -> List[str]:
+    worker.run(environment, link, job)
+    return list(sys.modules)
+
+
+def fail_on_rank_one(environment: Environment, link: Link, argument: Any) -> None:
+    with process_group(environment, 60):
+        if environment.rank == 1:
+            raise LookupError("no such word: " + argument)
+        distributed.barrier()
+
+
+def die_on_rank_one(environment: Environment, link: Link, argument: Any) -> None:
+    with process_group(environment, 60):
+        if environment.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        distributed.barrier()
+
+
+def hang_on_rank_one(environment: Environment, link: Link, argument: Any) -> None:
+    with process_group(environment, 60):
+        if environment.rank == 1:
+            wait_for_ever()
+        distributed.barrier()
+
+
+def wait_for_ever() -> None:
+    threading.Event().wait()
+
+
+def say_pids_and_wait(environment: Environment, link: Link, argument: Any) -> None:
+    """Every rank writes its process id to a file; rank 0 emits an event when all have; then they wait."""
+    with process_group(environment, 60):
+        with open(os.path.join(argument, str(environment.rank)), "w") as file:
+            file.write(str(os.getpid()))
+        distributed.barrier()
+        link.emit(CheckpointFailed("all are waiting"))
+        wait_for_ever()

@@ -1,0 +1,163 @@
+"""What the engine promises: the result depends on the hyperparameters alone, and a resumed run loses nothing."""
+
+import math
+
+import pytest
+import torch
+
+from tests.training.conftest import Trained
+from workflows.training.events import CheckpointRefused, EpochFinished, RunStarted, StepLogged
+from workflows.training.failures import RankFailed
+from workflows.training.models import load_model
+
+
+class Unplugged(Exception):
+    """Raised by a test in the parent, whose ranks are then killed with SIGKILL."""
+
+
+def unplug_at(step: int):
+    """An observer that ends the run at this step of the first epoch, as a power cut would."""
+
+    def on_event(event):
+        if isinstance(event, StepLogged) and event.epoch == 0 and event.step == step:
+            raise Unplugged
+
+    return on_event
+
+
+def relative_difference(first: Trained, second: Trained) -> float:
+    """Largest difference of any weight, relative to the largest weight of its tensor."""
+    assert first.weights.keys() == second.weights.keys()
+    return max(
+        float((weight - second.weights[name]).abs().max() / weight.abs().max())
+        for name, weight in first.weights.items()
+    )
+
+
+def identical(first: Trained, second: Trained) -> bool:
+    same_weights = all(torch.equal(weight, second.weights[name]) for name, weight in first.weights.items())
+    return same_weights and metrics(first) == metrics(second)
+
+
+def metrics(trained: Trained):
+    """All figures of all epochs but the seconds."""
+    return [(e.epoch, e.train_loss, e.train_accuracy, e.test_loss, e.accuracy) for e in trained.result.epochs]
+
+
+def test_one_two_and_three_ranks_give_the_same_weights(train):
+    one, two, three = (train(nproc, name=f"{nproc}") for nproc in (1, 2, 3))
+    assert one.events[0].steps_per_epoch == 20
+    for other in (two, three):
+        assert relative_difference(one, other) < 1e-5
+        assert other.result.epochs[0].train_accuracy == one.result.epochs[0].train_accuracy
+        assert other.result.epochs[0].test_loss == pytest.approx(one.result.epochs[0].test_loss, rel=1e-4)
+
+
+def test_the_same_seed_gives_the_same_bits_and_another_seed_does_not(train):
+    first, again, other = train(name="a"), train(name="b"), train(name="c", seed=2)
+    assert identical(first, again)
+    assert not identical(first, other)
+
+
+def test_a_last_batch_with_fewer_images_than_ranks(train):
+    # 1,270 = 3 x 423 + 1: in the last step all ranks but one have nothing to do
+    one, three = train(1, name="1", batch_size=423), train(3, name="3", batch_size=423)
+    assert relative_difference(one, three) < 1e-5
+
+
+def test_augmentation_and_averaged_weights_do_not_depend_on_the_ranks_either(train):
+    settings = {"shift_pixels": 2, "ema_decay": 0.9}
+    one, two, plain = train(1, name="1", **settings), train(2, name="2", **settings), train(1, name="plain")
+    assert relative_difference(one, two) < 1e-5
+    assert relative_difference(one, plain) > 1e-3
+
+
+def test_the_tutorials_recipe(train):
+    recipe = {"schedule": "constant", "learning_rate": 0.01, "sgd_momentum": 0.5, "nesterov": False}
+    trained = train(weight_decay=0.0, epochs=2, **recipe)
+    rates = {event.learning_rate for event in trained.events if isinstance(event, StepLogged)}
+    assert rates == {0.01}
+    assert trained.result.epochs[1].train_loss < trained.result.epochs[0].train_loss
+
+
+def test_the_model_file_gives_exactly_the_reported_accuracy(train, small_data, tmp_path):
+    from workflows.training.batches import Split, TestBatches
+    from workflows.training.prepared import open_split, read_description
+
+    trained = train(epochs=4)
+    model = load_model(tmp_path / "training" / "model.pt")
+    description = read_description(small_data)
+    split = Split(*open_split(small_data, "test"), description.mean, description.std, torch.device("cpu"))
+    (batch,) = TestBatches(split, 1000, 0, 1)
+    accuracy = (model(batch.images).argmax(1) == batch.labels).float().mean()
+    assert float(accuracy) == pytest.approx(trained.result.epochs[-1].accuracy)
+    assert trained.result.epochs[-1].accuracy > 0.8
+    assert not any(name.startswith("module.") for name in trained.weights)
+
+
+@pytest.mark.parametrize("step", [1, 7, 19, 20])
+def test_a_run_that_was_cut_off_goes_on_with_the_same_bits(train, step):
+    whole = train(name="whole", epochs=2, log_interval=1)
+    with pytest.raises(Unplugged):
+        train(name="cut", epochs=2, log_interval=1, checkpoint_seconds=0, on_event=unplug_at(step))
+    resumed = train(name="cut", epochs=2, log_interval=1, checkpoint_seconds=0)
+    started = resumed.events[0]
+    assert isinstance(started, RunStarted)
+    assert started.first_step > 0 or step == 1  # the checkpoint of step 1 may not have been complete
+    assert identical(whole, resumed)
+
+
+def test_a_cut_off_run_goes_on_with_another_number_of_ranks(train):
+    whole = train(2, name="whole", log_interval=1)
+    with pytest.raises(Unplugged):
+        train(2, name="cut", log_interval=1, checkpoint_seconds=0, on_event=unplug_at(9))
+    resumed = train(3, name="cut", log_interval=1, checkpoint_seconds=0)
+    assert resumed.events[0].first_step > 0
+    assert relative_difference(whole, resumed) < 1e-5
+    assert [epoch.accuracy for epoch in resumed.result.epochs] == [epoch.accuracy for epoch in whole.result.epochs]
+
+
+def test_a_finished_training_resumes_to_the_same_result_without_a_step(train):
+    whole = train()
+    again = train()
+    assert again.events[0].first_epoch == 1
+    assert not any(isinstance(event, EpochFinished) for event in again.events)
+    assert identical(whole, again)
+
+
+@pytest.mark.parametrize("damage", ["flipped", "short", "empty", "foreign"])
+def test_an_unusable_checkpoint_is_refused_with_a_reason_and_training_starts_afresh(train, tmp_path, damage):
+    whole = train(name="whole", seed=5)
+    checkpoint = tmp_path / "damaged" / "checkpoint"
+    train(name="damaged", seed=6 if damage == "foreign" else 5)
+    raw = bytearray(checkpoint.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    contents = {"flipped": raw, "short": raw[:1000], "empty": b""}
+    if damage in contents:
+        checkpoint.write_bytes(bytes(contents[damage]))
+    again = train(name="damaged", seed=5)
+    (refused,) = [event for event in again.events if isinstance(event, CheckpointRefused)]
+    expected = "another training: its seed was 6, now it is 5" if damage == "foreign" else "does not match its checksum"
+    assert expected in refused.reason
+    assert identical(whole, again)
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_the_last_good_checkpoint(train, tmp_path):
+    from workflows.training.checkpoint import read_checkpoint
+
+    with pytest.raises(RankFailed, match=r"NonFiniteLoss: loss is not finite in epoch 1, step \d+, on rank 0") as failed:
+        train(learning_rate=1e20, checkpoint_seconds=0)
+    assert failed.value.failure.recoverable is False
+    saved = read_checkpoint(tmp_path / "training" / "checkpoint", {})["state"]
+    assert all(torch.isfinite(weight).all() for weight in saved["model"].values())
+
+
+def test_losses_and_accuracies_are_those_of_the_whole_epoch(train):
+    trained = train(3, log_interval=7)
+    logged = [event for event in trained.events if isinstance(event, StepLogged)]
+    assert [event.step for event in logged] == [7, 14, 20]
+    samples = [7 * 64, 7 * 64, 1270 - 14 * 64]
+    mean = sum(event.loss * n for event, n in zip(logged, samples, strict=True)) / 1270
+    epoch = trained.result.epochs[0]
+    assert mean == pytest.approx(epoch.train_loss)
+    assert all(math.isfinite(norm) for event in logged for norm in event.gradient_norms.values())
