@@ -17,11 +17,10 @@ from workflows.training.prepared import (
     FILES,
     open_split,
     read_description,
-    remove_leftovers,
-    temporary_beside,
     verify,
     write_prepared,
 )
+from workflows.training.storage import remove_leftovers, temporary_beside
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -145,7 +145,9 @@ def test_an_unusable_checkpoint_is_refused_with_a_reason_and_training_starts_afr
 def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_the_last_good_checkpoint(train, tmp_path):
     from workflows.training.checkpoint import read_checkpoint
 
-    with pytest.raises(RankFailed, match=r"NonFiniteLoss: loss is not finite in epoch 1, step \d+, on rank 0") as failed:
+    with pytest.raises(
+        RankFailed, match=r"NonFiniteLoss: loss is not finite in epoch 1, step \d+, on rank 0"
+    ) as failed:
         train(learning_rate=1e20, checkpoint_seconds=0)
     assert failed.value.failure.recoverable is False
     saved = read_checkpoint(tmp_path / "training" / "checkpoint", {})["state"]

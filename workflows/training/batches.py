@@ -60,24 +60,31 @@ class TrainBatches:
     world size continue with the very samples that an undisturbed run would see.
     """
 
-    def __init__(self, split: Split, batch_size: int, seed: int, shift_pixels: int, rank: int, world_size: int):
-        self.split, self.batch_size, self.seed, self.shift_pixels = split, batch_size, seed, shift_pixels
-        self.rank, self.world_size = rank, world_size
+    def __init__(
+        self, split: Split, passes: int, batch_size: int, seed: int, shift_pixels: int, rank: int, world_size: int
+    ):
+        self.split, self.passes, self.batch_size, self.seed = split, passes, batch_size, seed
+        self.shift_pixels, self.rank, self.world_size = shift_pixels, rank, world_size
 
     def __len__(self) -> int:
-        return -(-len(self.split) // self.batch_size)
+        return -(-self.samples // self.batch_size)
+
+    @property
+    def samples(self) -> int:
+        """Of one epoch: every image of the split, once in each pass."""
+        return len(self.split) * self.passes
 
     def samples_until(self, step: int) -> int:
         """Samples in the first so many steps of an epoch."""
-        return min(len(self.split), step * self.batch_size)
+        return min(self.samples, step * self.batch_size)
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Batch]:
-        """The batches of an epoch from first_step on; every sample once per epoch, the last batch may be short."""
-        samples, device = len(self.split), self.split.images.device
+        """The batches of an epoch from first_step on; the last one may be short."""
+        device = self.split.images.device
         generator = torch.Generator().manual_seed(self.seed * 2**20 + epoch)
-        order = torch.randperm(samples, generator=generator)
+        order = torch.cat([torch.randperm(len(self.split), generator=generator) for _ in range(self.passes)])
         reach = self.shift_pixels
-        shifts = torch.randint(-reach, reach + 1, (samples, 2), generator=generator).to(device) if reach else None
+        shifts = torch.randint(-reach, reach + 1, (self.samples, 2), generator=generator).to(device) if reach else None
         order = order.to(device)
         for step in range(first_step, len(self)):
             start, stop = self.samples_until(step), self.samples_until(step + 1)

@@ -13,6 +13,7 @@ import torch
 from workflows.training.errors import CheckpointError
 from workflows.training.events import CheckpointFailed, CheckpointWritten, Event
 from workflows.training.state import TrainingState
+from workflows.training.storage import synced_file, temporary_beside
 
 FORMAT = 1
 DIGEST_BYTES = hashlib.sha256().digest_size
@@ -23,17 +24,14 @@ def write_checkpoint(path: Path, content: Dict[str, Any]) -> None:
     buffer = io.BytesIO()
     torch.save({"format": FORMAT, **content}, buffer)
     payload = buffer.getbuffer()
-    beside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    beside = temporary_beside(path)
     try:
-        with open(beside, "wb") as file:
+        with synced_file(beside) as file:
             file.write(hashlib.sha256(payload).digest())
             file.write(payload)
-            file.flush()
-            os.fsync(file.fileno())
         os.replace(beside, path)
-    except BaseException:
+    finally:
         beside.unlink(missing_ok=True)
-        raise
 
 
 def read_checkpoint(path: Path, identity: Mapping[str, Any]) -> Dict[str, Any]:

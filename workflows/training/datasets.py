@@ -1,18 +1,22 @@
 """Datasets by name: where the originals come from, and how they become the prepared form."""
 
+import json
 import logging
 import os
 import shutil
 import tempfile
+from contextlib import suppress
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
-from typing import Callable, Dict, NamedTuple, Optional, Tuple
+from typing import Callable, Dict, List, NamedTuple, Optional, Tuple
 
 import numpy as np
 
 from workflows.training.download import Mirrors, Progress, mirror_from_environment
 from workflows.training.errors import DataError, InputError
-from workflows.training.prepared import read_description, remove_leftovers, verify, write_prepared, writing_to
+from workflows.training.prepared import read_description, verify, write_prepared
+from workflows.training.storage import remove_leftovers, synced_file, temporary_beside, writing_to
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +29,7 @@ class Originals(NamedTuple):
     train_labels: np.ndarray
     test_images: np.ndarray
     test_labels: np.ndarray
+    passes_per_epoch: int = 1
 
 
 def data_dir() -> Path:
@@ -76,18 +81,43 @@ def prepare(name: str, progress: Optional[Progress] = None) -> Path:
     return directory
 
 
-def _torchvision_mnist(class_name: str, progress: Optional[Progress]) -> Originals:
-    """MNIST or a dataset of its form, by torchvision's class: it knows mirrors, checksums and file format."""
-    mirror = mirror_from_environment()
+class Catalogue(NamedTuple):
+    """What torchvision knows of a dataset: folders that hold it, and its files with their MD5."""
+
+    mirrors: List[str]
+    resources: List[Tuple[str, str]]
+
+
+def _catalogue(class_name: str) -> Catalogue:
+    """The class's own catalogue, kept in a file: importing torchvision takes seconds, too long for an offline run."""
+    path = data_dir() / class_name / f"torchvision-{version('torchvision')}.json"
+    with suppress(OSError, ValueError, TypeError):
+        return Catalogue(**json.loads(path.read_text()))
     from torchvision import datasets
 
     dataset = getattr(datasets, class_name)
+    catalogue = Catalogue(list(dataset.mirrors), list(dataset.resources))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = temporary_beside(path)
+    with synced_file(temporary) as file:
+        file.write(json.dumps(catalogue._asdict()).encode())
+    os.replace(temporary, path)
+    return catalogue
+
+
+def _torchvision_mnist(class_name: str, progress: Optional[Progress]) -> Originals:
+    """MNIST or a dataset of its form, by torchvision's class: it knows mirrors, checksums and file format."""
+    mirror = mirror_from_environment()
+    catalogue = _catalogue(class_name)
     # One folder can't hold both: MNIST and Fashion-MNIST have the same file names. So torchvision's layout comes first.
     own = [f"{mirror.rstrip('/')}/{class_name}/raw", mirror] if mirror else []
-    mirrors = Mirrors([*own, *dataset.mirrors], progress)
+    mirrors = Mirrors([*own, *catalogue.mirrors], progress)
     raw = data_dir() / class_name / "raw"
     remove_leftovers(raw)
-    files = [mirrors.fetch(filename, md5, raw) for filename, md5 in dataset.resources]
+    files = [mirrors.fetch(filename, md5, raw) for filename, md5 in catalogue.resources]
+    from torchvision import datasets
+
+    dataset = getattr(datasets, class_name)
     # In a fresh folder each time: the class trusts unpacked files that it finds, and would fetch what it misses.
     offline = type(class_name, (dataset,), {"mirrors": [""]})  # no address at all: unpack what is there, or fail
     with tempfile.TemporaryDirectory(dir=data_dir(), prefix=".unpack.", suffix=".partial") as root:
@@ -119,7 +149,9 @@ def _digits(progress: Optional[Progress]) -> Originals:
     for label in range(10):
         within_class[labels == label] = np.arange((labels == label).sum())
     test = within_class % 6 == 5  # every sixth of each class: no random generator whose numbers could change
-    return Originals(tuple(digits.target_names.astype(str)), images[~test], labels[~test], images[test], labels[test])
+    names = tuple(digits.target_names.astype(str))
+    # 25 passes an epoch: as many steps as MNIST has in two thirds of one, so that the same recipe fits both
+    return Originals(names, images[~test], labels[~test], images[test], labels[test], passes_per_epoch=25)
 
 
 def _enlarge(images: np.ndarray) -> np.ndarray:

@@ -17,7 +17,7 @@ import requests
 import urllib3.exceptions
 
 from workflows.training.errors import DownloadError, InputError
-from workflows.training.prepared import synced_file, temporary_beside, writing_to
+from workflows.training.storage import synced_file, temporary_beside, writing_to
 
 MIRROR_VARIABLE = "DDP_DATA_MIRROR"
 REMEDIES = (

@@ -4,6 +4,7 @@ import os
 import platform
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Tuple
 
 from workflows.training.errors import InputError
 
@@ -67,6 +68,32 @@ def choose_world(backend: str, nproc: int, batch_size: int) -> World:
             f"batch_size must be at least the number of ranks ({size}), got {batch_size}: raise it or lower nproc"
         )
     return World(size=size, local_size=size, backend=backend, device="cuda" if gpus else "cpu")
+
+
+def environment_from_torchrun(backend: str, nodes: Tuple[int, int], ranks_per_node: int) -> Environment:
+    """This process's place in a world that torchrun, or Flyte's Elastic plugin, has made on so many nodes (from, to).
+
+    Raises InputError where that world is another one: a lone node would train on, and be taken for the result of all.
+    """
+    try:
+        rank, size, local_rank, local_size = (
+            int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        )
+    except KeyError as error:
+        raise InputError(f"{error.args[0]} is not set: many nodes train under torchrun or in a PyTorchJob") from None
+    expected = [count * ranks_per_node for count in range(nodes[0], nodes[1] + 1)]
+    if size not in expected or local_size != ranks_per_node:
+        raise InputError(
+            f"WORLD_SIZE must be {' or '.join(map(str, expected))} ({nodes[0]} to {nodes[1]} nodes with "
+            f"{ranks_per_node} ranks each, as registered), got {size} with {local_size} on this node: "
+            "register anew with DDP_NNODES and DDP_NPROC_PER_NODE as the cluster can start them"
+        )
+    gpus = visible_gpus()
+    backend = backend if backend != "auto" else ("nccl" if gpus else "gloo")
+    if backend == "nccl" and local_size > gpus:
+        raise InputError(f"nccl needs a GPU for each of the {local_size} ranks of a node, got {gpus}: lower their number")
+    world = World(size=size, local_size=local_size, backend=backend, device="cuda" if gpus else "cpu")
+    return Environment(world, rank, local_rank, "env://", threads=max(1, available_cores() // local_size))
 
 
 def visible_gpus() -> int:

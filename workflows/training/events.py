@@ -1,4 +1,4 @@
-"""What the ranks, nearly always rank 0, tell the parent while they train: small, plain values; big things stay in files."""
+"""What the ranks, nearly always rank 0, tell the parent: small, plain values; big things stay in files."""
 
 from dataclasses import dataclass
 from typing import Dict, List, Tuple, Union
@@ -11,6 +11,7 @@ class RunStarted:
     dataset: str
     train_samples: int
     test_samples: int
+    samples_per_epoch: int
     world_size: int
     backend: str
     device: str

@@ -44,11 +44,10 @@ def fit(
         sums = train_epoch(state, train, log_interval, link, checkpoints)
         started = time.perf_counter()
         test_loss, accuracy = evaluate(state.evaluated, test, link)
-        samples = len(train.split)
         finished = EpochFinished(
             epoch=state.epoch,
-            train_loss=sums.loss / samples,
-            train_accuracy=sums.correct / samples,
+            train_loss=sums.loss / train.samples,
+            train_accuracy=sums.correct / train.samples,
             test_loss=test_loss,
             accuracy=accuracy,
             train_seconds=state.epoch_seconds,

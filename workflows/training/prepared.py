@@ -13,20 +13,18 @@ import io
 import json
 import os
 import shutil
-import time
-import uuid
 from pathlib import Path
-from typing import Any, Dict, Iterator, Mapping, Sequence, Tuple, Union
+from typing import Any, Dict, Mapping, Sequence, Tuple, Union
 
 import numpy as np
 
 from workflows.training.errors import DataError, InputError
+from workflows.training.storage import synced_file, temporary_beside, writing_to
 
 FORMAT = 1
 DESCRIPTION = "dataset.json"
 SPLITS = ("train", "test")
 FILES = tuple(f"{split}_{kind}.npy" for split in SPLITS for kind in ("images", "labels"))
-LEFTOVER_SECONDS = 3600.0
 
 PathLike = Union[str, Path]
 
@@ -42,6 +40,7 @@ class DatasetDescription:
         mean, std: per channel over the training images, for pixels from 0 to 1, rounded to 4 decimals.
         train_samples, test_samples: images per split.
         image_shape: (C, H, W).
+        passes_per_epoch: how often an epoch goes over the training images; above 1 only where they are few.
         sha256: file name -> hex digest.
     """
 
@@ -53,6 +52,7 @@ class DatasetDescription:
     train_samples: int
     test_samples: int
     image_shape: Tuple[int, int, int]
+    passes_per_epoch: int
     sha256: Mapping[str, str]
 
     @property
@@ -69,6 +69,7 @@ def write_prepared(
     train_labels: np.ndarray,
     test_images: np.ndarray,
     test_labels: np.ndarray,
+    passes_per_epoch: int = 1,
 ) -> DatasetDescription:
     """Writes the dataset; the folder appears whole or not at all, and one that holds anything else is replaced.
 
@@ -93,6 +94,7 @@ def write_prepared(
                 train_samples=len(train_images),
                 test_samples=len(test_images),
                 image_shape=tuple(int(size) for size in train_images.shape[1:]),  # type: ignore[arg-type]
+                passes_per_epoch=passes_per_epoch,
                 sha256={filename: _write_array(temporary / filename, array) for filename, array in arrays.items()},
             )
             content = dataclasses.asdict(description)
@@ -154,40 +156,6 @@ def open_split(directory: PathLike, split: str) -> Tuple[np.ndarray, np.ndarray]
         raise InputError(f"split must be one of {', '.join(SPLITS)}, got {split!r}")
     images, labels = (_open_array(Path(directory) / f"{split}_{kind}.npy") for kind in ("images", "labels"))
     return images, labels
-
-
-@contextlib.contextmanager
-def writing_to(directory: PathLike) -> Iterator[None]:
-    """Turns what a full, read-only or forbidden disk raises into one InputError that names the folder."""
-    try:
-        yield
-    except OSError as error:
-        raise InputError(
-            f"cannot write to {directory}: {error.strerror or error}; free or allow space there, "
-            "or set DDP_DATA_DIR to another folder"
-        ) from None
-
-
-def temporary_beside(path: Path) -> Path:
-    """A name in the same folder that no other process uses (for os.replace), and that remove_leftovers knows."""
-    return path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
-
-
-def remove_leftovers(directory: PathLike) -> None:
-    """Removes what killed processes left half-written here: temporary names untouched for an hour."""
-    for path in Path(directory).glob(".*.partial"):
-        with contextlib.suppress(OSError):
-            if time.time() - path.stat().st_mtime > LEFTOVER_SECONDS:
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-
-@contextlib.contextmanager
-def synced_file(path: Path) -> Iterator[io.BufferedWriter]:
-    """A new file that is on the disk, not only in its cache, when the block ends."""
-    with open(path, "xb") as file:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _check_arrays(name: str, classes: int, arrays: Mapping[str, np.ndarray]) -> None:

@@ -21,6 +21,7 @@ from workflows.training.job import Job, TrainingResult
 from workflows.training.loop import Link, fit, predict
 from workflows.training.models import build_model
 from workflows.training.process_group import process_group
+from workflows.training.profile import profiling
 from workflows.training.state import TrainingState
 
 
@@ -36,7 +37,9 @@ def run(environment: Environment, link: Link, job: Job) -> TrainingResult:
             Split(*prepared.open_split(Path(job.data), split), description.mean, description.std, device)
             for split in ("train", "test")
         )
-        train_batches = TrainBatches(train, hp.batch_size, hp.seed, hp.shift_pixels, rank, world_size)
+        train_batches = TrainBatches(
+            train, description.passes_per_epoch, hp.batch_size, hp.seed, hp.shift_pixels, rank, world_size
+        )
         state = TrainingState(
             build_model(hp.model, hp.seed),
             device,
@@ -58,6 +61,7 @@ def run(environment: Environment, link: Link, job: Job) -> TrainingResult:
                 dataset=description.name,
                 train_samples=len(train),
                 test_samples=len(test),
+                samples_per_epoch=train_batches.samples,
                 world_size=world_size,
                 backend=environment.world.backend,
                 device=str(device),
@@ -71,11 +75,12 @@ def run(environment: Environment, link: Link, job: Job) -> TrainingResult:
             )
         )
         checkpoints = checkpoints_of(environment, link, job)
-        samples_before = state.epoch * len(train) + train_batches.samples_until(state.step)
+        samples_before = state.epoch * train_batches.samples + train_batches.samples_until(state.step)
         seconds_before = train_seconds(state)
         test_batches = TestBatches(test, hp.test_batch_size, rank, world_size)
         try:
-            fit(state, train_batches, test_batches, hp.epochs, hp.log_interval, link, checkpoints)
+            with profiling(job.profile_path, rank, state.optimizer):
+                fit(state, train_batches, test_batches, hp.epochs, hp.log_interval, link, checkpoints)
         finally:
             checkpoints.close()
         predictions = predict(state.evaluated, test_batches)
@@ -87,7 +92,7 @@ def run(environment: Environment, link: Link, job: Job) -> TrainingResult:
         precision=precision,
         rank=rank,
         host=environment.host,
-        samples_per_second=(hp.epochs * len(train) - samples_before)
+        samples_per_second=(hp.epochs * train_batches.samples - samples_before)
         / world_size
         / max(train_seconds(state) - seconds_before, 1e-9),
         peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
