@@ -53,15 +53,15 @@ def flyte_retries() -> Iterator[None]:
         raise FlyteRecoverableException(str(error)) from error
 
 
-def forget_lost_results(*task_names: str) -> None:
-    """Drops these tasks' local cache entries whose files have gone, so that the tasks run again instead of failing.
+def forget_lost_results() -> None:
+    """Drops our tasks' local cache entries whose files have gone, so that the tasks run again instead of failing.
 
     Flyte's local cache stores paths, never contents, and offers no such check.
     """
     LocalTaskCache.initialize()
     cache = LocalTaskCache._cache
     for key in list(cache):
-        if str(key).startswith(tuple(f"{name}-" for name in task_names)):
+        if str(key).startswith("workflows."):
             outputs = LiteralMap.FromString(cache[key])
             if not all(os.path.exists(path) for path in _local_paths(outputs)):
                 del cache[key]

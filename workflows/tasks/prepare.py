@@ -1,11 +1,12 @@
 """From a dataset's name to the prepared dataset, as Flyte tasks."""
 
-from flytekit import Cache, HashMethod, Resources, task
+from flytekit import Cache, HashMethod, task
 from flytekit.types.directory import FlyteDirectory
 from typing_extensions import Annotated
 
-from workflows.observers.console import say
+from workflows.observers.console import download_progress, say
 from workflows.tasks.execution import flyte_retries, forget_lost_results, is_local
+from workflows.tasks.resources import preparation_resources, small_resources
 from workflows.tasks.versions import DATA_SOURCES, CodeVersion
 from workflows.training import datasets, prepared
 from workflows.training.environment import choose_world
@@ -20,7 +21,7 @@ def content_digest(directory: FlyteDirectory) -> str:
 PreparedDataset = Annotated[FlyteDirectory, HashMethod(content_digest)]
 
 
-@task(requests=Resources(cpu="500m", mem="500Mi"))
+@task(**small_resources())
 def resolve_dataset(hp: Hyperparameters, options: RunOptions) -> str:
     """The name of the dataset to train on; never cached, so that a stand-in is never remembered.
 
@@ -29,11 +30,17 @@ def resolve_dataset(hp: Hyperparameters, options: RunOptions) -> str:
     if not is_local():
         return "mnist" if hp.dataset == "auto" else hp.dataset
     choose_world(hp.backend, options.nproc, hp.batch_size)
-    forget_lost_results(prepare_dataset.name, "workflows.mnist.pytorch_mnist_task")
-    if hp.dataset != "auto":
-        return hp.dataset
+    name = mnist_or_stand_in() if hp.dataset == "auto" else hp.dataset
+    datasets.discard_damaged(name)
+    forget_lost_results()
+    return name
+
+
+def mnist_or_stand_in() -> str:
+    """mnist, or digits where MNIST is neither prepared nor to be had."""
     try:
-        datasets.prepare("mnist")
+        with download_progress() as progress:
+            datasets.prepare("mnist", progress)
     except DownloadError as error:
         say(
             f"MNIST cannot be had here, so this run trains on digits, scikit-learn's 1,797 handwritten digits.\n{error}"
@@ -45,11 +52,11 @@ def resolve_dataset(hp: Hyperparameters, options: RunOptions) -> str:
 @task(
     cache=Cache(policies=CodeVersion(DATA_SOURCES, []), serialize=True),
     retries=3,
-    requests=Resources(cpu="1", mem="2Gi", ephemeral_storage="2Gi"),
+    **preparation_resources(),
 )
 def prepare_dataset(name: str) -> PreparedDataset:
     """Downloads and prepares the named dataset (see workflows.training.prepared for its form)."""
-    with flyte_retries():
-        folder = datasets.prepare(name)
+    with flyte_retries(), download_progress() as progress:
+        folder = datasets.prepare(name, progress)
     # A local run uses the folder where it is: a copy would only land in a temporary place
     return FlyteDirectory(str(folder), remote_directory=False if is_local() else None)

@@ -59,6 +59,17 @@ def is_prepared(name: str) -> bool:
     return True
 
 
+def discard_damaged(name: str) -> None:
+    """Removes the prepared dataset if it is there but not intact."""
+    directory = prepared_dir(name)
+    if directory.exists():
+        try:
+            verify(directory)
+        except DataError as error:
+            logger.warning("%s is prepared again: %s", name, str(error).partition(": delete")[0])
+            shutil.rmtree(directory)
+
+
 def prepare(name: str, progress: Optional[Progress] = None) -> Path:
     """Returns the folder of the prepared dataset, getting and writing whatever is missing or damaged.
 
@@ -66,12 +77,9 @@ def prepare(name: str, progress: Optional[Progress] = None) -> Path:
     unknown name, a bad DDP_DATA_MIRROR or a folder that cannot be written to.
     """
     directory = prepared_dir(name)
-    try:
-        verify(directory)
+    discard_damaged(name)
+    if directory.exists():
         return directory
-    except DataError as error:
-        if directory.exists():
-            logger.warning("%s is prepared again: %s", name, str(error).partition(": delete")[0])
     with writing_to(data_dir()):
         directory.parent.mkdir(parents=True, exist_ok=True)
         for folder in (data_dir(), directory.parent):

@@ -1,0 +1,155 @@
+"""The real pyflyte, as a user types it: from another folder, without PYTHONPATH, with and without the data sets."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import List, NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+WORKFLOW = [str(ROOT / "workflows" / "mnist.py"), "pytorch_training_wf"]
+# A proxy that refuses all connections: no mirror can be reached, on any machine
+OFFLINE = {name: "http://127.0.0.1:9" for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY")}
+
+
+class Run(NamedTuple):
+    status: int
+    out: str
+    log: str
+
+    @property
+    def accuracies(self) -> List[float]:
+        (found,) = re.findall(r"epoch_accuracies=\[([^]]*)]", self.out)
+        return [float(accuracy) for accuracy in found.split(", ")]
+
+    @property
+    def model(self) -> Path:
+        (found,) = re.findall(r"model_state=([^,]+),", self.out)
+        return Path(found)
+
+    def summary(self, name: str) -> str:
+        (found,) = re.findall(rf"\b{name}='?([^,')]*)", self.out.partition("TrainingSummary(")[2])
+        return str(found)
+
+
+@pytest.fixture
+def user(tmp_path, monkeypatch):
+    """A user with an empty home: returns pyflyte_run(*arguments, **environment)."""
+    home = tmp_path / "home"
+    elsewhere = tmp_path / "elsewhere"
+    home.mkdir()
+    elsewhere.mkdir()
+    variables = {"HOME": home, "DDP_DATA_DIR": home / "data", "DDP_RUNS_DIR": home / "runs", "TMPDIR": tmp_path}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    monkeypatch.chdir(elsewhere)
+
+    def pyflyte_run(*arguments: str, command: tuple = ("pyflyte", "run", *WORKFLOW), **environment: str) -> Run:
+        done = subprocess.run(
+            [*command, *arguments], env={**os.environ, **environment}, capture_output=True, text=True, timeout=300
+        )
+        return Run(done.returncode, done.stdout, done.stderr)
+
+    return pyflyte_run
+
+
+def test_without_data_or_network_it_trains_on_digits_and_remembers_the_result_but_not_the_stand_in(
+    user, tmp_path, request
+):
+    first = user(**OFFLINE)
+    assert first.status == 0, first.log
+    assert "MNIST cannot be had here, so this run trains on digits" in first.log
+    assert first.summary("dataset") == "digits"
+    assert first.accuracies[-1] >= 0.97
+    assert float(first.summary("accuracy")) == first.accuracies[-1]
+    assert first.model.is_file()
+    assert list(tmp_path.glob("ddp-*")) == []
+
+    cached = user(**OFFLINE)
+    assert cached.out == first.out
+    assert "Train Epoch" not in cached.log
+
+    by_python = user(command=(sys.executable, "-m", "workflows.mnist"), PYTHONPATH=str(ROOT), **OFFLINE)
+    assert by_python.model == first.model
+
+    first.model.unlink()
+    again = user(**OFFLINE)
+    assert again.status == 0, again.log
+    assert "Train Epoch" in again.log
+    assert again.accuracies == first.accuracies
+    assert again.model != first.model
+    assert again.model.is_file()
+
+    if "DDP_TEST_DATA" in os.environ:
+        mirror = request.getfixturevalue("test_data").as_uri()
+        real = user("--hp", '{"epochs": 1}', DDP_DATA_MIRROR=mirror, **OFFLINE)
+        assert real.summary("dataset") == "mnist", real.log
+        assert (real.summary("train_samples"), real.summary("test_samples")) == ("60000", "10000")
+        assert real.accuracies[-1] >= 0.988
+
+
+def test_the_default_run_reaches_its_accuracy_on_mnist(user, test_data):
+    run = user(DDP_DATA_MIRROR=test_data.as_uri(), **OFFLINE)
+    assert run.summary("dataset") == "mnist", run.log
+    assert run.accuracies[-1] >= 0.992
+
+
+def test_an_explicit_name_never_falls_back(user, tmp_path):
+    empty = tmp_path / "empty mirror"
+    empty.mkdir()
+    run = user("--hp", '{"dataset": "mnist"}', DDP_DATA_MIRROR=empty.as_uri(), **OFFLINE)
+    assert run.status == 1
+    report = " ".join(re.sub("[│╭╮╰╯─]", " ", run.log + run.out).split())
+    assert "no mirror delivered train-images-idx3-ubyte.gz" in report
+    assert "no such file" in report
+    assert "proxy" in report
+    assert "set DDP_DATA_MIRROR to" in report
+    assert "Traceback" not in report
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--hp", '{"epochz": 2}'], ["epochz", "did you mean epochs?"]),
+        (["--hp", "nowhere.yaml"], ["nowhere.yaml", "No such file"]),
+        (["--options", '{"nproc": 3}', "--hp", '{"batch_size": 2}'], ["number of ranks (3)", "got 2", "raise it"]),
+    ],
+)
+def test_a_wrong_input_is_a_usage_error_before_anything_is_done(user, tmp_path, arguments, words):
+    run = user(*arguments, DDP_DATA_MIRROR=(tmp_path / "nowhere").as_uri())
+    assert run.status == 2
+    report = " ".join(re.sub("[│╭╮╰╯─]", " ", run.log).split())
+    assert all(word in report for word in words), report
+    assert "Traceback" not in report
+    assert not (tmp_path / "home" / "data").exists()
+
+
+def test_after_ctrl_c_the_same_command_goes_on_and_ends_with_the_same_bits(user, tmp_path):
+    arguments = ["--hp", '{"dataset": "digits", "epochs": 1, "log_interval": 1, "precision": "float32"}']
+    running = subprocess.Popen(
+        ["pyflyte", "run", *WORKFLOW, *arguments], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+    )
+    assert running.stderr is not None
+    for line in running.stderr:
+        if line.startswith("Train Epoch"):
+            break
+    running.send_signal(signal.SIGINT)
+    running.communicate(timeout=60)
+    assert running.returncode not in (0, None)
+
+    resumed = user(*arguments)
+    assert resumed.status == 0, resumed.log
+    assert "going on from the checkpoint" in resumed.log
+    afresh = subprocess.run(
+        ["pyflyte", "run", "--overwrite-cache", *WORKFLOW, *arguments], capture_output=True, text=True, timeout=300
+    )
+    assert "going on" not in afresh.stderr
+    whole = Run(afresh.returncode, afresh.stdout, afresh.stderr)
+    assert whole.model != resumed.model
+    assert whole.model.read_bytes() == resumed.model.read_bytes()
+    assert whole.accuracies == resumed.accuracies
