@@ -8,6 +8,7 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -42,3 +43,7 @@ def test_data() -> Path:
     folder = Path(os.environ["DDP_TEST_DATA"]).resolve()
     assert folder.is_dir(), f"DDP_TEST_DATA must name a folder, got {folder}"
     return folder
+
+
+# For `make faults`
+settings.register_profile("faults", max_examples=2000, deadline=None)

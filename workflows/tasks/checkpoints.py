@@ -4,16 +4,19 @@ import contextvars
 import fcntl
 import os
 import shutil
+import tempfile
 import threading
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Iterator
 
 from flytekit import current_context
-from flytekit.core.checkpointer import Checkpoint
+from flytekit.core.checkpointer import SyncCheckpoint
 
+from workflows.observers.console import say
 from workflows.tasks.execution import is_local, runs_dir
 from workflows.training.events import CheckpointWritten, Event
+from workflows.training.storage import writing_to
 
 
 class LocalStore:
@@ -32,20 +35,27 @@ class FlyteStore:
     A thread uploads, so that training never waits; while it is busy, only the newest checkpoint is waiting.
     """
 
-    def __init__(self, path: Path, checkpoint: Checkpoint):
+    def __init__(self, path: Path, checkpoint: SyncCheckpoint):
         self.path, self._checkpoint = path, checkpoint
         self._new, self._closing = threading.Event(), False
         # the thread needs this one's Flyte context, which knows the storage
         self._thread = threading.Thread(target=contextvars.copy_context().run, args=(self._upload,), daemon=True)
         self._thread.start()
 
-    def restore(self) -> None:
-        """Brings the attempt before this one's checkpoint, and saves it as this attempt's own: the next attempt would
-        find nothing if this one ended before its first checkpoint."""
-        content = self._checkpoint.read()
-        if content:
-            self.path.write_bytes(content)
-            self._new.set()
+    def restore(self, resume: bool) -> None:
+        """Brings the newest checkpoint there is: this attempt's own, where only its processes were started anew, else
+        (if resume is wished) that of the attempt before. That one is saved as this attempt's own at once: the next
+        attempt would find nothing if this one ended before its first checkpoint."""
+        own = self._checkpoint._checkpoint_dest
+        for checkpoint in [SyncCheckpoint(own, checkpoint_src=own), *([self._checkpoint] if resume else [])]:
+            try:
+                content = checkpoint.read()
+            except Exception:  # each storage has its own for a place where nothing is
+                continue
+            if content:
+                self.path.write_bytes(content)
+                self._new.set()
+                return
 
     def on_event(self, event: Event) -> None:
         if isinstance(event, CheckpointWritten):
@@ -62,8 +72,11 @@ class FlyteStore:
             self._new.wait()
             self._new.clear()
             closing = self._closing
-            if self.path.exists():
-                self._checkpoint.save(self.path)
+            try:
+                if self.path.exists():
+                    self._checkpoint.save(self.path)
+            except Exception as error:  # each storage has its own; training goes on, and the next one may succeed
+                say(f"Warning: a checkpoint was not uploaded: {type(error).__name__}: {error}")
             if closing:
                 return
 
@@ -77,12 +90,11 @@ def checkpoint_store(key: str, resume: bool) -> Iterator["LocalStore | FlyteStor
             if not resume:
                 path.unlink(missing_ok=True)
             yield LocalStore(path)
-            shutil.rmtree(folder)  # only reached when training succeeded
+            shutil.rmtree(folder, ignore_errors=True)  # only reached when training succeeded
         return
     store = FlyteStore(Path(current_context().working_directory) / "checkpoint", current_context().checkpoint)
     try:
-        if resume:
-            store.restore()
+        store.restore(resume)
         yield store
     finally:
         store.close()
@@ -92,14 +104,15 @@ def checkpoint_store(key: str, resume: bool) -> Iterator["LocalStore | FlyteStor
 def _local_folder(key: str) -> Iterator[Path]:
     """The folder for the checkpoint of this training, or one for this process if another is at the same training."""
     folder = runs_dir() / "checkpoints" / key
-    folder.mkdir(parents=True, exist_ok=True)
+    with writing_to(runs_dir(), "DDP_RUNS_DIR"):
+        folder.mkdir(parents=True, exist_ok=True)
     lock = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        folder = folder.with_name(f"{key}-{os.getpid()}")
-        folder.mkdir()
-    try:
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{key}-", ignore_cleanup_errors=True) as private:
+            yield Path(private)
+    else:
         yield folder
     finally:
         os.close(lock)

@@ -14,6 +14,7 @@ from flytekit.core.local_cache import LocalTaskCache
 from flytekit.exceptions.user import FlyteRecoverableException
 
 from workflows.training.errors import RecoverableError
+from workflows.training.storage import writing_to
 
 
 def is_local() -> bool:
@@ -34,7 +35,8 @@ def run_dir(name: str) -> Iterator[Path]:
         yield Path(current_context().working_directory)
         return
     folder = runs_dir() / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}-{secrets.token_hex(3)}"
-    folder.mkdir(parents=True)
+    with writing_to(runs_dir(), "DDP_RUNS_DIR"):
+        folder.mkdir(parents=True)
     try:
         yield folder
     except BaseException:

@@ -2,7 +2,6 @@
 
 import hashlib
 import io
-import os
 import threading
 import time
 from pathlib import Path
@@ -13,7 +12,7 @@ import torch
 from workflows.training.errors import CheckpointError
 from workflows.training.events import CheckpointFailed, CheckpointWritten, Event
 from workflows.training.state import TrainingState
-from workflows.training.storage import synced_file, temporary_beside
+from workflows.training.storage import write_whole
 
 FORMAT = 1
 DIGEST_BYTES = hashlib.sha256().digest_size
@@ -24,14 +23,7 @@ def write_checkpoint(path: Path, content: Dict[str, Any]) -> None:
     buffer = io.BytesIO()
     torch.save({"format": FORMAT, **content}, buffer)
     payload = buffer.getbuffer()
-    beside = temporary_beside(path)
-    try:
-        with synced_file(beside) as file:
-            file.write(hashlib.sha256(payload).digest())
-            file.write(payload)
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)
+    write_whole(path, hashlib.sha256(payload).digest(), payload)
 
 
 def read_checkpoint(path: Path, identity: Mapping[str, Any]) -> Dict[str, Any]:

@@ -16,7 +16,7 @@ import numpy as np
 from workflows.training.download import Mirrors, Progress, mirror_from_environment
 from workflows.training.errors import DataError, InputError
 from workflows.training.prepared import read_description, verify, write_prepared
-from workflows.training.storage import remove_leftovers, synced_file, temporary_beside, writing_to
+from workflows.training.storage import remove_leftovers, write_whole, writing_to
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ def prepare(name: str, progress: Optional[Progress] = None) -> Path:
     discard_damaged(name)
     if directory.exists():
         return directory
-    with writing_to(data_dir()):
+    with writing_to(data_dir(), "DDP_DATA_DIR"):
         directory.parent.mkdir(parents=True, exist_ok=True)
         for folder in (data_dir(), directory.parent):
             remove_leftovers(folder)
@@ -106,10 +106,7 @@ def _catalogue(class_name: str) -> Catalogue:
     dataset = getattr(datasets, class_name)
     catalogue = Catalogue(list(dataset.mirrors), list(dataset.resources))
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = temporary_beside(path)
-    with synced_file(temporary) as file:
-        file.write(json.dumps(catalogue._asdict()).encode())
-    os.replace(temporary, path)
+    write_whole(path, json.dumps(catalogue._asdict()).encode())
     return catalogue
 
 

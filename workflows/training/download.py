@@ -91,7 +91,7 @@ class Mirrors:
     def _copy(self, url: str, filename: str, md5: str, target: Path) -> None:
         pieces, total = self._open(url)
         digest, done, start = hashlib.md5(usedforsecurity=False), 0, b""
-        with writing_to(target.parent):
+        with writing_to(target.parent, "DDP_DATA_DIR"):
             target.parent.mkdir(parents=True, exist_ok=True)
             temporary = temporary_beside(target)
             try:

@@ -91,7 +91,9 @@ def environment_from_torchrun(backend: str, nodes: Tuple[int, int], ranks_per_no
     gpus = visible_gpus()
     backend = backend if backend != "auto" else ("nccl" if gpus else "gloo")
     if backend == "nccl" and local_size > gpus:
-        raise InputError(f"nccl needs a GPU for each of the {local_size} ranks of a node, got {gpus}: lower their number")
+        raise InputError(
+            f"nccl needs a GPU for each of the {local_size} ranks of a node, got {gpus}: lower their number"
+        )
     world = World(size=size, local_size=local_size, backend=backend, device="cuda" if gpus else "cpu")
     return Environment(world, rank, local_rank, "env://", threads=max(1, available_cores() // local_size))
 

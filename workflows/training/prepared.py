@@ -80,7 +80,7 @@ def write_prepared(
     arrays = dict(zip(FILES, (train_images, train_labels, test_images, test_labels), strict=True))
     _check_arrays(name, len(classes), arrays)
     mean, std = _mean_and_std(train_images)
-    with writing_to(directory.parent):
+    with writing_to(directory.parent, "DDP_DATA_DIR"):
         directory.parent.mkdir(parents=True, exist_ok=True)
         temporary = temporary_beside(directory)
         try:

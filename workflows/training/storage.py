@@ -15,14 +15,17 @@ LEFTOVER_SECONDS = 3600.0
 
 
 @contextmanager
-def writing_to(directory: Union[str, Path]) -> Iterator[None]:
-    """Turns what a full, read-only or forbidden disk raises into one InputError that names the folder."""
+def writing_to(directory: Union[str, Path], variable: str) -> Iterator[None]:
+    """Turns what a full, read-only or forbidden disk raises into one InputError that names the folder.
+
+    variable is the environment variable by which the user can choose another one.
+    """
     try:
         yield
     except OSError as error:
         raise InputError(
             f"cannot write to {directory}: {error.strerror or error}; free or allow space there, "
-            "or set DDP_DATA_DIR to another folder"
+            f"or set {variable} to another folder"
         ) from None
 
 
@@ -46,3 +49,15 @@ def synced_file(path: Path) -> Iterator[io.BufferedWriter]:
         yield file
         file.flush()
         os.fsync(file.fileno())
+
+
+def write_whole(path: Path, *pieces: Union[bytes, memoryview]) -> None:
+    """Writes a file beside and renames it: path holds the old or the new content at any moment. Raises OSError."""
+    beside = temporary_beside(path)
+    try:
+        with synced_file(beside) as file:
+            for piece in pieces:
+                file.write(piece)
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)

@@ -1,5 +1,6 @@
 """One rank from start to end, whoever started its process."""
 
+import io
 import os
 import resource
 import time
@@ -23,6 +24,7 @@ from workflows.training.models import build_model
 from workflows.training.process_group import process_group
 from workflows.training.profile import profiling
 from workflows.training.state import TrainingState
+from workflows.training.storage import write_whole, writing_to
 
 
 def run(environment: Environment, link: Link, job: Job) -> TrainingResult:
@@ -85,8 +87,9 @@ def run(environment: Environment, link: Link, job: Job) -> TrainingResult:
             checkpoints.close()
         predictions = predict(state.evaluated, test_batches)
         if rank == 0:
-            export_model(state.evaluated, Path(job.model_path))
-            np.save(job.predictions_path, predictions.cpu().numpy())
+            with writing_to(Path(job.model_path).parent, "DDP_RUNS_DIR"):
+                export_model(state.evaluated, Path(job.model_path))
+                np.save(job.predictions_path, predictions.cpu().numpy())
     return TrainingResult(
         epochs=state.history,
         precision=precision,
@@ -145,6 +148,6 @@ def layers_of(model: nn.Module) -> List[Tuple[str, str, int]]:
 def export_model(model: nn.Module, path: Path) -> None:
     """Writes the weights as a plain CPU state_dict of contiguous tensors; path appears whole or not at all."""
     weights = {name: value.detach().cpu().contiguous() for name, value in model.state_dict().items()}
-    beside = path.with_name(path.name + ".tmp")
-    torch.save(weights, beside)
-    os.replace(beside, path)
+    buffer = io.BytesIO()
+    torch.save(weights, buffer)
+    write_whole(path, buffer.getbuffer())

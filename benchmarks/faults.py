@@ -1,0 +1,200 @@
+"""Breaks training on purpose and prints what became of it: `make faults`, or `make faults ARGS="--kills 10"`.
+
+Kills: at a random step, a random rank or the parent gets SIGKILL or SIGTERM; then the same training is started again
+and its weights are compared, bit by bit, with those of a run that nobody disturbed. All other rows are the tests of
+the same name, run with more random inputs than `make test` takes.
+"""
+
+import argparse
+import hashlib
+import multiprocessing
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Dict, List, Tuple
+
+from workflows.training import launcher, prepared
+from workflows.training.datasets import prepare
+from workflows.training.environment import choose_world
+from workflows.training.events import Event, RunStarted, StepLogged
+from workflows.training.hyperparameters import Hyperparameters
+from workflows.training.job import Identity, Job
+
+RANKS, EPOCHS, STEPS = 2, 2, 20
+ROOT = Path(__file__).parents[1]
+TESTS = {
+    "tests/training/test_download.py": "download",
+    "tests/training/test_datasets.py": "dataset",
+    "tests/training/test_prepared.py": "prepared data",
+    "tests/training/test_training.py": "training",
+    "tests/training/test_launcher.py": "processes",
+    "tests/training/test_storage.py": "disk",
+    "tests/training/test_settings.py": "input",
+}
+
+
+def small_dataset(folder: Path) -> Path:
+    digits = prepare("digits")
+    (train, train_labels), (test, test_labels) = (prepared.open_split(digits, split) for split in ("train", "test"))
+    names = [str(digit) for digit in range(10)]
+    prepared.write_prepared(folder, "small", names, train[:1270], train_labels[:1270], test, test_labels)
+    return folder
+
+
+def train(data: str, folder: str) -> None:
+    """The victim: trains with a checkpoint as often as one can be written, and says where it stands."""
+    hp = Hyperparameters(batch_size=64, epochs=EPOCHS, log_interval=1, precision="float32")
+    job = Job(
+        identity=Identity(hp, "data", "code"),
+        data=data,
+        model_path=f"{folder}/model.pt",
+        predictions_path=f"{folder}/predictions.npy",
+        profile_path="",
+        checkpoint_path=f"{folder}/checkpoint",
+        checkpoint_seconds=0,
+        timeout_seconds=60,
+        launched=time.time(),
+    )
+
+    def on_event(event: Event) -> None:
+        if isinstance(event, RunStarted):
+            ranks = sorted(multiprocessing.active_children(), key=lambda process: process.name)
+            print("pids", os.getpid(), *(process.pid for process in ranks))
+            print("start", event.first_epoch * STEPS + event.first_step, flush=True)
+        elif isinstance(event, StepLogged):
+            print("step", event.epoch * STEPS + event.step, flush=True)
+
+    world = choose_world("gloo", RANKS, hp.batch_size)
+    launcher.launch("workflows.training.worker:run", world, job, 60, on_event)
+
+
+@dataclass
+class Attempt:
+    """What one run of the victim showed: its processes, its first step, its last step, its exit status."""
+
+    pids: List[int]
+    first: int
+    last: int
+    status: int
+
+
+def run_victim(data: Path, folder: Path, kill_at: int = -1, victim: int = 0, number: int = 0) -> Attempt:
+    """Runs the victim; at step kill_at, its process number victim (0 is the parent) gets the signal."""
+    folder.mkdir(exist_ok=True)
+    command = [sys.executable, "-m", "benchmarks.faults", "--victim", str(data), str(folder)]
+    environment = {**os.environ, "TMPDIR": str(folder)}
+    running = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    assert running.stdout is not None
+    attempt = Attempt([], 0, 0, 0)
+    for line in running.stdout:  # ends when the last process that holds it has ended
+        word, *numbers = line.split()
+        if word == "pids":
+            attempt.pids = [int(pid) for pid in numbers]
+        elif word == "start":
+            attempt.first = attempt.last = int(numbers[0])
+        elif word == "step":
+            attempt.last = int(numbers[0])
+            if attempt.last == kill_at:
+                os.kill(attempt.pids[victim], number)
+    attempt.status = running.wait()
+    return attempt
+
+
+def is_running(pid: int) -> bool:
+    """Whether the process exists and is more than an entry that nobody has asked for its status yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def weights_of(folder: Path) -> str:
+    return hashlib.sha256((folder / "model.pt").read_bytes()).hexdigest()
+
+
+@dataclass
+class Row:
+    tried: int = 0
+    survived: int = 0
+    repeated: int = 0
+    identical: int = 0
+    left: int = 0
+
+
+def kill_at_random_moments(kills: int, seed: int) -> Dict[str, Row]:
+    """Kills the victim that often; a row for each kind of process and signal."""
+    rows: Dict[str, Row] = defaultdict(Row)
+    chance = random.Random(seed)
+    with tempfile.TemporaryDirectory(prefix="ddp-faults-") as name:
+        place = Path(name)
+        data = small_dataset(place / "data")
+        run_victim(data, place / "undisturbed")
+        expected = weights_of(place / "undisturbed")
+        for kill in range(kills):
+            victim, number = kill % (RANKS + 1), (signal.SIGKILL, signal.SIGTERM)[kill // (RANKS + 1) % 2]
+            folder = place / f"kill-{kill}"
+            cut = run_victim(data, folder, chance.randint(1, EPOCHS * STEPS - 1), victim, number)
+            again = run_victim(data, folder)
+            row = rows[f"{'parent' if victim == 0 else f'rank {victim - 1}'} gets {number.name}"]
+            row.tried += 1
+            row.survived += again.status == 0
+            row.repeated = max(row.repeated, cut.last - again.first)
+            row.identical += again.status == 0 and weights_of(folder) == expected
+            row.left += sum(is_running(pid) for pid in cut.pids + again.pids) + len(list(folder.glob("ddp-*")))
+            print(f"\r{kill + 1} of {kills} kills", end="", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
+    return rows
+
+
+def run_tests() -> List[Tuple[str, Row]]:
+    """A row for each test of the files in TESTS; its parameters are so many tries."""
+    with tempfile.TemporaryDirectory(prefix="ddp-faults-") as place:
+        report = Path(place, "report.xml")
+        command = [sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", "--hypothesis-profile=faults", *TESTS]
+        subprocess.run(command, cwd=ROOT, stdout=sys.stderr, check=False)
+        cases = xml.etree.ElementTree.parse(report).getroot().iter("testcase")
+        rows: Dict[str, Row] = defaultdict(Row)
+        for case in cases:
+            file = case.attrib["classname"].replace(".", "/") + ".py"
+            if case.find("skipped") is None:
+                name = re.sub(r"\[.*", "", case.attrib["name"]).removeprefix("test_").replace("_", " ")
+                row = rows[f"{TESTS[file]}: {name}"]
+                row.tried += 1
+                row.survived += case.find("failure") is None and case.find("error") is None
+    return list(rows.items())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=54, help="how many times a process is killed")
+    parser.add_argument("--seed", type=int, default=0, help="of the moments")
+    parser.add_argument("--victim", nargs=2, metavar=("DATA", "FOLDER"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.victim:
+        train(*arguments.victim)
+        return
+    kills = kill_at_random_moments(arguments.kills, arguments.seed)
+    tests = run_tests()
+    print("| fault | tried | survived | steps repeated, at most | weights identical | left behind |")
+    print("|---|---|---|---|---|---|")
+    for name, row in kills.items():
+        print(f"| {name} | {row.tried} | {row.survived} | {row.repeated} | {row.identical} | {row.left} |")
+    for name, row in tests:
+        print(f"| {name} | {row.tried} | {row.survived} | | | |")
+    bad = [row for row in kills.values() if not row.tried == row.survived == row.identical or row.left]
+    sys.exit(bool(bad) or any(row.tried != row.survived for _, row in tests))
+
+
+if __name__ == "__main__":
+    main()
