@@ -14,7 +14,7 @@ export FLYTE_INTERNAL_IMAGE
 typed = printf '%s\n' '+ $(subst ','\'',$(1))'; PATH="$(CURDIR)/.venv/bin:$$PATH" $(1)
 
 .DEFAULT_GOAL := help
-.PHONY: help run test lint lock clean
+.PHONY: help run test lint faults image dry-run package register lock clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
@@ -29,6 +29,22 @@ lint: .venv/dev.stamp ## Check style and types with ruff and mypy
 	@$(call typed,ruff check)
 	@$(call typed,ruff format --check)
 	@$(call typed,mypy)
+
+faults: .venv/dev.stamp ## Break training on purpose and show what became of it, in about ten minutes
+	@$(call typed,python -m benchmarks.faults$(if $(ARGS), $(ARGS)))
+
+image: ## Build the image that the pods run: make image IMAGE=registry/name:tag
+	@$(call typed,docker build --tag $(IMAGE) --build-arg FLYTE_INTERNAL_IMAGE=$(IMAGE) $(if $(ARGS),$(ARGS) ).)
+
+dry-run: .venv/run.stamp ## Show, without a cluster, what would be registered
+	@$(call typed,python scripts/dry_run.py $(IMAGE))
+
+package: .venv/run.stamp ## Write what would be registered to flyte-package.tgz, for flytectl
+	@$(call typed,pyflyte --pkgs workflows package --image trainer=$(IMAGE) --output flyte-package.tgz --force)
+
+register: .venv/run.stamp ## Register: make register IMAGE=registry/name:tag CLUSTER_CONFIG=~/.flyte/config.yaml
+	@$(call typed,pyflyte --config $(or $(CLUSTER_CONFIG),$(error CLUSTER_CONFIG is not set: the file that names your cluster)) \
+		register --image trainer=$(IMAGE) $(if $(ARGS),$(ARGS) )workflows)
 
 lock: .venv/pyvenv.cfg ## Compile the lock files from pyproject.toml; newer versions: make lock ARGS=--upgrade
 	@$(find_uv); $(call compile,requirements.txt $(ARGS))

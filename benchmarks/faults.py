@@ -15,19 +15,17 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 import xml.etree.ElementTree
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Dict, List, Tuple
 
-from workflows.training import launcher, prepared
+from benchmarks import engine
+from workflows.training import prepared
 from workflows.training.datasets import prepare
-from workflows.training.environment import choose_world
 from workflows.training.events import Event, RunStarted, StepLogged
 from workflows.training.hyperparameters import Hyperparameters
-from workflows.training.job import Identity, Job
 
 RANKS, EPOCHS, STEPS = 2, 2, 20
 ROOT = Path(__file__).parents[1]
@@ -52,18 +50,6 @@ def small_dataset(folder: Path) -> Path:
 
 def train(data: str, folder: str) -> None:
     """The victim: trains with a checkpoint as often as one can be written, and says where it stands."""
-    hp = Hyperparameters(batch_size=64, epochs=EPOCHS, log_interval=1, precision="float32")
-    job = Job(
-        identity=Identity(hp, "data", "code"),
-        data=data,
-        model_path=f"{folder}/model.pt",
-        predictions_path=f"{folder}/predictions.npy",
-        profile_path="",
-        checkpoint_path=f"{folder}/checkpoint",
-        checkpoint_seconds=0,
-        timeout_seconds=60,
-        launched=time.time(),
-    )
 
     def on_event(event: Event) -> None:
         if isinstance(event, RunStarted):
@@ -73,8 +59,8 @@ def train(data: str, folder: str) -> None:
         elif isinstance(event, StepLogged):
             print("step", event.epoch * STEPS + event.step, flush=True)
 
-    world = choose_world("gloo", RANKS, hp.batch_size)
-    launcher.launch("workflows.training.worker:run", world, job, 60, on_event)
+    hp = Hyperparameters(batch_size=64, epochs=EPOCHS, log_interval=1, precision="float32")
+    engine.train(hp, Path(data), RANKS, folder, checkpoint_seconds=0, on_event=on_event)
 
 
 @dataclass

@@ -1,0 +1,70 @@
+"""Runs the training engine without Flyte, and says on what it ran."""
+
+import os
+import platform
+import statistics
+import tempfile
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Callable, List, Sequence
+
+from workflows.training import launcher
+from workflows.training.environment import available_cores, choose_world, visible_gpus
+from workflows.training.events import Event
+from workflows.training.hyperparameters import Hyperparameters
+from workflows.training.job import Identity, Job, TrainingResult
+from workflows.training.prepared import read_description
+
+WORKER = "workflows.training.worker:run"
+
+
+def train(
+    hp: Hyperparameters,
+    data: Path,
+    nproc: int = 0,
+    folder: str = "",
+    checkpoint_seconds: float = 1e9,
+    on_event: Callable[[Event], None] = lambda event: None,
+) -> List[TrainingResult]:
+    """One training by real ranks; returns what each rank knows at the end.
+
+    Model and checkpoint go to folder and are gone on from there; without one they are thrown away.
+    """
+    with tempfile.TemporaryDirectory() as temporary:
+        place = Path(folder or temporary)
+        job = Job(
+            identity=Identity(hp, read_description(data).digest, "benchmark"),
+            data=str(data),
+            model_path=str(place / "model.pt"),
+            predictions_path=str(place / "predictions.npy"),
+            checkpoint_path=str(place / "checkpoint"),
+            checkpoint_seconds=checkpoint_seconds,
+            timeout_seconds=120,
+            launched=time.time(),
+        )
+        world = choose_world(hp.backend, nproc, hp.batch_size)
+        results: List[TrainingResult] = launcher.launch(WORKER, world, job, 120, on_event)
+        return results
+
+
+def hardware() -> str:
+    """One line: processor, cores, GPUs, and the versions that decide the speed."""
+    model = platform.processor() or platform.machine()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        model = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+        flags = next(line for line in lines if line.startswith("flags")).split()
+        model += " with avx512_bf16" if "avx512_bf16" in flags else ""
+    except (OSError, StopIteration):
+        pass
+    gpus = visible_gpus()
+    return (
+        f"{model}, {available_cores()} of {os.cpu_count()} cores, {gpus or 'no'} GPU{'s' if gpus > 1 else ''}; "
+        f"Python {platform.python_version()}, torch {version('torch')}, flytekit {version('flytekit')}"
+    )
+
+
+def spread(values: Sequence[float], digits: int = 2) -> str:
+    """Median and range."""
+    return f"{statistics.median(values):.{digits}f} [{min(values):.{digits}f}-{max(values):.{digits}f}]"

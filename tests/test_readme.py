@@ -1,0 +1,83 @@
+"""Every command of the README is run here, or stands in NOT_RUN with the reason."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Dict, List
+
+import pytest
+
+from workflows.training import prepared
+from workflows.training.datasets import prepare
+
+ROOT = Path(__file__).resolve().parents[1]
+NOT_RUN = {
+    "make test": "it is what runs this",
+}
+BLOCKS = re.findall(r"^```(?:sh|console)\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+
+
+def commands() -> List[str]:
+    """The lines of sh blocks, and those behind a prompt in console blocks; continued lines joined."""
+    found = []
+    for block in BLOCKS:
+        lines = block.replace("\\\n", " ").splitlines()
+        prompted = [line[2:] for line in lines if line.startswith("$ ")]
+        found += prompted or ([] if block.startswith("+ ") else lines)
+    return [" ".join(line.split()) for line in found if line.strip() and not line.startswith("#")]
+
+
+@pytest.fixture(scope="module")
+def user(tmp_path_factory) -> Dict[str, str]:
+    """A copy of the project, an environment to install it into, and small datasets under the names of the real ones.
+
+    The environment has what this one has, and the project's make targets find it complete.
+    """
+    place = tmp_path_factory.mktemp("readme")
+    project = place / "project"
+    ignored = shutil.ignore_patterns(".venv", ".tools", ".git", "__pycache__", ".*_cache", ".hypothesis")
+    shutil.copytree(ROOT, project, ignore=ignored)
+    subprocess.run([sys.executable, "-m", "venv", project / ".venv"], check=True)
+    (site,) = project.glob(".venv/lib/python*/site-packages")
+    (site / "all.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    scripts = Path(sysconfig.get_path("scripts"))
+    for name in ("pyflyte", "pyflyte-execute"):
+        script = (scripts / name).read_text()
+        target = project / ".venv" / "bin" / name
+        target.write_text(re.sub(r"\A#!.*", f"#!{project}/.venv/bin/python", script))
+        target.chmod(0o755)
+    for stamp in ("run.stamp", "dev.stamp"):
+        (project / ".venv" / stamp).touch()
+
+    digits, data = prepare("digits"), place / "data"
+    (images, labels), (test_images, test_labels) = (prepared.open_split(digits, name) for name in ("train", "test"))
+    names = [str(digit) for digit in range(10)]
+    for name in ("mnist", "fashion_mnist"):
+        folder = data / "prepared" / name
+        prepared.write_prepared(folder, name, names, images[:600], labels[:600], test_images, test_labels)
+    return {
+        **os.environ,
+        "HOME": str(place),
+        "DDP_DATA_DIR": str(data),
+        "DDP_RUNS_DIR": str(place / "runs"),
+        "PATH": f"{project}/.venv/bin:{os.environ['PATH']}",
+        "PIP_NO_BUILD_ISOLATION": "1",  # setuptools is there, and a test should not need the network
+        "PROJECT": str(project),
+    }
+
+
+def test_the_readme_has_commands():
+    assert len(commands()) > 5
+    assert set(NOT_RUN) <= set(commands()), "NOT_RUN names a command that the README does not have"
+
+
+@pytest.mark.parametrize("command", [command for command in commands() if command not in NOT_RUN])
+def test_a_command_of_the_readme(user, command):
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=user["PROJECT"], env=user, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
