@@ -23,7 +23,7 @@ BLOCKS = re.findall(r"^```(?:sh|console)\n(.*?)^```", (ROOT / "README.md").read_
 
 def commands() -> List[str]:
     """The lines of sh blocks, and those behind a prompt in console blocks; continued lines joined."""
-    found = []
+    found: List[str] = []
     for block in BLOCKS:
         lines = block.replace("\\\n", " ").splitlines()
         prompted = [line[2:] for line in lines if line.startswith("$ ")]

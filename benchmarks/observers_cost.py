@@ -1,0 +1,96 @@
+"""What looking on costs: the same training with every observer on, and with none.
+
+    python -m benchmarks.observers_cost [--dataset mnist] [--epochs 2] [--runs 5]
+
+On is the console, the live report and an offline Weights & Biases run. Each training is a process of its own, so that
+it pays for its imports; on and off take turns, so that a change in the machine's other load falls on both.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Dict, List
+
+from benchmarks import engine
+from benchmarks.engine import spread
+from workflows.observers.record import RunFinished, Setting
+from workflows.observers.surroundings import surroundings
+from workflows.tasks.observing import observing
+from workflows.training import datasets, launcher, prepared
+from workflows.training.hyperparameters import Hyperparameters, RunOptions
+
+
+def train(mode: str, dataset: str, epochs: int) -> Dict[str, float]:
+    """One training, as the training task does it; seconds of the training loops, and of everything."""
+    started = time.time()
+    launcher.warm_up()
+    hp, data = Hyperparameters(dataset=dataset, epochs=epochs), datasets.prepare(dataset)
+    with tempfile.TemporaryDirectory() as folder:
+        if mode == "off":
+            results = engine.train(hp, data, folder=folder, checkpoint_seconds=30.0)
+        else:
+            setting = setting_of(hp, data, Path(folder, "logs"))
+            with observing(setting, Path(folder, "report.html")) as observers:
+                results = engine.train(hp, data, folder=folder, checkpoint_seconds=30.0, on_event=observers)
+                observers.end(RunFinished(results, Path(folder, "predictions.npy"), time.time() - started))
+    return {"train": sum(epoch.train_seconds for epoch in results[0].epochs), "total": time.time() - started}
+
+
+def setting_of(hp: Hyperparameters, data: Path, logs: Path) -> Setting:
+    logs.mkdir()
+    return Setting(
+        name="benchmark",
+        tracking_id="benchmark",
+        attempt=0,
+        hp=hp,
+        options=RunOptions(tracking="offline"),
+        data=data,
+        description=prepared.read_description(data),
+        data_seconds=0.0,
+        logs=logs,
+        surroundings=surroundings(),
+    )
+
+
+def measure(mode: str, options: argparse.Namespace) -> Dict[str, float]:
+    command = [sys.executable, "-m", "benchmarks.observers_cost", "--one", mode]
+    command += ["--dataset", options.dataset, "--epochs", str(options.epochs)]
+    result = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    measured: Dict[str, float] = json.loads(result.stdout.splitlines()[-1])
+    print(f"{mode:4} training {measured['train']:7.2f} s, in all {measured['total']:7.2f} s", flush=True)
+    return measured
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--dataset", default="digits")
+    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--one", choices=("on", "off"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one:
+        print(json.dumps(train(options.one, options.dataset, options.epochs)))
+        return
+    datasets.prepare(options.dataset)
+    load = os.getloadavg()[0]
+    pairs: List[Dict[str, Dict[str, float]]] = []
+    for number in range(options.runs):
+        modes = ("off", "on") if number % 2 else ("on", "off")
+        pairs.append({mode: measure(mode, options) for mode in modes})
+    print(
+        f"\n{options.dataset}, {options.epochs} epochs, {options.runs} pairs; "
+        f"{engine.hardware()}; load before {load:.1f}"
+    )
+    for what in ("train", "total"):
+        off, on = ([pair[mode][what] for pair in pairs] for mode in ("off", "on"))
+        ratios = [with_all / without for with_all, without in zip(on, off, strict=True)]
+        print(f"{what:6} seconds: off {spread(off)}, on {spread(on)}, on/off {spread(ratios, 3)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""The opponent: the training of the tutorial 'Single Node, Multi GPU Training', as far as CPU ranks can run it.
+
+Its network, transforms per sample, DataLoader, DistributedSampler without set_epoch, batch of 128 per rank, SGD
+0.01/0.5 and evaluation by rank 0 alone are kept. Written anew; changed: gloo ranks instead of GPUs, and a file to meet
+at instead of port 8888.
+"""
+
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, Dict, List, Tuple
+
+import torch
+from torch import distributed, nn
+from torch.multiprocessing.spawn import spawn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+
+from workflows.training.environment import available_cores
+
+BATCH_SIZE, TEST_BATCH_SIZE, LEARNING_RATE, MOMENTUM, SEED = 128, 1000, 0.01, 0.5, 1
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(1, 20, 5, 1)
+        self.conv2 = nn.Conv2d(20, 50, 5, 1)
+        self.fc1 = nn.Linear(4 * 4 * 50, 500)
+        self.fc2 = nn.Linear(500, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.max_pool2d(F.relu(self.conv1(x)), 2, 2)
+        x = F.max_pool2d(F.relu(self.conv2(x)), 2, 2)
+        x = F.relu(self.fc1(x.view(-1, 4 * 4 * 50)))
+        return F.log_softmax(self.fc2(x), dim=1)
+
+
+def loaders(root: str, rank: int, world_size: int) -> Tuple[DataLoader, DataLoader]:
+    from torchvision import datasets, transforms
+
+    transform = transforms.Compose([transforms.ToTensor(), transforms.Normalize((0.1307,), (0.3081,))])
+    train = datasets.MNIST(root, train=True, transform=transform)
+    sampler: Any = DistributedSampler(train, num_replicas=world_size, rank=rank)
+    test = datasets.MNIST(root, train=False, transform=transform)
+    return DataLoader(train, BATCH_SIZE, sampler=sampler), DataLoader(test, TEST_BATCH_SIZE)
+
+
+def rank_main(rank: int, world_size: int, root: str, epochs: int, place: str) -> None:
+    torch.manual_seed(SEED)
+    torch.set_num_threads(max(1, available_cores() // world_size))
+    distributed.init_process_group("gloo", init_method=f"file://{place}/store", rank=rank, world_size=world_size)
+    model = DistributedDataParallel(Net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
+    train, test = loaders(root, rank, world_size)
+    results: List[Dict[str, float]] = []
+    for _ in range(epochs):
+        started = time.perf_counter()
+        model.train()
+        for images, labels in train:
+            optimizer.zero_grad()
+            F.nll_loss(model(images), labels).backward()
+            optimizer.step()
+        seconds = time.perf_counter() - started
+        if rank == 0:
+            model.eval()
+            with torch.no_grad():
+                correct = sum(int((model(images).argmax(1) == labels).sum()) for images, labels in test)
+            results.append({"seconds": seconds, "accuracy": correct / 10_000})
+            torch.save(results, f"{place}/results")
+    distributed.destroy_process_group()
+
+
+def train_tutorial(root: Path, epochs: int, world_size: int) -> List[Dict[str, float]]:
+    """Seconds of training and accuracy on the test images, for each epoch. root is laid out as torchvision wants it."""
+    with tempfile.TemporaryDirectory() as place:
+        spawn(rank_main, args=(world_size, str(root), epochs, place), nprocs=world_size)
+        results: List[Dict[str, float]] = torch.load(f"{place}/results")
+        return results
+
+
+if __name__ == "__main__":
+    print(train_tutorial(Path(sys.argv[1]), int(sys.argv[2]), 2))
