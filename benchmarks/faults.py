@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import random
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -97,12 +98,16 @@ def run_victim(data: Path, folder: Path, kill_at: int = -1, victim: int = 0, num
     return attempt
 
 
-def is_running(pid: int) -> bool:
-    """Whether the process exists and is more than an entry that nobody has asked for its status yet."""
+def has_ended(pid: int, seconds: float = 5.0) -> bool:
+    """Whether the process has ended, or does so within the time that a killed one needs to give back its memory."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([handle], [], [], seconds)[0])
+    finally:
+        os.close(handle)
 
 
 def weights_of(folder: Path) -> str:
@@ -137,7 +142,7 @@ def kill_at_random_moments(kills: int, seed: int) -> Dict[str, Row]:
             row.survived += again.status == 0
             row.repeated = max(row.repeated, cut.last - again.first)
             row.identical += again.status == 0 and weights_of(folder) == expected
-            row.left += sum(is_running(pid) for pid in cut.pids + again.pids) + len(list(folder.glob("ddp-*")))
+            row.left += sum(not has_ended(pid) for pid in cut.pids + again.pids) + len(list(folder.glob("ddp-*")))
             print(f"\r{kill + 1} of {kills} kills", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
     return rows

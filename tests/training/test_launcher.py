@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.faults import has_ended
 from workflows.training import launcher
 from workflows.training.environment import World, available_cores
 from workflows.training.failures import RankFailed, RecoverableRankFailed
@@ -19,14 +20,6 @@ TARGETS = "tests.training.targets"
 def launch(function, size=2, argument=None, timeout_seconds=60.0, on_event=lambda event: None):
     world = World(size=size, local_size=size, backend="gloo", device="cpu")
     return launcher.launch(f"{TARGETS}:{function}", world, argument, timeout_seconds, on_event)
-
-
-def is_running(pid: int) -> bool:
-    """Whether the process exists and is more than an entry that nobody has asked for its status yet."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def leftovers() -> list:
@@ -78,7 +71,7 @@ def test_an_observer_that_raises_ends_all_ranks(tmp_path):
 
     with pytest.raises(OSError, match="observer"):
         launch("say_pids_and_wait", argument=str(tmp_path), on_event=on_event)
-    assert not any(is_running(int((tmp_path / rank).read_text())) for rank in ("0", "1"))
+    assert all(has_ended(int((tmp_path / rank).read_text())) for rank in ("0", "1"))
 
 
 PARENT = """
@@ -108,7 +101,7 @@ def test_no_process_outlives_its_parent(tmp_path, number, whole_group):
         parent.send_signal(number)
     # the ranks and torch's forkserver hold the pipes too: this returns when the last of them has ended
     _, errors = parent.communicate(timeout=60)
-    assert not any(is_running(int((tmp_path / rank).read_text())) for rank in ("0", "1"))
+    assert all(has_ended(int((tmp_path / rank).read_text())) for rank in ("0", "1"))
     if number != signal.SIGKILL or not whole_group:  # else there is nobody left to clean up
         assert list(tmp_path.glob("ddp-*")) == []
     expected = {signal.SIGKILL: "", signal.SIGTERM: "Preempted", signal.SIGINT: "KeyboardInterrupt"}
