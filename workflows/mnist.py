@@ -3,10 +3,11 @@
 pyflyte run workflows/mnist.py pytorch_training_wf --hp '{"epochs": 1}'
 """
 
-from flytekit import Cache, Resources, task, workflow
+from flytekit import Cache, task, workflow
 
 from workflows.tasks.inputs import explain_unreadable_settings
 from workflows.tasks.prepare import PreparedDataset, prepare_dataset, resolve_dataset
+from workflows.tasks.resources import training_resources
 from workflows.tasks.train import TRAINING_CODE, TrainingOutputs, train
 from workflows.tasks.versions import CodeVersion
 from workflows.training.hyperparameters import Hyperparameters, RunOptions
@@ -17,7 +18,9 @@ explain_unreadable_settings()
 @task(
     cache=Cache(policies=CodeVersion(*TRAINING_CODE), ignored_inputs=("options",), serialize=True),
     retries=2,
-    requests=Resources(cpu="2", mem="4Gi"),
+    enable_deck=True,
+    deck_fields=(),  # the report alone, live
+    **training_resources(),
 )
 def pytorch_mnist_task(hp: Hyperparameters, data: PreparedDataset, options: RunOptions) -> TrainingOutputs:
     """Trains hp.model on the prepared dataset, with as many ranks as options.nproc says."""

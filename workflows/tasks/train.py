@@ -6,14 +6,17 @@ from pathlib import Path
 from typing import Callable, List, NamedTuple
 
 from flytekit.types.directory import FlyteDirectory
-from flytekit.types.file import PythonPickledFile
+from flytekit.types.file import FlyteFile, PythonPickledFile
 
-from workflows.observers.console import Console, say
+from workflows.observers.record import RunFinished, Setting
+from workflows.observers.summary import say_summary
+from workflows.observers.surroundings import surroundings
 from workflows.tasks.checkpoints import checkpoint_store
 from workflows.tasks.execution import flyte_retries, is_local, run_dir
-from workflows.tasks.versions import TRAINING_SOURCES, code_version
+from workflows.tasks.observing import attempt, observing, tracking_id
+from workflows.tasks.versions import TRAINING_SOURCES, check_registered_code, code_version
 from workflows.training import launcher, prepared
-from workflows.training.environment import choose_world
+from workflows.training.environment import World, choose_world
 from workflows.training.events import Event
 from workflows.training.hyperparameters import Hyperparameters, RunOptions
 from workflows.training.job import Identity, Job, TrainingResult
@@ -39,6 +42,7 @@ class TrainingSummary:
         backend: nccl or gloo.
         device: cuda or cpu.
         precision: float32 or bfloat16.
+        tracking_url: of the Weights & Biases run; empty without one.
     """
 
     dataset: str
@@ -53,71 +57,116 @@ class TrainingSummary:
     backend: str
     device: str
     precision: str
+    tracking_url: str
 
 
 class TrainingOutputs(NamedTuple):
-    """The accuracy on the test split after each epoch (0 to 1), the trained weights (a CPU state_dict), the figures."""
+    """What a training run gives back.
+
+    Attributes:
+        epoch_accuracies: on the test split after each epoch, from 0 to 1.
+        model_state: the trained weights, a CPU state_dict.
+        summary: the figures.
+        report: a page to look at, in one file.
+        logs: a folder with the test split's predictions, and what trackers and the profiler have written.
+    """
 
     epoch_accuracies: List[float]
     model_state: PythonPickledFile
     summary: TrainingSummary
+    report: FlyteFile["html"]  # noqa: F821
+    logs: FlyteDirectory
 
 
 def train(hp: Hyperparameters, data: FlyteDirectory, options: RunOptions) -> TrainingOutputs:
     """Trains hp.model on a prepared dataset with one process per rank; see launcher.launch for what it raises."""
-    started = time.time()
     world = choose_world(hp.backend, options.nproc, hp.batch_size)
     launcher.warm_up()  # imports torch while the data arrive and are verified
+
+    def start(job: Job, on_event: Callable[[Event], None]) -> List[TrainingResult]:
+        return launcher.launch(WORKER, world, job, options.timeout_seconds, on_event)
+
+    return train_by(start, world, hp, data, options)
+
+
+def train_by(
+    start: Callable[[Job, Callable[[Event], None]], List[TrainingResult]],
+    world: World,
+    hp: Hyperparameters,
+    data: FlyteDirectory,
+    options: RunOptions,
+) -> TrainingOutputs:
+    """All that surrounds the ranks of a run, which start(job, on_event) runs; it returns their results by rank."""
+    started = time.time()
+    check_registered_code()
     with flyte_retries():
         data_folder = Path(data.download())
         description = prepared.verify(data_folder)
         identity = Identity(hp, description.digest, code_version(*TRAINING_CODE))
         with run_dir(description.name) as folder, checkpoint_store(identity.key, options.resume) as store:
+            logs = folder / "logs"
+            logs.mkdir()
             job = Job(
                 identity=identity,
                 data=str(data_folder),
                 model_path=str(folder / "model.pt"),
-                predictions_path=str(folder / "predictions.npy"),
+                predictions_path=str(logs / "predictions.npy"),
+                profile_path=str(logs / "profile") if options.profile else "",
                 checkpoint_path=str(store.path),
                 checkpoint_seconds=options.checkpoint_seconds,
                 # beyond the parent's own patience, so that it can still ask all ranks where they hang
                 timeout_seconds=options.timeout_seconds + 60,
                 launched=time.time(),
             )
-            observers = to_all(Console(), store.on_event)
-            results: List[TrainingResult] = launcher.launch(WORKER, world, job, options.timeout_seconds, observers)
-    result = results[0]
+            setting = Setting(
+                name=folder.name,
+                tracking_id=tracking_id(identity.key, store.path),
+                attempt=attempt(),
+                hp=hp,
+                options=options,
+                data=data_folder,
+                description=description,
+                data_seconds=job.launched - started,
+                logs=logs,
+                surroundings=surroundings(),
+            )
+            with observing(setting, folder / "report.html", store.on_event) as observers:
+                results = start(job, observers)
+                finished = RunFinished(results, Path(job.predictions_path), time.time() - started)
+                observers.end(finished)
+    say_summary(observers.record, Path(job.model_path), folder / "report.html", show_paths=is_local())
+    summary = summarise(description, world, finished, observers.tracking_url)
+    # A local run's files stay where they are: flytekit would copy them to a temporary place
+    remote = False if is_local() else None
+    return TrainingOutputs(
+        epoch_accuracies=[epoch.accuracy for epoch in results[0].epochs],
+        model_state=PythonPickledFile(job.model_path, remote_path=remote),
+        summary=summary,
+        report=FlyteFile(str(folder / "report.html"), remote_path=remote),
+        logs=FlyteDirectory(str(logs), remote_directory=remote),
+    )
+
+
+def summarise(
+    description: prepared.DatasetDescription, world: World, finished: RunFinished, tracking_url: str
+) -> TrainingSummary:
+    result = finished.results[0]
     last, train_seconds = result.epochs[-1], sum(epoch.train_seconds for epoch in result.epochs)
-    summary = TrainingSummary(
+    return TrainingSummary(
         dataset=description.name,
         train_samples=description.train_samples,
         test_samples=description.test_samples,
         test_loss=last.test_loss,
         accuracy=last.accuracy,
         train_seconds=train_seconds,
-        total_seconds=time.time() - started,
-        samples_per_second=description.train_samples * hp.epochs / train_seconds,
+        total_seconds=finished.total_seconds,
+        samples_per_second=description.train_samples
+        * description.passes_per_epoch
+        * len(result.epochs)
+        / train_seconds,
         world_size=world.size,
         backend=world.backend,
         device=world.device,
         precision=result.precision,
+        tracking_url=tracking_url,
     )
-    say(f"Trained on {summary.dataset}: test accuracy {summary.accuracy:.2%}. Model: {job.model_path}")
-    # A local run's file stays where it is: flytekit would copy it to a temporary place
-    model_state = PythonPickledFile(job.model_path, remote_path=False if is_local() else None)
-    return TrainingOutputs([epoch.accuracy for epoch in result.epochs], model_state, summary)
-
-
-def to_all(*observers: Callable[[Event], None]) -> Callable[[Event], None]:
-    """One observer that tells many. One that raises is left out from then on: looking on must not stop training."""
-    listening = list(observers)
-
-    def tell(event: Event) -> None:
-        for observer in list(listening):
-            try:
-                observer(event)
-            except Exception as error:
-                listening.remove(observer)
-                say(f"Warning: {type(observer).__name__} gave up: {type(error).__name__}: {error}")
-
-    return tell

@@ -1,6 +1,7 @@
 """Cache versions that follow the code: a result is reused only as long as what determined it is unchanged."""
 
 import hashlib
+import os
 from importlib.metadata import version
 from pathlib import Path
 from typing import Sequence
@@ -8,19 +9,40 @@ from typing import Sequence
 from flytekit.core.cache import CachePolicy, VersionParameters
 
 import workflows.training
+from workflows.training.errors import ReportedError
 
 TRAINING_SOURCES = ("batches.py", "loop.py", "models.py", "state.py", "worker.py")
 DATA_SOURCES = ("datasets.py", "prepared.py")
+CODE_VARIABLE = "DDP_TRAINING_CODE"
+OTHER_CODE = "give --copy all to pyflyte run or register, or build the image anew"
 
 
 def code_version(sources: Sequence[str], distributions: Sequence[str]) -> str:
     """A hash over files of workflows/training and the installed versions of distributions."""
     digest = hashlib.sha256()
     for name in sources:
-        digest.update(Path(workflows.training.__path__[0], name).read_bytes())
+        try:
+            digest.update(Path(workflows.training.__path__[0], name).read_bytes())
+        except FileNotFoundError:
+            raise ReportedError(f"workflows/training/{name} is missing here: {OTHER_CODE}") from None
     for name in distributions:
         digest.update(f"{name}=={version(name)}".encode())
     return digest.hexdigest()[:16]
+
+
+def registered_code() -> str:
+    """What the training code is at registration; goes into the pod's environment."""
+    return code_version(TRAINING_SOURCES, ())
+
+
+def check_registered_code() -> None:
+    """Raises where this pod would train with other code than was registered, and the result be cached as that code's.
+
+    The parent of the ranks never imports their modules, so Flyte's --copy auto leaves them out, and the pod would take
+    those of its image.
+    """
+    if os.environ.get(CODE_VARIABLE, registered_code()) != registered_code():
+        raise ReportedError(f"this pod's training code is not the code that was registered: {OTHER_CODE}")
 
 
 class CodeVersion(CachePolicy):

@@ -28,68 +28,73 @@ from workflows.training.storage import write_whole, writing_to
 
 
 def run(environment: Environment, link: Link, job: Job) -> TrainingResult:
-    """Trains as this rank; rank 0 leaves the weights at job.model_path. The result is the same on every rank."""
+    """One rank from its meeting with the others to their parting; see train."""
+    with process_group(environment, job.timeout_seconds) as device:
+        return train(environment, device, link, job)
+
+
+def train(environment: Environment, device: torch.device, link: Link, job: Job) -> TrainingResult:
+    """Trains as this rank of the process group; rank 0 leaves the weights at job.model_path."""
     leave_dynamo_out()
     torch.set_num_threads(environment.threads)
     hp, rank, world_size = job.identity.hp, environment.rank, environment.world.size
-    with process_group(environment, job.timeout_seconds) as device:
-        precision = choose_precision(hp.precision, device)
-        description = prepared.read_description(Path(job.data))
-        train, test = (
-            Split(*prepared.open_split(Path(job.data), split), description.mean, description.std, device)
-            for split in ("train", "test")
+    precision = choose_precision(hp.precision, device)
+    description = prepared.read_description(Path(job.data))
+    train, test = (
+        Split(*prepared.open_split(Path(job.data), split), description.mean, description.std, device)
+        for split in ("train", "test")
+    )
+    train_batches = TrainBatches(
+        train, description.passes_per_epoch, hp.batch_size, hp.seed, hp.shift_pixels, rank, world_size
+    )
+    state = TrainingState(
+        build_model(hp.model, hp.seed),
+        device,
+        rank,
+        world_size,
+        autocast=precision == "bfloat16",
+        learning_rate=hp.learning_rate,
+        momentum=hp.sgd_momentum,
+        nesterov=hp.nesterov,
+        weight_decay=hp.weight_decay,
+        schedule=hp.schedule,
+        warmup_fraction=hp.warmup_fraction,
+        total_steps=hp.epochs * len(train_batches),
+        ema_decay=hp.ema_decay,
+    )
+    resume(state, job, environment, link)
+    link.emit(
+        RunStarted(
+            dataset=description.name,
+            train_samples=len(train),
+            test_samples=len(test),
+            samples_per_epoch=train_batches.samples,
+            world_size=world_size,
+            backend=environment.world.backend,
+            device=str(device),
+            precision=precision,
+            epochs=hp.epochs,
+            steps_per_epoch=len(train_batches),
+            first_epoch=state.epoch,
+            first_step=state.step,
+            startup_seconds=time.time() - job.launched,
+            layers=layers_of(state.model),
         )
-        train_batches = TrainBatches(
-            train, description.passes_per_epoch, hp.batch_size, hp.seed, hp.shift_pixels, rank, world_size
-        )
-        state = TrainingState(
-            build_model(hp.model, hp.seed),
-            device,
-            rank,
-            world_size,
-            autocast=precision == "bfloat16",
-            learning_rate=hp.learning_rate,
-            momentum=hp.sgd_momentum,
-            nesterov=hp.nesterov,
-            weight_decay=hp.weight_decay,
-            schedule=hp.schedule,
-            warmup_fraction=hp.warmup_fraction,
-            total_steps=hp.epochs * len(train_batches),
-            ema_decay=hp.ema_decay,
-        )
-        resume(state, job, environment, link)
-        link.emit(
-            RunStarted(
-                dataset=description.name,
-                train_samples=len(train),
-                test_samples=len(test),
-                samples_per_epoch=train_batches.samples,
-                world_size=world_size,
-                backend=environment.world.backend,
-                device=str(device),
-                precision=precision,
-                epochs=hp.epochs,
-                steps_per_epoch=len(train_batches),
-                first_epoch=state.epoch,
-                first_step=state.step,
-                startup_seconds=time.time() - job.launched,
-                layers=layers_of(state.model),
-            )
-        )
-        checkpoints = checkpoints_of(environment, link, job)
-        samples_before = state.epoch * train_batches.samples + train_batches.samples_until(state.step)
-        seconds_before = train_seconds(state)
-        test_batches = TestBatches(test, hp.test_batch_size, rank, world_size)
-        try:
-            with profiling(job.profile_path, rank, state.optimizer):
-                fit(state, train_batches, test_batches, hp.epochs, hp.log_interval, link, checkpoints)
-        finally:
-            checkpoints.close()
-        predictions = predict(state.evaluated, test_batches)
-        if rank == 0:
-            with writing_to(Path(job.model_path).parent, "DDP_RUNS_DIR"):
-                export_model(state.evaluated, Path(job.model_path))
-                np.save(job.predictions_path, predictions.cpu().numpy())
+    )
+    checkpoints = checkpoints_of(environment, link, job)
+    samples_before = state.epoch * train_batches.samples + train_batches.samples_until(state.step)
+    seconds_before = train_seconds(state)
+    test_batches = TestBatches(test, hp.test_batch_size, rank, world_size)
+    try:
+        with profiling(job.profile_path, rank, state.optimizer):
+            fit(state, train_batches, test_batches, hp.epochs, hp.log_interval, link, checkpoints)
+    finally:
+        checkpoints.close()
+    predictions = predict(state.evaluated, test_batches)
+    if rank == 0:
+        with writing_to(Path(job.model_path).parent, "DDP_RUNS_DIR"):
+            export_model(state.evaluated, Path(job.model_path))
+            np.save(job.predictions_path, predictions.cpu().numpy())
     return TrainingResult(
         epochs=state.history,
         precision=precision,

@@ -1,0 +1,81 @@
+"""MNIST on many nodes: the same ranks, started by Flyte's PyTorchJob engine.
+
+DDP_NNODES=2 pyflyte ... register workflows, with flytekitplugins-kfpytorch here and in the image; the cluster needs
+Kubeflow's training operator and Flyte's pytorch plugin.
+"""
+
+from typing import Any
+
+from flytekit import Cache, task, workflow
+from flytekit.exceptions.user import FlyteRecoverableException
+from flytekit.extend import TaskPlugins
+from torch.distributed import DistError
+from torch.distributed.elastic.rendezvous.api import RendezvousError
+
+from workflows.observers.console import say
+from workflows.tasks.elastic import resolve_for_nodes, train_rank
+from workflows.tasks.inputs import explain_unreadable_settings
+from workflows.tasks.prepare import PreparedDataset, prepare_dataset
+from workflows.tasks.resources import registered_environment, registration, training_resources
+from workflows.tasks.train import TRAINING_CODE, TrainingOutputs
+from workflows.tasks.versions import CodeVersion
+from workflows.training.hyperparameters import Hyperparameters, RunOptions
+
+try:
+    from flytekitplugins.kfpytorch import Elastic
+    from flytekitplugins.kfpytorch.task import PytorchElasticFunctionTask
+except ModuleNotFoundError:
+    say("workflows/multinode.py defines nothing without its plugin: pip install flytekitplugins-kfpytorch")
+else:
+
+    class Nodes(Elastic):
+        """Elastic, on whose nodes the loss of the first one, where they meet, is worth a retry."""
+
+    class NodesTask(PytorchElasticFunctionTask):
+        def execute(self, **inputs: Any) -> Any:
+            try:
+                return super().execute(**inputs)
+            except (RendezvousError, DistError) as error:
+                raise FlyteRecoverableException(f"the meeting place of the nodes is lost: {error}") from error
+
+    TaskPlugins.register_pythontask_plugin(Nodes, NodesTask)
+    explain_unreadable_settings()
+    asked, arguments = registration(), training_resources()
+    # Nodes start minutes apart: one has the image, another has yet to be made
+    rendezvous = {"timeout": 900, "join_timeout": 900, "read_timeout": 900}
+    nodes = Nodes(
+        nnodes="{}:{}".format(*asked.node_range),
+        nproc_per_node=asked.ranks_per_node,
+        monitor_interval=1,
+        max_restarts=2,  # of all ranks, within an attempt: when a node is lost, the others wait for it and go on
+        rdzv_configs=rendezvous,
+        increase_shared_mem=False,  # deprecated; the resources ask for it
+    )
+    arguments["environment"] = {
+        **arguments["environment"],
+        # Each pod imports this file: what was asked for goes with it, or it would take itself for something else
+        **registered_environment(),
+        # A node that joins anew would wait in vain for the address of a store that the nodes have shared before
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    }
+
+    @task(
+        task_config=nodes,
+        cache=Cache(policies=CodeVersion(*TRAINING_CODE), ignored_inputs=("options",), serialize=True),
+        retries=2,
+        enable_deck=True,
+        deck_fields=(),
+        **arguments,
+    )
+    def pytorch_multinode_task(hp: Hyperparameters, data: PreparedDataset, options: RunOptions) -> TrainingOutputs:
+        """Trains hp.model on the prepared dataset on all nodes; options.nproc is what was registered."""
+        return train_rank(hp, data, options)  # type: ignore[return-value]  # only rank 0's is looked at
+
+    @workflow
+    def pytorch_multinode_wf(
+        hp: Hyperparameters = Hyperparameters(),  # noqa: B008
+        options: RunOptions = RunOptions(),  # noqa: B008
+    ) -> TrainingOutputs:
+        """As workflows.mnist.pytorch_training_wf, on many nodes."""
+        data = prepare_dataset(name=resolve_for_nodes(hp=hp))
+        return pytorch_multinode_task(hp=hp, data=data, options=options)

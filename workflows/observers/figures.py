@@ -1,0 +1,129 @@
+"""Curves and pictures that stand in the page itself: SVG whose colours are the page's, PNG as data URIs."""
+
+import base64
+import io
+import logging
+import re
+from dataclasses import dataclass
+from typing import Any, List, Mapping, Sequence, Tuple
+
+import numpy as np
+
+# Stand for the page's colours while matplotlib draws: the page has others by day than by night
+INK, GRID, SERIES = "#010101", "#020202", [f"#0{number}0303" for number in range(1, 9)]
+COLOURS = {INK: "var(--ink)", GRID: "var(--line)", **{name: f"var(--c{n})" for n, name in enumerate(SERIES, 1)}}
+SIZE = (4.6, 2.9)  # inches of 72 units, so that the text is readable on a page 360 pixels wide
+MOST_POINTS = 300
+LINES = ("-", "--", ":", "-.")  # colours alone don't tell series apart for everyone
+
+
+Points = Sequence[Tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Curves:
+    """Named series of (epochs, value), and what to tell those who cannot see them besides first and last values."""
+
+    title: str
+    series: Mapping[str, Points]
+    remark: str = ""
+    percent: bool = False
+    logarithmic: bool = False
+    from_zero: bool = False
+
+    @property
+    def description(self) -> str:
+        said = [
+            f"{name or self.title} from {points[0][1]:.4g} to {points[-1][1]:.4g}"
+            for name, points in self.series.items()
+            if points
+        ]
+        return f"{self.title} over epochs: {'; '.join(said)}. {self.remark}".strip()
+
+
+def draw(curves: Curves) -> str:
+    """The curves as an SVG element; series of few points get markers."""
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it tells of its font cache, which helps nobody
+    import matplotlib
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter, PercentFormatter
+
+    series = {name: thinned(points) for name, points in curves.series.items() if points}
+    logarithmic = curves.logarithmic and any(y > 0 for points in series.values() for _, y in points)
+    with matplotlib.rc_context(_style()), np.errstate(all="ignore"):
+        figure = Figure(figsize=SIZE, layout="constrained")
+        axes = figure.subplots()
+        for number, (name, points) in enumerate(series.items()):
+            x, y = zip(*points, strict=True)
+            style = LINES[number // len(SERIES) % len(LINES)]
+            marker = "o" if len(points) < 30 else ""
+            axes.plot(x, y, style, color=SERIES[number % len(SERIES)], marker=marker, label=name)
+        axes.set_xlabel("epochs")
+        furthest = max(points[-1][0] for points in series.values())
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=furthest > 3))
+        if logarithmic:
+            axes.set_yscale("log")
+            axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+            axes.yaxis.set_minor_formatter(NullFormatter())
+        if curves.from_zero:
+            axes.set_ylim(bottom=0)
+        if curves.percent:
+            axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+        if len(series) > 1:
+            axes.legend(loc="best", ncols=1 if len(series) < 5 else 2)
+        return inline(figure, curves.description)
+
+
+def thinned(points: Points) -> List[Tuple[float, float]]:
+    """At most MOST_POINTS of them, the last one always."""
+    every = -(-len(points) // MOST_POINTS)
+    return list(reversed(list(points)[::-1][::every]))
+
+
+def inline(figure: Any, description: str) -> str:
+    """The figure as an SVG element with a text alternative, in the page's colours and font."""
+    file = io.StringIO()
+    figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
+    svg = file.getvalue()
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
+    # the same ids in every figure; those that are referred to are hashes
+    svg = re.sub(r' id="[A-Za-z0-9.]+_\d+"', "", svg)
+    svg = re.sub("|".join(COLOURS), lambda found: COLOURS[found[0]], svg)
+    svg = re.sub(r' (width|height)="[\d.]+pt"', "", svg, count=2)
+    label = re.sub(r'[<>&"]', lambda found: f"&#{ord(found[0])};", description)
+    return svg.replace("<svg", f'<svg role="img" aria-label="{label}"', 1)
+
+
+def picture(image: np.ndarray, most: int = 64) -> str:
+    """An image (C, H, W) uint8 as a PNG data URI, made smaller where it exceeds most pixels."""
+    from PIL import Image
+
+    pixels = image.transpose(1, 2, 0) if len(image) == 3 else image[0]
+    png = Image.fromarray(np.ascontiguousarray(pixels))
+    png.thumbnail((most, most))
+    file = io.BytesIO()
+    png.save(file, "png", optimize=True)
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+def _style() -> Any:
+    return {
+        "svg.fonttype": "none",  # text stays text: smaller, and in the page's font
+        "svg.hashsalt": "report",
+        "text.parse_math": False,  # names of layers may hold a $
+        "font.size": 10,
+        "text.color": INK,
+        "axes.labelcolor": INK,
+        "xtick.color": INK,
+        "ytick.color": INK,
+        "axes.edgecolor": GRID,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.grid": True,
+        "grid.color": GRID,
+        "grid.linewidth": 0.6,
+        "lines.linewidth": 1.8,
+        "lines.markersize": 4,
+        "legend.frameon": False,
+        "legend.fontsize": 9,
+    }

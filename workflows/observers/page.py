@@ -1,0 +1,209 @@
+"""The report's page, as a Jinja template. A Python string, because Flyte ships modules and nothing else."""
+
+STYLE = """
+.ddp { --ground: #fff; --card: #f6f7f9; --ink: #1b1f24; --soft: #57606a; --line: #d8dee4;
+  --accent: #0b57d0; --good: #1a7f37; --bad: #b42318; --warn: #fff4d6; --right: 11, 87, 208; --wrong: 180, 35, 24;
+  --hot: #fff;
+  --c1: #0b57d0; --c2: #c2410c; --c3: #15803d; --c4: #9333ea; --c5: #be123c;
+  --c6: #0e7490; --c7: #854d0e; --c8: #4b5563;
+  background: var(--ground); color: var(--ink); font: 16px/1.5 system-ui, -apple-system, "Segoe UI", Roboto,
+  "DejaVu Sans", sans-serif; box-sizing: border-box; max-width: 76rem; margin: 0 auto; padding: 1rem; }
+@media (prefers-color-scheme: dark) { .ddp { --ground: #0f1318; --card: #191f27; --ink: #e8edf2; --soft: #a5b0bb;
+  --line: #37404b; --accent: #8ab4f8; --good: #5bd17b; --bad: #ff8a80; --warn: #3d3116; --right: 138, 180, 248;
+  --wrong: 255, 138, 128; --hot: #0f1318; --c1: #8ab4f8; --c2: #ffa657; --c3: #5bd17b; --c4: #d2a8ff; --c5: #ff8fa3;
+  --c6: #67d4e8;
+  --c7: #e3c16f; --c8: #b6c0ca; } }
+.ddp *, .ddp *::before { box-sizing: border-box; }
+.ddp h1 { font-size: 1.5rem; line-height: 1.25; margin: 0; overflow-wrap: anywhere; }
+.ddp h2 { font-size: 1.2rem; margin: 2.5rem 0 .75rem; padding-top: .75rem; border-top: 1px solid var(--line); }
+.ddp h3, .ddp figcaption, .ddp caption { font-size: 1rem; font-weight: 600; margin: 0 0 .5rem; text-align: left; }
+.ddp p { margin: .5rem 0; max-width: 70ch; overflow-wrap: anywhere; }
+.ddp a { color: var(--accent); overflow-wrap: anywhere; }
+.ddp .soft { color: var(--soft); }
+.ddp .soft, .ddp small { font-size: .875rem; }
+.ddp .top { display: flex; flex-wrap: wrap; gap: .25rem 1rem; align-items: baseline; justify-content: space-between; }
+.ddp .status { border: 1px solid currentColor; border-radius: 1rem; padding: 0 .7rem; font-size: .875rem;
+  font-weight: 600; color: var(--accent); white-space: nowrap; }
+.ddp .status.Finished { color: var(--good); }
+.ddp .status.Failed { color: var(--bad); }
+.ddp .notice { background: var(--warn); border-radius: .5rem; padding: .6rem .9rem; margin: 1rem 0;
+  overflow-wrap: anywhere; }
+.ddp .tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(7.8rem, 1fr)); gap: .75rem;
+  margin: 1rem 0; }
+.ddp .tile { background: var(--card); border-radius: .6rem; padding: .75rem 1rem; }
+.ddp .tile b { display: block; font-size: 1.35rem; line-height: 1.3; font-variant-numeric: tabular-nums; }
+.ddp .tile.first b { font-size: 1.9rem; line-height: 1.2; color: var(--accent); }
+.ddp .tile span { color: var(--soft); font-size: .875rem; }
+.ddp .grid { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 21rem), 1fr)); gap: 1.25rem;
+  align-items: start; }
+.ddp figure, .ddp .card { background: var(--card); border-radius: .6rem; padding: 1rem; margin: 0; min-width: 0; }
+.ddp .wide { grid-column: 1 / -1; }
+.ddp .columns { columns: 21rem; column-gap: 1.25rem; }
+.ddp .columns > * { break-inside: avoid; margin-bottom: 1.25rem; }
+.ddp figure > svg { display: block; width: 100%; height: auto; }
+.ddp svg text { font-family: inherit !important; }
+.ddp .scroll { overflow-x: auto; }
+.ddp table { border-collapse: collapse; width: 100%; font-size: .9rem; font-variant-numeric: tabular-nums; }
+.ddp th, .ddp td { text-align: left; font-weight: 400; padding: .3rem .6rem .3rem 0; vertical-align: top;
+  border-bottom: 1px solid var(--line); }
+.ddp td { overflow-wrap: anywhere; }
+.ddp tr:last-child > * { border-bottom: 0; }
+.ddp thead th { color: var(--soft); font-weight: 600; overflow-wrap: normal; }
+.ddp .number { text-align: right; white-space: nowrap; }
+.ddp .apart { margin-top: 1.25rem; }
+.ddp .bar { display: block; height: .5rem; border-radius: .25rem; background: var(--line); min-width: 2rem;
+  margin-top: .45rem; }
+.ddp .bar i { display: block; height: 100%; border-radius: .25rem; background: var(--c1); }
+.ddp .bars td:last-child { width: 35%; padding-right: 0; }
+.ddp .bars th { min-width: 4.2rem; }
+.ddp .confusion { table-layout: fixed; font-size: .8rem; }
+.ddp .confusion.roomy { min-width: 25rem; }
+.ddp .confusion tr > :first-child { width: 2em; }
+.ddp .confusion.roomy tr > :first-child { width: 6.4em; }
+.ddp .confusion th, .ddp .confusion td { text-align: center; padding: .35em 0; border: 1px solid var(--ground);
+  overflow-wrap: normal; }
+.ddp .confusion thead th { vertical-align: bottom; }
+.ddp .confusion .long { writing-mode: vertical-rl; transform: rotate(180deg); display: inline-block;
+  white-space: nowrap; }
+.ddp .confusion tbody th { text-align: right; padding-right: .5em; color: var(--soft); font-weight: 600;
+  white-space: nowrap; overflow: hidden; text-overflow: ellipsis; }
+.ddp .confusion .hot { color: var(--hot); }
+.ddp .confusion .none { color: var(--soft); }
+.ddp .pictures { display: grid; grid-template-columns: repeat(auto-fill, minmax(5.4rem, 1fr)); gap: .75rem; padding: 0;
+  margin: .75rem 0 0; list-style: none; }
+.ddp .pictures.small { grid-template-columns: repeat(auto-fill, minmax(3.6rem, 1fr)); gap: .5rem; }
+.ddp .pictures li { font-size: .8rem; line-height: 1.35; overflow-wrap: anywhere; }
+.ddp .pictures img { display: block; width: 100%; aspect-ratio: 1; object-fit: contain; image-rendering: pixelated;
+  border-radius: .4rem; background: #000; margin-bottom: .25rem; }
+.ddp code { font: .85em ui-monospace, "DejaVu Sans Mono", monospace; overflow-wrap: anywhere; }
+"""
+
+MACROS = """
+{% macro table(rows) %}
+<div class="card"><table><caption>{{ rows.title }}</caption><tbody>
+{% for label, value, default in rows.lines %}
+<tr><th scope="row">{{ label }}</th><td>
+{% if default %}<b>{{ value }}</b> <small class="soft">(default {{ default }})</small>{% else %}{{ value }}{% endif %}
+</td></tr>
+{% endfor %}
+</tbody></table></div>
+{% endmacro %}
+
+{% macro bars(title, heads, lines) %}
+<div class="card"><table class="bars"><caption>{{ title }}</caption><thead><tr>
+{% for head in heads %}<th scope="col"{% if not loop.first %} class="number"{% endif %}>{{ head }}</th>{% endfor %}
+<td></td></tr></thead><tbody>
+{% for line in lines %}
+<tr><th scope="row">{{ line.label }}</th>
+{% for value in line["values"] %}<td class="number">{{ value }}</td>{% endfor %}
+<td><span class="bar" aria-hidden="true"><i style="width: {{ line.share }}%"></i></span></td></tr>
+{% endfor %}
+</tbody></table></div>
+{% endmacro %}
+
+{% macro grid_table(title, heads, lines, code=False) %}
+<div class="card wide"><div class="scroll" tabindex="0" role="region" aria-label="{{ title }}"><table>
+<caption>{{ title }}</caption><thead><tr>
+{% for head in heads %}<th scope="col"{% if not loop.first %} class="number"{% endif %}>{{ head }}</th>{% endfor %}
+</tr></thead><tbody>
+{% for line in lines %}
+<tr><th scope="row">{% if code %}<code>{{ line[0] }}</code>{% else %}{{ line[0] }}{% endif %}</th>
+{% for value in line[1:] %}<td class="number">{{ value }}</td>{% endfor %}</tr>
+{% endfor %}
+</tbody></table></div></div>
+{% endmacro %}
+
+{% macro figure(shown) %}<figure><figcaption>{{ shown.title }}</figcaption>{{ shown.svg }}</figure>{% endmacro %}
+
+{% macro confusion_table(shown) %}
+<figure><figcaption id="confusion">Confusion matrix</figcaption>
+<div class="scroll" tabindex="0" role="region" aria-labelledby="confusion">
+<table class="confusion{% if shown.roomy %} roomy{% endif %}" aria-labelledby="confusion"><thead><tr><td></td>
+{% for name in shown.names %}
+<th scope="col"><span{% if shown.roomy %} class="long"{% endif %}>{{ name }}</span></th>
+{% endfor %}
+</tr></thead><tbody>
+{% for line in shown.lines %}
+<tr><th scope="row">{{ line.name }}</th>
+{% for cell in line.cells %}
+<td class="{{ cell.look }}" style="background: rgba(var(--{{ cell.kind }}), {{ cell.heat }})">{{ cell.count }}</td>
+{% endfor %}
+</tr>
+{% endfor %}
+</tbody></table></div>
+<p class="soft">Rows: the truth. Columns: the network's guess. What is off the diagonal is wrong.</p></figure>
+{% endmacro %}
+"""
+
+BODY = """
+<main class="ddp">
+<div class="top"><h1>Training on {{ dataset }}</h1>
+<span class="status {{ status.split(",")[0] }}" role="status">{{ status }}</span></div>
+<p class="soft">{{ subtitle }}</p>
+{% if failure %}<p class="notice"><b>Failed:</b> {{ failure }}</p>{% endif %}
+{% if stand_in %}
+<p class="notice"><b>Stand-in data.</b> MNIST could not be had, so this model was trained on {{ dataset }}.
+Its accuracy says nothing about MNIST.</p>
+{% endif %}
+<div class="tiles">
+{% for tile in tiles %}
+<div class="tile{% if loop.first %} first{% endif %}"><b>{{ tile.value }}</b><span>{{ tile.label }}</span></div>
+{% endfor %}
+</div>
+{% if url %}<p>Weights &amp; Biases: <a href="{{ url }}" rel="noreferrer">{{ url }}</a></p>{% endif %}
+{% if notes %}
+<div class="notice"><b>On the way</b>{% for note in notes %}<p>{{ note }}</p>{% endfor %}</div>
+{% endif %}
+
+{% if curves %}
+<h2>Progress</h2><div class="grid">
+{% for shown in curves %}{{ figure(shown) }}{% endfor %}
+{% if epochs %}{{ grid_table("Epochs", epoch_heads, epochs) }}{% endif %}
+</div>
+{% endif %}
+
+{% if classes %}
+<h2>Right and wrong</h2><div class="grid">
+{% if confusion %}{{ confusion_table(confusion) }}{% endif %}
+{{ bars("Accuracy by class", ("Class", "Right", "Accuracy"), classes) }}
+</div>
+{% endif %}
+{% if mistakes %}
+<h3 class="apart">Most confident mistakes</h3><ul class="pictures">
+{% for one in mistakes %}
+<li><img src="{{ one.picture }}" alt="Test image {{ one.index }}: {{ one.truth }}, taken for {{ one.guess }}">
+<b>{{ one.truth }}</b>, taken for <b>{{ one.guess }}</b><br><span class="soft">{{ one.sure }}</span></li>
+{% endfor %}
+</ul>
+{% endif %}
+
+<h2>Data</h2><div class="grid">{{ table(data) }}
+<div class="card"><h3>Training images</h3><ul class="pictures small">
+{% for one in samples %}
+<li><img src="{{ one.picture }}" alt="Training image of class {{ one.name }}">{{ one.name }}</li>
+{% endfor %}
+</ul></div></div>
+
+<h2>Speed and memory</h2><div class="columns">{{ bars("Seconds by phase", ("Phase", "Seconds"), phases) }}
+{% if ranks %}{{ bars("Ranks", rank_heads, ranks) }}{% endif %}
+{% for shown in speed %}{{ figure(shown) }}{% endfor %}
+</div>
+{% if operators %}
+<div class="apart">{{ grid_table(operators.title, operators.heads, operators.lines, True) }}</div>
+{% endif %}
+
+<h2>Set-up</h2><div class="columns">{% for rows in setup %}{{ table(rows) }}{% endfor %}</div>
+</main>
+"""
+
+PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; img-src data:">
+{% if live %}<meta http-equiv="refresh" content="5">{% endif %}
+<link rel="icon" href="data:,">
+<title>{{ status }}: training on {{ dataset }}</title>
+<style>html, body { margin: 0; background: #fff; }
+@media (prefers-color-scheme: dark) { html, body { background: #0f1318; } }</style>
+</head><body>{{ fragment }}</body></html>
+"""

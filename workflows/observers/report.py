@@ -1,0 +1,99 @@
+"""The report: a page of one file that shows a run to people, anew after each epoch and at its end."""
+
+import os
+import time
+from pathlib import Path
+from typing import Any, Callable
+
+from workflows.observers import contents, page
+from workflows.observers.figures import Curves, draw
+from workflows.observers.predictions import read_predictions
+from workflows.observers.record import Record, RunFailed, RunFinished, Setting
+from workflows.observers.verdict import sample_pictures, verdict
+from workflows.training.events import EpochFinished, RunStarted
+
+SHARE = 0.05  # of the time, at most, that goes into pages which only live until the next one
+
+
+class Report:
+    """Keeps the page at path up to date, and hands what belongs between <body> and </body> to publish."""
+
+    def __init__(self, setting: Setting, path: Path, publish: Callable[[str], None], tracking_url: Callable[[], str]):
+        self._record, self._path, self._publish = Record(setting), path, publish
+        self._tracking_url = tracking_url
+        self._next_page = 0.0
+
+    def __call__(self, event: Any) -> None:
+        self._record(event)
+        is_last = isinstance(event, (RunFinished, RunFailed))
+        if is_last or (isinstance(event, (RunStarted, EpochFinished)) and time.monotonic() >= self._next_page):
+            self._write(is_last)
+
+    def close(self) -> None:
+        pass
+
+    def _write(self, is_last: bool) -> None:
+        started = time.monotonic()
+        self._record.tracking_url = self._tracking_url()
+        body = fragment(self._record)
+        beside = self._path.with_name(f".{self._path.name}")
+        beside.write_text(document(self._record, body, live=not is_last), encoding="utf-8")
+        os.replace(beside, self._path)
+        self._publish(body)
+        now = time.monotonic()
+        self._next_page = now + (now - started) * (1 / SHARE - 1)
+
+
+def document(record: Record, body: str, live: bool) -> str:
+    """The whole page, which asks nothing from any network; a live one loads itself again every few seconds."""
+    from markupsafe import Markup
+
+    values = {"dataset": record.setting.description.name, "status": record.status}
+    return _render(page.PAGE, **values, fragment=Markup(body), live=live)
+
+
+def fragment(record: Record) -> str:
+    """The page without its frame, for a Deck: everything in it is escaped."""
+    setting = record.setting
+    parts = {
+        "confusion": None,
+        "classes": [],
+        "mistakes": [],
+        "operators": None,
+        "dataset": setting.description.name,
+        "status": record.status,
+        "failure": record.failure,
+        "stand_in": setting.is_stand_in,
+        "subtitle": f"{setting.hp.model}, run {setting.name}",
+        "url": record.tracking_url,
+        "notes": record.notes,
+        "tiles": contents.tiles(record),
+        "curves": _figures(contents.progress_curves(record)),
+        "epoch_heads": contents.EPOCH_HEADS,
+        "epochs": contents.epoch_lines(record),
+        "phases": contents.phase_bars(record),
+        "ranks": contents.rank_bars(record),
+        "rank_heads": contents.rank_heads(record),
+        "speed": _figures(contents.speed_curves(record)),
+        "samples": sample_pictures(record),
+        "data": {"title": "Dataset", "lines": contents.data_lines(record)},
+        "setup": contents.setup_tables(record),
+        **contents.operator_table(record),
+    }
+    if record.finished:
+        predictions = read_predictions(record.finished.predictions_path, setting.data)
+        parts.update(verdict(record, predictions))
+    return _render(f"<style>{page.STYLE}</style>{page.MACROS}{page.BODY}", **parts)
+
+
+def _figures(several: "list[Curves]") -> Any:
+    from markupsafe import Markup
+
+    return [{"title": one.title, "svg": Markup(draw(one))} for one in several if any(one.series.values())]
+
+
+def _render(template: str, **values: Any) -> str:
+    from jinja2 import Environment, StrictUndefined
+
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    return environment.from_string(template).render(values)

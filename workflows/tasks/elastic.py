@@ -1,0 +1,122 @@
+"""One rank of a training on many nodes, in a process that Flyte's Elastic plugin (torchrun within) has started."""
+
+import fcntl
+import hashlib
+import os
+import signal
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any, Callable, List, Optional
+
+from flytekit import FlyteContextManager, task
+from flytekit.types.directory import FlyteDirectory
+from flytekit.types.file import FlyteFile
+from torch import distributed
+
+from workflows.tasks.execution import flyte_retries, is_local
+from workflows.tasks.resources import registered_environment, registration, small_resources
+from workflows.tasks.train import TRAINING_CODE, TrainingOutputs, train_by
+from workflows.tasks.versions import code_version
+from workflows.training import prepared, worker
+from workflows.training.environment import Environment, environment_from_torchrun
+from workflows.training.errors import InputError, StopRequested
+from workflows.training.events import Event
+from workflows.training.failures import Preempted, from_exception, name_the_cause
+from workflows.training.hyperparameters import Hyperparameters, RunOptions
+from workflows.training.job import Identity, Job, TrainingResult
+from workflows.training.process_group import process_group
+
+GRACE_SECONDS = 5.0  # for the rank that is the cause of a failure to be the first to report one
+
+
+class DirectLink:
+    """Leads events to observers in this process; there is no parent to talk to."""
+
+    def __init__(self, on_event: Callable[[Event], None]):
+        self.stop_requested = False
+        self._on_event, self._lock = on_event, threading.Lock()  # the checkpoint thread emits too
+
+    def emit(self, event: Event) -> None:
+        with self._lock:
+            self._on_event(event)
+
+    def alive(self) -> None:
+        pass
+
+    def on_signal(self, *_: Any) -> None:
+        self.stop_requested = True
+
+
+@task(**small_resources(), environment=registered_environment())
+def resolve_for_nodes(hp: Hyperparameters) -> str:
+    """The name of the dataset to train on; refuses what the nodes would only find out after they have met."""
+    if is_local():
+        raise InputError("many nodes need a cluster: register this workflow, or run workflows/mnist.py here")
+    asked = registration()
+    ranks = asked.node_range[1] * asked.ranks_per_node
+    if hp.batch_size < ranks:
+        raise InputError(f"batch_size must be at least the number of ranks ({ranks}), got {hp.batch_size}: raise it")
+    return "mnist" if hp.dataset == "auto" else hp.dataset
+
+
+def train_rank(hp: Hyperparameters, data: FlyteDirectory, options: RunOptions) -> Optional[TrainingOutputs]:
+    """Trains as one rank; returns the outputs on rank 0, which alone observes and keeps checkpoints, else None."""
+    asked = registration()
+    environment = environment_from_torchrun(hp.backend, asked.node_range, asked.ranks_per_node)
+    folder = download_once(data)
+    with flyte_retries():
+        if environment.rank == 0:
+
+            def start(job: Job, on_event: Callable[[Event], None]) -> List[TrainingResult]:
+                return run_rank(environment, DirectLink(on_event), job)
+
+            outputs = train_by(start, environment.world, hp, FlyteDirectory(str(folder)), options)
+            # On its way to the plugin's process it is pickled, and flytekit makes PythonPickledFile where it is used
+            return outputs._replace(model_state=FlyteFile(outputs.model_state.path))
+        description = prepared.verify(folder)
+        job = Job(
+            identity=Identity(hp, description.digest, code_version(*TRAINING_CODE)),
+            data=str(folder),
+            model_path="",
+            predictions_path="",
+            checkpoint_path="",
+            checkpoint_seconds=options.checkpoint_seconds,
+            timeout_seconds=options.timeout_seconds + 60,  # as train_by has it
+            launched=time.time(),
+        )
+        run_rank(environment, DirectLink(lambda event: None), job)
+    return None
+
+
+def run_rank(environment: Environment, link: DirectLink, job: Job) -> List[TrainingResult]:
+    """The results of all ranks; raises RankFailed, or its recoverable kind, naming this rank."""
+    signal.signal(signal.SIGTERM, link.on_signal)
+    try:
+        with process_group(environment, job.timeout_seconds) as device:
+            results: List[Any] = [None] * environment.world.size
+            distributed.all_gather_object(results, worker.train(environment, device, link, job))
+            return results
+    except StopRequested as stopped:
+        raise Preempted(f"SIGTERM: {stopped}") from None
+    except InputError:
+        raise
+    except Exception as error:
+        failure = from_exception(error, environment.rank, environment.host)
+        if failure.kind == "peer":
+            time.sleep(GRACE_SECONDS)
+        raise name_the_cause([failure]) from error
+
+
+def download_once(data: FlyteDirectory) -> Path:
+    """A copy of the folder that all ranks of this host share; the first one to come brings it."""
+    source = str(data.remote_source or data.path)
+    folder = Path(tempfile.gettempdir(), f"dataset-{hashlib.sha256(source.encode()).hexdigest()[:16]}")
+    with open(folder.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.exists():
+            beside = Path(tempfile.mkdtemp(prefix=f"{folder.name}-"))
+            FlyteContextManager.current_context().file_access.get_data(source, str(beside), is_multipart=True)
+            os.rename(beside, folder)
+    return folder
