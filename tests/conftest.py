@@ -18,7 +18,7 @@ def pytest_configure(config: pytest.Config) -> None:
     (its key too) and our own go out of the environment. Subprocesses inherit all this.
     """
     for name in list(os.environ):
-        if name.startswith(("FLYTE", "WANDB_", "DDP_", "XDG_")) and name != "DDP_TEST_DATA":
+        if name.startswith(("FLYTE", "WANDB_", "DDP_", "XDG_")) and not name.startswith("DDP_TEST_"):
             del os.environ[name]
     # Failed tests' folders outlive the session, where pytest always puts them.
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())

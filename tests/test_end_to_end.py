@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 WORKFLOW = [str(ROOT / "workflows" / "mnist.py"), "pytorch_training_wf"]
 # A proxy that refuses all connections: no mirror can be reached, on any machine
-OFFLINE = {name: "http://127.0.0.1:9" for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY")}
+OFFLINE = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
 
 
 class Run(NamedTuple):

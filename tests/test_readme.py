@@ -15,8 +15,17 @@ from workflows.training import prepared
 from workflows.training.datasets import prepare
 
 ROOT = Path(__file__).resolve().parents[1]
+CLUSTER = "needs a cluster or a container engine; tests/test_registration.py and test_image.py go as far as they can"
 NOT_RUN = {
     "make test": "it is what runs this",
+    "make image IMAGE=registry.example.org/me/trainer:1": CLUSTER,
+    "docker push registry.example.org/me/trainer:1": CLUSTER,
+    "make register IMAGE=registry.example.org/me/trainer:1 CLUSTER_CONFIG=~/.flyte/config.yaml": CLUSTER,
+    "FLYTE_PLATFORM_URL=dns:///flyte.example.org pyflyte --config flyte.config register workflows": CLUSTER,
+    "DDP_PROFILE=sandbox make register IMAGE=localhost:30000/trainer:1 CLUSTER_CONFIG=~/.flyte/config-sandbox.yaml": (
+        CLUSTER
+    ),
+    "pyflyte --config flyte.config run --remote --copy all workflows/mnist.py pytorch_training_wf": CLUSTER,
 }
 BLOCKS = re.findall(r"^```(?:sh|console)\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
 

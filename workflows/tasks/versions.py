@@ -8,23 +8,31 @@ from typing import Sequence
 
 from flytekit.core.cache import CachePolicy, VersionParameters
 
-import workflows.training
+import workflows
 from workflows.training.errors import ReportedError
 
-TRAINING_SOURCES = ("batches.py", "loop.py", "models.py", "state.py", "worker.py")
-DATA_SOURCES = ("datasets.py", "prepared.py")
+# tasks/train.py because a cached result must have the outputs that are declared there
+TRAINING_SOURCES = (
+    "tasks/train.py",
+    "training/batches.py",
+    "training/loop.py",
+    "training/models.py",
+    "training/state.py",
+    "training/worker.py",
+)
+DATA_SOURCES = ("training/datasets.py", "training/prepared.py")
 CODE_VARIABLE = "DDP_TRAINING_CODE"
 OTHER_CODE = "give --copy all to pyflyte run or register, or build the image anew"
 
 
 def code_version(sources: Sequence[str], distributions: Sequence[str]) -> str:
-    """A hash over files of workflows/training and the installed versions of distributions."""
+    """A hash over files below workflows and the installed versions of distributions."""
     digest = hashlib.sha256()
     for name in sources:
         try:
-            digest.update(Path(workflows.training.__path__[0], name).read_bytes())
+            digest.update(Path(workflows.__path__[0], name).read_bytes())
         except FileNotFoundError:
-            raise ReportedError(f"workflows/training/{name} is missing here: {OTHER_CODE}") from None
+            raise ReportedError(f"workflows/{name} is missing here: {OTHER_CODE}") from None
     for name in distributions:
         digest.update(f"{name}=={version(name)}".encode())
     return digest.hexdigest()[:16]

@@ -1,0 +1,139 @@
+"""Shows, without a cluster, what would be registered: python scripts/dry_run.py [IMAGE]."""
+
+import io
+import os
+import subprocess
+import sys
+import tarfile
+import tempfile
+from pathlib import Path
+from typing import Any, Dict, Iterator, List, Mapping, NamedTuple, Optional, Tuple
+
+import msgpack
+from flyteidl.admin.launch_plan_pb2 import LaunchPlan, LaunchPlanSpec
+from flyteidl.admin.task_pb2 import TaskSpec
+from flyteidl.admin.workflow_pb2 import WorkflowSpec
+from flyteidl.core.literals_pb2 import Literal
+from flyteidl.core.tasks_pb2 import Resources, TaskTemplate
+from google.protobuf.json_format import MessageToDict  # type: ignore[import-untyped]
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+class Package(NamedTuple):
+    """What `pyflyte package` made, by name, in the order of registration."""
+
+    tasks: Dict[str, TaskTemplate]
+    workflows: Dict[str, WorkflowSpec]
+    launch_plans: Dict[str, LaunchPlan]
+    files: Dict[str, bytes]
+
+
+def build_package(image: str, *arguments: str, environment: Optional[Mapping[str, str]] = None) -> Package:
+    """Packages workflows/ as for this image and reads the result; raises RuntimeError with what pyflyte said."""
+    with tempfile.TemporaryDirectory() as folder:
+        archive = Path(folder, "package.tgz")
+        command = ["pyflyte", "--pkgs", "workflows", "package", "--image", f"trainer={image}", "--output", str(archive)]
+        environment = {**os.environ, **(environment or {})}
+        made = subprocess.run([*command, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)
+        if not archive.exists():
+            raise RuntimeError(f"{made.stdout}{made.stderr}")
+        return read_package(archive.read_bytes())
+
+
+def read_package(archive: bytes) -> Package:
+    package = Package({}, {}, {}, {})
+    with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
+        for name in sorted(tar.getnames()):
+            content = tar.extractfile(name).read()  # type: ignore[union-attr]
+            package.files[name] = content
+            if name.endswith("_1.pb"):
+                task = TaskSpec.FromString(content).template
+                package.tasks[task.id.name] = task
+            elif name.endswith("_2.pb"):
+                workflow = WorkflowSpec.FromString(content)
+                package.workflows[workflow.template.id.name] = workflow
+            elif name.endswith("_3.pb"):
+                plan = LaunchPlan.FromString(content)
+                package.launch_plans[plan.id.name] = plan
+    return package
+
+
+def describe_task(task: TaskTemplate) -> Iterator[Tuple[str, str]]:
+    """The facts of a task that differ from Flyte's defaults, each with its name."""
+    metadata, extended = task.metadata, task.extended_resources
+    yield "type", task.type
+    if task.custom:
+        yield "nodes", str(MessageToDict(task.custom).get("elasticConfig"))
+    yield "image", task.container.image
+    yield "requests", amounts(task.container.resources.requests)
+    yield "limits", amounts(task.container.resources.limits)
+    if extended.gpu_accelerator.device:
+        yield "accelerator", extended.gpu_accelerator.device
+    if extended.HasField("shared_memory"):
+        yield "shared memory", extended.shared_memory.size_limit or "as much as the memory limit"
+    if metadata.discoverable:
+        ignored = ", ".join(metadata.cache_ignore_input_vars)
+        yield "cache", f"version {metadata.discovery_version[:12]}" + (f", ignores {ignored}" if ignored else "")
+    yield "retries", str(metadata.retries.retries)
+    yield "timeout", f"{metadata.timeout.ToSeconds()} s"
+    if metadata.interruptible:
+        yield "interruptible", "yes"
+    for secret in task.security_context.secrets:
+        yield "secret", f"{secret.group}/{secret.key} as {secret.env_var}"
+    for variable in task.container.env:
+        if not variable.key.startswith("_F_"):  # Flyte's own
+            yield "environment", f"{variable.key}={variable.value}"
+
+
+def describe_launch_plan(spec: LaunchPlanSpec, defaults: LaunchPlanSpec) -> Iterator[Tuple[str, str]]:
+    """The facts of a launch plan; of its inputs what differs from the workflow's own defaults."""
+    yield "workflow", spec.workflow_id.name
+    for name, parameter in spec.default_inputs.parameters.items():
+        value, default = decode(parameter.default), decode(defaults.default_inputs.parameters[name].default)
+        if value != default:
+            changed = {key: value[key] for key in value if value[key] != default[key]}
+            yield name, ", ".join(f"{key} {value}" for key, value in changed.items())
+    if spec.entity_metadata.schedule.cron_schedule.schedule:
+        yield "schedule", f"{spec.entity_metadata.schedule.cron_schedule.schedule} (UTC), once activated"
+
+
+def amounts(resources: List[Resources.ResourceEntry]) -> str:
+    names = Resources.ResourceName
+    return ", ".join(f"{names.Name(entry.name).lower().replace('_', ' ')} {entry.value}" for entry in resources)
+
+
+def decode(literal: Literal) -> Any:
+    """The value of a scalar literal; a dataclass comes as a dictionary."""
+    if literal.scalar.HasField("binary"):
+        return msgpack.unpackb(literal.scalar.binary.value)
+    primitive = literal.scalar.primitive
+    return getattr(primitive, primitive.WhichOneof("value") or "string_value")
+
+
+def main(image: str) -> None:
+    package = build_package(image)
+    plans = package.launch_plans
+    for title, entries in (
+        ("Tasks", {name: describe_task(task) for name, task in package.tasks.items()}),
+        ("Workflows", {name: iter(()) for name in package.workflows}),
+        (
+            "Launch plans",
+            {
+                name: describe_launch_plan(plan.spec, plans[plan.spec.workflow_id.name].spec)
+                for name, plan in plans.items()
+            },
+        ),
+    ):
+        print(title)
+        for name, facts in entries.items():
+            print(f"  {name}")
+            for fact, value in facts:
+                print(f"    {fact:<14} {value}")
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1] if len(sys.argv) > 1 else "flyte-ddp-training:latest")
+    except RuntimeError as error:
+        sys.exit(str(error))

@@ -1,0 +1,76 @@
+"""The image, built and run for real where there is a docker daemon; without one, what its files promise."""
+
+import os
+import re
+import shutil
+import subprocess
+
+import pytest
+
+from scripts.dry_run import ROOT
+from tests.pod import package
+
+NAME = "flyte-ddp-training:test"
+
+
+def docker(*arguments, timeout=120):
+    return subprocess.run(["docker", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=timeout)
+
+
+@pytest.fixture(scope="module")
+def image():
+    """DDP_TEST_IMAGE says that there is a daemon, and time for some minutes and some GB: or names a built image."""
+    wanted = os.environ.get("DDP_TEST_IMAGE")
+    if not wanted:
+        pytest.skip("takes minutes and GB: set DDP_TEST_IMAGE to a built image's name, or to build")
+    if not shutil.which("docker") or docker("info").returncode:
+        pytest.skip("needs a docker daemon")
+    if wanted != "build":
+        return wanted
+    made = docker("build", "--network", "host", "--tag", NAME, ".", timeout=1800)
+    assert made.returncode == 0, made.stderr
+    return NAME
+
+
+def run(image, *command, timeout=300):
+    """Without any network, as an arbitrary pod might be."""
+    done = docker("run", "--rm", "--network", "none", image, *command, timeout=timeout)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_whole_workflow_runs_without_a_network(image):
+    shown = run(image, "pyflyte", "run", "workflows/mnist.py", "pytorch_training_wf", "--hp", '{"dataset": "digits"}')
+    accuracies = re.search(r"epoch_accuracies=\[([^\]]*)\]", shown)
+    assert accuracies, shown
+    assert float(accuracies.group(1).split(", ")[-1]) >= 0.97
+
+
+def test_every_registered_task_is_found(image):
+    """By the very words with which a pod looks for it."""
+    plugin = docker("run", "--rm", image, "python", "-c", "import flytekitplugins.kfpytorch").returncode == 0
+    program = (
+        "import sys; from flytekit.tools.module_loader import load_object_from_module as load; "
+        "print(load(sys.argv[1]).load_task(loader_args=sys.argv[2:]).name)"
+    )
+    for name, task in package().tasks.items():
+        if name == "workflows.multinode.pytorch_multinode_task" and not plugin:
+            continue
+        arguments = list(task.container.args)
+        resolver = arguments.index("--resolver")
+        assert run(image, "python", "-c", program, arguments[resolver + 1], *arguments[resolver + 3 :]).strip() == name
+
+
+def test_nothing_in_it_that_should_not_be(image):
+    assert run(image, "id", "--user").strip() != "0"
+    found = run(image, "sh", "-c", "ls -A /app; command -v gcc cc make || true").split()
+    assert found == ["workflows"]
+    history = docker("history", "--no-trunc", image).stdout
+    assert not re.search(r"WANDB_API_KEY|token|password", history, re.IGNORECASE)
+
+
+def test_build_context_is_code_only():
+    kept = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
+    assert kept == ["!requirements.txt", "!workflows"]
+    copied = re.findall(r"^COPY (?:--\S+ )?(\S+)", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+    assert copied == ["requirements.txt", "workflows"]

@@ -1,0 +1,193 @@
+"""Nodes as processes: the very commands of a PyTorchJob's pods, with the variables that Kubeflow's operator sets."""
+
+import os
+import shutil
+import socket
+import subprocess
+
+import pytest
+import torch
+from flyteidl.core.errors_pb2 import ContainerError
+
+from scripts.dry_run import ROOT
+from tests.pod import PATIENCE_SECONDS, Pod, end, literal, package, run_together, small_dataset
+from workflows.tasks.resources import registration
+from workflows.training.environment import environment_from_torchrun
+from workflows.training.errors import InputError
+from workflows.training.hyperparameters import Hyperparameters, RunOptions
+
+pytest.importorskip("flytekitplugins.kfpytorch", reason="needs flytekitplugins-kfpytorch")
+
+HP = Hyperparameters(epochs=6, batch_size=50, learning_rate=0.02, precision="float32")
+SETTINGS = {"DDP_PROFILE": "sandbox", "DDP_NNODES": "2", "DDP_NPROC_PER_NODE": "1"}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return tmp_path_factory.mktemp("nodes")
+
+
+@pytest.fixture(scope="module")
+def tasks():
+    return package(**SETTINGS).tasks
+
+
+@pytest.fixture(scope="module")
+def small(place):
+    return small_dataset(place / "small")
+
+
+@pytest.fixture(scope="module")
+def one_node(tasks, place, small):
+    inputs = {"hp": literal(HP), "data": small, "options": literal(RunOptions(nproc=2))}
+    return weights(Pod(tasks["workflows.mnist.pytorch_mnist_task"], inputs, place / "one", cores=2).run())
+
+
+@pytest.fixture
+def node(tasks, small, tmp_path):
+    """A function that makes a node's pod; all of a test's nodes meet."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    kubeflow = {
+        "PET_RDZV_ENDPOINT": f"127.0.0.1:{port}",
+        "PET_RDZV_BACKEND": "c10d",
+        "PET_NNODES": "2:2",
+        "PET_NPROC_PER_NODE": "1",
+        "PET_MAX_RESTARTS": "2",
+        "FLYTE_INTERNAL_EXECUTION_ID": tmp_path.name,
+    }
+
+    def make(name, checkpoints=None):
+        inputs = {"hp": literal(HP), "data": small, "options": literal(RunOptions(checkpoint_seconds=0.4))}
+        environment = {**kubeflow, "TMPDIR": str(tmp_path / f"{name}-tmp")}
+        (tmp_path / f"{name}-tmp").mkdir()
+        task = tasks["workflows.multinode.pytorch_multinode_task"]
+        return Pod(task, inputs, tmp_path / name, environment=environment, checkpoints=checkpoints, cores=1)
+
+    return make
+
+
+def weights(outputs):
+    return torch.load(outputs["model_state"].scalar.blob.uri, weights_only=True)
+
+
+def same(ours, others):
+    return ours.keys() == others.keys() and all(torch.equal(ours[name], others[name]) for name in ours)
+
+
+def listens(pod):
+    """Whether the first node has made the meeting place; as in a PyTorchJob, that is always the same one."""
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", int(pod.environment["PET_RDZV_ENDPOINT"].rpartition(":")[2]))) == 0
+
+
+@pytest.fixture
+def hosts(tmp_path):
+    """Two hosts with names, addresses and a wire of their own; each is the start of a command that runs on it.
+
+    Where such cannot be had: twice this one, with the loopback device as the wire.
+    """
+    if os.geteuid() != 0 or not all(shutil.which(name) for name in ("ip", "unshare")):
+        yield {"127.0.0.1": [], "localhost": []}
+        return
+    names = [f"ddp{os.getpid()}{letter}" for letter in "ab"]
+    (tmp_path / "hosts").write_text(
+        "127.0.0.1 localhost\n" + "".join(f"10.77.0.{i} {name}\n" for i, name in enumerate(names, 1))
+    )
+    inside = f'hostname $0 && mount --bind {tmp_path}/hosts /etc/hosts && exec "$@"'
+    wire = [f"ip link add {names[0]} netns {names[0]} type veth peer name {names[1]} netns {names[1]}"]
+    for i, name in enumerate(names, 1):
+        wire += [f"ip -n {name} address add 10.77.0.{i}/24 dev {name}"]
+        wire += [f"ip -n {name} link set {device} up" for device in (name, "lo")]
+    try:
+        for command in [*(f"ip netns add {name}" for name in names), *wire]:
+            if subprocess.run(command.split(), capture_output=True).returncode:
+                yield {"127.0.0.1": [], "localhost": []}  # root in a container, for instance
+                return
+        yield {n: ["ip", "netns", "exec", n, "unshare", "--uts", "--mount", "sh", "-c", inside, n] for n in names}
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+
+
+def test_two_hosts_train_as_one_does(node, one_node, hosts):
+    pods = []
+    for name, host in hosts.items():
+        pods.append(node(name))
+        pods[-1].command = [*host, *pods[-1].command]
+        port = pods[-1].environment["PET_RDZV_ENDPOINT"].rpartition(":")[2]
+        pods[-1].environment["PET_RDZV_ENDPOINT"] = f"{next(iter(hosts))}:{port}"
+    assert same(weights(run_together(*pods)), one_node)
+
+
+def test_lost_node_comes_back_and_all_go_on(node, one_node):
+    """Kubernetes starts a lost pod again while the others, whose ranks fail with it, wait for it."""
+    first = node("a")
+    with first.running() as process:
+        first.wait_until(lambda: listens(first), process)
+        second = node("b", checkpoints=first.checkpoints)
+        second.kill_when(lambda: any(first.checkpoints.glob("checkpoint")))
+        again = node("b-again", checkpoints=first.checkpoints)
+        with again.running() as other:
+            assert (process.wait(PATIENCE_SECONDS), other.wait(PATIENCE_SECONDS)) == (0, 0), first.log + again.log
+    done, other = (first, again) if first.outputs_file.exists() else (again, first)
+    assert "oing on from the checkpoint" in done.log
+    assert same(weights(done.outputs()), one_node)
+
+
+def test_loss_of_the_meeting_place_is_worth_a_retry(node):
+    first, second = node("a"), node("b")
+    with first.running() as process:
+        first.wait_until(lambda: listens(first), process)
+        with second.running() as other:
+            first.wait_until(lambda: "Train Epoch" in first.log + second.log, process)
+            end(process)
+            other.wait(PATIENCE_SECONDS)
+    assert second.error.error.kind == ContainerError.RECOVERABLE, second.log
+
+
+@pytest.mark.parametrize(("world", "local"), [(1, 1), (6, 2), (4, 1)])
+def test_other_world_than_registered_is_refused(monkeypatch, world, local):
+    for name, value in {"RANK": 0, "WORLD_SIZE": world, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": local}.items():
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises(InputError, match="as registered"):
+        environment_from_torchrun("gloo", (2, 2), 2)
+
+
+def test_range_of_nodes(monkeypatch):
+    for name, value in {"RANK": 5, "WORLD_SIZE": 6, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(name, str(value))
+    environment = environment_from_torchrun("gloo", (2, 4), 2)
+    assert (environment.rank, environment.world.size, environment.world.local_size) == (5, 6, 2)
+
+
+def test_no_world_at_all_is_refused(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(InputError, match="PyTorchJob"):
+        environment_from_torchrun("gloo", (2, 2), 2)
+
+
+def test_registered_as_a_pytorchjob(tasks):
+    task = tasks["workflows.multinode.pytorch_multinode_task"]
+    assert task.type == "pytorch"
+    elastic = task.custom["elasticConfig"]
+    assert (elastic["minReplicas"], elastic["maxReplicas"], elastic["nprocPerNode"]) == (2, 2, 1)
+    baked = {variable.key: variable.value for variable in task.container.env}
+    assert SETTINGS.items() <= baked.items(), "each pod imports the file anew and has to come to the same numbers"
+    assert list(task.metadata.cache_ignore_input_vars) == ["options"]
+
+
+@pytest.mark.parametrize("value", ["1", "two", "3:2", "0:2"])
+def test_wrong_numbers_of_nodes_are_refused(monkeypatch, value):
+    monkeypatch.setenv("DDP_NNODES", value)
+    with pytest.raises(InputError, match="DDP_NNODES"):
+        registration().node_range  # noqa: B018
+
+
+def test_local_run_is_refused_at_once():
+    command = ["pyflyte", "run", "workflows/multinode.py", "pytorch_multinode_wf"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 2
+    assert "many nodes need a cluster" in result.stderr
+    assert "Traceback" not in result.stderr

@@ -1,0 +1,134 @@
+"""The commands that a cluster's pods run, one after the other, against a local run of the same workflow."""
+
+import hashlib
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from flyteidl.core.dynamic_job_pb2 import DynamicJobSpec
+from flyteidl.core.errors_pb2 import ContainerError
+from flyteidl.core.tasks_pb2 import Resources
+
+from tests.pod import Pod, literal, package, small_dataset
+from workflows.training.hyperparameters import Hyperparameters, RunOptions
+
+ROOT = Path(__file__).resolve().parents[1]
+HP = Hyperparameters(dataset="digits", epochs=1, batch_size=512)
+SMALL = Hyperparameters(epochs=5, batch_size=50, learning_rate=0.02, precision="float32")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return tmp_path_factory.mktemp("pods")
+
+
+@pytest.fixture(scope="module")
+def prepared(place):
+    """The outputs of the first two pods: the name of the dataset, and the prepared dataset."""
+    tasks = package().tasks
+    inputs = {"hp": literal(HP), "options": literal(RunOptions())}
+    name = Pod(tasks["workflows.tasks.prepare.resolve_dataset"], inputs, place / "resolve").run()["o0"]
+    assert name.scalar.primitive.string_value == "digits"
+    data = Pod(tasks["workflows.tasks.prepare.prepare_dataset"], {"name": name}, place / "prepare").run()["o0"]
+    assert data.scalar.blob.uri.startswith(str(place / "prepare" / "raw"))
+    return data
+
+
+@pytest.fixture(scope="module")
+def small(place):
+    return small_dataset(place / "small")
+
+
+def training_pod(data, folder, options, hp=SMALL, **more):
+    task = package().tasks["workflows.mnist.pytorch_mnist_task"]
+    return Pod(task, {"hp": literal(hp), "data": data, "options": literal(options)}, folder, **more)
+
+
+def accuracies(outputs):
+    return [value.scalar.primitive.float_value for value in outputs["epoch_accuracies"].collection.literals]
+
+
+def is_whole(checkpoint):
+    """Storage on a disk shows files while they are written, unlike S3."""
+    content = checkpoint.read_bytes() if checkpoint.exists() else b""
+    return len(content) > 32 and hashlib.sha256(content[32:]).digest() == content[:32]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(place, small):
+    return accuracies(training_pod(small, place / "undisturbed", RunOptions()).run())
+
+
+def test_pods_train_as_a_local_run_does(place, prepared):
+    pod = training_pod(prepared, place / "train", RunOptions(), hp=HP)
+    outputs = pod.run()
+    uri = outputs["model_state"].scalar.blob.uri
+    assert uri.startswith(str(pod.folder / "raw")), "Flyte's storage"
+    assert os.path.getsize(uri) > 1_000_000
+    assert (pod.folder / "deck.html").exists()
+
+    command = ["pyflyte", "run", "workflows/mnist.py", "pytorch_training_wf", "--hp", HP.to_json()]
+    local = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    shown = re.search(r"epoch_accuracies=\[([^\]]*)\]", local.stdout)
+    assert shown, local.stderr
+    assert accuracies(outputs) == [float(value) for value in shown.group(1).split(", ")]
+
+
+def test_retry_goes_on_from_the_checkpoint_of_a_killed_pod(place, small, undisturbed):
+    options = RunOptions(checkpoint_seconds=0.4)  # within an epoch, and so rarely that the last one is whole
+    first = training_pod(small, place / "killed", options)
+    first.kill_when(lambda: is_whole(first.checkpoints / "checkpoint"))
+    assert not first.outputs_file.exists()
+    second = training_pod(small, place / "retried", options, previous=first)
+    assert accuracies(second.run()) == undisturbed
+    assert "oing on from the checkpoint" in second.log
+    assert is_whole(second.checkpoints / "checkpoint"), "for the attempt after this one"
+
+
+def test_attempt_without_a_usable_checkpoint_starts_afresh(place, small, undisturbed):
+    never_came_that_far = training_pod(small, place / "nothing", RunOptions())
+    damaged = training_pod(small, place / "damaged", RunOptions())
+    damaged.checkpoints.mkdir()
+    (damaged.checkpoints / "checkpoint").write_bytes(b"no checkpoint at all, but longer than its checksum would be")
+    for previous, says in ((never_came_that_far, ""), (damaged, "the checkpoint is damaged")):
+        pod = training_pod(small, place / f"after-{previous.folder.name}", RunOptions(), previous=previous)
+        assert accuracies(pod.run()) == undisturbed
+        assert says in pod.log
+
+
+def test_pod_with_other_code_than_registered_refuses(place, small):
+    pod = training_pod(small, place / "stale", RunOptions(), environment={"DDP_TRAINING_CODE": "of yesterday"})
+    assert pod.start().wait() == 0, "Flyte reads the error from the file"
+    assert "give --copy all" in pod.error.error.message
+    assert pod.error.error.kind == ContainerError.NON_RECOVERABLE
+
+
+def test_lost_mirror_is_worth_a_retry(place):
+    task = package().tasks["workflows.tasks.prepare.prepare_dataset"]
+    nowhere = {"DDP_DATA_MIRROR": (place / "no-such-folder").as_uri(), "DDP_DATA_DIR": str(place / "empty")}
+    blocked = {"https_proxy": "http://127.0.0.1:9", "http_proxy": "http://127.0.0.1:9"}
+    pod = Pod(task, {"name": literal("mnist")}, place / "lost", environment={**nowhere, **blocked})
+    pod.start().wait()
+    assert pod.error.error.kind == ContainerError.RECOVERABLE, pod.log
+
+
+@pytest.mark.parametrize(("gpus", "expected"), [(3, {"GPU": "3", "MEMORY": "24Gi"}), (0, {"MEMORY": "2Gi"})])
+def test_gpus_of_one_run_reach_its_training_pod(place, gpus, expected):
+    registered = package(DDP_ACCELERATOR="H100", DDP_TIMEOUT_SECONDS="7200", DDP_WANDB_SECRET="wandb/api_key")
+    inputs = {"gpus": literal(gpus), "hp": literal(HP), "options": literal(RunOptions())}
+    pod = Pod(registered.tasks["workflows.gpus.train_on_gpus"], inputs, place / f"gpus-{gpus}")
+    assert pod.start().wait() == 0, pod.log
+    job = DynamicJobSpec.FromString((pod.folder / "futures.pb").read_bytes())
+    (training,) = (node for node in job.nodes if "pytorch_mnist_task" in node.task_node.reference_id.name)
+    limits = {
+        Resources.ResourceName.Name(entry.name): entry.value for entry in training.task_node.overrides.resources.limits
+    }
+    assert expected.items() <= limits.items()
+    assert ("GPU" in limits) == bool(gpus)
+    (task,) = (task for task in job.tasks if task.id.name == "workflows.mnist.pytorch_mnist_task")
+    as_registered = registered.tasks["workflows.mnist.pytorch_mnist_task"]
+    assert task.container.image == as_registered.container.image
+    for field in ("metadata", "interface", "security_context", "extended_resources"):
+        assert getattr(task, field) == getattr(as_registered, field), field

@@ -1,0 +1,233 @@
+"""What is registered: packaged offline by the real pyflyte, and read back from its protobufs."""
+
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+from flyteidl.core.interface_pb2 import VariableMap
+from flyteidl.core.types_pb2 import LiteralType, SimpleType
+from flytekit import Resources, Secret
+
+from scripts.dry_run import ROOT, amounts, decode
+from tests.pod import IMAGE, package
+from workflows.tasks import resources
+from workflows.training.errors import InputError
+
+GOLDEN = Path(__file__).with_name("pytorch_training_wf.json")
+KEY = "a-secret-key-that-must-not-travel"
+TRAINING = "workflows.mnist.pytorch_mnist_task"
+
+
+@pytest.fixture(scope="module")
+def gpu():
+    return package()
+
+
+@pytest.fixture(scope="module")
+def sandbox():
+    """Registered with everything else than the defaults, and with the code archive that `register` uploads."""
+    return package(
+        "--copy",
+        "all",
+        DDP_PROFILE="sandbox",
+        DDP_INTERRUPTIBLE="true",
+        DDP_TIMEOUT_SECONDS="3600",
+        DDP_WANDB_SECRET="tracking/key",
+        WANDB_API_KEY=KEY,
+    )
+
+
+# --- tasks ---
+
+
+def test_gpu_is_the_default_profile(gpu):
+    task = gpu.tasks[TRAINING]
+    wanted = task.container.resources
+    assert amounts(wanted.requests) == amounts(wanted.limits) == "ephemeral storage 10Gi, cpu 4, gpu 2, memory 16Gi"
+    assert task.extended_resources.HasField("shared_memory")
+    assert not task.metadata.interruptible
+    assert task.metadata.timeout.ToSeconds() == 86400
+    assert not task.security_context.secrets
+
+
+def test_sandbox_asks_for_no_gpu(sandbox):
+    task = sandbox.tasks[TRAINING]
+    wanted = task.container.resources
+    assert "gpu" not in amounts(wanted.requests) + amounts(wanted.limits)
+    assert "memory 2Gi" in amounts(wanted.limits)
+    assert not task.HasField("extended_resources")
+    assert task.metadata.interruptible
+    assert task.metadata.timeout.ToSeconds() == 3600
+    (secret,) = task.security_context.secrets
+    assert (secret.group, secret.key, secret.env_var) == ("tracking", "key", "WANDB_API_KEY")
+    assert secret.mount_requirement == Secret.MountType.ENV_VAR.value
+
+
+@pytest.mark.parametrize("profile", ["gpu", "sandbox"])
+def test_preparation_asks_for_less(request, profile):
+    tasks = request.getfixturevalue(profile).tasks
+    for name in ("workflows.tasks.prepare.resolve_dataset", "workflows.tasks.prepare.prepare_dataset"):
+        assert "gpu" not in amounts(tasks[name].container.resources.limits)
+        assert not tasks[name].security_context.secrets
+
+
+def test_every_task_is_a_plain_container_of_the_named_image(gpu):
+    assert {task.container.image for task in gpu.tasks.values()} == {IMAGE}
+    plain = {name: task.type for name, task in gpu.tasks.items() if not name.startswith("workflows.multinode.")}
+    assert set(plain.values()) == {"python-task"}
+    for task in gpu.tasks.values():
+        assert task.container.args[0] == "pyflyte-execute"
+        assert not task.HasField("k8s_pod")
+
+
+def test_caches_and_retries(gpu):
+    resolve = gpu.tasks["workflows.tasks.prepare.resolve_dataset"].metadata
+    prepare = gpu.tasks["workflows.tasks.prepare.prepare_dataset"].metadata
+    train = gpu.tasks[TRAINING].metadata
+    assert not resolve.discoverable, "a stand-in for MNIST must not be remembered"
+    for metadata in (prepare, train):
+        assert metadata.discoverable
+        assert metadata.cache_serializable
+    assert list(train.cache_ignore_input_vars) == ["options"]
+    assert (prepare.retries.retries, train.retries.retries) == (3, 2)
+
+
+def test_cache_does_not_depend_on_where_it_runs(gpu, sandbox):
+    versions = [p.tasks[TRAINING].metadata.discovery_version for p in (gpu, sandbox)]
+    assert versions[0] == versions[1]
+
+
+# --- settings of the registration ---
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "names"),
+    [
+        ("DDP_PROFILE", "gpuu", "gpu, sandbox"),
+        ("DDP_GPUS", "0", "at least 1"),
+        ("DDP_GPUS", "two", "whole number"),
+        ("DDP_ACCELERATOR", "H1000", "H100"),
+        ("DDP_INTERRUPTIBLE", "yes", "true or false"),
+        ("DDP_TIMEOUT_SECONDS", "6h", "whole number"),
+        ("DDP_WANDB_SECRET", "key", "GROUP/KEY"),
+    ],
+)
+def test_wrong_settings_are_refused(monkeypatch, variable, value, names):
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(InputError) as raised:
+        resources.training_resources()
+    assert variable in str(raised.value)
+    assert names in str(raised.value)
+
+
+def test_wrong_setting_ends_a_command_without_a_traceback(tmp_path):
+    with pytest.raises(RuntimeError) as raised:
+        package(DDP_PROFILE="gpuu")
+    assert "must be one of gpu" in str(raised.value)
+    assert "Traceback" not in str(raised.value)
+
+
+def test_gpus_and_accelerator(monkeypatch):
+    monkeypatch.setenv("DDP_GPUS", "8")
+    monkeypatch.setenv("DDP_ACCELERATOR", "A100")
+    arguments = resources.training_resources()
+    assert arguments["requests"] == Resources(cpu="16", mem="64Gi", ephemeral_storage="10Gi", gpu="8")
+    assert arguments["accelerator"].to_flyte_idl().device == "nvidia-tesla-a100"
+
+
+# --- workflows and launch plans ---
+
+
+def test_launch_plans(gpu):
+    plans = gpu.launch_plans
+    datasets = {
+        name: decode(plan.spec.default_inputs.parameters["hp"].default)["dataset"] for name, plan in plans.items()
+    }
+    assert datasets["mnist"] == datasets["nightly"] == "mnist"
+    assert datasets["fashion_mnist"] == "fashion_mnist"
+    assert datasets["digits_smoke"] == "digits"
+    scheduled = [
+        name for name, plan in plans.items() if plan.spec.entity_metadata.schedule.WhichOneof("ScheduleExpression")
+    ]
+    assert scheduled == ["nightly"]
+    assert not any(plan.spec.HasField("security_context") for plan in plans.values())
+
+
+def shown(kind: LiteralType) -> object:
+    if kind.HasField("collection_type"):
+        return [shown(kind.collection_type)]
+    if kind.HasField("blob"):
+        return f"{'folder' if kind.blob.dimensionality else 'file'} {kind.blob.format}".strip()
+    if kind.structure.dataclass_type:
+        return {name: shown(field) for name, field in sorted(kind.structure.dataclass_type.items())}
+    return SimpleType.Name(kind.simple).lower()
+
+
+def variables(found: VariableMap) -> dict:
+    return {name: shown(variable.type) for name, variable in sorted(found.variables.items())}
+
+
+def test_interface_has_not_changed_by_accident(gpu):
+    interface = gpu.workflows["workflows.mnist.pytorch_training_wf"].template.interface
+    now = {"inputs": variables(interface.inputs), "outputs": variables(interface.outputs)}
+    text = json.dumps(now, indent=2) + "\n"
+    if os.environ.get("UPDATE_GOLDEN"):
+        GOLDEN.write_text(text)
+    assert text == GOLDEN.read_text(), (
+        "the interface of pytorch_training_wf, which others' scripts rely on, has changed; if that is meant: "
+        "UPDATE_GOLDEN=1 make test ARGS=tests/test_registration.py, and name it in CHANGELOG.md"
+    )
+
+
+# --- what travels ---
+
+
+def test_code_archive_holds_code_only_and_all_of_it(sandbox):
+    (archive,) = (content for name, content in sandbox.files.items() if name.endswith(".tar.gz"))
+    with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
+        shipped = {name for name in tar.getnames() if not tar.getmember(name).isdir()}
+    code = {str(file.relative_to(ROOT)) for file in (ROOT / "workflows").rglob("*.py")}
+    assert shipped - code == {"requirements.txt", ".dockerignore"}, "flytekit reads .dockerignore as docker does"
+    assert code <= shipped
+
+
+def test_no_secret_travels(sandbox):
+    for name, content in sandbox.files.items():
+        assert KEY.encode() not in content, name
+        if name.endswith(".tar.gz"):
+            with tarfile.open(fileobj=io.BytesIO(content)) as tar:
+                for member in tar.getmembers():
+                    file = tar.extractfile(member)
+                    assert file is None or KEY.encode() not in file.read(), member.name
+    for template in ("Dockerfile", ".dockerignore", "flyte.config", "Makefile"):
+        assert not re.search(r"api.?key|token|password", (ROOT / template).read_text(), re.IGNORECASE), template
+
+
+# --- without optional packages ---
+
+
+def test_modules_import_without_optional_packages():
+    """In an interpreter that cannot find them: `pyflyte register` imports every module."""
+    program = """if True:
+        import importlib, sys
+
+        class Missing:
+            def find_spec(self, name, path=None, target=None):
+                if name.partition(".")[0] in {"flytekitplugins", "matplotlib", "tensorboard"}:
+                    raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+        sys.meta_path.insert(0, Missing())
+        for module in sys.argv[1:]:
+            importlib.import_module(module)
+    """
+    files = (ROOT / "workflows").rglob("*.py")
+    modules = sorted(".".join(file.relative_to(ROOT).with_suffix("").parts) for file in files)
+    modules = [module for module in modules if not module.endswith("__init__")]
+    result = subprocess.run([sys.executable, "-c", program, *modules], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
