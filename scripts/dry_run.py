@@ -15,7 +15,7 @@ from flyteidl.admin.task_pb2 import TaskSpec
 from flyteidl.admin.workflow_pb2 import WorkflowSpec
 from flyteidl.core.literals_pb2 import Literal
 from flyteidl.core.tasks_pb2 import Resources, TaskTemplate
-from google.protobuf.json_format import MessageToDict  # type: ignore[import-untyped]
+from google.protobuf.json_format import MessageToDict
 
 ROOT = Path(__file__).resolve().parents[1]
 
