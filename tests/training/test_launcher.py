@@ -22,6 +22,12 @@ def launch(function, size=2, argument=None, timeout_seconds=60.0, on_event=lambd
     return launcher.launch(f"{TARGETS}:{function}", world, argument, timeout_seconds, on_event)
 
 
+@pytest.fixture(autouse=True)
+def own_temporary_folder(tmp_path, monkeypatch):
+    """So that what is left in it comes from this test."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+
 def leftovers() -> list:
     return list(Path(tempfile.gettempdir()).glob("ddp-*"))
 
