@@ -68,8 +68,10 @@ def user(tmp_path_factory) -> Dict[str, str]:
     for name in ("mnist", "fashion_mnist"):
         folder = data / "prepared" / name
         prepared.write_prepared(folder, name, names, images[:600], labels[:600], test_images, test_labels)
+    # `make test ARGS=...` hands ARGS down to every make that it starts
+    mine = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MFLAGS", "ARGS")}
     return {
-        **os.environ,
+        **mine,
         "HOME": str(place),
         "DDP_DATA_DIR": str(data),
         "DDP_RUNS_DIR": str(place / "runs"),
