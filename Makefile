@@ -55,8 +55,8 @@ clean: ## Remove what make and the tools have made here
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # One lock for Python 3.10 to 3.13 on every platform; it names no index, so each site's own settings hold.
-compile = "$$uv" pip compile --quiet --universal --python-version 3.10 --generate-hashes --no-emit-index-url \
-	--no-emit-find-links --custom-compile-command 'make lock' pyproject.toml --output-file $(1)
+compile = "$$uv" pip compile --quiet --universal --python-version 3.10 --generate-hashes \
+	--custom-compile-command 'make lock' pyproject.toml --output-file $(1)
 
 # Puts the path of a uv that works into $uv: the one on PATH, else our own.
 own_uv = .tools/uv-$(UV_VERSION)
