@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from workflows.training.datasets import SOURCES, data_dir, is_prepared, prepare, prepared_dir
+from workflows.training.datasets import SOURCES, data_dir, prepare, prepared_dir
 from workflows.training.errors import InputError
 from workflows.training.hyperparameters import DATASETS
 from workflows.training.prepared import open_split, read_description, verify
@@ -58,9 +58,9 @@ def test_data_dir(monkeypatch, tmp_path):
 
 
 def test_digits_are_the_same_everywhere_and_prepared_once(folder):
-    assert not is_prepared("digits")
+    assert not prepared_dir("digits").exists()
     directory = prepare("digits")
-    assert is_prepared("digits")
+    assert prepared_dir("digits").is_dir()
     description = verify(directory)
     assert (description.train_samples, description.test_samples) == (1501, 296)
     assert description.image_shape == (1, 28, 28)
@@ -80,7 +80,6 @@ def test_digits_are_the_same_everywhere_and_prepared_once(folder):
 def test_damaged_folder_is_prepared_again(content, caplog):
     directory = prepare("digits")
     (directory / "dataset.json").write_bytes(content)
-    assert not is_prepared("digits")
     assert prepare("digits") == directory
     verify(directory)
     assert "digits is prepared again: " in caplog.text

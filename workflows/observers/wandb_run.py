@@ -53,7 +53,6 @@ class WandbRun:
         if mode == "offline" or reason:
             self._run = self._init("offline")
         self._folder = os.path.dirname(self._run.dir)
-        self._is_offline = mode == "offline" or bool(reason)
         if reason:
             say(f"Weights & Biases cannot be had ({reason}); the run is kept, to be sent by: wandb sync {self._folder}")
         elif mode == "online":

@@ -15,7 +15,7 @@ import numpy as np
 
 from workflows.training.download import Mirrors, Progress, mirror_from_environment
 from workflows.training.errors import DataError, InputError
-from workflows.training.prepared import read_description, verify, write_prepared
+from workflows.training.prepared import verify, write_prepared
 from workflows.training.storage import remove_leftovers, write_whole, writing_to
 
 logger = logging.getLogger(__name__)
@@ -48,15 +48,6 @@ def prepared_dir(name: str) -> Path:
     if name not in SOURCES:
         raise InputError(f"dataset must be one of {', '.join(SOURCES)}, got {name!r}")
     return data_dir() / "prepared" / name
-
-
-def is_prepared(name: str) -> bool:
-    """Whether prepare would return without fetching, as far as a glance tells (file sizes, not contents)."""
-    try:
-        read_description(prepared_dir(name))
-    except DataError:
-        return False
-    return True
 
 
 def discard_damaged(name: str) -> None:
