@@ -47,7 +47,7 @@ register: .venv/run.stamp ## Register: make register IMAGE=registry/name:tag CLU
 		register --image trainer=$(IMAGE) $(if $(ARGS),$(ARGS) )workflows)
 
 lock: .venv/pyvenv.cfg ## Compile the lock files from pyproject.toml; newer versions: make lock ARGS=--upgrade
-	@$(find_uv); $(call compile,requirements.txt --extra multinode $(ARGS))
+	@$(find_uv); $(call compile,requirements.txt --extra lightning --extra multinode $(ARGS))
 	@$(find_uv); $(call compile,requirements-dev.txt --extra dev --constraints requirements.txt $(ARGS))
 
 clean: ## Remove what make and the tools have made here

@@ -48,7 +48,7 @@ def train(environment: Environment, device: torch.device, link: Link, job: Job) 
         train, description.passes_per_epoch, hp.batch_size, hp.seed, hp.shift_pixels, rank, world_size
     )
     state = TrainingState(
-        build_model(hp.model, hp.seed),
+        build_model(hp.model, hp.seed, description.image_shape, len(description.classes)),
         device,
         rank,
         world_size,
