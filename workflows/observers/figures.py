@@ -4,7 +4,7 @@ import base64
 import io
 import logging
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, List, Mapping, Sequence, Tuple
 
 import numpy as np
@@ -22,7 +22,13 @@ Points = Sequence[Tuple[float, float]]
 
 @dataclass(frozen=True)
 class Curves:
-    """Named series of (epochs, value), and what to tell those who cannot see them besides first and last values."""
+    """Named series of (x, value), and what to tell those who cannot see them besides first and last values.
+
+    Attributes:
+        x: what the horizontal axis counts.
+        ranges: for a series, (least, most) of each of its points, shown as error bars.
+        ticks: the only values of x to be named, on an axis of equal ratios rather than equal steps.
+    """
 
     title: str
     series: Mapping[str, Points]
@@ -30,6 +36,9 @@ class Curves:
     percent: bool = False
     logarithmic: bool = False
     from_zero: bool = False
+    x: str = "epochs"
+    ranges: Mapping[str, Points] = field(default_factory=dict)
+    ticks: Sequence[float] = ()
 
     @property
     def description(self) -> str:
@@ -38,7 +47,7 @@ class Curves:
             for name, points in self.series.items()
             if points
         ]
-        return f"{self.title} over epochs: {'; '.join(said)}. {self.remark}".strip()
+        return f"{self.title} over {self.x}: {'; '.join(said)}. {self.remark}".strip()
 
 
 def draw(curves: Curves) -> str:
@@ -46,7 +55,7 @@ def draw(curves: Curves) -> str:
     logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it tells of its font cache, which helps nobody
     import matplotlib
     from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter, PercentFormatter
+    from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter, NullLocator, PercentFormatter
 
     series = {name: thinned(points) for name, points in curves.series.items() if points}
     logarithmic = curves.logarithmic and any(y > 0 for points in series.values() for _, y in points)
@@ -57,10 +66,17 @@ def draw(curves: Curves) -> str:
             x, y = zip(*points, strict=True)
             style = LINES[number // len(SERIES) % len(LINES)]
             marker = "o" if len(points) < 30 else ""
-            axes.plot(x, y, style, color=SERIES[number % len(SERIES)], marker=marker, label=name)
-        axes.set_xlabel("epochs")
+            color = SERIES[number % len(SERIES)]
+            axes.plot(x, y, style, color=color, marker=marker, label=name)
+            if name in curves.ranges:
+                axes.vlines(x, *zip(*curves.ranges[name], strict=True), color=color)
+        axes.set_xlabel(curves.x)
         furthest = max(points[-1][0] for points in series.values())
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=furthest > 3))
+        if curves.ticks:
+            axes.set_xscale("log")
+            axes.set_xticks(curves.ticks, [f"{tick:g}" for tick in curves.ticks], minor=False)
+            axes.xaxis.set_minor_locator(NullLocator())
         if logarithmic:
             axes.set_yscale("log")
             axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))

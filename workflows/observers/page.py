@@ -202,7 +202,7 @@ PAGE = """<!doctype html>
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; img-src data:">
 {% if live %}<meta http-equiv="refresh" content="5">{% endif %}
 <link rel="icon" href="data:,">
-<title>{{ status }}: training on {{ dataset }}</title>
+<title>{{ title }}</title>
 <style>html, body { margin: 0; background: #fff; }
 @media (prefers-color-scheme: dark) { html, body { background: #0f1318; } }</style>
 </head><body>{{ fragment }}</body></html>

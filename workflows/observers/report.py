@@ -48,8 +48,8 @@ def document(record: Record, body: str, live: bool) -> str:
     """The whole page, which asks nothing from any network; a live one loads itself again every few seconds."""
     from markupsafe import Markup
 
-    values = {"dataset": record.setting.description.name, "status": record.status}
-    return _render(page.PAGE, **values, fragment=Markup(body), live=live)
+    title = f"{record.status}: training on {record.setting.description.name}"
+    return render(page.PAGE, title=title, fragment=Markup(body), live=live)
 
 
 def fragment(record: Record) -> str:
@@ -83,7 +83,7 @@ def fragment(record: Record) -> str:
     if record.finished:
         predictions = read_predictions(record.finished.predictions_path, setting.data)
         parts.update(verdict(record, predictions))
-    return _render(f"<style>{page.STYLE}</style>{page.MACROS}{page.BODY}", **parts)
+    return render(f"<style>{page.STYLE}</style>{page.MACROS}{page.BODY}", **parts)
 
 
 def _figures(several: "list[Curves]") -> Any:
@@ -92,7 +92,8 @@ def _figures(several: "list[Curves]") -> Any:
     return [{"title": one.title, "svg": Markup(draw(one))} for one in several if any(one.series.values())]
 
 
-def _render(template: str, **values: Any) -> str:
+def render(template: str, **values: Any) -> str:
+    """Fills in a template; whatever is not Markup is escaped."""
     from jinja2 import Environment, StrictUndefined
 
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
