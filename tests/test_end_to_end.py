@@ -63,7 +63,7 @@ def test_without_data_or_network_it_trains_on_digits_and_remembers_the_result_bu
 ):
     first = user(**OFFLINE)
     assert first.status == 0, first.log
-    assert "MNIST cannot be had here, so this run trains on digits" in first.log
+    assert "mnist cannot be had here: this run trains on digits" in first.log
     assert first.summary("dataset") == "digits"
     assert first.accuracies[-1] >= 0.97
     assert float(first.summary("accuracy")) == first.accuracies[-1]

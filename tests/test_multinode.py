@@ -19,7 +19,7 @@ from workflows.training.hyperparameters import Hyperparameters, RunOptions
 pytest.importorskip("flytekitplugins.kfpytorch", reason="needs flytekitplugins-kfpytorch")
 
 HP = Hyperparameters(epochs=6, batch_size=50, learning_rate=0.02, precision="float32")
-SETTINGS = {"DDP_PROFILE": "sandbox", "DDP_NNODES": "2", "DDP_NPROC_PER_NODE": "1"}
+SETTINGS = {"DDP_PROFILE": "sandbox", "DDP_NNODES": "2", "DDP_NPROC_PER_NODE": "1", "DDP_JOIN_MINUTES": "5"}
 
 
 @pytest.fixture(scope="module")
@@ -185,8 +185,9 @@ def test_wrong_numbers_of_nodes_are_refused(monkeypatch, value):
         registration().node_range  # noqa: B018
 
 
-def test_local_run_is_refused_at_once():
-    command = ["pyflyte", "run", "workflows/multinode.py", "pytorch_multinode_wf"]
+@pytest.mark.parametrize("workflow", ["pytorch_multinode_wf", "cifar10_multinode_wf"])
+def test_local_run_is_refused_at_once(workflow):
+    command = ["pyflyte", "run", "workflows/multinode.py", workflow]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 2
     assert "many nodes need a cluster" in result.stderr

@@ -23,8 +23,8 @@ def train_on_gpus(gpus: int, hp: Hyperparameters, options: RunOptions) -> Traini
 @workflow
 def training_on_gpus_wf(
     gpus: int = 1,
-    hp: Hyperparameters = Hyperparameters(),  # noqa: B008
-    options: RunOptions = RunOptions(),  # noqa: B008
+    hp: Hyperparameters = Hyperparameters(),
+    options: RunOptions = RunOptions(),
 ) -> TrainingOutputs:
     """As workflows.mnist.pytorch_training_wf, in a pod with so many GPUs (0 for none)."""
     return train_on_gpus(gpus=gpus, hp=hp, options=options)

@@ -28,7 +28,10 @@ def pytorch_mnist_task(hp: Hyperparameters, data: PreparedDataset, options: RunO
 
 
 @workflow
-def pytorch_training_wf(hp: Hyperparameters = Hyperparameters(), options: RunOptions = RunOptions()) -> TrainingOutputs:  # noqa: B008
+def pytorch_training_wf(
+    hp: Hyperparameters = Hyperparameters(),
+    options: RunOptions = RunOptions(),
+) -> TrainingOutputs:
     """Prepares the dataset that hp names and trains on it.
 
     Args:

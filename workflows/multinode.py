@@ -1,7 +1,7 @@
-"""MNIST on many nodes: the same ranks, started by Flyte's PyTorchJob engine.
+"""MNIST and CIFAR-10 on many nodes: the same ranks, started by Flyte's PyTorchJob engine.
 
-DDP_NNODES=2 pyflyte ... register workflows, with flytekitplugins-kfpytorch here and in the image; the cluster needs
-Kubeflow's training operator and Flyte's pytorch plugin.
+DDP_NNODES=4 pyflyte ... register workflows is one main node and three workers. It needs flytekitplugins-kfpytorch here
+and in the image, and on the cluster Kubeflow's training operator and Flyte's pytorch plugin.
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ from workflows.tasks.prepare import PreparedDataset, prepare_dataset
 from workflows.tasks.resources import registered_environment, registration, training_resources
 from workflows.tasks.train import TRAINING_CODE, TrainingOutputs
 from workflows.tasks.versions import CodeVersion
-from workflows.training.hyperparameters import Hyperparameters, RunOptions
+from workflows.training.hyperparameters import CIFAR10Hyperparameters, Hyperparameters, RunOptions
 
 try:
     from flytekitplugins.kfpytorch import Elastic
@@ -41,8 +41,7 @@ else:
     TaskPlugins.register_pythontask_plugin(Nodes, NodesTask)
     explain_unreadable_settings()
     asked, arguments = registration(), training_resources()
-    # Nodes start minutes apart: one has the image, another has yet to be made
-    rendezvous = {"timeout": 900, "join_timeout": 900, "read_timeout": 900}
+    rendezvous = dict.fromkeys(("timeout", "join_timeout", "read_timeout"), asked.join_minutes * 60)
     nodes = Nodes(
         nnodes="{}:{}".format(*asked.node_range),
         nproc_per_node=asked.ranks_per_node,
@@ -57,6 +56,8 @@ else:
         **registered_environment(),
         # A node that joins anew would wait in vain for the address of a store that the nodes have shared before
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        # A rank whose peers have gone ends at once, instead of waiting in NCCL until the job's time-out
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
     }
 
     @task(
@@ -73,9 +74,18 @@ else:
 
     @workflow
     def pytorch_multinode_wf(
-        hp: Hyperparameters = Hyperparameters(),  # noqa: B008
-        options: RunOptions = RunOptions(),  # noqa: B008
+        hp: Hyperparameters = Hyperparameters(),
+        options: RunOptions = RunOptions(),
     ) -> TrainingOutputs:
         """As workflows.mnist.pytorch_training_wf, on many nodes."""
         data = prepare_dataset(name=resolve_for_nodes(hp=hp))
+        return pytorch_multinode_task(hp=hp, data=data, options=options)
+
+    @workflow
+    def cifar10_multinode_wf(
+        hp: CIFAR10Hyperparameters = CIFAR10Hyperparameters(),
+        options: RunOptions = RunOptions(),
+    ) -> TrainingOutputs:
+        """As workflows.cifar10.cifar10_wf, on many nodes."""
+        data = prepare_dataset(name=resolve_for_nodes(hp=hp, auto="cifar10"))
         return pytorch_multinode_task(hp=hp, data=data, options=options)

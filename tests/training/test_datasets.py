@@ -1,5 +1,6 @@
 """Datasets from their originals to the prepared form, in folders shared, empty, damaged or read-only."""
 
+import lzma
 import os
 import shutil
 import subprocess
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from workflows.training.datasets import SOURCES, data_dir, prepare, prepared_dir
-from workflows.training.errors import InputError
+from workflows.training.errors import DownloadError, InputError
 from workflows.training.hyperparameters import DATASETS
 from workflows.training.prepared import open_split, read_description, verify
 
@@ -42,7 +43,7 @@ def test_every_dataset_of_the_hyperparameters_has_a_source():
 
 
 def test_unknown_name_lists_the_known():
-    with pytest.raises(InputError, match="dataset must be one of mnist, fashion_mnist, digits, got 'minst'"):
+    with pytest.raises(InputError, match="dataset must be one of mnist, fashion_mnist, cifar10, digits, got 'minst'"):
         prepare("minst")
 
 
@@ -140,6 +141,28 @@ def test_real_mnist_and_fashion_mnist_from_one_mirror(test_data, folder, monkeyp
     monkeypatch.setenv("DDP_DATA_MIRROR", (test_data / "MNIST" / "raw").as_uri())
     os.truncate(folder / "MNIST" / "raw" / "t10k-labels-idx1-ubyte.gz", 100)
     assert read_description(prepare("mnist")) == mnist
+
+
+def test_real_cifar10_from_unpacked_files(test_data, folder, tmp_path, monkeypatch):
+    unpacked = tmp_path / "mirror" / "cifar-10-batches-py"
+    unpacked.mkdir(parents=True)
+    for packed in (test_data / "CIFAR10" / "cifar-10-batches-py").glob("*.xz"):
+        (unpacked / packed.stem).write_bytes(lzma.decompress(packed.read_bytes()))
+    monkeypatch.setenv("DDP_DATA_MIRROR", unpacked.parent.as_uri())
+    cifar10 = read_description(prepare("cifar10"))
+    assert (cifar10.mean, cifar10.std) == ((0.4914, 0.4822, 0.4465), (0.247, 0.2435, 0.2616))
+    assert (cifar10.train_samples, cifar10.test_samples, cifar10.image_shape) == (50_000, 10_000, (3, 32, 32))
+    assert cifar10.classes[:2] == ("airplane", "automobile")
+    assert sorted(os.listdir(folder)) == ["CIFAR10", "prepared"]
+
+
+def test_cifar10_that_is_not_to_be_had_is_one_clear_error(tmp_path, monkeypatch):
+    for name in ("http_proxy", "https_proxy"):  # refuses, so that no test asks the world
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    (tmp_path / "mirror").mkdir()
+    monkeypatch.setenv("DDP_DATA_MIRROR", (tmp_path / "mirror").as_uri())
+    with pytest.raises(DownloadError, match=r"no mirror delivered cifar-10-python.tar.gz(.|\n)*DDP_DATA_MIRROR"):
+        prepare("cifar10")
 
 
 def test_real_mnist_by_two_runs_at_once(test_data, folder, monkeypatch):

@@ -8,7 +8,8 @@ import torch
 from tests.training.conftest import Trained
 from workflows.training.events import CheckpointRefused, EpochFinished, RunStarted, StepLogged
 from workflows.training.failures import RankFailed
-from workflows.training.models import load_model
+from workflows.training.hyperparameters import MODELS
+from workflows.training.models import build_model, load_model
 
 
 class Unplugged(Exception):
@@ -66,10 +67,31 @@ def test_a_last_batch_with_fewer_images_than_ranks(train):
 
 
 def test_augmentation_and_averaged_weights_do_not_depend_on_the_ranks_either(train):
-    settings = {"shift_pixels": 2, "ema_decay": 0.9}
+    settings = {"shift_pixels": 2, "flip": True, "train_fraction": 0.5, "label_smoothing": 0.1, "ema_decay": 0.9}
     one, two, plain = train(1, name="1", **settings), train(2, name="2", **settings), train(1, name="plain")
     assert relative_difference(one, two) < 1e-5
     assert relative_difference(one, plain) > 1e-3
+
+
+def test_batch_norm_and_dropout_see_the_global_batch(train):
+    # 424 images, 423 a step: in the second one two of three ranks have none to add to the batch's mean
+    settings = {"model": "fashion_cnn", "batch_size": 423, "train_fraction": 424 / 1270, "learning_rate": 0.02}
+    one, two, three = (train(nproc, name=f"{nproc}", **settings) for nproc in (1, 2, 3))
+    assert {"norm1.running_mean", "norm1.running_var", "norm1.num_batches_tracked"} <= set(one.weights)
+    for other in (two, three):
+        assert relative_difference(one, other) < 1e-4
+    assert relative_difference(one, train(1, name="other", **settings, seed=2)) > 1e-2
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_model_takes_every_shape_and_gives_probabilities(model):
+    for shape in ((1, 28, 28), (3, 32, 32), (3, 20, 24)):
+        network = build_model(model, 1, shape, 7).eval()
+        scores = network(torch.zeros(2, *shape))
+        assert scores.shape == (2, 7)
+        torch.testing.assert_close(scores.exp().sum(1), torch.ones(2))
+        weights = build_model(model, 1, shape, 7).state_dict()
+        assert all(torch.equal(weight, weights[name]) for name, weight in network.state_dict().items())
 
 
 def test_the_tutorials_recipe(train):

@@ -25,7 +25,7 @@ def tiles(record: Record) -> List[Dict[str, str]]:
         shown.append((f"{last.test_loss:.4f}", "test loss"))
         seconds = sum(epoch.train_seconds for epoch in record.epochs)
         shown.append((duration(seconds), f"training, {len(record.epochs)} of {record.setting.hp.epochs} epochs"))
-        rate = description.train_samples * description.passes_per_epoch * len(record.epochs) / max(seconds, 1e-9)
+        rate = sum(epoch.samples for epoch in record.epochs) / max(seconds, 1e-9)
         shown.append((f"{rate:,.0f}", "images per second"))
     else:
         shown.append(("-", "test accuracy, after the first epoch"))
@@ -130,7 +130,7 @@ def data_lines(record: Record) -> List[Any]:
     """What the images are, and which ones exactly."""
     description = record.setting.description
     lines = [
-        ("Name", description.name + (" (stand-in for MNIST)" if record.setting.is_stand_in else "")),
+        ("Name", description.name + (" (stand-in)" if record.setting.is_stand_in else "")),
         ("Training images", f"{description.train_samples:,}"),
         ("Test images", f"{description.test_samples:,}"),
         ("Image", " x ".join(map(str, description.image_shape)) + " (channels, height, width)"),

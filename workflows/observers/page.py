@@ -142,8 +142,8 @@ BODY = """
 <p class="soft">{{ subtitle }}</p>
 {% if failure %}<p class="notice"><b>Failed:</b> {{ failure }}</p>{% endif %}
 {% if stand_in %}
-<p class="notice"><b>Stand-in data.</b> MNIST could not be had, so this model was trained on {{ dataset }}.
-Its accuracy says nothing about MNIST.</p>
+<p class="notice"><b>Stand-in data.</b> The workflow's own could not be had, so this model was trained on {{ dataset }}.
+Its accuracy says nothing about the other.</p>
 {% endif %}
 <div class="tiles">
 {% for tile in tiles %}

@@ -70,7 +70,7 @@ class Setting:
 
     @property
     def is_stand_in(self) -> bool:
-        return self.hp.dataset == "auto" and self.description.name != "mnist"
+        return self.hp.dataset == "auto" and self.description.name == "digits"
 
 
 @dataclass

@@ -50,15 +50,15 @@ class DirectLink:
 
 
 @task(**small_resources(), environment=registered_environment())
-def resolve_for_nodes(hp: Hyperparameters) -> str:
+def resolve_for_nodes(hp: Hyperparameters, auto: str = "mnist") -> str:
     """The name of the dataset to train on; refuses what the nodes would only find out after they have met."""
     if is_local():
-        raise InputError("many nodes need a cluster: register this workflow, or run workflows/mnist.py here")
+        raise InputError("many nodes need a cluster: register this workflow, or run its twin for one machine here")
     asked = registration()
     ranks = asked.node_range[1] * asked.ranks_per_node
     if hp.batch_size < ranks:
         raise InputError(f"batch_size must be at least the number of ranks ({ranks}), got {hp.batch_size}: raise it")
-    return "mnist" if hp.dataset == "auto" else hp.dataset
+    return auto if hp.dataset == "auto" else hp.dataset
 
 
 def train_rank(hp: Hyperparameters, data: FlyteDirectory, options: RunOptions) -> Optional[TrainingOutputs]:

@@ -22,31 +22,29 @@ PreparedDataset = Annotated[FlyteDirectory, HashMethod(content_digest)]
 
 
 @task(**small_resources())
-def resolve_dataset(hp: Hyperparameters, options: RunOptions) -> str:
-    """The name of the dataset to train on; never cached, so that a stand-in is never remembered.
+def resolve_dataset(hp: Hyperparameters, options: RunOptions, auto: str = "mnist") -> str:
+    """The name of the dataset to train on, auto being the workflow's; never cached, as a stand-in must not be.
 
     A local run finds out here, before anything is downloaded or spawned, whether this machine can do what is asked.
     """
     if not is_local():
-        return "mnist" if hp.dataset == "auto" else hp.dataset
+        return auto if hp.dataset == "auto" else hp.dataset
     choose_world(hp.backend, options.nproc, hp.batch_size)
-    name = mnist_or_stand_in() if hp.dataset == "auto" else hp.dataset
+    name = name_or_stand_in(auto) if hp.dataset == "auto" else hp.dataset
     datasets.discard_damaged(name)
     forget_lost_results()
     return name
 
 
-def mnist_or_stand_in() -> str:
-    """mnist, or digits where MNIST is neither prepared nor to be had."""
+def name_or_stand_in(name: str) -> str:
+    """The name, or digits where that dataset is neither prepared nor to be had."""
     try:
         with download_progress() as progress:
-            datasets.prepare("mnist", progress)
+            datasets.prepare(name, progress)
     except DownloadError as error:
-        say(
-            f"MNIST cannot be had here, so this run trains on digits, scikit-learn's 1,797 handwritten digits.\n{error}"
-        )
+        say(f"{name} cannot be had here: this run trains on digits, scikit-learn's 1,797 handwritten digits.\n{error}")
         return "digits"
-    return "mnist"
+    return name
 
 
 @task(

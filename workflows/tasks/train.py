@@ -160,10 +160,7 @@ def summarise(
         accuracy=last.accuracy,
         train_seconds=train_seconds,
         total_seconds=finished.total_seconds,
-        samples_per_second=description.train_samples
-        * description.passes_per_epoch
-        * len(result.epochs)
-        / train_seconds,
+        samples_per_second=sum(epoch.samples for epoch in result.epochs) / train_seconds,
         world_size=world.size,
         backend=world.backend,
         device=world.device,

@@ -15,6 +15,7 @@ from workflows.training.errors import ReportedError
 TRAINING_SOURCES = (
     "tasks/train.py",
     "training/batches.py",
+    "training/layers.py",
     "training/loop.py",
     "training/models.py",
     "training/state.py",

@@ -15,11 +15,13 @@ class Batch:
     Attributes:
         images: (n, C, H, W) float32, normalised; n may be 0 in a last short batch.
         labels: (n,) int64.
+        first: position of the share in the global batch.
         size: samples of the whole global batch, all ranks together.
     """
 
     images: Tensor
     labels: Tensor
+    first: int
     size: int
 
 
@@ -61,18 +63,25 @@ class TrainBatches:
     """
 
     def __init__(
-        self, split: Split, passes: int, batch_size: int, seed: int, shift_pixels: int, rank: int, world_size: int
+        self,
+        split: Split,
+        passes: int,
+        batch_size: int,
+        seed: int,
+        rank: int,
+        world_size: int,
+        *,
+        train_fraction: float = 1.0,
+        shift_pixels: int = 0,
+        flip: bool = False,
     ):
         self.split, self.passes, self.batch_size, self.seed = split, passes, batch_size, seed
-        self.shift_pixels, self.rank, self.world_size = shift_pixels, rank, world_size
+        self.rank, self.world_size = rank, world_size
+        self.shift_pixels, self.flip = shift_pixels, flip
+        self.samples = max(1, round(len(split) * passes * train_fraction))  # of one epoch
 
     def __len__(self) -> int:
         return -(-self.samples // self.batch_size)
-
-    @property
-    def samples(self) -> int:
-        """Of one epoch: every image of the split, once in each pass."""
-        return len(self.split) * self.passes
 
     def samples_until(self, step: int) -> int:
         """Samples in the first so many steps of an epoch."""
@@ -83,18 +92,22 @@ class TrainBatches:
         device = self.split.images.device
         generator = torch.Generator().manual_seed(self.seed * 2**20 + epoch)
         order = torch.cat([torch.randperm(len(self.split), generator=generator) for _ in range(self.passes)])
+        order = order[: self.samples].to(device)
         reach = self.shift_pixels
         shifts = torch.randint(-reach, reach + 1, (self.samples, 2), generator=generator).to(device) if reach else None
-        order = order.to(device)
+        flips = torch.randint(2, (self.samples, 1, 1, 1), generator=generator).bool().to(device) if self.flip else None
         for step in range(first_step, len(self)):
             start, stop = self.samples_until(step), self.samples_until(step + 1)
             mine = slice(*share(start, stop, self.rank, self.world_size))
             # dropout draws from the global generators: their state, too, follows from the position alone
-            torch.manual_seed(((self.seed * 2**10 + self.rank) * 2**10 + epoch) * 2**20 + step)
+            torch.manual_seed((self.seed * 2**10 + epoch) * 2**20 + step)
             images = self.split.images[order[mine]]
             if shifts is not None:
                 images = shift(images, shifts[mine], reach)
-            yield Batch(self.split.normalised(images), self.split.labels[order[mine]], stop - start)
+            if flips is not None:
+                images = torch.where(flips[mine], images.flip(3), images)
+            labels = self.split.labels[order[mine]]
+            yield Batch(self.split.normalised(images), labels, mine.start - start, stop - start)
 
 
 def shift(images: Tensor, offsets: Tensor, reach: int) -> Tensor:
@@ -118,4 +131,4 @@ class TestBatches:
         for start in range(self.first, self.last, self.batch_size):
             stop = min(self.last, start + self.batch_size)
             images = self.split.normalised(self.split.images[start:stop])
-            yield Batch(images, self.split.labels[start:stop], len(self.split))
+            yield Batch(images, self.split.labels[start:stop], start, len(self.split))

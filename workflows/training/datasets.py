@@ -14,7 +14,7 @@ from typing import Callable, Dict, List, NamedTuple, Optional, Tuple
 import numpy as np
 
 from workflows.training.download import Mirrors, Progress, mirror_from_environment
-from workflows.training.errors import DataError, InputError
+from workflows.training.errors import DataError, DownloadError, InputError
 from workflows.training.prepared import verify, write_prepared
 from workflows.training.storage import remove_leftovers, write_whole, writing_to
 
@@ -131,6 +131,33 @@ def _torchvision_mnist(class_name: str, progress: Optional[Progress]) -> Origina
     )
 
 
+def _cifar10(progress: Optional[Progress]) -> Originals:
+    """CIFAR-10: the unpacked files, as torchvision leaves them, where one's own mirror has them, else the archive."""
+    from torchvision import datasets
+
+    dataset, mirror = datasets.CIFAR10, mirror_from_environment()
+    own = [f"{mirror.rstrip('/')}/CIFAR10", mirror.rstrip("/")] if mirror else []
+    root = data_dir() / "CIFAR10"
+    public, archive = dataset.url.rsplit("/", 1)
+    unpacked = [*dataset.train_list, *dataset.test_list, (dataset.meta["filename"], dataset.meta["md5"])]
+    remove_leftovers(root)
+    files: List[Path] = []
+    with suppress(DownloadError):
+        folders = Mirrors([f"{folder}/{dataset.base_folder}" for folder in own], progress)
+        files = [folders.fetch(filename, md5, root / dataset.base_folder) for filename, md5 in unpacked]
+    files = files or [Mirrors([*own, public], progress).fetch(archive, dataset.tgz_md5, root)]
+    # In a fresh folder each time, and without an address: unpack what is there, or fail
+    offline = type("CIFAR10", (dataset,), {"url": ""})
+    with tempfile.TemporaryDirectory(dir=data_dir(), prefix=".unpack.", suffix=".partial") as place:
+        for file in files:
+            copy = Path(place) / file.relative_to(root)
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copy(file, copy)
+        train, test = (offline(place, train=is_train, download=True) for is_train in (True, False))
+    images, test_images = (np.ascontiguousarray(split.data.transpose(0, 3, 1, 2)) for split in (train, test))
+    return Originals(tuple(train.classes), images, np.array(train.targets), test_images, np.array(test.targets))
+
+
 def _digits(progress: Optional[Progress]) -> Originals:
     """scikit-learn's 1,797 handwritten digits (UCI optdigits, test part), 1,501 for training and 296 for testing.
 
@@ -166,5 +193,6 @@ def _enlarge(images: np.ndarray) -> np.ndarray:
 SOURCES: Dict[str, Callable[[Optional[Progress]], Originals]] = {
     "mnist": partial(_torchvision_mnist, "MNIST"),
     "fashion_mnist": partial(_torchvision_mnist, "FashionMNIST"),
+    "cifar10": _cifar10,
     "digits": _digits,
 }

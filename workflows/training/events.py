@@ -43,6 +43,7 @@ class EpochFinished:
     """An epoch's training and evaluation; accuracies from 0 to 1, losses are means per sample."""
 
     epoch: int
+    samples: int
     train_loss: float
     train_accuracy: float
     test_loss: float

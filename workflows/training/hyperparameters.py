@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from workflows.training.settings import Settings, setting
 
 BACKENDS = ("auto", "gloo", "nccl")
-DATASETS = ("auto", "mnist", "fashion_mnist", "digits")
+DATASETS = ("auto", "mnist", "fashion_mnist", "cifar10", "digits")
 PRECISIONS = ("auto", "float32", "bfloat16")
-MODELS = ("mnist_cnn",)
+MODELS = ("mnist_cnn", "fashion_cnn", "cifar_cnn", "resnet9", "resnet9_small")
 SCHEDULES = ("onecycle", "constant")
 TRACKING = ("auto", "online", "offline", "tensorboard", "off")
 
@@ -26,12 +26,15 @@ class Hyperparameters(Settings):
         epochs: passes over the training images.
         learning_rate: of SGD; the peak where the schedule is onecycle.
         model: name of the network, see workflows/training/models.py.
-        dataset: auto is mnist or, only in a local run that cannot get it, digits.
+        dataset: auto is the workflow's own or, only in a local run that cannot get it, digits.
         schedule: onecycle (linear up from a tenth, linear down to a thousandth of the peak) or constant.
         warmup_fraction: share of all steps in which onecycle rises.
         weight_decay: L2 penalty, by SGD.
         nesterov: whether the momentum is Nesterov's.
-        shift_pixels: training images are moved by up to so many pixels, zeros following.
+        train_fraction: share of the training images that an epoch sees, each epoch others.
+        shift_pixels: training images are moved by up to so many pixels, zeros following (a random crop after padding).
+        flip: whether every other training image, at random, is mirrored left to right.
+        label_smoothing: share of the target that is spread evenly over all classes.
         ema_decay: per step, of the exponential moving average of the weights that is evaluated and returned; 0 is off.
         precision: of the forward and backward pass; auto is bfloat16 where the hardware computes in it.
     """
@@ -50,9 +53,33 @@ class Hyperparameters(Settings):
     warmup_fraction: float = setting(0.25, above=0, below=1)
     weight_decay: float = setting(5e-5, minimum=0)
     nesterov: bool = setting(True)
+    train_fraction: float = setting(1.0, above=0, maximum=1)
     shift_pixels: int = setting(0, minimum=0, maximum=8)
+    flip: bool = setting(False)
+    label_smoothing: float = setting(0.0, minimum=0, below=1)
     ema_decay: float = setting(0.0, minimum=0, below=1)
     precision: str = setting("auto", choices=PRECISIONS)
+
+
+@dataclass(frozen=True)
+class FashionMNISTHyperparameters(Hyperparameters):
+    """Hyperparameters with the recipe for Fashion-MNIST as their defaults."""
+
+    epochs: int = setting(10, minimum=1)
+    model: str = setting("fashion_cnn", choices=MODELS)
+    weight_decay: float = setting(5e-4, minimum=0)
+    flip: bool = setting(True)
+
+
+@dataclass(frozen=True)
+class CIFAR10Hyperparameters(Hyperparameters):
+    """Hyperparameters with the recipe for CIFAR-10 as their defaults."""
+
+    epochs: int = setting(10, minimum=1)
+    model: str = setting("resnet9_small", choices=MODELS)
+    weight_decay: float = setting(5e-4, minimum=0)
+    shift_pixels: int = setting(4, minimum=0, maximum=8)
+    flip: bool = setting(True)
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,7 @@ def fit(
         test_loss, accuracy = evaluate(state.evaluated, test, link)
         finished = EpochFinished(
             epoch=state.epoch,
+            samples=train.samples,
             train_loss=sums.loss / train.samples,
             train_accuracy=sums.correct / train.samples,
             test_loss=test_loss,
@@ -73,7 +74,7 @@ def train_epoch(
     seconds_before, started = state.epoch_seconds, time.perf_counter()
     logged_seconds = seconds_before
     for batch in train.epoch(state.epoch, state.step):
-        state.train_step(batch.images, batch.labels, batch.size, link.stop_requested)
+        state.train_step(batch, link.stop_requested)
         link.alive()
         is_last = state.step == len(train)
         if state.step % look_interval and not is_last:

@@ -11,7 +11,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, swa_utils
 from torch.optim.lr_scheduler import LambdaLR
 
+from workflows.training.batches import Batch
 from workflows.training.events import EpochFinished
+from workflows.training.layers import Dropout
 
 
 class Step(nn.Module):
@@ -23,24 +25,30 @@ class Step(nn.Module):
     at the same step.
     """
 
-    def __init__(self, model: nn.Module, rank: int, world_size: int, autocast: bool):
+    def __init__(self, model: nn.Module, rank: int, world_size: int, autocast: bool, label_smoothing: float):
         super().__init__()
         self.model, self.rank, self.world_size, self.autocast = model, rank, world_size, autocast
+        self.label_smoothing = label_smoothing
+        self.dropouts = [layer for layer in model.modules() if isinstance(layer, Dropout)]
         # loss, correct, requests to stop, then for each rank whether its loss was not finite
         self.sums = nn.Parameter(torch.zeros(3 + world_size))
 
-    def forward(self, images: Tensor, labels: Tensor, batch_size: int, stop: bool) -> Tensor:
-        with torch.autocast(images.device.type, torch.bfloat16, enabled=self.autocast):
-            scores = self.model(images)
-        loss = F.nll_loss(scores, labels, reduction="sum")
+    def forward(self, batch: Batch, stop: bool) -> Tensor:
+        for layer in self.dropouts:
+            layer.first, layer.size = batch.first, batch.size
+        with torch.autocast(batch.images.device.type, torch.bfloat16, enabled=self.autocast):
+            scores = self.model(batch.images)
+        loss = F.nll_loss(scores, batch.labels, reduction="sum")
+        if self.label_smoothing:
+            loss = torch.lerp(loss, -scores.mean(1).sum(), self.label_smoothing)
         with torch.no_grad():
             finite = torch.isfinite(loss)
             sums = torch.zeros_like(self.sums)
             sums[0] = torch.where(finite, loss, 0)
-            sums[1] = (scores.argmax(1) == labels).sum()
+            sums[1] = (scores.argmax(1) == batch.labels).sum()
             sums[2] = float(stop)
             sums[3 + self.rank] = ~finite
-        return self.world_size * (loss / batch_size + self.sums @ sums)
+        return self.world_size * (loss / batch.size + self.sums @ sums)
 
 
 @dataclass(frozen=True)
@@ -65,6 +73,7 @@ class TrainingState:
         world_size: int,
         *,
         autocast: bool,
+        label_smoothing: float,
         learning_rate: float,
         momentum: float,
         nesterov: bool,
@@ -75,10 +84,15 @@ class TrainingState:
         ema_decay: float,
     ):
         self.device = device
+        if device.type == "cuda":
+            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
         self.model = model.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.ddp = DistributedDataParallel(
-            Step(self.model, rank, world_size, autocast).to(device), gradient_as_bucket_view=True
+            Step(self.model, rank, world_size, autocast, label_smoothing).to(device),
+            gradient_as_bucket_view=True,
         )
+        # They are the same on all ranks, see layers.py (not as an argument, whose name depends on torch's version)
+        self.ddp.broadcast_buffers = False
         self.optimizer = SGD(
             self.model.parameters(), learning_rate, momentum, nesterov=nesterov and momentum > 0,
             weight_decay=weight_decay, fused=True,
@@ -113,10 +127,10 @@ class TrainingState:
     def learning_rate(self) -> float:
         return float(self.schedule.get_last_lr()[0])
 
-    def train_step(self, images: Tensor, labels: Tensor, batch_size: int, stop: bool) -> None:
-        """One optimizer update from this rank's share of a global batch of batch_size images; a collective."""
+    def train_step(self, batch: Batch, stop: bool) -> None:
+        """One optimizer update from this rank's share of a global batch; a collective."""
         self.ddp.zero_grad()  # here rather than at the end, so that the gradients can be looked at until the next step
-        self.ddp(images, labels, batch_size, stop).backward()
+        self.ddp(batch, stop).backward()
         self._sums[:-1] += self.ddp.module.sums.grad
         self.flag.copy_(self._sums[3:-1].any())
         self._sums[-1] += 1 - self.flag

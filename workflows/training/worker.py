@@ -45,7 +45,15 @@ def train(environment: Environment, device: torch.device, link: Link, job: Job) 
         for split in ("train", "test")
     )
     train_batches = TrainBatches(
-        train, description.passes_per_epoch, hp.batch_size, hp.seed, hp.shift_pixels, rank, world_size
+        train,
+        description.passes_per_epoch,
+        hp.batch_size,
+        hp.seed,
+        rank,
+        world_size,
+        train_fraction=hp.train_fraction,
+        shift_pixels=hp.shift_pixels,
+        flip=hp.flip,
     )
     state = TrainingState(
         build_model(hp.model, hp.seed, description.image_shape, len(description.classes)),
@@ -53,6 +61,7 @@ def train(environment: Environment, device: torch.device, link: Link, job: Job) 
         rank,
         world_size,
         autocast=precision == "bfloat16",
+        label_smoothing=hp.label_smoothing,
         learning_rate=hp.learning_rate,
         momentum=hp.sgd_momentum,
         nesterov=hp.nesterov,

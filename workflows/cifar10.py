@@ -1,0 +1,46 @@
+"""CIFAR-10, trained by one spawned process per GPU (or CPU rank) with DistributedDataParallel.
+
+pyflyte run workflows/cifar10.py cifar10_wf
+"""
+
+from flytekit import Cache, task, workflow
+
+from workflows.tasks.inputs import explain_unreadable_settings
+from workflows.tasks.prepare import PreparedDataset, prepare_dataset, resolve_dataset
+from workflows.tasks.resources import training_resources
+from workflows.tasks.train import TRAINING_CODE, TrainingOutputs, train
+from workflows.tasks.versions import CodeVersion
+from workflows.training.hyperparameters import CIFAR10Hyperparameters, RunOptions
+
+explain_unreadable_settings()
+
+
+@task(
+    cache=Cache(policies=CodeVersion(*TRAINING_CODE), ignored_inputs=("options",), serialize=True),
+    retries=2,
+    enable_deck=True,
+    deck_fields=(),  # the report alone, live
+    **training_resources(),
+)
+def cifar10_task(hp: CIFAR10Hyperparameters, data: PreparedDataset, options: RunOptions) -> TrainingOutputs:
+    """Trains hp.model on the prepared dataset, with as many ranks as options.nproc says."""
+    return train(hp, data, options)
+
+
+@workflow
+def cifar10_wf(
+    hp: CIFAR10Hyperparameters = CIFAR10Hyperparameters(),
+    options: RunOptions = RunOptions(),
+) -> TrainingOutputs:
+    """Prepares the dataset that hp names and trains on it.
+
+    Args:
+        hp: what decides the result, in part or whole; the rest takes its defaults.
+        options: how to run it; the cache does not look at this.
+    """
+    name = resolve_dataset(hp=hp, options=options, auto="cifar10")
+    return cifar10_task(hp=hp, data=prepare_dataset(name=name), options=options)
+
+
+if __name__ == "__main__":
+    print(cifar10_wf())
