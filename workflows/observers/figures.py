@@ -5,7 +5,7 @@ import io
 import logging
 import re
 from dataclasses import dataclass, field
-from typing import Any, List, Mapping, Sequence, Tuple
+from typing import Any, List, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
 
@@ -143,3 +143,35 @@ def _style() -> Any:
         "legend.frameon": False,
         "legend.fontsize": 9,
     }
+
+
+def scatter(x_name: str, x: Sequence[Any], y_name: str, y: Sequence[Optional[float]]) -> str:
+    """Shares over numbers or names as an SVG element, the highest one marked; a cross at the foot where there is none.
+
+    An axis of numbers that differ widely is one of equal ratios.
+    """
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)
+    import matplotlib
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, PercentFormatter
+
+    with matplotlib.rc_context(_style()):
+        figure = Figure(figsize=SIZE, layout="constrained")
+        axes = figure.subplots()
+        points = sorted((value, place) for place, value in zip(x, y, strict=True) if value is not None)
+        axes.plot([place for _, place in points], [value for value, _ in points], "o", color=SERIES[0])
+        axes.plot([points[-1][1]], [points[-1][0]], "o", color=SERIES[1], markersize=9, fillstyle="none", label="best")
+        missing = [place for place, value in zip(x, y, strict=True) if value is None]
+        if missing:
+            foot = [0.03] * len(missing)
+            axes.plot(missing, foot, "x", color=SERIES[4], label="failed", transform=axes.get_xaxis_transform())
+        if not isinstance(x[0], str) and min(x) > 0 and max(x) >= 10 * min(x):
+            axes.set_xscale("log")
+            axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if max(x) < 300 * min(x) else (1,), numticks=8))
+            axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+            axes.xaxis.set_minor_formatter(NullFormatter())
+        axes.set_xlabel(x_name)
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+        axes.legend(loc="best")
+        said = f"{y_name} by {x_name}: {len(points)} values, the highest {points[-1][0]:.2%} at {points[-1][1]}"
+        return inline(figure, f"{said}; {len(missing)} without" if missing else said)

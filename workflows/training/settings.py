@@ -15,7 +15,7 @@ from workflows.training.errors import InputError
 
 S = TypeVar("S", bound="Settings")
 
-TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
+TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "a string", dict: "an object"}
 
 
 def setting(
@@ -29,6 +29,8 @@ def setting(
 ) -> Any:
     """Declares a field: its default, and the range (minimum and maximum included, above and below not) or choices."""
     rules = {"minimum": minimum, "above": above, "maximum": maximum, "below": below, "choices": tuple(choices)}
+    if isinstance(default, dict):
+        return dataclasses.field(default_factory=default.copy, metadata=rules)
     return dataclasses.field(default=default, metadata=rules)
 
 

@@ -1,0 +1,90 @@
+"""The trials of a sweep side by side: a table as CSV, and a page."""
+
+import csv
+import json
+from pathlib import Path
+from typing import Any, Iterable, List, NamedTuple, Sequence
+
+from workflows.observers.article import Drawing, Section, article
+from workflows.observers.figures import scatter
+from workflows.training.hyperparameters import Hyperparameters
+from workflows.training.search import TrialResult
+
+
+class Trial(NamedTuple):
+    number: int
+    result: TrialResult
+
+
+def ranked(results: Sequence[TrialResult]) -> List[Trial]:
+    """The trials with their numbers, from 1: the most accurate first, those that failed last."""
+    trials = [Trial(number, result) for number, result in enumerate(results, 1)]
+    return sorted(trials, key=lambda trial: (bool(trial.result.failure), -trial.result.accuracy))
+
+
+def chosen(hp: Hyperparameters, names: Iterable[str]) -> str:
+    """What makes a trial differ from the others, in words."""
+    return ", ".join(f"{name} {_shown(getattr(hp, name))}" for name in names)
+
+
+def write_table(trials: Sequence[Trial], names: Sequence[str], path: Path) -> None:
+    """One line per trial, best first; accuracy from 0 to 1, empty where the trial failed."""
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        table = csv.writer(file)
+        table.writerow(["trial", *names, "validation_accuracy", "seconds", "failure"])
+        for number, result in trials:
+            values = [getattr(result.hp, name) for name in names]
+            accuracy = "" if result.failure else result.accuracy
+            table.writerow([number, *values, accuracy, f"{result.seconds:.1f}", result.failure])
+
+
+def comparison(trials: Sequence[Trial], names: Sequence[str]) -> str:
+    """What belongs between <body> and </body>; the first trial is the best and has not failed."""
+    best, failed = trials[0], [trial for trial in trials if trial.result.failure]
+    accuracy, images = best.result.accuracy, best.result.held_out
+    chance = 2 * (accuracy * (1 - accuracy) / images) ** 0.5
+    meaning = (
+        f"Share of the {images:,} held-out training images that each trial classified correctly after its last epoch. "
+        f"Trials within {chance:.1%} of each other may well differ by chance alone."
+    )
+    advice = (
+        "No trial has seen the test images. The best one's hyperparameters train once more, on all training images, "
+        "and that run's report has the accuracy on the test images, which is the one to quote."
+    )
+    heads, lines = ["Trial", *names, "validation accuracy", "seconds"], [_line(trial, names) for trial in trials]
+    figures = [_figure(name, trials) for name in names]
+    others = {name: _shown(value) for name, value in vars(best.result.hp).items() if name not in names}
+    sections = [Section("Validation accuracy", [meaning, advice], figures, "Trials, best first", heads, lines)]
+    if failed:
+        reasons = [
+            f"Trial {trial.number} ({chosen(trial.result.hp, names)}): {trial.result.failure}" for trial in failed
+        ]
+        sections.append(Section("Failed", reasons))
+    settings = Section("Set-up", (), (), "Common to all trials", ["Hyperparameter", "value"], list(others.items()))
+    title = f"Sweep on {best.result.hp.dataset}: {len(trials)} trials"
+    return article(
+        title, f"Best: {chosen(best.result.hp, names)}, with {accuracy:.2%} validation accuracy", [*sections, settings]
+    )
+
+
+def _line(trial: Trial, names: Sequence[str]) -> List[str]:
+    result = trial.result
+    values = [_shown(getattr(result.hp, name)) for name in names]
+    return [
+        str(trial.number),
+        *values,
+        "failed" if result.failure else f"{result.accuracy:.2%}",
+        f"{result.seconds:.1f}",
+    ]
+
+
+def _figure(name: str, trials: Sequence[Trial]) -> Drawing:
+    values = [getattr(trial.result.hp, name) for trial in trials]
+    numeric = all(type(value) in (int, float) for value in values)
+    x = values if numeric else [_shown(value) for value in values]
+    y = [None if trial.result.failure else trial.result.accuracy for trial in trials]
+    return Drawing(f"By {name}", scatter(name, x, "validation accuracy", y))
+
+
+def _shown(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else json.dumps(value).strip('"')

@@ -1,0 +1,182 @@
+"""Hyperparameters tried out on training images that are held out; the best then train on all of them.
+
+pyflyte run workflows/sweep.py sweep_wf --sweep '{"values": {"learning_rate": [0.05, 0.1, 0.2]}}' --hp '{"epochs": 1}'
+"""
+
+import time
+from dataclasses import replace
+from functools import partial
+from typing import Any, List, NamedTuple, Optional
+
+from flytekit import Cache, dynamic, map_task, task, workflow
+from flytekit.types.directory import FlyteDirectory
+from flytekit.types.file import FlyteFile, PythonPickledFile
+
+from workflows.mnist import pytorch_mnist_task
+from workflows.observers.article import document
+from workflows.observers.comparison import chosen, comparison, ranked, write_table
+from workflows.observers.console import say
+from workflows.tasks.execution import is_local, run_dir
+from workflows.tasks.held_out import hold_out_validation
+from workflows.tasks.inputs import explain_unreadable_settings
+from workflows.tasks.observing import deck_publisher
+from workflows.tasks.prepare import PreparedDataset, prepare_dataset, resolve_dataset
+from workflows.tasks.resources import registered_environment, small_resources, training_resources
+from workflows.tasks.train import TRAINING_CODE, TrainingSummary, train
+from workflows.tasks.versions import CodeVersion
+from workflows.training.environment import choose_world
+from workflows.training.errors import RecoverableError, ReportedError
+from workflows.training.failures import RankFailed
+from workflows.training.hyperparameters import Hyperparameters, RunOptions
+from workflows.training.search import Sweep, TrialResult, trials_of
+
+explain_unreadable_settings()
+
+NO_RESULT = "no result even after Flyte's retries: the log of its pod says why"
+
+
+class Comparison(NamedTuple):
+    """The trials side by side.
+
+    Attributes:
+        best: the hyperparameters of the highest validation accuracy.
+        table: of all trials, best first.
+        report: a page to look at, in one file.
+    """
+
+    best: Hyperparameters
+    table: FlyteFile["csv"]  # noqa: F821
+    report: FlyteFile["html"]  # noqa: F821
+
+
+class SweepOutputs(NamedTuple):
+    """What a sweep gives back: a Comparison, and what training with the best on all training images gave.
+
+    Attributes:
+        model_state, summary, training_report, logs: see workflows.tasks.train.TrainingOutputs.
+    """
+
+    best: Hyperparameters
+    table: FlyteFile["csv"]  # noqa: F821
+    report: FlyteFile["html"]  # noqa: F821
+    model_state: PythonPickledFile
+    summary: TrainingSummary
+    training_report: FlyteFile["html"]  # noqa: F821
+    logs: FlyteDirectory
+
+
+@task(**small_resources())
+def list_trials(sweep: Sweep, hp: Hyperparameters, options: RunOptions) -> List[Hyperparameters]:
+    """The hyperparameters of each trial, all of them checked before anything is downloaded or spawned."""
+    trials = trials_of(sweep, hp)
+    if is_local():
+        for trial in trials:
+            choose_world(trial.backend, options.nproc, trial.batch_size)
+    return trials
+
+
+@task(
+    cache=Cache(policies=CodeVersion(*TRAINING_CODE), ignored_inputs=("options",), serialize=True),
+    retries=2,
+    enable_deck=True,
+    deck_fields=(),
+    **training_resources(),
+)
+def train_trial(hp: Hyperparameters, held_out: PreparedDataset, options: RunOptions) -> TrialResult:
+    """Trains on what hold_out_validation has left and measures on the rest; a failure for good is a result too."""
+    started = time.time()
+    try:
+        summary = train(hp, held_out, options).summary
+    except RankFailed as error:
+        if isinstance(error, RecoverableError):
+            raise
+        return failed(hp, error, time.time() - started)
+    return TrialResult(hp, summary.accuracy, summary.test_samples, summary.total_seconds)
+
+
+def failed(hp: Hyperparameters, error: RankFailed, seconds: float = 0.0) -> TrialResult:
+    reason = f"{error.failure.cause}: {error.failure.message}"
+    say(f"This trial failed, the sweep goes on: {reason}")
+    return TrialResult(hp, seconds=seconds, failure=reason)
+
+
+# What a @dynamic starts is compiled in its pod, which therefore has to know the settings of the registration
+@dynamic(**small_resources(), environment=registered_environment())
+def run_trials(
+    sweep: Sweep, trials: List[Hyperparameters], name: str, options: RunOptions
+) -> List[Optional[TrialResult]]:
+    """Holds out a validation split of the named dataset and runs each trial; None where its pod has failed for good."""
+    held_out = hold_out_validation(data=prepare_dataset(name=name))
+    trials = [replace(hp, dataset=name) for hp in trials]
+    if is_local():
+        return run_locally(sweep, trials, held_out, options)
+    each = partial(train_trial, held_out=held_out, options=options)
+    return map_task(each, concurrency=sweep.concurrency, min_success_ratio=1e-3)(hp=trials)
+
+
+def run_locally(sweep: Sweep, trials: List[Hyperparameters], held_out: Any, options: RunOptions) -> Any:
+    """One trial after the other, each cached, so that a sweep which was cut off goes on where it was: flytekit's local
+    map task caches all of them together or none."""
+    results: List[Any] = []
+    for number, hp in enumerate(trials, 1):
+        say(f"\nTrial {number} of {len(trials)}: {chosen(hp, sweep.values)}; tested on held-out training images")
+        try:
+            results.append(train_trial(hp=hp, held_out=held_out, options=options))
+        except RankFailed as error:  # that may go well the next time, and so isn't cached
+            results.append(failed(hp, error))
+    return results
+
+
+@task(enable_deck=True, deck_fields=(), **small_resources())
+def compare(sweep: Sweep, trials: List[Hyperparameters], name: str, results: List[Optional[TrialResult]]) -> Comparison:
+    """Ranks the trials by their validation accuracy; raises ReportedError if none has one."""
+    names = list(sweep.values)
+    known = [result or TrialResult(hp, failure=NO_RESULT) for hp, result in zip(trials, results, strict=True)]
+    ranking = ranked(known)
+    best = ranking[0]
+    if best.result.failure:
+        reasons = [
+            f"trial {trial.number} ({chosen(trial.result.hp, names)}): {trial.result.failure}" for trial in ranking
+        ]
+        raise ReportedError("\n".join(["Every trial of the sweep failed:", *reasons]))
+    with run_dir(f"sweep-{name}") as folder:
+        write_table(ranking, names, folder / "trials.csv")
+        fragment = comparison(ranking, names)
+        deck_publisher()(fragment)
+        (folder / "report.html").write_text(document(f"Sweep on {name}", fragment), encoding="utf-8")
+    where = f"\nTrials:   {folder / 'trials.csv'}\nReport:   {folder / 'report.html'}" if is_local() else ""
+    say(f"\nBest:     {chosen(best.result.hp, names)}: {best.result.accuracy:.2%} validation accuracy{where}\n")
+    remote = False if is_local() else None
+    return Comparison(
+        best.result.hp,
+        FlyteFile(str(folder / "trials.csv"), remote_path=remote),
+        FlyteFile(str(folder / "report.html"), remote_path=remote),
+    )
+
+
+@workflow
+def sweep_wf(
+    sweep: Sweep = Sweep(),  # noqa: B008
+    hp: Hyperparameters = Hyperparameters(),  # noqa: B008
+    options: RunOptions = RunOptions(),  # noqa: B008
+) -> SweepOutputs:
+    """Tries hyperparameters out on one training image of twelve, held out, and trains with the best on all.
+
+    Args:
+        sweep: which hyperparameters to try, and which values of them.
+        hp: the other hyperparameters of every trial.
+        options: how to run each training; the cache does not look at this.
+    """
+    trials = list_trials(sweep=sweep, hp=hp, options=options)
+    name = resolve_dataset(hp=hp, options=options)
+    trials >> name  # nothing is downloaded for what cannot be tried
+    results = run_trials(sweep=sweep, trials=trials, name=name, options=options)
+    compared = compare(sweep=sweep, trials=trials, name=name, results=results)
+    final = pytorch_mnist_task(hp=compared.best, data=prepare_dataset(name=name), options=options)
+    return SweepOutputs(
+        compared.best, compared.table, compared.report, final.model_state, final.summary, final.report, final.logs
+    )
+
+
+if __name__ == "__main__":
+    print(sweep_wf())
