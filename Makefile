@@ -69,7 +69,7 @@ find_uv = uv=uv; if ! uv --version >/dev/null 2>&1; then \
 	fi; \
 	fi
 
-sync = $(find_uv); echo "+ uv pip sync $(1)"; "$$uv" pip sync --quiet --python .venv/bin/python --require-hashes $(1)
+sync = $(find_uv); echo "+ uv pip sync $(1)"; "$$uv" pip sync --quiet --compile-bytecode --python .venv/bin/python --require-hashes $(1)
 
 .venv/run.stamp: requirements.txt .venv/pyvenv.cfg
 	@$(call sync,requirements.txt)

@@ -187,9 +187,9 @@ def operator_table(record: Record) -> Dict[str, Any]:
 def _settings(values: Settings) -> List[Any]:
     """Name, value, and the default where the value is another."""
     return [
-        (field.name, _text(value), _text(field.default) if value != field.default else "")
-        for field in dataclasses.fields(values)  # type: ignore[arg-type]
-        for value in [getattr(values, field.name)]
+        (name, _text(value), _text(default) if value != default else "")
+        for name, default in dataclasses.asdict(type(values)()).items()  # type: ignore[call-overload]
+        for value in [getattr(values, name)]
     ]
 
 

@@ -30,21 +30,26 @@ def resolve_dataset(hp: Hyperparameters, options: RunOptions, auto: str = "mnist
     if not is_local():
         return auto if hp.dataset == "auto" else hp.dataset
     choose_world(hp.backend, options.nproc, hp.batch_size)
-    name = name_or_stand_in(auto) if hp.dataset == "auto" else hp.dataset
+    name = auto if hp.dataset == "auto" else hp.dataset
     datasets.discard_damaged(name)
+    if hp.dataset == "auto" and not is_to_be_had(name):
+        name = "digits"
+        datasets.discard_damaged(name)
     forget_lost_results()
     return name
 
 
-def name_or_stand_in(name: str) -> str:
-    """The name, or digits where that dataset is neither prepared nor to be had."""
+def is_to_be_had(name: str) -> bool:
+    """Whether a dataset is prepared, or could be prepared now; says so if not."""
+    if datasets.prepared_dir(name).exists():
+        return True
     try:
         with download_progress() as progress:
             datasets.prepare(name, progress)
     except DownloadError as error:
         say(f"{name} cannot be had here: this run trains on digits, scikit-learn's 1,797 handwritten digits.\n{error}")
-        return "digits"
-    return name
+        return False
+    return True
 
 
 @task(
