@@ -156,9 +156,9 @@ def compare(sweep: Sweep, trials: List[Hyperparameters], name: str, results: Lis
 
 @workflow
 def sweep_wf(
-    sweep: Sweep = Sweep(),  # noqa: B008
-    hp: Hyperparameters = Hyperparameters(),  # noqa: B008
-    options: RunOptions = RunOptions(),  # noqa: B008
+    sweep: Sweep = Sweep(),
+    hp: Hyperparameters = Hyperparameters(),
+    options: RunOptions = RunOptions(),
 ) -> SweepOutputs:
     """Tries hyperparameters out on one training image of twelve, held out, and trains with the best on all.
 
