@@ -6,9 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.pod import Pod, literal, package
 from workflows.training.environment import available_cores, choose_world
+from workflows.training.hyperparameters import Hyperparameters, RunOptions
 
 ROOT = Path(__file__).parents[1]
+MNIST = "mnist.pytorch_mnist_task"
 EIGHT_GPUS = """#!/bin/sh
 case "$*" in
   *query-gpu*) for i in 0 1 2 3 4 5 6 7; do echo "$i, NVIDIA H100 80GB HBM3, 81559, 4, Disabled, 550.54.15"; done ;;
@@ -61,3 +64,14 @@ def test_the_parent_never_imports_torch():
     program = "import sys; from workflows.hardware import hardware_wf; hardware_wf(); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.stdout == "False\n", done.stderr
+
+
+def test_a_pod_gets_what_a_training_gets_and_shows_the_page_as_deck(tmp_path):
+    task, training = (package().tasks[f"workflows.{name}"] for name in ("hardware.inspect_hardware", MNIST))
+    assert task.container.resources == training.container.resources
+    assert task.extended_resources == training.extended_resources
+    pod = Pod(task, {"hp": literal(Hyperparameters()), "options": literal(RunOptions(nproc=1))}, tmp_path / "pod")
+    outputs = pod.run()
+    assert outputs["text"].scalar.primitive.string_value in pod.log
+    assert outputs["report"].scalar.blob.uri.startswith(str(tmp_path / "pod" / "raw"))
+    assert "<h2>Between GPUs</h2>" in (tmp_path / "pod" / "deck.html").read_text()
