@@ -15,7 +15,14 @@ BODY = """
 {% for text in section.paragraphs %}<p>{{ text }}</p>{% endfor %}
 <div class="grid">
 {% for shown in section.figures %}{{ figure(shown) }}{% endfor %}
-{% if section.lines %}{{ grid_table(section.caption or section.title, section.heads, section.lines) }}{% endif %}
+{% if section.heads %}{{ grid_table(section.caption or section.title, section.heads, section.lines) }}
+{% elif section.lines %}
+<div class="card wide"><table>{% if section.caption %}<caption>{{ section.caption }}</caption>{% endif %}<tbody>
+{% for label, text in section.lines %}
+<tr><th scope="row" style="width: 12rem">{{ label }}</th><td>{{ text }}</td></tr>
+{% endfor %}
+</tbody></table></div>
+{% endif %}
 </div>
 {% if section.pictures %}
 <ul class="pictures">
@@ -42,7 +49,8 @@ class Section:
     """A part of an article, in this order: paragraphs, figures, a table, pictures; each may be left out.
 
     Attributes:
-        heads, lines: of the table; the first column names the line, the others stand to the right.
+        heads, lines: of the table; the first column names the line, the others stand to the right. Lines without
+            heads are (label, text).
         pictures: (data URI, label), as figures.picture makes them.
     """
 

@@ -10,6 +10,7 @@ from typing import Dict
 
 import workflows
 from workflows.training.environment import available_cores
+from workflows.training.limits import usable_memory
 
 SHOWN_VERSIONS = ("torch", "torchvision", "flytekit", "numpy", "wandb")
 
@@ -21,9 +22,9 @@ def surroundings() -> Dict[str, str]:
         with suppress(PackageNotFoundError):
             found[name] = version(name)
     found["System"] = platform.platform(terse=True)
-    found["Processor"] = f"{_processor()}, {available_cores()} cores usable"
+    found["Processor"] = f"{processor()}, {available_cores()} cores usable"
     with suppress(OSError, ValueError):
-        found["Memory"] = f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB"
+        found["Memory"] = f"{usable_memory() / 2**30:.0f} GiB"
     gpus = _gpus()
     if gpus:
         found["GPU"] = gpus
@@ -33,7 +34,7 @@ def surroundings() -> Dict[str, str]:
     return found
 
 
-def _processor() -> str:
+def processor() -> str:
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Tuple
 
 from workflows.training.errors import InputError
+from workflows.training.limits import cpu_limit
 
 DEFAULT_CPU_RANKS = 2
 
@@ -95,23 +96,29 @@ def environment_from_torchrun(backend: str, nodes: Tuple[int, int], ranks_per_no
             f"nccl needs a GPU for each of the {local_size} ranks of a node, got {gpus}: lower their number"
         )
     world = World(size=size, local_size=local_size, backend=backend, device="cuda" if gpus else "cpu")
-    return Environment(world, rank, local_rank, "env://", threads=max(1, available_cores() // local_size))
+    return Environment(world, rank, local_rank, "env://", threads=threads_per_rank(local_size))
 
 
 def visible_gpus() -> int:
     """Number of GPUs that torch can use; torch, seconds to import, is asked only where there is an NVIDIA device."""
-    if not any(Path("/dev").glob("nvidia[0-9]*")) and not Path("/dev/dxg").exists():
+    if not nvidia_devices():
         return 0
     import torch
 
     return torch.cuda.device_count()
 
 
+def nvidia_devices() -> int:
+    """Number of device files of NVIDIA's driver: one per GPU, or one in all under Windows."""
+    return len([*Path("/dev").glob("nvidia[0-9]*"), *Path("/dev").glob("dxg")])
+
+
 def available_cores() -> int:
     """Cores that this process may use: the affinity mask, less where a container's CPU limit is lower."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        return max(1, min(cores, int(quota) // int(period)))
-    except (OSError, ValueError):  # no control group here, or its quota is "max"
-        return cores
+    return max(1, int(min(cores, cpu_limit())))
+
+
+def threads_per_rank(local_size: int) -> int:
+    """Threads for the arithmetic of each of so many ranks on this host."""
+    return max(1, available_cores() // local_size)

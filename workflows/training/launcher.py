@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, List
 
 import workflows
-from workflows.training.environment import Environment, World, available_cores
+from workflows.training.environment import Environment, World, threads_per_rank
 from workflows.training.events import Event, RunStarted
 from workflows.training.failures import Failure, Preempted, RankFailed, from_exit_code, name_the_cause
 from workflows.training.rank import serve
@@ -58,7 +58,7 @@ def launch(
     """
     warm_up()
     private = tempfile.mkdtemp(prefix="ddp-")
-    threads = max(1, available_cores() // world.local_size)
+    threads = threads_per_rank(world.local_size)
     ranks: List[_Rank] = []
     try:
         with _stop_signals() as signals:

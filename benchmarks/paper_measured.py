@@ -1,0 +1,127 @@
+"""What of the paper model's constants can be measured here, and how well it foretells the steps of this machine.
+
+The computing is measured with one rank (on CPUs: on one core) at two batch sizes, the all-reduce with two ranks at two
+sizes. From these the model foretells steps of 128 images with 2 and 4 ranks, which are then measured too.
+"""
+
+import os
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from typing import Any, List, Sequence, Tuple
+
+from benchmarks.engine import hardware, spread, train
+from benchmarks.paper_model import H100, MNIST, Links, Network, step
+from workflows.training import launcher
+from workflows.training.datasets import prepare
+from workflows.training.environment import Environment, available_cores, choose_world, visible_gpus
+from workflows.training.hyperparameters import Hyperparameters
+from workflows.training.prepared import read_description
+
+RUNS, TOTAL = 3, 128
+SIZES = 4096, 1_724_320  # bytes to reduce; the larger one is the MNIST network's 431,080 parameters
+
+
+def measure() -> Tuple[Network, Links, str]:
+    """Network and links, with what was measured on GPUs in place of what is cited, and a text on all of it."""
+    gpus, cores = visible_gpus(), available_cores()
+    batches = (128, 1024) if gpus else (TOTAL // 4, TOTAL // 2)
+    worlds = [ranks for ranks in (2, 4) if not gpus or ranks <= gpus]
+    rounds = [  # in turns, so that a machine that slows down for a while slows all of it
+        (
+            [seconds_alone(batch) for batch in batches],
+            [seconds_of_a_step(TOTAL, ranks) for ranks in worlds],
+            all_reduce_seconds() if worlds else [],
+        )
+        for _ in range(RUNS)
+    ]
+    alone, together, reduced = (list(zip(*part, strict=True)) for part in zip(*rounds, strict=True))
+    network, links = fit_network(batches, alone), fit_links(H100 if gpus else Links(0, 1), reduced) if worlds else H100
+    if not gpus:  # gloo needs the cores that compute, so that nothing is hidden
+        network = replace(network, buckets=((SIZES[1], 1.0),))
+    lines = [
+        f"\nMeasured: {hardware()}; n = {RUNS}, load {os.getloadavg()[0]:.1f}\n",
+        f"- computing on one {'GPU' if gpus else 'core'}: {1e3 * network.fixed:.2f} ms a step and "
+        f"{1e6 * network.per_image:.1f} us an image, from steps of "
+        + " and ".join(f"{size} in {spread(_ms(seconds))} ms" for size, seconds in zip(batches, alone, strict=True)),
+        f"- all-reduce of two ranks: {1e6 * links.latency:.0f} us and {links.bandwidth / 1e9:.2f} GB/s\n",
+        "| ranks | images each | foretold ms | measured ms, median [range] | foretold / measured |",
+        "|---|---|---|---|---|",
+    ]
+    for ranks, seconds in zip(worlds, together, strict=True):
+        crowd = 1 if gpus else max(1, ranks / cores)
+        crowded = replace(network, fixed=crowd * network.fixed, per_image=crowd * network.per_image)
+        foretold = step(ranks, TOTAL / ranks, crowded, links)
+        lines.append(
+            f"| {ranks} | {TOTAL // ranks} | {1e3 * foretold:.2f} | {spread(_ms(seconds))} | "
+            f"{foretold / statistics.median(seconds):.2f} |"
+        )
+    return (network, links, "\n".join(lines)) if gpus else (MNIST, H100, "\n".join(lines))
+
+
+def fit_network(batches: Tuple[int, int], seconds: Sequence[Tuple[float, ...]]) -> Network:
+    small, large = map(statistics.median, seconds)
+    per_image = max(0.0, (large - small) / (batches[1] - batches[0]))
+    return replace(MNIST, per_image=per_image, fixed=max(0.0, small - per_image * batches[0]))
+
+
+def fit_links(links: Links, seconds: Sequence[Tuple[float, ...]]) -> Links:
+    """Of two ranks, for which 2 (N - 1) / N is 1."""
+    small, large = map(statistics.median, seconds)
+    return replace(links, latency=small, bandwidth=(SIZES[1] - SIZES[0]) / max(1e-9, large - small))
+
+
+def seconds_alone(batch: int) -> float:
+    """A step of one rank, on one core where there is no GPU."""
+    command = [sys.executable, "-m", "benchmarks.paper_measured", str(batch)]
+    return float(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+
+
+def seconds_of_a_step(batch: int, ranks: int) -> float:
+    """The mean over an epoch of digits, with the project's own training."""
+    data = prepare("digits")
+    hp = Hyperparameters(dataset="digits", epochs=1, batch_size=batch, log_interval=1000)
+    (epoch,) = train(hp, data, ranks)[0].epochs
+    description = read_description(data)
+    return epoch.train_seconds / -(-description.train_samples * description.passes_per_epoch // batch)
+
+
+def all_reduce_seconds() -> List[float]:
+    """Of two ranks, for each of SIZES."""
+    target = "benchmarks.paper_measured:reduce_as_a_rank"
+    return launcher.launch(target, choose_world("auto", 2, 2), None, 120, lambda event: None)[0]
+
+
+def reduce_as_a_rank(environment: Environment, link: Any, argument: Any) -> List[float]:
+    import torch
+
+    from workflows.training.process_group import process_group  # imports torch
+
+    torch.set_num_threads(environment.threads)
+    with process_group(environment, 60) as device:
+        return [_median_seconds(torch.ones(size // 4, device=device)) for size in SIZES]
+
+
+def _median_seconds(tensor: Any, repetitions: int = 50) -> float:
+    from torch import distributed
+
+    taken = []
+    for _ in range(repetitions):
+        distributed.barrier()
+        started = time.perf_counter()
+        distributed.all_reduce(tensor)
+        float(tensor[0])  # waits for a GPU
+        taken.append(time.perf_counter() - started)
+    return statistics.median(taken)
+
+
+def _ms(seconds: Tuple[float, ...]) -> List[float]:
+    return [1e3 * value for value in seconds]
+
+
+if __name__ == "__main__":
+    if not visible_gpus():
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    print(seconds_of_a_step(int(sys.argv[1]), 1))

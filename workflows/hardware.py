@@ -1,0 +1,101 @@
+"""What is here to train on: GPUs, interconnect, processor, memory, and what a training would make of it.
+
+pyflyte run workflows/hardware.py hardware_wf --options '{"nproc": 4}'
+"""
+
+import platform
+from dataclasses import dataclass
+from typing import Dict, List, NamedTuple
+
+from flytekit import Deck, task, workflow
+from flytekit.types.file import FlyteFile
+
+from workflows.observers.article import document
+from workflows.observers.console import say
+from workflows.observers.hardware import as_page, as_text, facts
+from workflows.observers.machine import Machine, look, warnings
+from workflows.observers.nvidia import NotKnown
+from workflows.tasks.execution import is_local, run_dir
+from workflows.tasks.inputs import explain_unreadable_settings
+from workflows.tasks.resources import training_resources
+from workflows.training.hyperparameters import Hyperparameters, RunOptions
+
+explain_unreadable_settings()
+
+
+@dataclass(frozen=True)
+class HardwareFacts:
+    """What a program may go by.
+
+    Attributes:
+        gpus: that torch can use.
+        cores: that this process may use.
+        memory: bytes that this process and its children may hold; 0 where that is not known.
+        world_size: ranks that a training would have; 0 where it would be refused, or torch does not answer.
+        backend, device, precision: of such a training; empty where it would be refused.
+        warnings: what is likely to stop or slow a training.
+        lines: all that the text says, label to value.
+    """
+
+    gpus: int
+    cores: int
+    memory: int
+    world_size: int
+    backend: str
+    device: str
+    precision: str
+    warnings: List[str]
+    lines: Dict[str, str]
+
+
+class HardwareOutputs(NamedTuple):
+    """What was found, for programs, for the terminal, and as a page in one file."""
+
+    facts: HardwareFacts
+    text: str
+    report: FlyteFile["html"]  # noqa: F821
+
+
+@task(enable_deck=True, deck_fields=(), **training_resources())  # where training runs, and never cached
+def inspect_hardware(hp: Hyperparameters, options: RunOptions) -> HardwareOutputs:
+    """Looks at the machine that a training task would get."""
+    host, machine = platform.node(), look(hp, options)
+    text, fragment = as_text(host, machine), as_page(host, machine)
+    with run_dir("hardware") as folder:
+        report = folder / "report.html"
+        report.write_text(document("Hardware", fragment))
+    say(text)
+    if not is_local():
+        Deck("Hardware", fragment)
+    return HardwareOutputs(summarise(machine), text, FlyteFile(str(report), remote_path=False if is_local() else None))
+
+
+def summarise(machine: Machine) -> HardwareFacts:
+    torch = None if isinstance(machine.torch, NotKnown) else machine.torch
+    plan = torch.plan if torch else None
+    return HardwareFacts(
+        gpus=len(torch.gpus) if torch else 0,
+        cores=machine.cores[0],
+        memory=0 if isinstance(machine.memory, NotKnown) else machine.memory[0],
+        world_size=plan.world.size if plan else 0,
+        backend=plan.world.backend if plan else "",
+        device=plan.world.device if plan else "",
+        precision=plan.precision if plan else "",
+        warnings=warnings(machine),
+        lines=dict(line for lines in facts(machine).values() for line in lines),
+    )
+
+
+@workflow
+def hardware_wf(hp: Hyperparameters = Hyperparameters(), options: RunOptions = RunOptions()) -> HardwareOutputs:  # noqa: B008
+    """Says what a node for training has, and what a training with these inputs would make of it.
+
+    Args:
+        hp: of the training; backend, batch_size and precision count here.
+        options: of the training; nproc counts here.
+    """
+    return inspect_hardware(hp=hp, options=options)
+
+
+if __name__ == "__main__":
+    print(hardware_wf())

@@ -1,0 +1,56 @@
+"""What a container may use of its host: the limits of control groups, version 1 and 2. Standard library only."""
+
+import math
+import os
+from pathlib import Path
+from typing import Iterator, List
+
+ROOT = Path("/")
+
+
+def cpu_limit(root: Path = ROOT) -> float:
+    """Seconds of processor time per second; infinity where nothing limits it."""
+    limits = [math.inf]
+    for group in _groups("cpu", root):
+        version_1 = _numbers(group / "cpu.cfs_quota_us") + _numbers(group / "cpu.cfs_period_us")
+        for quota in (version_1, _numbers(group / "cpu.max")):
+            if len(quota) == 2 and min(quota) > 0:  # version 1 says -1 for no limit
+                limits.append(quota[0] / quota[1])
+    return min(limits)
+
+
+def usable_memory(root: Path = ROOT) -> int:
+    """Bytes that this process and its children may hold: the machine's memory, or less where a limit is lower."""
+    limits: List[float] = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for group in _groups("memory", root):
+        limits += _numbers(group / "memory.limit_in_bytes") + _numbers(group / "memory.max")
+    return int(min(limits))
+
+
+def _groups(controller: str, root: Path) -> Iterator[Path]:
+    """Folders of the groups that this process is in, up to the outermost that is mounted here; some may not exist.
+
+    A container often sees its own group as the root, and at the same time its host's path to it.
+    """
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        lines = ["0::/"]
+    mounts = root / "sys/fs/cgroup"
+    for line in lines:
+        _, _, rest = line.partition(":")
+        names, _, path = rest.partition(":")
+        if names and controller not in names.split(","):
+            continue
+        inner = Path(path.lstrip("/"))
+        # version 2 has no names; beside version 1 it is mounted at unified, and limits neither of ours
+        base = mounts / controller if names else mounts
+        yield from (base / folder for folder in (inner, *inner.parents))
+
+
+def _numbers(file: Path) -> List[float]:
+    """The numbers in a file, of which "max" is one; none where it is missing or holds something else."""
+    try:
+        return [math.inf if word == "max" else int(word) for word in file.read_text().split()]
+    except (OSError, ValueError):
+        return []
