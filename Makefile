@@ -14,7 +14,7 @@ export FLYTE_INTERNAL_IMAGE
 typed = printf '%s\n' '+ $(subst ','\'',$(1))'; PATH="$(CURDIR)/.venv/bin:$$PATH" $(1)
 
 .DEFAULT_GOAL := help
-.PHONY: help run test lint faults image dry-run package register lock clean
+.PHONY: help run test lint bench faults image dry-run package register lock clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
@@ -29,6 +29,9 @@ lint: .venv/dev.stamp ## Check style and types with ruff and mypy
 	@$(call typed,ruff check)
 	@$(call typed,ruff format --check)
 	@$(call typed,mypy)
+
+bench: .venv/dev.stamp ## Run the benchmarks, in about half an hour; once each: make bench ARGS="--runs 1"
+	@$(call typed,python -m benchmarks$(if $(ARGS), $(ARGS)))
 
 faults: .venv/dev.stamp ## Break training on purpose and show what became of it, in about ten minutes
 	@$(call typed,python -m benchmarks.faults$(if $(ARGS), $(ARGS)))

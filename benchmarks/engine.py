@@ -7,13 +7,13 @@ import tempfile
 import time
 from importlib.metadata import version
 from pathlib import Path
-from typing import Callable, List, Sequence
+from typing import Any, Callable, List, Sequence
 
 from workflows.training import launcher
 from workflows.training.environment import available_cores, choose_world, visible_gpus
 from workflows.training.events import Event
 from workflows.training.hyperparameters import Hyperparameters
-from workflows.training.job import Identity, Job, TrainingResult
+from workflows.training.job import Identity, Job
 from workflows.training.prepared import read_description
 
 WORKER = "workflows.training.worker:run"
@@ -26,8 +26,9 @@ def train(
     folder: str = "",
     checkpoint_seconds: float = 1e9,
     on_event: Callable[[Event], None] = lambda event: None,
-) -> List[TrainingResult]:
-    """One training by real ranks; returns what each rank knows at the end.
+    worker: str = WORKER,
+) -> List[Any]:
+    """One training by real ranks; returns what the worker returns on each, of the engine's own a TrainingResult.
 
     Model and checkpoint go to folder and are gone on from there; without one they are thrown away.
     """
@@ -44,8 +45,7 @@ def train(
             launched=time.time(),
         )
         world = choose_world(hp.backend, nproc, hp.batch_size)
-        results: List[TrainingResult] = launcher.launch(WORKER, world, job, 120, on_event)
-        return results
+        return launcher.launch(worker, world, job, 120, on_event)
 
 
 def hardware() -> str:

@@ -8,7 +8,6 @@ it pays for its imports; on and off take turns, so that a change in the machine'
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -62,7 +61,6 @@ def measure(mode: str, options: argparse.Namespace) -> Dict[str, float]:
     command += ["--dataset", options.dataset, "--epochs", str(options.epochs)]
     result = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     measured: Dict[str, float] = json.loads(result.stdout.splitlines()[-1])
-    print(f"{mode:4} training {measured['train']:7.2f} s, in all {measured['total']:7.2f} s", flush=True)
     return measured
 
 
@@ -77,19 +75,17 @@ def main() -> None:
         print(json.dumps(train(options.one, options.dataset, options.epochs)))
         return
     datasets.prepare(options.dataset)
-    load = os.getloadavg()[0]
     pairs: List[Dict[str, Dict[str, float]]] = []
     for number in range(options.runs):
         modes = ("off", "on") if number % 2 else ("on", "off")
         pairs.append({mode: measure(mode, options) for mode in modes})
-    print(
-        f"\n{options.dataset}, {options.epochs} epochs, {options.runs} pairs; "
-        f"{engine.hardware()}; load before {load:.1f}"
-    )
-    for what in ("train", "total"):
+    print(f"{engine.hardware()}; {options.dataset}, {options.epochs} epochs; n = {options.runs}\n")
+    print("| seconds, median [range] | off | on | on / off |")
+    print("|---|---|---|---|")
+    for what, name in (("train", "training"), ("total", "in all")):
         off, on = ([pair[mode][what] for pair in pairs] for mode in ("off", "on"))
         ratios = [with_all / without for with_all, without in zip(on, off, strict=True)]
-        print(f"{what:6} seconds: off {spread(off)}, on {spread(on)}, on/off {spread(ratios, 3)}")
+        print(f"| {name} | {spread(off)} | {spread(on)} | {spread(ratios, 3)} |")
 
 
 if __name__ == "__main__":

@@ -5,8 +5,9 @@ Each run has a seed of its own. Seconds are those of the training loops, on what
 
 import argparse
 import statistics
+import sys
 from pathlib import Path
-from typing import Any, Dict
+from typing import Any, Dict, Mapping, Optional
 
 import yaml
 
@@ -21,6 +22,8 @@ RECIPES: Dict[str, Dict[str, Any]] = {
     "default": {},
     "presets/best.yaml": BEST,
 }
+HEAD = """| recipe | ranks | training seconds, median [range] | {} accuracy, mean ± standard deviation [range] |
+|---|---|---|---|"""
 
 
 def main() -> None:
@@ -31,20 +34,34 @@ def main() -> None:
     arguments = parser.parse_args()
     data = prepare("mnist")
     print(f"{hardware()}; n = {arguments.runs}\n")
-    print("| recipe | ranks | training seconds, median [range] | test accuracy, mean ± standard deviation [range] |")
-    print("|---|---|---|---|")
+    print(HEAD.format("test"))
     for name in arguments.recipes:
-        seconds, accuracies = [], []
-        for seed in range(1, arguments.runs + 1):
-            results = train(Hyperparameters(**{**RECIPES[name], "seed": seed}), data, arguments.nproc)
-            seconds.append(sum(epoch.train_seconds for epoch in results[0].epochs))
-            accuracies.append(100 * results[0].epochs[-1].accuracy)
-        deviation = statistics.stdev(accuracies) if len(accuracies) > 1 else 0.0
-        print(
-            f"| {name} | {len(results)} | {spread(seconds)} | {statistics.mean(accuracies):.2f} ± {deviation:.2f} % "
-            f"[{min(accuracies):.2f}-{max(accuracies):.2f}] |",
-            flush=True,
-        )
+        measure(name, RECIPES[name], data, arguments.runs, arguments.nproc)
+
+
+def measure(
+    name: str, recipe: Mapping[str, Any], data: Path, runs: int, nproc: int = 0, folder: Optional[Path] = None
+) -> float:
+    """Trains the recipe with the seeds from 1 to runs and prints its row; returns the mean accuracy in per cent.
+
+    Trainings that are found in the folder, finished or not, are not begun anew.
+    """
+    seconds, accuracies = [], []
+    for seed in range(1, runs + 1):
+        place = folder / name / str(seed) if folder else None
+        if place:
+            place.mkdir(parents=True, exist_ok=True)
+        results = train(Hyperparameters(**{**recipe, "seed": seed}), data, nproc, str(place or ""))
+        seconds.append(sum(epoch.train_seconds for epoch in results[0].epochs))
+        accuracies.append(100 * results[0].epochs[-1].accuracy)
+        print(f"{name}, seed {seed}: {accuracies[-1]:.2f} %, {seconds[-1]:.1f} s", file=sys.stderr)
+    mean, deviation = statistics.mean(accuracies), statistics.stdev(accuracies) if runs > 1 else 0.0
+    print(
+        f"| {name} | {len(results)} | {spread(seconds)} | {mean:.2f} ± {deviation:.2f} % "
+        f"[{min(accuracies):.2f}-{max(accuracies):.2f}] |",
+        flush=True,
+    )
+    return mean
 
 
 if __name__ == "__main__":

@@ -1,0 +1,39 @@
+"""Runs the benchmarks one after the other and prints what RESULTS.md is made of: `python -m benchmarks --runs 3`.
+
+Not among them are benchmarks.faults, which measures no speed, and benchmarks.best_preset, which takes an hour.
+"""
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+BENCHMARKS = {
+    "Recipes": "training --runs {runs}",
+    "Overheads": "overheads --runs {runs}",
+    "What the engine costs": "engine_cost --runs {runs}",
+    "Against images and ranks": "scaling --runs {runs} --plot benchmarks/scaling.svg",
+    "Looking on": "observers_cost --dataset mnist --runs {runs}",
+    "Against the tutorial": "against_tutorial --runs {runs}",
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=3, help="of each benchmark")
+    runs, failed = parser.parse_args().runs, []
+    if runs < 1:
+        parser.error(f"--runs must be at least 1, got {runs}")
+    for title, benchmark in BENCHMARKS.items():
+        command = f"python -m benchmarks.{benchmark.format(runs=runs)}"
+        print(f"## {title}\n\n`{command}`\n", flush=True)
+        done = subprocess.run([sys.executable, *command.split()[1:]], cwd=Path(__file__).parents[1])
+        if done.returncode:
+            failed.append(title)
+        print(flush=True)
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""What ranks run to be measured: the engine's own worker, with a stopwatch around its training epoch."""
+
+import time
+from typing import Any, Iterator, NamedTuple
+from unittest.mock import patch
+
+import torch
+
+from workflows.training import loop, worker
+from workflows.training.batches import Batch, TrainBatches
+from workflows.training.environment import Environment
+from workflows.training.job import Job
+from workflows.training.loop import Link, train_epoch
+from workflows.training.state import Sums, TrainingState
+
+BLOCK = 20  # steps between two changes of side: a third of a second, so that both meet the same load of the machine
+
+
+class Cost(NamedTuple):
+    """What one rank took for its last epoch: seconds by the clock, seconds of processors, memory that it has alone."""
+
+    seconds: float
+    processor_seconds: float
+    own_bytes: int
+
+
+class Rates(NamedTuple):
+    """Samples per second, all ranks together, of a training epoch and of the bare step on one fixed batch."""
+
+    epoch: float
+    fixed_batch: float
+
+
+def count_cost(environment: Environment, link: Link, job: Job) -> Cost:
+    """Trains as the engine does; evaluation is not counted. Linux only."""
+    costs = []
+
+    def counted(*arguments: Any) -> Sums:
+        started, processor_started = time.perf_counter(), time.process_time()
+        sums = train_epoch(*arguments)
+        seconds, processor_seconds = time.perf_counter() - started, time.process_time() - processor_started
+        costs.append(Cost(seconds, processor_seconds, own_bytes()))
+        return sums
+
+    with patch.object(loop, "train_epoch", counted):
+        worker.run(environment, link, job)
+    return costs[-1]
+
+
+def own_bytes() -> int:
+    """Memory that this process alone has written to: what all ranks share (torch's code, the images) is not in it."""
+    with open("/proc/self/smaps_rollup") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("Private_Dirty:"))
+
+
+def compare_with_fixed_batch(environment: Environment, link: Link, job: Job) -> Rates:
+    """Trains as the engine does, but each epoch stands still every few steps for as many steps on one fixed batch.
+
+    Either side does TrainingState.train_step: forward, backward, all-reduce, optimizer, schedule. What the epoch has
+    beyond that is the engine: making batches, metrics, log lines, signs of life, gradient statistics, checkpoints.
+    """
+    rates = []
+
+    def alternating(state: TrainingState, train: TrainBatches, *arguments: Any) -> Sums:
+        batch = next(train.epoch(state.epoch))
+        FixedBatch(state, batch).block()  # the first steps of a process are slow, on whichever side
+        fixed, epoch = FixedBatch(state, batch), train.epoch
+        with patch.object(train, "epoch", lambda *position: fixed.between(epoch(*position))):
+            started = clock(state.device)
+            sums = train_epoch(state, train, *arguments)
+            seconds = clock(state.device) - started - fixed.away_seconds
+        rates.append(Rates(train.samples / seconds, fixed.samples / fixed.seconds))
+        return sums
+
+    with patch.object(loop, "train_epoch", alternating):
+        worker.run(environment, link, job)
+    return rates[-1]
+
+
+class FixedBatch:
+    """Blocks of steps on one batch in memory, after each of which the training is put back to where it was.
+
+    Attributes:
+        samples, seconds: of the steps.
+        away_seconds: beside these the time for saving the state and putting it back.
+    """
+
+    def __init__(self, state: TrainingState, batch: Batch):
+        self.state, self.batch = state, batch
+        self.samples, self.seconds, self.away_seconds = 0, 0.0, 0.0
+
+    def between(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        for number, batch in enumerate(batches):
+            if number % BLOCK == 0:
+                self.block()
+            yield batch
+
+    def block(self) -> None:
+        left = clock(self.state.device)
+        saved = self.state.state_dict()
+        started = clock(self.state.device)
+        for _ in range(BLOCK):
+            self.state.train_step(self.batch.images, self.batch.labels, self.batch.size, False)
+        self.seconds += clock(self.state.device) - started
+        self.samples += BLOCK * self.batch.size
+        self.state.load_state_dict(saved)
+        self.away_seconds += clock(self.state.device) - left
+
+
+def clock(device: torch.device) -> float:
+    """Seconds, once the device has done all that it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
