@@ -100,7 +100,7 @@ class FixedBatch:
         saved = self.state.state_dict()
         started = clock(self.state.device)
         for _ in range(BLOCK):
-            self.state.train_step(self.batch.images, self.batch.labels, self.batch.size, False)
+            self.state.train_step(self.batch, False)
         self.seconds += clock(self.state.device) - started
         self.samples += BLOCK * self.batch.size
         self.state.load_state_dict(saved)

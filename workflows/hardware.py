@@ -87,7 +87,7 @@ def summarise(machine: Machine) -> HardwareFacts:
 
 
 @workflow
-def hardware_wf(hp: Hyperparameters = Hyperparameters(), options: RunOptions = RunOptions()) -> HardwareOutputs:  # noqa: B008
+def hardware_wf(hp: Hyperparameters = Hyperparameters(), options: RunOptions = RunOptions()) -> HardwareOutputs:
     """Says what a node for training has, and what a training with these inputs would make of it.
 
     Args:

@@ -31,8 +31,8 @@ def setting(
     rules = {"minimum": minimum, "above": above, "maximum": maximum, "below": below, "choices": tuple(choices)}
     if isinstance(default, dict):
         return dataclasses.field(default_factory=default.copy, metadata=rules)
-    # By a factory, because for Flyte's JSON schema a class is generated and compiled for each plain default: a quarter of
-    # a second in all, for a run that may have nothing else to do
+    # By a factory, because for Flyte's JSON schema a class is generated and compiled for each plain default: a quarter
+    # of a second in all, for a run that may have nothing else to do
     return dataclasses.field(default_factory=lambda: default, metadata=rules)
 
 
