@@ -1,6 +1,7 @@
 """Runs the benchmarks one after the other and prints what RESULTS.md is made of: `python -m benchmarks --runs 3`.
 
-Not among them are benchmarks.faults, which measures no speed, and benchmarks.best_preset, which takes an hour.
+Not among them are benchmarks.faults, which measures no speed, and benchmarks.best_preset, which takes three quarters of
+an hour.
 """
 
 import argparse

@@ -35,17 +35,18 @@ def main() -> None:
     print(f"{hardware()}; n = {arguments.runs}\n")
     print(f"Trained on {split.train_samples:,} images, {split.test_samples:,} held out:\n")
     print(HEAD.format("held-out"))
-    means: Dict[str, float] = {}
-    candidates: Dict[str, Dict[str, Any]] = {}
+    chosen: Dict[str, Any] = {}
+    highest = -1.0
     for values in itertools.product(*VARIED.values()):
         varied = dict(zip(VARIED, values, strict=True))
         name = ", ".join(f"{key} {value}" for key, value in varied.items())
-        candidates[name] = {"epochs": arguments.epochs, **varied}
-        means[name] = measure(name, candidates[name], held_out, arguments.runs, folder=arguments.folder)
-    chosen = max(means, key=lambda name: means[name])
-    print(f"\nChosen:\n\n```yaml\n{yaml.safe_dump(candidates[chosen], sort_keys=False)}```\n")
+        recipe = {"epochs": arguments.epochs, **varied}
+        mean = measure(name, recipe, held_out, arguments.runs, folder=arguments.folder)
+        if mean > highest:
+            chosen, highest = recipe, mean
+    print(f"\nChosen:\n\n```yaml\n{yaml.safe_dump(chosen, sort_keys=False)}```\n")
     print(f"Trained on all images, n = {arguments.test_runs}:\n\n{HEAD.format('test')}")
-    measure("chosen", candidates[chosen], data, arguments.test_runs, folder=arguments.folder)
+    measure("chosen", chosen, data, arguments.test_runs, folder=arguments.folder)
 
 
 if __name__ == "__main__":
