@@ -3,12 +3,13 @@
 pyflyte run workflows/sweep.py sweep_wf --sweep '{"values": {"learning_rate": [0.05, 0.1, 0.2]}}' --hp '{"epochs": 1}'
 """
 
+import math
 import time
 from dataclasses import replace
 from functools import partial
 from typing import Any, List, NamedTuple, Optional
 
-from flytekit import Cache, dynamic, map_task, task, workflow
+from flytekit import Cache, FlyteContextManager, dynamic, map_task, task, workflow
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile, PythonPickledFile
 
@@ -78,20 +79,22 @@ def list_trials(sweep: Sweep, hp: Hyperparameters, options: RunOptions) -> List[
 @task(
     cache=Cache(policies=CodeVersion(*TRAINING_CODE), ignored_inputs=("options",), serialize=True),
     retries=2,
-    enable_deck=True,
-    deck_fields=(),
     **training_resources(),
 )
 def train_trial(hp: Hyperparameters, held_out: PreparedDataset, options: RunOptions) -> TrialResult:
     """Trains on what hold_out_validation has left and measures on the rest; a failure for good is a result too."""
     started = time.time()
     try:
-        summary = train(hp, held_out, options).summary
+        outputs = train(hp, held_out, options)
     except RankFailed as error:
         if isinstance(error, RecoverableError):
             raise
         return failed(hp, error, time.time() - started)
-    return TrialResult(hp, summary.accuracy, summary.test_samples, summary.total_seconds)
+    summary, report = outputs.summary, outputs.report.path
+    if not is_local():  # a map task shows no Deck
+        report = FlyteContextManager.current_context().file_access.put_raw_data(report)
+    diverged = "" if math.isfinite(summary.test_loss) else "diverged: the loss on the held-out images is not finite"
+    return TrialResult(hp, summary.accuracy, summary.test_samples, summary.total_seconds, report, diverged)
 
 
 def failed(hp: Hyperparameters, error: RankFailed, seconds: float = 0.0) -> TrialResult:

@@ -31,11 +31,11 @@ def write_table(trials: Sequence[Trial], names: Sequence[str], path: Path) -> No
     """One line per trial, best first; accuracy from 0 to 1, empty where the trial failed."""
     with open(path, "w", newline="", encoding="utf-8") as file:
         table = csv.writer(file)
-        table.writerow(["trial", *names, "validation_accuracy", "seconds", "failure"])
+        table.writerow(["trial", *names, "validation_accuracy", "seconds", "report", "failure"])
         for number, result in trials:
             values = [getattr(result.hp, name) for name in names]
             accuracy = "" if result.failure else result.accuracy
-            table.writerow([number, *values, accuracy, f"{result.seconds:.1f}", result.failure])
+            table.writerow([number, *values, accuracy, f"{result.seconds:.1f}", result.report, result.failure])
 
 
 def comparison(trials: Sequence[Trial], names: Sequence[str]) -> str:
