@@ -23,8 +23,8 @@ from workflows.tasks.inputs import explain_unreadable_settings
 from workflows.tasks.observing import deck_publisher
 from workflows.tasks.prepare import PreparedDataset, prepare_dataset, resolve_dataset
 from workflows.tasks.resources import registered_environment, small_resources, training_resources
-from workflows.tasks.train import TRAINING_CODE, TrainingSummary, train
-from workflows.tasks.versions import CodeVersion
+from workflows.tasks.train import TrainingSummary, train
+from workflows.tasks.versions import TRAINING_SOURCES, CodeVersion
 from workflows.training.environment import choose_world
 from workflows.training.errors import RecoverableError, ReportedError
 from workflows.training.failures import RankFailed
@@ -33,6 +33,7 @@ from workflows.training.search import Sweep, TrialResult, trials_of
 
 explain_unreadable_settings()
 
+TRIAL_CODE = ((*TRAINING_SOURCES, "training/search.py", "sweep.py"), ("torch",))
 NO_RESULT = "no result even after Flyte's retries: the log of its pod says why"
 
 
@@ -77,7 +78,7 @@ def list_trials(sweep: Sweep, hp: Hyperparameters, options: RunOptions) -> List[
 
 
 @task(
-    cache=Cache(policies=CodeVersion(*TRAINING_CODE), ignored_inputs=("options",), serialize=True),
+    cache=Cache(policies=CodeVersion(*TRIAL_CODE), ignored_inputs=("options",), serialize=True),
     retries=2,
     **training_resources(),
 )
@@ -113,6 +114,7 @@ def run_trials(
     trials = [replace(hp, dataset=name) for hp in trials]
     if is_local():
         return run_locally(sweep, trials, held_out, options)
+    # Without a ratio below 1, one pod that fails for good would be the end of all; above 0, the least that Flyte takes
     each = partial(train_trial, held_out=held_out, options=options)
     return map_task(each, concurrency=sweep.concurrency, min_success_ratio=1e-3)(hp=trials)
 

@@ -42,7 +42,8 @@ def comparison(trials: Sequence[Trial], names: Sequence[str]) -> str:
     """What belongs between <body> and </body>; the first trial is the best and has not failed."""
     best, failed = trials[0], [trial for trial in trials if trial.result.failure]
     accuracy, images = best.result.accuracy, best.result.held_out
-    chance = 2 * (accuracy * (1 - accuracy) / images) ** 0.5
+    share = (accuracy * images + 1) / (images + 2)  # so that no mistake at all does not count as certainty
+    chance = 2 * (share * (1 - share) / images) ** 0.5
     meaning = (
         f"Share of the {images:,} held-out training images that each trial classified correctly after its last epoch. "
         f"Trials within {chance:.1%} of each other may well differ by chance alone."

@@ -158,9 +158,10 @@ def scatter(x_name: str, x: Sequence[Any], y_name: str, y: Sequence[Optional[flo
     with matplotlib.rc_context(_style()):
         figure = Figure(figsize=SIZE, layout="constrained")
         axes = figure.subplots()
-        points = sorted((value, place) for place, value in zip(x, y, strict=True) if value is not None)
-        axes.plot([place for _, place in points], [value for value, _ in points], "o", color=SERIES[0])
-        axes.plot([points[-1][1]], [points[-1][0]], "o", color=SERIES[1], markersize=9, fillstyle="none", label="best")
+        points = [(place, value) for place, value in zip(x, y, strict=True) if value is not None]
+        best = max(points, key=lambda point: point[1])
+        axes.plot(*zip(*points, strict=True), "o", color=SERIES[0])
+        axes.plot(*best, "o", color=SERIES[1], markersize=9, fillstyle="none", label="best")
         missing = [place for place, value in zip(x, y, strict=True) if value is None]
         if missing:
             foot = [0.03] * len(missing)
@@ -173,5 +174,5 @@ def scatter(x_name: str, x: Sequence[Any], y_name: str, y: Sequence[Optional[flo
         axes.set_xlabel(x_name)
         axes.yaxis.set_major_formatter(PercentFormatter(1.0))
         axes.legend(loc="best")
-        said = f"{y_name} by {x_name}: {len(points)} values, the highest {points[-1][0]:.2%} at {points[-1][1]}"
+        said = f"{y_name} by {x_name}: {len(points)} values, the highest {best[1]:.2%} at {best[0]}"
         return inline(figure, f"{said}; {len(missing)} without" if missing else said)
