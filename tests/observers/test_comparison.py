@@ -35,12 +35,14 @@ def test_the_table_has_the_best_first_and_those_without_an_accuracy_last(tmp_pat
 def test_the_page_shows_every_trial_and_marks_the_best():
     shown = comparison(ranked(RESULTS), NAMES)
     assert "Best: learning_rate 0.01, schedule onecycle, with 96.00% validation accuracy" in shown
-    assert "by learning_rate: 3 values, the highest 96.00% at 0.01; 1 without" in shown
-    assert "by schedule: 3 values, the highest 96.00% at onecycle; 1 without" in shown
+    assert "validation errors by learning_rate: 3 values, the lowest 4.00% at 0.01; 1 without" in shown
+    assert "validation errors by schedule: 3 values, the lowest 4.00% at onecycle; 1 without" in shown
     assert "100 held-out training images" in shown
     assert "Trials within 4.3% of each other" in shown
     assert "Trial 1 (learning_rate 10, schedule constant): &lt;NaN&gt;" in shown
 
 
 def test_one_faultless_trial_makes_a_page():
-    assert "Trials within 2.0% of each other" in comparison(ranked([result(1.0)]), ["seed"])
+    shown = comparison(ranked([result(1.0)]), ["seed"])
+    assert "validation errors by seed: 1 values, the lowest 0.50% at 1" in shown
+    assert "Trials within 2.0% of each other" in shown
