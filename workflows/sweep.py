@@ -3,12 +3,13 @@
 pyflyte run workflows/sweep.py sweep_wf --sweep '{"values": {"learning_rate": [0.05, 0.1, 0.2]}}' --hp '{"epochs": 1}'
 """
 
+import math
 import time
 from dataclasses import replace
 from functools import partial
 from typing import Any, List, NamedTuple, Optional
 
-from flytekit import Cache, dynamic, map_task, task, workflow
+from flytekit import Cache, FlyteContextManager, dynamic, map_task, task, workflow
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile, PythonPickledFile
 
@@ -22,8 +23,8 @@ from workflows.tasks.inputs import explain_unreadable_settings
 from workflows.tasks.observing import deck_publisher
 from workflows.tasks.prepare import PreparedDataset, prepare_dataset, resolve_dataset
 from workflows.tasks.resources import registered_environment, small_resources, training_resources
-from workflows.tasks.train import TRAINING_CODE, TrainingSummary, train
-from workflows.tasks.versions import CodeVersion
+from workflows.tasks.train import TrainingSummary, train
+from workflows.tasks.versions import TRAINING_SOURCES, CodeVersion
 from workflows.training.environment import choose_world
 from workflows.training.errors import RecoverableError, ReportedError
 from workflows.training.failures import RankFailed
@@ -32,6 +33,7 @@ from workflows.training.search import Sweep, TrialResult, trials_of
 
 explain_unreadable_settings()
 
+TRIAL_CODE = ((*TRAINING_SOURCES, "training/search.py", "sweep.py"), ("torch",))
 NO_RESULT = "no result even after Flyte's retries: the log of its pod says why"
 
 
@@ -76,22 +78,24 @@ def list_trials(sweep: Sweep, hp: Hyperparameters, options: RunOptions) -> List[
 
 
 @task(
-    cache=Cache(policies=CodeVersion(*TRAINING_CODE), ignored_inputs=("options",), serialize=True),
+    cache=Cache(policies=CodeVersion(*TRIAL_CODE), ignored_inputs=("options",), serialize=True),
     retries=2,
-    enable_deck=True,
-    deck_fields=(),
     **training_resources(),
 )
 def train_trial(hp: Hyperparameters, held_out: PreparedDataset, options: RunOptions) -> TrialResult:
     """Trains on what hold_out_validation has left and measures on the rest; a failure for good is a result too."""
     started = time.time()
     try:
-        summary = train(hp, held_out, options).summary
+        outputs = train(hp, held_out, options)
     except RankFailed as error:
         if isinstance(error, RecoverableError):
             raise
         return failed(hp, error, time.time() - started)
-    return TrialResult(hp, summary.accuracy, summary.test_samples, summary.total_seconds)
+    summary, report = outputs.summary, outputs.report.path
+    if not is_local():  # a map task shows no Deck
+        report = FlyteContextManager.current_context().file_access.put_raw_data(report)
+    diverged = "" if math.isfinite(summary.test_loss) else "diverged: the loss on the held-out images is not finite"
+    return TrialResult(hp, summary.accuracy, summary.test_samples, summary.total_seconds, report, diverged)
 
 
 def failed(hp: Hyperparameters, error: RankFailed, seconds: float = 0.0) -> TrialResult:
@@ -110,6 +114,7 @@ def run_trials(
     trials = [replace(hp, dataset=name) for hp in trials]
     if is_local():
         return run_locally(sweep, trials, held_out, options)
+    # Without a ratio below 1, one pod that fails for good would be the end of all; above 0, the least that Flyte takes
     each = partial(train_trial, held_out=held_out, options=options)
     return map_task(each, concurrency=sweep.concurrency, min_success_ratio=1e-3)(hp=trials)
 

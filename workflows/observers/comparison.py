@@ -31,20 +31,22 @@ def write_table(trials: Sequence[Trial], names: Sequence[str], path: Path) -> No
     """One line per trial, best first; accuracy from 0 to 1, empty where the trial failed."""
     with open(path, "w", newline="", encoding="utf-8") as file:
         table = csv.writer(file)
-        table.writerow(["trial", *names, "validation_accuracy", "seconds", "failure"])
+        table.writerow(["trial", *names, "validation_accuracy", "seconds", "report", "failure"])
         for number, result in trials:
             values = [getattr(result.hp, name) for name in names]
             accuracy = "" if result.failure else result.accuracy
-            table.writerow([number, *values, accuracy, f"{result.seconds:.1f}", result.failure])
+            table.writerow([number, *values, accuracy, f"{result.seconds:.1f}", result.report, result.failure])
 
 
 def comparison(trials: Sequence[Trial], names: Sequence[str]) -> str:
     """What belongs between <body> and </body>; the first trial is the best and has not failed."""
     best, failed = trials[0], [trial for trial in trials if trial.result.failure]
     accuracy, images = best.result.accuracy, best.result.held_out
-    chance = 2 * (accuracy * (1 - accuracy) / images) ** 0.5
+    share = (accuracy * images + 1) / (images + 2)  # so that no mistake at all does not count as certainty
+    chance = 2 * (share * (1 - share) / images) ** 0.5
     meaning = (
-        f"Share of the {images:,} held-out training images that each trial classified correctly after its last epoch. "
+        f"Share of the {images:,} held-out training images that each trial classified correctly after its last epoch; "
+        "the figures show those that it did not. "
         f"Trials within {chance:.1%} of each other may well differ by chance alone."
     )
     advice = (
@@ -82,8 +84,11 @@ def _figure(name: str, trials: Sequence[Trial]) -> Drawing:
     values = [getattr(trial.result.hp, name) for trial in trials]
     numeric = all(type(value) in (int, float) for value in values)
     x = values if numeric else [_shown(value) for value in values]
-    y = [None if trial.result.failure else trial.result.accuracy for trial in trials]
-    return Drawing(f"By {name}", scatter(name, x, "validation accuracy", y))
+    errors = [
+        None if result.failure else max(1 - result.accuracy, 0.5 / result.held_out)  # less than one image is none
+        for _, result in trials
+    ]
+    return Drawing(f"By {name}", scatter(name, x, "validation errors", errors))
 
 
 def _shown(value: Any) -> str:

@@ -146,32 +146,40 @@ def _style() -> Any:
 
 
 def scatter(x_name: str, x: Sequence[Any], y_name: str, y: Sequence[Optional[float]]) -> str:
-    """Shares over numbers or names as an SVG element, the highest one marked; a cross at the foot where there is none.
+    """Shares over numbers or names as an SVG element, the lowest marked; a cross at the top where there is none.
 
-    An axis of numbers that differ widely is one of equal ratios.
+    The shares, which are above 0, stand on an axis of equal ratios, and so do numbers that differ widely.
     """
     logging.getLogger("matplotlib").setLevel(logging.ERROR)
     import matplotlib
     from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, PercentFormatter
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
+    points = [(place, value) for place, value in zip(x, y, strict=True) if value is not None]
+    missing = [place for place, value in zip(x, y, strict=True) if value is None]
+    best = min(points, key=lambda point: point[1])
     with matplotlib.rc_context(_style()):
         figure = Figure(figsize=SIZE, layout="constrained")
         axes = figure.subplots()
-        points = sorted((value, place) for place, value in zip(x, y, strict=True) if value is not None)
-        axes.plot([place for _, place in points], [value for value, _ in points], "o", color=SERIES[0])
-        axes.plot([points[-1][1]], [points[-1][0]], "o", color=SERIES[1], markersize=9, fillstyle="none", label="best")
-        missing = [place for place, value in zip(x, y, strict=True) if value is None]
+        axes.plot(*zip(*points, strict=True), "o", color=SERIES[0])
+        axes.plot(*best, "o", color=SERIES[1], markersize=9, fillstyle="none", label="best")
         if missing:
-            foot = [0.03] * len(missing)
-            axes.plot(missing, foot, "x", color=SERIES[4], label="failed", transform=axes.get_xaxis_transform())
-        if not isinstance(x[0], str) and min(x) > 0 and max(x) >= 10 * min(x):
-            axes.set_xscale("log")
-            axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if max(x) < 300 * min(x) else (1,), numticks=8))
+            top = [0.97] * len(missing)
+            axes.plot(missing, top, "x", color=SERIES[4], label="failed", transform=axes.get_xaxis_transform())
+        if not isinstance(x[0], str):
+            if min(x) > 0 and max(x) >= 10 * min(x):
+                axes.set_xscale("log")
+                axes.xaxis.set_minor_formatter(NullFormatter())
+            if len(set(x)) <= 6:
+                axes.set_xticks(sorted(set(x)))
+                axes.xaxis.set_minor_locator(NullLocator())
             axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-            axes.xaxis.set_minor_formatter(NullFormatter())
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.3g}%"))
+        axes.yaxis.set_minor_formatter(NullFormatter())
         axes.set_xlabel(x_name)
-        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+        axes.set_ylabel(y_name)
         axes.legend(loc="best")
-        said = f"{y_name} by {x_name}: {len(points)} values, the highest {points[-1][0]:.2%} at {points[-1][1]}"
+        said = f"{y_name} by {x_name}: {len(points)} values, the lowest {best[1]:.2%} at {best[0]}"
         return inline(figure, f"{said}; {len(missing)} without" if missing else said)

@@ -58,6 +58,7 @@ class TrialResult:
         accuracy: share of the held-out images classified correctly after the last epoch, from 0 to 1.
         held_out: number of these images.
         seconds: of the whole training.
+        report: path or address of its page.
         failure: why there is no accuracy; empty where there is one.
     """
 
@@ -65,6 +66,7 @@ class TrialResult:
     accuracy: float = 0.0
     held_out: int = 0
     seconds: float = 0.0
+    report: str = ""
     failure: str = ""
 
 
