@@ -57,8 +57,8 @@ def test_a_sweep_that_was_cut_off_goes_on_and_shows_the_best_and_the_failed():
     os.kill(next(rank for child in children(running.pid) for rank in children(child)), signal.SIGKILL)
     report = words(running.communicate(timeout=120)[1].partition("Error")[2])
     assert running.returncode == 1
-    assert "trial 1 (learning_rate 1e+06): NonFiniteLoss: loss is not finite" in report
-    assert "trial 2 (learning_rate 0.02): SIGKILL: " in report
+    assert "Trial 1 (learning_rate 1e+06): NonFiniteLoss: loss is not finite" in report
+    assert "Trial 2 (learning_rate 0.02): SIGKILL: " in report
     assert "Traceback" not in report
 
     running = in_training(command)
@@ -160,5 +160,5 @@ def test_a_sweep_without_any_result_is_not_worth_a_retry(place):
     pod = Pod(package().tasks["workflows.sweep.compare"], {**inputs, "results": results}, place / "nothing")
     pod.start().wait()
     assert pod.error.error.kind == ContainerError.NON_RECOVERABLE
-    for line in ("trial 1 (learning_rate 0.02): this", "trial 2 (learning_rate 1e+06): that"):
+    for line in ("Trial 1 (learning_rate 0.02): this", "Trial 2 (learning_rate 1e+06): that"):
         assert line in pod.error.error.message

@@ -15,7 +15,7 @@ from flytekit.types.file import FlyteFile, PythonPickledFile
 
 from workflows.mnist import pytorch_mnist_task
 from workflows.observers.article import document
-from workflows.observers.comparison import chosen, comparison, ranked, write_table
+from workflows.observers.comparison import chosen, comparison, failures, ranked, write_table
 from workflows.observers.console import say
 from workflows.tasks.execution import is_local, run_dir
 from workflows.tasks.held_out import hold_out_validation
@@ -136,24 +136,20 @@ def run_locally(sweep: Sweep, trials: List[Hyperparameters], held_out: Any, opti
 def compare(sweep: Sweep, trials: List[Hyperparameters], name: str, results: List[Optional[TrialResult]]) -> Comparison:
     """Ranks the trials by their validation accuracy; raises ReportedError if none has one."""
     names = list(sweep.values)
-    known = [result or TrialResult(hp, failure=NO_RESULT) for hp, result in zip(trials, results, strict=True)]
-    ranking = ranked(known)
-    best = ranking[0]
-    if best.result.failure:
-        reasons = [
-            f"trial {trial.number} ({chosen(trial.result.hp, names)}): {trial.result.failure}" for trial in ranking
-        ]
-        raise ReportedError("\n".join(["Every trial of the sweep failed:", *reasons]))
+    ranking = ranked([one or TrialResult(hp, failure=NO_RESULT) for hp, one in zip(trials, results, strict=True)])
+    best = ranking[0].result
+    if best.failure:
+        raise ReportedError("\n".join(["Every trial of the sweep failed:", *failures(ranking, names)]))
     with run_dir(f"sweep-{name}") as folder:
         write_table(ranking, names, folder / "trials.csv")
         fragment = comparison(ranking, names)
         deck_publisher()(fragment)
         (folder / "report.html").write_text(document(f"Sweep on {name}", fragment), encoding="utf-8")
     where = f"\nTrials:   {folder / 'trials.csv'}\nReport:   {folder / 'report.html'}" if is_local() else ""
-    say(f"\nBest:     {chosen(best.result.hp, names)}: {best.result.accuracy:.2%} validation accuracy{where}\n")
+    say(f"\nBest:     {chosen(best.hp, names)}: {best.accuracy:.2%} validation accuracy{where}\n")
     remote = False if is_local() else None
     return Comparison(
-        best.result.hp,
+        best.hp,
         FlyteFile(str(folder / "trials.csv"), remote_path=remote),
         FlyteFile(str(folder / "report.html"), remote_path=remote),
     )

@@ -12,12 +12,14 @@ from workflows.training.search import TrialResult
 
 
 class Trial(NamedTuple):
+    """A trial's place in the order of trying, from 1, and what came of it."""
+
     number: int
     result: TrialResult
 
 
 def ranked(results: Sequence[TrialResult]) -> List[Trial]:
-    """The trials with their numbers, from 1: the most accurate first, those that failed last."""
+    """The most accurate first, the earlier of equals before the later, and those that failed last."""
     trials = [Trial(number, result) for number, result in enumerate(results, 1)]
     return sorted(trials, key=lambda trial: (bool(trial.result.failure), -trial.result.accuracy))
 
@@ -25,6 +27,13 @@ def ranked(results: Sequence[TrialResult]) -> List[Trial]:
 def chosen(hp: Hyperparameters, names: Iterable[str]) -> str:
     """What makes a trial differ from the others, in words."""
     return ", ".join(f"{name} {_shown(getattr(hp, name))}" for name in names)
+
+
+def failures(trials: Sequence[Trial], names: Iterable[str]) -> List[str]:
+    """A line for each trial that failed, with its reason."""
+    return [
+        f"Trial {number} ({chosen(result.hp, names)}): {result.failure}" for number, result in trials if result.failure
+    ]
 
 
 def write_table(trials: Sequence[Trial], names: Sequence[str], path: Path) -> None:
@@ -40,8 +49,8 @@ def write_table(trials: Sequence[Trial], names: Sequence[str], path: Path) -> No
 
 def comparison(trials: Sequence[Trial], names: Sequence[str]) -> str:
     """What belongs between <body> and </body>; the first trial is the best and has not failed."""
-    best, failed = trials[0], [trial for trial in trials if trial.result.failure]
-    accuracy, images = best.result.accuracy, best.result.held_out
+    best, failed = trials[0].result, failures(trials, names)
+    accuracy, images = best.accuracy, best.held_out
     share = (accuracy * images + 1) / (images + 2)  # so that no mistake at all does not count as certainty
     chance = 2 * (share * (1 - share) / images) ** 0.5
     meaning = (
@@ -55,18 +64,14 @@ def comparison(trials: Sequence[Trial], names: Sequence[str]) -> str:
     )
     heads, lines = ["Trial", *names, "validation accuracy", "seconds"], [_line(trial, names) for trial in trials]
     figures = [_figure(name, trials) for name in names]
-    others = {name: _shown(value) for name, value in vars(best.result.hp).items() if name not in names}
-    sections = [Section("Validation accuracy", [meaning, advice], figures, "Trials, best first", heads, lines)]
-    if failed:
-        reasons = [
-            f"Trial {trial.number} ({chosen(trial.result.hp, names)}): {trial.result.failure}" for trial in failed
-        ]
-        sections.append(Section("Failed", reasons))
-    settings = Section("Set-up", (), (), "Common to all trials", ["Hyperparameter", "value"], list(others.items()))
-    title = f"Sweep on {best.result.hp.dataset}: {len(trials)} trials"
-    return article(
-        title, f"Best: {chosen(best.result.hp, names)}, with {accuracy:.2%} validation accuracy", [*sections, settings]
-    )
+    others = [(name, _shown(value)) for name, value in vars(best.hp).items() if name not in names]
+    sections = [
+        Section("Validation accuracy", [meaning, advice], figures, "Trials, best first", heads, lines),
+        *([Section("Failed", failed)] if failed else []),
+        Section("Set-up", (), (), "Common to all trials", ["Hyperparameter", "value"], others),
+    ]
+    title = f"Sweep on {best.hp.dataset}: {len(trials)} trials"
+    return article(title, f"Best: {chosen(best.hp, names)}, with {accuracy:.2%} validation accuracy", sections)
 
 
 def _line(trial: Trial, names: Sequence[str]) -> List[str]:
