@@ -9,6 +9,7 @@ import statistics
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, List, Sequence, Tuple
 
@@ -17,11 +18,15 @@ from benchmarks.paper_model import H100, MNIST, Links, Network, step
 from workflows.training import launcher
 from workflows.training.datasets import prepare
 from workflows.training.environment import Environment, available_cores, choose_world, visible_gpus
+from workflows.training.events import Event, StepLogged
 from workflows.training.hyperparameters import Hyperparameters
-from workflows.training.prepared import read_description
 
-RUNS, TOTAL = 3, 128
+RUNS, INTERVALS, TOTAL = 5, 7, 128
 SIZES = 4096, 1_724_320  # bytes to reduce; the larger one is the MNIST network's 431,080 parameters
+
+
+class Enough(Exception):
+    """Ends a training whose steps have been timed."""
 
 
 def measure() -> Tuple[Network, Links, str]:
@@ -80,12 +85,19 @@ def seconds_alone(batch: int) -> float:
 
 
 def seconds_of_a_step(batch: int, ranks: int) -> float:
-    """The mean over an epoch of digits, with the project's own training."""
-    data = prepare("digits")
-    hp = Hyperparameters(dataset="digits", epochs=1, batch_size=batch, log_interval=1000)
-    (epoch,) = train(hp, data, ranks)[0].epochs
-    description = read_description(data)
-    return epoch.train_seconds / -(-description.train_samples * description.passes_per_epoch // batch)
+    """Of the project's own training, on digits: the median of some tens of steps."""
+    taken: List[float] = []
+
+    def note(event: Event) -> None:
+        if isinstance(event, StepLogged):
+            taken.append(batch / event.samples_per_second)
+            if len(taken) > INTERVALS:
+                raise Enough
+
+    hp = Hyperparameters(dataset="digits", batch_size=batch, learning_rate=1e-3, log_interval=20)
+    with suppress(Enough):
+        train(hp, prepare("digits"), ranks, on_event=note)
+    return statistics.median(taken[1:])
 
 
 def all_reduce_seconds() -> List[float]:
