@@ -27,10 +27,16 @@ def resolve_dataset(hp: Hyperparameters, options: RunOptions) -> str:
 
     A local run finds out here, before anything is downloaded or spawned, whether this machine can do what is asked.
     """
+    if is_local():
+        choose_world(hp.backend, options.nproc, hp.batch_size)
+    return resolve_name(hp.dataset)
+
+
+def resolve_name(asked: str) -> str:
+    """The dataset that a name or auto stands for; in a local run, what is damaged or lost is forgotten here."""
     if not is_local():
-        return "mnist" if hp.dataset == "auto" else hp.dataset
-    choose_world(hp.backend, options.nproc, hp.batch_size)
-    name = mnist_or_stand_in() if hp.dataset == "auto" else hp.dataset
+        return "mnist" if asked == "auto" else asked
+    name = mnist_or_stand_in() if asked == "auto" else asked
     datasets.discard_damaged(name)
     forget_lost_results()
     return name

@@ -40,6 +40,7 @@ class Registration(Settings):
             lacks never starts, so none is asked for unless named.
         nnodes: number of nodes of workflows/multinode.py, or the range of it as MIN:MAX.
         nproc_per_node: ranks per node there; 0 is one per GPU, or two under profile sandbox.
+        concurrency: shards of workflows/inference.py that are predicted at a time; 0 leaves it to the cluster.
     """
 
     profile: str = setting("gpu", choices=("gpu", "sandbox"))
@@ -50,6 +51,7 @@ class Registration(Settings):
     wandb_secret: str = setting("")
     nnodes: str = setting("2")
     nproc_per_node: int = setting(0, minimum=0, maximum=64)
+    concurrency: int = setting(0, minimum=0)
 
     @property
     def training_gpus(self) -> int:
