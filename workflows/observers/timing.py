@@ -64,7 +64,7 @@ def timing_article(
         ],
         [Drawing(curves.title, draw(curves))],
         caption=f"Images per second, median [range] of n = {options.repeats}",
-        heads=(UNIT.capitalize(), *(f"{method}, {devices[method]}" for method in METHODS)),
+        heads=(UNIT.capitalize(), *(f"{method} ({devices[method]})" for method in METHODS)),
         lines=[(str(size), *(str(table[method][size]) for method in METHODS)) for size in sizes],
     )
     setup = Section("Set-up", caption="Where", heads=("", ""), lines=list(surroundings().items()))
@@ -77,16 +77,19 @@ def explain(table: Table, gpus: int, processes: int, threads: Dict[str, int]) ->
         ((method, size, spread) for method, line in table.items() for size, spread in line.items()),
         key=lambda entry: entry[2].median,
     )
-    return [
+    said = [
         f"The most here is {best} images per second, by {method} with {size} images a batch.",
         explain_batches(table[ONE_DEVICE]),
         explain_data_parallel(table[ONE_DEVICE], table[DATA_PARALLEL], gpus),
         explain_processes(table[ONE_DEVICE], table[PROCESSES], gpus, processes, threads),
     ]
+    return [text for text in said if text]
 
 
 def explain_batches(one: Dict[int, Spread]) -> str:
     smallest, largest = min(one), max(one)
+    if smallest == largest:
+        return ""
     if one[largest].compared(one[smallest]) <= 0:
         return "On one device a larger batch is not faster than a smaller one, image by image: none of these is small."
     return (
@@ -98,17 +101,17 @@ def explain_batches(one: Dict[int, Spread]) -> str:
 
 
 def explain_data_parallel(one: Dict[int, Spread], parallel: Dict[int, Spread], gpus: int) -> str:
-    different = [size for size in one if parallel[size].compared(one[size])]
     if gpus < 2:
-        seen = (
-            f"with {_listed(different)} images a batch they differ all the same, and only by the noise of this machine"
-            if different
-            else "their ranges overlap with every batch size"
-        )
-        why = "There is no GPU here" if gpus == 0 else "There is one GPU here"
+        different = [size for size in one if parallel[size].compared(one[size])]
+        seen = f"differ with {_listed(different)} images a batch" if different else "overlap with every batch size"
+        if gpus == 1:
+            return (
+                "There is one GPU here, so nn.DataParallel has nothing to share a batch out to: it moves the batch to "
+                f"the GPU and calls the network, with a little more Python than that takes. The ranges {seen}."
+            )
         return (
-            f"{why}, so nn.DataParallel has nothing to share a batch out to and calls the network itself. It can be "
-            f"neither faster nor slower than one device: {seen}."
+            "There is no GPU here, so nn.DataParallel runs the network itself and can be neither faster nor slower "
+            f"than one device. The ranges {seen}" + (": so noisy is this machine." if different else ".")
         )
     smallest = min(one)
     cost = _milliseconds(parallel, smallest, gpus) - _milliseconds(one, smallest)
@@ -146,6 +149,11 @@ def explain_processes(
         seen += (
             f"With {_listed(slower)} images a batch they are slower: each has activations and weights of its own, and "
             "they compete for the same caches and the same memory. "
+        )
+    if any(many[size].least > processes * one[size].most for size in one):
+        seen += (
+            f"More than {processes} times is more than the cores can give: where something else runs on the machine, a "
+            "thread of one process that waits for a core holds up the others. "
         )
     same = [size for size in one if size not in (*faster, *slower)]
     if same:

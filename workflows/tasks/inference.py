@@ -11,7 +11,7 @@ from typing import Any, Dict, List, Optional
 from flytekit import Cache, current_context, task
 from flytekit.configuration import LocalConfig
 from flytekit.types.directory import FlyteDirectory
-from flytekit.types.file import CSVFile, FlyteFile
+from flytekit.types.file import CSVFile, PythonPickledFile
 
 from workflows.observers.console import Console, say
 from workflows.tasks.execution import flyte_retries, is_local, runs_dir
@@ -41,9 +41,11 @@ def one_device() -> Dict[str, Any]:
 
 
 @task(**small_resources())
-def check_inputs(model_state: FlyteFile, folder: Optional[FlyteDirectory], options: InferenceOptions) -> str:
+def check_inputs(
+    model_state: Optional[PythonPickledFile], folder: Optional[FlyteDirectory], options: InferenceOptions
+) -> str:
     """The name of the dataset that the model was trained on; refuses what can be seen without it."""
-    if is_local() and not Path(model_state.path).is_file():
+    if model_state is not None and is_local() and not Path(model_state.path).is_file():
         raise InputError(f"model_state must be a file, and {model_state.path} is none: give the one of a training")
     if folder is not None and not list_files(folder):
         raise InputError(f"{folder.path} holds no files to predict: give a folder of images, with sub-folders or not")
@@ -52,7 +54,7 @@ def check_inputs(model_state: FlyteFile, folder: Optional[FlyteDirectory], optio
 
 @task(**small_resources() | training_sizes(0), environment=training_resources()["environment"])
 def plan_shards(
-    model_state: FlyteFile, data: PreparedDataset, folder: Optional[FlyteDirectory], options: InferenceOptions
+    model_state: PythonPickledFile, data: PreparedDataset, folder: Optional[FlyteDirectory], options: InferenceOptions
 ) -> List[Shard]:
     """Shares the images out, once the model is known to be one for them; never cached, as it looks at contents."""
     check_registered_code()
@@ -93,7 +95,7 @@ def plan_shards(
 )
 def predict_shard(
     shard: Shard,
-    model_state: FlyteFile,
+    model_state: PythonPickledFile,
     data: PreparedDataset,
     folder: Optional[FlyteDirectory],
     options: InferenceOptions,

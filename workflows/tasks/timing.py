@@ -18,11 +18,9 @@ from workflows.tasks.resources import small_resources, training_resources
 from workflows.tasks.versions import check_registered_code
 from workflows.training import launcher, prepared
 from workflows.training.environment import World, choose_world, visible_gpus
-from workflows.training.errors import InputError
 from workflows.training.measurement import DATA_PARALLEL, ONE_DEVICE, PROCESSES, Measurement, TimingJob, TimingOptions
 
 TIMER = "workflows.training.timing:run"  # a name, because importing it would import torch
-MOST_IMAGES = 100_000  # of a batch: far above what any device gains from
 
 
 class TimingOutputs(NamedTuple):
@@ -38,22 +36,20 @@ class TimingOutputs(NamedTuple):
 
 
 @task(**small_resources())
-def check_timing(batch_sizes: List[int], options: TimingOptions) -> str:
-    """The name of the dataset; refuses what can be seen without it."""
-    if not batch_sizes or min(batch_sizes) < 1 or max(batch_sizes) > MOST_IMAGES:
-        raise InputError(f"batch_sizes must be numbers from 1 to {MOST_IMAGES:,}, at least one, got {batch_sizes}")
+def check_timing(options: TimingOptions) -> str:
+    """The name of the dataset; a local run finds out here whether this machine can have so many processes."""
     if is_local():
         processes_of(options)
     return resolve_name(options.dataset)
 
 
 @task(enable_deck=True, deck_fields=(), **training_resources())
-def time_inference(batch_sizes: List[int], data: PreparedDataset, options: TimingOptions) -> TimingOutputs:
+def time_inference(data: PreparedDataset, options: TimingOptions) -> TimingOutputs:
     """Times all methods with each batch size as often as options say; never cached: a clock's answer is of its day."""
     check_registered_code()
     with flyte_retries(), run_dir("inference-timing") as place:
         description = prepared.verify(data.download())
-        found = measure_all(sorted(set(batch_sizes)), data.download(), options)
+        found = measure_all(data.download(), options)
         measurements, report = place / "measurements.csv", place / "report.html"
         write_measurements(measurements, found)
         fragment = timing_article(found, visible_gpus(), description, options)
@@ -69,7 +65,7 @@ def processes_of(options: TimingOptions) -> World:
     return choose_world("auto", options.nproc, batch_size=1024)  # nproc at most: each process has batches of its own
 
 
-def measure_all(batch_sizes: List[int], data: str, options: TimingOptions) -> List[Measurement]:
+def measure_all(data: str, options: TimingOptions) -> List[Measurement]:
     """Methods take turns at going first, so that a machine that becomes faster or slower favours none."""
     many = processes_of(options)
     alone = dataclasses.replace(many, size=1, local_size=1)
@@ -78,7 +74,7 @@ def measure_all(batch_sizes: List[int], data: str, options: TimingOptions) -> Li
         turns = [(alone, (ONE_DEVICE, DATA_PARALLEL)), (many, (PROCESSES,))]
         for world, methods in turns[:: -1 if repeat % 2 else 1]:
             job = TimingJob(
-                data, options.model, methods[:: -1 if repeat % 2 else 1], tuple(batch_sizes), options.seconds,
+                data, options.model, methods[:: -1 if repeat % 2 else 1], options.sizes, options.seconds,
                 options.timeout_seconds + 60,
             )  # fmt: skip
             measured: List[Measurement] = launcher.launch(TIMER, world, job, options.timeout_seconds, Console())[0]

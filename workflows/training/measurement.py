@@ -3,11 +3,13 @@
 from dataclasses import dataclass
 from typing import Tuple
 
+from workflows.training.errors import InputError
 from workflows.training.hyperparameters import DATASETS, MODELS
 from workflows.training.settings import Settings, setting
 
 ONE_DEVICE, DATA_PARALLEL, PROCESSES = "one device", "nn.DataParallel", "one process per device"
 METHODS = (ONE_DEVICE, DATA_PARALLEL, PROCESSES)
+MOST_IMAGES = 100_000  # of a batch: far above what any device gains from
 
 
 @dataclass(frozen=True)
@@ -17,6 +19,7 @@ class TimingOptions(Settings):
     Attributes:
         model: name of the network, which has its initial weights: they do not change its speed.
         dataset: whose test images are predicted; auto as in training.
+        batch_sizes: images that each device gets at a time, as numbers with commas between them.
         nproc: processes of the third method; 0 is one per visible GPU, or two where there is none.
         repeats: times that everything is measured, in new processes each time.
         seconds: that one measurement should take.
@@ -25,10 +28,24 @@ class TimingOptions(Settings):
 
     model: str = setting("mnist_cnn", choices=MODELS)
     dataset: str = setting("auto", choices=DATASETS)
+    batch_sizes: str = setting("1,8,32,128,512")
     nproc: int = setting(0, minimum=0, maximum=1024)
     repeats: int = setting(5, minimum=1, maximum=100)
     seconds: float = setting(0.3, above=0, maximum=60)
     timeout_seconds: float = setting(300.0, minimum=1, maximum=86400)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        numbers = self.batch_sizes.split(",")
+        if not all(number.strip().isdecimal() and 1 <= int(number) <= MOST_IMAGES for number in numbers):
+            raise InputError(
+                f"TimingOptions.batch_sizes must be whole numbers from 1 to {MOST_IMAGES:,} with commas between them, "
+                f"got {self.batch_sizes!r}"
+            )
+
+    @property
+    def sizes(self) -> Tuple[int, ...]:
+        return tuple(sorted({int(number) for number in self.batch_sizes.split(",")}))
 
 
 @dataclass(frozen=True)
