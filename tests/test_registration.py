@@ -82,7 +82,7 @@ def test_every_task_is_a_plain_container_of_the_named_image(gpu):
     plain = {name: task.type for name, task in gpu.tasks.items() if not name.startswith("workflows.multinode.")}
     assert set(plain.values()) == {"python-task"}
     for task in gpu.tasks.values():
-        assert task.container.args[0] == "pyflyte-execute"
+        assert task.container.args[0] in ("pyflyte-execute", "pyflyte-map-execute")
         assert not task.HasField("k8s_pod")
 
 

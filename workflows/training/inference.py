@@ -16,8 +16,6 @@ from workflows.training.models import MODELS, load_model
 from workflows.training.prepared import DatasetDescription
 from workflows.training.shards import ModelFile, Row, ShardJob, write_rows
 
-MOST_DIFFERENCES = 3  # to name in an error
-
 
 @torch.inference_mode()
 def predict_shard(environment: Environment, link: Link, job: ShardJob) -> None:
@@ -69,23 +67,28 @@ def find_fault(environment: Environment, link: Link, file: ModelFile) -> str:
         return f"is no file of weights that can be read safely ({type(error).__name__})"
     if not isinstance(found, dict) or not all(isinstance(value, Tensor) for value in found.values()):
         return f"holds {type(found).__name__} and not a state_dict, which has a name for each tensor"
-    network = f"{file.model} for images of {file.image_shape} and {file.classes} classes"
     differences = compare(found, MODELS[file.model](file.image_shape, file.classes).state_dict())
     if not differences:
         return ""
-    more = len(differences) - MOST_DIFFERENCES
-    shown = "; ".join(differences[:MOST_DIFFERENCES]) + (f"; and {more} more" if more > 0 else "")
-    return f"belongs to another network than {network}: {shown}"
+    network = f"{file.model} for images of {file.image_shape} and {file.classes} classes"
+    return f"belongs to another network than {network}: it {', '.join(differences)}"
 
 
 def compare(found: Dict[str, Tensor], expected: Dict[str, Tensor]) -> List[str]:
-    """What differs between two state_dicts in names and shapes."""
-    return [
-        *(f"{name} is missing" for name in expected if name not in found),
-        *(f"{name} is unknown" for name in found if name not in expected),
-        *(
-            f"{name} is {tuple(found[name].shape)} instead of {tuple(value.shape)}"
-            for name, value in expected.items()
-            if name in found and found[name].shape != value.shape
-        ),
-    ]
+    """What differs between two state_dicts in names and shapes, as the end of 'it …'; the first case of each kind."""
+    lacking = [name for name in expected if name not in found]
+    unknown = [name for name in found if name not in expected]
+    other = [name for name in expected if name in found and found[name].shape != expected[name].shape]
+    said = []
+    if lacking:
+        said.append(f"lacks {lacking[0]}{_more(lacking)}")
+    if unknown:
+        said.append(f"has {unknown[0]}{_more(unknown)}, which the network has not")
+    if other:
+        shapes = f"of shape {tuple(found[other[0]].shape)} instead of {tuple(expected[other[0]].shape)}"
+        said.append(f"has {other[0]} {shapes}{_more(other)}")
+    return said
+
+
+def _more(names: Sequence[str]) -> str:
+    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
