@@ -10,13 +10,10 @@ THREADS = {ONE_DEVICE: 2, DATA_PARALLEL: 2, PROCESSES: 1}
 
 def said(one, parallel, processes, gpus=0, count=2):
     """Text about methods that are given as {batch size: images per second of each repeat}."""
+    lines = ((ONE_DEVICE, 1, one), (DATA_PARALLEL, gpus or 1, parallel), (PROCESSES, count, processes))
     found = [
         Measurement(method, devices, THREADS[method], size, rate)
-        for method, devices, line in (
-            (ONE_DEVICE, 1, one),
-            (DATA_PARALLEL, gpus or 1, parallel),
-            (PROCESSES, count, processes),
-        )
+        for method, devices, line in lines
         for size, rates in line.items()
         for rate in rates
     ]
@@ -34,8 +31,8 @@ ONE = {1: [900, 1000, 1100], 64: [4000, 4100, 4200]}
         ({1: [1000, 1050, 1070], 64: [3000, 3100, 3200]}, "With 64 images a batch they are slower", "are faster"),
         (
             {1: [3000, 3100, 3200], 64: [4100, 4200, 4300]},
-            "More than 2 times is more than the cores can give",
-            "slower",
+            "More than 2 times is more than the cores",
+            "are slower",
         ),
     ],
 )
