@@ -5,6 +5,7 @@ import json
 import os
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Dict, List, Optional
 
@@ -23,7 +24,7 @@ from workflows.training import launcher, prepared
 from workflows.training.environment import World, choose_world
 from workflows.training.errors import InputError
 from workflows.training.shards import InferenceOptions, ModelFile, Shard, ShardJob
-from workflows.training.storage import temporary_beside, writing_to
+from workflows.training.storage import remove_leftovers, temporary_beside, writing_to
 
 # names, because importing them would import torch
 PREDICTOR = "workflows.training.inference:predict_shard"
@@ -69,26 +70,29 @@ def plan_shards(
             f"model_state: the file {weights} {fault}: give the model_state of a training, and in options the model "
             f"and the dataset that it was trained with"
         )
-    versions = list(list_files(folder).values()) if folder is not None else []
-    images = len(versions) or {"train": description.train_samples, "test": description.test_samples}[options.split]
+    files = list(list_files(folder).items()) if folder is not None else []
+    decisive = {
+        "weights": hashlib.sha256(weights.read_bytes()).hexdigest(),
+        "model": options.model,
+        "dataset": description.digest,
+        "split": options.split,
+        "code": code_version(*INFERENCE_CODE),
+    }
+    images = len(files) or {"train": description.train_samples, "test": description.test_samples}[options.split]
     count = min(options.shards, images)
-    shards = []
-    for number in range(count):
-        first, last = images * number // count, images * (number + 1) // count
-        decisive: Dict[str, Any] = {
-            "weights": hashlib.sha256(weights.read_bytes()).hexdigest(),
-            "model": options.model,
-            "dataset": description.digest,
-            "images": versions[first:last] or [options.split, first, last],
-            "code": code_version(*INFERENCE_CODE),
-        }
-        key = hashlib.sha256(json.dumps(decisive).encode()).hexdigest()[:32]
-        shards.append(Shard(number, count, first, last, key))
-    return shards
+    bounds = [images * number // count for number in range(count + 1)]
+    return [
+        Shard(number, count, first, last, _key(**decisive, images=[first, last], files=files[first:last]))
+        for number, (first, last) in enumerate(pairwise(bounds))
+    ]
+
+
+def _key(**decisive: Any) -> str:
+    return hashlib.sha256(json.dumps(decisive).encode()).hexdigest()[:32]
 
 
 @task(
-    # The shard alone tells its predictions from others; Flyte cannot keep two runs from the same shard of a map task
+    # A shard's key stands for all other inputs; not serialize=True, which Flyte has not for map tasks
     cache=Cache(policies=CodeVersion(*INFERENCE_CODE), ignored_inputs=("model_state", "data", "folder", "options")),
     retries=3,
     **one_device(),
@@ -138,4 +142,5 @@ def part_path(shard: Shard) -> Path:
     folder = runs_dir() / "shards"
     with writing_to(runs_dir(), "DDP_RUNS_DIR"):
         folder.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(folder)
     return folder / f"{shard.key}.csv"

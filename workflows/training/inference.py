@@ -15,6 +15,7 @@ from workflows.training.loop import Link
 from workflows.training.models import MODELS, load_model
 from workflows.training.prepared import DatasetDescription
 from workflows.training.shards import ModelFile, Row, ShardJob, write_rows
+from workflows.training.storage import writing_to
 
 
 @torch.inference_mode()
@@ -33,7 +34,8 @@ def predict_shard(environment: Environment, link: Link, job: ShardJob) -> None:
         scores, guesses = model(batch.images).exp().max(1)
         found += zip(scores.tolist(), guesses.tolist(), strict=True)
         link.alive()
-    write_rows(Path(job.output), predicted(rows, found, description.classes))
+    with writing_to(Path(job.output).parent, "DDP_RUNS_DIR"):
+        write_rows(Path(job.output), predicted(rows, found, description.classes))
 
 
 def read_images(job: ShardJob, description: DatasetDescription) -> Tuple[np.ndarray, List[Row]]:
