@@ -53,7 +53,7 @@ def check_inputs(
     return resolve_name(options.dataset)
 
 
-@task(**small_resources() | training_sizes(0), environment=training_resources()["environment"])
+@task(retries=2, **small_resources() | training_sizes(0), environment=training_resources()["environment"])
 def plan_shards(
     model_state: PythonPickledFile, data: PreparedDataset, folder: Optional[FlyteDirectory], options: InferenceOptions
 ) -> List[Shard]:
@@ -92,7 +92,7 @@ def _key(**decisive: Any) -> str:
 
 
 @task(
-    # A shard's key stands for all other inputs; not serialize=True, which Flyte has not for map tasks
+    # A shard's key stands for all other inputs
     cache=Cache(policies=CodeVersion(*INFERENCE_CODE), ignored_inputs=("model_state", "data", "folder", "options")),
     retries=3,
     **one_device(),

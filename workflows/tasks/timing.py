@@ -43,7 +43,7 @@ def check_timing(options: TimingOptions) -> str:
     return resolve_name(options.dataset)
 
 
-@task(enable_deck=True, deck_fields=(), **training_resources())
+@task(retries=2, enable_deck=True, deck_fields=(), **training_resources())
 def time_inference(data: PreparedDataset, options: TimingOptions) -> TimingOutputs:
     """Times all methods with each batch size as often as options say; never cached: a clock's answer is of its day."""
     check_registered_code()
