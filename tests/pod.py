@@ -31,8 +31,8 @@ def package(*arguments: str, **environment: str) -> Package:
     return build_package(IMAGE, *arguments, environment=environment)
 
 
-def literal(value: Any) -> Literal:
-    kind = type(value)
+def literal(value: Any, kind: Any = None) -> Literal:
+    kind = kind or type(value)
     return TypeEngine.to_literal(
         FlyteContextManager.current_context(), value, kind, TypeEngine.to_literal_type(kind)
     ).to_flyte_idl()

@@ -82,7 +82,7 @@ def test_every_task_is_a_plain_container_of_the_named_image(gpu):
     plain = {name: task.type for name, task in gpu.tasks.items() if not name.startswith("workflows.multinode.")}
     assert set(plain.values()) == {"python-task"}
     for task in gpu.tasks.values():
-        assert task.container.args[0] == "pyflyte-execute"
+        assert task.container.args[0] in ("pyflyte-execute", "pyflyte-map-execute")
         assert not task.HasField("k8s_pod")
 
 
@@ -147,7 +147,9 @@ def test_gpus_and_accelerator(monkeypatch):
 def test_launch_plans(gpu):
     plans = gpu.launch_plans
     datasets = {
-        name: decode(plan.spec.default_inputs.parameters["hp"].default)["dataset"] for name, plan in plans.items()
+        name: decode(plan.spec.default_inputs.parameters["hp"].default)["dataset"]
+        for name, plan in plans.items()
+        if "hp" in plan.spec.default_inputs.parameters
     }
     assert datasets["mnist"] == datasets["nightly"] == "mnist"
     assert datasets["fashion_mnist"] == "fashion_mnist"

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Iterator
 
-from flyteidl.core.literals_pb2 import Literal, LiteralMap
+from flyteidl.core.literals_pb2 import LiteralMap
 from flytekit import FlyteContextManager, current_context
 from flytekit.core.local_cache import LocalTaskCache
 from flytekit.exceptions.user import FlyteRecoverableException
@@ -71,6 +71,6 @@ def forget_lost_results() -> None:
 
 def _local_paths(outputs: LiteralMap) -> Iterator[str]:
     for literal in outputs.literals.values():
-        uri = literal.scalar.blob.uri if isinstance(literal, Literal) else ""
-        if uri.startswith("/"):
-            yield uri
+        for one in literal.collection.literals or [literal]:
+            if one.scalar.blob.uri.startswith("/"):
+                yield one.scalar.blob.uri

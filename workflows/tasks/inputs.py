@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from flytekit.interaction.click_types import JsonParamType
+from flytekit.interaction.click_types import DirParamType, FileParamType, JsonParamType, UnionParamType
 
 from workflows.training.errors import InputError
 from workflows.training.settings import Settings
@@ -41,3 +41,20 @@ def explain_unreadable_settings() -> None:
 
     parse.explains = True  # type: ignore[attr-defined]
     JsonParamType._parse = parse
+
+
+def explain_missing_paths() -> None:
+    """Makes `pyflyte run` say that an optional file or folder is missing; flytekit ends in a traceback, having tried to
+    take its path for a None. All other optional inputs stay flytekit's."""
+    if getattr(UnionParamType.convert, "explains", False):
+        return
+    flytekits = UnionParamType.convert
+
+    def convert(self: UnionParamType, value: Any, param: Any, context: Any) -> Any:
+        of_paths = [one for one in self._types if isinstance(one, (DirParamType, FileParamType))]
+        if len(of_paths) == 1 and isinstance(value, str):
+            return of_paths[0].convert(value, param, context)
+        return flytekits(self, value, param, context)
+
+    convert.explains = True  # type: ignore[attr-defined]
+    UnionParamType.convert = convert

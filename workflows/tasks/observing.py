@@ -79,11 +79,11 @@ def observing(setting: Setting, report_path: Path, *others: Callable[[Any], None
         raise
 
 
-def deck_publisher() -> Callable[[str], None]:
+def deck_publisher(title: str = "Training") -> Callable[[str], None]:
     """Shows HTML in the task's Deck at once, where a Flyte console can show it."""
     if is_local() or not current_context().enable_deck:
         return lambda html: None  # a local run's file is there to be opened
-    deck = Deck("Training", "")
+    deck = Deck(title, "")
 
     def publish(html: str) -> None:
         deck._html = html  # a Deck can only be appended to

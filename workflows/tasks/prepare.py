@@ -27,12 +27,18 @@ def resolve_dataset(hp: Hyperparameters, options: RunOptions, auto: str = "mnist
 
     A local run finds out here, before anything is downloaded or spawned, whether this machine can do what is asked.
     """
+    if is_local():
+        choose_world(hp.backend, options.nproc, hp.batch_size)
+    return resolve_name(hp.dataset, auto)
+
+
+def resolve_name(asked: str, auto: str = "mnist") -> str:
+    """The dataset that a name or auto stands for; in a local run, what is damaged or lost is forgotten here."""
+    name = auto if asked == "auto" else asked
     if not is_local():
-        return auto if hp.dataset == "auto" else hp.dataset
-    choose_world(hp.backend, options.nproc, hp.batch_size)
-    name = auto if hp.dataset == "auto" else hp.dataset
+        return name
     datasets.discard_damaged(name)
-    if hp.dataset == "auto" and not is_to_be_had(name):
+    if asked == "auto" and not is_to_be_had(name):
         name = "digits"
         datasets.discard_damaged(name)
     forget_lost_results()

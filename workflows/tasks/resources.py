@@ -41,6 +41,7 @@ class Registration(Settings):
         nnodes: number of nodes of workflows/multinode.py, or the range of it as MIN:MAX.
         nproc_per_node: ranks per node there; 0 is one per GPU, or two under profile sandbox.
         join_minutes: that the first nodes wait there for the last: one has the image, another has yet to be made.
+        concurrency: shards of workflows/inference.py that are predicted at a time; 0 leaves it to the cluster.
     """
 
     profile: str = setting("gpu", choices=("gpu", "sandbox"))
@@ -52,6 +53,7 @@ class Registration(Settings):
     nnodes: str = setting("2")
     nproc_per_node: int = setting(0, minimum=0, maximum=64)
     join_minutes: int = setting(15, minimum=1, maximum=1440)
+    concurrency: int = setting(0, minimum=0)
 
     @property
     def training_gpus(self) -> int:

@@ -21,6 +21,14 @@ TRAINING_SOURCES = (
     "training/state.py",
     "training/worker.py",
 )
+INFERENCE_SOURCES = (
+    "tasks/inference.py",
+    "training/batches.py",
+    "training/images.py",
+    "training/inference.py",
+    "training/models.py",
+)
+TIMING_SOURCES = ("training/timing.py",)
 DATA_SOURCES = ("training/datasets.py", "training/prepared.py")
 CODE_VARIABLE = "DDP_TRAINING_CODE"
 OTHER_CODE = "give --copy all to pyflyte run or register, or build the image anew"
@@ -40,8 +48,8 @@ def code_version(sources: Sequence[str], distributions: Sequence[str]) -> str:
 
 
 def registered_code() -> str:
-    """What the training code is at registration; goes into the pod's environment."""
-    return code_version(TRAINING_SOURCES, ())
+    """What the code of the ranks is at registration; goes into the pod's environment."""
+    return code_version(sorted({*TRAINING_SOURCES, *INFERENCE_SOURCES, *TIMING_SOURCES}), ())
 
 
 def check_registered_code() -> None:

@@ -1,0 +1,75 @@
+"""Batch prediction with a trained model, over a dataset or a folder of image files; and how fast it can be.
+
+pyflyte run workflows/inference.py inference_wf --model_state model.pt
+pyflyte run workflows/inference.py inference_timing_wf
+"""
+
+from functools import partial
+from typing import Optional
+
+from flytekit import dynamic, map_task, workflow
+from flytekit.types.directory import FlyteDirectory
+from flytekit.types.file import PythonPickledFile
+
+from workflows.mnist import pytorch_training_wf
+from workflows.tasks.gather import InferenceOutputs, gather_shards
+from workflows.tasks.inference import check_inputs, plan_shards, predict_shard
+from workflows.tasks.inputs import explain_missing_paths, explain_unreadable_settings
+from workflows.tasks.prepare import PreparedDataset, prepare_dataset
+from workflows.tasks.resources import registered_environment, registration, small_resources
+from workflows.tasks.timing import TimingOutputs, check_timing, time_inference
+from workflows.training.hyperparameters import Hyperparameters, RunOptions
+from workflows.training.measurement import TimingOptions
+from workflows.training.shards import InferenceOptions
+
+explain_unreadable_settings()
+explain_missing_paths()
+
+
+# What a @dynamic starts is compiled in its pod, which therefore has to know the settings of the registration
+@dynamic(**small_resources(), environment=registered_environment())
+def given_or_trained(
+    model_state: Optional[PythonPickledFile], data: PreparedDataset, options: InferenceOptions
+) -> PythonPickledFile:
+    """The weights that were given, else those of a training as it comes; the data are waited for, not used."""
+    if model_state is not None:
+        return model_state
+    hp = Hyperparameters(dataset=options.dataset, model=options.model)
+    return pytorch_training_wf(hp=hp, options=RunOptions()).model_state
+
+
+@workflow
+def inference_wf(
+    model_state: Optional[PythonPickledFile] = None,
+    folder: Optional[FlyteDirectory] = None,
+    options: InferenceOptions = InferenceOptions(),
+) -> InferenceOutputs:
+    """Predicts in shards, each of which is retried and remembered by itself.
+
+    Args:
+        model_state: the weights, as a training gives them; without one, such a training comes first.
+        folder: of image files, which are brought to the size and channels of the dataset; a sub-folder may bear a
+            class's name or number. Without one, the images are those of a split of the dataset.
+        options: the network, the dataset that it was trained on, and how to predict.
+    """
+    data = prepare_dataset(name=check_inputs(model_state=model_state, folder=folder, options=options))
+    weights = given_or_trained(model_state=model_state, data=data, options=options)
+    shards = plan_shards(model_state=weights, data=data, folder=folder, options=options)
+    fixed = partial(predict_shard, model_state=weights, data=data, folder=folder, options=options)
+    parts = map_task(fixed, concurrency=registration().concurrency or None)(shard=shards)
+    return gather_shards(parts=parts, data=data, folder=folder, options=options)
+
+
+@workflow
+def inference_timing_wf(options: TimingOptions = TimingOptions()) -> TimingOutputs:
+    """Times one device against nn.DataParallel against one process per device.
+
+    Args:
+        options: what to time, with which batch sizes, and how often.
+    """
+    data = prepare_dataset(name=check_timing(options=options))
+    return time_inference(data=data, options=options)
+
+
+if __name__ == "__main__":
+    print(inference_wf())
