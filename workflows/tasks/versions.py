@@ -15,6 +15,8 @@ from workflows.training.errors import ReportedError
 TRAINING_SOURCES = (
     "tasks/train.py",
     "training/batches.py",
+    "training/image_files.py",
+    "training/loading.py",
     "training/loop.py",
     "training/models.py",
     "training/state.py",

@@ -1,0 +1,86 @@
+"""From a folder of image files to what training and the loading study read, as Flyte tasks."""
+
+import os
+import tempfile
+from pathlib import Path
+from typing import NamedTuple, Optional
+
+import numpy as np
+from flytekit import Cache, current_context, task
+from flytekit.types.directory import FlyteDirectory
+
+from workflows.observers.console import say
+from workflows.tasks.execution import forget_lost_results, is_local
+from workflows.tasks.prepare import PreparedDataset
+from workflows.tasks.resources import preparation_resources
+from workflows.tasks.versions import DATA_SOURCES, CodeVersion
+from workflows.training.datasets import data_dir, prepare
+from workflows.training.environment import choose_world
+from workflows.training.errors import InputError
+from workflows.training.folder_settings import ImageSettings
+from workflows.training.image_files import Access, write_access
+from workflows.training.image_folder import index_folder, stamp, write_folder
+from workflows.training.lfw import lfw_folder
+from workflows.training.prepared import SPLITS, open_split, read_description
+from workflows.training.storage import writing_to
+
+FOLDER_SOURCES = (*DATA_SOURCES, "training/description.py", "training/image_files.py", "training/image_folder.py")
+
+
+class FoundImages(NamedTuple):
+    """folder: of the image files. stamp: of their names, sizes and times; empty on a cluster, whose places say it."""
+
+    folder: FlyteDirectory
+    stamp: str
+
+
+@task(**preparation_resources())
+def find_images(
+    folder: Optional[FlyteDirectory], images: ImageSettings, backend: str = "auto", nproc: int = 0, batch_size: int = 1
+) -> FoundImages:
+    """The folder to read; never cached, because what is in it may have changed.
+
+    A local run finds out here whether there is something to train on, and whether this machine can train on it.
+    """
+    if folder is not None and images.source != "folder":
+        raise InputError(f'ImageSettings.source must be "folder" where a folder is given, got "{images.source}"')
+    if folder is not None and not is_local():
+        return FoundImages(folder, "")
+    choose_world(backend, nproc, batch_size)
+    if folder is not None:
+        place = Path(folder.download()).absolute()
+    else:
+        place = lfw_folder() if images.source == "lfw" else digit_images()
+    if not is_local():
+        return FoundImages(FlyteDirectory(str(place)), "")
+    forget_lost_results()
+    return FoundImages(FlyteDirectory(str(place), remote_directory=False), stamp(place))
+
+
+@task(cache=Cache(policies=CodeVersion(FOLDER_SOURCES, ["pillow"]), serialize=True), **preparation_resources())
+def index_images(folder: FlyteDirectory, stamp: str, images: ImageSettings) -> PreparedDataset:
+    """Reads every image once; what training needs to know of them, without the images."""
+    name = Path(str(folder.remote_source or folder.path)).name
+    index = index_folder(Path(folder.download()), name, images, say)
+    return FlyteDirectory(str(index), remote_directory=False if is_local() else None)
+
+
+def digit_images() -> Path:
+    """scikit-learn's 1,797 handwritten digits as PNG files, for where no folder is given."""
+    folder = data_dir() / "digit_images"
+    say(f"No folder was given, so this run reads scikit-learn's 1,797 handwritten digits, as PNG files in {folder}.")
+    if not folder.exists():
+        splits = [open_split(prepare("digits"), split) for split in SPLITS]
+        images, labels = (np.concatenate(arrays) for arrays in zip(*splits, strict=True))
+        with writing_to(folder, "DDP_DATA_DIR"):
+            write_folder(folder, read_description(prepare("digits")).classes, images, labels)
+    return folder
+
+
+def attach(index: FlyteDirectory, folder: FlyteDirectory, workers: int, pin_memory: bool) -> FlyteDirectory:
+    """What the ranks read: the index, and where and how they find the images themselves."""
+    place = Path(tempfile.mkdtemp(dir=current_context().working_directory, prefix="images-"))
+    for file in Path(index.download()).iterdir():
+        os.symlink(file, place / file.name)
+    write_access(place, Access(str(folder.download()), workers, pin_memory))
+    return FlyteDirectory(str(place))
