@@ -5,7 +5,6 @@ from typing import List, Sequence
 import numpy as np
 
 from workflows.observers.article import Drawing, Section, article
-from workflows.observers.contents import gibibytes
 from workflows.observers.figures import Curves, draw, picture
 from workflows.training.description import DatasetDescription
 from workflows.training.loading_times import LoadingTimes, Measured
@@ -31,18 +30,19 @@ def loading_page(
     )
     decoded = description.train_samples * int(np.prod(description.image_shape))
     advice = (
-        f'--options \'{{"loader_workers": {best.workers}, "pin_memory": {str(best.pin_memory).lower()}}}\' '
-        f"is what to train with by this: {best.rate:,.0f} images per second, and no setting with fewer workers comes "
-        "within the range of the fastest one's passes."
+        f'Train with --options \'{{"loader_workers": {best.workers}, "pin_memory": {str(best.pin_memory).lower()}}}\': '
+        f"{best.rate:,.0f} images per second, by the fewest workers whose median lies within the range of the fastest "
+        "setting's passes."
     )
     how = (
         f"Each pass decodes {first.images:,} of {description.train_samples:,} training images to {shape} by one rank "
-        f"and brings them to the device ({times.device}), its workers' start and end included. Nothing else ran in the "
-        "rank: where training computes on the same cores, workers have less of them."
+        f"and brings them to the device ({times.device}); the start and end of its workers count. The settings took "
+        "turns, after a first pass that did not count. Nothing else ran in the rank: where training computes on the "
+        "same cores, the workers have less of them."
     )
     memory = (
-        f"Decoded, all training images would take {gibibytes(decoded)}; no process held more than "
-        f"{gibibytes(times.peak_bytes)}."
+        f"Decoded, all training images would take {decoded / 2**20:,.0f} MiB; no process held more than "
+        f"{times.peak_bytes / 2**20:,.0f} MiB."
     )
     shown = [
         (picture(image), description.classes[label])

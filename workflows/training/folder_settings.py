@@ -33,10 +33,12 @@ class ImageSettings(Settings):
 
 @dataclass(frozen=True)
 class FolderHyperparameters(Hyperparameters):
-    """Hyperparameters for images from files, of which fewer are decoded at once."""
+    """Hyperparameters with other defaults: folders tend to have fewer images, and larger ones, than MNIST."""
 
     dataset: str = setting("image_folder", choices=("image_folder",))
+    batch_size: int = setting(64, minimum=1)
     epochs: int = setting(10, minimum=1)
+    learning_rate: float = setting(0.03, above=0)
     test_batch_size: int = setting(250, minimum=1)
 
 

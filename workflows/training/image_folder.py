@@ -5,6 +5,7 @@ import io
 import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Callable, Dict, Iterator, List, Mapping, NamedTuple, Sequence, Tuple, Union
 
@@ -65,8 +66,10 @@ def stamp(folder: Path) -> str:
     digest = hashlib.sha256()
     names = (name for classes in find_images(folder).values() for files in classes.values() for name in files)
     for name in names:
-        status = (folder / name).stat()
-        digest.update(os.fsencode(name) + f"\0{status.st_size}\0{status.st_mtime_ns}\0".encode())
+        digest.update(os.fsencode(name) + b"\0")
+        with suppress(OSError):  # a link to nowhere is found out, and counted, when it is to be read
+            status = (folder / name).stat()
+            digest.update(f"{status.st_size}\0{status.st_mtime_ns}\0".encode())
     return digest.hexdigest()
 
 
@@ -116,7 +119,7 @@ def index_folder(folder: Path, name: str, images: ImageSettings, say: Callable[[
         )
 
     columns = [column for split in SPLITS for column in _columns(kept[split])]
-    key = hashlib.sha256(repr((str(folder), name, stamp(folder), images)).encode()).hexdigest()[:16]
+    key = hashlib.sha256(repr((name, images, bad, content.hexdigest())).encode()).hexdigest()[:16]
     directory = data_dir() / "folders" / key
     write_dataset(directory, dict(zip(FOLDER_FILES, columns, strict=True)), describe)
     return directory
