@@ -4,7 +4,7 @@ pyflyte run workflows/image_folder.py image_folder_wf --folder FOLDER --images '
 pyflyte run workflows/image_folder.py loading_study_wf --folder FOLDER
 """
 
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 from flytekit import Cache, task, workflow
 from flytekit.types.directory import FlyteDirectory
@@ -39,7 +39,7 @@ def image_folder_task(
 
 @workflow
 def image_folder_wf(
-    folder: Optional[FlyteDirectory] = None,
+    folder: str = "",
     images: ImageSettings = ImageSettings(),  # noqa: B008
     hp: FolderHyperparameters = FolderHyperparameters(),  # noqa: B008
     options: FolderOptions = FolderOptions(),  # noqa: B008
@@ -47,7 +47,7 @@ def image_folder_wf(
     """Reads every image of the folder once, then trains on them, decoding them anew in each epoch.
 
     Args:
-        folder: one sub-folder of image files per class, or train and test with those in them; without it, digits.
+        folder: path or URI; one sub-folder of image files per class, or train and test with such. Without it, digits.
         images: which images, and what size they are brought to.
         hp: what else decides the result.
         options: how to run it; the cache does not look at this.
@@ -73,7 +73,7 @@ def loading_study_task(index: PreparedDataset, folder: FlyteDirectory, study: Lo
 
 @workflow
 def loading_study_wf(
-    folder: Optional[FlyteDirectory] = None,
+    folder: str = "",
     images: ImageSettings = ImageSettings(),  # noqa: B008
     study: LoadingSettings = LoadingSettings(),  # noqa: B008
 ) -> LoadingOutputs:

@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 
 from benchmarks.faults import has_ended
+from tests.training.conftest import Trained
+from tests.training.test_training import Unplugged, identical, relative_difference, unplug_at
 from workflows.training import launcher
 from workflows.training.datasets import prepare
 from workflows.training.environment import World
-from workflows.training.events import CheckpointFailed
+from workflows.training.events import CheckpointFailed, RunStarted
 from workflows.training.failures import RankFailed, RecoverableRankFailed
 from workflows.training.folder_settings import ImageSettings
 from workflows.training.image_files import Access, write_access
@@ -52,6 +54,21 @@ def test_batches_depend_neither_on_workers_nor_on_ranks(digits):
         for whole, *shares in zip(alone, *ranks, strict=True):
             for expected, *found in zip(whole, *shares, strict=True):
                 assert np.array_equal(np.concatenate(found), expected)
+
+
+def test_ranks_workers_and_a_restart_do_not_change_the_result(digits, train):
+    def run(nproc: int, workers: int, **more) -> Trained:
+        return train(nproc, data=dataset(digits, workers), learning_rate=0.02, log_interval=1, **more)
+
+    plain = run(2, 2, name="plain")
+    with pytest.raises(Unplugged):
+        run(2, 2, name="unplugged", on_event=unplug_at(4), checkpoint_seconds=0)
+    resumed = run(2, 0, name="unplugged")
+    started = resumed.events[0]
+    assert isinstance(started, RunStarted)
+    assert started.first_step > 0
+    assert identical(plain, resumed)
+    assert relative_difference(plain, run(1, 1, name="alone")) < 1e-3
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

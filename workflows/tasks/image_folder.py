@@ -3,10 +3,11 @@
 import os
 import tempfile
 from pathlib import Path
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 import numpy as np
 from flytekit import Cache, current_context, task
+from flytekit.core.data_persistence import FileAccessProvider
 from flytekit.types.directory import FlyteDirectory
 
 from workflows.observers.console import say
@@ -36,19 +37,24 @@ class FoundImages(NamedTuple):
 
 @task(**preparation_resources())
 def find_images(
-    folder: Optional[FlyteDirectory], images: ImageSettings, backend: str = "auto", nproc: int = 0, batch_size: int = 1
+    folder: str, images: ImageSettings, backend: str = "auto", nproc: int = 0, batch_size: int = 1
 ) -> FoundImages:
     """The folder to read; never cached, because what is in it may have changed.
 
     A local run finds out here whether there is something to train on, and whether this machine can train on it.
     """
-    if folder is not None and images.source != "folder":
+    if folder and images.source != "folder":
         raise InputError(f'ImageSettings.source must be "folder" where a folder is given, got "{images.source}"')
-    if folder is not None and not is_local():
-        return FoundImages(folder, "")
-    choose_world(backend, nproc, batch_size)
-    if folder is not None:
-        place = Path(folder.download()).absolute()
+    if is_local():
+        choose_world(backend, nproc, batch_size)
+    if FileAccessProvider.is_remote(folder):
+        return FoundImages(FlyteDirectory.from_source(folder), "")
+    if folder and not is_local():
+        raise InputError(
+            f"folder must be where the cluster can read it (s3://… or the like), got {folder}: put it there"
+        )
+    if folder:
+        place = Path(folder).expanduser().absolute()
     else:
         place = lfw_folder() if images.source == "lfw" else digit_images()
     if not is_local():

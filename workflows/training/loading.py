@@ -91,6 +91,7 @@ def _begin(_: int) -> None:
     """Undoes what a loader worker has from its rank, and makes it end when the rank ends, however that happens."""
     sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # the rank's lead to its parent, by a line it has to itself
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # sent to the whole group, it asks the rank for one more step
+    sys.excepthook = lambda *_: None  # multiprocessing's own thread would print what it loses with a killed rank
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
