@@ -147,7 +147,9 @@ def test_gpus_and_accelerator(monkeypatch):
 def test_launch_plans(gpu):
     plans = gpu.launch_plans
     datasets = {
-        name: decode(plan.spec.default_inputs.parameters["hp"].default)["dataset"] for name, plan in plans.items()
+        name: decode(plan.spec.default_inputs.parameters["hp"].default)["dataset"]
+        for name, plan in plans.items()
+        if "hp" in plan.spec.default_inputs.parameters
     }
     assert datasets["mnist"] == datasets["nightly"] == "mnist"
     assert datasets["fashion_mnist"] == "fashion_mnist"

@@ -63,7 +63,11 @@ def find_images(
     return FoundImages(FlyteDirectory(str(place), remote_directory=False), stamp(place))
 
 
-@task(cache=Cache(policies=CodeVersion(FOLDER_SOURCES, ["pillow"]), serialize=True), **preparation_resources())
+@task(
+    cache=Cache(policies=CodeVersion(FOLDER_SOURCES, ["pillow"]), serialize=True),
+    retries=3,
+    **preparation_resources(),
+)
 def index_images(folder: FlyteDirectory, stamp: str, images: ImageSettings) -> PreparedDataset:
     """Reads every image once; what training needs to know of them, without the images."""
     name = Path(str(folder.remote_source or folder.path)).name

@@ -137,6 +137,9 @@ def write_folder(folder: Path, classes: Sequence[str], images: np.ndarray, label
             pixels = image[0] if len(image) == 1 else np.ascontiguousarray(image.transpose(1, 2, 0))
             Image.fromarray(pixels).save(beside / classes[label] / f"{number:06}.png")
         os.rename(beside, folder)
+    except OSError:
+        if not folder.is_dir():  # else another process has written it meanwhile
+            raise
     finally:
         shutil.rmtree(beside, ignore_errors=True)
 

@@ -61,10 +61,16 @@ class StreamedSplit(Split):
             pin_memory=access.pin_memory and self.device.type == "cuda",
             generator=torch.Generator(),  # it draws a seed for the workers: not from the ranks' numbers
         )
-        for part, images in zip(parts, loader, strict=True):
-            if isinstance(images, str):
-                raise DataError(images)
-            yield images.to(self.device, non_blocking=True), self.labels[order[part]]
+        try:
+            for part, images in zip(parts, loader, strict=True):
+                if isinstance(images, str):
+                    raise DataError(images)
+                yield images.to(self.device, non_blocking=True), self.labels[order[part]]
+        except (
+            EOFError,
+            ConnectionError,
+        ) as error:  # torch notices the loss, unless a batch was just being handed over
+            raise RuntimeError("DataLoader worker ended while it delivered a batch") from error
 
 
 class _Decoder(Dataset[Any]):
