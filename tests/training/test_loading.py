@@ -92,7 +92,7 @@ def test_a_file_that_is_broken_later_ends_the_run_with_its_name(digits, tmp_path
 
 def test_a_killed_loader_worker_is_worth_a_retry_and_one_that_is_asked_to_stop_goes_on(digits):
     data = dataset(digits, workers=2)
-    with pytest.raises(RecoverableRankFailed, match="DataLoader worker .*lower loader_workers"):
+    with pytest.raises(RecoverableRankFailed, match=r"DataLoader worker .*lower loader_workers"):
         launch("signal_a_worker", (data, signal.SIGKILL))
     assert launch("signal_a_worker", (data, signal.SIGTERM)) == [99]
 
