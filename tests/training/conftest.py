@@ -38,7 +38,7 @@ def small_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def train(small_data: Path, tmp_path: Path) -> Callable[..., Trained]:
-    """train(nproc, on_event=..., checkpoint_seconds=..., name=..., **hyperparameters): one training by real ranks.
+    """train(nproc, on_event=..., name=..., data=..., **hyperparameters): one training by real ranks.
 
     Trainings of the same name share a checkpoint.
     """
@@ -50,6 +50,7 @@ def train(small_data: Path, tmp_path: Path) -> Callable[..., Trained]:
         timeout_seconds: float = 120,
         name: str = "training",
         target: str = WORKER,
+        data: Path = small_data,
         **hyperparameters: Any,
     ) -> Any:
         import torch
@@ -58,8 +59,8 @@ def train(small_data: Path, tmp_path: Path) -> Callable[..., Trained]:
         folder.mkdir(exist_ok=True)
         hp = Hyperparameters(**{"batch_size": 64, "epochs": 1, "precision": "float32", **hyperparameters})
         job = Job(
-            identity=Identity(hp, prepared.read_description(small_data).digest, "code"),
-            data=str(small_data),
+            identity=Identity(hp, prepared.read_description(data).digest, "code"),
+            data=str(data),
             model_path=str(folder / "model.pt"),
             predictions_path=str(folder / "predictions.npy"),
             checkpoint_path=str(folder / "checkpoint"),

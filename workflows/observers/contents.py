@@ -136,6 +136,7 @@ def data_lines(record: Record) -> List[Any]:
         ("Image", " x ".join(map(str, description.image_shape)) + " (channels, height, width)"),
         ("Classes", len(description.classes)),
         ("Mean, standard deviation", f"{_list(description.mean)}; {_list(description.std)}"),
+        *description.remarks.items(),
         ("SHA-256", description.digest),
     ]
     return _plain(lines)

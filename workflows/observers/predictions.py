@@ -2,18 +2,19 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import List, Tuple
+from typing import List, Tuple, Union
 
 import numpy as np
 
-from workflows.training.prepared import open_split
+from workflows.training.image_files import ImageFiles
+from workflows.training.prepared import open_images
 
 
 @dataclass(frozen=True)
 class Predictions:
-    """images: (N, C, H, W) uint8, memory-mapped; labels: (N,) int; scores: (N, classes) log-probabilities."""
+    """images: (N, C, H, W) uint8, memory-mapped or decoded by index; labels: (N,); scores: (N, classes), logarithms."""
 
-    images: np.ndarray
+    images: Union[np.ndarray, ImageFiles]
     labels: np.ndarray
     scores: np.ndarray
 
@@ -43,13 +44,13 @@ class Predictions:
 
 def read_predictions(path: Path, data: Path) -> Predictions:
     """What rank 0 left at path, together with the test split of the prepared dataset in the folder data."""
-    images, labels = open_split(data, "test")
+    images, labels = open_images(data, "test")
     return Predictions(images, labels, np.load(path))
 
 
 def samples_by_class(data: Path, classes: int, most: int) -> List[Tuple[int, np.ndarray]]:
     """(label, image) of a few training images, class by class, as many of each as fit into most."""
-    images, labels = open_split(data, "train")
+    images, labels = open_images(data, "train")
     labels = labels[:10_000]  # enough to meet each class
     each = max(1, most // max(1, classes))
     found = [(label, index) for label in range(classes) for index in np.flatnonzero(labels == label)[:each]]

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Tuple
 
+from workflows.training.description import DatasetDescription
 from workflows.training.events import (
     CheckpointFailed,
     CheckpointRefused,
@@ -15,7 +16,6 @@ from workflows.training.events import (
 )
 from workflows.training.hyperparameters import Hyperparameters, RunOptions
 from workflows.training.job import TrainingResult
-from workflows.training.prepared import DatasetDescription
 
 MOST_STEPS = 1024  # kept of a long run, evenly spread: more than a curve can show
 MOST_NOTES = 50

@@ -14,10 +14,10 @@ from workflows.observers.article import document
 from workflows.observers.console import say
 from workflows.observers.predicted import Tally, predicted_article, tally
 from workflows.tasks.execution import is_local, run_dir
-from workflows.tasks.image_folder import fetch, list_files
 from workflows.tasks.observing import deck_publisher
 from workflows.tasks.prepare import PreparedDataset
 from workflows.tasks.resources import preparation_resources
+from workflows.tasks.stored_images import fetch, list_files
 from workflows.training import prepared
 from workflows.training.images import decode
 from workflows.training.shards import InferenceOptions, read_rows, write_rows

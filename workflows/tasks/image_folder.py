@@ -1,31 +1,96 @@
-"""Folders of image files, here or in Flyte's storage: what is in them, and the files of one shard."""
+"""From a folder of image files to what training and the loading study read, as Flyte tasks."""
 
+import os
+import tempfile
 from pathlib import Path
-from typing import Any, Dict, List, Sequence, Tuple
+from typing import NamedTuple
 
-from flytekit import FlyteContextManager
+import numpy as np
+from flytekit import Cache, current_context, task
 from flytekit.core.data_persistence import FileAccessProvider
 from flytekit.types.directory import FlyteDirectory
 
+from workflows.observers.console import say
+from workflows.tasks.execution import forget_lost_results, is_local
+from workflows.tasks.prepare import PreparedDataset
+from workflows.tasks.resources import preparation_resources
+from workflows.tasks.versions import DATA_SOURCES, CodeVersion
+from workflows.training.datasets import data_dir, prepare
+from workflows.training.environment import choose_world
+from workflows.training.errors import InputError
+from workflows.training.folder_settings import ImageSettings
+from workflows.training.image_files import Access, write_access
+from workflows.training.image_folder import index_folder, stamp, write_folder
+from workflows.training.lfw import lfw_folder
+from workflows.training.prepared import SPLITS, open_split, read_description
+from workflows.training.storage import writing_to
 
-def list_files(folder: FlyteDirectory) -> Dict[str, str]:
-    """Each file's name below the folder, in order, with what changes when the file does; hidden ones are left out."""
-    source, storage = _open(folder)
-    root = str(storage._strip_protocol(source)).rstrip("/")
-    found = {path[len(root) + 1 :]: str(details) for path, details in storage.find(root, detail=True).items()}
-    return {name: found[name] for name in sorted(found) if not any(part[0] == "." for part in name.split("/"))}
+FOLDER_SOURCES = (*DATA_SOURCES, "training/description.py", "training/image_files.py", "training/image_folder.py")
 
 
-def fetch(folder: FlyteDirectory, names: Sequence[str], into: Path) -> List[Tuple[str, str]]:
-    """Each name with the path of its file on this machine: where it is, or below into, which must be there."""
-    source, storage = _open(folder)
-    if not FileAccessProvider.is_remote(source):
-        return [(name, str(Path(source, name))) for name in names]
-    copies = [str(into / f"{number}{Path(name).suffix}") for number, name in enumerate(names)]
-    storage.get([f"{source.rstrip('/')}/{name}" for name in names], copies)
-    return list(zip(names, copies, strict=True))
+class FoundImages(NamedTuple):
+    """folder: of the image files. stamp: of their names, sizes and times; empty on a cluster, whose places say it."""
+
+    folder: FlyteDirectory
+    stamp: str
 
 
-def _open(folder: FlyteDirectory) -> Tuple[str, Any]:
-    source = str(folder.remote_source or folder.path)
-    return source, FlyteContextManager.current_context().file_access.get_filesystem_for_path(source)
+@task(**preparation_resources())
+def find_images(
+    folder: str, images: ImageSettings, backend: str = "auto", nproc: int = 0, batch_size: int = 1
+) -> FoundImages:
+    """The folder to read; never cached, because what is in it may have changed.
+
+    A local run finds out here whether there is something to train on, and whether this machine can train on it.
+    """
+    if folder and images.source != "folder":
+        raise InputError(f'ImageSettings.source must be "folder" where a folder is given, got "{images.source}"')
+    if is_local():
+        choose_world(backend, nproc, batch_size)
+    if FileAccessProvider.is_remote(folder):
+        return FoundImages(FlyteDirectory.from_source(folder), "")
+    if folder and not is_local():
+        raise InputError(
+            f"folder must be where the cluster can read it (s3://… or the like), got {folder}: put it there"
+        )
+    if folder:
+        place = Path(folder).expanduser().absolute()
+    else:
+        place = lfw_folder() if images.source == "lfw" else digit_images()
+    if not is_local():
+        return FoundImages(FlyteDirectory(str(place)), "")
+    forget_lost_results()
+    return FoundImages(FlyteDirectory(str(place), remote_directory=False), stamp(place))
+
+
+@task(
+    cache=Cache(policies=CodeVersion(FOLDER_SOURCES, ["pillow"]), serialize=True),
+    retries=3,
+    **preparation_resources(),
+)
+def index_images(folder: FlyteDirectory, stamp: str, images: ImageSettings) -> PreparedDataset:
+    """Reads every image once; what training needs to know of them, without the images."""
+    name = Path(str(folder.remote_source or folder.path)).name
+    index = index_folder(Path(folder.download()), name, images, say)
+    return FlyteDirectory(str(index), remote_directory=False if is_local() else None)
+
+
+def digit_images() -> Path:
+    """scikit-learn's 1,797 handwritten digits as PNG files, for where no folder is given."""
+    folder = data_dir() / "digit_images"
+    say(f"No folder was given, so this run reads scikit-learn's 1,797 handwritten digits, as PNG files in {folder}.")
+    if not folder.exists():
+        splits = [open_split(prepare("digits"), split) for split in SPLITS]
+        images, labels = (np.concatenate(arrays) for arrays in zip(*splits, strict=True))
+        with writing_to(folder, "DDP_DATA_DIR"):
+            write_folder(folder, read_description(prepare("digits")).classes, images, labels)
+    return folder
+
+
+def attach(index: FlyteDirectory, folder: FlyteDirectory, workers: int, pin_memory: bool) -> FlyteDirectory:
+    """What the ranks read: the index, and where and how they find the images themselves."""
+    place = Path(tempfile.mkdtemp(dir=current_context().working_directory, prefix="images-"))
+    for file in Path(index.download()).iterdir():
+        os.symlink(file, place / file.name)
+    write_access(place, Access(str(folder.download()), workers, pin_memory))
+    return FlyteDirectory(str(place))

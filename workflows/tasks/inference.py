@@ -16,9 +16,9 @@ from flytekit.types.file import CSVFile, PythonPickledFile
 
 from workflows.observers.console import Console, say
 from workflows.tasks.execution import flyte_retries, is_local, runs_dir
-from workflows.tasks.image_folder import fetch, list_files
 from workflows.tasks.prepare import PreparedDataset, resolve_name
 from workflows.tasks.resources import registration, small_resources, training_resources, training_sizes
+from workflows.tasks.stored_images import fetch, list_files
 from workflows.tasks.versions import INFERENCE_SOURCES, CodeVersion, check_registered_code, code_version
 from workflows.training import launcher, prepared
 from workflows.training.environment import World, choose_world

@@ -16,6 +16,7 @@ from workflows.tasks.execution import flyte_retries, is_local, run_dir
 from workflows.tasks.observing import attempt, observing, tracking_id
 from workflows.tasks.versions import TRAINING_SOURCES, check_registered_code, code_version
 from workflows.training import launcher, prepared
+from workflows.training.description import DatasetDescription
 from workflows.training.environment import World, choose_world
 from workflows.training.events import Event
 from workflows.training.hyperparameters import Hyperparameters, RunOptions
@@ -148,7 +149,7 @@ def train_by(
 
 
 def summarise(
-    description: prepared.DatasetDescription, world: World, finished: RunFinished, tracking_url: str
+    description: DatasetDescription, world: World, finished: RunFinished, tracking_url: str
 ) -> TrainingSummary:
     result = finished.results[0]
     last, train_seconds = result.epochs[-1], sum(epoch.train_seconds for epoch in result.epochs)

@@ -15,7 +15,9 @@ from workflows.training.errors import ReportedError
 TRAINING_SOURCES = (
     "tasks/train.py",
     "training/batches.py",
+    "training/image_files.py",
     "training/layers.py",
+    "training/loading.py",
     "training/loop.py",
     "training/models.py",
     "training/state.py",

@@ -63,6 +63,9 @@ def from_exception(error: BaseException, rank: int, host: str) -> Failure:
     is_peer = bool(types & PEER_ERRORS) or (type(error) is RuntimeError and bool(PEER_MESSAGE.search(message)))
     if "OutOfMemoryError" in types:
         message += " (lower batch_size, or train on more GPUs)"
+    lost_worker = type(error) is RuntimeError and message.startswith("DataLoader worker")
+    if lost_worker:
+        message += " (out of memory, or of shared memory? lower loader_workers or batch_size)"
     return Failure(
         rank=rank,
         host=host,
@@ -70,7 +73,7 @@ def from_exception(error: BaseException, rank: int, host: str) -> Failure:
         cause=cause,
         message=message,
         details="".join(traceback.format_exception(type(error), error, error.__traceback__)),
-        recoverable=is_peer or isinstance(error, RecoverableError),
+        recoverable=is_peer or lost_worker or isinstance(error, RecoverableError),
     )
 
 

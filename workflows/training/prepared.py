@@ -1,6 +1,7 @@
 """The one form of a prepared dataset, whatever its source: four .npy files and a dataset.json in one folder.
 
-train_images.npy, test_images.npy: (N, C, H, W) uint8.
+train_images.npy, test_images.npy: (N, C, H, W) uint8. A folder of image files has in their place
+train_files.npy, test_files.npy: (N,) names as bytes, relative to the folder that the images stay in (image_files.py).
 train_labels.npy, test_labels.npy: (N,) int64, which the loss takes as they are; they weigh little beside the images.
 dataset.json: a DatasetDescription, with the SHA-256 of each file and of itself.
 """
@@ -14,51 +15,22 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any, Dict, Mapping, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, Mapping, Sequence, Tuple, Union
 
 import numpy as np
 
+from workflows.training.description import DatasetDescription, FolderDescription, digest_of
 from workflows.training.errors import DataError, InputError
+from workflows.training.image_files import ImageFiles, read_access
 from workflows.training.storage import synced_file, temporary_beside, writing_to
 
 FORMAT = 1
 DESCRIPTION = "dataset.json"
 SPLITS = ("train", "test")
 FILES = tuple(f"{split}_{kind}.npy" for split in SPLITS for kind in ("images", "labels"))
+FOLDER_FILES = tuple(f"{split}_{kind}.npy" for split in SPLITS for kind in ("files", "labels"))
 
 PathLike = Union[str, Path]
-
-
-@dataclasses.dataclass(frozen=True)
-class DatasetDescription:
-    """What dataset.json says.
-
-    Attributes:
-        format: version of this form.
-        name: the dataset's name among the hyperparameters.
-        classes: names, in the order of the labels.
-        mean, std: per channel over the training images, for pixels from 0 to 1, rounded to 4 decimals.
-        train_samples, test_samples: images per split.
-        image_shape: (C, H, W).
-        passes_per_epoch: how often an epoch goes over the training images; above 1 only where they are few.
-        sha256: file name -> hex digest.
-    """
-
-    format: int
-    name: str
-    classes: Tuple[str, ...]
-    mean: Tuple[float, ...]
-    std: Tuple[float, ...]
-    train_samples: int
-    test_samples: int
-    image_shape: Tuple[int, int, int]
-    passes_per_epoch: int
-    sha256: Mapping[str, str]
-
-    @property
-    def digest(self) -> str:
-        """SHA-256 of the whole content as hex: the same wherever and whenever the dataset was prepared."""
-        return _digest(dataclasses.asdict(self))
 
 
 def write_prepared(
@@ -76,27 +48,37 @@ def write_prepared(
     Images are (N, C, H, W) uint8, labels (N,) of any integer type from 0 to len(classes) - 1; InputError if not, or if
     the disk is full or read-only. Writers of the same dataset at the same time don't disturb each other.
     """
-    directory = Path(directory)
     arrays = dict(zip(FILES, (train_images, train_labels, test_images, test_labels), strict=True))
     _check_arrays(name, len(classes), arrays)
-    mean, std = _mean_and_std(train_images)
+    mean, std = mean_and_std(pixel_counts(train_images))
+
+    def describe(sha256: Mapping[str, str]) -> DatasetDescription:
+        return DatasetDescription(
+            format=FORMAT,
+            name=name,
+            classes=tuple(classes),
+            mean=mean,
+            std=std,
+            train_samples=len(train_images),
+            test_samples=len(test_images),
+            image_shape=tuple(int(size) for size in train_images.shape[1:]),  # type: ignore[arg-type]
+            passes_per_epoch=passes_per_epoch,
+            sha256=sha256,
+        )
+
+    return write_dataset(Path(directory), arrays, describe)
+
+
+def write_dataset(
+    directory: Path, arrays: Mapping[str, np.ndarray], describe: Callable[[Mapping[str, str]], DatasetDescription]
+) -> DatasetDescription:
+    """Writes the arrays under their names and what describe makes of their SHA-256; see write_prepared."""
     with writing_to(directory.parent, "DDP_DATA_DIR"):
         directory.parent.mkdir(parents=True, exist_ok=True)
         temporary = temporary_beside(directory)
         try:
             temporary.mkdir()
-            description = DatasetDescription(
-                format=FORMAT,
-                name=name,
-                classes=tuple(classes),
-                mean=mean,
-                std=std,
-                train_samples=len(train_images),
-                test_samples=len(test_images),
-                image_shape=tuple(int(size) for size in train_images.shape[1:]),  # type: ignore[arg-type]
-                passes_per_epoch=passes_per_epoch,
-                sha256={filename: _write_array(temporary / filename, array) for filename, array in arrays.items()},
-            )
+            description = describe({name: _write_array(temporary / name, array) for name, array in arrays.items()})
             content = dataclasses.asdict(description)
             with synced_file(temporary / DESCRIPTION) as file:
                 file.write(json.dumps({**content, "digest": description.digest}, indent=2).encode())
@@ -118,16 +100,17 @@ def read_description(directory: PathLike) -> DatasetDescription:
     version = content.get("format") if isinstance(content, dict) else None
     if version != FORMAT:
         raise _damaged(path, f"of format {json.dumps(version)[:20]} where this version reads format {FORMAT}")
-    if content.pop("digest", None) != _digest(content):
+    if content.pop("digest", None) != digest_of(content):
         raise _damaged(path, "changed since it was written")
     try:
-        description = DatasetDescription(**{key: _frozen(value) for key, value in content.items()})
+        kind = FolderDescription if "content_sha256" in content else DatasetDescription
+        description = kind(**{key: _frozen(value) for key, value in content.items()})
         expected = _expected_arrays(description)
     except (KeyError, TypeError, ValueError):
         raise _damaged(path, "incomplete") from None
     for filename, (shape, dtype) in expected.items():
         array = _open_array(Path(directory) / filename)
-        if array.shape != shape or array.dtype != dtype:
+        if array.shape != shape or not np.issubdtype(array.dtype, dtype):
             raise _damaged(Path(directory) / filename, f"{array.dtype} {array.shape}, expected {dtype} {shape}")
     return description
 
@@ -158,6 +141,15 @@ def open_split(directory: PathLike, split: str) -> Tuple[np.ndarray, np.ndarray]
     return images, labels
 
 
+def open_images(directory: PathLike, split: str) -> Tuple[Union[np.ndarray, ImageFiles], np.ndarray]:
+    """What open_split gives; where the dataset is a folder of image files, images[index] decodes that file."""
+    path = Path(directory) / f"{split}_files.npy"
+    if not path.exists():
+        return open_split(directory, split)
+    names, labels = _open_array(path), _open_array(Path(directory) / f"{split}_labels.npy")
+    return ImageFiles(names, read_description(directory).image_shape, read_access(Path(directory))), labels
+
+
 def _check_arrays(name: str, classes: int, arrays: Mapping[str, np.ndarray]) -> None:
     for split in SPLITS:
         images, labels = arrays[f"{split}_images.npy"], arrays[f"{split}_labels.npy"]
@@ -180,12 +172,17 @@ def _check_arrays(name: str, classes: int, arrays: Mapping[str, np.ndarray]) -> 
         raise InputError(f"{name}: train and test images must be of one shape (C, H, W), got {train} and {test}")
 
 
-def _mean_and_std(images: np.ndarray) -> Tuple[Tuple[float, ...], Tuple[float, ...]]:
-    """Per channel, from exact counts of the 256 values: the same digits on every machine."""
+def pixel_counts(images: np.ndarray) -> np.ndarray:
+    """How often each of the 256 values occurs in each channel of images (N, C, H, W) uint8: (C, 256) int64."""
     counts = np.zeros((images.shape[1], 256), np.int64)
     for block in np.array_split(images, max(1, images.nbytes // 2**23)):  # bincount takes 8 bytes a pixel
         for channel in range(len(counts)):
             counts[channel] += np.bincount(block[:, channel].ravel(), minlength=256)
+    return counts
+
+
+def mean_and_std(counts: np.ndarray) -> Tuple[Tuple[float, ...], Tuple[float, ...]]:
+    """Per channel, from exact counts: the same digits on every machine."""
     values = np.arange(256) / 255
     weights = counts / counts.sum(axis=1, keepdims=True)
     mean = weights @ values
@@ -194,11 +191,11 @@ def _mean_and_std(images: np.ndarray) -> Tuple[Tuple[float, ...], Tuple[float, .
 
 
 def _write_array(path: Path, array: np.ndarray) -> str:
-    """Writes a .npy file (labels as int64) and returns its SHA-256.
+    """Writes a .npy file (integers but images as int64) and returns its SHA-256.
 
     Not by np.save: it reports a full disk without saying why, and the bytes would have to be read again for the hash.
     """
-    array = np.ascontiguousarray(array, dtype=np.uint8 if array.ndim == 4 else np.int64)
+    array = np.ascontiguousarray(array, dtype=np.int64 if array.dtype.kind in "iu" and array.ndim == 1 else None)
     header = io.BytesIO()
     np.lib.format.write_array_header_1_0(header, np.lib.format.header_data_from_array_1_0(array))
     digest = hashlib.sha256()
@@ -244,17 +241,17 @@ def _open_array(path: Path) -> np.ndarray:
 
 def _expected_arrays(description: DatasetDescription) -> Dict[str, Tuple[Tuple[int, ...], Any]]:
     samples = {"train": description.train_samples, "test": description.test_samples}
-    if set(description.sha256) != set(FILES) or len(description.image_shape) != 3:
+    of_files = isinstance(description, FolderDescription)
+    if set(description.sha256) != set(FOLDER_FILES if of_files else FILES) or len(description.image_shape) != 3:
         raise ValueError
     expected: Dict[str, Tuple[Tuple[int, ...], Any]] = {}
     for split in SPLITS:
-        expected[f"{split}_images.npy"] = (samples[split], *description.image_shape), np.dtype(np.uint8)
         expected[f"{split}_labels.npy"] = (samples[split],), np.dtype(np.int64)
+        if of_files:
+            expected[f"{split}_files.npy"] = (samples[split],), np.dtype(np.bytes_)
+        else:
+            expected[f"{split}_images.npy"] = (samples[split], *description.image_shape), np.dtype(np.uint8)
     return expected
-
-
-def _digest(content: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _file_sha256(path: Path) -> str:

@@ -12,13 +12,14 @@ import torch
 from torch import distributed, nn
 
 from workflows.training import prepared
-from workflows.training.batches import Split, TestBatches, TrainBatches
+from workflows.training.batches import TestBatches, TrainBatches
 from workflows.training.checkpoint import CheckpointWriter, NoCheckpoints, read_checkpoint
 from workflows.training.dynamo import leave_dynamo_out
 from workflows.training.environment import Environment
 from workflows.training.errors import CheckpointError
 from workflows.training.events import CheckpointRefused, RunStarted
 from workflows.training.job import Job, TrainingResult
+from workflows.training.loading import open_source
 from workflows.training.loop import Link, fit, predict
 from workflows.training.models import build_model
 from workflows.training.process_group import process_group
@@ -40,10 +41,7 @@ def train(environment: Environment, device: torch.device, link: Link, job: Job) 
     hp, rank, world_size = job.identity.hp, environment.rank, environment.world.size
     precision = choose_precision(hp.precision, device)
     description = prepared.read_description(Path(job.data))
-    train, test = (
-        Split(*prepared.open_split(Path(job.data), split), description.mean, description.std, device)
-        for split in ("train", "test")
-    )
+    train, test = (open_source(Path(job.data), split, device) for split in prepared.SPLITS)
     train_batches = TrainBatches(
         train,
         description.passes_per_epoch,

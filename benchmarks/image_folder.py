@@ -1,0 +1,53 @@
+"""Accuracy and seconds on MNIST written out as 70,000 PNG files: `python -m benchmarks.image_folder --runs 3`.
+
+The recipe is that of workflows/mnist.py, so what differs is that every image is decoded in every epoch.
+"""
+
+import argparse
+import statistics
+import tempfile
+from pathlib import Path
+
+from benchmarks.engine import hardware, spread, train
+from workflows.training.datasets import prepare
+from workflows.training.folder_settings import FolderHyperparameters, ImageSettings
+from workflows.training.image_files import Access, write_access
+from workflows.training.image_folder import index_folder, write_folder
+from workflows.training.prepared import SPLITS, open_split
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--nproc", type=int, default=0)
+    parser.add_argument("--workers", type=int, nargs="*", default=[0, 2], help="loader workers of each rank")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="ddp-") as scratch:
+        folder = Path(scratch, "mnist")
+        folder.mkdir()
+        for split in SPLITS:
+            write_folder(folder / split, [str(digit) for digit in range(10)], *open_split(prepare("mnist"), split))
+        data = index_folder(folder, "mnist", ImageSettings(image_size=28, channels="grayscale"), print)
+        print(f"{hardware()}; n = {arguments.runs}\n")
+        print(
+            "| loader workers | training seconds, median [range] | test accuracy, mean ± standard deviation [range] |"
+        )
+        print("|---|---|---|")
+        for workers in arguments.workers:
+            write_access(data, Access(str(folder), workers, pin_memory=True))
+            seconds, accuracies = [], []
+            for seed in range(1, arguments.runs + 1):
+                hp = FolderHyperparameters(batch_size=128, learning_rate=0.1, epochs=2, seed=seed)
+                results = train(hp, data, arguments.nproc)
+                seconds.append(sum(epoch.train_seconds for epoch in results[0].epochs))
+                accuracies.append(100 * results[0].epochs[-1].accuracy)
+            deviation = statistics.stdev(accuracies) if len(accuracies) > 1 else 0.0
+            print(
+                f"| {workers} | {spread(seconds)} | {statistics.mean(accuracies):.2f} ± {deviation:.2f} % "
+                f"[{min(accuracies):.2f}-{max(accuracies):.2f}] |",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""Folders of image files through the real pyflyte."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from workflows.training.datasets import prepare
+from workflows.training.image_folder import write_folder
+from workflows.training.prepared import open_split
+
+WORKFLOW = str(Path(__file__).parents[1] / "workflows" / "image_folder.py")
+IMAGES = '{"image_size": 28, "channels": "grayscale"}'
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory) -> Path:
+    """1,200 real digits as files, and one more that is none."""
+    folder = tmp_path_factory.mktemp("files") / "digits"
+    images, labels = open_split(prepare("digits"), "train")
+    write_folder(folder, [f"digit {digit}" for digit in range(10)], images[:1200], labels[:1200])
+    (folder / "digit 3" / "broken.png").write_bytes(b"no image")
+    return folder
+
+
+def pyflyte(workflow: str, *arguments: str, status: int = 0) -> str:
+    command = ["pyflyte", "run", WORKFLOW, workflow, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    said = done.stdout + done.stderr
+    assert done.returncode == status, said
+    assert "Traceback" not in said
+    return " ".join(re.sub("[│╭╮╰╯─]", " ", said).split())
+
+
+def test_it_trains_on_a_folder_and_follows_what_becomes_of_it(digits):
+    arguments = ["--folder", str(digits), "--images", IMAGES, "--hp", '{"epochs": 4, "precision": "float32"}']
+    said = pyflyte("image_folder_wf", *arguments)
+    assert "1 of 1,201 image files" in said
+    assert "digit 3/broken.png (not an image)" in said
+    assert float(re.findall(r"\baccuracy=([\d.]+)", said)[0]) >= 0.95
+    page = Path(re.findall(r"report=([^,)]+)", said)[0]).read_text()
+    assert "digit 3/broken.png (not an image)" in page
+    assert page.count("<img") > 20, "samples, decoded from their files"
+    again = pyflyte("image_folder_wf", *arguments, "--options", '{"loader_workers": 0}')
+    assert "Train Epoch" not in again, "the same images give the same result"
+    (digits / "digit 3" / "broken.png").unlink()
+    said = pyflyte("image_folder_wf", *arguments[:-1], '{"epochs": 1}')
+    assert "1,200" not in said
+    assert "cannot be read" not in said
+    assert "Train Epoch" in said
+
+
+def test_the_loading_study_recommends_a_setting_and_shows_a_batch(digits):
+    study = '{"passes": 2, "most_workers": 1, "most_images": 100, "batch_size": 20}'
+    said = pyflyte("loading_study_wf", "--folder", str(digits), "--images", IMAGES, "--study", study)
+    workers = re.findall(r"LoadingChoice\(loader_workers=(\d+)", said)[0]
+    page = Path(re.findall(r"report=([^,)]+)", said)[0]).read_text()
+    assert f"&#34;loader_workers&#34;: {workers}," in page
+    assert "100 of 9" in page, "images of a pass"
+    assert page.count("<img") == 20
+    assert "<svg" in page
+    if "device=cuda" not in said:
+        assert "not measured: no GPU" in page
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--folder", "nowhere"], ["nowhere does not exist", "one sub-folder of image files per class"]),
+        (["--folder", "."], ["has no image files", "sub-folder"]),
+        (["--images", '{"source": "lfw"}'], ["lfw-py", "no longer downloads it", "--folder"]),
+        (["--images", '{"source": "lfw"}', "--folder", "."], ["source must be", "where a folder is given"]),
+        (["--options", '{"nproc": 3}', "--hp", '{"batch_size": 2}'], ["number of ranks (3)", "got 2", "raise it"]),
+    ],
+)
+def test_a_wrong_input_is_a_usage_error_before_anything_is_done(tmp_path, monkeypatch, arguments, words):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DDP_DATA_DIR", str(tmp_path / "data"))
+    said = pyflyte("image_folder_wf", *arguments, status=2)
+    assert all(word in said for word in words), said
+    assert not (tmp_path / "data").exists()

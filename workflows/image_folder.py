@@ -1,0 +1,93 @@
+"""Training on a folder of image files that need not fit into memory: one sub-folder per class, decoded while it trains.
+
+pyflyte run workflows/image_folder.py image_folder_wf --folder FOLDER --images '{"image_size": 64}'
+pyflyte run workflows/image_folder.py loading_study_wf --folder FOLDER
+"""
+
+from typing import NamedTuple
+
+from flytekit import Cache, task, workflow
+from flytekit.types.directory import FlyteDirectory
+from flytekit.types.file import FlyteFile
+
+from workflows.tasks.image_folder import attach, find_images, index_images
+from workflows.tasks.inputs import explain_unreadable_settings
+from workflows.tasks.loading_study import LoadingChoice, study_loading
+from workflows.tasks.prepare import PreparedDataset
+from workflows.tasks.resources import training_resources
+from workflows.tasks.train import TRAINING_CODE, TrainingOutputs, train
+from workflows.tasks.versions import CodeVersion
+from workflows.training.folder_settings import FolderHyperparameters, FolderOptions, ImageSettings, LoadingSettings
+
+explain_unreadable_settings()
+
+
+@task(
+    # the folder's content is in the index; its place decides nothing
+    cache=Cache(policies=CodeVersion(*TRAINING_CODE), ignored_inputs=("options", "folder"), serialize=True),
+    retries=2,
+    enable_deck=True,
+    deck_fields=(),  # the report alone, live
+    **training_resources(),
+)
+def image_folder_task(
+    hp: FolderHyperparameters, index: PreparedDataset, folder: FlyteDirectory, options: FolderOptions
+) -> TrainingOutputs:
+    """Trains hp.model on the images of the folder, with as many ranks as options.nproc says."""
+    return train(hp, attach(index, folder, options.loader_workers, options.pin_memory), options)
+
+
+@workflow
+def image_folder_wf(
+    folder: str = "",
+    images: ImageSettings = ImageSettings(),
+    hp: FolderHyperparameters = FolderHyperparameters(),
+    options: FolderOptions = FolderOptions(),
+) -> TrainingOutputs:
+    """Reads every image of the folder once, then trains on them, decoding them anew in each epoch.
+
+    Args:
+        folder: path or URI; one sub-folder of image files per class, or train and test with such. Without it, digits.
+        images: which images, and what size they are brought to.
+        hp: what else decides the result.
+        options: how to run it; the cache does not look at this.
+    """
+    found = find_images(folder=folder, images=images, backend=hp.backend, nproc=options.nproc, batch_size=hp.batch_size)
+    index = index_images(folder=found.folder, stamp=found.stamp, images=images)
+    return image_folder_task(hp=hp, index=index, folder=found.folder, options=options)
+
+
+class LoadingOutputs(NamedTuple):
+    """recommended: by the rule that the report states. report: a page to look at, in one file."""
+
+    recommended: LoadingChoice
+    report: FlyteFile["html"]  # noqa: F821
+
+
+@task(enable_deck=True, deck_fields=(), **training_resources())
+def loading_study_task(index: PreparedDataset, folder: FlyteDirectory, study: LoadingSettings) -> LoadingOutputs:
+    """Times the loading of the folder's images with each number of workers, with and without pinned memory."""
+    recommended, report = study_loading(attach(index, folder, 0, False), study)
+    return LoadingOutputs(recommended, report)
+
+
+@workflow
+def loading_study_wf(
+    folder: str = "",
+    images: ImageSettings = ImageSettings(),
+    study: LoadingSettings = LoadingSettings(),
+) -> LoadingOutputs:
+    """Finds out how many loader workers suit this folder on this machine.
+
+    Args:
+        folder: as image_folder_wf has it.
+        images: as image_folder_wf has it.
+        study: what is tried.
+    """
+    found = find_images(folder=folder, images=images)
+    index = index_images(folder=found.folder, stamp=found.stamp, images=images)
+    return loading_study_task(index=index, folder=found.folder, study=study)
+
+
+if __name__ == "__main__":
+    print(image_folder_wf())

@@ -1,0 +1,31 @@
+"""Folders of image files, here or in Flyte's storage: what is in them, and the files of one shard."""
+
+from pathlib import Path
+from typing import Any, Dict, List, Sequence, Tuple
+
+from flytekit import FlyteContextManager
+from flytekit.core.data_persistence import FileAccessProvider
+from flytekit.types.directory import FlyteDirectory
+
+
+def list_files(folder: FlyteDirectory) -> Dict[str, str]:
+    """Each file's name below the folder, in order, with what changes when the file does; hidden ones are left out."""
+    source, storage = _open(folder)
+    root = str(storage._strip_protocol(source)).rstrip("/")
+    found = {path[len(root) + 1 :]: str(details) for path, details in storage.find(root, detail=True).items()}
+    return {name: found[name] for name in sorted(found) if not any(part[0] == "." for part in name.split("/"))}
+
+
+def fetch(folder: FlyteDirectory, names: Sequence[str], into: Path) -> List[Tuple[str, str]]:
+    """Each name with the path of its file on this machine: where it is, or below into, which must be there."""
+    source, storage = _open(folder)
+    if not FileAccessProvider.is_remote(source):
+        return [(name, str(Path(source, name))) for name in names]
+    copies = [str(into / f"{number}{Path(name).suffix}") for number, name in enumerate(names)]
+    storage.get([f"{source.rstrip('/')}/{name}" for name in names], copies)
+    return list(zip(names, copies, strict=True))
+
+
+def _open(folder: FlyteDirectory) -> Tuple[str, Any]:
+    source = str(folder.remote_source or folder.path)
+    return source, FlyteContextManager.current_context().file_access.get_filesystem_for_path(source)

@@ -1,0 +1,76 @@
+"""What a dataset says of itself."""
+
+import dataclasses
+import hashlib
+import json
+from typing import Any, Mapping, Tuple
+
+
+@dataclasses.dataclass(frozen=True)
+class DatasetDescription:
+    """What dataset.json says.
+
+    Attributes:
+        format: version of this form.
+        name: the dataset's name among the hyperparameters.
+        classes: names, in the order of the labels.
+        mean, std: per channel over the training images, for pixels from 0 to 1, rounded to 4 decimals.
+        train_samples, test_samples: images per split.
+        image_shape: (C, H, W).
+        passes_per_epoch: how often an epoch goes over the training images; above 1 only where they are few.
+        sha256: file name -> hex digest.
+    """
+
+    format: int
+    name: str
+    classes: Tuple[str, ...]
+    mean: Tuple[float, ...]
+    std: Tuple[float, ...]
+    train_samples: int
+    test_samples: int
+    image_shape: Tuple[int, int, int]
+    passes_per_epoch: int
+    sha256: Mapping[str, str]
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the whole content as hex: the same wherever and whenever the dataset was prepared."""
+        return digest_of(dataclasses.asdict(self))
+
+    @property
+    def remarks(self) -> Mapping[str, str]:
+        """What else there is to say of it, by label."""
+        return {}
+
+
+@dataclasses.dataclass(frozen=True)
+class FolderDescription(DatasetDescription):
+    """What dataset.json says of a folder of image files, which stay where they are.
+
+    Attributes:
+        image_shape: that each image is brought to when it is decoded.
+        split_by: how the images were shared out between training and test.
+        unreadable: files that are left out because they cannot be decoded.
+        unreadable_named: the first of them, each with its reason.
+        left_out: classes that are left out because they have too few images.
+        content_sha256: over the name and content of every image.
+    """
+
+    split_by: str
+    unreadable: int
+    unreadable_named: Tuple[str, ...]
+    left_out: int
+    content_sha256: str
+
+    @property
+    def remarks(self) -> Mapping[str, str]:
+        named = "; ".join(self.unreadable_named) + ("; …" if self.unreadable > len(self.unreadable_named) else "")
+        return {
+            "Split": self.split_by,
+            "Files that cannot be read": f"{self.unreadable:,}" + (f": {named}" if named else ""),
+            "Classes left out": f"{self.left_out:,}",
+        }
+
+
+def digest_of(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
