@@ -1,0 +1,57 @@
+"""How much sooner MNIST is learnt than by Lightning with the same recipe: `python -m benchmarks.against_lightning`.
+
+One epoch on two gloo ranks. Each training is a process of its own, the two take turns, and each pair has a seed of its
+own. Training seconds are those of the loop alone, evaluation not counted; in all is the whole process.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from typing import Dict, List
+
+from benchmarks.engine import hardware, spread, train
+from workflows.training.datasets import prepare
+from workflows.training.hyperparameters import Hyperparameters
+
+RANKS = 2
+MODULES = {"Lightning": "benchmarks.lightning_mnist", "ours": "benchmarks.against_lightning"}
+
+
+def measure(name: str, seed: int) -> Dict[str, float]:
+    """One training in a new process: seconds of its loop, seconds in all, accuracy."""
+    started = time.perf_counter()
+    command = [sys.executable, "-m", MODULES[name], "--seed", str(seed)]
+    result = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    return {"all": time.perf_counter() - started, **json.loads(result.stdout.splitlines()[-1])}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--seed", type=int, help=argparse.SUPPRESS)  # one training of ours
+    arguments = parser.parse_args()
+    data = prepare("mnist")
+    if arguments.seed is not None:
+        epoch = train(Hyperparameters(epochs=1, seed=arguments.seed), data, RANKS)[0].epochs[-1]
+        print(json.dumps({"seconds": epoch.train_seconds, "accuracy": epoch.accuracy}))
+        return
+    runs: Dict[str, List[Dict[str, float]]] = {name: [] for name in MODULES}
+    for seed in range(1, arguments.runs + 1):
+        for name in MODULES:
+            runs[name].append(measure(name, seed))
+    print(f"{hardware()}; n = {arguments.runs}, {RANKS} gloo ranks\n")
+    print("| | training seconds, median [range] | seconds in all | test accuracy, % |")
+    print("|---|---|---|---|")
+    for name, measured in runs.items():
+        accuracies = spread([100 * run["accuracy"] for run in measured])
+        seconds, whole = (spread([run[what] for run in measured]) for what in ("seconds", "all"))
+        print(f"| {name} | {seconds} | {whole} | {accuracies} |")
+    for what, key in (("training seconds", "seconds"), ("seconds in all", "all")):
+        ratios = [theirs[key] / ours[key] for theirs, ours in zip(*runs.values(), strict=True)]
+        print(f"\nLightning / ours, {what}: {spread(ratios)}")
+
+
+if __name__ == "__main__":
+    main()
