@@ -20,7 +20,7 @@ from workflows.training.loop import Link
 def read_an_epoch(environment: Environment, link: Link, data: str) -> List[Tuple[np.ndarray, np.ndarray]]:
     """Images and labels of this rank's share of each batch."""
     split = open_source(Path(data), "train", torch.device("cpu"))
-    batches = TrainBatches(split, 1, 50, 1, 0, environment.rank, environment.world.size)
+    batches = TrainBatches(split, 1, 50, 1, environment.rank, environment.world.size)
     return [(batch.images.numpy(), batch.labels.numpy()) for batch in batches.epoch(0)]
 
 

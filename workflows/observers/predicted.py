@@ -10,7 +10,7 @@ import numpy as np
 from workflows.observers.article import Section, article
 from workflows.observers.figures import picture
 from workflows.observers.surroundings import surroundings
-from workflows.training.prepared import DatasetDescription
+from workflows.training.description import DatasetDescription
 from workflows.training.shards import InferenceOptions, Row, read_rows
 
 MOST_PICTURES = 24

@@ -6,8 +6,8 @@ from typing import Dict, List, NamedTuple, Sequence
 from workflows.observers.article import Drawing, Section, article
 from workflows.observers.figures import Curves, draw
 from workflows.observers.surroundings import surroundings
+from workflows.training.description import DatasetDescription
 from workflows.training.measurement import DATA_PARALLEL, METHODS, ONE_DEVICE, PROCESSES, Measurement, TimingOptions
-from workflows.training.prepared import DatasetDescription
 
 UNIT = "images per device and batch"
 

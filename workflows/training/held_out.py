@@ -4,8 +4,9 @@ from pathlib import Path
 
 import numpy as np
 
+from workflows.training.description import DatasetDescription
 from workflows.training.errors import InputError
-from workflows.training.prepared import DatasetDescription, open_split, read_description, write_prepared
+from workflows.training.prepared import open_split, read_description, write_prepared
 
 SHARE = 1 / 12  # of MNIST: 55,000 images to train on, 5,000 to choose by
 SEED = 0

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from workflows.training import prepared
 from workflows.training.batches import Split, TestBatches
+from workflows.training.description import DatasetDescription
 from workflows.training.environment import Environment
 from workflows.training.images import decode_all
 from workflows.training.loop import Link
 from workflows.training.models import MODELS, load_model
-from workflows.training.prepared import DatasetDescription
 from workflows.training.shards import ModelFile, Row, ShardJob, write_rows
 from workflows.training.storage import writing_to
 
