@@ -20,6 +20,12 @@ TRAINING_SOURCES = (
     "training/state.py",
     "training/worker.py",
 )
+AUTOENCODER_SOURCES = (
+    "tasks/autoencoder.py",
+    "training/autoencoder.py",
+    "training/batches.py",
+    "training/lightning_rank.py",
+)
 DATA_SOURCES = ("training/datasets.py", "training/prepared.py")
 CODE_VARIABLE = "DDP_TRAINING_CODE"
 OTHER_CODE = "give --copy all to pyflyte run or register, or build the image anew"
@@ -39,8 +45,8 @@ def code_version(sources: Sequence[str], distributions: Sequence[str]) -> str:
 
 
 def registered_code() -> str:
-    """What the training code is at registration; goes into the pod's environment."""
-    return code_version(TRAINING_SOURCES, ())
+    """What the code of the ranks is at registration; goes into the pod's environment."""
+    return code_version(sorted({*TRAINING_SOURCES, *AUTOENCODER_SOURCES}), ())
 
 
 def check_registered_code() -> None:
