@@ -3,8 +3,6 @@
 pyflyte run workflows/autoencoder.py autoencoder_wf --hp '{"max_epochs": 3}'
 """
 
-from importlib.util import find_spec
-
 from flytekit import Cache, dynamic, task, workflow
 
 from workflows.tasks.autoencoder import AutoencoderOutputs, resolve_for_autoencoder, train_autoencoder
@@ -23,11 +21,11 @@ from workflows.training.errors import InputError
 
 explain_unreadable_settings()
 
-TRAINED_BY = ["torch", "lightning"] if find_spec("lightning") else ["torch"]
+AUTOENCODER_CODE = (AUTOENCODER_SOURCES, ("torch", "lightning"))
 
 
 @task(
-    cache=Cache(policies=CodeVersion(AUTOENCODER_SOURCES, TRAINED_BY), ignored_inputs=("options",), serialize=True),
+    cache=Cache(policies=CodeVersion(*AUTOENCODER_CODE), ignored_inputs=("options",), serialize=True),
     retries=2,
     enable_deck=True,
     deck_fields=(),  # the report alone

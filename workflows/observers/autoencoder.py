@@ -2,7 +2,7 @@
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Dict, List
+from typing import Any, Dict, List
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from workflows.training.autoencoder_job import AutoencoderJob, AutoencoderResult
 from workflows.training.events import EpochLosses, Event, Printed, RunStarted
 
 MOST_POINTS = 2000  # of the cloud: the page stays below a megabyte
-VIEWS = (-60, 30)  # degrees around the vertical
+VIEWS = (30, 120)  # degrees around the vertical
 
 
 def say_event(event: Event) -> None:
@@ -32,7 +32,7 @@ def say_event(event: Event) -> None:
         say(f"[rank {event.rank}] {event.text}" if event.rank else event.text)
 
 
-def page(job: AutoencoderJob, result: AutoencoderResult, setup: Dict[str, str]) -> str:
+def page(job: AutoencoderJob, result: AutoencoderResult, setup: Dict[str, Any]) -> str:
     """The page's fragment; see article.article."""
     description = prepared.read_description(job.data)
     notice = []
@@ -84,10 +84,9 @@ def _test_images(job: AutoencoderJob, result: AutoencoderResult, about: prepared
         for index, pixels in zip(shown, reconstructed, strict=True)
     ]
     some = slice(MOST_POINTS)
-    what = f"Codes of {min(len(codes), MOST_POINTS):,} test images in space, coloured by class"
-    clouds = [
-        Drawing(f"From {turned}°", cloud(codes[some], labels[some], about.classes, turned, what)) for turned in VIEWS
-    ]
+    what = f"Codes of {len(codes[some]):,} test images in space, coloured by class"
+    views = {turned: cloud(codes[some], labels[some], about.classes, turned, what) for turned in VIEWS}
+    drawings = [Drawing(f"Seen from {turned}°", svg) for turned, svg in views.items()]
     return [
         Section(
             "Reconstructions",
@@ -98,5 +97,5 @@ def _test_images(job: AutoencoderJob, result: AutoencoderResult, about: prepared
             ],
             pictures=pictures,
         ),
-        Section("The three numbers", [f"{what}, which the network was never told."], clouds),
+        Section("The three numbers", [f"{what}, which the network was never told."], drawings),
     ]

@@ -97,12 +97,12 @@ def cloud(points: np.ndarray, labels: np.ndarray, names: Sequence[str], turned: 
     from matplotlib.figure import Figure
 
     with matplotlib.rc_context(_style()):
-        figure = Figure(figsize=(SIZE[0], SIZE[0]), layout="constrained")
+        figure = Figure(figsize=(SIZE[0], 0.85 * SIZE[0]), layout="constrained")
         axes: Any = figure.add_subplot(projection="3d", azim=turned)
         for label, name in enumerate(names):
             mine = points[labels == label]
             if len(mine):
-                axes.plot(*mine.T, ".", color=f"C{label % 10}", markersize=2.5, alpha=0.7)
+                axes.plot(*mine.T, ".", color=f"C{label % 10}", markersize=3.5, alpha=0.7)
                 axes.text(*np.median(mine, axis=0), name, ha="center", va="center", weight="bold", size=12)
         for axis in (axes.xaxis, axes.yaxis, axes.zaxis):
             axis.set_pane_color("none")

@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import List, NamedTuple
@@ -160,7 +161,7 @@ def train_autoencoder(
                 device=world.device,
                 strategy=result.strategy,
             )
-            fragment = page(job, result, {name: str(value) for name, value in asdict(summary).items()})
+            fragment = page(job, result, {"lightning": version("lightning"), **asdict(summary)})
             (folder / "report.html").write_text(document(f"Autoencoder on {description.name}", fragment), "utf-8")
     deck_publisher()(fragment)
     return outputs_of(job, result, summary)

@@ -2,7 +2,8 @@
 
 import hashlib
 import os
-from importlib.metadata import version
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Sequence
 
@@ -32,7 +33,7 @@ OTHER_CODE = "give --copy all to pyflyte run or register, or build the image ane
 
 
 def code_version(sources: Sequence[str], distributions: Sequence[str]) -> str:
-    """A hash over files below workflows and the installed versions of distributions."""
+    """A hash over files below workflows and the versions of distributions, of those that are installed."""
     digest = hashlib.sha256()
     for name in sources:
         try:
@@ -40,7 +41,8 @@ def code_version(sources: Sequence[str], distributions: Sequence[str]) -> str:
         except FileNotFoundError:
             raise ReportedError(f"workflows/{name} is missing here: {OTHER_CODE}") from None
     for name in distributions:
-        digest.update(f"{name}=={version(name)}".encode())
+        with suppress(PackageNotFoundError):
+            digest.update(f"{name}=={version(name)}".encode())
     return digest.hexdigest()[:16]
 
 

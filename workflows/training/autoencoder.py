@@ -84,9 +84,10 @@ def lightning_module(network: Autoencoder, learning_rate: float) -> "LightningMo
             return loss
 
         def validation_step(self, batch: Tuple[Tensor, int], _: int) -> None:
-            images, _size = batch
-            loss = squared_errors(self.network, images).mean()
-            self.log("validation_loss", loss, sync_dist=True, batch_size=len(images))
+            images, size = batch
+            share = squared_errors(self.network, images).sum() / (size * PIXELS)
+            # A sum, because of a mean Lightning divides by the ranks' mean batch size cut to a whole number
+            self.log("validation_loss", share, sync_dist=True, reduce_fx="sum", batch_size=size)
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.Adam(self.parameters(), lr=learning_rate)

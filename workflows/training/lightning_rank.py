@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
     from lightning.pytorch.loggers import Logger
 
+WANDB_SECONDS = 15.0  # that a run waits for it at its beginning, and again at its end
 LOOK_STEPS = 10  # between two looks at the loss, which on a GPU the host has to wait for
 
 
@@ -37,6 +38,7 @@ def run(environment: Environment, link: Link, job: AutoencoderJob) -> Autoencode
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)  # no word on the accelerators that there are not
     warnings.filterwarnings("ignore", category=FutureWarning, module="lightning")  # between it and torch
+    warnings.filterwarnings("ignore", ".*sync_dist=True")  # which is set; a lone rank is warned all the same
     torch.set_num_threads(environment.threads)
     hp, world = job.hp, environment.world
     # Lightning finds the ranks already met
@@ -175,22 +177,32 @@ def run_started(environment: Environment, job: AutoencoderJob) -> RunStarted:
 
 
 @contextmanager
-def open_logger(job: AutoencoderJob, environment: Environment) -> Iterator["Union[Logger, bool]"]:
-    """Lightning's logger for the job's tracking, or False; only rank 0's writes anything. One that cannot begin is
-    left out with a word, and one of W&B's is finished here: the process ends without the exit handlers that would."""
-    logger: Any = False
+def open_logger(job: AutoencoderJob, environment: Environment) -> "Iterator[Union[Logger, bool]]":
+    """Lightning's logger for the job's tracking, on rank 0, else False; W&B's is left out with a word if it cannot
+    begin, and finished here, since the process will end without its exit handlers."""
+    if environment.rank or job.tracking == "off":
+        yield False
+        return
     if job.tracking == "tensorboard":
         from lightning.pytorch.loggers import TensorBoardLogger
 
-        logger = TensorBoardLogger(job.logs, name="tensorboard", version="")
-    elif job.tracking in ("online", "offline"):
-        from lightning.pytorch.loggers import WandbLogger
+        tensorboard = TensorBoardLogger(job.logs, name="tensorboard", version="")
+        tensorboard.log_hyperparams(asdict(job.hp))
+        yield tensorboard
+        return
+    import wandb
+    from lightning.pytorch.loggers import WandbLogger
 
-        os.environ.update(WANDB_SILENT="true", WANDB_ERROR_REPORTING="false")
-        project = os.environ.get("WANDB_PROJECT") or "flyte-ddp"
-        logger = WandbLogger(job.name, job.logs, offline=job.tracking == "offline", project=project)
-    if logger and environment.rank == 0:
-        logger.log_hyperparams(asdict(job.hp))
-    yield logger
-    if job.tracking in ("online", "offline") and environment.rank == 0:
-        logger.experiment.finish()
+    settings = wandb.Settings(console="off", silent=True, init_timeout=WANDB_SECONDS, finish_timeout=WANDB_SECONDS)
+    project = os.environ.get("WANDB_PROJECT") or "flyte-ddp"
+    mode: Any = job.tracking
+    try:
+        run = wandb.init(
+            project=project, name=job.name, dir=job.logs, config=asdict(job.hp), mode=mode, settings=settings
+        )
+    except Exception as error:  # of its own, and what the network raises
+        print(f"Warning: no Weights & Biases: {type(error).__name__}: {error}")
+        yield False
+        return
+    with run:
+        yield WandbLogger(experiment=run)
