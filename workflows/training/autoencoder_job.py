@@ -38,7 +38,7 @@ class AutoencoderHyperparameters(Settings):
     learning_rate: float = setting(1e-3, above=0)
     limit_train_batches: float = setting(1.0, above=0)
     precision: str = setting("float32", choices=tuple(PRECISIONS))
-    seed: int = setting(1, minimum=0, maximum=2**32 - 1)
+    seed: int = setting(1, minimum=0, maximum=2**24 - 1)  # more than TrainBatches could make its own of
 
     def __post_init__(self) -> None:
         super().__post_init__()

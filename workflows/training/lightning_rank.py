@@ -204,5 +204,9 @@ def open_logger(job: AutoencoderJob, environment: Environment) -> "Iterator[Unio
         print(f"Warning: no Weights & Biases: {type(error).__name__}: {error}")
         yield False
         return
-    with run:
+    exit_code = 1
+    try:
         yield WandbLogger(experiment=run)
+        exit_code = 0
+    finally:
+        run.finish(exit_code)
