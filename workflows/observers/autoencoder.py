@@ -57,7 +57,7 @@ def _losses(result: AutoencoderResult) -> Section:
     }
     curves = [
         Curves("Loss by epoch", by_epoch),
-        Curves("Loss by step (training, rank 0)", {"": result.steps}, logarithmic=True),
+        Curves("Loss by step (training, rank 0)", {"": result.steps}),
     ]
     return Section(
         "Losses",
@@ -85,7 +85,8 @@ def _test_images(job: AutoencoderJob, result: AutoencoderResult, about: prepared
     ]
     some = slice(MOST_POINTS)
     what = f"Codes of {len(codes[some]):,} test images in space, coloured by class"
-    views = {turned: cloud(codes[some], labels[some], about.classes, turned, what) for turned in VIEWS}
+    names = [name.partition(" - ")[0] for name in about.classes]  # MNIST's are "0 - zero" and so on
+    views = {turned: cloud(codes[some], labels[some], names, turned, what) for turned in VIEWS}
     drawings = [Drawing(f"Seen from {turned}°", svg) for turned, svg in views.items()]
     return [
         Section(

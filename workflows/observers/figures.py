@@ -103,7 +103,7 @@ def cloud(points: np.ndarray, labels: np.ndarray, names: Sequence[str], turned: 
             mine = points[labels == label]
             if len(mine):
                 axes.plot(*mine.T, ".", color=f"C{label % 10}", markersize=3.5, alpha=0.7)
-                axes.text(*np.median(mine, axis=0), name, ha="center", va="center", weight="bold", size=12)
+                axes.text(*np.median(mine, axis=0), name, ha="center", va="center", weight="bold", size=11)
         for axis in (axes.xaxis, axes.yaxis, axes.zaxis):
             axis.set_pane_color("none")
         axes.tick_params(labelsize=7, pad=-2)

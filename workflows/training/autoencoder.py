@@ -53,7 +53,7 @@ def squared_errors(network: nn.Module, images: Tensor) -> Tensor:
 
 
 class Loader:
-    """What Lightning goes over once in each epoch: this rank's share of each global batch, with the latter's size."""
+    """What Lightning goes over once in each epoch: this rank's images, and of how many the loss is to be the mean."""
 
     def __init__(self, steps: int, batches: Callable[[], Iterable[Batch]]):
         self._steps, self._batches = steps, batches

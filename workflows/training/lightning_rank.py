@@ -74,7 +74,7 @@ def run(environment: Environment, link: Link, job: AutoencoderJob) -> Autoencode
     if environment.rank == 0:
         with writing_to(Path(job.model_path).parent, "DDP_RUNS_DIR"):
             export_model(network, Path(job.model_path))
-            test_loss = autoencoder.encode_test_images(network, Path(job.data), Path(job.encoded_path))
+            test_loss = autoencoder.encode_test_images(network.cpu(), Path(job.data), Path(job.encoded_path))
     return AutoencoderResult(observer.epochs, observer.steps, test_loss, type(trainer.strategy).__name__)
 
 
@@ -109,7 +109,7 @@ def cluster_environment(environment: Environment) -> "ClusterEnvironment":
     return SpawnedRanks()
 
 
-def observer_of(environment: Environment, link: Link, job: AutoencoderJob) -> "Any":
+def observer_of(environment: Environment, link: Link, job: AutoencoderJob) -> Any:
     """The Callback that tells the parent what happens, and the ranks to stop; keeps the losses."""
     from lightning.pytorch import Callback, LightningModule, Trainer
 
