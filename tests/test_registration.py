@@ -221,7 +221,7 @@ def test_modules_import_without_optional_packages():
 
         class Missing:
             def find_spec(self, name, path=None, target=None):
-                if name.partition(".")[0] in {"flytekitplugins", "matplotlib", "tensorboard"}:
+                if name.partition(".")[0] in {"flytekitplugins", "lightning", "matplotlib", "tensorboard"}:
                     raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
         sys.meta_path.insert(0, Missing())

@@ -90,6 +90,26 @@ def draw(curves: Curves) -> str:
         return inline(figure, curves.description)
 
 
+def cloud(points: np.ndarray, labels: np.ndarray, names: Sequence[str], turned: float, description: str) -> str:
+    """Points (N, 3) in space, seen from that many degrees around the vertical, as an SVG element; those of one label
+    (N,) have one colour, and the label's name in their midst."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(_style()):
+        figure = Figure(figsize=(SIZE[0], 0.85 * SIZE[0]), layout="constrained")
+        axes: Any = figure.add_subplot(projection="3d", azim=turned)
+        for label, name in enumerate(names):
+            mine = points[labels == label]
+            if len(mine):
+                axes.plot(*mine.T, ".", color=f"C{label % 10}", markersize=3.5, alpha=0.7)
+                axes.text(*np.median(mine, axis=0), name, ha="center", va="center", weight="bold", size=11)
+        for axis in (axes.xaxis, axes.yaxis, axes.zaxis):
+            axis.set_pane_color("none")
+        axes.tick_params(labelsize=7, pad=-2)
+        return inline(figure, description)
+
+
 def thinned(points: Points) -> List[Tuple[float, float]]:
     """At most MOST_POINTS of them, the last one always."""
     every = -(-len(points) // MOST_POINTS)

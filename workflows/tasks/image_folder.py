@@ -25,7 +25,7 @@ from workflows.training.lfw import lfw_folder
 from workflows.training.prepared import SPLITS, open_split, read_description
 from workflows.training.storage import writing_to
 
-FOLDER_SOURCES = (*DATA_SOURCES, "training/description.py", "training/image_files.py", "training/image_folder.py")
+FOLDER_SOURCES = (*DATA_SOURCES, "training/image_files.py", "training/image_folder.py")
 
 
 class FoundImages(NamedTuple):

@@ -2,7 +2,8 @@
 
 import hashlib
 import os
-from importlib.metadata import version
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Sequence
 
@@ -28,16 +29,23 @@ INFERENCE_SOURCES = (
     "training/batches.py",
     "training/images.py",
     "training/inference.py",
+    "training/layers.py",
     "training/models.py",
 )
 TIMING_SOURCES = ("training/timing.py",)
-DATA_SOURCES = ("training/datasets.py", "training/prepared.py")
+AUTOENCODER_SOURCES = (
+    "tasks/autoencoder.py",
+    "training/autoencoder.py",
+    "training/batches.py",
+    "training/lightning_rank.py",
+)
+DATA_SOURCES = ("training/datasets.py", "training/description.py", "training/prepared.py")
 CODE_VARIABLE = "DDP_TRAINING_CODE"
 OTHER_CODE = "give --copy all to pyflyte run or register, or build the image anew"
 
 
 def code_version(sources: Sequence[str], distributions: Sequence[str]) -> str:
-    """A hash over files below workflows and the installed versions of distributions."""
+    """A hash over files below workflows and the versions of distributions, of those that are installed."""
     digest = hashlib.sha256()
     for name in sources:
         try:
@@ -45,13 +53,14 @@ def code_version(sources: Sequence[str], distributions: Sequence[str]) -> str:
         except FileNotFoundError:
             raise ReportedError(f"workflows/{name} is missing here: {OTHER_CODE}") from None
     for name in distributions:
-        digest.update(f"{name}=={version(name)}".encode())
+        with suppress(PackageNotFoundError):
+            digest.update(f"{name}=={version(name)}".encode())
     return digest.hexdigest()[:16]
 
 
 def registered_code() -> str:
     """What the code of the ranks is at registration; goes into the pod's environment."""
-    return code_version(sorted({*TRAINING_SOURCES, *INFERENCE_SOURCES, *TIMING_SOURCES}), ())
+    return code_version(sorted({*TRAINING_SOURCES, *INFERENCE_SOURCES, *TIMING_SOURCES, *AUTOENCODER_SOURCES}), ())
 
 
 def check_registered_code() -> None:

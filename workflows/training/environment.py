@@ -51,22 +51,24 @@ class Environment:
         return platform.node()
 
 
-def choose_world(backend: str, nproc: int, batch_size: int) -> World:
+def choose_world(backend: str, nproc: int, batch_size: int, name: str = "nproc") -> World:
     """The ranks that this host should run for a backend (auto, gloo, nccl) and a wish (nproc, 0 for none).
 
     One rank per visible GPU with nccl, else two with gloo. Ranks under gloo may share a GPU.
-    Raises InputError where the wish cannot be had.
+    Raises InputError, which calls the wish by its name, where it cannot be had.
     """
     gpus = visible_gpus()
     if backend == "nccl" and gpus == 0:
         raise InputError('backend "nccl" needs a GPU and none is visible here: use "gloo" or "auto"')
     backend = backend if backend != "auto" else ("nccl" if gpus else "gloo")
     if backend == "nccl" and nproc > gpus:
-        raise InputError(f"nproc must be at most the number of visible GPUs ({gpus}) under nccl, got {nproc}: lower it")
+        raise InputError(
+            f"{name} must be at most the number of visible GPUs ({gpus}) under nccl, got {nproc}: lower it"
+        )
     size = nproc or min(gpus or DEFAULT_CPU_RANKS, batch_size)
     if batch_size < size:
         raise InputError(
-            f"batch_size must be at least the number of ranks ({size}), got {batch_size}: raise it or lower nproc"
+            f"batch_size must be at least the number of ranks ({size}), got {batch_size}: raise it or lower {name}"
         )
     return World(size=size, local_size=size, backend=backend, device="cuda" if gpus else "cpu")
 

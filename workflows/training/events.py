@@ -53,6 +53,16 @@ class EpochFinished:
 
 
 @dataclass(frozen=True)
+class EpochLosses:
+    """An epoch of an autoencoder: mean squared errors per pixel, over training and held-out images."""
+
+    epoch: int
+    train_loss: float
+    validation_loss: float
+    seconds: float
+
+
+@dataclass(frozen=True)
 class GradientsSeen:
     """Distribution of each parameter's gradient in an epoch's last step: counts of n bins between n + 1 edges."""
 
@@ -100,6 +110,7 @@ Event = Union[
     RunStarted,
     StepLogged,
     EpochFinished,
+    EpochLosses,
     GradientsSeen,
     CheckpointWritten,
     CheckpointFailed,

@@ -1,0 +1,68 @@
+"""An autoencoder as a LightningModule, trained under Lightning's Trainer by one spawned process per GPU (or CPU rank).
+
+pyflyte run workflows/autoencoder.py autoencoder_wf --hp '{"max_epochs": 3}'
+"""
+
+from flytekit import Cache, dynamic, task, workflow
+
+from workflows.tasks.autoencoder import AutoencoderOutputs, resolve_for_autoencoder, train_autoencoder
+from workflows.tasks.inputs import explain_unreadable_settings
+from workflows.tasks.prepare import PreparedDataset, prepare_dataset
+from workflows.tasks.resources import (
+    registered_environment,
+    registration,
+    small_resources,
+    training_resources,
+    training_sizes,
+)
+from workflows.tasks.versions import AUTOENCODER_SOURCES, CodeVersion
+from workflows.training.autoencoder_job import AutoencoderHyperparameters, AutoencoderOptions
+from workflows.training.errors import InputError
+
+explain_unreadable_settings()
+
+AUTOENCODER_CODE = (AUTOENCODER_SOURCES, ("torch", "lightning"))
+
+
+@task(
+    cache=Cache(policies=CodeVersion(*AUTOENCODER_CODE), ignored_inputs=("options",), serialize=True),
+    retries=2,
+    enable_deck=True,
+    deck_fields=(),  # the report alone
+    **training_resources(),
+)
+def autoencoder_task(
+    hp: AutoencoderHyperparameters, data: PreparedDataset, options: AutoencoderOptions
+) -> AutoencoderOutputs:
+    """Trains on the prepared dataset, with as many ranks as options.devices says."""
+    return train_autoencoder(hp, data, options)
+
+
+# What a @dynamic starts is compiled in its pod, which therefore has to know the settings of the registration
+@dynamic(**small_resources(), environment=registered_environment())
+def train_on_gpus(gpus: int, hp: AutoencoderHyperparameters, options: AutoencoderOptions) -> AutoencoderOutputs:
+    """Prepares the data and trains, in a pod with so many GPUs."""
+    if not 0 <= gpus <= 64:
+        raise InputError(f"gpus must be at least 0 and at most 64, got {gpus}")
+    data = prepare_dataset(name=resolve_for_autoencoder(hp=hp, options=options))
+    return autoencoder_task(hp=hp, data=data, options=options).with_overrides(**training_sizes(gpus))
+
+
+@workflow
+def autoencoder_wf(
+    gpus: int = registration().training_gpus,
+    hp: AutoencoderHyperparameters = AutoencoderHyperparameters(),
+    options: AutoencoderOptions = AutoencoderOptions(),
+) -> AutoencoderOutputs:
+    """Trains an autoencoder on the dataset that hp names.
+
+    Args:
+        gpus: of the training's pod, 0 for none; the default is the registration's. A local run uses what there is.
+        hp: what decides the result, in part or whole; the rest takes its defaults.
+        options: how to run it; the cache does not look at this.
+    """
+    return train_on_gpus(gpus=gpus, hp=hp, options=options)
+
+
+if __name__ == "__main__":
+    print(autoencoder_wf())
