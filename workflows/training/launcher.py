@@ -14,7 +14,7 @@ import time
 from contextlib import contextmanager, suppress
 from multiprocessing import connection, forkserver, resource_tracker
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, List
+from typing import Any, Callable, Dict, Iterator, List, Sequence
 
 import workflows
 from workflows.training.environment import Environment, World, available_cores
@@ -32,7 +32,7 @@ GRACE_SECONDS = 3.0  # for the other ranks' reports once one has failed: the fir
 POLL_SECONDS = 0.2
 
 
-def warm_up() -> None:
+def warm_up(preload: Sequence[str] = PRELOAD) -> None:
     """Starts the process that imports torch for all ranks, and returns at once; a second call does nothing."""
     if START_METHOD == "forkserver":
         # SIGTERM may come to the whole process group: the ranks take it as a request to stop (rank.py lets it in
@@ -41,14 +41,19 @@ def warm_up() -> None:
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         try:
             with _importable():
-                forkserver.set_forkserver_preload(PRELOAD)
+                forkserver.set_forkserver_preload(list(preload))
                 forkserver.ensure_running()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def launch(
-    target: str, world: World, argument: Any, timeout_seconds: float, on_event: Callable[[Event], None]
+    target: str,
+    world: World,
+    argument: Any,
+    timeout_seconds: float,
+    on_event: Callable[[Event], None],
+    preload: Sequence[str] = PRELOAD,
 ) -> List[Any]:
     """Runs target(environment, link, argument) as every rank of a world on this host; returns their values by rank.
 
@@ -56,7 +61,7 @@ def launch(
     naming the rank that failed first, Preempted after SIGTERM, KeyboardInterrupt after Ctrl-C. All processes have
     ended when it returns or raises.
     """
-    warm_up()
+    warm_up(preload)
     private = tempfile.mkdtemp(prefix="ddp-")
     threads = max(1, available_cores() // world.local_size)
     ranks: List[_Rank] = []
