@@ -27,7 +27,7 @@ def mirrored_page(hp: MirroredHyperparameters, result: MirroredResult) -> Tuple[
                 "",
                 figures=[
                     curves(result, "Accuracy", "train_accuracy", "accuracy", percent=True),
-                    curves(result, "Loss", "train_loss", "test_loss", from_zero=True),
+                    curves(result, "Loss", "train_loss", "test_loss", percent=False),
                 ],
             ),
             table("Test samples", counts, ("Diagnosis", *(f"said to be {one}" for one in CLASSES))),
@@ -43,14 +43,14 @@ def table(caption: str, lines: Sequence[Sequence[str]], heads: Sequence[str] = (
     return Section("", caption=caption, heads=heads, lines=lines)
 
 
-def curves(result: MirroredResult, title: str, training: str, test: str, **look: bool) -> Drawing:
+def curves(result: MirroredResult, title: str, training: str, test: str, percent: bool) -> Drawing:
     """Two fields of EpochFinished over the epochs."""
     series = {
         name: [(epoch.epoch + 1, getattr(epoch, field)) for epoch in result.epochs]
         for name, field in (("training", training), ("test", test))
     }
     remark = "Training figures are means over an epoch, with dropout."
-    return Drawing(title, draw(Curves(title, series, remark, **look)))
+    return Drawing(title, draw(Curves(title, series, remark, percent, from_zero=not percent)))
 
 
 def set_up() -> List[Tuple[str, str]]:
