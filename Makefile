@@ -1,4 +1,5 @@
-# Everything is made inside this folder: .venv from the lock files and, where uv is missing, .tools with uv in it.
+# Everything is made inside this folder: .venv from the lock files, .venv-keras with TensorFlow for those who ask for it
+# and, where uv is missing, .tools with uv in it.
 
 # The first of these that runs and is in range makes .venv. 3.13 comes late because flytekit 1.16 declares 3.10 to 3.12.
 PYTHON ?= python3.12 python3.11 python3.10 python3.13 python3
@@ -9,12 +10,12 @@ IMAGE ?= flyte-ddp-training:latest
 FLYTE_INTERNAL_IMAGE ?= $(IMAGE)
 export FLYTE_INTERNAL_IMAGE
 
-# Prints a command as one would type it and runs it with .venv first on PATH: pyflyte called by a relative path would
-# pack itself into the code archive.
-typed = printf '%s\n' '+ $(subst ','\'',$(1))'; PATH="$(CURDIR)/.venv/bin:$$PATH" $(1)
+# Prints a command as one would type it and runs it with .venv (or the one named second) first on PATH: pyflyte called
+# by a relative path would pack itself into the code archive.
+typed = printf '%s\n' '+ $(subst ','\'',$(1))'; PATH="$(CURDIR)/$(or $(2),.venv)/bin:$$PATH" $(1)
 
 .DEFAULT_GOAL := help
-.PHONY: help run test lint bench faults image dry-run package register lock clean
+.PHONY: help run test lint keras test-keras bench faults image dry-run package register lock clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
@@ -29,6 +30,12 @@ lint: .venv/dev.stamp ## Check style and types with ruff and mypy
 	@$(call typed,ruff check)
 	@$(call typed,ruff format --check)
 	@$(call typed,mypy)
+
+keras: .venv-keras/stamp ## Train the Keras network of workflows/keras_mirrored.py; installs TensorFlow into .venv-keras
+	@$(call typed,pyflyte run workflows/keras_mirrored.py keras_mirrored_wf$(if $(ARGS), $(ARGS)),.venv-keras)
+
+test-keras: .venv-keras/stamp ## Run the tests that need TensorFlow
+	@$(call typed,pytest tests/test_keras_mirrored.py$(if $(ARGS), $(ARGS)),.venv-keras)
 
 bench: .venv/dev.stamp ## Run the benchmarks, in about half an hour; once each: make bench ARGS="--runs 1"
 	@$(call typed,python -m benchmarks$(if $(ARGS), $(ARGS)))
@@ -52,9 +59,10 @@ register: .venv/run.stamp ## Register: make register IMAGE=registry/name:tag CLU
 lock: .venv/pyvenv.cfg ## Compile the lock files from pyproject.toml; newer versions: make lock ARGS=--upgrade
 	@$(find_uv); $(call compile,requirements.txt --extra lightning --extra multinode $(ARGS))
 	@$(find_uv); $(call compile,requirements-dev.txt --extra dev --constraints requirements.txt $(ARGS))
+	@$(find_uv); $(call compile,requirements-tensorflow.txt --extra tensorflow --constraints requirements.txt $(ARGS))
 
 clean: ## Remove what make and the tools have made here
-	rm -rf .venv .tools .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf .venv .venv-keras .tools .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # One lock for Python 3.10 to 3.13 on every platform; it names no index, so each site's own settings hold.
@@ -72,7 +80,7 @@ find_uv = uv=uv; if ! uv --version >/dev/null 2>&1; then \
 	fi; \
 	fi
 
-sync = $(find_uv); echo "+ uv pip sync $(1)"; "$$uv" pip sync --quiet --compile-bytecode --python .venv/bin/python --require-hashes $(1)
+sync = $(find_uv); echo "+ uv pip sync $(1)"; "$$uv" pip sync --quiet --compile-bytecode --python $(@D)/bin/python --require-hashes $(1)
 
 .venv/run.stamp: requirements.txt .venv/pyvenv.cfg
 	@$(call sync,requirements.txt)
@@ -81,6 +89,14 @@ sync = $(find_uv); echo "+ uv pip sync $(1)"; "$$uv" pip sync --quiet --compile-
 .venv/dev.stamp: requirements-dev.txt .venv/run.stamp
 	@$(call sync,requirements-dev.txt)
 	@touch $@
+
+# What the tests need is in it too.
+.venv-keras/stamp: requirements-tensorflow.txt requirements-dev.txt .venv-keras/pyvenv.cfg
+	@$(call sync,requirements-tensorflow.txt requirements-dev.txt)
+	@touch $@
+
+.venv-keras/pyvenv.cfg: .venv/pyvenv.cfg
+	.venv/bin/python -m venv --clear --without-pip .venv-keras
 
 # A .venv whose interpreter has gone is made anew.
 ifeq ($(realpath .venv/bin/python),)

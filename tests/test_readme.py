@@ -48,7 +48,7 @@ def user(tmp_path_factory) -> Dict[str, str]:
     """
     place = tmp_path_factory.mktemp("readme")
     project = place / "project"
-    ignored = shutil.ignore_patterns(".venv", ".tools", ".git", "__pycache__", ".*_cache", ".hypothesis")
+    ignored = shutil.ignore_patterns(".venv*", ".tools", ".git", "__pycache__", ".*_cache", ".hypothesis")
     shutil.copytree(ROOT, project, ignore=ignored)
     subprocess.run([sys.executable, "-m", "venv", project / ".venv"], check=True)
     (site,) = project.glob(".venv/lib/python*/site-packages")

@@ -48,7 +48,12 @@ def warm_up(preload: Sequence[str] = PRELOAD) -> None:
 
 
 def launch(
-    target: str, world: World, argument: Any, timeout_seconds: float, on_event: Callable[[Event], None]
+    target: str,
+    world: World,
+    argument: Any,
+    timeout_seconds: float,
+    on_event: Callable[[Event], None],
+    preload: Sequence[str] = PRELOAD,
 ) -> List[Any]:
     """Runs target(environment, link, argument) as every rank of a world on this host; returns their values by rank.
 
@@ -56,7 +61,7 @@ def launch(
     naming the rank that failed first, Preempted after SIGTERM, KeyboardInterrupt after Ctrl-C. All processes have
     ended when it returns or raises.
     """
-    warm_up()
+    warm_up(preload)
     private = tempfile.mkdtemp(prefix="ddp-")
     threads = threads_per_rank(world.local_size)
     ranks: List[_Rank] = []
