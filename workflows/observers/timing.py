@@ -41,8 +41,9 @@ def spreads(found: Sequence[Measurement]) -> Table:
 
 
 def timing_article(
-    found: Sequence[Measurement], gpus: int, description: DatasetDescription, options: TimingOptions
+    found: Sequence[Measurement], gpus: int, load: float, description: DatasetDescription, options: TimingOptions
 ) -> str:
+    """The page for a Deck; load is the number of processes that were running on this machine before."""
     table = spreads(found)
     sizes = list(table[ONE_DEVICE])
     curves = Curves(
@@ -67,7 +68,8 @@ def timing_article(
         heads=(UNIT.capitalize(), *(f"{method} ({devices[method]})" for method in METHODS)),
         lines=[(str(size), *(str(table[method][size]) for method in METHODS)) for size in sizes],
     )
-    setup = Section("Set-up", caption="Where", heads=("", ""), lines=list(surroundings().items()))
+    lines = [("Running processes before", f"{load:.1f}"), *surroundings().items()]
+    setup = Section("Set-up", caption="Where", heads=("", ""), lines=lines)
     return article("Timing of inference", "One device, nn.DataParallel, one process per device", [measured, setup])
 
 

@@ -2,6 +2,7 @@
 
 import csv
 import dataclasses
+import os
 from pathlib import Path
 from typing import List, NamedTuple
 
@@ -49,10 +50,11 @@ def time_inference(data: PreparedDataset, options: TimingOptions) -> TimingOutpu
     check_registered_code()
     with flyte_retries(), run_dir("inference-timing") as place:
         description = prepared.verify(data.download())
+        load = os.getloadavg()[0]
         found = measure_all(data.download(), options)
         measurements, report = place / "measurements.csv", place / "report.html"
         write_measurements(measurements, found)
-        fragment = timing_article(found, visible_gpus(), description, options)
+        fragment = timing_article(found, visible_gpus(), load, description, options)
         report.write_text(document("Timing of inference", fragment), encoding="utf-8")
         deck_publisher("Timing")(fragment)
     if is_local():
