@@ -11,6 +11,7 @@ from workflows.observers.console import say
 from workflows.observers.figures import Curves, cloud, draw, picture
 from workflows.training import prepared
 from workflows.training.autoencoder_job import AutoencoderJob, AutoencoderResult
+from workflows.training.description import DatasetDescription
 from workflows.training.events import EpochLosses, Event, Printed, RunStarted
 
 MOST_POINTS = 2000  # of the cloud: the page stays below a megabyte
@@ -71,7 +72,7 @@ def _losses(result: AutoencoderResult) -> Section:
     )
 
 
-def _test_images(job: AutoencoderJob, result: AutoencoderResult, about: prepared.DatasetDescription) -> List[Section]:
+def _test_images(job: AutoencoderJob, result: AutoencoderResult, about: DatasetDescription) -> List[Section]:
     """What the network makes of the test images."""
     images, labels = prepared.open_split(job.data, "test")
     with np.load(Path(job.encoded_path)) as encoded:

@@ -16,12 +16,12 @@ from workflows.observers.article import document
 from workflows.observers.autoencoder import page, say_event
 from workflows.observers.console import say
 from workflows.observers.tracking import choose_tracking
-from workflows.tasks.execution import flyte_retries, forget_lost_results, is_local, run_dir
+from workflows.tasks.execution import flyte_retries, is_local, run_dir
 from workflows.tasks.observing import deck_publisher
-from workflows.tasks.prepare import mnist_or_stand_in
+from workflows.tasks.prepare import resolve_name
 from workflows.tasks.resources import small_resources
 from workflows.tasks.versions import check_registered_code
-from workflows.training import datasets, launcher, prepared
+from workflows.training import launcher, prepared
 from workflows.training.autoencoder_job import (
     HELD_OUT,
     AutoencoderHyperparameters,
@@ -89,13 +89,9 @@ def resolve_for_autoencoder(hp: AutoencoderHyperparameters, options: Autoencoder
 
     A local run finds out here, before anything is downloaded or spawned, whether this machine can do what is asked.
     """
-    if not is_local():
-        return "mnist" if hp.dataset == "auto" else hp.dataset
-    check_machine(hp, options)
-    name = mnist_or_stand_in() if hp.dataset == "auto" else hp.dataset
-    datasets.discard_damaged(name)
-    forget_lost_results()
-    return name
+    if is_local():
+        check_machine(hp, options)
+    return resolve_name(hp.dataset)
 
 
 def check_machine(hp: AutoencoderHyperparameters, options: AutoencoderOptions) -> World:

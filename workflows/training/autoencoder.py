@@ -115,7 +115,7 @@ def lightning_data(
                 Split(images[chosen], labels[chosen], (0.0,), (1.0,), device)
                 for chosen in (np.sort(order[held_out:]), np.sort(order[:held_out]))
             )
-            self.train = TrainBatches(train, passes, batch_size, seed, 0, *place)
+            self.train = TrainBatches(train, passes, batch_size, seed, *place)
             self.validation = TestBatches(validation, EVALUATION_BATCH, *place)
 
         def train_dataloader(self) -> Loader:

@@ -157,7 +157,7 @@ def fit(
         trained = time.perf_counter()
         test_loss, accuracy = evaluate(model, samples)
         seconds = (trained - began, time.perf_counter() - trained)
-        history.append(EpochFinished(epoch, loss, train_accuracy, test_loss, accuracy, *seconds))
+        history.append(EpochFinished(epoch, batches.size, loss, train_accuracy, test_loss, accuracy, *seconds))
         link.emit(history[-1])
     return history
 
