@@ -16,6 +16,8 @@ BENCHMARKS = {
     "Against images and ranks": "scaling --runs {runs} --plot benchmarks/scaling.svg",
     "Looking on": "observers_cost --dataset mnist --runs {runs}",
     "Against the tutorial": "against_tutorial --runs {runs}",
+    "Against Lightning": "against_lightning --runs {runs}",
+    "Many GPUs on paper": "paper_model --measure",
 }
 
 

@@ -34,6 +34,7 @@ class _Dynamo(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # the import system looking for __path__ and the like
             raise AttributeError(name)
-        sys.modules.pop("torch._dynamo", None)
+        if sys.modules.get("torch._dynamo") is self:
+            del sys.modules["torch._dynamo"], torch._dynamo  # its own parts look for it in both places
         torch._dynamo = importlib.import_module("torch._dynamo")
         return getattr(torch._dynamo, name)
