@@ -2,7 +2,7 @@
 
 import dataclasses
 from importlib.metadata import version
-from typing import List, Sequence, Tuple
+from typing import List, Tuple
 
 from workflows.observers.article import Drawing, Section, article, document
 from workflows.observers.figures import Curves, draw
@@ -13,15 +13,13 @@ from workflows.training.mirrored_job import CLASSES, MirroredHyperparameters, Mi
 def mirrored_page(hp: MirroredHyperparameters, result: MirroredResult) -> Tuple[str, str]:
     """What a Deck shows of a training, and the whole page around it."""
     last = result.epochs[-1]
-    name = "MultiWorkerMirroredStrategy" if hp.strategy == "multi_worker" else "MirroredStrategy"
+    strategy = "MultiWorkerMirroredStrategy" if hp.strategy == "multi_worker" else "MirroredStrategy"
     title = f"Keras network: {last.accuracy:.1%} of the test samples right"
     where = ", ".join(result.devices) + (f" in each of {hp.processes} workers" if hp.processes > 1 else "")
-    counts = [(actual, *map(str, said)) for actual, said in zip(CLASSES, result.confusion, strict=True)]
-    layers = [(layer, kind, f"{count:,}") for layer, kind, count in result.layers]
     fragment = article(
         title,
         f"scikit-learn's breast-cancer data, {result.train_samples} samples for training and {result.test_samples} "
-        f"for testing; {name}, {result.replicas} replicas: {where}",
+        f"for testing; {strategy}, {result.replicas} replicas: {where}",
         [
             Section(
                 "",
@@ -30,17 +28,23 @@ def mirrored_page(hp: MirroredHyperparameters, result: MirroredResult) -> Tuple[
                     curves(result, "Loss", "train_loss", "test_loss", percent=False),
                 ],
             ),
-            table("Test samples", counts, ("Diagnosis", *(f"said to be {one}" for one in CLASSES))),
-            table("Network", layers, ("Layer", "Type", "Parameters")),
-            table("Hyperparameters", [(k, str(v)) for k, v in dataclasses.asdict(hp).items()]),
-            table("Set-up", set_up()),
+            Section(
+                "Test samples",
+                caption="By diagnosis",
+                heads=("Diagnosis", *(f"said to be {name}" for name in CLASSES)),
+                lines=[(actual, *map(str, said)) for actual, said in zip(CLASSES, result.confusion, strict=True)],
+            ),
+            Section(
+                "Network",
+                caption="Layers",
+                heads=("Layer", "Type", "Parameters"),
+                lines=[(layer, kind, f"{count:,}") for layer, kind, count in result.layers],
+            ),
+            Section("Run", caption="Hyperparameters", lines=[(k, str(v)) for k, v in dataclasses.asdict(hp).items()]),
+            Section("Set-up", caption="Versions and hardware", lines=set_up()),
         ],
     )
     return fragment, document(title, fragment)
-
-
-def table(caption: str, lines: Sequence[Sequence[str]], heads: Sequence[str] = ()) -> Section:
-    return Section("", caption=caption, heads=heads, lines=lines)
 
 
 def curves(result: MirroredResult, title: str, training: str, test: str, percent: bool) -> Drawing:

@@ -33,7 +33,7 @@ POLL_SECONDS = 0.2
 
 
 def warm_up(preload: Sequence[str] = PRELOAD) -> None:
-    """Starts the process that imports torch for all ranks, and returns at once; a second call does nothing."""
+    """Starts the process that imports preload for all ranks, and returns at once; a second call does nothing."""
     if START_METHOD == "forkserver":
         # SIGTERM may come to the whole process group: the ranks take it as a request to stop (rank.py lets it in
         # again), and this one has to live as long as they
@@ -57,7 +57,8 @@ def launch(
 ) -> List[Any]:
     """Runs target(environment, link, argument) as every rank of a world on this host; returns their values by rank.
 
-    target is "module:function"; the ranks import it, the parent doesn't. Raises RankFailed (or its recoverable kind)
+    target is "module:function"; the ranks import it, the parent doesn't. preload is what all of them import, once if
+    this is the first launch; the rest they import themselves. Raises RankFailed (or its recoverable kind)
     naming the rank that failed first, Preempted after SIGTERM, KeyboardInterrupt after Ctrl-C. All processes have
     ended when it returns or raises.
     """
