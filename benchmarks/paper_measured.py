@@ -51,10 +51,15 @@ def measure() -> Tuple[Network, Links, str]:
         f"- computing on one {'GPU' if gpus else 'core'}: {1e3 * network.fixed:.2f} ms a step and "
         f"{1e6 * network.per_image:.1f} us an image, from steps of "
         + " and ".join(f"{size} in {spread(_ms(seconds))} ms" for size, seconds in zip(batches, alone, strict=True)),
-        f"- all-reduce of two ranks: {1e6 * links.latency:.0f} us and {links.bandwidth / 1e9:.2f} GB/s\n",
-        "| ranks | images each | foretold ms | measured ms, median [range] | foretold / measured |",
-        "|---|---|---|---|---|",
     ]
+    if gpus:
+        lines.append("- the table above has these in place of what it would assume or cite")
+    if worlds:
+        lines += [
+            f"- all-reduce of two ranks: {1e6 * links.latency:.0f} us and {links.bandwidth / 1e9:.2f} GB/s\n",
+            "| ranks | images each | foretold ms | measured ms, median [range] | foretold / measured |",
+            "|---|---|---|---|---|",
+        ]
     for ranks, seconds in zip(worlds, together, strict=True):
         crowd = 1 if gpus else max(1, ranks / cores)
         crowded = replace(network, fixed=crowd * network.fixed, per_image=crowd * network.per_image)
