@@ -11,7 +11,7 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, List, Sequence, Tuple
+from typing import Any, Dict, Iterator, List, Sequence, Tuple
 
 from benchmarks.engine import hardware, spread, train
 from benchmarks.paper_model import H100, MNIST, Links, Network, step
@@ -46,24 +46,33 @@ def measure() -> Tuple[Network, Links, str]:
     network, links = fit_network(batches, alone), fit_links(H100 if gpus else Links(0, 1), reduced) if worlds else H100
     if not gpus:  # gloo needs the cores that compute, so that nothing is hidden
         network = replace(network, buckets=((SIZES[1], 1.0),))
+    taken = zip(batches, alone, strict=True)
     lines = [
         f"\nMeasured: {hardware()}; n = {RUNS}, load {os.getloadavg()[0]:.1f}\n",
         f"- computing on one {'GPU' if gpus else 'core'}: {1e3 * network.fixed:.2f} ms a step and "
         f"{1e6 * network.per_image:.1f} us an image, from steps of "
-        + " and ".join(f"{size} in {spread(_ms(seconds))} ms" for size, seconds in zip(batches, alone, strict=True)),
-        f"- all-reduce of two ranks: {1e6 * links.latency:.0f} us and {links.bandwidth / 1e9:.2f} GB/s\n",
-        "| ranks | images each | foretold ms | measured ms, median [range] | foretold / measured |",
-        "|---|---|---|---|---|",
+        + " and ".join(f"{size} in {spread(_ms(seconds))} ms" for size, seconds in taken),
     ]
-    for ranks, seconds in zip(worlds, together, strict=True):
-        crowd = 1 if gpus else max(1, ranks / cores)
+    if worlds:
+        lines.append(f"- all-reduce of two ranks: {1e6 * links.latency:.0f} us and {links.bandwidth / 1e9:.2f} GB/s\n")
+        lines += foretold_and_measured(network, links, dict(zip(worlds, together, strict=True)), gpus or cores)
+    if not gpus:
+        return MNIST, H100, "\n".join(lines)
+    return network, links, "\n".join([*lines, "", "The table has these in place of what it would assume or cite."])
+
+
+def foretold_and_measured(
+    network: Network, links: Links, together: Dict[int, Tuple[float, ...]], places: int
+) -> Iterator[str]:
+    """Lines of a table; together: for each number of ranks, the steps' seconds; places: GPUs, or cores."""
+    yield "| ranks | images each | foretold ms | measured ms, median [range] | foretold / measured |"
+    yield "|---|---|---|---|---|"
+    for ranks, seconds in together.items():
+        crowd = max(1, ranks / places)  # ranks that take turns
         crowded = replace(network, fixed=crowd * network.fixed, per_image=crowd * network.per_image)
         foretold = step(ranks, TOTAL / ranks, crowded, links)
-        lines.append(
-            f"| {ranks} | {TOTAL // ranks} | {1e3 * foretold:.2f} | {spread(_ms(seconds))} | "
-            f"{foretold / statistics.median(seconds):.2f} |"
-        )
-    return (network, links, "\n".join(lines)) if gpus else (MNIST, H100, "\n".join(lines))
+        ratio = foretold / statistics.median(seconds)
+        yield f"| {ranks} | {TOTAL // ranks} | {1e3 * foretold:.2f} | {spread(_ms(seconds))} | {ratio:.2f} |"
 
 
 def fit_network(batches: Tuple[int, int], seconds: Sequence[Tuple[float, ...]]) -> Network:
