@@ -32,7 +32,7 @@ class _Dynamo(ModuleType):
         pass
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # the import system looking for __path__ and the like
+        if name.startswith("__") and name != "__path__":  # the import system, which wants a path before a submodule
             raise AttributeError(name)
         if sys.modules.get("torch._dynamo") is self:
             del sys.modules["torch._dynamo"], torch._dynamo  # its own parts look for it in both places
