@@ -22,6 +22,7 @@ def test_without_network_it_trains_on_the_stand_in_with_its_own_recipe(name, tmp
     assert f"{name} cannot be had here: this run trains on digits" in run.stderr
     (accuracy,) = re.findall(r"epoch_accuracies=\[([\d.]+)]", run.stdout)
     assert float(accuracy) > 0.4  # after 30 steps; by chance it would be 0.1
+    assert len(re.findall(r"'\d': [\d.]+", run.stdout.partition("class_accuracies={")[2].partition("}")[0])) == 10
     (report,) = (tmp_path / "runs").glob("*/report.html")
     assert f"{WORKFLOWS[name]}, run" in report.read_text(), "partial --hp keeps the workflow's own defaults"
 

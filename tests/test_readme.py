@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 CLUSTER = "needs a cluster or a container engine; tests/test_registration.py and test_image.py go as far as they can"
 NOT_RUN = {
     "make test": "it is what runs this",
+    'make keras ARGS="--hp \'{\\"strategy\\": \\"multi_worker\\"}\'"': "installs TensorFlow; make test-keras runs it",
     "make image IMAGE=registry.example.org/me/trainer:1": CLUSTER,
     "docker push registry.example.org/me/trainer:1": CLUSTER,
     "make register IMAGE=registry.example.org/me/trainer:1 CLUSTER_CONFIG=~/.flyte/config.yaml": CLUSTER,
@@ -65,9 +66,9 @@ def user(tmp_path_factory) -> Dict[str, str]:
     digits, data = prepare("digits"), place / "data"
     (images, labels), (test_images, test_labels) = (prepared.open_split(digits, name) for name in ("train", "test"))
     names = [str(digit) for digit in range(10)]
-    for name in ("mnist", "fashion_mnist"):
-        folder = data / "prepared" / name
-        prepared.write_prepared(folder, name, names, images[:600], labels[:600], test_images, test_labels)
+    for name, channels in {"mnist": 1, "fashion_mnist": 1, "cifar10": 3}.items():
+        train, test = (pictures.repeat(channels, axis=1) for pictures in (images[:600], test_images))
+        prepared.write_prepared(data / "prepared" / name, name, names, train, labels[:600], test, test_labels)
     # `make test ARGS=...` hands ARGS down to every make that it starts
     mine = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MFLAGS", "ARGS")}
     return {

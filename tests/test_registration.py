@@ -163,6 +163,8 @@ def test_launch_plans(gpu):
 def shown(kind: LiteralType) -> object:
     if kind.HasField("collection_type"):
         return [shown(kind.collection_type)]
+    if kind.HasField("map_value_type"):
+        return {"any name": shown(kind.map_value_type)}
     if kind.HasField("blob"):
         return f"{'folder' if kind.blob.dimensionality else 'file'} {kind.blob.format}".strip()
     if kind.structure.dataclass_type:

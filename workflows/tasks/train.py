@@ -3,11 +3,12 @@
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Callable, List, NamedTuple
+from typing import Callable, Dict, List, NamedTuple, Tuple
 
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile, PythonPickledFile
 
+from workflows.observers.predictions import read_predictions
 from workflows.observers.record import RunFinished, Setting
 from workflows.observers.summary import say_summary
 from workflows.observers.surroundings import surroundings
@@ -36,6 +37,7 @@ class TrainingSummary:
         test_samples: number of test images.
         test_loss: mean loss on the test images after the last epoch.
         accuracy: share of the test images classified correctly after the last epoch, from 0 to 1.
+        class_accuracies: the same for each class that has test images, by name.
         train_seconds: in the training loops alone.
         total_seconds: of the whole task.
         samples_per_second: training images, all ranks together, per second of train_seconds.
@@ -51,6 +53,7 @@ class TrainingSummary:
     test_samples: int
     test_loss: float
     accuracy: float
+    class_accuracies: Dict[str, float]
     train_seconds: float
     total_seconds: float
     samples_per_second: float
@@ -136,7 +139,8 @@ def train_by(
                 finished = RunFinished(results, Path(job.predictions_path), time.time() - started)
                 observers.end(finished)
     say_summary(observers.record, Path(job.model_path), folder / "report.html", show_paths=is_local())
-    summary = summarise(description, world, finished, observers.tracking_url)
+    by_class = read_predictions(finished.predictions_path, data_folder).class_accuracies()
+    summary = summarise(description, world, finished, observers.tracking_url, by_class)
     # A local run's files stay where they are: flytekit would copy them to a temporary place
     remote = False if is_local() else None
     return TrainingOutputs(
@@ -149,7 +153,11 @@ def train_by(
 
 
 def summarise(
-    description: DatasetDescription, world: World, finished: RunFinished, tracking_url: str
+    description: DatasetDescription,
+    world: World,
+    finished: RunFinished,
+    tracking_url: str,
+    by_class: List[Tuple[int, int]],
 ) -> TrainingSummary:
     result = finished.results[0]
     last, train_seconds = result.epochs[-1], sum(epoch.train_seconds for epoch in result.epochs)
@@ -159,6 +167,9 @@ def summarise(
         test_samples=description.test_samples,
         test_loss=last.test_loss,
         accuracy=last.accuracy,
+        class_accuracies={
+            name: right / count for name, (right, count) in zip(description.classes, by_class, strict=True) if count
+        },
         train_seconds=train_seconds,
         total_seconds=finished.total_seconds,
         samples_per_second=sum(epoch.samples for epoch in result.epochs) / train_seconds,
