@@ -19,7 +19,7 @@ from workflows.tasks.prepare import PreparedDataset
 from workflows.tasks.resources import preparation_resources
 from workflows.tasks.stored_images import fetch, list_files
 from workflows.training import prepared
-from workflows.training.images import decode
+from workflows.training.image_files import decode
 from workflows.training.shards import InferenceOptions, read_rows, write_rows
 
 

@@ -27,6 +27,7 @@ TRAINING_SOURCES = (
 INFERENCE_SOURCES = (
     "tasks/inference.py",
     "training/batches.py",
+    "training/image_files.py",
     "training/images.py",
     "training/inference.py",
     "training/layers.py",

@@ -61,14 +61,15 @@ class ImageFiles:
             ) from None
 
 
-def decode(file: Union[str, BinaryIO], shape: Tuple[int, int, int]) -> np.ndarray:
+def decode(file: Union[str, Path, BinaryIO], shape: Tuple[int, int, int]) -> np.ndarray:
     """The image as (C, H, W) uint8: made as small as it may be, and cut to shape around its centre."""
     from PIL import Image, ImageOps
 
     channels, height, width = shape
     with Image.open(file) as image:
         image.draft(MODES[channels], (width, height))  # a large JPEG is decoded at a half, a quarter or an eighth
-        fitted = ImageOps.fit(image.convert(MODES[channels]), (width, height), Image.Resampling.BILINEAR)
+        upright = ImageOps.exif_transpose(image).convert(MODES[channels])
+        fitted = ImageOps.fit(upright, (width, height), Image.Resampling.BILINEAR)
     return np.asarray(fitted).reshape(height, width, channels).transpose(2, 0, 1)
 
 

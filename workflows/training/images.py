@@ -1,4 +1,4 @@
-"""Image files as a network takes them: decoded, upright, of the channels and the size that it was trained on."""
+"""Image files as a network takes them: decoded as for training on a folder, each by itself, with what is wrong."""
 
 from pathlib import Path
 from typing import Sequence, Tuple
@@ -6,19 +6,7 @@ from typing import Sequence, Tuple
 import numpy as np
 
 from workflows.training.errors import InputError
-
-MODES = {1: "L", 3: "RGB"}  # of Pillow, by number of channels
-
-
-def decode(path: Path, image_shape: Tuple[int, int, int]) -> np.ndarray:
-    """The image (C, H, W) uint8; raises whatever Pillow raises for a file that is none."""
-    from PIL import Image, ImageOps
-
-    channels, height, width = image_shape
-    with Image.open(path) as file:
-        upright = ImageOps.exif_transpose(file).convert(MODES[channels])
-        pixels = np.asarray(upright.resize((width, height), Image.Resampling.BILINEAR))
-    return pixels.reshape(height, width, channels).transpose(2, 0, 1)
+from workflows.training.image_files import MODES, decode, reason
 
 
 def decode_all(paths: Sequence[Path], image_shape: Tuple[int, int, int]) -> Tuple[np.ndarray, Sequence[str]]:
@@ -36,5 +24,5 @@ def decode_all(paths: Sequence[Path], image_shape: Tuple[int, int, int]) -> Tupl
         try:
             images[number] = decode(path, image_shape)
         except Exception as error:  # Pillow's decoders raise a dozen types for a damaged file
-            problems[number] = f"{type(error).__name__}: {error}".replace(str(path), path.name)
+            problems[number] = reason(error)
     return images, problems
