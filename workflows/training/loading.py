@@ -61,7 +61,13 @@ class StreamedSplit(Split):
             pin_memory=access.pin_memory and self.device.type == "cuda",
             generator=torch.Generator(),  # it draws a seed for the workers: not from the ranks' numbers
         )
-        for part, decoded in zip(parts, loader, strict=True):
+        # Sent to the whole group, SIGTERM asks the rank for one more step: the workers, too, have to live on for that
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        try:
+            batches = iter(loader)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        for part, decoded in zip(parts, batches, strict=True):
             if decoded.problem:
                 raise DataError(decoded.problem)
             yield decoded.tensor.to(self.device, non_blocking=True), self.labels[order[part]]
@@ -114,7 +120,6 @@ def _as_it_is(batch: Any) -> Any:
 def _begin(_: int) -> None:
     """Undoes what a loader worker has from its rank, and makes it end when the rank ends, however that happens."""
     sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # the rank's lead to its parent, by a line it has to itself
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # sent to the whole group, it asks the rank for one more step
     sys.excepthook = lambda *_: None  # multiprocessing's own thread would print what it loses with a killed rank
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
