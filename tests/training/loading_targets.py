@@ -25,10 +25,10 @@ def read_an_epoch(environment: Environment, link: Link, data: str) -> List[Tuple
 
 
 def read_with_little_memory(environment: Environment, link: Link, data: str) -> int:
-    """Reads the split in batches of two with no more than 64 MiB beyond what the process has; images read."""
+    """Reads the split in batches of two with no more than 96 MiB beyond what the process has; images read."""
     split = open_source(Path(data), "train", torch.device("cpu"))
     held = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-    resource.setrlimit(resource.RLIMIT_AS, (held + 2**26, held + 2**26))
+    resource.setrlimit(resource.RLIMIT_AS, (held + 96 * 2**20,) * 2)
     parts = [slice(start, start + 2) for start in range(0, len(split), 2)]
     return sum(len(images) for images, _ in split.fetch(torch.arange(len(split)), parts))
 

@@ -72,8 +72,9 @@ def test_ranks_workers_and_a_restart_do_not_change_the_result(digits, train):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_images_that_exceed_the_memory_can_be_read(digits):
-    data = dataset(digits, workers=0, image_size=512)  # 340 images of 768 KiB
+@pytest.mark.parametrize("workers", [0, 2])
+def test_images_that_exceed_the_memory_can_be_read(digits, workers):
+    data = dataset(digits, workers, image_size=512)  # 255 MiB in 340 images
     assert launch("read_with_little_memory", data) == [read_description(data).train_samples]
 
 

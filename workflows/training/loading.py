@@ -6,7 +6,7 @@ import signal
 import sys
 import threading
 from pathlib import Path
-from typing import Any, Iterator, Sequence, Tuple, Union
+from typing import Any, Iterator, NamedTuple, Sequence, Tuple
 
 import numpy as np
 import torch
@@ -61,32 +61,56 @@ class StreamedSplit(Split):
             pin_memory=access.pin_memory and self.device.type == "cuda",
             generator=torch.Generator(),  # it draws a seed for the workers: not from the ranks' numbers
         )
+        # Sent to the whole group, SIGTERM asks the rank for one more step: the workers, too, have to live on for that
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         try:
-            for part, images in zip(parts, loader, strict=True):
-                if isinstance(images, str):
-                    raise DataError(images)
-                yield images.to(self.device, non_blocking=True), self.labels[order[part]]
-        except (
-            EOFError,
-            ConnectionError,
-        ) as error:  # torch notices the loss, unless a batch was just being handed over
-            raise RuntimeError("DataLoader worker ended while it delivered a batch") from error
+            batches = iter(loader)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        for part, decoded in zip(parts, batches, strict=True):
+            if decoded.problem:
+                raise DataError(decoded.problem)
+            yield decoded.tensor.to(self.device, non_blocking=True), self.labels[order[part]]
+
+
+class _Decoded:
+    """The images (n, C, H, W) uint8 of a batch on their way to the rank, or what is wrong with one of them.
+
+    As an array they come through a pipe. A tensor would come in shared memory, of which containers have little, and
+    torch's book-keeping of that scatters the heap: 0.5 GB more for batches of 128 x 3 x 64 x 64 after 200 batches.
+    """
+
+    def __init__(self, images: np.ndarray, problem: str = ""):
+        self.images, self.problem = images, problem
+
+    def pin_memory(self) -> "_Pinned":
+        """DataLoader calls this, in a thread of the rank, where page-locked memory is asked for."""
+        return _Pinned(self.tensor.pin_memory(), self.problem)
+
+    @property
+    def tensor(self) -> Tensor:
+        return torch.from_numpy(self.images)
+
+
+class _Pinned(NamedTuple):
+    tensor: Tensor
+    problem: str
 
 
 class _Decoder(Dataset[Any]):
-    """What DataLoader takes for a dataset: the images of a whole batch at once, or what is wrong with one of them."""
+    """What DataLoader takes for a dataset: it gives the images of a whole batch at once."""
 
     def __init__(self, files: ImageFiles):
         self.files = files
 
-    def __getitems__(self, indices: np.ndarray) -> Union[Tensor, str]:
-        images = torch.empty(len(indices), *self.files.shape, dtype=torch.uint8)
+    def __getitems__(self, indices: np.ndarray) -> _Decoded:
+        images = np.empty((len(indices), *self.files.shape), np.uint8)
         try:
-            for image, index in zip(images.numpy(), indices, strict=True):
+            for image, index in zip(images, indices, strict=True):
                 image[:] = self.files[index]
         except DataError as error:  # raised here, it would come out wrapped in two tracebacks
-            return str(error)
-        return images
+            return _Decoded(images[:0], str(error))
+        return _Decoded(images)
 
 
 def _as_it_is(batch: Any) -> Any:
@@ -96,7 +120,6 @@ def _as_it_is(batch: Any) -> Any:
 def _begin(_: int) -> None:
     """Undoes what a loader worker has from its rank, and makes it end when the rank ends, however that happens."""
     sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # the rank's lead to its parent, by a line it has to itself
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # sent to the whole group, it asks the rank for one more step
     sys.excepthook = lambda *_: None  # multiprocessing's own thread would print what it loses with a killed rank
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
