@@ -16,7 +16,7 @@ from workflows.training.batches import TestBatches, TrainBatches
 from workflows.training.checkpoint import CheckpointWriter, NoCheckpoints, read_checkpoint
 from workflows.training.dynamo import leave_dynamo_out
 from workflows.training.environment import Environment
-from workflows.training.errors import CheckpointError
+from workflows.training.errors import CheckpointError, NonFiniteLoss
 from workflows.training.events import CheckpointRefused, RunStarted
 from workflows.training.job import Job, TrainingResult
 from workflows.training.loading import open_source
@@ -95,6 +95,10 @@ def train(environment: Environment, device: torch.device, link: Link, job: Job) 
     try:
         with profiling(job.profile_path, rank, state.optimizer):
             fit(state, train_batches, test_batches, hp.epochs, hp.log_interval, link, checkpoints)
+    except NonFiniteLoss:  # on all ranks at once, and the first report of it ends them all
+        checkpoints.close()
+        distributed.barrier()
+        raise
     finally:
         checkpoints.close()
     predictions = predict(state.evaluated, test_batches)
