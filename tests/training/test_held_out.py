@@ -37,6 +37,6 @@ def test_mnist_is_shared_out_as_its_users_expect(tmp_path, test_data, monkeypatc
 
 @pytest.mark.parametrize("share", [0, 1, -1, 1e-4])
 def test_a_split_without_images_is_refused(share, tmp_path):
-    with pytest.raises(InputError, match=f"digits: share must leave an image on either side of 1501, got {share:g}"):
+    with pytest.raises(InputError, match=f"share must leave an image on either side of 1501, got {share:g}"):
         hold_out(prepare("digits"), tmp_path / "held out", share)
     assert os.listdir(tmp_path) == []

@@ -23,7 +23,6 @@ from workflows.tasks.resources import small_resources
 from workflows.tasks.versions import check_registered_code
 from workflows.training import launcher, prepared
 from workflows.training.autoencoder_job import (
-    HELD_OUT,
     AutoencoderHyperparameters,
     AutoencoderJob,
     AutoencoderOptions,
@@ -31,6 +30,7 @@ from workflows.training.autoencoder_job import (
 )
 from workflows.training.environment import World, choose_world
 from workflows.training.errors import InputError
+from workflows.training.held_out import held_out_count
 
 WORKER = "workflows.training.lightning_rank:run"  # a name, because importing it would import torch
 
@@ -127,7 +127,7 @@ def train_autoencoder(
     with flyte_retries():
         data_folder = Path(data.download())
         description = prepared.read_description(data_folder)
-        held_out = description.train_samples // HELD_OUT
+        held_out = held_out_count(description.train_samples)
         steps = hp.steps_per_epoch((description.train_samples - held_out) * description.passes_per_epoch)
         with run_dir(f"{description.name}-autoencoder") as folder:
             logs = folder / "logs"

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from workflows.training import prepared
-from workflows.training.autoencoder_job import HELD_OUT
 from workflows.training.batches import Batch, Split, TestBatches, TrainBatches
 from workflows.training.environment import Environment
+from workflows.training.held_out import held_out
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningDataModule, LightningModule
@@ -109,11 +109,9 @@ def lightning_data(
         def setup(self, stage: str) -> None:
             passes = prepared.read_description(folder).passes_per_epoch
             images, labels = prepared.open_split(folder, "train")
-            order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed)).numpy()
-            place, held_out = (environment.rank, environment.world.size), len(images) // HELD_OUT
+            chosen, place = held_out(labels), (environment.rank, environment.world.size)
             train, validation = (
-                Split(images[chosen], labels[chosen], (0.0,), (1.0,), device)
-                for chosen in (np.sort(order[held_out:]), np.sort(order[:held_out]))
+                Split(images[rows], labels[rows], (0.0,), (1.0,), device) for rows in (~chosen, chosen)
             )
             self.train = TrainBatches(train, passes, batch_size, seed, *place)
             self.validation = TestBatches(validation, EVALUATION_BATCH, *place)

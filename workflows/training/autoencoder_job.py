@@ -15,7 +15,6 @@ PRECISIONS: Dict[str, Any] = {
     "float16": "16-mixed",
 }  # ours: Lightning's
 STRATEGIES = ("auto", "ddp")
-HELD_OUT = 12  # of so many training images one is for validation: of 60,000, 5,000
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,7 @@ class AutoencoderHyperparameters(Settings):
         learning_rate: of Adam.
         limit_train_batches: what an epoch takes of its batches: up to 1 a share, above 1 a number of them.
         precision: of the arithmetic; bfloat16 and float16 are mixed with float32, and float16 needs a GPU.
-        seed: of the initial weights, the choice of the validation images, and the shuffling.
+        seed: of the initial weights and the shuffling.
     """
 
     dataset: str = setting("auto", choices=DATASETS)
@@ -38,7 +37,7 @@ class AutoencoderHyperparameters(Settings):
     learning_rate: float = setting(1e-3, above=0)
     limit_train_batches: float = setting(1.0, above=0)
     precision: str = setting("float32", choices=tuple(PRECISIONS))
-    seed: int = setting(1, minimum=0, maximum=2**24 - 1)  # more than TrainBatches could make its own of
+    seed: int = setting(1, minimum=0, maximum=2**32 - 1)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -12,32 +12,40 @@ SHARE = 1 / 12  # of MNIST: 55,000 images to train on, 5,000 to choose by
 SEED = 0
 
 
+def held_out_count(samples: int, share: float = SHARE) -> int:
+    """How many of so many training images are held out; InputError if that would be none of them, or all."""
+    count = round(share * samples)
+    if not 0 < count < samples:
+        raise InputError(f"share must leave an image on either side of {samples}, got {share:g}")
+    return count
+
+
+def held_out(labels: np.ndarray, share: float = SHARE) -> np.ndarray:
+    """(N,) bool: which training images are held out, the classes in the same proportions. The same on every machine."""
+    count = held_out_count(len(labels), share)
+    # RandomState is the one generator whose numbers numpy never changes
+    shuffled = np.random.RandomState(SEED).permutation(len(labels))
+    by_class = shuffled[np.argsort(labels[shuffled], kind="stable")]
+    chosen = np.zeros(len(labels), bool)
+    chosen[by_class[np.arange(count) * len(labels) // count]] = True  # evenly spread over the classes
+    return chosen
+
+
 def hold_out(data: Path, directory: Path, share: float = SHARE) -> DatasetDescription:
     """Writes a prepared dataset of the training images of another one, whose test images it leaves out altogether.
 
-    A share of them, above 0 and below 1, becomes the new test split, with the classes in the same proportions; the
-    rest stays the training split, in its order. The same images on every machine. InputError if a split would be empty.
+    What is held out of them becomes the new test split; the rest stays the training split, in its order.
     """
     description = read_description(data)
     images, labels = open_split(data, "train")
-    count = round(share * len(labels))
-    if not 0 < count < len(labels):
-        raise InputError(
-            f"{description.name}: share must leave an image on either side of {len(labels)}, got {share:g}"
-        )
-    shuffled = np.random.RandomState(SEED).permutation(
-        len(labels)
-    )  # the one generator whose numbers numpy never changes
-    by_class = shuffled[np.argsort(labels[shuffled], kind="stable")]
-    held_out = np.zeros(len(labels), bool)
-    held_out[by_class[np.arange(count) * len(labels) // count]] = True  # evenly spread over the classes
+    chosen = held_out(labels, share)
     return write_prepared(
         directory,
         f"{description.name}-held-out",
         description.classes,
-        images[~held_out],
-        labels[~held_out],
-        images[held_out],
-        labels[held_out],
+        images[~chosen],
+        labels[~chosen],
+        images[chosen],
+        labels[chosen],
         description.passes_per_epoch,
     )
