@@ -7,7 +7,7 @@ import platform
 from dataclasses import dataclass
 from typing import Dict, List, NamedTuple
 
-from flytekit import Deck, task, workflow
+from flytekit import task, workflow
 from flytekit.types.file import FlyteFile
 
 from workflows.observers.article import document
@@ -17,6 +17,7 @@ from workflows.observers.machine import Machine, look, warnings
 from workflows.observers.nvidia import NotKnown
 from workflows.tasks.execution import is_local, run_dir
 from workflows.tasks.inputs import explain_unreadable_settings
+from workflows.tasks.observing import deck_publisher
 from workflows.tasks.resources import training_resources
 from workflows.training.hyperparameters import Hyperparameters, RunOptions
 
@@ -65,8 +66,7 @@ def inspect_hardware(hp: Hyperparameters, options: RunOptions) -> HardwareOutput
         report = folder / "report.html"
         report.write_text(document("Hardware", fragment))
     say(text)
-    if not is_local():
-        Deck("Hardware", fragment)
+    deck_publisher("Hardware")(fragment)
     return HardwareOutputs(summarise(machine), text, FlyteFile(str(report), remote_path=False if is_local() else None))
 
 
