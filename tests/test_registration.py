@@ -146,13 +146,20 @@ def test_gpus_and_accelerator(monkeypatch):
 
 def test_launch_plans(gpu):
     plans = gpu.launch_plans
-    datasets = {
-        name: decode(plans[name].spec.default_inputs.parameters["hp"].default)["dataset"]
-        for name in ("mnist", "nightly", "fashion_mnist", "digits_smoke")
+    of_plans = {
+        name: (
+            plans[name].spec.workflow_id.name.rpartition(".")[2],
+            decode(plans[name].spec.default_inputs.parameters["hp"].default)["dataset"],
+        )
+        for name in ("mnist", "nightly", "fashion_mnist", "cifar10", "digits_smoke")
     }
-    assert datasets["mnist"] == datasets["nightly"] == "mnist"
-    assert datasets["fashion_mnist"] == "fashion_mnist"
-    assert datasets["digits_smoke"] == "digits"
+    assert of_plans == {
+        "mnist": ("pytorch_training_wf", "mnist"),
+        "nightly": ("pytorch_training_wf", "mnist"),
+        "fashion_mnist": ("fashion_mnist_wf", "fashion_mnist"),
+        "cifar10": ("cifar10_wf", "cifar10"),
+        "digits_smoke": ("pytorch_training_wf", "digits"),
+    }
     scheduled = [
         name for name, plan in plans.items() if plan.spec.entity_metadata.schedule.WhichOneof("ScheduleExpression")
     ]

@@ -2,14 +2,18 @@
 
 from flytekit import CronSchedule, LaunchPlan
 
+from workflows.cifar10 import cifar10_wf
+from workflows.fashion_mnist import fashion_mnist_wf
 from workflows.mnist import pytorch_training_wf
-from workflows.training.hyperparameters import Hyperparameters
+from workflows.training.hyperparameters import CIFAR10Hyperparameters, FashionMNISTHyperparameters, Hyperparameters
 
 mnist = LaunchPlan.get_or_create(pytorch_training_wf, "mnist", {"hp": Hyperparameters(dataset="mnist")})
 
 fashion_mnist = LaunchPlan.get_or_create(
-    pytorch_training_wf, "fashion_mnist", {"hp": Hyperparameters(dataset="fashion_mnist", epochs=10)}
+    fashion_mnist_wf, "fashion_mnist", {"hp": FashionMNISTHyperparameters(dataset="fashion_mnist")}
 )
+
+cifar10 = LaunchPlan.get_or_create(cifar10_wf, "cifar10", {"hp": CIFAR10Hyperparameters(dataset="cifar10")})
 
 # Seconds long, and the data are in the image: shows that a cluster can run it at all
 digits_smoke = LaunchPlan.get_or_create(
