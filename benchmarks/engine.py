@@ -68,3 +68,9 @@ def hardware() -> str:
 def spread(values: Sequence[float], digits: int = 2) -> str:
     """Median and range."""
     return f"{statistics.median(values):.{digits}f} [{min(values):.{digits}f}-{max(values):.{digits}f}]"
+
+
+def percent(values: Sequence[float]) -> str:
+    """Mean, standard deviation (0 of a single one) and range of accuracies in per cent."""
+    deviation = statistics.stdev(values) if len(values) > 1 else 0.0
+    return f"{statistics.mean(values):.2f} ± {deviation:.2f} % [{min(values):.2f}-{max(values):.2f}]"

@@ -4,11 +4,10 @@ The recipe is that of workflows/mnist.py, so what differs is that every image is
 """
 
 import argparse
-import statistics
 import tempfile
 from pathlib import Path
 
-from benchmarks.engine import hardware, spread, train
+from benchmarks.engine import hardware, percent, spread, train
 from workflows.training.datasets import prepare
 from workflows.training.folder_settings import FolderHyperparameters, ImageSettings
 from workflows.training.image_files import Access, write_access
@@ -41,12 +40,7 @@ def main() -> None:
                 results = train(hp, data, arguments.nproc)
                 seconds.append(sum(epoch.train_seconds for epoch in results[0].epochs))
                 accuracies.append(100 * results[0].epochs[-1].accuracy)
-            deviation = statistics.stdev(accuracies) if len(accuracies) > 1 else 0.0
-            print(
-                f"| {workers} | {spread(seconds)} | {statistics.mean(accuracies):.2f} ± {deviation:.2f} % "
-                f"[{min(accuracies):.2f}-{max(accuracies):.2f}] |",
-                flush=True,
-            )
+            print(f"| {workers} | {spread(seconds)} | {percent(accuracies)} |", flush=True)
 
 
 if __name__ == "__main__":

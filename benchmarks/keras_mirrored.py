@@ -4,13 +4,12 @@
 """
 
 import argparse
-import statistics
 import tempfile
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Dict
 
-from benchmarks.engine import hardware, spread
+from benchmarks.engine import hardware, percent, spread
 from workflows.keras_mirrored import train
 from workflows.training import launcher
 from workflows.training.mirrored_job import MirroredHyperparameters
@@ -37,12 +36,7 @@ def main() -> None:
                 result = train(MirroredHyperparameters(seed=seed, **way), Path(folder) / "model.keras")
             seconds.append(sum(epoch.train_seconds for epoch in result.epochs))
             accuracies.append(100 * result.epochs[-1].accuracy)
-        deviation = statistics.stdev(accuracies) if len(accuracies) > 1 else 0.0
-        print(
-            f"| {name} | {spread(seconds)} | {statistics.mean(accuracies):.2f} ± {deviation:.2f} % "
-            f"[{min(accuracies):.2f}-{max(accuracies):.2f}] |",
-            flush=True,
-        )
+        print(f"| {name} | {spread(seconds)} | {percent(accuracies)} |", flush=True)
 
 
 if __name__ == "__main__":

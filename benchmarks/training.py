@@ -11,7 +11,7 @@ from typing import Any, Dict, Mapping, Optional
 
 import yaml
 
-from benchmarks.engine import hardware, spread, train
+from benchmarks.engine import hardware, percent, spread, train
 from workflows.training.datasets import prepare
 from workflows.training.hyperparameters import Hyperparameters
 
@@ -55,13 +55,8 @@ def measure(
         seconds.append(sum(epoch.train_seconds for epoch in results[0].epochs))
         accuracies.append(100 * results[0].epochs[-1].accuracy)
         print(f"{name}, seed {seed}: {accuracies[-1]:.2f} %, {seconds[-1]:.1f} s", file=sys.stderr)
-    mean, deviation = statistics.mean(accuracies), statistics.stdev(accuracies) if runs > 1 else 0.0
-    print(
-        f"| {name} | {len(results)} | {spread(seconds)} | {mean:.2f} ± {deviation:.2f} % "
-        f"[{min(accuracies):.2f}-{max(accuracies):.2f}] |",
-        flush=True,
-    )
-    return mean
+    print(f"| {name} | {len(results)} | {spread(seconds)} | {percent(accuracies)} |", flush=True)
+    return statistics.mean(accuracies)
 
 
 if __name__ == "__main__":
