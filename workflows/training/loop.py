@@ -1,7 +1,7 @@
 """The training loop: the file to read first. The same code for one CPU process, one GPU or N GPUs on M nodes."""
 
 import time
-from typing import Protocol, Tuple
+from typing import List, Protocol, Tuple
 
 import torch
 from torch import Tensor, distributed, nn
@@ -38,12 +38,16 @@ def fit(
     log_interval: int,
     link: Link,
     checkpoints: Checkpoints,
-) -> None:
-    """Trains from where the state stands to the end of the last epoch; the metrics end up in state.history."""
+) -> Tensor:
+    """Trains from where the state stands to the end of the last epoch; the metrics end up in state.history.
+
+    Returns the log-probabilities (n, classes) of this rank's share of the test split.
+    """
+    scores = None
     while state.epoch < epochs:
         sums = train_epoch(state, train, log_interval, link, checkpoints)
         started = time.perf_counter()
-        test_loss, accuracy = evaluate(state.evaluated, test, link)
+        test_loss, accuracy, scores = evaluate(state.evaluated, test, link)
         finished = EpochFinished(
             epoch=state.epoch,
             samples=train.samples,
@@ -57,6 +61,9 @@ def fit(
         state.finish_epoch(finished)
         link.emit(finished)
         checkpoints.save(state)
+    if scores is None:  # a finished training, gone on from
+        _, _, scores = evaluate(state.evaluated, test, link)
+    return scores
 
 
 def train_epoch(
@@ -111,26 +118,29 @@ def _logged(state: TrainingState, train: TrainBatches, before: Sums, now: Sums, 
 
 
 @torch.inference_mode()
-def evaluate(model: nn.Module, test: TestBatches, link: Link) -> Tuple[float, float]:
-    """Mean loss and accuracy over the whole test split, in float32: each rank takes its share, the sums are exact."""
+def evaluate(model: nn.Module, test: TestBatches, link: Link) -> Tuple[float, float, Tensor]:
+    """Mean loss and accuracy over the whole test split, in float32: each rank takes its share, the sums are exact.
+
+    Third, the log-probabilities (n, classes) of this rank's share.
+    """
     model.eval()
+    mine: List[Tensor] = []
     sums = torch.zeros(2, dtype=torch.float64, device=test.split.device)
     for batch in test:
         scores = model(batch.images)
+        mine.append(scores)
         sums[0] += F.nll_loss(scores, batch.labels, reduction="sum")
         sums[1] += (scores.argmax(1) == batch.labels).sum()
         link.alive()
     distributed.all_reduce(sums)
     loss, correct = sums.tolist()
-    return loss / len(test.split), correct / len(test.split)
+    return loss / len(test.split), correct / len(test.split), torch.cat(mine)
 
 
 @torch.inference_mode()
-def predict(model: nn.Module, test: TestBatches) -> Tensor:
-    """Log-probabilities (N, classes) of the whole test split, on every rank."""
-    model.eval()
-    mine = torch.cat([model(batch.images) for batch in test])
-    scores = mine.new_zeros(len(test.split), mine.shape[1])
-    scores[test.first : test.last] = mine
-    distributed.all_reduce(scores)  # the others' rows are zeros
-    return scores
+def gather(mine: Tensor, test: TestBatches) -> Tensor:
+    """The rows (N, ...) of the whole test split, on every rank, from each rank's rows (n, ...) of its own share."""
+    everyone = mine.new_zeros(len(test.split), *mine.shape[1:])
+    everyone[test.first : test.last] = mine
+    distributed.all_reduce(everyone)  # the others' rows are zeros
+    return everyone

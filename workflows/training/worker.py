@@ -20,7 +20,7 @@ from workflows.training.errors import CheckpointError, NonFiniteLoss
 from workflows.training.events import CheckpointRefused, RunStarted
 from workflows.training.job import Job, TrainingResult
 from workflows.training.loading import open_source
-from workflows.training.loop import Link, fit, predict
+from workflows.training.loop import Link, fit, gather
 from workflows.training.models import build_model
 from workflows.training.process_group import process_group
 from workflows.training.profile import profiling
@@ -94,14 +94,14 @@ def train(environment: Environment, device: torch.device, link: Link, job: Job) 
     test_batches = TestBatches(test, hp.test_batch_size, rank, world_size)
     try:
         with profiling(job.profile_path, rank, state.optimizer):
-            fit(state, train_batches, test_batches, hp.epochs, hp.log_interval, link, checkpoints)
+            scores = fit(state, train_batches, test_batches, hp.epochs, hp.log_interval, link, checkpoints)
     except NonFiniteLoss:  # on all ranks at once, and the first report of it ends them all
         checkpoints.close()
         distributed.barrier()
         raise
     finally:
         checkpoints.close()
-    predictions = predict(state.evaluated, test_batches)
+    predictions = gather(scores, test_batches)
     if rank == 0:
         with writing_to(Path(job.model_path).parent, "DDP_RUNS_DIR"):
             export_model(state.evaluated, Path(job.model_path))
