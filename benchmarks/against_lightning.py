@@ -1,7 +1,8 @@
 """How much sooner MNIST is learnt than by Lightning with the same recipe: `python -m benchmarks.against_lightning`.
 
-One epoch on two gloo ranks. Each training is a process of its own, the two take turns, and each pair has a seed of its
-own. Training seconds are those of the loop alone, evaluation not counted; in all is the whole process.
+One epoch on one rank per GPU, or on two without one. Each training is a process of its own, the two take turns, and
+each pair has a seed of its own. Training seconds are those of the loop alone, evaluation not counted; in all is the
+whole process.
 """
 
 import argparse
@@ -13,9 +14,9 @@ from typing import Dict, List
 
 from benchmarks.engine import hardware, spread, train
 from workflows.training.datasets import prepare
+from workflows.training.environment import choose_world
 from workflows.training.hyperparameters import Hyperparameters
 
-RANKS = 2
 MODULES = {"Lightning": "benchmarks.lightning_mnist", "ours": "benchmarks.against_lightning"}
 
 
@@ -34,14 +35,15 @@ def main() -> None:
     arguments = parser.parse_args()
     data = prepare("mnist")
     if arguments.seed is not None:
-        epoch = train(Hyperparameters(epochs=1, seed=arguments.seed), data, RANKS)[0].epochs[-1]
+        epoch = train(Hyperparameters(epochs=1, seed=arguments.seed), data)[0].epochs[-1]
         print(json.dumps({"seconds": epoch.train_seconds, "accuracy": epoch.accuracy}))
         return
     runs: Dict[str, List[Dict[str, float]]] = {name: [] for name in MODULES}
     for seed in range(1, arguments.runs + 1):
         for name in MODULES:
             runs[name].append(measure(name, seed))
-    print(f"{hardware()}; n = {arguments.runs}, {RANKS} gloo ranks\n")
+    world = choose_world("auto", 0, Hyperparameters().batch_size)
+    print(f"{hardware()}; n = {arguments.runs}, {world.size} ranks, {world.backend}\n")
     print("| | training seconds, median [range] | seconds in all | test accuracy, % |")
     print("|---|---|---|---|")
     for name, measured in runs.items():

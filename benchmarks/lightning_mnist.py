@@ -1,4 +1,4 @@
-"""The opponent: our recipe as a careful user of Lightning writes it, on two gloo ranks with half of the cores each.
+"""The opponent: our recipe as a careful user of Lightning writes it, on one rank per GPU, or on two without one.
 
 Network, initial weights, optimizer, schedule, global batch and precision are ours; the way of the data (normalised
 tensors in memory, TensorDataset, DataLoader, DistributedSampler), the loop and DDP are Lightning's, with logger,
@@ -7,7 +7,6 @@ checkpoints and progress bar switched off. `python -m benchmarks.lightning_mnist
 
 import argparse
 import json
-import time
 from pathlib import Path
 from typing import Any, Dict, Tuple
 
@@ -19,13 +18,13 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader, TensorDataset
 
+from benchmarks.stopwatch import clock
 from workflows.training.datasets import prepare
+from workflows.training.environment import choose_world
 from workflows.training.hyperparameters import Hyperparameters
 from workflows.training.models import Shape, build_model
 from workflows.training.prepared import open_split, read_description
 from workflows.training.worker import choose_precision
-
-RANKS = 2
 
 
 class MnistModule(LightningModule):
@@ -52,10 +51,10 @@ class MnistModule(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def on_train_epoch_start(self) -> None:
-        self.started = time.perf_counter()
+        self.started = clock(self.device)
 
     def on_train_epoch_end(self) -> None:
-        self.log("seconds", time.perf_counter() - self.started)  # the way back to the parent process
+        self.log("seconds", clock(self.device) - self.started)  # the way back to the parent process
 
 
 def tensors(data: Path, split: str) -> TensorDataset:
@@ -72,11 +71,12 @@ def train(seed: int) -> Dict[str, float]:
     seed_everything(seed)
     data = prepare("mnist")
     module = MnistModule(hp, read_description(data).image_shape)
-    precision = choose_precision(hp.precision, torch.device("cpu"))
+    world = choose_world(hp.backend, 0, hp.batch_size)
+    precision = choose_precision(hp.precision, torch.device(world.device))
     trainer = Trainer(
-        accelerator="cpu",
-        devices=RANKS,
-        strategy=DDPStrategy(process_group_backend="gloo", start_method="spawn", gradient_as_bucket_view=True),
+        accelerator="gpu" if world.device == "cuda" else "cpu",
+        devices=world.size,
+        strategy=DDPStrategy(process_group_backend=world.backend, start_method="spawn", gradient_as_bucket_view=True),
         precision="bf16-mixed" if precision == "bfloat16" else "32-true",
         max_epochs=hp.epochs,
         logger=False,
@@ -84,10 +84,11 @@ def train(seed: int) -> Dict[str, float]:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(module, DataLoader(tensors(data, "train"), hp.batch_size // RANKS, shuffle=True))
+    batch_size, pin_memory = hp.batch_size // world.size, world.device == "cuda"
+    trainer.fit(module, DataLoader(tensors(data, "train"), batch_size, shuffle=True, pin_memory=pin_memory))
     images, labels = tensors(data, "test").tensors
     with torch.inference_mode():
-        accuracy = (module.model.eval()(images).argmax(1) == labels).double().mean()
+        accuracy = (module.model.cpu().eval()(images).argmax(1) == labels).double().mean()
     return {"seconds": float(trainer.callback_metrics["seconds"]), "accuracy": float(accuracy)}
 
 

@@ -1,8 +1,8 @@
-"""The opponent: the training of the tutorial 'Single Node, Multi GPU Training', as far as CPU ranks can run it.
+"""The opponent: the training of the tutorial 'Single Node, Multi GPU Training', on GPUs or CPU ranks.
 
 Its network, transforms per sample, DataLoader, DistributedSampler without set_epoch, batch of 128 per rank, SGD
-0.01/0.5 and evaluation by rank 0 alone are kept. Written anew; changed: gloo ranks instead of GPUs, and a file to meet
-at instead of port 8888.
+0.01/0.5 and evaluation by rank 0 alone are kept. Written anew; changed: gloo ranks where there is no GPU, and a file to
+meet at instead of port 8888.
 """
 
 import sys
@@ -45,14 +45,17 @@ def loaders(root: str, rank: int, world_size: int) -> Tuple[DataLoader, DataLoad
     train = datasets.MNIST(root, train=True, transform=transform)
     sampler: Any = DistributedSampler(train, num_replicas=world_size, rank=rank)
     test = datasets.MNIST(root, train=False, transform=transform)
-    return DataLoader(train, BATCH_SIZE, sampler=sampler), DataLoader(test, TEST_BATCH_SIZE)
+    pin = torch.cuda.is_available()
+    return DataLoader(train, BATCH_SIZE, sampler=sampler, pin_memory=pin), DataLoader(test, TEST_BATCH_SIZE)
 
 
 def rank_main(rank: int, world_size: int, root: str, epochs: int, place: str) -> None:
     torch.manual_seed(SEED)
     torch.set_num_threads(max(1, available_cores() // world_size))
-    distributed.init_process_group("gloo", init_method=f"file://{place}/store", rank=rank, world_size=world_size)
-    model = DistributedDataParallel(Net())
+    device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    distributed.init_process_group(backend, init_method=f"file://{place}/store", rank=rank, world_size=world_size)
+    model = DistributedDataParallel(Net().to(device), device_ids=[rank] if device.type == "cuda" else None)
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
     train, test = loaders(root, rank, world_size)
     results: List[Dict[str, float]] = []
@@ -61,13 +64,16 @@ def rank_main(rank: int, world_size: int, root: str, epochs: int, place: str) ->
         model.train()
         for images, labels in train:
             optimizer.zero_grad()
-            F.nll_loss(model(images), labels).backward()
+            F.nll_loss(model(images.to(device)), labels.to(device)).backward()
             optimizer.step()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
         seconds = time.perf_counter() - started
         if rank == 0:
             model.eval()
             with torch.no_grad():
-                correct = sum(int((model(images).argmax(1) == labels).sum()) for images, labels in test)
+                guesses = ((model(images.to(device)).argmax(1).cpu(), labels) for images, labels in test)
+                correct = sum(int((guessed == labels).sum()) for guessed, labels in guesses)
             results.append({"seconds": seconds, "accuracy": correct / 10_000})
             torch.save(results, f"{place}/results")
     distributed.destroy_process_group()
