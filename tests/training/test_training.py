@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.training.conftest import Trained
+from workflows.training import models
 from workflows.training.events import CheckpointRefused, EpochFinished, RunStarted, StepLogged
 from workflows.training.failures import RankFailed
 from workflows.training.hyperparameters import MODELS
@@ -81,6 +82,10 @@ def test_batch_norm_and_dropout_see_the_global_batch(train):
     for other in (two, three):
         assert relative_difference(one, other) < 1e-4
     assert relative_difference(one, train(1, name="other", **settings, seed=2)) > 1e-2
+
+
+def test_every_model_can_be_asked_for():
+    assert set(models.MODELS) == set(MODELS)
 
 
 @pytest.mark.parametrize("model", MODELS)
