@@ -38,6 +38,7 @@ AUTOENCODER_SOURCES = (
     "tasks/autoencoder.py",
     "training/autoencoder.py",
     "training/batches.py",
+    "training/held_out.py",
     "training/lightning_rank.py",
 )
 DATA_SOURCES = ("training/datasets.py", "training/description.py", "training/prepared.py")
