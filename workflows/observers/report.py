@@ -2,6 +2,7 @@
 
 import os
 import time
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Callable
 
@@ -22,11 +23,14 @@ class Report:
         self._record, self._path, self._publish = Record(setting), path, publish
         self._tracking_url = tracking_url
         self._next_page = 0.0
+        import_module("matplotlib.figure")  # 0.3 s, while the ranks train rather than after an epoch
 
     def __call__(self, event: Any) -> None:
         self._record(event)
         is_last = isinstance(event, (RunFinished, RunFailed))
-        if is_last or (isinstance(event, (RunStarted, EpochFinished)) and time.monotonic() >= self._next_page):
+        is_due = isinstance(event, (RunStarted, EpochFinished)) and time.monotonic() >= self._next_page
+        ends_training = isinstance(event, EpochFinished) and event.epoch + 1 == self._record.setting.hp.epochs
+        if is_last or (is_due and not ends_training):  # the last page follows at once
             self._write(is_last)
 
     def close(self) -> None:
