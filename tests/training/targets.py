@@ -1,9 +1,11 @@
 """What test_launcher.py has ranks do: each function is a worker's."""
 
 import os
+import resource
 import signal
 import sys
 import threading
+from itertools import pairwise
 from typing import Any, List
 
 from torch import distributed
@@ -23,6 +25,21 @@ def report_rank(environment: Environment, link: Link, argument: Any) -> Any:
 def list_modules(environment: Environment, link: Link, job: Job) -> List[str]:
     worker.run(environment, link, job)
     return list(sys.modules)
+
+
+def count_page_faults(environment: Environment, link: Link, job: Job) -> List[int]:
+    """Trains; for each sign of life but the first, the page faults since the one before."""
+    counts: List[int] = []
+
+    class CountingLink:
+        stop_requested = False
+        emit = link.emit
+
+        def alive(self) -> None:
+            counts.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+
+    worker.run(environment, CountingLink(), job)
+    return [after - before for before, after in pairwise(counts)]
 
 
 def fail_on_rank_one(environment: Environment, link: Link, argument: Any) -> None:

@@ -1,7 +1,9 @@
 """One process per rank: started, listened to, and ended, whatever happens."""
 
 import os
+import platform
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -40,6 +42,12 @@ def test_workers_import_no_flyte_no_trackers_no_plots_and_no_compiler(train):
         roots = {name.split(".")[0] for name in modules}
         assert not roots & {"flytekit", "wandb", "torchvision", "matplotlib", "sklearn", "rich", "sympy", "tensorboard"}
         assert "torch._dynamo.utils" not in modules
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="it is glibc that gives memory back")
+def test_a_step_does_not_fetch_its_memory_from_the_kernel(train):
+    for faults in train(target=f"{TARGETS}:count_page_faults", batch_size=256, epochs=3):
+        assert statistics.median(faults) < 300, "without worker.keep_freed_memory over a thousand"
 
 
 def test_the_failure_of_a_rank_is_reported_with_its_type_message_and_traceback():
