@@ -5,6 +5,7 @@ import io
 import logging
 import re
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any, List, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
@@ -50,9 +51,15 @@ class Curves:
         return f"{self.title} over {self.x}: {'; '.join(said)}. {self.remark}".strip()
 
 
+def load_matplotlib() -> None:
+    """What every figure needs, and takes 0.3 s the first time."""
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it tells of its font cache, which helps nobody
+    import_module("matplotlib.figure")
+
+
 def draw(curves: Curves) -> str:
     """The curves as an SVG element; series of few points get markers."""
-    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it tells of its font cache, which helps nobody
+    load_matplotlib()
     import matplotlib
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter, NullLocator, PercentFormatter
@@ -93,6 +100,7 @@ def draw(curves: Curves) -> str:
 def cloud(points: np.ndarray, labels: np.ndarray, names: Sequence[str], turned: float, description: str) -> str:
     """Points (N, 3) in space, seen from that many degrees around the vertical, as an SVG element; those of one label
     (N,) have one colour, and the label's name in their midst."""
+    load_matplotlib()
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -170,7 +178,7 @@ def scatter(x_name: str, x: Sequence[Any], y_name: str, y: Sequence[Optional[flo
 
     The shares, which are above 0, stand on an axis of equal ratios, and so do numbers that differ widely.
     """
-    logging.getLogger("matplotlib").setLevel(logging.ERROR)
+    load_matplotlib()
     import matplotlib
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator

@@ -2,12 +2,11 @@
 
 import os
 import time
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Callable
 
 from workflows.observers import contents, page
-from workflows.observers.figures import Curves, draw
+from workflows.observers.figures import Curves, draw, load_matplotlib
 from workflows.observers.predictions import read_predictions
 from workflows.observers.record import Record, RunFailed, RunFinished, Setting
 from workflows.observers.verdict import sample_pictures, verdict
@@ -23,7 +22,7 @@ class Report:
         self._record, self._path, self._publish = Record(setting), path, publish
         self._tracking_url = tracking_url
         self._next_page = 0.0
-        import_module("matplotlib.figure")  # 0.3 s, while the ranks train rather than after an epoch
+        load_matplotlib()  # while the ranks train rather than after an epoch
 
     def __call__(self, event: Any) -> None:
         self._record(event)
