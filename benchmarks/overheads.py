@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Callable, Dict, List
 
@@ -66,14 +67,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as home:
         # a home of its own, so that the user's cache is neither asked nor filled
         environment = {**os.environ, "HOME": home, "DDP_DATA_DIR": str(data.parents[1]), "DDP_RUNS_DIR": f"{home}/runs"}
-        pyflyte = lambda: timed(EMPTY, environment)  # noqa: E731
-        least = lambda: timed(REMEMBERED, environment)  # noqa: E731
+        pyflyte, least = partial(timed, EMPTY, environment), partial(timed, REMEMBERED, environment)
         timed(RUN, environment)
         least()
-        row("a cached `pyflyte run`", lambda: timed(RUN, environment), "an empty one", pyflyte, arguments.runs)
+        row("a cached `pyflyte run`", partial(timed, RUN, environment), "an empty one", pyflyte, arguments.runs)
         row("a cached one of a trivial task with a dataclass", least, "an empty one", pyflyte, arguments.runs)
         anew = [*RUN[:2], "--overwrite-cache", *RUN[2:]]
-        row("a `pyflyte run` of one epoch", lambda: timed(anew, environment), "an empty one", pyflyte, arguments.runs)
+        row("a `pyflyte run` of one epoch", partial(timed, anew, environment), "an empty one", pyflyte, arguments.runs)
     first_step = [sys.executable, "-m", "benchmarks.overheads", "--first-step"]
     bare = [sys.executable, "-c", "import torch"]
     row(
