@@ -34,7 +34,8 @@ def held_out(labels: np.ndarray, share: float = SHARE) -> np.ndarray:
 def hold_out(data: Path, directory: Path, share: float = SHARE) -> DatasetDescription:
     """Writes a prepared dataset of the training images of another one, whose test images it leaves out altogether.
 
-    What is held out of them becomes the new test split; the rest stays the training split, in its order.
+    What is held out of them becomes the new test split; the rest stays the training split, in its order. Raises
+    InputError where either would be empty.
     """
     description = read_description(data)
     images, labels = open_split(data, "train")
