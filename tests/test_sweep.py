@@ -57,7 +57,7 @@ def test_a_sweep_that_was_cut_off_goes_on_and_shows_the_best_and_the_failed():
     os.kill(next(rank for child in children(running.pid) for rank in children(child)), signal.SIGKILL)
     report = words(running.communicate(timeout=120)[1].partition("Error")[2])
     assert running.returncode == 1
-    assert "Trial 1 (learning_rate 1e+06): NonFiniteLoss: loss is not finite" in report
+    assert "Trial 1 (learning_rate 1e+06): NonFinite: loss is not finite" in report
     assert "Trial 2 (learning_rate 0.02): SIGKILL: " in report
     assert "Traceback" not in report
 
@@ -78,12 +78,12 @@ def test_a_sweep_that_was_cut_off_goes_on_and_shows_the_best_and_the_failed():
     assert float(best["validation_accuracy"]) >= 0.8
     assert Path(best["report"]).is_file()
     assert (failed["trial"], failed["validation_accuracy"]) == ("1", "")
-    assert "NonFiniteLoss" in failed["failure"]
+    assert "NonFinite" in failed["failure"]
     assert "learning_rate=0.02" in done.stdout
     assert "test_samples=296" in done.stdout
     page = Path(re.findall(r" report=([^,]+)", done.stdout)[0]).read_text()
     assert "125 held-out training images" in page
-    assert "Trial 1 (learning_rate 1e+06): NonFiniteLoss" in page
+    assert "Trial 1 (learning_rate 1e+06): NonFinite" in page
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from workflows.observers.console import Console, download_progress
 from workflows.observers.summary import next_step, say_summary
 from workflows.training import launcher
 from workflows.training.environment import choose_world
-from workflows.training.events import EpochFinished, Printed, RunStarted, StepLogged
+from workflows.training.events import EpochFinished, NotLearning, Printed, RunStarted, StepLogged
 from workflows.training.hyperparameters import RunOptions
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,6 +24,7 @@ def test_plain_lines_in_the_tutorials_manner(recorded, capsys):
     console = Console()
     for event in recorded.events:
         console(event)
+    console(NotLearning(0, 10, "no better than guessing"))
     console(Printed(0, "from the first"))
     console(Printed(1, "from another"))
     console.close()
@@ -32,7 +33,7 @@ def test_plain_lines_in_the_tutorials_manner(recorded, capsys):
     assert said[1] == f"Train Epoch: 1 [320/640 (50%)]\tLoss: {loss:.6f}"
     assert sum(line.startswith("Train Epoch") for line in said) == 4
     assert sum(line.startswith("Epoch ") for line in said) == 2
-    assert said[-2:] == ["from the first", "[rank 1] from another"]
+    assert said[-3:] == ["Warning: no better than guessing", "from the first", "[rank 1] from another"]
 
 
 def on_terminal(program: str, *arguments: str, columns: int = 100) -> str:

@@ -14,7 +14,7 @@ from workflows.observers.figures import Curves, draw, thinned
 from workflows.observers.predictions import read_predictions
 from workflows.observers.record import MOST_STEPS, Record, RunFailed, RunFinished
 from workflows.observers.report import Report, document, fragment
-from workflows.training.events import EpochFinished, Printed, RunStarted, StepLogged
+from workflows.training.events import EpochFinished, NotLearning, Printed, RunStarted, StepLogged
 
 
 class Addresses(HTMLParser):
@@ -128,6 +128,14 @@ def test_a_failed_run_has_a_page(recorded):
     text = page_of(record)
     assert "rank 1 on &lt;host&gt;: ValueError: bad" in text
     assert "Rank 1 printed: &lt;b&gt;warned&lt;/b&gt;" in text
+
+
+def test_a_training_that_does_not_learn_is_marked(recorded):
+    record = recorded.record
+    record.warnings = [NotLearning(0, 5, "the loss leapt")]
+    shown = fragment(record)
+    assert "<b>Warning:</b> the loss leapt" in shown
+    assert shown.count("Warnings at 0.5.") == 2  # in what the loss and the accuracy curves say to those who can't see
 
 
 def test_a_long_run_is_thinned_out(recorded):

@@ -1,20 +1,22 @@
-"""What test_launcher.py has ranks do: each function is a worker's."""
+"""What tests have ranks do: each function is a worker's."""
 
+import itertools
 import os
 import resource
 import signal
 import sys
 import threading
-from itertools import pairwise
 from typing import Any, List
+from unittest.mock import patch
 
-from torch import distributed
+from torch import Tensor, distributed, nn
 
 from workflows.training import worker
 from workflows.training.environment import Environment
 from workflows.training.events import CheckpointFailed
 from workflows.training.job import Job
 from workflows.training.loop import Link
+from workflows.training.models import build_model
 from workflows.training.process_group import process_group
 
 
@@ -39,7 +41,7 @@ def count_page_faults(environment: Environment, link: Link, job: Job) -> List[in
             counts.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
 
     worker.run(environment, CountingLink(), job)
-    return [after - before for before, after in pairwise(counts)]
+    return [after - before for before, after in itertools.pairwise(counts)]
 
 
 def fail_on_rank_one(environment: Environment, link: Link, argument: Any) -> None:
@@ -75,3 +77,22 @@ def say_pids_and_wait(environment: Environment, link: Link, argument: Any) -> No
         distributed.barrier()
         link.emit(CheckpointFailed("all are waiting"))
         wait_for_ever()
+
+
+def break_gradient_of_rank_one(environment: Environment, link: Link, job: Job) -> None:
+    """Trains a network whose gradient, not its loss, becomes NaN in the eighth step on rank 1."""
+
+    def build_broken(*arguments: Any) -> nn.Module:
+        model = build_model(*arguments)
+        forwards = itertools.count(1)
+
+        def add_broken(module: nn.Module, inputs: Any, scores: Tensor) -> Tensor:
+            # the derivative of a square root at 0 is infinite, and times 0 it is NaN
+            is_broken = environment.rank == 1 and next(forwards) >= 8
+            return scores + (0 * scores).sqrt() if is_broken else scores
+
+        model.register_forward_hook(add_broken)
+        return model
+
+    with patch.object(worker, "build_model", build_broken):
+        worker.run(environment, link, job)

@@ -7,7 +7,7 @@ import torch
 
 from tests.training.conftest import Trained
 from workflows.training import models
-from workflows.training.events import CheckpointRefused, EpochFinished, RunStarted, StepLogged
+from workflows.training.events import CheckpointRefused, EpochFinished, NotLearning, RunStarted, StepLogged
 from workflows.training.failures import RankFailed
 from workflows.training.hyperparameters import MODELS
 from workflows.training.models import build_model, load_model
@@ -63,7 +63,7 @@ def test_the_same_seed_gives_the_same_bits_and_another_seed_does_not(train):
 
 def test_a_last_batch_with_fewer_images_than_ranks(train):
     # 1,270 = 3 x 423 + 1: in the last step all ranks but one have nothing to do
-    one, three = train(1, name="1", batch_size=423), train(3, name="3", batch_size=423)
+    one, three = (train(nproc, name=f"{nproc}", batch_size=423, learning_rate=0.1) for nproc in (1, 3))
     assert relative_difference(one, three) < 1e-5
 
 
@@ -176,13 +176,44 @@ def test_an_unusable_checkpoint_is_refused_with_a_reason_and_training_starts_afr
 def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_the_last_good_checkpoint(train, tmp_path):
     from workflows.training.checkpoint import read_checkpoint
 
-    with pytest.raises(
-        RankFailed, match=r"NonFiniteLoss: loss is not finite in epoch 1, step \d+, on rank 0"
-    ) as failed:
+    with pytest.raises(RankFailed, match=r"NonFinite: loss is not finite in epoch 1, step \d+, on rank 0") as failed:
         train(learning_rate=1e20, checkpoint_seconds=0)
     assert failed.value.failure.recoverable is False
     saved = read_checkpoint(tmp_path / "training" / "checkpoint", {})["state"]
     assert all(torch.isfinite(weight).all() for weight in saved["model"].values())
+
+
+def test_a_gradient_that_is_not_finite_ends_all_ranks_before_the_step(train, tmp_path):
+    from workflows.training.checkpoint import read_checkpoint
+
+    with pytest.raises(RankFailed) as failed:
+        train(3, target="tests.training.targets:break_gradient_of_rank_one", checkpoint_seconds=0)
+    assert "NonFinite: gradient is not finite in epoch 1, step 8, on rank 1: lower learning_rate" in str(failed.value)
+    assert failed.value.failure.recoverable is False
+    saved = read_checkpoint(tmp_path / "training" / "checkpoint", {})["state"]
+    assert saved["step"] == 7
+    assert all(torch.isfinite(weight).all() for weight in saved["model"].values())
+
+
+def test_a_training_that_diverges_says_so_and_ends_all_the_same(train):
+    trained = train(learning_rate=2.0, clip_norm=0.0, epochs=2, batch_size=16)
+    warnings = [event for event in trained.events if isinstance(event, NotLearning)]
+    assert warnings == trained.result.warnings
+    (guessing,) = [warning for warning in warnings if "no better than guessing after epoch 1" in warning.reason]
+    assert (guessing.epoch, guessing.step) == (0, 80)
+    assert "2.303 for one and the same prediction everywhere: lower learning_rate" in guessing.reason
+    assert train(learning_rate=2.0, clip_norm=0.0, epochs=2, batch_size=16).result.warnings == warnings  # resumed
+
+
+def test_a_sound_training_has_no_warnings(train):
+    assert train(epochs=3).result.warnings == []
+
+
+def test_a_gradient_is_shortened_to_the_norm(train):
+    free, long, short = (train(name=f"{norm}", clip_norm=norm, weight_decay=0.0) for norm in (0.0, 1e9, 1e-9))
+    assert identical(free, long)
+    initial = build_model("mnist_cnn", 1, (1, 28, 28), 10).state_dict()
+    assert all(torch.allclose(weight, initial[name], atol=1e-4) for name, weight in short.weights.items())
 
 
 def test_losses_and_accuracies_are_those_of_the_whole_epoch(train):

@@ -12,7 +12,7 @@ from workflows.observers.figures import Curves, cloud, draw, picture
 from workflows.training import prepared
 from workflows.training.autoencoder_job import AutoencoderJob, AutoencoderResult
 from workflows.training.description import DatasetDescription
-from workflows.training.events import EpochLosses, Event, Printed, RunStarted
+from workflows.training.events import EpochLosses, Event, NotLearning, Printed, RunStarted
 
 MOST_POINTS = 2000  # of the cloud: the page stays below a megabyte
 VIEWS = (30, 120)  # degrees around the vertical
@@ -29,6 +29,8 @@ def say_event(event: Event) -> None:
             f"Epoch {event.epoch + 1}: training loss {event.train_loss:.4f}, "
             f"validation loss {event.validation_loss:.4f}, {event.seconds:.1f} s"
         )
+    elif isinstance(event, NotLearning):
+        say(f"Warning: {event.reason}")
     elif isinstance(event, Printed):
         say(f"[rank {event.rank}] {event.text}" if event.rank else event.text)
 
@@ -39,10 +41,11 @@ def page(job: AutoencoderJob, result: AutoencoderResult, setup: Dict[str, Any]) 
     notice = []
     if job.hp.dataset == "auto" and description.name != "mnist":
         notice = [f"Stand-in data: MNIST could not be had, so this is {description.name}, and says nothing of MNIST."]
+    notice += [f"Warning: {warning.reason}" for warning in result.warnings]
     settings = {**asdict(job.hp), **asdict(job.options), **setup}
     sections = [
         Section("", notice),
-        _losses(result),
+        _losses(job, result),
         *_test_images(job, result, description),
         Section("Set-up", heads=("Setting", "Value"), lines=[(name, str(value)) for name, value in settings.items()]),
     ]
@@ -50,14 +53,18 @@ def page(job: AutoencoderJob, result: AutoencoderResult, setup: Dict[str, Any]) 
     return article(f"Autoencoder on {description.name}", subtitle, sections)
 
 
-def _losses(result: AutoencoderResult) -> Section:
+def _losses(job: AutoencoderJob, result: AutoencoderResult) -> Section:
     epochs = result.epochs
     by_epoch = {
         "training": [(epoch.epoch + 1, epoch.train_loss) for epoch in epochs],
         "validation": [(epoch.epoch + 1, epoch.validation_loss) for epoch in epochs],
     }
     curves = [
-        Curves("Loss by epoch", by_epoch),
+        Curves(
+            "Loss by epoch",
+            by_epoch,
+            marks=[warning.epoch + warning.step / job.steps_per_epoch for warning in result.warnings],
+        ),
         Curves("Loss by step (training, rank 0)", {"": result.steps}),
     ]
     return Section(

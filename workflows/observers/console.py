@@ -13,6 +13,7 @@ from workflows.training.events import (
     CheckpointRefused,
     EpochFinished,
     Event,
+    NotLearning,
     Printed,
     RunStarted,
     StepLogged,
@@ -55,6 +56,8 @@ class Console:
                 f"Epoch {event.epoch + 1} of {self._run.epochs}: test accuracy {event.accuracy:.2%}, "
                 f"test loss {event.test_loss:.4f}, {event.train_seconds:.1f} s of training"
             )
+        elif isinstance(event, NotLearning):
+            say(f"Warning: {event.reason}")
         elif isinstance(event, Printed):
             say(f"[rank {event.rank}] {event.text}" if event.rank else event.text)
         elif isinstance(event, CheckpointFailed):

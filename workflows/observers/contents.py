@@ -42,6 +42,7 @@ def progress_curves(record: Record) -> List[Curves]:
     at, steps, epochs = record.position, record.steps, record.epochs
     test_loss = [(epoch.epoch + 1.0, epoch.test_loss) for epoch in epochs]
     accuracy = [(epoch.epoch + 1.0, epoch.accuracy) for epoch in epochs]
+    marks = [at(warning) for warning in record.warnings]
     losses = [value for _, value in test_loss] + [step.loss for step in steps]
     spread = max(losses, default=1.0) / max(min(losses, default=1.0), 1e-9)
     return [
@@ -50,12 +51,14 @@ def progress_curves(record: Record) -> List[Curves]:
             {"training": [(at(step), step.loss) for step in steps], "test": test_loss},
             f"Test loss {test_loss[-1][1]:.4f} after epoch {len(epochs)}." if epochs else "",
             logarithmic=30 < spread < 1e9,
+            marks=marks,
         ),
         Curves(
             "Accuracy",
             {"training": [(at(step), step.accuracy) for step in steps], "test": accuracy},
             f"Test accuracy {accuracy[-1][1]:.2%} after epoch {len(epochs)}." if epochs else "",
             percent=True,
+            marks=marks,
         ),
         Curves("Learning rate", {"": [(at(step), step.learning_rate) for step in steps]}),
     ]

@@ -11,8 +11,9 @@ from typing import Any, List, Mapping, Optional, Sequence, Tuple
 import numpy as np
 
 # Stand for the page's colours while matplotlib draws: the page has others by day than by night
-INK, GRID, SERIES = "#010101", "#020202", [f"#0{number}0303" for number in range(1, 9)]
-COLOURS = {INK: "var(--ink)", GRID: "var(--line)", **{name: f"var(--c{n})" for n, name in enumerate(SERIES, 1)}}
+INK, GRID, BAD, SERIES = "#010101", "#020202", "#040404", [f"#0{number}0303" for number in range(1, 9)]
+COLOURS = {INK: "var(--ink)", GRID: "var(--line)", BAD: "var(--bad)"}
+COLOURS.update({name: f"var(--c{n})" for n, name in enumerate(SERIES, 1)})
 SIZE = (4.6, 2.9)  # inches of 72 units, so that the text is readable on a page 360 pixels wide
 MOST_POINTS = 300
 LINES = ("-", "--", ":", "-.")  # colours alone don't tell series apart for everyone
@@ -28,6 +29,7 @@ class Curves:
     Attributes:
         x: what the horizontal axis counts.
         ranges: for a series, (least, most) of each of its points, shown as error bars.
+        marks: values of x at which there was a warning.
         ticks: the only values of x to be named, on an axis of equal ratios rather than equal steps.
     """
 
@@ -39,6 +41,7 @@ class Curves:
     from_zero: bool = False
     x: str = "epochs"
     ranges: Mapping[str, Points] = field(default_factory=dict)
+    marks: Sequence[float] = ()
     ticks: Sequence[float] = ()
 
     @property
@@ -48,7 +51,8 @@ class Curves:
             for name, points in self.series.items()
             if points
         ]
-        return f"{self.title} over {self.x}: {'; '.join(said)}. {self.remark}".strip()
+        marked = f" Warnings at {', '.join(f'{mark:.3g}' for mark in self.marks)}." if self.marks else ""
+        return f"{self.title} over {self.x}: {'; '.join(said)}.{marked} {self.remark}".strip()
 
 
 def load_matplotlib() -> None:
@@ -77,6 +81,8 @@ def draw(curves: Curves) -> str:
             axes.plot(x, y, style, color=color, marker=marker, label=name)
             if name in curves.ranges:
                 axes.vlines(x, *zip(*curves.ranges[name], strict=True), color=color)
+        for number, mark in enumerate(curves.marks):
+            axes.axvline(mark, color=BAD, linestyle=":", label="" if number else "warning")
         axes.set_xlabel(curves.x)
         furthest = max(points[-1][0] for points in series.values())
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=furthest > 3))
@@ -92,7 +98,7 @@ def draw(curves: Curves) -> str:
             axes.set_ylim(bottom=0)
         if curves.percent:
             axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-        if len(series) > 1:
+        if len(series) > 1 or curves.marks:
             axes.legend(loc="best", ncols=1 if len(series) < 5 else 2)
         return inline(figure, curves.description)
 

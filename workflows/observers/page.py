@@ -141,6 +141,7 @@ BODY = """
 <span class="status {{ status.split(",")[0] }}" role="status">{{ status }}</span></div>
 <p class="soft">{{ subtitle }}</p>
 {% if failure %}<p class="notice"><b>Failed:</b> {{ failure }}</p>{% endif %}
+{% for warning in warnings %}<p class="notice"><b>Warning:</b> {{ warning }}</p>{% endfor %}
 {% if stand_in %}
 <p class="notice"><b>Stand-in data.</b> The workflow's own could not be had, so this model was trained on {{ dataset }}.
 Its accuracy says nothing about the other.</p>

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Dict, List, Optional, Tuple, Union
 
 from workflows.training.description import DatasetDescription
 from workflows.training.events import (
@@ -10,6 +10,7 @@ from workflows.training.events import (
     CheckpointRefused,
     CheckpointWritten,
     EpochFinished,
+    NotLearning,
     Printed,
     RunStarted,
     StepLogged,
@@ -81,6 +82,7 @@ class Record:
     started: Optional[RunStarted] = None
     steps: List[StepLogged] = field(default_factory=list)
     epochs: List[EpochFinished] = field(default_factory=list)
+    warnings: List[NotLearning] = field(default_factory=list)
     finished: Optional[RunFinished] = None
     failure: str = ""
     checkpoints: int = 0
@@ -100,6 +102,8 @@ class Record:
             self._add_step(event)
         elif isinstance(event, EpochFinished):
             self.epochs.append(event)
+        elif isinstance(event, NotLearning):
+            self.warnings.append(event)
         elif isinstance(event, CheckpointWritten):
             self.checkpoints += 1
             self.stall_seconds += event.stall_seconds
@@ -111,7 +115,9 @@ class Record:
         elif isinstance(event, Printed):
             self._note(f"Rank {event.rank} printed: {event.text}")
         elif isinstance(event, RunFinished):
-            self.finished, self.epochs = event, list(event.results[0].epochs)  # with those before a resume
+            # with those before a resume
+            self.finished, self.epochs = event, list(event.results[0].epochs)
+            self.warnings = list(event.results[0].warnings)
         elif isinstance(event, RunFailed):
             self.failure = event.reason
 
@@ -123,7 +129,7 @@ class Record:
             return "Finished"
         return f"Training, epoch {len(self.epochs) + 1} of {self.setting.hp.epochs}" if self.started else "Starting"
 
-    def position(self, step: StepLogged) -> float:
+    def position(self, step: Union[StepLogged, NotLearning]) -> float:
         """Epochs of training at a step, with fractions."""
         return step.epoch + step.step / self.started.steps_per_epoch if self.started else 0.0
 

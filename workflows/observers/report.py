@@ -66,6 +66,7 @@ def fragment(record: Record) -> str:
         "dataset": setting.description.name,
         "status": record.status,
         "failure": record.failure,
+        "warnings": [warning.reason for warning in record.warnings],
         "stand_in": setting.is_stand_in,
         "subtitle": f"{setting.hp.model}, run {setting.name}",
         "url": record.tracking_url,

@@ -21,6 +21,7 @@ def say_summary(record: Record, model: Path, report: Path, show_paths: bool) -> 
         ("Accuracy", f"{', '.join(accuracies)} on the test images, epoch by epoch"),
         ("Seconds", ", ".join(f"{name.lower()} {seconds:.1f}" for name, seconds in record.phases())),
     ]
+    lines += [("Warning", warning.reason) for warning in record.warnings]
     if show_paths:
         lines += [("Model", str(model)), ("Report", str(report)), ("Next", next_step(setting, report))]
     say("\n" + "\n".join(f"{label + ':':<10}{text}" for label, text in lines))

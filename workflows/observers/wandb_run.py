@@ -142,6 +142,7 @@ class WandbRun:
         self._run.summary.update(
             {
                 "total_seconds": event.total_seconds,
+                "warnings": [warning.reason for warning in event.results[0].warnings],
                 "rank_samples_per_second": [rank.samples_per_second for rank in event.results],
                 "rank_peak_bytes": [rank.peak_bytes for rank in event.results],
             }

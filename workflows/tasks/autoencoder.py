@@ -49,6 +49,7 @@ class AutoencoderSummary:
         backend: nccl or gloo.
         device: cuda or cpu.
         strategy: the class of Lightning's that trained it.
+        warnings: when and why the training did not learn as it should; empty if all went well.
     """
 
     dataset: str
@@ -61,6 +62,7 @@ class AutoencoderSummary:
     backend: str
     device: str
     strategy: str
+    warnings: List[str]
 
 
 class AutoencoderOutputs(NamedTuple):
@@ -156,6 +158,7 @@ def train_autoencoder(
                 backend=world.backend,
                 device=world.device,
                 strategy=result.strategy,
+                warnings=[warning.reason for warning in result.warnings],
             )
             fragment = page(job, result, {"lightning": version("lightning"), **asdict(summary)})
             (folder / "report.html").write_text(document(f"Autoencoder on {description.name}", fragment), "utf-8")

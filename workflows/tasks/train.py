@@ -46,6 +46,7 @@ class TrainingSummary:
         device: cuda or cpu.
         precision: float32 or bfloat16.
         tracking_url: of the Weights & Biases run; empty without one.
+        warnings: when and why the training did not learn as it should; empty if all went well.
     """
 
     dataset: str
@@ -62,6 +63,7 @@ class TrainingSummary:
     device: str
     precision: str
     tracking_url: str
+    warnings: List[str]
 
 
 class TrainingOutputs(NamedTuple):
@@ -178,4 +180,5 @@ def summarise(
         device=world.device,
         precision=result.precision,
         tracking_url=tracking_url,
+        warnings=[warning.reason for warning in result.warnings],
     )

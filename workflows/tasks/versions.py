@@ -22,6 +22,7 @@ TRAINING_SOURCES = (
     "training/loop.py",
     "training/models.py",
     "training/state.py",
+    "training/watch.py",
     "training/worker.py",
 )
 INFERENCE_SOURCES = (
@@ -40,6 +41,7 @@ AUTOENCODER_SOURCES = (
     "training/batches.py",
     "training/held_out.py",
     "training/lightning_rank.py",
+    "training/watch.py",
 )
 DATA_SOURCES = ("training/datasets.py", "training/description.py", "training/prepared.py")
 CODE_VARIABLE = "DDP_TRAINING_CODE"

@@ -110,6 +110,8 @@ def lightning_data(
             passes = prepared.read_description(folder).passes_per_epoch
             images, labels = prepared.open_split(folder, "train")
             chosen, place = held_out(labels), (environment.rank, environment.world.size)
+            # of the mean image in place of each
+            self.constant_loss = float(np.var(images[chosen] / np.float32(255), axis=0).mean())
             train, validation = (
                 Split(images[rows], labels[rows], (0.0,), (1.0,), device) for rows in (~chosen, chosen)
             )

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, Dict, List, Tuple
 
 from workflows.training.errors import InputError
-from workflows.training.events import EpochLosses
+from workflows.training.events import EpochLosses, NotLearning
 from workflows.training.hyperparameters import TRACKING
 from workflows.training.settings import Settings, setting
 
@@ -111,11 +111,13 @@ class AutoencoderResult:
 
     Attributes:
         steps: (epochs so far, mean loss of that step's batch) of every so many steps.
+        warnings: in which epochs training did not learn as it should.
         test_loss: mean squared error per pixel on the test images; pixels go from 0 to 1.
         strategy: the class of Lightning's that it was trained by.
     """
 
     epochs: List[EpochLosses]
     steps: List[Tuple[float, float]]
+    warnings: List[NotLearning]
     test_loss: float
     strategy: str

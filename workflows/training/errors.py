@@ -34,13 +34,17 @@ class StopRequested(Exception):
         self.epoch, self.step = epoch, step
 
 
-class NonFiniteLoss(ArithmeticError):
-    """The loss became NaN or infinite; the weights are those from before that step."""
+class NonFinite(ArithmeticError):
+    """The loss or the gradient became NaN or infinite; the weights are those from before that step."""
 
-    def __init__(self, epoch: int, step: int, ranks: "list[int]"):
+    def __init__(self, what: str, ranks: "list[int]", epoch: int, step: int):
+        causes = {
+            "loss": "broken values in the data",
+            "gradient": "an operation whose derivative is not finite everywhere, such as a square root at 0",
+        }
         super().__init__(
-            f"loss is not finite in epoch {epoch + 1}, step {step + 1}, on rank {', '.join(map(str, ranks))}: "
-            "lower learning_rate, or look for broken values in the data; the last good checkpoint is kept"
+            f"{what} is not finite in epoch {epoch + 1}, step {step + 1}, on rank {', '.join(map(str, ranks))}: "
+            f"lower learning_rate, or look for {causes[what]}; the last good checkpoint is kept"
         )
 
 

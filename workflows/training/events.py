@@ -63,6 +63,15 @@ class EpochLosses:
 
 
 @dataclass(frozen=True)
+class NotLearning:
+    """By this step of this epoch training does not learn as it should; it goes on. The reason ends with remedies."""
+
+    epoch: int
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True)
 class GradientsSeen:
     """Distribution of each parameter's gradient in an epoch's last step: counts of n bins between n + 1 edges."""
 
@@ -111,6 +120,7 @@ Event = Union[
     StepLogged,
     EpochFinished,
     EpochLosses,
+    NotLearning,
     GradientsSeen,
     CheckpointWritten,
     CheckpointFailed,

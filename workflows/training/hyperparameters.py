@@ -31,6 +31,7 @@ class Hyperparameters(Settings):
         warmup_fraction: share of all steps in which onecycle rises.
         weight_decay: L2 penalty, by SGD.
         nesterov: whether the momentum is Nesterov's.
+        clip_norm: to which a gradient is shortened whose Euclidean norm, over all weights, is larger; 0 is off.
         train_fraction: share of the training images that an epoch sees, each epoch others.
         shift_pixels: training images are moved by up to so many pixels, zeros following (a random crop after padding).
         flip: whether every other training image, at random, is mirrored left to right.
@@ -46,17 +47,18 @@ class Hyperparameters(Settings):
     batch_size: int = setting(128, minimum=1)
     test_batch_size: int = setting(1000, minimum=1)
     epochs: int = setting(2, minimum=1)
-    learning_rate: float = setting(0.1, above=0)
+    learning_rate: float = setting(0.2, above=0)
     model: str = setting("mnist_cnn", choices=MODELS)
     dataset: str = setting("auto", choices=DATASETS)
     schedule: str = setting("onecycle", choices=SCHEDULES)
     warmup_fraction: float = setting(0.25, above=0, below=1)
     weight_decay: float = setting(5e-5, minimum=0)
     nesterov: bool = setting(True)
+    clip_norm: float = setting(0.5, minimum=0)
     train_fraction: float = setting(1.0, above=0, maximum=1)
     shift_pixels: int = setting(0, minimum=0, maximum=8)
     flip: bool = setting(False)
-    label_smoothing: float = setting(0.0, minimum=0, below=1)
+    label_smoothing: float = setting(0.1, minimum=0, below=1)
     ema_decay: float = setting(0.0, minimum=0, below=1)
     precision: str = setting("auto", choices=PRECISIONS)
 

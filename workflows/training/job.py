@@ -5,7 +5,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any, Dict, List
 
-from workflows.training.events import EpochFinished
+from workflows.training.events import EpochFinished, NotLearning
 from workflows.training.hyperparameters import Hyperparameters
 
 
@@ -58,6 +58,7 @@ class TrainingResult:
     """What one rank knows at the end; the epochs are the same on every rank.
 
     Attributes:
+        warnings: in which epochs training did not learn as it should.
         precision: float32 or bfloat16.
         samples_per_second: training images of this rank alone, per second of training in this attempt.
         peak_bytes: the most memory that the process has held.
@@ -65,6 +66,7 @@ class TrainingResult:
     """
 
     epochs: List[EpochFinished]
+    warnings: List[NotLearning]
     precision: str
     rank: int
     host: str

@@ -16,11 +16,12 @@ import torch
 from workflows.training import autoencoder, prepared
 from workflows.training.autoencoder_job import PRECISIONS, AutoencoderJob, AutoencoderResult
 from workflows.training.environment import Environment
-from workflows.training.errors import StopRequested
+from workflows.training.errors import NonFinite, StopRequested
 from workflows.training.events import EpochLosses, RunStarted
 from workflows.training.loop import Link
 from workflows.training.process_group import process_group
 from workflows.training.storage import writing_to
+from workflows.training.watch import Watch
 from workflows.training.worker import export_model, layers_of
 
 if TYPE_CHECKING:
@@ -75,7 +76,9 @@ def run(environment: Environment, link: Link, job: AutoencoderJob) -> Autoencode
         with writing_to(Path(job.model_path).parent, "DDP_RUNS_DIR"):
             export_model(network, Path(job.model_path))
             test_loss = autoencoder.encode_test_images(network.cpu(), Path(job.data), Path(job.encoded_path))
-    return AutoencoderResult(observer.epochs, observer.steps, test_loss, type(trainer.strategy).__name__)
+    return AutoencoderResult(
+        observer.epochs, observer.steps, observer.watch.warnings, test_loss, type(trainer.strategy).__name__
+    )
 
 
 def cluster_environment(environment: Environment) -> "ClusterEnvironment":
@@ -122,10 +125,18 @@ def observer_of(environment: Environment, link: Link, job: AutoencoderJob) -> An
         def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
             # Lightning's own handler broadcasts, which hangs where not all ranks get the signal
             signal.signal(signal.SIGTERM, self.on_sigterm)
+            self.watch = Watch(trainer.datamodule.constant_loss, remedies="lower learning_rate")  # type: ignore[attr-defined]
             link.emit(run_started(environment, job))
 
         def on_train_epoch_start(self, trainer: Trainer, module: LightningModule) -> None:
             self.started = time.perf_counter()
+
+        def on_before_optimizer_step(self, trainer: Trainer, module: LightningModule, _: torch.optim.Optimizer) -> None:
+            gradients = [weight.grad for weight in module.parameters() if weight.grad is not None]
+            # float16 overflows now and then, and Lightning's scaler then leaves the step out
+            if job.hp.precision != "float16" and not torch.stack(torch._foreach_norm(gradients)).isfinite().all():
+                steps = trainer.fit_loop.epoch_loop.batch_idx
+                raise NonFinite("gradient", list(range(environment.world.size)), trainer.current_epoch, steps)
 
         def on_train_batch_end(
             self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -136,10 +147,10 @@ def observer_of(environment: Environment, link: Link, job: AutoencoderJob) -> An
                 return
             loss = outputs["loss"].item()
             if not math.isfinite(loss):
-                raise ArithmeticError(
-                    f"loss is not finite in epoch {trainer.current_epoch + 1}, step {steps}: lower learning_rate"
-                )
+                raise NonFinite("loss", [environment.rank], trainer.current_epoch, batch_idx)
             self.steps.append((trainer.current_epoch + steps / job.steps_per_epoch, loss))
+            for warning in self.watch.after_steps(trainer.current_epoch, steps, loss, job.hp.batch_size):
+                link.emit(warning)
             if trainer.strategy.reduce_boolean_decision(link.stop_requested, all=False):
                 raise StopRequested(trainer.current_epoch, steps)
 
@@ -152,6 +163,8 @@ def observer_of(environment: Environment, link: Link, job: AutoencoderJob) -> An
             seconds = time.perf_counter() - self.started
             self.epochs.append(EpochLosses(trainer.current_epoch, train, validation, seconds))
             link.emit(self.epochs[-1])
+            for warning in self.watch.after_epoch(trainer.current_epoch, job.steps_per_epoch, validation):
+                link.emit(warning)
 
     return Observer()
 

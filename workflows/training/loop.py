@@ -8,7 +8,7 @@ from torch import Tensor, distributed, nn
 from torch.nn import functional as F
 
 from workflows.training.batches import TestBatches, TrainBatches
-from workflows.training.errors import NonFiniteLoss, StopRequested
+from workflows.training.errors import NonFinite, StopRequested
 from workflows.training.events import EpochFinished, Event, GradientsSeen, StepLogged
 from workflows.training.state import Sums, TrainingState
 
@@ -60,6 +60,8 @@ def fit(
         )
         state.finish_epoch(finished)
         link.emit(finished)
+        for warning in state.watch.after_epoch(finished.epoch, len(train), test_loss):
+            link.emit(warning)
         checkpoints.save(state)
     if scores is None:  # a finished training, gone on from
         _, _, scores = evaluate(state.evaluated, test, link)
@@ -71,8 +73,8 @@ def train_epoch(
 ) -> Sums:
     """Steps through what is left of the epoch; returns its metrics.
 
-    Raises StopRequested, after a checkpoint, where any rank was asked to stop, and NonFiniteLoss, the weights being
-    those from before the bad step; either on all ranks at the same step.
+    Raises StopRequested, after a checkpoint, where any rank was asked to stop, and NonFinite, the weights being those
+    from before the bad step; either on all ranks at the same step.
     """
     # A CPU can look at the metrics after every step; a look at a GPU makes the host wait for it, so it has to be rare
     look_interval = 1 if state.device.type == "cpu" else log_interval
@@ -88,10 +90,15 @@ def train_epoch(
             continue
         sums = state.sums()
         state.epoch_seconds = seconds_before + time.perf_counter() - started
-        if sums.bad_ranks:
-            raise NonFiniteLoss(state.epoch, sums.steps, sums.bad_ranks)
+        if sums.steps < state.step:
+            again = next(train.epoch(state.epoch, sums.steps))
+            raise NonFinite(*state.find_non_finite(again), state.epoch, sums.steps)
         if state.step % log_interval == 0 or is_last:
-            link.emit(_logged(state, train, logged, sums, state.epoch_seconds - logged_seconds))
+            event = _logged(state, train, logged, sums, state.epoch_seconds - logged_seconds)
+            link.emit(event)
+            samples = event.samples - train.samples_until(logged.steps)
+            for warning in state.watch.after_steps(state.epoch, state.step, event.loss, samples):
+                link.emit(warning)
             logged, logged_seconds = sums, state.epoch_seconds
             if is_last:
                 link.emit(GradientsSeen(state.epoch, state.gradient_histograms()))

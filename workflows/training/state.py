@@ -5,7 +5,7 @@ from typing import Any, Dict, List, Tuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, swa_utils
@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from workflows.training.batches import Batch
 from workflows.training.events import EpochFinished
 from workflows.training.layers import Dropout
+from workflows.training.watch import Watch
 
 
 class Step(nn.Module):
@@ -25,13 +26,12 @@ class Step(nn.Module):
     at the same step.
     """
 
-    def __init__(self, model: nn.Module, rank: int, world_size: int, autocast: bool, label_smoothing: float):
+    def __init__(self, model: nn.Module, world_size: int, autocast: bool, label_smoothing: float):
         super().__init__()
-        self.model, self.rank, self.world_size, self.autocast = model, rank, world_size, autocast
+        self.model, self.world_size, self.autocast = model, world_size, autocast
         self.label_smoothing = label_smoothing
         self.dropouts = [layer for layer in model.modules() if isinstance(layer, Dropout)]
-        # loss, correct, requests to stop, then for each rank whether its loss was not finite
-        self.sums = nn.Parameter(torch.zeros(3 + world_size))
+        self.sums = nn.Parameter(torch.zeros(3))  # loss, correct, requests to stop
 
     def forward(self, batch: Batch, stop: bool) -> Tensor:
         for layer in self.dropouts:
@@ -39,27 +39,24 @@ class Step(nn.Module):
         with torch.autocast(batch.images.device.type, torch.bfloat16, enabled=self.autocast):
             scores = self.model(batch.images)
         loss = F.nll_loss(scores, batch.labels, reduction="sum")
-        if self.label_smoothing:
-            loss = torch.lerp(loss, -scores.mean(1).sum(), self.label_smoothing)
         with torch.no_grad():
-            finite = torch.isfinite(loss)
             sums = torch.zeros_like(self.sums)
-            sums[0] = torch.where(finite, loss, 0)
+            sums[0] = loss  # without smoothing, so that it can be compared with the loss on the test split
             sums[1] = (scores.argmax(1) == batch.labels).sum()
             sums[2] = float(stop)
-            sums[3 + self.rank] = ~finite
+        if self.label_smoothing:
+            loss = torch.lerp(loss, -scores.mean(1).sum(), self.label_smoothing)
         return self.world_size * (loss / batch.size + self.sums @ sums)
 
 
 @dataclass(frozen=True)
 class Sums:
-    """Metrics of the epoch so far, all ranks together; steps counts those before any loss that was not finite."""
+    """Metrics of the epoch so far, all ranks together; steps counts those before any that was not finite."""
 
     loss: float
     correct: int
     steps: int
     stop: bool
-    bad_ranks: List[int]
 
 
 class TrainingState:
@@ -69,7 +66,6 @@ class TrainingState:
         self,
         model: nn.Module,
         device: torch.device,
-        rank: int,
         world_size: int,
         *,
         autocast: bool,
@@ -78,17 +74,19 @@ class TrainingState:
         momentum: float,
         nesterov: bool,
         weight_decay: float,
+        clip_norm: float,
         schedule: str,
         warmup_fraction: float,
         total_steps: int,
         ema_decay: float,
+        constant_loss: float,
     ):
         self.device = device
         if device.type == "cuda":
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
         self.model = model.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.ddp = DistributedDataParallel(
-            Step(self.model, rank, world_size, autocast, label_smoothing).to(device),
+            Step(self.model, world_size, autocast, label_smoothing).to(device),
             gradient_as_bucket_view=True,
         )
         # They are the same on all ranks, see layers.py (not as an argument, whose name depends on torch's version)
@@ -110,13 +108,15 @@ class TrainingState:
             if ema_decay
             else None
         )
-        # A loss that is not finite raises this flag until the epoch's end; the fused optimizer then leaves the weights
+        # A loss or gradient that is not finite raises this flag for good; the fused optimizer then leaves the weights
         # as they are, without the host having to look (the means by which torch.amp.GradScaler skips a step)
         self.optimizer.found_inf = self.flag = torch.zeros((), device=device)  # type: ignore[attr-defined]
         self.epoch = self.step = 0
         self.epoch_seconds = 0.0
-        self._sums = torch.zeros(4 + world_size, dtype=torch.float64, device=device)  # Step's sums, then good steps
+        self._sums = torch.zeros(4, dtype=torch.float64, device=device)  # Step's sums, then good steps
+        self._clip_norm, self._norms = clip_norm, torch.zeros(0, device=device)
         self.history: List[EpochFinished] = []
+        self.watch = Watch(constant_loss)
 
     @property
     def evaluated(self) -> nn.Module:
@@ -132,21 +132,43 @@ class TrainingState:
         self.ddp.zero_grad()  # here rather than at the end, so that the gradients can be looked at until the next step
         self.ddp(batch, stop).backward()
         self._sums[:-1] += self.ddp.module.sums.grad
-        self.flag.copy_(self._sums[3:-1].any())
+        gradients = self._gradients()[1]
+        self._norms = torch.stack(torch._foreach_norm(gradients))
+        norm = torch.linalg.vector_norm(self._norms)
+        self.flag.logical_or_(~torch.isfinite(norm + self._sums[0]))
         self._sums[-1] += 1 - self.flag
+        if self._clip_norm:
+            torch._foreach_mul_(gradients, (self._clip_norm / norm).clamp(max=1))
         self.optimizer.step()
         self.schedule.step()
         if self.average:
             self.average.update_parameters(self.model)
         self.step += 1
 
+    def find_non_finite(self, batch: Batch) -> Tuple[str, List[int]]:
+        """Does a bad step again, to say what is not finite, loss or gradient, and on which ranks; a collective.
+
+        A step itself does not know: its gradients are those of all ranks together.
+        """
+        weights = [weight for weight in self.model.parameters() if weight.requires_grad]
+        loss = self.ddp.module(batch, False)
+        gradients = torch.autograd.grad(loss, weights, allow_unused=True)
+        norms = torch.stack(torch._foreach_norm([gradient for gradient in gradients if gradient is not None]))
+        bad = [not bool(value.isfinite().all()) for value in (loss, norms)]
+        everyone: List[Any] = [None] * distributed.get_world_size()
+        distributed.all_gather_object(everyone, bad)
+        for what, flags in zip(("loss", "gradient"), zip(*everyone, strict=True), strict=True):
+            ranks = [rank for rank, flag in enumerate(flags) if flag]
+            if ranks:
+                return what, ranks
+        return "gradient", list(range(len(everyone)))  # finite on each rank, but not their sum
+
     def gradient_norms(self) -> Dict[str, float]:
-        """Euclidean norm of each parameter's gradient of the last step; makes the host wait for the device."""
-        names, gradients = self._gradients()
-        return dict(zip(names, torch.stack(torch._foreach_norm(gradients)).tolist(), strict=True))
+        """Euclidean norm of each parameter's gradient of the last step, before clipping; the host waits for it."""
+        return dict(zip(self._gradients()[0], self._norms.tolist(), strict=True))
 
     def gradient_histograms(self, bins: int = 64) -> Dict[str, Tuple[List[float], List[float]]]:
-        """For each parameter's gradient of the last step: counts of equal bins, and the bins' edges."""
+        """For each parameter's gradient of the last step, after clipping: counts of equal bins, and the bins' edges."""
         names, gradients = self._gradients()
         histograms = (np.histogram(gradient.float().cpu().numpy(), bins) for gradient in gradients)
         return {
@@ -159,8 +181,8 @@ class TrainingState:
 
     def sums(self) -> Sums:
         """Metrics of the epoch so far; makes the host wait for the device."""
-        loss, correct, stop, *bad, steps = self._sums.tolist()
-        return Sums(loss, round(correct), round(steps), stop > 0, [rank for rank, flag in enumerate(bad) if flag])
+        loss, correct, stop, steps = self._sums.tolist()
+        return Sums(loss, round(correct), round(steps), stop > 0)
 
     def finish_epoch(self, finished: EpochFinished) -> None:
         self.history.append(finished)
@@ -179,6 +201,7 @@ class TrainingState:
             "step": self.step,
             "epoch_seconds": self.epoch_seconds,
             "history": [asdict(finished) for finished in self.history],
+            "watch": self.watch.state_dict(),
         }
 
     def load_state_dict(self, saved: Dict[str, Any]) -> None:
@@ -188,10 +211,11 @@ class TrainingState:
             self.average.load_state_dict(saved["average"])
         self.optimizer.load_state_dict(saved["optimizer"])
         self.schedule.load_state_dict(saved["schedule"])
-        # requests to stop and flags belong to the run that was stopped
+        # requests to stop belong to the run that was stopped
         self._sums[:2], self._sums[-1] = saved["sums"][:2], saved["sums"][-1]
         self.epoch, self.step, self.epoch_seconds = saved["epoch"], saved["step"], saved["epoch_seconds"]
         self.history = [EpochFinished(**finished) for finished in saved["history"]]
+        self.watch.load_state_dict(saved["watch"])
 
 
 def _cpu_copy(value: Any) -> Any:

@@ -16,7 +16,7 @@ from workflows.training.batches import TestBatches, TrainBatches
 from workflows.training.checkpoint import CheckpointWriter, NoCheckpoints, read_checkpoint
 from workflows.training.dynamo import leave_dynamo_out
 from workflows.training.environment import Environment
-from workflows.training.errors import CheckpointError, NonFiniteLoss
+from workflows.training.errors import CheckpointError, NonFinite
 from workflows.training.events import CheckpointRefused, RunStarted
 from workflows.training.job import Job, TrainingResult
 from workflows.training.loading import open_source
@@ -57,7 +57,6 @@ def train(environment: Environment, device: torch.device, link: Link, job: Job) 
     state = TrainingState(
         build_model(hp.model, hp.seed, description.image_shape, len(description.classes)),
         device,
-        rank,
         world_size,
         autocast=precision == "bfloat16",
         label_smoothing=hp.label_smoothing,
@@ -65,10 +64,12 @@ def train(environment: Environment, device: torch.device, link: Link, job: Job) 
         momentum=hp.sgd_momentum,
         nesterov=hp.nesterov,
         weight_decay=hp.weight_decay,
+        clip_norm=hp.clip_norm,
         schedule=hp.schedule,
         warmup_fraction=hp.warmup_fraction,
         total_steps=hp.epochs * len(train_batches),
         ema_decay=hp.ema_decay,
+        constant_loss=entropy(test.labels),
     )
     resume(state, job, environment, link)
     link.emit(
@@ -96,7 +97,7 @@ def train(environment: Environment, device: torch.device, link: Link, job: Job) 
     try:
         with profiling(job.profile_path, rank, state.optimizer):
             scores = fit(state, train_batches, test_batches, hp.epochs, hp.log_interval, link, checkpoints)
-    except NonFiniteLoss:  # on all ranks at once, and the first report of it ends them all
+    except NonFinite:  # on all ranks at once, and the first report of it ends them all
         checkpoints.close()
         distributed.barrier()
         raise
@@ -109,6 +110,7 @@ def train(environment: Environment, device: torch.device, link: Link, job: Job) 
             np.save(job.predictions_path, predictions.cpu().numpy())
     return TrainingResult(
         epochs=state.history,
+        warnings=state.watch.warnings,
         precision=precision,
         rank=rank,
         host=environment.host,
@@ -161,6 +163,12 @@ def checkpoints_of(environment: Environment, link: Link, job: Job) -> Union[Chec
 
 def train_seconds(state: TrainingState) -> float:
     return sum(epoch.train_seconds for epoch in state.history) + state.epoch_seconds
+
+
+def entropy(labels: torch.Tensor) -> float:
+    """Of the frequencies of labels (N,) int64: the least mean loss of a prediction that is the same for all of them."""
+    counts = labels.bincount().double()
+    return torch.special.entr(counts / counts.sum()).sum().item()
 
 
 def layers_of(model: nn.Module) -> List[Tuple[str, str, int]]:
