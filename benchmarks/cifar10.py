@@ -20,6 +20,8 @@ EXAMPLE: Dict[str, Any] = {
     "nesterov": False,
     "schedule": "constant",
     "weight_decay": 0.0,
+    "clip_norm": 0.0,
+    "label_smoothing": 0.0,
     "precision": "float32",
 }
 OURS = asdict(CIFAR10Hyperparameters())

@@ -36,7 +36,7 @@ def main() -> None:
             write_access(data, Access(str(folder), workers, pin_memory=True))
             seconds, accuracies = [], []
             for seed in range(1, arguments.runs + 1):
-                hp = FolderHyperparameters(batch_size=128, learning_rate=0.1, epochs=2, seed=seed)
+                hp = FolderHyperparameters(batch_size=128, learning_rate=0.2, epochs=2, seed=seed)
                 results = train(hp, data, arguments.nproc)
                 seconds.append(sum(epoch.train_seconds for epoch in results[0].epochs))
                 accuracies.append(100 * results[0].epochs[-1].accuracy)

@@ -24,7 +24,7 @@ from workflows.training.errors import DataError, InputError
 from workflows.training.image_files import ImageFiles, read_access
 from workflows.training.storage import synced_file, temporary_beside, writing_to
 
-FORMAT = 1
+FORMAT = 2
 DESCRIPTION = "dataset.json"
 SPLITS = ("train", "test")
 FILES = tuple(f"{split}_{kind}.npy" for split in SPLITS for kind in ("images", "labels"))

@@ -1,0 +1,151 @@
+"""How far the recipes are from not learning: `python -m benchmarks.stability FOLDER [--suites digits "digits, long"]`.
+
+Each suite trains a recipe with its defaults on many seeds, by turns on one rank and on two, and counts the runs that
+end no better than guessing and those whose loss leapt, as workflows/training/watch.py tells them. Then the edge: the
+learning rate is raised, factor by factor, until one of ten seeds breaks.
+
+Every run is kept in the folder: the same command goes on where it was interrupted, and several that are started at the
+same time share the work. Give a new folder once the code has changed.
+"""
+
+import argparse
+import fcntl
+import json
+import math
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Dict, List, Mapping, Type
+
+import torch
+import yaml
+
+from benchmarks.engine import hardware, percent, train
+from workflows.training.datasets import prepare
+from workflows.training.events import Event, StepLogged
+from workflows.training.failures import RankFailed
+from workflows.training.hyperparameters import CIFAR10Hyperparameters, FashionMNISTHyperparameters, Hyperparameters
+from workflows.training.prepared import open_split
+from workflows.training.watch import GUESSING
+from workflows.training.worker import entropy
+
+PRESETS = Path(__file__).parents[1] / "presets"
+FACTORS = (2.0, 3.0, 4.0, 6.0, 8.0)
+EDGE_SEEDS = 10
+
+
+@dataclass(frozen=True)
+class Suite:
+    """So many seeds of a recipe; hp are those that differ from the defaults."""
+
+    dataset: str
+    seeds: int
+    hp: Mapping[str, Any] = field(default_factory=dict)
+    kind: Type[Hyperparameters] = Hyperparameters
+
+    def hyperparameters(self, seed: int, factor: float = 1.0) -> Hyperparameters:
+        rate = self.kind(**self.hp).learning_rate * factor
+        return self.kind(**{**self.hp, "seed": seed, "learning_rate": rate})
+
+
+def preset(name: str) -> Mapping[str, Any]:
+    values: Dict[str, Any] = yaml.safe_load((PRESETS / name).read_text())
+    return values
+
+
+SUITES = {
+    "digits": Suite("digits", 200),
+    "digits, 24 epochs": Suite("digits", 40, {"epochs": 24}),
+    "mnist": Suite("mnist", 20),
+    "mnist, 10 epochs": Suite("mnist", 5, {"epochs": 10}),
+    "mnist, presets/best.yaml": Suite("mnist", 5, preset("best.yaml")),
+    "mnist, presets/tutorial.yaml": Suite("mnist", 3, preset("tutorial.yaml")),
+    "fashion_mnist": Suite("fashion_mnist", 10, kind=FashionMNISTHyperparameters),
+    "cifar10": Suite("cifar10", 5, kind=CIFAR10Hyperparameters),
+}
+EDGES = {
+    "digits": Suite("digits", EDGE_SEEDS),
+    "mnist": Suite("mnist", EDGE_SEEDS),
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of one run.
+
+    Attributes:
+        accuracy: in per cent; of a run that failed 0.
+        rise: the most by which a logged training loss was above the lowest before it.
+        guessing: whether it ended no better than guessing, or failed.
+        leaps: how often its loss leapt.
+    """
+
+    accuracy: float
+    rise: float
+    guessing: bool
+    leaps: int
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--suites", nargs="*", default=list(SUITES), choices=list(SUITES))
+    parser.add_argument("--edges", nargs="*", default=list(EDGES), choices=list(EDGES))
+    arguments = parser.parse_args()
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    print(f"{hardware()}\n")
+    print("| recipe | runs | no better than guessing | with a leap | largest rise of the loss | test accuracy |")
+    print("|---|---|---|---|---|---|")
+    for name in arguments.suites:
+        outcomes = run_all(SUITES[name], arguments.folder)
+        print(f"| {name} | {counts(outcomes)} | {percent([one.accuracy for one in outcomes])} |", flush=True)
+    print("\n| recipe | learning rate x | runs | no better than guessing | with a leap | largest rise of the loss |")
+    print("|---|---|---|---|---|---|")
+    for name in arguments.edges:
+        for factor in FACTORS:
+            outcomes = run_all(EDGES[name], arguments.folder, factor)
+            print(f"| {name} | {factor:g} | {counts(outcomes)} |", flush=True)
+            if any(one.guessing or one.leaps for one in outcomes):
+                break
+
+
+def counts(outcomes: List[Outcome]) -> str:
+    guessing, leapt = sum(one.guessing for one in outcomes), sum(one.leaps > 0 for one in outcomes)
+    return f"{len(outcomes)} | {guessing} | {leapt} | {max((one.rise for one in outcomes), default=0):.2f}"
+
+
+def run_all(suite: Suite, folder: Path, factor: float = 1.0) -> List[Outcome]:
+    """The outcomes of those of a suite's runs that are not under way in another process."""
+    data, outcomes = prepare(suite.dataset), []
+    for seed in range(1, suite.seeds + 1):
+        hp = suite.hyperparameters(seed, factor)
+        settings = "-".join(f"{key}={value}" for key, value in suite.hp.items())
+        with open(folder / f"{suite.dataset}-{settings}-x{factor:g}-{seed}", "a+") as file:
+            with suppress(BlockingIOError):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if not file.tell():
+                    file.write(json.dumps(vars(run(hp, data, 1 + seed % 2))))
+                file.seek(0)
+                outcomes.append(Outcome(**json.load(file)))
+    return outcomes
+
+
+def run(hp: Hyperparameters, data: Path, ranks: int) -> Outcome:
+    lowest, rise = math.inf, 0.0
+
+    def on_event(event: Event) -> None:
+        nonlocal lowest, rise
+        if isinstance(event, StepLogged):
+            lowest, rise = min(lowest, event.loss), max(rise, event.loss - lowest)
+
+    try:
+        result = train(hp, data, ranks, on_event=on_event)[0]
+    except RankFailed:  # the loss became infinite
+        return Outcome(0.0, math.inf, guessing=True, leaps=1)
+    labels = torch.from_numpy(open_split(data, "test")[1])
+    last, leaps = result.epochs[-1], [warning for warning in result.warnings if "leapt" in warning.reason]
+    return Outcome(100 * last.accuracy, rise, last.test_loss >= GUESSING * entropy(labels.long()), len(leaps))
+
+
+if __name__ == "__main__":
+    main()
