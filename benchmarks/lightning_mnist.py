@@ -2,7 +2,8 @@
 
 Network, initial weights, loss, clipping, optimizer, schedule, global batch and precision are ours; the way of the data
 (normalised tensors in memory, TensorDataset, DataLoader, DistributedSampler), the loop and DDP are Lightning's, with
-logger, checkpoints and progress bar switched off. `python -m benchmarks.lightning_mnist --seed 1` prints what train returns.
+logger, checkpoints and progress bar switched off. `python -m benchmarks.lightning_mnist --seed 1` prints what train
+returns.
 """
 
 import argparse

@@ -120,13 +120,13 @@ def run_all(suite: Suite, folder: Path, factor: float = 1.0) -> List[Outcome]:
     for seed in range(1, suite.seeds + 1):
         hp = suite.hyperparameters(seed, factor)
         settings = "-".join(f"{key}={value}" for key, value in suite.hp.items())
-        with open(folder / f"{suite.dataset}-{settings}-x{factor:g}-{seed}", "a+") as file:
-            with suppress(BlockingIOError):
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if not file.tell():
-                    file.write(json.dumps(vars(run(hp, data, 1 + seed % 2))))
-                file.seek(0)
-                outcomes.append(Outcome(**json.load(file)))
+        place = folder / f"{suite.dataset}-{settings}-x{factor:g}-{seed}"
+        with open(place, "a+") as file, suppress(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not file.tell():
+                file.write(json.dumps(vars(run(hp, data, 1 + seed % 2))))
+            file.seek(0)
+            outcomes.append(Outcome(**json.load(file)))
     return outcomes
 
 
