@@ -21,11 +21,15 @@ import torch
 import yaml
 
 from benchmarks.engine import hardware, percent, train
-from workflows.training.datasets import prepare
+from workflows.training.datasets import data_dir, prepare
+from workflows.training.errors import NonFinite
 from workflows.training.events import Event, StepLogged
 from workflows.training.failures import RankFailed
+from workflows.training.folder_settings import FolderHyperparameters, ImageSettings
 from workflows.training.hyperparameters import CIFAR10Hyperparameters, FashionMNISTHyperparameters, Hyperparameters
-from workflows.training.prepared import open_split
+from workflows.training.image_files import Access, write_access
+from workflows.training.image_folder import index_folder, write_folder
+from workflows.training.prepared import SPLITS, open_images, open_split
 from workflows.training.watch import GUESSING
 from workflows.training.worker import entropy
 
@@ -62,10 +66,12 @@ SUITES = {
     "mnist, presets/tutorial.yaml": Suite("mnist", 3, preset("tutorial.yaml")),
     "fashion_mnist": Suite("fashion_mnist", 10, kind=FashionMNISTHyperparameters),
     "cifar10": Suite("cifar10", 5, kind=CIFAR10Hyperparameters),
+    "image_folder": Suite("image_folder", 10, kind=FolderHyperparameters),
 }
 EDGES = {
     "digits": Suite("digits", EDGE_SEEDS),
     "mnist": Suite("mnist", EDGE_SEEDS),
+    "image_folder": Suite("image_folder", EDGE_SEEDS, kind=FolderHyperparameters),
 }
 
 
@@ -116,7 +122,7 @@ def counts(outcomes: List[Outcome]) -> str:
 
 def run_all(suite: Suite, folder: Path, factor: float = 1.0) -> List[Outcome]:
     """The outcomes of those of a suite's runs that are not under way in another process."""
-    data, outcomes = prepare(suite.dataset), []
+    data, outcomes = data_of(suite.dataset), []
     for seed in range(1, suite.seeds + 1):
         hp = suite.hyperparameters(seed, factor)
         settings = "-".join(f"{key}={value}" for key, value in suite.hp.items())
@@ -130,6 +136,20 @@ def run_all(suite: Suite, folder: Path, factor: float = 1.0) -> List[Outcome]:
     return outcomes
 
 
+def data_of(dataset: str) -> Path:
+    """Of image_folder, the digits as PNG files."""
+    if dataset != "image_folder":
+        return prepare(dataset)
+    digits, folder = prepare("digits"), data_dir() / "digits-as-files"
+    for split in SPLITS:
+        if not (folder / split).exists():
+            folder.mkdir(exist_ok=True)
+            write_folder(folder / split, [str(digit) for digit in range(10)], *open_split(digits, split))
+    data = index_folder(folder, "digits", ImageSettings(), print)
+    write_access(data, Access(str(folder), workers=0, pin_memory=False))
+    return data
+
+
 def run(hp: Hyperparameters, data: Path, ranks: int) -> Outcome:
     lowest, rise = math.inf, 0.0
 
@@ -140,9 +160,11 @@ def run(hp: Hyperparameters, data: Path, ranks: int) -> Outcome:
 
     try:
         result = train(hp, data, ranks, on_event=on_event)[0]
-    except RankFailed:  # the loss became infinite
+    except RankFailed as error:
+        if error.failure.cause != NonFinite.__name__:
+            raise
         return Outcome(0.0, math.inf, guessing=True, leaps=1)
-    labels = torch.from_numpy(open_split(data, "test")[1])
+    labels = torch.from_numpy(open_images(data, "test")[1])
     last, leaps = result.epochs[-1], [warning for warning in result.warnings if "leapt" in warning.reason]
     return Outcome(100 * last.accuracy, rise, last.test_loss >= GUESSING * entropy(labels.long()), len(leaps))
 
