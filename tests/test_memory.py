@@ -135,8 +135,8 @@ def test_no_task_is_left_out():
     assert named == {name for name in tasks() if ".map_" not in name}
 
 
-@pytest.mark.parametrize("name", ["mnist", "fashion_mnist", "cifar10"])
-def test_real_data(run, test_data, tmp_path, name):
+@pytest.mark.parametrize("name", ["mnist", "cifar10"])
+def test_real_data_are_prepared(run, test_data, tmp_path, name):
     if name == "cifar10":
         unpacked = tmp_path / "mirror" / "cifar-10-batches-py"
         unpacked.mkdir(parents=True)
@@ -144,6 +144,4 @@ def test_real_data(run, test_data, tmp_path, name):
             (unpacked / packed.stem).write_bytes(lzma.decompress(packed.read_bytes()))
         test_data = unpacked.parent
     place = {"DDP_DATA_MIRROR": test_data.as_uri(), "DDP_DATA_DIR": str(tmp_path / "data")}
-    data = run("tasks.prepare.prepare_dataset", environment=place, name=name)["o0"]
-    if name == "mnist":
-        run("mnist.pytorch_mnist_task", hp=Hyperparameters(epochs=1, train_fraction=0.02), data=data, options=OPTIONS)
+    run("tasks.prepare.prepare_dataset", environment=place, name=name)
