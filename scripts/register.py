@@ -1,6 +1,7 @@
 """Registers with pyflyte, and says what a refusal means: python -m scripts.register CONFIG [ARGUMENT ...]."""
 
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -32,11 +33,11 @@ def register(config: str, arguments: Sequence[str]) -> Registered:
     arguments = list(arguments)
     named = [i for i, argument in enumerate(arguments[:-1]) if argument in ("--version", "-v")]
     version = arguments[named[-1] + 1] if named else time.strftime("%Y%m%d-%H%M%S", time.gmtime())
-    command = ["pyflyte", "--config", config, "register", *arguments, *([] if named else ["--version", version])]
+    arguments += [] if named else ["--version", version]
+    command = ["pyflyte", "--config", config, "register", *arguments, "workflows"]
+    print(f"+ {shlex.join(command)}", flush=True)
     lines: List[str] = []
-    process = subprocess.Popen(
-        [*command, "workflows"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert process.stdout
     for line in process.stdout:
         print(line, end="", flush=True)
