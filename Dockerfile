@@ -10,13 +10,18 @@ ENV PYTHONUNBUFFERED=1 \
 COPY requirements.txt /tmp/requirements.txt
 RUN pip install --no-cache-dir --no-deps --only-binary=:all: --require-hashes -r /tmp/requirements.txt
 
-# By number, so that Kubernetes can tell that it isn't root. Flyte unpacks a code archive into the working directory, and
-# the user therefore owns it.
-RUN useradd --create-home --uid 1000 flyte && install --directory --owner=flyte --group=flyte /app
+# What another lock has besides: --build-arg LOCK=requirements-tensorflow.txt makes the image of the Keras workflow.
+ARG LOCK=requirements.txt
+COPY ${LOCK} /tmp/lock.txt
+RUN pip install --no-cache-dir --no-deps --only-binary=:all: --require-hashes -r /tmp/lock.txt
+
+# By number, so that Kubernetes can tell that it isn't root. Flyte unpacks a code archive into /root, or with
+# --destination-dir . into the working directory: they are one here, as in Flyte's own images, and the user's.
+RUN useradd --create-home --uid 1000 flyte && chown flyte:flyte /root
 USER 1000
 ENV HOME=/home/flyte \
-    PYTHONPATH=/app
-WORKDIR /app
+    PYTHONPATH=/root
+WORKDIR /root
 
 # The image's own name, for tasks that name none.
 ARG FLYTE_INTERNAL_IMAGE=flyte-ddp-training:latest

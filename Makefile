@@ -15,10 +15,11 @@ export FLYTE_INTERNAL_IMAGE
 typed = printf '%s\n' '+ $(subst ','\'',$(1))'; PATH="$(CURDIR)/$(or $(2),.venv)/bin:$$PATH" $(1)
 
 .DEFAULT_GOAL := help
-.PHONY: help run test lint keras test-keras bench faults image dry-run package register lock clean
+.PHONY: help run test lint keras test-keras bench faults image keras-image dry-run package register smoke
+.PHONY: lock clean
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## / { printf "make %-11s %s\n", $$1, $$2 }' Makefile
 
 run: .venv/run.stamp ## Train; more arguments: make run ARGS="--hp '{\"epochs\": 1}'"
 	@$(call typed,pyflyte run workflows/mnist.py pytorch_training_wf$(if $(ARGS), $(ARGS)))
@@ -46,15 +47,25 @@ faults: .venv/dev.stamp ## Break training on purpose and show what became of it,
 image: ## Build the image that the pods run: make image IMAGE=registry/name:tag
 	@$(call typed,docker build --tag $(IMAGE) --build-arg FLYTE_INTERNAL_IMAGE=$(IMAGE) $(if $(ARGS),$(ARGS) ).)
 
+keras-image: ## Build the image of the Keras workflow: make keras-image KERAS_IMAGE=registry/name:tag
+	@$(call typed,docker build --tag $(or $(KERAS_IMAGE),$(error KERAS_IMAGE is not set: the name that the image gets)) \
+		--build-arg LOCK=requirements-tensorflow.txt --build-arg FLYTE_INTERNAL_IMAGE=$(KERAS_IMAGE) $(if $(ARGS),$(ARGS) ).)
+
 dry-run: .venv/run.stamp ## Show, without a cluster, what would be registered
-	@$(call typed,python scripts/dry_run.py $(IMAGE))
+	@$(call typed,python scripts/dry_run.py $(IMAGE) $(keras_image))
 
 package: .venv/run.stamp ## Write what would be registered to flyte-package.tgz, for flytectl
-	@$(call typed,pyflyte --pkgs workflows package --image trainer=$(IMAGE) --output flyte-package.tgz --force)
+	@$(call typed,pyflyte --pkgs workflows package $(images) --output flyte-package.tgz --force)
 
 register: .venv/run.stamp ## Register: make register IMAGE=registry/name:tag CLUSTER_CONFIG=~/.flyte/config.yaml
-	@$(call typed,pyflyte --config $(or $(CLUSTER_CONFIG),$(error CLUSTER_CONFIG is not set: the file that names your cluster)) \
-		register --image trainer=$(IMAGE) $(if $(ARGS),$(ARGS) )workflows)
+	@$(call typed,python -m scripts.register $(cluster) $(images)$(if $(ARGS), $(ARGS)))
+
+smoke: .venv/run.stamp ## Register, and run every workflow small: make smoke IMAGE=registry/name:tag CLUSTER_CONFIG=…
+	@$(call typed,python -m scripts.smoke --config $(cluster) $(images)$(if $(ARGS), $(ARGS)))
+
+cluster = $(or $(CLUSTER_CONFIG),$(error CLUSTER_CONFIG is not set: the file that names your cluster))
+keras_image = $(if $(KERAS_IMAGE),--image keras=$(KERAS_IMAGE))
+images = --image trainer=$(IMAGE) $(keras_image)
 
 lock: .venv/pyvenv.cfg ## Compile the lock files from pyproject.toml; newer versions: make lock ARGS=--upgrade
 	@$(find_uv); $(call compile,requirements.txt --extra lightning --extra multinode $(ARGS))

@@ -1,4 +1,4 @@
-"""Shows, without a cluster, what would be registered: python scripts/dry_run.py [IMAGE]."""
+"""Shows, without a cluster, what would be registered: python scripts/dry_run.py [IMAGE [--image keras=NAME]]."""
 
 import io
 import os
@@ -111,8 +111,8 @@ def decode(literal: Literal) -> Any:
     return getattr(primitive, primitive.WhichOneof("value") or "string_value")
 
 
-def main(image: str) -> None:
-    package = build_package(image)
+def main(image: str = "flyte-ddp-training:latest", *arguments: str) -> None:
+    package = build_package(image, *arguments)
     plans = package.launch_plans
     for title, entries in (
         ("Tasks", {name: describe_task(task) for name, task in package.tasks.items()}),
@@ -134,6 +134,6 @@ def main(image: str) -> None:
 
 if __name__ == "__main__":
     try:
-        main(sys.argv[1] if len(sys.argv) > 1 else "flyte-ddp-training:latest")
+        main(*sys.argv[1:])
     except RuntimeError as error:
         sys.exit(str(error))

@@ -2,6 +2,7 @@
 
 import functools
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from typing import Any, Callable, Dict, Iterator, Mapping, Optional
 
 from flyteidl.core.errors_pb2 import ErrorDocument
 from flyteidl.core.literals_pb2 import Blob, BlobMetadata, Literal, LiteralMap, Scalar
-from flyteidl.core.tasks_pb2 import TaskTemplate
+from flyteidl.core.tasks_pb2 import Resources, TaskTemplate
 from flyteidl.core.types_pb2 import BlobType
 from flytekit import FlyteContextManager
 from flytekit.core.type_engine import TypeEngine
@@ -23,6 +24,8 @@ from workflows.training import prepared
 from workflows.training.datasets import prepare
 
 IMAGE = "registry.example/trainer:1"
+LARGEST_SHARE = 0.8  # of the memory limit: other versions of torch want their part too
+STORAGE_CLIENT = 90 * 2**20  # s3fs and botocore, measured: with paths of this machine flytekit leaves them alone
 PATIENCE_SECONDS = 300  # for what takes some 20 s: a test that fails should say so, instead of blocking all others
 
 
@@ -61,7 +64,7 @@ class Pod:
         checkpoints: Optional[Path] = None,
         cores: int = 0,
     ):
-        self.folder = folder
+        self.task, self.folder, self.peak = task, folder, 0
         self.checkpoints = checkpoints or folder / "checkpoints"  # the pods of one PyTorchJob have one place
         self.outputs_file, self.errors_file = folder / "outputs.pb", folder / "error.pb"
         folder.mkdir(parents=True)
@@ -103,6 +106,8 @@ class Pod:
         return run_together(self)
 
     def outputs(self) -> Dict[str, Literal]:
+        if (self.folder / "futures.pb").exists():  # a dynamic task's, which a cluster runs next
+            return {}
         assert self.outputs_file.exists(), f"{self.log}\n{self.error}"
         return dict(LiteralMap.FromString(self.outputs_file.read_bytes()).literals)
 
@@ -134,17 +139,42 @@ class Pod:
 
 
 def run_together(*pods: Pod) -> Dict[str, Literal]:
-    """Starts all pods, waits for their ends and returns the outputs, which one of them has."""
-    processes = [pod.start() for pod in pods]
+    """Starts all pods, waits for their ends, notes the memory that each takes, and returns the outputs that one has."""
+    processes, deadline = [pod.start() for pod in pods], time.monotonic() + PATIENCE_SECONDS
     try:
-        for process in processes:
-            process.wait(timeout=PATIENCE_SECONDS)
-    except subprocess.TimeoutExpired:
-        raise AssertionError("\n".join(pod.log for pod in pods)) from None
+        while any(process.poll() is None for process in processes):
+            assert time.monotonic() < deadline, "\n".join(pod.log for pod in pods)
+            for pod, process in zip(pods, processes, strict=True):
+                pod.peak = max(pod.peak, memory_of(process.pid))
+            time.sleep(0.05)
     finally:
         end(*processes)
     assert [process.returncode for process in processes] == [0] * len(pods), "\n".join(pod.log for pod in pods)
     return next((pod for pod in pods if pod.outputs_file.exists()), pods[0]).outputs()
+
+
+def run_within_limits(*pods: Pod) -> Dict[str, Literal]:
+    """As run_together; a pod that takes more of the memory that it may have than LARGEST_SHARE is an error."""
+    outputs = run_together(*pods)
+    for pod in pods:
+        (text,) = (entry.value for entry in pod.task.container.resources.limits if entry.name == Resources.MEMORY)
+        limit, peak = int(text[:-2]) * {"Mi": 2**20, "Gi": 2**30}[text[-2:]], pod.peak + STORAGE_CLIENT
+        assert peak < LARGEST_SHARE * limit, f"{pod.task.id.name} took {peak / 2**20:.0f} MiB of {text}"
+    return outputs
+
+
+def memory_of(session: int) -> int:
+    """Bytes that a session's processes hold together: what is theirs, what they share once, and the largest one's pages
+    of files, which a machine could do without for a while."""
+    held, files = 0, 0
+    for place in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended since
+            if os.getsid(int(place.name)) == session:
+                parts = re.findall(r"^Pss_(?:Anon|Shmem): +(\d+)", (place / "smaps_rollup").read_text(), re.MULTILINE)
+                of_files = re.search(r"^RssFile:\s+(\d+)", (place / "status").read_text(), re.MULTILINE)
+                held += sum(map(int, parts))
+                files = max(files, int(of_files[1]) if of_files else 0)
+    return (held + files) * 1024
 
 
 def end(*processes: "subprocess.Popen[str]") -> None:

@@ -12,6 +12,7 @@ from typing import Iterator
 
 import pytest
 
+from tests.pod import Pod, literal, package, run_within_limits
 from workflows.keras_mirrored import WORKER, train
 from workflows.training import launcher
 from workflows.training.environment import World
@@ -114,6 +115,15 @@ def test_two_workers_learn_behind_a_proxy_and_leave_a_network_that_keras_reads(t
     command = [sys.executable, "-c", program, str(folder / "model.keras")]
     read = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert float(read.stdout) == accuracy, read.stderr
+
+
+@needs_tensorflow
+@pytest.mark.parametrize("strategy", ["mirrored", "multi_worker"])
+def test_its_pod_has_room_for_it(tmp_path, strategy):
+    registered = package("--image", "keras=registry.example/keras:2", DDP_PROFILE="sandbox").tasks
+    hp = MirroredHyperparameters(epochs=1, strategy=strategy)
+    task = registered["workflows.keras_mirrored.keras_mirrored_task"]
+    run_within_limits(Pod(task, {"hp": literal(hp)}, tmp_path / "pod"))
 
 
 @needs_tensorflow

@@ -122,7 +122,8 @@ def test_two_hosts_train_as_one_does(node, one_node, hosts):
 
 
 def test_lost_node_comes_back_and_all_go_on(node, one_node):
-    """Kubernetes starts a lost pod again while the others, whose ranks fail with it, wait for it."""
+    """Where a lost pod is started again, the others, whose ranks fail with it, wait for it. Flyte's PyTorchJob does not
+    start it again: there the next attempt is what goes on."""
     first = node("a")
     with first.running() as process:
         first.wait_until(lambda: listens(first), process)
@@ -173,6 +174,8 @@ def test_registered_as_a_pytorchjob(tasks):
     assert task.type == "pytorch"
     elastic = task.custom["elasticConfig"]
     assert (elastic["minReplicas"], elastic["maxReplicas"], elastic["nprocPerNode"]) == (2, 2, 1)
+    policy = task.custom["runPolicy"]["cleanPodPolicy"]
+    assert policy == "CLEANPOD_POLICY_RUNNING", "or the others keep their GPUs while they wait for a lost node"
     baked = {variable.key: variable.value for variable in task.container.env}
     assert SETTINGS.items() <= baked.items(), "each pod imports the file anew and has to come to the same numbers"
     assert list(task.metadata.cache_ignore_input_vars) == ["options"]

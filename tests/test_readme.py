@@ -22,6 +22,7 @@ NOT_RUN = {
     "make image IMAGE=registry.example.org/me/trainer:1": CLUSTER,
     "docker push registry.example.org/me/trainer:1": CLUSTER,
     "make register IMAGE=registry.example.org/me/trainer:1 CLUSTER_CONFIG=~/.flyte/config.yaml": CLUSTER,
+    "make smoke IMAGE=registry.example.org/me/trainer:1 CLUSTER_CONFIG=~/.flyte/config.yaml": CLUSTER,
     "FLYTE_PLATFORM_URL=dns:///flyte.example.org pyflyte --config flyte.config register workflows": CLUSTER,
     "DDP_PROFILE=sandbox make register IMAGE=localhost:30000/trainer:1 CLUSTER_CONFIG=~/.flyte/config-sandbox.yaml": (
         CLUSTER

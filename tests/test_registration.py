@@ -15,8 +15,11 @@ from flyteidl.core.types_pb2 import LiteralType, SimpleType
 from flytekit import Resources, Secret
 
 from scripts.dry_run import ROOT, amounts, decode
+from scripts.register import Registered, explain
+from scripts.smoke import small_inputs
 from tests.pod import IMAGE, package
 from workflows.tasks import resources
+from workflows.tasks.resources import Registration
 from workflows.training.errors import InputError
 
 GOLDEN = Path(__file__).with_name("pytorch_training_wf.json")
@@ -98,6 +101,21 @@ def test_caches_and_retries(gpu):
     assert (prepare.retries.retries, train.retries.retries) == (3, 2)
 
 
+def test_keras_is_registered_only_where_its_image_is_named(gpu):
+    named = package("--image", "keras=registry.example/keras:2")
+    (task,) = (task for name, task in named.tasks.items() if name.startswith("workflows.keras_mirrored."))
+    assert task.container.image == "registry.example/keras:2"
+    assert set(named.workflows) - set(gpu.workflows) == {"workflows.keras_mirrored.keras_mirrored_wf"}
+    assert set(named.tasks) - set(gpu.tasks) == {task.id.name}
+
+
+def test_the_smoke_run_has_inputs_for_every_workflow():
+    small = small_inputs(seed=1)
+    registered = package("--image", "keras=registry.example/keras:2").workflows
+    for name, workflow in registered.items():
+        assert set(small[name]) <= set(workflow.template.interface.inputs.variables), name
+
+
 def test_cache_does_not_depend_on_where_it_runs(gpu, sandbox):
     versions = [p.tasks[TRAINING].metadata.discovery_version for p in (gpu, sandbox)]
     assert versions[0] == versions[1]
@@ -112,6 +130,9 @@ def test_cache_does_not_depend_on_where_it_runs(gpu, sandbox):
         ("DDP_PROFILE", "gpuu", "gpu, sandbox"),
         ("DDP_GPUS", "0", "at least 1"),
         ("DDP_GPUS", "two", "whole number"),
+        ("DDP_TRAINING_MEMORY", "16 GB", "4Gi"),
+        ("DDP_PREPARATION_CPU", "1:2:3", "REQUEST:LIMIT"),
+        ("DDP_SMALL_DISK", "", "quantity"),
         ("DDP_ACCELERATOR", "H1000", "H100"),
         ("DDP_INTERRUPTIBLE", "yes", "true or false"),
         ("DDP_TIMEOUT_SECONDS", "6h", "whole number"),
@@ -139,6 +160,39 @@ def test_gpus_and_accelerator(monkeypatch):
     arguments = resources.training_resources()
     assert arguments["requests"] == Resources(cpu="16", mem="64Gi", ephemeral_storage="10Gi", gpu="8")
     assert arguments["accelerator"].to_flyte_idl().device == "nvidia-tesla-a100"
+
+
+def test_every_size_has_a_variable(monkeypatch):
+    for pod in ("TRAINING", "PREPARATION", "SMALL"):
+        for of, value in {"CPU": "1:3", "MEMORY": "3Gi", "DISK": "5Gi:6Gi"}.items():
+            monkeypatch.setenv(f"DDP_{pod}_{of}", value)
+    for arguments in (resources.preparation_resources(), resources.small_resources(), resources.training_sizes(0)):
+        assert arguments["requests"] == Resources(cpu="1", mem="3Gi", ephemeral_storage="5Gi")
+        assert arguments["limits"] == Resources(cpu="3", mem="3Gi", ephemeral_storage="6Gi")
+    assert resources.training_sizes(4)["limits"] == Resources(cpu="3", mem="3Gi", ephemeral_storage="6Gi", gpu="4")
+
+
+PLATFORM = "is greater than current limit set in the platform configuration"
+
+
+@pytest.mark.parametrize(
+    ("refusal", "said"),
+    [
+        (f"Requested GPU default [2] {PLATFORM} [1]", "DDP_GPUS=2, "),
+        (
+            f"Requested MEMORY limit [16Gi] {PLATFORM} [4Gi]",
+            "DDP_TRAINING_MEMORY=16Gi or DDP_PREPARATION_MEMORY=1Gi:2Gi",
+        ),
+        ("Requested CPU default [3] is greater than the limit [2]. Please fix", "DDP_TRAINING_CPU=4 or "),
+        (f"Requested EPHEMERAL_STORAGE limit [9Gi] {PLATFORM} [1Gi]", "DDP_TRAINING_DISK=10Gi or "),
+        ("workflows.mnist task with different structure already exists", 'ARGS="--version NAME"'),
+    ],
+)
+def test_a_refused_registration_names_the_variables_and_what_is_there(refusal, said):
+    result = Registered("v1", ["workflows.mnist.pytorch_mnist_task"], [], False)
+    text = explain(f"[✔] Task: workflows.mnist.pytorch_mnist_task\nDetails: {refusal}\n", result, Registration())
+    assert said in text
+    assert "Version v1 is left with 1 tasks and 0 workflows" in text
 
 
 # --- workflows and launch plans ---
@@ -203,7 +257,8 @@ def test_code_archive_holds_code_only_and_all_of_it(sandbox):
     with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
         shipped = {name for name in tar.getnames() if not tar.getmember(name).isdir()}
     code = {str(file.relative_to(ROOT)) for file in (ROOT / "workflows").rglob("*.py")}
-    assert shipped - code == {"requirements.txt", ".dockerignore"}, "flytekit reads .dockerignore as docker does"
+    locks = {"requirements.txt", "requirements-tensorflow.txt"}
+    assert shipped - code == {*locks, ".dockerignore"}, "flytekit reads .dockerignore as docker does"
     assert code <= shipped
 
 

@@ -17,7 +17,7 @@ from workflows.observers.mirrored import mirrored_page
 from workflows.tasks.execution import flyte_retries, is_local, run_dir
 from workflows.tasks.inputs import explain_unreadable_settings
 from workflows.tasks.observing import deck_publisher
-from workflows.tasks.resources import training_resources
+from workflows.tasks.resources import KERAS_IMAGE, is_named, training_resources
 from workflows.training import launcher, mirrored
 from workflows.training.environment import World
 from workflows.training.errors import InputError, ReportedError
@@ -73,9 +73,7 @@ class MirroredOutputs(NamedTuple):
     report: FlyteFile["html"]  # noqa: F821
 
 
-# Not cached: the version of TensorFlow belongs into the key, and where tasks are registered there need not be one
-@task(retries=2, enable_deck=True, deck_fields=(), **training_resources())
-def keras_mirrored_task(hp: MirroredHyperparameters) -> MirroredOutputs:
+def train_mirrored(hp: MirroredHyperparameters) -> MirroredOutputs:
     """Trains the network on scikit-learn's breast-cancer data in processes of their own."""
     started = time.time()
     if find_spec("tensorflow") is None:
@@ -133,14 +131,24 @@ def train(hp: MirroredHyperparameters, model: Path) -> MirroredResult:
     return results[0]
 
 
-@workflow
-def keras_mirrored_wf(hp: MirroredHyperparameters = MirroredHyperparameters()) -> MirroredOutputs:
-    """Trains a Keras network with two hidden layers on several devices.
+if is_named("keras"):
+    # Not cached: the version of TensorFlow belongs into the key, and where tasks are registered there need not be one
+    @task(retries=2, enable_deck=True, deck_fields=(), **{**training_resources(), "container_image": KERAS_IMAGE})
+    def keras_mirrored_task(hp: MirroredHyperparameters) -> MirroredOutputs:
+        """Trains in a pod of an image of its own: TensorFlow is as large as all the rest."""
+        return train_mirrored(hp)
 
-    Args:
-        hp: the network, its training and its devices, in part or whole; the rest takes its defaults.
-    """
-    return keras_mirrored_task(hp=hp)
+    @workflow
+    def keras_mirrored_wf(hp: MirroredHyperparameters = MirroredHyperparameters()) -> MirroredOutputs:
+        """Trains a Keras network with two hidden layers on several devices.
+
+        Args:
+            hp: the network, its training and its devices, in part or whole; the rest takes its defaults.
+        """
+        return keras_mirrored_task(hp=hp)
+
+else:
+    say("workflows/keras_mirrored.py is not registered: no image is named for it (--image keras=NAME)")
 
 
 if __name__ == "__main__":

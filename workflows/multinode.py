@@ -13,8 +13,9 @@ from torch.distributed import DistError
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 from workflows.observers.console import say
-from workflows.tasks.elastic import resolve_for_nodes, train_rank
+from workflows.tasks.elastic import train_rank
 from workflows.tasks.inputs import explain_unreadable_settings
+from workflows.tasks.nodes import resolve_for_nodes
 from workflows.tasks.prepare import PreparedDataset, prepare_dataset
 from workflows.tasks.resources import registered_environment, registration, training_resources
 from workflows.tasks.train import TRAINING_CODE, TrainingOutputs
@@ -22,7 +23,7 @@ from workflows.tasks.versions import CodeVersion
 from workflows.training.hyperparameters import CIFAR10Hyperparameters, Hyperparameters, RunOptions
 
 try:
-    from flytekitplugins.kfpytorch import Elastic
+    from flytekitplugins.kfpytorch import CleanPodPolicy, Elastic, RunPolicy
     from flytekitplugins.kfpytorch.task import PytorchElasticFunctionTask
 except ModuleNotFoundError:
     say("workflows/multinode.py defines nothing without its plugin: pip install flytekitplugins-kfpytorch")
@@ -46,8 +47,11 @@ else:
         nnodes="{}:{}".format(*asked.node_range),
         nproc_per_node=asked.ranks_per_node,
         monitor_interval=1,
-        max_restarts=2,  # of all ranks, within an attempt: when a node is lost, the others wait for it and go on
+        max_restarts=2,  # of all ranks, within an attempt: when one dies, and its pod lives
         rdzv_configs=rendezvous,
+        # A lost pod is the end of Flyte's PyTorchJob. The others would wait for it and keep their GPUs, which the next
+        # attempt needs
+        run_policy=RunPolicy(clean_pod_policy=CleanPodPolicy.RUNNING),
         increase_shared_mem=False,  # deprecated; the resources ask for it
     )
     arguments["environment"] = {

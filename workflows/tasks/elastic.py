@@ -10,13 +10,13 @@ import time
 from pathlib import Path
 from typing import Any, Callable, List, Optional
 
-from flytekit import FlyteContextManager, task
+from flytekit import FlyteContextManager
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 from torch import distributed
 
-from workflows.tasks.execution import flyte_retries, is_local
-from workflows.tasks.resources import registered_environment, registration, small_resources
+from workflows.tasks.execution import flyte_retries
+from workflows.tasks.resources import registration
 from workflows.tasks.train import TRAINING_CODE, TrainingOutputs, train_by
 from workflows.tasks.versions import code_version
 from workflows.training import prepared, worker
@@ -47,18 +47,6 @@ class DirectLink:
 
     def on_signal(self, *_: Any) -> None:
         self.stop_requested = True
-
-
-@task(**small_resources(), environment=registered_environment())
-def resolve_for_nodes(hp: Hyperparameters, auto: str = "mnist") -> str:
-    """The name of the dataset to train on; refuses what the nodes would only find out after they have met."""
-    if is_local():
-        raise InputError("many nodes need a cluster: register this workflow, or run its twin for one machine here")
-    asked = registration()
-    ranks = asked.node_range[1] * asked.ranks_per_node
-    if hp.batch_size < ranks:
-        raise InputError(f"batch_size must be at least the number of ranks ({ranks}), got {hp.batch_size}: raise it")
-    return auto if hp.dataset == "auto" else hp.dataset
 
 
 def train_rank(hp: Hyperparameters, data: FlyteDirectory, options: RunOptions) -> Optional[TrainingOutputs]:

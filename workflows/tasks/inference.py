@@ -17,7 +17,13 @@ from flytekit.types.file import CSVFile, PythonPickledFile
 from workflows.observers.console import Console, say
 from workflows.tasks.execution import flyte_retries, is_local, runs_dir
 from workflows.tasks.prepare import PreparedDataset, resolve_name
-from workflows.tasks.resources import registration, small_resources, training_resources, training_sizes
+from workflows.tasks.resources import (
+    preparation_resources,
+    registration,
+    small_resources,
+    training_resources,
+    training_sizes,
+)
 from workflows.tasks.stored_images import fetch, list_files
 from workflows.tasks.versions import INFERENCE_SOURCES, CodeVersion, check_registered_code, code_version
 from workflows.training import launcher, prepared
@@ -53,7 +59,7 @@ def check_inputs(
     return resolve_name(options.dataset)
 
 
-@task(retries=2, **small_resources() | training_sizes(0), environment=training_resources()["environment"])
+@task(retries=2, **preparation_resources(), environment=training_resources()["environment"])
 def plan_shards(
     model_state: PythonPickledFile, data: PreparedDataset, folder: Optional[FlyteDirectory], options: InferenceOptions
 ) -> List[Shard]:

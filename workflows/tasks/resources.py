@@ -8,11 +8,13 @@ depends on them.
 import dataclasses
 import json
 import os
+import re
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Dict, Tuple
 
-from flytekit import Resources, Secret
+from flytekit import FlyteContextManager, Resources, Secret
+from flytekit.core.context_manager import ExecutionState
 from flytekit.extras import accelerators
 
 from workflows.tasks.versions import CODE_VARIABLE, registered_code
@@ -20,7 +22,8 @@ from workflows.training.environment import DEFAULT_CPU_RANKS
 from workflows.training.errors import InputError
 from workflows.training.settings import Settings, setting
 
-IMAGE = "{{.image.trainer}}"  # named in flyte.config, or by --image trainer=NAME
+IMAGE, KERAS_IMAGE = "{{.image.trainer}}", "{{.image.keras}}"  # named in flyte.config, or by --image trainer=NAME
+QUANTITY = r"\d+(\.\d+)?(m|k|M|G|T|Ki|Mi|Gi|Ti)?"  # Kubernetes' notation
 ACCELERATORS = {
     name: value for name, value in vars(accelerators).items() if isinstance(value, accelerators.BaseAccelerator)
 }
@@ -33,6 +36,12 @@ class Registration(Settings):
     Attributes:
         profile: gpu, or sandbox for a cluster without GPUs, as small as a laptop's.
         gpus: of the training task (of each node, where there are many) under profile gpu; one rank each.
+        training_cpu, training_memory, training_disk: of a training pod, whatever its GPUs: a quantity, or
+            REQUEST:LIMIT. Empty leaves them to profile and gpus, see training_sizes.
+        preparation_cpu, preparation_memory, preparation_disk: of a pod that prepares data. torchvision, which unpacks
+            them, imports torch: MNIST takes 0.9 GB of memory.
+        small_cpu, small_memory, small_disk: of a pod that computes nothing. It imports for 9 s with a quarter of a CPU
+            and for 2 s with one, so it asks for little and may take more.
         accelerator: the kind of GPU; none leaves it to the cluster.
         interruptible: whether training may run on machines that can be taken away; it goes on from its checkpoint.
         timeout_seconds: after which Flyte ends an attempt at training.
@@ -46,6 +55,15 @@ class Registration(Settings):
 
     profile: str = setting("gpu", choices=("gpu", "sandbox"))
     gpus: int = setting(2, minimum=1, maximum=64)
+    training_cpu: str = setting("")
+    training_memory: str = setting("")
+    training_disk: str = setting("")
+    preparation_cpu: str = setting("500m:1")
+    preparation_memory: str = setting("1Gi:2Gi")
+    preparation_disk: str = setting("2Gi")
+    small_cpu: str = setting("100m:1")
+    small_memory: str = setting("400Mi")
+    small_disk: str = setting("100Mi:1Gi")
     accelerator: str = setting("none", choices=("none", *ACCELERATORS))
     interruptible: bool = setting(False)
     timeout_seconds: int = setting(86400, minimum=60)
@@ -54,6 +72,15 @@ class Registration(Settings):
     nproc_per_node: int = setting(0, minimum=0, maximum=64)
     join_minutes: int = setting(15, minimum=1, maximum=1440)
     concurrency: int = setting(0, minimum=0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for size in (f"{pod}_{of}" for pod in ("training", "preparation", "small") for of in ("cpu", "memory", "disk")):
+            value = getattr(self, size)
+            if not re.fullmatch(f"{QUANTITY}(:{QUANTITY})?", value) and (value or not size.startswith("training")):
+                raise InputError(
+                    f"{size} must be a quantity as 500m, 2 or 4Gi, or REQUEST:LIMIT, got {json.dumps(value)}"
+                )
 
     @property
     def training_gpus(self) -> int:
@@ -98,6 +125,20 @@ def registered_environment() -> Dict[str, str]:
     return {f"DDP_{name.upper()}": v if isinstance(v, str) else json.dumps(v) for name, v in values.items()}
 
 
+def sizes(cpu: str, memory: str, disk: str, gpus: int = 0) -> Dict[str, Any]:
+    """Arguments of @task or with_overrides for sizes as Registration has them; a lone quantity is request and limit."""
+    requests, limits = (
+        Resources(
+            cpu=cpu.split(":")[which],
+            mem=memory.split(":")[which],
+            ephemeral_storage=disk.split(":")[which],
+            gpu=str(gpus) if gpus else None,
+        )
+        for which in (0, -1)
+    )
+    return {"requests": requests, "limits": limits}
+
+
 def training_sizes(gpus: int) -> Dict[str, Any]:
     """What a training pod with so many GPUs needs, as arguments of @task or with_overrides.
 
@@ -105,13 +146,12 @@ def training_sizes(gpus: int) -> Dict[str, Any]:
     MNIST together (0.8 GB with the pages of torch's libraries). With (not measured): each rank's CUDA context and
     libraries take some GB of host memory, and NCCL's ranks speak through /dev/shm, where a container gets 64 MB.
     """
-    if gpus == 0:
-        return {
-            "requests": Resources(cpu="500m", mem="1Gi", ephemeral_storage="500Mi"),
-            "limits": Resources(cpu="2", mem="2Gi", ephemeral_storage="2Gi"),
-        }
-    size = Resources(cpu=str(2 * gpus), mem=f"{8 * gpus}Gi", ephemeral_storage="10Gi", gpu=str(gpus))
-    return {"requests": size, "limits": size, "shared_memory": True}
+    asked = registration()
+    defaults = (str(2 * gpus), f"{8 * gpus}Gi", "10Gi") if gpus else ("500m:2", "1Gi:2Gi", "500Mi:2Gi")
+    own = (asked.training_cpu, asked.training_memory, asked.training_disk)
+    cpu, memory, disk = (size or default for size, default in zip(own, defaults, strict=True))
+    needed = sizes(cpu, memory, disk, gpus)
+    return {**needed, "shared_memory": True} if gpus else needed
 
 
 def training_resources() -> Dict[str, Any]:
@@ -129,15 +169,25 @@ def training_resources() -> Dict[str, Any]:
 
 
 def preparation_resources() -> Dict[str, Any]:
-    """Arguments of @task for downloading and preparing a dataset: MNIST takes 0.6 GB of memory."""
-    size = Resources(cpu="500m", mem="1Gi", ephemeral_storage="2Gi")
-    return {"container_image": IMAGE, "requests": size, "limits": size, "timeout": timedelta(hours=1)}
+    """Arguments of @task for downloading and preparing a dataset, and for what else needs torch but no ranks."""
+    asked = registration()
+    needed = sizes(asked.preparation_cpu, asked.preparation_memory, asked.preparation_disk)
+    return {"container_image": IMAGE, **needed, "timeout": timedelta(hours=1)}
 
 
 def small_resources() -> Dict[str, Any]:
-    """Arguments of @task for a task that computes nothing: Python with flytekit and this package takes 0.1 GB."""
-    size = Resources(cpu="250m", mem="400Mi")
-    return {"container_image": IMAGE, "requests": size, "limits": size}
+    """Arguments of @task for a task that computes nothing."""
+    asked = registration()
+    return {"container_image": IMAGE, **sizes(asked.small_cpu, asked.small_memory, asked.small_disk)}
+
+
+def is_named(image: str) -> bool:
+    """Whether the registration that is under way names this image; True where none is, as in a pod or a local run."""
+    context = FlyteContextManager.current_context()
+    settings, state = context.serialization_settings, context.execution_state
+    if settings is None or (state is not None and state.mode == ExecutionState.Mode.TASK_EXECUTION):
+        return True
+    return settings.image_config.find_image(image) is not None
 
 
 def _parsed(text: str) -> Any:

@@ -1,0 +1,88 @@
+"""Registers with pyflyte, and says what a refusal means: python -m scripts.register CONFIG [ARGUMENT ...]."""
+
+import re
+import shlex
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from typing import List, NamedTuple, Sequence
+
+from scripts.dry_run import ROOT
+from workflows.tasks.resources import Registration, registration, training_sizes
+
+REFUSED = re.compile(r"Requested (\w+) \w+ \[(.+?)\] is greater than (current limit set in the platform .*?\[.+?\]|.*)")
+REGISTERED = re.compile(r"\[✔\] (Task|Workflow|Launch Plan): (\S+)")
+
+
+class Registered(NamedTuple):
+    """What was registered under a version, by name, and whether that was all."""
+
+    version: str
+    tasks: List[str]
+    workflows: List[str]
+    complete: bool
+
+
+def register(config: str, arguments: Sequence[str]) -> Registered:
+    """Registers workflows/ on the cluster that the file names, each time as a version of its own, unless one is given.
+
+    flytekit writes some lists in random order, and sizes do not count in its version: the same version again would be
+    refused.
+    """
+    arguments = list(arguments)
+    named = [i for i, argument in enumerate(arguments[:-1]) if argument in ("--version", "-v")]
+    version = arguments[named[-1] + 1] if named else time.strftime("%Y%m%d-%H%M%S", time.gmtime())
+    arguments += [] if named else ["--version", version]
+    command = ["pyflyte", "--config", config, "register", *arguments, "workflows"]
+    print(f"+ {shlex.join(command)}", flush=True)
+    lines: List[str] = []
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert process.stdout
+    for line in process.stdout:
+        print(line, end="", flush=True)
+        lines.append(line)
+    complete, shown = process.wait() == 0, "".join(lines)
+    found = [(kind, name) for kind, name in REGISTERED.findall(shown)]
+    result = Registered(
+        version, [n for kind, n in found if kind == "Task"], [n for kind, n in found if kind == "Workflow"], complete
+    )
+    if not complete:
+        print(explain(shown, result, registration()), file=sys.stderr)
+    return result
+
+
+def explain(shown: str, result: Registered, asked: Registration) -> str:
+    """What a registration that has failed means: which sizes were refused, by which variables, and what is left."""
+    parts = []
+    if refused := REFUSED.search(shown):
+        parts += [f"Refused for its size: {refused[0]}.", sizes(asked, refused[1])]
+    elif "different structure" in shown:
+        parts += [f'Version {result.version} is taken: give another one (ARGS="--version NAME"), or none.']
+    left = f"{len(result.tasks)} tasks and {len(result.workflows)} workflows"
+    parts += [f"Version {result.version} is left with {left} (marked ✔ above). Register again as another version."]
+    return "\n" + "\n".join(parts)
+
+
+def sizes(asked: Registration, resource: str) -> str:
+    """All sizes by their variables; those of the resource that Flyte has named come first."""
+    names = {"CPU": "cpu", "MEMORY": "memory", "GPU": "gpus", "EPHEMERAL_STORAGE": "disk", "STORAGE": "disk"}
+    values = {name: str(value) for name, value in asdict(asked).items() if name.endswith((*names.values(), "disk"))}
+    limits = training_sizes(asked.training_gpus)["limits"]
+    defaults = {"training_cpu": limits.cpu, "training_memory": limits.mem, "training_disk": limits.ephemeral_storage}
+    shown = {f"DDP_{name.upper()}": value or defaults[name] for name, value in values.items()}
+    wanted = names.get(resource, "")
+    first = [f"{name}={value}" for name, value in shown.items() if name.lower().endswith(wanted)]
+    rest = [f"{name}={value}" for name, value in shown.items() if not name.lower().endswith(wanted)]
+    return (
+        f"Ask for less by {' or '.join(first)}, or take DDP_PROFILE=sandbox, which asks for no GPU.\n"
+        f"The other sizes: {' '.join(rest)}"
+    )
+
+
+def main(config: str, *arguments: str) -> None:
+    sys.exit(not register(config, arguments).complete)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,205 @@
+"""Registers everything and runs every workflow, small, by name, on a cluster: make smoke IMAGE=… CLUSTER_CONFIG=…
+
+What has cached tasks runs twice. The exit status is 0 where all runs succeeded, and each second one from the cache.
+"""
+
+import argparse
+import sys
+import time
+from datetime import timedelta
+from typing import Any, Dict, Iterator, List, NamedTuple, Tuple
+
+from flyteidl.admin.node_execution_pb2 import NodeExecution, NodeExecutionListRequest
+from flyteidl.admin.task_execution_pb2 import TaskExecution, TaskExecutionListRequest
+from flyteidl.core.catalog_pb2 import CatalogCacheStatus
+from flyteidl.core.execution_pb2 import WorkflowExecution
+from flytekit.clients.raw import RawSynchronousFlyteClient
+from flytekit.configuration import Config
+from flytekit.models.core.identifier import WorkflowExecutionIdentifier
+from flytekit.remote import FlyteRemote
+
+from scripts.register import register
+from workflows.tasks.resources import registration
+from workflows.training.autoencoder_job import AutoencoderHyperparameters
+from workflows.training.folder_settings import FolderHyperparameters, LoadingSettings
+from workflows.training.hyperparameters import (
+    CIFAR10Hyperparameters,
+    FashionMNISTHyperparameters,
+    Hyperparameters,
+)
+from workflows.training.measurement import TimingOptions
+from workflows.training.mirrored_job import MirroredHyperparameters
+from workflows.training.search import Sweep
+from workflows.training.shards import InferenceOptions
+
+POLL_SECONDS = 2
+HIT = CatalogCacheStatus.CACHE_HIT
+ENDED = (WorkflowExecution.SUCCEEDED, WorkflowExecution.FAILED, WorkflowExecution.ABORTED, WorkflowExecution.TIMED_OUT)
+
+
+def small_inputs(seed: int) -> Dict[str, Dict[str, Any]]:
+    """Inputs that make each workflow take seconds, on data that are in the image; a new seed keeps the cache out."""
+    once: Dict[str, Any] = {"epochs": 1, "train_fraction": 0.04}  # of digits an epoch makes 25
+    digits = {"dataset": "digits", "seed": seed, **once}
+    mnist, cifar10 = Hyperparameters(**digits), CIFAR10Hyperparameters(**digits)
+    return {
+        "workflows.mnist.pytorch_training_wf": {"hp": mnist},
+        "workflows.fashion_mnist.fashion_mnist_wf": {"hp": FashionMNISTHyperparameters(**digits)},
+        "workflows.cifar10.cifar10_wf": {"hp": cifar10},
+        "workflows.gpus.training_on_gpus_wf": {
+            "gpus": registration().training_gpus,
+            "hp": Hyperparameters(**{**digits, "batch_size": 64}),  # or it would be the first one's twin
+        },
+        "workflows.multinode.pytorch_multinode_wf": {"hp": mnist},
+        "workflows.multinode.cifar10_multinode_wf": {"hp": cifar10},
+        "workflows.autoencoder.autoencoder_wf": {
+            "hp": AutoencoderHyperparameters(dataset="digits", max_epochs=1, limit_train_batches=0.1, seed=seed)
+        },
+        "workflows.image_folder.image_folder_wf": {"hp": FolderHyperparameters(seed=seed, **once)},
+        "workflows.image_folder.loading_study_wf": {
+            "study": LoadingSettings(passes=2, most_images=256, most_workers=1)
+        },
+        "workflows.inference.inference_wf": {"options": InferenceOptions(dataset="digits", shards=2)},
+        "workflows.inference.inference_timing_wf": {
+            "options": TimingOptions(dataset="digits", batch_sizes="8", repeats=1, seconds=0.05)
+        },
+        "workflows.keras_mirrored.keras_mirrored_wf": {"hp": MirroredHyperparameters(epochs=1)},
+        "workflows.hardware.hardware_wf": {},
+        "workflows.sweep.sweep_wf": {
+            "sweep": Sweep(values={"learning_rate": [0.03, 0.1]}),
+            "hp": Hyperparameters(**{**digits, "batch_size": 256}),
+        },
+    }
+
+
+class Run(NamedTuple):
+    """What came of an execution; cached are the statuses of its tasks that have a cache."""
+
+    workflow: str
+    execution: str
+    phase: str
+    seconds: float
+    pods: int
+    cached: List[int]
+    error: str
+
+    @property
+    def remembered(self) -> bool:
+        return all(status == HIT for status in self.cached)
+
+
+class Cluster:
+    """Runs registered workflows and tells what became of them."""
+
+    def __init__(self, config: str, project: str, domain: str):
+        self.remote = FlyteRemote(Config.auto(config), project, domain)
+
+    def run_all(self, inputs: Dict[str, Dict[str, Any]], version: str, minutes: float) -> List[Run]:
+        """Starts all at once and waits for them; what has not ended by then, or on Ctrl-C, is ended."""
+        running: Dict[str, Any] = {}
+        ended: List[Run] = []
+        deadline = time.monotonic() + 60 * minutes
+        try:
+            for workflow, values in inputs.items():
+                plan = self.remote.fetch_launch_plan(name=workflow, version=version)
+                hints = {name: type(value) for name, value in values.items()}
+                running[workflow] = self.remote.execute(plan, inputs=values, type_hints=hints)
+                print(f"{workflow}: {self.remote.generate_console_url(running[workflow])}", flush=True)
+            while running and time.monotonic() < deadline:
+                time.sleep(POLL_SECONDS)
+                for workflow in list(running):
+                    run = self.outcome(workflow, running[workflow].id)
+                    if run.phase in map(WorkflowExecution.Phase.Name, ENDED):
+                        ended.append(run)
+                        del running[workflow]
+                        print(f"{workflow}: {run.phase} after {run.seconds:.0f} s", flush=True)
+            return ended + [self.outcome(workflow, execution.id) for workflow, execution in running.items()]
+        finally:
+            for execution in running.values():
+                self.remote.terminate(execution, "the smoke run is over")
+
+    def outcome(self, workflow: str, execution: WorkflowExecutionIdentifier) -> Run:
+        closure = self.remote.client.get_execution(execution).closure
+        nodes = self.nodes(execution, "") if closure.phase in ENDED else ()
+        counts = [self.count(node) for node in nodes]
+        return Run(
+            workflow,
+            execution.name,
+            WorkflowExecution.Phase.Name(closure.phase),
+            (closure.duration or timedelta()).total_seconds(),
+            sum(pods for pods, _ in counts),
+            [status for _, statuses in counts for status in statuses],
+            closure.error.message if closure.error else "",
+        )
+
+    def nodes(self, execution: WorkflowExecutionIdentifier, parent: str) -> Iterator[NodeExecution]:
+        """All nodes, those within dynamic ones and sub-workflows too."""
+        asked = NodeExecutionListRequest(
+            workflow_execution_id=execution.to_flyte_idl(), limit=100, unique_parent_id=parent
+        )
+        while True:
+            page = self.remote.client.list_node_executions_paginated(asked)
+            for node in page.node_executions:
+                yield node
+                if node.metadata.is_parent_node:
+                    yield from self.nodes(execution, node.id.node_id)
+            asked.token = page.token
+            if not page.token:
+                return
+
+    def count(self, node: NodeExecution) -> Tuple[int, List[int]]:
+        """How many pods a node has had, and the cache statuses of its tasks that have a cache."""
+        asked = TaskExecutionListRequest(node_execution_id=node.id, limit=100)
+        attempts = RawSynchronousFlyteClient.list_task_executions_paginated(self.remote.client, asked).task_executions
+        if node.metadata.is_array:
+            items = [item for attempt in attempts for item in attempt.closure.metadata.external_resources]
+            pods = sum(item.retry_attempt + 1 for item in items if item.cache_status != HIT)
+            statuses = [item.cache_status for item in items]
+        else:
+            pods, statuses = sum(map(self.replicas, attempts)), [node.closure.task_node_metadata.cache_status]
+        return pods, [status for status in statuses if status != CatalogCacheStatus.CACHE_DISABLED]
+
+    def replicas(self, attempt: TaskExecution) -> int:
+        return registration().node_range[1] if "multinode_task" in attempt.id.task_id.name else 1
+
+
+def table(runs: List[Run]) -> str:
+    rows = [("workflow", "phase", "seconds", "pods", "cache")]
+    for run in runs:
+        hits = f"{run.cached.count(HIT)} of {len(run.cached)}" if run.cached else "-"
+        rows.append((run.workflow.removeprefix("workflows."), run.phase, f"{run.seconds:.0f}", str(run.pods), hits))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, epilog="Other arguments go to pyflyte register.")
+    parser.add_argument("--config", required=True, help="the file that names the cluster")
+    parser.add_argument("-p", "--project", default="flytesnacks")
+    parser.add_argument("-d", "--domain", default="development")
+    parser.add_argument("--only", action="append", help="run the workflows whose names contain this")
+    parser.add_argument("--skip", action="append", default=[], help="leave out those whose names contain this")
+    parser.add_argument("--minutes", type=float, default=60, help="after which what still runs is ended (60)")
+    asked, others = parser.parse_known_args()
+    place = ["--project", asked.project, "--domain", asked.domain]
+    version = time.strftime("smoke-%Y%m%d-%H%M%S", time.gmtime())
+    registered = register(asked.config, [*others, *place, "--version", version])
+    if not registered.complete:
+        sys.exit(1)
+    small, only = small_inputs(seed=int(time.time())), asked.only or [""]
+    names = [name for name in registered.workflows if any(word in name for word in only)]
+    chosen = {name: small[name] for name in names if not any(word in name for word in asked.skip)}
+    cluster = Cluster(asked.config, asked.project, asked.domain)
+    first = cluster.run_all(chosen, version, asked.minutes)
+    cached = {run.workflow: small[run.workflow] for run in first if run.cached and run.phase == "SUCCEEDED"}
+    second = cluster.run_all(cached, version, asked.minutes)
+    print(f"\n{table(first)}\n\nAgain, where something is cached:\n{table(second)}")
+    bad = [run for run in first + second if run.phase != "SUCCEEDED"] + [run for run in second if not run.remembered]
+    for run in bad:
+        print(f"\n{run.workflow} ({run.execution}): {run.phase}, {run.error or 'not everything came from the cache'}")
+    print(f"\n{len(first + second) - len(bad)} of {len(first + second)} runs as they should be, version {version}")
+    sys.exit(bool(bad))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""Each task's pod command, small, against the memory that its pod may have: a cluster kills what takes more."""
+
+import lzma
+import re
+import socket
+from pathlib import Path
+from typing import Any, Dict, List, Optional
+
+import pytest
+from flyteidl.core.literals_pb2 import Literal, LiteralCollection
+from flytekit.types.directory import FlyteDirectory
+from flytekit.types.file import PythonPickledFile
+
+from tests.pod import Pod, literal, package, run_within_limits
+from workflows.training.autoencoder_job import AutoencoderHyperparameters, AutoencoderOptions
+from workflows.training.folder_settings import FolderHyperparameters, FolderOptions, ImageSettings, LoadingSettings
+from workflows.training.hyperparameters import (
+    CIFAR10Hyperparameters,
+    FashionMNISTHyperparameters,
+    Hyperparameters,
+    RunOptions,
+)
+from workflows.training.measurement import TimingOptions
+from workflows.training.search import Sweep, TrialResult
+from workflows.training.shards import InferenceOptions
+
+SETTINGS = {"DDP_PROFILE": "sandbox", "DDP_JOIN_MINUTES": "5"}
+ONCE: Dict[str, Any] = {"dataset": "digits", "epochs": 1, "train_fraction": 0.04}
+HP, OPTIONS = Hyperparameters(**ONCE), RunOptions()
+
+
+def tasks():
+    """As registered for a cluster without GPUs, whose pods are the smallest; the Keras task is measured where
+    TensorFlow is, in tests/test_keras_mirrored.py."""
+    return {name.removeprefix("workflows."): task for name, task in package(**SETTINGS).tasks.items()}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A function that runs a task's pod, checks what memory it took and returns its outputs."""
+
+    def run(name, /, environment=None, **inputs):
+        literals = {key: value if isinstance(value, Literal) else literal(value) for key, value in inputs.items()}
+        return run_within_limits(
+            Pod(tasks()[name], literals, tmp_path_factory.mktemp("pods") / name, environment=environment)
+        )
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def digits(run):
+    name = run("tasks.prepare.resolve_dataset", hp=HP, options=OPTIONS)["o0"]
+    return run("tasks.prepare.prepare_dataset", name=name)["o0"]
+
+
+@pytest.fixture(scope="module")
+def trained(run, digits):
+    return run("mnist.pytorch_mnist_task", hp=HP, data=digits, options=OPTIONS)
+
+
+def test_other_trainings(run, digits):
+    fashion, cifar10 = FashionMNISTHyperparameters(**ONCE), CIFAR10Hyperparameters(**ONCE)
+    run("fashion_mnist.fashion_mnist_task", hp=fashion, data=digits, options=OPTIONS)
+    run("cifar10.cifar10_task", hp=cifar10, data=digits, options=OPTIONS)
+    run("gpus.train_on_gpus", gpus=0, hp=HP, options=OPTIONS)
+    run("hardware.inspect_hardware", hp=HP, options=OPTIONS)
+
+
+def test_many_nodes(run, digits, tmp_path):
+    pytest.importorskip("flytekitplugins.kfpytorch", reason="needs flytekitplugins-kfpytorch")
+    run("tasks.nodes.resolve_for_nodes", hp=HP)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
+    variables = {"PET_RDZV_ENDPOINT": endpoint, "PET_NNODES": "2:2", "FLYTE_INTERNAL_EXECUTION_ID": "a"}
+    inputs = {"hp": literal(HP), "data": digits, "options": literal(OPTIONS)}
+    run_within_limits(
+        *(
+            Pod(tasks()["multinode.pytorch_multinode_task"], inputs, tmp_path / name, environment=variables)
+            for name in "ab"
+        )
+    )
+
+
+def test_autoencoder(run, digits):
+    hp = AutoencoderHyperparameters(dataset="digits", max_epochs=1, limit_train_batches=0.1)
+    options = AutoencoderOptions()
+    run("tasks.autoencoder.resolve_for_autoencoder", hp=hp, options=options)
+    run("autoencoder.train_on_gpus", gpus=0, hp=hp, options=options)
+    run("autoencoder.autoencoder_task", hp=hp, data=digits, options=options)
+
+
+def test_image_folder(run):
+    found = run("tasks.image_folder.find_images", folder="", images=ImageSettings())
+    folder, stamp = found["folder"], found["stamp"]
+    index = run("tasks.image_folder.index_images", folder=folder, stamp=stamp, images=ImageSettings())["o0"]
+    hp = FolderHyperparameters(epochs=1, train_fraction=0.1)
+    run("image_folder.image_folder_task", hp=hp, index=index, folder=folder, options=FolderOptions())
+    study = LoadingSettings(passes=2, most_images=256, most_workers=2)
+    run("image_folder.loading_study_task", index=index, folder=folder, study=study)
+
+
+def test_inference(run, digits, trained):
+    nothing, options = literal(None, Optional[FlyteDirectory]), InferenceOptions(dataset="digits", shards=1)
+    no_model = literal(None, Optional[PythonPickledFile])
+    run("tasks.inference.check_inputs", model_state=no_model, folder=nothing, options=options)
+    run("inference.given_or_trained", model_state=no_model, data=digits, options=options)
+    given = {"model_state": trained["model_state"], "data": digits, "folder": nothing, "options": options}
+    (shard,) = run("tasks.inference.plan_shards", **given)["o0"].collection.literals
+    part = run("tasks.inference.predict_shard", shard=shard, **given)["o0"]
+    parts = Literal(collection=LiteralCollection(literals=[part]))
+    run("tasks.gather.gather_shards", parts=parts, data=digits, folder=nothing, options=options)
+
+
+def test_timing(run, digits):
+    options = TimingOptions(dataset="digits", batch_sizes="8", repeats=1, seconds=0.05)
+    run("tasks.timing.check_timing", options=options)
+    run("tasks.timing.time_inference", data=digits, options=options)
+
+
+def test_sweep(run, digits):
+    sweep = Sweep(values={"learning_rate": [0.03, 0.1]})
+    trials = run("sweep.list_trials", sweep=sweep, hp=HP, options=OPTIONS)["o0"]
+    held_out = run("tasks.held_out.hold_out_validation", data=digits)["o0"]
+    run("sweep.run_trials", sweep=sweep, trials=trials, name="digits", options=OPTIONS)
+    run("sweep.train_trial", hp=HP, held_out=held_out, options=OPTIONS)
+    results = literal([TrialResult(HP, 0.9, 296), TrialResult(HP, 0.8, 296)], List[Optional[TrialResult]])
+    run("sweep.compare", sweep=sweep, trials=trials, name="digits", results=results)
+
+
+def test_no_task_is_left_out():
+    """A map task's items are the task that it maps."""
+    named = set(re.findall(r"(?:run\(|tasks\(\)\[)\"([\w.]+)\"", Path(__file__).read_text()))
+    assert named == {name for name in tasks() if ".map_" not in name}
+
+
+@pytest.mark.parametrize("name", ["mnist", "cifar10"])
+def test_real_data_are_prepared(run, test_data, tmp_path, name):
+    if name == "cifar10":
+        unpacked = tmp_path / "mirror" / "cifar-10-batches-py"
+        unpacked.mkdir(parents=True)
+        for packed in (test_data / "CIFAR10" / "cifar-10-batches-py").glob("*.xz"):
+            (unpacked / packed.stem).write_bytes(lzma.decompress(packed.read_bytes()))
+        test_data = unpacked.parent
+    place = {"DDP_DATA_MIRROR": test_data.as_uri(), "DDP_DATA_DIR": str(tmp_path / "data")}
+    run("tasks.prepare.prepare_dataset", environment=place, name=name)

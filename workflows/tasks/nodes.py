@@ -1,0 +1,20 @@
+"""What can be said of a training on many nodes before they meet. No torch: it would not fit into a small pod."""
+
+from flytekit import task
+
+from workflows.tasks.execution import is_local
+from workflows.tasks.resources import registered_environment, registration, small_resources
+from workflows.training.errors import InputError
+from workflows.training.hyperparameters import Hyperparameters
+
+
+@task(**small_resources(), environment=registered_environment())
+def resolve_for_nodes(hp: Hyperparameters, auto: str = "mnist") -> str:
+    """The name of the dataset to train on; refuses what the nodes would only find out after they have met."""
+    if is_local():
+        raise InputError("many nodes need a cluster: register this workflow, or run its twin for one machine here")
+    asked = registration()
+    ranks = asked.node_range[1] * asked.ranks_per_node
+    if hp.batch_size < ranks:
+        raise InputError(f"batch_size must be at least the number of ranks ({ranks}), got {hp.batch_size}: raise it")
+    return auto if hp.dataset == "auto" else hp.dataset
