@@ -121,6 +121,13 @@ def test_live_pages_follow_the_run(recorded, tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["report.html"]
 
 
+def test_a_live_page_shows_a_warning_at_once(recorded, tmp_path):
+    report = Report(recorded.setting, tmp_path / "report.html", lambda body: None, lambda: "")
+    for event in (*recorded.of(RunStarted), *recorded.of(StepLogged)[:2], NotLearning(0, 10, "the loss leapt")):
+        report(event)
+    assert "<b>Warning:</b> the loss leapt" in (tmp_path / "report.html").read_text()
+
+
 def test_a_failed_run_has_a_page(recorded):
     record = Record(recorded.setting)
     for event in [*recorded.events[:4], Printed(1, "<b>warned</b>"), RunFailed("rank 1 on <host>: ValueError: bad")]:

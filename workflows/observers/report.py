@@ -1,4 +1,4 @@
-"""The report: a page of one file that shows a run to people, anew after each epoch and at its end."""
+"""The report: a page of one file that shows a run to people, anew after each epoch, with a warning and at its end."""
 
 import os
 import time
@@ -10,7 +10,7 @@ from workflows.observers.figures import Curves, draw, load_matplotlib
 from workflows.observers.predictions import read_predictions
 from workflows.observers.record import Record, RunFailed, RunFinished, Setting
 from workflows.observers.verdict import sample_pictures, verdict
-from workflows.training.events import EpochFinished, RunStarted
+from workflows.training.events import EpochFinished, NotLearning, RunStarted
 
 SHARE = 0.05  # of the time, at most, that goes into pages which only live until the next one
 
@@ -29,7 +29,8 @@ class Report:
         is_last = isinstance(event, (RunFinished, RunFailed))
         is_due = isinstance(event, (RunStarted, EpochFinished)) and time.monotonic() >= self._next_page
         ends_training = isinstance(event, EpochFinished) and event.epoch + 1 == self._record.setting.hp.epochs
-        if is_last or (is_due and not ends_training):  # the last page follows at once
+        is_urgent = is_last or isinstance(event, NotLearning)
+        if is_urgent or (is_due and not ends_training):  # the last page follows at once
             self._write(is_last)
 
     def close(self) -> None:
