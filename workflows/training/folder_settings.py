@@ -38,7 +38,7 @@ class FolderHyperparameters(Hyperparameters):
     dataset: str = setting("image_folder", choices=("image_folder",))
     batch_size: int = setting(64, minimum=1)
     epochs: int = setting(10, minimum=1)
-    learning_rate: float = setting(0.03, above=0)
+    learning_rate: float = setting(0.1, above=0)
     test_batch_size: int = setting(250, minimum=1)
 
 
