@@ -52,7 +52,7 @@ keras-image: ## Build the image of the Keras workflow: make keras-image KERAS_IM
 		--build-arg LOCK=requirements-tensorflow.txt --build-arg FLYTE_INTERNAL_IMAGE=$(KERAS_IMAGE) $(if $(ARGS),$(ARGS) ).)
 
 dry-run: .venv/run.stamp ## Show, without a cluster, what would be registered
-	@$(call typed,python scripts/dry_run.py $(IMAGE) $(keras_image))
+	@$(call typed,python scripts/dry_run.py $(strip $(IMAGE) $(keras_image)))
 
 package: .venv/run.stamp ## Write what would be registered to flyte-package.tgz, for flytectl
 	@$(call typed,pyflyte --pkgs workflows package $(images) --output flyte-package.tgz --force)
@@ -65,7 +65,7 @@ smoke: .venv/run.stamp ## Register, and run every workflow small: make smoke IMA
 
 cluster = $(or $(CLUSTER_CONFIG),$(error CLUSTER_CONFIG is not set: the file that names your cluster))
 keras_image = $(if $(KERAS_IMAGE),--image keras=$(KERAS_IMAGE))
-images = --image trainer=$(IMAGE) $(keras_image)
+images = $(strip --image trainer=$(IMAGE) $(keras_image))
 
 lock: .venv/pyvenv.cfg ## Compile the lock files from pyproject.toml; newer versions: make lock ARGS=--upgrade
 	@$(find_uv); $(call compile,requirements.txt --extra lightning --extra multinode $(ARGS))

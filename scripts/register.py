@@ -10,9 +10,10 @@ from typing import List, NamedTuple, Sequence
 
 from scripts.dry_run import ROOT
 from workflows.tasks.resources import Registration, registration, training_sizes
+from workflows.training.errors import InputError
 
 REFUSED = re.compile(r"Requested (\w+) \w+ \[(.+?)\] is greater than (current limit set in the platform .*?\[.+?\]|.*)")
-REGISTERED = re.compile(r"\[✔\] (Task|Workflow|Launch Plan): (\S+)")
+REGISTERED = re.compile(r"\[✔\] (Task|Workflow): (\S+)")
 
 
 class Registered(NamedTuple):
@@ -30,6 +31,10 @@ def register(config: str, arguments: Sequence[str]) -> Registered:
     flytekit writes some lists in random order, and sizes do not count in its version: the same version again would be
     refused.
     """
+    try:
+        asked = registration()
+    except InputError as error:
+        sys.exit(error.message)
     arguments = list(arguments)
     named = [i for i, argument in enumerate(arguments[:-1]) if argument in ("--version", "-v")]
     version = arguments[named[-1] + 1] if named else time.strftime("%Y%m%d-%H%M%S", time.gmtime())
@@ -43,12 +48,11 @@ def register(config: str, arguments: Sequence[str]) -> Registered:
         print(line, end="", flush=True)
         lines.append(line)
     complete, shown = process.wait() == 0, "".join(lines)
-    found = [(kind, name) for kind, name in REGISTERED.findall(shown)]
-    result = Registered(
-        version, [n for kind, n in found if kind == "Task"], [n for kind, n in found if kind == "Workflow"], complete
-    )
+    found = REGISTERED.findall(shown)
+    tasks, workflows = ([name for kind, name in found if kind == wanted] for wanted in ("Task", "Workflow"))
+    result = Registered(version, tasks, workflows, complete)
     if not complete:
-        print(explain(shown, result, registration()), file=sys.stderr)
+        print(explain(shown, result, asked), file=sys.stderr)
     return result
 
 
@@ -59,8 +63,9 @@ def explain(shown: str, result: Registered, asked: Registration) -> str:
         parts += [f"Refused for its size: {refused[0]}.", sizes(asked, refused[1])]
     elif "different structure" in shown:
         parts += [f'Version {result.version} is taken: give another one (ARGS="--version NAME"), or none.']
-    left = f"{len(result.tasks)} tasks and {len(result.workflows)} workflows"
-    parts += [f"Version {result.version} is left with {left} (marked ✔ above). Register again as another version."]
+    if result.tasks:
+        left = f"{len(result.tasks)} tasks and {len(result.workflows)} workflows"
+        parts += [f"Version {result.version} is left with {left} (marked ✔ above). Register again as another version."]
     return "\n" + "\n".join(parts)
 
 
@@ -75,8 +80,8 @@ def sizes(asked: Registration, resource: str) -> str:
     first = [f"{name}={value}" for name, value in shown.items() if name.lower().endswith(wanted)]
     rest = [f"{name}={value}" for name, value in shown.items() if not name.lower().endswith(wanted)]
     return (
-        f"Ask for less by {' or '.join(first)}, or take DDP_PROFILE=sandbox, which asks for no GPU.\n"
-        f"The other sizes: {' '.join(rest)}"
+        f"Now {', '.join(first)}: lower what is too large, or set DDP_PROFILE=sandbox, for a cluster without GPUs.\n"
+        f"The other sizes: {', '.join(rest)}"
     )
 
 

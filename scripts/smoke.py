@@ -173,7 +173,9 @@ def table(runs: List[Run]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, epilog="Other arguments go to pyflyte register.")
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog="Other arguments go to pyflyte register.", allow_abbrev=False
+    )
     parser.add_argument("--config", required=True, help="the file that names the cluster")
     parser.add_argument("-p", "--project", default="flytesnacks")
     parser.add_argument("-d", "--domain", default="development")

@@ -178,13 +178,13 @@ PLATFORM = "is greater than current limit set in the platform configuration"
 @pytest.mark.parametrize(
     ("refusal", "said"),
     [
-        (f"Requested GPU default [2] {PLATFORM} [1]", "DDP_GPUS=2, "),
+        (f"Requested GPU default [2] {PLATFORM} [1]", "Now DDP_GPUS=2: "),
         (
             f"Requested MEMORY limit [16Gi] {PLATFORM} [4Gi]",
-            "DDP_TRAINING_MEMORY=16Gi or DDP_PREPARATION_MEMORY=1Gi:2Gi",
+            "Now DDP_TRAINING_MEMORY=16Gi, DDP_PREPARATION_MEMORY=1Gi:2Gi, ",
         ),
-        ("Requested CPU default [3] is greater than the limit [2]. Please fix", "DDP_TRAINING_CPU=4 or "),
-        (f"Requested EPHEMERAL_STORAGE limit [9Gi] {PLATFORM} [1Gi]", "DDP_TRAINING_DISK=10Gi or "),
+        ("Requested CPU default [3] is greater than the limit [2]. Please fix", "Now DDP_TRAINING_CPU=4, "),
+        (f"Requested EPHEMERAL_STORAGE limit [9Gi] {PLATFORM} [1Gi]", "Now DDP_TRAINING_DISK=10Gi, "),
         ("workflows.mnist task with different structure already exists", 'ARGS="--version NAME"'),
     ],
 )
