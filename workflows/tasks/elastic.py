@@ -2,6 +2,7 @@
 
 import fcntl
 import hashlib
+import json
 import os
 import signal
 import tempfile
@@ -10,17 +11,18 @@ import time
 from pathlib import Path
 from typing import Any, Callable, List, Optional
 
-from flytekit import FlyteContextManager, task
+from flytekit import Cache, FlyteContextManager, task
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 from torch import distributed
 
+from workflows.tasks.caching import OnClustersOnly
 from workflows.tasks.execution import flyte_retries, is_local
-from workflows.tasks.resources import registered_environment, registration, small_resources
+from workflows.tasks.resources import check_gpus, dynamic_resources, registered_environment, registration
 from workflows.tasks.train import TRAINING_CODE, TrainingOutputs, train_by
-from workflows.tasks.versions import code_version
+from workflows.tasks.versions import CodeVersion, code_version
 from workflows.training import prepared, worker
-from workflows.training.environment import Environment, environment_from_torchrun
+from workflows.training.environment import Environment, environment_from_torchrun, visible_gpus
 from workflows.training.errors import InputError, StopRequested
 from workflows.training.events import Event
 from workflows.training.failures import Preempted, from_exception, name_the_cause
@@ -49,7 +51,11 @@ class DirectLink:
         self.stop_requested = True
 
 
-@task(**small_resources(), environment=registered_environment())
+@task(
+    task_config=OnClustersOnly(),
+    cache=Cache(policies=CodeVersion(("tasks/elastic.py",), []), salt=json.dumps(registered_environment())),
+    **dynamic_resources(),
+)
 def resolve_for_nodes(hp: Hyperparameters, auto: str = "mnist") -> str:
     """The name of the dataset to train on; refuses what the nodes would only find out after they have met."""
     if is_local():
@@ -64,6 +70,7 @@ def resolve_for_nodes(hp: Hyperparameters, auto: str = "mnist") -> str:
 def train_rank(hp: Hyperparameters, data: FlyteDirectory, options: RunOptions) -> Optional[TrainingOutputs]:
     """Trains as one rank; returns the outputs on rank 0, which alone observes and keeps checkpoints, else None."""
     asked = registration()
+    check_gpus(visible_gpus())
     environment = environment_from_torchrun(hp.backend, asked.node_range, asked.ranks_per_node)
     folder = download_once(data)
     with flyte_retries():

@@ -43,7 +43,7 @@ AUTOENCODER_SOURCES = (
 )
 DATA_SOURCES = ("training/datasets.py", "training/description.py", "training/prepared.py")
 CODE_VARIABLE = "DDP_TRAINING_CODE"
-OTHER_CODE = "give --copy all to pyflyte run or register, or build the image anew"
+OTHER_CODE = "leave out --copy none, so that the code is sent, or build the image anew"
 
 
 def code_version(sources: Sequence[str], distributions: Sequence[str]) -> str:
@@ -66,11 +66,8 @@ def registered_code() -> str:
 
 
 def check_registered_code() -> None:
-    """Raises where this pod would train with other code than was registered, and the result be cached as that code's.
-
-    The parent of the ranks never imports their modules, so Flyte's --copy auto leaves them out, and the pod would take
-    those of its image.
-    """
+    """Raises where this pod would train with other code than was registered, and the result be cached as that code's:
+    with --copy none it has the code of its image."""
     if os.environ.get(CODE_VARIABLE, registered_code()) != registered_code():
         raise ReportedError(f"this pod's training code is not the code that was registered: {OTHER_CODE}")
 
@@ -82,4 +79,4 @@ class CodeVersion(CachePolicy):
         self.sources, self.distributions = sources, distributions
 
     def get_version(self, salt: str, params: VersionParameters) -> str:
-        return code_version(self.sources, self.distributions)
+        return salt + code_version(self.sources, self.distributions)

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 import yaml
 
@@ -32,7 +32,7 @@ def read_settings(text: str) -> Any:
 class _Loader(yaml.SafeLoader):
     """yaml's own takes the last of several values of a key without a word."""
 
-    def compose_mapping_node(self, anchor: Optional[str]) -> yaml.MappingNode:
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
         refuse_repeated([key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)])
         return node
