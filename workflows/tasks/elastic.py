@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import tempfile
-import threading
 import time
 from pathlib import Path
 from typing import Any, Callable, List, Optional
@@ -20,8 +19,10 @@ from workflows.tasks.caching import OnClustersOnly
 from workflows.tasks.execution import flyte_retries, is_local
 from workflows.tasks.resources import check_gpus, dynamic_resources, registered_environment, registration
 from workflows.tasks.train import TRAINING_CODE, TrainingOutputs, train_by
-from workflows.tasks.versions import CodeVersion, code_version
+from workflows.tasks.versions import CodeVersion
 from workflows.training import prepared, worker
+from workflows.training.code_version import code_version
+from workflows.training.direct_link import DirectLink
 from workflows.training.environment import Environment, environment_from_torchrun, visible_gpus
 from workflows.training.errors import InputError, StopRequested
 from workflows.training.events import Event
@@ -31,24 +32,6 @@ from workflows.training.job import Identity, Job, TrainingResult
 from workflows.training.process_group import process_group
 
 GRACE_SECONDS = 5.0  # for the rank that is the cause of a failure to be the first to report one
-
-
-class DirectLink:
-    """Leads events to observers in this process; there is no parent to talk to."""
-
-    def __init__(self, on_event: Callable[[Event], None]):
-        self.stop_requested = False
-        self._on_event, self._lock = on_event, threading.Lock()  # the checkpoint thread emits too
-
-    def emit(self, event: Event) -> None:
-        with self._lock:
-            self._on_event(event)
-
-    def alive(self) -> None:
-        pass
-
-    def on_signal(self, *_: Any) -> None:
-        self.stop_requested = True
 
 
 @task(

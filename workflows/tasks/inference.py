@@ -26,8 +26,9 @@ from workflows.tasks.resources import (
     training_sizes,
 )
 from workflows.tasks.stored_images import fetch, list_files
-from workflows.tasks.versions import INFERENCE_SOURCES, CodeVersion, check_registered_code, code_version
+from workflows.tasks.versions import INFERENCE_SOURCES, CodeVersion, check_registered_code
 from workflows.training import launcher, prepared
+from workflows.training.code_version import code_version
 from workflows.training.environment import World, choose_world, visible_gpus
 from workflows.training.errors import InputError
 from workflows.training.shards import InferenceOptions, ModelFile, Shard, ShardJob

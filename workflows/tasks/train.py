@@ -16,8 +16,9 @@ from workflows.tasks.checkpoints import checkpoint_store
 from workflows.tasks.execution import flyte_retries, is_local, run_dir
 from workflows.tasks.observing import attempt, observing, tracking_id
 from workflows.tasks.resources import check_gpus
-from workflows.tasks.versions import TRAINING_SOURCES, check_registered_code, code_version
+from workflows.tasks.versions import TRAINING_SOURCES, check_registered_code
 from workflows.training import launcher, prepared
+from workflows.training.code_version import code_version
 from workflows.training.description import DatasetDescription
 from workflows.training.environment import World, choose_world, visible_gpus
 from workflows.training.events import Event

@@ -1,15 +1,11 @@
 """Cache versions that follow the code: a result is reused only as long as what determined it is unchanged."""
 
-import hashlib
 import os
-from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Sequence
 
 from flytekit.core.cache import CachePolicy, VersionParameters
 
-import workflows
+from workflows.training.code_version import OTHER_CODE, code_version
 from workflows.training.errors import ReportedError
 
 # tasks/train.py because a cached result must have the outputs that are declared there
@@ -43,21 +39,6 @@ AUTOENCODER_SOURCES = (
 )
 DATA_SOURCES = ("training/datasets.py", "training/description.py", "training/prepared.py")
 CODE_VARIABLE = "DDP_TRAINING_CODE"
-OTHER_CODE = "leave out --copy none, so that the code is sent, or build the image anew"
-
-
-def code_version(sources: Sequence[str], distributions: Sequence[str]) -> str:
-    """A hash over files below workflows and the versions of distributions, of those that are installed."""
-    digest = hashlib.sha256()
-    for name in sources:
-        try:
-            digest.update(Path(workflows.__path__[0], name).read_bytes())
-        except FileNotFoundError:
-            raise ReportedError(f"workflows/{name} is missing here: {OTHER_CODE}") from None
-    for name in distributions:
-        with suppress(PackageNotFoundError):
-            digest.update(f"{name}=={version(name)}".encode())
-    return digest.hexdigest()[:16]
 
 
 def registered_code() -> str:
