@@ -22,6 +22,7 @@ from flytekit.core.type_engine import TypeEngine
 from scripts.dry_run import ROOT, Package, build_package
 from workflows.training import prepared
 from workflows.training.datasets import prepare
+from workflows.training.environment import visible_gpus
 
 IMAGE = "registry.example/trainer:1"
 LARGEST_SHARE = 0.8  # of the memory limit: other versions of torch want their part too
@@ -32,6 +33,12 @@ PATIENCE_SECONDS = 300  # for what takes some 20 s: a test that fails should say
 @functools.cache
 def package(*arguments: str, **environment: str) -> Package:
     return build_package(IMAGE, *arguments, environment=environment)
+
+
+def package_for_here(**environment: str) -> Package:
+    """For pods with the GPUs of this machine; with others they refuse to train."""
+    gpus = visible_gpus()
+    return package(**({"DDP_GPUS": str(gpus)} if gpus else {"DDP_PROFILE": "sandbox"}), **environment)
 
 
 def literal(value: Any, kind: Any = None) -> Literal:

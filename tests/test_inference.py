@@ -16,7 +16,7 @@ from flytekit.types.file import PythonPickledFile
 from PIL import Image
 
 from scripts.dry_run import decode
-from tests.pod import Pod, literal, package
+from tests.pod import Pod, literal, package_for_here
 from workflows.training import prepared
 from workflows.training.datasets import prepare
 from workflows.training.errors import InputError
@@ -119,7 +119,7 @@ def photos(tmp_path_factory):
 
 
 def registered():
-    return package(DDP_CONCURRENCY="3")
+    return package_for_here(DDP_CONCURRENCY="3")
 
 
 def map_task():

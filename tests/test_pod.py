@@ -11,7 +11,8 @@ from flyteidl.core.dynamic_job_pb2 import DynamicJobSpec
 from flyteidl.core.errors_pb2 import ContainerError
 from flyteidl.core.tasks_pb2 import Resources
 
-from tests.pod import Pod, literal, package, small_dataset
+from tests.pod import Pod, literal, package, package_for_here, small_dataset
+from workflows.training.autoencoder_job import AutoencoderHyperparameters, AutoencoderOptions
 from workflows.training.hyperparameters import Hyperparameters, RunOptions
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -27,7 +28,7 @@ def place(tmp_path_factory):
 @pytest.fixture(scope="module")
 def prepared(place):
     """The outputs of the first two pods: the name of the dataset, and the prepared dataset."""
-    tasks = package().tasks
+    tasks = package_for_here().tasks
     inputs = {"hp": literal(HP), "options": literal(RunOptions())}
     name = Pod(tasks["workflows.tasks.prepare.resolve_dataset"], inputs, place / "resolve").run()["o0"]
     assert name.scalar.primitive.string_value == "digits"
@@ -42,7 +43,7 @@ def small(place):
 
 
 def training_pod(data, folder, options, hp=SMALL, **more):
-    task = package().tasks["workflows.mnist.pytorch_mnist_task"]
+    task = package_for_here().tasks["workflows.mnist.pytorch_mnist_task"]
     return Pod(task, {"hp": literal(hp), "data": data, "options": literal(options)}, folder, **more)
 
 
@@ -101,12 +102,24 @@ def test_attempt_without_a_usable_checkpoint_starts_afresh(place, small, undistu
 def test_pod_with_other_code_than_registered_refuses(place, small):
     pod = training_pod(small, place / "stale", RunOptions(), environment={"DDP_TRAINING_CODE": "of yesterday"})
     assert pod.start().wait() == 0, "Flyte reads the error from the file"
-    assert "give --copy all" in pod.error.error.message
+    assert "leave out --copy none" in pod.error.error.message
     assert pod.error.error.kind == ContainerError.NON_RECOVERABLE
 
 
+@pytest.mark.parametrize("task", ["mnist.pytorch_mnist_task", "autoencoder.autoencoder_task"])
+def test_pod_without_the_gpus_that_it_asked_for_is_tried_elsewhere(place, small, task):
+    hp, options = (
+        (HP, RunOptions()) if task.startswith("mnist") else (AutoencoderHyperparameters(), AutoencoderOptions())
+    )
+    inputs = {"hp": literal(hp), "data": small, "options": literal(options)}
+    pod = Pod(package(DDP_GPUS="4").tasks[f"workflows.{task}"], inputs, place / task)
+    pod.start().wait()
+    assert "as many GPUs as were registered (4), got 0 on " in pod.error.error.message
+    assert pod.error.error.kind == ContainerError.RECOVERABLE
+
+
 def test_lost_mirror_is_worth_a_retry(place):
-    task = package().tasks["workflows.tasks.prepare.prepare_dataset"]
+    task = package_for_here().tasks["workflows.tasks.prepare.prepare_dataset"]
     nowhere = {"DDP_DATA_MIRROR": (place / "no-such-folder").as_uri(), "DDP_DATA_DIR": str(place / "empty")}
     blocked = {"https_proxy": "http://127.0.0.1:9", "http_proxy": "http://127.0.0.1:9"}
     pod = Pod(task, {"name": literal("mnist")}, place / "lost", environment={**nowhere, **blocked})
@@ -132,3 +145,5 @@ def test_gpus_of_one_run_reach_its_training_pod(place, gpus, expected):
     assert task.container.image == as_registered.container.image
     for field in ("metadata", "interface", "security_context", "extended_resources"):
         assert getattr(task, field) == getattr(as_registered, field), field
+    asked = {variable.key: variable.value for variable in task.container.env}["DDP_POD_GPUS"]
+    assert asked == str(gpus), "the pod counts them"

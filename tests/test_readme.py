@@ -27,7 +27,7 @@ NOT_RUN = {
     "DDP_PROFILE=sandbox make register IMAGE=localhost:30000/trainer:1 CLUSTER_CONFIG=~/.flyte/config-sandbox.yaml": (
         CLUSTER
     ),
-    "pyflyte --config flyte.config run --remote --copy all workflows/mnist.py pytorch_training_wf": CLUSTER,
+    "pyflyte --config flyte.config run --remote workflows/mnist.py pytorch_training_wf": CLUSTER,
 }
 BLOCKS = re.findall(r"^```(?:sh|console)\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
 
@@ -56,7 +56,7 @@ def user(tmp_path_factory) -> Dict[str, str]:
     (site,) = project.glob(".venv/lib/python*/site-packages")
     (site / "all.pth").write_text(sysconfig.get_path("purelib") + "\n")
     scripts = Path(sysconfig.get_path("scripts"))
-    for name in ("pyflyte", "pyflyte-execute"):
+    for name in ("pyflyte", "pyflyte-execute", "torchrun"):
         script = (scripts / name).read_text()
         target = project / ".venv" / "bin" / name
         target.write_text(re.sub(r"\A#!.*", f"#!{project}/.venv/bin/python", script))

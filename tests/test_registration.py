@@ -10,6 +10,7 @@ import tarfile
 from pathlib import Path
 
 import pytest
+import torch
 from flyteidl.core.interface_pb2 import VariableMap
 from flyteidl.core.types_pb2 import LiteralType, SimpleType
 from flytekit import Resources, Secret
@@ -93,11 +94,10 @@ def test_caches_and_retries(gpu):
     resolve = gpu.tasks["workflows.tasks.prepare.resolve_dataset"].metadata
     prepare = gpu.tasks["workflows.tasks.prepare.prepare_dataset"].metadata
     train = gpu.tasks[TRAINING].metadata
-    assert not resolve.discoverable, "a stand-in for MNIST must not be remembered"
-    for metadata in (prepare, train):
-        assert metadata.discoverable
-        assert metadata.cache_serializable
-    assert list(train.cache_ignore_input_vars) == ["options"]
+    assert all(metadata.discoverable for metadata in (resolve, prepare, train)), "a cached run starts no pod"
+    assert prepare.cache_serializable
+    assert train.cache_serializable
+    assert list(resolve.cache_ignore_input_vars) == list(train.cache_ignore_input_vars) == ["options"]
     assert (prepare.retries.retries, train.retries.retries) == (3, 2)
 
 
@@ -121,6 +121,13 @@ def test_cache_does_not_depend_on_where_it_runs(gpu, sandbox):
     assert versions[0] == versions[1]
 
 
+@pytest.mark.parametrize("workflow", ["gpus.train_on_gpus", "autoencoder.train_on_gpus"])
+def test_a_cached_run_with_gpus_of_its_own_starts_no_pod_either(gpu, workflow):
+    metadata = gpu.tasks[f"workflows.{workflow}"].metadata
+    assert metadata.discoverable
+    assert sorted(metadata.cache_ignore_input_vars) == ["gpus", "options"]
+
+
 # --- settings of the registration ---
 
 
@@ -137,6 +144,14 @@ def test_cache_does_not_depend_on_where_it_runs(gpu, sandbox):
         ("DDP_INTERRUPTIBLE", "yes", "true or false"),
         ("DDP_TIMEOUT_SECONDS", "6h", "whole number"),
         ("DDP_WANDB_SECRET", "key", "GROUP/KEY"),
+        ("DDP_ACCELERATOR", "V100", "7.0"),
+        ("DDP_ACCELERATOR", "V5E", "H100"),
+        ("DDP_ENV", "NAME=value", "an object"),
+        ("DDP_ENV", '{"NAME": 1}', '"NAME" with 1'),
+        ("DDP_ENV", '{"A=B": "1"}', "names of variables"),
+        ("DDP_ENV", '{"A": "1", "A": "2"}', '"A" is given twice'),
+        ("DDP_ENV", '{"DDP_GPUS": "8"}', "must not have DDP_GPUS"),
+        ("DDP_DATA_MIRROR", "/some/folder", "write file:///some/folder"),
     ],
 )
 def test_wrong_settings_are_refused(monkeypatch, variable, value, names):
@@ -152,6 +167,27 @@ def test_wrong_setting_ends_a_command_without_a_traceback(tmp_path):
         package(DDP_PROFILE="gpuu")
     assert "must be one of gpu" in str(raised.value)
     assert "Traceback" not in str(raised.value)
+
+
+def test_mirror_and_own_variables_reach_every_pod():
+    own = {"HTTPS_PROXY": "http://proxy.example:3128", "QUOTES": "\"'"}
+    mirror = {"DDP_DATA_MIRROR": "s3://bucket/originals"}
+    for task in package(DDP_ENV=json.dumps(own), **mirror).tasks.values():
+        given = {variable.key: variable.value for variable in task.container.env}
+        assert {**own, **mirror}.items() <= given.items(), task.id.name
+
+
+def test_mirror_with_a_password_stays_here(monkeypatch):
+    monkeypatch.setenv("DDP_DATA_MIRROR", "https://me:word@host/folder")
+    assert resources.pod_environment() == {}
+    monkeypatch.setenv("DDP_DATA_MIRROR", "abfs://container@account.example/folder")
+    assert resources.pod_environment() == {"DDP_DATA_MIRROR": "abfs://container@account.example/folder"}
+
+
+def test_accelerators_are_those_that_torch_has_code_for():
+    oldest = min(int(name.removeprefix("sm_")) for name in (torch._C._cuda_getArchFlags() or "sm_75").split())
+    assert {int(float(capability) * 10) < oldest for capability in resources.TOO_OLD.values()} == {True}
+    assert resources.ACCELERATORS.keys() - resources.TOO_OLD.keys() >= {"T4", "A10G", "L4", "A100", "H100", "H200"}
 
 
 def test_gpus_and_accelerator(monkeypatch):
@@ -260,6 +296,30 @@ def test_code_archive_holds_code_only_and_all_of_it(sandbox):
     locks = {"requirements.txt", "requirements-tensorflow.txt"}
     assert shipped - code == {*locks, ".dockerignore"}, "flytekit reads .dockerignore as docker does"
     assert code <= shipped
+
+
+@pytest.mark.parametrize("entry", ["mnist", "inference", "launch_plans"])
+def test_a_remote_run_ships_the_ranks_modules_without_importing_them(entry):
+    program = f"""if True:
+        import sys
+        import workflows.{entry}
+        from flytekit.constants import CopyFileDetection
+        from flytekit.tools.script_mode import ls_files
+        assert not {{"torch", "workflows.training.worker"}} & set(sys.modules)
+        files, _ = ls_files("{ROOT}", CopyFileDetection.LOADED_MODULES)
+        print("\\n".join(files))
+    """
+    shown = subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    shipped = [str(Path(file).relative_to(ROOT)) for file in shown.split()]
+    assert sorted(set(shipped)) == sorted(str(file.relative_to(ROOT)) for file in (ROOT / "workflows").rglob("*.py"))
+    assert len(shipped) == len(set(shipped)) or entry == "launch_plans"
+
+
+def test_flyte_2s_shim_is_refused_with_the_reason():
+    program = "import sys, types; sys.modules['flyte_migrate'] = types.ModuleType('shim'); import workflows.mnist"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "ReportedError: this package cannot be run by Flyte 2's flyte_migrate" in done.stderr
 
 
 def test_no_secret_travels(sandbox):

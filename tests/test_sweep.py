@@ -13,7 +13,7 @@ from flyteidl.core.dynamic_job_pb2 import DynamicJobSpec
 from flyteidl.core.errors_pb2 import ContainerError
 from flyteidl.core.literals_pb2 import Literal, LiteralCollection, Scalar, Void
 
-from tests.pod import Pod, literal, package, small_dataset
+from tests.pod import Pod, literal, package_for_here, small_dataset
 from workflows.training.hyperparameters import Hyperparameters, RunOptions
 from workflows.training.search import Sweep, TrialResult
 
@@ -121,14 +121,14 @@ def test_pods_of_a_map_task_report_what_came_of_their_trial(place):
         "name": literal("digits"),
         "options": literal(RunOptions()),
     }
-    pod = Pod(package().tasks["workflows.sweep.run_trials"], inputs, place / "run")
+    pod = Pod(package_for_here().tasks["workflows.sweep.run_trials"], inputs, place / "run")
     assert pod.start().wait() == 0, pod.log
     job = DynamicJobSpec.FromString((pod.folder / "futures.pb").read_bytes())
     (node,) = (node.array_node for node in job.nodes if node.HasField("array_node"))
     assert (node.parallelism, list(node.bound_inputs)) == (3, ["held_out", "options"])
     assert 0 < node.min_success_ratio * 2 <= 1, "one trial's failure is not the sweep's"
     (mapped,) = (task for task in job.tasks if "train_trial" in task.id.name)
-    registered = package().tasks["workflows.sweep.train_trial"]
+    registered = package_for_here().tasks["workflows.sweep.train_trial"]
     assert (mapped.metadata, mapped.container.resources) == (registered.metadata, registered.container.resources)
 
     inputs = {"hp": inputs["trials"], "held_out": small_dataset(place / "small"), "options": literal(RunOptions())}
@@ -144,7 +144,7 @@ def test_pods_of_a_map_task_report_what_came_of_their_trial(place):
         "trials": literals([HP] * 4),
         "results": Literal(collection=LiteralCollection(literals=results)),
     }
-    pod = Pod(package().tasks["workflows.sweep.compare"], inputs, place / "compare")
+    pod = Pod(package_for_here().tasks["workflows.sweep.compare"], inputs, place / "compare")
     best, *others = table(pod.run()["table"].scalar.blob.uri)
     assert (best["trial"], best["learning_rate"], best["failure"]) == ("3", "0.02", "")
     assert best["report"].startswith(str(trial.folder / "raw")), "Flyte's storage"
@@ -157,7 +157,7 @@ def test_pods_of_a_map_task_report_what_came_of_their_trial(place):
 def test_a_sweep_without_any_result_is_not_worth_a_retry(place):
     results = literals([TrialResult(HP, failure="this"), TrialResult(DIVERGES, failure="that")])
     inputs = {"sweep": literal(Sweep()), "name": literal("digits"), "trials": literals([HP, DIVERGES])}
-    pod = Pod(package().tasks["workflows.sweep.compare"], {**inputs, "results": results}, place / "nothing")
+    pod = Pod(package_for_here().tasks["workflows.sweep.compare"], {**inputs, "results": results}, place / "nothing")
     pod.start().wait()
     assert pod.error.error.kind == ContainerError.NON_RECOVERABLE
     for line in ("Trial 1 (learning_rate 0.02): this", "Trial 2 (learning_rate 1e+06): that"):

@@ -6,22 +6,18 @@ pyflyte run workflows/autoencoder.py autoencoder_wf --hp '{"max_epochs": 3}'
 from flytekit import Cache, dynamic, task, workflow
 
 from workflows.tasks.autoencoder import AutoencoderOutputs, resolve_for_autoencoder, train_autoencoder
-from workflows.tasks.inputs import explain_unreadable_settings
+from workflows.tasks.caching import OnClustersOnly
 from workflows.tasks.prepare import PreparedDataset, prepare_dataset
-from workflows.tasks.resources import (
-    registered_environment,
-    registration,
-    small_resources,
-    training_resources,
-    training_sizes,
-)
-from workflows.tasks.versions import AUTOENCODER_SOURCES, CodeVersion
+from workflows.tasks.pyflyte import set_up_pyflyte
+from workflows.tasks.resources import dynamic_resources, registration, resize, training_resources
+from workflows.tasks.versions import AUTOENCODER_SOURCES, DATA_SOURCES, CodeVersion
 from workflows.training.autoencoder_job import AutoencoderHyperparameters, AutoencoderOptions
 from workflows.training.errors import InputError
 
-explain_unreadable_settings()
+set_up_pyflyte()
 
 AUTOENCODER_CODE = (AUTOENCODER_SOURCES, ("torch", "lightning"))
+PREPARATION = CodeVersion((*DATA_SOURCES, "tasks/prepare.py", "autoencoder.py"), [])
 
 
 @task(
@@ -38,14 +34,17 @@ def autoencoder_task(
     return train_autoencoder(hp, data, options)
 
 
-# What a @dynamic starts is compiled in its pod, which therefore has to know the settings of the registration
-@dynamic(**small_resources(), environment=registered_environment())
+@dynamic(
+    task_config=OnClustersOnly(),
+    cache=Cache(policies=[CodeVersion(*AUTOENCODER_CODE), PREPARATION], ignored_inputs=("gpus", "options")),
+    **dynamic_resources(),
+)
 def train_on_gpus(gpus: int, hp: AutoencoderHyperparameters, options: AutoencoderOptions) -> AutoencoderOutputs:
     """Prepares the data and trains, in a pod with so many GPUs."""
     if not 0 <= gpus <= 64:
         raise InputError(f"gpus must be at least 0 and at most 64, got {gpus}")
     data = prepare_dataset(name=resolve_for_autoencoder(hp=hp, options=options))
-    return autoencoder_task(hp=hp, data=data, options=options).with_overrides(**training_sizes(gpus))
+    return autoencoder_task(hp=hp, data=data, options=options).with_overrides(**resize(autoencoder_task, gpus))
 
 
 @workflow

@@ -5,14 +5,14 @@ pyflyte run workflows/cifar10.py cifar10_wf
 
 from flytekit import Cache, task, workflow
 
-from workflows.tasks.inputs import explain_unreadable_settings
 from workflows.tasks.prepare import PreparedDataset, prepare_dataset, resolve_dataset
+from workflows.tasks.pyflyte import set_up_pyflyte
 from workflows.tasks.resources import training_resources
 from workflows.tasks.train import TRAINING_CODE, TrainingOutputs, train
 from workflows.tasks.versions import CodeVersion
 from workflows.training.hyperparameters import CIFAR10Hyperparameters, RunOptions
 
-explain_unreadable_settings()
+set_up_pyflyte()
 
 
 @task(

@@ -1,23 +1,30 @@
 """The same training with the number of GPUs as an input of each run instead of a setting of the registration."""
 
-from flytekit import dynamic, workflow
+from flytekit import Cache, dynamic, workflow
 
 from workflows.mnist import pytorch_mnist_task
-from workflows.tasks.inputs import explain_unreadable_settings
+from workflows.tasks.caching import OnClustersOnly
 from workflows.tasks.prepare import prepare_dataset, resolve_dataset
-from workflows.tasks.resources import registered_environment, small_resources, training_sizes
-from workflows.tasks.train import TrainingOutputs
+from workflows.tasks.pyflyte import set_up_pyflyte
+from workflows.tasks.resources import dynamic_resources, resize
+from workflows.tasks.train import TRAINING_CODE, TrainingOutputs
+from workflows.tasks.versions import DATA_SOURCES, CodeVersion
 from workflows.training.hyperparameters import Hyperparameters, RunOptions
 
-explain_unreadable_settings()
+set_up_pyflyte()
+
+PREPARATION = CodeVersion((*DATA_SOURCES, "tasks/prepare.py", "gpus.py"), [])
 
 
-# What a @dynamic starts is compiled in its pod, which therefore has to know the settings of the registration
-@dynamic(**small_resources(), environment=registered_environment())
+@dynamic(
+    task_config=OnClustersOnly(),
+    cache=Cache(policies=[CodeVersion(*TRAINING_CODE), PREPARATION], ignored_inputs=("gpus", "options")),
+    **dynamic_resources(),
+)
 def train_on_gpus(gpus: int, hp: Hyperparameters, options: RunOptions) -> TrainingOutputs:
     """Trains in a pod with so many GPUs; 0 is a small pod without any. A local run uses what the machine has."""
     data = prepare_dataset(name=resolve_dataset(hp=hp, options=options))
-    return pytorch_mnist_task(hp=hp, data=data, options=options).with_overrides(**training_sizes(gpus))
+    return pytorch_mnist_task(hp=hp, data=data, options=options).with_overrides(**resize(pytorch_mnist_task, gpus))
 
 
 @workflow

@@ -16,12 +16,12 @@ from workflows.observers.hardware import as_page, as_text, facts
 from workflows.observers.machine import Machine, look, warnings
 from workflows.observers.nvidia import NotKnown
 from workflows.tasks.execution import is_local, run_dir
-from workflows.tasks.inputs import explain_unreadable_settings
 from workflows.tasks.observing import deck_publisher
+from workflows.tasks.pyflyte import set_up_pyflyte
 from workflows.tasks.resources import training_resources
 from workflows.training.hyperparameters import Hyperparameters, RunOptions
 
-explain_unreadable_settings()
+set_up_pyflyte()
 
 
 @dataclass(frozen=True)

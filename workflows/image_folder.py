@@ -11,15 +11,15 @@ from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
 from workflows.tasks.image_folder import attach, find_images, index_images
-from workflows.tasks.inputs import explain_unreadable_settings
 from workflows.tasks.loading_study import LoadingChoice, study_loading
 from workflows.tasks.prepare import PreparedDataset
+from workflows.tasks.pyflyte import set_up_pyflyte
 from workflows.tasks.resources import training_resources
 from workflows.tasks.train import TRAINING_CODE, TrainingOutputs, train
 from workflows.tasks.versions import CodeVersion
 from workflows.training.folder_settings import FolderHyperparameters, FolderOptions, ImageSettings, LoadingSettings
 
-explain_unreadable_settings()
+set_up_pyflyte()
 
 
 @task(

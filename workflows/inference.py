@@ -14,20 +14,20 @@ from flytekit.types.file import PythonPickledFile
 from workflows.mnist import pytorch_training_wf
 from workflows.tasks.gather import InferenceOutputs, gather_shards
 from workflows.tasks.inference import check_inputs, plan_shards, predict_shard
-from workflows.tasks.inputs import explain_missing_paths, explain_unreadable_settings
+from workflows.tasks.inputs import explain_missing_paths
 from workflows.tasks.prepare import PreparedDataset, prepare_dataset
-from workflows.tasks.resources import registered_environment, registration, small_resources
+from workflows.tasks.pyflyte import set_up_pyflyte
+from workflows.tasks.resources import dynamic_resources, registration
 from workflows.tasks.timing import TimingOutputs, check_timing, time_inference
 from workflows.training.hyperparameters import Hyperparameters, RunOptions
 from workflows.training.measurement import TimingOptions
 from workflows.training.shards import InferenceOptions
 
-explain_unreadable_settings()
+set_up_pyflyte()
 explain_missing_paths()
 
 
-# What a @dynamic starts is compiled in its pod, which therefore has to know the settings of the registration
-@dynamic(**small_resources(), environment=registered_environment())
+@dynamic(**dynamic_resources())
 def given_or_trained(
     model_state: Optional[PythonPickledFile], data: PreparedDataset, options: InferenceOptions
 ) -> PythonPickledFile:

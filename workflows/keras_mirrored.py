@@ -15,11 +15,11 @@ from flytekit.types.file import FlyteFile
 from workflows.observers.console import say
 from workflows.observers.mirrored import mirrored_page
 from workflows.tasks.execution import flyte_retries, is_local, run_dir
-from workflows.tasks.inputs import explain_unreadable_settings
 from workflows.tasks.observing import deck_publisher
-from workflows.tasks.resources import KERAS_IMAGE, is_named, training_resources
+from workflows.tasks.pyflyte import set_up_pyflyte
+from workflows.tasks.resources import KERAS_IMAGE, check_gpus, is_named, training_resources
 from workflows.training import launcher, mirrored
-from workflows.training.environment import World
+from workflows.training.environment import World, nvidia_devices
 from workflows.training.errors import InputError, ReportedError
 from workflows.training.events import EpochFinished, Event, Printed
 from workflows.training.failures import RankFailed
@@ -30,7 +30,7 @@ from workflows.training.storage import write_whole, writing_to
 WORKER = f"{mirrored.__name__}:run"  # imported here, so that Flyte ships it; TensorFlow is not
 TIMEOUT_SECONDS = 300.0  # without a step, after which the run counts as hung
 
-explain_unreadable_settings()
+set_up_pyflyte()
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,7 @@ class MirroredOutputs(NamedTuple):
 def train_mirrored(hp: MirroredHyperparameters) -> MirroredOutputs:
     """Trains the network on scikit-learn's breast-cancer data in processes of their own."""
     started = time.time()
+    check_gpus(nvidia_devices())  # TensorFlow, which could count better, is for the processes to import
     if find_spec("tensorflow") is None:
         raise ReportedError('TensorFlow is missing: make keras, or pip install -e ".[tensorflow]"')
     with flyte_retries(), run_dir("keras") as folder:

@@ -14,9 +14,9 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 from workflows.observers.console import say
 from workflows.tasks.elastic import train_rank
-from workflows.tasks.inputs import explain_unreadable_settings
 from workflows.tasks.nodes import resolve_for_nodes
 from workflows.tasks.prepare import PreparedDataset, prepare_dataset
+from workflows.tasks.pyflyte import set_up_pyflyte
 from workflows.tasks.resources import registered_environment, registration, training_resources
 from workflows.tasks.train import TRAINING_CODE, TrainingOutputs
 from workflows.tasks.versions import CodeVersion
@@ -40,7 +40,7 @@ else:
                 raise FlyteRecoverableException(f"the meeting place of the nodes is lost: {error}") from error
 
     TaskPlugins.register_pythontask_plugin(Nodes, NodesTask)
-    explain_unreadable_settings()
+    set_up_pyflyte()
     asked, arguments = registration(), training_resources()
     rendezvous = dict.fromkeys(("timeout", "join_timeout", "read_timeout"), asked.join_minutes * 60)
     nodes = Nodes(

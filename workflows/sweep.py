@@ -19,10 +19,10 @@ from workflows.observers.comparison import chosen, comparison, failures, ranked,
 from workflows.observers.console import say
 from workflows.tasks.execution import is_local, run_dir
 from workflows.tasks.held_out import hold_out_validation
-from workflows.tasks.inputs import explain_unreadable_settings
 from workflows.tasks.observing import deck_publisher
 from workflows.tasks.prepare import PreparedDataset, prepare_dataset, resolve_dataset
-from workflows.tasks.resources import registered_environment, small_resources, training_resources
+from workflows.tasks.pyflyte import set_up_pyflyte
+from workflows.tasks.resources import dynamic_resources, small_resources, training_resources
 from workflows.tasks.train import TrainingSummary, train
 from workflows.tasks.versions import TRAINING_SOURCES, CodeVersion
 from workflows.training.environment import choose_world
@@ -31,7 +31,7 @@ from workflows.training.failures import RankFailed
 from workflows.training.hyperparameters import Hyperparameters, RunOptions
 from workflows.training.search import Sweep, TrialResult, trials_of
 
-explain_unreadable_settings()
+set_up_pyflyte()
 
 TRIAL_CODE = ((*TRAINING_SOURCES, "training/search.py", "sweep.py"), ("torch",))
 NO_RESULT = "no result even after Flyte's retries: the log of its pod says why"
@@ -104,8 +104,7 @@ def failed(hp: Hyperparameters, error: RankFailed, seconds: float = 0.0) -> Tria
     return TrialResult(hp, seconds=seconds, failure=reason)
 
 
-# What a @dynamic starts is compiled in its pod, which therefore has to know the settings of the registration
-@dynamic(**small_resources(), environment=registered_environment())
+@dynamic(**dynamic_resources())
 def run_trials(
     sweep: Sweep, trials: List[Hyperparameters], name: str, options: RunOptions
 ) -> List[Optional[TrialResult]]:

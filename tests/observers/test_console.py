@@ -58,7 +58,7 @@ def on_terminal(program: str, *arguments: str, columns: int = 100) -> str:
     return b"".join(pieces).decode()
 
 
-@pytest.mark.parametrize("columns", [40, 100])
+@pytest.mark.parametrize("columns", [40, 80, 120])
 def test_terminal_has_one_live_line(recorded, recorded_file, columns):
     program = """if True:
         import pickle, sys
@@ -66,6 +66,8 @@ def test_terminal_has_one_live_line(recorded, recorded_file, columns):
         from workflows.observers.console import LiveConsole, open_console, say
         console = open_console()
         assert isinstance(console, LiveConsole)
+        console._progress.refresh()
+        say("above the line")
         for event in pickle.loads(Path(sys.argv[1]).read_bytes()).events:
             console(event)
             console._progress.refresh()
@@ -77,9 +79,10 @@ def test_terminal_has_one_live_line(recorded, recorded_file, columns):
     epoch = recorded.of(EpochFinished)[-1]
     assert f"Epoch 2 of 2: test accuracy {epoch.accuracy:.2%}" in said
     assert said.count("Epoch 2 of 2") == 1
-    if columns == 100:
+    if columns == 120:
         assert f"loss {recorded.of(StepLogged)[-1].loss:.3f}" in said
         assert "images/s" in said
+    assert "\x1b[2Kabove the line\r\n" in said, "not behind the live one, which would run over"
     assert said.rstrip().endswith("the end")
     # whatever was drawn has been cleared again: what follows begins at the start of a line
     assert said.endswith("\x1b[2Kthe end\r\n")

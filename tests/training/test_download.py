@@ -12,6 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from workflows.training.download import Limits, Mirrors, mirror_from_environment
 from workflows.training.errors import DownloadError, InputError
@@ -242,14 +243,39 @@ def test_file_mirrors(folder, tmp_path):
     assert Mirrors([source.as_uri()]).fetch(NAME, MD5, folder).read_bytes() == CONTENT
 
 
+def test_mirrors_in_a_storage(folder):
+    storage = MemoryFileSystem()
+    storage.pipe("memory://mirror/" + NAME, CONTENT)
+
+    def open_stored(url):
+        return storage.open(url.replace("s3://", "memory://"), "rb")
+
+    told = []
+    urls = ["s3://empty", "s3://mirror/"]
+    mirrors = Mirrors(urls, lambda *report: told.append(report), open_stored=open_stored)
+    assert mirrors.fetch(NAME, MD5, folder).read_bytes() == CONTENT
+    assert told[-1] == (NAME, len(CONTENT), len(CONTENT))
+    for opener, reason in ((open_stored, "no such file"), (None, "only Flyte's tasks")):
+        with pytest.raises(DownloadError, match=reason):
+            Mirrors(["s3://empty"], open_stored=opener).fetch("other", MD5, folder)
+
+    def refused(url):
+        raise PermissionError("Forbidden\nfor you")
+
+    with pytest.raises(DownloadError, match="s3://mirror: PermissionError: Forbidden for you"):
+        Mirrors(["s3://mirror"], open_stored=refused).fetch("other", MD5, folder)
+
+
 @pytest.mark.parametrize("value", ["ftp://host/x", "/some/folder", "host", "http:///x", "http://[", "file://host/x"])
 def test_mirror_that_is_no_url_of_a_folder_is_refused(value, monkeypatch):
     monkeypatch.setenv("DDP_DATA_MIRROR", value)
-    with pytest.raises(InputError, match="DDP_DATA_MIRROR must be the http, https or file URL of a folder"):
+    with pytest.raises(InputError, match="DDP_DATA_MIRROR must be the URL of a folder"):
         mirror_from_environment()
 
 
-@pytest.mark.parametrize("value", ["http://host/x", "https://me:word@host:8443", "file:///x", "file://localhost/x"])
+@pytest.mark.parametrize(
+    "value", ["http://host/x", "https://me:word@host:8443", "file:///x", "file://localhost/x", "s3://bucket/folder"]
+)
 def test_mirror_is_taken_from_the_environment(value, monkeypatch):
     monkeypatch.setenv("DDP_DATA_MIRROR", value)
     assert mirror_from_environment() == value

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from mashumaro.codecs.json import JSONDecoder
 from mashumaro.codecs.msgpack import MessagePackDecoder
 
-from workflows.tasks.inputs import read_settings
 from workflows.training.errors import InputError
 from workflows.training.hyperparameters import Hyperparameters, RunOptions
+from workflows.training.reading import read_settings
 
 WRONG = [
     ('{"epochz": 2}', ['no field "epochz"', "did you mean epochs?", "batch_size"]),
@@ -98,6 +98,28 @@ def test_broken_files_are_answered_with_place_and_reason(tmp_path):
     broken.write_bytes(b"\xff\xfe\xfa")
     with pytest.raises(InputError, match="cannot be read"):
         read_settings(str(broken))
+
+
+@pytest.mark.parametrize(
+    "text", ['{"epochs": 1, "seed": 2, "epochs": 3}', '{"values": {"epochs": [1], "epochs": [2]}}']
+)
+def test_what_is_given_twice_is_refused(tmp_path, text):
+    for read in (Hyperparameters.from_json, read_settings):
+        with pytest.raises(InputError, match='"epochs" is given twice'):
+            read(text)
+    file = tmp_path / "hp.json"
+    file.write_text(text)
+    with pytest.raises(InputError, match=r'hp.json: "epochs" is given twice'):
+        read_settings(str(file))
+
+
+def test_what_is_given_twice_in_yaml_is_refused(tmp_path):
+    file = tmp_path / "hp.yaml"
+    file.write_text("base: &base {seed: 1, epochs: 2}\nmine:\n  <<: *base\n  epochs: 3\n")
+    assert read_settings(str(file))["mine"] == {"seed": 1, "epochs": 3}, "a value that replaces a merged one is meant"
+    file.write_text("seed: 1\nepochs: 2\nseed: 3\n")
+    with pytest.raises(InputError, match=r'hp.yaml: "seed" is given twice'):
+        read_settings(str(file))
 
 
 @pytest.mark.parametrize("preset", sorted(Path(__file__).parents[2].glob("presets/*.yaml")), ids=lambda path: path.stem)

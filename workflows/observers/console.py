@@ -21,7 +21,9 @@ from workflows.training.events import (
 
 
 def say(text: str) -> None:
-    click.echo(text, err=True)  # standard output is the workflow's own: its result
+    # Standard output is the workflow's own: its result. By name, for with err=True click writes past rich, which puts
+    # lines above the live one
+    click.echo(text, file=sys.stderr)
 
 
 def on_terminal() -> bool:

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import List, NamedTuple
 
-from flytekit import task
+from flytekit import Cache, task
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile, PythonPickledFile
 
@@ -16,11 +16,12 @@ from workflows.observers.article import document
 from workflows.observers.autoencoder import page, say_event
 from workflows.observers.console import say
 from workflows.observers.tracking import choose_tracking
+from workflows.tasks.caching import OnClustersOnly
 from workflows.tasks.execution import flyte_retries, is_local, run_dir
 from workflows.tasks.observing import deck_publisher
 from workflows.tasks.prepare import resolve_name
-from workflows.tasks.resources import small_resources
-from workflows.tasks.versions import check_registered_code
+from workflows.tasks.resources import check_gpus, small_resources
+from workflows.tasks.versions import CodeVersion, check_registered_code
 from workflows.training import launcher, prepared
 from workflows.training.autoencoder_job import (
     AutoencoderHyperparameters,
@@ -28,7 +29,7 @@ from workflows.training.autoencoder_job import (
     AutoencoderOptions,
     AutoencoderResult,
 )
-from workflows.training.environment import World, choose_world
+from workflows.training.environment import World, choose_world, visible_gpus
 from workflows.training.errors import InputError
 from workflows.training.held_out import held_out_count
 
@@ -85,9 +86,13 @@ class AutoencoderOutputs(NamedTuple):
     logs: FlyteDirectory
 
 
-@task(**small_resources())
+@task(
+    task_config=OnClustersOnly(),
+    cache=Cache(policies=CodeVersion(["tasks/autoencoder.py", "tasks/prepare.py"], []), ignored_inputs="options"),
+    **small_resources(),
+)
 def resolve_for_autoencoder(hp: AutoencoderHyperparameters, options: AutoencoderOptions) -> str:
-    """The name of the dataset to train on; never cached, so that a stand-in is never remembered.
+    """The name of the dataset to train on; a stand-in, of local runs alone, is not cached.
 
     A local run finds out here, before anything is downloaded or spawned, whether this machine can do what is asked.
     """
@@ -124,6 +129,7 @@ def train_autoencoder(
     """Trains on a prepared dataset with one process per rank; see launcher.launch for what it raises."""
     started = time.time()
     check_registered_code()
+    check_gpus(visible_gpus())
     world = check_machine(hp, options)
     launcher.warm_up([*launcher.PRELOAD, "lightning.pytorch"])  # seconds, once for all ranks, while the data arrive
     with flyte_retries():

@@ -5,7 +5,6 @@ import hashlib
 import os
 import signal
 import tempfile
-import threading
 import time
 from pathlib import Path
 from typing import Any, Callable, List, Optional
@@ -16,11 +15,12 @@ from flytekit.types.file import FlyteFile
 from torch import distributed
 
 from workflows.tasks.execution import flyte_retries
-from workflows.tasks.resources import registration
+from workflows.tasks.resources import check_gpus, registration
 from workflows.tasks.train import TRAINING_CODE, TrainingOutputs, train_by
-from workflows.tasks.versions import code_version
 from workflows.training import prepared, worker
-from workflows.training.environment import Environment, environment_from_torchrun
+from workflows.training.code_version import code_version
+from workflows.training.direct_link import DirectLink
+from workflows.training.environment import Environment, environment_from_torchrun, visible_gpus
 from workflows.training.errors import InputError, StopRequested
 from workflows.training.events import Event
 from workflows.training.failures import Preempted, from_exception, name_the_cause
@@ -31,27 +31,10 @@ from workflows.training.process_group import process_group
 GRACE_SECONDS = 5.0  # for the rank that is the cause of a failure to be the first to report one
 
 
-class DirectLink:
-    """Leads events to observers in this process; there is no parent to talk to."""
-
-    def __init__(self, on_event: Callable[[Event], None]):
-        self.stop_requested = False
-        self._on_event, self._lock = on_event, threading.Lock()  # the checkpoint thread emits too
-
-    def emit(self, event: Event) -> None:
-        with self._lock:
-            self._on_event(event)
-
-    def alive(self) -> None:
-        pass
-
-    def on_signal(self, *_: Any) -> None:
-        self.stop_requested = True
-
-
 def train_rank(hp: Hyperparameters, data: FlyteDirectory, options: RunOptions) -> Optional[TrainingOutputs]:
     """Trains as one rank; returns the outputs on rank 0, which alone observes and keeps checkpoints, else None."""
     asked = registration()
+    check_gpus(visible_gpus())
     environment = environment_from_torchrun(hp.backend, asked.node_range, asked.ranks_per_node)
     folder = download_once(data)
     with flyte_retries():

@@ -11,6 +11,7 @@ from flytekit.core.data_persistence import FileAccessProvider
 from flytekit.types.directory import FlyteDirectory
 
 from workflows.observers.console import say
+from workflows.tasks.caching import OnClustersOnly
 from workflows.tasks.execution import forget_lost_results, is_local
 from workflows.tasks.prepare import PreparedDataset
 from workflows.tasks.resources import preparation_resources
@@ -35,11 +36,18 @@ class FoundImages(NamedTuple):
     stamp: str
 
 
-@task(**preparation_resources())
+@task(
+    task_config=OnClustersOnly(),
+    cache=Cache(
+        policies=CodeVersion((*FOLDER_SOURCES, "tasks/image_folder.py"), ["pillow"]),
+        ignored_inputs=("backend", "nproc", "batch_size"),
+    ),
+    **preparation_resources(),
+)
 def find_images(
     folder: str, images: ImageSettings, backend: str = "auto", nproc: int = 0, batch_size: int = 1
 ) -> FoundImages:
-    """The folder to read; never cached, because what is in it may have changed.
+    """The folder to read; a local run looks anew each time, because what is in it may have changed.
 
     A local run finds out here whether there is something to train on, and whether this machine can train on it.
     """

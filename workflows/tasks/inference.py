@@ -18,16 +18,19 @@ from workflows.observers.console import Console, say
 from workflows.tasks.execution import flyte_retries, is_local, runs_dir
 from workflows.tasks.prepare import PreparedDataset, resolve_name
 from workflows.tasks.resources import (
+    check_gpus,
     preparation_resources,
     registration,
     small_resources,
+    training_environment,
     training_resources,
     training_sizes,
 )
 from workflows.tasks.stored_images import fetch, list_files
-from workflows.tasks.versions import INFERENCE_SOURCES, CodeVersion, check_registered_code, code_version
+from workflows.tasks.versions import INFERENCE_SOURCES, CodeVersion, check_registered_code
 from workflows.training import launcher, prepared
-from workflows.training.environment import World, choose_world
+from workflows.training.code_version import code_version
+from workflows.training.environment import World, choose_world, visible_gpus
 from workflows.training.errors import InputError
 from workflows.training.shards import InferenceOptions, ModelFile, Shard, ShardJob
 from workflows.training.storage import remove_leftovers, temporary_beside, writing_to
@@ -40,9 +43,11 @@ INFERENCE_CODE = (INFERENCE_SOURCES, ("torch", "pillow"))
 
 def one_device() -> Dict[str, Any]:
     """Arguments of @task for predicting a shard: as for training, but with one GPU at most, and no tracker."""
+    gpus = min(1, registration().training_gpus)
     return {
         **training_resources(),
-        **training_sizes(min(1, registration().training_gpus)),
+        **training_sizes(gpus),
+        "environment": training_environment(gpus),
         "secret_requests": None,
     }
 
@@ -59,7 +64,7 @@ def check_inputs(
     return resolve_name(options.dataset)
 
 
-@task(retries=2, **preparation_resources(), environment=training_resources()["environment"])
+@task(retries=2, **preparation_resources() | {"environment": training_environment(0)})
 def plan_shards(
     model_state: PythonPickledFile, data: PreparedDataset, folder: Optional[FlyteDirectory], options: InferenceOptions
 ) -> List[Shard]:
@@ -117,6 +122,7 @@ def predict_shard(
         say(f"{shard.name}: as it was predicted before")
         return CSVFile(str(part), remote_path=False)
     check_registered_code()
+    check_gpus(visible_gpus())
     started = time.perf_counter()
     with flyte_retries(), tempfile.TemporaryDirectory(prefix="ddp-") as copies:
         names = list(list_files(folder))[shard.first : shard.last] if folder is not None else []

@@ -1,31 +1,11 @@
 """Readable answers to unreadable --hp and --options values."""
 
-import json
-from pathlib import Path
 from typing import Any
 
-import yaml
 from flytekit.interaction.click_types import DirParamType, FileParamType, JsonParamType, UnionParamType
 
-from workflows.training.errors import InputError
+from workflows.training.reading import read_settings
 from workflows.training.settings import Settings
-
-
-def read_settings(text: str) -> Any:
-    """What JSON text, or a .json or .yaml file at a path, holds; raises InputError with the place and the reason."""
-    try:
-        if text.lstrip()[:1] in ("{", "["):
-            return json.loads(text)
-        return yaml.safe_load(Path(text).read_text())  # YAML contains JSON
-    except json.JSONDecodeError as error:
-        raise InputError(f"not JSON: {error.msg} at line {error.lineno}, column {error.colno} of {text}") from None
-    except yaml.YAMLError as error:
-        raise InputError(f"{text} is neither JSON nor YAML: {' '.join(str(error).split())}") from None
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise InputError(
-            f"{text[:200]} cannot be read ({reason}): give a JSON object or a .json or .yaml file"
-        ) from None
 
 
 def explain_unreadable_settings() -> None:

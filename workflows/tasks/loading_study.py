@@ -14,8 +14,9 @@ from workflows.observers.console import say
 from workflows.observers.loading_page import loading_page
 from workflows.tasks.execution import flyte_retries, is_local, run_dir
 from workflows.tasks.observing import deck_publisher
+from workflows.tasks.resources import check_gpus
 from workflows.training import launcher, prepared
-from workflows.training.environment import choose_world
+from workflows.training.environment import choose_world, visible_gpus
 from workflows.training.events import Event, Printed
 from workflows.training.folder_settings import LoadingSettings
 from workflows.training.loading_times import LoadingJob, LoadingTimes, recommended
@@ -35,6 +36,7 @@ class LoadingChoice:
 
 def study_loading(data: FlyteDirectory, study: LoadingSettings) -> Tuple[LoadingChoice, FlyteFile]:
     """Times the loading by one rank; returns the recommended setting, and the page."""
+    check_gpus(visible_gpus())
     folder = Path(data.download())
     description = prepared.verify(folder)
     world = choose_world("auto", 1, 1)

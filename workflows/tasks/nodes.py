@@ -1,14 +1,22 @@
 """What can be said of a training on many nodes before they meet. No torch: it would not fit into a small pod."""
 
-from flytekit import task
+import json
 
+from flytekit import Cache, task
+
+from workflows.tasks.caching import OnClustersOnly
 from workflows.tasks.execution import is_local
-from workflows.tasks.resources import registered_environment, registration, small_resources
+from workflows.tasks.resources import dynamic_resources, registered_environment, registration
+from workflows.tasks.versions import CodeVersion
 from workflows.training.errors import InputError
 from workflows.training.hyperparameters import Hyperparameters
 
 
-@task(**small_resources(), environment=registered_environment())
+@task(
+    task_config=OnClustersOnly(),
+    cache=Cache(policies=CodeVersion(("tasks/nodes.py",), []), salt=json.dumps(registered_environment())),
+    **dynamic_resources(),
+)
 def resolve_for_nodes(hp: Hyperparameters, auto: str = "mnist") -> str:
     """The name of the dataset to train on; refuses what the nodes would only find out after they have met."""
     if is_local():

@@ -1,10 +1,13 @@
 """From a dataset's name to the prepared dataset, as Flyte tasks."""
 
-from flytekit import Cache, HashMethod, task
+from typing import BinaryIO
+
+from flytekit import Cache, FlyteContextManager, HashMethod, task
 from flytekit.types.directory import FlyteDirectory
 from typing_extensions import Annotated
 
 from workflows.observers.console import download_progress, say
+from workflows.tasks.caching import OnClustersOnly
 from workflows.tasks.execution import flyte_retries, forget_lost_results, is_local
 from workflows.tasks.resources import preparation_resources, small_resources
 from workflows.tasks.versions import DATA_SOURCES, CodeVersion
@@ -21,9 +24,13 @@ def content_digest(directory: FlyteDirectory) -> str:
 PreparedDataset = Annotated[FlyteDirectory, HashMethod(content_digest)]
 
 
-@task(**small_resources())
+@task(
+    task_config=OnClustersOnly(),
+    cache=Cache(policies=CodeVersion(["tasks/prepare.py"], []), ignored_inputs="options"),
+    **small_resources(),
+)
 def resolve_dataset(hp: Hyperparameters, options: RunOptions, auto: str = "mnist") -> str:
-    """The name of the dataset to train on, auto being the workflow's; never cached, as a stand-in must not be.
+    """The name of the dataset to train on, auto being the workflow's; a stand-in, of local runs alone, is not cached.
 
     A local run finds out here, before anything is downloaded or spawned, whether this machine can do what is asked.
     """
@@ -51,11 +58,17 @@ def is_to_be_had(name: str) -> bool:
         return True
     try:
         with download_progress() as progress:
-            datasets.prepare(name, progress)
+            datasets.prepare(name, progress, open_stored)
     except DownloadError as error:
         say(f"{name} cannot be had here: this run trains on digits, scikit-learn's 1,797 handwritten digits.\n{error}")
         return False
     return True
+
+
+def open_stored(url: str) -> BinaryIO:
+    """A file of Flyte's storage, or of another one, as Flyte's settings for it say."""
+    file: BinaryIO = FlyteContextManager.current_context().file_access.get_filesystem_for_path(url).open(url, "rb")
+    return file
 
 
 @task(
@@ -66,6 +79,6 @@ def is_to_be_had(name: str) -> bool:
 def prepare_dataset(name: str) -> PreparedDataset:
     """Downloads and prepares the named dataset (see workflows.training.prepared for its form)."""
     with flyte_retries(), download_progress() as progress:
-        folder = datasets.prepare(name, progress)
+        folder = datasets.prepare(name, progress, open_stored)
     # A local run uses the folder where it is: a copy would only land in a temporary place
     return FlyteDirectory(str(folder), remote_directory=False if is_local() else None)

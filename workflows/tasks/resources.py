@@ -8,25 +8,35 @@ depends on them.
 import dataclasses
 import json
 import os
+import platform
 import re
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Dict, Tuple
+from urllib.parse import urlsplit
 
 from flytekit import FlyteContextManager, Resources, Secret
+from flytekit.core.base_task import PythonTask
 from flytekit.core.context_manager import ExecutionState
 from flytekit.extras import accelerators
 
+from workflows.tasks.execution import flyte_retries
 from workflows.tasks.versions import CODE_VARIABLE, registered_code
+from workflows.training.download import MIRROR_VARIABLE, mirror_from_environment
 from workflows.training.environment import DEFAULT_CPU_RANKS
-from workflows.training.errors import InputError
-from workflows.training.settings import Settings, setting
+from workflows.training.errors import InputError, RecoverableError
+from workflows.training.settings import Settings, read_json, setting
 
 IMAGE, KERAS_IMAGE = "{{.image.trainer}}", "{{.image.keras}}"  # named in flyte.config, or by --image trainer=NAME
 QUANTITY = r"\d+(\.\d+)?(m|k|M|G|T|Ki|Mi|Gi|Ti)?"  # Kubernetes' notation
 ACCELERATORS = {
-    name: value for name, value in vars(accelerators).items() if isinstance(value, accelerators.BaseAccelerator)
+    name: value
+    for name, value in vars(accelerators).items()
+    if isinstance(value, accelerators.BaseAccelerator) and value.to_flyte_idl().device.startswith("nvidia-")
 }
+# Their compute capability; the lock's torch has code for 7.5, 8.0, 8.6, 9.0, 10.0 and 12.0, and what these run
+TOO_OLD = {"K80": "3.7", "M60": "5.2", "P100": "6.0", "P4": "6.1", "V100": "7.0"}
+GPUS_VARIABLE = "DDP_POD_GPUS"
 
 
 @dataclass(frozen=True)
@@ -51,6 +61,7 @@ class Registration(Settings):
         nproc_per_node: ranks per node there; 0 is one per GPU, or two under profile sandbox.
         join_minutes: that the first nodes wait there for the last: one has the image, another has yet to be made.
         concurrency: shards of workflows/inference.py that are predicted at a time; 0 leaves it to the cluster.
+        env: variables of the user's for all pods, by name. Everybody who sees the tasks in Flyte sees them.
     """
 
     profile: str = setting("gpu", choices=("gpu", "sandbox"))
@@ -72,9 +83,25 @@ class Registration(Settings):
     nproc_per_node: int = setting(0, minimum=0, maximum=64)
     join_minutes: int = setting(15, minimum=1, maximum=1440)
     concurrency: int = setting(0, minimum=0)
+    env: dict = setting({})  # noqa: RUF009 copied
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.accelerator in TOO_OLD:
+            raise InputError(
+                f"Registration.accelerator must be a kind that torch has code for, compute capability 7.5 or more, got "
+                f"{self.accelerator} ({TOO_OLD[self.accelerator]}): name another one, or build an image with an older "
+                "torch"
+            )
+        ours = {MIRROR_VARIABLE, CODE_VARIABLE, GPUS_VARIABLE, *map(variable_of, dataclasses.fields(self))}
+        for name, value in self.env.items():
+            if not (re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name) and isinstance(value, str)):
+                raise InputError(
+                    f"Registration.env must have names of variables and strings for them, got {json.dumps(name)} with "
+                    f'{json.dumps(value)}: write it as {{"NAME": "value"}}'
+                )
+            if name in ours:
+                raise InputError(f"Registration.env must not have {name}, got {json.dumps(value)}: set it beside this")
         for size in (f"{pod}_{of}" for pod in ("training", "preparation", "small") for of in ("cpu", "memory", "disk")):
             value = getattr(self, size)
             if not re.fullmatch(f"{QUANTITY}(:{QUANTITY})?", value) and (value or not size.startswith("training")):
@@ -107,22 +134,54 @@ def registration() -> Registration:
     """Reads the environment; raises InputError that names the variable."""
     values: Dict[str, Any] = {}
     for field in dataclasses.fields(Registration):
-        variable = f"DDP_{field.name.upper()}"
+        variable = variable_of(field)
         text = os.environ.get(variable)
         if text is None:
             continue
-        values[field.name] = text if field.type is str else _parsed(text)
         try:
+            values[field.name] = text if field.type is str else _parsed(text)
             Registration(**{field.name: values[field.name]})
         except InputError as error:
             raise InputError(f"environment variable {variable}: {error.message}") from None
     return Registration(**values)
 
 
+def variable_of(field: "dataclasses.Field[Any]") -> str:
+    return f"DDP_{field.name.upper()}"
+
+
+def pod_environment() -> Dict[str, str]:
+    """The variables of every pod: the user's own, and where the originals of datasets are, unless that holds a
+    password, which everybody who sees the tasks in Flyte would see."""
+    mirror = mirror_from_environment()
+    parts = urlsplit(mirror or "")
+    has_password = parts.scheme in ("http", "https") and "@" in parts.netloc
+    return {**({MIRROR_VARIABLE: mirror} if mirror and not has_password else {}), **registration().env}
+
+
 def registered_environment() -> Dict[str, str]:
-    """The settings as variables, for tasks whose pods import the decorators and use what these say."""
-    values = dataclasses.asdict(registration())
-    return {f"DDP_{name.upper()}": v if isinstance(v, str) else json.dumps(v) for name, v in values.items()}
+    """All settings as variables, for tasks whose pods import the decorators and use what these say."""
+    values = {variable_of(field): getattr(registration(), field.name) for field in dataclasses.fields(Registration)}
+    texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in values.items()}
+    return {**pod_environment(), **texts}
+
+
+def training_environment(gpus: int) -> Dict[str, str]:
+    """What a pod that trains, with so many GPUs, has to know."""
+    return {**pod_environment(), CODE_VARIABLE: registered_code(), GPUS_VARIABLE: str(gpus)}
+
+
+def check_gpus(visible: int) -> None:
+    """Refuses to go on, so that Flyte tries another pod, where this one sees other GPUs than it asked for: with fewer
+    the result would be remembered all the same. A local run has not asked."""
+    asked = os.environ.get(GPUS_VARIABLE)
+    with flyte_retries():
+        if asked is not None and int(asked) != visible:
+            raise RecoverableError(
+                f"this pod must have as many GPUs as were registered ({asked}), got {visible} on {platform.node()}: "
+                "look at that node's driver and device plugin and at the platform's limits, or register with DDP_GPUS "
+                "(or give --gpus) as the cluster can have them, DDP_PROFILE=sandbox for none"
+            )
 
 
 def sizes(cpu: str, memory: str, disk: str, gpus: int = 0) -> Dict[str, Any]:
@@ -154,6 +213,12 @@ def training_sizes(gpus: int) -> Dict[str, Any]:
     return {**needed, "shared_memory": True} if gpus else needed
 
 
+def resize(task: PythonTask, gpus: int) -> Dict[str, Any]:
+    """Arguments of with_overrides for a training task that this pod, of a @dynamic, compiles with so many GPUs."""
+    task.environment[GPUS_VARIABLE] = str(gpus)  # with_overrides has no environment
+    return training_sizes(gpus)
+
+
 def training_resources() -> Dict[str, Any]:
     """Arguments of @task for training."""
     asked = registration()
@@ -164,7 +229,7 @@ def training_resources() -> Dict[str, Any]:
         "interruptible": asked.interruptible or None,  # None leaves it to the cluster
         "timeout": timedelta(seconds=asked.timeout_seconds),
         "secret_requests": [_wandb_secret(asked.wandb_secret)] if asked.wandb_secret else None,
-        "environment": {CODE_VARIABLE: registered_code()},
+        "environment": training_environment(asked.training_gpus),
     }
 
 
@@ -172,13 +237,25 @@ def preparation_resources() -> Dict[str, Any]:
     """Arguments of @task for downloading and preparing a dataset, and for what else needs torch but no ranks."""
     asked = registration()
     needed = sizes(asked.preparation_cpu, asked.preparation_memory, asked.preparation_disk)
-    return {"container_image": IMAGE, **needed, "timeout": timedelta(hours=1)}
+    return {
+        "container_image": IMAGE,
+        **needed,
+        "timeout": timedelta(hours=1),
+        "environment": pod_environment(),
+    }
 
 
 def small_resources() -> Dict[str, Any]:
     """Arguments of @task for a task that computes nothing."""
     asked = registration()
-    return {"container_image": IMAGE, **sizes(asked.small_cpu, asked.small_memory, asked.small_disk)}
+    needed = sizes(asked.small_cpu, asked.small_memory, asked.small_disk)
+    return {"container_image": IMAGE, **needed, "environment": pod_environment()}
+
+
+def dynamic_resources() -> Dict[str, Any]:
+    """Arguments of @dynamic: what it starts is compiled in its pod, which has to know the settings of the registration
+    for that."""
+    return {**small_resources(), "environment": registered_environment()}
 
 
 def is_named(image: str) -> bool:
@@ -192,8 +269,8 @@ def is_named(image: str) -> bool:
 
 def _parsed(text: str) -> Any:
     try:
-        return json.loads(text)
-    except ValueError:
+        return read_json(text)
+    except json.JSONDecodeError:
         return text
 
 

@@ -15,7 +15,7 @@ from workflows.observers.timing import timing_article
 from workflows.tasks.execution import flyte_retries, is_local, run_dir
 from workflows.tasks.observing import deck_publisher
 from workflows.tasks.prepare import PreparedDataset, resolve_name
-from workflows.tasks.resources import small_resources, training_resources
+from workflows.tasks.resources import check_gpus, small_resources, training_resources
 from workflows.tasks.versions import check_registered_code
 from workflows.training import launcher, prepared
 from workflows.training.environment import World, choose_world, visible_gpus
@@ -48,6 +48,7 @@ def check_timing(options: TimingOptions) -> str:
 def time_inference(data: PreparedDataset, options: TimingOptions) -> TimingOutputs:
     """Times all methods with each batch size as often as options say; never cached: a clock's answer is of its day."""
     check_registered_code()
+    check_gpus(visible_gpus())
     with flyte_retries(), run_dir("inference-timing") as place:
         description = prepared.verify(data.download())
         load = os.getloadavg()[0]

@@ -15,10 +15,12 @@ from workflows.observers.surroundings import surroundings
 from workflows.tasks.checkpoints import checkpoint_store
 from workflows.tasks.execution import flyte_retries, is_local, run_dir
 from workflows.tasks.observing import attempt, observing, tracking_id
-from workflows.tasks.versions import TRAINING_SOURCES, check_registered_code, code_version
+from workflows.tasks.resources import check_gpus
+from workflows.tasks.versions import TRAINING_SOURCES, check_registered_code
 from workflows.training import launcher, prepared
+from workflows.training.code_version import code_version
 from workflows.training.description import DatasetDescription
-from workflows.training.environment import World, choose_world
+from workflows.training.environment import World, choose_world, visible_gpus
 from workflows.training.events import Event
 from workflows.training.hyperparameters import Hyperparameters, RunOptions
 from workflows.training.job import Identity, Job, TrainingResult
@@ -86,6 +88,7 @@ class TrainingOutputs(NamedTuple):
 
 def train(hp: Hyperparameters, data: FlyteDirectory, options: RunOptions) -> TrainingOutputs:
     """Trains hp.model on a prepared dataset with one process per rank; see launcher.launch for what it raises."""
+    check_gpus(visible_gpus())
     world = choose_world(hp.backend, options.nproc, hp.batch_size)
     launcher.warm_up()  # imports torch while the data arrive and are verified
 

@@ -1,15 +1,11 @@
 """Cache versions that follow the code: a result is reused only as long as what determined it is unchanged."""
 
-import hashlib
 import os
-from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Sequence
 
 from flytekit.core.cache import CachePolicy, VersionParameters
 
-import workflows
+from workflows.training.code_version import OTHER_CODE, code_version
 from workflows.training.errors import ReportedError
 
 # tasks/train.py because a cached result must have the outputs that are declared there
@@ -45,21 +41,6 @@ AUTOENCODER_SOURCES = (
 )
 DATA_SOURCES = ("training/datasets.py", "training/description.py", "training/prepared.py")
 CODE_VARIABLE = "DDP_TRAINING_CODE"
-OTHER_CODE = "give --copy all to pyflyte run or register, or build the image anew"
-
-
-def code_version(sources: Sequence[str], distributions: Sequence[str]) -> str:
-    """A hash over files below workflows and the versions of distributions, of those that are installed."""
-    digest = hashlib.sha256()
-    for name in sources:
-        try:
-            digest.update(Path(workflows.__path__[0], name).read_bytes())
-        except FileNotFoundError:
-            raise ReportedError(f"workflows/{name} is missing here: {OTHER_CODE}") from None
-    for name in distributions:
-        with suppress(PackageNotFoundError):
-            digest.update(f"{name}=={version(name)}".encode())
-    return digest.hexdigest()[:16]
 
 
 def registered_code() -> str:
@@ -68,11 +49,8 @@ def registered_code() -> str:
 
 
 def check_registered_code() -> None:
-    """Raises where this pod would train with other code than was registered, and the result be cached as that code's.
-
-    The parent of the ranks never imports their modules, so Flyte's --copy auto leaves them out, and the pod would take
-    those of its image.
-    """
+    """Raises where this pod would train with other code than was registered, and the result be cached as that code's:
+    with --copy none it has the code of its image."""
     if os.environ.get(CODE_VARIABLE, registered_code()) != registered_code():
         raise ReportedError(f"this pod's training code is not the code that was registered: {OTHER_CODE}")
 
@@ -84,4 +62,4 @@ class CodeVersion(CachePolicy):
         self.sources, self.distributions = sources, distributions
 
     def get_version(self, salt: str, params: VersionParameters) -> str:
-        return code_version(self.sources, self.distributions)
+        return salt + code_version(self.sources, self.distributions)

@@ -13,12 +13,14 @@ from typing import Callable, Dict, List, NamedTuple, Optional, Tuple
 
 import numpy as np
 
-from workflows.training.download import Mirrors, Progress, mirror_from_environment
+from workflows.training.download import Mirrors, OpenStored, Progress, mirror_from_environment
 from workflows.training.errors import DataError, DownloadError, InputError
 from workflows.training.prepared import verify, write_prepared
 from workflows.training.storage import remove_leftovers, write_whole, writing_to
 
 logger = logging.getLogger(__name__)
+
+Ask = Callable[[List[str]], Mirrors]  # makes the mirrors to ask of the URLs of folders
 
 
 class Originals(NamedTuple):
@@ -61,9 +63,10 @@ def discard_damaged(name: str) -> None:
             shutil.rmtree(directory)
 
 
-def prepare(name: str, progress: Optional[Progress] = None) -> Path:
+def prepare(name: str, progress: Optional[Progress] = None, open_stored: Optional[OpenStored] = None) -> Path:
     """Returns the folder of the prepared dataset, getting and writing whatever is missing or damaged.
 
+    open_stored is for a DDP_DATA_MIRROR in a storage, such as s3://bucket/folder.
     Any number of processes may do so at once. DownloadError if the originals are not to be had, InputError for an
     unknown name, a bad DDP_DATA_MIRROR or a folder that cannot be written to.
     """
@@ -75,7 +78,7 @@ def prepare(name: str, progress: Optional[Progress] = None) -> Path:
         directory.parent.mkdir(parents=True, exist_ok=True)
         for folder in (data_dir(), directory.parent):
             remove_leftovers(folder)
-        originals = SOURCES[name](progress)
+        originals = SOURCES[name](partial(Mirrors, progress=progress, open_stored=open_stored))
     write_prepared(directory, name, *originals)
     return directory
 
@@ -101,13 +104,13 @@ def _catalogue(class_name: str) -> Catalogue:
     return catalogue
 
 
-def _torchvision_mnist(class_name: str, progress: Optional[Progress]) -> Originals:
+def _torchvision_mnist(class_name: str, ask: Ask) -> Originals:
     """MNIST or a dataset of its form, by torchvision's class: it knows mirrors, checksums and file format."""
     mirror = mirror_from_environment()
     catalogue = _catalogue(class_name)
     # One folder can't hold both: MNIST and Fashion-MNIST have the same file names. So torchvision's layout comes first.
     own = [f"{mirror.rstrip('/')}/{class_name}/raw", mirror] if mirror else []
-    mirrors = Mirrors([*own, *catalogue.mirrors], progress)
+    mirrors = ask([*own, *catalogue.mirrors])
     raw = data_dir() / class_name / "raw"
     remove_leftovers(raw)
     files = [mirrors.fetch(filename, md5, raw) for filename, md5 in catalogue.resources]
@@ -131,7 +134,7 @@ def _torchvision_mnist(class_name: str, progress: Optional[Progress]) -> Origina
     )
 
 
-def _cifar10(progress: Optional[Progress]) -> Originals:
+def _cifar10(ask: Ask) -> Originals:
     """CIFAR-10: the unpacked files, as torchvision leaves them, where one's own mirror has them, else the archive."""
     from torchvision import datasets
 
@@ -143,9 +146,9 @@ def _cifar10(progress: Optional[Progress]) -> Originals:
     remove_leftovers(root)
     files: List[Path] = []
     with suppress(DownloadError):
-        folders = Mirrors([f"{folder}/{dataset.base_folder}" for folder in own], progress)
+        folders = ask([f"{folder}/{dataset.base_folder}" for folder in own])
         files = [folders.fetch(filename, md5, root / dataset.base_folder) for filename, md5 in unpacked]
-    files = files or [Mirrors([*own, public], progress).fetch(archive, dataset.tgz_md5, root)]
+    files = files or [ask([*own, public]).fetch(archive, dataset.tgz_md5, root)]
     # In a fresh folder each time, and without an address: unpack what is there, or fail
     offline = type("CIFAR10", (dataset,), {"url": ""})
     with tempfile.TemporaryDirectory(dir=data_dir(), prefix=".unpack.", suffix=".partial") as place:
@@ -158,7 +161,7 @@ def _cifar10(progress: Optional[Progress]) -> Originals:
     return Originals(tuple(train.classes), images, np.array(train.targets), test_images, np.array(test.targets))
 
 
-def _digits(progress: Optional[Progress]) -> Originals:
+def _digits(ask: Ask) -> Originals:
     """scikit-learn's 1,797 handwritten digits (UCI optdigits, test part), 1,501 for training and 296 for testing.
 
     The 8 x 8 images are brought to 24 x 24, amid 28 x 28: of the sizes tried, the tutorial's network learns it best.
@@ -189,7 +192,7 @@ def _enlarge(images: np.ndarray) -> np.ndarray:
     return np.pad(pixels, ((0, 0), (2, 2), (2, 2)))[:, None]
 
 
-SOURCES: Dict[str, Callable[[Optional[Progress]], Originals]] = {
+SOURCES: Dict[str, Callable[[Ask], Originals]] = {
     "mnist": partial(_torchvision_mnist, "MNIST"),
     "fashion_mnist": partial(_torchvision_mnist, "FashionMNIST"),
     "cifar10": _cifar10,

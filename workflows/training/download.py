@@ -11,7 +11,7 @@ import urllib.parse
 import urllib.request
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Callable, Dict, Generator, Optional, Sequence, Tuple
+from typing import BinaryIO, Callable, Dict, Generator, Optional, Sequence, Tuple
 
 import requests
 import urllib3.exceptions
@@ -20,12 +20,15 @@ from workflows.training.errors import DownloadError, InputError
 from workflows.training.storage import synced_file, temporary_beside, writing_to
 
 MIRROR_VARIABLE = "DDP_DATA_MIRROR"
+STORAGES = ("s3", "gs", "abfs", "abfss")  # that Flyte's tasks read; the storage's own settings and keys are theirs
+SCHEMES = ", ".join(("http", "https", "file", *STORAGES))
 REMEDIES = (
-    f"set {MIRROR_VARIABLE} to the http(s) or file URL of a folder with the original files, or train on the dataset "
+    f"set {MIRROR_VARIABLE} to the URL ({SCHEMES}) of a folder with the original files, or train on the dataset "
     '"digits", which needs no network'
 )
 
 Progress = Callable[[str, int, Optional[int]], None]
+OpenStored = Callable[[str], BinaryIO]  # opens a file of a storage by its URL
 Pieces = Generator[bytes, None, None]
 
 
@@ -54,13 +57,15 @@ class Mirrors:
     """The folders to ask, in this order, and what became known about their hosts while asking.
 
     Attributes:
-        urls: http, https or file URLs of folders.
+        urls: of folders.
         progress: is told (file name, bytes so far, bytes in all or None); a next mirror starts at 0 again.
+        open_stored: for URLs of storages, of which this module knows nothing; the limits are not for these.
     """
 
     urls: Sequence[str]
     progress: Optional[Progress] = None
     limits: Limits = Limits()
+    open_stored: Optional[OpenStored] = None
     unreachable: Dict[str, str] = field(default_factory=dict)
     waited_seconds: float = 0.0
 
@@ -117,12 +122,34 @@ class Mirrors:
     def _open(self, url: str) -> Tuple[Pieces, Optional[int]]:
         if url.startswith("file:"):
             return _open_file(url)
+        if not url.startswith("http"):
+            return self._open_stored(url)
         response = self._answer(url)
         if response.status_code != 200:
             response.close()
             raise _Refused(f"HTTP status {response.status_code} {response.reason or ''}".strip())
         length = response.headers.get("Content-Length", "")
         return self._pieces(response), int(length) if length.isdecimal() else None
+
+    def _open_stored(self, url: str) -> Tuple[Pieces, Optional[int]]:
+        if self.open_stored is None:
+            raise _Refused("only Flyte's tasks read from there")
+        try:
+            file = self.open_stored(url)
+        except FileNotFoundError:
+            raise _Refused("no such file") from None
+        except Exception as error:  # each storage has its own
+            raise _Unreachable(_on_one_line(error)) from None
+
+        def pieces() -> Pieces:
+            try:
+                with file:
+                    while piece := file.read(2**20):
+                        yield piece
+            except Exception as error:
+                raise _Refused(f"cut midway: {_on_one_line(error)}") from None
+
+        return pieces(), getattr(file, "size", None)
 
     def _answer(self, url: str) -> requests.Response:
         """Asks in a thread of its own: the name look-up, several addresses, redirects and headers that drip in would
@@ -184,7 +211,7 @@ def mirror_from_environment() -> Optional[str]:
     try:
         parts = urllib.parse.urlsplit(url)
         known = (parts.scheme == "file" and parts.netloc in ("", "localhost")) or (
-            parts.scheme in ("http", "https") and bool(parts.hostname)
+            parts.scheme in ("http", "https", *STORAGES) and bool(parts.hostname)
         )
         folder = known and parts.port != 0 and not parts.query and not parts.fragment
     except ValueError:
@@ -192,7 +219,7 @@ def mirror_from_environment() -> Optional[str]:
     if not folder:
         hint = f": write file://{url}" if url.startswith("/") else ""
         shown = re.split("[?#]", _shown(url))[0]
-        raise InputError(f"{MIRROR_VARIABLE} must be the http, https or file URL of a folder, got {shown!r}{hint}")
+        raise InputError(f"{MIRROR_VARIABLE} must be the URL of a folder ({SCHEMES}), got {shown!r}{hint}")
     return url
 
 
@@ -234,6 +261,10 @@ def _network_reason(error: Optional[BaseException]) -> str:
             return f"{where}{error.strerror.lower()}"
         error = error.__cause__ or error.__context__
     return f"{where}connection closed without an answer"
+
+
+def _on_one_line(error: Exception) -> str:
+    return _shown(" ".join(f"{type(error).__name__}: {error}".split())[:200])
 
 
 def _host(url: str) -> str:

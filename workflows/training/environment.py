@@ -78,12 +78,8 @@ def environment_from_torchrun(backend: str, nodes: Tuple[int, int], ranks_per_no
 
     Raises InputError where that world is another one: a lone node would train on, and be taken for the result of all.
     """
-    try:
-        rank, size, local_rank, local_size = (
-            int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-        )
-    except KeyError as error:
-        raise InputError(f"{error.args[0]} is not set: many nodes train under torchrun or in a PyTorchJob") from None
+    environment = environment_from_variables(backend)
+    size, local_size = environment.world.size, environment.world.local_size
     expected = [count * ranks_per_node for count in range(nodes[0], nodes[1] + 1)]
     if size not in expected or local_size != ranks_per_node:
         raise InputError(
@@ -91,6 +87,20 @@ def environment_from_torchrun(backend: str, nodes: Tuple[int, int], ranks_per_no
             f"{ranks_per_node} ranks each, as registered), got {size} with {local_size} on this node: "
             "register anew with DDP_NNODES and DDP_NPROC_PER_NODE as the cluster can start them"
         )
+    return environment
+
+
+def environment_from_variables(backend: str) -> Environment:
+    """This process's place in the world that whoever started it tells of, in torchrun's variables.
+
+    Where only RANK and WORLD_SIZE are set, with MASTER_ADDR and MASTER_PORT, each node has one rank. Raises InputError
+    where there is no world, or too few GPUs for it.
+    """
+    try:
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    except KeyError as error:
+        raise InputError(f"{error.args[0]} is not set: many nodes train under torchrun or in a PyTorchJob") from None
+    local_rank, local_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     gpus = visible_gpus()
     backend = backend if backend != "auto" else ("nccl" if gpus else "gloo")
     if backend == "nccl" and local_size > gpus:

@@ -7,7 +7,7 @@ import dataclasses
 import difflib
 import json
 import math
-from typing import Any, Dict, Sequence, Type, TypeVar
+from typing import Any, Dict, List, Sequence, Tuple, Type, TypeVar
 
 from dataclasses_json import DataClassJsonMixin
 
@@ -36,6 +36,23 @@ def setting(
     return dataclasses.field(default_factory=lambda: default, metadata=rules)
 
 
+def read_json(text: str) -> Any:
+    """What the text holds; raises InputError for a name that an object has twice, ValueError where it is no JSON."""
+
+    def read_object(pairs: List[Tuple[str, Any]]) -> Dict[str, Any]:
+        refuse_repeated([name for name, _ in pairs])
+        return dict(pairs)
+
+    return json.loads(text, object_pairs_hook=read_object)
+
+
+def refuse_repeated(names: Sequence[str]) -> None:
+    """Raises InputError for a name that is there twice, of whose values all but the last would be lost."""
+    for number, name in enumerate(names):
+        if name in names[:number]:
+            raise InputError(f"{_shown(name)} is given twice: leave one of them out")
+
+
 class Settings(DataClassJsonMixin):
     """Base of Hyperparameters and RunOptions: strict partial JSON in, InputError for whatever breaks a field's rule."""
 
@@ -47,7 +64,9 @@ class Settings(DataClassJsonMixin):
     def from_json(cls: Type[S], s: Any, **_: Any) -> S:
         """Reads a JSON object; missing fields take their defaults."""
         try:
-            values = json.loads(s)
+            values = read_json(s)
+        except InputError as error:
+            raise InputError(f"{cls.__name__}: {error.message}") from None
         except ValueError as error:
             raise InputError(f"{cls.__name__}: not JSON: {error}") from None
         return cls.from_dict(values)

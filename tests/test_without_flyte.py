@@ -1,0 +1,132 @@
+"""The training without Flyte: by itself, under torchrun, on two nodes, and under whoever else sets the variables."""
+
+import functools
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+HP = '{"dataset": "digits", "epochs": 1, "batch_size": 512, "train_fraction": 0.2, "precision": "float32"}'
+MODULE = ("-m", "workflows.without_flyte")
+
+
+def start(output, *command, hp=HP, **environment):
+    """One node's command, or one rank's."""
+    return subprocess.Popen(
+        [*command, *MODULE, "--hp", hp, "--output", str(output)],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def weights(output, *processes):
+    """What the processes of one training have come to."""
+    said = [process.communicate(timeout=300) for process in processes]
+    assert [process.returncode for process in processes] == [0] * len(processes), said
+    (answer,) = (json.loads(out) for out, _ in said if out.strip())
+    assert answer["model_state"] == str(output / "model.pt")
+    assert len(answer["epoch_accuracies"]) == 1
+    assert sorted(file.name for file in output.iterdir()) == ["model.pt", "predictions.npy"]
+    return torch.load(output / "model.pt", weights_only=True)
+
+
+def same(ours, others):
+    return ours.keys() == others.keys() and all(torch.equal(ours[name], others[name]) for name in ours)
+
+
+@pytest.fixture(scope="module")
+def by_pyflyte():
+    """by_pyflyte(nproc): the weights."""
+
+    @functools.cache
+    def run(nproc):
+        options = json.dumps({"nproc": nproc, "tracking": "off"})
+        command = ["pyflyte", "run", "workflows/mnist.py", "pytorch_training_wf", "--hp", HP, "--options", options]
+        # The cache does not look at the number of ranks
+        shown = subprocess.run(
+            [*command[:2], "--overwrite-cache", *command[2:]], cwd=ROOT, check=True, capture_output=True, text=True
+        ).stdout
+        (model,) = re.findall(r"model_state=([^,]+),", shown)
+        return torch.load(model, weights_only=True)
+
+    return run
+
+
+@pytest.fixture
+def port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def test_one_process_has_the_same_result_as_pyflyte(by_pyflyte, tmp_path):
+    assert same(weights(tmp_path / "out", start(tmp_path / "out", sys.executable)), by_pyflyte(1))
+
+
+def test_ranks_of_torchrun_have_the_same_result_as_pyflytes(by_pyflyte, tmp_path, port):
+    expected = by_pyflyte(2)
+    one_node = ("torchrun", "--nproc-per-node", "2", "--master-port", port)
+    assert same(weights(tmp_path / "one", start(tmp_path / "one", *one_node)), expected)
+
+    two = [
+        start(
+            tmp_path / "two", "torchrun", "--nnodes", "2", "--node-rank", rank, "--master-port", port, DDP_DATA_DIR=at
+        )
+        for rank, at in (("0", str(tmp_path / "a")), ("1", str(tmp_path / "b")))
+    ]
+    assert close(weights(tmp_path / "two", *two), expected)
+
+
+def test_others_than_torchrun_need_only_say_who_each_rank_is(by_pyflyte, tmp_path, port):
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
+    ranks = [start(tmp_path / "out", sys.executable, RANK=rank, **meeting) for rank in ("0", "1")]
+    assert close(weights(tmp_path / "out", *ranks), by_pyflyte(2))
+
+
+def close(ours, others):
+    """Up to rounding: ranks that take themselves for the only ones of their machine compute with more threads."""
+    return all(torch.allclose(ours[name], others[name], rtol=1e-3, atol=1e-4) for name in ours)
+
+
+def test_a_stopped_run_goes_on(by_pyflyte, tmp_path):
+    hp = json.dumps({**json.loads(HP), "log_interval": 1})  # it decides nothing but how soon there is a line
+    process = start(tmp_path / "out", sys.executable, hp=hp)
+    for line in process.stderr:
+        if line.startswith("Train Epoch"):
+            break
+    process.send_signal(signal.SIGTERM)
+    assert "the same command goes on from" in process.communicate(timeout=60)[1]
+    assert process.returncode == 1
+    again = start(tmp_path / "out", sys.executable, hp=hp)
+    assert same(weights(tmp_path / "out", again), by_pyflyte(1))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--hp", '{"epochz": 1}'], "did you mean epochs?"),
+        (["--options", '{"nproc": 2}'], "torchrun's --nproc-per-node says"),
+    ],
+)
+def test_wrong_input_is_refused_in_a_line(arguments, words):
+    done = subprocess.run([sys.executable, *MODULE, *arguments], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_it_needs_no_flytekit():
+    program = "import sys, workflows.without_flyte; print([name for name in sys.modules if name.startswith('flyte')])"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, capture_output=True, text=True)
+    assert done.stdout == "[]\n"
