@@ -10,6 +10,11 @@ ENV PYTHONUNBUFFERED=1 \
 COPY requirements.txt /tmp/requirements.txt
 RUN pip install --no-cache-dir --no-deps --only-binary=:all: --require-hashes -r /tmp/requirements.txt
 
+# Flytekit leaves s3fs's sessions open until each of its processes ends, and then logs that as an error. Here, because
+# the first of a pod's processes is flytekit's alone and loads nothing of ours.
+RUN echo 'import logging; logging.getLogger("flytekit").addFilter(lambda line: "Unclosed c" not in str(line.msg))' \
+    > "$(python -c 'import site; print(site.getsitepackages()[0])')/flytekit_open_sessions.pth"
+
 # By number, so that Kubernetes can tell that it isn't root. Flyte unpacks a code archive into the working directory, and
 # the user therefore owns it.
 RUN useradd --create-home --uid 1000 flyte && install --directory --owner=flyte --group=flyte /app

@@ -30,7 +30,7 @@ def say_event(event: Event) -> None:
             f"validation loss {event.validation_loss:.4f}, {event.seconds:.1f} s"
         )
     elif isinstance(event, Printed):
-        say(f"[rank {event.rank}] {event.text}" if event.rank else event.text)
+        say(f"[rank {event.rank}] {event.text}")
 
 
 def page(job: AutoencoderJob, result: AutoencoderResult, setup: Dict[str, Any]) -> str:

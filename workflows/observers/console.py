@@ -56,7 +56,7 @@ class Console:
                 f"test loss {event.test_loss:.4f}, {event.train_seconds:.1f} s of training"
             )
         elif isinstance(event, Printed):
-            say(f"[rank {event.rank}] {event.text}" if event.rank else event.text)
+            say(f"[rank {event.rank}] {event.text}")
         elif isinstance(event, CheckpointFailed):
             say(f"Warning: no checkpoint could be written: {event.reason}")
         elif isinstance(event, CheckpointRefused):
