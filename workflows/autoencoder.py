@@ -5,7 +5,12 @@ pyflyte run workflows/autoencoder.py autoencoder_wf --hp '{"max_epochs": 3}'
 
 from flytekit import Cache, dynamic, task, workflow
 
-from workflows.tasks.autoencoder import AutoencoderOutputs, resolve_for_autoencoder, train_autoencoder
+from workflows.tasks.autoencoder import (
+    AUTOENCODER_CODE,
+    AutoencoderOutputs,
+    resolve_for_autoencoder,
+    train_autoencoder,
+)
 from workflows.tasks.inputs import explain_unreadable_settings
 from workflows.tasks.prepare import PreparedDataset, prepare_dataset
 from workflows.tasks.resources import (
@@ -15,13 +20,11 @@ from workflows.tasks.resources import (
     training_resources,
     training_sizes,
 )
-from workflows.tasks.versions import AUTOENCODER_SOURCES, CodeVersion
+from workflows.tasks.versions import CodeVersion
 from workflows.training.autoencoder_job import AutoencoderHyperparameters, AutoencoderOptions
 from workflows.training.errors import InputError
 
 explain_unreadable_settings()
-
-AUTOENCODER_CODE = (AUTOENCODER_SOURCES, ("torch", "lightning"))
 
 
 @task(

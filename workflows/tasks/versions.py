@@ -39,6 +39,7 @@ AUTOENCODER_SOURCES = (
     "training/autoencoder.py",
     "training/batches.py",
     "training/held_out.py",
+    "training/lightning_checkpoint.py",
     "training/lightning_rank.py",
 )
 DATA_SOURCES = ("training/datasets.py", "training/description.py", "training/prepared.py")
