@@ -69,7 +69,8 @@ class Pod:
         cores: int = 0,
     ):
         self.folder = folder
-        self.checkpoints = checkpoints or folder / "checkpoints"  # the pods of one PyTorchJob have one place
+        # in Flyte the pods of one PyTorchJob have one place
+        self.checkpoints = checkpoints or folder / "raw" / "_flytecheckpoints"
         self.outputs_file, self.errors_file = folder / "outputs.pb", folder / "error.pb"
         folder.mkdir(parents=True)
         (folder / "inputs.pb").write_bytes(LiteralMap(literals=inputs).SerializeToString())

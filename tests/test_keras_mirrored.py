@@ -8,7 +8,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Iterator
+from typing import Iterator, List
 
 import pytest
 
@@ -16,6 +16,7 @@ from workflows.keras_mirrored import WORKER, train
 from workflows.training import launcher
 from workflows.training.environment import World
 from workflows.training.errors import InputError
+from workflows.training.events import CheckpointRefused, CheckpointWritten, EpochFinished, Event
 from workflows.training.failures import RecoverableRankFailed
 from workflows.training.mirrored_job import MirroredHyperparameters, MirroredJob
 from workflows.training.ports import free_ports
@@ -144,6 +145,36 @@ def test_the_number_of_devices_and_workers_does_not_change_what_is_learnt(one_im
 
 
 @needs_tensorflow
+@pytest.mark.parametrize("strategy", ["mirrored", "multi_worker"])
+def test_a_training_goes_on_from_its_checkpoint_to_the_same_end(one_import, tmp_path, strategy):
+    hp = MirroredHyperparameters(epochs=4, strategy=strategy)
+    said: List[Event] = []
+
+    def learn(*listeners, **place):
+        return train(hp, tmp_path / "model.keras", *listeners, **place).epochs
+
+    def fail_after_two(event):
+        if isinstance(event, CheckpointWritten) and event.epoch == 2:
+            raise ConnectionError
+
+    def losses(epochs):
+        return [(epoch.train_loss, epoch.test_loss) for epoch in epochs]
+
+    place = {"checkpoint_path": str(tmp_path / "checkpoint"), "key": "mine"}
+    with pytest.raises(ConnectionError):
+        learn(fail_after_two, **place)
+    assert losses(learn(said.append, **place)) == losses(learn()), "bit for bit"
+    assert [event.epoch for event in said if isinstance(event, EpochFinished)] == [2, 3]
+
+    (tmp_path / "checkpoint").write_bytes(b"no checkpoint at all, but longer than its checksum would be")
+    said.clear()
+    learn(said.append, **place)
+    (refused,) = (event.reason for event in said if isinstance(event, CheckpointRefused))
+    assert refused.startswith("the checkpoint is damaged")
+    assert len([event for event in said if isinstance(event, EpochFinished)]) == 4
+
+
+@needs_tensorflow
 @pytest.mark.parametrize(
     ("hp", "said"),
     [
@@ -164,7 +195,7 @@ def test_a_killed_worker_is_named_and_worth_a_retry(one_import, tmp_path):
 
     world, hp = World(2, 2, backend="", device=""), MirroredHyperparameters(strategy="multi_worker", epochs=10**6)
     with free_ports(2) as ports:
-        job = MirroredJob(hp, str(tmp_path / "model.keras"), ports)
+        job = MirroredJob(hp, str(tmp_path / "model.keras"), "", "", ports)
         with pytest.raises(RecoverableRankFailed, match="SIGKILL"):
             launcher.launch(WORKER, world, job, 300, kill_one)
     assert multiprocessing.active_children() == []

@@ -107,7 +107,7 @@ def test_failure_begins_with_rank_host_and_cause_and_says_where_the_logs_are(pla
 def test_attempt_without_a_usable_checkpoint_starts_afresh(place, small, undisturbed):
     never_came_that_far = training_pod(small, place / "nothing", RunOptions())
     damaged = training_pod(small, place / "damaged", RunOptions())
-    damaged.checkpoints.mkdir()
+    damaged.checkpoints.mkdir(parents=True)
     (damaged.checkpoints / "checkpoint").write_bytes(b"no checkpoint at all, but longer than its checksum would be")
     for previous, says in ((never_came_that_far, ""), (damaged, "the checkpoint is damaged")):
         pod = training_pod(small, place / f"after-{previous.folder.name}", RunOptions(), previous=previous)

@@ -42,6 +42,7 @@ AUTOENCODER_SOURCES = (
     "training/lightning_checkpoint.py",
     "training/lightning_rank.py",
 )
+KERAS_SOURCES = ("training/mirrored.py", "training/mirrored_checkpoint.py")
 DATA_SOURCES = ("training/datasets.py", "training/description.py", "training/prepared.py")
 CODE_VARIABLE = "DDP_TRAINING_CODE"
 OTHER_CODE = "give --copy all to pyflyte run or register, or build the image anew"
