@@ -85,9 +85,8 @@ def test_retry_goes_on_from_the_checkpoint_of_a_killed_pod(place, small, undistu
 
 def test_logs_of_a_killed_pod_are_in_storage_and_the_next_attempt_says_where(place, small):
     first = training_pod(small, place / "lost", RunOptions(), hp=Hyperparameters(epochs=10**6, batch_size=50))
-    stored = place / "lost" / "raw" / "logs" / "console.log"
-    first.kill_when(lambda: stored.exists() and "Epoch 2 of 1000000" in stored.read_text())
-    assert (place / "lost" / "raw" / "report.html").exists()
+    stored, report = (place / "lost" / "raw" / name for name in ("logs/console.log", "report.html"))
+    first.kill_when(lambda: report.exists() and "Epoch 2 of 1000000" in stored.read_text())
     second = training_pod(small, place / "after", RunOptions(), previous=first)
     second.run()
     assert f"; those of the attempt before: {stored.parent}\n" in second.log

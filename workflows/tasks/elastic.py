@@ -107,7 +107,7 @@ def run_rank(environment: Environment, link: DirectLink, job: Job) -> List[Train
             distributed.all_gather_object(results, worker.train(environment, device, link, job))
             return results
     except StopRequested as stopped:
-        raise Preempted(f"SIGTERM: {stopped}") from None
+        raise Preempted(f"rank {environment.rank} on {environment.host}: SIGTERM: {stopped}") from None
     except InputError:
         raise
     except Exception as error:
