@@ -65,11 +65,11 @@ def kept_logs(run: Path, name: str = "console", prefix: str = "") -> Iterator[Lo
             yield logs
     except BaseException as error:
         append(folder / f"{name}.log", f"{type(error).__name__}: {error}")
-        uploads.close(last_round=True)
         if isinstance(error, click.ClickException):
             raise told(error, str(logs.place)) from None
         raise
-    uploads.close(last_round=False)  # Flyte itself uploads what the task returns
+    finally:
+        uploads.close()
 
 
 class Uploads:
@@ -82,26 +82,23 @@ class Uploads:
         self._run, self._place = run, place
         self._sent: Dict[Path, Tuple[int, int]] = {}
         self._due: Dict[Path, float] = {}
-        self._closing, self._last_round, self._failing = threading.Event(), False, False
+        self._closing, self._failing = threading.Event(), False
         # the thread needs this one's Flyte context, which knows the storage
         self._thread = threading.Thread(
             target=contextvars.copy_context().run, args=(self._work,), name=f"logs of {run.name}", daemon=True
         )
         self._thread.start()
 
-    def close(self, last_round: bool) -> None:
-        """Waits for the round under way or a last one, but not for ever: a daemon's thread keeps no process from
-        ending."""
-        self._last_round = last_round
+    def close(self) -> None:
+        """Waits for a last round, but not for ever: a daemon's thread keeps no process from ending."""
         self._closing.set()
         self._thread.join(CLOSE_SECONDS)
 
     def _work(self) -> None:
         while not self._closing.wait(UPLOAD_SECONDS):
             self._round()
-        if self._last_round:
-            self._due.clear()
-            self._round()
+        self._due.clear()
+        self._round()
 
     def _round(self) -> None:
         try:
