@@ -98,6 +98,8 @@ def strike(cluster: Cluster, victim: Victim, blow: str) -> List[str]:
     execution = cluster.start(victim)
 
     def far_enough() -> str:
+        if cluster.remote.fetch_execution(name=execution).is_done:
+            raise RuntimeError(f"{execution} ended too early: {cluster.end_of(execution)}")
         return next((name for name, text in cluster.logs(execution, victim.log).items() if victim.reached in text), "")
 
     attempt = wait_for(far_enough)
