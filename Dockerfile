@@ -15,6 +15,11 @@ ARG LOCK=requirements.txt
 COPY ${LOCK} /tmp/lock.txt
 RUN pip install --no-cache-dir --no-deps --only-binary=:all: --require-hashes -r /tmp/lock.txt
 
+# Flytekit leaves s3fs's sessions open until each of its processes ends, and then logs that as an error. Here, because
+# the first of a pod's processes is flytekit's alone and loads nothing of ours.
+RUN echo 'import logging; logging.getLogger("flytekit").addFilter(lambda line: "Unclosed c" not in str(line.msg))' \
+    > "$(python -c 'import site; print(site.getsitepackages()[0])')/flytekit_open_sessions.pth"
+
 # By number, so that Kubernetes can tell that it isn't root. Flyte unpacks a code archive into /root, or with
 # --destination-dir . into the working directory: they are one here, as in Flyte's own images, and the user's.
 RUN useradd --create-home --uid 1000 flyte && chown flyte:flyte /root

@@ -1,6 +1,7 @@
 """Runs a packaged task as a cluster would: the very command of its container, with files for inputs and outputs."""
 
 import functools
+import hashlib
 import os
 import re
 import signal
@@ -58,6 +59,12 @@ def small_dataset(folder: Path) -> Literal:
     return Literal(scalar=Scalar(blob=blob))
 
 
+def is_whole(checkpoint: Path) -> bool:
+    """Storage on a disk shows files while they are written, unlike S3."""
+    content = checkpoint.read_bytes() if checkpoint.exists() else b""
+    return len(content) > 32 and hashlib.sha256(content[32:]).digest() == content[:32]
+
+
 class Pod:
     """One attempt at a task, in folders of its own."""
 
@@ -72,7 +79,8 @@ class Pod:
         cores: int = 0,
     ):
         self.task, self.folder, self.peak = task, folder, 0
-        self.checkpoints = checkpoints or folder / "checkpoints"  # the pods of one PyTorchJob have one place
+        # in Flyte the pods of one PyTorchJob have one place
+        self.checkpoints = checkpoints or folder / "raw" / "_flytecheckpoints"
         self.outputs_file, self.errors_file = folder / "outputs.pb", folder / "error.pb"
         folder.mkdir(parents=True)
         (folder / "inputs.pb").write_bytes(LiteralMap(literals=inputs).SerializeToString())

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.pod import Pod, is_whole, literal, package, small_dataset
 from workflows.autoencoder import autoencoder_wf
 from workflows.training.autoencoder import load_autoencoder
 from workflows.training.autoencoder_job import AutoencoderHyperparameters, AutoencoderOptions
@@ -117,6 +118,22 @@ def test_one_and_three_ranks_give_the_same_as_two(by_pyflyte):
         weights = torch.load(model, weights_only=True)
         assert all(torch.allclose(weights[name], two[name], atol=1e-3) for name in two)
         assert [float(loss) for loss in losses] == pytest.approx(losses_of(by_pyflyte, "validation_losses"), rel=1e-3)
+
+
+def test_retry_goes_on_from_the_checkpoint_of_a_killed_pod(tmp_path):
+    hp = AutoencoderHyperparameters(max_epochs=12, batch_size=100, learning_rate=0.01)
+    inputs = {"hp": literal(hp), "data": small_dataset(tmp_path / "small")}
+    inputs["options"] = literal(AutoencoderOptions(tracking="off"))
+    task = package().tasks["workflows.autoencoder.autoencoder_task"]
+    undisturbed = Pod(task, inputs, tmp_path / "undisturbed").run()
+
+    first = Pod(task, inputs, tmp_path / "killed")
+    first.kill_when(lambda: is_whole(first.checkpoints / "checkpoint"))
+    second = Pod(task, inputs, tmp_path / "retried", previous=first)
+    outputs = second.run()
+    assert "going on from the checkpoint: epoch " in second.log
+    for losses in ("train_losses", "validation_losses"):
+        assert outputs[losses] == undisturbed[losses], "bit for bit"
 
 
 # --- bad input ---

@@ -61,6 +61,15 @@ def test_every_registered_task_is_found(image):
         assert run(image, "python", "-c", program, arguments[resolver + 1], *arguments[resolver + 3 :]).strip() == name
 
 
+def test_flytekits_open_sessions_are_not_errors(image):
+    program = (
+        "import logging; log = logging.getLogger('flytekit'); "
+        "print(*(bool(log.filter(logging.makeLogRecord({'msg': text}))) for text in "
+        "('caught exception: Unclosed client session', 'caught exception: another one')))"
+    )
+    assert run(image, "python", "-c", program) == "False True\n"
+
+
 def test_nothing_in_it_that_should_not_be(image):
     assert run(image, "id", "--user").strip() != "0"
     found = run(image, "sh", "-c", "ls /root; command -v gcc cc make || true").split()

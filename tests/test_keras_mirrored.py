@@ -8,7 +8,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Iterator
+from typing import Iterator, List
 
 import pytest
 
@@ -17,6 +17,7 @@ from workflows.keras_mirrored import WORKER, train
 from workflows.training import launcher
 from workflows.training.environment import World
 from workflows.training.errors import InputError
+from workflows.training.events import CheckpointRefused, CheckpointWritten, EpochFinished, Event
 from workflows.training.failures import RecoverableRankFailed
 from workflows.training.mirrored_job import MirroredHyperparameters, MirroredJob
 from workflows.training.ports import free_ports
@@ -104,7 +105,7 @@ def test_two_workers_learn_behind_a_proxy_and_leave_a_network_that_keras_reads(t
     assert "devices='CPU:0', replicas=2" in run.stdout
     assert "Epoch 30 of 30: test accuracy" in run.stderr
     assert "absl" not in run.stderr, "TensorFlow's native code has spoken"
-    (folder,) = tmp_path.iterdir()
+    (folder,) = tmp_path.glob("*-keras-*")
     assert f"{accuracy:.1%} of the test samples right" in (folder / "report.html").read_text()
 
     program = """if True:
@@ -132,7 +133,7 @@ def test_a_device_that_is_not_there_is_a_usage_error_that_lists_those_that_are(t
     assert run.returncode == 2
     assert 'there is no "GPU:7" here, but CPU:0, CPU:1' in words(run.stderr)
     assert "Traceback" not in run.stderr
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.glob("*-keras-*")) == []
 
 
 @needs_tensorflow
@@ -151,6 +152,36 @@ def test_the_number_of_devices_and_workers_does_not_change_what_is_learnt(one_im
     devices, workers = learn(), learn(strategy="multi_worker")
     assert devices.replicas == workers.replicas == 2
     assert [e.train_loss for e in devices.epochs] == [e.train_loss for e in workers.epochs], "not bit for bit"
+
+
+@needs_tensorflow
+@pytest.mark.parametrize("strategy", ["mirrored", "multi_worker"])
+def test_a_training_goes_on_from_its_checkpoint_to_the_same_end(one_import, tmp_path, strategy):
+    hp = MirroredHyperparameters(epochs=4, strategy=strategy)
+    said: List[Event] = []
+
+    def learn(*listeners, **place):
+        return train(hp, tmp_path / "model.keras", *listeners, **place).epochs
+
+    def fail_after_two(event):
+        if isinstance(event, CheckpointWritten) and event.epoch == 2:
+            raise ConnectionError
+
+    def losses(epochs):
+        return [(epoch.train_loss, epoch.test_loss) for epoch in epochs]
+
+    place = {"checkpoint_path": str(tmp_path / "checkpoint"), "key": "mine"}
+    with pytest.raises(ConnectionError):
+        learn(fail_after_two, **place)
+    assert losses(learn(said.append, **place)) == losses(learn()), "bit for bit"
+    assert [event.epoch for event in said if isinstance(event, EpochFinished)] == [2, 3]
+
+    (tmp_path / "checkpoint").write_bytes(b"no checkpoint at all, but longer than its checksum would be")
+    said.clear()
+    learn(said.append, **place)
+    (refused,) = (event.reason for event in said if isinstance(event, CheckpointRefused))
+    assert refused.startswith("the checkpoint is damaged")
+    assert len([event for event in said if isinstance(event, EpochFinished)]) == 4
 
 
 @needs_tensorflow
@@ -174,7 +205,7 @@ def test_a_killed_worker_is_named_and_worth_a_retry(one_import, tmp_path):
 
     world, hp = World(2, 2, backend="", device=""), MirroredHyperparameters(strategy="multi_worker", epochs=10**6)
     with free_ports(2) as ports:
-        job = MirroredJob(hp, str(tmp_path / "model.keras"), ports)
+        job = MirroredJob(hp, str(tmp_path / "model.keras"), "", "", ports)
         with pytest.raises(RecoverableRankFailed, match="SIGKILL"):
             launcher.launch(WORKER, world, job, 300, kill_one)
     assert multiprocessing.active_children() == []

@@ -1,6 +1,8 @@
 """Nodes as processes: the very commands of a PyTorchJob's pods, with the variables that Kubeflow's operator sets."""
 
+import dataclasses
 import os
+import platform
 import shutil
 import socket
 import subprocess
@@ -58,8 +60,8 @@ def node(tasks, small, tmp_path):
         "FLYTE_INTERNAL_EXECUTION_ID": tmp_path.name,
     }
 
-    def make(name, checkpoints=None):
-        inputs = {"hp": literal(HP), "data": small, "options": literal(RunOptions(checkpoint_seconds=0.4))}
+    def make(name, checkpoints=None, hp=HP):
+        inputs = {"hp": literal(hp), "data": small, "options": literal(RunOptions(checkpoint_seconds=0.4))}
         environment = {**kubeflow, "TMPDIR": str(tmp_path / f"{name}-tmp")}
         (tmp_path / f"{name}-tmp").mkdir()
         task = tasks["workflows.multinode.pytorch_multinode_task"]
@@ -146,6 +148,27 @@ def test_loss_of_the_meeting_place_is_worth_a_retry(node):
             end(process)
             other.wait(PATIENCE_SECONDS)
     assert second.error.error.kind == ContainerError.RECOVERABLE, second.log
+
+
+def test_failure_begins_with_its_rank_and_says_where_the_logs_of_each_rank_are(node):
+    pods = [node(name, hp=dataclasses.replace(HP, learning_rate=1e30)) for name in ("a", "b")]
+    processes = [pod.start() for pod in pods]
+    try:
+        for process in processes:
+            process.wait(PATIENCE_SECONDS)
+    finally:
+        end(*processes)
+    causes = []
+    for pod in pods:
+        logs = pod.folder / "raw" / "logs"
+        (own,) = logs.glob("rank-?.log")  # before any restart
+        assert "NonFiniteLoss" in own.read_text()
+        assert f"[rank {own.name[5]}] Logs: {logs}" in pod.log
+        _, _, first, second, *_ = pod.error.error.message.splitlines()
+        if f"TaskFailed: rank {own.name[5]} on {platform.node()}: NonFiniteLoss: loss is not finite" in first:
+            causes.append(second.strip() == f"Logs: {logs}")
+    assert causes, "of the other node the meeting place may be gone before it can tell"
+    assert all(causes)
 
 
 @pytest.mark.parametrize(("world", "local"), [(1, 1), (6, 2), (4, 1)])

@@ -1,7 +1,7 @@
 """The commands that a cluster's pods run, one after the other, against a local run of the same workflow."""
 
-import hashlib
 import os
+import platform
 import re
 import subprocess
 from pathlib import Path
@@ -11,7 +11,7 @@ from flyteidl.core.dynamic_job_pb2 import DynamicJobSpec
 from flyteidl.core.errors_pb2 import ContainerError
 from flyteidl.core.tasks_pb2 import Resources
 
-from tests.pod import Pod, literal, package, package_for_here, small_dataset
+from tests.pod import Pod, is_whole, literal, package, package_for_here, small_dataset
 from workflows.training.autoencoder_job import AutoencoderHyperparameters, AutoencoderOptions
 from workflows.training.hyperparameters import Hyperparameters, RunOptions
 
@@ -51,12 +51,6 @@ def accuracies(outputs):
     return [value.scalar.primitive.float_value for value in outputs["epoch_accuracies"].collection.literals]
 
 
-def is_whole(checkpoint):
-    """Storage on a disk shows files while they are written, unlike S3."""
-    content = checkpoint.read_bytes() if checkpoint.exists() else b""
-    return len(content) > 32 and hashlib.sha256(content[32:]).digest() == content[:32]
-
-
 @pytest.fixture(scope="module")
 def undisturbed(place, small):
     return accuracies(training_pod(small, place / "undisturbed", RunOptions()).run())
@@ -69,6 +63,8 @@ def test_pods_train_as_a_local_run_does(place, prepared):
     assert uri.startswith(str(pod.folder / "raw")), "Flyte's storage"
     assert os.path.getsize(uri) > 1_000_000
     assert (pod.folder / "deck.html").exists()
+    assert outputs["logs"].scalar.blob.uri == str(pod.folder / "raw" / "logs"), "where the logs of a lost pod are too"
+    assert (pod.folder / "raw" / "logs" / "predictions.npy").exists()
 
     command = ["pyflyte", "run", "workflows/mnist.py", "pytorch_training_wf", "--hp", HP.to_json()]
     local = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
@@ -88,10 +84,30 @@ def test_retry_goes_on_from_the_checkpoint_of_a_killed_pod(place, small, undistu
     assert is_whole(second.checkpoints / "checkpoint"), "for the attempt after this one"
 
 
+def test_logs_of_a_killed_pod_are_in_storage_and_the_next_attempt_says_where(place, small):
+    first = training_pod(small, place / "lost", RunOptions(), hp=Hyperparameters(epochs=10**6, batch_size=50))
+    stored, report = (place / "lost" / "raw" / name for name in ("logs/console.log", "report.html"))
+    first.kill_when(lambda: report.exists() and "Epoch 2 of 1000000" in stored.read_text())
+    second = training_pod(small, place / "after", RunOptions(), previous=first)
+    second.run()
+    assert f"; those of the attempt before: {stored.parent}\n" in second.log
+
+
+def test_failure_begins_with_rank_host_and_cause_and_says_where_the_logs_are(place, small):
+    pod = training_pod(small, place / "failed", RunOptions(), hp=Hyperparameters(learning_rate=1e30))
+    assert pod.start().wait() == 0, "Flyte reads the error from the file"
+    _, _, first, second, *_ = pod.error.error.message.splitlines()
+    assert re.search(rf"TaskFailed: rank \d on {platform.node()}: NonFiniteLoss: loss is not finite in epoch 1", first)
+    logs = place / "failed" / "raw" / "logs"
+    assert second.strip() == f"Logs: {logs}"
+    assert "NonFiniteLoss" in (logs / "console.log").read_text()
+    assert "NonFiniteLoss" in (logs.parent / "report.html").read_text()
+
+
 def test_attempt_without_a_usable_checkpoint_starts_afresh(place, small, undisturbed):
     never_came_that_far = training_pod(small, place / "nothing", RunOptions())
     damaged = training_pod(small, place / "damaged", RunOptions())
-    damaged.checkpoints.mkdir()
+    damaged.checkpoints.mkdir(parents=True)
     (damaged.checkpoints / "checkpoint").write_bytes(b"no checkpoint at all, but longer than its checksum would be")
     for previous, says in ((never_came_that_far, ""), (damaged, "the checkpoint is damaged")):
         pod = training_pod(small, place / f"after-{previous.folder.name}", RunOptions(), previous=previous)

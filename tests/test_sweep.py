@@ -132,12 +132,13 @@ def test_pods_of_a_map_task_report_what_came_of_their_trial(place):
     assert (mapped.metadata, mapped.container.resources) == (registered.metadata, registered.container.resources)
 
     inputs = {"hp": inputs["trials"], "held_out": small_dataset(place / "small"), "options": literal(RunOptions())}
-    second = {"BATCH_JOB_ARRAY_INDEX_VAR_NAME": "INDEX", "INDEX": "1"}
-    trial = Pod(mapped, inputs, place / "trial", environment=second)
+    number = {"BATCH_JOB_ARRAY_INDEX_VAR_NAME": "INDEX"}
+    diverged = Pod(mapped, inputs, place / "diverged", environment={**number, "INDEX": "0"}).run()["o0"]
+    trial = Pod(mapped, inputs, place / "trial", environment={**number, "INDEX": "1"})
     trained = trial.run()["o0"]
 
     lost = Literal(scalar=Scalar(none_type=Void()))
-    results = [literal(TrialResult(HP, 0.1, 296)), lost, trained, literal(TrialResult(DIVERGES, failure="NaN"))]
+    results = [literal(TrialResult(HP, 0.1, 296)), lost, trained, diverged]
     inputs = {
         "sweep": literal(Sweep()),
         "name": literal("digits"),
@@ -151,6 +152,7 @@ def test_pods_of_a_map_task_report_what_came_of_their_trial(place):
     assert os.path.getsize(best["report"]) > 10_000
     assert [trial["trial"] for trial in others] == ["1", "2", "4"]
     assert "the log of its pod says why" in others[1]["failure"]
+    assert "finite" in others[2]["failure"]
     assert "the log of its pod says why" in (pod.folder / "deck.html").read_text()
 
 

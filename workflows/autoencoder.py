@@ -5,18 +5,22 @@ pyflyte run workflows/autoencoder.py autoencoder_wf --hp '{"max_epochs": 3}'
 
 from flytekit import Cache, dynamic, task, workflow
 
-from workflows.tasks.autoencoder import AutoencoderOutputs, resolve_for_autoencoder, train_autoencoder
+from workflows.tasks.autoencoder import (
+    AUTOENCODER_CODE,
+    AutoencoderOutputs,
+    resolve_for_autoencoder,
+    train_autoencoder,
+)
 from workflows.tasks.caching import OnClustersOnly
 from workflows.tasks.prepare import PreparedDataset, prepare_dataset
 from workflows.tasks.pyflyte import set_up_pyflyte
 from workflows.tasks.resources import dynamic_resources, registration, resize, training_resources
-from workflows.tasks.versions import AUTOENCODER_SOURCES, DATA_SOURCES, CodeVersion
+from workflows.tasks.versions import DATA_SOURCES, CodeVersion
 from workflows.training.autoencoder_job import AutoencoderHyperparameters, AutoencoderOptions
 from workflows.training.errors import InputError
 
 set_up_pyflyte()
 
-AUTOENCODER_CODE = (AUTOENCODER_SOURCES, ("torch", "lightning"))
 PREPARATION = CodeVersion((*DATA_SOURCES, "tasks/prepare.py", "autoencoder.py"), [])
 
 

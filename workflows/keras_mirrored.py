@@ -7,21 +7,25 @@ import time
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import List, NamedTuple
+from typing import Callable, List, NamedTuple
 
 from flytekit import task, workflow
 from flytekit.types.file import FlyteFile
 
 from workflows.observers.console import say
 from workflows.observers.mirrored import mirrored_page
+from workflows.tasks.checkpoints import checkpoint_store, training_key
 from workflows.tasks.execution import flyte_retries, is_local, run_dir
-from workflows.tasks.observing import deck_publisher
+from workflows.tasks.logs import kept_logs
+from workflows.tasks.observing import all_of, deck_publisher
 from workflows.tasks.pyflyte import set_up_pyflyte
 from workflows.tasks.resources import KERAS_IMAGE, check_gpus, is_named, training_resources
+from workflows.tasks.versions import KERAS_SOURCES
 from workflows.training import launcher, mirrored
+from workflows.training.code_version import code_version
 from workflows.training.environment import World, nvidia_devices
 from workflows.training.errors import InputError, ReportedError
-from workflows.training.events import EpochFinished, Event, Printed
+from workflows.training.events import CheckpointFailed, CheckpointRefused, EpochFinished, Event, Printed
 from workflows.training.failures import RankFailed
 from workflows.training.mirrored_job import MirroredHyperparameters, MirroredJob, MirroredResult
 from workflows.training.ports import free_ports
@@ -79,9 +83,15 @@ def train_mirrored(hp: MirroredHyperparameters) -> MirroredOutputs:
     check_gpus(nvidia_devices())  # TensorFlow, which could count better, is for the processes to import
     if find_spec("tensorflow") is None:
         raise ReportedError('TensorFlow is missing: make keras, or pip install -e ".[tensorflow]"')
-    with flyte_retries(), run_dir("keras") as folder:
+    key = training_key(hp, code_version(KERAS_SOURCES, ("tensorflow", "keras")))
+    with (
+        flyte_retries(),
+        run_dir("keras") as folder,
+        kept_logs(folder) as logs,
+        checkpoint_store(key, resume=True) as store,
+    ):
         model, report = folder / "model.keras", folder / "report.html"
-        result = train(hp, model)
+        result = train(hp, model, store.on_event, logs.on_event, checkpoint_path=str(store.path), key=key)
         fragment, page = mirrored_page(hp, result)
         with writing_to(folder, "DDP_RUNS_DIR"):
             write_whole(report, page.encode())
@@ -107,8 +117,17 @@ def train_mirrored(hp: MirroredHyperparameters) -> MirroredOutputs:
     )
 
 
-def train(hp: MirroredHyperparameters, model: Path) -> MirroredResult:
-    """Trains in hp.processes processes; raises InputError for what only they could find out, else as launch does."""
+def train(
+    hp: MirroredHyperparameters,
+    model: Path,
+    *others: Callable[[Event], None],
+    checkpoint_path: str = "",
+    key: str = "",
+) -> MirroredResult:
+    """Trains in hp.processes processes; raises InputError for what only they could find out, else as launch does.
+
+    Others hear of all events; see MirroredJob for the rest.
+    """
 
     def on_event(event: Event) -> None:
         if isinstance(event, EpochFinished):
@@ -117,14 +136,19 @@ def train(hp: MirroredHyperparameters, model: Path) -> MirroredResult:
                 f"test loss {event.test_loss:.4f}, {event.train_seconds:.2f} s of training"
             )
         elif isinstance(event, Printed):
-            say(event.text)
+            say(f"[rank {event.rank}] {event.text}")
+        elif isinstance(event, CheckpointFailed):
+            say(f"Warning: no checkpoint could be written: {event.reason}")
+        elif isinstance(event, CheckpointRefused):
+            say(f"Starting afresh: {event.reason}")
 
     size = hp.processes
     world = World(size, size, backend="", device="")  # TensorFlow sees to both
     try:
         with free_ports(size if hp.strategy == "multi_worker" else 0) as ports:
-            job = MirroredJob(hp, str(model), ports)
-            results: List[MirroredResult] = launcher.launch(WORKER, world, job, TIMEOUT_SECONDS, on_event, preload=())
+            job = MirroredJob(hp, str(model), checkpoint_path, key, ports)
+            tell = all_of(on_event, *others)
+            results: List[MirroredResult] = launcher.launch(WORKER, world, job, TIMEOUT_SECONDS, tell, preload=())
     except RankFailed as failed:
         if failed.failure.cause == InputError.__name__:
             raise InputError(failed.failure.message) from None

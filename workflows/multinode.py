@@ -7,13 +7,15 @@ and in the image, and on the cluster Kubeflow's training operator and Flyte's py
 from typing import Any
 
 from flytekit import Cache, task, workflow
-from flytekit.exceptions.user import FlyteRecoverableException
+from flytekit.exceptions.user import FlyteRecoverableException, FlyteUserRuntimeException
 from flytekit.extend import TaskPlugins
 from torch.distributed import DistError
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 from workflows.observers.console import say
-from workflows.tasks.elastic import train_rank
+from workflows.tasks.elastic import failure_of_node, train_rank
+from workflows.tasks.execution import TaskInterrupted
 from workflows.tasks.nodes import resolve_for_nodes
 from workflows.tasks.prepare import PreparedDataset, prepare_dataset
 from workflows.tasks.pyflyte import set_up_pyflyte
@@ -37,7 +39,12 @@ else:
             try:
                 return super().execute(**inputs)
             except (RendezvousError, DistError) as error:
-                raise FlyteRecoverableException(f"the meeting place of the nodes is lost: {error}") from error
+                raise TaskInterrupted(f"the meeting place of the nodes is lost: {error}") from None
+            except (FlyteRecoverableException, FlyteUserRuntimeException) as error:
+                if not isinstance(error.__context__, ChildFailedError):
+                    raise
+                recoverable = isinstance(error, FlyteRecoverableException)
+                raise failure_of_node(error.__context__, recoverable) from None
 
     TaskPlugins.register_pythontask_plugin(Nodes, NodesTask)
     set_up_pyflyte()

@@ -17,7 +17,7 @@ from workflows.mnist import pytorch_mnist_task
 from workflows.observers.article import document
 from workflows.observers.comparison import chosen, comparison, failures, ranked, write_table
 from workflows.observers.console import say
-from workflows.tasks.execution import is_local, run_dir
+from workflows.tasks.execution import TaskFailed, is_local, run_dir
 from workflows.tasks.held_out import hold_out_validation
 from workflows.tasks.observing import deck_publisher
 from workflows.tasks.prepare import PreparedDataset, prepare_dataset, resolve_dataset
@@ -87,10 +87,11 @@ def train_trial(hp: Hyperparameters, held_out: PreparedDataset, options: RunOpti
     started = time.time()
     try:
         outputs = train(hp, held_out, options)
-    except RankFailed as error:
-        if isinstance(error, RecoverableError):
+    except (RankFailed, TaskFailed) as error:
+        cause = error.__context__ if isinstance(error, TaskFailed) else error  # as Flyte is told it
+        if not isinstance(cause, RankFailed) or isinstance(cause, RecoverableError):
             raise
-        return failed(hp, error, time.time() - started)
+        return failed(hp, cause, time.time() - started)
     summary, report = outputs.summary, outputs.report.path
     if not is_local():  # a map task shows no Deck
         report = FlyteContextManager.current_context().file_access.put_raw_data(report)

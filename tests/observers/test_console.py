@@ -33,7 +33,7 @@ def test_plain_lines_in_the_tutorials_manner(recorded, capsys):
     assert said[1] == f"Train Epoch: 1 [320/640 (50%)]\tLoss: {loss:.6f}"
     assert sum(line.startswith("Train Epoch") for line in said) == 4
     assert sum(line.startswith("Epoch ") for line in said) == 2
-    assert said[-3:] == ["Warning: no better than guessing", "from the first", "[rank 1] from another"]
+    assert said[-3:] == ["Warning: no better than guessing", "[rank 0] from the first", "[rank 1] from another"]
 
 
 def on_terminal(program: str, *arguments: str, columns: int = 100) -> str:

@@ -12,7 +12,15 @@ from workflows.observers.figures import Curves, cloud, draw, picture
 from workflows.training import prepared
 from workflows.training.autoencoder_job import AutoencoderJob, AutoencoderResult
 from workflows.training.description import DatasetDescription
-from workflows.training.events import EpochLosses, Event, NotLearning, Printed, RunStarted
+from workflows.training.events import (
+    CheckpointFailed,
+    CheckpointRefused,
+    EpochLosses,
+    Event,
+    NotLearning,
+    Printed,
+    RunStarted,
+)
 
 MOST_POINTS = 2000  # of the cloud: the page stays below a megabyte
 VIEWS = (30, 120)  # degrees around the vertical
@@ -24,6 +32,8 @@ def say_event(event: Event) -> None:
             f"{event.dataset}: {event.world_size} ranks ({event.backend}, {event.device}, {event.precision}) under "
             f"Lightning, {event.steps_per_epoch} steps an epoch, ready after {event.startup_seconds:.1f} s"
         )
+        if event.first_epoch:
+            say(f"going on from the checkpoint: epoch {event.first_epoch + 1}")
     elif isinstance(event, EpochLosses):
         say(
             f"Epoch {event.epoch + 1}: training loss {event.train_loss:.4f}, "
@@ -32,7 +42,11 @@ def say_event(event: Event) -> None:
     elif isinstance(event, NotLearning):
         say(f"Warning: {event.reason}")
     elif isinstance(event, Printed):
-        say(f"[rank {event.rank}] {event.text}" if event.rank else event.text)
+        say(f"[rank {event.rank}] {event.text}")
+    elif isinstance(event, CheckpointFailed):
+        say(f"Warning: no checkpoint could be written: {event.reason}")
+    elif isinstance(event, CheckpointRefused):
+        say(f"Starting afresh: {event.reason}")
 
 
 def page(job: AutoencoderJob, result: AutoencoderResult, setup: Dict[str, Any]) -> str:

@@ -61,7 +61,7 @@ class Console:
         elif isinstance(event, NotLearning):
             say(f"Warning: {event.reason}")
         elif isinstance(event, Printed):
-            say(f"[rank {event.rank}] {event.text}" if event.rank else event.text)
+            say(f"[rank {event.rank}] {event.text}")
         elif isinstance(event, CheckpointFailed):
             say(f"Warning: no checkpoint could be written: {event.reason}")
         elif isinstance(event, CheckpointRefused):

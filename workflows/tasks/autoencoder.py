@@ -17,11 +17,13 @@ from workflows.observers.autoencoder import page, say_event
 from workflows.observers.console import say
 from workflows.observers.tracking import choose_tracking
 from workflows.tasks.caching import OnClustersOnly
+from workflows.tasks.checkpoints import checkpoint_store, training_key
 from workflows.tasks.execution import flyte_retries, is_local, run_dir
-from workflows.tasks.observing import deck_publisher
+from workflows.tasks.logs import Logs, kept_logs
+from workflows.tasks.observing import all_of, deck_publisher
 from workflows.tasks.prepare import resolve_name
 from workflows.tasks.resources import check_gpus, small_resources
-from workflows.tasks.versions import CodeVersion, check_registered_code
+from workflows.tasks.versions import AUTOENCODER_SOURCES, CodeVersion, check_registered_code
 from workflows.training import launcher, prepared
 from workflows.training.autoencoder_job import (
     AutoencoderHyperparameters,
@@ -29,11 +31,13 @@ from workflows.training.autoencoder_job import (
     AutoencoderOptions,
     AutoencoderResult,
 )
+from workflows.training.code_version import code_version
 from workflows.training.environment import World, choose_world, visible_gpus
 from workflows.training.errors import InputError
 from workflows.training.held_out import held_out_count
 
 WORKER = "workflows.training.lightning_rank:run"  # a name, because importing it would import torch
+AUTOENCODER_CODE = (AUTOENCODER_SOURCES, ("torch", "lightning"))
 
 
 @dataclass(frozen=True)
@@ -75,7 +79,7 @@ class AutoencoderOutputs(NamedTuple):
         model_state: the weights as a plain CPU state_dict, see workflows.training.autoencoder.load_autoencoder.
         summary: the figures.
         report: a page to look at, in one file.
-        logs: a folder with the test images' codes, and what Lightning's logger has written.
+        logs: a folder with the test images' codes, and what the ranks and Lightning's logger have written.
     """
 
     train_losses: List[float]
@@ -123,6 +127,7 @@ def choose_logger(wish: str) -> str:
     return "offline" if reason else tracking
 
 
+@flyte_retries()
 def train_autoencoder(
     hp: AutoencoderHyperparameters, data: FlyteDirectory, options: AutoencoderOptions
 ) -> AutoencoderOutputs:
@@ -132,47 +137,54 @@ def train_autoencoder(
     check_gpus(visible_gpus())
     world = check_machine(hp, options)
     launcher.warm_up([*launcher.PRELOAD, "lightning.pytorch"])  # seconds, once for all ranks, while the data arrive
-    with flyte_retries():
-        data_folder = Path(data.download())
-        description = prepared.read_description(data_folder)
-        held_out = held_out_count(description.train_samples)
-        steps = hp.steps_per_epoch((description.train_samples - held_out) * description.passes_per_epoch)
-        with run_dir(f"{description.name}-autoencoder") as folder:
-            logs = folder / "logs"
-            logs.mkdir()
-            job = AutoencoderJob(
-                hp=hp,
-                options=options,
-                name=folder.name,
-                data=str(data_folder),
-                model_path=str(folder / "model.pt"),
-                encoded_path=str(logs / "test.npz"),
-                logs=str(logs),
-                tracking=choose_logger(options.tracking),
-                steps_per_epoch=steps,
-                launched=time.time(),
-            )
-            result: AutoencoderResult = launcher.launch(WORKER, world, job, options.timeout_seconds, say_event)[0]
-            summary = AutoencoderSummary(
-                dataset=description.name,
-                train_samples=description.train_samples - held_out,
-                validation_samples=held_out,
-                test_loss=result.test_loss,
-                train_seconds=sum(epoch.seconds for epoch in result.epochs),
-                total_seconds=time.time() - started,
-                world_size=world.size,
-                backend=world.backend,
-                device=world.device,
-                strategy=result.strategy,
-                warnings=[warning.reason for warning in result.warnings],
-            )
-            fragment = page(job, result, {"lightning": version("lightning"), **asdict(summary)})
-            (folder / "report.html").write_text(document(f"Autoencoder on {description.name}", fragment), "utf-8")
+    data_folder = Path(data.download())
+    description = prepared.read_description(data_folder)
+    held_out = held_out_count(description.train_samples)
+    steps = hp.steps_per_epoch((description.train_samples - held_out) * description.passes_per_epoch)
+    key = training_key(hp, description.digest, code_version(*AUTOENCODER_CODE))
+    with (
+        run_dir(f"{description.name}-autoencoder") as folder,
+        kept_logs(folder) as logs,
+        checkpoint_store(key, options.resume) as store,
+    ):
+        job = AutoencoderJob(
+            hp=hp,
+            options=options,
+            name=folder.name,
+            data=str(data_folder),
+            model_path=str(folder / "model.pt"),
+            encoded_path=str(logs.folder / "test.npz"),
+            checkpoint_path=str(store.path),
+            key=key,
+            logs=str(logs.folder),
+            tracking=choose_logger(options.tracking),
+            steps_per_epoch=steps,
+            launched=time.time(),
+        )
+        on_event = all_of(say_event, store.on_event, logs.on_event)
+        result: AutoencoderResult = launcher.launch(WORKER, world, job, options.timeout_seconds, on_event)[0]
+        summary = AutoencoderSummary(
+            dataset=description.name,
+            train_samples=description.train_samples - held_out,
+            validation_samples=held_out,
+            test_loss=result.test_loss,
+            train_seconds=sum(epoch.seconds for epoch in result.epochs),
+            total_seconds=time.time() - started,
+            world_size=world.size,
+            backend=world.backend,
+            device=world.device,
+            strategy=result.strategy,
+            warnings=[warning.reason for warning in result.warnings],
+        )
+        fragment = page(job, result, {"lightning": version("lightning"), **asdict(summary)})
+        (folder / "report.html").write_text(document(f"Autoencoder on {description.name}", fragment), "utf-8")
     deck_publisher()(fragment)
-    return outputs_of(job, result, summary)
+    return outputs_of(job, result, summary, logs)
 
 
-def outputs_of(job: AutoencoderJob, result: AutoencoderResult, summary: AutoencoderSummary) -> AutoencoderOutputs:
+def outputs_of(
+    job: AutoencoderJob, result: AutoencoderResult, summary: AutoencoderSummary, logs: Logs
+) -> AutoencoderOutputs:
     report = Path(job.model_path).with_name("report.html")
     if is_local():
         say(f"Test loss {summary.test_loss:.4f}\nModel:  {job.model_path}\nReport: {report}")
@@ -184,5 +196,5 @@ def outputs_of(job: AutoencoderJob, result: AutoencoderResult, summary: Autoenco
         model_state=PythonPickledFile(job.model_path, remote_path=remote),
         summary=summary,
         report=FlyteFile(str(report), remote_path=remote),
-        logs=FlyteDirectory(job.logs, remote_directory=remote),
+        logs=FlyteDirectory(job.logs, remote_directory=logs.place),
     )

@@ -2,13 +2,14 @@
 
 import contextvars
 import fcntl
+import hashlib
 import os
 import shutil
 import tempfile
 import threading
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Iterator
+from typing import Any, Iterator
 
 from flytekit import current_context
 from flytekit.core.checkpointer import SyncCheckpoint
@@ -79,6 +80,11 @@ class FlyteStore:
                 say(f"Warning: a checkpoint was not uploaded: {type(error).__name__}: {error}")
             if closing:
                 return
+
+
+def training_key(*decisive: Any) -> str:
+    """Short name of a training by all that decides its result; each of these shows it in its repr."""
+    return hashlib.sha256(repr(decisive).encode()).hexdigest()[:16]
 
 
 @contextmanager

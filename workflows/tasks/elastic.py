@@ -3,18 +3,22 @@
 import fcntl
 import hashlib
 import os
+import platform
+import re
 import signal
 import tempfile
 import time
 from pathlib import Path
 from typing import Any, Callable, List, Optional
 
-from flytekit import FlyteContextManager
+from flytekit import FlyteContextManager, current_context
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 from torch import distributed
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from workflows.tasks.execution import flyte_retries
+from workflows.tasks.execution import TaskFailed, TaskInterrupted, flyte_retries
+from workflows.tasks.logs import kept_logs
 from workflows.tasks.resources import check_gpus, registration
 from workflows.tasks.train import TRAINING_CODE, TrainingOutputs, train_by
 from workflows.training import prepared, worker
@@ -23,7 +27,7 @@ from workflows.training.direct_link import DirectLink
 from workflows.training.environment import Environment, environment_from_torchrun, visible_gpus
 from workflows.training.errors import InputError, StopRequested
 from workflows.training.events import Event
-from workflows.training.failures import Preempted, from_exception, name_the_cause
+from workflows.training.failures import Preempted, from_exception, from_exit_code, name_the_cause
 from workflows.training.hyperparameters import Hyperparameters, RunOptions
 from workflows.training.job import Identity, Job, TrainingResult
 from workflows.training.process_group import process_group
@@ -37,7 +41,11 @@ def train_rank(hp: Hyperparameters, data: FlyteDirectory, options: RunOptions) -
     check_gpus(visible_gpus())
     environment = environment_from_torchrun(hp.backend, asked.node_range, asked.ranks_per_node)
     folder = download_once(data)
-    with flyte_retries():
+    name = f"rank-{environment.rank}"
+    if restarts := int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0):
+        name += f"-restart-{restarts}"
+    own = Path(current_context().working_directory, name)
+    with flyte_retries(), kept_logs(own, name, prefix=f"[rank {environment.rank}] "):
         if environment.rank == 0:
 
             def start(job: Job, on_event: Callable[[Event], None]) -> List[TrainingResult]:
@@ -70,7 +78,7 @@ def run_rank(environment: Environment, link: DirectLink, job: Job) -> List[Train
             distributed.all_gather_object(results, worker.train(environment, device, link, job))
             return results
     except StopRequested as stopped:
-        raise Preempted(f"SIGTERM: {stopped}") from None
+        raise Preempted(f"rank {environment.rank} on {environment.host}: SIGTERM: {stopped}") from None
     except InputError:
         raise
     except Exception as error:
@@ -78,6 +86,17 @@ def run_rank(environment: Environment, link: DirectLink, job: Job) -> List[Train
         if failure.kind == "peer":
             time.sleep(GRACE_SECONDS)
         raise name_the_cause([failure]) from error
+
+
+def failure_of_node(failed: ChildFailedError, recoverable: bool) -> TaskFailed:
+    """The first failure of a node's ranks, in its own words: torchrun's begin with a banner."""
+    rank, first = failed.get_first_failure()
+    if first.exitcode < 0:
+        recoverable, message = True, str(from_exit_code(first.exitcode, rank, platform.node()))
+    else:
+        told = first.message["message"] if isinstance(first.message, dict) else first.message
+        message = re.sub(rf"^({TaskFailed.__name__}|{TaskInterrupted.__name__}): ", "", told)
+    return (TaskInterrupted if recoverable else TaskFailed)(message, timestamp=first.timestamp)
 
 
 def download_once(data: FlyteDirectory) -> Path:

@@ -6,12 +6,13 @@ import shutil
 import time
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Iterator
+from typing import Any, Iterator
 
+import click
 from flyteidl.core.literals_pb2 import LiteralMap
 from flytekit import FlyteContextManager, current_context
 from flytekit.core.local_cache import LocalTaskCache
-from flytekit.exceptions.user import FlyteRecoverableException
+from flytekit.exceptions.user import FlyteRecoverableException, FlyteUserException, FlyteUserRuntimeException
 
 from workflows.training.errors import RecoverableError
 from workflows.training.storage import writing_to
@@ -44,15 +45,41 @@ def run_dir(name: str) -> Iterator[Path]:
         raise
 
 
+class TaskFailed(FlyteUserException):
+    """A task's end, which Flyte's console shows from the first line of its message on.
+
+    Other exceptions' messages come after their stack, which here is that of the parent, where nothing is wrong.
+    """
+
+    _ERROR_CODE = FlyteUserRuntimeException._ERROR_CODE
+    __traceback__: Any = property(lambda self: None, lambda self, value: None)
+    __str__ = Exception.__str__
+
+
+class TaskInterrupted(TaskFailed, FlyteRecoverableException):
+    """The same, worth a retry."""
+
+    _ERROR_CODE = FlyteRecoverableException._ERROR_CODE
+
+
 @contextmanager
 def flyte_retries() -> Iterator[None]:
-    """Tells a cluster which errors are worth a retry: without this type Flyte takes every exception as final."""
+    """Tells a cluster how a task failed in the words of its error, and whether that is worth a retry: Flyte takes every
+    exception but of this type as final."""
     try:
         yield
-    except RecoverableError as error:
+    except click.ClickException as error:
         if is_local():
             raise
-        raise FlyteRecoverableException(str(error)) from error
+        raise told(error) from None
+
+
+def told(error: click.ClickException, logs: str = "") -> TaskFailed:
+    """An error in the words that Flyte shows; the second line names the place of the logs."""
+    headline, separator, details = error.message.partition("\n")
+    place = f"\nLogs: {logs}" if logs else ""
+    failed = TaskInterrupted if isinstance(error, RecoverableError) else TaskFailed
+    return failed(f"{headline}{place}{separator}{details}")
 
 
 def forget_lost_results() -> None:

@@ -79,6 +79,16 @@ def observing(setting: Setting, report_path: Path, *others: Callable[[Any], None
         raise
 
 
+def all_of(*listeners: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Tells each event to all of them."""
+
+    def tell(event: Any) -> None:
+        for listener in listeners:
+            listener(event)
+
+    return tell
+
+
 def deck_publisher(title: str = "Training") -> Callable[[str], None]:
     """Shows HTML in the task's Deck at once, where a Flyte console can show it."""
     if is_local() or not current_context().enable_deck:

@@ -14,6 +14,7 @@ from workflows.observers.summary import say_summary
 from workflows.observers.surroundings import surroundings
 from workflows.tasks.checkpoints import checkpoint_store
 from workflows.tasks.execution import flyte_retries, is_local, run_dir
+from workflows.tasks.logs import kept_logs
 from workflows.tasks.observing import attempt, observing, tracking_id
 from workflows.tasks.resources import check_gpus
 from workflows.tasks.versions import TRAINING_SOURCES, check_registered_code
@@ -76,7 +77,7 @@ class TrainingOutputs(NamedTuple):
         model_state: the trained weights, a CPU state_dict.
         summary: the figures.
         report: a page to look at, in one file.
-        logs: a folder with the test split's predictions, and what trackers and the profiler have written.
+        logs: a folder with the test split's predictions, and what the ranks, trackers and the profiler have written.
     """
 
     epoch_accuracies: List[float]
@@ -86,6 +87,7 @@ class TrainingOutputs(NamedTuple):
     logs: FlyteDirectory
 
 
+@flyte_retries()
 def train(hp: Hyperparameters, data: FlyteDirectory, options: RunOptions) -> TrainingOutputs:
     """Trains hp.model on a prepared dataset with one process per rank; see launcher.launch for what it raises."""
     check_gpus(visible_gpus())
@@ -112,15 +114,17 @@ def train_by(
         data_folder = Path(data.download())
         description = prepared.verify(data_folder)
         identity = Identity(hp, description.digest, code_version(*TRAINING_CODE))
-        with run_dir(description.name) as folder, checkpoint_store(identity.key, options.resume) as store:
-            logs = folder / "logs"
-            logs.mkdir()
+        with (
+            run_dir(description.name) as folder,
+            kept_logs(folder) as logs,
+            checkpoint_store(identity.key, options.resume) as store,
+        ):
             job = Job(
                 identity=identity,
                 data=str(data_folder),
                 model_path=str(folder / "model.pt"),
-                predictions_path=str(logs / "predictions.npy"),
-                profile_path=str(logs / "profile") if options.profile else "",
+                predictions_path=str(logs.folder / "predictions.npy"),
+                profile_path=str(logs.folder / "profile") if options.profile else "",
                 checkpoint_path=str(store.path),
                 checkpoint_seconds=options.checkpoint_seconds,
                 # beyond the parent's own patience, so that it can still ask all ranks where they hang
@@ -136,10 +140,10 @@ def train_by(
                 data=data_folder,
                 description=description,
                 data_seconds=job.launched - started,
-                logs=logs,
+                logs=logs.folder,
                 surroundings=surroundings(),
             )
-            with observing(setting, folder / "report.html", store.on_event) as observers:
+            with observing(setting, folder / "report.html", store.on_event, logs.on_event) as observers:
                 results = start(job, observers)
                 finished = RunFinished(results, Path(job.predictions_path), time.time() - started)
                 observers.end(finished)
@@ -153,7 +157,7 @@ def train_by(
         model_state=PythonPickledFile(job.model_path, remote_path=remote),
         summary=summary,
         report=FlyteFile(str(folder / "report.html"), remote_path=remote),
-        logs=FlyteDirectory(str(logs), remote_directory=remote),
+        logs=FlyteDirectory(str(logs.folder), remote_directory=logs.place),
     )
 
 

@@ -36,9 +36,11 @@ AUTOENCODER_SOURCES = (
     "training/autoencoder.py",
     "training/batches.py",
     "training/held_out.py",
+    "training/lightning_checkpoint.py",
     "training/lightning_rank.py",
     "training/watch.py",
 )
+KERAS_SOURCES = ("training/mirrored.py", "training/mirrored_checkpoint.py")
 DATA_SOURCES = ("training/datasets.py", "training/description.py", "training/prepared.py")
 CODE_VARIABLE = "DDP_TRAINING_CODE"
 

@@ -69,12 +69,14 @@ class AutoencoderOptions(Settings):
         strategy: Lightning's; auto is ddp for several ranks, and none for one.
         tracking: Lightning's logger: online and offline are Weights & Biases; auto is online where it has a key, else
             off; tensorboard writes event files.
+        resume: go on from the checkpoint of an unfinished run of the same training; each epoch ends with one.
         timeout_seconds: how long the ranks may go without a step before the run counts as hung.
     """
 
     devices: int = setting(0, minimum=0, maximum=64)
     strategy: str = setting("auto", choices=STRATEGIES)
     tracking: str = setting("auto", choices=TRACKING)
+    resume: bool = setting(True)
     timeout_seconds: float = setting(300.0, minimum=60, maximum=86400)
 
 
@@ -87,6 +89,8 @@ class AutoencoderJob:
         data: folder of the prepared dataset.
         model_path: where rank 0 puts the trained weights.
         encoded_path: where rank 0 puts what the network makes of the test images: see autoencoder.encode_test_images.
+        checkpoint_path: where rank 0 keeps the checkpoint; an earlier one there is gone on from.
+        key: of all that decides the result; a checkpoint with another one is not gone on from.
         logs: folder for Lightning's logger.
         tracking: online, offline, tensorboard or off.
         steps_per_epoch: optimizer steps.
@@ -99,6 +103,8 @@ class AutoencoderJob:
     data: str
     model_path: str
     encoded_path: str
+    checkpoint_path: str
+    key: str
     logs: str
     tracking: str
     steps_per_epoch: int

@@ -77,14 +77,14 @@ def from_exception(error: BaseException, rank: int, host: str) -> Failure:
     )
 
 
-def from_exit_code(code: int, rank: int, host: str, peak_bytes: int) -> Failure:
+def from_exit_code(code: int, rank: int, host: str, peak_bytes: int = 0) -> Failure:
     """A rank that ended without a word: by a signal, or by somebody's os._exit."""
-    memory = f"peak memory {peak_bytes / 2**20:.0f} MiB"
+    memory = f"; peak memory {peak_bytes / 2**20:.0f} MiB" if peak_bytes else ""
     if code >= 0:
-        return Failure(rank, host, "killed", f"exit status {code}", f"ended without a report; {memory}")
+        return Failure(rank, host, "killed", f"exit status {code}", f"ended without a report{memory}")
     name = signal.Signals(-code).name
     hint = "probably out of memory" if name == "SIGKILL" else "killed from outside, or a crash in native code"
-    return Failure(rank, host, "killed", name, f"{hint}; {memory}")
+    return Failure(rank, host, "killed", name, f"{hint}{memory}")
 
 
 def name_the_cause(failures: Sequence[Failure]) -> RankFailed:

@@ -165,7 +165,8 @@ def _stopped(ranks: List[_Rank], signals: List[int]) -> BaseException:
     if signal.SIGINT in signals:
         return KeyboardInterrupt()
     said = [rank.value for rank in ranks if rank.outcome == "stopped"]
-    return Preempted(f"SIGTERM: {said[0] if said else 'no step was finished in time for a checkpoint'}")
+    last = said[0] if said else "no step was finished in time for a checkpoint"
+    return Preempted(f"all ranks on {ranks[0].host}: SIGTERM: {last}")
 
 
 def _hung(ranks: List[_Rank], timeout_seconds: float) -> RankFailed:

@@ -9,7 +9,7 @@ import warnings
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Iterator, List, Tuple, Union
+from typing import TYPE_CHECKING, Any, Dict, Iterator, List, Tuple, Union
 
 import torch
 
@@ -18,6 +18,7 @@ from workflows.training.autoencoder_job import PRECISIONS, AutoencoderJob, Autoe
 from workflows.training.environment import Environment
 from workflows.training.errors import NonFinite, StopRequested
 from workflows.training.events import EpochLosses, RunStarted
+from workflows.training.lightning_checkpoint import checkpoint_files, usable_checkpoint
 from workflows.training.loop import Link
 from workflows.training.process_group import process_group
 from workflows.training.storage import writing_to
@@ -54,7 +55,7 @@ def run(environment: Environment, link: Link, job: AutoencoderJob) -> Autoencode
             num_nodes=world.size // world.local_size,
             strategy=job.options.strategy,
             precision=PRECISIONS[hp.precision],
-            plugins=[cluster_environment(environment)],
+            plugins=[cluster_environment(environment), checkpoint_files(job.key, link.emit)],
             max_epochs=hp.max_epochs,
             limit_train_batches=job.steps_per_epoch,
             logger=logger,
@@ -62,7 +63,7 @@ def run(environment: Environment, link: Link, job: AutoencoderJob) -> Autoencode
             callbacks=[observer],
             use_distributed_sampler=False,  # the batches are shared out already
             num_sanity_val_steps=0,
-            enable_checkpointing=False,
+            enable_checkpointing=False,  # the observer sees to it
             enable_progress_bar=False,
             enable_model_summary=False,
         )
@@ -70,6 +71,7 @@ def run(environment: Environment, link: Link, job: AutoencoderJob) -> Autoencode
         trainer.fit(
             autoencoder.lightning_module(network, hp.learning_rate),
             autoencoder.lightning_data(Path(job.data), hp.batch_size, hp.seed, environment, device),
+            ckpt_path=usable_checkpoint(Path(job.checkpoint_path), job.key, link.emit),
         )
     test_loss = 0.0
     if environment.rank == 0:
@@ -113,20 +115,30 @@ def cluster_environment(environment: Environment) -> "ClusterEnvironment":
 
 
 def observer_of(environment: Environment, link: Link, job: AutoencoderJob) -> Any:
-    """The Callback that tells the parent what happens, and the ranks to stop; keeps the losses."""
+    """The Callback that tells the parent what happens, and the ranks to stop; keeps the losses, and a checkpoint."""
     from lightning.pytorch import Callback, LightningModule, Trainer
 
     class Observer(Callback):
         def __init__(self) -> None:
             self.epochs: List[EpochLosses] = []
             self.steps: List[Tuple[float, float]] = []
+            self.watch = Watch(0.0, remedies="lower learning_rate")
             self.on_sigterm = signal.getsignal(signal.SIGTERM)
+
+        def state_dict(self) -> Dict[str, Any]:
+            epochs = [asdict(epoch) for epoch in self.epochs]
+            return {"epochs": epochs, "steps": self.steps, "watch": self.watch.state_dict()}
+
+        def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
+            self.epochs = [EpochLosses(**epoch) for epoch in state_dict["epochs"]]
+            self.steps = state_dict["steps"]
+            self.watch.load_state_dict(state_dict["watch"])
 
         def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
             # Lightning's own handler broadcasts, which hangs where not all ranks get the signal
             signal.signal(signal.SIGTERM, self.on_sigterm)
-            self.watch = Watch(trainer.datamodule.constant_loss, remedies="lower learning_rate")  # type: ignore[attr-defined]
-            link.emit(run_started(environment, job))
+            self.watch.constant_loss = trainer.datamodule.constant_loss  # type: ignore[attr-defined]
+            link.emit(run_started(environment, job, trainer.current_epoch))
 
         def on_train_epoch_start(self, trainer: Trainer, module: LightningModule) -> None:
             self.started = time.perf_counter()
@@ -165,11 +177,12 @@ def observer_of(environment: Environment, link: Link, job: AutoencoderJob) -> An
             link.emit(self.epochs[-1])
             for warning in self.watch.after_epoch(trainer.current_epoch, job.steps_per_epoch, validation):
                 link.emit(warning)
+            trainer.save_checkpoint(job.checkpoint_path)
 
     return Observer()
 
 
-def run_started(environment: Environment, job: AutoencoderJob) -> RunStarted:
+def run_started(environment: Environment, job: AutoencoderJob, first_epoch: int) -> RunStarted:
     description, world = prepared.read_description(Path(job.data)), environment.world
     return RunStarted(
         dataset=description.name,
@@ -182,7 +195,7 @@ def run_started(environment: Environment, job: AutoencoderJob) -> RunStarted:
         precision=job.hp.precision,
         epochs=job.hp.max_epochs,
         steps_per_epoch=job.steps_per_epoch,
-        first_epoch=0,
+        first_epoch=first_epoch,
         first_step=0,
         startup_seconds=time.time() - job.launched,
         layers=layers_of(autoencoder.Autoencoder()),

@@ -12,6 +12,7 @@ import numpy as np
 from workflows.training.environment import Environment
 from workflows.training.errors import InputError
 from workflows.training.events import EpochFinished
+from workflows.training.mirrored_checkpoint import restore, save
 from workflows.training.mirrored_job import CLASSES, MirroredHyperparameters, MirroredJob, MirroredResult
 from workflows.training.rank import ParentLink
 from workflows.training.storage import writing_to
@@ -41,7 +42,7 @@ def run(environment: Environment, link: ParentLink, job: MirroredJob) -> Mirrore
     check_batch_size(hp.batch_size, strategy.num_replicas_in_sync, len(samples.train))
     with strategy.scope():
         model = build_network(tf, hp, samples.train)
-    history = fit(tf, strategy, model, samples, hp, link)
+    history = fit(tf, strategy, model, samples, job, environment.rank, link)
     predicted = np.argmax(model(samples.test, training=False), axis=1)
     if environment.rank == 0:
         with writing_to(Path(job.model_path).parent, "DDP_RUNS_DIR"):
@@ -138,15 +139,27 @@ def build_network(tf: Any, hp: MirroredHyperparameters, train: np.ndarray) -> An
 
 
 def fit(
-    tf: Any, strategy: Any, model: Any, samples: Samples, hp: MirroredHyperparameters, link: ParentLink
+    tf: Any, strategy: Any, model: Any, samples: Samples, job: MirroredJob, rank: int, link: ParentLink
 ) -> List[EpochFinished]:
-    """Trains for hp.epochs, each of the whole batches that the training samples give in an order of its own."""
-    step = compile_step(tf, strategy, model, samples, hp)
+    """Trains for hp.epochs, each of the whole batches that the training samples give in an order of its own.
+
+    Each epoch ends with a checkpoint; one that is there at the beginning is gone on from.
+    """
+    hp = job.hp
+    with strategy.scope():
+        adam = tf.keras.optimizers.Adam(hp.learning_rate)
+        adam.build(model.trainable_variables)
+    step = compile_step(tf, strategy, model, adam, samples, hp)
+    variables = [*model.variables, *adam.variables]  # the state of the random generators too
+    history = restore(Path(job.checkpoint_path), job.key, variables, link) if job.checkpoint_path else []
+    if history and rank == 0:
+        print(f"going on from the checkpoint: epoch {len(history) + 1}")
     order, steps = np.random.default_rng(hp.seed), len(samples.train) // hp.batch_size
-    history = []
     for epoch in range(hp.epochs):
         began = time.perf_counter()
         batches = order.permutation(len(samples.train))[: steps * hp.batch_size].reshape(steps, hp.batch_size)
+        if epoch < len(history):
+            continue
         figures = []
         for batch in batches:
             figures.append([float(value) for value in step(tf.constant(batch))])
@@ -159,18 +172,19 @@ def fit(
         seconds = (trained - began, time.perf_counter() - trained)
         history.append(EpochFinished(epoch, batches.size, loss, train_accuracy, test_loss, accuracy, *seconds))
         link.emit(history[-1])
+        if rank == 0 and job.checkpoint_path:
+            save(Path(job.checkpoint_path), job.key, variables, history, link)
     return history
 
 
-def compile_step(tf: Any, strategy: Any, model: Any, samples: Samples, hp: MirroredHyperparameters) -> Callable:
+def compile_step(
+    tf: Any, strategy: Any, model: Any, adam: Any, samples: Samples, hp: MirroredHyperparameters
+) -> Callable:
     """One update of the weights on all replicas: from indices of training samples to mean loss and accuracy.
 
     Our own, because Keras 3 cannot fit() under MultiWorkerMirroredStrategy. Every replica is given the whole batch and
     takes its part, so that batches and gradients are the same whatever the number of replicas.
     """
-    with strategy.scope():
-        adam = tf.keras.optimizers.Adam(hp.learning_rate)
-        adam.build(model.trainable_variables)
     features, labels = tf.constant(samples.train), tf.constant(samples.train_labels)
 
     def replica_step(batch: Any) -> Tuple[Any, Any]:

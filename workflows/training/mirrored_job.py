@@ -63,11 +63,15 @@ class MirroredJob:
 
     Attributes:
         model_path: where rank 0 puts the trained network, a .keras file.
+        checkpoint_path: where rank 0 keeps the checkpoint; an earlier one there is gone on from; empty is none.
+        key: of all that decides the result; a checkpoint with another one is not gone on from.
         ports: of 127.0.0.1, one per worker; none with a single process.
     """
 
     hp: MirroredHyperparameters
     model_path: str
+    checkpoint_path: str
+    key: str
     ports: List[int]
 
 

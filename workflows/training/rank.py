@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from multiprocessing.connection import Connection
-from typing import Any, TextIO
+from typing import Any, Callable, TextIO
 
 from workflows.training.environment import Environment
 from workflows.training.errors import StopRequested
@@ -24,14 +24,14 @@ ALIVE_SECONDS = 1.0  # between two signs of life, which cost a system call
 class ParentLink:
     """The line to the parent: events from rank 0, signs of life from every rank, requests to stop from the parent."""
 
-    def __init__(self, connection: Connection, is_first: bool):
+    def __init__(self, connection: Connection, rank: int):
         self.stop_requested = False
-        self._connection, self._is_first = connection, is_first
+        self._connection, self._rank = connection, rank
         self._lock = threading.Lock()  # the checkpoint thread emits too
         self._next_alive = 0.0
 
     def emit(self, event: Event) -> None:
-        if self._is_first:
+        if self._rank == 0:
             self.send("event", event)
 
     def alive(self) -> None:
@@ -54,18 +54,21 @@ class ParentLink:
             shutil.rmtree(private, ignore_errors=True)
             os._exit(1)
 
+    def on_line(self, text: str) -> None:
+        self.send("event", Printed(self._rank, text))
+
     def on_signal(self, *_: Any) -> None:
         self.stop_requested = True
 
 
 class PrintedLines(io.TextIOBase):
-    """A rank's standard output and error: line by line to the parent, the only one that writes to the terminal.
+    """Takes the place of standard output or error, and hands on what is printed line by line.
 
     What native code writes goes past this, straight to the file.
     """
 
-    def __init__(self, link: ParentLink, rank: int, file: TextIO):
-        self._link, self._rank, self._file, self._begun = link, rank, file, ""
+    def __init__(self, hand_on: Callable[[str], None], file: TextIO):
+        self._hand_on, self._file, self._begun = hand_on, file, ""
 
     def writable(self) -> bool:
         return True
@@ -76,13 +79,13 @@ class PrintedLines(io.TextIOBase):
     def write(self, text: str) -> int:
         *lines, self._begun = (self._begun + text).split("\n")
         for line in lines:
-            self._link.send("event", Printed(self._rank, line))
+            self._hand_on(line)
         return len(text)
 
 
 def serve(connection: Connection, environment: Environment, target: str, argument: Any, private: str) -> None:
     """The main function of a rank's process; reports the function's value or failure, and ends the process."""
-    link = ParentLink(connection, is_first=environment.rank == 0)
+    link = ParentLink(connection, environment.rank)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
     signal.signal(signal.SIGTERM, link.on_signal)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # blocked in the process that this one was forked from
@@ -91,7 +94,8 @@ def serve(connection: Connection, environment: Environment, target: str, argumen
     threading.Thread(target=link.listen, args=(private,), daemon=True).start()
     try:
         link.alive()
-        sys.stdout, sys.stderr = (PrintedLines(link, environment.rank, file) for file in (sys.stdout, sys.stderr))
+        # to the parent, the only one that writes to the terminal
+        sys.stdout, sys.stderr = (PrintedLines(link.on_line, file) for file in (sys.stdout, sys.stderr))
         value = pkgutil.resolve_name(target)(environment, link, argument)
         link.send("done", value)
     except StopRequested as stopped:
