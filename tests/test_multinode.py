@@ -162,10 +162,10 @@ def test_failure_begins_with_its_rank_and_says_where_the_logs_of_each_rank_are(n
     for pod in pods:
         logs = pod.folder / "raw" / "logs"
         (own,) = logs.glob("rank-?.log")  # before any restart
-        assert "NonFiniteLoss" in own.read_text()
+        assert "NonFinite" in own.read_text()
         assert f"[rank {own.name[5]}] Logs: {logs}" in pod.log
         _, _, first, second, *_ = pod.error.error.message.splitlines()
-        if f"TaskFailed: rank {own.name[5]} on {platform.node()}: NonFiniteLoss: loss is not finite" in first:
+        if f"TaskFailed: rank {own.name[5]} on {platform.node()}: NonFinite: loss is not finite" in first:
             causes.append(second.strip() == f"Logs: {logs}")
     assert causes, "of the other node the meeting place may be gone before it can tell"
     assert all(causes)

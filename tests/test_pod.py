@@ -97,11 +97,11 @@ def test_failure_begins_with_rank_host_and_cause_and_says_where_the_logs_are(pla
     pod = training_pod(small, place / "failed", RunOptions(), hp=Hyperparameters(learning_rate=1e30))
     assert pod.start().wait() == 0, "Flyte reads the error from the file"
     _, _, first, second, *_ = pod.error.error.message.splitlines()
-    assert re.search(rf"TaskFailed: rank \d on {platform.node()}: NonFiniteLoss: loss is not finite in epoch 1", first)
+    assert re.search(rf"TaskFailed: rank \d on {platform.node()}: NonFinite: loss is not finite in epoch 1", first)
     logs = place / "failed" / "raw" / "logs"
     assert second.strip() == f"Logs: {logs}"
-    assert "NonFiniteLoss" in (logs / "console.log").read_text()
-    assert "NonFiniteLoss" in (logs.parent / "report.html").read_text()
+    assert "NonFinite" in (logs / "console.log").read_text()
+    assert "NonFinite" in (logs.parent / "report.html").read_text()
 
 
 def test_attempt_without_a_usable_checkpoint_starts_afresh(place, small, undisturbed):
@@ -138,7 +138,7 @@ def test_lost_mirror_is_worth_a_retry(place):
     task = package_for_here().tasks["workflows.tasks.prepare.prepare_dataset"]
     nowhere = {"DDP_DATA_MIRROR": (place / "no-such-folder").as_uri(), "DDP_DATA_DIR": str(place / "empty")}
     blocked = {"https_proxy": "http://127.0.0.1:9", "http_proxy": "http://127.0.0.1:9"}
-    pod = Pod(task, {"name": literal("mnist")}, place / "lost", environment={**nowhere, **blocked})
+    pod = Pod(task, {"name": literal("mnist")}, place / "no-mirror", environment={**nowhere, **blocked})
     pod.start().wait()
     assert pod.error.error.kind == ContainerError.RECOVERABLE, pod.log
 
