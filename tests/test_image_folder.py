@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.pod import Pod, literal, package
 from workflows.training.datasets import prepare
+from workflows.training.folder_settings import ImageSettings
 from workflows.training.image_folder import write_folder
 from workflows.training.prepared import open_split
 
@@ -80,3 +82,12 @@ def test_a_wrong_input_is_a_usage_error_before_anything_is_done(tmp_path, monkey
     said = pyflyte("image_folder_wf", *arguments, status=2)
     assert all(word in said for word in words), said
     assert not (tmp_path / "data").exists()
+
+
+def test_pods_know_the_digits_again(tmp_path):
+    """Each puts them in a place of its own, and what was made of them is to come from the cache all the same."""
+    task = package().tasks["workflows.tasks.image_folder.find_images"]
+    inputs = {"folder": literal(""), "images": literal(ImageSettings())}
+    one, other = (Pod(task, inputs, tmp_path / name).run()["folder"] for name in ("one", "other"))
+    assert one.scalar.blob.uri != other.scalar.blob.uri
+    assert one.hash == other.hash != ""

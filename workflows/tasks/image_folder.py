@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from flytekit import Cache, current_context, task
+from flytekit import Cache, HashMethod, current_context, task
 from flytekit.core.data_persistence import FileAccessProvider
 from flytekit.types.directory import FlyteDirectory
+from typing_extensions import Annotated
 
 from workflows.observers.console import say
 from workflows.tasks.caching import OnClustersOnly
@@ -29,10 +30,15 @@ from workflows.training.storage import writing_to
 FOLDER_SOURCES = (*DATA_SOURCES, "training/image_files.py", "training/image_folder.py")
 
 
+def origin(folder: FlyteDirectory) -> str:
+    """Where the images were found: what goes by this forgets that each pod puts those of its own in another place."""
+    return str(folder.remote_source or folder.path)
+
+
 class FoundImages(NamedTuple):
     """folder: of the image files. stamp: of their names, sizes and times; empty on a cluster, whose places say it."""
 
-    folder: FlyteDirectory
+    folder: Annotated[FlyteDirectory, HashMethod(origin)]
     stamp: str
 
 
