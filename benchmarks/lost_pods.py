@@ -26,7 +26,7 @@ from flytekit.remote import FlyteRemote
 from workflows.training.autoencoder_job import AutoencoderHyperparameters, AutoencoderOptions
 from workflows.training.hyperparameters import Hyperparameters, RunOptions
 
-PATIENCE_SECONDS = 900
+PATIENCE_SECONDS = 3600
 LOST_SECONDS = 10.0  # of its logs, at most, with a pod
 
 # All other processes of the container are made the first ones that the kernel takes, and then its memory is taken
