@@ -57,7 +57,7 @@ def test_a_sweep_that_was_cut_off_goes_on_and_shows_the_best_and_the_failed():
     os.kill(next(rank for child in children(running.pid) for rank in children(child)), signal.SIGKILL)
     report = words(running.communicate(timeout=120)[1].partition("Error")[2])
     assert running.returncode == 1
-    assert "Trial 1 (learning_rate 1e+06): NonFinite: loss is not finite" in report
+    assert "Trial 1 (learning_rate 1e+06): NonFinite: " in report
     assert "Trial 2 (learning_rate 0.02): SIGKILL: " in report
     assert "Traceback" not in report
 
