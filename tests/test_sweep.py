@@ -20,7 +20,7 @@ from workflows.training.search import Sweep, TrialResult
 ROOT = Path(__file__).resolve().parents[1]
 SWEEP = ["pyflyte", "run", "workflows/sweep.py", "sweep_wf"]
 DIGITS = ["--hp", '{"dataset": "digits", "epochs": 1, "batch_size": 512}']
-HP = Hyperparameters(epochs=10, batch_size=100, learning_rate=0.02)
+HP = Hyperparameters(epochs=10, batch_size=100, learning_rate=0.05)
 DIVERGES = Hyperparameters(epochs=1, batch_size=100, learning_rate=1e6)
 
 
@@ -51,14 +51,14 @@ def children(pid: int) -> List[int]:
 
 
 def test_a_sweep_that_was_cut_off_goes_on_and_shows_the_best_and_the_failed():
-    command = [*SWEEP, *DIGITS, "--sweep", '{"values": {"learning_rate": [1e6, 0.02]}}']
+    command = [*SWEEP, *DIGITS, "--sweep", '{"values": {"learning_rate": [1e6, 0.05]}}']
 
     running = in_training(command)
     os.kill(next(rank for child in children(running.pid) for rank in children(child)), signal.SIGKILL)
     report = words(running.communicate(timeout=120)[1].partition("Error")[2])
     assert running.returncode == 1
     assert "Trial 1 (learning_rate 1e+06): NonFinite: " in report
-    assert "Trial 2 (learning_rate 0.02): SIGKILL: " in report
+    assert "Trial 2 (learning_rate 0.05): SIGKILL: " in report
     assert "Traceback" not in report
 
     running = in_training(command)
@@ -74,12 +74,12 @@ def test_a_sweep_that_was_cut_off_goes_on_and_shows_the_best_and_the_failed():
     assert done.stderr.count("digits: 1,501 training and 296 test images") == 1
 
     best, failed = table(re.findall(r"table=([^,]+)", done.stdout)[0])
-    assert (best["trial"], best["learning_rate"], best["failure"]) == ("2", "0.02", "")
+    assert (best["trial"], best["learning_rate"], best["failure"]) == ("2", "0.05", "")
     assert float(best["validation_accuracy"]) >= 0.8
     assert Path(best["report"]).is_file()
     assert (failed["trial"], failed["validation_accuracy"]) == ("1", "")
     assert "NonFinite" in failed["failure"]
-    assert "learning_rate=0.02" in done.stdout
+    assert "learning_rate=0.05" in done.stdout
     assert "test_samples=296" in done.stdout
     page = Path(re.findall(r" report=([^,]+)", done.stdout)[0]).read_text()
     assert "125 held-out training images" in page
@@ -147,7 +147,7 @@ def test_pods_of_a_map_task_report_what_came_of_their_trial(place):
     }
     pod = Pod(package_for_here().tasks["workflows.sweep.compare"], inputs, place / "compare")
     best, *others = table(pod.run()["table"].scalar.blob.uri)
-    assert (best["trial"], best["learning_rate"], best["failure"]) == ("3", "0.02", "")
+    assert (best["trial"], best["learning_rate"], best["failure"]) == ("3", "0.05", "")
     assert best["report"].startswith(str(trial.folder / "raw")), "Flyte's storage"
     assert os.path.getsize(best["report"]) > 10_000
     assert [trial["trial"] for trial in others] == ["1", "2", "4"]
@@ -162,5 +162,5 @@ def test_a_sweep_without_any_result_is_not_worth_a_retry(place):
     pod = Pod(package_for_here().tasks["workflows.sweep.compare"], {**inputs, "results": results}, place / "nothing")
     pod.start().wait()
     assert pod.error.error.kind == ContainerError.NON_RECOVERABLE
-    for line in ("Trial 1 (learning_rate 0.02): this", "Trial 2 (learning_rate 1e+06): that"):
+    for line in ("Trial 1 (learning_rate 0.05): this", "Trial 2 (learning_rate 1e+06): that"):
         assert line in pod.error.error.message
