@@ -143,7 +143,7 @@ def test_lost_mirror_is_worth_a_retry(place):
     assert pod.error.error.kind == ContainerError.RECOVERABLE, pod.log
 
 
-@pytest.mark.parametrize(("gpus", "expected"), [(3, {"GPU": "3", "MEMORY": "24Gi"}), (0, {"MEMORY": "2Gi"})])
+@pytest.mark.parametrize(("gpus", "expected"), [(3, {"GPU": "3", "MEMORY": "24Gi"}), (0, {"MEMORY": "3Gi"})])
 def test_gpus_of_one_run_reach_its_training_pod(place, gpus, expected):
     registered = package(DDP_ACCELERATOR="H100", DDP_TIMEOUT_SECONDS="7200", DDP_WANDB_SECRET="wandb/api_key")
     inputs = {"gpus": literal(gpus), "hp": literal(HP), "options": literal(RunOptions())}

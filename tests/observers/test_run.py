@@ -11,7 +11,7 @@ import pytest
 
 from tests.observers.test_tracking import KEY, files_with
 from tests.observers.wandb_server import Server
-from tests.pod import Pod, literal, package, small_dataset
+from tests.pod import Pod, literal, package_for_here, small_dataset
 from workflows.training.hyperparameters import Hyperparameters, RunOptions
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,7 +54,7 @@ def test_local_run_shows_itself_and_keeps_the_key(tmp_path):
 def test_pod_shows_its_report_while_it_trains(tmp_path):
     data = small_dataset(tmp_path / "small")
     hp = Hyperparameters(epochs=3, batch_size=50, learning_rate=0.02, precision="float32")
-    task = package().tasks["workflows.mnist.pytorch_mnist_task"]
+    task = package_for_here().tasks["workflows.mnist.pytorch_mnist_task"]
     inputs = {"hp": literal(hp), "data": data, "options": literal(OPTIONS)}
     deck = tmp_path / "pod" / "deck.html"
     with Server("answers") as server:
