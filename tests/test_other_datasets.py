@@ -16,7 +16,7 @@ def test_without_network_it_trains_on_the_stand_in_with_its_own_recipe(name, tmp
     offline = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
     settings = {**offline, "DDP_RUNS_DIR": str(tmp_path / "runs"), "DDP_DATA_DIR": str(tmp_path / "data")}
     command = ["pyflyte", "run", str(ROOT / "workflows" / f"{name}.py"), f"{name}_wf"]
-    command += ["--hp", '{"epochs": 1, "train_fraction": 0.1, "flip": false}']
+    command += ["--hp", '{"epochs": 1, "train_fraction": 0.3, "flip": false}']
     run = subprocess.run(command, cwd=tmp_path, env={**os.environ, **settings}, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     assert f"{name} cannot be had here: this run trains on digits" in run.stderr
