@@ -4,15 +4,19 @@ import dataclasses
 import os
 import platform
 import shutil
+import signal
 import socket
 import subprocess
 
 import pytest
 import torch
 from flyteidl.core.errors_pb2 import ContainerError
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from scripts.dry_run import ROOT
 from tests.pod import PATIENCE_SECONDS, Pod, end, literal, package, run_together, small_dataset
+from workflows.tasks.elastic import failure_of_node
+from workflows.tasks.execution import TaskInterrupted
 from workflows.tasks.resources import registration
 from workflows.training.environment import environment_from_torchrun
 from workflows.training.errors import InputError
@@ -148,6 +152,9 @@ def test_loss_of_the_meeting_place_is_worth_a_retry(node):
             end(process)
             other.wait(PATIENCE_SECONDS)
     assert second.error.error.kind == ContainerError.RECOVERABLE, second.log
+    _, _, told, logs, *_ = second.error.error.message.splitlines()
+    assert f" on {platform.node()}: " in told or f"node {platform.node()}: " in told
+    assert logs.strip() == f"Logs: {second.folder / 'raw' / 'logs'}"
 
 
 def test_failure_begins_with_its_rank_and_says_where_the_logs_of_each_rank_are(node):
@@ -169,6 +176,13 @@ def test_failure_begins_with_its_rank_and_says_where_the_logs_of_each_rank_are(n
             causes.append(second.strip() == f"Logs: {logs}")
     assert causes, "of the other node the meeting place may be gone before it can tell"
     assert all(causes)
+
+
+def test_killed_rank_is_worth_a_retry():
+    first = ProcessFailure(local_rank=0, pid=1, exitcode=-signal.SIGKILL, error_file="")
+    told = failure_of_node(ChildFailedError("ranks", {3: first}), recoverable=False)
+    assert isinstance(told, TaskInterrupted)
+    assert str(told).startswith(f"rank 3 on {platform.node()}: SIGKILL: probably out of memory\nLogs: ")
 
 
 @pytest.mark.parametrize(("world", "local"), [(1, 1), (6, 2), (4, 1)])

@@ -4,6 +4,7 @@ DDP_NNODES=4 pyflyte ... register workflows is one main node and three workers. 
 and in the image, and on the cluster Kubeflow's training operator and Flyte's pytorch plugin.
 """
 
+import platform
 from typing import Any
 
 from flytekit import Cache, task, workflow
@@ -15,13 +16,15 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 from workflows.observers.console import say
 from workflows.tasks.elastic import failure_of_node, train_rank
-from workflows.tasks.execution import TaskInterrupted
+from workflows.tasks.execution import told
+from workflows.tasks.logs import place_of_logs
 from workflows.tasks.nodes import resolve_for_nodes
 from workflows.tasks.prepare import PreparedDataset, prepare_dataset
 from workflows.tasks.pyflyte import set_up_pyflyte
 from workflows.tasks.resources import registered_environment, registration, training_resources
 from workflows.tasks.train import TRAINING_CODE, TrainingOutputs
 from workflows.tasks.versions import CodeVersion
+from workflows.training.errors import RecoverableError
 from workflows.training.hyperparameters import CIFAR10Hyperparameters, Hyperparameters, RunOptions
 
 try:
@@ -39,7 +42,8 @@ else:
             try:
                 return super().execute(**inputs)
             except (RendezvousError, DistError) as error:
-                raise TaskInterrupted(f"the meeting place of the nodes is lost: {error}") from None
+                lost = RecoverableError(f"node {platform.node()}: the meeting place of the nodes is lost: {error}")
+                raise told(lost, place_of_logs()) from None
             except (FlyteRecoverableException, FlyteUserRuntimeException) as error:
                 if not isinstance(error.__context__, ChildFailedError):
                     raise

@@ -18,7 +18,7 @@ from torch import distributed
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from workflows.tasks.execution import TaskFailed, TaskInterrupted, flyte_retries
-from workflows.tasks.logs import kept_logs
+from workflows.tasks.logs import kept_logs, place_of_logs
 from workflows.tasks.resources import check_gpus, registration
 from workflows.tasks.train import TRAINING_CODE, TrainingOutputs, train_by
 from workflows.training import prepared, worker
@@ -92,7 +92,8 @@ def failure_of_node(failed: ChildFailedError, recoverable: bool) -> TaskFailed:
     """The first failure of a node's ranks, in its own words: torchrun's begin with a banner."""
     rank, first = failed.get_first_failure()
     if first.exitcode < 0:
-        recoverable, message = True, str(from_exit_code(first.exitcode, rank, platform.node()))
+        message = f"{from_exit_code(first.exitcode, rank, platform.node())}\nLogs: {place_of_logs()}"
+        recoverable = True
     else:
         told = first.message["message"] if isinstance(first.message, dict) else first.message
         message = re.sub(rf"^({TaskFailed.__name__}|{TaskInterrupted.__name__}): ", "", told)

@@ -56,9 +56,8 @@ def kept_logs(run: Path, name: str = "console", prefix: str = "") -> Iterator[Lo
     if is_local():
         yield Logs(folder, place=False)
         return
-    outputs = FlyteContextManager.current_context().file_access.raw_output_prefix.rstrip("/")
-    logs = Logs(folder, place=f"{outputs}/logs")
-    uploads = Uploads(run, outputs)
+    logs = Logs(folder, place=place_of_logs())
+    uploads = Uploads(run, place_of_logs().rpartition("/")[0])
     try:
         with copied_output(folder / f"{name}.log", prefix):
             say(f"Logs: {logs.place}{_earlier_attempt()}")
@@ -66,7 +65,7 @@ def kept_logs(run: Path, name: str = "console", prefix: str = "") -> Iterator[Lo
     except BaseException as error:
         append(folder / f"{name}.log", f"{type(error).__name__}: {error}")
         if isinstance(error, click.ClickException):
-            raise told(error, str(logs.place)) from None
+            raise told(error, place_of_logs()) from None
         raise
     finally:
         uploads.close()
@@ -147,6 +146,11 @@ def copied_output(path: Path, prefix: str) -> Iterator[None]:
         redirect_stderr(PrintedLines(copying(sys.stderr.write), sys.stderr)),
     ):
         yield
+
+
+def place_of_logs() -> str:
+    """Of this attempt in Flyte's storage, the same for all of its pods."""
+    return FlyteContextManager.current_context().file_access.raw_output_prefix.rstrip("/") + "/logs"
 
 
 def append(path: Path, text: str) -> None:
