@@ -20,7 +20,7 @@ def test_the_training_images_are_shared_out_and_the_test_images_left_out(tmp_pat
     given = hold_out(digits, tmp_path / "held out")
     assert given == verify(tmp_path / "held out")
     assert (given.name, given.train_samples, given.test_samples) == ("digits-held-out", 1376, 125)
-    assert (given.classes, given.passes_per_epoch) == (read_description(digits).classes, 25)
+    assert (given.classes, given.passes_per_epoch) == (read_description(digits).classes, 8)
     train, held_out = (open_split(tmp_path / "held out", split) for split in ("train", "test"))
     original = open_split(digits, "train")
     assert sorted(rows(*train) + rows(*held_out)) == rows(*original)

@@ -121,9 +121,9 @@ def test_flipped_bits_are_found_by_verify(filename, folder):
         (lambda text: "[" * 100_000, "broken JSON"),
         (lambda text: "\udcff", "broken JSON"),
         (lambda text: "[]", "of format null"),
-        (lambda text: text.replace('"format": 1', '"format": 0'), "of format 0 where this version reads format 1"),
+        (lambda text: text.replace('"format": 2', '"format": 0'), "of format 0 where this version reads format 2"),
         (lambda text: text.replace('"dog"', '"dig"'), "changed since it was written"),
-        (lambda text: json.dumps({"format": 1}), "changed since it was written"),
+        (lambda text: json.dumps({"format": 2}), "changed since it was written"),
     ],
 )
 def test_damaged_description_is_named(change, what, folder):
