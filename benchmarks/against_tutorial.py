@@ -17,7 +17,7 @@ from workflows.training.datasets import data_dir, prepare
 from workflows.training.environment import choose_world
 from workflows.training.hyperparameters import Hyperparameters
 
-FRACTION = 0.4
+FRACTION = 0.45
 
 
 def main() -> None:
