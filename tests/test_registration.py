@@ -64,7 +64,7 @@ def test_sandbox_asks_for_no_gpu(sandbox):
     task = sandbox.tasks[TRAINING]
     wanted = task.container.resources
     assert "gpu" not in amounts(wanted.requests) + amounts(wanted.limits)
-    assert "memory 2Gi" in amounts(wanted.limits)
+    assert "memory 3Gi" in amounts(wanted.limits)
     assert not task.HasField("extended_resources")
     assert task.metadata.interruptible
     assert task.metadata.timeout.ToSeconds() == 3600
