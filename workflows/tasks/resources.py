@@ -203,8 +203,8 @@ def training_sizes(gpus: int) -> Dict[str, Any]:
 
     Without a GPU: two ranks, their parent and the process they are forked from hold 0.5 GB on digits and 0.7 GB on
     MNIST together (0.8 GB with the pages of torch's libraries); two ranks of many nodes, which share nothing, 1.7 GB.
-    With (not measured): each rank's CUDA context and
-    libraries take some GB of host memory, and NCCL's ranks speak through /dev/shm, where a container gets 64 MB.
+    With (not measured): each rank's CUDA context and libraries take some GB of host memory, and NCCL's ranks speak
+    through /dev/shm, where a container gets 64 MB.
     """
     asked = registration()
     defaults = (str(2 * gpus), f"{8 * gpus}Gi", "10Gi") if gpus else ("500m:2", "1Gi:3Gi", "500Mi:2Gi")
