@@ -32,4 +32,5 @@ WORKDIR /root
 ARG FLYTE_INTERNAL_IMAGE=flyte-ddp-training:latest
 ENV FLYTE_INTERNAL_IMAGE=${FLYTE_INTERNAL_IMAGE}
 
+COPY --chown=1000:1000 flyte_ddp ./flyte_ddp
 COPY --chown=1000:1000 workflows ./workflows

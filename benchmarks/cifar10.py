@@ -10,8 +10,8 @@ from typing import Any, Dict
 
 from benchmarks.engine import hardware
 from benchmarks.training import HEAD, measure
-from workflows.training.datasets import prepare
-from workflows.training.hyperparameters import CIFAR10Hyperparameters
+from flyte_ddp.training.datasets import prepare
+from flyte_ddp.training.hyperparameters import CIFAR10Hyperparameters
 
 EXAMPLE: Dict[str, Any] = {
     "model": "cifar_cnn",

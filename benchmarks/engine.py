@@ -9,14 +9,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Callable, List, Sequence
 
-from workflows.training import launcher
-from workflows.training.environment import available_cores, choose_world, visible_gpus
-from workflows.training.events import Event
-from workflows.training.hyperparameters import Hyperparameters
-from workflows.training.job import Identity, Job
-from workflows.training.prepared import read_description
+from flyte_ddp.training import launcher
+from flyte_ddp.training.environment import available_cores, choose_world, visible_gpus
+from flyte_ddp.training.events import Event
+from flyte_ddp.training.hyperparameters import Hyperparameters
+from flyte_ddp.training.job import Identity, Job
+from flyte_ddp.training.prepared import read_description
 
-WORKER = "workflows.training.worker:run"
+WORKER = "flyte_ddp.training.worker:run"
 
 
 def train(

@@ -11,9 +11,9 @@ from typing import Dict, List
 
 from benchmarks.engine import hardware, spread, train
 from benchmarks.stopwatch import Rates
-from workflows.training.datasets import prepare
-from workflows.training.environment import available_cores, choose_world
-from workflows.training.hyperparameters import Hyperparameters
+from flyte_ddp.training.datasets import prepare
+from flyte_ddp.training.environment import available_cores, choose_world
+from flyte_ddp.training.hyperparameters import Hyperparameters
 
 WORKER = "benchmarks.stopwatch:compare_with_fixed_batch"
 

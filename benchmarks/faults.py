@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Dict, List, Tuple
 
 from benchmarks import engine
-from workflows.training import prepared
-from workflows.training.datasets import prepare
-from workflows.training.events import Event, RunStarted, StepLogged
-from workflows.training.hyperparameters import Hyperparameters
+from flyte_ddp.training import prepared
+from flyte_ddp.training.datasets import prepare
+from flyte_ddp.training.events import Event, RunStarted, StepLogged
+from flyte_ddp.training.hyperparameters import Hyperparameters
 
 RANKS, EPOCHS, STEPS = 2, 2, 20
 ROOT = Path(__file__).parents[1]

@@ -8,11 +8,11 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.engine import hardware, percent, spread, train
-from workflows.training.datasets import prepare
-from workflows.training.folder_settings import FolderHyperparameters, ImageSettings
-from workflows.training.image_files import Access, write_access
-from workflows.training.image_folder import index_folder, write_folder
-from workflows.training.prepared import SPLITS, open_split
+from flyte_ddp.training.datasets import prepare
+from flyte_ddp.training.folder_settings import FolderHyperparameters, ImageSettings
+from flyte_ddp.training.image_files import Access, write_access
+from flyte_ddp.training.image_folder import index_folder, write_folder
+from flyte_ddp.training.prepared import SPLITS, open_split
 
 
 def main() -> None:

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, Dict
 
 from benchmarks.engine import hardware, percent, spread
+from flyte_ddp.training import launcher
+from flyte_ddp.training.mirrored_job import MirroredHyperparameters
 from workflows.keras_mirrored import train
-from workflows.training import launcher
-from workflows.training.mirrored_job import MirroredHyperparameters
 
 WAYS: Dict[str, Dict[str, Any]] = {
     "MirroredStrategy, one CPU device": {"devices": "CPU:0"},

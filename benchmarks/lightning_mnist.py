@@ -20,12 +20,12 @@ from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.stopwatch import clock
-from workflows.training.datasets import prepare
-from workflows.training.environment import choose_world
-from workflows.training.hyperparameters import Hyperparameters
-from workflows.training.models import Shape, build_model
-from workflows.training.prepared import open_split, read_description
-from workflows.training.worker import choose_precision
+from flyte_ddp.training.datasets import prepare
+from flyte_ddp.training.environment import choose_world
+from flyte_ddp.training.hyperparameters import Hyperparameters
+from flyte_ddp.training.models import Shape, build_model
+from flyte_ddp.training.prepared import open_split, read_description
+from flyte_ddp.training.worker import choose_precision
 
 
 class MnistModule(LightningModule):

@@ -17,11 +17,11 @@ from typing import Dict, List
 
 from benchmarks import engine
 from benchmarks.engine import spread
-from workflows.observers.record import RunFinished, Setting
-from workflows.observers.surroundings import surroundings
-from workflows.tasks.observing import observing
-from workflows.training import datasets, launcher, prepared
-from workflows.training.hyperparameters import Hyperparameters, RunOptions
+from flyte_ddp.observers.record import RunFinished, Setting
+from flyte_ddp.observers.surroundings import surroundings
+from flyte_ddp.tasks.observing import observing
+from flyte_ddp.training import datasets, launcher, prepared
+from flyte_ddp.training.hyperparameters import Hyperparameters, RunOptions
 
 
 def train(mode: str, dataset: str, epochs: int) -> Dict[str, float]:

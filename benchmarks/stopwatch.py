@@ -6,12 +6,12 @@ from unittest.mock import patch
 
 import torch
 
-from workflows.training import loop, worker
-from workflows.training.batches import Batch, TrainBatches
-from workflows.training.environment import Environment
-from workflows.training.job import Job
-from workflows.training.loop import Link, train_epoch
-from workflows.training.state import Sums, TrainingState
+from flyte_ddp.training import loop, worker
+from flyte_ddp.training.batches import Batch, TrainBatches
+from flyte_ddp.training.environment import Environment
+from flyte_ddp.training.job import Job
+from flyte_ddp.training.loop import Link, train_epoch
+from flyte_ddp.training.state import Sums, TrainingState
 
 BLOCK = 20  # steps between two changes of side: a third of a second, so that both meet the same load of the machine
 

@@ -8,9 +8,9 @@ import time
 from dataclasses import asdict
 from typing import List, NamedTuple, Sequence
 
+from flyte_ddp.tasks.resources import Registration, registration, training_sizes
+from flyte_ddp.training.errors import InputError
 from scripts.dry_run import ROOT
-from workflows.tasks.resources import Registration, registration, training_sizes
-from workflows.training.errors import InputError
 
 REFUSED = re.compile(r"Requested (\w+) \w+ \[(.+?)\] is greater than (current limit set in the platform .*?\[.+?\]|.*)")
 REGISTERED = re.compile(r"\[✔\] (Task|Workflow): (\S+)")

@@ -18,19 +18,19 @@ from flytekit.configuration import Config
 from flytekit.models.core.identifier import WorkflowExecutionIdentifier
 from flytekit.remote import FlyteRemote
 
-from scripts.register import register
-from workflows.tasks.resources import registration
-from workflows.training.autoencoder_job import AutoencoderHyperparameters
-from workflows.training.folder_settings import FolderHyperparameters, LoadingSettings
-from workflows.training.hyperparameters import (
+from flyte_ddp.tasks.resources import registration
+from flyte_ddp.training.autoencoder_job import AutoencoderHyperparameters
+from flyte_ddp.training.folder_settings import FolderHyperparameters, LoadingSettings
+from flyte_ddp.training.hyperparameters import (
     CIFAR10Hyperparameters,
     FashionMNISTHyperparameters,
     Hyperparameters,
 )
-from workflows.training.measurement import TimingOptions
-from workflows.training.mirrored_job import MirroredHyperparameters
-from workflows.training.search import Sweep
-from workflows.training.shards import InferenceOptions
+from flyte_ddp.training.measurement import TimingOptions
+from flyte_ddp.training.mirrored_job import MirroredHyperparameters
+from flyte_ddp.training.search import Sweep
+from flyte_ddp.training.shards import InferenceOptions
+from scripts.register import register
 
 POLL_SECONDS = 2
 HIT = CatalogCacheStatus.CACHE_HIT

@@ -20,10 +20,10 @@ from flyteidl.core.types_pb2 import BlobType
 from flytekit import FlyteContextManager
 from flytekit.core.type_engine import TypeEngine
 
+from flyte_ddp.training import prepared
+from flyte_ddp.training.datasets import prepare
+from flyte_ddp.training.environment import visible_gpus
 from scripts.dry_run import ROOT, Package, build_package
-from workflows.training import prepared
-from workflows.training.datasets import prepare
-from workflows.training.environment import visible_gpus
 
 IMAGE = "registry.example/trainer:1"
 LARGEST_SHARE = 0.8  # of the memory limit: other versions of torch want their part too

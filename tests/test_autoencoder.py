@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 
+from flyte_ddp.training.autoencoder import load_autoencoder
+from flyte_ddp.training.autoencoder_job import AutoencoderHyperparameters, AutoencoderOptions
+from flyte_ddp.training.datasets import prepare
+from flyte_ddp.training.errors import InputError
+from flyte_ddp.training.prepared import open_split
 from tests.pod import Pod, is_whole, literal, package_for_here, small_dataset
 from workflows.autoencoder import autoencoder_wf
-from workflows.training.autoencoder import load_autoencoder
-from workflows.training.autoencoder_job import AutoencoderHyperparameters, AutoencoderOptions
-from workflows.training.datasets import prepare
-from workflows.training.errors import InputError
-from workflows.training.prepared import open_split
 
 ROOT = Path(__file__).parents[1]
 # 74 steps an epoch, and in its last one three ranks have unequal shares: 1,376 images 8 times are 73 batches and 58
@@ -27,7 +27,7 @@ HP = {"dataset": "digits", "max_epochs": 2, "batch_size": 150, "learning_rate": 
 OTHER_WORLDS = """if True:
     import json, sys
     from workflows.autoencoder import autoencoder_wf
-    from workflows.training.autoencoder_job import AutoencoderHyperparameters, AutoencoderOptions
+    from flyte_ddp.training.autoencoder_job import AutoencoderHyperparameters, AutoencoderOptions
 
     for devices in (1, 3):
         options = AutoencoderOptions(devices=devices, tracking="off")
@@ -194,7 +194,7 @@ def test_without_lightning_the_module_is_imported_and_says_what_to_install():
         import sys
         sys.modules["lightning"] = None  # as where it is not installed
         from workflows.autoencoder import autoencoder_wf
-        from workflows.training.errors import InputError
+        from flyte_ddp.training.errors import InputError
         try:
             autoencoder_wf()
         except InputError as error:

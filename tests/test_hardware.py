@@ -6,9 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from flyte_ddp.training.environment import available_cores, choose_world
+from flyte_ddp.training.hyperparameters import Hyperparameters, RunOptions
 from tests.pod import Pod, literal, package
-from workflows.training.environment import available_cores, choose_world
-from workflows.training.hyperparameters import Hyperparameters, RunOptions
 
 ROOT = Path(__file__).parents[1]
 MNIST = "mnist.pytorch_mnist_task"

@@ -73,13 +73,13 @@ def test_flytekits_open_sessions_are_not_errors(image):
 def test_nothing_in_it_that_should_not_be(image):
     assert run(image, "id", "--user").strip() != "0"
     found = run(image, "sh", "-c", "ls /root; command -v gcc cc make || true").split()
-    assert found == ["workflows"]
+    assert found == ["flyte_ddp", "workflows"]
     history = docker("history", "--no-trunc", image).stdout
     assert not re.search(r"WANDB_API_KEY|token|password", history, re.IGNORECASE)
 
 
 def test_build_context_is_code_only():
     kept = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
-    assert kept == ["!requirements.txt", "!requirements-tensorflow.txt", "!workflows"]
+    assert kept == ["!requirements.txt", "!requirements-tensorflow.txt", "!flyte_ddp", "!workflows"]
     copied = re.findall(r"^COPY (?:--\S+ )?(\S+)", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
-    assert copied == ["requirements.txt", "${LOCK}", "workflows"]
+    assert copied == ["requirements.txt", "${LOCK}", "flyte_ddp", "workflows"]

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from flyte_ddp.training.datasets import prepare
+from flyte_ddp.training.folder_settings import ImageSettings
+from flyte_ddp.training.image_folder import write_folder
+from flyte_ddp.training.prepared import open_split
 from tests.pod import Pod, literal, package
-from workflows.training.datasets import prepare
-from workflows.training.folder_settings import ImageSettings
-from workflows.training.image_folder import write_folder
-from workflows.training.prepared import open_split
 
 WORKFLOW = str(Path(__file__).parents[1] / "workflows" / "image_folder.py")
 IMAGES = '{"image_size": 28, "channels": "grayscale"}'
@@ -86,7 +86,7 @@ def test_a_wrong_input_is_a_usage_error_before_anything_is_done(tmp_path, monkey
 
 def test_pods_know_the_digits_again(tmp_path):
     """Each puts them in a place of its own, and what was made of them is to come from the cache all the same."""
-    task = package().tasks["workflows.tasks.image_folder.find_images"]
+    task = package().tasks["flyte_ddp.tasks.image_folder.find_images"]
     inputs = {"folder": literal(""), "images": literal(ImageSettings())}
     one, other = (Pod(task, inputs, tmp_path / name).run()["folder"] for name in ("one", "other"))
     assert one.scalar.blob.uri != other.scalar.blob.uri

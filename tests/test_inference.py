@@ -15,13 +15,13 @@ from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import PythonPickledFile
 from PIL import Image
 
+from flyte_ddp.training import prepared
+from flyte_ddp.training.datasets import prepare
+from flyte_ddp.training.errors import InputError
+from flyte_ddp.training.measurement import TimingOptions
+from flyte_ddp.training.shards import InferenceOptions
 from scripts.dry_run import decode
 from tests.pod import Pod, literal, package_for_here
-from workflows.training import prepared
-from workflows.training.datasets import prepare
-from workflows.training.errors import InputError
-from workflows.training.measurement import TimingOptions
-from workflows.training.shards import InferenceOptions
 
 ROOT = Path(__file__).parents[1]
 INFERENCE = str(ROOT / "workflows" / "inference.py")
@@ -123,7 +123,7 @@ def registered():
 
 
 def map_task():
-    (task,) = (task for name, task in registered().tasks.items() if name.startswith("workflows.tasks.inference.map_"))
+    (task,) = (task for name, task in registered().tasks.items() if name.startswith("flyte_ddp.tasks.inference.map_"))
     return task
 
 
@@ -142,7 +142,7 @@ def test_failed_shard_is_retried_alone(trained, photos, tmp_path):
         "options": literal(InferenceOptions(dataset="digits", shards=2)),
     }
     inputs = {"model_state": model, **fixed}
-    shards = Pod(tasks["workflows.tasks.inference.plan_shards"], inputs, tmp_path / "plan").run()["o0"]
+    shards = Pod(tasks["flyte_ddp.tasks.inference.plan_shards"], inputs, tmp_path / "plan").run()["o0"]
     assert [decode(shard)["last"] for shard in shards.collection.literals] == [4, 8]
 
     lost = map_pod(inputs, shards, 1, tmp_path / "lost")
@@ -152,7 +152,7 @@ def test_failed_shard_is_retried_alone(trained, photos, tmp_path):
     second = map_pod(inputs, shards, 1, tmp_path / "retried").run()["o0"]
 
     parts = Literal(collection=LiteralCollection(literals=[first, second]))
-    pod = Pod(tasks["workflows.tasks.gather.gather_shards"], {"parts": parts, **fixed}, tmp_path / "gather")
+    pod = Pod(tasks["flyte_ddp.tasks.gather.gather_shards"], {"parts": parts, **fixed}, tmp_path / "gather")
     outputs = pod.run()
     rows = rows_of(outputs["predictions"].scalar.blob.uri)
     readable = [row for row in rows if not row["error"]]

@@ -12,15 +12,15 @@ from typing import Iterator, List
 
 import pytest
 
+from flyte_ddp.training import launcher
+from flyte_ddp.training.environment import World
+from flyte_ddp.training.errors import InputError
+from flyte_ddp.training.events import CheckpointRefused, CheckpointWritten, EpochFinished, Event
+from flyte_ddp.training.failures import RecoverableRankFailed
+from flyte_ddp.training.mirrored_job import MirroredHyperparameters, MirroredJob
+from flyte_ddp.training.ports import free_ports
 from tests.pod import Pod, literal, package, run_within_limits
 from workflows.keras_mirrored import WORKER, train
-from workflows.training import launcher
-from workflows.training.environment import World
-from workflows.training.errors import InputError
-from workflows.training.events import CheckpointRefused, CheckpointWritten, EpochFinished, Event
-from workflows.training.failures import RecoverableRankFailed
-from workflows.training.mirrored_job import MirroredHyperparameters, MirroredJob
-from workflows.training.ports import free_ports
 
 ROOT = Path(__file__).parents[1]
 WORKFLOW = [str(ROOT / "workflows" / "keras_mirrored.py"), "keras_mirrored_wf"]
@@ -110,7 +110,7 @@ def test_two_workers_learn_behind_a_proxy_and_leave_a_network_that_keras_reads(t
 
     program = """if True:
         import sys, keras
-        from workflows.training.mirrored import breast_cancer, evaluate
+        from flyte_ddp.training.mirrored import breast_cancer, evaluate
         print(evaluate(keras.models.load_model(sys.argv[1]), breast_cancer())[1])
     """
     command = [sys.executable, "-c", program, str(folder / "model.keras")]

@@ -11,18 +11,18 @@ from flyteidl.core.literals_pb2 import Literal, LiteralCollection
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import PythonPickledFile
 
-from tests.pod import Pod, literal, package, run_within_limits
-from workflows.training.autoencoder_job import AutoencoderHyperparameters, AutoencoderOptions
-from workflows.training.folder_settings import FolderHyperparameters, FolderOptions, ImageSettings, LoadingSettings
-from workflows.training.hyperparameters import (
+from flyte_ddp.training.autoencoder_job import AutoencoderHyperparameters, AutoencoderOptions
+from flyte_ddp.training.folder_settings import FolderHyperparameters, FolderOptions, ImageSettings, LoadingSettings
+from flyte_ddp.training.hyperparameters import (
     CIFAR10Hyperparameters,
     FashionMNISTHyperparameters,
     Hyperparameters,
     RunOptions,
 )
-from workflows.training.measurement import TimingOptions
-from workflows.training.search import Sweep, TrialResult
-from workflows.training.shards import InferenceOptions
+from flyte_ddp.training.measurement import TimingOptions
+from flyte_ddp.training.search import Sweep, TrialResult
+from flyte_ddp.training.shards import InferenceOptions
+from tests.pod import Pod, literal, package, run_within_limits
 
 SETTINGS = {"DDP_PROFILE": "sandbox", "DDP_JOIN_MINUTES": "5"}
 ONCE: Dict[str, Any] = {"dataset": "digits", "epochs": 1, "train_fraction": 0.04}

@@ -11,9 +11,9 @@ from flyteidl.core.dynamic_job_pb2 import DynamicJobSpec
 from flyteidl.core.errors_pb2 import ContainerError
 from flyteidl.core.tasks_pb2 import Resources
 
+from flyte_ddp.training.autoencoder_job import AutoencoderHyperparameters, AutoencoderOptions
+from flyte_ddp.training.hyperparameters import Hyperparameters, RunOptions
 from tests.pod import Pod, is_whole, literal, package, package_for_here, small_dataset
-from workflows.training.autoencoder_job import AutoencoderHyperparameters, AutoencoderOptions
-from workflows.training.hyperparameters import Hyperparameters, RunOptions
 
 ROOT = Path(__file__).resolve().parents[1]
 HP = Hyperparameters(dataset="digits", epochs=1, batch_size=512)
@@ -30,9 +30,9 @@ def prepared(place):
     """The outputs of the first two pods: the name of the dataset, and the prepared dataset."""
     tasks = package_for_here().tasks
     inputs = {"hp": literal(HP), "options": literal(RunOptions())}
-    name = Pod(tasks["workflows.tasks.prepare.resolve_dataset"], inputs, place / "resolve").run()["o0"]
+    name = Pod(tasks["flyte_ddp.tasks.prepare.resolve_dataset"], inputs, place / "resolve").run()["o0"]
     assert name.scalar.primitive.string_value == "digits"
-    data = Pod(tasks["workflows.tasks.prepare.prepare_dataset"], {"name": name}, place / "prepare").run()["o0"]
+    data = Pod(tasks["flyte_ddp.tasks.prepare.prepare_dataset"], {"name": name}, place / "prepare").run()["o0"]
     assert data.scalar.blob.uri.startswith(str(place / "prepare" / "raw"))
     return data
 
@@ -135,7 +135,7 @@ def test_pod_without_the_gpus_that_it_asked_for_is_tried_elsewhere(place, small,
 
 
 def test_lost_mirror_is_worth_a_retry(place):
-    task = package_for_here().tasks["workflows.tasks.prepare.prepare_dataset"]
+    task = package_for_here().tasks["flyte_ddp.tasks.prepare.prepare_dataset"]
     nowhere = {"DDP_DATA_MIRROR": (place / "no-such-folder").as_uri(), "DDP_DATA_DIR": str(place / "empty")}
     blocked = {"https_proxy": "http://127.0.0.1:9", "http_proxy": "http://127.0.0.1:9"}
     pod = Pod(task, {"name": literal("mnist")}, place / "no-mirror", environment={**nowhere, **blocked})

@@ -71,7 +71,7 @@ def test_sandbox_asks_for_no_gpu(sandbox):
 @pytest.mark.parametrize("profile", ["gpu", "sandbox"])
 def test_preparation_asks_for_less(request, profile):
     tasks = request.getfixturevalue(profile).tasks
-    for name in ("workflows.tasks.prepare.resolve_dataset", "workflows.tasks.prepare.prepare_dataset"):
+    for name in ("flyte_ddp.tasks.prepare.resolve_dataset", "flyte_ddp.tasks.prepare.prepare_dataset"):
         assert "gpu" not in amounts(tasks[name].container.resources.limits)
         assert not tasks[name].security_context.secrets
 
@@ -86,8 +86,8 @@ def test_every_task_is_a_plain_container_of_the_named_image(gpu):
 
 
 def test_caches_and_retries(gpu):
-    resolve = gpu.tasks["workflows.tasks.prepare.resolve_dataset"].metadata
-    prepare = gpu.tasks["workflows.tasks.prepare.prepare_dataset"].metadata
+    resolve = gpu.tasks["flyte_ddp.tasks.prepare.resolve_dataset"].metadata
+    prepare = gpu.tasks["flyte_ddp.tasks.prepare.prepare_dataset"].metadata
     train = gpu.tasks[TRAINING].metadata
     assert all(metadata.discoverable for metadata in (resolve, prepare, train)), "a cached run starts no pod"
     assert prepare.cache_serializable
@@ -180,11 +180,15 @@ def test_interface_has_not_changed_by_accident(gpu):
 # --- what travels ---
 
 
+def code_files():
+    return [file for folder in ("flyte_ddp", "workflows") for file in (ROOT / folder).rglob("*.py")]
+
+
 def test_code_archive_holds_code_only_and_all_of_it(sandbox):
     (archive,) = (content for name, content in sandbox.files.items() if name.endswith(".tar.gz"))
     with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
         shipped = {name for name in tar.getnames() if not tar.getmember(name).isdir()}
-    code = {str(file.relative_to(ROOT)) for file in (ROOT / "workflows").rglob("*.py")}
+    code = {str(file.relative_to(ROOT)) for file in code_files()}
     locks = {"requirements.txt", "requirements-tensorflow.txt"}
     assert shipped - code == {*locks, ".dockerignore"}, "flytekit reads .dockerignore as docker does"
     assert code <= shipped
@@ -197,13 +201,14 @@ def test_a_remote_run_ships_the_ranks_modules_without_importing_them(entry):
         import workflows.{entry}
         from flytekit.constants import CopyFileDetection
         from flytekit.tools.script_mode import ls_files
-        assert not {{"torch", "workflows.training.worker"}} & set(sys.modules)
+        assert not {{"torch", "flyte_ddp.training.worker"}} & set(sys.modules)
         files, _ = ls_files("{ROOT}", CopyFileDetection.LOADED_MODULES)
         print("\\n".join(files))
     """
     shown = subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, capture_output=True, text=True).stdout
     shipped = [str(Path(file).relative_to(ROOT)) for file in shown.split()]
-    assert sorted(set(shipped)) == sorted(str(file.relative_to(ROOT)) for file in (ROOT / "workflows").rglob("*.py"))
+    library = {str(file.relative_to(ROOT)) for file in code_files() if file.parts[len(ROOT.parts)] == "flyte_ddp"}
+    assert library | {f"workflows/{entry}.py"} <= set(shipped) <= {str(file.relative_to(ROOT)) for file in code_files()}
     assert len(shipped) == len(set(shipped)) or entry == "launch_plans"
 
 
@@ -244,8 +249,7 @@ def test_modules_import_without_optional_packages():
         for module in sys.argv[1:]:
             importlib.import_module(module)
     """
-    files = (ROOT / "workflows").rglob("*.py")
-    modules = sorted(".".join(file.relative_to(ROOT).with_suffix("").parts) for file in files)
+    modules = sorted(".".join(file.relative_to(ROOT).with_suffix("").parts) for file in code_files())
     modules = [module for module in modules if not module.endswith("__init__")]
     result = subprocess.run([sys.executable, "-c", program, *modules], cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr

@@ -5,23 +5,23 @@ pyflyte run workflows/autoencoder.py autoencoder_wf --hp '{"max_epochs": 3}'
 
 from flytekit import Cache, dynamic, task, workflow
 
-from workflows.tasks.autoencoder import (
+from flyte_ddp.tasks.autoencoder import (
     AUTOENCODER_CODE,
     AutoencoderOutputs,
     resolve_for_autoencoder,
     train_autoencoder,
 )
-from workflows.tasks.caching import OnClustersOnly
-from workflows.tasks.prepare import PreparedDataset, prepare_dataset
-from workflows.tasks.pyflyte import set_up_pyflyte
-from workflows.tasks.resources import dynamic_resources, registration, resize, training_resources
-from workflows.tasks.versions import DATA_SOURCES, CodeVersion
-from workflows.training.autoencoder_job import AutoencoderHyperparameters, AutoencoderOptions
-from workflows.training.errors import InputError
+from flyte_ddp.tasks.caching import OnClustersOnly
+from flyte_ddp.tasks.prepare import PreparedDataset, prepare_dataset
+from flyte_ddp.tasks.pyflyte import set_up_pyflyte
+from flyte_ddp.tasks.resources import dynamic_resources, registration, resize, training_resources
+from flyte_ddp.tasks.versions import DATA_SOURCES, CodeVersion
+from flyte_ddp.training.autoencoder_job import AutoencoderHyperparameters, AutoencoderOptions
+from flyte_ddp.training.errors import InputError
 
 set_up_pyflyte()
 
-PREPARATION = CodeVersion((*DATA_SOURCES, "tasks/prepare.py", "autoencoder.py"), [])
+PREPARATION = CodeVersion((*DATA_SOURCES, "flyte_ddp/tasks/prepare.py", "workflows/autoencoder.py"), [])
 
 
 @task(

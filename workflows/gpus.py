@@ -2,18 +2,18 @@
 
 from flytekit import Cache, dynamic, workflow
 
+from flyte_ddp.tasks.caching import OnClustersOnly
+from flyte_ddp.tasks.prepare import prepare_dataset, resolve_dataset
+from flyte_ddp.tasks.pyflyte import set_up_pyflyte
+from flyte_ddp.tasks.resources import dynamic_resources, resize
+from flyte_ddp.tasks.train import TRAINING_CODE, TrainingOutputs
+from flyte_ddp.tasks.versions import DATA_SOURCES, CodeVersion
+from flyte_ddp.training.hyperparameters import Hyperparameters, RunOptions
 from workflows.mnist import pytorch_mnist_task
-from workflows.tasks.caching import OnClustersOnly
-from workflows.tasks.prepare import prepare_dataset, resolve_dataset
-from workflows.tasks.pyflyte import set_up_pyflyte
-from workflows.tasks.resources import dynamic_resources, resize
-from workflows.tasks.train import TRAINING_CODE, TrainingOutputs
-from workflows.tasks.versions import DATA_SOURCES, CodeVersion
-from workflows.training.hyperparameters import Hyperparameters, RunOptions
 
 set_up_pyflyte()
 
-PREPARATION = CodeVersion((*DATA_SOURCES, "tasks/prepare.py", "gpus.py"), [])
+PREPARATION = CodeVersion((*DATA_SOURCES, "flyte_ddp/tasks/prepare.py", "workflows/gpus.py"), [])
 
 
 @dynamic(

@@ -10,16 +10,16 @@ from typing import Dict, List, NamedTuple
 from flytekit import task, workflow
 from flytekit.types.file import FlyteFile
 
-from workflows.observers.article import document
-from workflows.observers.console import say
-from workflows.observers.hardware import as_page, as_text, facts
-from workflows.observers.machine import Machine, look, warnings
-from workflows.observers.nvidia import NotKnown
-from workflows.tasks.execution import is_local, run_dir
-from workflows.tasks.observing import deck_publisher
-from workflows.tasks.pyflyte import set_up_pyflyte
-from workflows.tasks.resources import training_resources
-from workflows.training.hyperparameters import Hyperparameters, RunOptions
+from flyte_ddp.observers.article import document
+from flyte_ddp.observers.console import say
+from flyte_ddp.observers.hardware import as_page, as_text, facts
+from flyte_ddp.observers.machine import Machine, look, warnings
+from flyte_ddp.observers.nvidia import NotKnown
+from flyte_ddp.tasks.execution import is_local, run_dir
+from flyte_ddp.tasks.observing import deck_publisher
+from flyte_ddp.tasks.pyflyte import set_up_pyflyte
+from flyte_ddp.tasks.resources import training_resources
+from flyte_ddp.training.hyperparameters import Hyperparameters, RunOptions
 
 set_up_pyflyte()
 

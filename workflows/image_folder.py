@@ -10,14 +10,14 @@ from flytekit import Cache, task, workflow
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
-from workflows.tasks.image_folder import attach, find_images, index_images
-from workflows.tasks.loading_study import LoadingChoice, study_loading
-from workflows.tasks.prepare import PreparedDataset
-from workflows.tasks.pyflyte import set_up_pyflyte
-from workflows.tasks.resources import training_resources
-from workflows.tasks.train import TRAINING_CODE, TrainingOutputs, train
-from workflows.tasks.versions import CodeVersion
-from workflows.training.folder_settings import FolderHyperparameters, FolderOptions, ImageSettings, LoadingSettings
+from flyte_ddp.tasks.image_folder import attach, find_images, index_images
+from flyte_ddp.tasks.loading_study import LoadingChoice, study_loading
+from flyte_ddp.tasks.prepare import PreparedDataset
+from flyte_ddp.tasks.pyflyte import set_up_pyflyte
+from flyte_ddp.tasks.resources import training_resources
+from flyte_ddp.tasks.train import TRAINING_CODE, TrainingOutputs, train
+from flyte_ddp.tasks.versions import CodeVersion
+from flyte_ddp.training.folder_settings import FolderHyperparameters, FolderOptions, ImageSettings, LoadingSettings
 
 set_up_pyflyte()
 

@@ -12,24 +12,24 @@ from typing import Callable, List, NamedTuple
 from flytekit import task, workflow
 from flytekit.types.file import FlyteFile
 
-from workflows.observers.console import say
-from workflows.observers.mirrored import mirrored_page
-from workflows.tasks.checkpoints import checkpoint_store, training_key
-from workflows.tasks.execution import flyte_retries, is_local, run_dir
-from workflows.tasks.logs import kept_logs
-from workflows.tasks.observing import all_of, deck_publisher
-from workflows.tasks.pyflyte import set_up_pyflyte
-from workflows.tasks.resources import KERAS_IMAGE, check_gpus, is_named, training_resources
-from workflows.tasks.versions import KERAS_SOURCES
-from workflows.training import launcher, mirrored
-from workflows.training.code_version import code_version
-from workflows.training.environment import World, nvidia_devices
-from workflows.training.errors import InputError, ReportedError
-from workflows.training.events import CheckpointFailed, CheckpointRefused, EpochFinished, Event, Printed
-from workflows.training.failures import RankFailed
-from workflows.training.mirrored_job import MirroredHyperparameters, MirroredJob, MirroredResult
-from workflows.training.ports import free_ports
-from workflows.training.storage import write_whole, writing_to
+from flyte_ddp.observers.console import say
+from flyte_ddp.observers.mirrored import mirrored_page
+from flyte_ddp.tasks.checkpoints import checkpoint_store, training_key
+from flyte_ddp.tasks.execution import flyte_retries, is_local, run_dir
+from flyte_ddp.tasks.logs import kept_logs
+from flyte_ddp.tasks.observing import all_of, deck_publisher
+from flyte_ddp.tasks.pyflyte import set_up_pyflyte
+from flyte_ddp.tasks.resources import KERAS_IMAGE, check_gpus, is_named, training_resources
+from flyte_ddp.tasks.versions import KERAS_SOURCES
+from flyte_ddp.training import launcher, mirrored
+from flyte_ddp.training.code_version import code_version
+from flyte_ddp.training.environment import World, nvidia_devices
+from flyte_ddp.training.errors import InputError, ReportedError
+from flyte_ddp.training.events import CheckpointFailed, CheckpointRefused, EpochFinished, Event, Printed
+from flyte_ddp.training.failures import RankFailed
+from flyte_ddp.training.mirrored_job import MirroredHyperparameters, MirroredJob, MirroredResult
+from flyte_ddp.training.ports import free_ports
+from flyte_ddp.training.storage import write_whole, writing_to
 
 WORKER = f"{mirrored.__name__}:run"  # imported here, so that Flyte ships it; TensorFlow is not
 TIMEOUT_SECONDS = 300.0  # without a step, after which the run counts as hung

@@ -2,10 +2,10 @@
 
 from flytekit import CronSchedule, LaunchPlan
 
+from flyte_ddp.training.hyperparameters import CIFAR10Hyperparameters, FashionMNISTHyperparameters, Hyperparameters
 from workflows.cifar10 import cifar10_wf
 from workflows.fashion_mnist import fashion_mnist_wf
 from workflows.mnist import pytorch_training_wf
-from workflows.training.hyperparameters import CIFAR10Hyperparameters, FashionMNISTHyperparameters, Hyperparameters
 
 mnist = LaunchPlan.get_or_create(pytorch_training_wf, "mnist", {"hp": Hyperparameters(dataset="mnist")})
 

@@ -14,18 +14,18 @@ from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
-from workflows.observers.console import say
-from workflows.tasks.elastic import failure_of_node, train_rank
-from workflows.tasks.execution import told
-from workflows.tasks.logs import place_of_logs
-from workflows.tasks.nodes import resolve_for_nodes
-from workflows.tasks.prepare import PreparedDataset, prepare_dataset
-from workflows.tasks.pyflyte import set_up_pyflyte
-from workflows.tasks.resources import registered_environment, registration, training_resources
-from workflows.tasks.train import TRAINING_CODE, TrainingOutputs
-from workflows.tasks.versions import CodeVersion
-from workflows.training.errors import RecoverableError
-from workflows.training.hyperparameters import CIFAR10Hyperparameters, Hyperparameters, RunOptions
+from flyte_ddp.observers.console import say
+from flyte_ddp.tasks.elastic import failure_of_node, train_rank
+from flyte_ddp.tasks.execution import told
+from flyte_ddp.tasks.logs import place_of_logs
+from flyte_ddp.tasks.nodes import resolve_for_nodes
+from flyte_ddp.tasks.prepare import PreparedDataset, prepare_dataset
+from flyte_ddp.tasks.pyflyte import set_up_pyflyte
+from flyte_ddp.tasks.resources import registered_environment, registration, training_resources
+from flyte_ddp.tasks.train import TRAINING_CODE, TrainingOutputs
+from flyte_ddp.tasks.versions import CodeVersion
+from flyte_ddp.training.errors import RecoverableError
+from flyte_ddp.training.hyperparameters import CIFAR10Hyperparameters, Hyperparameters, RunOptions
 
 try:
     from flytekitplugins.kfpytorch import CleanPodPolicy, Elastic, RunPolicy

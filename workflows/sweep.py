@@ -13,27 +13,27 @@ from flytekit import Cache, FlyteContextManager, dynamic, map_task, task, workfl
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile, PythonPickledFile
 
+from flyte_ddp.observers.article import document
+from flyte_ddp.observers.comparison import chosen, comparison, failures, ranked, write_table
+from flyte_ddp.observers.console import say
+from flyte_ddp.tasks.execution import TaskFailed, is_local, run_dir
+from flyte_ddp.tasks.held_out import hold_out_validation
+from flyte_ddp.tasks.observing import deck_publisher
+from flyte_ddp.tasks.prepare import PreparedDataset, prepare_dataset, resolve_dataset
+from flyte_ddp.tasks.pyflyte import set_up_pyflyte
+from flyte_ddp.tasks.resources import dynamic_resources, small_resources, training_resources
+from flyte_ddp.tasks.train import TrainingSummary, train
+from flyte_ddp.tasks.versions import TRAINING_SOURCES, CodeVersion
+from flyte_ddp.training.environment import choose_world
+from flyte_ddp.training.errors import RecoverableError, ReportedError
+from flyte_ddp.training.failures import RankFailed
+from flyte_ddp.training.hyperparameters import Hyperparameters, RunOptions
+from flyte_ddp.training.search import Sweep, TrialResult, trials_of
 from workflows.mnist import pytorch_mnist_task
-from workflows.observers.article import document
-from workflows.observers.comparison import chosen, comparison, failures, ranked, write_table
-from workflows.observers.console import say
-from workflows.tasks.execution import TaskFailed, is_local, run_dir
-from workflows.tasks.held_out import hold_out_validation
-from workflows.tasks.observing import deck_publisher
-from workflows.tasks.prepare import PreparedDataset, prepare_dataset, resolve_dataset
-from workflows.tasks.pyflyte import set_up_pyflyte
-from workflows.tasks.resources import dynamic_resources, small_resources, training_resources
-from workflows.tasks.train import TrainingSummary, train
-from workflows.tasks.versions import TRAINING_SOURCES, CodeVersion
-from workflows.training.environment import choose_world
-from workflows.training.errors import RecoverableError, ReportedError
-from workflows.training.failures import RankFailed
-from workflows.training.hyperparameters import Hyperparameters, RunOptions
-from workflows.training.search import Sweep, TrialResult, trials_of
 
 set_up_pyflyte()
 
-TRIAL_CODE = ((*TRAINING_SOURCES, "training/search.py", "sweep.py"), ("torch",))
+TRIAL_CODE = ((*TRAINING_SOURCES, "flyte_ddp/training/search.py", "workflows/sweep.py"), ("torch",))
 NO_RESULT = "no result even after Flyte's retries: the log of its pod says why"
 
 
@@ -55,7 +55,7 @@ class SweepOutputs(NamedTuple):
     """What a sweep gives back: a Comparison, and what training with the best on all training images gave.
 
     Attributes:
-        model_state, summary, training_report, logs: see workflows.tasks.train.TrainingOutputs.
+        model_state, summary, training_report, logs: see flyte_ddp.tasks.train.TrainingOutputs.
     """
 
     best: Hyperparameters

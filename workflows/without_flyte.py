@@ -22,17 +22,17 @@ import click
 from torch import distributed
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from workflows.observers.console import Console, download_progress, say
-from workflows.training import datasets, prepared, worker
-from workflows.training.code_version import code_version
-from workflows.training.direct_link import DirectLink
-from workflows.training.environment import Environment, choose_world, environment_from_variables, threads_per_rank
-from workflows.training.errors import InputError, ReportedError, StopRequested
-from workflows.training.hyperparameters import Hyperparameters, RunOptions
-from workflows.training.job import Identity, Job, TrainingResult
-from workflows.training.process_group import process_group
-from workflows.training.reading import read_settings
-from workflows.training.storage import writing_to
+from flyte_ddp.observers.console import Console, download_progress, say
+from flyte_ddp.training import datasets, prepared, worker
+from flyte_ddp.training.code_version import code_version
+from flyte_ddp.training.direct_link import DirectLink
+from flyte_ddp.training.environment import Environment, choose_world, environment_from_variables, threads_per_rank
+from flyte_ddp.training.errors import InputError, ReportedError, StopRequested
+from flyte_ddp.training.hyperparameters import Hyperparameters, RunOptions
+from flyte_ddp.training.job import Identity, Job, TrainingResult
+from flyte_ddp.training.process_group import process_group
+from flyte_ddp.training.reading import read_settings
+from flyte_ddp.training.storage import writing_to
 
 OPTIONS = ("checkpoint_seconds", "profile", "resume", "timeout_seconds")
 
@@ -133,7 +133,7 @@ def prepare(environment: Environment, name: str) -> Path:
 def own_code() -> str:
     """Of all that the ranks may import: a checkpoint is gone on from by the same code alone."""
     files = sorted(Path(datasets.__file__).parent.glob("*.py"))
-    return code_version([f"training/{file.name}" for file in files], ["torch"])
+    return code_version([f"flyte_ddp/training/{file.name}" for file in files], ["torch"])
 
 
 if __name__ == "__main__":

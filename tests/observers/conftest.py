@@ -7,13 +7,13 @@ from typing import Any, List, NamedTuple
 
 import pytest
 
-from workflows.observers.record import Record, RunFinished, Setting
-from workflows.observers.surroundings import surroundings
-from workflows.training import launcher, prepared
-from workflows.training.datasets import prepare
-from workflows.training.environment import choose_world
-from workflows.training.hyperparameters import Hyperparameters, RunOptions
-from workflows.training.job import Identity, Job
+from flyte_ddp.observers.record import Record, RunFinished, Setting
+from flyte_ddp.observers.surroundings import surroundings
+from flyte_ddp.training import launcher, prepared
+from flyte_ddp.training.datasets import prepare
+from flyte_ddp.training.environment import choose_world
+from flyte_ddp.training.hyperparameters import Hyperparameters, RunOptions
+from flyte_ddp.training.job import Identity, Job
 
 HOSTILE = """<script>alert(1)</script>"'&{{ 7 * 7 }}"""
 HOSTILE_CLASS = "<img src=x onerror=alert(2)>"
@@ -72,7 +72,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
         surroundings=surroundings(),
     )
     events: List[Any] = []
-    results = launcher.launch("workflows.training.worker:run", choose_world("gloo", 2, 64), job, 120, events.append)
+    results = launcher.launch("flyte_ddp.training.worker:run", choose_world("gloo", 2, 64), job, 120, events.append)
     events.append(RunFinished(results, Path(job.predictions_path), time.time() - job.launched))
     (folder / "recorded.pickle").write_bytes(pickle.dumps(Recorded(setting, events)))
     return Recorded(setting, events)

@@ -3,7 +3,7 @@
 import warnings
 from typing import Any
 
-from workflows.training.environment import Environment
+from flyte_ddp.training.environment import Environment
 
 
 def run(environment: Environment, *_: Any) -> None:

@@ -6,7 +6,7 @@ import threading
 from pathlib import Path
 from typing import Any, List
 
-from workflows.observers.background import Background, Incomplete, one_line
+from flyte_ddp.observers.background import Background, Incomplete, one_line
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -90,7 +90,7 @@ def test_hanging_one_is_abandoned(capsys):
 def test_hanging_one_does_not_keep_the_process():
     program = """if True:
         import threading
-        from workflows.observers.background import Background
+        from flyte_ddp.observers.background import Background
         Background("listener", threading.Event().wait, close_seconds=0.1).close()
     """
     result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)

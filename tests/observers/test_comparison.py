@@ -2,9 +2,9 @@
 
 import csv
 
-from workflows.observers.comparison import comparison, ranked, write_table
-from workflows.training.hyperparameters import Hyperparameters
-from workflows.training.search import TrialResult
+from flyte_ddp.observers.comparison import comparison, ranked, write_table
+from flyte_ddp.training.hyperparameters import Hyperparameters
+from flyte_ddp.training.search import TrialResult
 
 
 def result(accuracy, failure="", **hyperparameters):

@@ -10,12 +10,12 @@ from typing import Any, List
 
 import pytest
 
-from workflows.observers.console import Console, download_progress
-from workflows.observers.summary import next_step, say_summary
-from workflows.training import launcher
-from workflows.training.environment import choose_world
-from workflows.training.events import EpochFinished, NotLearning, Printed, RunStarted, StepLogged
-from workflows.training.hyperparameters import RunOptions
+from flyte_ddp.observers.console import Console, download_progress
+from flyte_ddp.observers.summary import next_step, say_summary
+from flyte_ddp.training import launcher
+from flyte_ddp.training.environment import choose_world
+from flyte_ddp.training.events import EpochFinished, NotLearning, Printed, RunStarted, StepLogged
+from flyte_ddp.training.hyperparameters import RunOptions
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -63,7 +63,7 @@ def test_terminal_has_one_live_line(recorded, recorded_file, columns):
     program = """if True:
         import pickle, sys
         from pathlib import Path
-        from workflows.observers.console import LiveConsole, open_console, say
+        from flyte_ddp.observers.console import LiveConsole, open_console, say
         console = open_console()
         assert isinstance(console, LiveConsole)
         console._progress.refresh()
@@ -94,7 +94,7 @@ def test_downloads_show(capsys):
             progress("images.gz", done, 9_900_000)
     assert capsys.readouterr().err == "Downloading images.gz (9.9 MB)\n"
     program = """if True:
-        from workflows.observers.console import download_progress
+        from flyte_ddp.observers.console import download_progress
         with download_progress() as progress:
             for done in (0, 5_000_000, 9_900_000):
                 progress("images.gz", done, 9_900_000)

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from workflows.observers import machine as machine_module
-from workflows.observers import nvidia
-from workflows.observers.hardware import as_page, as_text
-from workflows.observers.machine import GIB, Machine, known, warnings
-from workflows.observers.nvidia import DriverGpu, NotKnown, pairs, parse_cuda, parse_gpus, parse_links
-from workflows.training.capabilities import Capabilities, Plan, TorchGpu
-from workflows.training.environment import World
-from workflows.training.hyperparameters import Hyperparameters, RunOptions
+from flyte_ddp.observers import machine as machine_module
+from flyte_ddp.observers import nvidia
+from flyte_ddp.observers.hardware import as_page, as_text
+from flyte_ddp.observers.machine import GIB, Machine, known, warnings
+from flyte_ddp.observers.nvidia import DriverGpu, NotKnown, pairs, parse_cuda, parse_gpus, parse_links
+from flyte_ddp.training.capabilities import Capabilities, Plan, TorchGpu
+from flyte_ddp.training.environment import World
+from flyte_ddp.training.hyperparameters import Hyperparameters, RunOptions
 
 GARBAGE = [
     "",

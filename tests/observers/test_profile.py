@@ -3,8 +3,8 @@
 import json
 import pickle
 
-from workflows.training.events import RunStarted
-from workflows.training.profile import ACTIVE
+from flyte_ddp.training.events import RunStarted
+from flyte_ddp.training.profile import ACTIVE
 
 
 def test_each_rank_leaves_a_trace(recorded):

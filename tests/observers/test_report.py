@@ -8,13 +8,13 @@ from typing import Any, Iterator, List
 import numpy as np
 import pytest
 
+from flyte_ddp.observers.figures import Curves, draw, thinned
+from flyte_ddp.observers.predictions import read_predictions
+from flyte_ddp.observers.record import MOST_STEPS, Record, RunFailed, RunFinished
+from flyte_ddp.observers.report import Report, document, fragment
+from flyte_ddp.training.events import EpochFinished, NotLearning, Printed, RunStarted, StepLogged
 from tests.observers.browser import Browser, find_chromium
 from tests.observers.conftest import HOSTILE, HOSTILE_CLASS, Recorded
-from workflows.observers.figures import Curves, draw, thinned
-from workflows.observers.predictions import read_predictions
-from workflows.observers.record import MOST_STEPS, Record, RunFailed, RunFinished
-from workflows.observers.report import Report, document, fragment
-from workflows.training.events import EpochFinished, NotLearning, Printed, RunStarted, StepLogged
 
 
 class Addresses(HTMLParser):

@@ -9,10 +9,10 @@ from typing import List
 
 import pytest
 
+from flyte_ddp.training.hyperparameters import Hyperparameters, RunOptions
 from tests.observers.test_tracking import KEY, files_with
 from tests.observers.wandb_server import Server
 from tests.pod import Pod, literal, package_for_here, small_dataset
-from workflows.training.hyperparameters import Hyperparameters, RunOptions
 
 ROOT = Path(__file__).resolve().parents[2]
 OPTIONS = RunOptions(tracking="online", profile=True)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from workflows.observers.timing import explain, spreads
-from workflows.training.measurement import DATA_PARALLEL, ONE_DEVICE, PROCESSES, Measurement
+from flyte_ddp.observers.timing import explain, spreads
+from flyte_ddp.training.measurement import DATA_PARALLEL, ONE_DEVICE, PROCESSES, Measurement
 
 THREADS = {ONE_DEVICE: 2, DATA_PARALLEL: 2, PROCESSES: 1}
 

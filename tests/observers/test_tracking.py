@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from flyte_ddp.observers import wandb_run
+from flyte_ddp.observers.tracking import CLOSE_SECONDS, choose_tracking
+from flyte_ddp.training.events import EpochFinished, GradientsSeen, RunStarted, StepLogged
+from flyte_ddp.training.prepared import open_split
 from tests.observers.wandb_file import Logged
 from tests.observers.wandb_server import Server
-from workflows.observers import wandb_run
-from workflows.observers.tracking import CLOSE_SECONDS, choose_tracking
-from workflows.training.events import EpochFinished, GradientsSeen, RunStarted, StepLogged
-from workflows.training.prepared import open_split
 
 ROOT = Path(__file__).resolve().parents[2]
 KEY = "0123456789abcdefmarked" + "0" * 18  # as long as a real one

@@ -7,8 +7,8 @@ import sys
 import time
 from pathlib import Path
 
-from workflows.observers.tracking import open_tracker
-from workflows.training.hyperparameters import RunOptions
+from flyte_ddp.observers.tracking import open_tracker
+from flyte_ddp.training.hyperparameters import RunOptions
 
 
 def main() -> None:

@@ -1,9 +1,9 @@
 """What a local run finds out anew each time, though a cluster remembers it."""
 
+from flyte_ddp.tasks.prepare import resolve_dataset
+from flyte_ddp.training.datasets import prepared_dir
+from flyte_ddp.training.hyperparameters import Hyperparameters, RunOptions
 from tests.pod import small_dataset
-from workflows.tasks.prepare import resolve_dataset
-from workflows.training.datasets import prepared_dir
-from workflows.training.hyperparameters import Hyperparameters, RunOptions
 
 
 def test_a_stand_in_is_not_remembered(tmp_path, monkeypatch):

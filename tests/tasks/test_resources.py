@@ -6,11 +6,11 @@ import pytest
 import torch
 from flytekit import Resources
 
+from flyte_ddp.tasks import resources
+from flyte_ddp.tasks.resources import Registration
+from flyte_ddp.training.errors import InputError
 from scripts.register import Registered, explain
 from tests.pod import package
-from workflows.tasks import resources
-from workflows.tasks.resources import Registration
-from workflows.training.errors import InputError
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from pathlib import Path
 from flytekit import FlyteContextManager
 from flytekit.types.directory import FlyteDirectory
 
-from workflows.tasks.stored_images import fetch, list_files
+from flyte_ddp.tasks.stored_images import fetch, list_files
 
 
 def test_folder_in_storage_is_listed_and_fetched_file_by_file(tmp_path):

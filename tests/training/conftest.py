@@ -6,14 +6,14 @@ from typing import Any, Callable, Dict, List, NamedTuple
 
 import pytest
 
-from workflows.training import launcher, prepared
-from workflows.training.datasets import prepare
-from workflows.training.environment import choose_world
-from workflows.training.events import Event
-from workflows.training.hyperparameters import Hyperparameters
-from workflows.training.job import Identity, Job, TrainingResult
+from flyte_ddp.training import launcher, prepared
+from flyte_ddp.training.datasets import prepare
+from flyte_ddp.training.environment import choose_world
+from flyte_ddp.training.events import Event
+from flyte_ddp.training.hyperparameters import Hyperparameters
+from flyte_ddp.training.job import Identity, Job, TrainingResult
 
-WORKER = "workflows.training.worker:run"
+WORKER = "flyte_ddp.training.worker:run"
 
 
 class Trained(NamedTuple):

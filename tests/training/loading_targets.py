@@ -10,11 +10,11 @@ from typing import Any, Iterator, List, Tuple
 import numpy as np
 import torch
 
-from workflows.training.batches import TrainBatches
-from workflows.training.environment import Environment
-from workflows.training.events import CheckpointFailed
-from workflows.training.loading import open_source
-from workflows.training.loop import Link
+from flyte_ddp.training.batches import TrainBatches
+from flyte_ddp.training.environment import Environment
+from flyte_ddp.training.events import CheckpointFailed
+from flyte_ddp.training.loading import open_source
+from flyte_ddp.training.loop import Link
 
 
 def read_an_epoch(environment: Environment, link: Link, data: str) -> List[Tuple[np.ndarray, np.ndarray]]:

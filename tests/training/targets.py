@@ -11,13 +11,13 @@ from unittest.mock import patch
 
 from torch import Tensor, distributed, nn
 
-from workflows.training import worker
-from workflows.training.environment import Environment
-from workflows.training.events import CheckpointFailed
-from workflows.training.job import Job
-from workflows.training.loop import Link
-from workflows.training.models import build_model
-from workflows.training.process_group import process_group
+from flyte_ddp.training import worker
+from flyte_ddp.training.environment import Environment
+from flyte_ddp.training.events import CheckpointFailed
+from flyte_ddp.training.job import Job
+from flyte_ddp.training.loop import Link
+from flyte_ddp.training.models import build_model
+from flyte_ddp.training.process_group import process_group
 
 
 def report_rank(environment: Environment, link: Link, argument: Any) -> Any:

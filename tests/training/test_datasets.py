@@ -10,13 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from workflows.training.datasets import SOURCES, data_dir, prepare, prepared_dir
-from workflows.training.errors import DownloadError, InputError
-from workflows.training.hyperparameters import DATASETS
-from workflows.training.prepared import open_split, read_description, verify
+from flyte_ddp.training.datasets import SOURCES, data_dir, prepare, prepared_dir
+from flyte_ddp.training.errors import DownloadError, InputError
+from flyte_ddp.training.hyperparameters import DATASETS
+from flyte_ddp.training.prepared import open_split, read_description, verify
 
 ROOT = Path(__file__).resolve().parents[2]
-PREPARE = "import sys; from workflows.training.datasets import prepare; print(prepare(sys.argv[1]))"
+PREPARE = "import sys; from flyte_ddp.training.datasets import prepare; print(prepare(sys.argv[1]))"
 
 
 @pytest.fixture(autouse=True)

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from workflows.training.download import Limits, Mirrors, mirror_from_environment
-from workflows.training.errors import DownloadError, InputError
+from flyte_ddp.training.download import Limits, Mirrors, mirror_from_environment
+from flyte_ddp.training.errors import DownloadError, InputError
 
 CONTENT = bytes(range(256)) * 1000
 MD5 = hashlib.md5(CONTENT).hexdigest()
@@ -303,8 +303,8 @@ def test_full_disk_is_one_clear_error(folder, tmp_path):
     (tmp_path / NAME).write_bytes(CONTENT)
     code = f"""
         import pathlib, resource
-        from workflows.training.download import Mirrors
-        from workflows.training.errors import InputError
+        from flyte_ddp.training.download import Mirrors
+        from flyte_ddp.training.errors import InputError
         resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
         try:
             Mirrors([{tmp_path.as_uri()!r}]).fetch({NAME!r}, {MD5!r}, pathlib.Path({str(folder)!r}))

@@ -5,10 +5,10 @@ import os
 import numpy as np
 import pytest
 
-from workflows.training.datasets import prepare
-from workflows.training.errors import InputError
-from workflows.training.held_out import hold_out
-from workflows.training.prepared import open_split, read_description, verify
+from flyte_ddp.training.datasets import prepare
+from flyte_ddp.training.errors import InputError
+from flyte_ddp.training.held_out import hold_out
+from flyte_ddp.training.prepared import open_split, read_description, verify
 
 
 def rows(images, labels):

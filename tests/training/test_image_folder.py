@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from workflows.training.datasets import prepare
-from workflows.training.description import FolderDescription
-from workflows.training.errors import DataError, InputError
-from workflows.training.folder_settings import ImageSettings
-from workflows.training.image_files import Access, decode, write_access
-from workflows.training.image_folder import index_folder, stamp, write_folder
-from workflows.training.prepared import open_images, open_split, verify
+from flyte_ddp.training.datasets import prepare
+from flyte_ddp.training.description import FolderDescription
+from flyte_ddp.training.errors import DataError, InputError
+from flyte_ddp.training.folder_settings import ImageSettings
+from flyte_ddp.training.image_files import Access, decode, write_access
+from flyte_ddp.training.image_folder import index_folder, stamp, write_folder
+from flyte_ddp.training.prepared import open_images, open_split, verify
 
 SIZE = ImageSettings(image_size=28, channels="grayscale", unreadable_share=0.1)
 

@@ -5,12 +5,12 @@ import pytest
 import torch
 from PIL import Image
 
-from workflows.training.environment import Environment, World
-from workflows.training.image_files import decode
-from workflows.training.images import decode_all
-from workflows.training.inference import find_fault
-from workflows.training.models import build_model
-from workflows.training.shards import ModelFile
+from flyte_ddp.training.environment import Environment, World
+from flyte_ddp.training.image_files import decode
+from flyte_ddp.training.images import decode_all
+from flyte_ddp.training.inference import find_fault
+from flyte_ddp.training.models import build_model
+from flyte_ddp.training.shards import ModelFile
 
 ALONE = Environment(World(1, 1, "gloo", "cpu"), 0, 0, "", 1)
 

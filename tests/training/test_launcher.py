@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.faults import has_ended
-from workflows.training import launcher
-from workflows.training.environment import World, available_cores
-from workflows.training.failures import RankFailed, RecoverableRankFailed
+from flyte_ddp.training import launcher
+from flyte_ddp.training.environment import World, available_cores
+from flyte_ddp.training.failures import RankFailed, RecoverableRankFailed
 
 TARGETS = "tests.training.targets"
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from workflows.training.limits import cpu_limit, usable_memory
+from flyte_ddp.training.limits import cpu_limit, usable_memory
 
 MACHINE = usable_memory(Path("/nonexistent"))
 NO_LIMIT = "9223372036854771712"

@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 
 from benchmarks.faults import has_ended
+from flyte_ddp.training import launcher
+from flyte_ddp.training.datasets import prepare
+from flyte_ddp.training.environment import World
+from flyte_ddp.training.events import CheckpointFailed, RunStarted
+from flyte_ddp.training.failures import RankFailed, RecoverableRankFailed
+from flyte_ddp.training.folder_settings import ImageSettings
+from flyte_ddp.training.image_files import Access, write_access
+from flyte_ddp.training.image_folder import index_folder, write_folder
+from flyte_ddp.training.prepared import open_split, read_description
 from tests.training.conftest import Trained
 from tests.training.test_training import Unplugged, identical, relative_difference, unplug_at
-from workflows.training import launcher
-from workflows.training.datasets import prepare
-from workflows.training.environment import World
-from workflows.training.events import CheckpointFailed, RunStarted
-from workflows.training.failures import RankFailed, RecoverableRankFailed
-from workflows.training.folder_settings import ImageSettings
-from workflows.training.image_files import Access, write_access
-from workflows.training.image_folder import index_folder, write_folder
-from workflows.training.prepared import open_split, read_description
 
 TARGETS = "tests.training.loading_targets"
 

@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 import torch
 
-from workflows.training.errors import DataError, InputError
-from workflows.training.prepared import (
+from flyte_ddp.training.errors import DataError, InputError
+from flyte_ddp.training.prepared import (
     FILES,
     open_split,
     read_description,
     verify,
     write_prepared,
 )
-from workflows.training.storage import remove_leftovers, temporary_beside
+from flyte_ddp.training.storage import remove_leftovers, temporary_beside
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -180,7 +180,7 @@ def test_four_writers_at_once_leave_one_intact_folder(damaged, folder):
     code = """
         import sys
         import numpy as np
-        from workflows.training.prepared import verify, write_prepared
+        from flyte_ddp.training.prepared import verify, write_prepared
         images, labels = np.zeros((500, 3, 32, 32), np.uint8), np.zeros(500, int)
         print("ready", flush=True)
         sys.stdin.readline()
@@ -206,8 +206,8 @@ def test_full_disk_is_one_clear_error_and_nothing_stays(folder):
     code = """
         import resource, sys
         import numpy as np
-        from workflows.training.errors import InputError
-        from workflows.training.prepared import write_prepared
+        from flyte_ddp.training.errors import InputError
+        from flyte_ddp.training.prepared import write_prepared
         resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
         images, labels = np.zeros((500, 1, 8, 8), np.uint8), np.zeros(500, int)
         try:
@@ -234,7 +234,7 @@ def test_only_old_leftovers_are_removed(tmp_path):
 
 def test_workers_get_numpy_alone():
     code = """
-        import sys, workflows.training.prepared
+        import sys, flyte_ddp.training.prepared
         print([name for name in ("torch", "torchvision", "requests", "flytekit") if name in sys.modules])
     """
     output, errors = run(code).communicate()

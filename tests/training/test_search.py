@@ -2,9 +2,9 @@
 
 import pytest
 
-from workflows.training.errors import InputError
-from workflows.training.hyperparameters import Hyperparameters
-from workflows.training.search import MOST_TRIALS, Sweep, trials_of
+from flyte_ddp.training.errors import InputError
+from flyte_ddp.training.hyperparameters import Hyperparameters
+from flyte_ddp.training.search import MOST_TRIALS, Sweep, trials_of
 
 BASE = Hyperparameters(epochs=5, dataset="digits")
 

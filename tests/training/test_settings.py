@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from mashumaro.codecs.json import JSONDecoder
 from mashumaro.codecs.msgpack import MessagePackDecoder
 
-from workflows.training.errors import InputError
-from workflows.training.hyperparameters import Hyperparameters, RunOptions
-from workflows.training.reading import read_settings
+from flyte_ddp.training.errors import InputError
+from flyte_ddp.training.hyperparameters import Hyperparameters, RunOptions
+from flyte_ddp.training.reading import read_settings
 
 WRONG = [
     ('{"epochz": 2}', ['no field "epochz"', "did you mean epochs?", "batch_size"]),

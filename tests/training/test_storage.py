@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from workflows.training.checkpoint import read_checkpoint, write_checkpoint
-from workflows.training.errors import CheckpointError, InputError
-from workflows.training.events import CheckpointFailed
-from workflows.training.storage import writing_to
+from flyte_ddp.training.checkpoint import read_checkpoint, write_checkpoint
+from flyte_ddp.training.errors import CheckpointError, InputError
+from flyte_ddp.training.events import CheckpointFailed
+from flyte_ddp.training.storage import writing_to
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,7 +30,7 @@ def limited(size: int, *arguments: str) -> "subprocess.CompletedProcess[str]":
 TRAIN = """
 import sys
 from benchmarks import faults
-from workflows.training import launcher
+from flyte_ddp.training import launcher
 launch = launcher.launch
 def with_events(target, world, job, seconds, on_event):
     return launch(target, world, job, seconds, lambda event: (print(event), on_event(event)))
@@ -64,7 +64,7 @@ def test_a_folder_that_cannot_be_is_one_clear_error():
 
 
 def test_a_checkpoint_of_another_format_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("workflows.training.checkpoint.FORMAT", 0)
+    monkeypatch.setattr("flyte_ddp.training.checkpoint.FORMAT", 0)
     write_checkpoint(tmp_path / "old", {"identity": {}, "state": {}})
     monkeypatch.undo()
     with pytest.raises(CheckpointError, match="has format 0, this version reads 1"):

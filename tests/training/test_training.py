@@ -5,12 +5,12 @@ import math
 import pytest
 import torch
 
+from flyte_ddp.training import models
+from flyte_ddp.training.events import CheckpointRefused, EpochFinished, NotLearning, RunStarted, StepLogged
+from flyte_ddp.training.failures import RankFailed
+from flyte_ddp.training.hyperparameters import MODELS
+from flyte_ddp.training.models import build_model, load_model
 from tests.training.conftest import Trained
-from workflows.training import models
-from workflows.training.events import CheckpointRefused, EpochFinished, NotLearning, RunStarted, StepLogged
-from workflows.training.failures import RankFailed
-from workflows.training.hyperparameters import MODELS
-from workflows.training.models import build_model, load_model
 
 
 class Unplugged(Exception):
@@ -108,8 +108,8 @@ def test_the_tutorials_recipe(train):
 
 
 def test_the_model_file_gives_exactly_the_reported_accuracy(train, small_data, tmp_path):
-    from workflows.training.batches import Split, TestBatches
-    from workflows.training.prepared import open_split, read_description
+    from flyte_ddp.training.batches import Split, TestBatches
+    from flyte_ddp.training.prepared import open_split, read_description
 
     trained = train(epochs=4)
     model = load_model(tmp_path / "training" / "model.pt")
@@ -174,7 +174,7 @@ def test_an_unusable_checkpoint_is_refused_with_a_reason_and_training_starts_afr
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_the_last_good_checkpoint(train, tmp_path):
-    from workflows.training.checkpoint import read_checkpoint
+    from flyte_ddp.training.checkpoint import read_checkpoint
 
     with pytest.raises(RankFailed, match=r"NonFinite: loss is not finite in epoch 1, step \d+, on rank 0") as failed:
         train(learning_rate=1e20, checkpoint_seconds=0)
@@ -184,7 +184,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_the_last_good_checkpoi
 
 
 def test_a_gradient_that_is_not_finite_ends_all_ranks_before_the_step(train, tmp_path):
-    from workflows.training.checkpoint import read_checkpoint
+    from flyte_ddp.training.checkpoint import read_checkpoint
 
     with pytest.raises(RankFailed) as failed:
         train(3, target="tests.training.targets:break_gradient_of_rank_one", checkpoint_seconds=0)

@@ -2,7 +2,7 @@
 
 import math
 
-from workflows.training.watch import Watch
+from flyte_ddp.training.watch import Watch
 
 LOG10 = math.log(10)
 

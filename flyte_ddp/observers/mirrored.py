@@ -1,0 +1,65 @@
+"""The page of a Keras training under tf.distribute."""
+
+import dataclasses
+from importlib.metadata import version
+from typing import List, Tuple
+
+from flyte_ddp.observers.article import Drawing, Section, article, document
+from flyte_ddp.observers.figures import Curves, draw
+from flyte_ddp.observers.surroundings import surroundings
+from flyte_ddp.training.mirrored_job import CLASSES, MirroredHyperparameters, MirroredResult
+
+
+def mirrored_page(hp: MirroredHyperparameters, result: MirroredResult) -> Tuple[str, str]:
+    """What a Deck shows of a training, and the whole page around it."""
+    last = result.epochs[-1]
+    strategy = "MultiWorkerMirroredStrategy" if hp.strategy == "multi_worker" else "MirroredStrategy"
+    title = f"Keras network: {last.accuracy:.1%} of the test samples right"
+    where = ", ".join(result.devices) + (f" in each of {hp.processes} workers" if hp.processes > 1 else "")
+    fragment = article(
+        title,
+        f"scikit-learn's breast-cancer data, {result.train_samples} samples for training and {result.test_samples} "
+        f"for testing; {strategy}, {result.replicas} replicas: {where}",
+        [
+            Section(
+                "",
+                figures=[
+                    curves(result, "Accuracy", "train_accuracy", "accuracy", percent=True),
+                    curves(result, "Loss", "train_loss", "test_loss", percent=False),
+                ],
+            ),
+            Section(
+                "Test samples",
+                caption="By diagnosis",
+                heads=("Diagnosis", *(f"said to be {name}" for name in CLASSES)),
+                lines=[(actual, *map(str, said)) for actual, said in zip(CLASSES, result.confusion, strict=True)],
+            ),
+            Section(
+                "Network",
+                caption="Layers",
+                heads=("Layer", "Type", "Parameters"),
+                lines=[(layer, kind, f"{count:,}") for layer, kind, count in result.layers],
+            ),
+            Section("Run", caption="Hyperparameters", lines=[(k, str(v)) for k, v in dataclasses.asdict(hp).items()]),
+            Section("Set-up", caption="Versions and hardware", lines=set_up()),
+        ],
+    )
+    return fragment, document(title, fragment)
+
+
+def curves(result: MirroredResult, title: str, training: str, test: str, percent: bool) -> Drawing:
+    """Two fields of EpochFinished over the epochs."""
+    series = {
+        name: [(epoch.epoch + 1, getattr(epoch, field)) for epoch in result.epochs]
+        for name, field in (("training", training), ("test", test))
+    }
+    remark = "Training figures are means over an epoch, with dropout."
+    return Drawing(title, draw(Curves(title, series, remark, percent, from_zero=not percent)))
+
+
+def set_up() -> List[Tuple[str, str]]:
+    unused = ("torch", "torchvision", "wandb")
+    return [
+        ("tensorflow", version("tensorflow")),
+        *((name, value) for name, value in surroundings().items() if name not in unused),
+    ]

@@ -1,0 +1,124 @@
+"""Where checkpoints live between attempts: in the user's folder for local runs, in Flyte's storage on a cluster."""
+
+import contextvars
+import fcntl
+import hashlib
+import os
+import shutil
+import tempfile
+import threading
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Iterator
+
+from flytekit import current_context
+from flytekit.core.checkpointer import SyncCheckpoint
+
+from flyte_ddp.observers.console import say
+from flyte_ddp.tasks.execution import is_local, runs_dir
+from flyte_ddp.training.events import CheckpointWritten, Event
+from flyte_ddp.training.storage import writing_to
+
+
+class LocalStore:
+    """Checkpoints stay where rank 0 writes them."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def on_event(self, event: Event) -> None:
+        pass
+
+
+class FlyteStore:
+    """Sends each checkpoint to Flyte's storage, from where the next attempt takes it.
+
+    A thread uploads, so that training never waits; while it is busy, only the newest checkpoint is waiting.
+    """
+
+    def __init__(self, path: Path, checkpoint: SyncCheckpoint):
+        self.path, self._checkpoint = path, checkpoint
+        self._new, self._closing = threading.Event(), False
+        # the thread needs this one's Flyte context, which knows the storage
+        self._thread = threading.Thread(target=contextvars.copy_context().run, args=(self._upload,), daemon=True)
+        self._thread.start()
+
+    def restore(self, resume: bool) -> None:
+        """Brings the newest checkpoint there is: this attempt's own, where only its processes were started anew, else
+        (if resume is wished) that of the attempt before. That one is saved as this attempt's own at once: the next
+        attempt would find nothing if this one ended before its first checkpoint."""
+        own = self._checkpoint._checkpoint_dest
+        for checkpoint in [SyncCheckpoint(own, checkpoint_src=own), *([self._checkpoint] if resume else [])]:
+            try:
+                content = checkpoint.read()
+            except Exception:  # each storage has its own for a place where nothing is
+                continue
+            if content:
+                self.path.write_bytes(content)
+                self._new.set()
+                return
+
+    def on_event(self, event: Event) -> None:
+        if isinstance(event, CheckpointWritten):
+            self._new.set()
+
+    def close(self) -> None:
+        """Waits for the newest checkpoint to be uploaded."""
+        self._closing = True
+        self._new.set()
+        self._thread.join()
+
+    def _upload(self) -> None:
+        while True:
+            self._new.wait()
+            self._new.clear()
+            closing = self._closing
+            try:
+                if self.path.exists():
+                    self._checkpoint.save(self.path)
+            except Exception as error:  # each storage has its own; training goes on, and the next one may succeed
+                say(f"Warning: a checkpoint was not uploaded: {type(error).__name__}: {error}")
+            if closing:
+                return
+
+
+def training_key(*decisive: Any) -> str:
+    """Short name of a training by all that decides its result; each of these shows it in its repr."""
+    return hashlib.sha256(repr(decisive).encode()).hexdigest()[:16]
+
+
+@contextmanager
+def checkpoint_store(key: str, resume: bool) -> Iterator["LocalStore | FlyteStore"]:
+    """The place of this training's checkpoint, with the one of an earlier attempt in it if resume is wished."""
+    if is_local():
+        with _local_folder(key) as folder:
+            path = folder / "checkpoint"
+            if not resume:
+                path.unlink(missing_ok=True)
+            yield LocalStore(path)
+            shutil.rmtree(folder, ignore_errors=True)  # only reached when training succeeded
+        return
+    store = FlyteStore(Path(current_context().working_directory) / "checkpoint", current_context().checkpoint)
+    try:
+        store.restore(resume)
+        yield store
+    finally:
+        store.close()
+
+
+@contextmanager
+def _local_folder(key: str) -> Iterator[Path]:
+    """The folder for the checkpoint of this training, or one for this process if another is at the same training."""
+    folder = runs_dir() / "checkpoints" / key
+    with writing_to(runs_dir(), "DDP_RUNS_DIR"):
+        folder.mkdir(parents=True, exist_ok=True)
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{key}-", ignore_cleanup_errors=True) as private:
+            yield Path(private)
+    else:
+        yield folder
+    finally:
+        os.close(lock)

@@ -1,0 +1,113 @@
+"""One rank of a training on many nodes, in a process that Flyte's Elastic plugin (torchrun within) has started."""
+
+import fcntl
+import hashlib
+import os
+import platform
+import re
+import signal
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, Callable, List, Optional
+
+from flytekit import FlyteContextManager, current_context
+from flytekit.types.directory import FlyteDirectory
+from flytekit.types.file import FlyteFile
+from torch import distributed
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+from flyte_ddp.tasks.execution import TaskFailed, TaskInterrupted, flyte_retries
+from flyte_ddp.tasks.logs import kept_logs, place_of_logs
+from flyte_ddp.tasks.resources import check_gpus, registration
+from flyte_ddp.tasks.train import TRAINING_CODE, TrainingOutputs, train_by
+from flyte_ddp.training import prepared, worker
+from flyte_ddp.training.code_version import code_version
+from flyte_ddp.training.direct_link import DirectLink
+from flyte_ddp.training.environment import Environment, environment_from_torchrun, visible_gpus
+from flyte_ddp.training.errors import InputError, StopRequested
+from flyte_ddp.training.events import Event
+from flyte_ddp.training.failures import Preempted, from_exception, from_exit_code, name_the_cause
+from flyte_ddp.training.hyperparameters import Hyperparameters, RunOptions
+from flyte_ddp.training.job import Identity, Job, TrainingResult
+from flyte_ddp.training.process_group import process_group
+
+GRACE_SECONDS = 5.0  # for the rank that is the cause of a failure to be the first to report one
+
+
+def train_rank(hp: Hyperparameters, data: FlyteDirectory, options: RunOptions) -> Optional[TrainingOutputs]:
+    """Trains as one rank; returns the outputs on rank 0, which alone observes and keeps checkpoints, else None."""
+    asked = registration()
+    check_gpus(visible_gpus())
+    environment = environment_from_torchrun(hp.backend, asked.node_range, asked.ranks_per_node)
+    folder = download_once(data)
+    name = f"rank-{environment.rank}"
+    if restarts := int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0):
+        name += f"-restart-{restarts}"
+    own = Path(current_context().working_directory, name)
+    with flyte_retries(), kept_logs(own, name, prefix=f"[rank {environment.rank}] "):
+        if environment.rank == 0:
+
+            def start(job: Job, on_event: Callable[[Event], None]) -> List[TrainingResult]:
+                return run_rank(environment, DirectLink(on_event), job)
+
+            outputs = train_by(start, environment.world, hp, FlyteDirectory(str(folder)), options)
+            # On its way to the plugin's process it is pickled, and flytekit makes PythonPickledFile where it is used
+            return outputs._replace(model_state=FlyteFile(outputs.model_state.path))
+        description = prepared.verify(folder)
+        job = Job(
+            identity=Identity(hp, description.digest, code_version(*TRAINING_CODE)),
+            data=str(folder),
+            model_path="",
+            predictions_path="",
+            checkpoint_path="",
+            checkpoint_seconds=options.checkpoint_seconds,
+            timeout_seconds=options.timeout_seconds + 60,  # as train_by has it
+            launched=time.time(),
+        )
+        run_rank(environment, DirectLink(lambda event: None), job)
+    return None
+
+
+def run_rank(environment: Environment, link: DirectLink, job: Job) -> List[TrainingResult]:
+    """The results of all ranks; raises RankFailed, or its recoverable kind, naming this rank."""
+    signal.signal(signal.SIGTERM, link.on_signal)
+    try:
+        with process_group(environment, job.timeout_seconds) as device:
+            results: List[Any] = [None] * environment.world.size
+            distributed.all_gather_object(results, worker.train(environment, device, link, job))
+            return results
+    except StopRequested as stopped:
+        raise Preempted(f"rank {environment.rank} on {environment.host}: SIGTERM: {stopped}") from None
+    except InputError:
+        raise
+    except Exception as error:
+        failure = from_exception(error, environment.rank, environment.host)
+        if failure.kind == "peer":
+            time.sleep(GRACE_SECONDS)
+        raise name_the_cause([failure]) from error
+
+
+def failure_of_node(failed: ChildFailedError, recoverable: bool) -> TaskFailed:
+    """The first failure of a node's ranks, in its own words: torchrun's begin with a banner."""
+    rank, first = failed.get_first_failure()
+    if first.exitcode < 0:
+        message = f"{from_exit_code(first.exitcode, rank, platform.node())}\nLogs: {place_of_logs()}"
+        recoverable = True
+    else:
+        told = first.message["message"] if isinstance(first.message, dict) else first.message
+        message = re.sub(rf"^({TaskFailed.__name__}|{TaskInterrupted.__name__}): ", "", told)
+    return (TaskInterrupted if recoverable else TaskFailed)(message, timestamp=first.timestamp)
+
+
+def download_once(data: FlyteDirectory) -> Path:
+    """A copy of the folder that all ranks of this host share; the first one to come brings it."""
+    source = str(data.remote_source or data.path)
+    folder = Path(tempfile.gettempdir(), f"dataset-{hashlib.sha256(source.encode()).hexdigest()[:16]}")
+    with open(folder.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.exists():
+            beside = Path(tempfile.mkdtemp(prefix=f"{folder.name}-"))
+            FlyteContextManager.current_context().file_access.get_data(source, str(beside), is_multipart=True)
+            os.rename(beside, folder)
+    return folder

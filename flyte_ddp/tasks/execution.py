@@ -1,0 +1,102 @@
+"""What differs between a local execution and one on a cluster."""
+
+import os
+import secrets
+import shutil
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Iterator
+
+import click
+from flyteidl.core.literals_pb2 import LiteralMap
+from flytekit import FlyteContextManager, current_context
+from flytekit.core.local_cache import LocalTaskCache
+from flytekit.exceptions.user import FlyteRecoverableException, FlyteUserException, FlyteUserRuntimeException
+
+from flyte_ddp.training.errors import RecoverableError
+from flyte_ddp.training.storage import writing_to
+
+
+def is_local() -> bool:
+    state = FlyteContextManager.current_context().execution_state
+    return state is None or state.is_local_execution()
+
+
+def runs_dir() -> Path:
+    """Where local runs keep what they made: DDP_RUNS_DIR, else a folder of the user's."""
+    default = Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local/share") / "flyte-ddp" / "runs"
+    return Path(os.environ.get("DDP_RUNS_DIR") or default).expanduser().absolute()
+
+
+@contextmanager
+def run_dir(name: str) -> Iterator[Path]:
+    """A folder for the outputs of one run: lasting and new for a local one, removed again if nothing came of it."""
+    if not is_local():
+        yield Path(current_context().working_directory)
+        return
+    folder = runs_dir() / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}-{secrets.token_hex(3)}"
+    with writing_to(runs_dir(), "DDP_RUNS_DIR"):
+        folder.mkdir(parents=True)
+    try:
+        yield folder
+    except BaseException:
+        shutil.rmtree(folder)
+        raise
+
+
+class TaskFailed(FlyteUserException):
+    """A task's end, which Flyte's console shows from the first line of its message on.
+
+    Other exceptions' messages come after their stack, which here is that of the parent, where nothing is wrong.
+    """
+
+    _ERROR_CODE = FlyteUserRuntimeException._ERROR_CODE
+    __traceback__: Any = property(lambda self: None, lambda self, value: None)
+    __str__ = Exception.__str__
+
+
+class TaskInterrupted(TaskFailed, FlyteRecoverableException):
+    """The same, worth a retry."""
+
+    _ERROR_CODE = FlyteRecoverableException._ERROR_CODE
+
+
+@contextmanager
+def flyte_retries() -> Iterator[None]:
+    """Tells a cluster how a task failed in the words of its error, and whether that is worth a retry: Flyte takes every
+    exception but of this type as final."""
+    try:
+        yield
+    except click.ClickException as error:
+        if is_local():
+            raise
+        raise told(error) from None
+
+
+def told(error: click.ClickException, logs: str = "") -> TaskFailed:
+    """An error in the words that Flyte shows; the second line names the place of the logs."""
+    headline, separator, details = error.message.partition("\n")
+    place = f"\nLogs: {logs}" if logs else ""
+    failed = TaskInterrupted if isinstance(error, RecoverableError) else TaskFailed
+    return failed(f"{headline}{place}{separator}{details}")
+
+
+def forget_lost_results() -> None:
+    """Drops local cache entries whose files have gone, so that the tasks run again instead of failing.
+
+    Flyte's local cache stores paths, never contents, and offers no such check.
+    """
+    LocalTaskCache.initialize()
+    cache = LocalTaskCache._cache
+    for key in list(cache):
+        outputs = LiteralMap.FromString(cache[key])
+        if not all(os.path.exists(path) for path in _local_paths(outputs)):
+            del cache[key]
+
+
+def _local_paths(outputs: LiteralMap) -> Iterator[str]:
+    for literal in outputs.literals.values():
+        for one in literal.collection.literals or [literal]:
+            if one.scalar.blob.uri.startswith("/"):
+                yield one.scalar.blob.uri

@@ -1,0 +1,110 @@
+"""From a folder of image files to what training and the loading study read, as Flyte tasks."""
+
+import os
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from flytekit import Cache, HashMethod, current_context, task
+from flytekit.core.data_persistence import FileAccessProvider
+from flytekit.types.directory import FlyteDirectory
+from typing_extensions import Annotated
+
+from flyte_ddp.observers.console import say
+from flyte_ddp.tasks.caching import OnClustersOnly
+from flyte_ddp.tasks.execution import forget_lost_results, is_local
+from flyte_ddp.tasks.prepare import PreparedDataset
+from flyte_ddp.tasks.resources import preparation_resources
+from flyte_ddp.tasks.versions import DATA_SOURCES, CodeVersion
+from flyte_ddp.training.datasets import data_dir, prepare
+from flyte_ddp.training.environment import choose_world
+from flyte_ddp.training.errors import InputError
+from flyte_ddp.training.folder_settings import ImageSettings
+from flyte_ddp.training.image_files import Access, write_access
+from flyte_ddp.training.image_folder import index_folder, stamp, write_folder
+from flyte_ddp.training.lfw import lfw_folder
+from flyte_ddp.training.prepared import SPLITS, open_split, read_description
+from flyte_ddp.training.storage import writing_to
+
+FOLDER_SOURCES = (*DATA_SOURCES, "flyte_ddp/training/image_files.py", "flyte_ddp/training/image_folder.py")
+
+
+def origin(folder: FlyteDirectory) -> str:
+    """Where the images were found: what goes by this forgets that each pod puts those of its own in another place."""
+    return str(folder.remote_source or folder.path)
+
+
+class FoundImages(NamedTuple):
+    """folder: of the image files. stamp: of their names, sizes and times; empty on a cluster, whose places say it."""
+
+    folder: Annotated[FlyteDirectory, HashMethod(origin)]
+    stamp: str
+
+
+@task(
+    task_config=OnClustersOnly(),
+    cache=Cache(
+        policies=CodeVersion((*FOLDER_SOURCES, "flyte_ddp/tasks/image_folder.py"), ["pillow"]),
+        ignored_inputs=("backend", "nproc", "batch_size"),
+    ),
+    **preparation_resources(),
+)
+def find_images(
+    folder: str, images: ImageSettings, backend: str = "auto", nproc: int = 0, batch_size: int = 1
+) -> FoundImages:
+    """The folder to read; a local run looks anew each time, because what is in it may have changed.
+
+    A local run finds out here whether there is something to train on, and whether this machine can train on it.
+    """
+    if folder and images.source != "folder":
+        raise InputError(f'ImageSettings.source must be "folder" where a folder is given, got "{images.source}"')
+    if is_local():
+        choose_world(backend, nproc, batch_size)
+    if FileAccessProvider.is_remote(folder):
+        return FoundImages(FlyteDirectory.from_source(folder), "")
+    if folder and not is_local():
+        raise InputError(
+            f"folder must be where the cluster can read it (s3://… or the like), got {folder}: put it there"
+        )
+    if folder:
+        place = Path(folder).expanduser().absolute()
+    else:
+        place = lfw_folder() if images.source == "lfw" else digit_images()
+    if not is_local():
+        return FoundImages(FlyteDirectory(str(place)), "")
+    forget_lost_results()
+    return FoundImages(FlyteDirectory(str(place), remote_directory=False), stamp(place))
+
+
+@task(
+    cache=Cache(policies=CodeVersion(FOLDER_SOURCES, ["pillow"]), serialize=True),
+    retries=3,
+    **preparation_resources(),
+)
+def index_images(folder: FlyteDirectory, stamp: str, images: ImageSettings) -> PreparedDataset:
+    """Reads every image once; what training needs to know of them, without the images."""
+    name = Path(str(folder.remote_source or folder.path)).name
+    index = index_folder(Path(folder.download()), name, images, say)
+    return FlyteDirectory(str(index), remote_directory=False if is_local() else None)
+
+
+def digit_images() -> Path:
+    """scikit-learn's 1,797 handwritten digits as PNG files, for where no folder is given."""
+    folder = data_dir() / "digit_images"
+    say(f"No folder was given, so this run reads scikit-learn's 1,797 handwritten digits, as PNG files in {folder}.")
+    if not folder.exists():
+        splits = [open_split(prepare("digits"), split) for split in SPLITS]
+        images, labels = (np.concatenate(arrays) for arrays in zip(*splits, strict=True))
+        with writing_to(folder, "DDP_DATA_DIR"):
+            write_folder(folder, read_description(prepare("digits")).classes, images, labels)
+    return folder
+
+
+def attach(index: FlyteDirectory, folder: FlyteDirectory, workers: int, pin_memory: bool) -> FlyteDirectory:
+    """What the ranks read: the index, and where and how they find the images themselves."""
+    place = Path(tempfile.mkdtemp(dir=current_context().working_directory, prefix="images-"))
+    for file in Path(index.download()).iterdir():
+        os.symlink(file, place / file.name)
+    write_access(place, Access(str(folder.download()), workers, pin_memory))
+    return FlyteDirectory(str(place))

@@ -1,0 +1,63 @@
+"""The loading study's body: from a folder of images to the setting to train with, and a page that shows why."""
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Tuple
+
+import numpy as np
+from flytekit.types.directory import FlyteDirectory
+from flytekit.types.file import FlyteFile
+
+from flyte_ddp.observers.article import document
+from flyte_ddp.observers.console import say
+from flyte_ddp.observers.loading_page import loading_page
+from flyte_ddp.tasks.execution import flyte_retries, is_local, run_dir
+from flyte_ddp.tasks.observing import deck_publisher
+from flyte_ddp.tasks.resources import check_gpus
+from flyte_ddp.training import launcher, prepared
+from flyte_ddp.training.environment import choose_world, visible_gpus
+from flyte_ddp.training.events import Event, Printed
+from flyte_ddp.training.folder_settings import LoadingSettings
+from flyte_ddp.training.loading_times import LoadingJob, LoadingTimes, recommended
+
+STUDY = "flyte_ddp.training.loading_study:run"  # a name, because importing it would import torch
+TIMEOUT_SECONDS = 300.0  # without a batch, after which the study counts as hung
+
+
+@dataclass(frozen=True)
+class LoadingChoice:
+    """A setting for FolderOptions, and the images per second that one rank loaded with it (median)."""
+
+    loader_workers: int
+    pin_memory: bool
+    images_per_second: float
+
+
+def study_loading(data: FlyteDirectory, study: LoadingSettings) -> Tuple[LoadingChoice, FlyteFile]:
+    """Times the loading by one rank; returns the recommended setting, and the page."""
+    check_gpus(visible_gpus())
+    folder = Path(data.download())
+    description = prepared.verify(folder)
+    world = choose_world("auto", 1, 1)
+    with flyte_retries(), run_dir("loading") as out, tempfile.TemporaryDirectory(prefix="ddp-") as scratch:
+        batch_path = str(Path(scratch, "batch.npz"))
+        job = LoadingJob(str(folder), batch_path, study)
+        times: LoadingTimes = launcher.launch(STUDY, world, job, TIMEOUT_SECONDS, _show)[0]
+        best = recommended(times.measured)
+        with np.load(batch_path) as batch:
+            fragment = loading_page(description, times, best, batch["images"], batch["labels"])
+        report = out / "report.html"
+        report.write_text(document("Loading images", fragment), encoding="utf-8")
+    deck_publisher()(fragment)
+    say(
+        f"Recommended: loader_workers {best.workers}, pin_memory {str(best.pin_memory).lower()} "
+        f"({best.rate:,.0f} images per second by one rank)" + (f"\nReport: {report}" if is_local() else "")
+    )
+    choice = LoadingChoice(best.workers, best.pin_memory, best.rate)
+    return choice, FlyteFile(str(report), remote_path=False if is_local() else None)
+
+
+def _show(event: Event) -> None:
+    if isinstance(event, Printed):
+        say(event.text)

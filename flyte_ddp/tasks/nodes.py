@@ -1,0 +1,28 @@
+"""What can be said of a training on many nodes before they meet. No torch: it would not fit into a small pod."""
+
+import json
+
+from flytekit import Cache, task
+
+from flyte_ddp.tasks.caching import OnClustersOnly
+from flyte_ddp.tasks.execution import is_local
+from flyte_ddp.tasks.resources import dynamic_resources, registered_environment, registration
+from flyte_ddp.tasks.versions import CodeVersion
+from flyte_ddp.training.errors import InputError
+from flyte_ddp.training.hyperparameters import Hyperparameters
+
+
+@task(
+    task_config=OnClustersOnly(),
+    cache=Cache(policies=CodeVersion(("flyte_ddp/tasks/nodes.py",), []), salt=json.dumps(registered_environment())),
+    **dynamic_resources(),
+)
+def resolve_for_nodes(hp: Hyperparameters, auto: str = "mnist") -> str:
+    """The name of the dataset to train on; refuses what the nodes would only find out after they have met."""
+    if is_local():
+        raise InputError("many nodes need a cluster: register this workflow, or run its twin for one machine here")
+    asked = registration()
+    ranks = asked.node_range[1] * asked.ranks_per_node
+    if hp.batch_size < ranks:
+        raise InputError(f"batch_size must be at least the number of ranks ({ranks}), got {hp.batch_size}: raise it")
+    return auto if hp.dataset == "auto" else hp.dataset

@@ -1,0 +1,121 @@
+"""Who looks on while a training runs: console, tracker and report, put together for one run."""
+
+import hashlib
+import os
+import secrets
+import threading
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Callable, Iterator, List
+
+from flytekit import Deck, current_context
+
+from flyte_ddp.observers.background import Background, one_line
+from flyte_ddp.observers.console import open_console, say
+from flyte_ddp.observers.record import Record, RunFailed, RunFinished, Setting
+from flyte_ddp.observers.report import Report
+from flyte_ddp.observers.tracking import open_tracker
+from flyte_ddp.tasks.execution import is_local
+
+REPORT_SECONDS = 60.0  # that the end of a run waits for its last page
+
+
+class Observers:
+    """Tells all observers of a run. One that raises is left out from then on: looking on must not stop training."""
+
+    def __init__(self, setting: Setting, report_path: Path, *others: Callable[[Any], None]):
+        self.tracking_url = ""
+        self.record, self._report_path = Record(setting), report_path
+        self._console = open_console()
+        self._tracker = open_tracker(setting, self._on_url)
+        self._report = Background("the report", lambda: self._open_report(setting, report_path), REPORT_SECONDS)
+        self._listening: List[Callable[[Any], None]] = [self.record, self._console, self._report, *others]
+        if self._tracker:
+            self._listening.append(self._tracker)
+
+    def __call__(self, event: Any) -> None:
+        for observer in list(self._listening):
+            try:
+                observer(event)
+            except Exception as error:
+                self._listening.remove(observer)
+                say(f"Warning: {type(observer).__name__} gave up: {type(error).__name__}: {one_line(error)}")
+
+    def end(self, event: "RunFinished | RunFailed") -> None:
+        """Tells how it ended; all observers have finished, or been given up, when this returns."""
+        self._console.close()
+        self.record(event)
+        closing = threading.Thread(target=self._close_tracker, args=(event,), daemon=True)
+        closing.start()
+        if self.record.setting.options.tracking in ("auto", "online") and not self.tracking_url:
+            closing.join()  # the address may still come, and belongs in the report
+        self._report.close(event)
+        closing.join()
+        if not self._report_path.exists():  # a task whose output is missing fails
+            self._report_path.write_text("<!doctype html><title>No report</title><p>The report could not be made.")
+
+    def _close_tracker(self, event: Any) -> None:
+        if self._tracker:
+            self._tracker.close(event)
+
+    def _on_url(self, url: str) -> None:
+        self.tracking_url = url
+
+    def _open_report(self, setting: Setting, path: Path) -> Report:
+        return Report(setting, path, deck_publisher(), lambda: self.tracking_url)
+
+
+@contextmanager
+def observing(setting: Setting, report_path: Path, *others: Callable[[Any], None]) -> Iterator[Observers]:
+    """Observers for as long as the block runs; one that it ends by an exception is told to them as a failure.
+
+    The block itself calls end() when it succeeds.
+    """
+    observers = Observers(setting, report_path, *others)
+    try:
+        yield observers
+    except BaseException as error:
+        observers.end(RunFailed((str(error).splitlines() or [type(error).__name__])[0]))
+        raise
+
+
+def all_of(*listeners: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Tells each event to all of them."""
+
+    def tell(event: Any) -> None:
+        for listener in listeners:
+            listener(event)
+
+    return tell
+
+
+def deck_publisher(title: str = "Training") -> Callable[[str], None]:
+    """Shows HTML in the task's Deck at once, where a Flyte console can show it."""
+    if is_local() or not current_context().enable_deck:
+        return lambda html: None  # a local run's file is there to be opened
+    deck = Deck(title, "")
+
+    def publish(html: str) -> None:
+        deck._html = html  # a Deck can only be appended to
+        if current_context().enable_deck:  # not in a process of Flyte's Elastic plugin: it shows decks at the end
+            Deck.publish()
+
+    return publish
+
+
+def tracking_id(key: str, beside: Path) -> str:
+    """The same for every attempt at one training, another for the next: on a cluster by the execution, locally by a
+    file beside the checkpoint, which goes with it when training has succeeded."""
+    if is_local():
+        file = beside.with_name("tracking-id")
+        if not beside.exists() or not file.exists():
+            file.write_text(secrets.token_hex(4))
+        return f"{key[:8]}-{file.read_text()}"
+    execution = current_context().execution_id
+    place = f"{execution.project}/{execution.domain}/{execution.name}/{key}"
+    return f"{key[:8]}-{hashlib.sha256(place.encode()).hexdigest()[:8]}"
+
+
+def attempt() -> int:
+    """How often the cluster has tried this task before."""
+    return int(os.environ.get("FLYTE_ATTEMPT_NUMBER") or 0)

@@ -1,0 +1,84 @@
+"""From a dataset's name to the prepared dataset, as Flyte tasks."""
+
+from typing import BinaryIO
+
+from flytekit import Cache, FlyteContextManager, HashMethod, task
+from flytekit.types.directory import FlyteDirectory
+from typing_extensions import Annotated
+
+from flyte_ddp.observers.console import download_progress, say
+from flyte_ddp.tasks.caching import OnClustersOnly
+from flyte_ddp.tasks.execution import flyte_retries, forget_lost_results, is_local
+from flyte_ddp.tasks.resources import preparation_resources, small_resources
+from flyte_ddp.tasks.versions import DATA_SOURCES, CodeVersion
+from flyte_ddp.training import datasets, prepared
+from flyte_ddp.training.environment import choose_world
+from flyte_ddp.training.errors import DownloadError
+from flyte_ddp.training.hyperparameters import Hyperparameters, RunOptions
+
+
+def content_digest(directory: FlyteDirectory) -> str:
+    return prepared.read_description(str(directory)).digest
+
+
+PreparedDataset = Annotated[FlyteDirectory, HashMethod(content_digest)]
+
+
+@task(
+    task_config=OnClustersOnly(),
+    cache=Cache(policies=CodeVersion(["flyte_ddp/tasks/prepare.py"], []), ignored_inputs="options"),
+    **small_resources(),
+)
+def resolve_dataset(hp: Hyperparameters, options: RunOptions, auto: str = "mnist") -> str:
+    """The name of the dataset to train on, auto being the workflow's; a stand-in, of local runs alone, is not cached.
+
+    A local run finds out here, before anything is downloaded or spawned, whether this machine can do what is asked.
+    """
+    if is_local():
+        choose_world(hp.backend, options.nproc, hp.batch_size)
+    return resolve_name(hp.dataset, auto)
+
+
+def resolve_name(asked: str, auto: str = "mnist") -> str:
+    """The dataset that a name or auto stands for; in a local run, what is damaged or lost is forgotten here."""
+    name = auto if asked == "auto" else asked
+    if not is_local():
+        return name
+    datasets.discard_damaged(name)
+    if asked == "auto" and not is_to_be_had(name):
+        name = "digits"
+        datasets.discard_damaged(name)
+    forget_lost_results()
+    return name
+
+
+def is_to_be_had(name: str) -> bool:
+    """Whether a dataset is prepared, or could be prepared now; says so if not."""
+    if datasets.prepared_dir(name).exists():
+        return True
+    try:
+        with download_progress() as progress:
+            datasets.prepare(name, progress, open_stored)
+    except DownloadError as error:
+        say(f"{name} cannot be had here: this run trains on digits, scikit-learn's 1,797 handwritten digits.\n{error}")
+        return False
+    return True
+
+
+def open_stored(url: str) -> BinaryIO:
+    """A file of Flyte's storage, or of another one, as Flyte's settings for it say."""
+    file: BinaryIO = FlyteContextManager.current_context().file_access.get_filesystem_for_path(url).open(url, "rb")
+    return file
+
+
+@task(
+    cache=Cache(policies=CodeVersion(DATA_SOURCES, []), serialize=True),
+    retries=3,
+    **preparation_resources(),
+)
+def prepare_dataset(name: str) -> PreparedDataset:
+    """Downloads and prepares the named dataset (see flyte_ddp.training.prepared for its form)."""
+    with flyte_retries(), download_progress() as progress:
+        folder = datasets.prepare(name, progress, open_stored)
+    # A local run uses the folder where it is: a copy would only land in a temporary place
+    return FlyteDirectory(str(folder), remote_directory=False if is_local() else None)

@@ -1,0 +1,282 @@
+"""What the tasks ask of a cluster, decided when they are registered.
+
+The environment of the registering process decides, by the fields of Registration in capitals behind DDP_:
+DDP_PROFILE=gpu DDP_GPUS=4 pyflyte ... register workflows. In a pod these variables are missing, and nothing there
+depends on them.
+"""
+
+import dataclasses
+import json
+import os
+import platform
+import re
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Dict, Tuple
+from urllib.parse import urlsplit
+
+from flytekit import FlyteContextManager, Resources, Secret
+from flytekit.core.base_task import PythonTask
+from flytekit.core.context_manager import ExecutionState
+from flytekit.extras import accelerators
+
+from flyte_ddp.tasks.execution import flyte_retries
+from flyte_ddp.tasks.versions import CODE_VARIABLE, registered_code
+from flyte_ddp.training.download import MIRROR_VARIABLE, mirror_from_environment
+from flyte_ddp.training.environment import DEFAULT_CPU_RANKS
+from flyte_ddp.training.errors import InputError, RecoverableError
+from flyte_ddp.training.settings import Settings, read_json, setting
+
+IMAGE, KERAS_IMAGE = "{{.image.trainer}}", "{{.image.keras}}"  # named in flyte.config, or by --image trainer=NAME
+QUANTITY = r"\d+(\.\d+)?(m|k|M|G|T|Ki|Mi|Gi|Ti)?"  # Kubernetes' notation
+ACCELERATORS = {
+    name: value
+    for name, value in vars(accelerators).items()
+    if isinstance(value, accelerators.BaseAccelerator) and value.to_flyte_idl().device.startswith("nvidia-")
+}
+# Their compute capability; the lock's torch has code for 7.5, 8.0, 8.6, 9.0, 10.0 and 12.0, and what these run
+TOO_OLD = {"K80": "3.7", "M60": "5.2", "P100": "6.0", "P4": "6.1", "V100": "7.0"}
+GPUS_VARIABLE = "DDP_POD_GPUS"
+
+
+@dataclass(frozen=True)
+class Registration(Settings):
+    """What the tasks ask for.
+
+    Attributes:
+        profile: gpu, or sandbox for a cluster without GPUs, as small as a laptop's.
+        gpus: of the training task (of each node, where there are many) under profile gpu; one rank each.
+        training_cpu, training_memory, training_disk: of a training pod, whatever its GPUs: a quantity, or
+            REQUEST:LIMIT. Empty leaves them to profile and gpus, see training_sizes.
+        preparation_cpu, preparation_memory, preparation_disk: of a pod that prepares data. torchvision, which unpacks
+            them, imports torch: MNIST takes 0.9 GB of memory.
+        small_cpu, small_memory, small_disk: of a pod that computes nothing. It imports for 9 s with a quarter of a CPU
+            and for 2 s with one, so it asks for little and may take more.
+        accelerator: the kind of GPU; none leaves it to the cluster.
+        interruptible: whether training may run on machines that can be taken away; it goes on from its checkpoint.
+        timeout_seconds: after which Flyte ends an attempt at training.
+        wandb_secret: GROUP/KEY of the Flyte secret with the Weights & Biases API key. A pod whose secret the cluster
+            lacks never starts, so none is asked for unless named.
+        nnodes: number of nodes of workflows/multinode.py, or the range of it as MIN:MAX.
+        nproc_per_node: ranks per node there; 0 is one per GPU, or two under profile sandbox.
+        join_minutes: that the first nodes wait there for the last: one has the image, another has yet to be made.
+        concurrency: shards of workflows/inference.py that are predicted at a time; 0 leaves it to the cluster.
+        env: variables of the user's for all pods, by name. Everybody who sees the tasks in Flyte sees them.
+    """
+
+    profile: str = setting("gpu", choices=("gpu", "sandbox"))
+    gpus: int = setting(2, minimum=1, maximum=64)
+    training_cpu: str = setting("")
+    training_memory: str = setting("")
+    training_disk: str = setting("")
+    preparation_cpu: str = setting("500m:1")
+    preparation_memory: str = setting("1Gi:2Gi")
+    preparation_disk: str = setting("2Gi")
+    small_cpu: str = setting("100m:1")
+    small_memory: str = setting("400Mi")
+    small_disk: str = setting("100Mi:1Gi")
+    accelerator: str = setting("none", choices=("none", *ACCELERATORS))
+    interruptible: bool = setting(False)
+    timeout_seconds: int = setting(86400, minimum=60)
+    wandb_secret: str = setting("")
+    nnodes: str = setting("2")
+    nproc_per_node: int = setting(0, minimum=0, maximum=64)
+    join_minutes: int = setting(15, minimum=1, maximum=1440)
+    concurrency: int = setting(0, minimum=0)
+    env: dict = setting({})  # noqa: RUF009 copied
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.accelerator in TOO_OLD:
+            raise InputError(
+                f"Registration.accelerator must be a kind that torch has code for, compute capability 7.5 or more, got "
+                f"{self.accelerator} ({TOO_OLD[self.accelerator]}): name another one, or build an image with an older "
+                "torch"
+            )
+        ours = {MIRROR_VARIABLE, CODE_VARIABLE, GPUS_VARIABLE, *map(variable_of, dataclasses.fields(self))}
+        for name, value in self.env.items():
+            if not (re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name) and isinstance(value, str)):
+                raise InputError(
+                    f"Registration.env must have names of variables and strings for them, got {json.dumps(name)} with "
+                    f'{json.dumps(value)}: write it as {{"NAME": "value"}}'
+                )
+            if name in ours:
+                raise InputError(f"Registration.env must not have {name}, got {json.dumps(value)}: set it beside this")
+        for size in (f"{pod}_{of}" for pod in ("training", "preparation", "small") for of in ("cpu", "memory", "disk")):
+            value = getattr(self, size)
+            if not re.fullmatch(f"{QUANTITY}(:{QUANTITY})?", value) and (value or not size.startswith("training")):
+                raise InputError(
+                    f"{size} must be a quantity as 500m, 2 or 4Gi, or REQUEST:LIMIT, got {json.dumps(value)}"
+                )
+
+    @property
+    def training_gpus(self) -> int:
+        return self.gpus if self.profile == "gpu" else 0
+
+    @property
+    def ranks_per_node(self) -> int:
+        return self.nproc_per_node or self.training_gpus or DEFAULT_CPU_RANKS
+
+    @property
+    def node_range(self) -> Tuple[int, int]:
+        """The least and the largest number of nodes; raises InputError if nnodes is not of that form."""
+        least, _, most = self.nnodes.partition(":")
+        most = most or least
+        if not (least.isdecimal() and most.isdecimal() and 2 <= int(least) <= int(most)):
+            raise InputError(
+                "environment variable DDP_NNODES must be a number of at least 2, or MIN:MAX, got "
+                f"{json.dumps(self.nnodes)}: for one node there is workflows/mnist.py"
+            )
+        return int(least), int(most)
+
+
+def registration() -> Registration:
+    """Reads the environment; raises InputError that names the variable."""
+    values: Dict[str, Any] = {}
+    for field in dataclasses.fields(Registration):
+        variable = variable_of(field)
+        text = os.environ.get(variable)
+        if text is None:
+            continue
+        try:
+            values[field.name] = text if field.type is str else _parsed(text)
+            Registration(**{field.name: values[field.name]})
+        except InputError as error:
+            raise InputError(f"environment variable {variable}: {error.message}") from None
+    return Registration(**values)
+
+
+def variable_of(field: "dataclasses.Field[Any]") -> str:
+    return f"DDP_{field.name.upper()}"
+
+
+def pod_environment() -> Dict[str, str]:
+    """The variables of every pod: the user's own, and where the originals of datasets are, unless that holds a
+    password, which everybody who sees the tasks in Flyte would see."""
+    mirror = mirror_from_environment()
+    parts = urlsplit(mirror or "")
+    has_password = parts.scheme in ("http", "https") and "@" in parts.netloc
+    return {**({MIRROR_VARIABLE: mirror} if mirror and not has_password else {}), **registration().env}
+
+
+def registered_environment() -> Dict[str, str]:
+    """All settings as variables, for tasks whose pods import the decorators and use what these say."""
+    values = {variable_of(field): getattr(registration(), field.name) for field in dataclasses.fields(Registration)}
+    texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in values.items()}
+    return {**pod_environment(), **texts}
+
+
+def training_environment(gpus: int) -> Dict[str, str]:
+    """What a pod that trains, with so many GPUs, has to know."""
+    return {**pod_environment(), CODE_VARIABLE: registered_code(), GPUS_VARIABLE: str(gpus)}
+
+
+def check_gpus(visible: int) -> None:
+    """Refuses to go on, so that Flyte tries another pod, where this one sees other GPUs than it asked for: with fewer
+    the result would be remembered all the same. A local run has not asked."""
+    asked = os.environ.get(GPUS_VARIABLE)
+    with flyte_retries():
+        if asked is not None and int(asked) != visible:
+            raise RecoverableError(
+                f"this pod must have as many GPUs as were registered ({asked}), got {visible} on {platform.node()}: "
+                "look at that node's driver and device plugin and at the platform's limits, or register with DDP_GPUS "
+                "(or give --gpus) as the cluster can have them, DDP_PROFILE=sandbox for none"
+            )
+
+
+def sizes(cpu: str, memory: str, disk: str, gpus: int = 0) -> Dict[str, Any]:
+    """Arguments of @task or with_overrides for sizes as Registration has them; a lone quantity is request and limit."""
+    requests, limits = (
+        Resources(
+            cpu=cpu.split(":")[which],
+            mem=memory.split(":")[which],
+            ephemeral_storage=disk.split(":")[which],
+            gpu=str(gpus) if gpus else None,
+        )
+        for which in (0, -1)
+    )
+    return {"requests": requests, "limits": limits}
+
+
+def training_sizes(gpus: int) -> Dict[str, Any]:
+    """What a training pod with so many GPUs needs, as arguments of @task or with_overrides.
+
+    Without a GPU: two ranks, their parent and the process they are forked from hold 0.5 GB on digits and 0.7 GB on
+    MNIST together (0.8 GB with the pages of torch's libraries); two ranks of many nodes, which share nothing, 1.7 GB.
+    With (not measured): each rank's CUDA context and libraries take some GB of host memory, and NCCL's ranks speak
+    through /dev/shm, where a container gets 64 MB.
+    """
+    asked = registration()
+    defaults = (str(2 * gpus), f"{8 * gpus}Gi", "10Gi") if gpus else ("500m:2", "1Gi:3Gi", "500Mi:2Gi")
+    own = (asked.training_cpu, asked.training_memory, asked.training_disk)
+    cpu, memory, disk = (size or default for size, default in zip(own, defaults, strict=True))
+    needed = sizes(cpu, memory, disk, gpus)
+    return {**needed, "shared_memory": True} if gpus else needed
+
+
+def resize(task: PythonTask, gpus: int) -> Dict[str, Any]:
+    """Arguments of with_overrides for a training task that this pod, of a @dynamic, compiles with so many GPUs."""
+    task.environment[GPUS_VARIABLE] = str(gpus)  # with_overrides has no environment
+    return training_sizes(gpus)
+
+
+def training_resources() -> Dict[str, Any]:
+    """Arguments of @task for training."""
+    asked = registration()
+    return {
+        "container_image": IMAGE,
+        **training_sizes(asked.training_gpus),
+        "accelerator": ACCELERATORS.get(asked.accelerator),
+        "interruptible": asked.interruptible or None,  # None leaves it to the cluster
+        "timeout": timedelta(seconds=asked.timeout_seconds),
+        "secret_requests": [_wandb_secret(asked.wandb_secret)] if asked.wandb_secret else None,
+        "environment": training_environment(asked.training_gpus),
+    }
+
+
+def preparation_resources() -> Dict[str, Any]:
+    """Arguments of @task for downloading and preparing a dataset, and for what else needs torch but no ranks."""
+    asked = registration()
+    needed = sizes(asked.preparation_cpu, asked.preparation_memory, asked.preparation_disk)
+    return {
+        "container_image": IMAGE,
+        **needed,
+        "timeout": timedelta(hours=1),
+        "environment": pod_environment(),
+    }
+
+
+def small_resources() -> Dict[str, Any]:
+    """Arguments of @task for a task that computes nothing."""
+    asked = registration()
+    needed = sizes(asked.small_cpu, asked.small_memory, asked.small_disk)
+    return {"container_image": IMAGE, **needed, "environment": pod_environment()}
+
+
+def dynamic_resources() -> Dict[str, Any]:
+    """Arguments of @dynamic: what it starts is compiled in its pod, which has to know the settings of the registration
+    for that."""
+    return {**small_resources(), "environment": registered_environment()}
+
+
+def is_named(image: str) -> bool:
+    """Whether the registration that is under way names this image; True where none is, as in a pod or a local run."""
+    context = FlyteContextManager.current_context()
+    settings, state = context.serialization_settings, context.execution_state
+    if settings is None or (state is not None and state.mode == ExecutionState.Mode.TASK_EXECUTION):
+        return True
+    return settings.image_config.find_image(image) is not None
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return read_json(text)
+    except json.JSONDecodeError:
+        return text
+
+
+def _wandb_secret(name: str) -> Secret:
+    group, separator, key = name.partition("/")
+    if not (group and separator and key):
+        raise InputError(f"environment variable DDP_WANDB_SECRET must be GROUP/KEY, got {json.dumps(name)}")
+    return Secret(group=group, key=key, mount_requirement=Secret.MountType.ENV_VAR, env_var="WANDB_API_KEY")

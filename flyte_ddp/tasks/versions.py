@@ -1,0 +1,67 @@
+"""Cache versions that follow the code: a result is reused only as long as what determined it is unchanged."""
+
+import os
+from typing import Sequence
+
+from flytekit.core.cache import CachePolicy, VersionParameters
+
+from flyte_ddp.training.code_version import OTHER_CODE, code_version
+from flyte_ddp.training.errors import ReportedError
+
+# tasks/train.py because a cached result must have the outputs that are declared there
+TRAINING_SOURCES = (
+    "flyte_ddp/tasks/train.py",
+    "flyte_ddp/training/batches.py",
+    "flyte_ddp/training/image_files.py",
+    "flyte_ddp/training/layers.py",
+    "flyte_ddp/training/loading.py",
+    "flyte_ddp/training/loop.py",
+    "flyte_ddp/training/models.py",
+    "flyte_ddp/training/state.py",
+    "flyte_ddp/training/watch.py",
+    "flyte_ddp/training/worker.py",
+)
+INFERENCE_SOURCES = (
+    "flyte_ddp/tasks/inference.py",
+    "flyte_ddp/training/batches.py",
+    "flyte_ddp/training/image_files.py",
+    "flyte_ddp/training/images.py",
+    "flyte_ddp/training/inference.py",
+    "flyte_ddp/training/layers.py",
+    "flyte_ddp/training/models.py",
+)
+TIMING_SOURCES = ("flyte_ddp/training/timing.py",)
+AUTOENCODER_SOURCES = (
+    "flyte_ddp/tasks/autoencoder.py",
+    "flyte_ddp/training/autoencoder.py",
+    "flyte_ddp/training/batches.py",
+    "flyte_ddp/training/held_out.py",
+    "flyte_ddp/training/lightning_checkpoint.py",
+    "flyte_ddp/training/lightning_rank.py",
+    "flyte_ddp/training/watch.py",
+)
+KERAS_SOURCES = ("flyte_ddp/training/mirrored.py", "flyte_ddp/training/mirrored_checkpoint.py")
+DATA_SOURCES = ("flyte_ddp/training/datasets.py", "flyte_ddp/training/description.py", "flyte_ddp/training/prepared.py")
+CODE_VARIABLE = "DDP_TRAINING_CODE"
+
+
+def registered_code() -> str:
+    """What the code of the ranks is at registration; goes into the pod's environment."""
+    return code_version(sorted({*TRAINING_SOURCES, *INFERENCE_SOURCES, *TIMING_SOURCES, *AUTOENCODER_SOURCES}), ())
+
+
+def check_registered_code() -> None:
+    """Raises where this pod would train with other code than was registered, and the result be cached as that code's:
+    with --copy none it has the code of its image."""
+    if os.environ.get(CODE_VARIABLE, registered_code()) != registered_code():
+        raise ReportedError(f"this pod's training code is not the code that was registered: {OTHER_CODE}")
+
+
+class CodeVersion(CachePolicy):
+    """The cache version of a task whose result these files and distributions decide."""
+
+    def __init__(self, sources: Sequence[str], distributions: Sequence[str]):
+        self.sources, self.distributions = sources, distributions
+
+    def get_version(self, salt: str, params: VersionParameters) -> str:
+        return salt + code_version(self.sources, self.distributions)

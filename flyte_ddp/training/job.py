@@ -1,0 +1,75 @@
+"""What one training run is: the message from the parent to its ranks, and what comes back. Standard library only."""
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from typing import Any, Dict, List
+
+from flyte_ddp.training.events import EpochFinished, NotLearning
+from flyte_ddp.training.hyperparameters import Hyperparameters
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What decides the result of a training: hyperparameters, the data's content, and the code (each by its hash)."""
+
+    hp: Hyperparameters
+    data_digest: str
+    code_version: str
+
+    def as_dict(self) -> Dict[str, Any]:
+        """What has to be the same for a checkpoint of one run to be gone on from in another."""
+        return {**asdict(self.hp), "data": self.data_digest, "code": self.code_version}
+
+    @property
+    def key(self) -> str:
+        return hashlib.sha256(json.dumps(self.as_dict(), sort_keys=True).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training run, as the ranks need to know it.
+
+    Attributes:
+        identity: what decides its result.
+        data: folder of the prepared dataset.
+        model_path: where rank 0 puts the trained weights.
+        predictions_path: where rank 0 puts the log-probabilities of the test images, an .npy of (N, classes) float32.
+        checkpoint_path: where rank 0 keeps the checkpoint; an earlier one there is gone on from.
+        checkpoint_seconds: time between two checkpoints within an epoch.
+        timeout_seconds: of rendezvous and collectives.
+        launched: time.time() of the launch.
+        profile_path: folder for each rank's profile; empty is none.
+    """
+
+    identity: Identity
+    data: str
+    model_path: str
+    predictions_path: str
+    checkpoint_path: str
+    checkpoint_seconds: float
+    timeout_seconds: float
+    launched: float
+    profile_path: str = ""
+
+
+@dataclass(frozen=True)
+class TrainingResult:
+    """What one rank knows at the end; the epochs are the same on every rank.
+
+    Attributes:
+        warnings: in which epochs training did not learn as it should.
+        precision: float32 or bfloat16.
+        samples_per_second: training images of this rank alone, per second of training in this attempt.
+        peak_bytes: the most memory that the process has held.
+        peak_gpu_bytes: the most memory that its tensors have held on the GPU; 0 on a CPU.
+    """
+
+    epochs: List[EpochFinished]
+    warnings: List[NotLearning]
+    precision: str
+    rank: int
+    host: str
+    samples_per_second: float
+    peak_bytes: int
+    peak_gpu_bytes: int

@@ -1,0 +1,134 @@
+"""The networks, by name. Each maps images (N, C, H, W), float and normalised, to log-probabilities (N, classes)."""
+
+from functools import partial
+from pathlib import Path
+from typing import Callable, Dict, Tuple, Union
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from flyte_ddp.training.layers import BatchNorm, Dropout
+
+Shape = Tuple[int, int, int]  # of an image: channels, height, width
+
+
+class MnistCNN(nn.Module):
+    """The tutorial's network (PyTorch's basic MNIST example): 431,080 parameters for (1, 28, 28) and ten classes.
+
+    Pooling comes before the ReLU: the same values, for a quarter of the ReLU's work.
+    """
+
+    def __init__(self, image_shape: Shape, classes: int) -> None:
+        super().__init__()
+        channels, height, width = image_shape
+        self.conv1 = nn.Conv2d(channels, 20, 5)
+        self.conv2 = nn.Conv2d(20, 50, 5)
+        pooled = [((side - 4) // 2 - 4) // 2 for side in (height, width)]
+        self.fc1 = nn.Linear(pooled[0] * pooled[1] * 50, 500)
+        self.fc2 = nn.Linear(500, classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        features = F.relu(F.max_pool2d(self.conv1(images), 2))
+        features = F.relu(F.max_pool2d(self.conv2(features), 2))
+        features = F.relu(self.fc1(features.flatten(1)))
+        # float() because under bfloat16 autocast the scores have 8 bits of precision, too few for a softmax
+        return F.log_softmax(self.fc2(features).float(), dim=1)
+
+
+class FashionCNN(nn.Module):
+    """Two convolutions with batch norm, then two linear layers with dropout: 824,554 parameters for (1, 28, 28)."""
+
+    def __init__(self, image_shape: Shape, classes: int) -> None:
+        super().__init__()
+        channels, height, width = image_shape
+        self.conv1 = nn.Conv2d(channels, 32, 3, padding=1, bias=False)
+        self.norm1 = BatchNorm(32)
+        self.conv2 = nn.Conv2d(32, 64, 3, padding=1, bias=False)
+        self.norm2 = BatchNorm(64)
+        self.fc1 = nn.Linear(height // 4 * (width // 4) * 64, 256)
+        self.dropout = Dropout(0.25)
+        self.fc2 = nn.Linear(256, classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        features = F.max_pool2d(F.relu(self.norm1(self.conv1(images))), 2)
+        features = F.max_pool2d(F.relu(self.norm2(self.conv2(features))), 2)
+        features = self.dropout(F.relu(self.fc1(features.flatten(1))))
+        return F.log_softmax(self.fc2(features).float(), dim=1)
+
+
+class CifarCNN(nn.Module):
+    """Three convolutions (32, 64, 128 channels) and three linear layers (120, 84): the network of Oracle's example."""
+
+    def __init__(self, image_shape: Shape, classes: int) -> None:
+        super().__init__()
+        channels, height, width = image_shape
+        self.conv1 = nn.Conv2d(channels, 32, 3, padding=1)
+        self.conv2 = nn.Conv2d(32, 64, 3, padding=1)
+        self.conv3 = nn.Conv2d(64, 128, 3, padding=1)
+        self.fc1 = nn.Linear(height // 8 * (width // 8) * 128, 120)
+        self.fc2 = nn.Linear(120, 84)
+        self.fc3 = nn.Linear(84, classes)
+        self.dropout = Dropout(0.2)
+
+    def forward(self, images: Tensor) -> Tensor:
+        features = images
+        for conv in (self.conv1, self.conv2, self.conv3):
+            features = F.relu(F.max_pool2d(conv(features), 2))
+        features = self.dropout(F.relu(self.fc1(features.flatten(1))))
+        features = self.dropout(F.relu(self.fc2(features)))
+        return F.log_softmax(self.fc3(features).float(), dim=1)
+
+
+class ResNet9(nn.Module):
+    """The nine-layer residual network of the DAWNBench entries for CIFAR-10 (David Page, 2018); 64 channels wide there.
+
+    Its width at the first layer doubles three times; the cost grows with the square of it.
+    """
+
+    def __init__(self, image_shape: Shape, classes: int, width: int) -> None:
+        super().__init__()
+        self.prepare = _block(image_shape[0], width)
+        self.layer1 = _block(width, 2 * width)
+        self.residual1 = nn.Sequential(_block(2 * width, 2 * width), _block(2 * width, 2 * width))
+        self.layer2 = _block(2 * width, 4 * width)
+        self.layer3 = _block(4 * width, 8 * width)
+        self.residual3 = nn.Sequential(_block(8 * width, 8 * width), _block(8 * width, 8 * width))
+        self.fc = nn.Linear(8 * width, classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        features = F.max_pool2d(self.layer1(self.prepare(images)), 2)
+        features = features + self.residual1(features)
+        features = F.max_pool2d(self.layer2(features), 2)
+        features = F.max_pool2d(self.layer3(features), 2)
+        features = features + self.residual3(features)
+        # Page scales the scores by an eighth, so that the softmax starts out flat
+        return F.log_softmax(self.fc(features.amax((2, 3))).float() / 8, dim=1)
+
+
+def _block(channels: int, filters: int) -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(channels, filters, 3, padding=1, bias=False), BatchNorm(filters), nn.ReLU())
+
+
+MODELS: Dict[str, Callable[[Shape, int], nn.Module]] = {
+    "mnist_cnn": MnistCNN,
+    "fashion_cnn": FashionCNN,
+    "cifar_cnn": CifarCNN,
+    "resnet9": partial(ResNet9, width=64),
+    "resnet9_small": partial(ResNet9, width=16),
+}
+
+
+def build_model(name: str, seed: int, image_shape: Shape, classes: int) -> nn.Module:
+    """The named network with the initial weights that belong to the seed."""
+    torch.manual_seed(seed)
+    return MODELS[name](image_shape, classes)
+
+
+def load_model(
+    path: Union[str, Path], name: str = "mnist_cnn", image_shape: Shape = (1, 28, 28), classes: int = 10
+) -> nn.Module:
+    """The trained network from a model_state file, in evaluation mode on the CPU; nothing in the file is executed."""
+    model = MODELS[name](image_shape, classes)
+    model.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+    return model.eval()
