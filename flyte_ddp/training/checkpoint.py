@@ -14,7 +14,7 @@ from flyte_ddp.training.events import CheckpointFailed, CheckpointWritten, Event
 from flyte_ddp.training.state import TrainingState
 from flyte_ddp.training.storage import write_whole
 
-FORMAT = 1
+FORMAT = 2
 DIGEST_BYTES = hashlib.sha256().digest_size
 
 

@@ -6,20 +6,26 @@ from dataclasses import asdict, dataclass
 from typing import Any, Dict, List
 
 from flyte_ddp.training.events import EpochFinished, NotLearning
-from flyte_ddp.training.hyperparameters import Hyperparameters
+from flyte_ddp.training.hyperparameters import TrainingSettings
 
 
 @dataclass(frozen=True)
 class Identity:
-    """What decides the result of a training: hyperparameters, the data's content, and the code (each by its hash)."""
+    """What decides the result of a training: recipe, settings, the data's content, and the code (each by its hash)."""
 
-    hp: Hyperparameters
+    recipe: str
+    settings: TrainingSettings
     data_digest: str
     code_version: str
 
     def as_dict(self) -> Dict[str, Any]:
         """What has to be the same for a checkpoint of one run to be gone on from in another."""
-        return {**asdict(self.hp), "data": self.data_digest, "code": self.code_version}
+        return {
+            **asdict(self.settings),
+            "recipe": self.recipe,
+            "data": self.data_digest,
+            "code": self.code_version,
+        }
 
     @property
     def key(self) -> str:
@@ -32,25 +38,35 @@ class Job:
 
     Attributes:
         identity: what decides its result.
-        data: folder of the prepared dataset.
+        dataset: what the data are called.
+        data: folder or file that the recipe is given; empty is none.
         model_path: where rank 0 puts the trained weights.
-        predictions_path: where rank 0 puts the log-probabilities of the test images, an .npy of (N, classes) float32.
+        predictions_path: where rank 0 puts what the recipe keeps of the test samples, an .npy of (N, ...).
+        pictures_path: where rank 0 puts the recipe's pictures, an .npz.
         checkpoint_path: where rank 0 keeps the checkpoint; an earlier one there is gone on from.
         checkpoint_seconds: time between two checkpoints within an epoch.
         timeout_seconds: of rendezvous and collectives.
         launched: time.time() of the launch.
         profile_path: folder for each rank's profile; empty is none.
+        root: folder that the recipe's module is found from; empty where it is found anyway.
+        loader_workers: processes of each rank that read samples of a Dataset; 0 is the rank itself.
+        pin_memory: whether a GPU fetches these from page-locked memory.
     """
 
     identity: Identity
+    dataset: str
     data: str
     model_path: str
     predictions_path: str
+    pictures_path: str
     checkpoint_path: str
     checkpoint_seconds: float
     timeout_seconds: float
     launched: float
     profile_path: str = ""
+    root: str = ""
+    loader_workers: int = 0
+    pin_memory: bool = False
 
 
 @dataclass(frozen=True)
@@ -59,6 +75,8 @@ class TrainingResult:
 
     Attributes:
         warnings: in which epochs training did not learn as it should.
+        headline: the measure that the run is judged by.
+        train_samples, test_samples: of the splits.
         precision: float32 or bfloat16.
         samples_per_second: training images of this rank alone, per second of training in this attempt.
         peak_bytes: the most memory that the process has held.
@@ -67,6 +85,9 @@ class TrainingResult:
 
     epochs: List[EpochFinished]
     warnings: List[NotLearning]
+    headline: str
+    train_samples: int
+    test_samples: int
     precision: str
     rank: int
     host: str

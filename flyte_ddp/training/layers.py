@@ -1,46 +1,174 @@
-"""Layers whose result does not depend on how many ranks share a batch: each sees the global batch as one."""
+"""Makes torch's own layers independent of how many ranks share a batch: each then sees the global batch as one."""
 
-from typing import Any, Optional, Tuple
+from dataclasses import dataclass
+from typing import Any, Dict, Optional, Tuple
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+
+@dataclass
+class Share:
+    """Where in the global batch the samples stand that this rank is at. All layers of a network share one of these.
+
+    Attributes:
+        first: position of the rank's first sample.
+        count: its samples.
+        size: samples of the whole global batch.
+        alone: that no other ranks take part, and nothing is to be remembered: a trial.
+    """
+
+    first: int = 0
+    count: int = 0
+    size: int = 0
+    alone: bool = False
+
+
+def convert(model: nn.Module, share: Share) -> nn.Module:
+    """Has the network's Dropout, BatchNorm and MultiheadAttention layers see the global batch; names stay as they are.
+
+    Before each training step the ranks' generators have to be in the same state, and share be set.
+    """
+    for layer in model.modules():
+        layer.__class__ = CONVERTED.get(type(layer), type(layer))
+        if type(layer) in CONVERTED.values():
+            layer.share = share  # type: ignore[assignment]
+    return model
+
+
+def has_batch_norm(model: nn.Module) -> bool:
+    return any(isinstance(layer, BatchNorm) for layer in model.modules())
+
+
+def dropout(features: Tensor, p: float, shape: Tuple[int, ...], share: Share) -> Tensor:
+    """Zeroes a share p of features (n, ...), or (n * k, ...) with k rows of each sample, and scales up the rest.
+
+    shape: of a row of the mask, which is drawn for the whole global batch.
+    """
+    rows = len(features)
+    if share.count and rows % share.count:
+        raise ValueError(
+            f"dropout: the first dimension has to be the {share.count} samples, or a multiple, got "
+            f"{tuple(features.shape)}: use batch_first=True, or move the samples to the front"
+        )
+    each = rows // share.count if share.count else 1
+    mask = torch.rand(share.size * each, *shape, device=features.device) >= p
+    return features * mask[share.first * each : share.first * each + rows] / (1 - p)
 
 
 class Dropout(nn.Dropout):
-    """nn.Dropout whose mask is drawn for the whole global batch; each rank takes its own rows of it.
-
-    Before each training step the ranks' generators have to be in the same state, and first and size set: the position
-    of this rank's share in the global batch, and the samples of that.
-    """
-
-    first, size = 0, 0
+    share: Share
 
     def forward(self, features: Tensor) -> Tensor:
         if not self.training or self.p == 0:
             return features
-        mask = torch.rand(self.size, *features.shape[1:], device=features.device) >= self.p
-        return features * mask[self.first : self.first + len(features)] / (1 - self.p)
+        return dropout(features, self.p, features.shape[1:], self.share)
 
 
-class BatchNorm(nn.BatchNorm2d):
-    """nn.BatchNorm2d over the global batch: the ranks add up their sums, forward and backward, in float32.
+class ChannelDropout(nn.Dropout):
+    """Dropout1d, 2d and 3d: whole channels of features (n, C, ...)."""
+
+    share: Share
+
+    def forward(self, features: Tensor) -> Tensor:
+        if not self.training or self.p == 0:
+            return features
+        shape = features.shape[1:2] + (1,) * (features.ndim - 2)
+        return dropout(features, self.p, shape, self.share)
+
+
+class Attention(nn.MultiheadAttention):
+    """MultiheadAttention, whose dropout is a function's, not a layer's."""
+
+    share: Share
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.training or self.dropout == 0:
+            return super().forward(*args, **kwargs)
+        with _GlobalDropout(self.share):
+            return super().forward(*args, **kwargs)
+
+
+class _GlobalDropout(TorchFunctionMode):
+    """Within it F.dropout, and that of scaled_dot_product_attention, is drawn for the global batch."""
+
+    def __init__(self, share: Share):
+        super().__init__()
+        self.share = share
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.dropout:
+            return self._dropout(*args, **kwargs)
+        if func is F.scaled_dot_product_attention:
+            return self._attend(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _dropout(self, features: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        return dropout(features, p, features.shape[1:], self.share) if training and p else features
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Optional[Tensor] = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+    ) -> Tensor:
+        scores = query @ key.transpose(-2, -1) / query.shape[-1] ** 0.5
+        if is_causal:
+            attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            scores = scores.masked_fill(~attn_mask, float("-inf"))
+        elif attn_mask is not None:
+            scores = scores + attn_mask
+        weights = scores.softmax(-1)
+        return dropout(weights, dropout_p, weights.shape[1:], self.share) @ value
+
+
+class BatchNorm(nn.modules.batchnorm._BatchNorm):
+    """Batch norm over the global batch: the ranks add up their sums, forward and backward, in float32.
 
     torch's own SyncBatchNorm does the same on GPUs, and on them alone.
     """
 
+    share: Share
+
+    def _check_input_dim(self, features: Tensor) -> None:
+        pass
+
     def forward(self, features: Tensor) -> Tensor:
-        if not self.training:
+        if not (self.training or self.running_mean is None):
             return super().forward(features)
-        assert self.running_mean is not None  # for the type checker: they are there unless asked away
-        assert self.running_var is not None
-        assert self.num_batches_tracked is not None
-        normalised, mean, variance, count = _Normalise.apply(features, self.weight, self.bias, self.eps)
-        momentum = self.momentum or 0.0
-        with torch.no_grad():
-            self.running_mean.lerp_(mean, momentum)
-            self.running_var.lerp_(variance * count / (count - 1), momentum)
-            self.num_batches_tracked += 1
+        weight = self.weight if self.affine else torch.ones(self.num_features, device=features.device)
+        bias = self.bias if self.affine else torch.zeros(self.num_features, device=features.device)
+        if self.share.alone:  # without any statistics of the batch, so that its samples can be told apart
+            return _fixed(features, weight, bias, torch.zeros_like(bias), torch.ones_like(bias), self.eps)
+        normalised, mean, variance, count = _Normalise.apply(features, weight, bias, self.eps)
+        if self.training and self.running_mean is not None:
+            assert self.running_var is not None  # for the type checker: they are there together
+            assert self.num_batches_tracked is not None
+            with torch.no_grad():
+                self.num_batches_tracked += 1
+                share = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+                self.running_mean.lerp_(mean, share)
+                self.running_var.lerp_(variance * count / (count - 1), share)
         return normalised
+
+
+CONVERTED: Dict[type, Any] = {
+    nn.Dropout: Dropout,
+    nn.Dropout1d: ChannelDropout,
+    nn.Dropout2d: ChannelDropout,
+    nn.Dropout3d: ChannelDropout,
+    nn.BatchNorm1d: BatchNorm,
+    nn.BatchNorm2d: BatchNorm,
+    nn.BatchNorm3d: BatchNorm,
+    nn.MultiheadAttention: Attention,
+}
 
 
 class _Normalise(torch.autograd.Function):
@@ -52,7 +180,7 @@ class _Normalise(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, features: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tuple[Tensor, ...]:
-        axes, channels = (0, 2, 3), features.shape[1]
+        channels, axes = features.shape[1], (0, *range(2, features.ndim))
         x = features.float()
         sums = torch.cat([x.sum(axes), x.square().sum(axes), x.new_tensor([x.numel() / channels])])
         distributed.all_reduce(sums)
@@ -88,4 +216,25 @@ def _fixed(features: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, varianc
     """(features - mean) / sqrt(variance + eps) * weight + bias, by channel."""
     if not len(features):
         return features.clone()
-    return nn.functional.batch_norm(features, mean, variance, weight, bias, training=False, eps=eps)
+    return F.batch_norm(features, mean, variance, weight, bias, training=False, eps=eps)
+
+
+def gather_rows(mine: Tensor, share: Share) -> Tensor:
+    """(N, ...) of the global batch from each rank's (n, ...); a collective, which carries gradients back."""
+    return mine if share.alone else _GatherRows.apply(mine, share.first, share.size)
+
+
+class _GatherRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, mine: Tensor, first: int, size: int) -> Tensor:
+        ctx.first, ctx.count = first, len(mine)
+        everyones = mine.new_zeros(size, *mine.shape[1:])
+        everyones[first : first + len(mine)] = mine
+        distributed.all_reduce(everyones)  # the others' rows are zeros
+        return everyones
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tuple[Optional[Tensor], ...]:
+        gradient = gradient.contiguous()
+        distributed.all_reduce(gradient)  # each rank's loss has its own
+        return gradient[ctx.first : ctx.first + ctx.count], None, None

@@ -1,64 +1,53 @@
-"""Splits as the ranks read them: resident on the device, or decoded from files by processes of the rank's own."""
+"""Samples that are not in memory: read from a Dataset by processes of the rank's own, ahead of their use."""
 
 import multiprocessing
 import os
 import signal
 import sys
 import threading
-from pathlib import Path
-from typing import Any, Iterator, NamedTuple, Sequence, Tuple
+import traceback
+from typing import Any, Iterator, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader, Dataset, default_collate
 
-from flyte_ddp.training import prepared
-from flyte_ddp.training.batches import Split
 from flyte_ddp.training.errors import DataError
-from flyte_ddp.training.image_files import ImageFiles
 
 # Forked, a worker has its first batch after 0.04 s; it must not touch CUDA, and does not. A forkserver would be one of
 # the rank's own and import torch once more (6 s on two busy cores). macOS's libraries don't survive a fork.
 START_METHOD = "fork" if sys.platform == "linux" else "spawn"
 
 
-def open_source(data: Path, split: str, device: torch.device) -> Split:
-    """The named split of the prepared dataset in the folder data, whichever its form."""
-    description = prepared.read_description(data)
-    images, labels = prepared.open_images(data, split)
-    form: Any = StreamedSplit if isinstance(images, ImageFiles) else Split
-    return form(images, labels, description.mean, description.std, device)
+class Streamed:
+    """The samples of a map-style Dataset; a few batches of them at a time are in memory.
 
+    A dataset with a method read(indices (n,) int64 array) gives a whole batch by it, a tree of arrays (n, ...).
+    """
 
-class StreamedSplit(Split):
-    """A split whose images come from files, some batches ahead of their use; it never holds more of them than that."""
+    def __init__(self, dataset: Any, device: torch.device, workers: int = 0, pin_memory: bool = False):
+        self.dataset, self.device, self.workers, self.pin_memory = dataset, device, workers, pin_memory
 
-    def __init__(
-        self,
-        files: ImageFiles,
-        labels: np.ndarray,
-        mean: Tuple[float, ...],
-        std: Tuple[float, ...],
-        device: torch.device,
-    ):
-        super().__init__(np.empty((0, *files.shape), np.uint8), labels, mean, std, device)
-        self.files = files
+    def __len__(self) -> int:
+        return len(self.dataset)
 
-    def fetch(self, order: Tensor, parts: Sequence[slice]) -> Iterator[Tuple[Tensor, Tensor]]:
+    def fetch(self, order: Tensor, parts: Sequence[slice]) -> Iterator[Any]:
         """As Split has it. The workers start with the first part and end with the last, or with this generator."""
-        access, workers = self.files.access, min(self.files.access.workers, len(parts))
+        workers = min(self.workers, len(parts))
         # A rank's process is daemonic, and those may have no children; these end with it all the same: see _begin
         multiprocessing.current_process().daemon = False
+        order = order.cpu()
         indices: Any = [order[part].numpy() for part in parts]
         loader = DataLoader(
-            _Decoder(self.files),
+            _Reader(self.dataset),
             batch_sampler=indices,
             num_workers=workers,
             multiprocessing_context=START_METHOD if workers else None,
             worker_init_fn=_begin if workers else None,
             collate_fn=_as_it_is,
-            pin_memory=access.pin_memory and self.device.type == "cuda",
+            pin_memory=self.pin_memory and self.device.type == "cuda",
             generator=torch.Generator(),  # it draws a seed for the workers: not from the ranks' numbers
         )
         # Sent to the whole group, SIGTERM asks the rank for one more step: the workers, too, have to live on for that
@@ -67,50 +56,51 @@ class StreamedSplit(Split):
             batches = iter(loader)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        for part, decoded in zip(parts, batches, strict=True):
-            if decoded.problem:
-                raise DataError(decoded.problem)
-            yield decoded.tensor.to(self.device, non_blocking=True), self.labels[order[part]]
+        for read in batches:
+            if read.problem:
+                raise DataError(read.problem)
+            yield pytree.tree_map(lambda leaf: leaf.to(self.device, non_blocking=True), read.tensors())
 
 
-class _Decoded:
-    """The images (n, C, H, W) uint8 of a batch on their way to the rank, or what is wrong with one of them.
+class _Read:
+    """The arrays (n, ...) of a batch on their way to the rank, or what is wrong with one of its samples.
 
-    As an array they come through a pipe. A tensor would come in shared memory, of which containers have little, and
+    As arrays they come through a pipe. A tensor would come in shared memory, of which containers have little, and
     torch's book-keeping of that scatters the heap: 0.5 GB more for batches of 128 x 3 x 64 x 64 after 200 batches.
     """
 
-    def __init__(self, images: np.ndarray, problem: str = ""):
-        self.images, self.problem = images, problem
+    def __init__(self, tree: Any, problem: str = ""):
+        self.tree, self.problem = tree, problem
 
-    def pin_memory(self) -> "_Pinned":
+    def pin_memory(self) -> "_Read":
         """DataLoader calls this, in a thread of the rank, where page-locked memory is asked for."""
-        return _Pinned(self.tensor.pin_memory(), self.problem)
+        return _Read(pytree.tree_map(lambda leaf: leaf.pin_memory(), self.tensors()), self.problem)
 
-    @property
-    def tensor(self) -> Tensor:
-        return torch.from_numpy(self.images)
-
-
-class _Pinned(NamedTuple):
-    tensor: Tensor
-    problem: str
+    def tensors(self) -> Any:
+        return pytree.tree_map(torch.as_tensor, self.tree)
 
 
-class _Decoder(Dataset[Any]):
-    """What DataLoader takes for a dataset: it gives the images of a whole batch at once."""
+class _Reader(Dataset[Any]):
+    """What DataLoader takes for a dataset: it gives the samples of a whole batch at once."""
 
-    def __init__(self, files: ImageFiles):
-        self.files = files
+    def __init__(self, dataset: Any):
+        self.dataset = dataset
 
-    def __getitems__(self, indices: np.ndarray) -> _Decoded:
-        images = np.empty((len(indices), *self.files.shape), np.uint8)
+    def __getitems__(self, indices: np.ndarray) -> _Read:
         try:
-            for image, index in zip(images, indices, strict=True):
-                image[:] = self.files[index]
+            return _Read(read_samples(self.dataset, indices))
         except DataError as error:  # raised here, it would come out wrapped in two tracebacks
-            return _Decoded(images[:0], str(error))
-        return _Decoded(images)
+            return _Read((), str(error))
+        except Exception:
+            return _Read((), f"a sample could not be read:\n{traceback.format_exc()}")
+
+
+def read_samples(dataset: Any, indices: np.ndarray) -> Any:
+    """A tree of arrays (n, ...) of these samples; n may be 0."""
+    if hasattr(dataset, "read"):
+        return dataset.read(indices)
+    samples = default_collate([dataset[int(index)] for index in indices] or [dataset[0]])
+    return pytree.tree_map(lambda leaf: torch.as_tensor(leaf)[: len(indices)].numpy(), samples)
 
 
 def _as_it_is(batch: Any) -> Any:

@@ -1,15 +1,16 @@
 """The training loop: the file to read first. The same code for one CPU process, one GPU or N GPUs on M nodes."""
 
 import time
-from typing import List, Protocol, Tuple
+from typing import Any, Dict, List, NamedTuple, Optional, Protocol
 
 import torch
-from torch import Tensor, distributed, nn
-from torch.nn import functional as F
+from torch import Tensor, distributed
+from torch.utils import _pytree as pytree
 
 from flyte_ddp.training.batches import TestBatches, TrainBatches
 from flyte_ddp.training.errors import NonFinite, StopRequested
 from flyte_ddp.training.events import EpochFinished, Event, GradientsSeen, StepLogged
+from flyte_ddp.training.measures import pairs_of, sums_of
 from flyte_ddp.training.state import Sums, TrainingState
 
 
@@ -30,6 +31,20 @@ class Checkpoints(Protocol):
     def save(self, state: TrainingState) -> None: ...
 
 
+class Evaluated(NamedTuple):
+    """Of the whole test split.
+
+    Attributes:
+        measures: by name.
+        mismatched: mean loss of the outputs for other samples; 0 where that was not looked at.
+        predictions: (n, ...) of this rank's samples alone; None where the recipe gives none.
+    """
+
+    measures: Dict[str, float]
+    mismatched: float
+    predictions: Optional[Tensor]
+
+
 def fit(
     state: TrainingState,
     train: TrainBatches,
@@ -38,45 +53,44 @@ def fit(
     log_interval: int,
     link: Link,
     checkpoints: Checkpoints,
-) -> Tensor:
-    """Trains from where the state stands to the end of the last epoch; the metrics end up in state.history.
+) -> Optional[Tensor]:
+    """Trains from where the state stands to the end of the last epoch; the measures end up in state.history.
 
-    Returns the log-probabilities (n, classes) of this rank's share of the test split.
+    Returns this rank's share of the test split's predictions, if the recipe gives any.
     """
-    scores = None
+    evaluated = None
     while state.epoch < epochs:
         sums = train_epoch(state, train, log_interval, link, checkpoints)
         started = time.perf_counter()
-        test_loss, accuracy, scores = evaluate(state.evaluated, test, link)
+        evaluated = evaluate(state, test, link)
         finished = EpochFinished(
             epoch=state.epoch,
             samples=train.samples,
-            train_loss=sums.loss / train.samples,
-            train_accuracy=sums.correct / train.samples,
-            test_loss=test_loss,
-            accuracy=accuracy,
+            train=state.measures(sums.pairs),
+            test=evaluated.measures,
             train_seconds=state.epoch_seconds,
             evaluate_seconds=time.perf_counter() - started,
         )
         state.finish_epoch(finished)
         link.emit(finished)
-        for warning in state.watch.after_epoch(finished.epoch, len(train), test_loss):
+        loss = evaluated.measures["loss"]
+        for warning in state.watch.after_epoch(finished.epoch, len(train), loss, evaluated.mismatched):
             link.emit(warning)
         checkpoints.save(state)
-    if scores is None:  # a finished training, gone on from
-        _, _, scores = evaluate(state.evaluated, test, link)
-    return scores
+    if evaluated is None:  # a finished training, gone on from
+        evaluated = evaluate(state, test, link)
+    return evaluated.predictions
 
 
 def train_epoch(
     state: TrainingState, train: TrainBatches, log_interval: int, link: Link, checkpoints: Checkpoints
 ) -> Sums:
-    """Steps through what is left of the epoch; returns its metrics.
+    """Steps through what is left of the epoch; returns its sums.
 
     Raises StopRequested, after a checkpoint, where any rank was asked to stop, and NonFinite, the weights being those
     from before the bad step; either on all ranks at the same step.
     """
-    # A CPU can look at the metrics after every step; a look at a GPU makes the host wait for it, so it has to be rare
+    # A CPU can look at the sums after every step; a look at a GPU makes the host wait for it, so it has to be rare
     look_interval = 1 if state.device.type == "cpu" else log_interval
     state.ddp.train()
     sums = logged = state.sums()
@@ -97,7 +111,7 @@ def train_epoch(
             event = _logged(state, train, logged, sums, state.epoch_seconds - logged_seconds)
             link.emit(event)
             samples = event.samples - train.samples_until(logged.steps)
-            for warning in state.watch.after_steps(state.epoch, state.step, event.loss, samples):
+            for warning in state.watch.after_steps(state.epoch, state.step, event.measures["loss"], samples):
                 link.emit(warning)
             logged, logged_seconds = sums, state.epoch_seconds
             if is_last:
@@ -116,8 +130,7 @@ def _logged(state: TrainingState, train: TrainBatches, before: Sums, now: Sums, 
         epoch=state.epoch,
         step=state.step,
         samples=train.samples_until(now.steps),
-        loss=(now.loss - before.loss) / samples,
-        accuracy=(now.correct - before.correct) / samples,
+        measures=state.measures(now.since(before)),
         learning_rate=state.learning_rate,
         samples_per_second=samples / seconds,
         gradient_norms=state.gradient_norms(),
@@ -125,29 +138,33 @@ def _logged(state: TrainingState, train: TrainBatches, before: Sums, now: Sums, 
 
 
 @torch.inference_mode()
-def evaluate(model: nn.Module, test: TestBatches, link: Link) -> Tuple[float, float, Tensor]:
-    """Mean loss and accuracy over the whole test split, in float32: each rank takes its share, the sums are exact.
-
-    Third, the log-probabilities (n, classes) of this rank's share.
-    """
+def evaluate(state: TrainingState, test: TestBatches, link: Link) -> Evaluated:
+    """The measures over the whole test split, in float32: each rank takes its share, the sums are exact."""
+    recipe, model = state.recipe, state.evaluated
     model.eval()
+    mismatches = not (state.watch.constant_loss or recipe.couples_samples)
     mine: List[Tensor] = []
-    sums = torch.zeros(2, dtype=torch.float64, device=test.split.device)
+    sums = torch.zeros(2 * len(state.names) + 2, dtype=torch.float64, device=state.device)
     for batch in test:
-        scores = model(batch.images)
-        mine.append(scores)
-        sums[0] += F.nll_loss(scores, batch.labels, reduction="sum")
-        sums[1] += (scores.argmax(1) == batch.labels).sum()
+        vars(recipe.share).update(vars(batch.share))
+        outputs = recipe.forward(model, batch.tree)
+        sums[:-2] += sums_of(pairs_of(recipe, outputs, batch, state.names))
+        if mismatches and batch.share.count > 1:
+            others: Any = pytree.tree_map(lambda leaf: leaf.roll(1, 0), outputs)
+            sums[-2:] += sums_of({"loss": pairs_of(recipe, others, batch, state.names)["loss"]})
+        predictions = recipe.predictions(outputs, batch.tree)
+        if predictions is not None:
+            mine.append(predictions)
         link.alive()
     distributed.all_reduce(sums)
-    loss, correct = sums.tolist()
-    return loss / len(test.split), correct / len(test.split), torch.cat(mine)
+    *pairs, loss, weight = sums.tolist()
+    return Evaluated(state.measures(pairs), loss / weight if weight else 0.0, torch.cat(mine) if mine else None)
 
 
 @torch.inference_mode()
 def gather(mine: Tensor, test: TestBatches) -> Tensor:
     """The rows (N, ...) of the whole test split, on every rank, from each rank's rows (n, ...) of its own share."""
     everyone = mine.new_zeros(len(test.split), *mine.shape[1:])
-    everyone[test.first : test.last] = mine
+    everyone[test.mine_all().to(mine.device)] = mine
     distributed.all_reduce(everyone)  # the others' rows are zeros
     return everyone

@@ -1,4 +1,4 @@
-"""The networks, by name. Each maps images (N, C, H, W), float and normalised, to log-probabilities (N, classes)."""
+"""The networks, by name. Each maps images (N, C, H, W), float and normalised, to scores (N, classes), logits."""
 
 from functools import partial
 from pathlib import Path
@@ -7,8 +7,6 @@ from typing import Callable, Dict, Tuple, Union
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-
-from flyte_ddp.training.layers import BatchNorm, Dropout
 
 Shape = Tuple[int, int, int]  # of an image: channels, height, width
 
@@ -33,7 +31,7 @@ class MnistCNN(nn.Module):
         features = F.relu(F.max_pool2d(self.conv2(features), 2))
         features = F.relu(self.fc1(features.flatten(1)))
         # float() because under bfloat16 autocast the scores have 8 bits of precision, too few for a softmax
-        return F.log_softmax(self.fc2(features).float(), dim=1)
+        return self.fc2(features).float()
 
 
 class FashionCNN(nn.Module):
@@ -43,18 +41,18 @@ class FashionCNN(nn.Module):
         super().__init__()
         channels, height, width = image_shape
         self.conv1 = nn.Conv2d(channels, 32, 3, padding=1, bias=False)
-        self.norm1 = BatchNorm(32)
+        self.norm1 = nn.BatchNorm2d(32)
         self.conv2 = nn.Conv2d(32, 64, 3, padding=1, bias=False)
-        self.norm2 = BatchNorm(64)
+        self.norm2 = nn.BatchNorm2d(64)
         self.fc1 = nn.Linear(height // 4 * (width // 4) * 64, 256)
-        self.dropout = Dropout(0.25)
+        self.dropout = nn.Dropout(0.25)
         self.fc2 = nn.Linear(256, classes)
 
     def forward(self, images: Tensor) -> Tensor:
         features = F.max_pool2d(F.relu(self.norm1(self.conv1(images))), 2)
         features = F.max_pool2d(F.relu(self.norm2(self.conv2(features))), 2)
         features = self.dropout(F.relu(self.fc1(features.flatten(1))))
-        return F.log_softmax(self.fc2(features).float(), dim=1)
+        return self.fc2(features).float()
 
 
 class CifarCNN(nn.Module):
@@ -69,7 +67,7 @@ class CifarCNN(nn.Module):
         self.fc1 = nn.Linear(height // 8 * (width // 8) * 128, 120)
         self.fc2 = nn.Linear(120, 84)
         self.fc3 = nn.Linear(84, classes)
-        self.dropout = Dropout(0.2)
+        self.dropout = nn.Dropout(0.2)
 
     def forward(self, images: Tensor) -> Tensor:
         features = images
@@ -77,7 +75,7 @@ class CifarCNN(nn.Module):
             features = F.relu(F.max_pool2d(conv(features), 2))
         features = self.dropout(F.relu(self.fc1(features.flatten(1))))
         features = self.dropout(F.relu(self.fc2(features)))
-        return F.log_softmax(self.fc3(features).float(), dim=1)
+        return self.fc3(features).float()
 
 
 class ResNet9(nn.Module):
@@ -103,11 +101,11 @@ class ResNet9(nn.Module):
         features = F.max_pool2d(self.layer3(features), 2)
         features = features + self.residual3(features)
         # Page scales the scores by an eighth, so that the softmax starts out flat
-        return F.log_softmax(self.fc(features.amax((2, 3))).float() / 8, dim=1)
+        return self.fc(features.amax((2, 3))).float() / 8
 
 
 def _block(channels: int, filters: int) -> nn.Sequential:
-    return nn.Sequential(nn.Conv2d(channels, filters, 3, padding=1, bias=False), BatchNorm(filters), nn.ReLU())
+    return nn.Sequential(nn.Conv2d(channels, filters, 3, padding=1, bias=False), nn.BatchNorm2d(filters), nn.ReLU())
 
 
 MODELS: Dict[str, Callable[[Shape, int], nn.Module]] = {

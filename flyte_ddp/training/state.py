@@ -1,62 +1,61 @@
-"""All that changes while training: weights, optimizer, schedule, average, position and metrics so far."""
+"""All that changes while training: weights, optimizer, schedule, average, position and measures so far."""
 
+import copy
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from typing import Any, Dict, List, Tuple
+from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import numpy as np
 import torch
 from torch import Tensor, distributed, nn
-from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import SGD, swa_utils
 from torch.optim.lr_scheduler import LambdaLR
 
-from flyte_ddp.training.batches import Batch
+from flyte_ddp.recipe import Recipe
+from flyte_ddp.training.batches import Batch, device_generator
 from flyte_ddp.training.events import EpochFinished
-from flyte_ddp.training.layers import Dropout
+from flyte_ddp.training.measures import pairs_of, ratios, trained_measure
 from flyte_ddp.training.watch import Watch
 
 
 class Step(nn.Module):
-    """Forward pass, loss and metrics of one rank's share of a batch, in a form that DDP reduces in one go.
+    """Forward pass and measures of one rank's share of a batch, in a form that DDP reduces in one go.
 
-    DDP averages gradients over the ranks. Each rank's loss is therefore weighted by its share, so that the average is
-    the gradient of the mean over the global batch, however uneven the shares. The metrics take the same way, as the
-    gradient of a parameter that is never trained: that spares a second all-reduce, and all ranks learn the same things
-    at the same step.
+    DDP averages gradients over the ranks, here those of sums: multiplied by the number of ranks they are the gradients
+    of the sum over the global batch, however uneven the shares, and by its weight one normalises afterwards. The sums
+    of the measures take the same way, as the gradient of a parameter that is never trained: that spares a second
+    all-reduce, and all ranks learn the same things at the same step.
     """
 
-    def __init__(self, model: nn.Module, world_size: int, autocast: bool, label_smoothing: float):
+    def __init__(self, model: nn.Module, recipe: Recipe, names: Sequence[str], world_size: int, autocast: bool):
         super().__init__()
-        self.model, self.world_size, self.autocast = model, world_size, autocast
-        self.label_smoothing = label_smoothing
-        self.dropouts = [layer for layer in model.modules() if isinstance(layer, Dropout)]
-        self.sums = nn.Parameter(torch.zeros(3))  # loss, correct, requests to stop
+        self.model, self.recipe, self.names = model, recipe, names
+        self.world_size, self.autocast = world_size, autocast
+        self.sums = nn.Parameter(torch.zeros(2 * len(names) + 1))  # values and weights by name, requests to stop
 
     def forward(self, batch: Batch, stop: bool) -> Tensor:
-        for layer in self.dropouts:
-            layer.first, layer.size = batch.first, batch.size
-        with torch.autocast(batch.images.device.type, torch.bfloat16, enabled=self.autocast):
-            scores = self.model(batch.images)
-        loss = F.nll_loss(scores, batch.labels, reduction="sum")
+        vars(self.recipe.share).update(vars(batch.share))
+        with torch.autocast(self.sums.device.type, torch.bfloat16, enabled=self.autocast):
+            outputs = self.recipe.forward(self.model, batch.tree)
+            pairs = pairs_of(self.recipe, outputs, batch, self.names)
+        trained = pairs[trained_measure(self.names)][0].sum()
         with torch.no_grad():
-            sums = torch.zeros_like(self.sums)
-            sums[0] = loss  # without smoothing, so that it can be compared with the loss on the test split
-            sums[1] = (scores.argmax(1) == batch.labels).sum()
-            sums[2] = float(stop)
-        if self.label_smoothing:
-            loss = torch.lerp(loss, -scores.mean(1).sum(), self.label_smoothing)
-        return self.world_size * (loss / batch.size + self.sums @ sums)
+            sums = torch.stack([part for pair in pairs.values() for part in pair]).sum(1)
+            sums = torch.cat([sums, sums.new_tensor([stop])])
+        return self.world_size * (trained + self.sums @ sums)
 
 
 @dataclass(frozen=True)
 class Sums:
-    """Metrics of the epoch so far, all ranks together; steps counts those before any that was not finite."""
+    """Of the epoch so far, all ranks together: value and weight of each measure by turns; steps counts those before any
+    that was not finite."""
 
-    loss: float
-    correct: int
+    pairs: Tuple[float, ...]
     steps: int
     stop: bool
+
+    def since(self, before: "Sums") -> Tuple[float, ...]:
+        return tuple(now - then for now, then in zip(self.pairs, before.pairs, strict=True))
 
 
 class TrainingState:
@@ -64,64 +63,51 @@ class TrainingState:
 
     def __init__(
         self,
+        recipe: Recipe,
         model: nn.Module,
+        names: Sequence[str],
         device: torch.device,
         world_size: int,
         *,
         autocast: bool,
-        label_smoothing: float,
-        learning_rate: float,
-        momentum: float,
-        nesterov: bool,
-        weight_decay: float,
-        clip_norm: float,
-        schedule: str,
-        warmup_fraction: float,
         total_steps: int,
-        ema_decay: float,
-        constant_loss: float,
+        constant_loss: float = 0.0,
     ):
-        self.device = device
-        if device.type == "cuda":
-            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-        self.model = model.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+        """names: of the measures, "loss" first."""
+        self.recipe, self.names, self.device = recipe, tuple(names), device
+        self.model = model
         self.ddp = DistributedDataParallel(
-            Step(self.model, world_size, autocast, label_smoothing).to(device),
+            Step(self.model, recipe, self.names, world_size, autocast).to(device),
             gradient_as_bucket_view=True,
         )
         # They are the same on all ranks, see layers.py (not as an argument, whose name depends on torch's version)
         self.ddp.broadcast_buffers = False
-        self.optimizer = SGD(
-            self.model.parameters(), learning_rate, momentum, nesterov=nesterov and momentum > 0,
-            weight_decay=weight_decay, fused=True,
-        )  # fmt: skip
-        warmup_steps = warmup_fraction * total_steps
-        factors = {
-            "constant": lambda step: 1.0,
-            "onecycle": lambda step: float(np.interp(step, (0, warmup_steps, total_steps), (0.1, 1, 0.001))),
-        }
-        self.schedule = LambdaLR(self.optimizer, factors[schedule])
-        self.average = (
-            swa_utils.AveragedModel(
-                self.model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(ema_decay), use_buffers=True
-            )
-            if ema_decay
-            else None
+        self.optimizer = recipe.optimizer(self.model)
+        self.schedule = LambdaLR(self.optimizer, lambda step: recipe.factor(step, total_steps))
+        self.average = Average(self.model, recipe.ema_decay) if recipe.ema_decay else None
+        # A loss or gradient that is not finite raises this flag for good. A fused optimizer then leaves the weights as
+        # they are, without the host having to look (the means by which torch.amp.GradScaler skips a step); others,
+        # some of which ignore the flag, are not asked to step
+        self.flag = torch.zeros((), device=device)
+        self._is_guarded = getattr(self.optimizer, "_step_supports_amp_scaling", False) and all(
+            group.get("fused") for group in self.optimizer.param_groups
         )
-        # A loss or gradient that is not finite raises this flag for good; the fused optimizer then leaves the weights
-        # as they are, without the host having to look (the means by which torch.amp.GradScaler skips a step)
-        self.optimizer.found_inf = self.flag = torch.zeros((), device=device)  # type: ignore[attr-defined]
+        if self._is_guarded:
+            self.optimizer.found_inf = self.flag  # type: ignore[attr-defined]
         self.epoch = self.step = 0
         self.epoch_seconds = 0.0
-        self._sums = torch.zeros(4, dtype=torch.float64, device=device)  # Step's sums, then good steps
-        self._clip_norm, self._norms = clip_norm, torch.zeros(0, device=device)
+        # Step's sums, then good steps
+        self._sums = torch.zeros(2 * len(names) + 2, dtype=torch.float64, device=device)
+        self._trained = 2 * self.names.index(trained_measure(names))
+        self._norms = torch.zeros(0, device=device)
+        self._generator = device_generator(device)
         self.history: List[EpochFinished] = []
         self.watch = Watch(constant_loss)
 
     @property
     def evaluated(self) -> nn.Module:
         """The network that is evaluated and returned: the average where there is one."""
-        return self.average.module if self.average else self.model
+        return self.average.model if self.average else self.model
 
     @property
     def learning_rate(self) -> float:
@@ -130,19 +116,30 @@ class TrainingState:
     def train_step(self, batch: Batch, stop: bool) -> None:
         """One optimizer update from this rank's share of a global batch; a collective."""
         self.ddp.zero_grad()  # here rather than at the end, so that the gradients can be looked at until the next step
-        self.ddp(batch, stop).backward()
-        self._sums[:-1] += self.ddp.module.sums.grad
+        parts = batch.parts(self.recipe.micro_batch)
+        for part in parts:
+            # Layers draw from the device's generator: its state, too, follows from the position alone
+            self._generator.manual_seed(batch.seed)
+            is_last = part is parts[-1]
+            with nullcontext() if is_last else self.ddp.no_sync():
+                self.ddp(part, stop and is_last).backward()
+        new = self.ddp.module.sums.grad
+        self._sums[:-1] += new
+        weight = new[self._trained + 1]
+        scale = torch.where(weight > 0, 1 / weight, 0)
         gradients = self._gradients()[1]
-        self._norms = torch.stack(torch._foreach_norm(gradients))
+        self._norms = torch.stack(torch._foreach_norm(gradients)) * scale
         norm = torch.linalg.vector_norm(self._norms)
-        self.flag.logical_or_(~torch.isfinite(norm + self._sums[0]))
+        self.flag.logical_or_(~torch.isfinite(norm + new[self._trained]))
         self._sums[-1] += 1 - self.flag
-        if self._clip_norm:
-            torch._foreach_mul_(gradients, (self._clip_norm / norm).clamp(max=1))
-        self.optimizer.step()
+        if self.recipe.clip_norm:
+            scale = scale * (self.recipe.clip_norm / norm).clamp(max=1)
+        torch._foreach_mul_(gradients, scale)
+        if self._is_guarded or not self.flag:
+            self.optimizer.step()
         self.schedule.step()
         if self.average:
-            self.average.update_parameters(self.model)
+            self.average.update(self.model, is_first=self.epoch == self.step == 0)
         self.step += 1
 
     def find_non_finite(self, batch: Batch) -> Tuple[str, List[int]]:
@@ -151,10 +148,13 @@ class TrainingState:
         A step itself does not know: its gradients are those of all ranks together.
         """
         weights = [weight for weight in self.model.parameters() if weight.requires_grad]
-        loss = self.ddp.module(batch, False)
-        gradients = torch.autograd.grad(loss, weights, allow_unused=True)
-        norms = torch.stack(torch._foreach_norm([gradient for gradient in gradients if gradient is not None]))
-        bad = [not bool(value.isfinite().all()) for value in (loss, norms)]
+        bad = [False, False]
+        for part in batch.parts(self.recipe.micro_batch):
+            self._generator.manual_seed(batch.seed)
+            loss = self.ddp.module(part, False)
+            gradients = torch.autograd.grad(loss, weights, allow_unused=True)
+            norms = torch.stack(torch._foreach_norm([gradient for gradient in gradients if gradient is not None]))
+            bad = [was or not bool(value.isfinite().all()) for was, value in zip(bad, (loss, norms), strict=True)]
         everyone: List[Any] = [None] * distributed.get_world_size()
         distributed.all_gather_object(everyone, bad)
         for what, flags in zip(("loss", "gradient"), zip(*everyone, strict=True), strict=True):
@@ -180,9 +180,12 @@ class TrainingState:
         return [name for name, _ in found], [gradient for _, gradient in found]
 
     def sums(self) -> Sums:
-        """Metrics of the epoch so far; makes the host wait for the device."""
-        loss, correct, stop, steps = self._sums.tolist()
-        return Sums(loss, round(correct), round(steps), stop > 0)
+        """Of the epoch so far; makes the host wait for the device."""
+        *pairs, stop, steps = self._sums.tolist()
+        return Sums(tuple(pairs), round(steps), stop > 0)
+
+    def measures(self, pairs: Sequence[float]) -> Dict[str, float]:
+        return ratios(self.recipe, self.names, pairs)
 
     def finish_epoch(self, finished: EpochFinished) -> None:
         self.history.append(finished)
@@ -193,7 +196,7 @@ class TrainingState:
         """Copies of everything that a resume needs, on the CPU: the training may go on while they are written."""
         return {
             "model": _cpu_copy(self.model.state_dict()),
-            "average": _cpu_copy(self.average.state_dict()) if self.average else None,
+            "average": _cpu_copy(self.average.model.state_dict()) if self.average else None,
             "optimizer": _cpu_copy(self.optimizer.state_dict()),
             "schedule": self.schedule.state_dict(),
             "sums": self._sums.cpu().clone(),
@@ -208,21 +211,41 @@ class TrainingState:
         """Restores what state_dict gave, whatever the number of ranks was then."""
         self.model.load_state_dict(saved["model"])
         if self.average:
-            self.average.load_state_dict(saved["average"])
+            self.average.model.load_state_dict(saved["average"])
         self.optimizer.load_state_dict(saved["optimizer"])
         self.schedule.load_state_dict(saved["schedule"])
         # requests to stop belong to the run that was stopped
-        self._sums[:2], self._sums[-1] = saved["sums"][:2], saved["sums"][-1]
+        self._sums[:-2], self._sums[-1] = saved["sums"][:-2], saved["sums"][-1]
         self.epoch, self.step, self.epoch_seconds = saved["epoch"], saved["step"], saved["epoch_seconds"]
         self.history = [EpochFinished(**finished) for finished in saved["history"]]
         self.watch.load_state_dict(saved["watch"])
 
 
-def _cpu_copy(value: Any) -> Any:
+class Average:
+    """The exponential moving average of a network's weights and statistics.
+
+    torch.optim.swa_utils has one, which makes the host wait for the device at every step.
+    """
+
+    def __init__(self, model: nn.Module, decay: float):
+        self.model, self.decay = copy.deepcopy(model).requires_grad_(False), decay
+
+    @torch.no_grad()
+    def update(self, model: nn.Module, is_first: bool) -> None:
+        mine, theirs = list(self.model.state_dict().values()), list(model.state_dict().values())
+        floats = [index for index, value in enumerate(mine) if value.is_floating_point()]
+        torch._foreach_lerp_(
+            [mine[i] for i in floats], [theirs[i] for i in floats], 1.0 if is_first else 1 - self.decay
+        )
+        for index in set(range(len(mine))) - set(floats):
+            mine[index].copy_(theirs[index])
+
+
+def _cpu_copy(value: Optional[Any]) -> Any:
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, dict):
         return {key: _cpu_copy(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_cpu_copy(item) for item in value]
+    if isinstance(value, (list, tuple)):
+        return type(value)(_cpu_copy(item) for item in value)
     return value

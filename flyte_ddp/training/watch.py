@@ -16,8 +16,9 @@ class Watch:
     """What to know of a training to tell whether it learns; the same on all ranks, since they share the losses.
 
     Attributes:
-        constant_loss: mean loss on the test split of the best prediction that is the same for all samples: of classes
-            the entropy of their frequencies. 0 where all samples are alike, and nothing can be told.
+        constant_loss: mean loss of the best prediction that is the same for all samples: of classes the entropy of
+            their frequencies. 0 where it is not known.
+        scale: what a leap is measured by: constant_loss, or where it is not known the mean loss of the first window.
         lowest: the lowest mean training loss of any window since the last leap.
         loss_sum, samples: of the window under way.
         guessing: whether the last epoch ended no better than the constant prediction.
@@ -25,7 +26,8 @@ class Watch:
         remedies: how they end.
     """
 
-    constant_loss: float
+    constant_loss: float = 0.0
+    scale: float = 0.0
     lowest: float = math.inf
     loss_sum: float = 0.0
     samples: int = 0
@@ -40,7 +42,8 @@ class Watch:
             return []
         mean, before = self.loss_sum / self.samples, self.lowest
         self.loss_sum, self.samples = 0.0, 0
-        if self.constant_loss and mean > before + LEAP * self.constant_loss:
+        self.scale = self.scale or self.constant_loss or abs(mean)
+        if mean > before + LEAP * self.scale:
             self.lowest = mean  # so that the same leap is told once
             return self._warn(
                 epoch,
@@ -50,16 +53,20 @@ class Watch:
         self.lowest = min(mean, before)
         return []
 
-    def after_epoch(self, epoch: int, step: int, loss: float) -> List[NotLearning]:
-        """Takes in the mean loss on the test split; a warning where it became no better than guessing."""
-        was_guessing, self.guessing = self.guessing, loss >= GUESSING * self.constant_loss > 0
+    def after_epoch(self, epoch: int, step: int, loss: float, mismatched: float = 0.0) -> List[NotLearning]:
+        """Takes in the mean loss on the test split; a warning where it became no better than guessing.
+
+        mismatched: of the outputs for other samples, which stands in for constant_loss where that is not known.
+        """
+        bound = self.constant_loss or mismatched
+        was_guessing, self.guessing = self.guessing, bound != 0 and loss >= bound - (1 - GUESSING) * abs(bound)
         if was_guessing or not self.guessing:
             return []
         return self._warn(
             epoch,
             step,
             f"no better than guessing after epoch {epoch + 1}: the loss is {loss:.4g}, and "
-            f"{self.constant_loss:.4g} for one and the same prediction everywhere: {self.remedies}",
+            f"{bound:.4g} for predictions that are the same for all samples: {self.remedies}",
         )
 
     def _warn(self, epoch: int, step: int, reason: str) -> List[NotLearning]:

@@ -2,30 +2,38 @@
 
 import io
 import os
+import pkgutil
 import resource
+import sys
 import time
 from pathlib import Path
-from typing import Any, List, Tuple, Union
+from typing import Any, List, Optional, Tuple, Union
 
 import numpy as np
 import torch
-from torch import distributed, nn
+from torch import Tensor, distributed, nn
+from torch.utils import _pytree as pytree
 
-from flyte_ddp.training import prepared
-from flyte_ddp.training.batches import TestBatches, TrainBatches
+from flyte_ddp.recipe import Random, Recipe
+from flyte_ddp.training.batches import Resident, Split, TestBatches, TrainBatches
 from flyte_ddp.training.checkpoint import CheckpointWriter, NoCheckpoints, read_checkpoint
 from flyte_ddp.training.dynamo import leave_dynamo_out
 from flyte_ddp.training.environment import Environment
-from flyte_ddp.training.errors import CheckpointError, NonFinite
-from flyte_ddp.training.events import CheckpointRefused, RunStarted
+from flyte_ddp.training.errors import CheckpointError, InputError, NonFinite
+from flyte_ddp.training.events import CheckpointRefused, NotLearning, RunStarted
 from flyte_ddp.training.job import Job, TrainingResult
-from flyte_ddp.training.loading import open_source
+from flyte_ddp.training.layers import Share, convert
+from flyte_ddp.training.loading import Streamed
 from flyte_ddp.training.loop import Link, fit, gather
-from flyte_ddp.training.models import build_model
+from flyte_ddp.training.measures import place
+from flyte_ddp.training.probe import probe
 from flyte_ddp.training.process_group import process_group
 from flyte_ddp.training.profile import profiling
 from flyte_ddp.training.state import TrainingState
 from flyte_ddp.training.storage import write_whole, writing_to
+
+SPLITS = ("train", "test")
+MOST_PICTURES = 24
 
 
 def run(environment: Environment, link: Link, job: Job) -> TrainingResult:
@@ -39,42 +47,42 @@ def train(environment: Environment, device: torch.device, link: Link, job: Job) 
     leave_dynamo_out()
     keep_freed_memory()
     torch.set_num_threads(environment.threads)
-    hp, rank, world_size = job.identity.hp, environment.rank, environment.world.size
-    precision = choose_precision(hp.precision, device)
-    description = prepared.read_description(Path(job.data))
-    train, test = (open_source(Path(job.data), split, device) for split in prepared.SPLITS)
+    settings, rank, world_size = job.identity.settings, environment.rank, environment.world.size
+    precision = choose_precision(settings.precision, device)
+    recipe = load_recipe(job, device)
+    train, test = (open_split(recipe, split, job) for split in SPLITS)
     train_batches = TrainBatches(
         train,
-        description.passes_per_epoch,
-        hp.batch_size,
-        hp.seed,
+        settings.batch_size,
+        settings.seed,
         rank,
         world_size,
-        train_fraction=hp.train_fraction,
-        shift_pixels=hp.shift_pixels,
-        flip=hp.flip,
+        recipe.passes_per_epoch,
+        recipe.train_fraction,
+        lambda tree, generator, share: augment(recipe, tree, generator, share),
     )
+    torch.manual_seed(settings.seed)
+    model = convert(recipe.model().to(device), recipe.share)
+    names, headline, reasons = probe(recipe, model, train)
+    constant_loss = recipe.constant_loss()
     state = TrainingState(
-        build_model(hp.model, hp.seed, description.image_shape, len(description.classes)),
+        recipe,
+        model,
+        names,
         device,
         world_size,
         autocast=precision == "bfloat16",
-        label_smoothing=hp.label_smoothing,
-        learning_rate=hp.learning_rate,
-        momentum=hp.sgd_momentum,
-        nesterov=hp.nesterov,
-        weight_decay=hp.weight_decay,
-        clip_norm=hp.clip_norm,
-        schedule=hp.schedule,
-        warmup_fraction=hp.warmup_fraction,
-        total_steps=hp.epochs * len(train_batches),
-        ema_decay=hp.ema_decay,
-        constant_loss=entropy(test.labels),
+        total_steps=settings.epochs * len(train_batches),
+        constant_loss=constant_loss,
     )
+    state.watch.warnings += [NotLearning(0, 0, f"the result depends on the number of ranks: {one}") for one in reasons]
     resume(state, job, environment, link)
     link.emit(
         RunStarted(
-            dataset=description.name,
+            dataset=job.dataset,
+            samples=recipe.samples,
+            headline=headline,
+            shares=recipe.shares,
             train_samples=len(train),
             test_samples=len(test),
             samples_per_epoch=train_batches.samples,
@@ -82,7 +90,7 @@ def train(environment: Environment, device: torch.device, link: Link, job: Job) 
             backend=environment.world.backend,
             device=str(device),
             precision=precision,
-            epochs=hp.epochs,
+            epochs=settings.epochs,
             steps_per_epoch=len(train_batches),
             first_epoch=state.epoch,
             first_step=state.step,
@@ -90,36 +98,97 @@ def train(environment: Environment, device: torch.device, link: Link, job: Job) 
             layers=layers_of(state.model),
         )
     )
+    for reason in state.watch.warnings if reasons and not state.history else ():
+        link.emit(reason)
     checkpoints = checkpoints_of(environment, link, job)
     samples_before = state.epoch * train_batches.samples + train_batches.samples_until(state.step)
     seconds_before = train_seconds(state)
-    test_batches = TestBatches(test, hp.test_batch_size, rank, world_size)
+    mixed = not (constant_loss or recipe.couples_samples)  # then outputs are tried on other samples
+    test_batches = TestBatches(test, settings.test_batch_size, rank, world_size, mixed)
     try:
         with profiling(job.profile_path, rank, state.optimizer):
-            scores = fit(state, train_batches, test_batches, hp.epochs, hp.log_interval, link, checkpoints)
+            predicted = fit(
+                state, train_batches, test_batches, settings.epochs, settings.log_interval, link, checkpoints
+            )
     except NonFinite:  # on all ranks at once, and the first report of it ends them all
         checkpoints.close()
         distributed.barrier()
         raise
     finally:
         checkpoints.close()
-    predictions = gather(scores, test_batches)
+    predictions = None if predicted is None else gather(predicted, test_batches)
     if rank == 0:
         with writing_to(Path(job.model_path).parent, "DDP_RUNS_DIR"):
             export_model(state.evaluated, Path(job.model_path))
-            np.save(job.predictions_path, predictions.cpu().numpy())
+            if predictions is not None:
+                np.save(job.predictions_path, predictions.cpu().numpy())
+            draw_pictures(state, test, Path(job.pictures_path))
     return TrainingResult(
         epochs=state.history,
         warnings=state.watch.warnings,
+        headline=headline,
+        train_samples=len(train),
+        test_samples=len(test),
         precision=precision,
         rank=rank,
         host=environment.host,
-        samples_per_second=(hp.epochs * train_batches.samples - samples_before)
+        samples_per_second=(settings.epochs * train_batches.samples - samples_before)
         / world_size
         / max(train_seconds(state) - seconds_before, 1e-9),
         peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         peak_gpu_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0,
     )
+
+
+def load_recipe(job: Job, device: torch.device) -> Recipe:
+    """The recipe that the job names, with its settings and data; InputError where there is none."""
+    if job.root and job.root not in sys.path:
+        sys.path.insert(0, job.root)
+    name = job.identity.recipe
+    kind = pkgutil.resolve_name(name)
+    if not (isinstance(kind, type) and issubclass(kind, Recipe)):
+        raise InputError(f"{name} must be a subclass of flyte_ddp.recipe.Recipe, got {kind!r}")
+    recipe = kind(job.identity.settings, Path(job.data) if job.data else None)
+    recipe.device = device
+    return recipe
+
+
+def open_split(recipe: Recipe, split: str, job: Job) -> Split:
+    """The samples of a split; InputError, naming the place in the recipe, where they are not such."""
+    data = recipe.data(split)
+    try:
+        if isinstance(data, torch.utils.data.Dataset) and not isinstance(data, torch.utils.data.TensorDataset):
+            if isinstance(data, torch.utils.data.IterableDataset) or not len(data):  # type: ignore[arg-type]
+                raise InputError("a Dataset must have samples, and a length")
+            return Streamed(data, recipe.device, job.loader_workers, job.pin_memory)
+        data = data.tensors if isinstance(data, torch.utils.data.TensorDataset) else data
+        return Resident(data, recipe.device)
+    except InputError as error:
+        raise InputError(f'{place(recipe, "data")}, split "{split}": {error.message}') from None
+
+
+def augment(recipe: Recipe, tree: Any, generator: torch.Generator, share: Share) -> Any:
+    """A batch as the recipe changes it; InputError where it has another number of samples then."""
+    vars(recipe.share).update(vars(share))
+    changed = recipe.augment(tree, Random(generator, recipe.share))
+    if any(not isinstance(leaf, Tensor) or len(leaf) != share.count for leaf in pytree.tree_leaves(changed)):
+        raise InputError(f"{place(recipe, 'augment')} must return tensors of the same {share.count} samples")
+    return changed
+
+
+@torch.inference_mode()
+def draw_pictures(state: TrainingState, test: Split, path: Path) -> None:
+    """Leaves what the recipe shows of the first test samples, if anything, as an .npz for the report."""
+    recipe, count = state.recipe, min(len(test), MOST_PICTURES)
+    (tree,) = test.fetch(torch.arange(count), [slice(0, count)])
+    vars(recipe.share).update(first=0, count=count, size=count, alone=True)
+    outputs: Optional[Any] = recipe.forward(state.evaluated.eval(), tree)
+    drawn = recipe.pictures(outputs, tree)[:MOST_PICTURES]
+    if drawn:
+        images = [picture.detach().cpu().float().clamp(0, 1).mul(255).round().byte().numpy() for _, picture in drawn]
+        captions = np.array([caption for caption, _ in drawn])
+        arrays: Any = {str(number): image for number, image in enumerate(images)}
+        np.savez(path, captions=captions, **arrays)
 
 
 def keep_freed_memory() -> None:
@@ -163,12 +232,6 @@ def checkpoints_of(environment: Environment, link: Link, job: Job) -> Union[Chec
 
 def train_seconds(state: TrainingState) -> float:
     return sum(epoch.train_seconds for epoch in state.history) + state.epoch_seconds
-
-
-def entropy(labels: torch.Tensor) -> float:
-    """Of the frequencies of labels (N,) int64: the least mean loss of a prediction that is the same for all of them."""
-    counts = labels.bincount().double()
-    return torch.special.entr(counts / counts.sum()).sum().item()
 
 
 def layers_of(model: nn.Module) -> List[Tuple[str, str, int]]:

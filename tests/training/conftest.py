@@ -14,6 +14,7 @@ from flyte_ddp.training.hyperparameters import Hyperparameters
 from flyte_ddp.training.job import Identity, Job, TrainingResult
 
 WORKER = "flyte_ddp.training.worker:run"
+RECIPE = "flyte_ddp.recipes.images:ImageClassifier"
 
 
 class Trained(NamedTuple):
@@ -59,10 +60,12 @@ def train(small_data: Path, tmp_path: Path) -> Callable[..., Trained]:
         folder.mkdir(exist_ok=True)
         hp = Hyperparameters(**{"batch_size": 64, "epochs": 1, "precision": "float32", **hyperparameters})
         job = Job(
-            identity=Identity(hp, prepared.read_description(data).digest, "code"),
+            identity=Identity(RECIPE, hp, prepared.read_description(data).digest, "code"),
+            dataset="small",
             data=str(data),
             model_path=str(folder / "model.pt"),
             predictions_path=str(folder / "predictions.npy"),
+            pictures_path=str(folder / "pictures.npz"),
             checkpoint_path=str(folder / "checkpoint"),
             checkpoint_seconds=checkpoint_seconds,
             timeout_seconds=timeout_seconds,

@@ -46,7 +46,14 @@ def test_a_resumed_watch_goes_on_where_it_was():
 
 
 def test_samples_that_are_all_alike_tell_nothing():
-    watch = Watch(0.0)
-    assert (
-        watch.after_epoch(0, 1, 0.0) == watch.after_steps(0, 1, 5.0, 5000) == watch.after_steps(0, 2, 9.0, 5000) == []
-    )
+    assert Watch(0.0).after_epoch(0, 1, 0.0) == []
+
+
+def test_without_a_constant_loss_the_first_window_and_mismatched_outputs_stand_in():
+    watch = Watch()
+    assert watch.after_steps(0, 1, 5.0, 5000) == watch.after_steps(0, 2, 6.0, 5000) == []
+    (leapt,) = watch.after_steps(0, 3, 7.0, 5000)
+    assert leapt.reason.startswith("the loss leapt from 5 to 7 by step 3")
+    assert watch.after_epoch(0, 3, 2.0, mismatched=3.0) == []
+    (guessing,) = watch.after_epoch(1, 3, 2.99, mismatched=3.0)
+    assert "no better than guessing after epoch 2: the loss is 2.99, and 3 for predictions that" in guessing.reason

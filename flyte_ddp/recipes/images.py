@@ -1,0 +1,133 @@
+"""The built-in recipe: classifying images, those of a prepared dataset or of a folder of files."""
+
+from pathlib import Path
+from typing import Any, Dict, Optional, Tuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from flyte_ddp import schedules
+from flyte_ddp.recipe import Measures, Random, Recipe
+from flyte_ddp.training import prepared
+from flyte_ddp.training.hyperparameters import Hyperparameters
+from flyte_ddp.training.image_files import ImageFiles
+from flyte_ddp.training.models import MODELS
+
+
+class Classifier(Recipe):
+    """Samples of some kind (inputs, labels (n,) int64) and a network that gives each class a score.
+
+    A subclass gives data and model; label_smoothing is the share of the target that is spread over all classes.
+    """
+
+    headline = "accuracy"
+    label_smoothing = 0.0
+
+    def measure(self, outputs: Tensor, batch: Any) -> Measures:
+        labels, logarithms = batch[1], F.log_softmax(outputs.float(), dim=1)
+        # without smoothing, so that it can be compared with the loss on the test split
+        loss = F.nll_loss(logarithms, labels, reduction="none")
+        measures: Dict[str, Any] = {"loss": loss, "accuracy": outputs.argmax(1) == labels}
+        if self.label_smoothing:
+            measures["objective"] = torch.lerp(loss, -logarithms.mean(1), self.label_smoothing)
+        return measures
+
+    def predictions(self, outputs: Tensor, batch: Any) -> Tensor:
+        """(n, classes) logarithms of the probabilities."""
+        return F.log_softmax(outputs.float(), dim=1)
+
+
+class ImageClassifier(Classifier):
+    """A network of flyte_ddp.training.models on the prepared dataset in the folder data_path."""
+
+    samples = "images"
+
+    def __init__(self, settings: Hyperparameters, data_path: Optional[Path] = None):
+        super().__init__(settings, data_path)
+        assert data_path is not None  # the task gives it
+        self.description = prepared.read_description(data_path)
+        self.folder = data_path
+        self.passes_per_epoch = self.description.passes_per_epoch
+        self.train_fraction = settings.train_fraction
+        self.clip_norm, self.ema_decay = settings.clip_norm, settings.ema_decay
+        self.label_smoothing = settings.label_smoothing
+
+    def data(self, split: str) -> Any:
+        images, labels = prepared.open_images(self.folder, split)
+        if isinstance(images, ImageFiles):
+            return LabelledFiles(images, labels)
+        return torch.from_numpy(images), torch.from_numpy(labels)
+
+    def model(self) -> nn.Module:
+        mean, std = torch.tensor(self.description.mean), torch.tensor(self.description.std)
+        # (x / 255 - mean) / std as one multiplication and one addition
+        self.scale = (1 / (255 * std)).view(1, -1, 1, 1).to(self.device)
+        self.offset = (-mean / std).view(1, -1, 1, 1).to(self.device)
+        model = MODELS[self.settings.model](self.description.image_shape, len(self.description.classes))
+        return model.to(memory_format=torch.channels_last)
+
+    def normalised(self, images: Tensor) -> Tensor:
+        """Pixels (n, C, H, W) uint8 as the network takes them, float32."""
+        return torch.addcmul(self.offset, images, self.scale).contiguous(memory_format=torch.channels_last)
+
+    def forward(self, model: nn.Module, batch: Tuple[Tensor, Tensor]) -> Tensor:
+        scores: Tensor = model(self.normalised(batch[0]))
+        return scores
+
+    def augment(self, batch: Tuple[Tensor, Tensor], random: Random) -> Tuple[Tensor, Tensor]:
+        images, reach = batch[0], self.settings.shift_pixels
+        if reach:
+            images = shift(images, random.integers(-reach, reach + 1, 2), reach)
+        if self.settings.flip:
+            images = torch.where(random.integers(0, 2, 1, 1, 1).bool(), images.flip(3), images)
+        return images, batch[1]
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        hp = self.settings
+        return torch.optim.SGD(
+            model.parameters(), hp.learning_rate, hp.sgd_momentum, nesterov=hp.nesterov and hp.sgd_momentum > 0,
+            weight_decay=hp.weight_decay, fused=True,
+        )  # fmt: skip
+
+    def factor(self, step: int, steps: int) -> float:
+        if self.settings.schedule == "constant":
+            return schedules.constant(step, steps)
+        return schedules.one_cycle(step, steps, self.settings.warmup_fraction)
+
+    def constant_loss(self) -> float:
+        return entropy(torch.from_numpy(prepared.open_images(self.folder, "test")[1]))
+
+
+class LabelledFiles(torch.utils.data.Dataset[Any]):
+    """Image files and their classes, as a Dataset."""
+
+    def __init__(self, files: ImageFiles, labels: np.ndarray):
+        self.files, self.labels = files, labels
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def read(self, indices: np.ndarray) -> Tuple[np.ndarray, np.ndarray]:
+        """Images (n, C, H, W) uint8 and labels (n,) int64; DataError, naming the file, where one cannot be decoded."""
+        images = np.empty((len(indices), *self.files.shape), np.uint8)
+        for image, index in zip(images, indices, strict=True):
+            image[:] = self.files[index]
+        return images, self.labels[indices]
+
+
+def shift(images: Tensor, offsets: Tensor, reach: int) -> Tensor:
+    """Moves each image (n, C, H, W) by its own (down, right) of at most reach pixels; zeros follow."""
+    n, _, height, width = images.shape
+    padded = F.pad(images, (reach, reach, reach, reach))
+    rows = torch.arange(height, device=images.device) + reach - offsets[:, :1]
+    columns = torch.arange(width, device=images.device) + reach - offsets[:, 1:]
+    which = torch.arange(n, device=images.device)[:, None, None]
+    return padded.permute(0, 2, 3, 1)[which, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
+
+
+def entropy(labels: Tensor) -> float:
+    """Of the frequencies of labels (N,) int64: the least mean loss of a prediction that is the same for all of them."""
+    counts = labels.bincount().double()
+    return torch.special.entr(counts / counts.sum()).sum().item()

@@ -1,0 +1,23 @@
+"""Learning rates over a training, as factors of the peak. Standard library only."""
+
+import math
+
+
+def constant(step: int, steps: int) -> float:
+    return 1.0
+
+
+def one_cycle(step: int, steps: int, warmup_fraction: float = 0.25, start: float = 0.1, end: float = 0.001) -> float:
+    """Linear up from start to 1 in the share warmup_fraction of all steps, then linear down to end."""
+    warmup = warmup_fraction * steps
+    if step < warmup:
+        return start + (1 - start) * step / warmup
+    return 1 + (end - 1) * (min(step, steps) - warmup) / (steps - warmup)
+
+
+def cosine(step: int, steps: int, warmup_fraction: float = 0.05, end: float = 0.0) -> float:
+    """Linear up to 1 in the share warmup_fraction of all steps, then half a cosine down to end."""
+    warmup = warmup_fraction * steps
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
+    return end + (1 - end) * (1 + math.cos(math.pi * min(1.0, (step - warmup) / max(1.0, steps - warmup)))) / 2
