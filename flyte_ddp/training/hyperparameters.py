@@ -13,17 +13,34 @@ TRACKING = ("auto", "online", "offline", "tensorboard", "off")
 
 
 @dataclass(frozen=True)
-class Hyperparameters(Settings):
-    """What decides the result, and therefore the cache key.
+class TrainingSettings(Settings):
+    """What every recipe's settings have. They decide the result, and are therefore the cache key.
 
     Attributes:
         backend: process group backend; auto is nccl where a GPU is visible, else gloo.
-        sgd_momentum: momentum of SGD.
         seed: of the initial weights, the shuffling and the augmentation.
         log_interval: steps between two log lines.
-        batch_size: images of one optimizer step, all ranks together.
-        test_batch_size: images of one evaluation batch on one rank.
-        epochs: passes over the training images.
+        batch_size: samples of one optimizer step, all ranks together.
+        test_batch_size: samples of one evaluation batch, all ranks together.
+        epochs: passes over the training samples.
+        precision: of the forward and backward pass; auto is bfloat16 where the hardware computes in it.
+    """
+
+    backend: str = setting("auto", choices=BACKENDS)
+    seed: int = setting(1, minimum=0, maximum=2**32 - 1)
+    log_interval: int = setting(10, minimum=1)
+    batch_size: int = setting(128, minimum=1)
+    test_batch_size: int = setting(1000, minimum=1)
+    epochs: int = setting(2, minimum=1)
+    precision: str = setting("auto", choices=PRECISIONS)
+
+
+@dataclass(frozen=True)
+class Hyperparameters(TrainingSettings):
+    """The settings of this library's image classifiers.
+
+    Attributes:
+        sgd_momentum: momentum of SGD.
         learning_rate: of SGD; the peak where the schedule is onecycle.
         model: name of the network, see flyte_ddp/training/models.py.
         dataset: auto is the workflow's own or, only in a local run that cannot get it, digits.
@@ -37,16 +54,9 @@ class Hyperparameters(Settings):
         flip: whether every other training image, at random, is mirrored left to right.
         label_smoothing: share of the target that is spread evenly over all classes.
         ema_decay: per step, of the exponential moving average of the weights that is evaluated and returned; 0 is off.
-        precision: of the forward and backward pass; auto is bfloat16 where the hardware computes in it.
     """
 
-    backend: str = setting("auto", choices=BACKENDS)
     sgd_momentum: float = setting(0.9, minimum=0, below=1)
-    seed: int = setting(1, minimum=0, maximum=2**32 - 1)
-    log_interval: int = setting(10, minimum=1)
-    batch_size: int = setting(128, minimum=1)
-    test_batch_size: int = setting(1000, minimum=1)
-    epochs: int = setting(2, minimum=1)
     learning_rate: float = setting(0.2, above=0)
     model: str = setting("mnist_cnn", choices=MODELS)
     dataset: str = setting("auto", choices=DATASETS)
@@ -60,7 +70,6 @@ class Hyperparameters(Settings):
     flip: bool = setting(False)
     label_smoothing: float = setting(0.1, minimum=0, below=1)
     ema_decay: float = setting(0.0, minimum=0, below=1)
-    precision: str = setting("auto", choices=PRECISIONS)
 
 
 @dataclass(frozen=True)
