@@ -7,6 +7,7 @@ from typing import Any, Iterator, Optional
 
 import click
 
+from flyte_ddp.observers.measures import in_words, written
 from flyte_ddp.training.download import Progress
 from flyte_ddp.training.events import (
     CheckpointFailed,
@@ -45,7 +46,7 @@ class Console:
         if isinstance(event, RunStarted):
             self._run = event
             say(
-                f"{event.dataset}: {event.train_samples:,} training and {event.test_samples:,} test images; "
+                f"{event.dataset}: {event.train_samples:,} training and {event.test_samples:,} test {event.samples}; "
                 f"{event.world_size} ranks ({event.backend}, {event.device}, {event.precision}), "
                 f"ready after {event.startup_seconds:.1f} s"
             )
@@ -54,10 +55,15 @@ class Console:
         elif isinstance(event, StepLogged):
             self.on_step(event)
         elif isinstance(event, EpochFinished):
-            say(
-                f"Epoch {event.epoch + 1} of {self._run.epochs}: test accuracy {event.accuracy:.2%}, "
-                f"test loss {event.test_loss:.4f}, {event.train_seconds:.1f} s of training"
-            )
+            run = self._run
+            # A recipe's headline may be its loss, which is then said once
+            tested = [
+                f"test {in_words(name)} {written(name, event.test[name], run.shares)}"
+                for name in dict.fromkeys((run.headline, "loss"))
+                if name in event.test
+            ]
+            seconds = f"{event.train_seconds:.1f} s of training"
+            say(f"Epoch {event.epoch + 1} of {run.epochs}: {', '.join([*tested, seconds])}")
         elif isinstance(event, NotLearning):
             say(f"Warning: {event.reason}")
         elif isinstance(event, Printed):
@@ -71,7 +77,7 @@ class Console:
         share = event.step / self._run.steps_per_epoch
         say(
             f"Train Epoch: {event.epoch + 1} [{event.samples}/{self._run.samples_per_epoch} ({share:.0%})]"
-            f"\tLoss: {event.loss:.6f}"
+            f"\tLoss: {event.measures['loss']:.6f}"
         )
 
     def close(self) -> None:
@@ -103,11 +109,16 @@ class LiveConsole(Console):
 
     def on_step(self, event: StepLogged) -> None:
         run = self._run
+        trained = ", ".join(
+            f"{in_words(name)} {written(name, event.measures[name], run.shares, decimals=3)}"
+            for name in dict.fromkeys(("loss", run.headline))
+            if name in event.measures
+        )
         self._progress.update(
             self._task,
             completed=event.epoch * run.steps_per_epoch + event.step,
             description=f"Epoch {event.epoch + 1}/{run.epochs}, step {event.step}/{run.steps_per_epoch}, "
-            f"loss {event.loss:.3f}, accuracy {event.accuracy:.1%}, {event.samples_per_second:,.0f} images/s",
+            f"{trained}, {event.samples_per_second:,.0f} {run.samples}/s",
         )
 
     def close(self) -> None:

@@ -2,13 +2,17 @@
 
 import dataclasses
 import json
-from typing import Any, Dict, List
+import math
+from typing import Any, Dict, List, Mapping
 
 from flyte_ddp.observers.figures import Curves
+from flyte_ddp.observers.measures import capitalised, in_words
 from flyte_ddp.observers.record import Record
 from flyte_ddp.training.settings import Settings
 
 MOST_BARS = 40
+MOST_CURVES = 6  # of measures beside the loss
+MOST_MEASURES = 4  # in a table
 MOST_EPOCHS = 20  # lines in a table
 MOST_OPERATORS = 15
 MOST_LAYERS = 12  # curves in a figure
@@ -20,15 +24,18 @@ def tiles(record: Record) -> List[Dict[str, str]]:
     shown = []
     if record.epochs:
         last = record.epochs[-1]
-        wrong = round((1 - last.accuracy) * description.test_samples)
-        shown.append((f"{last.accuracy:.2%}", f"test accuracy ({wrong:,} of {description.test_samples:,} wrong)"))
-        shown.append((f"{last.test_loss:.4f}", "test loss"))
+        for name in dict.fromkeys((record.headline, "loss")):
+            label = f"test {in_words(name)}"
+            if name == "accuracy" and description and name in last.test:
+                wrong = (1 - last.test[name]) * description.test_samples
+                label += f" ({wrong:,.0f} of {description.test_samples:,} wrong)"
+            shown.append((_written(record, name, last.test), label))
         seconds = sum(epoch.train_seconds for epoch in record.epochs)
-        shown.append((duration(seconds), f"training, {len(record.epochs)} of {record.setting.hp.epochs} epochs"))
+        shown.append((duration(seconds), f"training, {len(record.epochs)} of {record.setting.settings.epochs} epochs"))
         rate = sum(epoch.samples for epoch in record.epochs) / max(seconds, 1e-9)
-        shown.append((f"{rate:,.0f}", "images per second"))
+        shown.append((f"{rate:,.0f}", f"{record.samples} per second"))
     else:
-        shown.append(("-", "test accuracy, after the first epoch"))
+        shown.append(("-", f"test {in_words(record.headline)}, after the first epoch"))
     if run:
         ranks = f"{run.world_size} rank" + "s" * (run.world_size != 1)
         shown.append((ranks, f"{run.backend}, {run.device}, {run.precision}"))
@@ -38,30 +45,30 @@ def tiles(record: Record) -> List[Dict[str, str]]:
 
 
 def progress_curves(record: Record) -> List[Curves]:
-    """Loss, accuracy and learning rate over epochs."""
-    at, steps, epochs = record.position, record.steps, record.epochs
-    test_loss = [(epoch.epoch + 1.0, epoch.test_loss) for epoch in epochs]
-    accuracy = [(epoch.epoch + 1.0, epoch.accuracy) for epoch in epochs]
-    marks = [at(warning) for warning in record.warnings]
-    losses = [value for _, value in test_loss] + [step.loss for step in steps]
-    spread = max(losses, default=1.0) / max(min(losses, default=1.0), 1e-9)
+    """Loss, the other measures and learning rate over epochs."""
+    loss = _measure_curves(record, "loss")
+    losses = [value for points in loss.series.values() for _, value in points if math.isfinite(value)]
+    least, most = min(losses, default=1.0), max(losses, default=1.0)
+    others = [name for name in record.measures if name != "loss"][:MOST_CURVES]
+    rates = [(record.position(step), step.learning_rate) for step in record.steps]
     return [
-        Curves(
-            "Loss",
-            {"training": [(at(step), step.loss) for step in steps], "test": test_loss},
-            f"Test loss {test_loss[-1][1]:.4f} after epoch {len(epochs)}." if epochs else "",
-            logarithmic=30 < spread < 1e9,
-            marks=marks,
-        ),
-        Curves(
-            "Accuracy",
-            {"training": [(at(step), step.accuracy) for step in steps], "test": accuracy},
-            f"Test accuracy {accuracy[-1][1]:.2%} after epoch {len(epochs)}." if epochs else "",
-            percent=True,
-            marks=marks,
-        ),
-        Curves("Learning rate", {"": [(at(step), step.learning_rate) for step in steps]}),
+        dataclasses.replace(loss, logarithmic=least > 0 and 30 < most / least < 1e9),
+        *(_measure_curves(record, name) for name in others),
+        Curves("Learning rate", {"": rates}),
     ]
+
+
+def _measure_curves(record: Record, name: str) -> Curves:
+    at, epochs = record.position, record.epochs
+    test = [(epoch.epoch + 1.0, epoch.test[name]) for epoch in epochs if name in epoch.test]
+    last = record.written(name, test[-1][1]) if test else ""
+    return Curves(
+        capitalised(in_words(name)),
+        {"training": [(at(step), step.measures[name]) for step in record.steps if name in step.measures], "test": test},
+        f"Test {in_words(name)} {last} after epoch {len(epochs)}." if test else "",
+        percent=record.started is not None and name in record.started.shares,
+        marks=[at(warning) for warning in record.warnings],
+    )
 
 
 def speed_curves(record: Record) -> List[Curves]:
@@ -74,7 +81,7 @@ def speed_curves(record: Record) -> List[Curves]:
     }
     return [
         Curves(
-            "Images per second, all ranks",
+            f"{capitalised(record.samples)} per second, all ranks",
             {"": [(at(step), step.samples_per_second) for step in steps]},
             from_zero=True,
         ),
@@ -82,22 +89,26 @@ def speed_curves(record: Record) -> List[Curves]:
     ]
 
 
-EPOCH_HEADS = ("Epoch", "Test accuracy", "Test loss", "Training accuracy", "Training loss", "Seconds")
+def epoch_heads(record: Record) -> List[str]:
+    names = [in_words(name) for name in record.measures[:MOST_MEASURES]]
+    return ["Epoch", *(f"Test {name}" for name in names), *(f"Training {name}" for name in names), "Seconds"]
 
 
 def epoch_lines(record: Record) -> List[List[str]]:
     """The last epochs' figures as a table."""
+    names = record.measures[:MOST_MEASURES]
     return [
         [
             str(epoch.epoch + 1),
-            f"{epoch.accuracy:.2%}",
-            f"{epoch.test_loss:.4f}",
-            f"{epoch.train_accuracy:.2%}",
-            f"{epoch.train_loss:.4f}",
+            *(_written(record, name, measures) for measures in (epoch.test, epoch.train) for name in names),
             f"{epoch.train_seconds + epoch.evaluate_seconds:.1f}",
         ]
         for epoch in record.epochs[-MOST_EPOCHS:]
     ]
+
+
+def _written(record: Record, name: str, measures: Mapping[str, float]) -> str:
+    return record.written(name, measures[name]) if name in measures else "-"
 
 
 def phase_bars(record: Record) -> List[Dict[str, Any]]:
@@ -105,7 +116,7 @@ def phase_bars(record: Record) -> List[Dict[str, Any]]:
 
 
 def rank_heads(record: Record) -> List[str]:
-    return ["Rank", "Images/s", "Memory", *(["GPU memory"] if _has_gpu(record) else [])]
+    return ["Rank", f"{capitalised(record.samples)}/s", "Memory", *(["GPU memory"] if _has_gpu(record) else [])]
 
 
 def rank_bars(record: Record) -> List[Dict[str, Any]]:
@@ -130,8 +141,13 @@ def _has_gpu(record: Record) -> bool:
 
 
 def data_lines(record: Record) -> List[Any]:
-    """What the images are, and which ones exactly."""
-    description = record.setting.description
+    """What the images are, and which ones exactly; of other recipes' samples, how many there are."""
+    run, description = record.started, record.setting.description
+    if description is None:
+        if run is None:
+            return []
+        counts = [("Training", run.train_samples), ("Test", run.test_samples)]
+        return _plain([("Name", run.dataset), *((f"{split} {run.samples}", f"{count:,}") for split, count in counts)])
     lines = [
         ("Name", description.name + (" (stand-in)" if record.setting.is_stand_in else "")),
         ("Training images", f"{description.train_samples:,}"),
@@ -149,7 +165,7 @@ def setup_tables(record: Record) -> List[Dict[str, Any]]:
     """Hyperparameters and options, what differs from the default marked; the network; the machine; the run."""
     setting, run = record.setting, record.started
     tables = [
-        {"title": "Hyperparameters", "lines": _settings(setting.hp)},
+        {"title": "Hyperparameters", "lines": _settings(setting.settings)},
         {"title": "Options", "lines": _settings(setting.options)},
         {"title": "Versions and machine", "lines": _plain(setting.surroundings.items())},
     ]
@@ -162,6 +178,7 @@ def setup_tables(record: Record) -> List[Dict[str, Any]]:
     resumed = bool(run and (run.first_epoch or run.first_step))
     lines = [
         ("Run", setting.name),
+        ("Recipe", setting.recipe),
         ("Training", setting.tracking_id),
         ("Retries before this attempt", setting.attempt),
         ("Resumed", "yes" if resumed else "no"),

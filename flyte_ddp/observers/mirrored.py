@@ -14,7 +14,7 @@ def mirrored_page(hp: MirroredHyperparameters, result: MirroredResult) -> Tuple[
     """What a Deck shows of a training, and the whole page around it."""
     last = result.epochs[-1]
     strategy = "MultiWorkerMirroredStrategy" if hp.strategy == "multi_worker" else "MirroredStrategy"
-    title = f"Keras network: {last.accuracy:.1%} of the test samples right"
+    title = f"Keras network: {last.test['accuracy']:.1%} of the test samples right"
     where = ", ".join(result.devices) + (f" in each of {hp.processes} workers" if hp.processes > 1 else "")
     fragment = article(
         title,
@@ -24,8 +24,8 @@ def mirrored_page(hp: MirroredHyperparameters, result: MirroredResult) -> Tuple[
             Section(
                 "",
                 figures=[
-                    curves(result, "Accuracy", "train_accuracy", "accuracy", percent=True),
-                    curves(result, "Loss", "train_loss", "test_loss", percent=False),
+                    curves(result, "Accuracy", "accuracy", percent=True),
+                    curves(result, "Loss", "loss", percent=False),
                 ],
             ),
             Section(
@@ -47,11 +47,11 @@ def mirrored_page(hp: MirroredHyperparameters, result: MirroredResult) -> Tuple[
     return fragment, document(title, fragment)
 
 
-def curves(result: MirroredResult, title: str, training: str, test: str, percent: bool) -> Drawing:
-    """Two fields of EpochFinished over the epochs."""
+def curves(result: MirroredResult, title: str, measure: str, percent: bool) -> Drawing:
+    """A measure of the training and of the test samples over the epochs."""
     series = {
-        name: [(epoch.epoch + 1, getattr(epoch, field)) for epoch in result.epochs]
-        for name, field in (("training", training), ("test", test))
+        "training": [(epoch.epoch + 1, epoch.train[measure]) for epoch in result.epochs],
+        "test": [(epoch.epoch + 1, epoch.test[measure]) for epoch in result.epochs],
     }
     remark = "Training figures are means over an epoch, with dropout."
     return Drawing(title, draw(Curves(title, series, remark, percent, from_zero=not percent)))

@@ -137,14 +137,14 @@ MACROS = """
 
 BODY = """
 <main class="ddp">
-<div class="top"><h1>Training on {{ dataset }}</h1>
+<div class="top"><h1>Training {{ subject }}</h1>
 <span class="status {{ status.split(",")[0] }}" role="status">{{ status }}</span></div>
 <p class="soft">{{ subtitle }}</p>
 {% if failure %}<p class="notice"><b>Failed:</b> {{ failure }}</p>{% endif %}
 {% for warning in warnings %}<p class="notice"><b>Warning:</b> {{ warning }}</p>{% endfor %}
 {% if stand_in %}
-<p class="notice"><b>Stand-in data.</b> The workflow's own could not be had, so this model was trained on {{ dataset }}.
-Its accuracy says nothing about the other.</p>
+<p class="notice"><b>Stand-in data.</b> The workflow's own could not be had, so this model was trained on
+{{ stand_in }}. Its accuracy says nothing about the other.</p>
 {% endif %}
 <div class="tiles">
 {% for tile in tiles %}
@@ -178,12 +178,25 @@ Its accuracy says nothing about the other.</p>
 </ul>
 {% endif %}
 
+{% if pictures %}
+<h2>Pictures</h2><ul class="pictures">
+{% for one in pictures %}
+<li><img src="{{ one.picture }}" alt="{{ one.caption }}">{{ one.caption }}</li>
+{% endfor %}
+</ul>
+{% endif %}
+
+{% if data.lines %}
 <h2>Data</h2><div class="grid">{{ table(data) }}
+{% if samples %}
 <div class="card"><h3>Training images</h3><ul class="pictures small">
 {% for one in samples %}
 <li><img src="{{ one.picture }}" alt="Training image of class {{ one.name }}">{{ one.name }}</li>
 {% endfor %}
-</ul></div></div>
+</ul></div>
+{% endif %}
+</div>
+{% endif %}
 
 <h2>Speed and memory</h2><div class="columns">{{ bars("Seconds by phase", ("Phase", "Seconds"), phases) }}
 {% if ranks %}{{ bars("Ranks", rank_heads, ranks) }}{% endif %}

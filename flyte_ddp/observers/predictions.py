@@ -2,18 +2,27 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import List, Tuple, Union
+from typing import List, Optional, Sequence, Tuple, Union
 
 import numpy as np
 
+from flyte_ddp.observers.record import RunFinished, Setting
 from flyte_ddp.training.image_files import ImageFiles
-from flyte_ddp.training.prepared import open_images
+from flyte_ddp.training.prepared import open_images, read_description
 
 
 @dataclass(frozen=True)
 class Predictions:
-    """images: (N, C, H, W) uint8, memory-mapped or decoded by index; labels: (N,); scores: (N, classes), logarithms."""
+    """Those of N test images.
 
+    Attributes:
+        classes: names, in the order of the labels.
+        images: (N, C, H, W) uint8, memory-mapped or decoded by index.
+        labels: (N,), the truth.
+        scores: (N, classes), logarithms of probabilities.
+    """
+
+    classes: Sequence[str]
     images: Union[np.ndarray, ImageFiles]
     labels: np.ndarray
     scores: np.ndarray
@@ -45,7 +54,14 @@ class Predictions:
 def read_predictions(path: Path, data: Path) -> Predictions:
     """What rank 0 left at path, together with the test split of the prepared dataset in the folder data."""
     images, labels = open_images(data, "test")
-    return Predictions(images, labels, np.load(path))
+    return Predictions(read_description(data).classes, images, labels, np.load(path))
+
+
+def predictions_of(setting: Setting, finished: RunFinished) -> Optional[Predictions]:
+    """Those of an image classifier's run; None for other recipes, whatever they keep of their test samples."""
+    if setting.data is None or finished.predictions_path is None:
+        return None
+    return read_predictions(finished.predictions_path, setting.data)
 
 
 def samples_by_class(data: Path, classes: int, most: int) -> List[Tuple[int, np.ndarray]]:

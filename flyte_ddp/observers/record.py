@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Tuple, Union
 
+from flyte_ddp.observers.measures import written
 from flyte_ddp.training.description import DatasetDescription
 from flyte_ddp.training.events import (
     CheckpointFailed,
@@ -15,7 +16,7 @@ from flyte_ddp.training.events import (
     RunStarted,
     StepLogged,
 )
-from flyte_ddp.training.hyperparameters import Hyperparameters, RunOptions
+from flyte_ddp.training.hyperparameters import RunOptions, TrainingSettings
 from flyte_ddp.training.job import TrainingResult
 
 MOST_STEPS = 1024  # kept of a long run, evenly spread: more than a curve can show
@@ -28,12 +29,13 @@ class RunFinished:
 
     Attributes:
         results: by rank.
-        predictions_path: .npy with log-probabilities (N, classes) of the test images.
+        predictions_path: .npy of what was kept of each test sample, an image classifier's log-probabilities
+            (N, classes); None where nothing was kept.
         total_seconds: of the task so far.
     """
 
     results: List[TrainingResult]
-    predictions_path: Path
+    predictions_path: Optional[Path]
     total_seconds: float
 
 
@@ -52,7 +54,8 @@ class Setting:
         name: of the run, for people.
         tracking_id: the same for all attempts at this training, so that they continue one another.
         attempt: 0, or how often the cluster has tried before.
-        data: folder of the prepared dataset.
+        recipe: what is trained, as package.module:Name.
+        data: folder of the prepared dataset; None, like its description, for all but this library's image classifiers.
         data_seconds: that fetching and checking it took.
         logs: folder for whatever a tracker or profiler wants to leave.
         surroundings: versions, hardware and such, to be shown as they are.
@@ -61,17 +64,23 @@ class Setting:
     name: str
     tracking_id: str
     attempt: int
-    hp: Hyperparameters
+    recipe: str
+    settings: TrainingSettings
     options: RunOptions
-    data: Path
-    description: DatasetDescription
+    data: Optional[Path]
+    description: Optional[DatasetDescription]
     data_seconds: float
     logs: Path
     surroundings: Dict[str, str]
 
     @property
     def is_stand_in(self) -> bool:
-        return self.hp.dataset == "auto" and self.description.name == "digits"
+        wished = getattr(self.settings, "dataset", "")
+        return wished == "auto" and self.description is not None and self.description.name == "digits"
+
+    @property
+    def recipe_name(self) -> str:
+        return self.recipe.rpartition(":")[2]
 
 
 @dataclass
@@ -127,7 +136,37 @@ class Record:
             return "Failed"
         if self.finished:
             return "Finished"
-        return f"Training, epoch {len(self.epochs) + 1} of {self.setting.hp.epochs}" if self.started else "Starting"
+        if self.started:
+            return f"Training, epoch {len(self.epochs) + 1} of {self.setting.settings.epochs}"
+        return "Starting"
+
+    @property
+    def subject(self) -> str:
+        """What the training is on or, while that is not known, of."""
+        if self.setting.description:
+            return f"on {self.setting.description.name}"
+        return f"on {self.started.dataset}" if self.started else f"of {self.setting.recipe_name}"
+
+    @property
+    def samples(self) -> str:
+        """What the samples are called, in the plural."""
+        return self.started.samples if self.started else "samples"
+
+    @property
+    def headline(self) -> str:
+        return self.started.headline if self.started else "loss"
+
+    @property
+    def measures(self) -> List[str]:
+        """Names of all that is measured: the headline, the loss, and the others as the recipe has them."""
+        measured = [step.measures for step in self.steps[-1:]]
+        for epoch in self.epochs[-1:]:
+            measured += [epoch.test, epoch.train]
+        return list(dict.fromkeys([self.headline, "loss", *(name for one in measured for name in one)]))
+
+    def written(self, name: str, value: float) -> str:
+        """A measure's value, as people read it."""
+        return written(name, value, self.started.shares if self.started else ())
 
     def position(self, step: Union[StepLogged, NotLearning]) -> float:
         """Epochs of training at a step, with fractions."""

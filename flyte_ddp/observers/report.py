@@ -7,9 +7,9 @@ from typing import Any, Callable
 
 from flyte_ddp.observers import contents, page
 from flyte_ddp.observers.figures import Curves, draw, load_matplotlib
-from flyte_ddp.observers.predictions import read_predictions
+from flyte_ddp.observers.predictions import predictions_of
 from flyte_ddp.observers.record import Record, RunFailed, RunFinished, Setting
-from flyte_ddp.observers.verdict import sample_pictures, verdict
+from flyte_ddp.observers.verdict import drawn_pictures, sample_pictures, verdict
 from flyte_ddp.training.events import EpochFinished, NotLearning, RunStarted
 
 SHARE = 0.05  # of the time, at most, that goes into pages which only live until the next one
@@ -28,7 +28,7 @@ class Report:
         self._record(event)
         is_last = isinstance(event, (RunFinished, RunFailed))
         is_due = isinstance(event, (RunStarted, EpochFinished)) and time.monotonic() >= self._next_page
-        ends_training = isinstance(event, EpochFinished) and event.epoch + 1 == self._record.setting.hp.epochs
+        ends_training = isinstance(event, EpochFinished) and event.epoch + 1 == self._record.setting.settings.epochs
         is_urgent = is_last or isinstance(event, NotLearning)
         if is_urgent or (is_due and not ends_training):  # the last page follows at once
             self._write(is_last)
@@ -52,7 +52,7 @@ def document(record: Record, body: str, live: bool) -> str:
     """The whole page, which asks nothing from any network; a live one loads itself again every few seconds."""
     from markupsafe import Markup
 
-    title = f"{record.status}: training on {record.setting.description.name}"
+    title = f"{record.status}: training {record.subject}"
     return render(page.PAGE, title=title, fragment=Markup(body), live=live)
 
 
@@ -64,30 +64,33 @@ def fragment(record: Record) -> str:
         "classes": [],
         "mistakes": [],
         "operators": None,
-        "dataset": setting.description.name,
+        "samples": [],
+        "subject": record.subject,
         "status": record.status,
         "failure": record.failure,
         "warnings": [warning.reason for warning in record.warnings],
-        "stand_in": setting.is_stand_in,
-        "subtitle": f"{setting.hp.model}, run {setting.name}",
+        "stand_in": setting.description.name if setting.description and setting.is_stand_in else "",
+        "subtitle": f"{getattr(setting.settings, 'model', setting.recipe_name)}, run {setting.name}",
         "url": record.tracking_url,
         "notes": record.notes,
         "tiles": contents.tiles(record),
         "curves": _figures(contents.progress_curves(record)),
-        "epoch_heads": contents.EPOCH_HEADS,
+        "epoch_heads": contents.epoch_heads(record),
         "epochs": contents.epoch_lines(record),
         "phases": contents.phase_bars(record),
         "ranks": contents.rank_bars(record),
         "rank_heads": contents.rank_heads(record),
         "speed": _figures(contents.speed_curves(record)),
-        "samples": sample_pictures(record),
+        "pictures": drawn_pictures(setting.logs),
         "data": {"title": "Dataset", "lines": contents.data_lines(record)},
         "setup": contents.setup_tables(record),
         **contents.operator_table(record),
     }
-    if record.finished:
-        predictions = read_predictions(record.finished.predictions_path, setting.data)
-        parts.update(verdict(record, predictions))
+    if setting.data and setting.description:
+        parts["samples"] = sample_pictures(setting.data, setting.description.classes)
+    predictions = predictions_of(setting, record.finished) if record.finished else None
+    if predictions:
+        parts.update(verdict(predictions))
     return render(f"<style>{page.STYLE}</style>{page.MACROS}{page.BODY}", **parts)
 
 

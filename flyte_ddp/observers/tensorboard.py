@@ -3,9 +3,9 @@
 import io
 import time
 from itertools import pairwise
-from typing import Any, List
+from typing import Any, List, Mapping
 
-from flyte_ddp.observers.predictions import read_predictions
+from flyte_ddp.observers.predictions import predictions_of
 from flyte_ddp.observers.record import RunFinished, Setting
 from flyte_ddp.training.events import EpochFinished, GradientsSeen, RunStarted, StepLogged
 
@@ -22,21 +22,24 @@ class TensorBoard:
         self._setting, self._events, self._summaries = setting, event_pb2, summary_pb2
         self._writer = EventFileWriter(str(setting.logs / "tensorboard"))
         self._steps_per_epoch = 1
-        self._text("hyperparameters", "\n".join(f"    {line}" for line in setting.hp.to_json(indent=1).splitlines()))
+        self._text(
+            "hyperparameters", "\n".join(f"    {line}" for line in setting.settings.to_json(indent=1).splitlines())
+        )
 
     def __call__(self, event: Any) -> None:
         if isinstance(event, RunStarted):
             self._steps_per_epoch = event.steps_per_epoch
         elif isinstance(event, StepLogged):
             step = event.epoch * self._steps_per_epoch + event.step
-            self._scalars(step, event, "train/", ["loss", "accuracy", "learning_rate", "samples_per_second"])
-            self._write(step, [self._scalar(f"gradient_norm/{k}", v) for k, v in event.gradient_norms.items()])
+            figures = {name: getattr(event, name) for name in ("learning_rate", "samples_per_second")}
+            self._scalars(step, "train", {**event.measures, **figures})
+            self._scalars(step, "gradient_norm", event.gradient_norms)
         elif isinstance(event, GradientsSeen):
             step = (event.epoch + 1) * self._steps_per_epoch
             self._write(step, [self._histogram(name, *counted) for name, counted in event.histograms.items()])
         elif isinstance(event, EpochFinished):
             step = (event.epoch + 1) * self._steps_per_epoch
-            self._scalars(step, event, "test/", ["test_loss", "accuracy"])
+            self._scalars(step, "test", event.test)
             self._writer.flush()
         elif isinstance(event, RunFinished):
             self._mistakes(event)
@@ -48,11 +51,9 @@ class TensorBoard:
         summary = self._summaries.Summary(value=values)
         self._writer.add_event(self._events.Event(wall_time=time.time(), step=step, summary=summary))
 
-    def _scalars(self, step: int, event: Any, group: str, names: List[str]) -> None:
-        self._write(step, [self._scalar(group + name.replace("test_", ""), getattr(event, name)) for name in names])
-
-    def _scalar(self, tag: str, value: float) -> Any:
-        return self._summaries.Summary.Value(tag=tag, simple_value=value)
+    def _scalars(self, step: int, group: str, values: Mapping[str, float]) -> None:
+        value = self._summaries.Summary.Value
+        self._write(step, [value(tag=f"{group}/{name}", simple_value=x) for name, x in values.items()])
 
     def _histogram(self, name: str, counts: List[float], edges: List[float]) -> Any:
         """Moments are taken from the bins' centres, since the gradients themselves stay with the ranks."""
@@ -78,8 +79,10 @@ class TensorBoard:
     def _mistakes(self, event: RunFinished) -> None:
         from PIL import Image
 
-        predictions = read_predictions(event.predictions_path, self._setting.data)
-        classes, values = self._setting.description.classes, []
+        predictions = predictions_of(self._setting, event)
+        if predictions is None:
+            return
+        classes, values = predictions.classes, []
         for number, index in enumerate(predictions.confident_mistakes(MISTAKES)):
             pixels = predictions.images[index].transpose(1, 2, 0).squeeze()
             file = io.BytesIO()

@@ -1,22 +1,23 @@
 """What the report shows of images: which were recognised, which were not, and what they look like."""
 
+from pathlib import Path
 from typing import Any, Dict, List, Sequence
 
 import numpy as np
 
 from flyte_ddp.observers.figures import picture
 from flyte_ddp.observers.predictions import Predictions, samples_by_class
-from flyte_ddp.observers.record import Record
 
 MOST_CLASSES = 20  # in a confusion matrix that can be read
 MOST_BARS = 40
 MOST_MISTAKES = 24
 MOST_SAMPLES = 20
+MOST_DRAWN = 24
 
 
-def verdict(record: Record, predictions: Predictions) -> Dict[str, Any]:
+def verdict(predictions: Predictions) -> Dict[str, Any]:
     """Confusion matrix, accuracy by class, and the most confident mistakes."""
-    names = record.setting.description.classes
+    names = predictions.classes
     classes: List[Dict[str, Any]] = [
         {
             "label": names[label],
@@ -59,7 +60,19 @@ def _cell(count: int, heat: float, right: bool) -> Dict[str, str]:
     return {"count": str(count), "heat": f"{heat:.2f}", "kind": "right" if right else "wrong", "look": look}
 
 
-def sample_pictures(record: Record) -> List[Dict[str, str]]:
-    names = record.setting.description.classes
-    samples = samples_by_class(record.setting.data, len(names), MOST_SAMPLES)
+def sample_pictures(data: Path, names: Sequence[str]) -> List[Dict[str, str]]:
+    """A few training images of each class, by the names of the classes."""
+    samples = samples_by_class(data, len(names), MOST_SAMPLES)
     return [{"picture": picture(image), "name": names[label]} for label, image in samples]
+
+
+def drawn_pictures(logs: Path) -> List[Dict[str, str]]:
+    """What a recipe has drawn, if it has: pictures.npz holds n captions, and as "0", "1", … (C, H, W) uint8."""
+    path = logs / "pictures.npz"
+    if not path.exists():
+        return []
+    with np.load(path, allow_pickle=False) as drawn:
+        return [
+            {"picture": picture(drawn[str(number)]), "caption": str(caption)}
+            for number, caption in enumerate(drawn["captions"][:MOST_DRAWN])
+        ]

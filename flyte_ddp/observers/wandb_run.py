@@ -14,7 +14,7 @@ import requests
 
 from flyte_ddp.observers.background import Incomplete, one_line
 from flyte_ddp.observers.console import say
-from flyte_ddp.observers.predictions import Predictions, read_predictions
+from flyte_ddp.observers.predictions import Predictions, predictions_of
 from flyte_ddp.observers.record import RunFailed, RunFinished, Setting
 from flyte_ddp.training.events import EpochFinished, GradientsSeen, RunStarted, StepLogged
 
@@ -67,18 +67,19 @@ class WandbRun:
             self._run.summary["graph_0"] = self._graph(event)
         elif isinstance(event, StepLogged):
             self._step = event.epoch * self._steps_per_epoch + event.step
-            names = ("loss", "learning_rate", "samples_per_second")
-            figures = {name: getattr(event, name) for name in names}
+            measured = {name if name == "loss" else f"train_{name}": x for name, x in event.measures.items()}
+            figures = {name: getattr(event, name) for name in ("learning_rate", "samples_per_second")}
             norms = {f"gradient_norms/{name}": norm for name, norm in event.gradient_norms.items()}
-            self._log({**figures, "epoch": event.epoch + 1, "train_accuracy": event.accuracy, **norms})
+            self._log({**measured, **figures, "epoch": event.epoch + 1, **norms})
         elif isinstance(event, GradientsSeen):
             histogram = self._wandb.Histogram
             seen = event.histograms.items()
             self._log({f"gradients/{name}": histogram(np_histogram=counted) for name, counted in seen})
         elif isinstance(event, EpochFinished):
             self._step = (event.epoch + 1) * self._steps_per_epoch
-            measured = ("test_loss", "accuracy", "train_loss", "train_seconds", "evaluate_seconds")
-            self._log({"epoch": event.epoch + 1, **{name: getattr(event, name) for name in measured}})
+            measured = {"test_loss" if name == "loss" else name: x for name, x in event.test.items()}
+            figures = {name: getattr(event, name) for name in ("train_seconds", "evaluate_seconds")}
+            self._log({**measured, "train_loss": event.train["loss"], **figures, "epoch": event.epoch + 1})
         elif isinstance(event, RunFinished):
             self._finished(event)
         elif isinstance(event, RunFailed):
@@ -96,6 +97,7 @@ class WandbRun:
 
     def _init(self, mode: str) -> Any:
         setting, wandb = self._setting, self._wandb
+        data = {"data_digest": setting.description.digest} if setting.description else {}
         settings = wandb.Settings(
             init_timeout=INIT_SECONDS,
             login_timeout=INIT_SECONDS,
@@ -120,7 +122,7 @@ class WandbRun:
             resume="allow",
             project=setting.options.wandb_project or os.environ.get("WANDB_PROJECT") or "flyte-ddp",
             entity=setting.options.wandb_entity or None,
-            config={**asdict(setting.hp), "data_digest": setting.description.digest},
+            config={"recipe": setting.recipe, **asdict(setting.settings), **data},
             settings=settings,
         )
 
@@ -136,9 +138,10 @@ class WandbRun:
         return graph
 
     def _finished(self, event: RunFinished) -> None:
-        predictions = read_predictions(event.predictions_path, self._setting.data)
-        name = re.sub(r"\W", "_", self._setting.description.name)  # W&B makes an artifact's name of it
-        self._log({f"{name}_predictions": self._table(predictions)})
+        predictions = predictions_of(self._setting, event)
+        if predictions and self._setting.description:
+            name = re.sub(r"\W", "_", self._setting.description.name)  # W&B makes an artifact's name of it
+            self._log({f"{name}_predictions": self._table(predictions)})
         self._run.summary.update(
             {
                 "total_seconds": event.total_seconds,
@@ -151,10 +154,10 @@ class WandbRun:
 
     def _table(self, predictions: Predictions) -> Any:
         """Picture, guess, truth and the score of each class."""
-        classes = self._setting.description.classes
+        classes = predictions.classes
         table = self._wandb.Table(columns=["id", "image", "guess", "truth", *(f"score_{name}" for name in classes)])
         guesses = predictions.guesses
-        for index in shown_images(len(predictions.labels), self._setting.hp.test_batch_size):
+        for index in shown_images(len(predictions.labels), self._setting.settings.test_batch_size):
             pixels = predictions.images[index].transpose(1, 2, 0)
             names = classes[guesses[index]], classes[predictions.labels[index]]
             scores = [round(float(score), 6) for score in np.exp(predictions.scores[index])]

@@ -63,7 +63,8 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
         name="20260101-000000-digits",
         tracking_id="0123abcd-4567cdef",
         attempt=1,
-        hp=hp,
+        recipe="package.module:Classifier",
+        settings=hp,
         options=RunOptions(tracking="off", profile=True),
         data=folder / "data",
         description=description,
@@ -81,4 +82,4 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
 @pytest.fixture
 def recorded_file(recorded: Recorded) -> Path:
     """The same, for another process."""
-    return recorded.setting.data.parent / "recorded.pickle"
+    return recorded.setting.logs.parent / "recorded.pickle"

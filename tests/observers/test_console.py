@@ -29,8 +29,14 @@ def test_plain_lines_in_the_tutorials_manner(recorded, capsys):
     console(Printed(1, "from another"))
     console.close()
     said = capsys.readouterr().err.splitlines()
-    loss = recorded.of(StepLogged)[0].loss
+    loss = recorded.of(StepLogged)[0].measures["loss"]
+    assert "640 training and 96 test images; 2 ranks" in said[0]
     assert said[1] == f"Train Epoch: 1 [320/640 (50%)]\tLoss: {loss:.6f}"
+    epoch = recorded.of(EpochFinished)[0]
+    assert said[3] == (
+        f"Epoch 1 of 2: test accuracy {epoch.test['accuracy']:.2%}, test loss {epoch.test['loss']:.4f}, "
+        f"{epoch.train_seconds:.1f} s of training"
+    )
     assert sum(line.startswith("Train Epoch") for line in said) == 4
     assert sum(line.startswith("Epoch ") for line in said) == 2
     assert said[-3:] == ["Warning: no better than guessing", "[rank 0] from the first", "[rank 1] from another"]
@@ -77,10 +83,11 @@ def test_terminal_has_one_live_line(recorded, recorded_file, columns):
     said = on_terminal(program, str(recorded_file), columns=columns)
     assert "Train Epoch" not in said
     epoch = recorded.of(EpochFinished)[-1]
-    assert f"Epoch 2 of 2: test accuracy {epoch.accuracy:.2%}" in said
+    assert f"Epoch 2 of 2: test accuracy {epoch.test['accuracy']:.2%}" in said
     assert said.count("Epoch 2 of 2") == 1
     if columns == 120:
-        assert f"loss {recorded.of(StepLogged)[-1].loss:.3f}" in said
+        last = recorded.of(StepLogged)[-1].measures
+        assert f"loss {last['loss']:.3f}, accuracy {last['accuracy']:.1%}, " in said
         assert "images/s" in said
     assert "\x1b[2Kabove the line\r\n" in said, "not behind the live one, which would run over"
     assert said.rstrip().endswith("the end")
@@ -119,7 +126,7 @@ def test_last_words(recorded, capsys):
     say_summary(record, Path("/runs/model.pt"), Path("/runs/report.html"), show_paths=True)
     said = capsys.readouterr().err
     for epoch in recorded.of(EpochFinished):
-        assert f"{epoch.accuracy:.2%}" in said
+        assert f"{epoch.test['accuracy']:.2%}" in said
     assert "640 training and 96 test images" in said
     assert "Model:    /runs/model.pt" in said
     assert "Next:     python -m webbrowser file:///runs/report.html" in said

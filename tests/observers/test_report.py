@@ -65,8 +65,8 @@ def test_page_shows_what_happened(recorded, page):
     text = page.read_text()
     last = recorded.events[-1].results[0].epochs[-1]
     for shown in (
-        f"{last.accuracy:.2%}",
-        f"{last.test_loss:.4f}",
+        f"{last.test['accuracy']:.2%}",
+        f"{last.test['loss']:.4f}",
         "2 ranks",
         recorded.setting.description.digest,
         recorded.setting.surroundings["torch"],
@@ -95,7 +95,7 @@ def test_counts_are_those_of_the_predictions(recorded):
         matrix[truth, guess] += 1
     assert (predictions.confusion() == matrix).all()
     right = (guesses == predictions.labels).sum()
-    assert right / len(guesses) == recorded.events[-1].results[0].epochs[-1].accuracy
+    assert right / len(guesses) == recorded.events[-1].results[0].epochs[-1].test["accuracy"]
     assert sum(hits for hits, _ in predictions.class_accuracies()) == right
     mistakes = predictions.confident_mistakes(1000)
     assert len(mistakes) == len(guesses) - right

@@ -63,17 +63,17 @@ def test_offline_run_is_what_was_trained(recorded, track):
     assert (run.run.run_id, run.run.project, run.run.entity) == (
         recorded.setting.tracking_id, "some-project", "some-team",
     )  # fmt: skip
-    for name, value in json.loads(recorded.setting.hp.to_json()).items():
+    for name, value in json.loads(recorded.setting.settings.to_json()).items():
         if name not in ("backend", "precision", "dataset"):  # which say what became of "auto"
             assert run.config[name] == value
     assert (run.config["backend"], run.config["world_size"]) == ("gloo", 2)
 
     steps, epochs = recorded.of(StepLogged), recorded.of(EpochFinished)
-    assert run.values("loss") == pytest.approx([step.loss for step in steps])
+    assert run.values("loss") == pytest.approx([step.measures["loss"] for step in steps])
     assert [row["epoch"] for row in run.history if "loss" in row] == [step.epoch + 1 for step in steps]
     assert [row["_step"] for row in run.history] == [step.epoch * 10 + step.step for step in steps]
-    assert run.values("test_loss") == pytest.approx([epoch.test_loss for epoch in epochs])
-    assert run.values("accuracy") == pytest.approx([epoch.accuracy for epoch in epochs])
+    assert run.values("test_loss") == pytest.approx([epoch.test["loss"] for epoch in epochs])
+    assert run.values("accuracy") == pytest.approx([epoch.test["accuracy"] for epoch in epochs])
     assert run.exit_code == 0
     assert run.system >= 1
     assert_gradients_and_topology(recorded, told)
@@ -125,7 +125,7 @@ def test_online_run_reaches_the_server(recorded, track):
     upsert = server.variables[server.operations.index("UpsertBucket")]
     assert upsert["name"] == recorded.setting.tracking_id, "a retry would continue this very run"
     losses = [row["loss"] for row in server.history if "loss" in row]
-    assert losses == pytest.approx([step.loss for step in recorded.of(StepLogged)])
+    assert losses == pytest.approx([step.measures["loss"] for step in recorded.of(StepLogged)])
     assert server.exit_code == 0
     everything = [told.said, json.dumps(server.variables), *map(repr, server.uploads.values())]
     assert KEY not in "".join(everything)
@@ -156,14 +156,14 @@ def test_server_that_falls_silent_is_not_waited_for(recorded, track):
         told = track({"tracking": "online"}, WANDB_API_KEY=KEY, WANDB_BASE_URL=server.url)
     assert told.said.count("wandb sync") == 1
     assert told.seconds < CLOSE_SECONDS + 15
-    assert told.run.values("loss") == pytest.approx([step.loss for step in recorded.of(StepLogged)])
+    assert told.run.values("loss") == pytest.approx([step.measures["loss"] for step in recorded.of(StepLogged)])
 
 
 def assert_kept(recorded: Any, told: Told) -> None:
     assert told.urls == []
     assert len(told.said.splitlines()) == 1, "said once, and without a traceback"
     assert "wandb sync" in told.said
-    assert told.run.values("loss") == pytest.approx([step.loss for step in recorded.of(StepLogged)])
+    assert told.run.values("loss") == pytest.approx([step.measures["loss"] for step in recorded.of(StepLogged)])
     assert told.run.exit_code == 0
     assert KEY not in told.said
     assert not files_with(KEY, told.logs)
@@ -196,8 +196,9 @@ def test_tensorboard_files_say_what_was_trained(recorded, track):
     steps, epochs = recorded.of(StepLogged), recorded.of(EpochFinished)
     losses = read.Scalars("train/loss")
     assert [event.step for event in losses] == [step.epoch * 10 + step.step for step in steps]
-    assert [event.value for event in losses] == pytest.approx([step.loss for step in steps])
-    assert [event.value for event in read.Scalars("test/accuracy")] == pytest.approx([e.accuracy for e in epochs])
+    assert [event.value for event in losses] == pytest.approx([step.measures["loss"] for step in steps])
+    accuracies = [event.value for event in read.Scalars("test/accuracy")]
+    assert accuracies == pytest.approx([epoch.test["accuracy"] for epoch in epochs])
     assert [event.step for event in read.Scalars("test/loss")] == [10, 20]
     (seen, _) = recorded.of(GradientsSeen)
     histogram = read.Histograms("gradients/conv1.weight")[0].histogram_value

@@ -1,0 +1,26 @@
+"""How measures are named and written, whatever a recipe measures."""
+
+import math
+from typing import Container
+
+
+def in_words(name: str) -> str:
+    """top5_accuracy becomes top5 accuracy."""
+    return name.replace("_", " ")
+
+
+def capitalised(text: str) -> str:
+    """Its first letter alone, so that BLEU stays BLEU."""
+    return text[:1].upper() + text[1:]
+
+
+def written(name: str, value: float, shares: Container[str], decimals: int = 4) -> str:
+    """A measure's value: shares in per cent, the loss with so many decimals, any other with four digits.
+
+    The decimals are those of the value itself: 4 of them are 2 of a percentage.
+    """
+    if not math.isfinite(value):
+        return str(value)
+    if name in shares:
+        return f"{value:.{decimals - 2}%}"
+    return f"{value:.{decimals}f}" if name == "loss" else f"{value:.4g}"
