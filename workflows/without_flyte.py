@@ -10,30 +10,25 @@ LOCAL_RANK and LOCAL_WORLD_SIZE.
 """
 
 import json
-import os
-import signal
-import tempfile
 import time
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Iterator
 
 import click
 from torch import distributed
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from flyte_ddp.observers.console import Console, download_progress, say
-from flyte_ddp.training import datasets, prepared, worker
-from flyte_ddp.training.code_version import code_version
-from flyte_ddp.training.direct_link import DirectLink
-from flyte_ddp.training.environment import Environment, choose_world, environment_from_variables, threads_per_rank
-from flyte_ddp.training.errors import InputError, ReportedError, StopRequested
+from flyte_ddp.training import datasets, joined, prepared
+from flyte_ddp.training.code_version import library_version
+from flyte_ddp.training.environment import Environment
+from flyte_ddp.training.errors import InputError
 from flyte_ddp.training.hyperparameters import Hyperparameters, RunOptions
 from flyte_ddp.training.job import Identity, Job, TrainingResult
 from flyte_ddp.training.process_group import process_group
 from flyte_ddp.training.reading import read_settings
 from flyte_ddp.training.storage import writing_to
 
+IMAGE_CLASSIFIER = "flyte_ddp.recipes.images:ImageClassifier"
 OPTIONS = ("checkpoint_seconds", "profile", "resume", "timeout_seconds")
 
 
@@ -50,10 +45,10 @@ OPTIONS = ("checkpoint_seconds", "profile", "resume", "timeout_seconds")
 @record  # so that torchrun's report has the error of the rank that failed first
 def main(hp: str, options: str, output: Path) -> None:
     chosen = Hyperparameters.from_dict(read_settings(hp))
-    with own_environment(chosen) as environment:
+    with joined.own_environment(chosen) as environment:
         result = train(environment, chosen, read_options(options), output.absolute())
     if environment.rank == 0:
-        accuracies = [epoch.accuracy for epoch in result.epochs]
+        accuracies = [epoch.test["accuracy"] for epoch in result.epochs]
         click.echo(json.dumps({"epoch_accuracies": accuracies, "model_state": str(output.absolute() / "model.pt")}))
 
 
@@ -70,25 +65,9 @@ def read_options(text: str) -> RunOptions:
     return options
 
 
-@contextmanager
-def own_environment(hp: Hyperparameters) -> Iterator[Environment]:
-    """This process's place in the world that its starter tells of, or alone in one of its own."""
-    if "WORLD_SIZE" in os.environ:
-        environment = environment_from_variables(hp.backend)
-        size = environment.world.size
-        if hp.batch_size < size:
-            raise InputError(f"batch_size must be at least the number of ranks ({size}), got {hp.batch_size}: raise it")
-        yield environment
-        return
-    with tempfile.TemporaryDirectory(prefix="ddp-") as private:
-        world = choose_world(hp.backend, 1, hp.batch_size)
-        yield Environment(world, 0, 0, f"file://{private}/rendezvous", threads_per_rank(1))
-
-
 def train(environment: Environment, hp: Hyperparameters, options: RunOptions, output: Path) -> TrainingResult:
     """Trains as this rank; rank 0 leaves the weights in output, and says what happens."""
     launched, checkpoint = time.time(), output / "checkpoint"
-    link = DirectLink(Console() if environment.rank == 0 else lambda event: None)
     with process_group(environment, options.timeout_seconds) as device:
         data = prepare(environment, hp.dataset)
         if environment.rank == 0:
@@ -96,25 +75,22 @@ def train(environment: Environment, hp: Hyperparameters, options: RunOptions, ou
                 output.mkdir(parents=True, exist_ok=True)
                 if not options.resume:
                     checkpoint.unlink(missing_ok=True)
+        description = prepared.read_description(data)
         job = Job(
-            identity=Identity(hp, prepared.read_description(data).digest, own_code()),
+            identity=Identity(IMAGE_CLASSIFIER, hp, description.digest, library_version()),
+            dataset=description.name,
             data=str(data),
             model_path=str(output / "model.pt"),
             predictions_path=str(output / "predictions.npy"),
+            pictures_path=str(output / "pictures.npz"),
             checkpoint_path=str(checkpoint),
             checkpoint_seconds=options.checkpoint_seconds,
             timeout_seconds=options.timeout_seconds,
             launched=launched,
             profile_path=str(output / "profile") if options.profile else "",
         )
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, link.on_signal)
-        try:
-            result = worker.train(environment, device, link, job)
-        except StopRequested as stopped:
-            raise ReportedError(f"{stopped}; the same command goes on from {checkpoint}") from None
+        result = joined.train(environment, device, job, Console() if environment.rank == 0 else lambda event: None)
     if environment.rank == 0:
-        checkpoint.unlink(missing_ok=True)
         say(f"Model: {job.model_path}")
     return result
 
@@ -128,12 +104,6 @@ def prepare(environment: Environment, name: str) -> Path:
             datasets.prepare(name, progress)
     distributed.barrier()
     return datasets.prepared_dir(name)
-
-
-def own_code() -> str:
-    """Of all that the ranks may import: a checkpoint is gone on from by the same code alone."""
-    files = sorted(Path(datasets.__file__).parent.glob("*.py"))
-    return code_version([f"flyte_ddp/training/{file.name}" for file in files], ["torch"])
 
 
 if __name__ == "__main__":

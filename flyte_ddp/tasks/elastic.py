@@ -20,27 +20,32 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from flyte_ddp.tasks.execution import TaskFailed, TaskInterrupted, flyte_retries
 from flyte_ddp.tasks.logs import kept_logs, place_of_logs
 from flyte_ddp.tasks.resources import check_gpus, registration
-from flyte_ddp.tasks.train import TRAINING_CODE, TrainingOutputs, train_by
-from flyte_ddp.training import prepared, worker
-from flyte_ddp.training.code_version import code_version
+from flyte_ddp.tasks.train import Subject, Trained, TrainingOutputs, image_subject, job_of, outputs_of, train_by
+from flyte_ddp.training import worker
 from flyte_ddp.training.direct_link import DirectLink
 from flyte_ddp.training.environment import Environment, environment_from_torchrun, visible_gpus
 from flyte_ddp.training.errors import InputError, StopRequested
 from flyte_ddp.training.events import Event
 from flyte_ddp.training.failures import Preempted, from_exception, from_exit_code, name_the_cause
-from flyte_ddp.training.hyperparameters import Hyperparameters, RunOptions
-from flyte_ddp.training.job import Identity, Job, TrainingResult
+from flyte_ddp.training.hyperparameters import Hyperparameters, RunOptions, TrainingSettings
+from flyte_ddp.training.job import Job, TrainingResult
 from flyte_ddp.training.process_group import process_group
 
 GRACE_SECONDS = 5.0  # for the rank that is the cause of a failure to be the first to report one
 
 
 def train_rank(hp: Hyperparameters, data: FlyteDirectory, options: RunOptions) -> Optional[TrainingOutputs]:
+    """Trains an image classifier as one rank of many nodes; see train_as_rank."""
+    return train_as_rank(hp, options, lambda: image_subject(hp, download_once(data)), outputs_of)
+
+
+def train_as_rank(
+    settings: TrainingSettings, options: RunOptions, fetch: Callable[[], Subject], outputs_of: Callable[[Trained], Any]
+) -> Any:
     """Trains as one rank; returns the outputs on rank 0, which alone observes and keeps checkpoints, else None."""
     asked = registration()
     check_gpus(visible_gpus())
-    environment = environment_from_torchrun(hp.backend, asked.node_range, asked.ranks_per_node)
-    folder = download_once(data)
+    environment = environment_from_torchrun(settings.backend, asked.node_range, asked.ranks_per_node)
     name = f"rank-{environment.rank}"
     if restarts := int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0):
         name += f"-restart-{restarts}"
@@ -51,21 +56,10 @@ def train_rank(hp: Hyperparameters, data: FlyteDirectory, options: RunOptions) -
             def start(job: Job, on_event: Callable[[Event], None]) -> List[TrainingResult]:
                 return run_rank(environment, DirectLink(on_event), job)
 
-            outputs = train_by(start, environment.world, hp, FlyteDirectory(str(folder)), options)
+            outputs = outputs_of(train_by(start, environment.world, fetch, options))
             # On its way to the plugin's process it is pickled, and flytekit makes PythonPickledFile where it is used
             return outputs._replace(model_state=FlyteFile(outputs.model_state.path))
-        description = prepared.verify(folder)
-        job = Job(
-            identity=Identity(hp, description.digest, code_version(*TRAINING_CODE)),
-            data=str(folder),
-            model_path="",
-            predictions_path="",
-            checkpoint_path="",
-            checkpoint_seconds=options.checkpoint_seconds,
-            timeout_seconds=options.timeout_seconds + 60,  # as train_by has it
-            launched=time.time(),
-        )
-        run_rank(environment, DirectLink(lambda event: None), job)
+        run_rank(environment, DirectLink(lambda event: None), job_of(fetch(), options))
     return None
 
 

@@ -1,14 +1,14 @@
-"""The training task's body: from typed Flyte inputs to ranks and back to typed outputs."""
+"""Training within a Flyte task: from typed inputs to ranks and back to typed outputs."""
 
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Callable, Dict, List, NamedTuple, Tuple
+from typing import Callable, Dict, List, NamedTuple, Optional, Sequence
 
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile, PythonPickledFile
 
-from flyte_ddp.observers.predictions import read_predictions
+from flyte_ddp.observers.predictions import Predictions, predictions_of
 from flyte_ddp.observers.record import RunFinished, Setting
 from flyte_ddp.observers.summary import say_summary
 from flyte_ddp.observers.surroundings import surroundings
@@ -28,36 +28,30 @@ from flyte_ddp.training.job import Identity, Job, TrainingResult
 
 WORKER = "flyte_ddp.training.worker:run"  # a name, because importing it would import torch
 TRAINING_CODE = (TRAINING_SOURCES, ("torch",))
+IMAGE_CLASSIFIER = "flyte_ddp.recipes.images:ImageClassifier"
+Start = Callable[[Job, Callable[[Event], None]], List[TrainingResult]]
 
 
 @dataclass(frozen=True)
-class TrainingSummary:
-    """What came out, in figures.
+class RunSummary:
+    """What came out of any training, in figures.
 
     Attributes:
-        dataset: what the model was trained on (digits where it stood in for MNIST).
-        train_samples: number of training images.
-        test_samples: number of test images.
-        test_loss: mean loss on the test images after the last epoch.
-        accuracy: share of the test images classified correctly after the last epoch, from 0 to 1.
-        class_accuracies: the same for each class that has test images, by name.
+        train_samples: number of training samples.
+        test_samples: number of test samples.
         train_seconds: in the training loops alone.
         total_seconds: of the whole task.
-        samples_per_second: training images, all ranks together, per second of train_seconds.
+        samples_per_second: training samples, all ranks together, per second of train_seconds.
         world_size: number of ranks.
         backend: nccl or gloo.
         device: cuda or cpu.
         precision: float32 or bfloat16.
         tracking_url: of the Weights & Biases run; empty without one.
-        warnings: when and why the training did not learn as it should; empty if all went well.
+        warnings: when and why the training did not go as it should; empty if all went well.
     """
 
-    dataset: str
     train_samples: int
     test_samples: int
-    test_loss: float
-    accuracy: float
-    class_accuracies: Dict[str, float]
     train_seconds: float
     total_seconds: float
     samples_per_second: float
@@ -69,8 +63,25 @@ class TrainingSummary:
     warnings: List[str]
 
 
+@dataclass(frozen=True)
+class TrainingSummary(RunSummary):
+    """What came out of training an image classifier, in figures.
+
+    Attributes:
+        dataset: what the model was trained on (digits where it stood in for MNIST).
+        test_loss: mean loss on the test images after the last epoch.
+        accuracy: share of the test images classified correctly after the last epoch, from 0 to 1.
+        class_accuracies: the same for each class that has test images, by name.
+    """
+
+    dataset: str
+    test_loss: float
+    accuracy: float
+    class_accuracies: Dict[str, float]
+
+
 class TrainingOutputs(NamedTuple):
-    """What a training run gives back.
+    """What training an image classifier gives back.
 
     Attributes:
         epoch_accuracies: on the test split after each epoch, from 0 to 1.
@@ -87,98 +98,158 @@ class TrainingOutputs(NamedTuple):
     logs: FlyteDirectory
 
 
+@dataclass(frozen=True)
+class Subject:
+    """What is trained on what.
+
+    Attributes:
+        identity: what decides the result.
+        dataset: what the data are called.
+        data: folder or file that the recipe is given; None for none.
+        root: folder that the recipe's module is found from; empty where it is part of this library.
+        description: of the prepared dataset; None where the data are anything else.
+    """
+
+    identity: Identity
+    dataset: str
+    data: Optional[Path]
+    root: str = ""
+    description: Optional[DatasetDescription] = None
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A training that has succeeded, and its files as a task's outputs."""
+
+    dataset: str
+    results: List[TrainingResult]
+    figures: RunSummary
+    predictions: Optional[Predictions]
+    model_state: PythonPickledFile
+    report: FlyteFile
+    logs: FlyteDirectory
+
+
 @flyte_retries()
 def train(hp: Hyperparameters, data: FlyteDirectory, options: RunOptions) -> TrainingOutputs:
     """Trains hp.model on a prepared dataset with one process per rank; see launcher.launch for what it raises."""
     check_gpus(visible_gpus())
     world = choose_world(hp.backend, options.nproc, hp.batch_size)
-    launcher.warm_up()  # imports torch while the data arrive and are verified
+    return outputs_of(train_by(spawn(world, options), world, lambda: image_subject(hp, Path(data.download())), options))
+
+
+def image_subject(hp: Hyperparameters, folder: Path) -> Subject:
+    """An image classifier and the prepared dataset in the folder, of which every byte is read."""
+    description = prepared.verify(folder)
+    identity = Identity(IMAGE_CLASSIFIER, hp, description.digest, code_version(*TRAINING_CODE))
+    return Subject(identity, description.name, folder, description=description)
+
+
+def outputs_of(trained: Trained) -> TrainingOutputs:
+    """Of an image classifier."""
+    epochs, predictions = trained.results[0].epochs, trained.predictions
+    assert predictions is not None  # a classifier has them
+    by_class = zip(predictions.classes, predictions.class_accuracies(), strict=True)
+    summary = TrainingSummary(
+        **vars(trained.figures),
+        dataset=trained.dataset,
+        test_loss=epochs[-1].test["loss"],
+        accuracy=epochs[-1].test["accuracy"],
+        class_accuracies={name: right / count for name, (right, count) in by_class if count},
+    )
+    accuracies = [epoch.test["accuracy"] for epoch in epochs]
+    return TrainingOutputs(accuracies, trained.model_state, summary, trained.report, trained.logs)
+
+
+def spawn(world: World, options: RunOptions, roots: Sequence[str] = ()) -> Start:
+    """Has this process start the ranks; these import torch while the data arrive and are verified."""
+    launcher.warm_up()
 
     def start(job: Job, on_event: Callable[[Event], None]) -> List[TrainingResult]:
-        return launcher.launch(WORKER, world, job, options.timeout_seconds, on_event)
+        return launcher.launch(WORKER, world, job, options.timeout_seconds, on_event, roots=roots)
 
-    return train_by(start, world, hp, data, options)
+    return start
 
 
-def train_by(
-    start: Callable[[Job, Callable[[Event], None]], List[TrainingResult]],
-    world: World,
-    hp: Hyperparameters,
-    data: FlyteDirectory,
-    options: RunOptions,
-) -> TrainingOutputs:
-    """All that surrounds the ranks of a run, which start(job, on_event) runs; it returns their results by rank."""
+def job_of(subject: Subject, options: RunOptions, **places: str) -> Job:
+    """The message to the ranks; places are its paths, of which ranks other than the first need none."""
+    return Job(
+        identity=subject.identity,
+        dataset=subject.dataset,
+        data=str(subject.data or ""),
+        root=subject.root,
+        checkpoint_seconds=options.checkpoint_seconds,
+        # beyond the parent's own patience, so that it can still ask all ranks where they hang
+        timeout_seconds=options.timeout_seconds + 60,
+        launched=time.time(),
+        loader_workers=options.loader_workers,
+        pin_memory=options.pin_memory,
+        **places,
+    )
+
+
+def train_by(start: Start, world: World, fetch: Callable[[], Subject], options: RunOptions) -> Trained:
+    """All that surrounds the ranks of a run, which start(job, on_event) runs; it returns their results by rank.
+
+    fetch: brings the data here.
+    """
     started = time.time()
     check_registered_code()
     with flyte_retries():
-        data_folder = Path(data.download())
-        description = prepared.verify(data_folder)
-        identity = Identity(hp, description.digest, code_version(*TRAINING_CODE))
+        subject = fetch()
+        identity = subject.identity
         with (
-            run_dir(description.name) as folder,
+            run_dir(subject.dataset) as folder,
             kept_logs(folder) as logs,
             checkpoint_store(identity.key, options.resume) as store,
         ):
-            job = Job(
-                identity=identity,
-                data=str(data_folder),
+            job = job_of(
+                subject,
+                options,
                 model_path=str(folder / "model.pt"),
                 predictions_path=str(logs.folder / "predictions.npy"),
+                pictures_path=str(logs.folder / "pictures.npz"),
                 profile_path=str(logs.folder / "profile") if options.profile else "",
                 checkpoint_path=str(store.path),
-                checkpoint_seconds=options.checkpoint_seconds,
-                # beyond the parent's own patience, so that it can still ask all ranks where they hang
-                timeout_seconds=options.timeout_seconds + 60,
-                launched=time.time(),
             )
             setting = Setting(
                 name=folder.name,
+                recipe=identity.recipe,
                 tracking_id=tracking_id(identity.key, store.path),
                 attempt=attempt(),
-                hp=hp,
+                settings=identity.settings,
                 options=options,
-                data=data_folder,
-                description=description,
+                data=subject.data if subject.description else None,
+                description=subject.description,
                 data_seconds=job.launched - started,
                 logs=logs.folder,
                 surroundings=surroundings(),
             )
             with observing(setting, folder / "report.html", store.on_event, logs.on_event) as observers:
                 results = start(job, observers)
-                finished = RunFinished(results, Path(job.predictions_path), time.time() - started)
+                path = Path(job.predictions_path)
+                finished = RunFinished(results, path if path.exists() else None, time.time() - started)
                 observers.end(finished)
     say_summary(observers.record, Path(job.model_path), folder / "report.html", show_paths=is_local())
-    by_class = read_predictions(finished.predictions_path, data_folder).class_accuracies()
-    summary = summarise(description, world, finished, observers.tracking_url, by_class)
     # A local run's files stay where they are: flytekit would copy them to a temporary place
     remote = False if is_local() else None
-    return TrainingOutputs(
-        epoch_accuracies=[epoch.accuracy for epoch in results[0].epochs],
+    return Trained(
+        dataset=subject.dataset,
+        results=results,
+        figures=summarise(world, finished, observers.tracking_url),
+        predictions=predictions_of(setting, finished),
         model_state=PythonPickledFile(job.model_path, remote_path=remote),
-        summary=summary,
         report=FlyteFile(str(folder / "report.html"), remote_path=remote),
         logs=FlyteDirectory(str(logs.folder), remote_directory=logs.place),
     )
 
 
-def summarise(
-    description: DatasetDescription,
-    world: World,
-    finished: RunFinished,
-    tracking_url: str,
-    by_class: List[Tuple[int, int]],
-) -> TrainingSummary:
+def summarise(world: World, finished: RunFinished, tracking_url: str) -> RunSummary:
     result = finished.results[0]
-    last, train_seconds = result.epochs[-1], sum(epoch.train_seconds for epoch in result.epochs)
-    return TrainingSummary(
-        dataset=description.name,
-        train_samples=description.train_samples,
-        test_samples=description.test_samples,
-        test_loss=last.test_loss,
-        accuracy=last.accuracy,
-        class_accuracies={
-            name: right / count for name, (right, count) in zip(description.classes, by_class, strict=True) if count
-        },
+    train_seconds = sum(epoch.train_seconds for epoch in result.epochs)
+    return RunSummary(
+        train_samples=result.train_samples,
+        test_samples=result.test_samples,
         train_seconds=train_seconds,
         total_seconds=finished.total_seconds,
         samples_per_second=sum(epoch.samples for epoch in result.epochs) / train_seconds,

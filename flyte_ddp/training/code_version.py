@@ -9,6 +9,7 @@ from typing import Sequence
 import flyte_ddp
 from flyte_ddp.training.errors import ReportedError
 
+LIBRARY = ("recipe.py", "schedules.py", "training/*.py", "recipes/*.py")
 OTHER_CODE = "leave out --copy none, so that the code is sent, or build the image anew"
 
 
@@ -24,3 +25,10 @@ def code_version(sources: Sequence[str], distributions: Sequence[str]) -> str:
         with suppress(PackageNotFoundError):
             digest.update(f"{name}=={version(name)}".encode())
     return digest.hexdigest()[:16]
+
+
+def library_version() -> str:
+    """Of all that the ranks may import from here, and of torch: the same checkpoint needs the same code."""
+    root = Path(flyte_ddp.__path__[0])
+    files = sorted(file for pattern in LIBRARY for file in root.glob(pattern))
+    return code_version([str(file.relative_to(root.parent)) for file in files], ["torch"])

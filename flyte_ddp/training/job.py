@@ -56,13 +56,13 @@ class Job:
     identity: Identity
     dataset: str
     data: str
-    model_path: str
-    predictions_path: str
-    pictures_path: str
-    checkpoint_path: str
     checkpoint_seconds: float
     timeout_seconds: float
     launched: float
+    model_path: str = ""
+    predictions_path: str = ""
+    pictures_path: str = ""
+    checkpoint_path: str = ""
     profile_path: str = ""
     root: str = ""
     loader_workers: int = 0

@@ -1,5 +1,6 @@
 """Writing files so that a reader never sees half of one. Standard library only."""
 
+import hashlib
 import io
 import os
 import shutil
@@ -61,3 +62,15 @@ def write_whole(path: Path, *pieces: Union[bytes, memoryview]) -> None:
         os.replace(beside, path)
     finally:
         beside.unlink(missing_ok=True)
+
+
+def content_digest(place: Path) -> str:
+    """SHA-256 as hex over the content of a file, or over the names and contents of all files below a folder."""
+    digest = hashlib.sha256()
+    files = [place] if place.is_file() else sorted(file for file in place.rglob("*") if file.is_file())
+    for file in files:
+        digest.update(f"{file.relative_to(place)}\0{file.stat().st_size}\0".encode(errors="surrogateescape"))
+        with open(file, "rb") as content:
+            while piece := content.read(2**20):
+                digest.update(piece)
+    return digest.hexdigest()

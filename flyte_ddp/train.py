@@ -1,0 +1,120 @@
+"""Training without Flyte: in a plain Python call, in a notebook, or as the ranks that torchrun starts.
+
+result = train("my_project.model:CharLM", Settings(epochs=3), output="trained")
+
+In a script that `torchrun --nproc-per-node 2 script.py` runs, the same call trains as one of its ranks.
+"""
+
+import os
+import pkgutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Callable, List, Optional, Sequence, Union
+
+from flyte_ddp.observers.console import open_console
+from flyte_ddp.training import launcher
+from flyte_ddp.training.code_version import library_version
+from flyte_ddp.training.environment import choose_world
+from flyte_ddp.training.errors import InputError
+from flyte_ddp.training.events import EpochFinished, Event
+from flyte_ddp.training.hyperparameters import RunOptions, TrainingSettings
+from flyte_ddp.training.job import Identity, Job, TrainingResult
+from flyte_ddp.training.storage import content_digest, writing_to
+from flyte_ddp.training.user_code import find_code
+
+WORKER = "flyte_ddp.training.worker:run"  # names, because importing them would import torch
+JOINED = "flyte_ddp.training.joined:join_and_train"
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a training without Flyte gives back.
+
+    Attributes:
+        epochs: with the measures of the training and of the test samples.
+        warnings: when and why the training did not go as it should; empty if all went well.
+        model_path: the trained weights, a CPU state_dict; on the first node.
+        output: the folder of all that was written; on the first node.
+    """
+
+    epochs: List[EpochFinished]
+    warnings: List[str]
+    model_path: Path
+    output: Path
+
+
+def train(
+    recipe: Union[str, type],
+    settings: TrainingSettings,
+    options: RunOptions = RunOptions(),  # noqa: B008 frozen
+    data: Union[str, Path, None] = None,
+    output: Union[str, Path] = "trained",
+    data_files: Sequence[str] = (),
+    on_event: Optional[Callable[[Event], None]] = None,
+) -> Result:
+    """Trains a recipe with options.nproc ranks that it starts, or as one of those that it finds itself among.
+
+    Args:
+        recipe: "package.module:Name", or the class itself.
+        data: file or folder that the recipe is given.
+        output: folder for model.pt, predictions.npy, pictures.npz and the checkpoint that the same call goes on from.
+        data_files: which the recipe reads, relative to its module's file: a checkpoint follows their content.
+        on_event: told of what happens; without it, lines on standard error.
+
+    Raises InputError for what the caller can mend, RankFailed where a rank fails, ReportedError after a SIGTERM.
+    """
+    name = recipe if isinstance(recipe, str) else name_of(recipe)
+    code = find_code(name, data_files)
+    place = Path(output).expanduser().absolute()
+    with writing_to(place, "output"):
+        place.mkdir(parents=True, exist_ok=True)
+    job = Job(
+        identity=Identity(name, settings, content_digest(Path(data)) if data else "", code.version + library_version()),
+        dataset=Path(data).name if data else name.rpartition(":")[2],
+        data=str(Path(data).expanduser().absolute()) if data else "",
+        root=code.root,
+        checkpoint_seconds=options.checkpoint_seconds,
+        timeout_seconds=options.timeout_seconds + 60,
+        launched=time.time(),
+        model_path=str(place / "model.pt"),
+        predictions_path=str(place / "predictions.npy"),
+        pictures_path=str(place / "pictures.npz"),
+        checkpoint_path=str(place / "checkpoint"),
+        profile_path=str(place / "profile") if options.profile else "",
+        loader_workers=options.loader_workers,
+        pin_memory=options.pin_memory,
+    )
+    result = run(job, options, on_event)
+    return Result(result.epochs, [one.reason for one in result.warnings], Path(job.model_path), place)
+
+
+def run(job: Job, options: RunOptions, on_event: Optional[Callable[[Event], None]]) -> TrainingResult:
+    if "WORLD_SIZE" in os.environ:
+        joined: TrainingResult = pkgutil.resolve_name(JOINED)(job, options, on_event)
+        return joined
+    checkpoint = Path(job.checkpoint_path)
+    if not options.resume:
+        checkpoint.unlink(missing_ok=True)
+    settings = job.identity.settings
+    world = choose_world(settings.backend, options.nproc, settings.batch_size)
+    console = None if on_event else open_console()
+    try:
+        listen: Any = on_event or console
+        results = launcher.launch(WORKER, world, job, options.timeout_seconds, listen, roots=[job.root])
+    finally:
+        if console:
+            console.close()
+    checkpoint.unlink(missing_ok=True)
+    result: TrainingResult = results[0]
+    return result
+
+
+def name_of(recipe: type) -> str:
+    """By which the ranks find the class; InputError for one that only this process has."""
+    if recipe.__module__ == "__main__" or "<locals>" in recipe.__qualname__:
+        raise InputError(
+            f"recipe must be a class at the top level of a module that can be imported, got {recipe.__qualname__} of "
+            f"{recipe.__module__}: put it into a file of its own, which each rank imports"
+        )
+    return f"{recipe.__module__}:{recipe.__qualname__}"
