@@ -3,10 +3,12 @@
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Iterable
 
 import flyte_ddp
 from flyte_ddp.tasks.inputs import explain_unreadable_settings
 from flyte_ddp.training.errors import ReportedError
+from flyte_ddp.training.user_code import is_installed, loaded_files
 
 
 def set_up_pyflyte() -> None:
@@ -25,12 +27,24 @@ def refuse_shim() -> None:
 
 
 def ship_whole_package() -> None:
-    """Has `pyflyte run --remote` send what it takes for imported: all modules of this package, also those of the ranks,
-    which are never imported here, because they import torch."""
+    """Ships all modules of this package, also those of the ranks, unless it is installed: then the image has it."""
     root = Path(flyte_ddp.__path__[0])
-    for file in sorted(root.rglob("*.py")):
-        name = ".".join(file.relative_to(root.parent).with_suffix("").parts).removesuffix(".__init__")
-        sys.modules.pop(f"{name} (file)", None)  # it may have been imported since
-        if name not in sys.modules:
-            stub = sys.modules[f"{name} (file)"] = ModuleType(name)
-            stub.__file__ = str(file)
+    if not is_installed(str(root)):
+        ship(map(str, sorted(root.rglob("*.py"))))
+
+
+def ship(files: Iterable[str]) -> None:
+    """Has `pyflyte run --remote` send these files, by absolute path, without importing them: the ranks' modules import
+    torch. It sends what it takes for imported: of all in sys.modules the __file__, if that is below the project's root.
+    """
+    imported = set(loaded_files().values())  # they would be sent twice
+    for file in files:
+        name = f"{file} (file)"
+        sys.modules.pop(name, None)  # it may have been imported since
+        if file not in imported:
+            sys.modules[name] = _File(name)
+            sys.modules[name].__file__ = file
+
+
+class _File(ModuleType):
+    """A type of its own, so that loaded_files doesn't take it for imported."""

@@ -54,11 +54,14 @@ def launch(
     timeout_seconds: float,
     on_event: Callable[[Event], None],
     preload: Sequence[str] = PRELOAD,
+    *,
+    roots: Sequence[str] = (),
 ) -> List[Any]:
     """Runs target(environment, link, argument) as every rank of a world on this host; returns their values by rank.
 
     target is "module:function"; the ranks import it, the parent doesn't. preload is what all of them import, once if
-    this is the first launch; the rest they import themselves. Raises RankFailed (or its recoverable kind)
+    this is the first launch; the rest they import themselves. roots are more folders to import from, such as
+    UserCode.root: they come first on the ranks' sys.path. Raises RankFailed (or its recoverable kind)
     naming the rank that failed first, Preempted after SIGTERM, KeyboardInterrupt after Ctrl-C. All processes have
     ended when it returns or raises.
     """
@@ -70,7 +73,7 @@ def launch(
         with _stop_signals() as signals:
             for rank in range(world.size):
                 environment = Environment(world, rank, rank, f"file://{private}/rendezvous", threads)
-                ranks.append(_Rank(environment, target, argument, private))
+                ranks.append(_Rank(environment, target, argument, private, roots))
             return _supervise(ranks, timeout_seconds, on_event, signals)
     finally:
         for started in ranks:
@@ -81,7 +84,7 @@ def launch(
 class _Rank:
     """The parent's side of one rank: its process, its line, and what it has said so far."""
 
-    def __init__(self, environment: Environment, target: str, argument: Any, private: str):
+    def __init__(self, environment: Environment, target: str, argument: Any, private: str, roots: Sequence[str]):
         context: Any = multiprocessing.get_context(START_METHOD)
         self.rank, self.host = environment.rank, environment.host
         self.line, child_line = context.Pipe()
@@ -93,7 +96,7 @@ class _Rank:
         self.value: Any = None
         self.peak_bytes = 0
         self.last_seen = time.monotonic()
-        with _importable():
+        with _importable(roots):
             self.process.start()
         child_line.close()
 
@@ -205,20 +208,22 @@ def _stop_signals() -> Iterator[List[int]]:
 
 
 @contextmanager
-def _importable() -> Iterator[None]:
-    """While processes start: lets them import this package, and keeps them from re-running the parent's main module.
+def _importable(roots: Sequence[str] = ()) -> Iterator[None]:
+    """While processes start: lets them import this package and what lies in roots, and keeps them from re-running the
+    parent's main module. A rank takes over sys.path as it is when it starts, even if it is forked from another process.
 
     `pyflyte run` has the project root on sys.path only while it loads the workflow, and a child would import flytekit
     (2 s) because its parent's main module is the pyflyte script.
     """
-    main, root = sys.modules["__main__"], str(Path(flyte_ddp.__path__[0]).parent)
+    main, folders = sys.modules["__main__"], [*roots, str(Path(flyte_ddp.__path__[0]).parent)]
     hidden: Dict[str, Any] = {
         name: main.__dict__.pop(name) for name in ("__file__", "__spec__") if name in main.__dict__
     }
     main.__spec__ = None
-    sys.path.insert(0, root)
+    sys.path[:0] = folders
     try:
         yield
     finally:
-        sys.path.remove(root)
+        for folder in folders:
+            sys.path.remove(folder)
         main.__dict__.update(hidden)
