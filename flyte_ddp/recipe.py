@@ -82,6 +82,16 @@ class Recipe:
         self.settings, self.data_path = settings, data_path
         self.share = Share()
 
+    @classmethod
+    def load_model(cls, path: Union[str, Path], settings: Any, data_path: Optional[Path] = None) -> nn.Module:
+        """The trained network from a model_state file, in evaluation mode on the CPU; nothing in the file is executed.
+
+        settings, data_path: that the network was trained with.
+        """
+        model = cls(settings, data_path).model()
+        model.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+        return model.eval()
+
     def data(self, split: str) -> Any:
         """The samples of "train" or "test".
 

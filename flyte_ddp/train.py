@@ -74,6 +74,7 @@ def train(
         dataset=Path(data).name if data else name.rpartition(":")[2],
         data=str(Path(data).expanduser().absolute()) if data else "",
         root=code.root,
+        code_files=code.files,
         checkpoint_seconds=options.checkpoint_seconds,
         timeout_seconds=options.timeout_seconds + 60,
         launched=time.time(),

@@ -3,7 +3,7 @@
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Callable, Dict, List, NamedTuple, Optional, Sequence
+from typing import Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile, PythonPickledFile
@@ -107,6 +107,7 @@ class Subject:
         dataset: what the data are called.
         data: folder or file that the recipe is given; None for none.
         root: folder that the recipe's module is found from; empty where it is part of this library.
+        files: of its code; empty where it is part of this library.
         description: of the prepared dataset; None where the data are anything else.
     """
 
@@ -114,6 +115,7 @@ class Subject:
     dataset: str
     data: Optional[Path]
     root: str = ""
+    files: Tuple[str, ...] = ()
     description: Optional[DatasetDescription] = None
 
 
@@ -178,6 +180,7 @@ def job_of(subject: Subject, options: RunOptions, **places: str) -> Job:
         dataset=subject.dataset,
         data=str(subject.data or ""),
         root=subject.root,
+        code_files=subject.files,
         checkpoint_seconds=options.checkpoint_seconds,
         # beyond the parent's own patience, so that it can still ask all ranks where they hang
         timeout_seconds=options.timeout_seconds + 60,

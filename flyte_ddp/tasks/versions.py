@@ -10,12 +10,16 @@ from flyte_ddp.training.errors import ReportedError
 
 # tasks/train.py because a cached result must have the outputs that are declared there
 TRAINING_SOURCES = (
+    "flyte_ddp/recipe.py",
+    "flyte_ddp/recipes/images.py",
+    "flyte_ddp/schedules.py",
     "flyte_ddp/tasks/train.py",
     "flyte_ddp/training/batches.py",
     "flyte_ddp/training/image_files.py",
     "flyte_ddp/training/layers.py",
     "flyte_ddp/training/loading.py",
     "flyte_ddp/training/loop.py",
+    "flyte_ddp/training/measures.py",
     "flyte_ddp/training/models.py",
     "flyte_ddp/training/state.py",
     "flyte_ddp/training/watch.py",

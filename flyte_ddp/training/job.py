@@ -3,7 +3,7 @@
 import hashlib
 import json
 from dataclasses import asdict, dataclass
-from typing import Any, Dict, List
+from typing import Any, Dict, List, Tuple
 
 from flyte_ddp.training.events import EpochFinished, NotLearning
 from flyte_ddp.training.hyperparameters import TrainingSettings
@@ -49,6 +49,7 @@ class Job:
         launched: time.time() of the launch.
         profile_path: folder for each rank's profile; empty is none.
         root: folder that the recipe's module is found from; empty where it is found anyway.
+        code_files: all that the recipe may import from there.
         loader_workers: processes of each rank that read samples of a Dataset; 0 is the rank itself.
         pin_memory: whether a GPU fetches these from page-locked memory.
     """
@@ -65,6 +66,7 @@ class Job:
     checkpoint_path: str = ""
     profile_path: str = ""
     root: str = ""
+    code_files: Tuple[str, ...] = ()
     loader_workers: int = 0
     pin_memory: bool = False
 

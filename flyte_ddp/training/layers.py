@@ -1,12 +1,12 @@
 """Makes torch's own layers independent of how many ranks share a batch: each then sees the global batch as one."""
 
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Dict, Optional, Tuple
+from typing import Any, Dict, Iterator, Optional, Tuple
 
 import torch
 from torch import Tensor, distributed, nn
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 
 @dataclass
@@ -87,46 +87,41 @@ class Attention(nn.MultiheadAttention):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not self.training or self.dropout == 0:
             return super().forward(*args, **kwargs)
-        with _GlobalDropout(self.share):
+        with _global_dropout(self.share):
             return super().forward(*args, **kwargs)
 
 
-class _GlobalDropout(TorchFunctionMode):
-    """Within it F.dropout, and that of scaled_dot_product_attention, is drawn for the global batch."""
+@contextmanager
+def _global_dropout(share: Share) -> Iterator[None]:
+    """Meanwhile torch.nn.functional's dropout, and that of its attention, are drawn for the global batch.
 
-    def __init__(self, share: Share):
-        super().__init__()
-        self.share = share
+    multi_head_attention_forward offers no other way in: torch's function modes get hold of it as a whole.
+    """
+    theirs = F.dropout, F.scaled_dot_product_attention
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is F.dropout:
-            return self._dropout(*args, **kwargs)
-        if func is F.scaled_dot_product_attention:
-            return self._attend(*args, **kwargs)
-        return func(*args, **kwargs)
+    def drop(features: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        return dropout(features, p, features.shape[1:], share) if training and p else features
 
-    def _dropout(self, features: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-        return dropout(features, p, features.shape[1:], self.share) if training and p else features
-
-    def _attend(
-        self,
+    def attend(
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attn_mask: Optional[Tensor] = None,
+        mask: Optional[Tensor] = None,
         dropout_p: float = 0.0,
         is_causal: bool = False,
     ) -> Tensor:
         scores = query @ key.transpose(-2, -1) / query.shape[-1] ** 0.5
         if is_causal:
-            attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-        if attn_mask is not None and attn_mask.dtype == torch.bool:
-            scores = scores.masked_fill(~attn_mask, float("-inf"))
-        elif attn_mask is not None:
-            scores = scores + attn_mask
-        weights = scores.softmax(-1)
-        return dropout(weights, dropout_p, weights.shape[1:], self.share) @ value
+            mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        if mask is not None:
+            scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+        return drop(scores.softmax(-1), dropout_p) @ value
+
+    F.dropout, F.scaled_dot_product_attention = drop, attend  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        F.dropout, F.scaled_dot_product_attention = theirs
 
 
 class BatchNorm(nn.modules.batchnorm._BatchNorm):

@@ -102,7 +102,7 @@ def _differences(recipe: Recipe, model: nn.Module, tree: Any, whole: Dict[str, T
         for part, values in enumerate(pair):
             again = torch.cat([half[name][part] for half in halves])
             if not torch.allclose(values, again, equal_nan=True, **TOLERANCE):
-                gap = float((values - again).abs().max())
+                gap = float((values - again).detach().abs().max())
                 reasons.append(f"{place(recipe, 'measure')}: {name!r} of a sample depends on the others (by {gap:.2g})")
                 break
     return reasons

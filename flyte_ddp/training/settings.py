@@ -1,6 +1,7 @@
 """Frozen dataclasses whose every value is checked, whichever way it came: CLI, UI, file or Python.
 
-A field's checks stand in its declaration: `epochs: int = setting(2, minimum=1)`. What fails them raises InputError.
+A field's checks stand in its declaration: `epochs: int = setting(2, minimum=1)`; without setting(), its type is checked
+alone. What fails raises InputError.
 """
 
 import dataclasses
@@ -16,6 +17,8 @@ from flyte_ddp.training.errors import InputError
 S = TypeVar("S", bound="Settings")
 
 TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "a string", dict: "an object"}
+BY_NAME = {kind.__name__: kind for kind in TYPE_NAMES}
+UNRULED = {"minimum": -math.inf, "above": -math.inf, "maximum": math.inf, "below": math.inf, "choices": ()}
 
 
 def setting(
@@ -94,7 +97,11 @@ class Settings(DataClassJsonMixin):
 
 def _checked(owner: str, field: "dataclasses.Field[Any]", value: Any) -> Any:
     """Returns the value in the field's own type (1 becomes 1.0 for a float), or raises InputError."""
-    name, expected, rules = f"{owner}.{field.name}", field.type, field.metadata
+    name, rules = f"{owner}.{field.name}", {**UNRULED, **field.metadata}
+    # from __future__ import annotations leaves the type's name
+    expected = BY_NAME.get(field.type, field.type) if isinstance(field.type, str) else field.type
+    if expected not in TYPE_NAMES:
+        raise InputError(f"{name} must be declared as one of {', '.join(BY_NAME)}, got {_shown(field.type)}")
     if expected is float and type(value) is int:
         value = _as_float(value)
     if expected is int and type(value) is float and value.is_integer():

@@ -31,6 +31,7 @@ from flyte_ddp.training.process_group import process_group
 from flyte_ddp.training.profile import profiling
 from flyte_ddp.training.state import TrainingState
 from flyte_ddp.training.storage import write_whole, writing_to
+from flyte_ddp.training.user_code import check_imports
 
 SPLITS = ("train", "test")
 MOST_PICTURES = 24
@@ -144,12 +145,14 @@ def load_recipe(job: Job, device: torch.device) -> Recipe:
     """The recipe that the job names, with its settings and data; InputError where there is none."""
     if job.root and job.root not in sys.path:
         sys.path.insert(0, job.root)
-    name = job.identity.recipe
+    name, before = job.identity.recipe, set(sys.modules)
     kind = pkgutil.resolve_name(name)
     if not (isinstance(kind, type) and issubclass(kind, Recipe)):
         raise InputError(f"{name} must be a subclass of flyte_ddp.recipe.Recipe, got {kind!r}")
     recipe = kind(job.identity.settings, Path(job.data) if job.data else None)
     recipe.device = device
+    if job.root:
+        check_imports(job.root, job.code_files, before)
     return recipe
 
 

@@ -1,0 +1,128 @@
+"""A user's recipe as a Flyte task, in a workflow file of their own:
+
+training = RecipeTraining("my_project.model:CharLM")
+
+@task(**training.arguments())
+def train_model(settings: Settings, options: RunOptions) -> RecipeOutputs:
+    return training.run(settings, options)
+"""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Dict, List, NamedTuple, Sequence, Union
+
+from flytekit import Cache
+from flytekit.types.directory import FlyteDirectory
+from flytekit.types.file import FlyteFile, PythonPickledFile
+
+from flyte_ddp.tasks.pyflyte import set_up_pyflyte, ship
+from flyte_ddp.tasks.resources import check_gpus, training_resources
+from flyte_ddp.tasks.train import TRAINING_CODE, RunSummary, Subject, Trained, spawn, train_by
+from flyte_ddp.tasks.versions import CodeVersion
+from flyte_ddp.training.code_version import OTHER_CODE, code_version
+from flyte_ddp.training.environment import choose_world, visible_gpus
+from flyte_ddp.training.errors import ReportedError
+from flyte_ddp.training.hyperparameters import RunOptions, TrainingSettings
+from flyte_ddp.training.job import Identity
+from flyte_ddp.training.storage import content_digest
+from flyte_ddp.training.user_code import find_code
+
+CODE_VARIABLE = "DDP_RECIPE_CODE"
+Data = Union[FlyteFile, FlyteDirectory, None]
+
+
+@dataclass(frozen=True)
+class RecipeSummary(RunSummary):
+    """What came out of training a recipe, in figures.
+
+    Attributes:
+        recipe: its name.
+        measures: of the test samples after the last epoch, by name.
+    """
+
+    recipe: str
+    measures: Dict[str, float]
+
+
+class RecipeOutputs(NamedTuple):
+    """What training a recipe gives back.
+
+    Attributes:
+        epoch_measures: of the test samples after each epoch, by name.
+        model_state: the trained weights, a CPU state_dict; the recipe's load_model makes the network of it.
+        summary: the figures.
+        report: a page to look at, in one file.
+        logs: a folder with what the recipe keeps of the test samples, and what the ranks, trackers and the profiler
+            have written.
+    """
+
+    epoch_measures: List[Dict[str, float]]
+    model_state: PythonPickledFile
+    summary: RecipeSummary
+    report: FlyteFile["html"]  # noqa: F821
+    logs: FlyteDirectory
+
+
+class RecipeTraining:
+    """A recipe, known by its name alone: its module, which imports torch, is for the ranks.
+
+    Its first-party code and data files go to the pods with the workflow's, and decide the cache version.
+    """
+
+    def __init__(self, recipe: str, data_files: Sequence[str] = ()):
+        """recipe: "package.module:Name". data_files: that it reads, relative to its module's file.
+
+        To be made at the top level of the workflow file, after its imports. Raises InputError where there is no such
+        recipe.
+        """
+        set_up_pyflyte()
+        self.code = find_code(recipe, data_files)
+        ship(self.code.files)
+
+    def arguments(self, **others: Any) -> Dict[str, Any]:
+        """Arguments of the @task that trains: cache, retries, live report, resources; others take their place."""
+        resources = training_resources()
+        resources["environment"] = {**resources["environment"], CODE_VARIABLE: self.code.version}
+        policy, salt = CodeVersion(*TRAINING_CODE), f"{self.code.name} {self.code.version} "
+        return {
+            "cache": Cache(policies=policy, salt=salt, ignored_inputs=("options",), serialize=True),
+            "retries": 2,
+            "enable_deck": True,
+            "deck_fields": (),  # the report alone, live
+            **resources,
+            **others,
+        }
+
+    def run(self, settings: TrainingSettings, options: RunOptions, data: Data = None) -> RecipeOutputs:
+        """Trains with one process per rank, on the file or folder data, if the recipe takes one.
+
+        See launcher.launch for what it raises.
+        """
+        check_gpus(visible_gpus())
+        world = choose_world(settings.backend, options.nproc, settings.batch_size)
+        start = spawn(world, options, [self.code.root])
+        return self.outputs_of(train_by(start, world, lambda: self.subject(settings, data), options))
+
+    def subject(self, settings: TrainingSettings, data: Data = None) -> Subject:
+        """The recipe and its data, which are downloaded; ReportedError where this pod has other code than was
+        registered."""
+        if os.environ.get(CODE_VARIABLE, self.code.version) != self.code.version:
+            raise ReportedError(
+                f"this pod's code of {self.code.name} is not the code that was registered: {OTHER_CODE}"
+            )
+        place = Path(data.download()) if data is not None else None
+        version = self.code.version + code_version(*TRAINING_CODE)
+        digest = content_digest(place) if place else ""
+        return Subject(
+            identity=Identity(self.code.name, settings, digest, version),
+            dataset=place.name if place else self.code.name.rpartition(":")[2],
+            data=place,
+            root=self.code.root,
+            files=self.code.files,
+        )
+
+    def outputs_of(self, trained: Trained) -> RecipeOutputs:
+        epochs = [epoch.test for epoch in trained.results[0].epochs]
+        summary = RecipeSummary(**vars(trained.figures), recipe=self.code.name, measures=epochs[-1])
+        return RecipeOutputs(epochs, trained.model_state, summary, trained.report, trained.logs)
