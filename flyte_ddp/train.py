@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any, Callable, List, Optional, Sequence, Union
 
 from flyte_ddp.observers.console import open_console
+from flyte_ddp.settings import RunOptions, TrainingSettings
 from flyte_ddp.training import launcher
 from flyte_ddp.training.code_version import library_version
 from flyte_ddp.training.environment import choose_world
 from flyte_ddp.training.errors import InputError
 from flyte_ddp.training.events import EpochFinished, Event
-from flyte_ddp.training.hyperparameters import RunOptions, TrainingSettings
 from flyte_ddp.training.job import Identity, Job, TrainingResult
 from flyte_ddp.training.storage import content_digest, writing_to
 from flyte_ddp.training.user_code import find_code

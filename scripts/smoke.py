@@ -21,11 +21,7 @@ from flytekit.remote import FlyteRemote
 from flyte_ddp.tasks.resources import registration
 from flyte_ddp.training.autoencoder_job import AutoencoderHyperparameters
 from flyte_ddp.training.folder_settings import FolderHyperparameters, LoadingSettings
-from flyte_ddp.training.hyperparameters import (
-    CIFAR10Hyperparameters,
-    FashionMNISTHyperparameters,
-    Hyperparameters,
-)
+from flyte_ddp.training.hyperparameters import CIFAR10Hyperparameters, FashionMNISTHyperparameters, Hyperparameters
 from flyte_ddp.training.measurement import TimingOptions
 from flyte_ddp.training.mirrored_job import MirroredHyperparameters
 from flyte_ddp.training.search import Sweep

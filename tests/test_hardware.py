@@ -6,8 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from flyte_ddp.settings import RunOptions
 from flyte_ddp.training.environment import available_cores, choose_world
-from flyte_ddp.training.hyperparameters import Hyperparameters, RunOptions
+from flyte_ddp.training.hyperparameters import Hyperparameters
 from tests.pod import Pod, literal, package
 
 ROOT = Path(__file__).parents[1]

@@ -11,14 +11,10 @@ from flyteidl.core.literals_pb2 import Literal, LiteralCollection
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import PythonPickledFile
 
+from flyte_ddp.settings import RunOptions
 from flyte_ddp.training.autoencoder_job import AutoencoderHyperparameters, AutoencoderOptions
 from flyte_ddp.training.folder_settings import FolderHyperparameters, FolderOptions, ImageSettings, LoadingSettings
-from flyte_ddp.training.hyperparameters import (
-    CIFAR10Hyperparameters,
-    FashionMNISTHyperparameters,
-    Hyperparameters,
-    RunOptions,
-)
+from flyte_ddp.training.hyperparameters import CIFAR10Hyperparameters, FashionMNISTHyperparameters, Hyperparameters
 from flyte_ddp.training.measurement import TimingOptions
 from flyte_ddp.training.search import Sweep, TrialResult
 from flyte_ddp.training.shards import InferenceOptions

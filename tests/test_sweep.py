@@ -13,7 +13,8 @@ from flyteidl.core.dynamic_job_pb2 import DynamicJobSpec
 from flyteidl.core.errors_pb2 import ContainerError
 from flyteidl.core.literals_pb2 import Literal, LiteralCollection, Scalar, Void
 
-from flyte_ddp.training.hyperparameters import Hyperparameters, RunOptions
+from flyte_ddp.settings import RunOptions
+from flyte_ddp.training.hyperparameters import Hyperparameters
 from flyte_ddp.training.search import Sweep, TrialResult
 from tests.pod import Pod, literal, package_for_here, small_dataset
 

@@ -5,12 +5,13 @@ pyflyte run workflows/fashion_mnist.py fashion_mnist_wf
 
 from flytekit import Cache, task, workflow
 
+from flyte_ddp.settings import RunOptions
 from flyte_ddp.tasks.prepare import PreparedDataset, prepare_dataset, resolve_dataset
 from flyte_ddp.tasks.pyflyte import set_up_pyflyte
 from flyte_ddp.tasks.resources import training_resources
 from flyte_ddp.tasks.train import TRAINING_CODE, TrainingOutputs, train
 from flyte_ddp.tasks.versions import CodeVersion
-from flyte_ddp.training.hyperparameters import FashionMNISTHyperparameters, RunOptions
+from flyte_ddp.training.hyperparameters import FashionMNISTHyperparameters
 
 set_up_pyflyte()
 

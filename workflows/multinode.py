@@ -15,6 +15,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 from flyte_ddp.observers.console import say
+from flyte_ddp.settings import RunOptions
 from flyte_ddp.tasks.elastic import failure_of_node, train_rank
 from flyte_ddp.tasks.execution import told
 from flyte_ddp.tasks.logs import place_of_logs
@@ -25,7 +26,7 @@ from flyte_ddp.tasks.resources import registered_environment, registration, trai
 from flyte_ddp.tasks.train import TRAINING_CODE, TrainingOutputs
 from flyte_ddp.tasks.versions import CodeVersion
 from flyte_ddp.training.errors import RecoverableError
-from flyte_ddp.training.hyperparameters import CIFAR10Hyperparameters, Hyperparameters, RunOptions
+from flyte_ddp.training.hyperparameters import CIFAR10Hyperparameters, Hyperparameters
 
 try:
     from flytekitplugins.kfpytorch import CleanPodPolicy, Elastic, RunPolicy

@@ -16,6 +16,7 @@ from flytekit.types.file import FlyteFile, PythonPickledFile
 from flyte_ddp.observers.article import document
 from flyte_ddp.observers.comparison import chosen, comparison, failures, ranked, write_table
 from flyte_ddp.observers.console import say
+from flyte_ddp.settings import RunOptions
 from flyte_ddp.tasks.execution import TaskFailed, is_local, run_dir
 from flyte_ddp.tasks.held_out import hold_out_validation
 from flyte_ddp.tasks.observing import deck_publisher
@@ -27,7 +28,7 @@ from flyte_ddp.tasks.versions import TRAINING_SOURCES, CodeVersion
 from flyte_ddp.training.environment import choose_world
 from flyte_ddp.training.errors import RecoverableError, ReportedError
 from flyte_ddp.training.failures import RankFailed
-from flyte_ddp.training.hyperparameters import Hyperparameters, RunOptions
+from flyte_ddp.training.hyperparameters import Hyperparameters
 from flyte_ddp.training.search import Sweep, TrialResult, trials_of
 from workflows.mnist import pytorch_mnist_task
 

@@ -18,11 +18,12 @@ from torch import distributed
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from flyte_ddp.observers.console import Console, download_progress, say
+from flyte_ddp.settings import RunOptions
 from flyte_ddp.training import datasets, joined, prepared
 from flyte_ddp.training.code_version import library_version
 from flyte_ddp.training.environment import Environment
 from flyte_ddp.training.errors import InputError
-from flyte_ddp.training.hyperparameters import Hyperparameters, RunOptions
+from flyte_ddp.training.hyperparameters import Hyperparameters
 from flyte_ddp.training.job import Identity, Job, TrainingResult
 from flyte_ddp.training.process_group import process_group
 from flyte_ddp.training.reading import read_settings

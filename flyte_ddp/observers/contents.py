@@ -8,7 +8,7 @@ from typing import Any, Dict, List, Mapping
 from flyte_ddp.observers.figures import Curves
 from flyte_ddp.observers.measures import capitalised, in_words
 from flyte_ddp.observers.record import Record
-from flyte_ddp.training.settings import Settings
+from flyte_ddp.settings import Settings
 
 MOST_BARS = 40
 MOST_CURVES = 6  # of measures beside the loss

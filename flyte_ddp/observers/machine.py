@@ -8,11 +8,12 @@ from typing import Callable, Dict, Iterator, List, Optional, Tuple, TypeVar, Uni
 from flyte_ddp.observers import nvidia
 from flyte_ddp.observers.nvidia import DriverGpu, NotKnown, first_line
 from flyte_ddp.observers.surroundings import processor
+from flyte_ddp.settings import RunOptions
 from flyte_ddp.training import launcher
 from flyte_ddp.training.capabilities import Capabilities
 from flyte_ddp.training.environment import World, available_cores, nvidia_devices
 from flyte_ddp.training.failures import RankFailed
-from flyte_ddp.training.hyperparameters import Hyperparameters, RunOptions
+from flyte_ddp.training.hyperparameters import Hyperparameters
 from flyte_ddp.training.limits import cpu_limit, usable_memory
 
 T = TypeVar("T")

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, Dict, List, Optional, Tuple, Union
 
 from flyte_ddp.observers.measures import written
+from flyte_ddp.settings import RunOptions, TrainingSettings
 from flyte_ddp.training.description import DatasetDescription
 from flyte_ddp.training.events import (
     CheckpointFailed,
@@ -16,7 +17,6 @@ from flyte_ddp.training.events import (
     RunStarted,
     StepLogged,
 )
-from flyte_ddp.training.hyperparameters import RunOptions, TrainingSettings
 from flyte_ddp.training.job import TrainingResult
 
 MOST_STEPS = 1024  # kept of a long run, evenly spread: more than a curve can show

@@ -17,6 +17,7 @@ from flytekit.types.file import FlyteFile
 from torch import distributed
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+from flyte_ddp.settings import RunOptions, TrainingSettings
 from flyte_ddp.tasks.execution import TaskFailed, TaskInterrupted, flyte_retries
 from flyte_ddp.tasks.logs import kept_logs, place_of_logs
 from flyte_ddp.tasks.resources import check_gpus, registration
@@ -27,7 +28,7 @@ from flyte_ddp.training.environment import Environment, environment_from_torchru
 from flyte_ddp.training.errors import InputError, StopRequested
 from flyte_ddp.training.events import Event
 from flyte_ddp.training.failures import Preempted, from_exception, from_exit_code, name_the_cause
-from flyte_ddp.training.hyperparameters import Hyperparameters, RunOptions, TrainingSettings
+from flyte_ddp.training.hyperparameters import Hyperparameters
 from flyte_ddp.training.job import Job, TrainingResult
 from flyte_ddp.training.process_group import process_group
 

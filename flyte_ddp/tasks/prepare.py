@@ -7,6 +7,7 @@ from flytekit.types.directory import FlyteDirectory
 from typing_extensions import Annotated
 
 from flyte_ddp.observers.console import download_progress, say
+from flyte_ddp.settings import RunOptions
 from flyte_ddp.tasks.caching import OnClustersOnly
 from flyte_ddp.tasks.execution import flyte_retries, forget_lost_results, is_local
 from flyte_ddp.tasks.resources import preparation_resources, small_resources
@@ -14,7 +15,7 @@ from flyte_ddp.tasks.versions import DATA_SOURCES, CodeVersion
 from flyte_ddp.training import datasets, prepared
 from flyte_ddp.training.environment import choose_world
 from flyte_ddp.training.errors import DownloadError
-from flyte_ddp.training.hyperparameters import Hyperparameters, RunOptions
+from flyte_ddp.training.hyperparameters import Hyperparameters
 
 
 def content_digest(directory: FlyteDirectory) -> str:

@@ -16,6 +16,7 @@ from flytekit import Cache
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile, PythonPickledFile
 
+from flyte_ddp.settings import RunOptions, TrainingSettings
 from flyte_ddp.tasks.pyflyte import set_up_pyflyte, ship
 from flyte_ddp.tasks.resources import check_gpus, training_resources
 from flyte_ddp.tasks.train import TRAINING_CODE, RunSummary, Subject, Trained, spawn, train_by
@@ -23,7 +24,6 @@ from flyte_ddp.tasks.versions import CodeVersion
 from flyte_ddp.training.code_version import OTHER_CODE, code_version
 from flyte_ddp.training.environment import choose_world, visible_gpus
 from flyte_ddp.training.errors import ReportedError
-from flyte_ddp.training.hyperparameters import RunOptions, TrainingSettings
 from flyte_ddp.training.job import Identity
 from flyte_ddp.training.storage import content_digest
 from flyte_ddp.training.user_code import find_code

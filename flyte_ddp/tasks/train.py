@@ -12,6 +12,7 @@ from flyte_ddp.observers.predictions import Predictions, predictions_of
 from flyte_ddp.observers.record import RunFinished, Setting
 from flyte_ddp.observers.summary import say_summary
 from flyte_ddp.observers.surroundings import surroundings
+from flyte_ddp.settings import RunOptions
 from flyte_ddp.tasks.checkpoints import checkpoint_store
 from flyte_ddp.tasks.execution import flyte_retries, is_local, run_dir
 from flyte_ddp.tasks.logs import kept_logs
@@ -23,7 +24,7 @@ from flyte_ddp.training.code_version import code_version
 from flyte_ddp.training.description import DatasetDescription
 from flyte_ddp.training.environment import World, choose_world, visible_gpus
 from flyte_ddp.training.events import Event
-from flyte_ddp.training.hyperparameters import Hyperparameters, RunOptions
+from flyte_ddp.training.hyperparameters import Hyperparameters
 from flyte_ddp.training.job import Identity, Job, TrainingResult
 
 WORKER = "flyte_ddp.training.worker:run"  # a name, because importing it would import torch

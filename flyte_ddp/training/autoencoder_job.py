@@ -3,10 +3,9 @@
 from dataclasses import dataclass
 from typing import Any, Dict, List, Tuple
 
+from flyte_ddp.settings import TRACKING, Settings, setting
 from flyte_ddp.training.errors import InputError
 from flyte_ddp.training.events import EpochLosses, NotLearning
-from flyte_ddp.training.hyperparameters import TRACKING
-from flyte_ddp.training.settings import Settings, setting
 
 DATASETS = ("auto", "mnist", "fashion_mnist", "digits")  # of 28 x 28 pixels, as the network takes them
 PRECISIONS: Dict[str, Any] = {

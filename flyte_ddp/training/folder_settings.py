@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Tuple
 
-from flyte_ddp.training.hyperparameters import Hyperparameters, RunOptions
-from flyte_ddp.training.settings import Settings, setting
+from flyte_ddp.settings import RunOptions, Settings, setting
+from flyte_ddp.training.hyperparameters import Hyperparameters
 
 
 @dataclass(frozen=True)

@@ -1,38 +1,12 @@
-"""The two inputs of a training run: what decides the result, and how to run it."""
+"""The settings of our own image classifiers: what decides the result of their training."""
 
 from dataclasses import dataclass
 
-from flyte_ddp.training.settings import Settings, setting
+from flyte_ddp.settings import TrainingSettings, setting
 
-BACKENDS = ("auto", "gloo", "nccl")
 DATASETS = ("auto", "mnist", "fashion_mnist", "cifar10", "digits")
-PRECISIONS = ("auto", "float32", "bfloat16")
 MODELS = ("mnist_cnn", "fashion_cnn", "cifar_cnn", "resnet9", "resnet9_small")
 SCHEDULES = ("onecycle", "constant")
-TRACKING = ("auto", "online", "offline", "tensorboard", "off")
-
-
-@dataclass(frozen=True)
-class TrainingSettings(Settings):
-    """What decides the result of any training, and therefore the cache key; a recipe's own settings derive from it.
-
-    Attributes:
-        backend: process group backend; auto is nccl where a GPU is visible, else gloo.
-        seed: of the initial weights, the shuffling and the augmentation.
-        log_interval: steps between two log lines.
-        batch_size: samples of one optimizer step, all ranks together.
-        test_batch_size: samples of one evaluation batch, all ranks together.
-        epochs: passes over the training samples.
-        precision: of the forward and backward pass; auto is bfloat16 where the hardware computes in it.
-    """
-
-    backend: str = setting("auto", choices=BACKENDS)
-    seed: int = setting(1, minimum=0, maximum=2**32 - 1)
-    log_interval: int = setting(10, minimum=1)
-    batch_size: int = setting(128, minimum=1)
-    test_batch_size: int = setting(1000, minimum=1)
-    epochs: int = setting(2, minimum=1)
-    precision: str = setting("auto", choices=PRECISIONS)
 
 
 @dataclass(frozen=True)
@@ -91,34 +65,3 @@ class CIFAR10Hyperparameters(Hyperparameters):
     weight_decay: float = setting(5e-4, minimum=0)
     shift_pixels: int = setting(4, minimum=0, maximum=8)
     flip: bool = setting(True)
-
-
-@dataclass(frozen=True)
-class RunOptions(Settings):
-    """How to run it; the result is the same up to rounding, so the cache ignores these.
-
-    Attributes:
-        nproc: ranks to spawn; 0 is one per visible GPU, or two where there is none.
-        timeout_seconds: how long the ranks may go without a step before the run counts as hung.
-        checkpoint_seconds: time between two checkpoints within an epoch (each epoch's end has one anyway).
-        resume: whether to go on from the checkpoint that an earlier, unfinished run of the same training left.
-        tracking: online and offline are Weights & Biases; auto is online where it has a key, else off; tensorboard
-            writes event files.
-        wandb_project: the W&B project; empty is WANDB_PROJECT, else flyte-ddp.
-        wandb_entity: the W&B user or team; empty is WANDB_ENTITY, else the key's own.
-        profile: whether torch.profiler looks at some steps of every rank.
-        loader_workers: processes of each rank that read samples ahead of their use, where these are not in memory; 0 is
-            the rank itself.
-        pin_memory: whether a GPU fetches such batches from page-locked memory; without a GPU this does nothing.
-    """
-
-    nproc: int = setting(0, minimum=0, maximum=1024)
-    timeout_seconds: float = setting(300.0, minimum=1, maximum=86400)
-    checkpoint_seconds: float = setting(30.0, minimum=0)
-    resume: bool = setting(True)
-    tracking: str = setting("auto", choices=TRACKING)
-    wandb_project: str = setting("")
-    wandb_entity: str = setting("")
-    profile: bool = setting(False)
-    loader_workers: int = setting(2, minimum=0, maximum=64)
-    pin_memory: bool = setting(True)

@@ -5,8 +5,8 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any, Dict, List, Tuple
 
+from flyte_ddp.settings import TrainingSettings
 from flyte_ddp.training.events import EpochFinished, NotLearning
-from flyte_ddp.training.hyperparameters import TrainingSettings
 
 
 @dataclass(frozen=True)

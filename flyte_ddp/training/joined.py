@@ -10,12 +10,12 @@ from typing import Any, Callable, Iterator, Optional
 import torch
 
 from flyte_ddp.observers.console import Console
+from flyte_ddp.settings import RunOptions, TrainingSettings
 from flyte_ddp.training import worker
 from flyte_ddp.training.direct_link import DirectLink
 from flyte_ddp.training.environment import Environment, choose_world, environment_from_variables, threads_per_rank
 from flyte_ddp.training.errors import InputError, ReportedError, StopRequested
 from flyte_ddp.training.events import Event
-from flyte_ddp.training.hyperparameters import RunOptions, TrainingSettings
 from flyte_ddp.training.job import Job, TrainingResult
 from flyte_ddp.training.process_group import process_group
 

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import Tuple
 
+from flyte_ddp.settings import Settings, setting
 from flyte_ddp.training.errors import InputError
 from flyte_ddp.training.hyperparameters import DATASETS, MODELS
-from flyte_ddp.training.settings import Settings, setting
 
 ONE_DEVICE, DATA_PARALLEL, PROCESSES = "one device", "nn.DataParallel", "one process per device"
 METHODS = (ONE_DEVICE, DATA_PARALLEL, PROCESSES)

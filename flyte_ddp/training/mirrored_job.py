@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import List, Tuple
 
+from flyte_ddp.settings import Settings, setting
 from flyte_ddp.training.errors import InputError
 from flyte_ddp.training.events import EpochFinished
-from flyte_ddp.training.settings import Settings, setting
 
 CLASSES = ("malignant", "benign")
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import yaml
 
+from flyte_ddp.settings import read_json, refuse_repeated
 from flyte_ddp.training.errors import InputError
-from flyte_ddp.training.settings import read_json, refuse_repeated
 
 
 def read_settings(text: str) -> Any:

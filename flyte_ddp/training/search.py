@@ -7,9 +7,9 @@ import random
 from dataclasses import dataclass
 from typing import Any, Dict, Iterable, List
 
+from flyte_ddp.settings import Settings, setting
 from flyte_ddp.training.errors import InputError
 from flyte_ddp.training.hyperparameters import Hyperparameters
-from flyte_ddp.training.settings import Settings, setting
 
 MOST_TRIALS = 200
 

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Iterator, NamedTuple, Sequence, Tuple
 
+from flyte_ddp.settings import Settings, setting
 from flyte_ddp.training.hyperparameters import DATASETS, MODELS
 from flyte_ddp.training.prepared import SPLITS
-from flyte_ddp.training.settings import Settings, setting
 
 MOST_SHARDS = 5000  # what Flyte starts from one map task, as it comes
 

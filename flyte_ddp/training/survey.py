@@ -7,10 +7,11 @@ from typing import Any, List, Optional, Tuple
 import torch
 from torch import distributed
 
+from flyte_ddp.settings import RunOptions
 from flyte_ddp.training.capabilities import Capabilities, Plan, TorchGpu
 from flyte_ddp.training.environment import choose_world, threads_per_rank
 from flyte_ddp.training.errors import InputError
-from flyte_ddp.training.hyperparameters import Hyperparameters, RunOptions
+from flyte_ddp.training.hyperparameters import Hyperparameters
 from flyte_ddp.training.worker import choose_precision
 
 

@@ -9,10 +9,11 @@ import pytest
 
 from flyte_ddp.observers.record import Record, RunFinished, Setting
 from flyte_ddp.observers.surroundings import surroundings
+from flyte_ddp.settings import RunOptions
 from flyte_ddp.training import launcher, prepared
 from flyte_ddp.training.datasets import prepare
 from flyte_ddp.training.environment import choose_world
-from flyte_ddp.training.hyperparameters import Hyperparameters, RunOptions
+from flyte_ddp.training.hyperparameters import Hyperparameters
 from flyte_ddp.training.job import Identity, Job
 
 HOSTILE = """<script>alert(1)</script>"'&{{ 7 * 7 }}"""

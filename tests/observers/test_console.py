@@ -12,10 +12,10 @@ import pytest
 
 from flyte_ddp.observers.console import Console, download_progress
 from flyte_ddp.observers.summary import next_step, say_summary
+from flyte_ddp.settings import RunOptions
 from flyte_ddp.training import launcher
 from flyte_ddp.training.environment import choose_world
 from flyte_ddp.training.events import EpochFinished, NotLearning, Printed, RunStarted, StepLogged
-from flyte_ddp.training.hyperparameters import RunOptions
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -13,9 +13,10 @@ from flyte_ddp.observers import nvidia
 from flyte_ddp.observers.hardware import as_page, as_text
 from flyte_ddp.observers.machine import GIB, Machine, known, warnings
 from flyte_ddp.observers.nvidia import DriverGpu, NotKnown, pairs, parse_cuda, parse_gpus, parse_links
+from flyte_ddp.settings import RunOptions
 from flyte_ddp.training.capabilities import Capabilities, Plan, TorchGpu
 from flyte_ddp.training.environment import World
-from flyte_ddp.training.hyperparameters import Hyperparameters, RunOptions
+from flyte_ddp.training.hyperparameters import Hyperparameters
 
 GARBAGE = [
     "",

@@ -21,10 +21,9 @@ from flyte_ddp.observers.record import Record, RunFailed, RunFinished, Setting
 from flyte_ddp.observers.report import document, fragment
 from flyte_ddp.observers.summary import say_summary
 from flyte_ddp.observers.tensorboard import TensorBoard
+from flyte_ddp.settings import RunOptions, TrainingSettings, setting
 from flyte_ddp.training.events import EpochFinished, RunStarted, StepLogged
-from flyte_ddp.training.hyperparameters import RunOptions, TrainingSettings
 from flyte_ddp.training.job import TrainingResult
-from flyte_ddp.training.settings import setting
 from tests.observers.conftest import HOSTILE, Recorded
 from tests.observers.wandb_file import Logged
 

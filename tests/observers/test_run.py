@@ -9,7 +9,8 @@ from typing import List
 
 import pytest
 
-from flyte_ddp.training.hyperparameters import Hyperparameters, RunOptions
+from flyte_ddp.settings import RunOptions
+from flyte_ddp.training.hyperparameters import Hyperparameters
 from tests.observers.test_tracking import KEY, files_with
 from tests.observers.wandb_server import Server
 from tests.pod import Pod, literal, package_for_here, small_dataset

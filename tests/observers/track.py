@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from flyte_ddp.observers.tracking import open_tracker
-from flyte_ddp.training.hyperparameters import RunOptions
+from flyte_ddp.settings import RunOptions
 
 
 def main() -> None:

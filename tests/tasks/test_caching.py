@@ -1,8 +1,9 @@
 """What a local run finds out anew each time, though a cluster remembers it."""
 
+from flyte_ddp.settings import RunOptions
 from flyte_ddp.tasks.prepare import resolve_dataset
 from flyte_ddp.training.datasets import prepared_dir
-from flyte_ddp.training.hyperparameters import Hyperparameters, RunOptions
+from flyte_ddp.training.hyperparameters import Hyperparameters
 from tests.pod import small_dataset
 
 

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from mashumaro.codecs.json import JSONDecoder
 from mashumaro.codecs.msgpack import MessagePackDecoder
 
+from flyte_ddp.settings import RunOptions
 from flyte_ddp.training.errors import InputError
-from flyte_ddp.training.hyperparameters import Hyperparameters, RunOptions
+from flyte_ddp.training.hyperparameters import Hyperparameters
 from flyte_ddp.training.reading import read_settings
 
 WRONG = [

@@ -1,4 +1,6 @@
-"""Frozen dataclasses whose every value is checked, whichever way it came: CLI, UI, file or Python.
+"""The inputs of a training: what decides its result, and how to run it. The base of a recipe's own settings.
+
+Frozen dataclasses, whose every value is checked, whichever way it came: CLI, UI, file or Python.
 
 A field's checks stand in its declaration: `epochs: int = setting(2, minimum=1)`; without setting(), its type is checked
 alone. What fails raises InputError.
@@ -8,6 +10,7 @@ import dataclasses
 import difflib
 import json
 import math
+from dataclasses import dataclass
 from typing import Any, Dict, List, Sequence, Tuple, Type, TypeVar
 
 from dataclasses_json import DataClassJsonMixin
@@ -15,6 +18,10 @@ from dataclasses_json import DataClassJsonMixin
 from flyte_ddp.training.errors import InputError
 
 S = TypeVar("S", bound="Settings")
+
+BACKENDS = ("auto", "gloo", "nccl")
+PRECISIONS = ("auto", "float32", "bfloat16")
+TRACKING = ("auto", "online", "offline", "tensorboard", "off")
 
 TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "a string", dict: "an object"}
 BY_NAME = {kind.__name__: kind for kind in TYPE_NAMES}
@@ -57,7 +64,7 @@ def refuse_repeated(names: Sequence[str]) -> None:
 
 
 class Settings(DataClassJsonMixin):
-    """Base of Hyperparameters and RunOptions: strict partial JSON in, InputError for whatever breaks a field's rule."""
+    """Base of all settings: strict partial JSON in, InputError for whatever breaks a field's rule."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
@@ -99,7 +106,7 @@ def _checked(owner: str, field: "dataclasses.Field[Any]", value: Any) -> Any:
     """Returns the value in the field's own type (1 becomes 1.0 for a float), or raises InputError."""
     name, rules = f"{owner}.{field.name}", {**UNRULED, **field.metadata}
     # from __future__ import annotations leaves the type's name
-    expected = BY_NAME.get(field.type, field.type) if isinstance(field.type, str) else field.type
+    expected: Any = BY_NAME.get(field.type, field.type) if isinstance(field.type, str) else field.type
     if expected not in TYPE_NAMES:
         raise InputError(f"{name} must be declared as one of {', '.join(BY_NAME)}, got {_shown(field.type)}")
     if expected is float and type(value) is int:
@@ -107,7 +114,7 @@ def _checked(owner: str, field: "dataclasses.Field[Any]", value: Any) -> Any:
     if expected is int and type(value) is float and value.is_integer():
         value = int(value)  # Flyte's older literals carry every number as a double
     if type(value) is not expected or (expected is float and not math.isfinite(value)):
-        raise InputError(f"{name} must be {TYPE_NAMES[expected]}, got {_shown(value)}")  # type: ignore[index]
+        raise InputError(f"{name} must be {TYPE_NAMES[expected]}, got {_shown(value)}")
     if rules["choices"] and value not in rules["choices"]:
         raise InputError(f"{name} must be one of {', '.join(rules['choices'])}, got {_shown(value)}")
     if expected in (int, float):
@@ -141,3 +148,57 @@ def _shown(value: Any) -> str:
     except (TypeError, ValueError):
         text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+@dataclass(frozen=True)
+class TrainingSettings(Settings):
+    """What decides the result of any training, and therefore the cache key; a recipe's own settings derive from it.
+
+    Attributes:
+        backend: process group backend; auto is nccl where a GPU is visible, else gloo.
+        seed: of the initial weights, the shuffling and the augmentation.
+        log_interval: steps between two log lines.
+        batch_size: samples of one optimizer step, all ranks together.
+        test_batch_size: samples of one evaluation batch, all ranks together.
+        epochs: passes over the training samples.
+        precision: of the forward and backward pass; auto is bfloat16 where the hardware computes in it.
+    """
+
+    backend: str = setting("auto", choices=BACKENDS)
+    seed: int = setting(1, minimum=0, maximum=2**32 - 1)
+    log_interval: int = setting(10, minimum=1)
+    batch_size: int = setting(128, minimum=1)
+    test_batch_size: int = setting(1000, minimum=1)
+    epochs: int = setting(2, minimum=1)
+    precision: str = setting("auto", choices=PRECISIONS)
+
+
+@dataclass(frozen=True)
+class RunOptions(Settings):
+    """How to run it; the result is the same up to rounding, so the cache ignores these.
+
+    Attributes:
+        nproc: ranks to spawn; 0 is one per visible GPU, or two where there is none.
+        timeout_seconds: how long the ranks may go without a step before the run counts as hung.
+        checkpoint_seconds: time between two checkpoints within an epoch (each epoch's end has one anyway).
+        resume: whether to go on from the checkpoint that an earlier, unfinished run of the same training left.
+        tracking: online and offline are Weights & Biases; auto is online where it has a key, else off; tensorboard
+            writes event files.
+        wandb_project: the W&B project; empty is WANDB_PROJECT, else flyte-ddp.
+        wandb_entity: the W&B user or team; empty is WANDB_ENTITY, else the key's own.
+        profile: whether torch.profiler looks at some steps of every rank.
+        loader_workers: processes of each rank that read samples ahead of their use, where these are not in memory; 0 is
+            the rank itself.
+        pin_memory: whether a GPU fetches such batches from page-locked memory; without a GPU this does nothing.
+    """
+
+    nproc: int = setting(0, minimum=0, maximum=1024)
+    timeout_seconds: float = setting(300.0, minimum=1, maximum=86400)
+    checkpoint_seconds: float = setting(30.0, minimum=0)
+    resume: bool = setting(True)
+    tracking: str = setting("auto", choices=TRACKING)
+    wandb_project: str = setting("")
+    wandb_entity: str = setting("")
+    profile: bool = setting(False)
+    loader_workers: int = setting(2, minimum=0, maximum=64)
+    pin_memory: bool = setting(True)
