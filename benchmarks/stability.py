@@ -21,6 +21,7 @@ import torch
 import yaml
 
 from benchmarks.engine import hardware, percent, train
+from flyte_ddp.recipes.images import entropy
 from flyte_ddp.training.datasets import data_dir, prepare
 from flyte_ddp.training.errors import NonFinite
 from flyte_ddp.training.events import Event, StepLogged
@@ -31,7 +32,6 @@ from flyte_ddp.training.image_files import Access, write_access
 from flyte_ddp.training.image_folder import index_folder, write_folder
 from flyte_ddp.training.prepared import SPLITS, open_images, open_split
 from flyte_ddp.training.watch import GUESSING
-from flyte_ddp.training.worker import entropy
 
 PRESETS = Path(__file__).parents[1] / "presets"
 FACTORS = (2.0, 3.0, 4.0, 6.0, 8.0)
