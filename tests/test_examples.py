@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any, Dict, List, Tuple
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from flyte_ddp.settings import RunOptions
 from flyte_ddp.train import train
 from flyte_ddp.training import prepared
 from flyte_ddp.training.datasets import prepare
-from flyte_ddp.training.events import CheckpointWritten, StepLogged
+from flyte_ddp.training.events import CheckpointWritten, Event, StepLogged
 from flyte_ddp.training.failures import RecoverableRankFailed
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -36,7 +37,7 @@ RECIPES = {
     "tabular": "Tabular",
 }
 # A few steps, the last one of another size
-SMALL = {
+SMALL: Dict[str, Dict[str, Any]] = {
     "autoencoder": {"batch_size": 16},
     "charlm": {"characters": 12_000, "batch_size": 64, "width": 16, "layers": 1},
     "contrastive": {"batch_size": 400},
@@ -46,7 +47,7 @@ SMALL = {
     "tabular": {"batch_size": 20},
 }
 # By the workflow: settings, and what the last epoch's measures have to be
-ENOUGH = {
+ENOUGH: Dict[str, Tuple[Dict[str, Any], str]] = {
     "autoencoder": ({"epochs": 1}, "0 < loss < 0.08"),
     "charlm": (
         {"characters": 40_000, "batch_size": 16, "epochs": 3, "width": 16},
@@ -93,7 +94,8 @@ def trained(project, data, tmp_path_factory):
 
     @functools.cache
     def run(name, nproc):
-        place, events = tmp_path_factory.mktemp(name), []
+        place = tmp_path_factory.mktemp(name)
+        events: List[Event] = []
         result = train_small(name, data, place, events.append, nproc)
         losses = [event.measures["loss"] for event in events if isinstance(event, StepLogged)]
         return place, [*losses, result.epochs[-1].test["loss"]]
@@ -120,9 +122,9 @@ def test_an_example_is_short_and_its_settings_need_no_torch():
         assert lines["recipe.py"] <= 60
         assert lines["workflow.py"] <= 30
         assert lines["__init__.py"] == 0
-        assert f"pyflyte run {name}/workflow.py {name}_wf" in ast.get_docstring(
-            ast.parse((folder / "workflow.py").read_text())
-        )
+        docstring = ast.get_docstring(ast.parse((folder / "workflow.py").read_text()))
+        assert docstring is not None
+        assert f"pyflyte run {name}/workflow.py {name}_wf" in docstring
         assert f"pyflyte run {name}/workflow.py {name}_wf" in (ROOT / "examples" / "README.md").read_text()
         assert "torch" not in (folder / "settings.py").read_text()
 
@@ -161,7 +163,7 @@ def test_the_result_is_the_same_on_1_2_and_3_ranks(trained, name):
 def test_killed_in_the_middle_the_same_call_ends_with_the_same_bits(trained, project, data, name, tmp_path):
     def kill_a_rank(event):
         if isinstance(event, CheckpointWritten):
-            os.kill(max(child.pid for child in multiprocessing.active_children()), signal.SIGKILL)
+            os.kill(max(child.pid or 0 for child in multiprocessing.active_children()), signal.SIGKILL)
 
     expected = weights(trained(name, 2)[0])
     if name in ("contrastive", "resnet", "segmentation"):
@@ -170,7 +172,7 @@ def test_killed_in_the_middle_the_same_call_ends_with_the_same_bits(trained, pro
     else:
         kill_all(project, name, data.get(name), tmp_path)
     assert (tmp_path / "checkpoint").exists()
-    events = []
+    events: List[Event] = []
     train_small(name, data, tmp_path, events.append)
     assert min(event.step for event in events if isinstance(event, StepLogged)) > 1
     found = weights(tmp_path)
