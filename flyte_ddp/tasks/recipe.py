@@ -15,17 +15,30 @@ from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Union
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile, PythonPickledFile
 
+from flyte_ddp.observers.console import open_console
 from flyte_ddp.settings import RunOptions, TrainingSettings
+from flyte_ddp.tasks.execution import flyte_retries, is_local, run_dir
 from flyte_ddp.tasks.pyflyte import set_up_pyflyte, ship
 from flyte_ddp.tasks.resources import check_gpus
-from flyte_ddp.tasks.train import TRAINING_CODE, RunSummary, Subject, Trained, spawn, train_by, training_arguments
+from flyte_ddp.tasks.train import (
+    TRAINING_CODE,
+    RunSummary,
+    Subject,
+    Trained,
+    job_of,
+    spawn,
+    train_by,
+    training_arguments,
+)
+from flyte_ddp.training import launcher
 from flyte_ddp.training.code_version import OTHER_CODE, code_version
 from flyte_ddp.training.environment import choose_world, visible_gpus
-from flyte_ddp.training.errors import ReportedError
+from flyte_ddp.training.errors import InputError, ReportedError
 from flyte_ddp.training.job import Identity
 from flyte_ddp.training.storage import content_digest
 from flyte_ddp.training.user_code import find_code
 
+PREDICT = "flyte_ddp.training.predict:run"  # a name, because importing it would import torch
 CODE_VARIABLE = "DDP_RECIPE_CODE"
 Data = Union[FlyteFile, FlyteDirectory, None]
 
@@ -78,9 +91,10 @@ class RecipeTraining:
         self.code = find_code(recipe, data_files)
         ship(self.code.files)
 
-    def arguments(self) -> Dict[str, Any]:
-        """Arguments of the @task that trains: cache, retries, live report, resources."""
-        arguments = training_arguments(salt=f"{self.code.name} {self.code.version} ")
+    def arguments(self, ignored_inputs: Sequence[str] = ("options",)) -> Dict[str, Any]:
+        """Arguments of the @task that trains or predicts: cache, retries, live report, resources."""
+        salt = f"{self.code.name} {self.code.version} "
+        arguments = training_arguments(salt=salt, ignored_inputs=ignored_inputs)
         return {**arguments, "environment": {**arguments["environment"], CODE_VARIABLE: self.code.version}}
 
     def run(self, settings: TrainingSettings, options: RunOptions, data: Data = None) -> RecipeOutputs:
@@ -106,6 +120,30 @@ class RecipeTraining:
 
         outputs: RecipeOutputs = train_as_rank(settings, options, fetch, self.outputs_of)
         return outputs
+
+    def predict(
+        self,
+        model_state: FlyteFile,
+        settings: TrainingSettings,
+        shard: int = 0,
+        shards: int = 1,
+        data: Data = None,
+        split: str = "test",
+    ) -> FlyteFile:
+        """The predictions (n, ...) of a trained network for a shard of a split, an .npy file.
+
+        settings: that it was trained with. shard: from 0; to be mapped over, in a task whose arguments are
+        arguments(ignored_inputs=()).
+        """
+        if not 0 <= shard < shards:
+            raise InputError(f"shard must be at least 0 and below shards ({shards}), got {shard}")
+        subject = self.subject(settings, None if data is None else Path(data.download()))
+        with flyte_retries(), run_dir(f"{subject.dataset}-predictions") as folder:
+            path = folder / f"predictions-{shard}.npy"
+            job = job_of(subject, RunOptions(), model_path=model_state.download(), predictions_path=str(path))
+            world, timeout, listen = choose_world("gloo", 1, 1), RunOptions().timeout_seconds, open_console()
+            launcher.launch(PREDICT, world, (job, split, shard, shards), timeout, listen, roots=[self.code.root])
+        return FlyteFile(str(path), remote_path=False if is_local() else None)
 
     def subject(self, settings: TrainingSettings, place: Optional[Path]) -> Subject:
         """The recipe and its data; ReportedError where this pod has other code than was registered."""
