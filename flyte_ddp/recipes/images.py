@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from flyte_ddp import schedules
 from flyte_ddp.recipe import Measures, Random, Recipe
 from flyte_ddp.training import prepared
+from flyte_ddp.training.description import DatasetDescription
 from flyte_ddp.training.hyperparameters import Hyperparameters
 from flyte_ddp.training.image_files import ImageFiles
 from flyte_ddp.training.models import MODELS
@@ -61,19 +62,12 @@ class ImageClassifier(Classifier):
         return torch.from_numpy(images), torch.from_numpy(labels)
 
     def model(self) -> nn.Module:
-        mean, std = torch.tensor(self.description.mean), torch.tensor(self.description.std)
-        # (x / 255 - mean) / std as one multiplication and one addition
-        self.scale = (1 / (255 * std)).view(1, -1, 1, 1).to(self.device)
-        self.offset = (-mean / std).view(1, -1, 1, 1).to(self.device)
+        self.normalise = Normaliser(self.description, self.device)
         model = MODELS[self.settings.model](self.description.image_shape, len(self.description.classes))
         return model.to(memory_format=torch.channels_last)
 
-    def normalised(self, images: Tensor) -> Tensor:
-        """Pixels (n, C, H, W) uint8 as the network takes them, float32."""
-        return torch.addcmul(self.offset, images, self.scale).contiguous(memory_format=torch.channels_last)
-
     def forward(self, model: nn.Module, batch: Tuple[Tensor, Tensor]) -> Tensor:
-        scores: Tensor = model(self.normalised(batch[0]))
+        scores: Tensor = model(self.normalise(batch[0]))
         return scores
 
     def augment(self, batch: Tuple[Tensor, Tensor], random: Random) -> Tuple[Tensor, Tensor]:
@@ -98,6 +92,19 @@ class ImageClassifier(Classifier):
 
     def constant_loss(self) -> float:
         return entropy(torch.from_numpy(prepared.open_images(self.folder, "test")[1]))
+
+
+class Normaliser:
+    """Pixels (n, C, H, W) uint8 to what a network takes, float32: of mean 0 and standard deviation 1 by channel."""
+
+    def __init__(self, description: DatasetDescription, device: torch.device):
+        mean, std = torch.tensor(description.mean), torch.tensor(description.std)
+        # (x / 255 - mean) / std as one multiplication and one addition
+        self.scale = (1 / (255 * std)).view(1, -1, 1, 1).to(device)
+        self.offset = (-mean / std).view(1, -1, 1, 1).to(device)
+
+    def __call__(self, images: Tensor) -> Tensor:
+        return torch.addcmul(self.offset, images, self.scale).contiguous(memory_format=torch.channels_last)
 
 
 class LabelledFiles(torch.utils.data.Dataset[Any]):

@@ -125,7 +125,7 @@ def _global_dropout(share: Share) -> Iterator[None]:
 
 
 class BatchNorm(nn.modules.batchnorm._BatchNorm):
-    """Batch norm over the global batch: the ranks add up their sums, forward and backward, in float32.
+    """Batch norm over the global batch: the ranks add up their sums, forward and backward.
 
     torch's own SyncBatchNorm does the same on GPUs, and on them alone.
     """
@@ -150,7 +150,7 @@ class BatchNorm(nn.modules.batchnorm._BatchNorm):
                 self.num_batches_tracked += 1
                 share = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
                 self.running_mean.lerp_(mean, share)
-                self.running_var.lerp_(variance * count / (count - 1), share)
+                self.running_var.lerp_(variance * count / (count - 1).clamp(min=1), share)  # one sample has none
         return normalised
 
 
@@ -175,13 +175,18 @@ class _Normalise(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, features: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tuple[Tensor, ...]:
-        channels, axes = features.shape[1], (0, *range(2, features.ndim))
-        x = features.float()
-        sums = torch.cat([x.sum(axes), x.square().sum(axes), x.new_tensor([x.numel() / channels])])
+        channels = features.shape[1]
+        sums = torch.zeros(2 * channels + 1, dtype=torch.float64, device=features.device)
+        if len(features):
+            mine, around = torch.ops.aten.batch_norm_update_stats(features.float(), None, None, 0.0)
+            # in float64: of features far from 0, the difference of mean squares and squared mean has few digits left
+            mean, sums[-1] = mine.double(), features.numel() / channels
+            sums[:-1] = torch.cat([mean, around + mean.square()]) * sums[-1]
         distributed.all_reduce(sums)
         total, squares, count = sums.split([channels, channels, 1])
         mean = total / count
-        variance = squares / count - mean.square()
+        variance = (squares / count - mean.square()).float()
+        mean, count = mean.float(), count.float()
         ctx.save_for_backward(features, weight, mean, variance, count)
         ctx.eps = eps
         normalised = _fixed(features, weight, bias, mean, variance, eps)

@@ -40,6 +40,11 @@ def probe(recipe: Recipe, model: nn.Module, split: Split) -> Tuple[Tuple[str, ..
     model = convert(copy.deepcopy(model), share).train()
     count = min(SAMPLES, len(split))
     (tree,) = split.fetch(torch.arange(count), [slice(0, count)])
+    if recipe.micro_batch and recipe.couples_samples:
+        raise InputError(
+            f"micro_batch must be 0 where couples_samples is set, since everyone() is of whole batches, got "
+            f"{recipe.micro_batch}: set it to 0"
+        )
     if recipe.micro_batch and has_batch_norm(model):
         raise InputError(
             f"micro_batch must be 0 with batch norm, whose statistics are those of whole batches, got "
