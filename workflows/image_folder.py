@@ -6,7 +6,7 @@ pyflyte run workflows/image_folder.py loading_study_wf --folder FOLDER
 
 from typing import NamedTuple
 
-from flytekit import Cache, task, workflow
+from flytekit import task, workflow
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
@@ -16,21 +16,14 @@ from flyte_ddp.tasks.loading_study import LoadingChoice, study_loading
 from flyte_ddp.tasks.prepare import PreparedDataset
 from flyte_ddp.tasks.pyflyte import set_up_pyflyte
 from flyte_ddp.tasks.resources import training_resources
-from flyte_ddp.tasks.train import TRAINING_CODE, TrainingOutputs, train
-from flyte_ddp.tasks.versions import CodeVersion
+from flyte_ddp.tasks.train import TrainingOutputs, train, training_arguments
 from flyte_ddp.training.folder_settings import FolderHyperparameters, ImageSettings, LoadingSettings
 
 set_up_pyflyte()
 
 
-@task(
-    # the folder's content is in the index; its place decides nothing
-    cache=Cache(policies=CodeVersion(*TRAINING_CODE), ignored_inputs=("options", "folder"), serialize=True),
-    retries=2,
-    enable_deck=True,
-    deck_fields=(),  # the report alone, live
-    **training_resources(),
-)
+# the folder's content is in the index; its place decides nothing
+@task(**training_arguments(ignored_inputs=("options", "folder")))
 def image_folder_task(
     hp: FolderHyperparameters, index: PreparedDataset, folder: FlyteDirectory, options: RunOptions
 ) -> TrainingOutputs:

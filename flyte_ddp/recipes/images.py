@@ -1,7 +1,7 @@
 """The built-in recipe: classifying images, those of a prepared dataset or of a folder of files."""
 
 from pathlib import Path
-from typing import Any, Dict, Optional, Tuple
+from typing import Any, Optional, Tuple
 
 import numpy as np
 import torch
@@ -9,35 +9,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flyte_ddp import schedules
-from flyte_ddp.recipe import Measures, Random, Recipe
+from flyte_ddp.recipe import Random
+from flyte_ddp.recipes.classifier import Classifier
 from flyte_ddp.training import prepared
 from flyte_ddp.training.description import DatasetDescription
 from flyte_ddp.training.hyperparameters import Hyperparameters
 from flyte_ddp.training.image_files import ImageFiles
 from flyte_ddp.training.models import MODELS
-
-
-class Classifier(Recipe):
-    """Samples of some kind (inputs, labels (n,) int64) and a network that gives each class a score.
-
-    A subclass gives data and model; label_smoothing is the share of the target that is spread over all classes.
-    """
-
-    headline = "accuracy"
-    label_smoothing = 0.0
-
-    def measure(self, outputs: Tensor, batch: Any) -> Measures:
-        labels, logarithms = batch[1], F.log_softmax(outputs.float(), dim=1)
-        # without smoothing, so that it can be compared with the loss on the test split
-        loss = F.nll_loss(logarithms, labels, reduction="none")
-        measures: Dict[str, Any] = {"loss": loss, "accuracy": outputs.argmax(1) == labels}
-        if self.label_smoothing:
-            measures["objective"] = torch.lerp(loss, -logarithms.mean(1), self.label_smoothing)
-        return measures
-
-    def predictions(self, outputs: Tensor, batch: Any) -> Tensor:
-        """(n, classes) logarithms of the probabilities."""
-        return F.log_softmax(outputs.float(), dim=1)
 
 
 class ImageClassifier(Classifier):

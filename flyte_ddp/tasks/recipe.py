@@ -21,7 +21,6 @@ from flyte_ddp.tasks.execution import flyte_retries, is_local, run_dir
 from flyte_ddp.tasks.pyflyte import set_up_pyflyte, ship
 from flyte_ddp.tasks.resources import check_gpus
 from flyte_ddp.tasks.train import (
-    TRAINING_CODE,
     RunSummary,
     Subject,
     Trained,
@@ -30,6 +29,7 @@ from flyte_ddp.tasks.train import (
     train_by,
     training_arguments,
 )
+from flyte_ddp.tasks.versions import RECIPE_SOURCES, CodeVersion
 from flyte_ddp.training import launcher
 from flyte_ddp.training.code_version import OTHER_CODE, code_version
 from flyte_ddp.training.environment import choose_world, visible_gpus
@@ -39,6 +39,7 @@ from flyte_ddp.training.storage import content_digest
 from flyte_ddp.training.user_code import find_code
 
 PREDICT = "flyte_ddp.training.predict:run"  # a name, because importing it would import torch
+RECIPE_CODE = (RECIPE_SOURCES, ("torch",))
 CODE_VARIABLE = "DDP_RECIPE_CODE"
 Data = Union[FlyteFile, FlyteDirectory, None]
 
@@ -94,7 +95,7 @@ class RecipeTraining:
     def arguments(self, ignored_inputs: Sequence[str] = ("options",)) -> Dict[str, Any]:
         """Arguments of the @task that trains or predicts: cache, retries, live report, resources."""
         salt = f"{self.code.name} {self.code.version} "
-        arguments = training_arguments(salt=salt, ignored_inputs=ignored_inputs)
+        arguments = training_arguments(CodeVersion(*RECIPE_CODE), salt, ignored_inputs)
         return {**arguments, "environment": {**arguments["environment"], CODE_VARIABLE: self.code.version}}
 
     def run(self, settings: TrainingSettings, options: RunOptions, data: Data = None) -> RecipeOutputs:
@@ -151,7 +152,7 @@ class RecipeTraining:
             raise ReportedError(
                 f"this pod's code of {self.code.name} is not the code that was registered: {OTHER_CODE}"
             )
-        version = self.code.version + code_version(*TRAINING_CODE)
+        version = self.code.version + code_version(*RECIPE_CODE)
         digest = content_digest(place) if place else ""
         return Subject(
             identity=Identity(self.code.name, settings, digest, version),

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 from flytekit import Cache
-from flytekit.core.cache import CachePolicy
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile, PythonPickledFile
 
@@ -136,15 +135,14 @@ class Trained:
 
 
 def training_arguments(
-    policies: Sequence[CachePolicy] = (), salt: str = "", ignored_inputs: Sequence[str] = ("options",)
+    code: CodeVersion = CodeVersion(*TRAINING_CODE),  # noqa: B008 never changed
+    salt: str = "",
+    ignored_inputs: Sequence[str] = ("options",),
 ) -> Dict[str, Any]:
-    """Arguments of a @task that trains: cache, retries, live report, resources.
-
-    Its cache version is that of the library's own code, of further policies, and of the salt.
-    """
-    own: CachePolicy = CodeVersion(*TRAINING_CODE)
+    """Arguments of a @task that trains: cache, whose version the code and the salt decide, retries, live report,
+    resources."""
     return {
-        "cache": Cache(policies=[own, *policies], salt=salt, ignored_inputs=tuple(ignored_inputs), serialize=True),
+        "cache": Cache(policies=code, salt=salt, ignored_inputs=tuple(ignored_inputs), serialize=True),
         "retries": 2,
         "enable_deck": True,
         "deck_fields": (),  # the report alone, live
