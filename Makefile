@@ -41,7 +41,7 @@ test-keras: .venv-keras/stamp ## Run the tests that need TensorFlow
 bench: .venv/dev.stamp ## Run the benchmarks, in about half an hour; once each: make bench ARGS="--runs 1"
 	@$(call typed,python -m benchmarks$(if $(ARGS), $(ARGS)))
 
-faults: .venv/dev.stamp ## Break training on purpose and show what became of it, in about ten minutes
+faults: .venv/dev.stamp ## Break training on purpose and show what became of it, in about fifteen minutes
 	@$(call typed,python -m benchmarks.faults$(if $(ARGS), $(ARGS)))
 
 image: ## Build the image that the pods run: make image IMAGE=registry/name:tag
