@@ -1,0 +1,13 @@
+from dataclasses import dataclass
+
+from flyte_ddp.settings import TrainingSettings, setting
+
+
+@dataclass(frozen=True)
+class Settings(TrainingSettings):
+    batch_size: int = setting(32, minimum=1)
+    epochs: int = setting(60, minimum=1)
+    learning_rate: float = setting(1e-3, above=0)
+    weight_decay: float = setting(1e-2, minimum=0)
+    dropout: float = setting(0.2, minimum=0, below=1)
+    width: int = setting(32, minimum=1)
