@@ -175,13 +175,13 @@ class _Normalise(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, features: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tuple[Tensor, ...]:
-        channels = features.shape[1]
-        sums = torch.zeros(2 * channels + 1, dtype=torch.float64, device=features.device)
-        if len(features):
-            mine, around = torch.ops.aten.batch_norm_update_stats(features.float(), None, None, 0.0)
-            # in float64: of features far from 0, the difference of mean squares and squared mean has few digits left
-            mean, sums[-1] = mine.double(), features.numel() / channels
-            sums[:-1] = torch.cat([mean, around + mean.square()]) * sums[-1]
+        channels, axes = features.shape[1], (0, *range(2, features.ndim))
+        x, count = features.float(), features.numel() / features.shape[1]
+        mine = x.sum(axes) / max(1, count)
+        around = (x - mine.view(1, -1, *(1,) * (x.ndim - 2))).square_().sum(axes)
+        # in float64: of features far from 0, the difference of mean squares and squared mean has few digits left
+        mine = mine.double()
+        sums = torch.cat([mine * count, around + mine.square() * count, mine.new_tensor([count])])
         distributed.all_reduce(sums)
         total, squares, count = sums.split([channels, channels, 1])
         mean = total / count
