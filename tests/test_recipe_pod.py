@@ -9,6 +9,7 @@ import torch
 
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.train import train
+from flyte_ddp.training.user_code import find_code
 from scripts.dry_run import ROOT, build_package
 from tests.pod import IMAGE, Pod, literal
 
@@ -44,12 +45,10 @@ def test_a_pod_trains_a_recipe_as_a_plain_call_does(project, tmp_path):
 
 def test_the_cache_follows_the_recipes_code_and_not_its_comments(project):
     file, settings = project / "charlm" / "recipe.py", project / "charlm" / "settings.py"
-    text, first = file.read_text(), registered(project).metadata.discovery_version
-    file.write_text(f"# a remark\n{text}")
+    first, version = registered(project).metadata.discovery_version, find_code("charlm.recipe:CharLM").version
+    file.write_text(f"# a remark\n{file.read_text()}")
     (project / "tabular" / "recipe.py").write_text("no longer Python")  # another project's
-    assert registered(project).metadata.discovery_version == first
-    file.write_text(f"{text}\nMORE = 1\n")
-    second = registered(project).metadata.discovery_version
-    file.write_text(text)
+    assert find_code("charlm.recipe:CharLM").version == version
     settings.write_text(f"{settings.read_text()}\nMORE = 1\n")
-    assert len({first, second, registered(project).metadata.discovery_version}) == 3
+    assert find_code("charlm.recipe:CharLM").version != version
+    assert registered(project).metadata.discovery_version != first
