@@ -94,7 +94,7 @@ class LabelledFiles(torch.utils.data.Dataset[Any]):
     def __len__(self) -> int:
         return len(self.labels)
 
-    def read(self, indices: np.ndarray) -> Tuple[np.ndarray, np.ndarray]:
+    def read_batch(self, indices: np.ndarray) -> Tuple[np.ndarray, np.ndarray]:
         """Images (n, C, H, W) uint8 and labels (n,) int64; DataError, naming the file, where one cannot be decoded."""
         images = np.empty((len(indices), *self.files.shape), np.uint8)
         for image, index in zip(images, indices, strict=True):
