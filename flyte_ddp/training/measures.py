@@ -1,4 +1,4 @@
-"""A recipe's measures: what they have to be, and how they become the figures that are reported."""
+"""What a recipe gives for a batch: what it has to be, and how measures become the figures that are reported."""
 
 import inspect
 import math
@@ -6,10 +6,12 @@ from typing import Any, Dict, List, Sequence, Tuple
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
-from flyte_ddp.recipe import Recipe
+from flyte_ddp.recipe import Random, Recipe
 from flyte_ddp.training.batches import Batch
 from flyte_ddp.training.errors import InputError
+from flyte_ddp.training.layers import Share
 
 
 def place(recipe: Any, method: str) -> str:
@@ -18,6 +20,15 @@ def place(recipe: Any, method: str) -> str:
     code = getattr(function, "__code__", None)
     where = f" ({code.co_filename}, line {code.co_firstlineno})" if code else ""
     return f"{type(recipe).__name__}.{method}{where}"
+
+
+def augment(recipe: Recipe, tree: Any, generator: torch.Generator, share: Share) -> Any:
+    """A batch as the recipe changes it; InputError where it has another number of samples then."""
+    vars(recipe.share).update(vars(share))
+    changed = recipe.augment(tree, Random(generator, recipe.share))
+    if any(not isinstance(leaf, Tensor) or len(leaf) != share.count for leaf in pytree.tree_leaves(changed)):
+        raise InputError(f"{place(recipe, 'augment')} must return tensors of the same {share.count} samples")
+    return changed
 
 
 def trained_measure(names: Sequence[str]) -> str:

@@ -3,6 +3,7 @@
 import io
 import os
 import pkgutil
+import random
 import resource
 import sys
 import time
@@ -11,10 +12,9 @@ from typing import Any, List, Optional, Tuple, Union
 
 import numpy as np
 import torch
-from torch import Tensor, distributed, nn
-from torch.utils import _pytree as pytree
+from torch import distributed, nn
 
-from flyte_ddp.recipe import Random, Recipe
+from flyte_ddp.recipe import Recipe
 from flyte_ddp.training.batches import Resident, Split, TestBatches, TrainBatches
 from flyte_ddp.training.checkpoint import CheckpointWriter, NoCheckpoints, read_checkpoint
 from flyte_ddp.training.dynamo import leave_dynamo_out
@@ -22,10 +22,10 @@ from flyte_ddp.training.environment import Environment
 from flyte_ddp.training.errors import CheckpointError, InputError, NonFinite
 from flyte_ddp.training.events import CheckpointRefused, NotLearning, RunStarted
 from flyte_ddp.training.job import Job, TrainingResult
-from flyte_ddp.training.layers import Share, convert
+from flyte_ddp.training.layers import convert
 from flyte_ddp.training.loading import Streamed
 from flyte_ddp.training.loop import Link, fit, gather
-from flyte_ddp.training.measures import place
+from flyte_ddp.training.measures import augment, place
 from flyte_ddp.training.probe import probe
 from flyte_ddp.training.process_group import process_group
 from flyte_ddp.training.profile import profiling
@@ -50,6 +50,10 @@ def train(environment: Environment, device: torch.device, link: Link, job: Job) 
     torch.set_num_threads(environment.threads)
     settings, rank, world_size = job.identity.settings, environment.rank, environment.world.size
     precision = choose_precision(settings.precision, device)
+    # A recipe's data and weights may be drawn by any of these
+    torch.manual_seed(settings.seed)
+    np.random.seed(settings.seed)
+    random.seed(settings.seed)
     recipe = load_recipe(job, device)
     train, test = (open_split(recipe, split, job) for split in SPLITS)
     train_batches = TrainBatches(
@@ -64,7 +68,9 @@ def train(environment: Environment, device: torch.device, link: Link, job: Job) 
     )
     torch.manual_seed(settings.seed)
     model = convert(recipe.model().to(device), recipe.share)
-    names, headline, reasons = probe(recipe, model, train)
+    last_batches = (train_batches.samples, settings.batch_size), (len(test), settings.test_batch_size)
+    may_be_empty = any((samples % size or size) < world_size for samples, size in last_batches)
+    names, headline, reasons = probe(recipe, model, train, may_be_empty)
     constant_loss = recipe.constant_loss()
     state = TrainingState(
         recipe,
@@ -168,15 +174,6 @@ def open_split(recipe: Recipe, split: str, job: Job) -> Split:
         return Resident(data, recipe.device)
     except InputError as error:
         raise InputError(f'{place(recipe, "data")}, split "{split}": {error.message}') from None
-
-
-def augment(recipe: Recipe, tree: Any, generator: torch.Generator, share: Share) -> Any:
-    """A batch as the recipe changes it; InputError where it has another number of samples then."""
-    vars(recipe.share).update(vars(share))
-    changed = recipe.augment(tree, Random(generator, recipe.share))
-    if any(not isinstance(leaf, Tensor) or len(leaf) != share.count for leaf in pytree.tree_leaves(changed)):
-        raise InputError(f"{place(recipe, 'augment')} must return tensors of the same {share.count} samples")
-    return changed
 
 
 @torch.inference_mode()
