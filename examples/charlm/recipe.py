@@ -6,12 +6,11 @@ from typing import Dict
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from flyte_ddp import schedules
 from flyte_ddp.recipe import Measures, Recipe
 
-LENGTH, CHARACTERS = 64, 128  # of a window; of ASCII, where 0 is nowhere in a text and fills up short windows
+LENGTH, CHARACTERS = 64, 128  # of a window; of ASCII, whose 0 fills up short windows
 
 
 class Transformer(nn.Module):
@@ -34,8 +33,7 @@ class CharLM(Recipe):
         text = "\n\n".join(topics[name] for name in sorted(topics))[: self.settings.characters]
         paragraphs = [part for n, part in enumerate(text.split("\n\n")) if (n % 10 == 0) == (split == "test")]
         windows = [part[i : i + LENGTH + 1] for part in paragraphs for i in range(0, len(part) - 1, LENGTH)]
-        filled = [window.encode("ascii", "replace").ljust(LENGTH + 1, b"\0") for window in windows]
-        return torch.tensor([list(window) for window in filled])
+        return torch.tensor([list(window.encode("ascii", "replace").ljust(LENGTH + 1, b"\0")) for window in windows])
 
     def model(self) -> nn.Module:
         return Transformer(self.settings.width, self.settings.layers, self.settings.dropout)
@@ -44,8 +42,8 @@ class CharLM(Recipe):
         return model(batch[:, :-1])
 
     def measure(self, outputs: Tensor, batch: Tensor) -> Measures:
-        target = batch[:, 1:]
-        is_text, loss = target != 0, F.cross_entropy(outputs.float().mT, target, reduction="none", ignore_index=0)
+        target, is_text = batch[:, 1:], batch[:, 1:] != 0
+        loss = nn.functional.cross_entropy(outputs.float().mT, target, reduction="none", ignore_index=0)
         right = (outputs.argmax(2) == target) & is_text
         return {"loss": (loss.sum(1), is_text.sum(1)), "accuracy": (right.sum(1), is_text.sum(1))}
 
@@ -54,10 +52,8 @@ class CharLM(Recipe):
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         hp, weights = self.settings, list(model.parameters())
-        groups = [
-            {"params": [p for p in weights if p.ndim > 1], "weight_decay": hp.weight_decay},
-            {"params": [p for p in weights if p.ndim == 1], "weight_decay": 0},  # biases and norms
-        ]
+        decayed, others = [p for p in weights if p.ndim > 1], [p for p in weights if p.ndim == 1]  # biases and norms
+        groups = [{"params": decayed, "weight_decay": hp.weight_decay}, {"params": others, "weight_decay": 0}]
         return torch.optim.AdamW(groups, hp.learning_rate, fused=True)
 
     def factor(self, step: int, steps: int) -> float:

@@ -19,9 +19,8 @@ class UNet(nn.Module):
     def __init__(self, width: int, dropout: float):
         super().__init__()
         self.fine, self.coarse, self.bottom = block(1, width), block(width, 2 * width), block(2 * width, 4 * width)
-        self.dropout = nn.Dropout2d(dropout)
         self.up, self.top = block(6 * width, 2 * width), block(3 * width, width)
-        self.head = nn.Conv2d(width, 1, 1)
+        self.dropout, self.head = nn.Dropout2d(dropout), nn.Conv2d(width, 1, 1)
 
     def forward(self, images: Tensor) -> Tensor:
         fine = self.fine(images)
@@ -53,10 +52,9 @@ class Segmentation(Recipe):
 
     def measure(self, outputs: Tensor, batch: Tuple[Tensor, Tensor]) -> Measures:
         loss = F.binary_cross_entropy_with_logits(outputs.float(), batch[1].float(), reduction="none").mean((1, 2, 3))
-        predicted, true = outputs > 0, batch[1]
-        both, either, sizes = (x.sum((1, 2, 3)) for x in (predicted & true, predicted | true, predicted.int() + true))
+        found, true = outputs > 0, batch[1]
+        both, either, sizes = (x.sum((1, 2, 3)) for x in (found & true, found | true, found.int() + true))
         return {"loss": loss, "iou": (both, either), "dice": (2 * both, sizes)}
 
     def pictures(self, outputs: Tensor, batch: Tuple[Tensor, Tensor]) -> List[Tuple[str, Tensor]]:
-        sides = torch.cat([batch[0], batch[1], outputs.sigmoid()], 3)
-        return [("image, truth, prediction", picture) for picture in sides[:8]]
+        return [("image, truth, prediction", one) for one in torch.cat([*batch, outputs.sigmoid()], 3)[:8]]
