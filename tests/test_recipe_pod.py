@@ -1,5 +1,6 @@
 """A user's own recipe on a cluster: what is registered, and the command that its pod runs."""
 
+import importlib
 import os
 import shutil
 from pathlib import Path
@@ -31,9 +32,9 @@ def registered(place: Path):
 
 
 def test_a_pod_trains_a_recipe_as_a_plain_call_does(project, tmp_path):
-    from charlm.settings import Settings
-
-    settings = Settings(epochs=1, precision="float32", characters=20_000, width=16)
+    settings = importlib.import_module("charlm.settings").Settings(
+        epochs=1, precision="float32", characters=20_000, width=16
+    )
     inputs = {"settings": literal(settings), "options": literal(RunOptions())}
     path = os.pathsep.join([str(ROOT), str(project)])
     outputs = Pod(registered(project), inputs, tmp_path / "pod", {"PYTHONPATH": path}).run()

@@ -129,7 +129,7 @@ def test_ranks_that_refuse_end_the_run_with_their_reason_and_leave_no_process(tm
 
 
 def test_a_recipe_may_print_start_threads_and_shuffle_by_numpy(tmp_path):
-    events = []
+    events: list[object] = []
     run("Chatty", tmp_path, nproc=2, on_event=events.append)
     printed = {(event.rank, event.text) for event in events if isinstance(event, Printed)}
     assert printed == {(0, "a word on standard output"), (1, "a word on standard output")}
