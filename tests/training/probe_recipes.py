@@ -171,6 +171,8 @@ class EveryoneFromZero(Sound):
 
 
 class RunningMean(nn.Module):
+    mean: torch.Tensor
+
     def __init__(self):
         super().__init__()
         self.register_buffer("mean", torch.zeros(WIDTH))
