@@ -1,4 +1,4 @@
-"""The U-Net as a user of Accelerate trains it; torch's SyncBatchNorm, which he might use on GPUs, refuses a CPU."""
+"""The U-Net as a user of Accelerate trains it; torch's SyncBatchNorm, which is for GPUs, refuses a CPU."""
 
 from pathlib import Path
 from typing import Dict
