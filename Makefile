@@ -1,5 +1,5 @@
-# Everything is made inside this folder: .venv from the lock files, .venv-keras with TensorFlow for those who ask for it
-# and, where uv is missing, .tools with uv in it.
+# Everything is made inside this folder: .venv from the lock files, for those who ask for them .venv-keras with TensorFlow
+# and .venv-compare with Accelerate and, where uv is missing, .tools with uv in it.
 
 # The first of these that runs and is in range makes .venv. 3.13 comes late because flytekit 1.16 declares 3.10 to 3.12.
 PYTHON ?= python3.12 python3.11 python3.10 python3.13 python3
@@ -15,11 +15,11 @@ export FLYTE_INTERNAL_IMAGE
 typed = printf '%s\n' '+ $(subst ','\'',$(1))'; PATH="$(CURDIR)/$(or $(2),.venv)/bin:$$PATH" $(1)
 
 .DEFAULT_GOAL := help
-.PHONY: help run test lint keras test-keras bench faults image keras-image dry-run package register smoke
+.PHONY: help run test lint keras test-keras bench bench-trainers faults image keras-image dry-run package register smoke
 .PHONY: lock clean
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## / { printf "make %-11s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## / { printf "make %-14s %s\n", $$1, $$2 }' Makefile
 
 run: .venv/run.stamp ## Train; more arguments: make run ARGS="--hp '{\"epochs\": 1}'"
 	@$(call typed,pyflyte run workflows/mnist.py pytorch_training_wf$(if $(ARGS), $(ARGS)))
@@ -41,7 +41,10 @@ test-keras: .venv-keras/stamp ## Run the tests that need TensorFlow
 bench: .venv/dev.stamp ## Run the benchmarks, in about half an hour; once each: make bench ARGS="--runs 1"
 	@$(call typed,python -m benchmarks$(if $(ARGS), $(ARGS)))
 
-faults: .venv/dev.stamp ## Break training on purpose and show what became of it, in about ten minutes
+bench-trainers: .venv-compare/stamp ## Compare with Lightning and Accelerate on two jobs; once: make bench-trainers ARGS="--runs 1"
+	@$(call typed,python -m benchmarks.against_trainers$(if $(ARGS), $(ARGS)),.venv-compare)
+
+faults: .venv/dev.stamp ## Break training on purpose and show what became of it, in about fifteen minutes
 	@$(call typed,python -m benchmarks.faults$(if $(ARGS), $(ARGS)))
 
 image: ## Build the image that the pods run: make image IMAGE=registry/name:tag
@@ -71,9 +74,10 @@ lock: .venv/pyvenv.cfg ## Compile the lock files from pyproject.toml; newer vers
 	@$(find_uv); $(call compile,requirements.txt --extra lightning --extra multinode $(ARGS))
 	@$(find_uv); $(call compile,requirements-dev.txt --extra dev --constraints requirements.txt $(ARGS))
 	@$(find_uv); $(call compile,requirements-tensorflow.txt --extra tensorflow --constraints requirements.txt $(ARGS))
+	@$(find_uv); $(call compile,requirements-compare.txt --extra compare --constraints requirements-dev.txt $(ARGS))
 
 clean: ## Remove what make and the tools have made here
-	rm -rf .venv .venv-keras .tools .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf .venv .venv-keras .venv-compare .tools .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # One lock for Python 3.10 to 3.13 on every platform; it names no index, so each site's own settings hold.
@@ -106,8 +110,12 @@ sync = $(find_uv); echo "+ uv pip sync $(1)"; "$$uv" pip sync --quiet --compile-
 	@$(call sync,requirements-tensorflow.txt requirements-dev.txt)
 	@touch $@
 
-.venv-keras/pyvenv.cfg: .venv/pyvenv.cfg
-	.venv/bin/python -m venv --clear --without-pip .venv-keras
+.venv-compare/stamp: requirements-compare.txt .venv-compare/pyvenv.cfg
+	@$(call sync,requirements-compare.txt)
+	@touch $@
+
+.venv-keras/pyvenv.cfg .venv-compare/pyvenv.cfg: .venv/pyvenv.cfg
+	.venv/bin/python -m venv --clear --without-pip $(@D)
 
 # A .venv whose interpreter has gone is made anew.
 ifeq ($(realpath .venv/bin/python),)

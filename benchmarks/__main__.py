@@ -1,7 +1,7 @@
 """Runs the benchmarks one after the other and prints what RESULTS.md is made of: `python -m benchmarks --runs 3`.
 
-Not among them are benchmarks.faults, which measures no speed, and benchmarks.best_preset, which takes three quarters of
-an hour.
+Not among them are benchmarks.faults, which measures no speed, benchmarks.best_preset, which takes three quarters of an
+hour, and benchmarks.against_trainers, which needs Accelerate: make bench-trainers.
 """
 
 import argparse

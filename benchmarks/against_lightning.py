@@ -36,7 +36,7 @@ def main() -> None:
     data = prepare("mnist")
     if arguments.seed is not None:
         epoch = train(Hyperparameters(epochs=1, seed=arguments.seed), data)[0].epochs[-1]
-        print(json.dumps({"seconds": epoch.train_seconds, "accuracy": epoch.accuracy}))
+        print(json.dumps({"seconds": epoch.train_seconds, "accuracy": epoch.test["accuracy"]}))
         return
     runs: Dict[str, List[Dict[str, float]]] = {name: [] for name in MODULES}
     for seed in range(1, arguments.runs + 1):

@@ -41,7 +41,7 @@ def main() -> None:
                 hp = Hyperparameters(epochs=1, train_fraction=FRACTION, seed=seed)
                 result = train(hp, data, ranks)[0].epochs[-1]
                 name = f"ours, {FRACTION:.0%} of the images, {ranks_of(ranks)}"
-                found.setdefault(name, []).append((result.train_seconds, 100 * result.accuracy))
+                found.setdefault(name, []).append((result.train_seconds, 100 * result.test["accuracy"]))
     print(f"{hardware()}; n = {arguments.runs}, {world.backend}\n")
     print("| | training seconds, median [range] | test accuracy, % | tutorial / ours |")
     print("|---|---|---|---|")

@@ -17,6 +17,7 @@ from flyte_ddp.training.job import Identity, Job
 from flyte_ddp.training.prepared import read_description
 
 WORKER = "flyte_ddp.training.worker:run"
+RECIPE = "flyte_ddp.recipes.images:ImageClassifier"
 
 
 def train(
@@ -27,22 +28,27 @@ def train(
     checkpoint_seconds: float = 1e9,
     on_event: Callable[[Event], None] = lambda event: None,
     worker: str = WORKER,
+    loader_workers: int = 0,
 ) -> List[Any]:
     """One training by real ranks; returns what the worker returns on each, of the engine's own a TrainingResult.
 
     Model and checkpoint go to folder and are gone on from there; without one they are thrown away.
     """
     with tempfile.TemporaryDirectory() as temporary:
-        place = Path(folder or temporary)
+        place, description = Path(folder or temporary), read_description(data)
         job = Job(
-            identity=Identity(hp, read_description(data).digest, "benchmark"),
+            identity=Identity(RECIPE, hp, description.digest, "benchmark"),
+            dataset=description.name,
             data=str(data),
             model_path=str(place / "model.pt"),
             predictions_path=str(place / "predictions.npy"),
+            pictures_path=str(place / "pictures.npz"),
             checkpoint_path=str(place / "checkpoint"),
             checkpoint_seconds=checkpoint_seconds,
             timeout_seconds=120,
             launched=time.time(),
+            loader_workers=loader_workers,
+            pin_memory=True,
         )
         world = choose_world(hp.backend, nproc, hp.batch_size)
         return launcher.launch(worker, world, job, 120, on_event)

@@ -20,15 +20,19 @@ import xml.etree.ElementTree
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Dict, List, Tuple
+from pkgutil import resolve_name
+from typing import Any, Dict, List, Tuple
 
+import flyte_ddp.train
 from benchmarks import engine
+from flyte_ddp.settings import RunOptions
 from flyte_ddp.training import prepared
 from flyte_ddp.training.datasets import prepare
 from flyte_ddp.training.events import Event, RunStarted, StepLogged
 from flyte_ddp.training.hyperparameters import Hyperparameters
 
-RANKS, EPOCHS, STEPS = 2, 2, 20
+RANKS, EPOCHS = 2, 2
+JOBS = ("digits", "charlm")  # the second is the language model of examples/
 ROOT = Path(__file__).parents[1]
 TESTS = {
     "tests/training/test_download.py": "download",
@@ -49,19 +53,28 @@ def small_dataset(folder: Path) -> Path:
     return folder
 
 
-def train(data: str, folder: str) -> None:
+def train(job: str, data: str, folder: str) -> None:
     """The victim: trains with a checkpoint as often as one can be written, and says where it stands."""
+    steps = 0  # of an epoch
 
     def on_event(event: Event) -> None:
+        nonlocal steps
         if isinstance(event, RunStarted):
+            steps = event.steps_per_epoch
             ranks = sorted(multiprocessing.active_children(), key=lambda process: process.name)
             print("pids", os.getpid(), *(process.pid for process in ranks))
-            print("start", event.first_epoch * STEPS + event.first_step, flush=True)
+            print("start", event.first_epoch * steps + event.first_step, flush=True)
         elif isinstance(event, StepLogged):
-            print("step", event.epoch * STEPS + event.step, flush=True)
+            print("step", event.epoch * steps + event.step, flush=True)
 
-    hp = Hyperparameters(batch_size=64, epochs=EPOCHS, log_interval=1, precision="float32")
-    engine.train(hp, Path(data), RANKS, folder, checkpoint_seconds=0, on_event=on_event)
+    common: Dict[str, Any] = {"epochs": EPOCHS, "log_interval": 1, "precision": "float32"}
+    if job == "digits":
+        engine.train(Hyperparameters(batch_size=64, **common), Path(data), RANKS, folder, 0, on_event)
+        return
+    sys.path.insert(0, str(ROOT / "examples"))
+    settings = resolve_name("charlm.settings:Settings")(characters=100_000, **common)
+    options = RunOptions(nproc=RANKS, checkpoint_seconds=0)
+    flyte_ddp.train.train("charlm.recipe:CharLM", settings, options, output=folder, on_event=on_event)
 
 
 @dataclass
@@ -74,10 +87,10 @@ class Attempt:
     status: int
 
 
-def run_victim(data: Path, folder: Path, kill_at: int = -1, victim: int = 0, number: int = 0) -> Attempt:
+def run_victim(job: str, data: Path, folder: Path, kill_at: int = -1, victim: int = 0, number: int = 0) -> Attempt:
     """Runs the victim; at step kill_at, its process number victim (0 is the parent) gets the signal."""
     folder.mkdir(exist_ok=True)
-    command = [sys.executable, "-m", "benchmarks.faults", "--victim", str(data), str(folder)]
+    command = [sys.executable, "-m", "benchmarks.faults", "--victim", job, str(data), str(folder)]
     environment = {**os.environ, "TMPDIR": str(folder)}
     running = subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
@@ -123,27 +136,27 @@ class Row:
     left: int = 0
 
 
-def kill_at_random_moments(kills: int, seed: int) -> Dict[str, Row]:
+def kill_at_random_moments(job: str, kills: int, seed: int) -> Dict[str, Row]:
     """Kills the victim that often; a row for each kind of process and signal."""
     rows: Dict[str, Row] = defaultdict(Row)
     chance = random.Random(seed)
     with tempfile.TemporaryDirectory(prefix="ddp-faults-") as name:
         place = Path(name)
         data = small_dataset(place / "data")
-        run_victim(data, place / "undisturbed")
+        steps = run_victim(job, data, place / "undisturbed").last
         expected = weights_of(place / "undisturbed")
         for kill in range(kills):
             victim, number = kill % (RANKS + 1), (signal.SIGKILL, signal.SIGTERM)[kill // (RANKS + 1) % 2]
             folder = place / f"kill-{kill}"
-            cut = run_victim(data, folder, chance.randint(1, EPOCHS * STEPS - 1), victim, number)
-            again = run_victim(data, folder)
-            row = rows[f"{'parent' if victim == 0 else f'rank {victim - 1}'} gets {number.name}"]
+            cut = run_victim(job, data, folder, chance.randint(1, steps - 1), victim, number)
+            again = run_victim(job, data, folder)
+            row = rows[f"{job}: {'parent' if victim == 0 else f'rank {victim - 1}'} gets {number.name}"]
             row.tried += 1
             row.survived += again.status == 0
             row.repeated = max(row.repeated, cut.last - again.first)
             row.identical += again.status == 0 and weights_of(folder) == expected
             row.left += sum(not has_ended(pid) for pid in cut.pids + again.pids) + len(list(folder.glob("ddp-*")))
-            print(f"\r{kill + 1} of {kills} kills", end="", file=sys.stderr, flush=True)
+            print(f"\r{job}: {kill + 1} of {kills} kills", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
     return rows
 
@@ -168,15 +181,19 @@ def run_tests() -> List[Tuple[str, Row]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=54, help="how many times a process is killed")
+    parser.add_argument("--kills", type=int, default=54, help="how many times a process of each job is killed")
+    parser.add_argument("--jobs", nargs="*", default=JOBS, choices=JOBS, help="what is trained")
+    parser.add_argument("--no-tests", action="store_true", help="leave the other rows out")
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
-    parser.add_argument("--victim", nargs=2, metavar=("DATA", "FOLDER"), help=argparse.SUPPRESS)
+    parser.add_argument("--victim", nargs=3, metavar=("JOB", "DATA", "FOLDER"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.victim:
         train(*arguments.victim)
         return
-    kills = kill_at_random_moments(arguments.kills, arguments.seed)
-    tests = run_tests()
+    kills: Dict[str, Row] = {}
+    for job in arguments.jobs:
+        kills.update(kill_at_random_moments(job, arguments.kills, arguments.seed))
+    tests = [] if arguments.no_tests else run_tests()
     print("| fault | tried | survived | steps repeated, at most | weights identical | left behind |")
     print("|---|---|---|---|---|---|")
     for name, row in kills.items():

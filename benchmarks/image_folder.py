@@ -32,14 +32,14 @@ def main() -> None:
             "| loader workers | training seconds, median [range] | test accuracy, mean ± standard deviation [range] |"
         )
         print("|---|---|---|")
+        write_access(data, Access(str(folder)))
         for workers in arguments.workers:
-            write_access(data, Access(str(folder), workers, pin_memory=True))
             seconds, accuracies = [], []
             for seed in range(1, arguments.runs + 1):
                 hp = FolderHyperparameters(batch_size=128, learning_rate=0.2, epochs=2, seed=seed)
-                results = train(hp, data, arguments.nproc)
+                results = train(hp, data, arguments.nproc, loader_workers=workers)
                 seconds.append(sum(epoch.train_seconds for epoch in results[0].epochs))
-                accuracies.append(100 * results[0].epochs[-1].accuracy)
+                accuracies.append(100 * results[0].epochs[-1].test["accuracy"])
             print(f"| {workers} | {spread(seconds)} | {percent(accuracies)} |", flush=True)
 
 

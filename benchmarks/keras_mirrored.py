@@ -35,7 +35,7 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as folder:
                 result = train(MirroredHyperparameters(seed=seed, **way), Path(folder) / "model.keras")
             seconds.append(sum(epoch.train_seconds for epoch in result.epochs))
-            accuracies.append(100 * result.epochs[-1].accuracy)
+            accuracies.append(100 * result.epochs[-1].test["accuracy"])
         print(f"| {name} | {spread(seconds)} | {percent(accuracies)} |", flush=True)
 
 

@@ -38,7 +38,6 @@ class MnistModule(LightningModule):
     def training_step(self, batch: Tuple[Tensor, Tensor]) -> Tensor:
         images, labels = batch
         scores = self.model(images.contiguous(memory_format=torch.channels_last))
-        # cross entropy takes logits; what is a log-probability already stays as it is
         return F.cross_entropy(scores, labels, label_smoothing=self.hp.label_smoothing)
 
     def configure_optimizers(self) -> Any:

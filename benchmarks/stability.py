@@ -146,7 +146,7 @@ def data_of(dataset: str) -> Path:
             folder.mkdir(exist_ok=True)
             write_folder(folder / split, [str(digit) for digit in range(10)], *open_split(digits, split))
     data = index_folder(folder, "digits", ImageSettings(), print)
-    write_access(data, Access(str(folder), workers=0, pin_memory=False))
+    write_access(data, Access(str(folder)))
     return data
 
 
@@ -156,7 +156,8 @@ def run(hp: Hyperparameters, data: Path, ranks: int) -> Outcome:
     def on_event(event: Event) -> None:
         nonlocal lowest, rise
         if isinstance(event, StepLogged):
-            lowest, rise = min(lowest, event.loss), max(rise, event.loss - lowest)
+            loss = event.measures["loss"]
+            lowest, rise = min(lowest, loss), max(rise, loss - lowest)
 
     try:
         result = train(hp, data, ranks, on_event=on_event)[0]
@@ -166,7 +167,8 @@ def run(hp: Hyperparameters, data: Path, ranks: int) -> Outcome:
         return Outcome(0.0, math.inf, guessing=True, leaps=1)
     labels = torch.from_numpy(open_images(data, "test")[1])
     last, leaps = result.epochs[-1], [warning for warning in result.warnings if "leapt" in warning.reason]
-    return Outcome(100 * last.accuracy, rise, last.test_loss >= GUESSING * entropy(labels.long()), len(leaps))
+    guessing = last.test["loss"] >= GUESSING * entropy(labels)
+    return Outcome(100 * last.test["accuracy"], rise, guessing, len(leaps))
 
 
 if __name__ == "__main__":

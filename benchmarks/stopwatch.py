@@ -102,7 +102,7 @@ class FixedBatch:
         for _ in range(BLOCK):
             self.state.train_step(self.batch, False)
         self.seconds += clock(self.state.device) - started
-        self.samples += BLOCK * self.batch.size
+        self.samples += BLOCK * self.batch.share.size
         self.state.load_state_dict(saved)
         self.away_seconds += clock(self.state.device) - left
 

@@ -53,7 +53,7 @@ def measure(
             place.mkdir(parents=True, exist_ok=True)
         results = train(Hyperparameters(**{**recipe, "seed": seed}), data, nproc, str(place or ""))
         seconds.append(sum(epoch.train_seconds for epoch in results[0].epochs))
-        accuracies.append(100 * results[0].epochs[-1].accuracy)
+        accuracies.append(100 * results[0].epochs[-1].test["accuracy"])
         print(f"{name}, seed {seed}: {accuracies[-1]:.2f} %, {seconds[-1]:.1f} s", file=sys.stderr)
     print(f"| {name} | {len(results)} | {spread(seconds)} | {percent(accuracies)} |", flush=True)
     return statistics.mean(accuracies)

@@ -51,7 +51,8 @@ class Recipe:
     returns must not depend on how many ranks share the batch: a look at the start of each training finds out.
 
     Attributes:
-        settings: the dataclass that the workflow was given.
+        settings: the dataclass that the workflow was given. A recipe that imports its class, if only as a type, has the
+            cache follow the code of it.
         data_path: the file or folder that the task was given; None without one.
         device: where the batches, and tensors of the recipe's own, belong.
         samples: what one calls the samples, in the plural.

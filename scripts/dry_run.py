@@ -29,13 +29,20 @@ class Package(NamedTuple):
     files: Dict[str, bytes]
 
 
-def build_package(image: str, *arguments: str, environment: Optional[Mapping[str, str]] = None) -> Package:
-    """Packages workflows/ as for this image and reads the result; raises RuntimeError with what pyflyte said."""
+def build_package(
+    image: str,
+    *arguments: str,
+    environment: Optional[Mapping[str, str]] = None,
+    package: str = "workflows",
+    place: Path = ROOT,
+) -> Package:
+    """Packages the workflows of a package in the folder place as for this image, and reads the result; raises
+    RuntimeError with what pyflyte said."""
     with tempfile.TemporaryDirectory() as folder:
         archive = Path(folder, "package.tgz")
-        command = ["pyflyte", "--pkgs", "workflows", "package", "--image", f"trainer={image}", "--output", str(archive)]
+        command = ["pyflyte", "--pkgs", package, "package", "--image", f"trainer={image}", "--output", str(archive)]
         environment = {**os.environ, **(environment or {})}
-        made = subprocess.run([*command, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)
+        made = subprocess.run([*command, *arguments], cwd=place, env=environment, capture_output=True, text=True)
         if not archive.exists():
             raise RuntimeError(f"{made.stdout}{made.stderr}")
         return read_package(archive.read_bytes())

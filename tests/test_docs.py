@@ -26,3 +26,16 @@ def test_the_guide_to_an_own_model_works_as_it_stands(tmp_path):
     assert "'within': " in said[0]
     assert "2177 parameters" in said[1]
     assert (tmp_path / "trained-by-torchrun" / "model.pt").is_file()
+
+
+def test_the_readmes_own_model_trains_as_it_stands(tmp_path):
+    text = (ROOT / "README.md").read_text()
+    for block, name in re.findall(r"^```python\n(# (flowers/\S+)\n.*?)^```", text, re.MULTILINE | re.DOTALL):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(block)
+    (tmp_path / "flowers" / "__init__.py").touch()
+    (command,) = re.findall(r"`(pyflyte run flowers/[^`]+)`", text)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(["sh", "-ec", command], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert float(re.findall(r"'accuracy': ([\d.]+)", done.stdout)[-1]) > 0.9

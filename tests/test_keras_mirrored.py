@@ -146,12 +146,12 @@ def test_the_number_of_devices_and_workers_does_not_change_what_is_learnt(one_im
     three = learn(dropout=0.0, logical_devices=3)
     assert (one.devices, three.devices) == (["CPU:0"], ["CPU:0", "CPU:1", "CPU:2"])
     for epoch, same in zip(three.epochs, one.epochs, strict=True):
-        assert epoch.train_loss == pytest.approx(same.train_loss, rel=1e-4)
-        assert epoch.test_loss == pytest.approx(same.test_loss, rel=1e-4)
+        assert epoch.train["loss"] == pytest.approx(same.train["loss"], rel=1e-4)
+        assert epoch.test["loss"] == pytest.approx(same.test["loss"], rel=1e-4)
 
     devices, workers = learn(), learn(strategy="multi_worker")
     assert devices.replicas == workers.replicas == 2
-    assert [e.train_loss for e in devices.epochs] == [e.train_loss for e in workers.epochs], "not bit for bit"
+    assert [e.train for e in devices.epochs] == [e.train for e in workers.epochs], "not bit for bit"
 
 
 @needs_tensorflow
@@ -168,7 +168,7 @@ def test_a_training_goes_on_from_its_checkpoint_to_the_same_end(one_import, tmp_
             raise ConnectionError
 
     def losses(epochs):
-        return [(epoch.train_loss, epoch.test_loss) for epoch in epochs]
+        return [(epoch.train["loss"], epoch.test["loss"]) for epoch in epochs]
 
     place = {"checkpoint_path": str(tmp_path / "checkpoint"), "key": "mine"}
     with pytest.raises(ConnectionError):

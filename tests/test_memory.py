@@ -13,7 +13,7 @@ from flytekit.types.file import PythonPickledFile
 
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.training.autoencoder_job import AutoencoderHyperparameters, AutoencoderOptions
-from flyte_ddp.training.folder_settings import FolderHyperparameters, FolderOptions, ImageSettings, LoadingSettings
+from flyte_ddp.training.folder_settings import FolderHyperparameters, ImageSettings, LoadingSettings
 from flyte_ddp.training.hyperparameters import CIFAR10Hyperparameters, FashionMNISTHyperparameters, Hyperparameters
 from flyte_ddp.training.measurement import TimingOptions
 from flyte_ddp.training.search import Sweep, TrialResult
@@ -92,7 +92,7 @@ def test_image_folder(run):
     folder, stamp = found["folder"], found["stamp"]
     index = run("tasks.image_folder.index_images", folder=folder, stamp=stamp, images=ImageSettings())["o0"]
     hp = FolderHyperparameters(epochs=1, train_fraction=0.1)
-    run("image_folder.image_folder_task", hp=hp, index=index, folder=folder, options=FolderOptions())
+    run("image_folder.image_folder_task", hp=hp, index=index, folder=folder, options=OPTIONS)
     study = LoadingSettings(passes=2, most_images=256, most_workers=2)
     run("image_folder.loading_study_task", index=index, folder=folder, study=study)
 

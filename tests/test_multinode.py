@@ -1,6 +1,7 @@
 """Nodes as processes: the very commands of a PyTorchJob's pods, with the variables that Kubeflow's operator sets."""
 
 import dataclasses
+import importlib
 import os
 import platform
 import shutil
@@ -17,11 +18,12 @@ from flyte_ddp.settings import RunOptions
 from flyte_ddp.tasks.elastic import failure_of_node
 from flyte_ddp.tasks.execution import TaskInterrupted
 from flyte_ddp.tasks.resources import registration
+from flyte_ddp.train import train
 from flyte_ddp.training.environment import environment_from_torchrun
 from flyte_ddp.training.errors import InputError
 from flyte_ddp.training.hyperparameters import Hyperparameters
-from scripts.dry_run import ROOT
-from tests.pod import PATIENCE_SECONDS, Pod, end, literal, package, run_together, small_dataset
+from scripts.dry_run import ROOT, build_package
+from tests.pod import IMAGE, PATIENCE_SECONDS, Pod, end, literal, package, run_together, small_dataset
 
 pytest.importorskip("flytekitplugins.kfpytorch", reason="needs flytekitplugins-kfpytorch")
 
@@ -65,11 +67,13 @@ def node(tasks, small, tmp_path):
         "FLYTE_INTERNAL_EXECUTION_ID": tmp_path.name,
     }
 
-    def make(name, checkpoints=None, hp=HP):
-        inputs = {"hp": literal(hp), "data": small, "options": literal(RunOptions(checkpoint_seconds=0.4))}
-        environment = {**kubeflow, "TMPDIR": str(tmp_path / f"{name}-tmp")}
+    ours = tasks["workflows.multinode.pytorch_multinode_task"]
+
+    def make(name, checkpoints=None, hp=HP, task=ours, inputs=None, environment=None):
+        if inputs is None:
+            inputs = {"hp": literal(hp), "data": small, "options": literal(RunOptions(checkpoint_seconds=0.4))}
+        environment = {**kubeflow, "TMPDIR": str(tmp_path / f"{name}-tmp"), **(environment or {})}
         (tmp_path / f"{name}-tmp").mkdir()
-        task = tasks["workflows.multinode.pytorch_multinode_task"]
         return Pod(task, inputs, tmp_path / name, environment=environment, checkpoints=checkpoints, cores=1)
 
     return make
@@ -233,3 +237,40 @@ def test_local_run_is_refused_at_once(workflow):
     assert result.returncode == 2
     assert "many nodes need a cluster" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+OWN = """
+from charlm.settings import Settings
+from flytekit import task
+
+from flyte_ddp.settings import RunOptions
+from flyte_ddp.tasks.many_nodes import on_many_nodes
+from flyte_ddp.tasks.recipe import RecipeOutputs, RecipeTraining
+
+training = RecipeTraining("charlm.recipe:CharLM")
+
+
+@task(**on_many_nodes(training.arguments()))
+def train_on_nodes(settings: Settings, options: RunOptions) -> RecipeOutputs:
+    return training.run_as_rank(settings, options)
+"""
+
+
+def test_a_users_recipe_on_two_nodes_as_in_a_plain_call(node, tmp_path, monkeypatch):
+    project = tmp_path / "project"
+    shutil.copytree(ROOT / "examples" / "charlm", project / "charlm")
+    (project / "charlm" / "nodes.py").write_text(OWN)
+    monkeypatch.syspath_prepend(str(project))
+    settings = importlib.import_module("charlm.settings").Settings(
+        epochs=1, precision="float32", characters=20_000, width=16
+    )
+    environment = {**SETTINGS, "PYTHONPATH": str(ROOT)}
+    task = build_package(IMAGE, environment=environment, package="charlm", place=project).tasks[
+        "charlm.nodes.train_on_nodes"
+    ]
+    inputs = {"settings": literal(settings), "options": literal(RunOptions())}
+    path = os.pathsep.join([str(ROOT), str(project)])
+    pods = [node(name, task=task, inputs=inputs, environment={"PYTHONPATH": path}) for name in ("first", "second")]
+    ours = weights(run_together(*pods))
+    here = train("charlm.recipe:CharLM", settings, RunOptions(nproc=2), output=tmp_path / "here")
+    assert same(ours, torch.load(here.model_path, weights_only=True))

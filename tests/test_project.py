@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-LOCKS = ("requirements.txt", "requirements-dev.txt", "requirements-tensorflow.txt")
+LOCKS = ("requirements.txt", "requirements-dev.txt", "requirements-tensorflow.txt", "requirements-compare.txt")
 
 
 def _project_files() -> list[Path]:
@@ -92,11 +92,12 @@ def test_dev_lock_has_the_runtime_versions():
     assert not missing, "the tests would run other versions than `make run`: compile both with `make lock`"
 
 
-def test_the_tensorflow_lock_fits_beside_the_dev_lock():
-    """`make test-keras` installs both into one environment."""
-    dev, own = _pins("requirements-dev.txt"), _pins("requirements-tensorflow.txt")
+@pytest.mark.parametrize(("extra", "package"), [("tensorflow", "tensorflow"), ("compare", "accelerate")])
+def test_the_lock_of_an_extra_fits_beside_the_dev_lock(extra, package):
+    """`make test-keras` installs both into one environment; the comparison is of the versions that are tested."""
+    dev, own = _pins("requirements-dev.txt"), _pins(f"requirements-{extra}.txt")
     names = {pin.partition("==")[0] for pin in dev}
-    assert any(pin.startswith("tensorflow==") for pin in own)
+    assert any(pin.startswith(f"{package}==") for pin in own)
     assert {pin for pin in own if pin.partition("==")[0] in names} <= dev, "compile all locks with `make lock`"
 
 

@@ -14,7 +14,8 @@ from flyte_ddp.tasks.autoencoder import (
 from flyte_ddp.tasks.caching import OnClustersOnly
 from flyte_ddp.tasks.prepare import PreparedDataset, prepare_dataset
 from flyte_ddp.tasks.pyflyte import set_up_pyflyte
-from flyte_ddp.tasks.resources import dynamic_resources, registration, resize, training_resources
+from flyte_ddp.tasks.resources import dynamic_resources, registration, resize
+from flyte_ddp.tasks.train import training_arguments
 from flyte_ddp.tasks.versions import DATA_SOURCES, CodeVersion
 from flyte_ddp.training.autoencoder_job import AutoencoderHyperparameters, AutoencoderOptions
 from flyte_ddp.training.errors import InputError
@@ -24,13 +25,7 @@ set_up_pyflyte()
 PREPARATION = CodeVersion((*DATA_SOURCES, "flyte_ddp/tasks/prepare.py", "workflows/autoencoder.py"), [])
 
 
-@task(
-    cache=Cache(policies=CodeVersion(*AUTOENCODER_CODE), ignored_inputs=("options",), serialize=True),
-    retries=2,
-    enable_deck=True,
-    deck_fields=(),  # the report alone
-    **training_resources(),
-)
+@task(**training_arguments(CodeVersion(*AUTOENCODER_CODE)))
 def autoencoder_task(
     hp: AutoencoderHyperparameters, data: PreparedDataset, options: AutoencoderOptions
 ) -> AutoencoderOutputs:

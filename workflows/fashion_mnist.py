@@ -3,26 +3,18 @@
 pyflyte run workflows/fashion_mnist.py fashion_mnist_wf
 """
 
-from flytekit import Cache, task, workflow
+from flytekit import task, workflow
 
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.tasks.prepare import PreparedDataset, prepare_dataset, resolve_dataset
 from flyte_ddp.tasks.pyflyte import set_up_pyflyte
-from flyte_ddp.tasks.resources import training_resources
-from flyte_ddp.tasks.train import TRAINING_CODE, TrainingOutputs, train
-from flyte_ddp.tasks.versions import CodeVersion
+from flyte_ddp.tasks.train import TrainingOutputs, train, training_arguments
 from flyte_ddp.training.hyperparameters import FashionMNISTHyperparameters
 
 set_up_pyflyte()
 
 
-@task(
-    cache=Cache(policies=CodeVersion(*TRAINING_CODE), ignored_inputs=("options",), serialize=True),
-    retries=2,
-    enable_deck=True,
-    deck_fields=(),  # the report alone, live
-    **training_resources(),
-)
+@task(**training_arguments())
 def fashion_mnist_task(hp: FashionMNISTHyperparameters, data: PreparedDataset, options: RunOptions) -> TrainingOutputs:
     """Trains hp.model on the prepared dataset, with as many ranks as options.nproc says."""
     return train(hp, data, options)

@@ -6,35 +6,29 @@ pyflyte run workflows/image_folder.py loading_study_wf --folder FOLDER
 
 from typing import NamedTuple
 
-from flytekit import Cache, task, workflow
+from flytekit import task, workflow
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
+from flyte_ddp.settings import RunOptions
 from flyte_ddp.tasks.image_folder import attach, find_images, index_images
 from flyte_ddp.tasks.loading_study import LoadingChoice, study_loading
 from flyte_ddp.tasks.prepare import PreparedDataset
 from flyte_ddp.tasks.pyflyte import set_up_pyflyte
 from flyte_ddp.tasks.resources import training_resources
-from flyte_ddp.tasks.train import TRAINING_CODE, TrainingOutputs, train
-from flyte_ddp.tasks.versions import CodeVersion
-from flyte_ddp.training.folder_settings import FolderHyperparameters, FolderOptions, ImageSettings, LoadingSettings
+from flyte_ddp.tasks.train import TrainingOutputs, train, training_arguments
+from flyte_ddp.training.folder_settings import FolderHyperparameters, ImageSettings, LoadingSettings
 
 set_up_pyflyte()
 
 
-@task(
-    # the folder's content is in the index; its place decides nothing
-    cache=Cache(policies=CodeVersion(*TRAINING_CODE), ignored_inputs=("options", "folder"), serialize=True),
-    retries=2,
-    enable_deck=True,
-    deck_fields=(),  # the report alone, live
-    **training_resources(),
-)
+# the folder's content is in the index; its place decides nothing
+@task(**training_arguments(ignored_inputs=("options", "folder")))
 def image_folder_task(
-    hp: FolderHyperparameters, index: PreparedDataset, folder: FlyteDirectory, options: FolderOptions
+    hp: FolderHyperparameters, index: PreparedDataset, folder: FlyteDirectory, options: RunOptions
 ) -> TrainingOutputs:
     """Trains hp.model on the images of the folder, with as many ranks as options.nproc says."""
-    return train(hp, attach(index, folder, options.loader_workers, options.pin_memory), options)
+    return train(hp, attach(index, folder), options)
 
 
 @workflow
@@ -42,7 +36,7 @@ def image_folder_wf(
     folder: str = "",
     images: ImageSettings = ImageSettings(),
     hp: FolderHyperparameters = FolderHyperparameters(),
-    options: FolderOptions = FolderOptions(),
+    options: RunOptions = RunOptions(),
 ) -> TrainingOutputs:
     """Reads every image of the folder once, then trains on them, decoding them anew in each epoch.
 
@@ -67,7 +61,7 @@ class LoadingOutputs(NamedTuple):
 @task(enable_deck=True, deck_fields=(), **training_resources())
 def loading_study_task(index: PreparedDataset, folder: FlyteDirectory, study: LoadingSettings) -> LoadingOutputs:
     """Times the loading of the folder's images with each number of workers, with and without pinned memory."""
-    recommended, report = study_loading(attach(index, folder, 0, False), study)
+    recommended, report = study_loading(attach(index, folder), study)
     return LoadingOutputs(recommended, report)
 
 

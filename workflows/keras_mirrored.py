@@ -100,7 +100,7 @@ def train_mirrored(hp: MirroredHyperparameters) -> MirroredOutputs:
         say(f"\nModel:    {model}\nReport:   {report}\nNext:     python -m webbrowser {report.as_uri()}")
     last, remote = result.epochs[-1], False if is_local() else None
     return MirroredOutputs(
-        epoch_accuracies=[epoch.accuracy for epoch in result.epochs],
+        epoch_accuracies=[epoch.test["accuracy"] for epoch in result.epochs],
         model=FlyteFile(str(model), remote_path=remote),
         summary=MirroredSummary(
             strategy=hp.strategy,
@@ -108,8 +108,8 @@ def train_mirrored(hp: MirroredHyperparameters) -> MirroredOutputs:
             replicas=result.replicas,
             train_samples=result.train_samples,
             test_samples=result.test_samples,
-            test_loss=last.test_loss,
-            accuracy=last.accuracy,
+            test_loss=last.test["loss"],
+            accuracy=last.test["accuracy"],
             train_seconds=sum(epoch.train_seconds for epoch in result.epochs),
             total_seconds=time.time() - started,
         ),
@@ -132,8 +132,8 @@ def train(
     def on_event(event: Event) -> None:
         if isinstance(event, EpochFinished):
             say(
-                f"Epoch {event.epoch + 1} of {hp.epochs}: test accuracy {event.accuracy:.2%}, "
-                f"test loss {event.test_loss:.4f}, {event.train_seconds:.2f} s of training"
+                f"Epoch {event.epoch + 1} of {hp.epochs}: test accuracy {event.test['accuracy']:.2%}, "
+                f"test loss {event.test['loss']:.4f}, {event.train_seconds:.2f} s of training"
             )
         elif isinstance(event, Printed):
             say(f"[rank {event.rank}] {event.text}")

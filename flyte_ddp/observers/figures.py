@@ -15,6 +15,7 @@ INK, GRID, BAD, SERIES = "#010101", "#020202", "#040404", [f"#0{number}0303" for
 COLOURS = {INK: "var(--ink)", GRID: "var(--line)", BAD: "var(--bad)"}
 COLOURS.update({name: f"var(--c{n})" for n, name in enumerate(SERIES, 1)})
 SIZE = (4.6, 2.9)  # inches of 72 units, so that the text is readable on a page 360 pixels wide
+MOST_LETTERS = 24  # of a name in a legend, whose end tells it from others: longer ones leave no room for curves
 MOST_POINTS = 300
 LINES = ("-", "--", ":", "-.")  # colours alone don't tell series apart for everyone
 
@@ -78,7 +79,8 @@ def draw(curves: Curves) -> str:
             style = LINES[number // len(SERIES) % len(LINES)]
             marker = "o" if len(points) < 30 else ""
             color = SERIES[number % len(SERIES)]
-            axes.plot(x, y, style, color=color, marker=marker, label=name)
+            label = name if len(name) <= MOST_LETTERS else f"…{name[1 - MOST_LETTERS :]}"
+            axes.plot(x, y, style, color=color, marker=marker, label=label)
             if name in curves.ranges:
                 axes.vlines(x, *zip(*curves.ranges[name], strict=True), color=color)
         for number, mark in enumerate(curves.marks):

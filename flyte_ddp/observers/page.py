@@ -28,6 +28,7 @@ STYLE = """
 .ddp .status.Failed { color: var(--bad); }
 .ddp .notice { background: var(--warn); border-radius: .5rem; padding: .6rem .9rem; margin: 1rem 0;
   overflow-wrap: anywhere; }
+.ddp .notice.long { max-height: 20rem; overflow-y: auto; }
 .ddp .tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(7.8rem, 1fr)); gap: .75rem;
   margin: 1rem 0; }
 .ddp .tile { background: var(--card); border-radius: .6rem; padding: .75rem 1rem; }
@@ -153,7 +154,7 @@ BODY = """
 </div>
 {% if url %}<p>Weights &amp; Biases: <a href="{{ url }}" rel="noreferrer">{{ url }}</a></p>{% endif %}
 {% if notes %}
-<div class="notice"><b>On the way</b>{% for note in notes %}<p>{{ note }}</p>{% endfor %}</div>
+<div class="notice long"><b>On the way</b>{% for note in notes %}<p>{{ note }}</p>{% endfor %}</div>
 {% endif %}
 
 {% if curves %}

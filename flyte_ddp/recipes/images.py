@@ -1,7 +1,7 @@
 """The built-in recipe: classifying images, those of a prepared dataset or of a folder of files."""
 
 from pathlib import Path
-from typing import Any, Dict, Optional, Tuple
+from typing import Any, Optional, Tuple
 
 import numpy as np
 import torch
@@ -9,34 +9,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flyte_ddp import schedules
-from flyte_ddp.recipe import Measures, Random, Recipe
+from flyte_ddp.recipe import Random
+from flyte_ddp.recipes.classifier import Classifier
 from flyte_ddp.training import prepared
+from flyte_ddp.training.description import DatasetDescription
 from flyte_ddp.training.hyperparameters import Hyperparameters
 from flyte_ddp.training.image_files import ImageFiles
 from flyte_ddp.training.models import MODELS
-
-
-class Classifier(Recipe):
-    """Samples of some kind (inputs, labels (n,) int64) and a network that gives each class a score.
-
-    A subclass gives data and model; label_smoothing is the share of the target that is spread over all classes.
-    """
-
-    headline = "accuracy"
-    label_smoothing = 0.0
-
-    def measure(self, outputs: Tensor, batch: Any) -> Measures:
-        labels, logarithms = batch[1], F.log_softmax(outputs.float(), dim=1)
-        # without smoothing, so that it can be compared with the loss on the test split
-        loss = F.nll_loss(logarithms, labels, reduction="none")
-        measures: Dict[str, Any] = {"loss": loss, "accuracy": outputs.argmax(1) == labels}
-        if self.label_smoothing:
-            measures["objective"] = torch.lerp(loss, -logarithms.mean(1), self.label_smoothing)
-        return measures
-
-    def predictions(self, outputs: Tensor, batch: Any) -> Tensor:
-        """(n, classes) logarithms of the probabilities."""
-        return F.log_softmax(outputs.float(), dim=1)
 
 
 class ImageClassifier(Classifier):
@@ -61,19 +40,12 @@ class ImageClassifier(Classifier):
         return torch.from_numpy(images), torch.from_numpy(labels)
 
     def model(self) -> nn.Module:
-        mean, std = torch.tensor(self.description.mean), torch.tensor(self.description.std)
-        # (x / 255 - mean) / std as one multiplication and one addition
-        self.scale = (1 / (255 * std)).view(1, -1, 1, 1).to(self.device)
-        self.offset = (-mean / std).view(1, -1, 1, 1).to(self.device)
+        self.normalise = Normaliser(self.description, self.device)
         model = MODELS[self.settings.model](self.description.image_shape, len(self.description.classes))
         return model.to(memory_format=torch.channels_last)
 
-    def normalised(self, images: Tensor) -> Tensor:
-        """Pixels (n, C, H, W) uint8 as the network takes them, float32."""
-        return torch.addcmul(self.offset, images, self.scale).contiguous(memory_format=torch.channels_last)
-
     def forward(self, model: nn.Module, batch: Tuple[Tensor, Tensor]) -> Tensor:
-        scores: Tensor = model(self.normalised(batch[0]))
+        scores: Tensor = model(self.normalise(batch[0]))
         return scores
 
     def augment(self, batch: Tuple[Tensor, Tensor], random: Random) -> Tuple[Tensor, Tensor]:
@@ -100,6 +72,19 @@ class ImageClassifier(Classifier):
         return entropy(torch.from_numpy(prepared.open_images(self.folder, "test")[1]))
 
 
+class Normaliser:
+    """Pixels (n, C, H, W) uint8 to what a network takes, float32: of mean 0 and standard deviation 1 by channel."""
+
+    def __init__(self, description: DatasetDescription, device: torch.device):
+        mean, std = torch.tensor(description.mean), torch.tensor(description.std)
+        # (x / 255 - mean) / std as one multiplication and one addition
+        self.scale = (1 / (255 * std)).view(1, -1, 1, 1).to(device)
+        self.offset = (-mean / std).view(1, -1, 1, 1).to(device)
+
+    def __call__(self, images: Tensor) -> Tensor:
+        return torch.addcmul(self.offset, images, self.scale).contiguous(memory_format=torch.channels_last)
+
+
 class LabelledFiles(torch.utils.data.Dataset[Any]):
     """Image files and their classes, as a Dataset."""
 
@@ -109,7 +94,7 @@ class LabelledFiles(torch.utils.data.Dataset[Any]):
     def __len__(self) -> int:
         return len(self.labels)
 
-    def read(self, indices: np.ndarray) -> Tuple[np.ndarray, np.ndarray]:
+    def read_batch(self, indices: np.ndarray) -> Tuple[np.ndarray, np.ndarray]:
         """Images (n, C, H, W) uint8 and labels (n,) int64; DataError, naming the file, where one cannot be decoded."""
         images = np.empty((len(indices), *self.files.shape), np.uint8)
         for image, index in zip(images, indices, strict=True):

@@ -9,7 +9,7 @@ import signal
 import tempfile
 import time
 from pathlib import Path
-from typing import Any, Callable, List, Optional
+from typing import Any, Callable, List, Optional, Union
 
 from flytekit import FlyteContextManager, current_context
 from flytekit.types.directory import FlyteDirectory
@@ -95,14 +95,16 @@ def failure_of_node(failed: ChildFailedError, recoverable: bool) -> TaskFailed:
     return (TaskInterrupted if recoverable else TaskFailed)(message, timestamp=first.timestamp)
 
 
-def download_once(data: FlyteDirectory) -> Path:
-    """A copy of the folder that all ranks of this host share; the first one to come brings it."""
+def download_once(data: Union[FlyteFile, FlyteDirectory]) -> Path:
+    """A copy of the file or folder that all ranks of this host share; the first one to come brings it."""
     source = str(data.remote_source or data.path)
+    name = Path(source).name if isinstance(data, FlyteFile) else ""
     folder = Path(tempfile.gettempdir(), f"dataset-{hashlib.sha256(source.encode()).hexdigest()[:16]}")
     with open(folder.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not folder.exists():
             beside = Path(tempfile.mkdtemp(prefix=f"{folder.name}-"))
-            FlyteContextManager.current_context().file_access.get_data(source, str(beside), is_multipart=True)
+            storage = FlyteContextManager.current_context().file_access
+            storage.get_data(source, str(beside / name), is_multipart=isinstance(data, FlyteDirectory))
             os.rename(beside, folder)
-    return folder
+    return folder / name

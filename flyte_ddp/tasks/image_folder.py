@@ -101,10 +101,10 @@ def digit_images() -> Path:
     return folder
 
 
-def attach(index: FlyteDirectory, folder: FlyteDirectory, workers: int, pin_memory: bool) -> FlyteDirectory:
-    """What the ranks read: the index, and where and how they find the images themselves."""
+def attach(index: FlyteDirectory, folder: FlyteDirectory) -> FlyteDirectory:
+    """What the ranks read: the index, and where they find the images themselves."""
     place = Path(tempfile.mkdtemp(dir=current_context().working_directory, prefix="images-"))
     for file in Path(index.download()).iterdir():
         os.symlink(file, place / file.name)
-    write_access(place, Access(str(folder.download()), workers, pin_memory))
+    write_access(place, Access(str(folder.download())))
     return FlyteDirectory(str(place))

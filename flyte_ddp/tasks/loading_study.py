@@ -27,7 +27,7 @@ TIMEOUT_SECONDS = 300.0  # without a batch, after which the study counts as hung
 
 @dataclass(frozen=True)
 class LoadingChoice:
-    """A setting for FolderOptions, and the images per second that one rank loaded with it (median)."""
+    """A setting for RunOptions, and the images per second that one rank loaded with it (median)."""
 
     loader_workers: int
     pin_memory: bool

@@ -10,24 +10,36 @@ def train_model(settings: Settings, options: RunOptions) -> RecipeOutputs:
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, List, NamedTuple, Sequence, Union
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Union
 
-from flytekit import Cache
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile, PythonPickledFile
 
+from flyte_ddp.observers.console import open_console
 from flyte_ddp.settings import RunOptions, TrainingSettings
+from flyte_ddp.tasks.execution import flyte_retries, is_local, run_dir
 from flyte_ddp.tasks.pyflyte import set_up_pyflyte, ship
-from flyte_ddp.tasks.resources import check_gpus, training_resources
-from flyte_ddp.tasks.train import TRAINING_CODE, RunSummary, Subject, Trained, spawn, train_by
-from flyte_ddp.tasks.versions import CodeVersion
+from flyte_ddp.tasks.resources import check_gpus
+from flyte_ddp.tasks.train import (
+    RunSummary,
+    Subject,
+    Trained,
+    job_of,
+    spawn,
+    train_by,
+    training_arguments,
+)
+from flyte_ddp.tasks.versions import RECIPE_SOURCES, CodeVersion
+from flyte_ddp.training import launcher
 from flyte_ddp.training.code_version import OTHER_CODE, code_version
 from flyte_ddp.training.environment import choose_world, visible_gpus
-from flyte_ddp.training.errors import ReportedError
+from flyte_ddp.training.errors import InputError, ReportedError
 from flyte_ddp.training.job import Identity
 from flyte_ddp.training.storage import content_digest
 from flyte_ddp.training.user_code import find_code
 
+PREDICT = "flyte_ddp.training.predict:run"  # a name, because importing it would import torch
+RECIPE_CODE = (RECIPE_SOURCES, ("torch",))
 CODE_VARIABLE = "DDP_RECIPE_CODE"
 Data = Union[FlyteFile, FlyteDirectory, None]
 
@@ -80,19 +92,11 @@ class RecipeTraining:
         self.code = find_code(recipe, data_files)
         ship(self.code.files)
 
-    def arguments(self, **others: Any) -> Dict[str, Any]:
-        """Arguments of the @task that trains: cache, retries, live report, resources; others take their place."""
-        resources = training_resources()
-        resources["environment"] = {**resources["environment"], CODE_VARIABLE: self.code.version}
-        policy, salt = CodeVersion(*TRAINING_CODE), f"{self.code.name} {self.code.version} "
-        return {
-            "cache": Cache(policies=policy, salt=salt, ignored_inputs=("options",), serialize=True),
-            "retries": 2,
-            "enable_deck": True,
-            "deck_fields": (),  # the report alone, live
-            **resources,
-            **others,
-        }
+    def arguments(self, ignored_inputs: Sequence[str] = ("options",)) -> Dict[str, Any]:
+        """Arguments of the @task that trains or predicts: cache, retries, live report, resources."""
+        salt = f"{self.code.name} {self.code.version} "
+        arguments = training_arguments(CodeVersion(*RECIPE_CODE), salt, ignored_inputs)
+        return {**arguments, "environment": {**arguments["environment"], CODE_VARIABLE: self.code.version}}
 
     def run(self, settings: TrainingSettings, options: RunOptions, data: Data = None) -> RecipeOutputs:
         """Trains with one process per rank, on the file or folder data, if the recipe takes one.
@@ -102,17 +106,53 @@ class RecipeTraining:
         check_gpus(visible_gpus())
         world = choose_world(settings.backend, options.nproc, settings.batch_size)
         start = spawn(world, options, [self.code.root])
-        return self.outputs_of(train_by(start, world, lambda: self.subject(settings, data), options))
 
-    def subject(self, settings: TrainingSettings, data: Data = None) -> Subject:
-        """The recipe and its data, which are downloaded; ReportedError where this pod has other code than was
-        registered."""
+        def fetch() -> Subject:
+            return self.subject(settings, None if data is None else Path(data.download()))
+
+        return self.outputs_of(train_by(start, world, fetch, options))
+
+    def run_as_rank(self, settings: TrainingSettings, options: RunOptions, data: Data = None) -> RecipeOutputs:
+        """Trains as one rank of many nodes, in a task with arguments that on_many_nodes has changed."""
+        from flyte_ddp.tasks.elastic import download_once, train_as_rank  # they import torch
+
+        def fetch() -> Subject:
+            return self.subject(settings, None if data is None else download_once(data))
+
+        outputs: RecipeOutputs = train_as_rank(settings, options, fetch, self.outputs_of)
+        return outputs
+
+    def predict(
+        self,
+        model_state: FlyteFile,
+        settings: TrainingSettings,
+        shard: int = 0,
+        shards: int = 1,
+        data: Data = None,
+        split: str = "test",
+    ) -> FlyteFile:
+        """The predictions (n, ...) of a trained network for a shard of a split, an .npy file.
+
+        settings: that it was trained with. shard: from 0; to be mapped over, in a task whose arguments are
+        arguments(ignored_inputs=()).
+        """
+        if not 0 <= shard < shards:
+            raise InputError(f"shard must be at least 0 and below shards ({shards}), got {shard}")
+        subject = self.subject(settings, None if data is None else Path(data.download()))
+        with flyte_retries(), run_dir(f"{subject.dataset}-predictions") as folder:
+            path = folder / f"predictions-{shard}.npy"
+            job = job_of(subject, RunOptions(), model_path=model_state.download(), predictions_path=str(path))
+            world, timeout, listen = choose_world("gloo", 1, 1), RunOptions().timeout_seconds, open_console()
+            launcher.launch(PREDICT, world, (job, split, shard, shards), timeout, listen, roots=[self.code.root])
+        return FlyteFile(str(path), remote_path=False if is_local() else None)
+
+    def subject(self, settings: TrainingSettings, place: Optional[Path]) -> Subject:
+        """The recipe and its data; ReportedError where this pod has other code than was registered."""
         if os.environ.get(CODE_VARIABLE, self.code.version) != self.code.version:
             raise ReportedError(
                 f"this pod's code of {self.code.name} is not the code that was registered: {OTHER_CODE}"
             )
-        place = Path(data.download()) if data is not None else None
-        version = self.code.version + code_version(*TRAINING_CODE)
+        version = self.code.version + code_version(*RECIPE_CODE)
         digest = content_digest(place) if place else ""
         return Subject(
             identity=Identity(self.code.name, settings, digest, version),

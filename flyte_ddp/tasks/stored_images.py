@@ -1,11 +1,12 @@
 """Folders of image files, here or in Flyte's storage: what is in them, and the files of one shard."""
 
 from pathlib import Path
-from typing import Any, Dict, List, Sequence, Tuple
+from typing import Any, Dict, List, Sequence, Tuple, Union
 
 from flytekit import FlyteContextManager
 from flytekit.core.data_persistence import FileAccessProvider
 from flytekit.types.directory import FlyteDirectory
+from flytekit.types.file import FlyteFile
 
 
 def list_files(folder: FlyteDirectory) -> Dict[str, str]:
@@ -26,6 +27,12 @@ def fetch(folder: FlyteDirectory, names: Sequence[str], into: Path) -> List[Tupl
     return list(zip(names, copies, strict=True))
 
 
-def _open(folder: FlyteDirectory) -> Tuple[str, Any]:
+def describe_file(file: FlyteFile) -> str:
+    """What changes when the file does."""
+    source, storage = _open(file)
+    return str(storage.info(source))
+
+
+def _open(folder: Union[FlyteDirectory, FlyteFile]) -> Tuple[str, Any]:
     source = str(folder.remote_source or folder.path)
     return source, FlyteContextManager.current_context().file_access.get_filesystem_for_path(source)

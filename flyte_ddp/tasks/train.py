@@ -3,8 +3,9 @@
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
+from flytekit import Cache
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile, PythonPickledFile
 
@@ -17,8 +18,8 @@ from flyte_ddp.tasks.checkpoints import checkpoint_store
 from flyte_ddp.tasks.execution import flyte_retries, is_local, run_dir
 from flyte_ddp.tasks.logs import kept_logs
 from flyte_ddp.tasks.observing import attempt, observing, tracking_id
-from flyte_ddp.tasks.resources import check_gpus
-from flyte_ddp.tasks.versions import TRAINING_SOURCES, check_registered_code
+from flyte_ddp.tasks.resources import check_gpus, training_resources
+from flyte_ddp.tasks.versions import TRAINING_SOURCES, CodeVersion, check_registered_code
 from flyte_ddp.training import launcher, prepared
 from flyte_ddp.training.code_version import code_version
 from flyte_ddp.training.description import DatasetDescription
@@ -131,6 +132,22 @@ class Trained:
     model_state: PythonPickledFile
     report: FlyteFile
     logs: FlyteDirectory
+
+
+def training_arguments(
+    code: CodeVersion = CodeVersion(*TRAINING_CODE),  # noqa: B008 never changed
+    salt: str = "",
+    ignored_inputs: Sequence[str] = ("options",),
+) -> Dict[str, Any]:
+    """Arguments of a @task that trains: cache, whose version the code and the salt decide, retries, live report,
+    resources."""
+    return {
+        "cache": Cache(policies=code, salt=salt, ignored_inputs=tuple(ignored_inputs), serialize=True),
+        "retries": 2,
+        "enable_deck": True,
+        "deck_fields": (),  # the report alone, live
+        **training_resources(),
+    }
 
 
 @flyte_retries()

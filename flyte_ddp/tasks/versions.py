@@ -9,30 +9,33 @@ from flyte_ddp.training.code_version import OTHER_CODE, code_version
 from flyte_ddp.training.errors import ReportedError
 
 # tasks/train.py because a cached result must have the outputs that are declared there
-TRAINING_SOURCES = (
+ENGINE_SOURCES = (
     "flyte_ddp/recipe.py",
-    "flyte_ddp/recipes/images.py",
+    "flyte_ddp/recipes/classifier.py",
     "flyte_ddp/schedules.py",
     "flyte_ddp/tasks/train.py",
     "flyte_ddp/training/batches.py",
-    "flyte_ddp/training/image_files.py",
     "flyte_ddp/training/layers.py",
     "flyte_ddp/training/loading.py",
     "flyte_ddp/training/loop.py",
     "flyte_ddp/training/measures.py",
-    "flyte_ddp/training/models.py",
     "flyte_ddp/training/state.py",
     "flyte_ddp/training/watch.py",
     "flyte_ddp/training/worker.py",
 )
+NETWORK_SOURCES = (
+    "flyte_ddp/recipes/images.py",
+    "flyte_ddp/training/image_files.py",
+    "flyte_ddp/training/models.py",
+)
+TRAINING_SOURCES = (*ENGINE_SOURCES, *NETWORK_SOURCES)
+RECIPE_SOURCES = (*ENGINE_SOURCES, "flyte_ddp/tasks/recipe.py", "flyte_ddp/training/predict.py")
 INFERENCE_SOURCES = (
+    *NETWORK_SOURCES,
     "flyte_ddp/tasks/inference.py",
     "flyte_ddp/training/batches.py",
-    "flyte_ddp/training/image_files.py",
     "flyte_ddp/training/images.py",
     "flyte_ddp/training/inference.py",
-    "flyte_ddp/training/layers.py",
-    "flyte_ddp/training/models.py",
 )
 TIMING_SOURCES = ("flyte_ddp/training/timing.py",)
 AUTOENCODER_SOURCES = (
@@ -51,7 +54,9 @@ CODE_VARIABLE = "DDP_TRAINING_CODE"
 
 def registered_code() -> str:
     """What the code of the ranks is at registration; goes into the pod's environment."""
-    return code_version(sorted({*TRAINING_SOURCES, *INFERENCE_SOURCES, *TIMING_SOURCES, *AUTOENCODER_SOURCES}), ())
+    return code_version(
+        sorted({*TRAINING_SOURCES, *RECIPE_SOURCES, *INFERENCE_SOURCES, *TIMING_SOURCES, *AUTOENCODER_SOURCES}), ()
+    )
 
 
 def check_registered_code() -> None:

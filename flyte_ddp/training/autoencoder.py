@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from flyte_ddp.training import prepared
-from flyte_ddp.training.batches import Batch, Split, TestBatches, TrainBatches
+from flyte_ddp.training.batches import Batch, Resident, TestBatches, TrainBatches
 from flyte_ddp.training.environment import Environment
 from flyte_ddp.training.held_out import held_out
 
@@ -53,17 +53,20 @@ def squared_errors(network: nn.Module, images: Tensor) -> Tensor:
 
 
 class Loader:
-    """What Lightning goes over once in each epoch: this rank's images, and of how many the loss is to be the mean."""
+    """What Lightning goes over once in each epoch: this rank's images, and of how many the loss is to be the mean.
 
-    def __init__(self, steps: int, batches: Callable[[], Iterable[Batch]]):
-        self._steps, self._batches = steps, batches
+    These are the samples of the global batch where count is 0.
+    """
+
+    def __init__(self, steps: int, batches: Callable[[], Iterable[Batch]], count: int = 0):
+        self._steps, self._batches, self._count = steps, batches, count
 
     def __len__(self) -> int:
         return self._steps
 
     def __iter__(self) -> Iterator[Tuple[Tensor, int]]:
         for batch in self._batches():
-            yield batch.images, batch.size
+            yield batch.tree / 255, self._count or batch.share.size
 
 
 def lightning_module(network: Autoencoder, learning_rate: float) -> "LightningModule":
@@ -112,18 +115,15 @@ def lightning_data(
             chosen, place = held_out(labels), (environment.rank, environment.world.size)
             # of the mean image in place of each
             self.constant_loss = float(np.var(images[chosen] / np.float32(255), axis=0).mean())
-            train, validation = (
-                Split(images[rows], labels[rows], (0.0,), (1.0,), device) for rows in (~chosen, chosen)
-            )
-            self.train = TrainBatches(train, passes, batch_size, seed, *place)
+            train, validation = (Resident(images[rows], device) for rows in (~chosen, chosen))
+            self.train = TrainBatches(train, batch_size, seed, *place, passes)
             self.validation = TestBatches(validation, EVALUATION_BATCH, *place)
 
         def train_dataloader(self) -> Loader:
             return Loader(len(self.train), lambda: self.train.epoch(self.trainer.current_epoch))  # type: ignore[union-attr]
 
         def val_dataloader(self) -> Loader:
-            mine = self.validation.last - self.validation.first
-            return Loader(-(-mine // EVALUATION_BATCH), lambda: self.validation)
+            return Loader(len(self.validation), lambda: self.validation, self.validation.samples)
 
     return PreparedImages()
 
@@ -132,15 +132,14 @@ def encode_test_images(network: Autoencoder, folder: Path, path: Path) -> float:
     """Leaves an .npz at path: codes (N, 3) float32 of all test images, and `shown` (K,), the index of the first image
     of each class, with `reconstructed` (K, 28, 28) uint8. Returns the mean squared error on the test images."""
     images, labels = prepared.open_split(folder, "test")
-    test = Split(images, labels, (0.0,), (1.0,), torch.device("cpu"))
     codes, error = [], 0.0
     with torch.inference_mode():
-        for batch in TestBatches(test, EVALUATION_BATCH, 0, 1):
-            codes.append(network.encoder(batch.images))
-            error += squared_errors(network, batch.images).sum().item()
+        for part in torch.from_numpy(images).split(EVALUATION_BATCH):
+            codes.append(network.encoder(part / 255))
+            error += squared_errors(network, part / 255).sum().item()
         shown = np.unique(labels, return_index=True)[1]
-        pixels = network(test.normalised(test.images[shown])).clamp(0, 1).mul(255).round().to(torch.uint8)
+        pixels = network(torch.from_numpy(images[shown]) / 255).clamp(0, 1).mul(255).round().to(torch.uint8)
     np.savez(
         path, codes=torch.cat(codes).numpy(), shown=shown, reconstructed=pixels.view(-1, *images.shape[2:]).numpy()
     )
-    return error / (len(test) * PIXELS)
+    return error / (len(images) * PIXELS)

@@ -66,11 +66,7 @@ class Resident:
             raise InputError(f"the first dimension has to be the samples, as many in all tensors, got {shapes}")
         for leaf in self._leaves:
             if isinstance(leaf, Tensor) and leaf.is_floating_point() and not bool(leaf.isfinite().all()):
-                bad = (
-                    int((~leaf.isfinite()).flatten(1).any(1).nonzero()[0, 0])
-                    if leaf.ndim > 1
-                    else int((~leaf.isfinite()).nonzero()[0, 0])
-                )
+                bad = int(leaf.isfinite().logical_not().nonzero()[0, 0])
                 raise InputError(f"sample {bad} has a NaN or infinite value: mend the data, or leave it out")
         self._length = lengths[0]
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Tuple
 
-from flyte_ddp.settings import RunOptions, Settings, setting
+from flyte_ddp.settings import Settings, setting
 from flyte_ddp.training.hyperparameters import Hyperparameters
 
 
@@ -40,19 +40,6 @@ class FolderHyperparameters(Hyperparameters):
     epochs: int = setting(10, minimum=1)
     learning_rate: float = setting(0.1, above=0)
     test_batch_size: int = setting(250, minimum=1)
-
-
-@dataclass(frozen=True)
-class FolderOptions(RunOptions):
-    """RunOptions, and how the images are loaded.
-
-    Attributes:
-        loader_workers: processes of each rank that decode images ahead of their use; 0 is the rank itself.
-        pin_memory: whether a GPU fetches batches from page-locked memory; without a GPU this does nothing.
-    """
-
-    loader_workers: int = setting(2, minimum=0, maximum=64)
-    pin_memory: bool = setting(True)
 
 
 @dataclass(frozen=True)

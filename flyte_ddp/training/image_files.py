@@ -21,13 +21,9 @@ class Access:
 
     Attributes:
         root: the folder that the names of the images are relative to.
-        workers: processes of each rank that decode; 0 is the rank itself.
-        pin_memory: whether a GPU fetches the images from page-locked memory.
     """
 
     root: str
-    workers: int = 0
-    pin_memory: bool = False
 
 
 def write_access(directory: Path, access: Access) -> None:

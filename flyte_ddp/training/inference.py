@@ -7,8 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flyte_ddp.recipes.images import Normaliser
 from flyte_ddp.training import prepared
-from flyte_ddp.training.batches import Split, TestBatches
+from flyte_ddp.training.batches import Resident, TestBatches
 from flyte_ddp.training.description import DatasetDescription
 from flyte_ddp.training.environment import Environment
 from flyte_ddp.training.images import decode_all
@@ -27,11 +28,10 @@ def predict_shard(environment: Environment, link: Link, job: ShardJob) -> None:
     images, rows = read_images(job, description)
     model = load_model(job.model_path, job.model, description.image_shape, len(description.classes))
     model.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
-    unused_labels = np.zeros(len(images), np.int64)
-    split = Split(images, unused_labels, description.mean, description.std, device)
+    normalise = Normaliser(description, device)
     found: List[Tuple[float, int]] = []
-    for batch in TestBatches(split, job.batch_size, rank=0, world_size=1):
-        scores, guesses = model(batch.images).exp().max(1)
+    for batch in TestBatches(Resident(images, device), job.batch_size, rank=0, world_size=1):
+        scores, guesses = model(normalise(batch.tree)).softmax(1).max(1)
         found += zip(scores.tolist(), guesses.tolist(), strict=True)
         link.alive()
     with writing_to(Path(job.output).parent, "DDP_RUNS_DIR"):

@@ -127,7 +127,7 @@ def _global_dropout(share: Share) -> Iterator[None]:
 
 
 class BatchNorm(nn.modules.batchnorm._BatchNorm):
-    """Batch norm over the global batch: the ranks add up their sums, forward and backward, in float32.
+    """Batch norm over the global batch: the ranks add up their sums, forward and backward.
 
     torch's own SyncBatchNorm does the same on GPUs, and on them alone.
     """
@@ -152,7 +152,7 @@ class BatchNorm(nn.modules.batchnorm._BatchNorm):
                 self.num_batches_tracked += 1
                 share = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
                 self.running_mean.lerp_(mean, share)
-                self.running_var.lerp_(variance * count / (count - 1), share)
+                self.running_var.lerp_(variance * count / (count - 1).clamp(min=1), share)  # one sample has none
         return normalised
 
 
@@ -178,12 +178,17 @@ class _Normalise(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, features: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tuple[Tensor, ...]:
         channels, axes = features.shape[1], (0, *range(2, features.ndim))
-        x = features.float()
-        sums = torch.cat([x.sum(axes), x.square().sum(axes), x.new_tensor([x.numel() / channels])])
+        x, count = features.float(), features.numel() / features.shape[1]
+        mine = x.sum(axes) / max(1, count)
+        around = (x - mine.view(1, -1, *(1,) * (x.ndim - 2))).square_().sum(axes)
+        # in float64: of features far from 0, the difference of mean squares and squared mean has few digits left
+        mine = mine.double()
+        sums = torch.cat([mine * count, around + mine.square() * count, mine.new_tensor([count])])
         distributed.all_reduce(sums)
         total, squares, count = sums.split([channels, channels, 1])
         mean = total / count
-        variance = squares / count - mean.square()
+        variance = (squares / count - mean.square()).float()
+        mean, count = mean.float(), count.float()
         ctx.save_for_backward(features, weight, mean, variance, count)
         ctx.eps = eps
         normalised = _fixed(features, weight, bias, mean, variance, eps)

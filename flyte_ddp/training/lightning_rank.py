@@ -186,6 +186,9 @@ def run_started(environment: Environment, job: AutoencoderJob, first_epoch: int)
     description, world = prepared.read_description(Path(job.data)), environment.world
     return RunStarted(
         dataset=description.name,
+        samples="images",
+        headline="loss",
+        shares=(),
         train_samples=description.train_samples,
         test_samples=description.test_samples,
         samples_per_epoch=job.steps_per_epoch * job.hp.batch_size,

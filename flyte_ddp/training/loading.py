@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset
 
 from flyte_ddp.training.errors import DataError
 
@@ -24,7 +24,7 @@ START_METHOD = "fork" if sys.platform == "linux" else "spawn"
 class Streamed:
     """The samples of a map-style Dataset; a few batches of them at a time are in memory.
 
-    A dataset with a method read(indices (n,) int64 array) gives a whole batch by it, a tree of arrays (n, ...).
+    A dataset with a method read_batch(indices (n,) int64 array) gives a whole batch by it, a tree of arrays (n, ...).
     """
 
     def __init__(self, dataset: Any, device: torch.device, workers: int = 0, pin_memory: bool = False):
@@ -97,10 +97,14 @@ class _Reader(Dataset[Any]):
 
 def read_samples(dataset: Any, indices: np.ndarray) -> Any:
     """A tree of arrays (n, ...) of these samples; n may be 0."""
-    if hasattr(dataset, "read"):
-        return dataset.read(indices)
-    samples = default_collate([dataset[int(index)] for index in indices] or [dataset[0]])
-    return pytree.tree_map(lambda leaf: torch.as_tensor(leaf)[: len(indices)].numpy(), samples)
+    if hasattr(dataset, "read_batch"):
+        return dataset.read_batch(indices)
+    samples = [dataset[int(index)] for index in indices] or [dataset[0]]
+    # not by torch's default_collate, which in a worker puts tensors into shared memory
+    return pytree.tree_map(
+        lambda *leaves: torch.as_tensor(np.stack([np.asarray(leaf) for leaf in leaves]))[: len(indices)].numpy(),
+        *samples,
+    )
 
 
 def _as_it_is(batch: Any) -> Any:

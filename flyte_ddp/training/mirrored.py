@@ -17,6 +17,8 @@ from flyte_ddp.training.mirrored_job import CLASSES, MirroredHyperparameters, Mi
 from flyte_ddp.training.rank import ParentLink
 from flyte_ddp.training.storage import writing_to
 
+MEASURES = ("loss", "accuracy")
+
 
 class Samples(NamedTuple):
     """Split of a table: features (N, 30) float32 as measured, labels (N,) int64, indices into CLASSES."""
@@ -164,13 +166,13 @@ def fit(
         for batch in batches:
             figures.append([float(value) for value in step(tf.constant(batch))])
             link.alive()
-        loss, train_accuracy = np.mean(figures, axis=0).tolist()
-        if not math.isfinite(loss):
+        measures = dict(zip(MEASURES, np.mean(figures, axis=0).tolist(), strict=True))
+        if not math.isfinite(measures["loss"]):
             raise InputError(f"the loss is not finite in epoch {epoch + 1}: lower learning_rate ({hp.learning_rate:g})")
         trained = time.perf_counter()
-        test_loss, accuracy = evaluate(model, samples)
+        test = dict(zip(MEASURES, evaluate(model, samples), strict=True))
         seconds = (trained - began, time.perf_counter() - trained)
-        history.append(EpochFinished(epoch, batches.size, loss, train_accuracy, test_loss, accuracy, *seconds))
+        history.append(EpochFinished(epoch, batches.size, measures, test, *seconds))
         link.emit(history[-1])
         if rank == 0 and job.checkpoint_path:
             save(Path(job.checkpoint_path), job.key, variables, history, link)

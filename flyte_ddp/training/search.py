@@ -5,11 +5,13 @@ import itertools
 import math
 import random
 from dataclasses import dataclass
-from typing import Any, Dict, Iterable, List
+from typing import Any, Dict, Iterable, List, TypeVar
 
-from flyte_ddp.settings import Settings, setting
+from flyte_ddp.settings import Settings, TrainingSettings, setting
 from flyte_ddp.training.errors import InputError
 from flyte_ddp.training.hyperparameters import Hyperparameters
+
+T = TypeVar("T", bound=TrainingSettings)
 
 MOST_TRIALS = 200
 
@@ -70,7 +72,7 @@ class TrialResult:
     failure: str = ""
 
 
-def trials_of(sweep: Sweep, base: Hyperparameters) -> List[Hyperparameters]:
+def trials_of(sweep: Sweep, base: T) -> List[T]:
     """What to train with; the same sweep gives the same trials. InputError for whatever cannot be tried."""
     if not sweep.values:
         raise InputError('Sweep.values must name what to try, as in {"learning_rate": [0.05, 0.1]}')
@@ -80,7 +82,7 @@ def trials_of(sweep: Sweep, base: Hyperparameters) -> List[Hyperparameters]:
     return list(dict.fromkeys(_with(base, dict(zip(sweep.values, values, strict=True))) for values in chosen))
 
 
-def _check(sweep: Sweep, base: Hyperparameters, name: str, given: Any) -> None:
+def _check(sweep: Sweep, base: TrainingSettings, name: str, given: Any) -> None:
     """Raises InputError unless every value that can come of it is one that the hyperparameter can have."""
     ends = given
     if sweep.search == "random" and isinstance(given, dict):
@@ -106,7 +108,7 @@ def _grid(sweep: Sweep) -> Iterable[Any]:
     return itertools.product(*sweep.values.values())
 
 
-def _draws(sweep: Sweep, base: Hyperparameters) -> Iterable[Any]:
+def _draws(sweep: Sweep, base: TrainingSettings) -> Iterable[Any]:
     source = random.Random(sweep.seed)
     types = {field.name: field.type for field in dataclasses.fields(base)}
     for _ in range(sweep.trials):
@@ -125,5 +127,5 @@ def _drawn(share: float, given: Any, whole: bool) -> Any:
     return min(max(value, drawn.minimum), drawn.maximum)
 
 
-def _with(base: Hyperparameters, values: Dict[str, Any]) -> Hyperparameters:
+def _with(base: T, values: Dict[str, Any]) -> T:
     return type(base).from_dict({**dataclasses.asdict(base), **values})

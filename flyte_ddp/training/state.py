@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from flyte_ddp.recipe import Recipe
 from flyte_ddp.training.batches import Batch, device_generator
 from flyte_ddp.training.events import EpochFinished
+from flyte_ddp.training.layers import convert
 from flyte_ddp.training.measures import pairs_of, ratios, trained_measure
 from flyte_ddp.training.watch import Watch
 
@@ -85,6 +86,8 @@ class TrainingState:
         self.optimizer = recipe.optimizer(self.model)
         self.schedule = LambdaLR(self.optimizer, lambda step: recipe.factor(step, total_steps))
         self.average = Average(self.model, recipe.ema_decay) if recipe.ema_decay else None
+        if self.average:
+            convert(self.average.model, recipe.share)  # its layers' share is a copy
         # A loss or gradient that is not finite raises this flag for good. A fused optimizer then leaves the weights as
         # they are, without the host having to look (the means by which torch.amp.GradScaler skips a step); others,
         # some of which ignore the flag, are not asked to step

@@ -6,8 +6,8 @@ from typing import Callable, List
 import torch
 from torch import Tensor, distributed, nn
 
+from flyte_ddp.recipes.images import Normaliser
 from flyte_ddp.training import prepared
-from flyte_ddp.training.batches import Split
 from flyte_ddp.training.environment import Environment
 from flyte_ddp.training.loop import Link
 from flyte_ddp.training.measurement import DATA_PARALLEL, Measurement, TimingJob
@@ -23,15 +23,15 @@ def run(environment: Environment, link: Link, job: TimingJob) -> List[Measuremen
     torch.set_num_threads(environment.threads)
     with process_group(environment, job.timeout_seconds) as device:
         description = prepared.read_description(job.data)
-        images, labels = prepared.open_split(job.data, "test")
-        host = Split(images, labels, description.mean, description.std, torch.device("cpu"))
+        images = torch.from_numpy(prepared.open_split(job.data, "test")[0])
+        normalise = Normaliser(description, torch.device("cpu"))
         model = build_model(job.model, 1, description.image_shape, len(description.classes)).eval()
         model.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
         found = []
         for batch_size in job.batch_sizes:
             for method in job.methods:
                 devices = max(1, torch.cuda.device_count()) if method == DATA_PARALLEL else 1
-                batch = host.normalised(host.images[torch.arange(devices * batch_size) % len(host)])
+                batch = normalise(images[torch.arange(devices * batch_size) % len(images)])
                 batch = batch.pin_memory() if device.type == "cuda" else batch
                 forward = prediction(method, model, batch, device)
                 rate = len(batch) * environment.world.size * passes_per_second(forward, device, job.seconds)

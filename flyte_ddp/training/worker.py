@@ -156,6 +156,8 @@ def load_recipe(job: Job, device: torch.device) -> Recipe:
     if not (isinstance(kind, type) and issubclass(kind, Recipe)):
         raise InputError(f"{name} must be a subclass of flyte_ddp.recipe.Recipe, got {kind!r}")
     recipe = kind(job.identity.settings, Path(job.data) if job.data else None)
+    if not hasattr(recipe, "share"):
+        raise InputError(f"{place(recipe, '__init__')} must call super().__init__(settings, data_path)")
     recipe.device = device
     if job.root:
         check_imports(job.root, job.code_files, before)

@@ -50,10 +50,12 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
         dataset="digits", epochs=2, batch_size=64, test_batch_size=40, log_interval=5, precision="float32"
     )
     job = Job(
-        identity=Identity(hp, description.digest, "code"),
+        identity=Identity("flyte_ddp.recipes.images:ImageClassifier", hp, description.digest, "code"),
+        dataset=HOSTILE,
         data=str(folder / "data"),
         model_path=str(folder / "model.pt"),
         predictions_path=str(folder / "logs" / "predictions.npy"),
+        pictures_path=str(folder / "logs" / "pictures.npz"),
         checkpoint_path=str(folder / "checkpoint"),
         checkpoint_seconds=1e9,
         timeout_seconds=120,

@@ -74,7 +74,7 @@ def told(tmp_path: Path) -> Recorded:
         for step in (5, 10)
     ]
     epochs = [epoch_of(0, measured(2.5), measured(2.25, 0.75)), epoch_of(1, measured(1.5), measured(1.25, math.nan))]
-    result = TrainingResult(epochs, [], "float32", 0, "host", 600.0, 2**30, 0)
+    result = TrainingResult(epochs, [], "perplexity", 1200, 300, "float32", 0, "host", 600.0, 2**30, 0)
     place = Setting(
         name="20260101-000000-letters",
         tracking_id="0123abcd-4567cdef",

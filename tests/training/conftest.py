@@ -52,6 +52,7 @@ def train(small_data: Path, tmp_path: Path) -> Callable[..., Trained]:
         name: str = "training",
         target: str = WORKER,
         data: Path = small_data,
+        loader_workers: int = 0,
         **hyperparameters: Any,
     ) -> Any:
         import torch
@@ -70,6 +71,8 @@ def train(small_data: Path, tmp_path: Path) -> Callable[..., Trained]:
             checkpoint_seconds=checkpoint_seconds,
             timeout_seconds=timeout_seconds,
             launched=time.time(),
+            loader_workers=loader_workers,
+            pin_memory=True,
         )
         events: List[Event] = []
 

@@ -4,6 +4,7 @@ import os
 import random as python_random
 import threading
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,7 +33,7 @@ def table(seed=0):
 class Sound(Recipe):
     """What is right: the others change one thing of it."""
 
-    body = nn.Identity
+    body: Any = nn.Identity
 
     def data(self, split):
         return torch.from_numpy(table())
@@ -170,6 +171,8 @@ class EveryoneFromZero(Sound):
 
 
 class RunningMean(nn.Module):
+    mean: torch.Tensor
+
     def __init__(self):
         super().__init__()
         self.register_buffer("mean", torch.zeros(WIDTH))
@@ -227,7 +230,7 @@ class Empty(Rows):
 
 
 class NoisyDataset(Sound):
-    dataset = NoisyRows
+    dataset: Any = NoisyRows
 
     def data(self, split):
         return self.dataset()

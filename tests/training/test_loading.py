@@ -33,10 +33,10 @@ def digits(tmp_path_factory):
     return folder
 
 
-def dataset(folder, workers, image_size=28):
+def dataset(folder, image_size=28):
     images = ImageSettings(image_size=image_size, channels="grayscale" if image_size == 28 else "rgb")
     directory = index_folder(folder, folder.name, images, print)
-    write_access(directory, Access(str(folder), workers, pin_memory=True))
+    write_access(directory, Access(str(folder)))
     return str(directory)
 
 
@@ -46,11 +46,11 @@ def launch(function, argument, size=1, on_event=lambda event: None):
 
 
 def test_batches_depend_neither_on_workers_nor_on_ranks(digits):
-    (alone,) = launch("read_an_epoch", dataset(digits, workers=0))
+    (alone,) = launch("read_an_epoch", (dataset(digits), 0))
     assert [len(images) for images, _ in alone[:-1]] == [50] * 6
     assert 0 < len(alone[-1][0]) < 50
     for size in (1, 2):
-        ranks = launch("read_an_epoch", dataset(digits, workers=2), size)
+        ranks = launch("read_an_epoch", (dataset(digits), 2), size)
         for whole, *shares in zip(alone, *ranks, strict=True):
             for expected, *found in zip(whole, *shares, strict=True):
                 assert np.array_equal(np.concatenate(found), expected)
@@ -58,7 +58,7 @@ def test_batches_depend_neither_on_workers_nor_on_ranks(digits):
 
 def test_ranks_workers_and_a_restart_do_not_change_the_result(digits, train):
     def run(nproc: int, workers: int, **more) -> Trained:
-        return train(nproc, data=dataset(digits, workers), learning_rate=0.02, log_interval=1, **more)
+        return train(nproc, data=dataset(digits), loader_workers=workers, learning_rate=0.02, log_interval=1, **more)
 
     plain = run(2, 2, name="plain")
     with pytest.raises(Unplugged):
@@ -74,28 +74,28 @@ def test_ranks_workers_and_a_restart_do_not_change_the_result(digits, train):
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("workers", [0, 2])
 def test_images_that_exceed_the_memory_can_be_read(digits, workers):
-    data = dataset(digits, workers, image_size=512)  # 255 MiB in 340 images
-    assert launch("read_with_little_memory", data) == [read_description(data).train_samples]
+    data = dataset(digits, image_size=512)  # 255 MiB in 340 images
+    assert launch("read_with_little_memory", (data, workers)) == [read_description(data).train_samples]
 
 
 def test_a_file_that_is_broken_later_ends_the_run_with_its_name(digits, tmp_path):
-    data = dataset(digits, workers=2)
+    data = dataset(digits)
     broken = sorted(digits.rglob("*.png"))[0]
     content = broken.read_bytes()
     broken.write_bytes(content[:50])
     try:
         with pytest.raises(RankFailed, match=rf"DataError: {broken} can no longer be read") as failed:
-            launch("read_an_epoch", data)
+            launch("read_an_epoch", (data, 2))
     finally:
         broken.write_bytes(content)
     assert not isinstance(failed.value, RecoverableRankFailed)
 
 
 def test_a_killed_loader_worker_is_worth_a_retry_and_one_that_is_asked_to_stop_goes_on(digits):
-    data = dataset(digits, workers=2)
+    data = dataset(digits)
     with pytest.raises(RecoverableRankFailed, match=r"DataLoader worker .*lower loader_workers"):
-        launch("signal_a_worker", (data, signal.SIGKILL))
-    assert launch("signal_a_worker", (data, signal.SIGTERM)) == [99]
+        launch("signal_a_worker", (data, 2, signal.SIGKILL))
+    assert launch("signal_a_worker", (data, 2, signal.SIGTERM)) == [99]
 
 
 def test_loader_workers_end_with_a_killed_rank(digits, tmp_path):
@@ -104,7 +104,7 @@ def test_loader_workers_end_with_a_killed_rank(digits, tmp_path):
             os.kill(pids(tmp_path)[0], signal.SIGKILL)
 
     with pytest.raises(RecoverableRankFailed, match="SIGKILL"):
-        launch("load_and_wait", (dataset(digits, workers=3), str(tmp_path / "pids")), on_event=kill_the_rank)
+        launch("load_and_wait", (dataset(digits), 3, str(tmp_path / "pids")), on_event=kill_the_rank)
     assert len(pids(tmp_path)) == 4
     assert all(has_ended(pid) for pid in pids(tmp_path))
 
@@ -112,13 +112,13 @@ def test_loader_workers_end_with_a_killed_rank(digits, tmp_path):
 PARENT = """
 import sys
 from tests.training.test_loading import launch
-launch("load_and_wait", (sys.argv[1], sys.argv[2]), on_event=lambda event: print(type(event).__name__, flush=True))
+launch("load_and_wait", (sys.argv[1], 3, sys.argv[2]), on_event=lambda event: print(type(event).__name__, flush=True))
 """
 
 
 def test_loader_workers_end_with_a_killed_parent(digits, tmp_path):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(tmp_path)}
-    command = [sys.executable, "-c", PARENT, dataset(digits, workers=3), str(tmp_path / "pids")]
+    command = [sys.executable, "-c", PARENT, dataset(digits), str(tmp_path / "pids")]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         assert "CheckpointFailed\n" in iter(parent.stdout.readline, ""), "it ended before it was to be killed"

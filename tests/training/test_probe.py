@@ -6,7 +6,6 @@ import re
 import signal
 import socket
 from pathlib import Path
-from typing import List
 
 import pytest
 from torch import distributed
@@ -14,7 +13,7 @@ from torch import distributed
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.train import train
 from flyte_ddp.training.errors import InputError
-from flyte_ddp.training.events import Event, Printed
+from flyte_ddp.training.events import Printed
 from flyte_ddp.training.failures import RankFailed
 from tests.training import probe_recipes
 from tests.training.probe_recipes import Settings
@@ -130,7 +129,7 @@ def test_ranks_that_refuse_end_the_run_with_their_reason_and_leave_no_process(tm
 
 
 def test_a_recipe_may_print_start_threads_and_shuffle_by_numpy(tmp_path):
-    events: List[Event] = []
+    events: list[object] = []
     run("Chatty", tmp_path, nproc=2, on_event=events.append)
     printed = {(event.rank, event.text) for event in events if isinstance(event, Printed)}
     assert printed == {(0, "a word on standard output"), (1, "a word on standard output")}

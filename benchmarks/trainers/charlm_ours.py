@@ -1,0 +1,16 @@
+"""The language model by our train; the recipe of examples/charlm is the rest of what its user writes."""
+
+from typing import Dict
+
+from charlm.settings import Settings
+
+from flyte_ddp.settings import RunOptions
+from flyte_ddp.train import train
+
+
+def main(settings: Settings, ranks: int) -> Dict[str, float]:
+    return train("charlm.recipe:CharLM", settings, RunOptions(nproc=ranks), output=".").epochs[-1].test
+
+
+if __name__ == "__main__":
+    main(Settings(), 2)

@@ -1,0 +1,35 @@
+"""One training of benchmarks.against_trainers: `python -m benchmarks.trainers.measured JOB TRAINER RANKS EPOCHS SEED`.
+
+It leaves measures.json, steps.json and model.pt in the working directory, beside the trainer's own checkpoints.
+"""
+
+import json
+import os
+import pkgutil
+import sys
+from pathlib import Path
+from unittest.mock import patch
+
+from flyte_ddp import train
+
+CLOCKED = "benchmarks.trainers.clocked"  # names, because importing them would import torch, which our parent doesn't
+
+
+def main() -> None:
+    job, trainer, *numbers = sys.argv[1:]
+    ranks, epochs, seed = map(int, numbers)
+    script = pkgutil.resolve_name(f"benchmarks.trainers.{job}_{trainer}:main")
+    settings = pkgutil.resolve_name(f"{job}.settings:Settings")(epochs=epochs, seed=seed, precision="float32")
+    rank = int(os.environ.get("LOCAL_RANK", "0"))  # torchrun and Lightning set it; our ranks don't come by here
+    if trainer == "ours":
+        with patch.object(train, "WORKER", f"{CLOCKED}:run"):
+            measures = script(settings, ranks)
+    else:
+        with pkgutil.resolve_name(f"{CLOCKED}:clocked_steps")(rank):
+            measures = script(settings, ranks)
+    if rank == 0:
+        Path("measures.json").write_text(json.dumps(measures))
+
+
+if __name__ == "__main__":
+    main()

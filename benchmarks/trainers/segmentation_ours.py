@@ -1,0 +1,16 @@
+"""The U-Net by our train; the recipe of examples/segmentation is the rest of what its user writes."""
+
+from typing import Dict
+
+from segmentation.settings import Settings
+
+from flyte_ddp.settings import RunOptions
+from flyte_ddp.train import train
+
+
+def main(settings: Settings, ranks: int) -> Dict[str, float]:
+    return train("segmentation.recipe:Segmentation", settings, RunOptions(nproc=ranks), output=".").epochs[-1].test
+
+
+if __name__ == "__main__":
+    main(Settings(), 2)

@@ -1,0 +1,33 @@
+"""Classification of samples of any kind: a recipe lacks data and model alone."""
+
+from typing import Any, Dict
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from flyte_ddp.recipe import Measures, Recipe
+
+
+class Classifier(Recipe):
+    """Samples (inputs (n, ...), labels (n,) int64), and a network that gives each class a score: (n, classes).
+
+    Attributes:
+        label_smoothing: share of the target that is spread evenly over all classes.
+    """
+
+    headline = "accuracy"
+    label_smoothing = 0.0
+
+    def measure(self, outputs: Tensor, batch: Any) -> Measures:
+        labels, logarithms = batch[1], F.log_softmax(outputs.float(), dim=1)
+        # without smoothing, so that it can be compared with the loss on the test split
+        loss = F.nll_loss(logarithms, labels, reduction="none")
+        measures: Dict[str, Any] = {"loss": loss, "accuracy": outputs.argmax(1) == labels}
+        if self.label_smoothing:
+            measures["objective"] = torch.lerp(loss, -logarithms.mean(1), self.label_smoothing)
+        return measures
+
+    def predictions(self, outputs: Tensor, batch: Any) -> Tensor:
+        """(n, classes) logarithms of the probabilities."""
+        return F.log_softmax(outputs.float(), dim=1)

@@ -1,0 +1,45 @@
+"""A user's own data as inputs of a training: Flyte's cache goes by a path, these let it go by what is there.
+
+@workflow
+def flowers_wf(folder: FlyteDirectory, settings: Settings = Settings(), ...) -> RecipeOutputs:
+    return train_flowers(settings=settings, data=known_folder(folder=folder), ...)
+"""
+
+import hashlib
+import json
+
+from flytekit import HashMethod, task
+from flytekit.types.directory import FlyteDirectory
+from flytekit.types.file import FlyteFile
+from typing_extensions import Annotated
+
+from flyte_ddp.tasks.execution import is_local
+from flyte_ddp.tasks.resources import small_resources
+from flyte_ddp.tasks.stored_images import describe_file, list_files
+
+
+def of_folder(folder: FlyteDirectory) -> str:
+    """Another one after a file was added, removed or written to: by names, sizes, times and what else storage tells."""
+    return hashlib.sha256(json.dumps(list_files(folder)).encode()).hexdigest()
+
+
+def of_file(file: FlyteFile) -> str:
+    return hashlib.sha256(describe_file(file).encode()).hexdigest()
+
+
+KnownFolder = Annotated[FlyteDirectory, HashMethod(of_folder)]
+KnownFile = Annotated[FlyteFile, HashMethod(of_file)]
+
+
+@task(**small_resources())
+def known_folder(folder: FlyteDirectory) -> KnownFolder:
+    """The same folder, where it is; looked at anew in each run, so never from a cache."""
+    place = str(folder.remote_source or folder.path)
+    return FlyteDirectory(place, remote_directory=False) if is_local() else FlyteDirectory.from_source(place)
+
+
+@task(**small_resources())
+def known_file(file: FlyteFile) -> KnownFile:
+    """The same file, where it is; looked at anew in each run, so never from a cache."""
+    place = str(file.remote_source or file.path)
+    return FlyteFile(place, remote_path=False) if is_local() else FlyteFile.from_source(place)

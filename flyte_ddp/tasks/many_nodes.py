@@ -1,0 +1,70 @@
+"""Training on many nodes, as Flyte's PyTorchJob engine starts them. Needs flytekitplugins-kfpytorch.
+
+DDP_NNODES=4 pyflyte ... register is one main node and three workers.
+"""
+
+import platform
+from typing import Any, Dict
+
+from flytekit.exceptions.user import FlyteRecoverableException, FlyteUserRuntimeException
+from flytekit.extend import TaskPlugins
+from flytekitplugins.kfpytorch import CleanPodPolicy, Elastic, RunPolicy
+from flytekitplugins.kfpytorch.task import PytorchElasticFunctionTask
+from torch.distributed import DistError
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous.api import RendezvousError
+
+from flyte_ddp.tasks.elastic import failure_of_node
+from flyte_ddp.tasks.execution import told
+from flyte_ddp.tasks.logs import place_of_logs
+from flyte_ddp.tasks.resources import registered_environment, registration
+from flyte_ddp.training.errors import RecoverableError
+
+
+class Nodes(Elastic):
+    """Elastic, on whose nodes the loss of the first one, where they meet, is worth a retry."""
+
+
+class NodesTask(PytorchElasticFunctionTask):
+    def execute(self, **inputs: Any) -> Any:
+        try:
+            return super().execute(**inputs)
+        except (RendezvousError, DistError) as error:
+            lost = RecoverableError(f"node {platform.node()}: the meeting place of the nodes is lost: {error}")
+            raise told(lost, place_of_logs()) from None
+        except (FlyteRecoverableException, FlyteUserRuntimeException) as error:
+            if not isinstance(error.__context__, ChildFailedError):
+                raise
+            recoverable = isinstance(error, FlyteRecoverableException)
+            raise failure_of_node(error.__context__, recoverable) from None
+
+
+TaskPlugins.register_pythontask_plugin(Nodes, NodesTask)
+
+
+def on_many_nodes(arguments: Dict[str, Any]) -> Dict[str, Any]:
+    """Arguments of a @task that trains, for one whose function is run by each rank of all nodes."""
+    asked = registration()
+    rendezvous = dict.fromkeys(("timeout", "join_timeout", "read_timeout"), asked.join_minutes * 60)
+    nodes = Nodes(
+        nnodes="{}:{}".format(*asked.node_range),
+        nproc_per_node=asked.ranks_per_node,
+        monitor_interval=1,
+        max_restarts=2,  # of all ranks, within an attempt: when one dies, and its pod lives
+        rdzv_configs=rendezvous,
+        # A lost pod is the end of Flyte's PyTorchJob. The others would wait for it and keep their GPUs, which the next
+        # attempt needs
+        run_policy=RunPolicy(clean_pod_policy=CleanPodPolicy.RUNNING),
+        increase_shared_mem=False,  # deprecated; the resources ask for it
+    )
+    environment = {
+        **arguments["environment"],
+        # Each pod imports the workflow's file: what was asked for goes with it, or it would take itself for something
+        # else
+        **registered_environment(),
+        # A node that joins anew would wait in vain for the address of a store that the nodes have shared before
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        # A rank whose peers have gone ends at once, instead of waiting in NCCL until the job's time-out
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+    }
+    return {**arguments, "task_config": nodes, "environment": environment}

@@ -1,0 +1,55 @@
+"""A user's own recipe on a cluster: what is registered, and the command that its pod runs."""
+
+import importlib
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from flyte_ddp.settings import RunOptions
+from flyte_ddp.train import train
+from flyte_ddp.training.user_code import find_code
+from scripts.dry_run import ROOT, build_package
+from tests.pod import IMAGE, Pod, literal
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    """A copy of the examples, as a user's repository that can be imported from."""
+    place = tmp_path / "project"
+    shutil.copytree(ROOT / "examples", place, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.syspath_prepend(str(place))
+    return place
+
+
+def registered(place: Path):
+    environment = {"DDP_PROFILE": "sandbox", "PYTHONPATH": str(ROOT)}
+    return build_package(IMAGE, environment=environment, package="charlm", place=place).tasks[
+        "charlm.workflow.train_charlm"
+    ]
+
+
+def test_a_pod_trains_a_recipe_as_a_plain_call_does(project, tmp_path):
+    settings = importlib.import_module("charlm.settings").Settings(
+        epochs=1, precision="float32", characters=20_000, width=16
+    )
+    inputs = {"settings": literal(settings), "options": literal(RunOptions())}
+    path = os.pathsep.join([str(ROOT), str(project)])
+    outputs = Pod(registered(project), inputs, tmp_path / "pod", {"PYTHONPATH": path}).run()
+    theirs = torch.load(outputs["model_state"].scalar.blob.uri, weights_only=True)
+    here = train("charlm.recipe:CharLM", settings, RunOptions(nproc=2), output=tmp_path / "here")
+    ours = torch.load(here.model_path, weights_only=True)
+    assert all(torch.equal(weight, ours[name]) for name, weight in theirs.items())
+
+
+def test_the_cache_follows_the_recipes_code_and_not_its_comments(project):
+    file, settings = project / "charlm" / "recipe.py", project / "charlm" / "settings.py"
+    first, version = registered(project).metadata.discovery_version, find_code("charlm.recipe:CharLM").version
+    file.write_text(f"# a remark\n{file.read_text()}")
+    (project / "tabular" / "recipe.py").write_text("no longer Python")  # another project's
+    assert find_code("charlm.recipe:CharLM").version == version
+    settings.write_text(f"{settings.read_text()}\nMORE = 1\n")
+    assert find_code("charlm.recipe:CharLM").version != version
+    assert registered(project).metadata.discovery_version != first
