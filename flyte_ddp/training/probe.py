@@ -292,7 +292,7 @@ class _Twice:
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def read(self, indices: np.ndarray) -> Tuple[np.ndarray]:
+    def read_batch(self, indices: np.ndarray) -> Tuple[np.ndarray]:
         found = []
         for _ in range(2):
             leaves = [np.asarray(leaf) for leaf in pytree.tree_leaves(read_samples(self.dataset, indices))]
