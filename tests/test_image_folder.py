@@ -80,7 +80,8 @@ def test_a_wrong_input_is_a_usage_error_before_anything_is_done(tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("DDP_DATA_DIR", str(tmp_path / "data"))
     said = pyflyte("image_folder_wf", *arguments, status=2)
-    assert all(word in said for word in words), said
+    # lines are broken in the middle of a path
+    assert all(word.replace(" ", "") in said.replace(" ", "") for word in words), said
     assert not (tmp_path / "data").exists()
 
 

@@ -28,7 +28,10 @@ HP, OPTIONS = Hyperparameters(**ONCE), RunOptions()
 def tasks():
     """As registered for a cluster without GPUs, whose pods are the smallest; the Keras task is measured where
     TensorFlow is, in tests/test_keras_mirrored.py."""
-    return {name.removeprefix("workflows."): task for name, task in package(**SETTINGS).tasks.items()}
+    return {
+        name.removeprefix("workflows.").removeprefix("flyte_ddp."): task
+        for name, task in package(**SETTINGS).tasks.items()
+    }
 
 
 @pytest.fixture(scope="module")

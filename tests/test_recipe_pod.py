@@ -45,11 +45,11 @@ def test_a_pod_trains_a_recipe_as_a_plain_call_does(project, tmp_path):
 
 
 def test_the_cache_follows_the_recipes_code_and_not_its_comments(project):
-    file, settings = project / "charlm" / "recipe.py", project / "charlm" / "settings.py"
+    file = project / "charlm" / "recipe.py"
     first, version = registered(project).metadata.discovery_version, find_code("charlm.recipe:CharLM").version
     file.write_text(f"# a remark\n{file.read_text()}")
     (project / "tabular" / "recipe.py").write_text("no longer Python")  # another project's
     assert find_code("charlm.recipe:CharLM").version == version
-    settings.write_text(f"{settings.read_text()}\nMORE = 1\n")
+    file.write_text(file.read_text().replace("norm_first=True", "norm_first=False"))
     assert find_code("charlm.recipe:CharLM").version != version
     assert registered(project).metadata.discovery_version != first

@@ -1,7 +1,7 @@
 """The ranks' meeting: one process group, with a time-out, cleaned up on every path that ends well."""
 
 import os
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Iterator
 
@@ -18,16 +18,28 @@ def process_group(environment: Environment, timeout_seconds: float) -> Iterator[
     if device.type == "cuda":
         device = torch.device("cuda", environment.local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    if environment.world.size == environment.world.local_size:
-        # One host: stay off the network, whose name service or firewall can make gloo hang
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if os.path.exists("/sys/class/net/lo") else "lo0")
-    distributed.init_process_group(
-        environment.world.backend,
-        init_method=environment.init_method,
-        rank=environment.rank,
-        world_size=environment.world.size,
-        timeout=timedelta(seconds=timeout_seconds),
-        device_id=device if environment.world.backend == "nccl" else None,
-    )
+    with _on_loopback() if environment.world.size == environment.world.local_size else nullcontext():
+        distributed.init_process_group(
+            environment.world.backend,
+            init_method=environment.init_method,
+            rank=environment.rank,
+            world_size=environment.world.size,
+            timeout=timedelta(seconds=timeout_seconds),
+            device_id=device if environment.world.backend == "nccl" else None,
+        )
     yield device
     distributed.destroy_process_group()
+
+
+@contextmanager
+def _on_loopback() -> Iterator[None]:
+    """One host: stays off the network, whose name service or firewall can make gloo hang."""
+    name = "GLOO_SOCKET_IFNAME"
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = "lo" if os.path.exists("/sys/class/net/lo") else "lo0"
+    try:
+        yield
+    finally:
+        del os.environ[name]

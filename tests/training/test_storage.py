@@ -35,7 +35,7 @@ launch = launcher.launch
 def with_events(target, world, job, seconds, on_event):
     return launch(target, world, job, seconds, lambda event: (print(event), on_event(event)))
 launcher.launch = with_events
-faults.train(*sys.argv[1:])
+faults.train("digits", *sys.argv[1:])
 """
 
 
@@ -67,6 +67,6 @@ def test_a_checkpoint_of_another_format_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("flyte_ddp.training.checkpoint.FORMAT", 0)
     write_checkpoint(tmp_path / "old", {"identity": {}, "state": {}})
     monkeypatch.undo()
-    with pytest.raises(CheckpointError, match="has format 0, this version reads 1"):
+    with pytest.raises(CheckpointError, match="has format 0, this version reads 2"):
         read_checkpoint(tmp_path / "old", {})
     assert [path.name for path in tmp_path.iterdir()] == ["old"]
