@@ -73,6 +73,8 @@ STYLE = """
 .ddp .pictures { display: grid; grid-template-columns: repeat(auto-fill, minmax(5.4rem, 1fr)); gap: .75rem; padding: 0;
   margin: .75rem 0 0; list-style: none; }
 .ddp .pictures.small { grid-template-columns: repeat(auto-fill, minmax(3.6rem, 1fr)); gap: .5rem; }
+.ddp .pictures.drawn { grid-template-columns: repeat(auto-fill, minmax(min(100%, 14rem), 1fr)); }
+.ddp .pictures.drawn img { aspect-ratio: auto; }
 .ddp .pictures li { font-size: .8rem; line-height: 1.35; overflow-wrap: anywhere; }
 .ddp .pictures img { display: block; width: 100%; aspect-ratio: 1; object-fit: contain; image-rendering: pixelated;
   border-radius: .4rem; background: #000; margin-bottom: .25rem; }
@@ -180,7 +182,7 @@ BODY = """
 {% endif %}
 
 {% if pictures %}
-<h2>Pictures</h2><ul class="pictures">
+<h2>Pictures</h2><ul class="pictures drawn">
 {% for one in pictures %}
 <li><img src="{{ one.picture }}" alt="{{ one.caption }}">{{ one.caption }}</li>
 {% endfor %}
