@@ -66,13 +66,15 @@ def train(
     """
     name = recipe if isinstance(recipe, str) else name_of(recipe)
     code = find_code(name, data_files)
-    place = Path(output).expanduser().absolute()
+    place, source = Path(output).expanduser().absolute(), Path(data).expanduser().absolute() if data else None
+    if source and not source.exists():
+        raise InputError(f"data must be a file or folder that is there, got {source}")
     with writing_to(place, "output"):
         place.mkdir(parents=True, exist_ok=True)
     job = Job(
-        identity=Identity(name, settings, content_digest(Path(data)) if data else "", code.version + library_version()),
-        dataset=Path(data).name if data else name.rpartition(":")[2],
-        data=str(Path(data).expanduser().absolute()) if data else "",
+        identity=Identity(name, settings, content_digest(source) if source else "", code.version + library_version()),
+        dataset=source.name if source else name.rpartition(":")[2],
+        data=str(source or ""),
         root=code.root,
         code_files=code.files,
         checkpoint_seconds=options.checkpoint_seconds,

@@ -12,7 +12,7 @@ from typing import Callable, List, NamedTuple
 from flytekit import task, workflow
 from flytekit.types.file import FlyteFile
 
-from flyte_ddp.observers.console import say
+from flyte_ddp.observers.console import say, say_remark
 from flyte_ddp.observers.mirrored import mirrored_page
 from flyte_ddp.tasks.checkpoints import checkpoint_store, training_key
 from flyte_ddp.tasks.execution import flyte_retries, is_local, run_dir
@@ -25,7 +25,7 @@ from flyte_ddp.training import launcher, mirrored
 from flyte_ddp.training.code_version import code_version
 from flyte_ddp.training.environment import World, nvidia_devices
 from flyte_ddp.training.errors import InputError, ReportedError
-from flyte_ddp.training.events import CheckpointFailed, CheckpointRefused, EpochFinished, Event, Printed
+from flyte_ddp.training.events import EpochFinished, Event
 from flyte_ddp.training.failures import RankFailed
 from flyte_ddp.training.mirrored_job import MirroredHyperparameters, MirroredJob, MirroredResult
 from flyte_ddp.training.ports import free_ports
@@ -135,12 +135,8 @@ def train(
                 f"Epoch {event.epoch + 1} of {hp.epochs}: test accuracy {event.test['accuracy']:.2%}, "
                 f"test loss {event.test['loss']:.4f}, {event.train_seconds:.2f} s of training"
             )
-        elif isinstance(event, Printed):
-            say(f"[rank {event.rank}] {event.text}")
-        elif isinstance(event, CheckpointFailed):
-            say(f"Warning: no checkpoint could be written: {event.reason}")
-        elif isinstance(event, CheckpointRefused):
-            say(f"Starting afresh: {event.reason}")
+        else:
+            say_remark(event)
 
     size = hp.processes
     world = World(size, size, backend="", device="")  # TensorFlow sees to both

@@ -7,18 +7,14 @@ from typing import Any, Dict, List
 import numpy as np
 
 from flyte_ddp.observers.article import Drawing, Section, article
-from flyte_ddp.observers.console import say
+from flyte_ddp.observers.console import say, say_remark
 from flyte_ddp.observers.figures import Curves, cloud, draw, picture
 from flyte_ddp.training import prepared
 from flyte_ddp.training.autoencoder_job import AutoencoderJob, AutoencoderResult
 from flyte_ddp.training.description import DatasetDescription
 from flyte_ddp.training.events import (
-    CheckpointFailed,
-    CheckpointRefused,
     EpochLosses,
     Event,
-    NotLearning,
-    Printed,
     RunStarted,
 )
 
@@ -39,14 +35,8 @@ def say_event(event: Event) -> None:
             f"Epoch {event.epoch + 1}: training loss {event.train_loss:.4f}, "
             f"validation loss {event.validation_loss:.4f}, {event.seconds:.1f} s"
         )
-    elif isinstance(event, NotLearning):
-        say(f"Warning: {event.reason}")
-    elif isinstance(event, Printed):
-        say(f"[rank {event.rank}] {event.text}")
-    elif isinstance(event, CheckpointFailed):
-        say(f"Warning: no checkpoint could be written: {event.reason}")
-    elif isinstance(event, CheckpointRefused):
-        say(f"Starting afresh: {event.reason}")
+    else:
+        say_remark(event)
 
 
 def page(job: AutoencoderJob, result: AutoencoderResult, setup: Dict[str, Any]) -> str:

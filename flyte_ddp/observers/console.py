@@ -27,6 +27,18 @@ def say(text: str) -> None:
     click.echo(text, file=sys.stderr)
 
 
+def say_remark(event: Event) -> None:
+    """What is said alike of every training: warnings, a rank's own prints, and what became of a checkpoint."""
+    if isinstance(event, NotLearning):
+        say(f"Warning: {event.reason}")
+    elif isinstance(event, Printed):
+        say(f"[rank {event.rank}] {event.text}")
+    elif isinstance(event, CheckpointFailed):
+        say(f"Warning: no checkpoint could be written: {event.reason}")
+    elif isinstance(event, CheckpointRefused):
+        say(f"Starting afresh: {event.reason}")
+
+
 def on_terminal() -> bool:
     return sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
 
@@ -64,14 +76,8 @@ class Console:
             ]
             seconds = f"{event.train_seconds:.1f} s of training"
             say(f"Epoch {event.epoch + 1} of {run.epochs}: {', '.join([*tested, seconds])}")
-        elif isinstance(event, NotLearning):
-            say(f"Warning: {event.reason}")
-        elif isinstance(event, Printed):
-            say(f"[rank {event.rank}] {event.text}")
-        elif isinstance(event, CheckpointFailed):
-            say(f"Warning: no checkpoint could be written: {event.reason}")
-        elif isinstance(event, CheckpointRefused):
-            say(f"Starting afresh: {event.reason}")
+        else:
+            say_remark(event)
 
     def on_step(self, event: StepLogged) -> None:
         share = event.step / self._run.steps_per_epoch

@@ -16,6 +16,9 @@ import flyte_ddp
 from flyte_ddp.training.layers import Attention, ChannelDropout, Dropout
 from flyte_ddp.training.user_code import is_installed
 
+# The remedy for other random numbers
+DRAWN = "torch draws, in augment() from its argument random; in the network use nn.Dropout"
+
 
 class Draws(TorchDispatchMode):
     """Counts the random numbers that torch's operations draw, but for those of our own layers and of Random."""

@@ -1,0 +1,26 @@
+"""What a plain call refuses before anything is started."""
+
+import pytest
+
+from flyte_ddp.recipe import Recipe
+from flyte_ddp.settings import TrainingSettings
+from flyte_ddp.train import name_of, train
+from flyte_ddp.training.errors import InputError
+from tests.training.probe_recipes import Sound
+
+
+def test_a_class_is_named_by_its_module():
+    assert name_of(Sound) == "tests.training.probe_recipes:Sound"
+
+
+def test_a_class_that_ranks_cannot_import_is_refused_with_the_remedy(tmp_path):
+    class Local(Recipe):
+        pass
+
+    with pytest.raises(InputError, match=r"got .*Local of tests.test_train: put it into a file of its own"):
+        train(Local, TrainingSettings(), output=tmp_path)
+
+
+def test_data_that_are_not_there_are_refused(tmp_path):
+    with pytest.raises(InputError, match=r"data must be a file or folder that is there, got .*nowhere"):
+        train(Sound, TrainingSettings(), data=tmp_path / "nowhere", output=tmp_path)
