@@ -24,7 +24,7 @@ help: ## List the targets
 run: .venv/run.stamp ## Train; more arguments: make run ARGS="--hp '{\"epochs\": 1}'"
 	@$(call typed,pyflyte run workflows/mnist.py pytorch_training_wf$(if $(ARGS), $(ARGS)))
 
-test: .venv/dev.stamp ## Run the tests; a part of them: make test ARGS=tests/training
+test: .venv/dev.stamp ## Run the tests; a part of them: make test ARGS=tests/engine
 	@$(call typed,pytest$(if $(ARGS), $(ARGS)))
 
 lint: .venv/dev.stamp ## Check style and types with ruff and mypy
@@ -36,7 +36,7 @@ keras: .venv-keras/stamp ## Train the Keras network of workflows/keras_mirrored.
 	@$(call typed,pyflyte run workflows/keras_mirrored.py keras_mirrored_wf$(if $(ARGS), $(ARGS)),.venv-keras)
 
 test-keras: .venv-keras/stamp ## Run the tests that need TensorFlow
-	@$(call typed,pytest tests/test_keras_mirrored.py$(if $(ARGS), $(ARGS)),.venv-keras)
+	@$(call typed,pytest tests/keras/test_workflow.py$(if $(ARGS), $(ARGS)),.venv-keras)
 
 bench: .venv/dev.stamp ## Run the benchmarks, in about half an hour; once each: make bench ARGS="--runs 1"
 	@$(call typed,python -m benchmarks$(if $(ARGS), $(ARGS)))

@@ -13,9 +13,9 @@ import time
 from typing import Dict, List
 
 from benchmarks.engine import hardware, spread, train
-from flyte_ddp.training.datasets import prepare
-from flyte_ddp.training.environment import choose_world
-from flyte_ddp.training.hyperparameters import Hyperparameters
+from flyte_ddp.data.datasets import prepare
+from flyte_ddp.launch.environment import choose_world
+from flyte_ddp.recipes.hyperparameters import Hyperparameters
 
 MODULES = {"Lightning": "benchmarks.lightning_mnist", "ours": "benchmarks.against_lightning"}
 

@@ -13,9 +13,9 @@ from typing import Dict, List, Tuple
 
 from benchmarks.engine import hardware, spread, train
 from benchmarks.tutorial import BATCH_SIZE, train_tutorial
-from flyte_ddp.training.datasets import data_dir, prepare
-from flyte_ddp.training.environment import choose_world
-from flyte_ddp.training.hyperparameters import Hyperparameters
+from flyte_ddp.data.datasets import data_dir, prepare
+from flyte_ddp.launch.environment import choose_world
+from flyte_ddp.recipes.hyperparameters import Hyperparameters
 
 FRACTION = 0.45
 

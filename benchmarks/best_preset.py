@@ -16,8 +16,8 @@ import yaml
 
 from benchmarks.engine import hardware
 from benchmarks.training import HEAD, measure
-from flyte_ddp.training.datasets import prepare
-from flyte_ddp.training.held_out import hold_out
+from flyte_ddp.data.datasets import prepare
+from flyte_ddp.data.held_out import hold_out
 
 VARIED = {"shift_pixels": (1, 2), "ema_decay": (0.0, 0.999)}
 

@@ -10,8 +10,8 @@ from typing import Any, Dict
 
 from benchmarks.engine import hardware
 from benchmarks.training import HEAD, measure
-from flyte_ddp.training.datasets import prepare
-from flyte_ddp.training.hyperparameters import CIFAR10Hyperparameters
+from flyte_ddp.data.datasets import prepare
+from flyte_ddp.recipes.hyperparameters import CIFAR10Hyperparameters
 
 EXAMPLE: Dict[str, Any] = {
     "model": "cifar_cnn",

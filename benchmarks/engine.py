@@ -9,14 +9,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Callable, List, Sequence
 
-from flyte_ddp.training import launcher
-from flyte_ddp.training.environment import available_cores, choose_world, visible_gpus
-from flyte_ddp.training.events import Event
-from flyte_ddp.training.hyperparameters import Hyperparameters
-from flyte_ddp.training.job import Identity, Job
-from flyte_ddp.training.prepared import read_description
+from flyte_ddp.data.prepared import read_description
+from flyte_ddp.engine.job import Identity, Job
+from flyte_ddp.events import Event
+from flyte_ddp.launch import launcher
+from flyte_ddp.launch.environment import available_cores, choose_world, visible_gpus
+from flyte_ddp.recipes.hyperparameters import Hyperparameters
 
-WORKER = "flyte_ddp.training.worker:run"
+WORKER = "flyte_ddp.engine.worker:run"
 RECIPE = "flyte_ddp.recipes.images:ImageClassifier"
 
 

@@ -11,9 +11,9 @@ from typing import Dict, List
 
 from benchmarks.engine import hardware, spread, train
 from benchmarks.stopwatch import Rates
-from flyte_ddp.training.datasets import prepare
-from flyte_ddp.training.environment import available_cores, choose_world
-from flyte_ddp.training.hyperparameters import Hyperparameters
+from flyte_ddp.data.datasets import prepare
+from flyte_ddp.launch.environment import available_cores, choose_world
+from flyte_ddp.recipes.hyperparameters import Hyperparameters
 
 WORKER = "benchmarks.stopwatch:compare_with_fixed_batch"
 

@@ -25,23 +25,23 @@ from typing import Any, Dict, List, Tuple
 
 import flyte_ddp.train
 from benchmarks import engine
+from flyte_ddp.data import prepared
+from flyte_ddp.data.datasets import prepare
+from flyte_ddp.events import Event, RunStarted, StepLogged
+from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
-from flyte_ddp.training import prepared
-from flyte_ddp.training.datasets import prepare
-from flyte_ddp.training.events import Event, RunStarted, StepLogged
-from flyte_ddp.training.hyperparameters import Hyperparameters
 
 RANKS, EPOCHS = 2, 2
 JOBS = ("digits", "charlm")  # the second is the language model of examples/
 ROOT = Path(__file__).parents[1]
 TESTS = {
-    "tests/training/test_download.py": "download",
-    "tests/training/test_datasets.py": "dataset",
-    "tests/training/test_prepared.py": "prepared data",
-    "tests/training/test_training.py": "training",
-    "tests/training/test_launcher.py": "processes",
-    "tests/training/test_storage.py": "disk",
-    "tests/training/test_settings.py": "input",
+    "tests/data/test_download.py": "download",
+    "tests/data/test_datasets.py": "dataset",
+    "tests/data/test_prepared.py": "prepared data",
+    "tests/engine/test_training.py": "training",
+    "tests/launch/test_launcher.py": "processes",
+    "tests/test_storage.py": "disk",
+    "tests/test_settings.py": "input",
 }
 
 

@@ -8,11 +8,12 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.engine import hardware, percent, spread, train
-from flyte_ddp.training.datasets import prepare
-from flyte_ddp.training.folder_settings import FolderHyperparameters, ImageSettings
-from flyte_ddp.training.image_files import Access, write_access
-from flyte_ddp.training.image_folder import index_folder, write_folder
-from flyte_ddp.training.prepared import SPLITS, open_split
+from flyte_ddp.data.datasets import prepare
+from flyte_ddp.data.image_files import Access, write_access
+from flyte_ddp.data.image_folder import index_folder, write_folder
+from flyte_ddp.data.image_settings import ImageSettings
+from flyte_ddp.data.prepared import SPLITS, open_split
+from flyte_ddp.recipes.hyperparameters import FolderHyperparameters
 
 
 def main() -> None:

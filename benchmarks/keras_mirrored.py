@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, Dict
 
 from benchmarks.engine import hardware, percent, spread
-from flyte_ddp.training import launcher
-from flyte_ddp.training.mirrored_job import MirroredHyperparameters
+from flyte_ddp.keras.job import MirroredHyperparameters
+from flyte_ddp.launch import launcher
 from workflows.keras_mirrored import train
 
 WAYS: Dict[str, Dict[str, Any]] = {

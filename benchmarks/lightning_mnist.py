@@ -20,12 +20,12 @@ from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.stopwatch import clock
-from flyte_ddp.training.datasets import prepare
-from flyte_ddp.training.environment import choose_world
-from flyte_ddp.training.hyperparameters import Hyperparameters
-from flyte_ddp.training.models import Shape, build_model
-from flyte_ddp.training.prepared import open_split, read_description
-from flyte_ddp.training.worker import choose_precision
+from flyte_ddp.data.datasets import prepare
+from flyte_ddp.data.prepared import open_split, read_description
+from flyte_ddp.engine.worker import choose_precision
+from flyte_ddp.launch.environment import choose_world
+from flyte_ddp.recipes.hyperparameters import Hyperparameters
+from flyte_ddp.recipes.models import Shape, build_model
 
 
 class MnistModule(LightningModule):

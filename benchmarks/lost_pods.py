@@ -23,9 +23,9 @@ from flytekit.configuration import Config
 from flytekit.models.core.execution import WorkflowExecutionPhase
 from flytekit.remote import FlyteRemote
 
+from flyte_ddp.autoencoder.job import AutoencoderHyperparameters, AutoencoderOptions
+from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
-from flyte_ddp.training.autoencoder_job import AutoencoderHyperparameters, AutoencoderOptions
-from flyte_ddp.training.hyperparameters import Hyperparameters
 
 PATIENCE_SECONDS = 3600
 LOST_SECONDS = 10.0  # of its logs, at most, with a pod

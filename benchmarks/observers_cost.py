@@ -17,12 +17,13 @@ from typing import Dict, List
 
 from benchmarks import engine
 from benchmarks.engine import spread
-from flyte_ddp.observers.record import RunFinished, Setting
-from flyte_ddp.observers.surroundings import surroundings
+from flyte_ddp.data import datasets, prepared
+from flyte_ddp.launch import launcher
+from flyte_ddp.recipes.hyperparameters import Hyperparameters
+from flyte_ddp.report.record import RunFinished, Setting
+from flyte_ddp.report.surroundings import surroundings
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.tasks.observing import observing
-from flyte_ddp.training import datasets, launcher, prepared
-from flyte_ddp.training.hyperparameters import Hyperparameters
 
 
 def train(mode: str, dataset: str, epochs: int) -> Dict[str, float]:

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Callable, Dict, List
 
 from benchmarks.engine import hardware, spread, train
-from flyte_ddp.training.datasets import prepare
-from flyte_ddp.training.events import Event, StepLogged
-from flyte_ddp.training.hyperparameters import Hyperparameters
+from flyte_ddp.data.datasets import prepare
+from flyte_ddp.events import Event, StepLogged
+from flyte_ddp.recipes.hyperparameters import Hyperparameters
 
 ROOT = Path(__file__).parents[1]
 RUN = ["pyflyte", "run", "workflows/mnist.py", "pytorch_training_wf", "--hp", '{"epochs": 1, "dataset": "mnist"}']

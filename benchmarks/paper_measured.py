@@ -15,11 +15,11 @@ from typing import Any, Dict, Iterator, List, Sequence, Tuple
 
 from benchmarks.engine import hardware, spread, train
 from benchmarks.paper_model import H100, MNIST, Links, Network, step
-from flyte_ddp.training import launcher
-from flyte_ddp.training.datasets import prepare
-from flyte_ddp.training.environment import Environment, available_cores, choose_world, visible_gpus
-from flyte_ddp.training.events import Event, StepLogged
-from flyte_ddp.training.hyperparameters import Hyperparameters
+from flyte_ddp.data.datasets import prepare
+from flyte_ddp.events import Event, StepLogged
+from flyte_ddp.launch import launcher
+from flyte_ddp.launch.environment import Environment, available_cores, choose_world, visible_gpus
+from flyte_ddp.recipes.hyperparameters import Hyperparameters
 
 RUNS, INTERVALS, TOTAL = 5, 7, 128
 SIZES = 4096, 1_724_320  # bytes to reduce; the larger one is the MNIST network's 431,080 parameters
@@ -118,7 +118,7 @@ def all_reduce_seconds() -> List[float]:
 def reduce_as_a_rank(environment: Environment, link: Any, argument: Any) -> List[float]:
     import torch
 
-    from flyte_ddp.training.process_group import process_group  # imports torch
+    from flyte_ddp.launch.process_group import process_group  # imports torch
 
     torch.set_num_threads(environment.threads)
     with process_group(environment, 60) as device:

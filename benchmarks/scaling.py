@@ -17,9 +17,9 @@ import numpy as np
 
 from benchmarks.engine import hardware, spread, train
 from benchmarks.stopwatch import Cost
-from flyte_ddp.training.datasets import prepare
-from flyte_ddp.training.hyperparameters import Hyperparameters
-from flyte_ddp.training.prepared import open_split, read_description, write_prepared
+from flyte_ddp.data.datasets import prepare
+from flyte_ddp.data.prepared import open_split, read_description, write_prepared
+from flyte_ddp.recipes.hyperparameters import Hyperparameters
 
 WORKER = "benchmarks.stopwatch:count_cost"
 IMAGES, RANKS, USUAL_RANKS = (15_000, 60_000, 240_000), (1, 2, 4), 2

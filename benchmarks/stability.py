@@ -1,7 +1,7 @@
 """How far the recipes are from not learning: `python -m benchmarks.stability FOLDER [--suites digits "digits, long"]`.
 
 Each suite trains a recipe with its defaults on many seeds, by turns on one rank and on two, and counts the runs that
-end no better than guessing and those whose loss leapt, as flyte_ddp/training/watch.py tells them. Then the edge: the
+end no better than guessing and those whose loss leapt, as flyte_ddp/engine/watch.py tells them. Then the edge: the
 learning rate is raised, factor by factor, until one of ten seeds breaks.
 
 Every run is kept in the folder: the same command goes on where it was interrupted, and several that are started at the
@@ -21,17 +21,22 @@ import torch
 import yaml
 
 from benchmarks.engine import hardware, percent, train
+from flyte_ddp.data.datasets import data_dir, prepare
+from flyte_ddp.data.image_files import Access, write_access
+from flyte_ddp.data.image_folder import index_folder, write_folder
+from flyte_ddp.data.image_settings import ImageSettings
+from flyte_ddp.data.prepared import SPLITS, open_images, open_split
+from flyte_ddp.engine.watch import GUESSING
+from flyte_ddp.errors import NonFinite
+from flyte_ddp.events import Event, StepLogged
+from flyte_ddp.launch.failures import RankFailed
+from flyte_ddp.recipes.hyperparameters import (
+    CIFAR10Hyperparameters,
+    FashionMNISTHyperparameters,
+    FolderHyperparameters,
+    Hyperparameters,
+)
 from flyte_ddp.recipes.images import entropy
-from flyte_ddp.training.datasets import data_dir, prepare
-from flyte_ddp.training.errors import NonFinite
-from flyte_ddp.training.events import Event, StepLogged
-from flyte_ddp.training.failures import RankFailed
-from flyte_ddp.training.folder_settings import FolderHyperparameters, ImageSettings
-from flyte_ddp.training.hyperparameters import CIFAR10Hyperparameters, FashionMNISTHyperparameters, Hyperparameters
-from flyte_ddp.training.image_files import Access, write_access
-from flyte_ddp.training.image_folder import index_folder, write_folder
-from flyte_ddp.training.prepared import SPLITS, open_images, open_split
-from flyte_ddp.training.watch import GUESSING
 
 PRESETS = Path(__file__).parents[1] / "presets"
 FACTORS = (2.0, 3.0, 4.0, 6.0, 8.0)

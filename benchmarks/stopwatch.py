@@ -6,12 +6,13 @@ from unittest.mock import patch
 
 import torch
 
-from flyte_ddp.training import loop, worker
-from flyte_ddp.training.batches import Batch, TrainBatches
-from flyte_ddp.training.environment import Environment
-from flyte_ddp.training.job import Job
-from flyte_ddp.training.loop import Link, train_epoch
-from flyte_ddp.training.state import Sums, TrainingState
+from flyte_ddp.engine import loop, worker
+from flyte_ddp.engine.batches import Batch, TrainBatches
+from flyte_ddp.engine.job import Job
+from flyte_ddp.engine.loop import train_epoch
+from flyte_ddp.engine.state import Sums, TrainingState
+from flyte_ddp.launch.environment import Environment
+from flyte_ddp.launch.link import Link
 
 BLOCK = 20  # steps between two changes of side: a third of a second, so that both meet the same load of the machine
 

@@ -12,8 +12,8 @@ from typing import Any, Dict, Mapping, Optional
 import yaml
 
 from benchmarks.engine import hardware, percent, spread, train
-from flyte_ddp.training.datasets import prepare
-from flyte_ddp.training.hyperparameters import Hyperparameters
+from flyte_ddp.data.datasets import prepare
+from flyte_ddp.recipes.hyperparameters import Hyperparameters
 
 BEST = yaml.safe_load((Path(__file__).parents[1] / "presets" / "best.yaml").read_text())
 RECIPES: Dict[str, Dict[str, Any]] = {

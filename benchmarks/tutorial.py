@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
-from flyte_ddp.training.environment import available_cores
+from flyte_ddp.launch.environment import available_cores
 
 BATCH_SIZE, TEST_BATCH_SIZE, LEARNING_RATE, MOMENTUM, SEED = 128, 1000, 0.01, 0.5, 1
 

@@ -10,7 +10,7 @@ from typing import Any, Dict, Optional, Sequence, Tuple, Union
 import torch
 from torch import Tensor, nn
 
-from flyte_ddp.training.layers import Share, gather_rows
+from flyte_ddp.share import Share, gather_rows
 
 # A tensor, or a tuple, list or dict of such, nested at will; the first dimension of each tensor is the samples
 Tree = Any

@@ -15,7 +15,7 @@ from typing import Any, Dict, List, Sequence, Tuple, Type, TypeVar
 
 from dataclasses_json import DataClassJsonMixin
 
-from flyte_ddp.training.errors import InputError
+from flyte_ddp.errors import InputError
 
 S = TypeVar("S", bound="Settings")
 

@@ -12,19 +12,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Callable, List, Optional, Sequence, Union
 
-from flyte_ddp.observers.console import open_console
+from flyte_ddp.code_version import library_version
+from flyte_ddp.engine.job import Identity, Job, TrainingResult
+from flyte_ddp.errors import InputError
+from flyte_ddp.events import EpochFinished, Event
+from flyte_ddp.launch import launcher
+from flyte_ddp.launch.environment import choose_world
+from flyte_ddp.report.console import Console, open_console
 from flyte_ddp.settings import RunOptions, TrainingSettings
-from flyte_ddp.training import launcher
-from flyte_ddp.training.code_version import library_version
-from flyte_ddp.training.environment import choose_world
-from flyte_ddp.training.errors import InputError
-from flyte_ddp.training.events import EpochFinished, Event
-from flyte_ddp.training.job import Identity, Job, TrainingResult
-from flyte_ddp.training.storage import content_digest, writing_to
-from flyte_ddp.training.user_code import find_code
+from flyte_ddp.storage import content_digest, writing_to
+from flyte_ddp.user_code import find_code
 
-WORKER = "flyte_ddp.training.worker:run"  # names, because importing them would import torch
-JOINED = "flyte_ddp.training.joined:join_and_train"
+WORKER = "flyte_ddp.engine.worker:run"  # names, because importing them would import torch
+JOINED = "flyte_ddp.engine.joined:join_and_train"
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def train(
 
 def run(job: Job, options: RunOptions, on_event: Optional[Callable[[Event], None]]) -> TrainingResult:
     if "WORLD_SIZE" in os.environ:
-        joined: TrainingResult = pkgutil.resolve_name(JOINED)(job, options, on_event)
+        joined: TrainingResult = pkgutil.resolve_name(JOINED)(job, options, on_event or Console())
         return joined
     checkpoint = Path(job.checkpoint_path)
     if not options.resume:

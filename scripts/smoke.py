@@ -18,14 +18,19 @@ from flytekit.configuration import Config
 from flytekit.models.core.identifier import WorkflowExecutionIdentifier
 from flytekit.remote import FlyteRemote
 
+from flyte_ddp.autoencoder.job import AutoencoderHyperparameters
+from flyte_ddp.inference.shards import InferenceOptions
+from flyte_ddp.keras.job import MirroredHyperparameters
+from flyte_ddp.loading.times import LoadingSettings
+from flyte_ddp.recipes.hyperparameters import (
+    CIFAR10Hyperparameters,
+    FashionMNISTHyperparameters,
+    FolderHyperparameters,
+    Hyperparameters,
+)
+from flyte_ddp.sweep.search import Sweep
 from flyte_ddp.tasks.resources import registration
-from flyte_ddp.training.autoencoder_job import AutoencoderHyperparameters
-from flyte_ddp.training.folder_settings import FolderHyperparameters, LoadingSettings
-from flyte_ddp.training.hyperparameters import CIFAR10Hyperparameters, FashionMNISTHyperparameters, Hyperparameters
-from flyte_ddp.training.measurement import TimingOptions
-from flyte_ddp.training.mirrored_job import MirroredHyperparameters
-from flyte_ddp.training.search import Sweep
-from flyte_ddp.training.shards import InferenceOptions
+from flyte_ddp.timing.measurement import TimingOptions
 from scripts.register import register
 
 POLL_SECONDS = 2

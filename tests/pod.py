@@ -20,9 +20,9 @@ from flyteidl.core.types_pb2 import BlobType
 from flytekit import FlyteContextManager
 from flytekit.core.type_engine import TypeEngine
 
-from flyte_ddp.training import prepared
-from flyte_ddp.training.datasets import prepare
-from flyte_ddp.training.environment import visible_gpus
+from flyte_ddp.data import prepared
+from flyte_ddp.data.datasets import prepare
+from flyte_ddp.launch.environment import visible_gpus
 from scripts.dry_run import ROOT, Package, build_package
 
 IMAGE = "registry.example/trainer:1"

@@ -20,12 +20,12 @@ import torch
 from PIL import Image
 from sklearn.datasets import load_digits
 
+from flyte_ddp.data import prepared
+from flyte_ddp.data.datasets import prepare
+from flyte_ddp.events import CheckpointWritten, Event, StepLogged
+from flyte_ddp.launch.failures import RecoverableRankFailed
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.train import train
-from flyte_ddp.training import prepared
-from flyte_ddp.training.datasets import prepare
-from flyte_ddp.training.events import CheckpointWritten, Event, StepLogged
-from flyte_ddp.training.failures import RecoverableRankFailed
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = {

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from flyte_ddp.training.datasets import prepare
-from flyte_ddp.training.folder_settings import ImageSettings
-from flyte_ddp.training.image_folder import write_folder
-from flyte_ddp.training.prepared import open_split
+from flyte_ddp.data.datasets import prepare
+from flyte_ddp.data.image_folder import write_folder
+from flyte_ddp.data.image_settings import ImageSettings
+from flyte_ddp.data.prepared import open_split
 from tests.pod import Pod, literal, package
 
 WORKFLOW = str(Path(__file__).parents[1] / "workflows" / "image_folder.py")

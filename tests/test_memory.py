@@ -11,13 +11,19 @@ from flyteidl.core.literals_pb2 import Literal, LiteralCollection
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import PythonPickledFile
 
+from flyte_ddp.autoencoder.job import AutoencoderHyperparameters, AutoencoderOptions
+from flyte_ddp.data.image_settings import ImageSettings
+from flyte_ddp.inference.shards import InferenceOptions
+from flyte_ddp.loading.times import LoadingSettings
+from flyte_ddp.recipes.hyperparameters import (
+    CIFAR10Hyperparameters,
+    FashionMNISTHyperparameters,
+    FolderHyperparameters,
+    Hyperparameters,
+)
 from flyte_ddp.settings import RunOptions
-from flyte_ddp.training.autoencoder_job import AutoencoderHyperparameters, AutoencoderOptions
-from flyte_ddp.training.folder_settings import FolderHyperparameters, ImageSettings, LoadingSettings
-from flyte_ddp.training.hyperparameters import CIFAR10Hyperparameters, FashionMNISTHyperparameters, Hyperparameters
-from flyte_ddp.training.measurement import TimingOptions
-from flyte_ddp.training.search import Sweep, TrialResult
-from flyte_ddp.training.shards import InferenceOptions
+from flyte_ddp.sweep.search import Sweep, TrialResult
+from flyte_ddp.timing.measurement import TimingOptions
 from tests.pod import Pod, literal, package, run_within_limits
 
 SETTINGS = {"DDP_PROFILE": "sandbox", "DDP_JOIN_MINUTES": "5"}
@@ -27,7 +33,7 @@ HP, OPTIONS = Hyperparameters(**ONCE), RunOptions()
 
 def tasks():
     """As registered for a cluster without GPUs, whose pods are the smallest; the Keras task is measured where
-    TensorFlow is, in tests/test_keras_mirrored.py."""
+    TensorFlow is, in tests/keras/test_workflow.py."""
     return {
         name.removeprefix("workflows.").removeprefix("flyte_ddp."): task
         for name, task in package(**SETTINGS).tasks.items()

@@ -14,14 +14,14 @@ import torch
 from flyteidl.core.errors_pb2 import ContainerError
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from flyte_ddp.errors import InputError
+from flyte_ddp.launch.environment import environment_from_torchrun
+from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.tasks.elastic import failure_of_node
 from flyte_ddp.tasks.execution import TaskInterrupted
 from flyte_ddp.tasks.resources import registration
 from flyte_ddp.train import train
-from flyte_ddp.training.environment import environment_from_torchrun
-from flyte_ddp.training.errors import InputError
-from flyte_ddp.training.hyperparameters import Hyperparameters
 from scripts.dry_run import ROOT, build_package
 from tests.pod import IMAGE, PATIENCE_SECONDS, Pod, end, literal, package, run_together, small_dataset
 

@@ -11,9 +11,9 @@ from flyteidl.core.dynamic_job_pb2 import DynamicJobSpec
 from flyteidl.core.errors_pb2 import ContainerError
 from flyteidl.core.tasks_pb2 import Resources
 
+from flyte_ddp.autoencoder.job import AutoencoderHyperparameters, AutoencoderOptions
+from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
-from flyte_ddp.training.autoencoder_job import AutoencoderHyperparameters, AutoencoderOptions
-from flyte_ddp.training.hyperparameters import Hyperparameters
 from tests.pod import Pod, is_whole, literal, package, package_for_here, small_dataset
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -11,8 +11,8 @@ from typing import Dict, List
 
 import pytest
 
-from flyte_ddp.training import prepared
-from flyte_ddp.training.datasets import prepare
+from flyte_ddp.data import prepared
+from flyte_ddp.data.datasets import prepare
 
 ROOT = Path(__file__).resolve().parents[1]
 CLUSTER = "needs a cluster or a container engine; tests/test_registration.py and test_image.py go as far as they can"

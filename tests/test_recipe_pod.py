@@ -10,7 +10,7 @@ import torch
 
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.train import train
-from flyte_ddp.training.user_code import find_code
+from flyte_ddp.user_code import find_code
 from scripts.dry_run import ROOT, build_package
 from tests.pod import IMAGE, Pod, literal
 

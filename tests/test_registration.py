@@ -201,7 +201,7 @@ def test_a_remote_run_ships_the_ranks_modules_without_importing_them(entry):
         import workflows.{entry}
         from flytekit.constants import CopyFileDetection
         from flytekit.tools.script_mode import ls_files
-        assert not {{"torch", "flyte_ddp.training.worker"}} & set(sys.modules)
+        assert not {{"torch", "flyte_ddp.engine.worker"}} & set(sys.modules)
         files, _ = ls_files("{ROOT}", CopyFileDetection.LOADED_MODULES)
         print("\\n".join(files))
     """

@@ -2,15 +2,15 @@
 
 import pytest
 
+from flyte_ddp.errors import InputError
 from flyte_ddp.recipe import Recipe
 from flyte_ddp.settings import TrainingSettings
 from flyte_ddp.train import name_of, train
-from flyte_ddp.training.errors import InputError
-from tests.training.probe_recipes import Sound
+from tests.engine.probe_recipes import Sound
 
 
 def test_a_class_is_named_by_its_module():
-    assert name_of(Sound) == "tests.training.probe_recipes:Sound"
+    assert name_of(Sound) == "tests.engine.probe_recipes:Sound"
 
 
 def test_a_class_that_ranks_cannot_import_is_refused_with_the_remedy(tmp_path):

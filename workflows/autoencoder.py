@@ -5,20 +5,20 @@ pyflyte run workflows/autoencoder.py autoencoder_wf --hp '{"max_epochs": 3}'
 
 from flytekit import Cache, dynamic, task, workflow
 
-from flyte_ddp.tasks.autoencoder import (
+from flyte_ddp.autoencoder.job import AutoencoderHyperparameters, AutoencoderOptions
+from flyte_ddp.autoencoder.task import (
     AUTOENCODER_CODE,
     AutoencoderOutputs,
     resolve_for_autoencoder,
     train_autoencoder,
 )
+from flyte_ddp.errors import InputError
 from flyte_ddp.tasks.caching import OnClustersOnly
 from flyte_ddp.tasks.prepare import PreparedDataset, prepare_dataset
 from flyte_ddp.tasks.pyflyte import set_up_pyflyte
 from flyte_ddp.tasks.resources import dynamic_resources, registration, resize
 from flyte_ddp.tasks.train import training_arguments
 from flyte_ddp.tasks.versions import DATA_SOURCES, CodeVersion
-from flyte_ddp.training.autoencoder_job import AutoencoderHyperparameters, AutoencoderOptions
-from flyte_ddp.training.errors import InputError
 
 set_up_pyflyte()
 

@@ -5,11 +5,11 @@ pyflyte run workflows/cifar10.py cifar10_wf
 
 from flytekit import task, workflow
 
+from flyte_ddp.recipes.hyperparameters import CIFAR10Hyperparameters
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.tasks.prepare import PreparedDataset, prepare_dataset, resolve_dataset
 from flyte_ddp.tasks.pyflyte import set_up_pyflyte
 from flyte_ddp.tasks.train import TrainingOutputs, train, training_arguments
-from flyte_ddp.training.hyperparameters import CIFAR10Hyperparameters
 
 set_up_pyflyte()
 

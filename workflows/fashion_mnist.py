@@ -5,11 +5,11 @@ pyflyte run workflows/fashion_mnist.py fashion_mnist_wf
 
 from flytekit import task, workflow
 
+from flyte_ddp.recipes.hyperparameters import FashionMNISTHyperparameters
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.tasks.prepare import PreparedDataset, prepare_dataset, resolve_dataset
 from flyte_ddp.tasks.pyflyte import set_up_pyflyte
 from flyte_ddp.tasks.train import TrainingOutputs, train, training_arguments
-from flyte_ddp.training.hyperparameters import FashionMNISTHyperparameters
 
 set_up_pyflyte()
 

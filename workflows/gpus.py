@@ -2,6 +2,7 @@
 
 from flytekit import Cache, dynamic, workflow
 
+from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.tasks.caching import OnClustersOnly
 from flyte_ddp.tasks.prepare import prepare_dataset, resolve_dataset
@@ -9,7 +10,6 @@ from flyte_ddp.tasks.pyflyte import set_up_pyflyte
 from flyte_ddp.tasks.resources import dynamic_resources, resize
 from flyte_ddp.tasks.train import TRAINING_CODE, TrainingOutputs
 from flyte_ddp.tasks.versions import DATA_SOURCES, CodeVersion
-from flyte_ddp.training.hyperparameters import Hyperparameters
 from workflows.mnist import pytorch_mnist_task
 
 set_up_pyflyte()

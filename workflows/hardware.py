@@ -10,17 +10,17 @@ from typing import Dict, List, NamedTuple
 from flytekit import task, workflow
 from flytekit.types.file import FlyteFile
 
-from flyte_ddp.observers.article import document
-from flyte_ddp.observers.console import say
-from flyte_ddp.observers.hardware import as_page, as_text, facts
-from flyte_ddp.observers.machine import Machine, look, warnings
-from flyte_ddp.observers.nvidia import NotKnown
+from flyte_ddp.hardware.machine import Machine, look, warnings
+from flyte_ddp.hardware.nvidia import NotKnown
+from flyte_ddp.hardware.page import as_page, as_text, facts
+from flyte_ddp.recipes.hyperparameters import Hyperparameters
+from flyte_ddp.report.article import document
+from flyte_ddp.report.console import say
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.tasks.execution import is_local, run_dir
 from flyte_ddp.tasks.observing import deck_publisher
 from flyte_ddp.tasks.pyflyte import set_up_pyflyte
 from flyte_ddp.tasks.resources import training_resources
-from flyte_ddp.training.hyperparameters import Hyperparameters
 
 set_up_pyflyte()
 

@@ -10,14 +10,16 @@ from flytekit import task, workflow
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
+from flyte_ddp.data.image_settings import ImageSettings
+from flyte_ddp.loading.task import LoadingChoice, study_loading
+from flyte_ddp.loading.times import LoadingSettings
+from flyte_ddp.recipes.hyperparameters import FolderHyperparameters
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.tasks.image_folder import attach, find_images, index_images
-from flyte_ddp.tasks.loading_study import LoadingChoice, study_loading
 from flyte_ddp.tasks.prepare import PreparedDataset
 from flyte_ddp.tasks.pyflyte import set_up_pyflyte
 from flyte_ddp.tasks.resources import training_resources
 from flyte_ddp.tasks.train import TrainingOutputs, train, training_arguments
-from flyte_ddp.training.folder_settings import FolderHyperparameters, ImageSettings, LoadingSettings
 
 set_up_pyflyte()
 

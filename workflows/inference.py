@@ -11,17 +11,17 @@ from flytekit import dynamic, map_task, workflow
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import PythonPickledFile
 
+from flyte_ddp.inference.gather import InferenceOutputs, gather_shards
+from flyte_ddp.inference.shards import InferenceOptions
+from flyte_ddp.inference.task import check_inputs, plan_shards, predict_shard
+from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
-from flyte_ddp.tasks.gather import InferenceOutputs, gather_shards
-from flyte_ddp.tasks.inference import check_inputs, plan_shards, predict_shard
 from flyte_ddp.tasks.inputs import explain_missing_paths
 from flyte_ddp.tasks.prepare import PreparedDataset, prepare_dataset
 from flyte_ddp.tasks.pyflyte import set_up_pyflyte
 from flyte_ddp.tasks.resources import dynamic_resources, registration
-from flyte_ddp.tasks.timing import TimingOutputs, check_timing, time_inference
-from flyte_ddp.training.hyperparameters import Hyperparameters
-from flyte_ddp.training.measurement import TimingOptions
-from flyte_ddp.training.shards import InferenceOptions
+from flyte_ddp.timing.measurement import TimingOptions
+from flyte_ddp.timing.task import TimingOutputs, check_timing, time_inference
 from workflows.mnist import pytorch_training_wf
 
 set_up_pyflyte()

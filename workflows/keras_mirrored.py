@@ -12,8 +12,18 @@ from typing import Callable, List, NamedTuple
 from flytekit import task, workflow
 from flytekit.types.file import FlyteFile
 
-from flyte_ddp.observers.console import say, say_remark
-from flyte_ddp.observers.mirrored import mirrored_page
+from flyte_ddp.code_version import code_version
+from flyte_ddp.errors import InputError, ReportedError
+from flyte_ddp.events import EpochFinished, Event
+from flyte_ddp.keras import rank as mirrored
+from flyte_ddp.keras.job import MirroredHyperparameters, MirroredJob, MirroredResult
+from flyte_ddp.keras.page import mirrored_page
+from flyte_ddp.keras.ports import free_ports
+from flyte_ddp.launch import launcher
+from flyte_ddp.launch.environment import World, nvidia_devices
+from flyte_ddp.launch.failures import RankFailed
+from flyte_ddp.report.console import say, say_remark
+from flyte_ddp.storage import write_whole, writing_to
 from flyte_ddp.tasks.checkpoints import checkpoint_store, training_key
 from flyte_ddp.tasks.execution import flyte_retries, is_local, run_dir
 from flyte_ddp.tasks.logs import kept_logs
@@ -21,15 +31,6 @@ from flyte_ddp.tasks.observing import all_of, deck_publisher
 from flyte_ddp.tasks.pyflyte import set_up_pyflyte
 from flyte_ddp.tasks.resources import KERAS_IMAGE, check_gpus, is_named, training_resources
 from flyte_ddp.tasks.versions import KERAS_SOURCES
-from flyte_ddp.training import launcher, mirrored
-from flyte_ddp.training.code_version import code_version
-from flyte_ddp.training.environment import World, nvidia_devices
-from flyte_ddp.training.errors import InputError, ReportedError
-from flyte_ddp.training.events import EpochFinished, Event
-from flyte_ddp.training.failures import RankFailed
-from flyte_ddp.training.mirrored_job import MirroredHyperparameters, MirroredJob, MirroredResult
-from flyte_ddp.training.ports import free_ports
-from flyte_ddp.training.storage import write_whole, writing_to
 
 WORKER = f"{mirrored.__name__}:run"  # imported here, so that Flyte ships it; TensorFlow is not
 TIMEOUT_SECONDS = 300.0  # without a step, after which the run counts as hung

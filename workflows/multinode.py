@@ -6,14 +6,14 @@ and in the image, and on the cluster Kubeflow's training operator and Flyte's py
 
 from flytekit import task, workflow
 
-from flyte_ddp.observers.console import say
+from flyte_ddp.recipes.hyperparameters import CIFAR10Hyperparameters, Hyperparameters
+from flyte_ddp.report.console import say
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.tasks.elastic import train_rank
 from flyte_ddp.tasks.nodes import resolve_for_nodes
 from flyte_ddp.tasks.prepare import PreparedDataset, prepare_dataset
 from flyte_ddp.tasks.pyflyte import set_up_pyflyte
 from flyte_ddp.tasks.train import TrainingOutputs, training_arguments
-from flyte_ddp.training.hyperparameters import CIFAR10Hyperparameters, Hyperparameters
 
 try:
     from flyte_ddp.tasks.many_nodes import on_many_nodes

@@ -13,28 +13,28 @@ from flytekit import Cache, FlyteContextManager, dynamic, map_task, task, workfl
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile, PythonPickledFile
 
-from flyte_ddp.observers.article import document
-from flyte_ddp.observers.comparison import chosen, comparison, failures, ranked, write_table
-from flyte_ddp.observers.console import say
+from flyte_ddp.errors import RecoverableError, ReportedError
+from flyte_ddp.launch.environment import choose_world
+from flyte_ddp.launch.failures import RankFailed
+from flyte_ddp.recipes.hyperparameters import Hyperparameters
+from flyte_ddp.report.article import document
+from flyte_ddp.report.console import say
 from flyte_ddp.settings import RunOptions
+from flyte_ddp.sweep.held_out import hold_out_validation
+from flyte_ddp.sweep.page import chosen, comparison, failures, ranked, write_table
+from flyte_ddp.sweep.search import Sweep, TrialResult, trials_of
 from flyte_ddp.tasks.execution import TaskFailed, is_local, run_dir
-from flyte_ddp.tasks.held_out import hold_out_validation
 from flyte_ddp.tasks.observing import deck_publisher
 from flyte_ddp.tasks.prepare import PreparedDataset, prepare_dataset, resolve_dataset
 from flyte_ddp.tasks.pyflyte import set_up_pyflyte
 from flyte_ddp.tasks.resources import dynamic_resources, small_resources, training_resources
 from flyte_ddp.tasks.train import TrainingSummary, train
 from flyte_ddp.tasks.versions import TRAINING_SOURCES, CodeVersion
-from flyte_ddp.training.environment import choose_world
-from flyte_ddp.training.errors import RecoverableError, ReportedError
-from flyte_ddp.training.failures import RankFailed
-from flyte_ddp.training.hyperparameters import Hyperparameters
-from flyte_ddp.training.search import Sweep, TrialResult, trials_of
 from workflows.mnist import pytorch_mnist_task
 
 set_up_pyflyte()
 
-TRIAL_CODE = ((*TRAINING_SOURCES, "flyte_ddp/training/search.py", "workflows/sweep.py"), ("torch",))
+TRIAL_CODE = ((*TRAINING_SOURCES, "flyte_ddp/sweep/search.py", "workflows/sweep.py"), ("torch",))
 NO_RESULT = "no result even after Flyte's retries: the log of its pod says why"
 
 

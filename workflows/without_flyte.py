@@ -17,17 +17,18 @@ import click
 from torch import distributed
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from flyte_ddp.observers.console import Console, download_progress, say
+from flyte_ddp.code_version import library_version
+from flyte_ddp.data import datasets, prepared
+from flyte_ddp.engine import joined
+from flyte_ddp.engine.job import Identity, Job, TrainingResult
+from flyte_ddp.errors import InputError
+from flyte_ddp.launch.environment import Environment
+from flyte_ddp.launch.process_group import process_group
+from flyte_ddp.reading import read_settings
+from flyte_ddp.recipes.hyperparameters import Hyperparameters
+from flyte_ddp.report.console import Console, download_progress, say
 from flyte_ddp.settings import RunOptions
-from flyte_ddp.training import datasets, joined, prepared
-from flyte_ddp.training.code_version import library_version
-from flyte_ddp.training.environment import Environment
-from flyte_ddp.training.errors import InputError
-from flyte_ddp.training.hyperparameters import Hyperparameters
-from flyte_ddp.training.job import Identity, Job, TrainingResult
-from flyte_ddp.training.process_group import process_group
-from flyte_ddp.training.reading import read_settings
-from flyte_ddp.training.storage import writing_to
+from flyte_ddp.storage import writing_to
 
 IMAGE_CLASSIFIER = "flyte_ddp.recipes.images:ImageClassifier"
 OPTIONS = ("checkpoint_seconds", "profile", "resume", "timeout_seconds")

@@ -10,10 +10,10 @@ from typing import Any, Iterator, List
 
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from flyte_ddp.training import worker
-from flyte_ddp.training.environment import Environment
-from flyte_ddp.training.job import Job, TrainingResult
-from flyte_ddp.training.loop import Link
+from flyte_ddp.engine import worker
+from flyte_ddp.engine.job import Job, TrainingResult
+from flyte_ddp.launch.environment import Environment
+from flyte_ddp.launch.link import Link
 
 
 @contextmanager

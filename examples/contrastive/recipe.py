@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from flyte_ddp import schedules
 from flyte_ddp.recipe import Measures, Random, Recipe
 from flyte_ddp.recipes.images import shift
-from flyte_ddp.training.layers import Share
+from flyte_ddp.share import Share
 
 Views = Tuple[Tensor, Tensor]
 

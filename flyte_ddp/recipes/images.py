@@ -9,17 +9,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flyte_ddp import schedules
+from flyte_ddp.data import prepared
+from flyte_ddp.data.description import DatasetDescription
+from flyte_ddp.data.image_files import ImageFiles
 from flyte_ddp.recipe import Random
 from flyte_ddp.recipes.classifier import Classifier
-from flyte_ddp.training import prepared
-from flyte_ddp.training.description import DatasetDescription
-from flyte_ddp.training.hyperparameters import Hyperparameters
-from flyte_ddp.training.image_files import ImageFiles
-from flyte_ddp.training.models import MODELS
+from flyte_ddp.recipes.hyperparameters import Hyperparameters
+from flyte_ddp.recipes.models import MODELS
 
 
 class ImageClassifier(Classifier):
-    """A network of flyte_ddp.training.models on the prepared dataset in the folder data_path."""
+    """A network of flyte_ddp.recipes.models on the prepared dataset in the folder data_path."""
 
     samples = "images"
 

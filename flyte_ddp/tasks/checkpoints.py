@@ -14,10 +14,10 @@ from typing import Any, Iterator
 from flytekit import current_context
 from flytekit.core.checkpointer import SyncCheckpoint
 
-from flyte_ddp.observers.console import say
+from flyte_ddp.events import CheckpointWritten, Event
+from flyte_ddp.report.console import say
+from flyte_ddp.storage import writing_to
 from flyte_ddp.tasks.execution import is_local, runs_dir
-from flyte_ddp.training.events import CheckpointWritten, Event
-from flyte_ddp.training.storage import writing_to
 
 
 class LocalStore:

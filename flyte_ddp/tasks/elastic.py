@@ -17,20 +17,20 @@ from flytekit.types.file import FlyteFile
 from torch import distributed
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+from flyte_ddp.engine import worker
+from flyte_ddp.engine.job import Job, TrainingResult
+from flyte_ddp.errors import InputError, StopRequested
+from flyte_ddp.events import Event
+from flyte_ddp.launch.environment import Environment, environment_from_torchrun, visible_gpus
+from flyte_ddp.launch.failures import Preempted, from_exception, from_exit_code, name_the_cause
+from flyte_ddp.launch.link import DirectLink
+from flyte_ddp.launch.process_group import process_group
+from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions, TrainingSettings
 from flyte_ddp.tasks.execution import TaskFailed, TaskInterrupted, flyte_retries
 from flyte_ddp.tasks.logs import kept_logs, place_of_logs
 from flyte_ddp.tasks.resources import check_gpus, registration
 from flyte_ddp.tasks.train import Subject, Trained, TrainingOutputs, image_subject, job_of, outputs_of, train_by
-from flyte_ddp.training import worker
-from flyte_ddp.training.direct_link import DirectLink
-from flyte_ddp.training.environment import Environment, environment_from_torchrun, visible_gpus
-from flyte_ddp.training.errors import InputError, StopRequested
-from flyte_ddp.training.events import Event
-from flyte_ddp.training.failures import Preempted, from_exception, from_exit_code, name_the_cause
-from flyte_ddp.training.hyperparameters import Hyperparameters
-from flyte_ddp.training.job import Job, TrainingResult
-from flyte_ddp.training.process_group import process_group
 
 GRACE_SECONDS = 5.0  # for the rank that is the cause of a failure to be the first to report one
 

@@ -14,8 +14,8 @@ from flytekit import FlyteContextManager, current_context
 from flytekit.core.local_cache import LocalTaskCache
 from flytekit.exceptions.user import FlyteRecoverableException, FlyteUserException, FlyteUserRuntimeException
 
-from flyte_ddp.training.errors import RecoverableError
-from flyte_ddp.training.storage import writing_to
+from flyte_ddp.errors import RecoverableError
+from flyte_ddp.storage import writing_to
 
 
 def is_local() -> bool:

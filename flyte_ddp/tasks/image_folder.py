@@ -11,23 +11,23 @@ from flytekit.core.data_persistence import FileAccessProvider
 from flytekit.types.directory import FlyteDirectory
 from typing_extensions import Annotated
 
-from flyte_ddp.observers.console import say
+from flyte_ddp.data.datasets import data_dir, prepare
+from flyte_ddp.data.image_files import Access, write_access
+from flyte_ddp.data.image_folder import index_folder, stamp, write_folder
+from flyte_ddp.data.image_settings import ImageSettings
+from flyte_ddp.data.lfw import lfw_folder
+from flyte_ddp.data.prepared import SPLITS, open_split, read_description
+from flyte_ddp.errors import InputError
+from flyte_ddp.launch.environment import choose_world
+from flyte_ddp.report.console import say
+from flyte_ddp.storage import writing_to
 from flyte_ddp.tasks.caching import OnClustersOnly
 from flyte_ddp.tasks.execution import forget_lost_results, is_local
 from flyte_ddp.tasks.prepare import PreparedDataset
 from flyte_ddp.tasks.resources import preparation_resources
 from flyte_ddp.tasks.versions import DATA_SOURCES, CodeVersion
-from flyte_ddp.training.datasets import data_dir, prepare
-from flyte_ddp.training.environment import choose_world
-from flyte_ddp.training.errors import InputError
-from flyte_ddp.training.folder_settings import ImageSettings
-from flyte_ddp.training.image_files import Access, write_access
-from flyte_ddp.training.image_folder import index_folder, stamp, write_folder
-from flyte_ddp.training.lfw import lfw_folder
-from flyte_ddp.training.prepared import SPLITS, open_split, read_description
-from flyte_ddp.training.storage import writing_to
 
-FOLDER_SOURCES = (*DATA_SOURCES, "flyte_ddp/training/image_files.py", "flyte_ddp/training/image_folder.py")
+FOLDER_SOURCES = (*DATA_SOURCES, "flyte_ddp/data/image_files.py", "flyte_ddp/data/image_folder.py")
 
 
 def origin(folder: FlyteDirectory) -> str:

@@ -4,8 +4,8 @@ from typing import Any
 
 from flytekit.interaction.click_types import DirParamType, FileParamType, JsonParamType, UnionParamType
 
+from flyte_ddp.reading import read_settings
 from flyte_ddp.settings import Settings
-from flyte_ddp.training.reading import read_settings
 
 
 def explain_unreadable_settings() -> None:

@@ -14,11 +14,11 @@ from typing import Callable, Dict, Iterator, Tuple, Union
 import click
 from flytekit import FlyteContextManager, current_context
 
-from flyte_ddp.observers.background import one_line
-from flyte_ddp.observers.console import say
+from flyte_ddp.events import Event, Printed
+from flyte_ddp.launch.rank import PrintedLines
+from flyte_ddp.report.background import one_line
+from flyte_ddp.report.console import say
 from flyte_ddp.tasks.execution import is_local, told
-from flyte_ddp.training.events import Event, Printed
-from flyte_ddp.training.rank import PrintedLines
 
 UPLOAD_SECONDS = 5.0  # between two rounds of uploads, each of which takes 17 ms of a processor for three files
 BYTES_PER_SECOND = 4e6  # at most, for each file: storage cannot append, so a file that has grown is sent as a whole

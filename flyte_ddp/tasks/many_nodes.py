@@ -14,11 +14,11 @@ from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
+from flyte_ddp.errors import RecoverableError
 from flyte_ddp.tasks.elastic import failure_of_node
 from flyte_ddp.tasks.execution import told
 from flyte_ddp.tasks.logs import place_of_logs
 from flyte_ddp.tasks.resources import registered_environment, registration
-from flyte_ddp.training.errors import RecoverableError
 
 
 class Nodes(Elastic):

@@ -4,12 +4,12 @@ import json
 
 from flytekit import Cache, task
 
+from flyte_ddp.errors import InputError
+from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.tasks.caching import OnClustersOnly
 from flyte_ddp.tasks.execution import is_local
 from flyte_ddp.tasks.resources import dynamic_resources, registered_environment, registration
 from flyte_ddp.tasks.versions import CodeVersion
-from flyte_ddp.training.errors import InputError
-from flyte_ddp.training.hyperparameters import Hyperparameters
 
 
 @task(

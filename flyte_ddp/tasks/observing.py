@@ -10,11 +10,11 @@ from typing import Any, Callable, Iterator, List
 
 from flytekit import Deck, current_context
 
-from flyte_ddp.observers.background import Background, one_line
-from flyte_ddp.observers.console import open_console, say
-from flyte_ddp.observers.record import Record, RunFailed, RunFinished, Setting
-from flyte_ddp.observers.report import Report
-from flyte_ddp.observers.tracking import open_tracker
+from flyte_ddp.report.background import Background, one_line
+from flyte_ddp.report.console import open_console, say
+from flyte_ddp.report.record import Record, RunFailed, RunFinished, Setting
+from flyte_ddp.report.report import Report
+from flyte_ddp.report.tracking import open_tracker
 from flyte_ddp.tasks.execution import is_local
 
 REPORT_SECONDS = 60.0  # that the end of a run waits for its last page

@@ -6,16 +6,16 @@ from flytekit import Cache, FlyteContextManager, HashMethod, task
 from flytekit.types.directory import FlyteDirectory
 from typing_extensions import Annotated
 
-from flyte_ddp.observers.console import download_progress, say
+from flyte_ddp.data import datasets, prepared
+from flyte_ddp.errors import DownloadError
+from flyte_ddp.launch.environment import choose_world
+from flyte_ddp.recipes.hyperparameters import Hyperparameters
+from flyte_ddp.report.console import download_progress, say
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.tasks.caching import OnClustersOnly
 from flyte_ddp.tasks.execution import flyte_retries, forget_lost_results, is_local
 from flyte_ddp.tasks.resources import preparation_resources, small_resources
 from flyte_ddp.tasks.versions import DATA_SOURCES, CodeVersion
-from flyte_ddp.training import datasets, prepared
-from flyte_ddp.training.environment import choose_world
-from flyte_ddp.training.errors import DownloadError
-from flyte_ddp.training.hyperparameters import Hyperparameters
 
 
 def content_digest(directory: FlyteDirectory) -> str:
@@ -78,7 +78,7 @@ def open_stored(url: str) -> BinaryIO:
     **preparation_resources(),
 )
 def prepare_dataset(name: str) -> PreparedDataset:
-    """Downloads and prepares the named dataset (see flyte_ddp.training.prepared for its form)."""
+    """Downloads and prepares the named dataset (see flyte_ddp.data.prepared for its form)."""
     with flyte_retries(), download_progress() as progress:
         folder = datasets.prepare(name, progress, open_stored)
     # A local run uses the folder where it is: a copy would only land in a temporary place

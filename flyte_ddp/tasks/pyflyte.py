@@ -6,9 +6,9 @@ from types import ModuleType
 from typing import Iterable
 
 import flyte_ddp
+from flyte_ddp.errors import ReportedError
 from flyte_ddp.tasks.inputs import explain_unreadable_settings
-from flyte_ddp.training.errors import ReportedError
-from flyte_ddp.training.user_code import is_installed, loaded_files
+from flyte_ddp.user_code import is_installed, loaded_files
 
 
 def set_up_pyflyte() -> None:

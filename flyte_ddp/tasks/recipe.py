@@ -15,8 +15,14 @@ from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Union
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile, PythonPickledFile
 
-from flyte_ddp.observers.console import open_console
+from flyte_ddp.code_version import OTHER_CODE, code_version
+from flyte_ddp.engine.job import Identity
+from flyte_ddp.errors import InputError, ReportedError
+from flyte_ddp.launch import launcher
+from flyte_ddp.launch.environment import choose_world, visible_gpus
+from flyte_ddp.report.console import open_console
 from flyte_ddp.settings import RunOptions, TrainingSettings
+from flyte_ddp.storage import content_digest
 from flyte_ddp.tasks.execution import flyte_retries, is_local, run_dir
 from flyte_ddp.tasks.pyflyte import set_up_pyflyte, ship
 from flyte_ddp.tasks.resources import check_gpus
@@ -30,15 +36,9 @@ from flyte_ddp.tasks.train import (
     training_arguments,
 )
 from flyte_ddp.tasks.versions import RECIPE_SOURCES, CodeVersion
-from flyte_ddp.training import launcher
-from flyte_ddp.training.code_version import OTHER_CODE, code_version
-from flyte_ddp.training.environment import choose_world, visible_gpus
-from flyte_ddp.training.errors import InputError, ReportedError
-from flyte_ddp.training.job import Identity
-from flyte_ddp.training.storage import content_digest
-from flyte_ddp.training.user_code import find_code
+from flyte_ddp.user_code import find_code
 
-PREDICT = "flyte_ddp.training.predict:run"  # a name, because importing it would import torch
+PREDICT = "flyte_ddp.engine.predict:run"  # a name, because importing it would import torch
 RECIPE_CODE = (RECIPE_SOURCES, ("torch",))
 CODE_VARIABLE = "DDP_RECIPE_CODE"
 Data = Union[FlyteFile, FlyteDirectory, None]

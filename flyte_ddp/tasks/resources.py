@@ -20,12 +20,12 @@ from flytekit.core.base_task import PythonTask
 from flytekit.core.context_manager import ExecutionState
 from flytekit.extras import accelerators
 
+from flyte_ddp.data.download import MIRROR_VARIABLE, mirror_from_environment
+from flyte_ddp.errors import InputError, RecoverableError
+from flyte_ddp.launch.environment import DEFAULT_CPU_RANKS
 from flyte_ddp.settings import Settings, read_json, setting
 from flyte_ddp.tasks.execution import flyte_retries
 from flyte_ddp.tasks.versions import CODE_VARIABLE, registered_code
-from flyte_ddp.training.download import MIRROR_VARIABLE, mirror_from_environment
-from flyte_ddp.training.environment import DEFAULT_CPU_RANKS
-from flyte_ddp.training.errors import InputError, RecoverableError
 
 IMAGE, KERAS_IMAGE = "{{.image.trainer}}", "{{.image.keras}}"  # named in flyte.config, or by --image trainer=NAME
 QUANTITY = r"\d+(\.\d+)?(m|k|M|G|T|Ki|Mi|Gi|Ti)?"  # Kubernetes' notation

@@ -9,10 +9,18 @@ from flytekit import Cache
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile, PythonPickledFile
 
-from flyte_ddp.observers.predictions import Predictions, predictions_of
-from flyte_ddp.observers.record import RunFinished, Setting
-from flyte_ddp.observers.summary import say_summary
-from flyte_ddp.observers.surroundings import surroundings
+from flyte_ddp.code_version import code_version
+from flyte_ddp.data import prepared
+from flyte_ddp.data.description import DatasetDescription
+from flyte_ddp.engine.job import Identity, Job, TrainingResult
+from flyte_ddp.events import Event
+from flyte_ddp.launch import launcher
+from flyte_ddp.launch.environment import World, choose_world, visible_gpus
+from flyte_ddp.recipes.hyperparameters import Hyperparameters
+from flyte_ddp.report.predictions import Predictions, predictions_of
+from flyte_ddp.report.record import RunFinished, Setting
+from flyte_ddp.report.summary import say_summary
+from flyte_ddp.report.surroundings import surroundings
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.tasks.checkpoints import checkpoint_store
 from flyte_ddp.tasks.execution import flyte_retries, is_local, run_dir
@@ -20,15 +28,8 @@ from flyte_ddp.tasks.logs import kept_logs
 from flyte_ddp.tasks.observing import attempt, observing, tracking_id
 from flyte_ddp.tasks.resources import check_gpus, training_resources
 from flyte_ddp.tasks.versions import TRAINING_SOURCES, CodeVersion, check_registered_code
-from flyte_ddp.training import launcher, prepared
-from flyte_ddp.training.code_version import code_version
-from flyte_ddp.training.description import DatasetDescription
-from flyte_ddp.training.environment import World, choose_world, visible_gpus
-from flyte_ddp.training.events import Event
-from flyte_ddp.training.hyperparameters import Hyperparameters
-from flyte_ddp.training.job import Identity, Job, TrainingResult
 
-WORKER = "flyte_ddp.training.worker:run"  # a name, because importing it would import torch
+WORKER = "flyte_ddp.engine.worker:run"  # a name, because importing it would import torch
 TRAINING_CODE = (TRAINING_SOURCES, ("torch",))
 IMAGE_CLASSIFIER = "flyte_ddp.recipes.images:ImageClassifier"
 Start = Callable[[Job, Callable[[Event], None]], List[TrainingResult]]

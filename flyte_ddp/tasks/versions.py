@@ -5,8 +5,8 @@ from typing import Sequence
 
 from flytekit.core.cache import CachePolicy, VersionParameters
 
-from flyte_ddp.training.code_version import OTHER_CODE, code_version
-from flyte_ddp.training.errors import ReportedError
+from flyte_ddp.code_version import OTHER_CODE, code_version
+from flyte_ddp.errors import ReportedError
 
 # tasks/train.py because a cached result must have the outputs that are declared there
 ENGINE_SOURCES = (
@@ -14,41 +14,41 @@ ENGINE_SOURCES = (
     "flyte_ddp/recipes/classifier.py",
     "flyte_ddp/schedules.py",
     "flyte_ddp/tasks/train.py",
-    "flyte_ddp/training/batches.py",
-    "flyte_ddp/training/layers.py",
-    "flyte_ddp/training/loading.py",
-    "flyte_ddp/training/loop.py",
-    "flyte_ddp/training/measures.py",
-    "flyte_ddp/training/state.py",
-    "flyte_ddp/training/watch.py",
-    "flyte_ddp/training/worker.py",
+    "flyte_ddp/engine/batches.py",
+    "flyte_ddp/engine/layers.py",
+    "flyte_ddp/engine/loading.py",
+    "flyte_ddp/engine/loop.py",
+    "flyte_ddp/engine/measures.py",
+    "flyte_ddp/engine/state.py",
+    "flyte_ddp/engine/watch.py",
+    "flyte_ddp/engine/worker.py",
 )
 NETWORK_SOURCES = (
     "flyte_ddp/recipes/images.py",
-    "flyte_ddp/training/image_files.py",
-    "flyte_ddp/training/models.py",
+    "flyte_ddp/data/image_files.py",
+    "flyte_ddp/recipes/models.py",
 )
 TRAINING_SOURCES = (*ENGINE_SOURCES, *NETWORK_SOURCES)
-RECIPE_SOURCES = (*ENGINE_SOURCES, "flyte_ddp/tasks/recipe.py", "flyte_ddp/training/predict.py")
+RECIPE_SOURCES = (*ENGINE_SOURCES, "flyte_ddp/tasks/recipe.py", "flyte_ddp/engine/predict.py")
 INFERENCE_SOURCES = (
     *NETWORK_SOURCES,
-    "flyte_ddp/tasks/inference.py",
-    "flyte_ddp/training/batches.py",
-    "flyte_ddp/training/images.py",
-    "flyte_ddp/training/inference.py",
+    "flyte_ddp/inference/task.py",
+    "flyte_ddp/engine/batches.py",
+    "flyte_ddp/inference/images.py",
+    "flyte_ddp/inference/rank.py",
 )
-TIMING_SOURCES = ("flyte_ddp/training/timing.py",)
+TIMING_SOURCES = ("flyte_ddp/timing/rank.py",)
 AUTOENCODER_SOURCES = (
-    "flyte_ddp/tasks/autoencoder.py",
-    "flyte_ddp/training/autoencoder.py",
-    "flyte_ddp/training/batches.py",
-    "flyte_ddp/training/held_out.py",
-    "flyte_ddp/training/lightning_checkpoint.py",
-    "flyte_ddp/training/lightning_rank.py",
-    "flyte_ddp/training/watch.py",
+    "flyte_ddp/autoencoder/task.py",
+    "flyte_ddp/autoencoder/network.py",
+    "flyte_ddp/engine/batches.py",
+    "flyte_ddp/data/held_out.py",
+    "flyte_ddp/autoencoder/checkpoint.py",
+    "flyte_ddp/autoencoder/rank.py",
+    "flyte_ddp/engine/watch.py",
 )
-KERAS_SOURCES = ("flyte_ddp/training/mirrored.py", "flyte_ddp/training/mirrored_checkpoint.py")
-DATA_SOURCES = ("flyte_ddp/training/datasets.py", "flyte_ddp/training/description.py", "flyte_ddp/training/prepared.py")
+KERAS_SOURCES = ("flyte_ddp/keras/rank.py", "flyte_ddp/keras/checkpoint.py")
+DATA_SOURCES = ("flyte_ddp/data/datasets.py", "flyte_ddp/data/description.py", "flyte_ddp/data/prepared.py")
 CODE_VARIABLE = "DDP_TRAINING_CODE"
 
 

@@ -1,9 +1,9 @@
 """What a local run finds out anew each time, though a cluster remembers it."""
 
+from flyte_ddp.data.datasets import prepared_dir
+from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.tasks.prepare import resolve_dataset
-from flyte_ddp.training.datasets import prepared_dir
-from flyte_ddp.training.hyperparameters import Hyperparameters
 from tests.pod import small_dataset
 
 

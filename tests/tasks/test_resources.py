@@ -6,9 +6,9 @@ import pytest
 import torch
 from flytekit import Resources
 
+from flyte_ddp.errors import InputError
 from flyte_ddp.tasks import resources
 from flyte_ddp.tasks.resources import Registration
-from flyte_ddp.training.errors import InputError
 from scripts.register import Registered, explain
 from tests.pod import package
 

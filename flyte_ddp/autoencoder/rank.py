@@ -1,0 +1,242 @@
+"""One rank under Lightning's Trainer, in a process that our launcher has started."""
+
+import logging
+import math
+import os
+import signal
+import time
+import warnings
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Dict, Iterator, List, Tuple, Union
+
+import torch
+
+from flyte_ddp.autoencoder import network as autoencoder
+from flyte_ddp.autoencoder.checkpoint import checkpoint_files, usable_checkpoint
+from flyte_ddp.autoencoder.job import PRECISIONS, AutoencoderJob, AutoencoderResult
+from flyte_ddp.data import prepared
+from flyte_ddp.engine.watch import Watch
+from flyte_ddp.engine.worker import export_model, layers_of
+from flyte_ddp.errors import NonFinite, StopRequested
+from flyte_ddp.events import EpochLosses, RunStarted
+from flyte_ddp.launch.environment import Environment
+from flyte_ddp.launch.link import Link
+from flyte_ddp.launch.process_group import process_group
+from flyte_ddp.storage import writing_to
+
+if TYPE_CHECKING:
+    from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+    from lightning.pytorch.loggers import Logger
+
+WANDB_SECONDS = 15.0  # that a run waits for it at its beginning, and again at its end
+LOOK_STEPS = 10  # between two looks at the loss, which on a GPU the host has to wait for
+
+
+def run(environment: Environment, link: Link, job: AutoencoderJob) -> AutoencoderResult:
+    """Trains the autoencoder as this rank; rank 0 leaves the weights and the test images' codes where the job says."""
+    from lightning.pytorch import Trainer
+
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)  # no word on the accelerators that there are not
+    warnings.filterwarnings("ignore", category=FutureWarning, module="lightning")  # between it and torch
+    warnings.filterwarnings("ignore", ".*sync_dist=True")  # which is set; a lone rank is warned all the same
+    torch.set_num_threads(environment.threads)
+    hp, world = job.hp, environment.world
+    # Lightning finds the ranks already met
+    with (
+        process_group(environment, job.options.timeout_seconds + 60) as device,
+        open_logger(job, environment) as logger,
+    ):
+        observer = observer_of(environment, link, job)
+        trainer = Trainer(
+            accelerator="gpu" if device.type == "cuda" else "cpu",
+            devices=world.local_size,
+            num_nodes=world.size // world.local_size,
+            strategy=job.options.strategy,
+            precision=PRECISIONS[hp.precision],
+            plugins=[cluster_environment(environment), checkpoint_files(job.key, link.emit)],
+            max_epochs=hp.max_epochs,
+            limit_train_batches=job.steps_per_epoch,
+            logger=logger,
+            log_every_n_steps=LOOK_STEPS,
+            callbacks=[observer],
+            use_distributed_sampler=False,  # the batches are shared out already
+            num_sanity_val_steps=0,
+            enable_checkpointing=False,  # the observer sees to it
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        network = autoencoder.build_autoencoder(hp.seed)
+        trainer.fit(
+            autoencoder.lightning_module(network, hp.learning_rate),
+            autoencoder.lightning_data(Path(job.data), hp.batch_size, hp.seed, environment, device),
+            ckpt_path=usable_checkpoint(Path(job.checkpoint_path), job.key, link.emit),
+        )
+    test_loss = 0.0
+    if environment.rank == 0:
+        with writing_to(Path(job.model_path).parent, "DDP_RUNS_DIR"):
+            export_model(network, Path(job.model_path))
+            test_loss = autoencoder.encode_test_images(network.cpu(), Path(job.data), Path(job.encoded_path))
+    return AutoencoderResult(
+        observer.epochs, observer.steps, observer.watch.warnings, test_loss, type(trainer.strategy).__name__
+    )
+
+
+def cluster_environment(environment: Environment) -> "ClusterEnvironment":
+    """Tells Lightning who this process is, and that it has none to start itself."""
+    from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+
+    class SpawnedRanks(ClusterEnvironment):
+        creates_processes_externally = True
+        main_address, main_port = "", 0  # not asked for: the ranks have met
+
+        @staticmethod
+        def detect() -> bool:
+            return True
+
+        def world_size(self) -> int:
+            return environment.world.size
+
+        def set_world_size(self, size: int) -> None: ...
+
+        def global_rank(self) -> int:
+            return environment.rank
+
+        def set_global_rank(self, rank: int) -> None: ...
+
+        def local_rank(self) -> int:
+            return environment.local_rank
+
+        def node_rank(self) -> int:
+            return environment.rank // environment.world.local_size
+
+    return SpawnedRanks()
+
+
+def observer_of(environment: Environment, link: Link, job: AutoencoderJob) -> Any:
+    """The Callback that tells the parent what happens, and the ranks to stop; keeps the losses, and a checkpoint."""
+    from lightning.pytorch import Callback, LightningModule, Trainer
+
+    class Observer(Callback):
+        def __init__(self) -> None:
+            self.epochs: List[EpochLosses] = []
+            self.steps: List[Tuple[float, float]] = []
+            self.watch = Watch(0.0, remedies="lower learning_rate")
+            self.on_sigterm = signal.getsignal(signal.SIGTERM)
+
+        def state_dict(self) -> Dict[str, Any]:
+            epochs = [asdict(epoch) for epoch in self.epochs]
+            return {"epochs": epochs, "steps": self.steps, "watch": self.watch.state_dict()}
+
+        def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
+            self.epochs = [EpochLosses(**epoch) for epoch in state_dict["epochs"]]
+            self.steps = state_dict["steps"]
+            self.watch.load_state_dict(state_dict["watch"])
+
+        def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
+            # Lightning's own handler broadcasts, which hangs where not all ranks get the signal
+            signal.signal(signal.SIGTERM, self.on_sigterm)
+            self.watch.constant_loss = trainer.datamodule.constant_loss  # type: ignore[attr-defined]
+            link.emit(run_started(environment, job, trainer.current_epoch))
+
+        def on_train_epoch_start(self, trainer: Trainer, module: LightningModule) -> None:
+            self.started = time.perf_counter()
+
+        def on_before_optimizer_step(self, trainer: Trainer, module: LightningModule, _: torch.optim.Optimizer) -> None:
+            gradients = [weight.grad for weight in module.parameters() if weight.grad is not None]
+            # float16 overflows now and then, and Lightning's scaler then leaves the step out
+            if job.hp.precision != "float16" and not torch.stack(torch._foreach_norm(gradients)).isfinite().all():
+                steps = trainer.fit_loop.epoch_loop.batch_idx
+                raise NonFinite("gradient", list(range(environment.world.size)), trainer.current_epoch, steps)
+
+        def on_train_batch_end(
+            self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        ) -> None:
+            link.alive()
+            steps = batch_idx + 1
+            if steps % LOOK_STEPS and steps < job.steps_per_epoch:
+                return
+            loss = outputs["loss"].item()
+            if not math.isfinite(loss):
+                raise NonFinite("loss", [environment.rank], trainer.current_epoch, batch_idx)
+            self.steps.append((trainer.current_epoch + steps / job.steps_per_epoch, loss))
+            for warning in self.watch.after_steps(trainer.current_epoch, steps, loss, job.hp.batch_size):
+                link.emit(warning)
+            if trainer.strategy.reduce_boolean_decision(link.stop_requested, all=False):
+                raise StopRequested(trainer.current_epoch, steps)
+
+        def on_validation_batch_end(self, *_: Any) -> None:
+            link.alive()
+
+        def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
+            metrics = trainer.callback_metrics
+            train, validation = metrics["train_loss_epoch"].item(), metrics["validation_loss"].item()
+            seconds = time.perf_counter() - self.started
+            self.epochs.append(EpochLosses(trainer.current_epoch, train, validation, seconds))
+            link.emit(self.epochs[-1])
+            for warning in self.watch.after_epoch(trainer.current_epoch, job.steps_per_epoch, validation):
+                link.emit(warning)
+            trainer.save_checkpoint(job.checkpoint_path)
+
+    return Observer()
+
+
+def run_started(environment: Environment, job: AutoencoderJob, first_epoch: int) -> RunStarted:
+    description, world = prepared.read_description(Path(job.data)), environment.world
+    return RunStarted(
+        dataset=description.name,
+        samples="images",
+        headline="loss",
+        shares=(),
+        train_samples=description.train_samples,
+        test_samples=description.test_samples,
+        samples_per_epoch=job.steps_per_epoch * job.hp.batch_size,
+        world_size=world.size,
+        backend=world.backend,
+        device=world.device,
+        precision=job.hp.precision,
+        epochs=job.hp.max_epochs,
+        steps_per_epoch=job.steps_per_epoch,
+        first_epoch=first_epoch,
+        first_step=0,
+        startup_seconds=time.time() - job.launched,
+        layers=layers_of(autoencoder.Autoencoder()),
+    )
+
+
+@contextmanager
+def open_logger(job: AutoencoderJob, environment: Environment) -> "Iterator[Union[Logger, bool]]":
+    """Lightning's logger for the job's tracking, on rank 0, else False; W&B's is left out with a word if it cannot
+    begin, and finished here, since the process will end without its exit handlers."""
+    if environment.rank or job.tracking == "off":
+        yield False
+        return
+    if job.tracking == "tensorboard":
+        from lightning.pytorch.loggers import TensorBoardLogger
+
+        tensorboard = TensorBoardLogger(job.logs, name="tensorboard", version="")
+        tensorboard.log_hyperparams(asdict(job.hp))
+        yield tensorboard
+        return
+    import wandb
+    from lightning.pytorch.loggers import WandbLogger
+
+    settings = wandb.Settings(console="off", silent=True, init_timeout=WANDB_SECONDS, finish_timeout=WANDB_SECONDS)
+    project = os.environ.get("WANDB_PROJECT") or "flyte-ddp"
+    mode: Any = job.tracking
+    try:
+        run = wandb.init(
+            project=project, name=job.name, dir=job.logs, config=asdict(job.hp), mode=mode, settings=settings
+        )
+    except Exception as error:  # of its own, and what the network raises
+        print(f"Warning: no Weights & Biases: {type(error).__name__}: {error}")
+        yield False
+        return
+    exit_code = 1
+    try:
+        yield WandbLogger(experiment=run)
+        exit_code = 0
+    finally:
+        run.finish(exit_code)

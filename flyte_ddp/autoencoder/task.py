@@ -1,0 +1,204 @@
+"""The autoencoder's tasks: from typed Flyte inputs to ranks under Lightning and back to typed outputs."""
+
+import time
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import List, NamedTuple
+
+from flytekit import Cache, task
+from flytekit.types.directory import FlyteDirectory
+from flytekit.types.file import FlyteFile, PythonPickledFile
+
+from flyte_ddp.autoencoder.job import (
+    AutoencoderHyperparameters,
+    AutoencoderJob,
+    AutoencoderOptions,
+    AutoencoderResult,
+)
+from flyte_ddp.autoencoder.page import page, say_event
+from flyte_ddp.code_version import code_version
+from flyte_ddp.data import prepared
+from flyte_ddp.data.held_out import held_out_count
+from flyte_ddp.errors import InputError
+from flyte_ddp.launch import launcher
+from flyte_ddp.launch.environment import World, choose_world, visible_gpus
+from flyte_ddp.report import wandb_run
+from flyte_ddp.report.article import document
+from flyte_ddp.report.console import say
+from flyte_ddp.report.tracking import choose_tracking
+from flyte_ddp.tasks.caching import OnClustersOnly
+from flyte_ddp.tasks.checkpoints import checkpoint_store, training_key
+from flyte_ddp.tasks.execution import flyte_retries, is_local, run_dir
+from flyte_ddp.tasks.logs import Logs, kept_logs
+from flyte_ddp.tasks.observing import all_of, deck_publisher
+from flyte_ddp.tasks.prepare import resolve_name
+from flyte_ddp.tasks.resources import check_gpus, small_resources
+from flyte_ddp.tasks.versions import AUTOENCODER_SOURCES, CodeVersion, check_registered_code
+
+WORKER = "flyte_ddp.autoencoder.rank:run"  # a name, because importing it would import torch
+AUTOENCODER_CODE = (AUTOENCODER_SOURCES, ("torch", "lightning"))
+
+
+@dataclass(frozen=True)
+class AutoencoderSummary:
+    """What came out, in figures.
+
+    Attributes:
+        dataset: what the network was trained on (digits where it stood in for MNIST).
+        train_samples, validation_samples: the shares of the training images.
+        test_loss: mean squared error per pixel, from 0 to 1, on the test images, which nothing else looked at.
+        train_seconds: of the epochs, with their validation.
+        total_seconds: of the whole task.
+        world_size: number of ranks.
+        backend: nccl or gloo.
+        device: cuda or cpu.
+        strategy: the class of Lightning's that trained it.
+        warnings: when and why the training did not learn as it should; empty if all went well.
+    """
+
+    dataset: str
+    train_samples: int
+    validation_samples: int
+    test_loss: float
+    train_seconds: float
+    total_seconds: float
+    world_size: int
+    backend: str
+    device: str
+    strategy: str
+    warnings: List[str]
+
+
+class AutoencoderOutputs(NamedTuple):
+    """What a run gives back.
+
+    Attributes:
+        train_losses: mean squared error per pixel over each epoch's training.
+        validation_losses: the same on the held-out training images after each epoch.
+        model_state: the weights as a plain CPU state_dict, see flyte_ddp.autoencoder.network.load_autoencoder.
+        summary: the figures.
+        report: a page to look at, in one file.
+        logs: a folder with the test images' codes, and what the ranks and Lightning's logger have written.
+    """
+
+    train_losses: List[float]
+    validation_losses: List[float]
+    model_state: PythonPickledFile
+    summary: AutoencoderSummary
+    report: FlyteFile["html"]  # noqa: F821
+    logs: FlyteDirectory
+
+
+@task(
+    task_config=OnClustersOnly(),
+    cache=Cache(
+        policies=CodeVersion(["flyte_ddp/autoencoder/task.py", "flyte_ddp/tasks/prepare.py"], []),
+        ignored_inputs="options",
+    ),
+    **small_resources(),
+)
+def resolve_for_autoencoder(hp: AutoencoderHyperparameters, options: AutoencoderOptions) -> str:
+    """The name of the dataset to train on; a stand-in, of local runs alone, is not cached.
+
+    A local run finds out here, before anything is downloaded or spawned, whether this machine can do what is asked.
+    """
+    if is_local():
+        check_machine(hp, options)
+    return resolve_name(hp.dataset)
+
+
+def check_machine(hp: AutoencoderHyperparameters, options: AutoencoderOptions) -> World:
+    """The ranks that this host should run; raises InputError where it cannot do what is asked."""
+    if find_spec("lightning") is None:
+        raise InputError('the autoencoder trains under Lightning, which is not installed: pip install ".[lightning]"')
+    world = choose_world("auto", options.devices, hp.batch_size, name="devices")
+    if hp.precision == "float16" and world.device == "cpu":
+        raise InputError(
+            "precision float16 needs a GPU (Lightning has no 16-mixed for a CPU) and none is visible here: "
+            "use bfloat16 or float32"
+        )
+    return world
+
+
+def choose_logger(wish: str) -> str:
+    """online, offline, tensorboard or off. Lightning's own wait for W&B would be long, and its end that of the run."""
+    tracking = choose_tracking(wish)
+    reason = wandb_run.unreachable() if tracking == "online" else ""
+    if reason:
+        say(f"Weights & Biases cannot be had ({reason}); the run is kept in its logs, for `wandb sync`")
+    return "offline" if reason else tracking
+
+
+@flyte_retries()
+def train_autoencoder(
+    hp: AutoencoderHyperparameters, data: FlyteDirectory, options: AutoencoderOptions
+) -> AutoencoderOutputs:
+    """Trains on a prepared dataset with one process per rank; see launcher.launch for what it raises."""
+    started = time.time()
+    check_registered_code()
+    check_gpus(visible_gpus())
+    world = check_machine(hp, options)
+    launcher.warm_up([*launcher.PRELOAD, "lightning.pytorch"])  # seconds, once for all ranks, while the data arrive
+    data_folder = Path(data.download())
+    description = prepared.read_description(data_folder)
+    held_out = held_out_count(description.train_samples)
+    steps = hp.steps_per_epoch((description.train_samples - held_out) * description.passes_per_epoch)
+    key = training_key(hp, description.digest, code_version(*AUTOENCODER_CODE))
+    with (
+        run_dir(f"{description.name}-autoencoder") as folder,
+        kept_logs(folder) as logs,
+        checkpoint_store(key, options.resume) as store,
+    ):
+        job = AutoencoderJob(
+            hp=hp,
+            options=options,
+            name=folder.name,
+            data=str(data_folder),
+            model_path=str(folder / "model.pt"),
+            encoded_path=str(logs.folder / "test.npz"),
+            checkpoint_path=str(store.path),
+            key=key,
+            logs=str(logs.folder),
+            tracking=choose_logger(options.tracking),
+            steps_per_epoch=steps,
+            launched=time.time(),
+        )
+        on_event = all_of(say_event, store.on_event, logs.on_event)
+        result: AutoencoderResult = launcher.launch(WORKER, world, job, options.timeout_seconds, on_event)[0]
+        summary = AutoencoderSummary(
+            dataset=description.name,
+            train_samples=description.train_samples - held_out,
+            validation_samples=held_out,
+            test_loss=result.test_loss,
+            train_seconds=sum(epoch.seconds for epoch in result.epochs),
+            total_seconds=time.time() - started,
+            world_size=world.size,
+            backend=world.backend,
+            device=world.device,
+            strategy=result.strategy,
+            warnings=[warning.reason for warning in result.warnings],
+        )
+        fragment = page(job, result, {"lightning": version("lightning"), **asdict(summary)})
+        (folder / "report.html").write_text(document(f"Autoencoder on {description.name}", fragment), "utf-8")
+    deck_publisher()(fragment)
+    return outputs_of(job, result, summary, logs)
+
+
+def outputs_of(
+    job: AutoencoderJob, result: AutoencoderResult, summary: AutoencoderSummary, logs: Logs
+) -> AutoencoderOutputs:
+    report = Path(job.model_path).with_name("report.html")
+    if is_local():
+        say(f"Test loss {summary.test_loss:.4f}\nModel:  {job.model_path}\nReport: {report}")
+    # A local run's files stay where they are: flytekit would copy them to a temporary place
+    remote = False if is_local() else None
+    return AutoencoderOutputs(
+        train_losses=[epoch.train_loss for epoch in result.epochs],
+        validation_losses=[epoch.validation_loss for epoch in result.epochs],
+        model_state=PythonPickledFile(job.model_path, remote_path=remote),
+        summary=summary,
+        report=FlyteFile(str(report), remote_path=remote),
+        logs=FlyteDirectory(job.logs, remote_directory=logs.place),
+    )

@@ -1,0 +1,200 @@
+"""Datasets by name: where the originals come from, and how they become the prepared form."""
+
+import json
+import logging
+import os
+import shutil
+import tempfile
+from contextlib import suppress
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Callable, Dict, List, NamedTuple, Optional, Tuple
+
+import numpy as np
+
+from flyte_ddp.data.download import Mirrors, OpenStored, Progress, mirror_from_environment
+from flyte_ddp.data.prepared import verify, write_prepared
+from flyte_ddp.errors import DataError, DownloadError, InputError
+from flyte_ddp.storage import remove_leftovers, write_whole, writing_to
+
+logger = logging.getLogger(__name__)
+
+Ask = Callable[[List[str]], Mirrors]  # makes the mirrors to ask of the URLs of folders
+
+
+class Originals(NamedTuple):
+    """What a source delivers: images (N, C, H, W) uint8, labels (N,) integers."""
+
+    classes: Tuple[str, ...]
+    train_images: np.ndarray
+    train_labels: np.ndarray
+    test_images: np.ndarray
+    test_labels: np.ndarray
+    passes_per_epoch: int = 1
+
+
+def data_dir() -> Path:
+    """The folder for local data: DDP_DATA_DIR, or flyte-ddp in the user's cache folder."""
+    chosen, cache = os.environ.get("DDP_DATA_DIR"), os.environ.get("XDG_CACHE_HOME", "")
+    try:
+        if chosen:
+            return Path(chosen).expanduser().absolute()
+        return (Path(cache) if os.path.isabs(cache) else Path("~/.cache").expanduser()) / "flyte-ddp"
+    except RuntimeError:
+        raise InputError("no home folder to keep data in: set DDP_DATA_DIR to a folder") from None
+
+
+def prepared_dir(name: str) -> Path:
+    """Where the prepared form of a dataset is, or will be."""
+    if name not in SOURCES:
+        raise InputError(f"dataset must be one of {', '.join(SOURCES)}, got {name!r}")
+    return data_dir() / "prepared" / name
+
+
+def discard_damaged(name: str) -> None:
+    """Removes the prepared dataset if it is there but not intact."""
+    directory = prepared_dir(name)
+    if directory.exists():
+        try:
+            verify(directory)
+        except DataError as error:
+            logger.warning("%s is prepared again: %s", name, str(error).partition(": delete")[0])
+            shutil.rmtree(directory)
+
+
+def prepare(name: str, progress: Optional[Progress] = None, open_stored: Optional[OpenStored] = None) -> Path:
+    """Returns the folder of the prepared dataset, getting and writing whatever is missing or damaged.
+
+    open_stored is for a DDP_DATA_MIRROR in a storage, such as s3://bucket/folder.
+    Any number of processes may do so at once. DownloadError if the originals are not to be had, InputError for an
+    unknown name, a bad DDP_DATA_MIRROR or a folder that cannot be written to.
+    """
+    directory = prepared_dir(name)
+    discard_damaged(name)
+    if directory.exists():
+        return directory
+    with writing_to(data_dir(), "DDP_DATA_DIR"):
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        for folder in (data_dir(), directory.parent):
+            remove_leftovers(folder)
+        originals = SOURCES[name](partial(Mirrors, progress=progress, open_stored=open_stored))
+    write_prepared(directory, name, *originals)
+    return directory
+
+
+class Catalogue(NamedTuple):
+    """What torchvision knows of a dataset: folders that hold it, and its files with their MD5."""
+
+    mirrors: List[str]
+    resources: List[Tuple[str, str]]
+
+
+def _catalogue(class_name: str) -> Catalogue:
+    """The class's own catalogue, kept in a file: importing torchvision takes seconds, too long for an offline run."""
+    path = data_dir() / class_name / f"torchvision-{version('torchvision')}.json"
+    with suppress(OSError, ValueError, TypeError):
+        return Catalogue(**json.loads(path.read_text()))
+    from torchvision import datasets
+
+    dataset = getattr(datasets, class_name)
+    catalogue = Catalogue(list(dataset.mirrors), list(dataset.resources))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, json.dumps(catalogue._asdict()).encode())
+    return catalogue
+
+
+def _torchvision_mnist(class_name: str, ask: Ask) -> Originals:
+    """MNIST or a dataset of its form, by torchvision's class: it knows mirrors, checksums and file format."""
+    mirror = mirror_from_environment()
+    catalogue = _catalogue(class_name)
+    # One folder can't hold both: MNIST and Fashion-MNIST have the same file names. So torchvision's layout comes first.
+    own = [f"{mirror.rstrip('/')}/{class_name}/raw", mirror] if mirror else []
+    mirrors = ask([*own, *catalogue.mirrors])
+    raw = data_dir() / class_name / "raw"
+    remove_leftovers(raw)
+    files = [mirrors.fetch(filename, md5, raw) for filename, md5 in catalogue.resources]
+    from torchvision import datasets
+
+    dataset = getattr(datasets, class_name)
+    # In a fresh folder each time: the class trusts unpacked files that it finds, and would fetch what it misses.
+    offline = type(class_name, (dataset,), {"mirrors": [""]})  # no address at all: unpack what is there, or fail
+    with tempfile.TemporaryDirectory(dir=data_dir(), prefix=".unpack.", suffix=".partial") as root:
+        unpacked = Path(root, class_name, "raw")
+        unpacked.mkdir(parents=True)
+        for file in files:
+            shutil.copy(file, unpacked)
+        train, test = (offline(root, train=is_train, download=True) for is_train in (True, False))
+    return Originals(
+        tuple(dataset.classes),
+        train.data.numpy()[:, None],
+        train.targets.numpy(),
+        test.data.numpy()[:, None],
+        test.targets.numpy(),
+    )
+
+
+def _cifar10(ask: Ask) -> Originals:
+    """CIFAR-10: the unpacked files, as torchvision leaves them, where one's own mirror has them, else the archive."""
+    from torchvision import datasets
+
+    dataset, mirror = datasets.CIFAR10, mirror_from_environment()
+    own = [f"{mirror.rstrip('/')}/CIFAR10", mirror.rstrip("/")] if mirror else []
+    root = data_dir() / "CIFAR10"
+    public, archive = dataset.url.rsplit("/", 1)
+    unpacked = [*dataset.train_list, *dataset.test_list, (dataset.meta["filename"], dataset.meta["md5"])]
+    remove_leftovers(root)
+    files: List[Path] = []
+    with suppress(DownloadError):
+        folders = ask([f"{folder}/{dataset.base_folder}" for folder in own])
+        files = [folders.fetch(filename, md5, root / dataset.base_folder) for filename, md5 in unpacked]
+    files = files or [ask([*own, public]).fetch(archive, dataset.tgz_md5, root)]
+    # In a fresh folder each time, and without an address: unpack what is there, or fail
+    offline = type("CIFAR10", (dataset,), {"url": ""})
+    with tempfile.TemporaryDirectory(dir=data_dir(), prefix=".unpack.", suffix=".partial") as place:
+        for file in files:
+            copy = Path(place) / file.relative_to(root)
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copy(file, copy)
+        train, test = (offline(place, train=is_train, download=True) for is_train in (True, False))
+    images, test_images = (np.ascontiguousarray(split.data.transpose(0, 3, 1, 2)) for split in (train, test))
+    return Originals(tuple(train.classes), images, np.array(train.targets), test_images, np.array(test.targets))
+
+
+def _digits(ask: Ask) -> Originals:
+    """scikit-learn's 1,797 handwritten digits (UCI optdigits, test part), 1,501 for training and 296 for testing.
+
+    The 8 x 8 images are brought to 24 x 24, amid 28 x 28: of the sizes tried, the tutorial's network learns it best.
+    """
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    labels = digits.target
+    images = _enlarge(digits.images.astype(np.int64))
+    within_class = np.zeros(len(labels), np.int64)
+    for label in range(10):
+        within_class[labels == label] = np.arange((labels == label).sum())
+    test = within_class % 6 == 5  # every sixth of each class: no random generator whose numbers could change
+    names = tuple(digits.target_names.astype(str))
+    # With 8 passes an epoch has 94 steps, and two of them are enough for the default recipe: benchmarks/stability.py
+    return Originals(names, images[~test], labels[~test], images[test], labels[test], passes_per_epoch=8)
+
+
+def _enlarge(images: np.ndarray) -> np.ndarray:
+    """(N, 8, 8) values 0..16 to (N, 1, 28, 28) uint8, bilinear: in whole numbers, so the same bits on every machine."""
+    thirds = np.clip(np.arange(24) - 1, 0, 21)  # of a source pixel: where the centre of each new pixel lies
+    left, part = np.divmod(thirds, 3)
+    weights = np.zeros((24, 8), np.int64)
+    weights[np.arange(24), left] += 3 - part
+    weights[np.arange(24), np.minimum(left + 1, 7)] += part
+    ninths = weights @ images @ weights.T
+    pixels = ((ninths * 255 + 72) // 144).astype(np.uint8)  # 144 = 16 * 9
+    return np.pad(pixels, ((0, 0), (2, 2), (2, 2)))[:, None]
+
+
+SOURCES: Dict[str, Callable[[Ask], Originals]] = {
+    "mnist": partial(_torchvision_mnist, "MNIST"),
+    "fashion_mnist": partial(_torchvision_mnist, "FashionMNIST"),
+    "cifar10": _cifar10,
+    "digits": _digits,
+}

@@ -1,0 +1,219 @@
+"""A folder with one sub-folder of image files per class: found, read once file by file, and described for training."""
+
+import hashlib
+import io
+import os
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Callable, Dict, Iterator, List, Mapping, NamedTuple, Sequence, Tuple, Union
+
+import numpy as np
+
+from flyte_ddp.data.datasets import data_dir
+from flyte_ddp.data.description import DatasetDescription, FolderDescription
+from flyte_ddp.data.image_files import decode, reason
+from flyte_ddp.data.image_settings import ImageSettings
+from flyte_ddp.data.prepared import FOLDER_FILES, FORMAT, SPLITS, mean_and_std, pixel_counts, write_dataset
+from flyte_ddp.errors import InputError
+from flyte_ddp.launch.environment import available_cores
+from flyte_ddp.storage import temporary_beside
+
+EXTENSIONS = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
+TEST_EVERY = 5
+MOST_NAMED = 5  # of the files that cannot be read
+BLOCK = 256  # files whose decoded images are held at once
+
+Files = Dict[str, Dict[str, List[str]]]  # split -> class -> names; the split is "" where the folder does not say it
+
+
+class Sound(NamedTuple):
+    """A file that can be decoded: SHA-256 of its bytes, and how often each value occurs in its image (C, 256)."""
+
+    sha256: bytes
+    counts: np.ndarray
+
+
+def find_images(folder: Path) -> Files:
+    """Names relative to folder, sorted, by split and class; InputError where that is nothing to train on."""
+    if not folder.is_dir():
+        what = "is a file" if folder.exists() else "does not exist"
+        raise InputError(f"folder {folder} {what}: give a folder with one sub-folder of image files per class")
+    divided = all((folder / split).is_dir() for split in SPLITS)
+    found: Files = {}
+    for split in SPLITS if divided else ("",):
+        below = sorted(entry.name for entry in os.scandir(folder / split) if entry.is_dir())
+        classes = {name: _image_names(folder, Path(split, name)) for name in below if not name.startswith(".")}
+        found[split] = {name: files for name, files in classes.items() if files}
+    for split, classes in found.items():
+        where = f"folder {folder / split}"
+        if not classes:
+            raise InputError(
+                f"{where} has no image files ({', '.join(EXTENSIONS)}) in sub-folders: put those of each class into "
+                "a sub-folder with the name of the class"
+            )
+        if split != "test" and len(classes) == 1:
+            raise InputError(f"{where} has one class only, {next(iter(classes))!r}: at least two are needed")
+    strange = sorted(set(found.get("test", {})) - set(found.get("train", {})))
+    if strange:
+        raise InputError(f"folder {folder / 'test'} has classes that train/ has not: {', '.join(strange[:MOST_NAMED])}")
+    return found
+
+
+def stamp(folder: Path) -> str:
+    """Another one after any image file was added, removed or written to; by names, sizes and times alone."""
+    digest = hashlib.sha256()
+    names = (name for classes in find_images(folder).values() for files in classes.values() for name in files)
+    for name in names:
+        digest.update(os.fsencode(name) + b"\0")
+        with suppress(OSError):  # a link to nowhere is found out, and counted, when it is to be read
+            status = (folder / name).stat()
+            digest.update(f"{status.st_size}\0{status.st_mtime_ns}\0".encode())
+    return digest.hexdigest()
+
+
+def index_folder(folder: Path, name: str, images: ImageSettings, say: Callable[[str], None]) -> Path:
+    """Reads every image once and writes what training needs to know of them; returns the folder of that.
+
+    name: of the dataset. InputError where too many files cannot be read, or too few are left.
+    """
+    found = find_images(folder)
+    splits, left_out = _divide(found, images.least_images)
+    kept: Dict[str, List[Tuple[int, str]]] = {split: [] for split in SPLITS}
+    bad: List[str] = []
+    content, counts = hashlib.sha256(), np.zeros((images.shape[0], 256), np.int64)
+    for split, rows in splits.items():
+        for (label, file), read in zip(rows, _read_all(folder, rows, images.shape), strict=True):
+            if isinstance(read, str):
+                bad.append(f"{_printable(file)} ({read})")
+                continue
+            kept[split].append((label, file))
+            content.update(os.fsencode(file) + b"\0" + read.sha256)
+            if split == "train":
+                counts += read.counts
+    _judge(folder, bad, sum(map(len, splits.values())), images.unreadable_share, say)
+    if not all(kept.values()):
+        raise InputError(f"folder {folder} leaves no images to train or to test on: add some, or lower least_images")
+    mean, std = mean_and_std(counts)
+
+    def describe(sha256: Mapping[str, str]) -> DatasetDescription:
+        return FolderDescription(
+            format=FORMAT,
+            name=name,
+            classes=tuple(map(_printable, _classes(found, images.least_images))),
+            mean=mean,
+            std=std,
+            train_samples=len(kept["train"]),
+            test_samples=len(kept["test"]),
+            image_shape=images.shape,
+            passes_per_epoch=1,
+            sha256=sha256,
+            split_by="sub-folders train and test"
+            if "test" in found
+            else f"one in {TEST_EVERY} of each class for testing",
+            unreadable=len(bad),
+            unreadable_named=tuple(bad[:MOST_NAMED]),
+            left_out=left_out,
+            content_sha256=content.hexdigest(),
+        )
+
+    columns = [column for split in SPLITS for column in _columns(kept[split])]
+    key = hashlib.sha256(repr((name, images, bad, content.hexdigest())).encode()).hexdigest()[:16]
+    directory = data_dir() / "folders" / key
+    write_dataset(directory, dict(zip(FOLDER_FILES, columns, strict=True)), describe)
+    return directory
+
+
+def write_folder(folder: Path, classes: Sequence[str], images: np.ndarray, labels: np.ndarray) -> None:
+    """Writes images (N, C, H, W) as PNG files, a sub-folder per class; the folder appears whole or not at all."""
+    from PIL import Image
+
+    beside = temporary_beside(folder)
+    try:
+        for name in classes:
+            (beside / name).mkdir(parents=True)
+        for number, (image, label) in enumerate(zip(images, labels, strict=True)):
+            pixels = image[0] if len(image) == 1 else np.ascontiguousarray(image.transpose(1, 2, 0))
+            Image.fromarray(pixels).save(beside / classes[label] / f"{number:06}.png")
+        os.rename(beside, folder)
+    except OSError:
+        if not folder.is_dir():  # else another process has written it meanwhile
+            raise
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+
+
+def _classes(found: Files, least_images: int) -> List[str]:
+    return [name for name, files in next(iter(found.values())).items() if len(files) >= least_images]
+
+
+def _divide(found: Files, least_images: int) -> Tuple[Dict[str, List[Tuple[int, str]]], int]:
+    """(label, name) of the images of train and test, and how many classes have too few images to be among them.
+
+    The classes come by turns, so that any part of a split has all of them.
+    """
+    classes = _classes(found, least_images)
+    if len(classes) < 2:
+        raise InputError(
+            f"ImageSettings.least_images is {least_images}, and {len(classes)} classes have as many: at least two are "
+            "needed, so lower it"
+        )
+    rows: Dict[str, List[Tuple[int, int, str]]] = {split: [] for split in SPLITS}
+    for label, name in enumerate(classes):
+        for split, named in found.items():
+            for turn, file in enumerate(named.get(name, [])):
+                # the second of a class is for testing: one that has only two is met in both
+                rows[split or SPLITS[turn % TEST_EVERY == 1]].append((turn, label, file))
+    left_out = len(next(iter(found.values()))) - len(classes)
+    return {split: [(label, file) for _, label, file in sorted(rows[split])] for split in SPLITS}, left_out
+
+
+def _read_all(
+    folder: Path, rows: Sequence[Tuple[int, str]], shape: Tuple[int, int, int]
+) -> Iterator[Union[Sound, str]]:
+    """What reading each file gave, in this order."""
+
+    def read(row: Tuple[int, str]) -> Union[Sound, str]:
+        try:
+            content = (folder / row[1]).read_bytes()
+            return Sound(hashlib.sha256(content).digest(), pixel_counts(decode(io.BytesIO(content), shape)[None]))
+        except Exception as error:  # Pillow raises half a dozen types for a broken file
+            return reason(error)
+
+    with ThreadPoolExecutor(available_cores()) as pool:  # Pillow decodes beside Python, not within its lock
+        for start in range(0, len(rows), BLOCK):
+            yield from pool.map(read, rows[start : start + BLOCK])
+
+
+def _judge(folder: Path, bad: Sequence[str], count: int, limit: float, say: Callable[[str], None]) -> None:
+    """Tells of files that cannot be read, or refuses to go on where they are too many."""
+    if not bad:
+        return
+    listed = "; ".join(bad[:MOST_NAMED]) + ("; …" if len(bad) > MOST_NAMED else "")
+    message = f"{len(bad):,} of {count:,} image files in {folder} cannot be read ({len(bad) / count:.2%})"
+    if len(bad) > limit * count:
+        raise InputError(
+            f"{message}, more than ImageSettings.unreadable_share ({limit:.2%}) allows: {listed}. "
+            "Repair or remove them, or raise it"
+        )
+    say(f"{message} and are left out: {listed}")
+
+
+def _columns(rows: Sequence[Tuple[int, str]]) -> Tuple[np.ndarray, np.ndarray]:
+    return np.array([os.fsencode(file) for _, file in rows]), np.array([label for label, _ in rows])
+
+
+def _image_names(folder: Path, below: Path) -> List[str]:
+    """The image files anywhere below a sub-folder, by names relative to the folder, sorted."""
+    return sorted(
+        os.path.relpath(os.path.join(place, name), folder)
+        for place, _, names in os.walk(folder / below)
+        for name in names
+        if name.lower().endswith(EXTENSIONS) and not name.startswith(".")
+    )
+
+
+def _printable(name: str) -> str:
+    """File names are bytes, and not all bytes are text."""
+    return os.fsencode(name).decode(errors="replace")

@@ -1,0 +1,77 @@
+"""Random numbers that are drawn while a recipe is looked at, and the places in the user's code that draw them."""
+
+import random
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any, Dict, Iterator, Optional, Sequence, Tuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import flyte_ddp
+from flyte_ddp.engine.layers import Attention, ChannelDropout, Dropout
+from flyte_ddp.user_code import is_installed
+
+# The remedy for other random numbers
+DRAWN = "torch draws, in augment() from its argument random; in the network use nn.Dropout"
+
+
+class Draws(TorchDispatchMode):
+    """Counts the random numbers that torch's operations draw, but for those of our own layers and of Random."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: Counter[Tuple[str, str]] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if torch.Tag.nondeterministic_seeded in func.tags and _really_draws(func, args, kwargs):
+            found = _caller(func.name().removeprefix("aten::").partition(".")[0])
+            if found:
+                self.found[found] += sum(
+                    leaf.numel() for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)
+                )
+        return result
+
+
+def _really_draws(func: Any, args: Sequence[Any], kwargs: Dict[str, Any]) -> bool:
+    """Attention and recurrent layers always call operations that could draw: their dropout says whether they do."""
+    given = {**dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)), **kwargs}
+    probability = next((given[name] for name in ("dropout_p", "dropout", "p") if name in given), 1.0)
+    is_training = next((given[name] for name in ("train", "training") if name in given), True)
+    return bool(probability) and is_training is not False
+
+
+def _caller(operation: str) -> Optional[Tuple[str, str]]:
+    """'file, line n' of the user's code that the call comes from, and the layer or operation that draws; None where
+    that is our own."""
+    ours, frame, lines = str(Path(flyte_ddp.__path__[0], "recipe.py")), sys._getframe(1), []
+    while frame:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, (Dropout, ChannelDropout, Attention)) or frame.f_code.co_filename == ours:
+            return None
+        if isinstance(owner, nn.RNNBase):
+            operation = owner.mode.split("_")[0]
+        lines.append((frame.f_code.co_filename, frame.f_lineno))
+        frame = frame.f_back  # type: ignore[assignment]
+    return users_line(iter(lines)) or "the network", operation
+
+
+def users_line(lines: Iterator[Tuple[str, int]]) -> str:
+    """The innermost line that is neither installed nor ours; empty where all are."""
+    ours = str(Path(flyte_ddp.__path__[0], "training"))
+    found = (
+        f"{file}, line {line}" for file, line in lines if not file.startswith((ours, "<")) and not is_installed(file)
+    )
+    return next(found, "")
+
+
+def host_state() -> Any:
+    """Of numpy's and Python's random numbers: what draws from them changes it."""
+    _, keys, position, *_ = np.random.get_state(legacy=True)
+    return random.getstate(), keys.tobytes(), position  # type: ignore[union-attr]

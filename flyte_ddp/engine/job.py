@@ -1,0 +1,98 @@
+"""What one training run is: the message from the parent to its ranks, and what comes back. Standard library only."""
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from typing import Any, Dict, List, Tuple
+
+from flyte_ddp.events import EpochFinished, NotLearning
+from flyte_ddp.settings import TrainingSettings
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What decides the result of a training: recipe, settings, the data's content, and the code (each by its hash)."""
+
+    recipe: str
+    settings: TrainingSettings
+    data_digest: str
+    code_version: str
+
+    def as_dict(self) -> Dict[str, Any]:
+        """What has to be the same for a checkpoint of one run to be gone on from in another."""
+        return {
+            **asdict(self.settings),
+            "recipe": self.recipe,
+            "data": self.data_digest,
+            "code": self.code_version,
+        }
+
+    @property
+    def key(self) -> str:
+        return hashlib.sha256(json.dumps(self.as_dict(), sort_keys=True).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training run, as the ranks need to know it.
+
+    Attributes:
+        identity: what decides its result.
+        dataset: what the data are called.
+        data: folder or file that the recipe is given; empty is none.
+        model_path: where rank 0 puts the trained weights.
+        predictions_path: where rank 0 puts what the recipe keeps of the test samples, an .npy of (N, ...).
+        pictures_path: where rank 0 puts the recipe's pictures, an .npz.
+        checkpoint_path: where rank 0 keeps the checkpoint; an earlier one there is gone on from.
+        checkpoint_seconds: time between two checkpoints within an epoch.
+        timeout_seconds: of rendezvous and collectives.
+        launched: time.time() of the launch.
+        profile_path: folder for each rank's profile; empty is none.
+        root: folder that the recipe's module is found from; empty where it is found anyway.
+        code_files: all that the recipe may import from there.
+        loader_workers: processes of each rank that read samples of a Dataset; 0 is the rank itself.
+        pin_memory: whether a GPU fetches these from page-locked memory.
+    """
+
+    identity: Identity
+    dataset: str
+    data: str
+    checkpoint_seconds: float
+    timeout_seconds: float
+    launched: float
+    model_path: str = ""
+    predictions_path: str = ""
+    pictures_path: str = ""
+    checkpoint_path: str = ""
+    profile_path: str = ""
+    root: str = ""
+    code_files: Tuple[str, ...] = ()
+    loader_workers: int = 0
+    pin_memory: bool = False
+
+
+@dataclass(frozen=True)
+class TrainingResult:
+    """What one rank knows at the end; the epochs are the same on every rank.
+
+    Attributes:
+        warnings: in which epochs training did not learn as it should.
+        headline: the measure that the run is judged by.
+        train_samples, test_samples: of the splits.
+        precision: float32 or bfloat16.
+        samples_per_second: training images of this rank alone, per second of training in this attempt.
+        peak_bytes: the most memory that the process has held.
+        peak_gpu_bytes: the most memory that its tensors have held on the GPU; 0 on a CPU.
+    """
+
+    epochs: List[EpochFinished]
+    warnings: List[NotLearning]
+    headline: str
+    train_samples: int
+    test_samples: int
+    precision: str
+    rank: int
+    host: str
+    samples_per_second: float
+    peak_bytes: int
+    peak_gpu_bytes: int

@@ -1,0 +1,203 @@
+"""Makes torch's own layers independent of how many ranks share a batch: each then sees the global batch as one."""
+
+from contextlib import contextmanager
+from typing import Any, Dict, Iterator, Optional, Tuple
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.nn import functional as F
+
+from flyte_ddp.share import Share
+
+
+def convert(model: nn.Module, share: Share) -> nn.Module:
+    """Has the network's Dropout, BatchNorm and MultiheadAttention layers see the global batch; names stay as they are.
+
+    Before each training step the ranks' generators have to be in the same state, and share be set.
+    """
+    for layer in model.modules():
+        layer.__class__ = CONVERTED.get(type(layer), type(layer))
+        if type(layer) in CONVERTED.values():
+            layer.share = share  # type: ignore[assignment]
+    return model
+
+
+def has_batch_norm(model: nn.Module) -> bool:
+    return any(isinstance(layer, BatchNorm) for layer in model.modules())
+
+
+def dropout(features: Tensor, p: float, shape: Tuple[int, ...], share: Share) -> Tensor:
+    """Zeroes a share p of features (n, ...), or (n * k, ...) with k rows of each sample, and scales up the rest.
+
+    shape: of a row of the mask, which is drawn for the whole global batch.
+    """
+    rows = len(features)
+    if share.count and rows % share.count:
+        raise ValueError(
+            f"dropout: the first dimension has to be the {share.count} samples, or a multiple, got "
+            f"{tuple(features.shape)}: use batch_first=True, or move the samples to the front"
+        )
+    each = rows // share.count if share.count else 1
+    mask = torch.rand(share.size * each, *shape, device=features.device) >= p
+    return features * mask[share.first * each : share.first * each + rows] / (1 - p)
+
+
+class Dropout(nn.Dropout):
+    share: Share
+
+    def forward(self, features: Tensor) -> Tensor:
+        if not self.training or self.p == 0:
+            return features
+        return dropout(features, self.p, features.shape[1:], self.share)
+
+
+class ChannelDropout(nn.Dropout):
+    """Dropout1d, 2d and 3d: whole channels of features (n, C, ...)."""
+
+    share: Share
+
+    def forward(self, features: Tensor) -> Tensor:
+        if not self.training or self.p == 0:
+            return features
+        shape = features.shape[1:2] + (1,) * (features.ndim - 2)
+        return dropout(features, self.p, shape, self.share)
+
+
+class Attention(nn.MultiheadAttention):
+    """MultiheadAttention, whose dropout is a function's, not a layer's."""
+
+    share: Share
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.training or self.dropout == 0:
+            return super().forward(*args, **kwargs)
+        with _global_dropout(self.share):
+            return super().forward(*args, **kwargs)
+
+
+@contextmanager
+def _global_dropout(share: Share) -> Iterator[None]:
+    """Meanwhile torch.nn.functional's dropout, and that of its attention, are drawn for the global batch.
+
+    multi_head_attention_forward offers no other way in: torch's function modes get hold of it as a whole.
+    """
+    theirs = F.dropout, F.scaled_dot_product_attention
+
+    def drop(features: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        return dropout(features, p, features.shape[1:], share) if training and p else features
+
+    def attend(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Optional[Tensor] = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+    ) -> Tensor:
+        scores = query @ key.transpose(-2, -1) / query.shape[-1] ** 0.5
+        if is_causal:
+            mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        if mask is not None:
+            scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+        return drop(scores.softmax(-1), dropout_p) @ value
+
+    F.dropout, F.scaled_dot_product_attention = drop, attend  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        F.dropout, F.scaled_dot_product_attention = theirs
+
+
+class BatchNorm(nn.modules.batchnorm._BatchNorm):
+    """Batch norm over the global batch: the ranks add up their sums, forward and backward.
+
+    torch's own SyncBatchNorm does the same on GPUs, and on them alone.
+    """
+
+    share: Share
+
+    def _check_input_dim(self, features: Tensor) -> None:
+        pass
+
+    def forward(self, features: Tensor) -> Tensor:
+        if not (self.training or self.running_mean is None):
+            return super().forward(features)
+        weight = self.weight if self.affine else torch.ones(self.num_features, device=features.device)
+        bias = self.bias if self.affine else torch.zeros(self.num_features, device=features.device)
+        if self.share.alone:  # without any statistics of the batch, so that its samples can be told apart
+            return _fixed(features, weight, bias, torch.zeros_like(bias), torch.ones_like(bias), self.eps)
+        normalised, mean, variance, count = _Normalise.apply(features, weight, bias, self.eps)
+        if self.training and self.running_mean is not None:
+            assert self.running_var is not None  # for the type checker: they are there together
+            assert self.num_batches_tracked is not None
+            with torch.no_grad():
+                self.num_batches_tracked += 1
+                share = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+                self.running_mean.lerp_(mean, share)
+                self.running_var.lerp_(variance * count / (count - 1).clamp(min=1), share)  # one sample has none
+        return normalised
+
+
+CONVERTED: Dict[type, Any] = {
+    nn.Dropout: Dropout,
+    nn.Dropout1d: ChannelDropout,
+    nn.Dropout2d: ChannelDropout,
+    nn.Dropout3d: ChannelDropout,
+    nn.BatchNorm1d: BatchNorm,
+    nn.BatchNorm2d: BatchNorm,
+    nn.BatchNorm3d: BatchNorm,
+    nn.MultiheadAttention: Attention,
+}
+
+
+class _Normalise(torch.autograd.Function):
+    """Batch norm (Ioffe and Szegedy, 2015) with statistics of all ranks; also gives these, and what they are of.
+
+    Written out, because autograd takes twice as long for it. torch's kernels for fixed statistics do the work: with
+    those of the batch the gradient is theirs and a share of the same features, channel by channel.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, features: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tuple[Tensor, ...]:
+        channels, axes = features.shape[1], (0, *range(2, features.ndim))
+        x, count = features.float(), features.numel() / features.shape[1]
+        mine = x.sum(axes) / max(1, count)
+        around = (x - mine.view(1, -1, *(1,) * (x.ndim - 2))).square_().sum(axes)
+        # in float64: of features far from 0, the difference of mean squares and squared mean has few digits left
+        mine = mine.double()
+        sums = torch.cat([mine * count, around + mine.square() * count, mine.new_tensor([count])])
+        distributed.all_reduce(sums)
+        total, squares, count = sums.split([channels, channels, 1])
+        mean = total / count
+        variance = (squares / count - mean.square()).float()
+        mean, count = mean.float(), count.float()
+        ctx.save_for_backward(features, weight, mean, variance, count)
+        ctx.eps = eps
+        normalised = _fixed(features, weight, bias, mean, variance, eps)
+        ctx.mark_non_differentiable(mean, variance, count)
+        return normalised, mean, variance, count
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, *_: Any) -> Tuple[Optional[Tensor], ...]:
+        features, weight, mean, variance, count = ctx.saved_tensors
+        if len(features):
+            through, to_weight, to_bias = torch.ops.aten.native_batch_norm_backward(
+                gradient, features, weight, mean, variance, None, None, False, ctx.eps, [True, True, True]
+            )
+        else:
+            through, to_weight, to_bias = gradient, torch.zeros_like(weight), torch.zeros_like(weight)
+        sums = torch.cat([to_weight, to_bias])
+        distributed.all_reduce(sums)
+        of_weight, of_bias = sums.split(len(weight))
+        inverse = (variance + ctx.eps).rsqrt()
+        slope = -weight * inverse.square() * of_weight / count
+        offset = -weight * inverse * of_bias / count - slope * mean
+        by_statistics = _fixed(features, slope, offset, torch.zeros_like(mean), torch.ones_like(variance), 0.0)
+        return by_statistics.add_(through), to_weight, to_bias, None
+
+
+def _fixed(features: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, variance: Tensor, eps: float) -> Tensor:
+    """(features - mean) / sqrt(variance + eps) * weight + bias, by channel."""
+    if not len(features):
+        return features.clone()
+    return F.batch_norm(features, mean, variance, weight, bias, training=False, eps=eps)

@@ -1,0 +1,160 @@
+"""The training loop: the file to read first. The same code for one CPU process, one GPU or N GPUs on M nodes."""
+
+import time
+from typing import Any, Dict, List, NamedTuple, Optional, Protocol
+
+import torch
+from torch import Tensor, distributed
+from torch.utils import _pytree as pytree
+
+from flyte_ddp.engine.batches import TestBatches, TrainBatches
+from flyte_ddp.engine.measures import pairs_of, sums_of
+from flyte_ddp.engine.state import Sums, TrainingState
+from flyte_ddp.errors import NonFinite, StopRequested
+from flyte_ddp.events import EpochFinished, GradientsSeen, StepLogged
+from flyte_ddp.launch.link import Link
+
+
+class Checkpoints(Protocol):
+    def due(self) -> bool: ...
+
+    def save(self, state: TrainingState) -> None: ...
+
+
+class Evaluated(NamedTuple):
+    """Of the whole test split.
+
+    Attributes:
+        measures: by name.
+        mismatched: mean loss of the outputs for other samples; 0 where that was not looked at.
+        predictions: (n, ...) of this rank's samples alone; None where the recipe gives none.
+    """
+
+    measures: Dict[str, float]
+    mismatched: float
+    predictions: Optional[Tensor]
+
+
+def fit(
+    state: TrainingState,
+    train: TrainBatches,
+    test: TestBatches,
+    epochs: int,
+    log_interval: int,
+    link: Link,
+    checkpoints: Checkpoints,
+) -> Optional[Tensor]:
+    """Trains from where the state stands to the end of the last epoch; the measures end up in state.history.
+
+    Returns this rank's share of the test split's predictions, if the recipe gives any.
+    """
+    evaluated = None
+    while state.epoch < epochs:
+        sums = train_epoch(state, train, log_interval, link, checkpoints)
+        started = time.perf_counter()
+        evaluated = evaluate(state, test, link)
+        finished = EpochFinished(
+            epoch=state.epoch,
+            samples=train.samples,
+            train=state.measures(sums.pairs),
+            test=evaluated.measures,
+            train_seconds=state.epoch_seconds,
+            evaluate_seconds=time.perf_counter() - started,
+        )
+        state.finish_epoch(finished)
+        link.emit(finished)
+        loss = evaluated.measures["loss"]
+        for warning in state.watch.after_epoch(finished.epoch, len(train), loss, evaluated.mismatched):
+            link.emit(warning)
+        checkpoints.save(state)
+    if evaluated is None:  # a finished training, gone on from
+        evaluated = evaluate(state, test, link)
+    return evaluated.predictions
+
+
+def train_epoch(
+    state: TrainingState, train: TrainBatches, log_interval: int, link: Link, checkpoints: Checkpoints
+) -> Sums:
+    """Steps through what is left of the epoch; returns its sums.
+
+    Raises StopRequested, after a checkpoint, where any rank was asked to stop, and NonFinite, the weights being those
+    from before the bad step; either on all ranks at the same step.
+    """
+    # A CPU can look at the sums after every step; a look at a GPU makes the host wait for it, so it has to be rare
+    look_interval = 1 if state.device.type == "cpu" else log_interval
+    state.ddp.train()
+    sums = logged = state.sums()
+    seconds_before, started = state.epoch_seconds, time.perf_counter()
+    logged_seconds = seconds_before
+    for batch in train.epoch(state.epoch, state.step):
+        state.train_step(batch, link.stop_requested)
+        link.alive()
+        is_last = state.step == len(train)
+        if state.step % look_interval and not is_last:
+            continue
+        sums = state.sums()
+        state.epoch_seconds = seconds_before + time.perf_counter() - started
+        if sums.steps < state.step:
+            again = next(train.epoch(state.epoch, sums.steps))
+            raise NonFinite(*state.find_non_finite(again), state.epoch, sums.steps)
+        if state.step % log_interval == 0 or is_last:
+            event = _logged(state, train, logged, sums, state.epoch_seconds - logged_seconds)
+            link.emit(event)
+            samples = event.samples - train.samples_until(logged.steps)
+            for warning in state.watch.after_steps(state.epoch, state.step, event.measures["loss"], samples):
+                link.emit(warning)
+            logged, logged_seconds = sums, state.epoch_seconds
+            if is_last:
+                link.emit(GradientsSeen(state.epoch, state.gradient_histograms()))
+        if sums.stop:
+            checkpoints.save(state)
+            raise StopRequested(state.epoch, state.step)
+        if checkpoints.due() and not is_last:
+            checkpoints.save(state)
+    return sums
+
+
+def _logged(state: TrainingState, train: TrainBatches, before: Sums, now: Sums, seconds: float) -> StepLogged:
+    samples = train.samples_until(now.steps) - train.samples_until(before.steps)
+    return StepLogged(
+        epoch=state.epoch,
+        step=state.step,
+        samples=train.samples_until(now.steps),
+        measures=state.measures(now.since(before)),
+        learning_rate=state.learning_rate,
+        samples_per_second=samples / seconds,
+        gradient_norms=state.gradient_norms(),
+    )
+
+
+@torch.inference_mode()
+def evaluate(state: TrainingState, test: TestBatches, link: Link) -> Evaluated:
+    """The measures over the whole test split, in float32: each rank takes its share, the sums are exact."""
+    recipe, model = state.recipe, state.evaluated
+    model.eval()
+    mismatches = not (state.watch.constant_loss or recipe.couples_samples)
+    mine: List[Tensor] = []
+    sums = torch.zeros(2 * len(state.names) + 2, dtype=torch.float64, device=state.device)
+    for batch in test:
+        vars(recipe.share).update(vars(batch.share))
+        outputs = recipe.forward(model, batch.tree)
+        sums[:-2] += sums_of(pairs_of(recipe, outputs, batch, state.names))
+        if mismatches and batch.share.count > 1:
+            others: Any = pytree.tree_map(lambda leaf: leaf.roll(1, 0), outputs)
+            sums[-2:] += sums_of({"loss": pairs_of(recipe, others, batch, state.names)["loss"]})
+        predictions = recipe.predictions(outputs, batch.tree)
+        if predictions is not None:
+            mine.append(predictions)
+        link.alive()
+    distributed.all_reduce(sums)
+    *pairs, loss, weight = sums.tolist()
+    return Evaluated(state.measures(pairs), loss / weight if weight else 0.0, torch.cat(mine) if mine else None)
+
+
+@torch.inference_mode()
+def gather(mine: Tensor, test: TestBatches) -> Tensor:
+    """The rows (N, ...) of the whole test split, on every rank, from each rank's rows (n, ...) of its own share."""
+    everyone = mine.new_zeros(len(test.split), *mine.shape[1:])
+    everyone[test.mine_all().to(mine.device)] = mine
+    distributed.all_reduce(everyone)  # the others' rows are zeros
+    return everyone

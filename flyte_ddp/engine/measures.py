@@ -1,0 +1,93 @@
+"""What a recipe gives for a batch: what it has to be, and how measures become the figures that are reported."""
+
+import inspect
+import math
+from typing import Any, Dict, List, Sequence, Tuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from flyte_ddp.engine.batches import Batch
+from flyte_ddp.errors import InputError
+from flyte_ddp.recipe import Random, Recipe
+from flyte_ddp.share import Share
+
+
+def place(recipe: Any, method: str) -> str:
+    """'Name.method (file, line n)' of what the user wrote."""
+    function = inspect.unwrap(getattr(type(recipe), method))
+    code = getattr(function, "__code__", None)
+    where = f" ({code.co_filename}, line {code.co_firstlineno})" if code else ""
+    return f"{type(recipe).__name__}.{method}{where}"
+
+
+def augment(recipe: Recipe, tree: Any, generator: torch.Generator, share: Share) -> Any:
+    """A batch as the recipe changes it; InputError where it has another number of samples then."""
+    vars(recipe.share).update(vars(share))
+    changed = recipe.augment(tree, Random(generator, recipe.share))
+    if any(not isinstance(leaf, Tensor) or len(leaf) != share.count for leaf in pytree.tree_leaves(changed)):
+        raise InputError(f"{place(recipe, 'augment')} must return tensors of the same {share.count} samples")
+    return changed
+
+
+def trained_measure(names: Sequence[str]) -> str:
+    return "objective" if "objective" in names else "loss"
+
+
+def pairs_of(recipe: Recipe, outputs: Any, batch: Batch, names: Sequence[str] = ()) -> Dict[str, Tuple[Tensor, Tensor]]:
+    """Values (n,) and weights (n,) of each measure, by name, in the order of names; "loss" comes first without them.
+
+    Raises InputError, naming the place in the recipe, where they are anything else.
+    """
+    measured = recipe.measure(outputs, batch.tree)
+    if not isinstance(measured, dict) or "loss" not in measured:
+        got = f"names {sorted(measured)}" if isinstance(measured, dict) else type(measured).__name__
+        raise InputError(f'{place(recipe, "measure")} must return a dict with "loss" in it, got {got}')
+    if names and set(measured) != set(names):
+        raise InputError(
+            f"{place(recipe, 'measure')} must always return the same measures, {', '.join(sorted(names))}, got "
+            f"{', '.join(sorted(measured))}"
+        )
+    count = batch.share.count
+    pairs = {}
+    for name in names or sorted(measured, key=lambda name: (name != "loss", list(measured).index(name))):
+        given = measured[name]
+        values, weights = given if isinstance(given, tuple) else (given, None)
+        for part, tensor in (("values", values), ("weights", weights)):
+            if tensor is None and part == "weights":
+                continue
+            if not isinstance(tensor, Tensor) or tensor.shape != (count,):
+                found = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
+                raise InputError(
+                    f"{place(recipe, 'measure')}: {part} of {name!r} must have one entry for each sample, shape "
+                    f"({count},), got {found}: use reduction='none', and mean over all dimensions but the first"
+                )
+        values = values.float()
+        pairs[name] = values, torch.ones_like(values) if weights is None else weights.float()
+    return pairs
+
+
+def sums_of(pairs: Dict[str, Tuple[Tensor, Tensor]]) -> Tensor:
+    """(2 k,) float64: value and weight of each measure by turns."""
+    return torch.stack([part.double() for pair in pairs.values() for part in pair]).sum(1)
+
+
+def ratios(recipe: Recipe, names: Sequence[str], pairs: Sequence[float]) -> Dict[str, float]:
+    """The measures to report; NaN where no sample has any weight."""
+    found = {
+        name: value / weight if weight else math.nan
+        for name, value, weight in zip(names, pairs[::2], pairs[1::2], strict=True)
+        if name != "objective"
+    }
+    return recipe.derive(found)
+
+
+def headline_of(recipe: Recipe, measures: Dict[str, float]) -> str:
+    """The measure that a run is judged by; InputError where the recipe names one that there is not."""
+    if recipe.headline and recipe.headline not in measures:
+        raise InputError(
+            f"{type(recipe).__name__}.headline must be one of {', '.join(measures)}, got {recipe.headline!r}"
+        )
+    others: List[str] = [name for name in measures if name != "loss"]
+    return recipe.headline or next(iter(others), "loss")

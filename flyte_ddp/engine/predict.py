@@ -1,0 +1,47 @@
+"""What a trained network of any recipe gives for a part of its samples, in a process of its own."""
+
+from pathlib import Path
+from typing import List, Tuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flyte_ddp.engine.batches import share
+from flyte_ddp.engine.job import Job
+from flyte_ddp.engine.measures import place
+from flyte_ddp.engine.worker import load_recipe, open_split
+from flyte_ddp.errors import InputError
+from flyte_ddp.launch.environment import Environment
+from flyte_ddp.launch.link import Link
+from flyte_ddp.storage import writing_to
+
+
+@torch.inference_mode()
+def run(environment: Environment, link: Link, argument: Tuple[Job, str, int, int]) -> int:
+    """Leaves the predictions (n, ...) of a shard of a split at job.predictions_path, in float32; returns n.
+
+    argument: the job, the name of the split, the shard's number from 0, and how many shards there are.
+    """
+    job, split, number, count = argument
+    torch.set_num_threads(environment.threads)
+    settings, device = job.identity.settings, torch.device(environment.world.device)
+    recipe = load_recipe(job, device)
+    source = open_split(recipe, split, job)
+    model = recipe.model()
+    model.load_state_dict(torch.load(job.model_path, map_location="cpu", weights_only=True))
+    model.to(device).eval()
+    first, last = share(0, len(source), number, count)
+    size = settings.test_batch_size
+    parts = [slice(start, min(last, start + size)) for start in range(first, last, size)]
+    found: List[Tensor] = []
+    for tree in source.fetch(torch.arange(len(source)), parts):
+        predictions = recipe.predictions(recipe.forward(model, tree), tree)
+        if predictions is None:
+            raise InputError(f"{place(recipe, 'predictions')} must return a tensor to predict with, got None")
+        found.append(predictions.cpu())
+        link.alive()
+    rows = torch.cat(found).numpy() if found else np.empty(0, np.float32)
+    with writing_to(Path(job.predictions_path).parent, "DDP_RUNS_DIR"):
+        np.save(job.predictions_path, rows)
+    return len(rows)

@@ -1,0 +1,88 @@
+"""torch.profiler on a rank: a trace of a few steps, and a table of what they cost."""
+
+import json
+import os
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, Dict, Iterator, List
+
+import torch
+from torch.optim import Optimizer
+
+# Steps to let pass, to warm up the profiler, and to record: the first ones are not like the rest
+WAIT, WARMUP, ACTIVE = 2, 2, 6
+MOST_OPERATORS = 50
+
+
+@contextmanager
+def profiling(folder: str, rank: int, optimizer: Optimizer) -> Iterator[None]:
+    """Profiles some of the block's optimizer steps into folder; without a folder it does nothing at all.
+
+    rank<n>.pt.trace.json opens in Perfetto, and in TensorBoard with its profiler plugin. Rank 0 adds operators.json.
+    """
+    if not folder:
+        yield
+        return
+    os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # else the profiler's library tells standard error about itself
+    path = Path(folder)
+    path.mkdir(parents=True, exist_ok=True)
+
+    def write(profiler: Any) -> None:
+        profiler.export_chrome_trace(str(path / f"rank{rank}.pt.trace.json"))
+        if rank == 0:
+            content = {"steps": ACTIVE, "operators": operators(profiler)}
+            beside = path / "operators.json.tmp"
+            beside.write_text(json.dumps(content))
+            os.replace(beside, path / "operators.json")
+
+    schedule = torch.profiler.schedule(wait=WAIT, warmup=WARMUP, active=ACTIVE, repeat=1)
+    kinds = torch.profiler.ProfilerActivity
+    activities = [kinds.CPU, kinds.CUDA] if torch.cuda.is_available() else [kinds.CPU]
+    with (
+        inductor_left_out(),
+        torch.profiler.profile(activities=activities, schedule=schedule, on_trace_ready=write) as profiler,
+    ):
+        handle = optimizer.register_step_post_hook(lambda *_: profiler.step())
+        try:
+            yield
+        finally:
+            handle.remove()
+
+
+@contextmanager
+def inductor_left_out() -> Iterator[None]:
+    """A stand-in for the compiler, which the profiler imports only to ask whether it records CUDA graphs.
+
+    That import takes longer than torch's own, and wants the torch._dynamo that flyte_ddp.engine.dynamo leaves out.
+    """
+    if "torch._inductor" in sys.modules:
+        yield
+        return
+    package, config = ModuleType("torch._inductor"), ModuleType("torch._inductor.config")
+    config.triton = SimpleNamespace(cudagraphs=False)  # type: ignore[attr-defined]
+    package.config, torch._inductor = config, package  # type: ignore[attr-defined]
+    sys.modules.update({module.__name__: module for module in (package, config)})
+    try:
+        yield
+    finally:
+        del torch._inductor, sys.modules[package.__name__], sys.modules[config.__name__]
+
+
+def operators(profiler: Any) -> List[Dict[str, Any]]:
+    """The most expensive operators, by the time spent in themselves on the GPU where there is one, else the CPU."""
+    rows = [
+        {
+            "name": row.key,
+            "calls": row.count,
+            "cpu_us": row.cpu_time_total,
+            "self_cpu_us": row.self_cpu_time_total,
+            "device_us": row.self_device_time_total,
+        }
+        for row in profiler.key_averages()
+        if not row.key.startswith("ProfilerStep")
+    ]
+    on_device = any(row["device_us"] for row in rows)
+    rows.sort(key=lambda row: -row["device_us" if on_device else "self_cpu_us"])
+    return rows[:MOST_OPERATORS]

@@ -1,0 +1,254 @@
+"""All that changes while training: weights, optimizer, schedule, average, position and measures so far."""
+
+import copy
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from typing import Any, Dict, List, Optional, Sequence, Tuple
+
+import numpy as np
+import torch
+from torch import Tensor, distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LambdaLR
+
+from flyte_ddp.engine.batches import Batch, device_generator
+from flyte_ddp.engine.layers import convert
+from flyte_ddp.engine.measures import pairs_of, ratios, trained_measure
+from flyte_ddp.engine.watch import Watch
+from flyte_ddp.events import EpochFinished
+from flyte_ddp.recipe import Recipe
+
+
+class Step(nn.Module):
+    """Forward pass and measures of one rank's share of a batch, in a form that DDP reduces in one go.
+
+    DDP averages gradients over the ranks, here those of sums: multiplied by the number of ranks they are the gradients
+    of the sum over the global batch, however uneven the shares, and by its weight one normalises afterwards. The sums
+    of the measures take the same way, as the gradient of a parameter that is never trained: that spares a second
+    all-reduce, and all ranks learn the same things at the same step.
+    """
+
+    def __init__(self, model: nn.Module, recipe: Recipe, names: Sequence[str], world_size: int, autocast: bool):
+        super().__init__()
+        self.model, self.recipe, self.names = model, recipe, names
+        self.world_size, self.autocast = world_size, autocast
+        self.sums = nn.Parameter(torch.zeros(2 * len(names) + 1))  # values and weights by name, requests to stop
+
+    def forward(self, batch: Batch, stop: bool) -> Tensor:
+        vars(self.recipe.share).update(vars(batch.share))
+        with torch.autocast(self.sums.device.type, torch.bfloat16, enabled=self.autocast):
+            outputs = self.recipe.forward(self.model, batch.tree)
+            pairs = pairs_of(self.recipe, outputs, batch, self.names)
+        trained = pairs[trained_measure(self.names)][0].sum()
+        with torch.no_grad():
+            sums = torch.stack([part for pair in pairs.values() for part in pair]).sum(1)
+            sums = torch.cat([sums, sums.new_tensor([stop])])
+        return self.world_size * (trained + self.sums @ sums)
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Of the epoch so far, all ranks together: value and weight of each measure by turns; steps counts those before any
+    that was not finite."""
+
+    pairs: Tuple[float, ...]
+    steps: int
+    stop: bool
+
+    def since(self, before: "Sums") -> Tuple[float, ...]:
+        return tuple(now - then for now, then in zip(self.pairs, before.pairs, strict=True))
+
+
+class TrainingState:
+    """What a checkpoint holds and a resume restores, and how one step changes it."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        model: nn.Module,
+        names: Sequence[str],
+        device: torch.device,
+        world_size: int,
+        *,
+        autocast: bool,
+        total_steps: int,
+        constant_loss: float = 0.0,
+    ):
+        """names: of the measures, "loss" first."""
+        self.recipe, self.names, self.device = recipe, tuple(names), device
+        self.model = model
+        self.ddp = DistributedDataParallel(
+            Step(self.model, recipe, self.names, world_size, autocast).to(device),
+            gradient_as_bucket_view=True,
+        )
+        # They are the same on all ranks, see layers.py (not as an argument, whose name depends on torch's version)
+        self.ddp.broadcast_buffers = False
+        self.optimizer = recipe.optimizer(self.model)
+        self.schedule = LambdaLR(self.optimizer, lambda step: recipe.factor(step, total_steps))
+        self.average = Average(self.model, recipe.ema_decay) if recipe.ema_decay else None
+        if self.average:
+            convert(self.average.model, recipe.share)  # its layers' share is a copy
+        # A loss or gradient that is not finite raises this flag for good. A fused optimizer then leaves the weights as
+        # they are, without the host having to look (the means by which torch.amp.GradScaler skips a step); others,
+        # some of which ignore the flag, are not asked to step
+        self.flag = torch.zeros((), device=device)
+        self._is_guarded = getattr(self.optimizer, "_step_supports_amp_scaling", False) and all(
+            group.get("fused") for group in self.optimizer.param_groups
+        )
+        if self._is_guarded:
+            self.optimizer.found_inf = self.flag  # type: ignore[attr-defined]
+        self.epoch = self.step = 0
+        self.epoch_seconds = 0.0
+        # Step's sums, then good steps
+        self._sums = torch.zeros(2 * len(names) + 2, dtype=torch.float64, device=device)
+        self._trained = 2 * self.names.index(trained_measure(names))
+        self._norms = torch.zeros(0, device=device)
+        self._generator = device_generator(device)
+        self.history: List[EpochFinished] = []
+        self.watch = Watch(constant_loss)
+
+    @property
+    def evaluated(self) -> nn.Module:
+        """The network that is evaluated and returned: the average where there is one."""
+        return self.average.model if self.average else self.model
+
+    @property
+    def learning_rate(self) -> float:
+        return float(self.schedule.get_last_lr()[0])
+
+    def train_step(self, batch: Batch, stop: bool) -> None:
+        """One optimizer update from this rank's share of a global batch; a collective."""
+        self.ddp.zero_grad()  # here rather than at the end, so that the gradients can be looked at until the next step
+        parts = batch.parts(self.recipe.micro_batch)
+        for part in parts:
+            # Layers draw from the device's generator: its state, too, follows from the position alone
+            self._generator.manual_seed(batch.seed)
+            is_last = part is parts[-1]
+            with nullcontext() if is_last else self.ddp.no_sync():
+                self.ddp(part, stop and is_last).backward()
+        new = self.ddp.module.sums.grad
+        self._sums[:-1] += new
+        weight = new[self._trained + 1]
+        scale = torch.where(weight > 0, 1 / weight, 0)
+        gradients = self._gradients()[1]
+        self._norms = torch.stack(torch._foreach_norm(gradients)) * scale
+        norm = torch.linalg.vector_norm(self._norms)
+        self.flag.logical_or_(~torch.isfinite(norm + new[self._trained]))
+        self._sums[-1] += 1 - self.flag
+        if self.recipe.clip_norm:
+            scale = scale * (self.recipe.clip_norm / norm).clamp(max=1)
+        torch._foreach_mul_(gradients, scale)
+        if self._is_guarded or not self.flag:
+            self.optimizer.step()
+        self.schedule.step()
+        if self.average:
+            self.average.update(self.model, is_first=self.epoch == self.step == 0)
+        self.step += 1
+
+    def find_non_finite(self, batch: Batch) -> Tuple[str, List[int]]:
+        """Does a bad step again, to say what is not finite, loss or gradient, and on which ranks; a collective.
+
+        A step itself does not know: its gradients are those of all ranks together.
+        """
+        weights = [weight for weight in self.model.parameters() if weight.requires_grad]
+        bad = [False, False]
+        for part in batch.parts(self.recipe.micro_batch):
+            self._generator.manual_seed(batch.seed)
+            loss = self.ddp.module(part, False)
+            gradients = torch.autograd.grad(loss, weights, allow_unused=True)
+            norms = torch.stack(torch._foreach_norm([gradient for gradient in gradients if gradient is not None]))
+            bad = [was or not bool(value.isfinite().all()) for was, value in zip(bad, (loss, norms), strict=True)]
+        everyone: List[Any] = [None] * distributed.get_world_size()
+        distributed.all_gather_object(everyone, bad)
+        for what, flags in zip(("loss", "gradient"), zip(*everyone, strict=True), strict=True):
+            ranks = [rank for rank, flag in enumerate(flags) if flag]
+            if ranks:
+                return what, ranks
+        return "gradient", list(range(len(everyone)))  # finite on each rank, but not their sum
+
+    def gradient_norms(self) -> Dict[str, float]:
+        """Euclidean norm of each parameter's gradient of the last step, before clipping; the host waits for it."""
+        return dict(zip(self._gradients()[0], self._norms.tolist(), strict=True))
+
+    def gradient_histograms(self, bins: int = 64) -> Dict[str, Tuple[List[float], List[float]]]:
+        """For each parameter's gradient of the last step, after clipping: counts of equal bins, and the bins' edges."""
+        names, gradients = self._gradients()
+        histograms = (np.histogram(gradient.float().cpu().numpy(), bins) for gradient in gradients)
+        return {
+            name: (counts.tolist(), edges.tolist()) for name, (counts, edges) in zip(names, histograms, strict=True)
+        }
+
+    def _gradients(self) -> Tuple[List[str], List[Tensor]]:
+        found = [(name, p.grad) for name, p in self.model.named_parameters() if p.grad is not None]
+        return [name for name, _ in found], [gradient for _, gradient in found]
+
+    def sums(self) -> Sums:
+        """Of the epoch so far; makes the host wait for the device."""
+        *pairs, stop, steps = self._sums.tolist()
+        return Sums(tuple(pairs), round(steps), stop > 0)
+
+    def measures(self, pairs: Sequence[float]) -> Dict[str, float]:
+        return ratios(self.recipe, self.names, pairs)
+
+    def finish_epoch(self, finished: EpochFinished) -> None:
+        self.history.append(finished)
+        self._sums.zero_()
+        self.epoch, self.step, self.epoch_seconds = self.epoch + 1, 0, 0.0
+
+    def state_dict(self) -> Dict[str, Any]:
+        """Copies of everything that a resume needs, on the CPU: the training may go on while they are written."""
+        return {
+            "model": _cpu_copy(self.model.state_dict()),
+            "average": _cpu_copy(self.average.model.state_dict()) if self.average else None,
+            "optimizer": _cpu_copy(self.optimizer.state_dict()),
+            "schedule": self.schedule.state_dict(),
+            "sums": self._sums.cpu().clone(),
+            "epoch": self.epoch,
+            "step": self.step,
+            "epoch_seconds": self.epoch_seconds,
+            "history": [asdict(finished) for finished in self.history],
+            "watch": self.watch.state_dict(),
+        }
+
+    def load_state_dict(self, saved: Dict[str, Any]) -> None:
+        """Restores what state_dict gave, whatever the number of ranks was then."""
+        self.model.load_state_dict(saved["model"])
+        if self.average:
+            self.average.model.load_state_dict(saved["average"])
+        self.optimizer.load_state_dict(saved["optimizer"])
+        self.schedule.load_state_dict(saved["schedule"])
+        # requests to stop belong to the run that was stopped
+        self._sums[:-2], self._sums[-1] = saved["sums"][:-2], saved["sums"][-1]
+        self.epoch, self.step, self.epoch_seconds = saved["epoch"], saved["step"], saved["epoch_seconds"]
+        self.history = [EpochFinished(**finished) for finished in saved["history"]]
+        self.watch.load_state_dict(saved["watch"])
+
+
+class Average:
+    """The exponential moving average of a network's weights and statistics.
+
+    torch.optim.swa_utils has one, which makes the host wait for the device at every step.
+    """
+
+    def __init__(self, model: nn.Module, decay: float):
+        self.model, self.decay = copy.deepcopy(model).requires_grad_(False), decay
+
+    @torch.no_grad()
+    def update(self, model: nn.Module, is_first: bool) -> None:
+        mine, theirs = list(self.model.state_dict().values()), list(model.state_dict().values())
+        floats = [index for index, value in enumerate(mine) if value.is_floating_point()]
+        torch._foreach_lerp_(
+            [mine[i] for i in floats], [theirs[i] for i in floats], 1.0 if is_first else 1 - self.decay
+        )
+        for index in set(range(len(mine))) - set(floats):
+            mine[index].copy_(theirs[index])
+
+
+def _cpu_copy(value: Optional[Any]) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {key: _cpu_copy(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_cpu_copy(item) for item in value)
+    return value

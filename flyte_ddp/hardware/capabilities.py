@@ -1,0 +1,49 @@
+"""What torch can do on a machine, and what a training would do there: a survey's answer. Standard library only."""
+
+from dataclasses import dataclass
+from typing import List, Optional, Tuple
+
+from flyte_ddp.launch.environment import World
+
+
+@dataclass(frozen=True)
+class TorchGpu:
+    """A GPU that a rank can use."""
+
+    name: str
+    memory: int  # bytes
+    capability: str  # NVIDIA's compute capability, such as 9.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a training would do."""
+
+    world: World
+    threads: int  # of each rank
+    precision: str
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What torch says.
+
+    Attributes:
+        cuda, nccl: versions that this torch was built with; empty without.
+        no_gpu: why torch can use no GPU; empty where it can.
+        complaints: warnings on the way to the GPUs.
+        peers: of the pairs of GPUs, how many can reach each other's memory directly, and how many there are.
+        cpu_bfloat16: the processor's instructions for bfloat16.
+        plan, refusal: what a training would do, or else why it would be refused.
+    """
+
+    torch: str
+    cuda: str
+    nccl: str
+    gpus: List[TorchGpu]
+    no_gpu: str
+    complaints: List[str]
+    peers: Tuple[int, int]
+    cpu_bfloat16: List[str]
+    plan: Optional[Plan]
+    refusal: str

@@ -1,0 +1,168 @@
+"""The machine as a training finds it: its facts, any of which may be not known, and what of them stands in the way."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Callable, Dict, Iterator, List, Optional, Tuple, TypeVar, Union
+
+from flyte_ddp.hardware import nvidia
+from flyte_ddp.hardware.capabilities import Capabilities
+from flyte_ddp.hardware.nvidia import DriverGpu, NotKnown, first_line
+from flyte_ddp.launch import launcher
+from flyte_ddp.launch.environment import World, available_cores, nvidia_devices
+from flyte_ddp.launch.failures import RankFailed
+from flyte_ddp.launch.limits import cpu_limit, usable_memory
+from flyte_ddp.recipes.hyperparameters import Hyperparameters
+from flyte_ddp.report.surroundings import processor
+from flyte_ddp.settings import RunOptions
+
+T = TypeVar("T")
+
+SURVEY = "flyte_ddp.hardware.rank:survey"  # a name, because importing it would import torch
+SURVEY_SECONDS = 120.0  # until torch counts as hung; CUDA takes seconds for each GPU
+GIB = 2**30
+SHARED_MEMORY = GIB  # what NVIDIA's documentation gives to containers with NCCL in them
+# Bytes of host memory for each rank. cpu: measured on MNIST, two ranks and their parent hold 0.8 GB;
+# cuda: an estimate, for the CUDA context and its libraries
+RANK_MEMORY = {"cpu": GIB // 2, "cuda": 4 * GIB}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The facts; NotKnown, with the reason, stands for what could not be found out.
+
+    Attributes:
+        gpus: all that the driver knows; torch has those that it can use.
+        cuda: the newest version that the driver can run.
+        links: for each GPU its connections to all of them in order, as `nvidia-smi topo -m` names them.
+        devices: number of the driver's device files.
+        visible: CUDA_VISIBLE_DEVICES; None where it is not set.
+        ports: InfiniBand and RoCE, rate and state of each.
+        nccl: NCCL's settings in the environment.
+        cores: usable ones and the machine's.
+        cpu_limit: in cores, of control groups; infinity for none.
+        memory: usable bytes and the machine's.
+        shared_memory: bytes free in /dev/shm and its size.
+    """
+
+    gpus: Union[List[DriverGpu], NotKnown]
+    cuda: Union[str, NotKnown]
+    links: Union[Dict[str, List[str]], NotKnown]
+    torch: Union[Capabilities, NotKnown]
+    devices: int
+    visible: Optional[str]
+    ports: Union[List[str], NotKnown]
+    nccl: Dict[str, str]
+    processor: str
+    cores: Tuple[int, int]
+    cpu_limit: float
+    memory: Union[Tuple[int, int], NotKnown]
+    shared_memory: Union[Tuple[int, int], NotKnown]
+
+
+def look(hp: Hyperparameters, options: RunOptions) -> Machine:
+    """The machine that this process runs on, and what a training with these inputs would make of it."""
+    return Machine(
+        gpus=known(lambda: nvidia.parse_gpus(nvidia.ask(*nvidia.GPUS))),
+        cuda=known(lambda: nvidia.parse_cuda(nvidia.ask())),
+        links=known(lambda: nvidia.parse_links(nvidia.ask("topo", "-m"))),
+        torch=known(lambda: ask_torch(hp, options)),
+        devices=nvidia_devices(),
+        visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
+        ports=known(ports),
+        nccl={name: value for name, value in sorted(os.environ.items()) if "NCCL_" in name},
+        processor=processor(),
+        cores=(available_cores(), os.cpu_count() or available_cores()),
+        cpu_limit=cpu_limit(),
+        memory=known(lambda: (usable_memory(), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))),
+        shared_memory=known(shared_memory),
+    )
+
+
+def known(ask: Callable[[], T]) -> Union[T, NotKnown]:
+    """The answer, or why there is none."""
+    try:
+        return ask()
+    except NotKnown as reason:
+        return reason
+    except (OSError, ValueError) as error:
+        return NotKnown(str(error))
+
+
+def ask_torch(hp: Hyperparameters, options: RunOptions) -> Capabilities:
+    try:
+        alone = World(size=1, local_size=1, backend="gloo", device="cpu")
+        (found,) = launcher.launch(SURVEY, alone, (hp, options), SURVEY_SECONDS, lambda event: None)
+    except RankFailed as failed:
+        raise NotKnown(f"torch ended with {failed.failure.cause}: {failed.failure.message}") from None
+    return found
+
+
+def ports() -> List[str]:
+    folders = sorted(Path("/sys/class/infiniband").glob("*/ports/*"))
+    return [f"{(port / 'rate').read_text().strip()}, {(port / 'state').read_text().strip()}" for port in folders]
+
+
+def shared_memory() -> Tuple[int, int]:
+    found = os.statvfs("/dev/shm")
+    return found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
+
+
+def warnings(machine: Machine) -> List[str]:
+    """What is likely to stop a training here or to slow it down, and what to do about it."""
+    torch = machine.torch
+    if isinstance(torch, NotKnown):
+        return [f"what torch can do here is {torch}"]
+    return [*_about_gpus(machine, torch), *_about_host(machine, torch)]
+
+
+def _about_gpus(machine: Machine, torch: Capabilities) -> Iterator[str]:
+    gpus = [] if isinstance(machine.gpus, NotKnown) else machine.gpus
+    shown, used = len(gpus) or machine.devices, len(torch.gpus)
+    if used < shown and machine.visible is not None:
+        yield f'torch uses {used} of {shown} GPUs, and CUDA_VISIBLE_DEVICES is "{machine.visible}": unset it to use all'
+    elif 0 < used < shown:
+        yield f"torch uses {used} of the {shown} GPUs that the driver shows"
+    if not used and shown:
+        yield f"torch {torch.torch} cannot use the GPU that is here: {first_line(torch.no_gpu)}"
+    for complaint in torch.complaints:
+        yield f"torch: {first_line(complaint)}"
+    divided = [gpu.index for gpu in gpus if gpu.mig == "Enabled"]
+    if divided:
+        yield (
+            f"MIG divides GPU {', '.join(divided)}: a process sees one instance only, and NCCL cannot join two of one "
+            "GPU, so train with one rank, or without MIG"
+        )
+    if len({(gpu.name, gpu.memory) for gpu in torch.gpus}) > 1:
+        yield "the GPUs differ, and the slowest sets the pace: choose equal ones with CUDA_VISIBLE_DEVICES"
+
+
+def _about_host(machine: Machine, torch: Capabilities) -> Iterator[str]:
+    if torch.plan is None:
+        yield f"a training with these inputs is refused: {torch.refusal}"
+        return
+    world = torch.plan.world
+    cores, all_cores = machine.cores
+    if machine.cpu_limit < all_cores:
+        yield (
+            f"the container may use {machine.cpu_limit:g} of the machine's {all_cores} cores: "
+            f"training runs {torch.plan.threads} threads in each rank; raise the CPU limit if that is not meant"
+        )
+    if world.size > cores:
+        yield f"{world.size} ranks share {cores} core{'s' * (cores > 1)}: lower nproc or raise the CPU limit"
+    need = RANK_MEMORY[world.device] * world.size
+    if not isinstance(machine.memory, NotKnown) and machine.memory[0] < need:
+        yield f"{gib(machine.memory[0])} of memory is less than {world.size} ranks need ({gib(need)}): raise the limit"
+    if world.backend == "nccl" and world.size > 1 and not isinstance(machine.shared_memory, NotKnown):
+        free, _ = machine.shared_memory
+        if free < SHARED_MEMORY:
+            yield (
+                f"/dev/shm has {gib(free)} free, through which NCCL's ranks speak: give the container at least 1 GiB "
+                "(docker run --shm-size=1g; shared_memory=True of a Flyte task)"
+            )
+    if torch.plan.precision == "float32":
+        yield "no bfloat16 in hardware here, or not asked for: training computes in float32, which takes longer"
+
+
+def gib(count: float) -> str:
+    return f"{count / GIB:.2f} GiB" if count < 10 * GIB else f"{count / GIB:,.0f} GiB"

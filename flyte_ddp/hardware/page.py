@@ -1,0 +1,127 @@
+"""A machine's facts for people: as text for a terminal or a log, and as a page."""
+
+from typing import Any, Dict, List, Sequence, Tuple, Union
+
+from flyte_ddp.hardware.capabilities import Capabilities
+from flyte_ddp.hardware.machine import Machine, gib, warnings
+from flyte_ddp.hardware.nvidia import NotKnown, first_line, pairs
+from flyte_ddp.report.article import Section, article
+
+Lines = List[Tuple[str, str]]
+
+LEGEND = " (pairs; NV18 is 18 NVLinks; PIX, PXB, PHB, NODE, SYS are PCIe, from near to far)"
+
+
+def facts(machine: Machine) -> Dict[str, Lines]:
+    """Label and value of every fact, by heading."""
+    return {
+        "A training here": _training(machine.torch),
+        "GPUs": _gpus(machine),
+        "Between GPUs": _interconnect(machine),
+        "Processor and memory": _host(machine),
+    }
+
+
+def as_text(host: str, machine: Machine) -> str:
+    """Aligned, for a terminal."""
+    found = facts(machine)
+    width = max(len(label) for lines in found.values() for label, _ in lines) + 2
+    parts = [f"Hardware of {host}"]
+    for title, lines in found.items():
+        parts.append("\n".join([title, *(f"  {label:<{width}}{value}" for label, value in lines)]))
+    if not isinstance(machine.links, NotKnown):
+        rows = [["", *machine.links], *([name, *cells] for name, cells in machine.links.items())]
+        parts.append("\n".join("  " + "".join(f"{cell:<7}" for cell in row).rstrip() for row in rows))
+    parts.append("\n".join(["Warnings", *(f"  - {warning}" for warning in warnings(machine) or ["none"])]))
+    return "\n\n".join(parts)
+
+
+def as_page(host: str, machine: Machine) -> str:
+    """A fragment, as article gives it."""
+    sections = [Section("", paragraphs=[f"Warning: {text}" for text in warnings(machine)] or ["No warnings."])]
+    sections += [Section(title, lines=lines) for title, lines in facts(machine).items()]
+    if not isinstance(machine.links, NotKnown):
+        rows = [[name, *cells] for name, cells in machine.links.items()]
+        sections.append(Section("How the GPUs are connected", heads=["", *machine.links], lines=rows))
+    return article("Hardware", host, sections)
+
+
+def _training(torch: Union[Capabilities, NotKnown]) -> Lines:
+    if isinstance(torch, NotKnown):
+        return [("Ranks", str(torch))]
+    if torch.plan is None:
+        return [("Ranks", f"refused: {torch.refusal}")]
+    world = torch.plan.world
+    kept = "moved to each rank's GPU once" if world.device == "cuda" else "memory-mapped, one copy for all ranks"
+    return [
+        ("Ranks", f"{world.size} with {world.backend}, on {world.device}"),
+        ("Threads", f"{torch.plan.threads} for each rank"),
+        ("Precision", torch.plan.precision),
+        ("Data", f"uint8, {kept}"),
+    ]
+
+
+def _gpus(machine: Machine) -> Lines:
+    gpus, torch = machine.gpus, machine.torch
+    if isinstance(gpus, NotKnown):
+        lines = [("Driver", str(gpus))]
+    elif not gpus:
+        lines = [("Driver", "shows no GPU")]
+    else:
+        lines = [
+            ("Driver", f"{gpus[0].driver}, runs CUDA up to {machine.cuda}"),
+            ("It shows", counted([f"{gpu.name}, {gpu.memory_mib} MiB" for gpu in gpus])),
+            ("Memory in use", ", ".join(gpu.used_mib for gpu in gpus) + " MiB"),
+            ("MIG", counted([gpu.mig for gpu in gpus])),
+        ]
+    visible = "not set" if machine.visible is None else f'"{machine.visible}"'
+    lines.append(("CUDA_VISIBLE_DEVICES", visible))
+    if isinstance(torch, NotKnown):
+        return [*lines, ("torch", str(torch))]
+    usable = [f"{gpu.name}, {gib(gpu.memory)}, compute capability {gpu.capability}" for gpu in torch.gpus]
+    return [
+        *lines,
+        ("torch can use", counted(usable) if usable else f"none: {first_line(torch.no_gpu)}"),
+        ("torch", f"{torch.torch}, built for {f'CUDA {torch.cuda}' if torch.cuda else 'the CPU alone'}"),
+        ("NCCL", torch.nccl or "not in this torch"),
+    ]
+
+
+def _interconnect(machine: Machine) -> Lines:
+    torch, ports = machine.torch, machine.ports
+    if isinstance(machine.links, NotKnown):
+        links = str(machine.links)
+    else:
+        links = counted(pairs(machine.links)) + LEGEND if len(machine.links) > 1 else "one GPU"
+    if isinstance(torch, NotKnown):
+        peers = str(torch)
+    else:
+        peers = "{} of {} pairs".format(*torch.peers) if torch.peers[1] else "no pair of GPUs"
+    return [
+        ("Connections", links),
+        ("Direct memory access", peers),
+        ("InfiniBand, RoCE", str(ports) if isinstance(ports, NotKnown) else counted(ports) or "none"),
+        ("NCCL settings", ", ".join(f"{name}={value}" for name, value in machine.nccl.items()) or "none"),
+    ]
+
+
+def _host(machine: Machine) -> Lines:
+    torch = machine.torch
+    limit = f"limited to {machine.cpu_limit:g}" if machine.cpu_limit < machine.cores[1] else "no CPU limit"
+    bfloat16 = str(torch) if isinstance(torch, NotKnown) else ", ".join(torch.cpu_bfloat16) or "none"
+    return [
+        ("Processor", machine.processor),
+        ("Cores", f"{machine.cores[0]} usable of {machine.cores[1]}, {limit}"),
+        ("bfloat16 instructions", bfloat16),
+        ("Memory", _amount(machine.memory, "usable")),
+        ("/dev/shm", _amount(machine.shared_memory, "free")),
+    ]
+
+
+def _amount(amount: Any, word: str) -> str:
+    return str(amount) if isinstance(amount, NotKnown) else f"{gib(amount[0])} {word} of {gib(amount[1])}"
+
+
+def counted(names: Sequence[str]) -> str:
+    """Equal ones once, with their number."""
+    return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))

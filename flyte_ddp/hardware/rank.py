@@ -1,0 +1,56 @@
+"""Asks torch what it can do here: in a process of its own, started as a rank is, which it may take down with it."""
+
+import warnings
+from itertools import combinations
+from typing import Any, List, Optional, Tuple
+
+import torch
+from torch import distributed
+
+from flyte_ddp.engine.worker import choose_precision
+from flyte_ddp.errors import InputError
+from flyte_ddp.hardware.capabilities import Capabilities, Plan, TorchGpu
+from flyte_ddp.launch.environment import choose_world, threads_per_rank
+from flyte_ddp.recipes.hyperparameters import Hyperparameters
+from flyte_ddp.settings import RunOptions
+
+
+def survey(environment: Any, link: Any, inputs: Tuple[Hyperparameters, RunOptions]) -> Capabilities:
+    """What torch can do, and what a training with these inputs would; a target of launcher.launch."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        gpus, no_gpu = _gpus()
+    plan, refusal = _plan(*inputs)
+    pairs = list(combinations(range(len(gpus)), 2))
+    can = torch.cuda.can_device_access_peer
+    return Capabilities(
+        torch=str(torch.__version__),  # its own type would bring torch to whoever unpickles it
+        cuda=torch.version.cuda or "",
+        nccl=".".join(map(str, torch.cuda.nccl.version())) if distributed.is_nccl_available() else "",
+        gpus=gpus,
+        no_gpu=no_gpu,
+        complaints=[str(warning.message) for warning in caught],
+        peers=(sum(can(a, b) and can(b, a) for a, b in pairs), len(pairs)),
+        cpu_bfloat16=[name for name, there in torch.cpu.get_capabilities().items() if "bf16" in name and there],
+        plan=plan,
+        refusal=refusal,
+    )
+
+
+def _gpus() -> Tuple[List[TorchGpu], str]:
+    """The GPUs, or none and the reason."""
+    try:
+        torch.cuda.init()
+        found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    except (RuntimeError, AssertionError) as error:  # no GPU, no driver, one too old; a torch without CUDA
+        return [], str(error)
+    return [TorchGpu(gpu.name, gpu.total_memory, f"{gpu.major}.{gpu.minor}") for gpu in found], ""
+
+
+def _plan(hp: Hyperparameters, options: RunOptions) -> Tuple[Optional[Plan], str]:
+    try:
+        world = choose_world(hp.backend, options.nproc, hp.batch_size)
+    except InputError as error:
+        return None, error.message
+    precision = choose_precision(hp.precision, torch.device(world.device))
+    return Plan(world, threads_per_rank(world.size), precision), ""

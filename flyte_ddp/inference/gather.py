@@ -1,0 +1,101 @@
+"""The end of batch prediction: the shards' rows in one file, counted, and shown on a page."""
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import List, NamedTuple, Optional
+
+import numpy as np
+from flytekit import task
+from flytekit.types.directory import FlyteDirectory
+from flytekit.types.file import CSVFile, FlyteFile
+
+from flyte_ddp.data import prepared
+from flyte_ddp.data.image_files import decode
+from flyte_ddp.inference.page import Tally, predicted_article, tally
+from flyte_ddp.inference.shards import InferenceOptions, read_rows, write_rows
+from flyte_ddp.report.article import document
+from flyte_ddp.report.console import say
+from flyte_ddp.tasks.execution import is_local, run_dir
+from flyte_ddp.tasks.observing import deck_publisher
+from flyte_ddp.tasks.prepare import PreparedDataset
+from flyte_ddp.tasks.resources import preparation_resources
+from flyte_ddp.tasks.stored_images import fetch, list_files
+
+
+@dataclass(frozen=True)
+class InferenceSummary:
+    """What came out, in figures.
+
+    Attributes:
+        dataset: that the model was trained on, as options have it.
+        images: number of rows.
+        unreadable: image files without a prediction.
+        labelled: images with a prediction whose class is known.
+        accuracy: share of these that is predicted correctly, from 0 to 1; None where there are none.
+    """
+
+    dataset: str
+    images: int
+    unreadable: int
+    labelled: int
+    accuracy: Optional[float]
+
+
+class InferenceOutputs(NamedTuple):
+    """What batch prediction gives back.
+
+    Attributes:
+        predictions: a row for each image, see flyte_ddp.inference.shards.Row.
+        summary: the figures.
+        report: a page to look at, in one file.
+    """
+
+    predictions: CSVFile
+    summary: InferenceSummary
+    report: FlyteFile["html"]  # noqa: F821
+
+
+@task(enable_deck=True, deck_fields=(), **preparation_resources())
+def gather_shards(
+    parts: List[CSVFile],
+    data: PreparedDataset,
+    folder: Optional[FlyteDirectory],
+    options: InferenceOptions,
+) -> InferenceOutputs:
+    """All rows in one file, in the images' order, and what they come to."""
+    description = prepared.read_description(data.download())
+    with run_dir("inference") as place:
+        predictions, report = place / "predictions.csv", place / "report.html"
+        write_rows(predictions, read_rows(*(Path(part.download()) for part in parts)))
+        found = tally(predictions)
+        source = f"folder {Path(folder.path).name}" if folder is not None else f"{description.name}, {options.split}"
+        title = f"Predictions: {source}"
+        images = images_of(found, Path(data.download()), folder, options)
+        fragment = predicted_article(title, found, images, description, options)
+        report.write_text(document(title, fragment), encoding="utf-8")
+        deck_publisher("Predictions")(fragment)
+    summary = InferenceSummary(description.name, found.images, found.unreadable, found.labelled, found.accuracy)
+    if is_local():
+        say(f"\n{found}\nPredictions: {predictions}\nReport:      {report}")
+    remote = False if is_local() else None
+    return InferenceOutputs(
+        predictions=CSVFile(str(predictions), remote_path=remote),
+        summary=summary,
+        report=FlyteFile(str(report), remote_path=remote),
+    )
+
+
+def images_of(
+    found: Tally, data: Path, folder: Optional[FlyteDirectory], options: InferenceOptions
+) -> List[np.ndarray]:
+    """The least certain images (C, H, W) uint8, as the network saw them."""
+    numbers = [number for number, _ in found.least_certain]
+    if folder is None:
+        images, _ = prepared.open_split(data, options.split)
+        return [images[number] for number in numbers]
+    names = list(list_files(folder))
+    shape = prepared.read_description(data).image_shape
+    with tempfile.TemporaryDirectory(prefix="ddp-") as copies:
+        files = fetch(folder, [names[number] for number in numbers], Path(copies))
+        return [decode(Path(path), shape) for _, path in files]

@@ -1,0 +1,28 @@
+"""Image files as a network takes them: decoded as for training on a folder, each by itself, with what is wrong."""
+
+from pathlib import Path
+from typing import Sequence, Tuple
+
+import numpy as np
+
+from flyte_ddp.data.image_files import MODES, decode, reason
+from flyte_ddp.errors import InputError
+
+
+def decode_all(paths: Sequence[Path], image_shape: Tuple[int, int, int]) -> Tuple[np.ndarray, Sequence[str]]:
+    """Images (N, C, H, W) uint8 and for each what is wrong with its file, empty where nothing is.
+
+    A file that cannot be read leaves zeros. InputError where Pillow has no images of so many channels.
+    """
+    if image_shape[0] not in MODES:
+        raise InputError(
+            f"a folder's images can have 1 or 3 channels, the dataset's have {image_shape[0]}: leave folder out"
+        )
+    images = np.zeros((len(paths), *image_shape), np.uint8)
+    problems = [""] * len(paths)
+    for number, path in enumerate(paths):
+        try:
+            images[number] = decode(path, image_shape)
+        except Exception as error:  # Pillow's decoders raise a dozen types for a damaged file
+            problems[number] = reason(error)
+    return images, problems

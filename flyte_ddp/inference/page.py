@@ -1,0 +1,117 @@
+"""What batch prediction found: counted from the rows, and as a page."""
+
+import heapq
+from collections import Counter
+from pathlib import Path
+from typing import List, NamedTuple, Optional, Sequence, Tuple
+
+import numpy as np
+
+from flyte_ddp.data.description import DatasetDescription
+from flyte_ddp.inference.shards import InferenceOptions, Row, read_rows
+from flyte_ddp.report.article import Section, article
+from flyte_ddp.report.figures import picture
+from flyte_ddp.report.surroundings import surroundings
+
+MOST_PICTURES = 24
+MOST_ERRORS = 20
+
+
+class Tally(NamedTuple):
+    """Counts of rows.
+
+    Attributes:
+        predicted: by predicted class.
+        known: by true class, of images with a prediction.
+        right: likewise, of those predicted correctly.
+        least_certain: (place, row), the lowest score first.
+        errors: the first images without a prediction.
+    """
+
+    predicted: "Counter[str]"
+    known: "Counter[str]"
+    right: "Counter[str]"
+    unreadable: int
+    least_certain: List[Tuple[int, Row]]
+    errors: List[Row]
+
+    @property
+    def images(self) -> int:
+        return self.predicted.total() + self.unreadable
+
+    @property
+    def labelled(self) -> int:
+        return self.known.total()
+
+    @property
+    def accuracy(self) -> Optional[float]:
+        return self.right.total() / self.labelled if self.labelled else None
+
+    def __str__(self) -> str:
+        said = [f"{self.images:,} images"]
+        if self.accuracy is not None:
+            said.append(f"{self.accuracy:.2%} of the {self.labelled:,} whose class is known predicted correctly")
+        if self.unreadable:
+            said.append(f"{self.unreadable:,} could not be read")
+        return ", ".join(said)
+
+
+def tally(path: Path) -> Tally:
+    """Counts a file of rows, which need not fit into memory."""
+    predicted, known, right, unreadable = Counter[str](), Counter[str](), Counter[str](), 0
+    for row in read_rows(path):
+        if row.error:
+            unreadable += 1
+        else:
+            predicted[row.prediction] += 1
+            known.update([row.label] if row.label else [])
+            right.update([row.label] if row.label == row.prediction else [])
+    scored = ((float(row.score), number, row) for number, row in enumerate(read_rows(path)) if row.score)
+    least = [(number, row) for _, number, row in heapq.nsmallest(MOST_PICTURES, scored)]
+    errors = [row for row in read_rows(path) if row.error][:MOST_ERRORS]
+    return Tally(predicted, known, right, unreadable, least, errors)
+
+
+def predicted_article(
+    title: str, found: Tally, images: Sequence[np.ndarray], description: DatasetDescription, options: InferenceOptions
+) -> str:
+    """The page for a Deck; images are those of found.least_certain, (C, H, W) uint8."""
+    by_class = Section(
+        "By class",
+        caption="Images by class",
+        heads=("Class", "Predicted", "Known", "Right", "Share of known"),
+        lines=[_line(name, found) for name in description.classes if found.predicted[name] or found.known[name]],
+    )
+    least_certain = Section(
+        "The least certain",
+        ["The images whose predicted class has the lowest probability, as the network saw them."],
+        pictures=[(picture(image), _words(row)) for image, (_, row) in zip(images, found.least_certain, strict=True)],
+    )
+    unreadable = Section(
+        "Without a prediction",
+        caption=f"The first of {found.unreadable:,} files that could not be read",
+        heads=("File", "Reason"),
+        lines=[(row.image, row.error) for row in found.errors],
+    )
+    setup = Section(
+        "Set-up",
+        caption="With what, and where",
+        heads=("", ""),
+        lines=[
+            ("Network", f"{options.model}, trained on {description.name}"),
+            ("Shards, images of a batch", f"{options.shards}, {options.batch_size}"),
+            *surroundings().items(),
+        ],
+    )
+    return article(title, str(found), [by_class, least_certain, *([unreadable] if found.errors else []), setup])
+
+
+def _line(name: str, found: Tally) -> Tuple[str, ...]:
+    known, right = found.known[name], found.right[name]
+    share = f"{right / known:.2%}" if known else "-"
+    return name, f"{found.predicted[name]:,}", f"{known:,}", f"{right:,}", share
+
+
+def _words(row: Row) -> str:
+    truth = f", is {row.label}" if row.label and row.label != row.prediction else ""
+    return f"{row.image}: {row.prediction} ({float(row.score):.1%}){truth}"

@@ -1,0 +1,96 @@
+"""Batch prediction in a process of its own: a shard's images through a trained network, and a look at its file."""
+
+from pathlib import Path
+from typing import Dict, Iterator, List, Sequence, Tuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flyte_ddp.data import prepared
+from flyte_ddp.data.description import DatasetDescription
+from flyte_ddp.engine.batches import Resident, TestBatches
+from flyte_ddp.inference.images import decode_all
+from flyte_ddp.inference.shards import ModelFile, Row, ShardJob, write_rows
+from flyte_ddp.launch.environment import Environment
+from flyte_ddp.launch.link import Link
+from flyte_ddp.recipes.images import Normaliser
+from flyte_ddp.recipes.models import MODELS, load_model
+from flyte_ddp.storage import writing_to
+
+
+@torch.inference_mode()
+def predict_shard(environment: Environment, link: Link, job: ShardJob) -> None:
+    """Writes a row for each image of the shard to job.output; in float32, as training evaluates."""
+    torch.set_num_threads(environment.threads)
+    device = torch.device(environment.world.device)
+    description = prepared.read_description(job.data)
+    images, rows = read_images(job, description)
+    model = load_model(job.model_path, job.model, description.image_shape, len(description.classes))
+    model.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+    normalise = Normaliser(description, device)
+    found: List[Tuple[float, int]] = []
+    for batch in TestBatches(Resident(images, device), job.batch_size, rank=0, world_size=1):
+        scores, guesses = model(normalise(batch.tree)).softmax(1).max(1)
+        found += zip(scores.tolist(), guesses.tolist(), strict=True)
+        link.alive()
+    with writing_to(Path(job.output).parent, "DDP_RUNS_DIR"):
+        write_rows(Path(job.output), predicted(rows, found, description.classes))
+
+
+def read_images(job: ShardJob, description: DatasetDescription) -> Tuple[np.ndarray, List[Row]]:
+    """The shard's images (N, C, H, W) uint8, and their rows without predictions."""
+    if not job.files:
+        images, labels = prepared.open_split(job.data, job.split)
+        chosen = range(job.first, job.last)
+        known = [Row(str(index), description.classes[labels[index]], "", "", "") for index in chosen]
+        return images[job.first : job.last], known
+    images, problems = decode_all([Path(path) for _, path in job.files], description.image_shape)
+    # A folder may bear a class's number or its name, and the name counts more
+    labelled = {str(number): name for number, name in enumerate(description.classes)}
+    labelled.update((name, name) for name in description.classes)
+    names = [name for name, _ in job.files]
+    return images, [
+        Row(name, labelled.get(Path(name).parent.name, ""), "", "", problem)
+        for name, problem in zip(names, problems, strict=True)
+    ]
+
+
+def predicted(rows: Sequence[Row], found: Sequence[Tuple[float, int]], classes: Sequence[str]) -> Iterator[Row]:
+    for row, (score, guess) in zip(rows, found, strict=True):
+        yield row if row.error else row._replace(prediction=classes[guess], score=f"{score:.6f}")
+
+
+def find_fault(environment: Environment, link: Link, file: ModelFile) -> str:
+    """What keeps a file from being the weights of a network, as the end of 'the file …'; empty where nothing does."""
+    try:
+        found = torch.load(file.path, map_location="cpu", weights_only=True)
+    except Exception as error:  # of zipfile, pickle and torch; their advice would be to trust the file
+        return f"is no file of weights that can be read safely ({type(error).__name__})"
+    if not isinstance(found, dict) or not all(isinstance(value, Tensor) for value in found.values()):
+        return f"holds {type(found).__name__} and not a state_dict, which has a name for each tensor"
+    differences = compare(found, MODELS[file.model](file.image_shape, file.classes).state_dict())
+    if not differences:
+        return ""
+    network = f"{file.model} for images of {file.image_shape} and {file.classes} classes"
+    return f"belongs to another network than {network}: it {', '.join(differences)}"
+
+
+def compare(found: Dict[str, Tensor], expected: Dict[str, Tensor]) -> List[str]:
+    """What differs between two state_dicts in names and shapes, as the end of 'it …'; the first case of each kind."""
+    lacking = [name for name in expected if name not in found]
+    unknown = [name for name in found if name not in expected]
+    other = [name for name in expected if name in found and found[name].shape != expected[name].shape]
+    said = []
+    if lacking:
+        said.append(f"lacks {lacking[0]}{_more(lacking)}")
+    if unknown:
+        said.append(f"has {unknown[0]}{_more(unknown)}, which the network has not")
+    if other:
+        shapes = f"of shape {tuple(found[other[0]].shape)} instead of {tuple(expected[other[0]].shape)}"
+        said.append(f"has {other[0]} {shapes}{_more(other)}")
+    return said
+
+
+def _more(names: Sequence[str]) -> str:
+    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""

@@ -1,0 +1,159 @@
+"""Batch prediction as Flyte tasks: look at the inputs, share the images out, predict each shard."""
+
+import hashlib
+import json
+import os
+import tempfile
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Dict, List, Optional
+
+from flytekit import Cache, current_context, task
+from flytekit.configuration import LocalConfig
+from flytekit.types.directory import FlyteDirectory
+from flytekit.types.file import CSVFile, PythonPickledFile
+
+from flyte_ddp.code_version import code_version
+from flyte_ddp.data import prepared
+from flyte_ddp.errors import InputError
+from flyte_ddp.inference.shards import InferenceOptions, ModelFile, Shard, ShardJob
+from flyte_ddp.launch import launcher
+from flyte_ddp.launch.environment import World, choose_world, visible_gpus
+from flyte_ddp.report.console import Console, say
+from flyte_ddp.storage import remove_leftovers, temporary_beside, writing_to
+from flyte_ddp.tasks.execution import flyte_retries, is_local, runs_dir
+from flyte_ddp.tasks.prepare import PreparedDataset, resolve_name
+from flyte_ddp.tasks.resources import (
+    check_gpus,
+    preparation_resources,
+    registration,
+    small_resources,
+    training_environment,
+    training_resources,
+    training_sizes,
+)
+from flyte_ddp.tasks.stored_images import fetch, list_files
+from flyte_ddp.tasks.versions import INFERENCE_SOURCES, CodeVersion, check_registered_code
+
+# names, because importing them would import torch
+PREDICTOR = "flyte_ddp.inference.rank:predict_shard"
+INSPECTOR = "flyte_ddp.inference.rank:find_fault"
+INFERENCE_CODE = (INFERENCE_SOURCES, ("torch", "pillow"))
+
+
+def one_device() -> Dict[str, Any]:
+    """Arguments of @task for predicting a shard: as for training, but with one GPU at most, and no tracker."""
+    gpus = min(1, registration().training_gpus)
+    return {
+        **training_resources(),
+        **training_sizes(gpus),
+        "environment": training_environment(gpus),
+        "secret_requests": None,
+    }
+
+
+@task(**small_resources())
+def check_inputs(
+    model_state: Optional[PythonPickledFile], folder: Optional[FlyteDirectory], options: InferenceOptions
+) -> str:
+    """The name of the dataset that the model was trained on; refuses what can be seen without it."""
+    if model_state is not None and is_local() and not Path(model_state.path).is_file():
+        raise InputError(f"model_state must be a file, and {model_state.path} is none: give the one of a training")
+    if folder is not None and not list_files(folder):
+        raise InputError(f"{folder.path} holds no files to predict: give a folder of images, with sub-folders or not")
+    return resolve_name(options.dataset)
+
+
+@task(retries=2, **preparation_resources() | {"environment": training_environment(0)})
+def plan_shards(
+    model_state: PythonPickledFile, data: PreparedDataset, folder: Optional[FlyteDirectory], options: InferenceOptions
+) -> List[Shard]:
+    """Shares the images out, once the model is known to be one for them; never cached, as it looks at contents."""
+    check_registered_code()
+    with flyte_retries():
+        description = prepared.verify(data.download())
+        weights = Path(model_state.download())
+        asked = ModelFile(str(weights), options.model, description.image_shape, len(description.classes))
+        alone = World(size=1, local_size=1, backend="gloo", device="cpu")
+        (fault,) = launcher.launch(INSPECTOR, alone, asked, options.timeout_seconds, Console())
+    if fault:
+        raise InputError(
+            f"model_state: the file {weights} {fault}: give the model_state of a training, and in options the model "
+            f"and the dataset that it was trained with"
+        )
+    files = list(list_files(folder).items()) if folder is not None else []
+    decisive = {
+        "weights": hashlib.sha256(weights.read_bytes()).hexdigest(),
+        "model": options.model,
+        "dataset": description.digest,
+        "split": options.split,
+        "code": code_version(*INFERENCE_CODE),
+    }
+    images = len(files) or {"train": description.train_samples, "test": description.test_samples}[options.split]
+    count = min(options.shards, images)
+    bounds = [images * number // count for number in range(count + 1)]
+    return [
+        Shard(number, count, first, last, _key(**decisive, images=[first, last], files=files[first:last]))
+        for number, (first, last) in enumerate(pairwise(bounds))
+    ]
+
+
+def _key(**decisive: Any) -> str:
+    return hashlib.sha256(json.dumps(decisive).encode()).hexdigest()[:32]
+
+
+@task(
+    # A shard's key stands for all other inputs
+    cache=Cache(policies=CodeVersion(*INFERENCE_CODE), ignored_inputs=("model_state", "data", "folder", "options")),
+    retries=3,
+    **one_device(),
+)
+def predict_shard(
+    shard: Shard,
+    model_state: PythonPickledFile,
+    data: PreparedDataset,
+    folder: Optional[FlyteDirectory],
+    options: InferenceOptions,
+) -> CSVFile:
+    """The rows of one shard. On a cluster Flyte retries and remembers each shard by itself; a local run does here."""
+    part = part_path(shard)
+    settings = LocalConfig.auto()
+    if part.exists() and settings.cache_enabled and not settings.cache_overwrite:
+        say(f"{shard.name}: as it was predicted before")
+        return CSVFile(str(part), remote_path=False)
+    check_registered_code()
+    check_gpus(visible_gpus())
+    started = time.perf_counter()
+    with flyte_retries(), tempfile.TemporaryDirectory(prefix="ddp-") as copies:
+        names = list(list_files(folder))[shard.first : shard.last] if folder is not None else []
+        beside = temporary_beside(part)
+        job = ShardJob(
+            model_path=model_state.download(),
+            model=options.model,
+            data=data.download(),
+            split=options.split,
+            first=shard.first,
+            last=shard.last,
+            files=fetch(folder, names, Path(copies)) if folder is not None else [],
+            batch_size=options.batch_size,
+            output=str(beside),
+        )
+        try:
+            launcher.launch(PREDICTOR, choose_world("auto", 1, 1), job, options.timeout_seconds, Console())
+            os.replace(beside, part)
+        finally:
+            beside.unlink(missing_ok=True)
+    say(f"{shard.name}: {shard.last - shard.first:,} images in {time.perf_counter() - started:.1f} s")
+    return CSVFile(str(part), remote_path=False if is_local() else None)
+
+
+def part_path(shard: Shard) -> Path:
+    """Where the rows of a shard go; a local run keeps them for the next one, by the shard's key."""
+    if not is_local():
+        return Path(current_context().working_directory) / "part.csv"
+    folder = runs_dir() / "shards"
+    with writing_to(runs_dir(), "DDP_RUNS_DIR"):
+        folder.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(folder)
+    return folder / f"{shard.key}.csv"

@@ -1,0 +1,136 @@
+"""Who a rank is, and how many ranks a host should have. Standard library only: the parent decides without torch."""
+
+import os
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Tuple
+
+from flyte_ddp.errors import InputError
+from flyte_ddp.launch.limits import cpu_limit
+
+DEFAULT_CPU_RANKS = 2
+
+
+@dataclass(frozen=True)
+class World:
+    """All ranks of one training run.
+
+    Attributes:
+        size: number of ranks.
+        local_size: number of ranks on this host.
+        backend: nccl or gloo.
+        device: cuda or cpu.
+    """
+
+    size: int
+    local_size: int
+    backend: str
+    device: str
+
+
+@dataclass(frozen=True)
+class Environment:
+    """One rank's place in the world, whoever started its process.
+
+    Attributes:
+        rank: from 0 to world.size - 1.
+        local_rank: from 0 to world.local_size - 1 on this host.
+        init_method: where the ranks meet, as torch.distributed.init_process_group takes it.
+        threads: for the arithmetic of this rank.
+    """
+
+    world: World
+    rank: int
+    local_rank: int
+    init_method: str
+    threads: int
+
+    @property
+    def host(self) -> str:
+        return platform.node()
+
+
+def choose_world(backend: str, nproc: int, batch_size: int, name: str = "nproc") -> World:
+    """The ranks that this host should run for a backend (auto, gloo, nccl) and a wish (nproc, 0 for none).
+
+    One rank per visible GPU with nccl, else two with gloo. Ranks under gloo may share a GPU.
+    Raises InputError, which calls the wish by its name, where it cannot be had.
+    """
+    gpus = visible_gpus()
+    if backend == "nccl" and gpus == 0:
+        raise InputError('backend "nccl" needs a GPU and none is visible here: use "gloo" or "auto"')
+    backend = backend if backend != "auto" else ("nccl" if gpus else "gloo")
+    if backend == "nccl" and nproc > gpus:
+        raise InputError(
+            f"{name} must be at most the number of visible GPUs ({gpus}) under nccl, got {nproc}: lower it"
+        )
+    size = nproc or min(gpus or DEFAULT_CPU_RANKS, batch_size)
+    if batch_size < size:
+        raise InputError(
+            f"batch_size must be at least the number of ranks ({size}), got {batch_size}: raise it or lower {name}"
+        )
+    return World(size=size, local_size=size, backend=backend, device="cuda" if gpus else "cpu")
+
+
+def environment_from_torchrun(backend: str, nodes: Tuple[int, int], ranks_per_node: int) -> Environment:
+    """This process's place in a world that torchrun, or Flyte's Elastic plugin, has made on so many nodes (from, to).
+
+    Raises InputError where that world is another one: a lone node would train on, and be taken for the result of all.
+    """
+    environment = environment_from_variables(backend)
+    size, local_size = environment.world.size, environment.world.local_size
+    expected = [count * ranks_per_node for count in range(nodes[0], nodes[1] + 1)]
+    if size not in expected or local_size != ranks_per_node:
+        raise InputError(
+            f"WORLD_SIZE must be {' or '.join(map(str, expected))} ({nodes[0]} to {nodes[1]} nodes with "
+            f"{ranks_per_node} ranks each, as registered), got {size} with {local_size} on this node: "
+            "register anew with DDP_NNODES and DDP_NPROC_PER_NODE as the cluster can start them"
+        )
+    return environment
+
+
+def environment_from_variables(backend: str) -> Environment:
+    """This process's place in the world that whoever started it tells of, in torchrun's variables.
+
+    Where only RANK and WORLD_SIZE are set, with MASTER_ADDR and MASTER_PORT, each node has one rank. Raises InputError
+    where there is no world, or too few GPUs for it.
+    """
+    try:
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    except KeyError as error:
+        raise InputError(f"{error.args[0]} is not set: many nodes train under torchrun or in a PyTorchJob") from None
+    local_rank, local_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    gpus = visible_gpus()
+    backend = backend if backend != "auto" else ("nccl" if gpus else "gloo")
+    if backend == "nccl" and local_size > gpus:
+        raise InputError(
+            f"nccl needs a GPU for each of the {local_size} ranks of a node, got {gpus}: lower their number"
+        )
+    world = World(size=size, local_size=local_size, backend=backend, device="cuda" if gpus else "cpu")
+    return Environment(world, rank, local_rank, "env://", threads=threads_per_rank(local_size))
+
+
+def visible_gpus() -> int:
+    """Number of GPUs that torch can use; torch, seconds to import, is asked only where there is an NVIDIA device."""
+    if not nvidia_devices():
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def nvidia_devices() -> int:
+    """Number of device files of NVIDIA's driver: one per GPU, or one in all under Windows."""
+    return len([*Path("/dev").glob("nvidia[0-9]*"), *Path("/dev").glob("dxg")])
+
+
+def available_cores() -> int:
+    """Cores that this process may use: the affinity mask, less where a container's CPU limit is lower."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    return max(1, int(min(cores, cpu_limit())))
+
+
+def threads_per_rank(local_size: int) -> int:
+    """Threads for the arithmetic of each of so many ranks on this host."""
+    return max(1, available_cores() // local_size)

@@ -1,0 +1,229 @@
+"""Starts one process per rank on this host, listens to them, and ends them all, whatever happens.
+
+Standard library only: the parent of a training run never imports torch, which takes longer than starting Python.
+"""
+
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from contextlib import contextmanager, suppress
+from multiprocessing import connection, forkserver, resource_tracker
+from pathlib import Path
+from typing import Any, Callable, Dict, Iterator, List, Sequence
+
+import flyte_ddp
+from flyte_ddp.events import Event, RunStarted
+from flyte_ddp.launch.environment import Environment, World, threads_per_rank
+from flyte_ddp.launch.failures import Failure, Preempted, RankFailed, from_exit_code, name_the_cause
+from flyte_ddp.launch.rank import serve
+
+# forkserver: one process imports torch, every rank is forked from it in a few milliseconds and shares its memory.
+# macOS's own libraries don't survive a fork, so there each rank starts from nothing.
+START_METHOD = "forkserver" if sys.platform == "linux" else "spawn"
+PRELOAD = ["torch", "numpy", "dataclasses_json", "click"]  # what the ranks import from outside this package
+
+STOP_SECONDS = 10.0  # from a request to stop until the ranks are ended without a checkpoint
+GRACE_SECONDS = 3.0  # for the other ranks' reports once one has failed: the first to arrive may not be the cause
+POLL_SECONDS = 0.2
+
+
+def warm_up(preload: Sequence[str] = PRELOAD) -> None:
+    """Starts the process that imports preload for all ranks, and returns at once; a second call does nothing."""
+    if START_METHOD == "forkserver":
+        # SIGTERM may come to the whole process group: the ranks take it as a request to stop (rank.py lets it in
+        # again), and this one has to live as long as they
+        resource_tracker.ensure_running()  # forkserver would start it, and it unblocks the signal
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        try:
+            with _importable():
+                forkserver.set_forkserver_preload(list(preload))
+                forkserver.ensure_running()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def launch(
+    target: str,
+    world: World,
+    argument: Any,
+    timeout_seconds: float,
+    on_event: Callable[[Event], None],
+    preload: Sequence[str] = PRELOAD,
+    *,
+    roots: Sequence[str] = (),
+) -> List[Any]:
+    """Runs target(environment, link, argument) as every rank of a world on this host; returns their values by rank.
+
+    target is "module:function"; the ranks import it, the parent doesn't. preload is what all of them import, once if
+    this is the first launch; the rest they import themselves. roots are more folders to import from, such as
+    UserCode.root: they come first on the ranks' sys.path. Raises RankFailed (or its recoverable kind)
+    naming the rank that failed first, Preempted after SIGTERM, KeyboardInterrupt after Ctrl-C. All processes have
+    ended when it returns or raises.
+    """
+    warm_up(preload)
+    private = tempfile.mkdtemp(prefix="ddp-")
+    threads = threads_per_rank(world.local_size)
+    ranks: List[_Rank] = []
+    try:
+        with _stop_signals() as signals:
+            for rank in range(world.size):
+                environment = Environment(world, rank, rank, f"file://{private}/rendezvous", threads)
+                ranks.append(_Rank(environment, target, argument, private, roots))
+            return _supervise(ranks, timeout_seconds, on_event, signals)
+    finally:
+        for started in ranks:
+            started.end()
+        shutil.rmtree(private, ignore_errors=True)
+
+
+class _Rank:
+    """The parent's side of one rank: its process, its line, and what it has said so far."""
+
+    def __init__(self, environment: Environment, target: str, argument: Any, private: str, roots: Sequence[str]):
+        context: Any = multiprocessing.get_context(START_METHOD)
+        self.rank, self.host = environment.rank, environment.host
+        self.line, child_line = context.Pipe()
+        self.process = context.Process(
+            target=serve, args=(child_line, environment, target, argument, private), daemon=True
+        )
+        self.stacks = Path(private, f"stack-{self.rank}")
+        self.outcome = ""  # done, stopped or failed
+        self.value: Any = None
+        self.peak_bytes = 0
+        self.last_seen = time.monotonic()
+        with _importable(roots):
+            self.process.start()
+        child_line.close()
+
+    def receive(self, on_event: Callable[[Event], None]) -> None:
+        """Takes in all that the rank has said; a process that ended without an outcome has failed."""
+        ended = not self.process.is_alive()  # asked first: what it said before is then in the line
+        while not self.outcome and self.line.poll():
+            try:
+                kind, content = self.line.recv()
+            except (EOFError, OSError):
+                self.process.join()
+                ended = True
+                break
+            self.last_seen = time.monotonic()
+            if kind == "event":
+                on_event(content)
+            elif kind == "alive":
+                self.peak_bytes = content
+            else:
+                self.outcome, self.value = kind, content
+        if ended and not self.outcome:
+            self.outcome = "failed"
+            self.value = from_exit_code(self.process.exitcode or 0, self.rank, self.host, self.peak_bytes)
+
+    def request_stop(self) -> None:
+        with suppress(OSError):  # it may have ended meanwhile
+            self.line.send("stop")
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.line.close()
+
+
+def _supervise(
+    ranks: List[_Rank], timeout_seconds: float, on_event: Callable[[Event], None], signals: List[int]
+) -> List[Any]:
+    started, stop_at, give_up_at = False, 0.0, 0.0
+
+    def note(event: Event) -> None:
+        nonlocal started
+        started = started or isinstance(event, RunStarted)
+        on_event(event)
+
+    while True:
+        running = [rank for rank in ranks if not rank.outcome]
+        connection.wait([rank.line for rank in running] + [r.process.sentinel for r in running], POLL_SECONDS)
+        for rank in running:
+            rank.receive(note)
+        now = time.monotonic()
+        failures = [rank.value for rank in ranks if rank.outcome == "failed"]
+        if failures:
+            give_up_at = give_up_at or now + GRACE_SECONDS
+            if now >= give_up_at or any(f.kind != "peer" for f in failures) or len(failures) == len(ranks):
+                raise name_the_cause(failures)
+        if signals and not stop_at:
+            stop_at = now + (STOP_SECONDS if started else 0)
+            for rank in ranks:
+                rank.request_stop()
+        if all(rank.outcome == "done" for rank in ranks):
+            return [rank.value for rank in ranks]
+        if all(rank.outcome for rank in ranks) or (stop_at and now >= stop_at):
+            raise _stopped(ranks, signals)
+        if any(not rank.outcome and now - rank.last_seen > timeout_seconds for rank in ranks):
+            raise _hung(ranks, timeout_seconds)
+
+
+def _stopped(ranks: List[_Rank], signals: List[int]) -> BaseException:
+    if signal.SIGINT in signals:
+        return KeyboardInterrupt()
+    said = [rank.value for rank in ranks if rank.outcome == "stopped"]
+    last = said[0] if said else "no step was finished in time for a checkpoint"
+    return Preempted(f"all ranks on {ranks[0].host}: SIGTERM: {last}")
+
+
+def _hung(ranks: List[_Rank], timeout_seconds: float) -> RankFailed:
+    """Names the rank that was silent the longest, and shows where in Python every rank stands."""
+    for rank in ranks:
+        os.kill(rank.process.pid or 0, signal.SIGUSR1)
+    deadline = time.monotonic() + 2
+    while time.monotonic() < deadline and not all(rank.stacks.stat().st_size for rank in ranks):
+        time.sleep(0.05)
+    silent = "does not answer (stopped, or stuck in the kernel)\n"
+    stacks = "\n".join(f"rank {rank.rank}:\n{rank.stacks.read_text() or silent}" for rank in ranks)
+    first = min(ranks, key=lambda rank: rank.last_seen)
+    message = f"no step within timeout_seconds ({timeout_seconds:g}); the stacks of all ranks follow"
+    return name_the_cause([Failure(first.rank, first.host, "hang", "Hang", message, stacks)])
+
+
+@contextmanager
+def _stop_signals() -> Iterator[List[int]]:
+    """Collects SIGINT and SIGTERM instead of dying of them; a second one interrupts at once."""
+    received: List[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield received  # Python delivers signals to the main thread alone
+        return
+
+    def note(signum: int, _: Any) -> None:
+        if received:
+            raise KeyboardInterrupt
+        received.append(signum)
+
+    previous: Dict[int, Any] = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield received
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _importable(roots: Sequence[str] = ()) -> Iterator[None]:
+    """While processes start: lets them import this package and what lies in roots, and keeps them from re-running the
+    parent's main module. A rank takes over sys.path as it is when it starts, even if it is forked from another process.
+
+    `pyflyte run` has the project root on sys.path only while it loads the workflow, and a child would import flytekit
+    (2 s) because its parent's main module is the pyflyte script.
+    """
+    main, folders = sys.modules["__main__"], [*roots, str(Path(flyte_ddp.__path__[0]).parent)]
+    hidden: Dict[str, Any] = {
+        name: main.__dict__.pop(name) for name in ("__file__", "__spec__") if name in main.__dict__
+    }
+    main.__spec__ = None
+    sys.path[:0] = folders
+    try:
+        yield
+    finally:
+        for folder in folders:
+            sys.path.remove(folder)
+        main.__dict__.update(hidden)

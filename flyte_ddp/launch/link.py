@@ -1,0 +1,82 @@
+"""The line from a rank to the world outside: to the parent that launched it, or straight to observers."""
+
+import os
+import resource
+import shutil
+import threading
+import time
+from multiprocessing.connection import Connection
+from typing import Any, Callable, Protocol
+
+from flyte_ddp.events import Event, Printed
+
+ALIVE_SECONDS = 1.0  # between two signs of life, which cost a system call
+
+
+class Link(Protocol):
+    """What every job of a rank is given. Whether its events arrive anywhere is not the job's concern."""
+
+    stop_requested: bool
+
+    def emit(self, event: Event) -> None: ...
+
+    def alive(self) -> None:
+        """Called after each step by each rank, so that a hang can be told from slow work."""
+
+
+class ParentLink:
+    """The line to the parent: events from rank 0, signs of life from every rank, requests to stop from the parent."""
+
+    def __init__(self, connection: Connection, rank: int):
+        self.stop_requested = False
+        self._connection, self._rank = connection, rank
+        self._lock = threading.Lock()  # the checkpoint thread emits too
+        self._next_alive = 0.0
+
+    def emit(self, event: Event) -> None:
+        if self._rank == 0:
+            self.send("event", event)
+
+    def alive(self) -> None:
+        now = time.monotonic()
+        if now >= self._next_alive:
+            self._next_alive = now + ALIVE_SECONDS
+            self.send("alive", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+
+    def send(self, kind: str, content: Any) -> None:
+        with self._lock:
+            self._connection.send((kind, content))
+
+    def listen(self, private: str) -> None:
+        """Waits for the parent's request to stop; when the parent is gone, so is this process, and its traces."""
+        try:
+            while True:
+                self._connection.recv()
+                self.stop_requested = True
+        except (EOFError, OSError):
+            shutil.rmtree(private, ignore_errors=True)
+            os._exit(1)
+
+    def on_line(self, text: str) -> None:
+        self.send("event", Printed(self._rank, text))
+
+    def on_signal(self, *_: Any) -> None:
+        self.stop_requested = True
+
+
+class DirectLink:
+    """Leads events to observers in this process, of a rank that others than the launcher have started."""
+
+    def __init__(self, on_event: Callable[[Event], None]):
+        self.stop_requested = False
+        self._on_event, self._lock = on_event, threading.Lock()  # the checkpoint thread emits too
+
+    def emit(self, event: Event) -> None:
+        with self._lock:
+            self._on_event(event)
+
+    def alive(self) -> None:
+        pass
+
+    def on_signal(self, *_: Any) -> None:
+        self.stop_requested = True

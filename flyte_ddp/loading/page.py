@@ -1,0 +1,79 @@
+"""The loading study as a page: what was measured, what to set, and one batch to look at."""
+
+from typing import List, Sequence
+
+import numpy as np
+
+from flyte_ddp.data.description import DatasetDescription
+from flyte_ddp.loading.times import LoadingTimes, Measured
+from flyte_ddp.report.article import Drawing, Section, article
+from flyte_ddp.report.figures import Curves, draw, picture
+
+MOST_PICTURES = 32
+HEADS = ("Workers, memory", "Images/s, median", "Least", "Most", "Seconds per pass, median")
+
+
+def loading_page(
+    description: DatasetDescription, times: LoadingTimes, best: Measured, images: np.ndarray, labels: np.ndarray
+) -> str:
+    """What belongs between <body> and </body>. images: (n, C, H, W) uint8, of one batch; labels: (n,)."""
+    first = times.measured[0]
+    shape = " x ".join(map(str, description.image_shape))
+    kinds = {kind: [one for one in times.measured if _memory(one) == kind] for kind in ("pageable", "pinned")}
+    curves = Curves(
+        f"Images per second, median and range of {len(first.seconds)} passes",
+        {kind: [(float(one.workers), one.rate) for one in ones] for kind, ones in kinds.items() if ones},
+        f"Recommended: {best.workers} workers, {_memory(best)} memory.",
+        from_zero=True,
+        x="loader workers",
+        ranges={kind: [(min(one.rates), max(one.rates)) for one in ones] for kind, ones in kinds.items() if ones},
+    )
+    decoded = description.train_samples * int(np.prod(description.image_shape))
+    advice = (
+        f'Train with --options \'{{"loader_workers": {best.workers}, "pin_memory": {str(best.pin_memory).lower()}}}\': '
+        f"{best.rate:,.0f} images per second, by the fewest workers whose median lies within the range of the fastest "
+        "setting's passes."
+    )
+    how = (
+        f"Each pass decodes {first.images:,} of {description.train_samples:,} training images to {shape} by one rank "
+        f"and brings them to the device ({times.device}); the start and end of its workers count. The settings took "
+        "turns, after a first pass that did not count. Nothing else ran in the rank: where training computes on the "
+        "same cores, the workers have less of them."
+    )
+    memory = (
+        f"Decoded, all training images would take {decoded / 2**20:,.0f} MiB; no process held more than "
+        f"{times.peak_bytes / 2**20:,.0f} MiB."
+    )
+    shown = [
+        (picture(image), description.classes[label])
+        for image, label in zip(images[:MOST_PICTURES], labels[:MOST_PICTURES], strict=True)
+    ]
+    sections = [
+        Section("What to set", paragraphs=(advice,)),
+        Section(
+            "Measured",
+            paragraphs=(how, memory),
+            figures=(Drawing(curves.title, draw(curves)),),
+            caption="By setting",
+            heads=HEADS,
+            lines=_lines(kinds["pageable"], kinds["pinned"]),
+        ),
+        Section(f"One batch: the first {len(shown)} of {len(images)} images", pictures=shown),
+    ]
+    return article("Loading images", f"{description.name}, {len(description.classes)} classes", sections)
+
+
+def _memory(one: Measured) -> str:
+    return "pinned" if one.pin_memory else "pageable"
+
+
+def _lines(pageable: Sequence[Measured], pinned: Sequence[Measured]) -> List[List[str]]:
+    lines = [
+        [
+            f"{one.workers}, {_memory(one)}",
+            *(f"{rate:,.0f}" for rate in (one.rate, min(one.rates), max(one.rates))),
+            f"{one.images / one.rate:.2f}",
+        ]
+        for one in (*pageable, *pinned)
+    ]
+    return lines if pinned else [*lines, ["any, pinned", "not measured: no GPU", "", "", ""]]

@@ -1,0 +1,63 @@
+"""The loading study's body: from a folder of images to the setting to train with, and a page that shows why."""
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Tuple
+
+import numpy as np
+from flytekit.types.directory import FlyteDirectory
+from flytekit.types.file import FlyteFile
+
+from flyte_ddp.data import prepared
+from flyte_ddp.events import Event, Printed
+from flyte_ddp.launch import launcher
+from flyte_ddp.launch.environment import choose_world, visible_gpus
+from flyte_ddp.loading.page import loading_page
+from flyte_ddp.loading.times import LoadingJob, LoadingSettings, LoadingTimes, recommended
+from flyte_ddp.report.article import document
+from flyte_ddp.report.console import say
+from flyte_ddp.tasks.execution import flyte_retries, is_local, run_dir
+from flyte_ddp.tasks.observing import deck_publisher
+from flyte_ddp.tasks.resources import check_gpus
+
+STUDY = "flyte_ddp.loading.rank:run"  # a name, because importing it would import torch
+TIMEOUT_SECONDS = 300.0  # without a batch, after which the study counts as hung
+
+
+@dataclass(frozen=True)
+class LoadingChoice:
+    """A setting for RunOptions, and the images per second that one rank loaded with it (median)."""
+
+    loader_workers: int
+    pin_memory: bool
+    images_per_second: float
+
+
+def study_loading(data: FlyteDirectory, study: LoadingSettings) -> Tuple[LoadingChoice, FlyteFile]:
+    """Times the loading by one rank; returns the recommended setting, and the page."""
+    check_gpus(visible_gpus())
+    folder = Path(data.download())
+    description = prepared.verify(folder)
+    world = choose_world("auto", 1, 1)
+    with flyte_retries(), run_dir("loading") as out, tempfile.TemporaryDirectory(prefix="ddp-") as scratch:
+        batch_path = str(Path(scratch, "batch.npz"))
+        job = LoadingJob(str(folder), batch_path, study)
+        times: LoadingTimes = launcher.launch(STUDY, world, job, TIMEOUT_SECONDS, _show)[0]
+        best = recommended(times.measured)
+        with np.load(batch_path) as batch:
+            fragment = loading_page(description, times, best, batch["images"], batch["labels"])
+        report = out / "report.html"
+        report.write_text(document("Loading images", fragment), encoding="utf-8")
+    deck_publisher()(fragment)
+    say(
+        f"Recommended: loader_workers {best.workers}, pin_memory {str(best.pin_memory).lower()} "
+        f"({best.rate:,.0f} images per second by one rank)" + (f"\nReport: {report}" if is_local() else "")
+    )
+    choice = LoadingChoice(best.workers, best.pin_memory, best.rate)
+    return choice, FlyteFile(str(report), remote_path=False if is_local() else None)
+
+
+def _show(event: Event) -> None:
+    if isinstance(event, Printed):
+        say(event.text)

@@ -1,0 +1,73 @@
+"""What the loading study asks of a rank, and what it learns. Standard library only."""
+
+from dataclasses import dataclass
+from statistics import median
+from typing import List, Sequence
+
+from flyte_ddp.settings import Settings, setting
+
+
+@dataclass(frozen=True)
+class LoadingSettings(Settings):
+    """What the loading study tries.
+
+    Attributes:
+        passes: over the images, for each setting.
+        most_images: of a pass; of a larger folder each pass takes others.
+        most_workers: 0, 1, 2, 4 and so on up to this many are tried; 0 is twice the cores, at most 16.
+        batch_size: images of one batch.
+    """
+
+    passes: int = setting(5, minimum=2, maximum=100)
+    most_images: int = setting(4096, minimum=1)
+    most_workers: int = setting(0, minimum=0, maximum=64)
+    batch_size: int = setting(128, minimum=1)
+
+
+@dataclass(frozen=True)
+class LoadingJob:
+    """data: folder of the dataset, with its access; batch_path: where one batch goes, an .npz of images and labels."""
+
+    data: str
+    batch_path: str
+    settings: LoadingSettings
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One setting's passes: seconds of each over so many images, from the start of the workers to their end."""
+
+    workers: int
+    pin_memory: bool
+    images: int
+    seconds: List[float]
+
+    @property
+    def rates(self) -> List[float]:
+        """Images per second, of each pass."""
+        return [self.images / seconds for seconds in self.seconds]
+
+    @property
+    def rate(self) -> float:
+        return median(self.rates)
+
+
+@dataclass(frozen=True)
+class LoadingTimes:
+    """peak_bytes: the most memory that the rank, or any one of its workers, has held."""
+
+    measured: List[Measured]
+    device: str
+    peak_bytes: int
+
+
+def recommended(measured: Sequence[Measured]) -> Measured:
+    """The fewest workers, and pageable memory, whose median is within the range of the fastest setting's passes."""
+    fastest = max(measured, key=lambda one: one.rate)
+    as_good = [one for one in measured if one.rate >= min(fastest.rates)]
+    return min(as_good, key=lambda one: (one.workers, one.pin_memory))
+
+
+def worker_counts(most: int) -> List[int]:
+    """0, 1, 2, 4 and so on up to most."""
+    return [0, *(2**power for power in range(most.bit_length()))]

@@ -1,0 +1,38 @@
+"""Settings as a user writes them: JSON text, or a .json or .yaml file."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from flyte_ddp.errors import InputError
+from flyte_ddp.settings import read_json, refuse_repeated
+
+
+def read_settings(text: str) -> Any:
+    """What JSON text, or a .json or .yaml file at a path, holds; raises InputError with the place and the reason."""
+    try:
+        if text.lstrip()[:1] in ("{", "["):
+            return read_json(text)
+        return yaml.load(Path(text).read_text(), _Loader)  # a safe one; YAML contains JSON
+    except json.JSONDecodeError as error:
+        raise InputError(f"not JSON: {error.msg} at line {error.lineno}, column {error.colno} of {text}") from None
+    except yaml.YAMLError as error:
+        raise InputError(f"{text} is neither JSON nor YAML: {' '.join(str(error).split())}") from None
+    except InputError as error:
+        raise InputError(f"{text[:200]}: {error.message}") from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(
+            f"{text[:200]} cannot be read ({reason}): give a JSON object or a .json or .yaml file"
+        ) from None
+
+
+class _Loader(yaml.SafeLoader):
+    """yaml's own takes the last of several values of a key without a word."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        refuse_repeated([key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)])
+        return node

@@ -1,0 +1,78 @@
+"""The settings of our own image classifiers: what decides the result of their training."""
+
+from dataclasses import dataclass
+
+from flyte_ddp.settings import TrainingSettings, setting
+
+DATASETS = ("auto", "mnist", "fashion_mnist", "cifar10", "digits")
+MODELS = ("mnist_cnn", "fashion_cnn", "cifar_cnn", "resnet9", "resnet9_small")
+SCHEDULES = ("onecycle", "constant")
+
+
+@dataclass(frozen=True)
+class Hyperparameters(TrainingSettings):
+    """What decides the result of our own image classifiers.
+
+    Attributes:
+        sgd_momentum: momentum of SGD.
+        learning_rate: of SGD; the peak where the schedule is onecycle.
+        model: name of the network, see flyte_ddp/recipes/models.py.
+        dataset: auto is the workflow's own or, only in a local run that cannot get it, digits.
+        schedule: onecycle (linear up from a tenth, linear down to a thousandth of the peak) or constant.
+        warmup_fraction: share of all steps in which onecycle rises.
+        weight_decay: L2 penalty, by SGD.
+        nesterov: whether the momentum is Nesterov's.
+        clip_norm: to which a gradient is shortened whose Euclidean norm, over all weights, is larger; 0 is off.
+        train_fraction: share of the training images that an epoch sees, each epoch others.
+        shift_pixels: training images are moved by up to so many pixels, zeros following (a random crop after padding).
+        flip: whether every other training image, at random, is mirrored left to right.
+        label_smoothing: share of the target that is spread evenly over all classes.
+        ema_decay: per step, of the exponential moving average of the weights that is evaluated and returned; 0 is off.
+    """
+
+    sgd_momentum: float = setting(0.9, minimum=0, below=1)
+    learning_rate: float = setting(0.2, above=0)
+    model: str = setting("mnist_cnn", choices=MODELS)
+    dataset: str = setting("auto", choices=DATASETS)
+    schedule: str = setting("onecycle", choices=SCHEDULES)
+    warmup_fraction: float = setting(0.25, above=0, below=1)
+    weight_decay: float = setting(5e-5, minimum=0)
+    nesterov: bool = setting(True)
+    clip_norm: float = setting(0.5, minimum=0)
+    train_fraction: float = setting(1.0, above=0, maximum=1)
+    shift_pixels: int = setting(0, minimum=0, maximum=8)
+    flip: bool = setting(False)
+    label_smoothing: float = setting(0.1, minimum=0, below=1)
+    ema_decay: float = setting(0.0, minimum=0, below=1)
+
+
+@dataclass(frozen=True)
+class FashionMNISTHyperparameters(Hyperparameters):
+    """Hyperparameters with the recipe for Fashion-MNIST as their defaults."""
+
+    epochs: int = setting(10, minimum=1)
+    model: str = setting("fashion_cnn", choices=MODELS)
+    weight_decay: float = setting(5e-4, minimum=0)
+    flip: bool = setting(True)
+
+
+@dataclass(frozen=True)
+class CIFAR10Hyperparameters(Hyperparameters):
+    """Hyperparameters with the recipe for CIFAR-10 as their defaults."""
+
+    epochs: int = setting(10, minimum=1)
+    model: str = setting("resnet9_small", choices=MODELS)
+    weight_decay: float = setting(5e-4, minimum=0)
+    shift_pixels: int = setting(4, minimum=0, maximum=8)
+    flip: bool = setting(True)
+
+
+@dataclass(frozen=True)
+class FolderHyperparameters(Hyperparameters):
+    """Hyperparameters with other defaults: folders tend to have fewer images, and larger ones, than MNIST."""
+
+    dataset: str = setting("image_folder", choices=("image_folder",))
+    batch_size: int = setting(64, minimum=1)
+    epochs: int = setting(10, minimum=1)
+    learning_rate: float = setting(0.1, above=0)
+    test_batch_size: int = setting(250, minimum=1)

@@ -1,0 +1,82 @@
+"""Pages of headings, text, tables, curves and pictures, in the look of the training report; each is one file."""
+
+from dataclasses import dataclass
+from typing import Any, List, Sequence, Tuple
+
+from flyte_ddp.report import page
+from flyte_ddp.report.report import render
+
+BODY = """
+<main class="ddp">
+<div class="top"><h1>{{ title }}</h1></div>
+{% if subtitle %}<p class="soft">{{ subtitle }}</p>{% endif %}
+{% for section in sections %}
+{% if section.title %}<h2>{{ section.title }}</h2>{% endif %}
+{% for text in section.paragraphs %}<p>{{ text }}</p>{% endfor %}
+<div class="grid">
+{% for shown in section.figures %}{{ figure(shown) }}{% endfor %}
+{% if section.heads %}{{ grid_table(section.caption or section.title, section.heads, section.lines) }}
+{% elif section.lines %}
+<div class="card wide"><table>{% if section.caption %}<caption>{{ section.caption }}</caption>{% endif %}<tbody>
+{% for label, text in section.lines %}
+<tr><th scope="row" style="width: 12rem">{{ label }}</th><td>{{ text }}</td></tr>
+{% endfor %}
+</tbody></table></div>
+{% endif %}
+</div>
+{% if section.pictures %}
+<ul class="pictures">
+{% for source, label in section.pictures %}
+<li><img src="{{ source }}" alt="{{ label }}">{{ label }}</li>
+{% endfor %}
+</ul>
+{% endif %}
+{% endfor %}
+</main>
+"""
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A figure: an SVG element, as figures.draw and figures.inline make it."""
+
+    title: str
+    svg: str
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of an article, in this order: paragraphs, figures, a table, pictures; each may be left out.
+
+    Attributes:
+        heads, lines: of the table; the first column names the line, the others stand to the right. Lines without
+            heads are (label, text).
+        pictures: (data URI, label), as figures.picture makes them.
+    """
+
+    title: str
+    paragraphs: Sequence[str] = ()
+    figures: Sequence[Drawing] = ()
+    caption: str = ""
+    heads: Sequence[str] = ()
+    lines: Sequence[Sequence[str]] = ()
+    pictures: Sequence[Tuple[str, str]] = ()
+
+
+def article(title: str, subtitle: str, sections: Sequence[Section]) -> str:
+    """What belongs between <body> and </body>, for a Deck: everything in it but the figures is escaped."""
+    from markupsafe import Markup
+
+    shown: List[Any] = [
+        {**vars(section), "figures": [{"title": one.title, "svg": Markup(one.svg)} for one in section.figures]}
+        for section in sections
+    ]
+    template = f"<style>{page.STYLE}</style>{page.MACROS}{BODY}"
+    return render(template, title=title, subtitle=subtitle, sections=shown)
+
+
+def document(title: str, fragment: str) -> str:
+    """The whole page around a fragment; it asks nothing from any network."""
+    from markupsafe import Markup
+
+    return render(page.PAGE, title=title, fragment=Markup(fragment), live=False)

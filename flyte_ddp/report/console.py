@@ -1,0 +1,165 @@
+"""What a training run says on the terminal or in a pod's log."""
+
+import os
+import sys
+from contextlib import contextmanager
+from typing import Any, Iterator, Optional
+
+import click
+
+from flyte_ddp.data.download import Progress
+from flyte_ddp.events import (
+    CheckpointFailed,
+    CheckpointRefused,
+    EpochFinished,
+    Event,
+    NotLearning,
+    Printed,
+    RunStarted,
+    StepLogged,
+)
+from flyte_ddp.report.words import in_words, written
+
+
+def say(text: str) -> None:
+    # Standard output is the workflow's own: its result. By name, for with err=True click writes past rich, which puts
+    # lines above the live one
+    click.echo(text, file=sys.stderr)
+
+
+def say_remark(event: Event) -> None:
+    """What is said alike of every training: warnings, a rank's own prints, and what became of a checkpoint."""
+    if isinstance(event, NotLearning):
+        say(f"Warning: {event.reason}")
+    elif isinstance(event, Printed):
+        say(f"[rank {event.rank}] {event.text}")
+    elif isinstance(event, CheckpointFailed):
+        say(f"Warning: no checkpoint could be written: {event.reason}")
+    elif isinstance(event, CheckpointRefused):
+        say(f"Starting afresh: {event.reason}")
+
+
+def on_terminal() -> bool:
+    return sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def open_console() -> "Console":
+    """One live line where somebody watches, plain lines elsewhere."""
+    return LiveConsole() if on_terminal() else Console()
+
+
+class Console:
+    """Prints a line per logged step and per epoch, in the tutorial's manner."""
+
+    def __init__(self) -> None:
+        self._run: RunStarted
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, RunStarted):
+            self._run = event
+            say(
+                f"{event.dataset}: {event.train_samples:,} training and {event.test_samples:,} test {event.samples}; "
+                f"{event.world_size} ranks ({event.backend}, {event.device}, {event.precision}), "
+                f"ready after {event.startup_seconds:.1f} s"
+            )
+            if event.first_epoch or event.first_step:
+                say(f"going on from the checkpoint: epoch {event.first_epoch + 1}, step {event.first_step + 1}")
+        elif isinstance(event, StepLogged):
+            self.on_step(event)
+        elif isinstance(event, EpochFinished):
+            run = self._run
+            # A recipe's headline may be its loss, which is then said once
+            tested = [
+                f"test {in_words(name)} {written(name, event.test[name], run.shares)}"
+                for name in dict.fromkeys((run.headline, "loss"))
+                if name in event.test
+            ]
+            seconds = f"{event.train_seconds:.1f} s of training"
+            say(f"Epoch {event.epoch + 1} of {run.epochs}: {', '.join([*tested, seconds])}")
+        else:
+            say_remark(event)
+
+    def on_step(self, event: StepLogged) -> None:
+        share = event.step / self._run.steps_per_epoch
+        say(
+            f"Train Epoch: {event.epoch + 1} [{event.samples}/{self._run.samples_per_epoch} ({share:.0%})]"
+            f"\tLoss: {event.measures['loss']:.6f}"
+        )
+
+    def close(self) -> None:
+        pass
+
+
+class LiveConsole(Console):
+    """Keeps one line up to date instead of printing one per logged step; everything else scrolls by above it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+
+        remaining = TimeRemainingColumn(elapsed_when_finished=True)
+        self._progress = _progress(TextColumn("{task.description}"), BarColumn(bar_width=None), remaining)
+        self._progress.start()
+        self._task = self._progress.add_task("Starting the ranks", total=None)
+
+    def __call__(self, event: Event) -> None:
+        super().__call__(event)
+        if isinstance(event, RunStarted):
+            # begins anew, so that the time left does not count the start
+            self._progress.remove_task(self._task)
+            self._task = self._progress.add_task(
+                f"Epoch {event.first_epoch + 1}/{event.epochs}",
+                total=event.epochs * event.steps_per_epoch,
+                completed=event.first_epoch * event.steps_per_epoch + event.first_step,
+            )
+
+    def on_step(self, event: StepLogged) -> None:
+        run = self._run
+        trained = ", ".join(
+            f"{in_words(name)} {written(name, event.measures[name], run.shares, decimals=3)}"
+            for name in dict.fromkeys(("loss", run.headline))
+            if name in event.measures
+        )
+        self._progress.update(
+            self._task,
+            completed=event.epoch * run.steps_per_epoch + event.step,
+            description=f"Epoch {event.epoch + 1}/{run.epochs}, step {event.step}/{run.steps_per_epoch}, "
+            f"{trained}, {event.samples_per_second:,.0f} {run.samples}/s",
+        )
+
+    def close(self) -> None:
+        self._progress.stop()
+
+
+@contextmanager
+def download_progress() -> Iterator[Progress]:
+    """Shows what datasets.prepare downloads: a live line per file where somebody watches, else one when it begins."""
+    if not on_terminal():
+        yield _plain_download
+        return
+    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    tasks: dict[str, Any] = {}
+    with _progress(*columns, TimeRemainingColumn()) as progress:
+
+        def show(filename: str, done: int, total: Optional[int]) -> None:
+            if filename not in tasks:
+                tasks[filename] = progress.add_task(filename)
+            progress.update(tasks[filename], completed=done, total=total)
+
+        yield show
+
+
+def _plain_download(filename: str, done: int, total: Optional[int]) -> None:
+    if done == 0:
+        say(f"Downloading {filename}" + (f" ({total / 1e6:.1f} MB)" if total else ""))
+
+
+def _progress(*columns: Any) -> Any:
+    """A live display on standard error that vanishes at its end. rich is there: pyflyte itself imports it."""
+    from rich.console import Console as Terminal
+    from rich.progress import Progress as Display
+
+    # Four times a second: each refresh takes a millisecond from the ranks
+    return Display(*columns, console=Terminal(stderr=True), transient=True, refresh_per_second=4, expand=True)

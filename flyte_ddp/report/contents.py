@@ -1,0 +1,244 @@
+"""What the report says, part by part, as plain values for its template: the figures' curves, and tables."""
+
+import dataclasses
+import json
+import math
+from typing import Any, Dict, List, Mapping
+
+from flyte_ddp.report.figures import Curves
+from flyte_ddp.report.record import Record
+from flyte_ddp.report.words import capitalised, in_words
+from flyte_ddp.settings import Settings
+
+MOST_BARS = 40
+MOST_CURVES = 6  # of measures beside the loss
+MOST_MEASURES = 4  # in a table
+MOST_EPOCHS = 20  # lines in a table
+MOST_OPERATORS = 15
+MOST_LAYERS = 12  # curves in a figure
+
+
+def tiles(record: Record) -> List[Dict[str, str]]:
+    """The headline's figures, the most important first."""
+    run, description = record.started, record.setting.description
+    shown = []
+    if record.epochs:
+        last = record.epochs[-1]
+        for name in dict.fromkeys((record.headline, "loss")):
+            label = f"test {in_words(name)}"
+            if name == "accuracy" and description and name in last.test:
+                wrong = (1 - last.test[name]) * description.test_samples
+                label += f" ({wrong:,.0f} of {description.test_samples:,} wrong)"
+            shown.append((_written(record, name, last.test), label))
+        seconds = sum(epoch.train_seconds for epoch in record.epochs)
+        shown.append((duration(seconds), f"training, {len(record.epochs)} of {record.setting.settings.epochs} epochs"))
+        rate = sum(epoch.samples for epoch in record.epochs) / max(seconds, 1e-9)
+        shown.append((f"{rate:,.0f}", f"{record.samples} per second"))
+    else:
+        shown.append(("-", f"test {in_words(record.headline)}, after the first epoch"))
+    if run:
+        ranks = f"{run.world_size} rank" + "s" * (run.world_size != 1)
+        shown.append((ranks, f"{run.backend}, {run.device}, {run.precision}"))
+    if record.finished:
+        shown.append((duration(record.finished.total_seconds), "in all"))
+    return [{"value": value, "label": label} for value, label in shown]
+
+
+def progress_curves(record: Record) -> List[Curves]:
+    """Loss, the other measures and learning rate over epochs."""
+    loss = _measure_curves(record, "loss")
+    losses = [value for points in loss.series.values() for _, value in points if math.isfinite(value)]
+    least, most = min(losses, default=1.0), max(losses, default=1.0)
+    others = [name for name in record.measures if name != "loss"][:MOST_CURVES]
+    rates = [(record.position(step), step.learning_rate) for step in record.steps]
+    return [
+        dataclasses.replace(loss, logarithmic=least > 0 and 30 < most / least < 1e9),
+        *(_measure_curves(record, name) for name in others),
+        Curves("Learning rate", {"": rates}),
+    ]
+
+
+def _measure_curves(record: Record, name: str) -> Curves:
+    at, epochs = record.position, record.epochs
+    test = [(epoch.epoch + 1.0, epoch.test[name]) for epoch in epochs if name in epoch.test]
+    last = record.written(name, test[-1][1]) if test else ""
+    return Curves(
+        capitalised(in_words(name)),
+        {"training": [(at(step), step.measures[name]) for step in record.steps if name in step.measures], "test": test},
+        f"Test {in_words(name)} {last} after epoch {len(epochs)}." if test else "",
+        percent=record.started is not None and name in record.started.shares,
+        marks=[at(warning) for warning in record.warnings],
+    )
+
+
+def speed_curves(record: Record) -> List[Curves]:
+    """Throughput over epochs, and the norm of each weight's gradient."""
+    at, steps = record.position, record.steps
+    names = list(steps[-1].gradient_norms) if steps else []
+    names = ([name for name in names if name.endswith("weight")] or names)[:MOST_LAYERS]
+    norms = {
+        name: [(at(step), norm) for step in steps if (norm := step.gradient_norms.get(name, 0)) > 0] for name in names
+    }
+    return [
+        Curves(
+            f"{capitalised(record.samples)} per second, all ranks",
+            {"": [(at(step), step.samples_per_second) for step in steps]},
+            from_zero=True,
+        ),
+        Curves("Gradient norm by layer", norms, logarithmic=True),
+    ]
+
+
+def epoch_heads(record: Record) -> List[str]:
+    names = [in_words(name) for name in record.measures[:MOST_MEASURES]]
+    return ["Epoch", *(f"Test {name}" for name in names), *(f"Training {name}" for name in names), "Seconds"]
+
+
+def epoch_lines(record: Record) -> List[List[str]]:
+    """The last epochs' figures as a table."""
+    names = record.measures[:MOST_MEASURES]
+    return [
+        [
+            str(epoch.epoch + 1),
+            *(_written(record, name, measures) for measures in (epoch.test, epoch.train) for name in names),
+            f"{epoch.train_seconds + epoch.evaluate_seconds:.1f}",
+        ]
+        for epoch in record.epochs[-MOST_EPOCHS:]
+    ]
+
+
+def _written(record: Record, name: str, measures: Mapping[str, float]) -> str:
+    return record.written(name, measures[name]) if name in measures else "-"
+
+
+def phase_bars(record: Record) -> List[Dict[str, Any]]:
+    return _bars([(name, [f"{seconds:.2f}"], seconds) for name, seconds in record.phases()])
+
+
+def rank_heads(record: Record) -> List[str]:
+    return ["Rank", f"{capitalised(record.samples)}/s", "Memory", *(["GPU memory"] if _has_gpu(record) else [])]
+
+
+def rank_bars(record: Record) -> List[Dict[str, Any]]:
+    """Throughput and peak memory of each rank; known when it has ended."""
+    ranks = record.finished.results if record.finished else []
+    has_gpu = _has_gpu(record)
+    return _bars(
+        [
+            (
+                f"{rank.rank} on {rank.host}",
+                [f"{rank.samples_per_second:,.0f}", gibibytes(rank.peak_bytes)]
+                + ([gibibytes(rank.peak_gpu_bytes)] if has_gpu else []),
+                rank.samples_per_second,
+            )
+            for rank in ranks[:MOST_BARS]
+        ]
+    )
+
+
+def _has_gpu(record: Record) -> bool:
+    return record.finished is not None and any(rank.peak_gpu_bytes for rank in record.finished.results)
+
+
+def data_lines(record: Record) -> List[Any]:
+    """What the images are, and which ones exactly; of other recipes' samples, how many there are."""
+    run, description = record.started, record.setting.description
+    if description is None:
+        if run is None:
+            return []
+        counts = [("Training", run.train_samples), ("Test", run.test_samples)]
+        return _plain([("Name", run.dataset), *((f"{split} {run.samples}", f"{count:,}") for split, count in counts)])
+    lines = [
+        ("Name", description.name + (" (stand-in)" if record.setting.is_stand_in else "")),
+        ("Training images", f"{description.train_samples:,}"),
+        ("Test images", f"{description.test_samples:,}"),
+        ("Image", " x ".join(map(str, description.image_shape)) + " (channels, height, width)"),
+        ("Classes", len(description.classes)),
+        ("Mean, standard deviation", f"{_list(description.mean)}; {_list(description.std)}"),
+        *description.remarks.items(),
+        ("SHA-256", description.digest),
+    ]
+    return _plain(lines)
+
+
+def setup_tables(record: Record) -> List[Dict[str, Any]]:
+    """Hyperparameters and options, what differs from the default marked; the network; the machine; the run."""
+    setting, run = record.setting, record.started
+    tables = [
+        {"title": "Hyperparameters", "lines": _settings(setting.settings)},
+        {"title": "Options", "lines": _settings(setting.options)},
+        {"title": "Versions and machine", "lines": _plain(setting.surroundings.items())},
+    ]
+    if run:
+        layers = [(name or "(the network)", f"{kind}, {count:,} parameters") for name, kind, count in run.layers]
+        tables.insert(1, {"title": "Network", "lines": _plain(layers[:MOST_BARS])})
+    checkpoints = (
+        f"{record.checkpoints} written in {record.write_seconds:.2f} s, training waited {record.stall_seconds:.2f} s"
+    )
+    resumed = bool(run and (run.first_epoch or run.first_step))
+    lines = [
+        ("Run", setting.name),
+        ("Recipe", setting.recipe),
+        ("Training", setting.tracking_id),
+        ("Retries before this attempt", setting.attempt),
+        ("Resumed", "yes" if resumed else "no"),
+        ("Checkpoints", checkpoints),
+    ]
+    return [*tables, {"title": "This run", "lines": _plain(lines)}]
+
+
+def operator_table(record: Record) -> Dict[str, Any]:
+    """What rank 0's profiler left, if it was on."""
+    try:
+        profile = json.loads((record.setting.logs / "profile" / "operators.json").read_text())
+    except FileNotFoundError:
+        return {}
+    has_device = any(operator["device_us"] for operator in profile["operators"])
+    heads = ["Operator", "Calls", "CPU ms, self", "CPU ms, total"] + (["GPU ms, self"] if has_device else [])
+    lines = [
+        [operator["name"], f"{operator['calls']:,}", f"{operator['self_cpu_us'] / 1e3:,.2f}"]
+        + [f"{operator['cpu_us'] / 1e3:,.2f}"]
+        + ([f"{operator['device_us'] / 1e3:,.2f}"] if has_device else [])
+        for operator in profile["operators"][:MOST_OPERATORS]
+    ]
+    title = f"Most expensive operators of rank 0, over {profile['steps']} profiled steps"
+    return {"operators": {"title": title, "heads": heads, "lines": lines}}
+
+
+def _settings(values: Settings) -> List[Any]:
+    """Name, value, and the default where the value is another."""
+    return [
+        (name, _text(value), _text(default) if value != default else "")
+        for name, default in dataclasses.asdict(type(values)()).items()  # type: ignore[call-overload]
+        for value in [getattr(values, name)]
+    ]
+
+
+def _plain(lines: Any) -> List[Any]:
+    """Name and value, and no default to differ from."""
+    return [(name, value, "") for name, value in lines]
+
+
+def _bars(lines: List[Any]) -> List[Dict[str, Any]]:
+    """(label, values, size) with the size as a share of the largest, in percent."""
+    most = max((size for _, _, size in lines), default=0) or 1
+    return [{"label": label, "values": values, "share": f"{100 * size / most:.1f}"} for label, values, size in lines]
+
+
+def duration(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, seconds = divmod(round(seconds), 60)
+    return f"{minutes} min {seconds} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def gibibytes(count: float) -> str:
+    return f"{count / 2**30:.2f} GiB"
+
+
+def _list(values: Any) -> str:
+    return ", ".join(f"{value:g}" for value in values)
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value) if isinstance(value, bool) or value == "" else str(value)

@@ -1,0 +1,73 @@
+"""What a trained network says of the test images: where it is right, where it is wrong, and how sure it is."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import List, Optional, Sequence, Tuple, Union
+
+import numpy as np
+
+from flyte_ddp.data.image_files import ImageFiles
+from flyte_ddp.data.prepared import open_images, read_description
+from flyte_ddp.report.record import RunFinished, Setting
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """Those of N test images.
+
+    Attributes:
+        classes: names, in the order of the labels.
+        images: (N, C, H, W) uint8, memory-mapped or decoded by index.
+        labels: (N,), the truth.
+        scores: (N, classes), logarithms of probabilities.
+    """
+
+    classes: Sequence[str]
+    images: Union[np.ndarray, ImageFiles]
+    labels: np.ndarray
+    scores: np.ndarray
+
+    @property
+    def guesses(self) -> np.ndarray:
+        return self.scores.argmax(axis=1)
+
+    def probability(self, index: int) -> float:
+        """How sure the network was of its guess, from 0 to 1."""
+        return float(np.exp(self.scores[index].max()))
+
+    def confusion(self) -> np.ndarray:
+        """(classes, classes) counts: the truth by row, the guess by column."""
+        classes = self.scores.shape[1]
+        return np.bincount(self.labels * classes + self.guesses, minlength=classes**2).reshape(classes, classes)
+
+    def class_accuracies(self) -> List[Tuple[int, int]]:
+        """For each class: how many of its images were recognised, and how many there are."""
+        confusion = self.confusion()
+        return list(zip(confusion.diagonal().tolist(), confusion.sum(axis=1).tolist(), strict=True))
+
+    def confident_mistakes(self, count: int) -> List[int]:
+        """Indices of wrong guesses, the surest first."""
+        wrong = np.flatnonzero(self.guesses != self.labels)
+        return wrong[np.argsort(-self.scores[wrong].max(axis=1), kind="stable")][:count].tolist()
+
+
+def read_predictions(path: Path, data: Path) -> Predictions:
+    """What rank 0 left at path, together with the test split of the prepared dataset in the folder data."""
+    images, labels = open_images(data, "test")
+    return Predictions(read_description(data).classes, images, labels, np.load(path))
+
+
+def predictions_of(setting: Setting, finished: RunFinished) -> Optional[Predictions]:
+    """Those of an image classifier's run; None for other recipes, whatever they keep of their test samples."""
+    if setting.data is None or finished.predictions_path is None:
+        return None
+    return read_predictions(finished.predictions_path, setting.data)
+
+
+def samples_by_class(data: Path, classes: int, most: int) -> List[Tuple[int, np.ndarray]]:
+    """(label, image) of a few training images, class by class, as many of each as fit into most."""
+    images, labels = open_images(data, "train")
+    labels = labels[:10_000]  # enough to meet each class
+    each = max(1, most // max(1, classes))
+    found = [(label, index) for label in range(classes) for index in np.flatnonzero(labels == label)[:each]]
+    return [(label, images[index]) for label, index in found[:most]]

@@ -1,0 +1,201 @@
+"""What a report shows of one training run: collected from its events, computed where the events don't say it."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Dict, List, Optional, Tuple, Union
+
+from flyte_ddp.data.description import DatasetDescription
+from flyte_ddp.engine.job import TrainingResult
+from flyte_ddp.events import (
+    CheckpointFailed,
+    CheckpointRefused,
+    CheckpointWritten,
+    EpochFinished,
+    NotLearning,
+    Printed,
+    RunStarted,
+    StepLogged,
+)
+from flyte_ddp.report.words import written
+from flyte_ddp.settings import RunOptions, TrainingSettings
+
+MOST_STEPS = 1024  # kept of a long run, evenly spread: more than a curve can show
+MOST_NOTES = 50
+
+
+@dataclass(frozen=True)
+class RunFinished:
+    """The parent's own event: training has succeeded; its files are in place.
+
+    Attributes:
+        results: by rank.
+        predictions_path: .npy of what was kept of each test sample, an image classifier's log-probabilities
+            (N, classes); None where nothing was kept.
+        total_seconds: of the task so far.
+    """
+
+    results: List[TrainingResult]
+    predictions_path: Optional[Path]
+    total_seconds: float
+
+
+@dataclass(frozen=True)
+class RunFailed:
+    """The parent's own event: training has ended with this message."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is known of a run before it starts.
+
+    Attributes:
+        name: of the run, for people.
+        tracking_id: the same for all attempts at this training, so that they continue one another.
+        attempt: 0, or how often the cluster has tried before.
+        recipe: what is trained, as package.module:Name.
+        data: folder of the prepared dataset; None, like its description, for all but this library's image classifiers.
+        data_seconds: that fetching and checking it took.
+        logs: folder for whatever a tracker or profiler wants to leave.
+        surroundings: versions, hardware and such, to be shown as they are.
+    """
+
+    name: str
+    tracking_id: str
+    attempt: int
+    recipe: str
+    settings: TrainingSettings
+    options: RunOptions
+    data: Optional[Path]
+    description: Optional[DatasetDescription]
+    data_seconds: float
+    logs: Path
+    surroundings: Dict[str, str]
+
+    @property
+    def is_stand_in(self) -> bool:
+        wished = getattr(self.settings, "dataset", "")
+        return wished == "auto" and self.description is not None and self.description.name == "digits"
+
+    @property
+    def recipe_name(self) -> str:
+        return self.recipe.rpartition(":")[2]
+
+
+@dataclass
+class Record:
+    """The run so far."""
+
+    setting: Setting
+    started: Optional[RunStarted] = None
+    steps: List[StepLogged] = field(default_factory=list)
+    epochs: List[EpochFinished] = field(default_factory=list)
+    warnings: List[NotLearning] = field(default_factory=list)
+    finished: Optional[RunFinished] = None
+    failure: str = ""
+    checkpoints: int = 0
+    stall_seconds: float = 0.0
+    write_seconds: float = 0.0
+    notes: List[str] = field(default_factory=list)
+    tracking_url: str = ""
+    _every: int = 1  # of so many logged steps one is kept
+    _seen: int = 0
+
+    def __call__(self, event: Any) -> None:
+        if isinstance(event, RunStarted):
+            self.started = event
+            if event.first_epoch or event.first_step:
+                self._note(f"Resumed from a checkpoint at epoch {event.first_epoch + 1}, step {event.first_step + 1}.")
+        elif isinstance(event, StepLogged):
+            self._add_step(event)
+        elif isinstance(event, EpochFinished):
+            self.epochs.append(event)
+        elif isinstance(event, NotLearning):
+            self.warnings.append(event)
+        elif isinstance(event, CheckpointWritten):
+            self.checkpoints += 1
+            self.stall_seconds += event.stall_seconds
+            self.write_seconds += event.write_seconds
+        elif isinstance(event, CheckpointFailed):
+            self._note(f"A checkpoint could not be written: {event.reason}")
+        elif isinstance(event, CheckpointRefused):
+            self._note(f"Started afresh: {event.reason}")
+        elif isinstance(event, Printed):
+            self._note(f"Rank {event.rank} printed: {event.text}")
+        elif isinstance(event, RunFinished):
+            # with those before a resume
+            self.finished, self.epochs = event, list(event.results[0].epochs)
+            self.warnings = list(event.results[0].warnings)
+        elif isinstance(event, RunFailed):
+            self.failure = event.reason
+
+    @property
+    def status(self) -> str:
+        if self.failure:
+            return "Failed"
+        if self.finished:
+            return "Finished"
+        if self.started:
+            return f"Training, epoch {len(self.epochs) + 1} of {self.setting.settings.epochs}"
+        return "Starting"
+
+    @property
+    def subject(self) -> str:
+        """What the training is on or, while that is not known, of."""
+        if self.setting.description:
+            return f"on {self.setting.description.name}"
+        return f"on {self.started.dataset}" if self.started else f"of {self.setting.recipe_name}"
+
+    @property
+    def samples(self) -> str:
+        """What the samples are called, in the plural."""
+        return self.started.samples if self.started else "samples"
+
+    @property
+    def headline(self) -> str:
+        return self.started.headline if self.started else "loss"
+
+    @property
+    def measures(self) -> List[str]:
+        """Names of all that is measured: the headline, the loss, and the others as the recipe has them."""
+        measured = [step.measures for step in self.steps[-1:]]
+        for epoch in self.epochs[-1:]:
+            measured += [epoch.test, epoch.train]
+        return list(dict.fromkeys([self.headline, "loss", *(name for one in measured for name in one)]))
+
+    def written(self, name: str, value: float) -> str:
+        """A measure's value, as people read it."""
+        return written(name, value, self.started.shares if self.started else ())
+
+    def position(self, step: Union[StepLogged, NotLearning]) -> float:
+        """Epochs of training at a step, with fractions."""
+        return step.epoch + step.step / self.started.steps_per_epoch if self.started else 0.0
+
+    def phases(self) -> List[Tuple[str, float]]:
+        """Seconds by phase; what the phases leave of the total comes last. Checkpoints count while training waited."""
+        train = sum(epoch.train_seconds for epoch in self.epochs)
+        evaluate = sum(epoch.evaluate_seconds for epoch in self.epochs)
+        start = self.started.startup_seconds if self.started else 0.0
+        phases = [
+            ("Data: fetch and verify", self.setting.data_seconds),
+            ("Start of the ranks", start),
+            ("Training", train),
+            ("Evaluation", evaluate),
+            ("Checkpoints", self.stall_seconds),
+        ]
+        if self.finished:
+            rest = self.finished.total_seconds - sum(seconds for _, seconds in phases)
+            phases.append(("Other", max(0.0, rest)))
+        return phases
+
+    def _add_step(self, event: StepLogged) -> None:
+        self._seen += 1
+        if self._seen % self._every == 0:
+            self.steps.append(event)
+        if len(self.steps) > MOST_STEPS:
+            self.steps, self._every = self.steps[1::2], self._every * 2
+
+    def _note(self, text: str) -> None:
+        if len(self.notes) < MOST_NOTES:
+            self.notes.append(text)

@@ -1,0 +1,41 @@
+"""The last words of a run: what came out, where the time went, where things lie, and what to try next."""
+
+import math
+from pathlib import Path
+
+from flyte_ddp.report.console import say
+from flyte_ddp.report.record import Record, Setting
+from flyte_ddp.report.words import capitalised, in_words
+
+MOST_EPOCHS = 10
+
+
+def say_summary(record: Record, model: Path, report: Path, show_paths: bool) -> None:
+    """Of a run that has finished. show_paths: whether its files stay where they are, as those of a local run do."""
+    setting, run = record.setting, record.started
+    tested = [record.written(record.headline, epoch.test.get(record.headline, math.nan)) for epoch in record.epochs]
+    if len(tested) > MOST_EPOCHS:
+        tested = [tested[0], "…", *tested[-MOST_EPOCHS + 1 :]]
+    lines = []
+    if run:
+        counts = f"{run.train_samples:,} training and {run.test_samples:,} test {run.samples}"
+        stand_in = " (standing in for MNIST)" if setting.is_stand_in else ""
+        lines.append(("Data", f"{run.dataset}, {counts}{stand_in}"))
+    lines += [
+        (capitalised(in_words(record.headline)), f"{', '.join(tested)} on the test {record.samples}, epoch by epoch"),
+        ("Seconds", ", ".join(f"{name.lower()} {seconds:.1f}" for name, seconds in record.phases())),
+    ]
+    lines += [("Warning", warning.reason) for warning in record.warnings]
+    if show_paths:
+        lines += [("Model", str(model)), ("Report", str(report)), ("Next", next_step(setting, report))]
+    width = max(len(label) for label, _ in lines) + 2
+    say("\n" + "\n".join(f"{label + ':':<{width}}{text}" for label, text in lines))
+
+
+def next_step(setting: Setting, report: Path) -> str:
+    """A command that suits this run."""
+    if setting.options.tracking == "tensorboard":
+        return f"tensorboard --logdir {setting.logs}"
+    if setting.options.tracking == "offline":
+        return f"wandb sync {setting.logs}/wandb/offline-run-*"
+    return f"python -m webbrowser {report.as_uri()}"

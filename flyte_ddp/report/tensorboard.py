@@ -1,0 +1,96 @@
+"""TensorBoard event files, by TensorBoard's own writer, which needs no torch."""
+
+import io
+import time
+from itertools import pairwise
+from typing import Any, List, Mapping
+
+from flyte_ddp.events import EpochFinished, GradientsSeen, RunStarted, StepLogged
+from flyte_ddp.report.predictions import predictions_of
+from flyte_ddp.report.record import RunFinished, Setting
+
+MISTAKES = 16
+
+
+class TensorBoard:
+    """Writes scalars, gradient histograms, hyperparameters and confident mistakes into the run's logs folder."""
+
+    def __init__(self, setting: Setting):
+        from tensorboard.compat.proto import event_pb2, summary_pb2
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._setting, self._events, self._summaries = setting, event_pb2, summary_pb2
+        self._writer = EventFileWriter(str(setting.logs / "tensorboard"))
+        self._steps_per_epoch = 1
+        self._text(
+            "hyperparameters", "\n".join(f"    {line}" for line in setting.settings.to_json(indent=1).splitlines())
+        )
+
+    def __call__(self, event: Any) -> None:
+        if isinstance(event, RunStarted):
+            self._steps_per_epoch = event.steps_per_epoch
+        elif isinstance(event, StepLogged):
+            step = event.epoch * self._steps_per_epoch + event.step
+            figures = {name: getattr(event, name) for name in ("learning_rate", "samples_per_second")}
+            self._scalars(step, "train", {**event.measures, **figures})
+            self._scalars(step, "gradient_norm", event.gradient_norms)
+        elif isinstance(event, GradientsSeen):
+            step = (event.epoch + 1) * self._steps_per_epoch
+            self._write(step, [self._histogram(name, *counted) for name, counted in event.histograms.items()])
+        elif isinstance(event, EpochFinished):
+            step = (event.epoch + 1) * self._steps_per_epoch
+            self._scalars(step, "test", event.test)
+            self._writer.flush()
+        elif isinstance(event, RunFinished):
+            self._mistakes(event)
+
+    def close(self) -> None:
+        self._writer.close()
+
+    def _write(self, step: int, values: List[Any]) -> None:
+        summary = self._summaries.Summary(value=values)
+        self._writer.add_event(self._events.Event(wall_time=time.time(), step=step, summary=summary))
+
+    def _scalars(self, step: int, group: str, values: Mapping[str, float]) -> None:
+        value = self._summaries.Summary.Value
+        self._write(step, [value(tag=f"{group}/{name}", simple_value=x) for name, x in values.items()])
+
+    def _histogram(self, name: str, counts: List[float], edges: List[float]) -> Any:
+        """Moments are taken from the bins' centres, since the gradients themselves stay with the ranks."""
+        from tensorboard.compat.proto.summary_pb2 import HistogramProto
+
+        centres = [(low + high) / 2 for low, high in pairwise(edges)]
+        histogram = HistogramProto(
+            min=edges[0],
+            max=edges[-1],
+            num=sum(counts),
+            sum=sum(count * x for count, x in zip(counts, centres, strict=True)),
+            sum_squares=sum(count * x * x for count, x in zip(counts, centres, strict=True)),
+            bucket_limit=edges[1:],
+            bucket=counts,
+        )
+        return self._summaries.Summary.Value(tag=f"gradients/{name}", histo=histogram)
+
+    def _text(self, tag: str, text: str) -> None:
+        from tensorboard.plugins.text.summary_v2 import text_pb
+
+        self._writer.add_event(self._events.Event(wall_time=time.time(), step=0, summary=text_pb(tag, text)))
+
+    def _mistakes(self, event: RunFinished) -> None:
+        from PIL import Image
+
+        predictions = predictions_of(self._setting, event)
+        if predictions is None:
+            return
+        classes, values = predictions.classes, []
+        for number, index in enumerate(predictions.confident_mistakes(MISTAKES)):
+            pixels = predictions.images[index].transpose(1, 2, 0).squeeze()
+            file = io.BytesIO()
+            Image.fromarray(pixels).save(file, "png")
+            truth, guess = classes[predictions.labels[index]], classes[predictions.guesses[index]]
+            image = self._summaries.Summary.Image(
+                height=pixels.shape[0], width=pixels.shape[1], colorspace=3, encoded_image_string=file.getvalue()
+            )
+            tag = f"mistakes/{number + 1}: {truth} taken for {guess}"
+            values.append(self._summaries.Summary.Value(tag=tag, image=image))
+        self._write(len(event.results[0].epochs) * self._steps_per_epoch, values)

@@ -1,0 +1,35 @@
+"""Which tracker a run's options ask for."""
+
+import os
+from typing import Callable, Optional
+
+from flyte_ddp.report import wandb_run
+from flyte_ddp.report.background import Background
+from flyte_ddp.report.console import say
+from flyte_ddp.report.record import Setting
+from flyte_ddp.report.tensorboard import TensorBoard
+from flyte_ddp.report.wandb_run import WandbRun
+
+CLOSE_SECONDS = 30.0  # that the end of a run waits for its tracker
+
+
+def open_tracker(setting: Setting, on_url: Callable[[str], None]) -> Optional[Background]:
+    """The tracker, already at work in a thread of its own, or None."""
+    wish = choose_tracking(setting.options.tracking)
+    if wish == "tensorboard":
+        return Background("TensorBoard", lambda: TensorBoard(setting), CLOSE_SECONDS)
+    if wish in ("online", "offline"):
+        return Background(
+            "Weights & Biases", lambda: WandbRun(setting, wish, on_url), CLOSE_SECONDS, abandon=wandb_run.abandon
+        )
+    return None
+
+
+def choose_tracking(wish: str) -> str:
+    """online, offline, tensorboard or off: auto is online where W&B has a key, else off with a line that says so."""
+    if wish != "auto":
+        return wish
+    if wandb_run.has_key():
+        return {"offline": "offline", "disabled": "off"}.get(os.environ.get("WANDB_MODE", ""), "online")
+    say('Tracking is off: set WANDB_API_KEY for Weights & Biases, or try --options \'{"tracking": "tensorboard"}\'')
+    return "off"

@@ -1,0 +1,209 @@
+"""A Weights & Biases run, owned by the parent: one run, whatever the number of ranks and of attempts."""
+
+import netrc
+import os
+import re
+import shutil
+import urllib.parse
+from contextlib import suppress
+from dataclasses import asdict
+from typing import Any, Callable, Dict, List
+
+import numpy as np
+import requests
+
+from flyte_ddp.events import EpochFinished, GradientsSeen, RunStarted, StepLogged
+from flyte_ddp.report.background import Incomplete, one_line
+from flyte_ddp.report.console import say
+from flyte_ddp.report.predictions import Predictions, predictions_of
+from flyte_ddp.report.record import RunFailed, RunFinished, Setting
+
+# The tutorial's: so many images of each of the first so many test batches stand in the table
+BATCHES_SHOWN = 10
+IMAGES_PER_BATCH = 32
+
+PROBE_SECONDS = (4.0, 6.0)  # to connect to W&B, and for an answer
+INIT_SECONDS = 12.0
+FINISH_SECONDS = 15.0  # together with the above less than the tracker may take at the end
+
+
+class WandbRun:
+    """Logs what the tutorial logs. Where W&B cannot be had the run is kept offline, to be sent by `wandb sync`."""
+
+    def __init__(self, setting: Setting, mode: str, on_url: Callable[[str], None]):
+        """mode: online or offline. on_url: is told the run's address once it is known."""
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+        os.environ.setdefault("WANDB_SILENT", "true")  # it speaks before it knows its settings
+        # an offline run's table stays here too, not in a folder of the user's where it is soon forgotten
+        os.environ["WANDB_DATA_DIR"] = str(setting.logs / "wandb")
+        import wandb
+
+        self._wandb: Any = wandb
+        self._setting, self._exit_code = setting, 1
+        self._steps_per_epoch, self._step = 1, 0
+        reason = unreachable() if mode == "online" else ""
+        if mode == "online" and not reason:
+            try:
+                self._run = self._init("online")
+            except Exception as error:  # wandb raises of its own, and what the network raises
+                reason = one_line(error)
+                wandb.teardown()  # it would refuse to begin the same run again
+                for begun in setting.logs.glob("wandb/run-*"):
+                    shutil.rmtree(begun)
+        if mode == "offline" or reason:
+            self._run = self._init("offline")
+        self._folder = os.path.dirname(self._run.dir)
+        if reason:
+            say(f"Weights & Biases cannot be had ({reason}); the run is kept, to be sent by: wandb sync {self._folder}")
+        elif mode == "online":
+            say(f"Weights & Biases: {self._run.url}")
+            on_url(self._run.url)
+
+    def __call__(self, event: Any) -> None:
+        if isinstance(event, RunStarted):
+            self._steps_per_epoch = event.steps_per_epoch
+            world = {name: getattr(event, name) for name in ("world_size", "backend", "device", "precision")}
+            self._run.config.update({**world, "dataset": event.dataset}, allow_val_change=True)
+            self._run.summary["graph_0"] = self._graph(event)
+        elif isinstance(event, StepLogged):
+            self._step = event.epoch * self._steps_per_epoch + event.step
+            measured = {name if name == "loss" else f"train_{name}": x for name, x in event.measures.items()}
+            figures = {name: getattr(event, name) for name in ("learning_rate", "samples_per_second")}
+            norms = {f"gradient_norms/{name}": norm for name, norm in event.gradient_norms.items()}
+            self._log({**measured, **figures, "epoch": event.epoch + 1, **norms})
+        elif isinstance(event, GradientsSeen):
+            histogram = self._wandb.Histogram
+            seen = event.histograms.items()
+            self._log({f"gradients/{name}": histogram(np_histogram=counted) for name, counted in seen})
+        elif isinstance(event, EpochFinished):
+            self._step = (event.epoch + 1) * self._steps_per_epoch
+            measured = {"test_loss" if name == "loss" else name: x for name, x in event.test.items()}
+            figures = {name: getattr(event, name) for name in ("train_seconds", "evaluate_seconds")}
+            self._log({**measured, "train_loss": event.train["loss"], **figures, "epoch": event.epoch + 1})
+        elif isinstance(event, RunFinished):
+            self._finished(event)
+        elif isinstance(event, RunFailed):
+            self._run.summary["failure"] = event.reason
+
+    def close(self) -> None:
+        try:
+            self._run.finish(exit_code=self._exit_code)
+        except Exception as error:
+            reason = one_line(error) or type(error).__name__
+            raise Incomplete(f"{reason} What is missing can be sent by: wandb sync {self._folder}") from error
+        finally:
+            with suppress(Exception):
+                self._wandb.teardown()  # here, where it can be left behind, rather than when the process ends
+
+    def _init(self, mode: str) -> Any:
+        setting, wandb = self._setting, self._wandb
+        data = {"data_digest": setting.description.digest} if setting.description else {}
+        settings = wandb.Settings(
+            init_timeout=INIT_SECONDS,
+            login_timeout=INIT_SECONDS,
+            finish_timeout=FINISH_SECONDS,
+            finish_timeout_raises=True,
+            x_service_wait=INIT_SECONDS,
+            x_graphql_timeout_seconds=PROBE_SECONDS[1],
+            x_stats_track_process_tree=True,  # the ranks, not this process, do the work
+            symlink=False,  # whoever uploads the folder would take their targets twice
+            console="off",
+            silent=True,
+            quiet=True,
+            disable_git=True,
+            disable_code=True,
+            save_code=False,
+        )
+        return wandb.init(
+            mode=mode,
+            dir=str(setting.logs),
+            id=setting.tracking_id,
+            name=setting.name,
+            resume="allow",
+            project=setting.options.wandb_project or os.environ.get("WANDB_PROJECT") or "flyte-ddp",
+            entity=setting.options.wandb_entity or None,
+            config={"recipe": setting.recipe, **asdict(setting.settings), **data},
+            settings=settings,
+        )
+
+    def _log(self, values: Dict[str, Any]) -> None:
+        # By the step, not in order: what a resumed training does again is then not logged twice
+        self._run.log(values, step=self._step)
+
+    def _graph(self, event: RunStarted) -> Any:
+        """The topology as wandb.watch would show it, without the network itself, which the parent has not."""
+        graph = self._wandb.Graph("torch")
+        for name, kind, parameters in event.layers:
+            graph.add_node(id=name, name=name, class_name=kind, num_parameters=[parameters])
+        return graph
+
+    def _finished(self, event: RunFinished) -> None:
+        predictions = predictions_of(self._setting, event)
+        if predictions and self._setting.description:
+            name = re.sub(r"\W", "_", self._setting.description.name)  # W&B makes an artifact's name of it
+            self._log({f"{name}_predictions": self._table(predictions)})
+        self._run.summary.update(
+            {
+                "total_seconds": event.total_seconds,
+                "warnings": [warning.reason for warning in event.results[0].warnings],
+                "rank_samples_per_second": [rank.samples_per_second for rank in event.results],
+                "rank_peak_bytes": [rank.peak_bytes for rank in event.results],
+            }
+        )
+        self._exit_code = 0
+
+    def _table(self, predictions: Predictions) -> Any:
+        """Picture, guess, truth and the score of each class."""
+        classes = predictions.classes
+        table = self._wandb.Table(columns=["id", "image", "guess", "truth", *(f"score_{name}" for name in classes)])
+        guesses = predictions.guesses
+        for index in shown_images(len(predictions.labels), self._setting.settings.test_batch_size):
+            pixels = predictions.images[index].transpose(1, 2, 0)
+            names = classes[guesses[index]], classes[predictions.labels[index]]
+            scores = [round(float(score), 6) for score in np.exp(predictions.scores[index])]
+            table.add_data(str(index), self._wandb.Image(pixels.squeeze()), *names, *scores)
+        return table
+
+
+def shown_images(count: int, batch_size: int) -> List[int]:
+    """Indices of the test images in the table: the first of each of the first batches."""
+    return [
+        batch + image
+        for batch in range(0, count, batch_size)[:BATCHES_SHOWN]
+        for image in range(min(IMAGES_PER_BATCH, batch_size, count - batch))
+    ]
+
+
+def abandon() -> None:
+    """Ends W&B's own process, which would keep this one from ending until all is sent, however long that takes."""
+    from wandb.sdk import wandb_setup
+
+    connection: Any = wandb_setup.singleton()._connection
+    connection._cleanup()
+    connection._proc._process.kill()
+
+
+def unreachable() -> str:
+    """Why W&B cannot be had, or nothing. wandb itself would try for long where nobody answers."""
+    if not has_key():
+        return "no key: set WANDB_API_KEY, or run `wandb login`"
+    try:
+        requests.head(base_url(), timeout=PROBE_SECONDS, allow_redirects=False)
+    except requests.RequestException as error:
+        return f"{type(error).__name__}, {base_url()}"
+    return ""
+
+
+def has_key() -> bool:
+    """Whether W&B has a key here: in WANDB_API_KEY, or in the netrc file where `wandb login` leaves it."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    host = urllib.parse.urlsplit(base_url()).hostname or ""
+    try:
+        return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
+
+
+def base_url() -> str:
+    return os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai"

@@ -1,0 +1,76 @@
+"""Writing files so that a reader never sees half of one. Standard library only."""
+
+import hashlib
+import io
+import os
+import shutil
+import time
+import uuid
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Iterator, Union
+
+from flyte_ddp.errors import InputError
+
+LEFTOVER_SECONDS = 3600.0
+
+
+@contextmanager
+def writing_to(directory: Union[str, Path], variable: str) -> Iterator[None]:
+    """Turns what a full, read-only or forbidden disk raises into one InputError that names the folder.
+
+    variable is the environment variable by which the user can choose another one.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise InputError(
+            f"cannot write to {directory}: {error.strerror or error}; free or allow space there, "
+            f"or set {variable} to another folder"
+        ) from None
+
+
+def temporary_beside(path: Path) -> Path:
+    """A name in the same folder that no other process uses (for os.replace), and that remove_leftovers knows."""
+    return path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
+
+
+def remove_leftovers(directory: Union[str, Path]) -> None:
+    """Removes what killed processes left half-written here: temporary names untouched for an hour."""
+    for path in Path(directory).glob(".*.partial"):
+        with suppress(OSError):
+            if time.time() - path.stat().st_mtime > LEFTOVER_SECONDS:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+@contextmanager
+def synced_file(path: Path) -> Iterator[io.BufferedWriter]:
+    """A new file that is on the disk, not only in its cache, when the block ends."""
+    with open(path, "xb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def write_whole(path: Path, *pieces: Union[bytes, memoryview]) -> None:
+    """Writes a file beside and renames it: path holds the old or the new content at any moment. Raises OSError."""
+    beside = temporary_beside(path)
+    try:
+        with synced_file(beside) as file:
+            for piece in pieces:
+                file.write(piece)
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def content_digest(place: Path) -> str:
+    """SHA-256 as hex over the content of a file, or over the names and contents of all files below a folder."""
+    digest = hashlib.sha256()
+    files = [place] if place.is_file() else sorted(file for file in place.rglob("*") if file.is_file())
+    for file in files:
+        digest.update(f"{file.relative_to(place)}\0{file.stat().st_size}\0".encode(errors="surrogateescape"))
+        with open(file, "rb") as content:
+            while piece := content.read(2**20):
+                digest.update(piece)
+    return digest.hexdigest()

@@ -1,0 +1,27 @@
+"""Holding out a validation split, as a Flyte task."""
+
+from pathlib import Path
+
+from flytekit import Cache, task
+from flytekit.types.directory import FlyteDirectory
+
+from flyte_ddp.data import prepared
+from flyte_ddp.data.datasets import data_dir
+from flyte_ddp.data.held_out import hold_out
+from flyte_ddp.tasks.execution import is_local
+from flyte_ddp.tasks.prepare import PreparedDataset
+from flyte_ddp.tasks.resources import preparation_resources
+from flyte_ddp.tasks.versions import DATA_SOURCES, CodeVersion
+
+
+@task(
+    cache=Cache(policies=CodeVersion((*DATA_SOURCES, "flyte_ddp/data/held_out.py"), []), serialize=True),
+    retries=3,
+    **preparation_resources(),
+)
+def hold_out_validation(data: PreparedDataset) -> PreparedDataset:
+    """The training images of a prepared dataset as a dataset of their own, see flyte_ddp.data.held_out."""
+    original = Path(data.download())
+    folder = data_dir() / "prepared" / f"{prepared.verify(original).name}-held-out"
+    hold_out(original, folder)
+    return FlyteDirectory(str(folder), remote_directory=False if is_local() else None)

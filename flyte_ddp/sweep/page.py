@@ -1,0 +1,100 @@
+"""The trials of a sweep side by side: a table as CSV, and a page."""
+
+import csv
+import json
+from pathlib import Path
+from typing import Any, Iterable, List, NamedTuple, Sequence
+
+from flyte_ddp.recipes.hyperparameters import Hyperparameters
+from flyte_ddp.report.article import Drawing, Section, article
+from flyte_ddp.report.figures import scatter
+from flyte_ddp.sweep.search import TrialResult
+
+
+class Trial(NamedTuple):
+    """A trial's place in the order of trying, from 1, and what came of it."""
+
+    number: int
+    result: TrialResult
+
+
+def ranked(results: Sequence[TrialResult]) -> List[Trial]:
+    """The most accurate first, the earlier of equals before the later, and those that failed last."""
+    trials = [Trial(number, result) for number, result in enumerate(results, 1)]
+    return sorted(trials, key=lambda trial: (bool(trial.result.failure), -trial.result.accuracy))
+
+
+def chosen(hp: Hyperparameters, names: Iterable[str]) -> str:
+    """What makes a trial differ from the others, in words."""
+    return ", ".join(f"{name} {_shown(getattr(hp, name))}" for name in names)
+
+
+def failures(trials: Sequence[Trial], names: Iterable[str]) -> List[str]:
+    """A line for each trial that failed, with its reason."""
+    return [
+        f"Trial {number} ({chosen(result.hp, names)}): {result.failure}" for number, result in trials if result.failure
+    ]
+
+
+def write_table(trials: Sequence[Trial], names: Sequence[str], path: Path) -> None:
+    """One line per trial, best first; accuracy from 0 to 1, empty where the trial failed."""
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        table = csv.writer(file)
+        table.writerow(["trial", *names, "validation_accuracy", "seconds", "report", "failure"])
+        for number, result in trials:
+            values = [getattr(result.hp, name) for name in names]
+            accuracy = "" if result.failure else result.accuracy
+            table.writerow([number, *values, accuracy, f"{result.seconds:.1f}", result.report, result.failure])
+
+
+def comparison(trials: Sequence[Trial], names: Sequence[str]) -> str:
+    """What belongs between <body> and </body>; the first trial is the best and has not failed."""
+    best, failed = trials[0].result, failures(trials, names)
+    accuracy, images = best.accuracy, best.held_out
+    share = (accuracy * images + 1) / (images + 2)  # so that no mistake at all does not count as certainty
+    chance = 2 * (share * (1 - share) / images) ** 0.5
+    meaning = (
+        f"Share of the {images:,} held-out training images that each trial classified correctly after its last epoch; "
+        "the figures show those that it did not. "
+        f"Trials within {chance:.1%} of each other may well differ by chance alone."
+    )
+    advice = (
+        "No trial has seen the test images. The best one's hyperparameters train once more, on all training images, "
+        "and that run's report has the accuracy on the test images, which is the one to quote."
+    )
+    heads, lines = ["Trial", *names, "validation accuracy", "seconds"], [_line(trial, names) for trial in trials]
+    figures = [_figure(name, trials) for name in names]
+    others = [(name, _shown(value)) for name, value in vars(best.hp).items() if name not in names]
+    sections = [
+        Section("Validation accuracy", [meaning, advice], figures, "Trials, best first", heads, lines),
+        *([Section("Failed", failed)] if failed else []),
+        Section("Set-up", (), (), "Common to all trials", ["Hyperparameter", "value"], others),
+    ]
+    title = f"Sweep on {best.hp.dataset}: {len(trials)} trials"
+    return article(title, f"Best: {chosen(best.hp, names)}, with {accuracy:.2%} validation accuracy", sections)
+
+
+def _line(trial: Trial, names: Sequence[str]) -> List[str]:
+    result = trial.result
+    values = [_shown(getattr(result.hp, name)) for name in names]
+    return [
+        str(trial.number),
+        *values,
+        "failed" if result.failure else f"{result.accuracy:.2%}",
+        f"{result.seconds:.1f}",
+    ]
+
+
+def _figure(name: str, trials: Sequence[Trial]) -> Drawing:
+    values = [getattr(trial.result.hp, name) for trial in trials]
+    numeric = all(type(value) in (int, float) for value in values)
+    x = values if numeric else [_shown(value) for value in values]
+    errors = [
+        None if result.failure else max(1 - result.accuracy, 0.5 / result.held_out)  # less than one image is none
+        for _, result in trials
+    ]
+    return Drawing(f"By {name}", scatter(name, x, "validation errors", errors))
+
+
+def _shown(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else json.dumps(value).strip('"')

@@ -1,0 +1,86 @@
+"""A sweep over the settings of a user's recipe, in a @dynamic of their workflow file:
+
+@dynamic(**dynamic_resources())
+def sweep_model(sweep: Sweep, settings: Settings, options: RunOptions) -> RunComparison:
+    trials = trials_of(sweep, settings)
+    summaries = [train_model(settings=trial, options=options).summary for trial in trials]
+    return compare_runs(sweep=sweep, trials=as_json(trials), summaries=summaries, measure="loss", largest=False)
+"""
+
+import csv
+import math
+from typing import List, NamedTuple, Sequence
+
+from flytekit import task
+from flytekit.types.file import FlyteFile
+
+from flyte_ddp.errors import InputError
+from flyte_ddp.report.article import Section, article, document
+from flyte_ddp.report.console import say
+from flyte_ddp.settings import TrainingSettings, read_json
+from flyte_ddp.sweep.search import Sweep
+from flyte_ddp.tasks.execution import is_local, run_dir
+from flyte_ddp.tasks.observing import deck_publisher
+from flyte_ddp.tasks.recipe import RecipeSummary
+from flyte_ddp.tasks.resources import small_resources
+
+
+class RunComparison(NamedTuple):
+    """The trials of a sweep side by side.
+
+    Attributes:
+        best: the settings of the best one, as JSON.
+        table: of all trials, best first.
+        report: a page to look at, in one file.
+    """
+
+    best: str
+    table: FlyteFile["csv"]
+    report: FlyteFile["html"]  # noqa: F821
+
+
+def as_json(trials: Sequence[TrainingSettings]) -> List[str]:
+    return [trial.to_json() for trial in trials]
+
+
+@task(enable_deck=True, deck_fields=(), **small_resources())
+def compare_runs(
+    sweep: Sweep, trials: List[str], summaries: List[RecipeSummary], measure: str, largest: bool
+) -> RunComparison:
+    """Ranks the trials by a measure of the test samples, the largest or the smallest first."""
+    missing = [summary for summary in summaries if measure not in summary.measures]
+    if missing:
+        raise InputError(f"measure must be one of {', '.join(missing[0].measures)}, got {measure!r}")
+
+    def worse(row: "tuple[int, str, RecipeSummary]") -> float:
+        value = row[2].measures[measure]
+        return math.inf if math.isnan(value) else -value if largest else value
+
+    ranking = sorted(zip(range(1, len(trials) + 1), trials, summaries, strict=True), key=worse)
+    names, measures = list(sweep.values), list(summaries[0].measures)
+    heads = ["trial", *names, *measures, "seconds"]
+    lines = [
+        [str(number), *(str(read_json(trial)[name]) for name in names)]
+        + [f"{summary.measures[name]:.6g}" for name in measures]
+        + [f"{summary.total_seconds:.1f}"]
+        for number, trial, summary in ranking
+    ]
+    recipe, best = summaries[0].recipe, ranking[0]
+    chosen = ", ".join(f"{name} {value}" for name, value in zip(names, lines[0][1:], strict=False))
+    told = f"{chosen}: {measure} {best[2].measures[measure]:.6g}"
+    with run_dir(f"sweep-{recipe.rpartition(':')[2]}") as folder:
+        with open(folder / "trials.csv", "w", newline="", encoding="utf-8") as file:
+            csv.writer(file).writerows([heads, *lines])
+        order = "the largest" if largest else "the smallest"
+        text = f"By {measure} on the test split, {order} first. What is chosen by a split has to be tested on another."
+        section = Section("Trials", [text], (), "Best first", heads, lines)
+        fragment = article(f"Sweep of {recipe}: {len(trials)} trials", f"Best: {told}", [section])
+        deck_publisher()(fragment)
+        (folder / "report.html").write_text(document(f"Sweep of {recipe}", fragment), encoding="utf-8")
+    say(f"\nBest:     {told}" + (f"\nTrials:   {folder / 'trials.csv'}\n" if is_local() else ""))
+    remote = False if is_local() else None
+    return RunComparison(
+        best[1],
+        FlyteFile(str(folder / "trials.csv"), remote_path=remote),
+        FlyteFile(str(folder / "report.html"), remote_path=remote),
+    )

@@ -1,0 +1,131 @@
+"""What a sweep tries: every combination of some values, or combinations drawn at random; and what came of each."""
+
+import dataclasses
+import itertools
+import math
+import random
+from dataclasses import dataclass
+from typing import Any, Dict, Iterable, List, TypeVar
+
+from flyte_ddp.errors import InputError
+from flyte_ddp.recipes.hyperparameters import Hyperparameters
+from flyte_ddp.settings import Settings, TrainingSettings, setting
+
+T = TypeVar("T", bound=TrainingSettings)
+
+MOST_TRIALS = 200
+
+
+@dataclass(frozen=True)
+class Sweep(Settings):
+    """Which hyperparameters to try; all others are those of the base.
+
+    Attributes:
+        values: hyperparameter -> list of the values to try; in a random search also a Range to draw from.
+        search: grid tries every combination, random draws them.
+        trials: drawn by a random search; what is drawn twice is tried once.
+        seed: of the draws.
+        concurrency: trials at the same time on a cluster, each in a pod of its own. A local run makes one after the
+            other: the ranks of one take all cores.
+    """
+
+    values: dict = setting({"learning_rate": [0.05, 0.1, 0.2]})  # noqa: RUF009 copied
+    search: str = setting("grid", choices=("grid", "random"))
+    trials: int = setting(8, minimum=1, maximum=MOST_TRIALS)
+    seed: int = setting(1, minimum=0, maximum=2**32 - 1)
+    concurrency: int = setting(4, minimum=1, maximum=MOST_TRIALS)
+
+
+@dataclass(frozen=True)
+class Range(Settings):
+    """Where to draw from, both ends included: by equal steps or, with log, by equal ratios."""
+
+    minimum: float = setting(0.0)
+    maximum: float = setting(0.0)
+    scale: str = setting("linear", choices=("linear", "log"))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.minimum < self.maximum:
+            raise InputError(f"Range.maximum must be above minimum ({self.minimum:g}), got {self.maximum:g}")
+        if self.scale == "log" and self.minimum <= 0:
+            raise InputError(f'Range.minimum must be above 0 where the scale is "log", got {self.minimum:g}')
+
+
+@dataclass(frozen=True)
+class TrialResult:
+    """What came of one trial.
+
+    Attributes:
+        accuracy: share of the held-out images classified correctly after the last epoch, from 0 to 1.
+        held_out: number of these images.
+        seconds: of the whole training.
+        report: path or address of its page.
+        failure: why there is no accuracy; empty where there is one.
+    """
+
+    hp: Hyperparameters
+    accuracy: float = 0.0
+    held_out: int = 0
+    seconds: float = 0.0
+    report: str = ""
+    failure: str = ""
+
+
+def trials_of(sweep: Sweep, base: T) -> List[T]:
+    """What to train with; the same sweep gives the same trials. InputError for whatever cannot be tried."""
+    if not sweep.values:
+        raise InputError('Sweep.values must name what to try, as in {"learning_rate": [0.05, 0.1]}')
+    for name, given in sweep.values.items():
+        _check(sweep, base, name, given)
+    chosen = _grid(sweep) if sweep.search == "grid" else _draws(sweep, base)
+    return list(dict.fromkeys(_with(base, dict(zip(sweep.values, values, strict=True))) for values in chosen))
+
+
+def _check(sweep: Sweep, base: TrainingSettings, name: str, given: Any) -> None:
+    """Raises InputError unless every value that can come of it is one that the hyperparameter can have."""
+    ends = given
+    if sweep.search == "random" and isinstance(given, dict):
+        drawn = Range.from_dict(given)
+        ends = [drawn.minimum, drawn.maximum]
+    if not isinstance(ends, list) or not ends:
+        ranges = ', or a range such as {"minimum": 0.01, "maximum": 1, "scale": "log"}'
+        allowed = "a list of values" + (ranges if sweep.search == "random" else "")
+        raise InputError(f"Sweep.values.{name} must be {allowed}, got {given!r:.80}")
+    for value in ends:
+        _with(base, {name: value})
+    if name == "dataset":
+        raise InputError("Sweep.values must not name dataset: accuracies compare on one alone, which hp names")
+
+
+def _grid(sweep: Sweep) -> Iterable[Any]:
+    count = math.prod(len(values) for values in sweep.values.values())
+    if count > MOST_TRIALS:
+        raise InputError(
+            f"Sweep.values must make at most {MOST_TRIALS} trials, got {count:,}: give fewer values, or draw some of "
+            'the combinations with "search": "random"'
+        )
+    return itertools.product(*sweep.values.values())
+
+
+def _draws(sweep: Sweep, base: TrainingSettings) -> Iterable[Any]:
+    source = random.Random(sweep.seed)
+    types = {field.name: field.type for field in dataclasses.fields(base)}
+    for _ in range(sweep.trials):
+        yield [_drawn(source.random(), given, types[name] is int) for name, given in sweep.values.items()]
+
+
+def _drawn(share: float, given: Any, whole: bool) -> Any:
+    """The value at a share, from 0 to 1, of a list or range."""
+    if isinstance(given, list):
+        return given[int(share * len(given))]
+    drawn = Range.from_dict(given)
+    margin = 0.5 if whole else 0.0  # a whole number stands for all that is rounded to it
+    least, most = drawn.minimum - margin, drawn.maximum + margin
+    value = least * (most / least) ** share if drawn.scale == "log" else least + (most - least) * share
+    value = round(value) if whole else float(f"{value:.4g}")  # which can be read, and typed again
+    return min(max(value, drawn.minimum), drawn.maximum)
+
+
+def _with(base: T, values: Dict[str, Any]) -> T:
+    return type(base).from_dict({**dataclasses.asdict(base), **values})

@@ -1,0 +1,78 @@
+"""What the timing study of inference is asked, and what it measures. No torch."""
+
+from dataclasses import dataclass
+from typing import Tuple
+
+from flyte_ddp.errors import InputError
+from flyte_ddp.recipes.hyperparameters import DATASETS, MODELS
+from flyte_ddp.settings import Settings, setting
+
+ONE_DEVICE, DATA_PARALLEL, PROCESSES = "one device", "nn.DataParallel", "one process per device"
+METHODS = (ONE_DEVICE, DATA_PARALLEL, PROCESSES)
+MOST_IMAGES = 100_000  # of a batch: far above what any device gains from
+
+
+@dataclass(frozen=True)
+class TimingOptions(Settings):
+    """What to time, and how often.
+
+    Attributes:
+        model: name of the network, which has its initial weights: they do not change its speed.
+        dataset: whose test images are predicted; auto as in training.
+        batch_sizes: images that each device gets at a time, as numbers with commas between them.
+        nproc: processes of the third method; 0 is one per visible GPU, or two where there is none.
+        repeats: times that everything is measured, in new processes each time.
+        seconds: that one measurement should take.
+        timeout_seconds: how long a process may go without finishing one.
+    """
+
+    model: str = setting("mnist_cnn", choices=MODELS)
+    dataset: str = setting("auto", choices=DATASETS)
+    batch_sizes: str = setting("1,8,32,128,512")
+    nproc: int = setting(0, minimum=0, maximum=1024)
+    repeats: int = setting(5, minimum=1, maximum=100)
+    seconds: float = setting(0.3, above=0, maximum=60)
+    timeout_seconds: float = setting(300.0, minimum=1, maximum=86400)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        numbers = self.batch_sizes.split(",")
+        if not all(number.strip().isdecimal() and 1 <= int(number) <= MOST_IMAGES for number in numbers):
+            raise InputError(
+                f"TimingOptions.batch_sizes must be whole numbers from 1 to {MOST_IMAGES:,} with commas between them, "
+                f"got {self.batch_sizes!r}"
+            )
+
+    @property
+    def sizes(self) -> Tuple[int, ...]:
+        return tuple(sorted({int(number) for number in self.batch_sizes.split(",")}))
+
+
+@dataclass(frozen=True)
+class TimingJob:
+    """Which methods a world's ranks measure, on the test images of the prepared dataset in the folder data."""
+
+    data: str
+    model: str
+    methods: Tuple[str, ...]
+    batch_sizes: Tuple[int, ...]
+    seconds: float
+    timeout_seconds: float
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One method once.
+
+    Attributes:
+        devices: that worked at the same time; without GPUs, processes.
+        threads: of each process's arithmetic.
+        batch_size: images of one forward pass on each device.
+        images_per_second: of all devices together.
+    """
+
+    method: str
+    devices: int
+    threads: int
+    batch_size: int
+    images_per_second: float

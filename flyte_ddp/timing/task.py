@@ -1,0 +1,98 @@
+"""The timing study of inference as Flyte tasks."""
+
+import csv
+import dataclasses
+import os
+from pathlib import Path
+from typing import List, NamedTuple
+
+from flytekit import task
+from flytekit.types.file import CSVFile, FlyteFile
+
+from flyte_ddp.data import prepared
+from flyte_ddp.launch import launcher
+from flyte_ddp.launch.environment import World, choose_world, visible_gpus
+from flyte_ddp.report.article import document
+from flyte_ddp.report.console import Console, say
+from flyte_ddp.tasks.execution import flyte_retries, is_local, run_dir
+from flyte_ddp.tasks.observing import deck_publisher
+from flyte_ddp.tasks.prepare import PreparedDataset, resolve_name
+from flyte_ddp.tasks.resources import check_gpus, small_resources, training_resources
+from flyte_ddp.tasks.versions import check_registered_code
+from flyte_ddp.timing.measurement import DATA_PARALLEL, ONE_DEVICE, PROCESSES, Measurement, TimingJob, TimingOptions
+from flyte_ddp.timing.page import timing_article
+
+TIMER = "flyte_ddp.timing.rank:run"  # a name, because importing it would import torch
+
+
+class TimingOutputs(NamedTuple):
+    """What the timing study gives back.
+
+    Attributes:
+        measurements: a line for each, see flyte_ddp.timing.measurement.Measurement.
+        report: curves, a table, and what they mean, in one file.
+    """
+
+    measurements: CSVFile
+    report: FlyteFile["html"]  # noqa: F821
+
+
+@task(**small_resources())
+def check_timing(options: TimingOptions) -> str:
+    """The name of the dataset; a local run finds out here whether this machine can have so many processes."""
+    if is_local():
+        processes_of(options)
+    return resolve_name(options.dataset)
+
+
+@task(retries=2, enable_deck=True, deck_fields=(), **training_resources())
+def time_inference(data: PreparedDataset, options: TimingOptions) -> TimingOutputs:
+    """Times all methods with each batch size as often as options say; never cached: a clock's answer is of its day."""
+    check_registered_code()
+    check_gpus(visible_gpus())
+    with flyte_retries(), run_dir("inference-timing") as place:
+        description = prepared.verify(data.download())
+        load = os.getloadavg()[0]
+        found = measure_all(data.download(), options)
+        measurements, report = place / "measurements.csv", place / "report.html"
+        write_measurements(measurements, found)
+        fragment = timing_article(found, visible_gpus(), load, description, options)
+        report.write_text(document("Timing of inference", fragment), encoding="utf-8")
+        deck_publisher("Timing")(fragment)
+    if is_local():
+        say(f"\nMeasurements: {measurements}\nReport:       {report}")
+    remote = False if is_local() else None
+    return TimingOutputs(CSVFile(str(measurements), remote_path=remote), FlyteFile(str(report), remote_path=remote))
+
+
+def processes_of(options: TimingOptions) -> World:
+    return choose_world("auto", options.nproc, batch_size=1024)  # nproc at most: each process has batches of its own
+
+
+def measure_all(data: str, options: TimingOptions) -> List[Measurement]:
+    """Methods take turns at going first, so that a machine that becomes faster or slower favours none."""
+    many = processes_of(options)
+    alone = dataclasses.replace(many, size=1, local_size=1)
+    found: List[Measurement] = []
+    for repeat in range(options.repeats):
+        turns = [(alone, (ONE_DEVICE, DATA_PARALLEL)), (many, (PROCESSES,))]
+        for world, methods in turns[:: -1 if repeat % 2 else 1]:
+            job = TimingJob(
+                data, options.model, methods[:: -1 if repeat % 2 else 1], options.sizes, options.seconds,
+                options.timeout_seconds + 60,
+            )  # fmt: skip
+            measured: List[Measurement] = launcher.launch(TIMER, world, job, options.timeout_seconds, Console())[0]
+            found += measured
+        best = max(found, key=lambda one: one.images_per_second)
+        say(
+            f"Measured {repeat + 1} of {options.repeats} times; most so far: {best.images_per_second:,.0f} images/s by "
+            f"{best.method}, {best.batch_size} images a batch"
+        )
+    return found
+
+
+def write_measurements(path: Path, found: List[Measurement]) -> None:
+    with open(path, "w", newline="") as file:
+        writer = csv.DictWriter(file, [field.name for field in dataclasses.fields(Measurement)])
+        writer.writeheader()
+        writer.writerows(map(dataclasses.asdict, found))

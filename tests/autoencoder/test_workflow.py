@@ -1,0 +1,204 @@
+"""The autoencoder under Lightning: real ranks, real pyflyte, real digits."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from flyte_ddp.autoencoder.job import AutoencoderHyperparameters, AutoencoderOptions
+from flyte_ddp.autoencoder.network import load_autoencoder
+from flyte_ddp.data.datasets import prepare
+from flyte_ddp.data.prepared import open_split
+from flyte_ddp.errors import InputError
+from tests.pod import Pod, is_whole, literal, package_for_here, small_dataset
+from workflows.autoencoder import autoencoder_wf
+
+ROOT = Path(__file__).parents[2]
+# 74 steps an epoch, and in its last one three ranks have unequal shares: 1,376 images 8 times are 73 batches and 58
+HP = {"dataset": "digits", "max_epochs": 2, "batch_size": 150, "learning_rate": 0.004}
+
+# One process, so that Lightning is imported once for the ranks of both
+OTHER_WORLDS = """if True:
+    import json, sys
+    from workflows.autoencoder import autoencoder_wf
+    from flyte_ddp.autoencoder.job import AutoencoderHyperparameters, AutoencoderOptions
+
+    for devices in (1, 3):
+        options = AutoencoderOptions(devices=devices, tracking="off")
+        outputs = autoencoder_wf(hp=AutoencoderHyperparameters(**json.loads(sys.argv[1])), options=options)
+        print(outputs.model_state.path, *outputs.validation_losses)
+"""
+
+
+@pytest.fixture(scope="module")
+def by_pyflyte(tmp_path_factory):
+    """A run as a user types it, from another folder."""
+    arguments = ["--hp", json.dumps(HP), "--options", '{"devices": 2, "tracking": "tensorboard"}']
+    done = subprocess.run(
+        ["pyflyte", "run", str(ROOT / "workflows" / "autoencoder.py"), "autoencoder_wf", *arguments],
+        cwd=tmp_path_factory.mktemp("elsewhere"),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def folder_of(run) -> Path:
+    (model,) = re.findall(r"model_state=([^,]+),", run.stdout)
+    return Path(model).parent
+
+
+def losses_of(run, name):
+    (found,) = re.findall(rf"{name}=\[([^]]*)]", run.stdout)
+    return [float(loss) for loss in found.split(", ")]
+
+
+def test_two_ranks_under_lightning_learn_and_say_only_what_there_is_to_say(by_pyflyte):
+    assert "strategy='DDPStrategy'" in by_pyflyte.stdout
+    assert "train_samples=1376, validation_samples=125" in by_pyflyte.stdout
+    first, last = losses_of(by_pyflyte, "validation_losses")
+    assert last < first < 0.06
+    starts = ("Running", "digits: 2 ranks", "Epoch 1: ", "Epoch 2: ", "Test loss", "Model:", "Report:")
+    said = [line for line in by_pyflyte.stderr.splitlines() if line]
+    assert all(line.startswith(starts) for line in said), by_pyflyte.stderr
+
+
+def test_the_exported_network_has_the_reported_loss(by_pyflyte):
+    folder = folder_of(by_pyflyte)
+    network = load_autoencoder(folder / "model.pt")
+    images = torch.from_numpy(open_split(prepare("digits"), "test")[0]) / 255
+    with torch.inference_mode():
+        loss = (network(images) - images.flatten(1)).square().mean().item()
+        codes = network.encoder(images).numpy()
+    (reported,) = re.findall(r"test_loss=([^,]+),", by_pyflyte.stdout)
+    assert loss == pytest.approx(float(reported), rel=1e-5)
+    with np.load(folder / "logs" / "test.npz") as encoded:
+        assert encoded["codes"] == pytest.approx(codes, abs=1e-5)
+
+
+def test_the_report_shows_reconstructions_and_codes_and_lightnings_logger_has_step_and_epoch_losses(by_pyflyte):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    folder = folder_of(by_pyflyte)
+    report = (folder / "report.html").read_text()
+    assert report.count("<img") == 10
+    assert "Codes of 296 test images in space, coloured by class" in report
+    assert len(report) < 1_000_000
+    assert not re.search(r'(src|href)="https?:', report)
+
+    written = EventAccumulator(str(folder / "logs" / "tensorboard")).Reload()
+    assert len(written.Scalars("train_loss_step")) == 2 * 74 // 10
+    for name in ("train_loss", "validation_loss"):
+        tag = name if name == "validation_loss" else "train_loss_epoch"
+        values = [scalar.value for scalar in written.Scalars(tag)]
+        assert values == pytest.approx(losses_of(by_pyflyte, f"{name}es"))
+
+
+def test_one_and_three_ranks_give_the_same_as_two(by_pyflyte):
+    done = subprocess.run(
+        [sys.executable, "-c", OTHER_WORLDS, json.dumps(HP)],
+        cwd=ROOT,
+        env={**os.environ, "FLYTE_LOCAL_CACHE_ENABLED": "false"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    two = torch.load(folder_of(by_pyflyte) / "model.pt", weights_only=True)
+    for line in done.stdout.splitlines():
+        model, *losses = line.split()
+        weights = torch.load(model, weights_only=True)
+        assert all(torch.allclose(weights[name], two[name], atol=1e-3) for name in two)
+        assert [float(loss) for loss in losses] == pytest.approx(losses_of(by_pyflyte, "validation_losses"), rel=1e-3)
+
+
+def test_retry_goes_on_from_the_checkpoint_of_a_killed_pod(tmp_path):
+    hp = AutoencoderHyperparameters(max_epochs=12, batch_size=100, learning_rate=0.01)
+    inputs = {"hp": literal(hp), "data": small_dataset(tmp_path / "small")}
+    inputs["options"] = literal(AutoencoderOptions(tracking="off"))
+    task = package_for_here().tasks["workflows.autoencoder.autoencoder_task"]
+    undisturbed = Pod(task, inputs, tmp_path / "undisturbed").run()
+
+    first = Pod(task, inputs, tmp_path / "killed")
+    first.kill_when(lambda: is_whole(first.checkpoints / "checkpoint"))
+    second = Pod(task, inputs, tmp_path / "retried", previous=first)
+    outputs = second.run()
+    assert "going on from the checkpoint: epoch " in second.log
+    for losses in ("train_losses", "validation_losses"):
+        assert outputs[losses] == undisturbed[losses], "bit for bit"
+
+
+# --- bad input ---
+
+
+@pytest.mark.parametrize(
+    ("hp", "options", "gpus", "words"),
+    [
+        ({"precision": "float16"}, {}, 0, ["float16 needs a GPU", "use bfloat16 or float32"]),
+        ({"batch_size": 2}, {"devices": 3}, 0, ["number of ranks (3)", "got 2", "lower devices"]),
+        ({"limit_train_batches": 0.001}, {}, 0, ["at least one of the 86 batches", "got 0.001", "raise it to 0.012"]),
+        ({}, {}, -1, ["gpus must be at least 0 and at most 64, got -1"]),
+    ],
+)
+def test_what_cannot_be_done_is_refused_before_a_rank_is_started(hp, options, gpus, words):
+    with pytest.raises(InputError) as raised:
+        autoencoder_wf(
+            gpus=gpus,
+            hp=AutoencoderHyperparameters(dataset="digits", **hp),
+            options=AutoencoderOptions(tracking="off", **options),
+        )
+    assert all(word in str(raised.value) for word in words), raised.value
+
+
+@pytest.mark.parametrize(
+    ("hp", "words"),
+    [
+        ({"limit_train_batches": 2.5}, ["a share of at most 1, or a whole number", "got 2.5"]),
+        ({"precision": "int8"}, ["float32, bfloat16, float16", '"int8"']),
+        ({"max_epoch": 1}, ["did you mean max_epochs?"]),
+        ({"dataset": "cifar"}, ["auto, mnist, fashion_mnist, digits"]),
+    ],
+)
+def test_a_wrong_hyperparameter_is_refused(hp, words):
+    with pytest.raises(InputError) as raised:
+        AutoencoderHyperparameters.from_json(json.dumps(hp))
+    assert all(word in str(raised.value) for word in words), raised.value
+
+
+def test_limit_train_batches_is_a_share_up_to_one_and_a_number_above():
+    steps = [
+        AutoencoderHyperparameters(limit_train_batches=limit).steps_per_epoch(55_000) for limit in (1, 0.5, 100, 1e6)
+    ]
+    assert steps == [430, 215, 100, 430]
+
+
+def test_pyflyte_ends_with_a_usage_error_and_no_traceback():
+    arguments = ["--hp", '{"dataset": "digits", "precision": "float16"}']
+    command = ["pyflyte", "run", str(ROOT / "workflows" / "autoencoder.py"), "autoencoder_wf", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 2
+    assert "precision float16 needs a GPU" in " ".join(re.sub("[│╭╮╰╯─]", " ", done.stderr).split())
+    assert "Traceback" not in done.stderr
+
+
+def test_without_lightning_the_module_is_imported_and_says_what_to_install():
+    program = """if True:
+        import sys
+        sys.modules["lightning"] = None  # as where it is not installed
+        from workflows.autoencoder import autoencoder_wf
+        from flyte_ddp.errors import InputError
+        try:
+            autoencoder_wf()
+        except InputError as error:
+            print(error.message)
+    """
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert 'pip install ".[lightning]"' in done.stdout, done.stderr

@@ -1,0 +1,172 @@
+"""Datasets from their originals to the prepared form, in folders shared, empty, damaged or read-only."""
+
+import lzma
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flyte_ddp.data.datasets import SOURCES, data_dir, prepare, prepared_dir
+from flyte_ddp.data.prepared import open_split, read_description, verify
+from flyte_ddp.errors import DownloadError, InputError
+from flyte_ddp.recipes.hyperparameters import DATASETS
+
+ROOT = Path(__file__).resolve().parents[2]
+PREPARE = "import sys; from flyte_ddp.data.datasets import prepare; print(prepare(sys.argv[1]))"
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    folder = tmp_path / "data"
+    monkeypatch.setenv("DDP_DATA_DIR", str(folder))
+    monkeypatch.delenv("DDP_DATA_MIRROR", raising=False)
+    return folder
+
+
+def prepare_at_once(name, times):
+    command = [sys.executable, "-c", PREPARE, name]
+    pipe = subprocess.PIPE
+    runs = [subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True) for _ in range(times)]
+    for run in runs:
+        output, errors = run.communicate()
+        assert run.returncode == 0, errors
+        assert output == f"{prepared_dir(name)}\n"
+    verify(prepared_dir(name))
+
+
+def test_every_dataset_of_the_hyperparameters_has_a_source():
+    assert set(SOURCES) == set(DATASETS) - {"auto"}
+
+
+def test_unknown_name_lists_the_known():
+    with pytest.raises(InputError, match="dataset must be one of mnist, fashion_mnist, cifar10, digits, got 'minst'"):
+        prepare("minst")
+
+
+def test_data_dir(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("DDP_DATA_DIR", "~/here")
+    assert data_dir() == tmp_path / "here"
+    monkeypatch.delenv("DDP_DATA_DIR")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert data_dir() == tmp_path / ".cache" / "flyte-ddp"
+    monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
+    assert data_dir() == Path("/cache/flyte-ddp")
+
+
+def test_digits_are_the_same_everywhere_and_prepared_once(folder):
+    assert not prepared_dir("digits").exists()
+    directory = prepare("digits")
+    assert prepared_dir("digits").is_dir()
+    description = verify(directory)
+    assert (description.train_samples, description.test_samples) == (1501, 296)
+    assert description.image_shape == (1, 28, 28)
+    # Whoever changes the construction raises the format's version too, or prepared folders stay as they are.
+    assert description.digest == "6766a31642573ca20a193dc197f424eda102015b0e89bef6eb455ec73d3845ce"
+    for split in ("train", "test"):
+        images, labels = open_split(directory, split)
+        assert images.max() == 255
+        assert np.bincount(labels, minlength=10).min() > 0.09 * len(labels)
+    before = directory.stat().st_ino
+    assert prepare("digits") == directory
+    assert directory.stat().st_ino == before
+    assert os.listdir(folder) == ["prepared"]
+
+
+@pytest.mark.parametrize("content", [b"{", b""])
+def test_damaged_folder_is_prepared_again(content, caplog):
+    directory = prepare("digits")
+    (directory / "dataset.json").write_bytes(content)
+    assert prepare("digits") == directory
+    verify(directory)
+    assert "digits is prepared again: " in caplog.text
+
+
+def test_four_runs_at_once_on_an_empty_folder(folder):
+    prepare_at_once("digits", 4)
+    assert os.listdir(folder / "prepared") == ["digits"]
+
+
+def test_read_only_folder_is_one_clear_error(folder):
+    folder.mkdir()
+    if os.geteuid() == 0:  # permission bits mean nothing to root
+        if not shutil.which("mount") or subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "none", folder]).returncode:
+            pytest.skip("needs the right to mount a read-only tmpfs, or a user other than root")
+    else:
+        folder.chmod(0o555)
+    try:
+        with pytest.raises(InputError, match=r"cannot write to .*data: .*DDP_DATA_DIR"):
+            prepare("digits")
+    finally:
+        if os.geteuid() == 0:
+            subprocess.run(["umount", folder], check=True)
+
+
+def test_full_disk_is_one_clear_error(folder):
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=300k", "none", str(folder)]
+    if os.geteuid() != 0 or not shutil.which("mount") or subprocess.run(mount).returncode:
+        pytest.skip("needs the right to mount a small tmpfs")
+    try:
+        with pytest.raises(InputError, match=r"cannot write to .*: No space left on device.*DDP_DATA_DIR"):
+            prepare("digits")
+        assert os.listdir(folder / "prepared") == []
+    finally:
+        subprocess.run(["umount", folder], check=True)
+
+
+def test_mirror_is_checked_before_anything_slow(monkeypatch):
+    monkeypatch.setenv("DDP_DATA_MIRROR", "ftp://host/")
+    with pytest.raises(InputError, match="DDP_DATA_MIRROR"):
+        prepare("mnist")
+
+
+def test_real_mnist_and_fashion_mnist_from_one_mirror(test_data, folder, monkeypatch):
+    monkeypatch.setenv("DDP_DATA_MIRROR", test_data.as_uri())
+    mnist = read_description(prepare("mnist"))
+    assert (mnist.mean, mnist.std) == ((0.1307,), (0.3081,))
+    assert (mnist.train_samples, mnist.test_samples, mnist.image_shape) == (60_000, 10_000, (1, 28, 28))
+    fashion = read_description(prepare("fashion_mnist"))
+    assert (fashion.mean, fashion.std) == ((0.286,), (0.353,))
+    assert fashion.classes[0] == "T-shirt/top"
+    assert sorted(os.listdir(folder)) == ["FashionMNIST", "MNIST", "prepared"]
+    assert all(name.endswith(".gz") for name in os.listdir(folder / "MNIST" / "raw"))
+
+    # Without the prepared form, the verified originals serve without any mirror; a damaged one is fetched again.
+    shutil.rmtree(prepared_dir("mnist"))
+    monkeypatch.setenv("DDP_DATA_MIRROR", (test_data / "MNIST" / "raw").as_uri())
+    os.truncate(folder / "MNIST" / "raw" / "t10k-labels-idx1-ubyte.gz", 100)
+    assert read_description(prepare("mnist")) == mnist
+
+
+def test_real_cifar10_from_unpacked_files(test_data, folder, tmp_path, monkeypatch):
+    unpacked = tmp_path / "mirror" / "cifar-10-batches-py"
+    unpacked.mkdir(parents=True)
+    for packed in (test_data / "CIFAR10" / "cifar-10-batches-py").glob("*.xz"):
+        (unpacked / packed.stem).write_bytes(lzma.decompress(packed.read_bytes()))
+    monkeypatch.setenv("DDP_DATA_MIRROR", unpacked.parent.as_uri())
+    cifar10 = read_description(prepare("cifar10"))
+    assert (cifar10.mean, cifar10.std) == ((0.4914, 0.4822, 0.4465), (0.247, 0.2435, 0.2616))
+    assert (cifar10.train_samples, cifar10.test_samples, cifar10.image_shape) == (50_000, 10_000, (3, 32, 32))
+    assert cifar10.classes[:2] == ("airplane", "automobile")
+    assert sorted(os.listdir(folder)) == ["CIFAR10", "prepared"]
+
+
+def test_cifar10_that_is_not_to_be_had_is_one_clear_error(tmp_path, monkeypatch):
+    for name in ("http_proxy", "https_proxy"):  # refuses, so that no test asks the world
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    (tmp_path / "mirror").mkdir()
+    monkeypatch.setenv("DDP_DATA_MIRROR", (tmp_path / "mirror").as_uri())
+    with pytest.raises(DownloadError, match=r"no mirror delivered cifar-10-python.tar.gz(.|\n)*DDP_DATA_MIRROR"):
+        prepare("cifar10")
+
+
+def test_real_mnist_by_two_runs_at_once(test_data, folder, monkeypatch):
+    monkeypatch.setenv("DDP_DATA_MIRROR", test_data.as_uri())
+    prepare_at_once("mnist", 2)
+    assert sorted(os.listdir(folder)) == ["MNIST", "prepared"]
+    assert len(os.listdir(folder / "MNIST" / "raw")) == 4

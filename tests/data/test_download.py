@@ -1,0 +1,319 @@
+"""Downloads against real loopback servers that misbehave: success from the next mirror, or one clear error."""
+
+import hashlib
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from flyte_ddp.data.download import Limits, Mirrors, mirror_from_environment
+from flyte_ddp.errors import DownloadError, InputError
+
+CONTENT = bytes(range(256)) * 1000
+MD5 = hashlib.md5(CONTENT).hexdigest()
+NAME = "original.gz"
+QUICK = Limits(
+    connect_seconds=0.5, answer_seconds=0.5, window_seconds=0.3, window_bytes=2000, silence_seconds=2, max_bytes=2**20
+)
+
+
+def answer(request, body, status=200, length=None, **headers):
+    request.send_response(status)
+    request.send_header("Content-Length", str(len(body) if length is None else length))
+    for name, value in headers.items():
+        request.send_header(name.replace("_", "-"), value)
+    request.end_headers()
+    request.wfile.write(body)
+
+
+def good(request, ended):
+    answer(request, CONTENT)
+
+
+def silent(request, ended):
+    ended.wait()
+
+
+def silent_midway(request, ended):
+    answer(request, CONTENT[:5000], length=len(CONTENT))
+    ended.wait()
+
+
+def drip(request, ended):
+    answer(request, b"", length=len(CONTENT))
+    for byte in CONTENT:
+        request.wfile.write(bytes([byte]))
+        if ended.wait(0.02):
+            break
+
+
+def drip_of_headers(request, ended):
+    request.wfile.write(b"HTTP/1.0 200 OK\r\n")
+    while not ended.wait(0.05):
+        request.wfile.write(b"X")
+
+
+def cut_midway(request, ended):
+    answer(request, CONTENT[:5000], length=len(CONTENT))
+
+
+def endless(request, ended):
+    request.send_response(200)
+    request.end_headers()
+    while not ended.is_set():
+        request.wfile.write(bytes(2**16))
+
+
+HOSTILE = {
+    "404": (lambda request, ended: request.send_error(404), "HTTP status 404 Not Found"),
+    "403": (lambda request, ended: request.send_error(403), "HTTP status 403 Forbidden"),
+    "500": (lambda request, ended: request.send_error(500), "HTTP status 500 Internal Server Error"),
+    "hang": (silent, "no answer in time"),
+    "hang midway": (silent_midway, "fell silent midway for 0.3 s"),
+    "drip": (drip, "too slow"),
+    "drip of headers": (drip_of_headers, "no answer in time"),
+    "cut midway": (cut_midway, "connection cut midway"),
+    "closed": (lambda request, ended: None, "connection closed without an answer"),
+    "garbage": (lambda request, ended: request.wfile.write(b"\0\1\2\n" * 9), "connection closed without an answer"),
+    "truncated": (lambda request, ended: answer(request, CONTENT[:5000]), "another file, or a damaged one"),
+    "wrong": (lambda request, ended: answer(request, CONTENT[::-1]), "another file, or a damaged one"),
+    "empty": (lambda request, ended: answer(request, b""), "another file, or a damaged one"),
+    "HTML": (lambda request, ended: answer(request, b"\n<!DOCTYPE html><html>Log in"), "a web page instead"),
+    "redirect loop": (lambda request, ended: answer(request, b"", 302, Location=request.path), "redirects in a circle"),
+    "redirect to a file": (lambda request, ended: answer(request, b"", 302, Location="file:///etc/hosts"), "not http"),
+    "endless": (endless, "larger than 1,048,576 bytes"),
+    "huge": (lambda request, ended: answer(request, CONTENT, length=10**12), "larger than 1,048,576 bytes"),
+}
+
+
+@contextmanager
+def served(behave):
+    """A server on a free loopback port; `behave` answers each GET. Gives its URL and the list of paths asked for."""
+    ended, asked = threading.Event(), []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            asked.append(self.path)
+            with suppress(OSError):  # the client has had enough
+                behave(self, ended)
+
+        def log_message(self, *arguments):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", asked
+    finally:
+        ended.set()
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "data"
+
+
+@pytest.fixture(autouse=True)
+def no_proxy(monkeypatch):
+    monkeypatch.setenv("NO_PROXY", "*")
+
+
+def test_file_arrives_with_progress_and_is_not_fetched_again(folder):
+    reports = []
+    with served(good) as (url, asked):
+        mirrors = Mirrors([url], lambda *report: reports.append(report), QUICK)
+        path = mirrors.fetch(NAME, MD5, folder)
+        assert mirrors.fetch(NAME, MD5, folder) == path
+        assert asked == [f"/{NAME}"]
+        path.write_bytes(CONTENT[:-1])
+        assert mirrors.fetch(NAME, MD5, folder).read_bytes() == CONTENT
+    assert os.listdir(folder) == [NAME]
+    assert reports[-1] == (NAME, len(CONTENT), len(CONTENT))
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_hostile_server_ends_in_one_clear_error(kind, folder):
+    behave, reason = HOSTILE[kind]
+    with served(behave) as (url, _), pytest.raises(DownloadError) as caught:
+        Mirrors([url], limits=QUICK).fetch(NAME, MD5, folder)
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 3
+    assert lines[1].startswith(f"  {url}")
+    assert reason in lines[1]
+    assert "DDP_DATA_MIRROR" in lines[2]
+    assert "digits" in lines[2]
+    assert not folder.exists() or not os.listdir(folder)
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_hostile_server_is_survived_with_the_next_mirror(kind, folder):
+    with served(HOSTILE[kind][0]) as (bad, _), served(good) as (url, _):
+        assert Mirrors([bad, url], limits=QUICK).fetch(NAME, MD5, folder).read_bytes() == CONTENT
+    assert os.listdir(folder) == [NAME]
+
+
+def test_slow_but_alive_connection_outlasts_every_limit(folder):
+    def slow(request, ended):
+        answer(request, b"", length=len(CONTENT))
+        for start in range(0, len(CONTENT), 20_000):
+            request.wfile.write(CONTENT[start : start + 20_000])
+            ended.wait(0.1)
+
+    with served(slow) as (url, _):
+        limits = Limits(answer_seconds=0.5, window_seconds=0.3, window_bytes=2000, silence_seconds=0.6)
+        assert Mirrors([url], limits=limits).fetch(NAME, MD5, folder).read_bytes() == CONTENT
+
+
+def test_gz_arrives_as_stored_whatever_the_server_calls_it(folder):
+    with served(lambda request, ended: answer(request, CONTENT, Content_Encoding="gzip")) as (url, _):
+        assert Mirrors([url], limits=QUICK).fetch(NAME, MD5, folder).read_bytes() == CONTENT
+
+
+def test_unreachable_host_is_asked_once_and_listed_once(folder):
+    with served(silent) as (bad, asked), served(good) as (url, _):
+        mirrors = Mirrors([f"{bad}/MNIST/raw", bad, url], limits=QUICK)
+        for name in ("a", "b", "c"):
+            mirrors.fetch(name, MD5, folder)
+        assert asked == ["/MNIST/raw/a"]
+        with pytest.raises(DownloadError) as caught:
+            mirrors.fetch("d", "0" * 32, folder)
+    assert str(caught.value).count(bad) == 1
+
+
+def test_refused_connection_and_unknown_host_are_named_plainly(folder):
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))  # bound, but nobody listens
+        refused = f"http://127.0.0.1:{unused.getsockname()[1]}"
+        with pytest.raises(DownloadError) as caught:
+            Mirrors([refused, "http://host.invalid"], limits=Limits()).fetch(NAME, MD5, folder)
+    assert f"  {refused}: connection refused\n" in str(caught.value)
+    assert "  http://host.invalid: host name not found\n" in str(caught.value)
+
+
+def test_name_look_up_without_end_is_given_up(folder, monkeypatch):
+    ended = threading.Event()
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: ended.wait())
+    with pytest.raises(DownloadError, match=r"http://a\.example: no answer in time"):
+        Mirrors(["http://a.example"], limits=QUICK).fetch(NAME, MD5, folder)
+    ended.set()
+
+
+def test_all_silence_together_is_bounded(folder):
+    with served(silent) as (first, _), served(silent) as (second, asked), pytest.raises(DownloadError) as caught:
+        Mirrors([first, second], limits=Limits(answer_seconds=0.3, silence_seconds=0.3)).fetch(NAME, MD5, folder)
+    assert asked == []
+    assert f"{second}: not asked" in str(caught.value)
+
+
+def test_credentials_are_used_and_never_shown(folder, monkeypatch):
+    with served(lambda request, ended: request.send_error(403)) as (url, _):
+        secret = url.replace("//", "//me:pa%40ss@")
+        with pytest.raises(DownloadError) as caught:
+            Mirrors([secret], limits=QUICK).fetch(NAME, MD5, folder)
+    assert "pa%40ss" not in str(caught.value)
+    for value in ("ftp://me:secret@host/", "http://me:secret@host:port/", "http://me:sec/ret@host", "http://h/?secret"):
+        monkeypatch.setenv("DDP_DATA_MIRROR", value)
+        with pytest.raises(InputError) as refused:
+            mirror_from_environment()
+        assert "sec" not in str(refused.value)
+
+
+def test_file_mirrors(folder, tmp_path):
+    source = tmp_path / "a mirror"
+    for url in (source.as_uri(), f"{source.as_uri()}/missing"):
+        with pytest.raises(DownloadError, match="no such folder"):
+            Mirrors([url]).fetch(NAME, MD5, folder)
+    source.mkdir()
+    with pytest.raises(DownloadError, match="no such file"):
+        Mirrors([source.as_uri()]).fetch(NAME, MD5, folder)
+    (source / NAME).write_bytes(CONTENT)
+    assert Mirrors([source.as_uri()]).fetch(NAME, MD5, folder).read_bytes() == CONTENT
+
+
+def test_mirrors_in_a_storage(folder):
+    storage = MemoryFileSystem()
+    storage.pipe("memory://mirror/" + NAME, CONTENT)
+
+    def open_stored(url):
+        return storage.open(url.replace("s3://", "memory://"), "rb")
+
+    told = []
+    urls = ["s3://empty", "s3://mirror/"]
+    mirrors = Mirrors(urls, lambda *report: told.append(report), open_stored=open_stored)
+    assert mirrors.fetch(NAME, MD5, folder).read_bytes() == CONTENT
+    assert told[-1] == (NAME, len(CONTENT), len(CONTENT))
+    for opener, reason in ((open_stored, "no such file"), (None, "only Flyte's tasks")):
+        with pytest.raises(DownloadError, match=reason):
+            Mirrors(["s3://empty"], open_stored=opener).fetch("other", MD5, folder)
+
+    def refused(url):
+        raise PermissionError("Forbidden\nfor you")
+
+    with pytest.raises(DownloadError, match="s3://mirror: PermissionError: Forbidden for you"):
+        Mirrors(["s3://mirror"], open_stored=refused).fetch("other", MD5, folder)
+
+
+@pytest.mark.parametrize("value", ["ftp://host/x", "/some/folder", "host", "http:///x", "http://[", "file://host/x"])
+def test_mirror_that_is_no_url_of_a_folder_is_refused(value, monkeypatch):
+    monkeypatch.setenv("DDP_DATA_MIRROR", value)
+    with pytest.raises(InputError, match="DDP_DATA_MIRROR must be the URL of a folder"):
+        mirror_from_environment()
+
+
+@pytest.mark.parametrize(
+    "value", ["http://host/x", "https://me:word@host:8443", "file:///x", "file://localhost/x", "s3://bucket/folder"]
+)
+def test_mirror_is_taken_from_the_environment(value, monkeypatch):
+    monkeypatch.setenv("DDP_DATA_MIRROR", value)
+    assert mirror_from_environment() == value
+    monkeypatch.setenv("DDP_DATA_MIRROR", " ")
+    assert mirror_from_environment() is None
+
+
+def test_interrupt_leaves_nothing_behind(folder):
+    def interrupt(*report):
+        assert len(os.listdir(folder)) == 1
+        raise KeyboardInterrupt
+
+    with served(good) as (url, _), pytest.raises(KeyboardInterrupt):
+        Mirrors([url], interrupt, QUICK).fetch(NAME, MD5, folder)
+    assert os.listdir(folder) == []
+
+
+def test_folder_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    with served(good) as (url, _), pytest.raises(InputError, match=r"cannot write to .*file/data.*DDP_DATA_DIR"):
+        Mirrors([url], limits=QUICK).fetch(NAME, MD5, tmp_path / "file" / "data")
+
+
+def test_full_disk_is_one_clear_error(folder, tmp_path):
+    (tmp_path / NAME).write_bytes(CONTENT)
+    code = f"""
+        import pathlib, resource
+        from flyte_ddp.data.download import Mirrors
+        from flyte_ddp.errors import InputError
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
+        try:
+            Mirrors([{tmp_path.as_uri()!r}]).fetch({NAME!r}, {MD5!r}, pathlib.Path({str(folder)!r}))
+        except InputError as error:
+            print(error)
+    """
+    root = Path(__file__).resolve().parents[2]
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    ended = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
+    assert f"cannot write to {folder}" in ended.stdout
+    assert "DDP_DATA_DIR" in ended.stdout
+    assert os.listdir(folder) == []

@@ -1,0 +1,162 @@
+"""A folder of image files: what is found in it, what is refused, and what is kept of it."""
+
+import os
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from flyte_ddp.data.datasets import prepare
+from flyte_ddp.data.description import FolderDescription
+from flyte_ddp.data.image_files import Access, decode, write_access
+from flyte_ddp.data.image_folder import index_folder, stamp, write_folder
+from flyte_ddp.data.image_settings import ImageSettings
+from flyte_ddp.data.prepared import open_images, open_split, verify
+from flyte_ddp.errors import DataError, InputError
+
+SIZE = ImageSettings(image_size=28, channels="grayscale", unreadable_share=0.1)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Fifty real digits in files: five or so per class."""
+    images, labels = open_split(prepare("digits"), "train")
+    write_folder(tmp_path / "digits", [f"class {digit}" for digit in range(10)], images[:50], labels[:50])
+    return tmp_path / "digits"
+
+
+def index(folder, images=SIZE, said=None):
+    return index_folder(folder, folder.name, images, (said if said is not None else []).append)
+
+
+def described(directory) -> FolderDescription:
+    description = verify(directory)
+    assert isinstance(description, FolderDescription)
+    return description
+
+
+def opened(folder, at, split):
+    write_access(at, Access(str(folder)))
+    return open_images(at, split)
+
+
+def test_every_image_is_found_again_by_its_index(folder):
+    directory = index(folder)
+    description = described(directory)
+    assert description.name == "digits"
+    assert description.image_shape == (1, 28, 28)
+    assert description.classes == tuple(f"class {digit}" for digit in range(10))
+    assert (description.train_samples + description.test_samples, description.unreadable) == (50, 0)
+    originals, labels = open_split(prepare("digits"), "train")
+    expected = sorted((int(label), image.tobytes()) for label, image in zip(labels[:50], originals[:50], strict=True))
+    found = []
+    for split in ("train", "test"):
+        images, own_labels = opened(folder, directory, split)
+        assert set(own_labels[:10]) == set(range(10)), "the classes come by turns"
+        found += [(int(label), images[index].tobytes()) for index, label in enumerate(own_labels)]
+    assert sorted(found) == expected
+
+
+def test_the_digest_follows_the_content_not_the_place(folder, tmp_path):
+    digest = verify(index(folder)).digest
+    (tmp_path / "elsewhere").mkdir()
+    folder = folder.rename(tmp_path / "elsewhere" / "digits")
+    assert verify(index(folder)).digest == digest
+    before, first = stamp(folder), next(folder.rglob("*.png"))
+    Image.new("L", (28, 28), 7).save(first)
+    assert stamp(folder) != before
+    assert verify(index(folder)).digest != digest
+
+
+def test_train_and_test_folders_are_the_splits_where_both_are_there(folder, tmp_path):
+    both = tmp_path / "both"
+    both.mkdir()
+    folder.rename(both / "train")
+    for name in ("class 3", "class 4"):
+        (both / "test" / name).mkdir(parents=True)
+        Image.new("RGB", (60, 40), "white").save(both / "test" / name / "photo.JPEG", "jpeg")
+    description = described(index(both))
+    assert (description.train_samples, description.test_samples) == (50, 2)
+    images, labels = opened(both, index(both), "test")
+    assert labels.tolist() == [3, 4]
+    assert (images[0] > 250).all()
+    (both / "test" / "class 3").rename(both / "test" / "a stranger")
+    with pytest.raises(InputError, match="classes that train/ has not: a stranger"):
+        index(both)
+
+
+def test_an_image_is_resized_and_cut_around_its_centre(tmp_path):
+    stripes = np.zeros((40, 120, 3), np.uint8)
+    stripes[:, 40:80] = (10, 200, 30)  # the middle third
+    Image.fromarray(stripes).save(tmp_path / "stripes.png")
+    image = decode(str(tmp_path / "stripes.png"), (3, 20, 20))
+    assert image.shape == (3, 20, 20)
+    assert (image[:, :, 2:-2] == np.array([10, 200, 30])[:, None, None]).all()
+    assert decode(str(tmp_path / "stripes.png"), (1, 20, 20)).shape == (1, 20, 20)
+
+
+def test_unreadable_files_are_named_and_counted_up_to_the_share(folder):
+    good = sorted((folder / "class 1").iterdir())
+    (folder / "class 1" / "empty.png").touch()
+    (folder / "class 2" / "text.jpg").write_text("not an image at all")
+    (folder / "class 3" / "cut.png").write_bytes(good[0].read_bytes()[:-60])
+    (folder / "class 3" / "notes.txt").write_text("of no concern")
+    os.symlink(folder / "nowhere", folder / "class 4" / "link.png")
+    said: list = []
+    description = described(index(folder, said=said))
+    assert (description.train_samples + description.test_samples, description.unreadable) == (50, 4)
+    (line,) = said
+    assert "4 of 54 image files" in line
+    assert "(7.41%)" in line
+    shown = description.remarks["Files that cannot be read"]
+    for name in (
+        "class 1/empty.png (not an image)",
+        "class 2/text.jpg",
+        "class 3/cut.png",
+        "class 4/link.png (No such",
+    ):
+        assert name in line
+        assert name in shown
+    with pytest.raises(InputError, match=r"4 of 54 .* \(7.41%\), more than .*unreadable_share \(5.00%\).*empty\.png"):
+        index(folder, ImageSettings(unreadable_share=0.05))
+
+
+def test_a_file_that_is_broken_later_is_named(folder):
+    directory = index(folder)
+    images, _ = opened(folder, directory, "train")
+    path = folder / os.fsdecode(images.names[7])
+    path.write_bytes(b"")
+    with pytest.raises(DataError, match=r"\.png can no longer be read \(not an image\): put it back"):
+        images[7]
+
+
+def test_small_classes_are_left_out_and_odd_names_are_not(folder):
+    for file in sorted((folder / "class 0").iterdir())[1:]:
+        file.unlink()
+    os.rename(folder / "class 9", os.path.join(os.fsencode(folder), b"caf\xe9"))
+    description = described(index(folder))
+    assert description.left_out == 1
+    assert description.classes == ("caf\N{REPLACEMENT CHARACTER}", *(f"class {digit}" for digit in range(1, 9)))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda folder: folder.rename(folder.with_name("gone")), "does not exist: give a folder"),
+        (lambda folder: folder.rename(folder.with_name("gone")) and folder.touch(), "is a file: give a folder"),
+        (lambda folder: [p.unlink() for p in folder.rglob("*.png")], "has no image files .*sub-folder"),
+        (lambda folder: [p.rename(folder / p.name) for p in folder.rglob("*.png")], "has no image files .*sub-folder"),
+        (lambda folder: [p.unlink() for p in folder.rglob("*.png") if p.parent.name > "class 0"], "one class only"),
+    ],
+)
+def test_what_cannot_be_trained_on_is_refused(folder, spoil, words):
+    spoil(folder)
+    with pytest.raises(InputError, match=words):
+        stamp(folder)
+
+
+def test_limits_that_leave_nothing_are_refused(folder):
+    with pytest.raises(InputError, match=r"least_images is 500, and 0 classes .* lower it"):
+        index(folder, ImageSettings(least_images=500))
+    with pytest.raises(InputError, match=r"unreadable_share must be at least 0 and below 1, got 1\.5"):
+        ImageSettings(unreadable_share=1.5)

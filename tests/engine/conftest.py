@@ -1,0 +1,90 @@
+"""Small real trainings: scikit-learn's digits, real processes, real gloo."""
+
+import time
+from pathlib import Path
+from typing import Any, Callable, Dict, List, NamedTuple
+
+import pytest
+
+from flyte_ddp.data import prepared
+from flyte_ddp.data.datasets import prepare
+from flyte_ddp.engine.job import Identity, Job, TrainingResult
+from flyte_ddp.events import Event
+from flyte_ddp.launch import launcher
+from flyte_ddp.launch.environment import choose_world
+from flyte_ddp.recipes.hyperparameters import Hyperparameters
+
+WORKER = "flyte_ddp.engine.worker:run"
+RECIPE = "flyte_ddp.recipes.images:ImageClassifier"
+
+
+class Trained(NamedTuple):
+    result: TrainingResult
+    weights: Dict[str, Any]
+    events: List[Event]
+
+
+@pytest.fixture(scope="session")
+def small_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """1,270 real digits to train on: with batches of 64, nineteen whole ones and one of 54; 200 to test on."""
+    digits = prepare("digits")
+    train_images, train_labels = prepared.open_split(digits, "train")
+    test_images, test_labels = prepared.open_split(digits, "test")
+    folder = tmp_path_factory.mktemp("data") / "small"
+    prepared.write_prepared(
+        folder, "small", [str(digit) for digit in range(10)],
+        train_images[:1270], train_labels[:1270], test_images[:200], test_labels[:200],
+    )  # fmt: skip
+    return folder
+
+
+@pytest.fixture
+def train(small_data: Path, tmp_path: Path) -> Callable[..., Trained]:
+    """train(nproc, on_event=..., name=..., data=..., **hyperparameters): one training by real ranks.
+
+    Trainings of the same name share a checkpoint.
+    """
+
+    def run(
+        nproc: int = 2,
+        on_event: Callable[[Event], None] = lambda event: None,
+        checkpoint_seconds: float = 1e9,
+        timeout_seconds: float = 120,
+        name: str = "training",
+        target: str = WORKER,
+        data: Path = small_data,
+        loader_workers: int = 0,
+        **hyperparameters: Any,
+    ) -> Any:
+        import torch
+
+        folder = tmp_path / name
+        folder.mkdir(exist_ok=True)
+        hp = Hyperparameters(**{"batch_size": 64, "epochs": 1, "precision": "float32", **hyperparameters})
+        job = Job(
+            identity=Identity(RECIPE, hp, prepared.read_description(data).digest, "code"),
+            dataset="small",
+            data=str(data),
+            model_path=str(folder / "model.pt"),
+            predictions_path=str(folder / "predictions.npy"),
+            pictures_path=str(folder / "pictures.npz"),
+            checkpoint_path=str(folder / "checkpoint"),
+            checkpoint_seconds=checkpoint_seconds,
+            timeout_seconds=timeout_seconds,
+            launched=time.time(),
+            loader_workers=loader_workers,
+            pin_memory=True,
+        )
+        events: List[Event] = []
+
+        def listen(event: Event) -> None:
+            events.append(event)
+            on_event(event)
+
+        world = choose_world("gloo", nproc, hp.batch_size)
+        results = launcher.launch(target, world, job, timeout_seconds, listen)
+        if target != WORKER:
+            return results
+        return Trained(results[0], torch.load(folder / "model.pt", weights_only=True), events)
+
+    return run

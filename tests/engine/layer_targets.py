@@ -1,0 +1,143 @@
+"""What test_layers.py has ranks do: each function is a worker's."""
+
+from typing import Any, Callable, Dict, List, NamedTuple, Tuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from flyte_ddp.engine.batches import share
+from flyte_ddp.engine.layers import convert
+from flyte_ddp.launch.environment import Environment
+from flyte_ddp.launch.link import Link
+from flyte_ddp.launch.process_group import process_group
+from flyte_ddp.share import Share
+
+
+class RowsOfASample(nn.Module):
+    """Dropout of features (n * 3, 4): three rows of each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, features: Tensor) -> Tensor:
+        return self.dropout(features.flatten(0, 1)).unflatten(0, (-1, 3)) if len(features) else features
+
+
+class SelfAttention(nn.Module):
+    def __init__(self, need_weights: bool, batch_first: bool = True):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, dropout=0.5, batch_first=batch_first)
+        self.need_weights, self.batch_first = need_weights, batch_first
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        tokens = tokens if self.batch_first else tokens.transpose(0, 1)
+        attended: Tensor = self.attention(tokens, tokens, tokens, need_weights=self.need_weights)[0]
+        return attended if self.batch_first else attended.transpose(0, 1)
+
+
+class Causal(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.3, batch_first=True)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1])
+        features: Tensor = self.layer(tokens, src_mask=mask, is_causal=True)
+        return features
+
+
+# A network of torch's own layers, and the shape of a sample
+CASES: Dict[str, Tuple[Callable[[], nn.Module], Tuple[int, ...]]] = {
+    "dropout": (lambda: nn.Dropout(0.4), (3, 4)),
+    "dropout of rows": (RowsOfASample, (3, 4)),
+    "dropout in place": (lambda: nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.4, inplace=True)), (4,)),
+    "dropout 1d": (lambda: nn.Dropout1d(0.4), (6, 4)),
+    "dropout 2d": (lambda: nn.Dropout2d(0.4), (6, 4, 2)),
+    "dropout 3d": (lambda: nn.Dropout3d(0.4), (6, 2, 4, 2)),
+    "batch norm of features": (lambda: nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5)), (4,)),
+    "batch norm 1d": (lambda: nn.BatchNorm1d(5), (5, 4)),
+    "batch norm 2d": (lambda: nn.Sequential(nn.Conv2d(2, 5, 3), nn.BatchNorm2d(5), nn.ReLU()), (2, 5, 4)),
+    "batch norm 3d": (lambda: nn.BatchNorm3d(5), (5, 2, 3, 2)),
+    "attention": (lambda: SelfAttention(need_weights=False), (5, 8)),
+    "attention with weights": (lambda: SelfAttention(need_weights=True), (5, 8)),
+    "attention, samples second": (lambda: SelfAttention(need_weights=False, batch_first=False), (5, 8)),
+    "transformer": (Causal, (5, 8)),
+}
+
+
+class Computed(NamedTuple):
+    """Arrays of this rank's samples, those of its weights' gradients by name, and all that is in its state_dict."""
+
+    outputs: np.ndarray
+    input_gradients: np.ndarray
+    weight_gradients: Dict[str, np.ndarray]
+    state: Dict[str, np.ndarray]
+
+
+def compute(environment: Environment, link: Link, size: int) -> Dict[str, Computed]:
+    """A training step with each case, on this rank's share of a global batch of so many samples."""
+    first, last = share(0, size, environment.rank, environment.world.size)
+    found = {}
+    with process_group(environment, 60):
+        for name, (build, shape) in CASES.items():
+            torch.manual_seed(0)
+            model = convert(build(), Share(first, last - first, size)).train()
+            inputs, slopes = torch.randn(2, size, *shape)[:, first:last]
+            inputs.requires_grad_()
+            torch.manual_seed(1)
+            outputs = model(inputs)
+            (outputs.flatten(1).cumsum(1) * slopes.flatten(1)[:, :1]).sum().backward()
+            assert inputs.grad is not None
+            found[name] = Computed(
+                outputs.detach().numpy(),
+                inputs.grad.numpy(),
+                {key: np.asarray(weight.grad) for key, weight in model.named_parameters()},
+                {key: value.numpy() for key, value in model.state_dict().items()},
+            )
+    return found
+
+
+KINDS: List[Dict[str, Any]] = [
+    {},
+    {"affine": False},
+    {"momentum": None},
+    {"track_running_stats": False},
+    {"eps": 0.1, "momentum": 0.5},
+]
+
+
+def compare_with_torch(environment: Environment, link: Link, argument: Any) -> List[Tuple[Any, Any]]:
+    """Ours and torch's: outputs, gradients and state of two training steps and an evaluation, by kind of batch norm."""
+    with process_group(environment, 60):
+        return [(batch_norm(kind, ours=True), batch_norm(kind, ours=False)) for kind in KINDS]
+
+
+def batch_norm(kind: Dict[str, Any], ours: bool) -> List[np.ndarray]:
+    torch.manual_seed(0)
+    layer: nn.Module = nn.BatchNorm2d(3, **kind)
+    with torch.no_grad():
+        for weight in layer.parameters():
+            weight.uniform_(0.5, 2)
+    layer = convert(layer, Share(0, 8, 8)) if ours else layer
+    found = []
+    for number in range(3):
+        layer.train(number < 2)
+        # far from 0, as years and prices are
+        inputs = (torch.randn(8, 3, 4, 4) + torch.tensor([0.0, 100.0, 3000.0]).view(1, 3, 1, 1)).requires_grad_()
+        outputs = layer(inputs)
+        (outputs * torch.randn(8, 3, 4, 4)).sum().backward()
+        found += [outputs, inputs.grad, *(weight.grad for weight in layer.parameters()), *layer.buffers()]
+    return [value.detach().clone().numpy() for value in found if value is not None]
+
+
+def normalise_one_sample(environment: Environment, link: Link, argument: Any) -> List[float]:
+    """Running variance after batches of eight samples, and of a single one in the end."""
+    layer = convert(nn.BatchNorm1d(2), share := Share(0, 8, 8))
+    with process_group(environment, 60):
+        layer(torch.randn(8, 2))
+        share.count = share.size = 1
+        layer(torch.randn(1, 2))
+    found: List[float] = dict(layer.named_buffers())["running_var"].tolist()
+    return found

@@ -1,0 +1,86 @@
+"""Where samples may come from: tensors, memory maps and Datasets; and what cannot be samples."""
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from flyte_ddp.engine.batches import Resident
+from flyte_ddp.engine.loading import Streamed
+from flyte_ddp.errors import DataError, InputError
+
+CPU = torch.device("cpu")
+PARTS = [slice(0, 3), slice(3, 3), slice(3, 5)]  # a rank has no sample of the second batch
+
+
+class Squares(Dataset):
+    """Seven samples, as a dict of a tensor, an array and a number."""
+
+    def __len__(self):
+        return 7
+
+    def __getitem__(self, index):
+        if index >= len(self):
+            raise IndexError
+        return {"row": torch.full((2,), index**2), "array": np.float32(index), "number": (index,)}
+
+
+class Broken(Squares):
+    def __getitem__(self, index):
+        return [1, 2, 3][index]
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ((torch.zeros(3, 2), np.zeros(4)), r"as many in all tensors, got \(3, 2\), \(4,\)"),
+        (torch.zeros(0, 2), r"first dimension has to be the samples.* got \(0, 2\)"),
+        (torch.tensor(1.0), r"first dimension has to be the samples.* got \(\)"),
+        ((), "got no tensors"),
+        (["a", "b"], "tensors, arrays or a torch Dataset, got str"),
+        (torch.tensor([0.0, 1.0, torch.nan]), "sample 2 has a NaN or infinite value"),
+        ({"x": torch.zeros(4), "y": torch.eye(4) / torch.tensor([1, 1, 0, 1])}, "sample 0 has a NaN"),
+        (torch.zeros(4, 2, 2).index_fill(0, torch.tensor([3]), torch.inf), "sample 3 has a NaN or infinite value"),
+    ],
+)
+def test_what_cannot_be_samples_is_refused(data, words):
+    with pytest.raises(InputError, match=words):
+        Resident(data, CPU)
+
+
+def test_tensors_keep_their_structure():
+    split = Resident({"x": torch.arange(10).view(5, 2), "y": [np.arange(5.0)]}, CPU)
+    assert len(split) == 5
+    batches = list(split.fetch(torch.tensor([4, 0, 2, 1, 3]), PARTS))
+    assert [batch["x"].tolist() for batch in batches] == [[[8, 9], [0, 1], [4, 5]], [], [[2, 3], [6, 7]]]
+    assert [batch["y"][0].tolist() for batch in batches] == [[4, 0, 2], [], [1, 3]]
+
+
+def test_memory_maps_stay_on_disk(tmp_path):
+    rows = 10**8  # 800 GB, were it read
+    data = np.memmap(tmp_path / "rows", np.float64, "w+", shape=(rows, 1000))
+    data[7] = data[rows - 1] = 1.5
+    split = Resident((data, np.memmap(tmp_path / "labels", np.int64, "w+", shape=(rows,))), CPU)
+    assert len(split) == rows
+    ((found, labels),) = split.fetch(torch.tensor([7, 8, rows - 1]), [slice(0, 3)])
+    assert found.mean(1).tolist() == [1.5, 0, 1.5]
+    assert labels.tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_dataset_is_read_sample_by_sample(workers):
+    split = Streamed(Squares(), CPU, workers)
+    order = torch.tensor([6, 0, 2, 1, 3])
+    batches = list(split.fetch(order, PARTS))
+    assert [batch["row"].tolist() for batch in batches] == [[[36, 36], [0, 0], [4, 4]], [], [[1, 1], [9, 9]]]
+    assert [batch["array"].tolist() for batch in batches] == [[6, 0, 2], [], [1, 3]]
+    assert [batch["number"][0].tolist() for batch in batches] == [[6, 0, 2], [], [1, 3]]
+    assert batches[1]["row"].shape == (0, 2)
+    assert batches[1]["row"].dtype == batches[0]["row"].dtype == torch.int64
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_dataset_that_raises_is_named_by_file_and_line(workers):
+    line = Broken.__getitem__.__code__.co_firstlineno + 1
+    with pytest.raises(DataError, match=rf'test_batches\.py", line {line}, in __getitem__(?s:.)*IndexError'):
+        list(Streamed(Broken(), CPU, workers).fetch(torch.tensor([0, 1, 2, 3, 4]), PARTS))

@@ -1,0 +1,78 @@
+"""The hardware workflow, by the real pyflyte and with a stand-in for the one program that this machine may not have."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from flyte_ddp.launch.environment import available_cores, choose_world
+from flyte_ddp.recipes.hyperparameters import Hyperparameters
+from flyte_ddp.settings import RunOptions
+from tests.pod import Pod, literal, package
+
+ROOT = Path(__file__).parents[2]
+MNIST = "mnist.pytorch_mnist_task"
+EIGHT_GPUS = """#!/bin/sh
+case "$*" in
+  *query-gpu*) for i in 0 1 2 3 4 5 6 7; do echo "$i, NVIDIA H100 80GB HBM3, 81559, 4, Disabled, 550.54.15"; done ;;
+  "topo -m") echo "no such option"; exit 2 ;;
+  *) echo "| NVIDIA-SMI 550.54.15      Driver Version: 550.54.15      CUDA Version: 12.4     |" ;;
+esac
+"""
+
+
+def run(*arguments: str, folder: Path, **environment: str) -> "subprocess.CompletedProcess[str]":
+    command = ["pyflyte", "run", str(ROOT / "workflows/hardware.py"), "hardware_wf", *arguments]
+    mine = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "CUDA_VISIBLE_DEVICES")}
+    return subprocess.run(command, cwd=folder, env={**mine, **environment}, capture_output=True, text=True, timeout=300)
+
+
+def test_it_says_what_is_here_and_what_a_training_would_do(tmp_path):
+    done = run("--options", '{"nproc": 1}', folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    world = choose_world("auto", 1, 128)
+    assert f"1 with {world.backend}, on {world.device}\n" in done.stderr
+    assert f"{available_cores()} for each rank\n" in done.stderr
+    assert "\nWarnings\n  - " in done.stderr
+    assert f"world_size=1, backend='{world.backend}'" in done.stdout
+    (report,) = re.findall(r"report=(\S+?)\)", done.stdout)
+    assert "<h2>Between GPUs</h2>" in Path(report).read_text()
+
+
+def test_gpus_that_torch_cannot_use_are_named_and_an_impossible_training_is_told_apart_from_a_wrong_input(tmp_path):
+    (tmp_path / "nvidia-smi").write_text(EIGHT_GPUS)
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    with_eight = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": ""}
+    done = run("--hp", '{"backend": "nccl"}', folder=tmp_path, **with_eight)
+    assert done.returncode == 0, done.stderr
+    for words in (
+        "8 x NVIDIA H100 80GB HBM3, 81559 MiB",
+        "550.54.15, runs CUDA up to 12.4",
+        "not known: no such option",
+        'torch uses 0 of 8 GPUs, and CUDA_VISIBLE_DEVICES is ""',
+        'a training with these inputs is refused: backend "nccl" needs a GPU',
+    ):
+        assert words in done.stderr
+
+    wrong = run("--options", '{"nprocs": 2}', folder=tmp_path)
+    assert wrong.returncode == 2
+    assert "did you mean nproc?" in " ".join(re.sub("[│╭╮╰╯─]", " ", wrong.stderr).split())
+    assert "Traceback" not in wrong.stderr
+
+
+def test_the_parent_never_imports_torch():
+    program = "import sys; from workflows.hardware import hardware_wf; hardware_wf(); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.stdout == "False\n", done.stderr
+
+
+def test_a_pod_gets_what_a_training_gets_and_shows_the_page_as_deck(tmp_path):
+    task, training = (package().tasks[f"workflows.{name}"] for name in ("hardware.inspect_hardware", MNIST))
+    assert task.container.resources == training.container.resources
+    assert task.extended_resources == training.extended_resources
+    pod = Pod(task, {"hp": literal(Hyperparameters()), "options": literal(RunOptions(nproc=1))}, tmp_path / "pod")
+    outputs = pod.run()
+    assert outputs["text"].scalar.primitive.string_value in pod.log
+    assert outputs["report"].scalar.blob.uri.startswith(str(tmp_path / "pod" / "raw"))
+    assert "<h2>Between GPUs</h2>" in (tmp_path / "pod" / "deck.html").read_text()

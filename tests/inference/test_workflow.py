@@ -1,0 +1,201 @@
+"""Batch prediction and its timing study: the real pyflyte, and the commands of the pods, on real digits."""
+
+import csv
+import os
+import re
+import signal
+import subprocess
+from pathlib import Path
+from typing import NamedTuple, Optional
+
+import numpy as np
+import pytest
+from flyteidl.core.literals_pb2 import Literal, LiteralCollection
+from flytekit.types.directory import FlyteDirectory
+from flytekit.types.file import PythonPickledFile
+from PIL import Image
+
+from flyte_ddp.data import prepared
+from flyte_ddp.data.datasets import prepare
+from flyte_ddp.errors import InputError
+from flyte_ddp.inference.shards import InferenceOptions
+from flyte_ddp.timing.measurement import TimingOptions
+from scripts.dry_run import decode
+from tests.pod import Pod, literal, package_for_here
+
+ROOT = Path(__file__).parents[2]
+INFERENCE = str(ROOT / "workflows" / "inference.py")
+HP = '{"dataset": "digits", "epochs": 1}'
+
+
+def pyflyte(*arguments, **options):
+    return subprocess.run(["pyflyte", "run", *arguments], capture_output=True, text=True, timeout=300, **options)
+
+
+class Trained(NamedTuple):
+    model: Path
+    accuracy: float
+
+
+@pytest.fixture(scope="module")
+def trained():
+    done = pyflyte(str(ROOT / "workflows" / "mnist.py"), "pytorch_training_wf", "--hp", HP)
+    model, accuracy = (re.findall(rf"{name}=([^,)]+)", done.stdout) for name in ("model_state", r"\baccuracy"))
+    return Trained(Path(model[0]), float(accuracy[0]))
+
+
+def rows_of(path):
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+# --- a local run ---
+
+
+def test_killed_run_keeps_its_finished_shards_and_ends_as_the_evaluation_did(trained, tmp_path):
+    options = '{"dataset": "digits", "shards": 8}'
+    command = [INFERENCE, "inference_wf", "--model_state", str(trained.model), "--options", options]
+    running = subprocess.Popen(
+        ["pyflyte", "run", *command], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
+        start_new_session=True, cwd=tmp_path,
+    )  # fmt: skip
+    assert running.stderr is not None
+    assert any(line.startswith("Shard 1 of 8: 37 images") for line in running.stderr)
+    os.killpg(running.pid, signal.SIGKILL)
+    running.communicate()
+
+    again = pyflyte(*command, cwd=tmp_path)
+    assert "Shard 1 of 8: as it was predicted before" in again.stderr
+    assert "Shard 8 of 8: 37 images in" in again.stderr, "it was killed before that"
+    assert len(re.findall("^Shard ", again.stderr, re.MULTILINE)) == 8
+    assert f"labelled=296, accuracy={trained.accuracy}" in again.stdout
+
+    (predictions,) = re.findall(r"predictions=([^,]+),", again.stdout)
+    rows, of_training = rows_of(predictions), np.load(trained.model.parent / "logs" / "predictions.npy")
+    assert [int(row["image"]) for row in rows] == list(range(296))
+    assert [int(row["prediction"]) for row in rows] == of_training.argmax(1).tolist()
+    assert [float(row["score"]) for row in rows] == pytest.approx(np.exp(of_training.max(1)), abs=1e-4)
+
+    part = max((Path(os.environ["DDP_RUNS_DIR"]) / "shards").iterdir())
+    part.unlink()
+    lost_one = pyflyte(*command, cwd=tmp_path)
+    assert len(re.findall("as it was predicted before", lost_one.stderr)) == 7
+    assert len(re.findall("images in", lost_one.stderr)) == 1
+    assert part.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--model_state", "nowhere.pt"], "valid file path, nowhere.pt"),
+        (["--folder", "."], "holds no files to predict"),
+        (["--model_state", INFERENCE, "--options", '{"dataset": "digits"}'], "is no file of weights"),
+    ],
+)
+def test_bad_input_is_one_error(tmp_path, arguments, words):
+    done = pyflyte(INFERENCE, "inference_wf", *arguments, cwd=tmp_path)
+    said = " ".join(re.sub("[│╭╮╰╯─]", " ", done.stderr).split())
+    assert done.returncode == 2, said
+    assert words in said
+    assert "Traceback" not in said
+
+
+# --- pods ---
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory):
+    """Six real digits as image files of several kinds, and two files that are none."""
+    folder = tmp_path_factory.mktemp("photos")
+    images, labels = prepared.open_split(prepare("digits"), "test")
+    for number in range(6):
+        (folder / str(labels[number])).mkdir(exist_ok=True)
+        image = Image.fromarray(images[number, 0]).convert("RGB" if number % 2 else "L").resize((112, 112))
+        image.save(folder / str(labels[number]) / f"{number}.{'png' if number < 4 else 'jpg'}")
+    (folder / "notes.txt").write_text("no image")
+    (folder / "cut.png").write_bytes((folder / str(labels[0]) / "0.png").read_bytes()[:60])
+    (folder / ".hidden.png").touch()
+    return folder
+
+
+def registered():
+    return package_for_here(DDP_CONCURRENCY="3")
+
+
+def map_task():
+    (task,) = (task for name, task in registered().tasks.items() if name.startswith("flyte_ddp.inference.task.map_"))
+    return task
+
+
+def map_pod(inputs, shards, number, folder):
+    which = {"BATCH_JOB_ARRAY_INDEX_VAR_NAME": "SHARD", "SHARD": str(number)}
+    return Pod(map_task(), {"shard": shards, **inputs}, folder, environment=which)
+
+
+def test_failed_shard_is_retried_alone(trained, photos, tmp_path):
+    tasks = registered().tasks
+    data = literal(FlyteDirectory(str(prepare("digits")), remote_directory=False))
+    model = literal(PythonPickledFile(str(trained.model), remote_path=False))
+    fixed = {
+        "data": data,
+        "folder": literal(FlyteDirectory(str(photos), remote_directory=False), Optional[FlyteDirectory]),
+        "options": literal(InferenceOptions(dataset="digits", shards=2)),
+    }
+    inputs = {"model_state": model, **fixed}
+    shards = Pod(tasks["flyte_ddp.inference.task.plan_shards"], inputs, tmp_path / "plan").run()["o0"]
+    assert [decode(shard)["last"] for shard in shards.collection.literals] == [4, 8]
+
+    lost = map_pod(inputs, shards, 1, tmp_path / "lost")
+    lost.kill_when(lambda: True)
+    first = map_pod(inputs, shards, 0, tmp_path / "first").run()["o0"]
+    assert not lost.outputs_file.exists()
+    second = map_pod(inputs, shards, 1, tmp_path / "retried").run()["o0"]
+
+    parts = Literal(collection=LiteralCollection(literals=[first, second]))
+    pod = Pod(tasks["flyte_ddp.inference.gather.gather_shards"], {"parts": parts, **fixed}, tmp_path / "gather")
+    outputs = pod.run()
+    rows = rows_of(outputs["predictions"].scalar.blob.uri)
+    readable = [row for row in rows if not row["error"]]
+    assert [row["image"] for row in rows if row["error"]] == ["cut.png", "notes.txt"]
+    assert len(readable) == 6
+    assert all(row["label"] == row["image"].partition("/")[0] == row["prediction"] for row in readable)
+    assert decode(outputs["summary"])["accuracy"] == 1.0
+    page = Path(outputs["report"].scalar.blob.uri).read_text()
+    assert page.count('src="data:image/png') == 6
+    assert "not an image" in page
+    assert (pod.folder / "deck.html").exists()
+
+
+def test_map_task_is_registered_with_its_retries_and_so_many_at_a_time():
+    metadata = map_task().metadata
+    assert metadata.retries.retries == 3
+    assert metadata.discoverable
+    assert list(metadata.cache_ignore_input_vars) == ["model_state", "data", "folder", "options"]
+    nodes = registered().workflows["workflows.inference.inference_wf"].template.nodes
+    (mapped,) = (node.array_node for node in nodes if node.HasField("array_node"))
+    assert mapped.parallelism == 3
+    assert mapped.min_success_ratio == 1
+
+
+# --- the timing study ---
+
+
+def test_timing_study_measures_every_method_and_says_what_it_sees(tmp_path):
+    options = '{"dataset": "digits", "repeats": 2, "seconds": 0.01, "batch_sizes": "4,1"}'
+    done = pyflyte(INFERENCE, "inference_timing_wf", "--options", options, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    measurements, report = (re.findall(rf"{name}=([^,)]+)", done.stdout)[0] for name in ("measurements", "report"))
+    rows = rows_of(measurements)
+    methods = ("one device", "nn.DataParallel", "one process per device")
+    measured = sorted((row["method"], row["batch_size"]) for row in rows)
+    assert measured == sorted((method, size) for method in methods for size in ("1", "4") for _ in range(2))
+    assert all(float(row["images_per_second"]) > 0 for row in rows)
+    page = Path(report).read_text()
+    assert "median [range] of n = 2" in page
+    assert all(method in page for method in methods)
+
+
+@pytest.mark.parametrize("batch_sizes", ["", "8,0", "8;16", "1.5", "1000000"])
+def test_timing_study_refuses_what_is_no_batch_size(batch_sizes):
+    with pytest.raises(InputError, match="batch_sizes must be whole numbers from 1"):
+        TimingOptions(batch_sizes=batch_sizes)

@@ -1,0 +1,100 @@
+"""What tests have ranks do: each function is a worker's."""
+
+import itertools
+import os
+import resource
+import signal
+import sys
+import threading
+from typing import Any, List
+from unittest.mock import patch
+
+from torch import Tensor, distributed, nn
+
+from flyte_ddp.engine import worker
+from flyte_ddp.engine.job import Job
+from flyte_ddp.events import CheckpointFailed
+from flyte_ddp.launch.environment import Environment
+from flyte_ddp.launch.link import Link
+from flyte_ddp.launch.process_group import process_group
+from flyte_ddp.recipes.images import ImageClassifier
+
+
+def report_rank(environment: Environment, link: Link, argument: Any) -> Any:
+    return environment.rank, environment.world.size, environment.threads, argument
+
+
+def list_modules(environment: Environment, link: Link, job: Job) -> List[str]:
+    worker.run(environment, link, job)
+    return list(sys.modules)
+
+
+def count_page_faults(environment: Environment, link: Link, job: Job) -> List[int]:
+    """Trains; for each sign of life but the first, the page faults since the one before."""
+    counts: List[int] = []
+
+    class CountingLink:
+        stop_requested = False
+        emit = link.emit
+
+        def alive(self) -> None:
+            counts.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+
+    worker.run(environment, CountingLink(), job)
+    return [after - before for before, after in itertools.pairwise(counts)]
+
+
+def fail_on_rank_one(environment: Environment, link: Link, argument: Any) -> None:
+    with process_group(environment, 60):
+        if environment.rank == 1:
+            raise LookupError("no such word: " + argument)
+        distributed.barrier()
+
+
+def die_on_rank_one(environment: Environment, link: Link, argument: Any) -> None:
+    with process_group(environment, 60):
+        if environment.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        distributed.barrier()
+
+
+def hang_on_rank_one(environment: Environment, link: Link, argument: Any) -> None:
+    with process_group(environment, 60):
+        if environment.rank == 1:
+            wait_for_ever()
+        distributed.barrier()
+
+
+def wait_for_ever() -> None:
+    threading.Event().wait()
+
+
+def say_pids_and_wait(environment: Environment, link: Link, argument: Any) -> None:
+    """Every rank writes its process id to a file; rank 0 emits an event when all have; then they wait."""
+    with process_group(environment, 60):
+        with open(os.path.join(argument, str(environment.rank)), "w") as file:
+            file.write(str(os.getpid()))
+        distributed.barrier()
+        link.emit(CheckpointFailed("all are waiting"))
+        wait_for_ever()
+
+
+def break_gradient_of_rank_one(environment: Environment, link: Link, job: Job) -> None:
+    """Trains a network whose gradient, not its loss, becomes NaN in the eighth step on rank 1."""
+
+    build = ImageClassifier.model
+
+    def build_broken(recipe: ImageClassifier) -> nn.Module:
+        model = build(recipe)
+        forwards = itertools.count(1)
+
+        def add_broken(module: nn.Module, inputs: Any, scores: Tensor) -> Tensor:
+            # the derivative of a square root at 0 is infinite, and times 0 it is NaN
+            is_broken = environment.rank == 1 and next(forwards) >= 11  # the look before the training has three
+            return scores + (0 * scores).sqrt() if is_broken else scores
+
+        model.register_forward_hook(add_broken)
+        return model
+
+    with patch.object(ImageClassifier, "model", build_broken):
+        worker.run(environment, link, job)

@@ -1,0 +1,125 @@
+"""One process per rank: started, listened to, and ended, whatever happens."""
+
+import os
+import platform
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from benchmarks.faults import has_ended
+from flyte_ddp.launch import launcher
+from flyte_ddp.launch.environment import World, available_cores
+from flyte_ddp.launch.failures import RankFailed, RecoverableRankFailed
+
+TARGETS = "tests.launch.targets"
+
+
+def launch(function, size=2, argument=None, timeout_seconds=60.0, on_event=lambda event: None):
+    world = World(size=size, local_size=size, backend="gloo", device="cpu")
+    return launcher.launch(f"{TARGETS}:{function}", world, argument, timeout_seconds, on_event)
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays():
+    before = set(Path(tempfile.gettempdir()).glob("ddp-*"))
+    yield
+    assert set(Path(tempfile.gettempdir()).glob("ddp-*")) == before
+
+
+def test_values_come_back_by_rank_and_the_cores_are_shared_out():
+    threads = max(1, available_cores() // 3)
+    assert launch("report_rank", 3, "x") == [(rank, 3, threads, "x") for rank in range(3)]
+
+
+def test_workers_import_no_flyte_no_trackers_no_plots_and_no_compiler(train):
+    for modules in train(target=f"{TARGETS}:list_modules"):
+        assert "torch" in modules
+        roots = {name.split(".")[0] for name in modules}
+        assert not roots & {"flytekit", "wandb", "torchvision", "matplotlib", "sklearn", "rich", "sympy", "tensorboard"}
+        assert "torch._dynamo.utils" not in modules
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="it is glibc that gives memory back")
+def test_a_step_does_not_fetch_its_memory_from_the_kernel(train):
+    for faults in train(target=f"{TARGETS}:count_page_faults", batch_size=256, epochs=3):
+        assert statistics.median(faults) < 300, "without worker.keep_freed_memory over a thousand"
+
+
+def test_the_failure_of_a_rank_is_reported_with_its_type_message_and_traceback():
+    with pytest.raises(RankFailed) as failed:
+        launch("fail_on_rank_one", 3, "xyzzy")
+    first_line = str(failed.value).splitlines()[0]
+    assert first_line.startswith("rank 1 on ")
+    assert first_line.endswith(": LookupError: 'no such word: xyzzy'") or first_line.endswith("no such word: xyzzy")
+    assert 'raise LookupError("no such word: " + argument)' in str(failed.value)
+    assert not isinstance(failed.value, RecoverableRankFailed)
+
+
+def test_a_killed_rank_is_named_with_its_signal_and_worth_a_retry():
+    with pytest.raises(RecoverableRankFailed, match=r"rank 1 on \S+: SIGKILL: probably out of memory; peak memory \d+"):
+        launch("die_on_rank_one", 3)
+
+
+def test_a_hang_shows_the_stacks_of_all_ranks():
+    with pytest.raises(RecoverableRankFailed) as failed:
+        launch("hang_on_rank_one", timeout_seconds=2)
+    report = str(failed.value)
+    assert "no step within timeout_seconds (2)" in report
+    assert "wait_for_ever" in report.split("rank 1:")[1]
+    assert "barrier" in report.split("rank 1:")[0]
+
+
+def test_an_observer_that_raises_ends_all_ranks(tmp_path):
+    def on_event(event):
+        raise OSError("observer")
+
+    with pytest.raises(OSError, match="observer"):
+        launch("say_pids_and_wait", argument=str(tmp_path), on_event=on_event)
+    assert all(has_ended(int((tmp_path / rank).read_text())) for rank in ("0", "1"))
+
+
+PARENT = """
+import sys
+from tests.launch.test_launcher import launch
+launch("say_pids_and_wait", argument=sys.argv[1], on_event=lambda event: print("waiting", flush=True))
+"""
+
+
+@pytest.mark.parametrize("whole_group", [False, True])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_no_process_outlives_its_parent(tmp_path, number, whole_group):
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(tmp_path)}
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, str(tmp_path)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert parent.stdout is not None
+    assert parent.stdout.readline() == "waiting\n"
+    if whole_group:
+        os.killpg(parent.pid, number)
+    else:
+        parent.send_signal(number)
+    # the ranks and torch's forkserver hold the pipes too: this returns when the last of them has ended
+    _, errors = parent.communicate(timeout=60)
+    assert all(has_ended(int((tmp_path / rank).read_text())) for rank in ("0", "1"))
+    if number != signal.SIGKILL or not whole_group:  # else there is nobody left to clean up
+        assert list(tmp_path.glob("ddp-*")) == []
+    expected = {signal.SIGKILL: "", signal.SIGTERM: "Preempted", signal.SIGINT: "KeyboardInterrupt"}
+    assert expected[number] in errors
+
+
+def test_two_launches_at_once_on_one_host(tmp_path):
+    script = "from tests.launch.test_launcher import launch; print(launch('report_rank', 2, 'y')[1][3])"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", script]
+    both = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    assert [process.communicate(timeout=120)[0] for process in both] == ["y\n", "y\n"]

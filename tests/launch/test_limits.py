@@ -1,0 +1,57 @@
+"""The limits of control groups, in files as the kernel lays them out."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+from flyte_ddp.launch.limits import cpu_limit, usable_memory
+
+MACHINE = usable_memory(Path("/nonexistent"))
+NO_LIMIT = "9223372036854771712"
+
+
+@pytest.mark.parametrize(
+    ("files", "cores", "memory"),
+    [
+        # version 2: a container sees its own group as the root
+        ({"proc": "0::/", "cpu.max": "150000 100000", "memory.max": "134217728"}, 1.5, 2**27),
+        ({"proc": "0::/", "cpu.max": "max 100000", "memory.max": "max"}, math.inf, MACHINE),
+        # a pod in a slice: the tightest of all levels counts
+        (
+            {"proc": "0::/a/b", "a/b/cpu.max": "max 100000", "a/cpu.max": "400000 100000", "a/memory.max": "2097152"},
+            4,
+            2**21,
+        ),
+        # version 1, where the path is the host's and only the container's own group is mounted
+        (
+            {
+                "proc": "5:memory:/docker/1f\n4:cpu,cpuacct:/docker/1f\n1:name=systemd:/docker/1f",
+                "cpu/cpu.cfs_quota_us": "50000",
+                "cpu/cpu.cfs_period_us": "100000",
+                "memory/memory.limit_in_bytes": "67108864",
+            },
+            0.5,
+            2**26,
+        ),
+        (
+            {
+                "proc": "5:memory:/\n4:cpu:/\n0::/",
+                "cpu/cpu.cfs_quota_us": "-1",
+                "cpu/cpu.cfs_period_us": "100000",
+                "memory/memory.limit_in_bytes": NO_LIMIT,
+            },
+            math.inf,
+            MACHINE,
+        ),
+        ({"proc": "nonsense\n::\n", "cpu.max": "much", "memory.max": ""}, math.inf, MACHINE),
+        ({"cpu.max": "200000 100000"}, 2, MACHINE),
+    ],
+)
+def test_the_tightest_limit_counts(tmp_path, files, cores, memory):
+    for name, content in files.items():
+        file = tmp_path / ("proc/self/cgroup" if name == "proc" else f"sys/fs/cgroup/{name}")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(content + "\n")
+    assert cpu_limit(tmp_path) == cores
+    assert usable_memory(tmp_path) == memory

@@ -1,0 +1,89 @@
+"""One small real training, profiled, on data whose names mean harm, and everything that was said of it."""
+
+import pickle
+import time
+from pathlib import Path
+from typing import Any, List, NamedTuple
+
+import pytest
+
+from flyte_ddp.data import prepared
+from flyte_ddp.data.datasets import prepare
+from flyte_ddp.engine.job import Identity, Job
+from flyte_ddp.launch import launcher
+from flyte_ddp.launch.environment import choose_world
+from flyte_ddp.recipes.hyperparameters import Hyperparameters
+from flyte_ddp.report.record import Record, RunFinished, Setting
+from flyte_ddp.report.surroundings import surroundings
+from flyte_ddp.settings import RunOptions
+
+HOSTILE = """<script>alert(1)</script>"'&{{ 7 * 7 }}"""
+HOSTILE_CLASS = "<img src=x onerror=alert(2)>"
+
+
+class Recorded(NamedTuple):
+    setting: Setting
+    events: List[Any]  # the last is RunFinished
+
+    @property
+    def record(self) -> Record:
+        record = Record(self.setting)
+        for event in self.events:
+            record(event)
+        return record
+
+    def of(self, kind: type) -> List[Any]:
+        return [event for event in self.events if isinstance(event, kind)]
+
+
+@pytest.fixture(scope="session")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
+    """Two epochs of ten steps of 64 digits by two ranks, logged at each fifth, evaluated on 96."""
+    folder = tmp_path_factory.mktemp("recorded")
+    (folder / "logs").mkdir()
+    digits = prepare("digits")
+    (images, labels), (test_images, test_labels) = (prepared.open_split(digits, split) for split in prepared.SPLITS)
+    classes = [*map(str, range(9)), HOSTILE_CLASS]
+    description = prepared.write_prepared(
+        folder / "data", HOSTILE, classes, images[:640], labels[:640], test_images[:96], test_labels[:96]
+    )
+    hp = Hyperparameters(
+        dataset="digits", epochs=2, batch_size=64, test_batch_size=40, log_interval=5, precision="float32"
+    )
+    job = Job(
+        identity=Identity("flyte_ddp.recipes.images:ImageClassifier", hp, description.digest, "code"),
+        dataset=HOSTILE,
+        data=str(folder / "data"),
+        model_path=str(folder / "model.pt"),
+        predictions_path=str(folder / "logs" / "predictions.npy"),
+        pictures_path=str(folder / "logs" / "pictures.npz"),
+        checkpoint_path=str(folder / "checkpoint"),
+        checkpoint_seconds=1e9,
+        timeout_seconds=120,
+        launched=time.time(),
+        profile_path=str(folder / "logs" / "profile"),
+    )
+    setting = Setting(
+        name="20260101-000000-digits",
+        tracking_id="0123abcd-4567cdef",
+        attempt=1,
+        recipe="package.module:Classifier",
+        settings=hp,
+        options=RunOptions(tracking="off", profile=True),
+        data=folder / "data",
+        description=description,
+        data_seconds=0.5,
+        logs=folder / "logs",
+        surroundings=surroundings(),
+    )
+    events: List[Any] = []
+    results = launcher.launch("flyte_ddp.engine.worker:run", choose_world("gloo", 2, 64), job, 120, events.append)
+    events.append(RunFinished(results, Path(job.predictions_path), time.time() - job.launched))
+    (folder / "recorded.pickle").write_bytes(pickle.dumps(Recorded(setting, events)))
+    return Recorded(setting, events)
+
+
+@pytest.fixture
+def recorded_file(recorded: Recorded) -> Path:
+    """The same, for another process."""
+    return recorded.setting.logs.parent / "recorded.pickle"

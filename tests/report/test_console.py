@@ -1,0 +1,148 @@
+"""What a run says: plain lines, a live line on a real pseudo-terminal, ranks that print, the last words."""
+
+import dataclasses
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, List
+
+import pytest
+
+from flyte_ddp.events import EpochFinished, NotLearning, Printed, RunStarted, StepLogged
+from flyte_ddp.launch import launcher
+from flyte_ddp.launch.environment import choose_world
+from flyte_ddp.report.console import Console, download_progress
+from flyte_ddp.report.summary import next_step, say_summary
+from flyte_ddp.settings import RunOptions
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_plain_lines_in_the_tutorials_manner(recorded, capsys):
+    console = Console()
+    for event in recorded.events:
+        console(event)
+    console(NotLearning(0, 10, "no better than guessing"))
+    console(Printed(0, "from the first"))
+    console(Printed(1, "from another"))
+    console.close()
+    said = capsys.readouterr().err.splitlines()
+    loss = recorded.of(StepLogged)[0].measures["loss"]
+    assert "640 training and 96 test images; 2 ranks" in said[0]
+    assert said[1] == f"Train Epoch: 1 [320/640 (50%)]\tLoss: {loss:.6f}"
+    epoch = recorded.of(EpochFinished)[0]
+    assert said[3] == (
+        f"Epoch 1 of 2: test accuracy {epoch.test['accuracy']:.2%}, test loss {epoch.test['loss']:.4f}, "
+        f"{epoch.train_seconds:.1f} s of training"
+    )
+    assert sum(line.startswith("Train Epoch") for line in said) == 4
+    assert sum(line.startswith("Epoch ") for line in said) == 2
+    assert said[-3:] == ["Warning: no better than guessing", "[rank 0] from the first", "[rank 1] from another"]
+
+
+def on_terminal(program: str, *arguments: str, columns: int = 100) -> str:
+    """What a Python program writes to a terminal of its own."""
+    parent, child = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": str(columns), "LINES": "24"}
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, *arguments], cwd=ROOT, env=environment, stdin=child, stdout=child, stderr=child
+    )
+    os.close(child)
+    pieces: List[bytes] = []
+    while True:
+        try:
+            piece = os.read(parent, 2**16)
+        except OSError:  # how Linux says that nobody is at the other end any more
+            break
+        if not piece:
+            break
+        pieces.append(piece)
+    os.close(parent)
+    assert process.wait(60) == 0, b"".join(pieces)
+    return b"".join(pieces).decode()
+
+
+@pytest.mark.parametrize("columns", [40, 80, 120])
+def test_terminal_has_one_live_line(recorded, recorded_file, columns):
+    program = """if True:
+        import pickle, sys
+        from pathlib import Path
+        from flyte_ddp.report.console import LiveConsole, open_console, say
+        console = open_console()
+        assert isinstance(console, LiveConsole)
+        console._progress.refresh()
+        say("above the line")
+        for event in pickle.loads(Path(sys.argv[1]).read_bytes()).events:
+            console(event)
+            console._progress.refresh()
+        console.close()
+        say("the end")
+    """
+    said = on_terminal(program, str(recorded_file), columns=columns)
+    assert "Train Epoch" not in said
+    epoch = recorded.of(EpochFinished)[-1]
+    assert f"Epoch 2 of 2: test accuracy {epoch.test['accuracy']:.2%}" in said
+    assert said.count("Epoch 2 of 2") == 1
+    if columns == 120:
+        last = recorded.of(StepLogged)[-1].measures
+        assert f"loss {last['loss']:.3f}, accuracy {last['accuracy']:.1%}, " in said
+        assert "images/s" in said
+    assert "\x1b[2Kabove the line\r\n" in said, "not behind the live one, which would run over"
+    assert said.rstrip().endswith("the end")
+    # whatever was drawn has been cleared again: what follows begins at the start of a line
+    assert said.endswith("\x1b[2Kthe end\r\n")
+
+
+def test_downloads_show(capsys):
+    with download_progress() as progress:
+        for done in (0, 5_000_000, 9_900_000):
+            progress("images.gz", done, 9_900_000)
+    assert capsys.readouterr().err == "Downloading images.gz (9.9 MB)\n"
+    program = """if True:
+        from flyte_ddp.report.console import download_progress
+        with download_progress() as progress:
+            for done in (0, 5_000_000, 9_900_000):
+                progress("images.gz", done, 9_900_000)
+    """
+    said = on_terminal(program)
+    assert "images.gz" in said
+    assert "9.9/9.9 MB" in said
+
+
+def test_what_ranks_print_comes_with_their_rank():
+    events: List[Any] = []
+    launcher.launch("tests.report.printing:run", choose_world("gloo", 2, 2), None, 60, events.append)
+    printed = [event for event in events if isinstance(event, Printed)]
+    for rank in (0, 1):
+        lines = [event.text for event in printed if event.rank == rank]
+        assert lines[:2] == [f"printed by {rank}", "in two lines"]
+        assert any("UserWarning: mind this" in line for line in lines)
+
+
+def test_last_words(recorded, capsys):
+    record = recorded.record
+    say_summary(record, Path("/runs/model.pt"), Path("/runs/report.html"), show_paths=True)
+    said = capsys.readouterr().err
+    for epoch in recorded.of(EpochFinished):
+        assert f"{epoch.test['accuracy']:.2%}" in said
+    assert "640 training and 96 test images" in said
+    assert "Model:    /runs/model.pt" in said
+    assert "Next:     python -m webbrowser file:///runs/report.html" in said
+    assert "training " in said
+    assert len(said.strip().splitlines()) == 6
+
+    many = dataclasses.replace(record, epochs=record.epochs * 50)
+    say_summary(many, Path("/runs/model.pt"), Path("/runs/report.html"), show_paths=False)
+    said = capsys.readouterr().err
+    assert "…" in said
+    assert "/runs" not in said
+    setting = dataclasses.replace(recorded.setting, options=RunOptions(tracking="tensorboard"))
+    assert next_step(setting, Path("/runs/report.html")).startswith("tensorboard --logdir ")
+
+
+def test_resumed_run_says_so(recorded, capsys):
+    console = Console()
+    console(dataclasses.replace(recorded.of(RunStarted)[0], first_epoch=1, first_step=3))
+    assert "going on from the checkpoint: epoch 2, step 4" in capsys.readouterr().err

@@ -1,0 +1,233 @@
+"""What is shown of a recipe that brings its own data, settings and measures, no image classifier of this library."""
+
+import dataclasses
+import json
+import math
+import pickle
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flyte_ddp.engine.job import TrainingResult
+from flyte_ddp.events import EpochFinished, RunStarted, StepLogged
+from flyte_ddp.report.console import Console
+from flyte_ddp.report.contents import MOST_CURVES, epoch_heads, epoch_lines, progress_curves, tiles
+from flyte_ddp.report.record import Record, RunFailed, RunFinished, Setting
+from flyte_ddp.report.report import document, fragment
+from flyte_ddp.report.summary import say_summary
+from flyte_ddp.report.tensorboard import TensorBoard
+from flyte_ddp.report.words import written
+from flyte_ddp.settings import RunOptions, TrainingSettings, setting
+from tests.report.conftest import HOSTILE, Recorded
+from tests.report.wandb_file import Logged
+
+ROOT = Path(__file__).resolve().parents[2]
+STARTED = RunStarted(
+    dataset="letters",
+    samples="sentences",
+    headline="perplexity",
+    shares=("top5_share",),
+    train_samples=1200,
+    test_samples=300,
+    samples_per_epoch=1200,
+    world_size=2,
+    backend="gloo",
+    device="cpu",
+    precision="float32",
+    epochs=2,
+    steps_per_epoch=10,
+    first_epoch=0,
+    first_step=0,
+    startup_seconds=1.0,
+    layers=[("", "LSTM", 1000)],
+)
+
+
+@dataclass(frozen=True)
+class LanguageSettings(TrainingSettings):
+    """A recipe's own."""
+
+    width: int = setting(64, minimum=1)
+
+
+def measured(loss: float, share: float = 0.5) -> Any:
+    return {"loss": loss, "perplexity": math.exp(loss), "top5_share": share}
+
+
+def epoch_of(number: int, train: Any, test: Any) -> EpochFinished:
+    return EpochFinished(number, 1200, train, test, train_seconds=3.1, evaluate_seconds=0.4)
+
+
+@pytest.fixture
+def told(tmp_path: Path) -> Recorded:
+    """Two epochs of a language model, the second one's share not a number; nothing is kept of its test samples."""
+    (tmp_path / "logs").mkdir()
+    steps = [
+        StepLogged(epoch, step, 120 * step, measured(3.0 - epoch - step / 10), 0.1, 500.0, {"weight": 1.0})
+        for epoch in (0, 1)
+        for step in (5, 10)
+    ]
+    epochs = [epoch_of(0, measured(2.5), measured(2.25, 0.75)), epoch_of(1, measured(1.5), measured(1.25, math.nan))]
+    result = TrainingResult(epochs, [], "perplexity", 1200, 300, "float32", 0, "host", 600.0, 2**30, 0)
+    place = Setting(
+        name="20260101-000000-letters",
+        tracking_id="0123abcd-4567cdef",
+        attempt=0,
+        recipe="own.package:LanguageModel",
+        settings=LanguageSettings(width=32),
+        options=RunOptions(),
+        data=None,
+        description=None,
+        data_seconds=0.5,
+        logs=tmp_path / "logs",
+        surroundings={"torch": "2"},
+    )
+    finished = RunFinished([result, dataclasses.replace(result, rank=1)], None, 9.0)
+    return Recorded(place, [STARTED, *steps[:2], epochs[0], *steps[2:], epochs[1], finished])
+
+
+def test_values_are_written_by_kind():
+    shown = [written("loss", 0.03125, ()), written("share", 0.98987, ("share",)), written("perplexity", 23.4567, ())]
+    assert shown == ["0.0312", "98.99%", "23.46"]
+    assert written("loss", 0.03125, (), decimals=3) == "0.031"
+    assert written("share", 0.98987, ("share",), decimals=3) == "99.0%"
+
+
+def test_console_says_the_headline_and_the_samples(told, capsys):
+    console = Console()
+    for event in told.events:
+        console(event)
+    said = capsys.readouterr().err.splitlines()
+    assert said[0].startswith("letters: 1,200 training and 300 test sentences; 2 ranks (gloo, cpu, float32)")
+    assert said[1] == "Train Epoch: 1 [600/1200 (50%)]\tLoss: 2.500000"
+    assert said[3] == "Epoch 1 of 2: test perplexity 9.488, test loss 2.2500, 3.1 s of training"
+
+
+def test_a_headline_that_is_the_loss_is_said_once(told, capsys):
+    console, record = Console(), Record(told.setting)
+    for event in (dataclasses.replace(STARTED, headline="loss"), told.of(EpochFinished)[0]):
+        console(event)
+        record(event)
+    assert capsys.readouterr().err.splitlines()[1] == "Epoch 1 of 2: test loss 2.2500, 3.1 s of training"
+    assert [tile["label"] for tile in tiles(record)][:2] == ["test loss", "training, 1 of 2 epochs"]
+    assert record.measures == ["loss", "perplexity", "top5_share"]
+
+
+def test_last_words_are_of_the_headline(told, capsys):
+    say_summary(told.record, Path("/runs/model.pt"), Path("/runs/report.html"), show_paths=False)
+    assert capsys.readouterr().err.splitlines()[1:3] == [
+        "Data:       letters, 1,200 training and 300 test sentences",
+        "Perplexity: 9.488, 3.49 on the test sentences, epoch by epoch",
+    ]
+
+
+def test_page_shows_what_the_recipe_measures(told):
+    text = document(told.record, fragment(told.record), live=False)
+    for shown in (
+        "Finished: training on letters",
+        "LanguageModel, run 20260101-000000-letters",
+        "test perplexity",
+        "own.package:LanguageModel",
+        "sentences per second",
+        "Training sentences",
+        "(default 64)",
+    ):
+        assert shown in text
+    assert not re.search("image|accuracy", text.rpartition("</style>")[2], re.IGNORECASE)
+    assert text.count('role="img"') == 6  # loss, perplexity, share, learning rate, throughput, gradients
+    assert "<h2>Pictures</h2>" not in text
+    assert "<h2>Right and wrong</h2>" not in text
+
+
+def test_table_and_curves_begin_with_the_headline(told):
+    record = told.record
+    assert epoch_heads(record) == [
+        "Epoch", "Test perplexity", "Test loss", "Test top5 share",
+        "Training perplexity", "Training loss", "Training top5 share", "Seconds",
+    ]  # fmt: skip
+    assert epoch_lines(record)[1] == ["2", "3.49", "1.2500", "nan", "4.482", "1.5000", "50.00%", "3.5"]
+    curves = progress_curves(record)
+    assert [(one.title, one.percent) for one in curves] == [
+        ("Loss", False), ("Perplexity", False), ("Top5 share", True), ("Learning rate", False),
+    ]  # fmt: skip
+    assert curves[1].remark == "Test perplexity 3.49 after epoch 2."
+
+
+def test_a_recipe_may_measure_much_and_other_things_when_it_trains(told):
+    record = told.record
+    many = {f"measure_{number}": float(number) for number in range(20)}
+    record.epochs = [epoch_of(0, {"loss": 1.0}, {"loss": -1.0, **many})]
+    assert len(epoch_heads(record)) == len(epoch_lines(record)[0]) == 10
+    assert len(progress_curves(record)) == 2 + MOST_CURVES
+    assert not progress_curves(record)[0].logarithmic, "a loss may be negative"
+    assert "<h2>Progress</h2>" in fragment(record)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_numbers_that_are_none_make_a_page(told, value):
+    record = Record(told.setting)
+    record(STARTED)
+    measures = {"loss": value, "perplexity": value, "top5_share": value}
+    for step in (5, 10):
+        record(StepLogged(0, step, 120 * step, measures, 0.1, 500.0, {"weight": value}))
+    record(epoch_of(0, measures, measures))
+    assert fragment(record).count('role="img"') >= 5
+
+
+def test_a_failure_before_the_start_has_a_page(told):
+    record = Record(told.setting)
+    record(RunFailed("no module named own"))
+    text = document(record, fragment(record), live=False)
+    assert "Failed: training of LanguageModel" in text
+    assert "<h2>Data</h2>" not in text
+
+
+def test_page_shows_the_pictures_that_a_recipe_drew(told):
+    colours, greys = np.full((3, 8, 6), 200, np.uint8), np.zeros((1, 5, 5), np.uint8)
+    drawn: Any = {str(number): greys if number else colours for number in range(30)}
+    captions = np.array([HOSTILE, *(f"picture {number}" for number in range(1, 30))])
+    np.savez(told.setting.logs / "pictures.npz", captions=captions, **drawn)
+    text = fragment(told.record)
+    assert "<h2>Pictures</h2>" in text
+    assert text.count('<li><img src="data:image/png;base64,') == 24
+    assert 'alt="picture 23">picture 23</li>' in text
+    assert "picture 24" not in text
+    assert "<script" not in text
+
+
+def test_tensorboard_has_each_measure(told):
+    tracker = TensorBoard(told.setting)
+    for event in told.events:
+        tracker(event)
+    tracker.close()
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    read = EventAccumulator(str(told.setting.logs / "tensorboard"))
+    read.Reload()
+    assert read.Scalars("train/perplexity")[0].value == pytest.approx(math.exp(2.5))
+    assert [event.step for event in read.Scalars("test/top5_share")] == [10, 20]
+    assert "train/learning_rate" in read.Tags()["scalars"]
+    assert read.Tags()["images"] == []
+
+
+def test_wandb_has_each_measure(told, tmp_path):
+    (tmp_path / "recorded.pickle").write_bytes(pickle.dumps(tuple(told)))
+    logs, options = tmp_path / "wandb-logs", json.dumps({"tracking": "offline"})
+    command = [sys.executable, "-m", "tests.report.track", str(tmp_path / "recorded.pickle"), str(logs), options]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=120)
+    (file,) = logs.glob("wandb/*run-*/*.wandb")
+    run = Logged(file)
+    assert (run.config["recipe"], run.config["width"]) == ("own.package:LanguageModel", 32)
+    assert run.values("loss") == pytest.approx([2.5, 2.0, 1.5, 1.0])
+    assert run.values("train_perplexity") == pytest.approx([math.exp(loss) for loss in (2.5, 2.0, 1.5, 1.0)])
+    assert run.values("perplexity") == pytest.approx([math.exp(2.25), math.exp(1.25)])
+    assert run.values("test_loss") == pytest.approx([2.25, 1.25])
+    assert run.values("train_loss") == pytest.approx([2.5, 1.5])
+    assert run.exit_code == 0
+    assert not run.artifact

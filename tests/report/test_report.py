@@ -1,0 +1,244 @@
+"""The report, made from a real run: what it shows, and what a real browser makes of it."""
+
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any, Iterator, List
+
+import numpy as np
+import pytest
+
+from flyte_ddp.events import EpochFinished, NotLearning, Printed, RunStarted, StepLogged
+from flyte_ddp.report.figures import Curves, draw, thinned
+from flyte_ddp.report.predictions import read_predictions
+from flyte_ddp.report.record import MOST_STEPS, Record, RunFailed, RunFinished
+from flyte_ddp.report.report import Report, document, fragment
+from tests.report.browser import Browser, find_chromium
+from tests.report.conftest import HOSTILE, HOSTILE_CLASS, Recorded
+
+
+class Addresses(HTMLParser):
+    """All that a page refers to outside itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: List[str] = []
+
+    def handle_starttag(self, tag: str, attributes: Any) -> None:
+        for name, value in attributes:
+            if name in ("src", "href", "xlink:href", "action") and not value.startswith(("data:", "#")):
+                self.asked.append(value)
+
+
+def page_of(record: Record) -> str:
+    return document(record, fragment(record), live=False)
+
+
+@pytest.fixture(scope="session")
+def page(recorded: Recorded, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("page") / "report.html"
+    record = recorded.record
+    record.tracking_url = "https://wandb.example/run?a=1&b=2"
+    path.write_text(page_of(record), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="session")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    program = find_chromium()
+    if not program:
+        pytest.skip("needs Chromium: apt install chromium")
+    with Browser(program, tmp_path_factory.mktemp("profile")) as opened:
+        yield opened
+
+
+def test_page_is_small_and_asks_nobody(page):
+    text = page.read_text()
+    assert len(text.encode()) < 1_000_000
+    found = Addresses()
+    found.feed(text)
+    assert found.asked == ["https://wandb.example/run?a=1&b=2"]  # a link, followed only by who clicks on it
+    assert not re.search(r"url\((?!#)|@import", text)
+
+
+def test_page_shows_what_happened(recorded, page):
+    text = page.read_text()
+    last = recorded.events[-1].results[0].epochs[-1]
+    for shown in (
+        f"{last.test['accuracy']:.2%}",
+        f"{last.test['loss']:.4f}",
+        "2 ranks",
+        recorded.setting.description.digest,
+        recorded.setting.surroundings["torch"],
+        "conv1.weight",
+        "aten::convolution_backward",
+        "Retries before this attempt",
+        "log_interval",
+    ):
+        assert shown in text
+    assert text.count('role="img"') == 5  # loss, accuracy, learning rate, throughput, gradients
+
+
+def test_hostile_names_stay_text(page):
+    text = page.read_text()
+    assert HOSTILE not in text
+    assert HOSTILE_CLASS not in text
+    assert "<script" not in text
+    assert "{{ 7 * 7 }}" in text
+
+
+def test_counts_are_those_of_the_predictions(recorded):
+    predictions = read_predictions(recorded.events[-1].predictions_path, recorded.setting.data)
+    guesses = predictions.scores.argmax(1)
+    matrix = np.zeros((10, 10), int)
+    for truth, guess in zip(predictions.labels, guesses, strict=True):
+        matrix[truth, guess] += 1
+    assert (predictions.confusion() == matrix).all()
+    right = (guesses == predictions.labels).sum()
+    assert right / len(guesses) == recorded.events[-1].results[0].epochs[-1].test["accuracy"]
+    assert sum(hits for hits, _ in predictions.class_accuracies()) == right
+    mistakes = predictions.confident_mistakes(1000)
+    assert len(mistakes) == len(guesses) - right
+    sure = [predictions.probability(index) for index in mistakes]
+    assert sure == sorted(sure, reverse=True)
+    assert np.allclose(np.exp(predictions.scores).sum(1), 1, atol=1e-4)
+
+
+def test_live_pages_follow_the_run(recorded, tmp_path):
+    path, published, seen = tmp_path / "report.html", [], []  # type: ignore[var-annotated]
+    report = Report(recorded.setting, path, published.append, lambda: "")
+    for event in recorded.events:
+        before = len(published)
+        report._next_page = 0.0  # as if the pages before had cost nothing
+        report(event)
+        if len(published) > before:
+            seen.append((type(event), path.read_text()))
+    assert [kind for kind, _ in seen] == [RunStarted, EpochFinished, RunFinished]
+    assert ["Training, epoch 1 of 2" in seen[0][1], "Training, epoch 2 of 2" in seen[1][1]] == [True, True]
+    assert ['http-equiv="refresh"' in text for _, text in seen] == [True, True, False]
+    assert "Finished" in seen[-1][1]
+    assert "<html" not in published[-1], "a Deck has a frame of its own"
+    assert [file.name for file in tmp_path.iterdir()] == ["report.html"]
+
+
+def test_a_live_page_shows_a_warning_at_once(recorded, tmp_path):
+    report = Report(recorded.setting, tmp_path / "report.html", lambda body: None, lambda: "")
+    for event in (*recorded.of(RunStarted), *recorded.of(StepLogged)[:2], NotLearning(0, 10, "the loss leapt")):
+        report(event)
+    assert "<b>Warning:</b> the loss leapt" in (tmp_path / "report.html").read_text()
+
+
+def test_a_failed_run_has_a_page(recorded):
+    record = Record(recorded.setting)
+    for event in [*recorded.events[:4], Printed(1, "<b>warned</b>"), RunFailed("rank 1 on <host>: ValueError: bad")]:
+        record(event)
+    text = page_of(record)
+    assert "rank 1 on &lt;host&gt;: ValueError: bad" in text
+    assert "Rank 1 printed: &lt;b&gt;warned&lt;/b&gt;" in text
+
+
+def test_a_training_that_does_not_learn_is_marked(recorded):
+    record = recorded.record
+    record.warnings = [NotLearning(0, 5, "the loss leapt")]
+    shown = fragment(record)
+    assert "<b>Warning:</b> the loss leapt" in shown
+    assert shown.count("Warnings at 0.5.") == 2  # in what the loss and the accuracy curves say to those who can't see
+
+
+def test_a_long_run_is_thinned_out(recorded):
+    record, step = Record(recorded.setting), recorded.of(StepLogged)[0]
+    for _ in range(5 * MOST_STEPS):
+        record(step)
+    assert MOST_STEPS // 2 <= len(record.steps) <= MOST_STEPS
+    points = [(float(x), 0.0) for x in range(1001)]
+    assert len(thinned(points)) <= 300
+    assert thinned(points)[-1] == points[-1]
+
+
+@pytest.mark.parametrize("values", [[1.0], [0.0, 0.0], [1.0, float("nan"), 3.0], [5e-324, 1e308]])
+@pytest.mark.parametrize("logarithmic", [False, True])
+def test_odd_values_make_a_figure(values, logarithmic):
+    points = [(float(x), y) for x, y in enumerate(values)]
+    svg = draw(Curves("<Odd>", {"$a_b": points, "x&y": points}, logarithmic=logarithmic))
+    assert svg.startswith('<svg role="img" aria-label="&#60;Odd&#62; over epochs')
+    assert "$a_b" in svg
+
+
+# --- in a browser ---
+
+LOOK = """(() => {
+  const shown = element => { const box = element.getBoundingClientRect(); return box.width > 20 && box.height > 20 };
+  return {
+    title: document.title,
+    heading: document.querySelector('h1').textContent,
+    scripts: document.scripts.length,
+    handlers: document.querySelectorAll('[onerror], [onload], [onclick]').length,
+    figures: [...document.querySelectorAll('figure > svg')].filter(shown).map(svg => svg.getAttribute('aria-label')),
+    curves: document.querySelectorAll('figure > svg path').length,
+    pictures: [...document.images].filter(image => shown(image) && image.naturalWidth > 0).map(image => image.alt),
+    broken: [...document.images].filter(image => !image.naturalWidth).length,
+    cells: document.querySelectorAll('.confusion tbody td').length,
+    width: document.documentElement.scrollWidth,
+    unnamed: document.querySelectorAll('table:not(:has(caption)):not([aria-labelledby])').length,
+  };
+})()"""
+
+# The WCAG contrast of each text with what is behind it, below the 4.5 that it asks for (3 where the text is large)
+FAINT = """(() => {
+  const parse = colour => [...colour.match(/[\\d.]+/g).map(Number), 1].slice(0, 4);
+  const over = (a, b) => [0, 1, 2].map(i => a[i] * a[3] + b[i] * (1 - a[3])).concat(1);
+  const linear = v => v <= 10 ? v / 255 / 12.92 : ((v / 255 + .055) / 1.055) ** 2.4;
+  const light = c => .2126 * linear(c[0]) + .7152 * linear(c[1]) + .0722 * linear(c[2]);
+  const ground = element => !element ? [255, 255, 255, 1]
+    : over(parse(getComputedStyle(element).backgroundColor), ground(element.parentElement));
+  const faint = [];
+  for (const element of document.querySelectorAll('.ddp *')) {
+    const text = [...element.childNodes].filter(n => n.nodeType == 3).map(n => n.data.trim()).join('');
+    if (!text || element.closest('style')) continue;
+    const style = getComputedStyle(element), below = ground(element);
+    const colour = over(parse(element instanceof SVGElement ? style.fill : style.color), below);
+    const [a, b] = [light(colour), light(below)].sort((x, y) => y - x), ratio = (a + .05) / (b + .05);
+    const size = parseFloat(style.fontSize), large = size >= 24 || (size >= 18.6 && style.fontWeight >= 700);
+    if (ratio < (large ? 3 : 4.5)) faint.push(`${text.slice(0, 30)}: ${ratio.toFixed(2)}`);
+  }
+  return faint;
+})()"""
+
+
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("width", [360, 800, 1400])
+def test_browser_shows_the_page(browser: Browser, page: Path, width: int, dark: bool):
+    browser.messages.clear()
+    browser.requests.clear()
+    browser.open(page, width, dark)
+    seen: Any = browser.evaluate(LOOK)
+    assert browser.messages == []
+    assert {address.partition(":")[0] for address in browser.requests} <= {"file", "data"}
+    assert seen["title"] == f"Finished: training on {HOSTILE}"
+    assert seen["heading"] == f"Training on {HOSTILE}"
+    assert (seen["scripts"], seen["handlers"]) == (0, 0)
+    assert [label.partition(" over epochs")[0] for label in seen["figures"]] == [
+        "Loss", "Accuracy", "Learning rate", "Images per second, all ranks", "Gradient norm by layer",
+    ]  # fmt: skip
+    assert seen["curves"] > 50
+    assert sum(alt.startswith("Training image of class ") for alt in seen["pictures"]) == 20
+    assert sum(alt.startswith("Test image ") for alt in seen["pictures"]) > 0
+    assert (seen["broken"], seen["unnamed"], seen["cells"]) == (0, 0, 100)
+    assert seen["width"] <= width, "nobody should have to scroll sideways"
+    faint: List[str] = browser.evaluate(FAINT)
+    assert faint == []
+
+
+def test_browser_shows_the_deck(browser: Browser, recorded: Recorded, tmp_path: Path):
+    """In Flyte's own frame, but for its fonts, which that takes from the network."""
+    from flytekit.deck.deck import get_deck_template
+
+    frame = re.sub(r"<link[^>]*>", "", get_deck_template().template)
+    body = f"<div>{fragment(recorded.record)}</div>"
+    path = tmp_path / "deck.html"
+    path.write_text(frame.replace("$NAV_HTML", "<li>Training</li>").replace("$BODY_HTML", body))
+    browser.messages.clear()
+    browser.open(path, 800)
+    seen: Any = browser.evaluate(LOOK)
+    assert browser.messages == []
+    assert (len(seen["figures"]), seen["broken"], seen["cells"]) == (5, 0, 100)

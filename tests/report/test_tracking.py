@@ -1,0 +1,208 @@
+"""Weights & Biases and TensorBoard, told of a real training in a process of its own, and read back."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, Dict, NamedTuple
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from flyte_ddp.data.prepared import open_split
+from flyte_ddp.events import EpochFinished, GradientsSeen, RunStarted, StepLogged
+from flyte_ddp.report import wandb_run
+from flyte_ddp.report.tracking import CLOSE_SECONDS, choose_tracking
+from tests.report.wandb_file import Logged
+from tests.report.wandb_server import Server
+
+ROOT = Path(__file__).resolve().parents[2]
+KEY = "0123456789abcdefmarked" + "0" * 18  # as long as a real one
+
+
+class Told(NamedTuple):
+    urls: Any
+    said: str  # standard error
+    logs: Path
+    seconds: float  # from the first import to the end of the process
+
+    @property
+    def run(self) -> Logged:
+        (file,) = self.logs.glob("wandb/*run-*/*.wandb")
+        return Logged(file)
+
+
+@pytest.fixture
+def track(recorded, recorded_file, tmp_path):
+    """track(options, **environment): what a tracker made of the recorded training."""
+
+    def run(options: Dict[str, Any], **environment: str) -> Told:
+        logs = tmp_path / "logs"
+        command = [sys.executable, "-m", "tests.report.track", str(recorded_file), str(logs), json.dumps(options)]
+        started = time.monotonic()
+        result = subprocess.run(
+            command, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True, timeout=120
+        )
+        seconds = time.monotonic() - started
+        assert result.returncode == 0, result.stderr
+        answer = json.loads(result.stdout)  # and nothing else
+        assert answer["tell_seconds"] < 1, "training would have waited"
+        assert answer["close_seconds"] < CLOSE_SECONDS + 5
+        return Told(answer["urls"], result.stderr, logs, seconds)
+
+    return run
+
+
+def test_offline_run_is_what_was_trained(recorded, track):
+    told = track({"tracking": "offline", "wandb_project": "some-project", "wandb_entity": "some-team"})
+    run = told.run
+    assert told.said == ""
+    assert (run.run.run_id, run.run.project, run.run.entity) == (
+        recorded.setting.tracking_id, "some-project", "some-team",
+    )  # fmt: skip
+    for name, value in json.loads(recorded.setting.settings.to_json()).items():
+        if name not in ("backend", "precision", "dataset"):  # which say what became of "auto"
+            assert run.config[name] == value
+    assert (run.config["backend"], run.config["world_size"]) == ("gloo", 2)
+
+    steps, epochs = recorded.of(StepLogged), recorded.of(EpochFinished)
+    assert run.values("loss") == pytest.approx([step.measures["loss"] for step in steps])
+    assert [row["epoch"] for row in run.history if "loss" in row] == [step.epoch + 1 for step in steps]
+    assert [row["_step"] for row in run.history] == [step.epoch * 10 + step.step for step in steps]
+    assert run.values("test_loss") == pytest.approx([epoch.test["loss"] for epoch in epochs])
+    assert run.values("accuracy") == pytest.approx([epoch.test["accuracy"] for epoch in epochs])
+    assert run.exit_code == 0
+    assert run.system >= 1
+    assert_gradients_and_topology(recorded, told)
+    assert_table(recorded, run)
+
+
+def assert_gradients_and_topology(recorded: Any, told: Told) -> None:
+    run = told.run
+    (seen, _), (started,) = recorded.of(GradientsSeen), recorded.of(RunStarted)
+    for name, (counts, edges) in seen.histograms.items():
+        assert run.values(f"gradients/{name}._type")[0] == "histogram"
+        assert run.values(f"gradients/{name}.values")[0] == counts
+        assert run.values(f"gradients/{name}.bins")[0] == pytest.approx(edges)
+    files = next(told.logs.glob("wandb/offline-run-*/files"))
+    graph = json.loads((files / run.summary["graph_0"]["path"]).read_text())
+    assert [(n["name"], n["class_name"], n["num_parameters"]) for n in graph["nodes"]] == [
+        (name, kind, [count]) for name, kind, count in started.layers
+    ]
+
+
+def assert_table(recorded: Any, run: Logged) -> None:
+    """Of the test batches 0-39, 40-79 and 80-95, at most 32 images each."""
+    images, _ = open_split(recorded.setting.data, "test")
+    scores = np.load(recorded.events[-1].predictions_path)
+    (path,) = (place for name, place in run.artifact.items() if name.endswith(".table.json"))
+    table = json.loads(path.read_text())
+    names = recorded.setting.description.classes
+    assert table["columns"] == ["id", "image", "guess", "truth", *(f"score_{name}" for name in names)]
+    assert [row[0] for row in table["data"]] == [str(n) for n in [*range(32), *range(40, 72), *range(80, 96)]]
+    for index, image, guess, _, *shown in table["data"]:
+        with Image.open(run.artifact[image["path"]]) as picture:
+            assert (np.asarray(picture) == images[int(index), 0]).all()
+        assert guess == names[scores[int(index)].argmax()]
+        assert shown == pytest.approx(np.exp(scores[int(index)]).tolist(), abs=1e-6)
+
+
+def test_shown_images_are_the_tutorials():
+    shown = wandb_run.shown_images(10_000, 1000)
+    assert len(shown) == 320
+    assert shown[:33] == [*range(32), 1000]
+
+
+def test_online_run_reaches_the_server(recorded, track):
+    with Server("answers") as server:
+        told = track({"tracking": "auto"}, WANDB_API_KEY=KEY, WANDB_BASE_URL=server.url)
+    url = f"{server.url}/ent/proj/runs/{recorded.setting.tracking_id}"
+    assert told.urls == [url]
+    assert f"Weights & Biases: {url}" in told.said
+    upsert = server.variables[server.operations.index("UpsertBucket")]
+    assert upsert["name"] == recorded.setting.tracking_id, "a retry would continue this very run"
+    losses = [row["loss"] for row in server.history if "loss" in row]
+    assert losses == pytest.approx([step.measures["loss"] for step in recorded.of(StepLogged)])
+    assert server.exit_code == 0
+    everything = [told.said, json.dumps(server.variables), *map(repr, server.uploads.values())]
+    assert KEY not in "".join(everything)
+    assert not files_with(KEY, told.logs)
+
+
+@pytest.mark.parametrize("mood", ["forbids", "silent"])
+def test_run_is_kept_where_the_server_fails(recorded, track, mood):
+    with Server(mood) as server:
+        told = track({"tracking": "online"}, WANDB_API_KEY=KEY, WANDB_BASE_URL=server.url)
+    assert_kept(recorded, told)
+
+
+def test_run_is_kept_where_nobody_listens(recorded, track):
+    with Server("answers") as server:
+        pass  # its port is closed again
+    told = track({"tracking": "online"}, WANDB_API_KEY=KEY, WANDB_BASE_URL=server.url)
+    assert_kept(recorded, told)
+
+
+def test_online_without_a_key_is_offline(monkeypatch, tmp_path):
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    assert "WANDB_API_KEY" in wandb_run.unreachable()
+
+
+def test_server_that_falls_silent_is_not_waited_for(recorded, track):
+    with Server("stops") as server:
+        told = track({"tracking": "online"}, WANDB_API_KEY=KEY, WANDB_BASE_URL=server.url)
+    assert told.said.count("wandb sync") == 1
+    assert told.seconds < CLOSE_SECONDS + 15
+    assert told.run.values("loss") == pytest.approx([step.measures["loss"] for step in recorded.of(StepLogged)])
+
+
+def assert_kept(recorded: Any, told: Told) -> None:
+    assert told.urls == []
+    assert len(told.said.splitlines()) == 1, "said once, and without a traceback"
+    assert "wandb sync" in told.said
+    assert told.run.values("loss") == pytest.approx([step.measures["loss"] for step in recorded.of(StepLogged)])
+    assert told.run.exit_code == 0
+    assert KEY not in told.said
+    assert not files_with(KEY, told.logs)
+
+
+def files_with(text: str, folder: Path) -> Any:
+    return [path for path in folder.rglob("*") if path.is_file() and text.encode() in path.read_bytes()]
+
+
+def test_auto_needs_a_key(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    assert choose_tracking("auto") == "off"
+    assert "WANDB_API_KEY" in capsys.readouterr().err
+    (tmp_path / "netrc").write_text(f"machine api.wandb.ai login user password {KEY}\n")
+    assert choose_tracking("auto") == "online"
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    assert choose_tracking("auto") == "offline"
+    assert choose_tracking("online") == "online"
+    assert KEY not in capsys.readouterr().err
+
+
+def test_tensorboard_files_say_what_was_trained(recorded, track):
+    told = track({"tracking": "tensorboard"})
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    assert told.said == ""
+    read = EventAccumulator(str(told.logs / "tensorboard"), size_guidance={"scalars": 0, "images": 0})
+    read.Reload()
+    steps, epochs = recorded.of(StepLogged), recorded.of(EpochFinished)
+    losses = read.Scalars("train/loss")
+    assert [event.step for event in losses] == [step.epoch * 10 + step.step for step in steps]
+    assert [event.value for event in losses] == pytest.approx([step.measures["loss"] for step in steps])
+    accuracies = [event.value for event in read.Scalars("test/accuracy")]
+    assert accuracies == pytest.approx([epoch.test["accuracy"] for epoch in epochs])
+    assert [event.step for event in read.Scalars("test/loss")] == [10, 20]
+    (seen, _) = recorded.of(GradientsSeen)
+    histogram = read.Histograms("gradients/conv1.weight")[0].histogram_value
+    assert histogram.num == sum(seen.histograms["conv1.weight"][0]) == 500
+    assert "gradient_norm/conv1.weight" in read.Tags()["scalars"]
+    assert any(tag.startswith("mistakes/1") for tag in read.Tags()["images"])
+    assert "hyperparameters" in read.Tags()["tensors"]

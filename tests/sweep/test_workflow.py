@@ -1,0 +1,167 @@
+"""The sweep by the real pyflyte, cut off on the way, and by the pods of a cluster."""
+
+import csv
+import os
+import re
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any, List
+
+import pytest
+from flyteidl.core.dynamic_job_pb2 import DynamicJobSpec
+from flyteidl.core.errors_pb2 import ContainerError
+from flyteidl.core.literals_pb2 import Literal, LiteralCollection, Scalar, Void
+
+from flyte_ddp.recipes.hyperparameters import Hyperparameters
+from flyte_ddp.settings import RunOptions
+from flyte_ddp.sweep.search import Sweep, TrialResult
+from tests.pod import Pod, literal, package_for_here, small_dataset
+
+ROOT = Path(__file__).resolve().parents[2]
+SWEEP = ["pyflyte", "run", "workflows/sweep.py", "sweep_wf"]
+DIGITS = ["--hp", '{"dataset": "digits", "epochs": 1, "batch_size": 512}']
+HP = Hyperparameters(epochs=10, batch_size=100, learning_rate=0.05)
+DIVERGES = Hyperparameters(epochs=1, batch_size=100, learning_rate=1e6)
+
+
+def words(text: str) -> str:
+    return " ".join(re.sub("[│╭╮╰╯─]", " ", text).split())
+
+
+def table(path: str) -> List[Any]:
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+# --- locally ---
+
+
+def in_training(arguments: List[str]) -> "subprocess.Popen[str]":
+    """A sweep that has begun to train."""
+    running = subprocess.Popen(arguments, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    assert running.stderr is not None
+    for line in running.stderr:
+        if line.startswith("Train Epoch"):
+            return running
+    raise AssertionError("it ended without a step")
+
+
+def children(pid: int) -> List[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_a_sweep_that_was_cut_off_goes_on_and_shows_the_best_and_the_failed():
+    command = [*SWEEP, *DIGITS, "--sweep", '{"values": {"learning_rate": [1e6, 0.05]}}']
+
+    running = in_training(command)
+    os.kill(next(rank for child in children(running.pid) for rank in children(child)), signal.SIGKILL)
+    report = words(running.communicate(timeout=120)[1].partition("Error")[2])
+    assert running.returncode == 1
+    assert "Trial 1 (learning_rate 1e+06): NonFinite: " in report
+    assert "Trial 2 (learning_rate 0.05): SIGKILL: " in report
+    assert "Traceback" not in report
+
+    running = in_training(command)
+    running.send_signal(signal.SIGINT)
+    log = running.communicate(timeout=120)[1]
+    assert running.returncode not in (0, None)
+    assert "Every trial" not in log
+
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("digits-held-out: 1,376 training and 125 test images") == 1, "the failure is remembered"
+    assert "going on from the checkpoint" in done.stderr
+    assert done.stderr.count("digits: 1,501 training and 296 test images") == 1
+
+    best, failed = table(re.findall(r"table=([^,]+)", done.stdout)[0])
+    assert (best["trial"], best["learning_rate"], best["failure"]) == ("2", "0.05", "")
+    assert float(best["validation_accuracy"]) >= 0.8
+    assert Path(best["report"]).is_file()
+    assert (failed["trial"], failed["validation_accuracy"]) == ("1", "")
+    assert "NonFinite" in failed["failure"]
+    assert "learning_rate=0.05" in done.stdout
+    assert "test_samples=296" in done.stdout
+    page = Path(re.findall(r" report=([^,]+)", done.stdout)[0]).read_text()
+    assert "125 held-out training images" in page
+    assert "Trial 1 (learning_rate 1e+06): NonFinite" in page
+
+
+@pytest.mark.parametrize(
+    ("sweep", "said"),
+    [
+        ('{"values": {"learning_rat": [0.1]}}', "did you mean learning_rate?"),
+        ('{"values": {"batch_size": [1, 3]}}', "at least the number of ranks (2), got 1"),
+    ],
+)
+def test_a_wrong_sweep_is_a_usage_error_before_anything_is_done(sweep, said, tmp_path, monkeypatch):
+    monkeypatch.setenv("DDP_DATA_DIR", str(tmp_path / "data"))
+    command = [*SWEEP, *DIGITS, "--sweep", sweep, "--options", '{"nproc": 2}']
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert said in words(done.stderr)
+    assert not (tmp_path / "data").exists()
+
+
+# --- in pods ---
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return tmp_path_factory.mktemp("pods")
+
+
+def literals(values: List[Any]) -> Literal:
+    return Literal(collection=LiteralCollection(literals=[literal(value) for value in values]))
+
+
+def test_pods_of_a_map_task_report_what_came_of_their_trial(place):
+    inputs = {
+        "sweep": literal(Sweep(concurrency=3)),
+        "trials": literals([DIVERGES, HP]),
+        "name": literal("digits"),
+        "options": literal(RunOptions()),
+    }
+    pod = Pod(package_for_here().tasks["workflows.sweep.run_trials"], inputs, place / "run")
+    assert pod.start().wait() == 0, pod.log
+    job = DynamicJobSpec.FromString((pod.folder / "futures.pb").read_bytes())
+    (node,) = (node.array_node for node in job.nodes if node.HasField("array_node"))
+    assert (node.parallelism, list(node.bound_inputs)) == (3, ["held_out", "options"])
+    assert 0 < node.min_success_ratio * 2 <= 1, "one trial's failure is not the sweep's"
+    (mapped,) = (task for task in job.tasks if "train_trial" in task.id.name)
+    registered = package_for_here().tasks["workflows.sweep.train_trial"]
+    assert (mapped.metadata, mapped.container.resources) == (registered.metadata, registered.container.resources)
+
+    inputs = {"hp": inputs["trials"], "held_out": small_dataset(place / "small"), "options": literal(RunOptions())}
+    number = {"BATCH_JOB_ARRAY_INDEX_VAR_NAME": "INDEX"}
+    diverged = Pod(mapped, inputs, place / "diverged", environment={**number, "INDEX": "0"}).run()["o0"]
+    trial = Pod(mapped, inputs, place / "trial", environment={**number, "INDEX": "1"})
+    trained = trial.run()["o0"]
+
+    lost = Literal(scalar=Scalar(none_type=Void()))
+    results = [literal(TrialResult(HP, 0.1, 296)), lost, trained, diverged]
+    inputs = {
+        "sweep": literal(Sweep()),
+        "name": literal("digits"),
+        "trials": literals([HP] * 4),
+        "results": Literal(collection=LiteralCollection(literals=results)),
+    }
+    pod = Pod(package_for_here().tasks["workflows.sweep.compare"], inputs, place / "compare")
+    best, *others = table(pod.run()["table"].scalar.blob.uri)
+    assert (best["trial"], best["learning_rate"], best["failure"]) == ("3", "0.05", "")
+    assert best["report"].startswith(str(trial.folder / "raw")), "Flyte's storage"
+    assert os.path.getsize(best["report"]) > 10_000
+    assert [trial["trial"] for trial in others] == ["1", "2", "4"]
+    assert "the log of its pod says why" in others[1]["failure"]
+    assert "finite" in others[2]["failure"]
+    assert "the log of its pod says why" in (pod.folder / "deck.html").read_text()
+
+
+def test_a_sweep_without_any_result_is_not_worth_a_retry(place):
+    results = literals([TrialResult(HP, failure="this"), TrialResult(DIVERGES, failure="that")])
+    inputs = {"sweep": literal(Sweep()), "name": literal("digits"), "trials": literals([HP, DIVERGES])}
+    pod = Pod(package_for_here().tasks["workflows.sweep.compare"], {**inputs, "results": results}, place / "nothing")
+    pod.start().wait()
+    assert pod.error.error.kind == ContainerError.NON_RECOVERABLE
+    for line in ("Trial 1 (learning_rate 0.05): this", "Trial 2 (learning_rate 1e+06): that"):
+        assert line in pod.error.error.message

@@ -1,0 +1,161 @@
+"""Every wrong input gets one clear answer, whichever way it comes."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import msgpack
+import pytest
+import yaml
+from flytekit.core.type_engine import _default_msgpack_decoder
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mashumaro.codecs.json import JSONDecoder
+from mashumaro.codecs.msgpack import MessagePackDecoder
+
+from flyte_ddp.errors import InputError
+from flyte_ddp.reading import read_settings
+from flyte_ddp.recipes.hyperparameters import Hyperparameters
+from flyte_ddp.settings import RunOptions
+
+WRONG = [
+    ('{"epochz": 2}', ['no field "epochz"', "did you mean epochs?", "batch_size"]),
+    ('{"epochs": "two"}', ["epochs", '"two"', "a whole number"]),
+    ('{"epochs": 2.7}', ["epochs", "2.7", "a whole number"]),
+    ('{"epochs": true}', ["epochs", "true", "a whole number"]),
+    ('{"epochs": null}', ["epochs", "null", "a whole number"]),
+    ('{"nesterov": "false"}', ["nesterov", '"false"', "true or false"]),
+    ('{"learning_rate": NaN}', ["learning_rate", "NaN", "a number"]),
+    ('{"learning_rate": Infinity}', ["learning_rate", "Infinity", "a number"]),
+    ('{"learning_rate": 1e999}', ["learning_rate", "a number"]),
+    ('{"epochs": 0}', ["epochs", "at least 1", "got 0"]),
+    ('{"batch_size": -1}', ["batch_size", "at least 1", "got -1"]),
+    ('{"learning_rate": 0}', ["learning_rate", "above 0", "got 0"]),
+    ('{"sgd_momentum": 1.5}', ["sgd_momentum", "at least 0 and below 1", "got 1.5"]),
+    ('{"backend": "mpi"}', ["backend", "auto, gloo, nccl", '"mpi"']),
+    ('{"dataset": "imagenet"}', ["dataset", "fashion_mnist", '"imagenet"']),
+    ('{"schedule": "cosine"}', ["schedule", "onecycle, constant", '"cosine"']),
+    ("[1, 2]", ["object with named fields", "[1, 2]"]),
+    ("3", ["object with named fields", "3"]),
+]
+
+
+@pytest.mark.parametrize(("text", "words"), WRONG)
+def test_a_wrong_input_is_answered_with_field_value_and_rule(text, words):
+    with pytest.raises(InputError) as refused:
+        Hyperparameters.from_json(text)
+    message = str(refused.value)
+    assert all(word in message for word in words), message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(("text", "words"), [row for row in WRONG if row[0].startswith("{")])
+def test_the_ui_and_python_callers_meet_the_same_checks(text, words):
+    values = json.loads(text)
+    for decode in (
+        lambda: JSONDecoder(Hyperparameters).decode(text),
+        lambda: MessagePackDecoder(Hyperparameters, pre_decoder_func=_default_msgpack_decoder).decode(
+            msgpack.dumps(values)
+        ),
+        lambda: Hyperparameters.from_dict(values),
+    ):
+        with pytest.raises(ValueError, match=r"Hyperparameters") as refused:
+            decode()
+        assert all(word in str(refused.value) for word in words)
+    if "epochz" not in values:
+        with pytest.raises(InputError):
+            Hyperparameters(**values)
+
+
+def test_missing_fields_take_defaults_and_whole_numbers_become_floats():
+    hp = Hyperparameters.from_json('{"epochs": 3.0, "learning_rate": 1}')
+    assert hp == dataclasses.replace(Hyperparameters(), epochs=3, learning_rate=1.0)
+    assert isinstance(hp.learning_rate, float)
+    assert isinstance(hp.epochs, int)
+    assert Hyperparameters.from_json(hp.to_json()) == hp
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"epochs": 2', ["not JSON", "line 1, column 13"]),
+        ("nowhere.yaml", ["nowhere.yaml cannot be read", "No such file", ".yaml file"]),
+        (".", ["Is a directory"]),
+    ],
+)
+def test_unreadable_text_and_files_are_answered_with_place_and_reason(text, words):
+    with pytest.raises(InputError) as refused:
+        read_settings(text)
+    assert all(word in str(refused.value) for word in words)
+
+
+def test_broken_files_are_answered_with_place_and_reason(tmp_path):
+    broken = tmp_path / "broken.yaml"
+    for content, words in {"epochs: [2": ["line 1", "expected ',' or ']'"], "\0": ["neither JSON nor YAML"]}.items():
+        broken.write_text(content)
+        with pytest.raises(InputError) as refused:
+            read_settings(str(broken))
+        assert all(word in str(refused.value) for word in [str(broken), *words])
+    broken.write_bytes(b"\xff\xfe\xfa")
+    with pytest.raises(InputError, match="cannot be read"):
+        read_settings(str(broken))
+
+
+@pytest.mark.parametrize(
+    "text", ['{"epochs": 1, "seed": 2, "epochs": 3}', '{"values": {"epochs": [1], "epochs": [2]}}']
+)
+def test_what_is_given_twice_is_refused(tmp_path, text):
+    for read in (Hyperparameters.from_json, read_settings):
+        with pytest.raises(InputError, match='"epochs" is given twice'):
+            read(text)
+    file = tmp_path / "hp.json"
+    file.write_text(text)
+    with pytest.raises(InputError, match=r'hp.json: "epochs" is given twice'):
+        read_settings(str(file))
+
+
+def test_what_is_given_twice_in_yaml_is_refused(tmp_path):
+    file = tmp_path / "hp.yaml"
+    file.write_text("base: &base {seed: 1, epochs: 2}\nmine:\n  <<: *base\n  epochs: 3\n")
+    assert read_settings(str(file))["mine"] == {"seed": 1, "epochs": 3}, "a value that replaces a merged one is meant"
+    file.write_text("seed: 1\nepochs: 2\nseed: 3\n")
+    with pytest.raises(InputError, match=r'hp.yaml: "seed" is given twice'):
+        read_settings(str(file))
+
+
+@pytest.mark.parametrize("preset", sorted(Path(__file__).parents[1].glob("presets/*.yaml")), ids=lambda path: path.stem)
+def test_presets_are_valid(preset):
+    assert Hyperparameters.from_dict(yaml.safe_load(preset.read_text())) != Hyperparameters()
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda values: st.lists(values, max_size=3) | st.dictionaries(st.text(), values, max_size=3),
+    max_leaves=5,
+)
+FIELDS = [field.name for kind in (Hyperparameters, RunOptions) for field in dataclasses.fields(kind)]
+
+
+@settings(deadline=None)
+@given(
+    kind=st.sampled_from([Hyperparameters, RunOptions]), values=JSON | st.dictionaries(st.sampled_from(FIELDS), JSON)
+)
+def test_any_json_is_either_accepted_or_refused_in_one_line(kind, values):
+    answer = "accepted"
+    try:
+        kind.from_json(json.dumps(values))
+    except InputError as error:
+        answer = str(error)
+    assert 0 < len(answer) < 600
+    assert "\n" not in answer
+
+
+@settings(deadline=None)
+@given(text=st.text())
+def test_any_text_is_either_read_or_refused_in_one_line(text):
+    answer = "accepted"
+    try:
+        Hyperparameters.from_json(json.dumps(read_settings(text), default=str))
+    except InputError as error:
+        answer = str(error)
+    assert answer

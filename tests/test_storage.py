@@ -1,0 +1,72 @@
+"""Disks that are full, read-only or not there."""
+
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flyte_ddp.engine.checkpoint import read_checkpoint, write_checkpoint
+from flyte_ddp.errors import CheckpointError, InputError
+from flyte_ddp.events import CheckpointFailed
+from flyte_ddp.storage import writing_to
+
+ROOT = Path(__file__).parents[1]
+
+
+def limited(size: int, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    """Runs Python with a limit on the size of any file, which is what a full disk looks like to a writer."""
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size, size)),
+    )
+
+
+TRAIN = """
+import sys
+from benchmarks import faults
+from flyte_ddp.launch import launcher
+launch = launcher.launch
+def with_events(target, world, job, seconds, on_event):
+    return launch(target, world, job, seconds, lambda event: (print(event), on_event(event)))
+launcher.launch = with_events
+faults.train("digits", *sys.argv[1:])
+"""
+
+
+def test_a_full_disk_for_checkpoints_does_not_stop_training(small_data, tmp_path):
+    # the model has 1.7 MB, a checkpoint with its momenta 3.4 MB
+    done = limited(2_500_000, "-c", TRAIN, str(small_data), str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert CheckpointFailed.__name__ in done.stdout
+    assert "File too large" in done.stdout
+    assert (tmp_path / "model.pt").is_file()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.pt", "predictions.npy"]
+
+
+def test_a_full_disk_for_the_model_is_one_clear_error(small_data, tmp_path):
+    done = limited(1_000_000, "-c", TRAIN, str(small_data), str(tmp_path))
+    assert done.returncode == 1
+    assert f"InputError: cannot write to {tmp_path}: File too large" in done.stderr
+    assert "set DDP_RUNS_DIR to another folder" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_is_one_clear_error():
+    answer = r"cannot write to /dev/null/here: Not a directory; .*set DDP_RUNS_DIR"
+    with pytest.raises(InputError, match=answer), writing_to("/dev/null/here", "DDP_RUNS_DIR"):
+        Path("/dev/null/here").mkdir(parents=True)
+
+
+def test_a_checkpoint_of_another_format_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("flyte_ddp.engine.checkpoint.FORMAT", 0)
+    write_checkpoint(tmp_path / "old", {"identity": {}, "state": {}})
+    monkeypatch.undo()
+    with pytest.raises(CheckpointError, match="has format 0, this version reads 2"):
+        read_checkpoint(tmp_path / "old", {})
+    assert [path.name for path in tmp_path.iterdir()] == ["old"]
