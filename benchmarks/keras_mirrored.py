@@ -11,8 +11,8 @@ from typing import Any, Dict
 
 from benchmarks.engine import hardware, percent, spread
 from flyte_ddp.keras.job import MirroredHyperparameters
+from flyte_ddp.keras.task import train
 from flyte_ddp.launch import launcher
-from workflows.keras_mirrored import train
 
 WAYS: Dict[str, Dict[str, Any]] = {
     "MirroredStrategy, one CPU device": {"devices": "CPU:0"},

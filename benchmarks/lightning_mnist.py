@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from benchmarks.stopwatch import clock
 from flyte_ddp.data.datasets import prepare
 from flyte_ddp.data.prepared import open_split, read_description
-from flyte_ddp.engine.worker import choose_precision
+from flyte_ddp.engine.set_up import choose_precision
 from flyte_ddp.launch.environment import choose_world
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.recipes.models import Shape, build_model

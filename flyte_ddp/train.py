@@ -7,13 +7,12 @@ In a script that `torchrun --nproc-per-node 2 script.py` runs, the same call, ma
 
 import os
 import pkgutil
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Callable, List, Optional, Sequence, Union
 
 from flyte_ddp.code_version import library_version
-from flyte_ddp.engine.job import Identity, Job, TrainingResult
+from flyte_ddp.engine.job import Identity, Job, Subject, TrainingResult, job_of
 from flyte_ddp.errors import InputError
 from flyte_ddp.events import EpochFinished, Event
 from flyte_ddp.launch import launcher
@@ -71,22 +70,16 @@ def train(
         raise InputError(f"data must be a file or folder that is there, got {source}")
     with writing_to(place, "output"):
         place.mkdir(parents=True, exist_ok=True)
-    job = Job(
-        identity=Identity(name, settings, content_digest(source) if source else "", code.version + library_version()),
-        dataset=source.name if source else name.rpartition(":")[2],
-        data=str(source or ""),
-        root=code.root,
-        code_files=code.files,
-        checkpoint_seconds=options.checkpoint_seconds,
-        timeout_seconds=options.timeout_seconds + 60,
-        launched=time.time(),
+    identity = Identity(name, settings, content_digest(source) if source else "", code.version + library_version())
+    dataset = source.name if source else name.rpartition(":")[2]
+    job = job_of(
+        Subject(identity, dataset, source, code.root, code.files),
+        options,
         model_path=str(place / "model.pt"),
         predictions_path=str(place / "predictions.npy"),
         pictures_path=str(place / "pictures.npz"),
         checkpoint_path=str(place / "checkpoint"),
         profile_path=str(place / "profile") if options.profile else "",
-        loader_workers=options.loader_workers,
-        pin_memory=options.pin_memory,
     )
     result = run(job, options, on_event)
     return Result(result.epochs, [one.reason for one in result.warnings], Path(job.model_path), place)

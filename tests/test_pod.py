@@ -117,7 +117,9 @@ def test_attempt_without_a_usable_checkpoint_starts_afresh(place, small, undistu
 
 
 def test_pod_with_other_code_than_registered_refuses(place, small):
-    pod = training_pod(small, place / "stale", RunOptions(), environment={"DDP_TRAINING_CODE": "of yesterday"})
+    pod = training_pod(
+        small, place / "stale", RunOptions(), environment={"DDP_TRAINING_CODE": "yesterday flyte_ddp/engine/loop.py"}
+    )
     assert pod.start().wait() == 0, "Flyte reads the error from the file"
     assert "leave out --copy none" in pod.error.error.message
     assert pod.error.error.kind == ContainerError.NON_RECOVERABLE
@@ -146,7 +148,7 @@ def test_lost_mirror_is_worth_a_retry(place):
 
 @pytest.mark.parametrize(("gpus", "expected"), [(3, {"GPU": "3", "MEMORY": "24Gi"}), (0, {"MEMORY": "3Gi"})])
 def test_gpus_of_one_run_reach_its_training_pod(place, gpus, expected):
-    registered = package(DDP_ACCELERATOR="H100", DDP_TIMEOUT_SECONDS="7200", DDP_WANDB_SECRET="wandb/api_key")
+    registered = package(DDP_ACCELERATOR="H100", DDP_ATTEMPT_SECONDS="7200", DDP_WANDB_SECRET="wandb/api_key")
     inputs = {"gpus": literal(gpus), "hp": literal(HP), "options": literal(RunOptions())}
     pod = Pod(registered.tasks["workflows.gpus.train_on_gpus"], inputs, place / f"gpus-{gpus}")
     assert pod.start().wait() == 0, pod.log

@@ -36,7 +36,7 @@ def sandbox():
         "all",
         DDP_PROFILE="sandbox",
         DDP_INTERRUPTIBLE="true",
-        DDP_TIMEOUT_SECONDS="3600",
+        DDP_ATTEMPT_SECONDS="3600",
         DDP_WANDB_SECRET="tracking/key",
         WANDB_API_KEY=KEY,
     )

@@ -25,7 +25,7 @@ set_up_pyflyte()
 PREPARATION = CodeVersion((*DATA_SOURCES, "flyte_ddp/tasks/prepare.py", "workflows/autoencoder.py"), [])
 
 
-@task(**training_arguments(CodeVersion(*AUTOENCODER_CODE)))
+@task(**training_arguments(AUTOENCODER_CODE))
 def autoencoder_task(
     hp: AutoencoderHyperparameters, data: PreparedDataset, options: AutoencoderOptions
 ) -> AutoencoderOutputs:
@@ -35,7 +35,7 @@ def autoencoder_task(
 
 @dynamic(
     task_config=OnClustersOnly(),
-    cache=Cache(policies=[CodeVersion(*AUTOENCODER_CODE), PREPARATION], ignored_inputs=("gpus", "options")),
+    cache=Cache(policies=[AUTOENCODER_CODE, PREPARATION], ignored_inputs=("gpus", "options")),
     **dynamic_resources(),
 )
 def train_on_gpus(gpus: int, hp: AutoencoderHyperparameters, options: AutoencoderOptions) -> AutoencoderOutputs:

@@ -19,7 +19,7 @@ PREPARATION = CodeVersion((*DATA_SOURCES, "flyte_ddp/tasks/prepare.py", "workflo
 
 @dynamic(
     task_config=OnClustersOnly(),
-    cache=Cache(policies=[CodeVersion(*TRAINING_CODE), PREPARATION], ignored_inputs=("gpus", "options")),
+    cache=Cache(policies=[TRAINING_CODE, PREPARATION], ignored_inputs=("gpus", "options")),
     **dynamic_resources(),
 )
 def train_on_gpus(gpus: int, hp: Hyperparameters, options: RunOptions) -> TrainingOutputs:

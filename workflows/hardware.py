@@ -14,11 +14,10 @@ from flyte_ddp.hardware.machine import Machine, look, warnings
 from flyte_ddp.hardware.nvidia import NotKnown
 from flyte_ddp.hardware.page import as_page, as_text, facts
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
-from flyte_ddp.report.article import document
 from flyte_ddp.report.console import say
 from flyte_ddp.settings import RunOptions
-from flyte_ddp.tasks.execution import is_local, run_dir
-from flyte_ddp.tasks.observing import deck_publisher
+from flyte_ddp.tasks.execution import run_dir
+from flyte_ddp.tasks.outputs import output_page
 from flyte_ddp.tasks.pyflyte import set_up_pyflyte
 from flyte_ddp.tasks.resources import training_resources
 
@@ -64,11 +63,9 @@ def inspect_hardware(hp: Hyperparameters, options: RunOptions) -> HardwareOutput
     host, machine = platform.node(), look(hp, options)
     text, fragment = as_text(host, machine), as_page(host, machine)
     with run_dir("hardware") as folder:
-        report = folder / "report.html"
-        report.write_text(document("Hardware", fragment))
+        report = output_page(folder, "Hardware", fragment)
     say(text)
-    deck_publisher("Hardware")(fragment)
-    return HardwareOutputs(summarise(machine), text, FlyteFile(str(report), remote_path=False if is_local() else None))
+    return HardwareOutputs(summarise(machine), text, report)
 
 
 def summarise(machine: Machine) -> HardwareFacts:

@@ -17,14 +17,13 @@ from flyte_ddp.errors import RecoverableError, ReportedError
 from flyte_ddp.launch.environment import choose_world
 from flyte_ddp.launch.failures import RankFailed
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
-from flyte_ddp.report.article import document
 from flyte_ddp.report.console import say
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.sweep.held_out import hold_out_validation
 from flyte_ddp.sweep.page import chosen, comparison, failures, ranked, write_table
 from flyte_ddp.sweep.search import Sweep, TrialResult, trials_of
 from flyte_ddp.tasks.execution import TaskFailed, is_local, run_dir
-from flyte_ddp.tasks.observing import deck_publisher
+from flyte_ddp.tasks.outputs import output_file, output_page
 from flyte_ddp.tasks.prepare import PreparedDataset, prepare_dataset, resolve_dataset
 from flyte_ddp.tasks.pyflyte import set_up_pyflyte
 from flyte_ddp.tasks.resources import dynamic_resources, small_resources, training_resources
@@ -34,7 +33,7 @@ from workflows.mnist import pytorch_mnist_task
 
 set_up_pyflyte()
 
-TRIAL_CODE = ((*TRAINING_SOURCES, "flyte_ddp/sweep/search.py", "workflows/sweep.py"), ("torch",))
+TRIAL_CODE = CodeVersion((*TRAINING_SOURCES, "flyte_ddp/sweep/search.py", "workflows/sweep.py"), ("torch",))
 NO_RESULT = "no result even after Flyte's retries: the log of its pod says why"
 
 
@@ -79,9 +78,9 @@ def list_trials(sweep: Sweep, hp: Hyperparameters, options: RunOptions) -> List[
 
 
 @task(
-    cache=Cache(policies=CodeVersion(*TRIAL_CODE), ignored_inputs=("options",), serialize=True),
+    cache=Cache(policies=TRIAL_CODE, ignored_inputs=("options",), serialize=True),
     retries=2,
-    **training_resources(),
+    **training_resources(TRIAL_CODE),
 )
 def train_trial(hp: Hyperparameters, held_out: PreparedDataset, options: RunOptions) -> TrialResult:
     """Trains on what hold_out_validation has left and measures on the rest; a failure for good is a result too."""
@@ -143,17 +142,10 @@ def compare(sweep: Sweep, trials: List[Hyperparameters], name: str, results: Lis
         raise ReportedError("\n".join(["Every trial of the sweep failed:", *failures(ranking, names)]))
     with run_dir(f"sweep-{name}") as folder:
         write_table(ranking, names, folder / "trials.csv")
-        fragment = comparison(ranking, names)
-        deck_publisher()(fragment)
-        (folder / "report.html").write_text(document(f"Sweep on {name}", fragment), encoding="utf-8")
-    where = f"\nTrials:   {folder / 'trials.csv'}\nReport:   {folder / 'report.html'}" if is_local() else ""
+        report = output_page(folder, f"Sweep on {name}", comparison(ranking, names))
+    where = f"\nTrials:   {folder / 'trials.csv'}\nReport:   {report.path}" if is_local() else ""
     say(f"\nBest:     {chosen(best.hp, names)}: {best.accuracy:.2%} validation accuracy{where}\n")
-    remote = False if is_local() else None
-    return Comparison(
-        best.hp,
-        FlyteFile(str(folder / "trials.csv"), remote_path=remote),
-        FlyteFile(str(folder / "report.html"), remote_path=remote),
-    )
+    return Comparison(best.hp, output_file(folder / "trials.csv"), report)
 
 
 @workflow

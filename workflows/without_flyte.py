@@ -10,7 +10,6 @@ LOCAL_RANK and LOCAL_WORLD_SIZE.
 """
 
 import json
-import time
 from pathlib import Path
 
 import click
@@ -20,7 +19,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from flyte_ddp.code_version import library_version
 from flyte_ddp.data import datasets, prepared
 from flyte_ddp.engine import joined
-from flyte_ddp.engine.job import Identity, Job, TrainingResult
+from flyte_ddp.engine.job import Identity, Subject, TrainingResult, job_of
 from flyte_ddp.errors import InputError
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.process_group import process_group
@@ -69,7 +68,7 @@ def read_options(text: str) -> RunOptions:
 
 def train(environment: Environment, hp: Hyperparameters, options: RunOptions, output: Path) -> TrainingResult:
     """Trains as this rank; rank 0 leaves the weights in output, and says what happens."""
-    launched, checkpoint = time.time(), output / "checkpoint"
+    checkpoint = output / "checkpoint"
     with process_group(environment, options.timeout_seconds) as device:
         data = prepare(environment, hp.dataset)
         if environment.rank == 0:
@@ -78,17 +77,14 @@ def train(environment: Environment, hp: Hyperparameters, options: RunOptions, ou
                 if not options.resume:
                     checkpoint.unlink(missing_ok=True)
         description = prepared.read_description(data)
-        job = Job(
-            identity=Identity(IMAGE_CLASSIFIER, hp, description.digest, library_version()),
-            dataset=description.name,
-            data=str(data),
+        identity = Identity(IMAGE_CLASSIFIER, hp, description.digest, library_version())
+        job = job_of(
+            Subject(identity, description.name, data),
+            options,
             model_path=str(output / "model.pt"),
             predictions_path=str(output / "predictions.npy"),
             pictures_path=str(output / "pictures.npz"),
             checkpoint_path=str(checkpoint),
-            checkpoint_seconds=options.checkpoint_seconds,
-            timeout_seconds=options.timeout_seconds,
-            launched=launched,
             profile_path=str(output / "profile") if options.profile else "",
         )
         result = joined.train(environment, device, job, Console() if environment.rank == 0 else lambda event: None)

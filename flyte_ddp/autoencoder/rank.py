@@ -9,16 +9,19 @@ import warnings
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Dict, Iterator, List, Tuple, Union
+from typing import Any, Dict, Iterator, List, Tuple, Union
 
 import torch
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 
 from flyte_ddp.autoencoder import network as autoencoder
 from flyte_ddp.autoencoder.checkpoint import checkpoint_files, usable_checkpoint
 from flyte_ddp.autoencoder.job import PRECISIONS, AutoencoderJob, AutoencoderResult
 from flyte_ddp.data import prepared
+from flyte_ddp.engine.results import export_model, layers_of
 from flyte_ddp.engine.watch import Watch
-from flyte_ddp.engine.worker import export_model, layers_of
 from flyte_ddp.errors import NonFinite, StopRequested
 from flyte_ddp.events import EpochLosses, RunStarted
 from flyte_ddp.launch.environment import Environment
@@ -26,18 +29,12 @@ from flyte_ddp.launch.link import Link
 from flyte_ddp.launch.process_group import process_group
 from flyte_ddp.storage import writing_to
 
-if TYPE_CHECKING:
-    from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
-    from lightning.pytorch.loggers import Logger
-
 WANDB_SECONDS = 15.0  # that a run waits for it at its beginning, and again at its end
 LOOK_STEPS = 10  # between two looks at the loss, which on a GPU the host has to wait for
 
 
 def run(environment: Environment, link: Link, job: AutoencoderJob) -> AutoencoderResult:
     """Trains the autoencoder as this rank; rank 0 leaves the weights and the test images' codes where the job says."""
-    from lightning.pytorch import Trainer
-
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)  # no word on the accelerators that there are not
     warnings.filterwarnings("ignore", category=FutureWarning, module="lightning")  # between it and torch
@@ -46,17 +43,17 @@ def run(environment: Environment, link: Link, job: AutoencoderJob) -> Autoencode
     hp, world = job.hp, environment.world
     # Lightning finds the ranks already met
     with (
-        process_group(environment, job.options.timeout_seconds + 60) as device,
+        process_group(environment, job.options.timeout_seconds) as device,
         open_logger(job, environment) as logger,
     ):
-        observer = observer_of(environment, link, job)
+        observer = Observer(environment, link, job)
         trainer = Trainer(
             accelerator="gpu" if device.type == "cuda" else "cpu",
             devices=world.local_size,
             num_nodes=world.size // world.local_size,
             strategy=job.options.strategy,
             precision=PRECISIONS[hp.precision],
-            plugins=[cluster_environment(environment), checkpoint_files(job.key, link.emit)],
+            plugins=[SpawnedRanks(environment), checkpoint_files(job.key, link.emit)],
             max_epochs=hp.max_epochs,
             limit_train_batches=job.steps_per_epoch,
             logger=logger,
@@ -84,103 +81,99 @@ def run(environment: Environment, link: Link, job: AutoencoderJob) -> Autoencode
     )
 
 
-def cluster_environment(environment: Environment) -> "ClusterEnvironment":
+class SpawnedRanks(ClusterEnvironment):
     """Tells Lightning who this process is, and that it has none to start itself."""
-    from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 
-    class SpawnedRanks(ClusterEnvironment):
-        creates_processes_externally = True
-        main_address, main_port = "", 0  # not asked for: the ranks have met
+    creates_processes_externally = True
+    main_address, main_port = "", 0  # not asked for: the ranks have met
 
-        @staticmethod
-        def detect() -> bool:
-            return True
+    def __init__(self, environment: Environment):
+        self._environment = environment
 
-        def world_size(self) -> int:
-            return environment.world.size
+    @staticmethod
+    def detect() -> bool:
+        return True
 
-        def set_world_size(self, size: int) -> None: ...
+    def world_size(self) -> int:
+        return self._environment.world.size
 
-        def global_rank(self) -> int:
-            return environment.rank
+    def set_world_size(self, size: int) -> None: ...
 
-        def set_global_rank(self, rank: int) -> None: ...
+    def global_rank(self) -> int:
+        return self._environment.rank
 
-        def local_rank(self) -> int:
-            return environment.local_rank
+    def set_global_rank(self, rank: int) -> None: ...
 
-        def node_rank(self) -> int:
-            return environment.rank // environment.world.local_size
+    def local_rank(self) -> int:
+        return self._environment.local_rank
 
-    return SpawnedRanks()
+    def node_rank(self) -> int:
+        return self._environment.rank // self._environment.world.local_size
 
 
-def observer_of(environment: Environment, link: Link, job: AutoencoderJob) -> Any:
-    """The Callback that tells the parent what happens, and the ranks to stop; keeps the losses, and a checkpoint."""
-    from lightning.pytorch import Callback, LightningModule, Trainer
+class Observer(Callback):
+    """Tells the parent what happens, and the ranks to stop; keeps the losses, and a checkpoint."""
 
-    class Observer(Callback):
-        def __init__(self) -> None:
-            self.epochs: List[EpochLosses] = []
-            self.steps: List[Tuple[float, float]] = []
-            self.watch = Watch(0.0, remedies="lower learning_rate")
-            self.on_sigterm = signal.getsignal(signal.SIGTERM)
+    def __init__(self, environment: Environment, link: Link, job: AutoencoderJob) -> None:
+        self._environment, self._link, self._job = environment, link, job
+        self.epochs: List[EpochLosses] = []
+        self.steps: List[Tuple[float, float]] = []
+        self.watch = Watch(0.0, remedies="lower learning_rate")
+        self.on_sigterm = signal.getsignal(signal.SIGTERM)
 
-        def state_dict(self) -> Dict[str, Any]:
-            epochs = [asdict(epoch) for epoch in self.epochs]
-            return {"epochs": epochs, "steps": self.steps, "watch": self.watch.state_dict()}
+    def state_dict(self) -> Dict[str, Any]:
+        epochs = [asdict(epoch) for epoch in self.epochs]
+        return {"epochs": epochs, "steps": self.steps, "watch": self.watch.state_dict()}
 
-        def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
-            self.epochs = [EpochLosses(**epoch) for epoch in state_dict["epochs"]]
-            self.steps = state_dict["steps"]
-            self.watch.load_state_dict(state_dict["watch"])
+    def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
+        self.epochs = [EpochLosses(**epoch) for epoch in state_dict["epochs"]]
+        self.steps = state_dict["steps"]
+        self.watch.load_state_dict(state_dict["watch"])
 
-        def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
-            # Lightning's own handler broadcasts, which hangs where not all ranks get the signal
-            signal.signal(signal.SIGTERM, self.on_sigterm)
-            self.watch.constant_loss = trainer.datamodule.constant_loss  # type: ignore[attr-defined]
-            link.emit(run_started(environment, job, trainer.current_epoch))
+    def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
+        # Lightning's own handler broadcasts, which hangs where not all ranks get the signal
+        signal.signal(signal.SIGTERM, self.on_sigterm)
+        self.watch.constant_loss = trainer.datamodule.constant_loss  # type: ignore[attr-defined]
+        self._link.emit(run_started(self._environment, self._job, trainer.current_epoch))
 
-        def on_train_epoch_start(self, trainer: Trainer, module: LightningModule) -> None:
-            self.started = time.perf_counter()
+    def on_train_epoch_start(self, trainer: Trainer, module: LightningModule) -> None:
+        self.started = time.perf_counter()
 
-        def on_before_optimizer_step(self, trainer: Trainer, module: LightningModule, _: torch.optim.Optimizer) -> None:
-            gradients = [weight.grad for weight in module.parameters() if weight.grad is not None]
-            # float16 overflows now and then, and Lightning's scaler then leaves the step out
-            if job.hp.precision != "float16" and not torch.stack(torch._foreach_norm(gradients)).isfinite().all():
-                steps = trainer.fit_loop.epoch_loop.batch_idx
-                raise NonFinite("gradient", list(range(environment.world.size)), trainer.current_epoch, steps)
+    def on_before_optimizer_step(self, trainer: Trainer, module: LightningModule, _: torch.optim.Optimizer) -> None:
+        gradients = [weight.grad for weight in module.parameters() if weight.grad is not None]
+        # float16 overflows now and then, and Lightning's scaler then leaves the step out
+        if self._job.hp.precision != "float16" and not torch.stack(torch._foreach_norm(gradients)).isfinite().all():
+            steps = trainer.fit_loop.epoch_loop.batch_idx
+            raise NonFinite("gradient", list(range(self._environment.world.size)), trainer.current_epoch, steps)
 
-        def on_train_batch_end(
-            self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-        ) -> None:
-            link.alive()
-            steps = batch_idx + 1
-            if steps % LOOK_STEPS and steps < job.steps_per_epoch:
-                return
-            loss = outputs["loss"].item()
-            if not math.isfinite(loss):
-                raise NonFinite("loss", [environment.rank], trainer.current_epoch, batch_idx)
-            self.steps.append((trainer.current_epoch + steps / job.steps_per_epoch, loss))
-            for warning in self.watch.after_steps(trainer.current_epoch, steps, loss, job.hp.batch_size):
-                link.emit(warning)
-            if trainer.strategy.reduce_boolean_decision(link.stop_requested, all=False):
-                raise StopRequested(trainer.current_epoch, steps)
+    def on_train_batch_end(
+        self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._link.alive()
+        steps = batch_idx + 1
+        if steps % LOOK_STEPS and steps < self._job.steps_per_epoch:
+            return
+        loss = outputs["loss"].item()
+        if not math.isfinite(loss):
+            raise NonFinite("loss", [self._environment.rank], trainer.current_epoch, batch_idx)
+        self.steps.append((trainer.current_epoch + steps / self._job.steps_per_epoch, loss))
+        for warning in self.watch.after_steps(trainer.current_epoch, steps, loss, self._job.hp.batch_size):
+            self._link.emit(warning)
+        if trainer.strategy.reduce_boolean_decision(self._link.stop_requested, all=False):
+            raise StopRequested(trainer.current_epoch, steps)
 
-        def on_validation_batch_end(self, *_: Any) -> None:
-            link.alive()
+    def on_validation_batch_end(self, *_: Any) -> None:
+        self._link.alive()
 
-        def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
-            metrics = trainer.callback_metrics
-            train, validation = metrics["train_loss_epoch"].item(), metrics["validation_loss"].item()
-            seconds = time.perf_counter() - self.started
-            self.epochs.append(EpochLosses(trainer.current_epoch, train, validation, seconds))
-            link.emit(self.epochs[-1])
-            for warning in self.watch.after_epoch(trainer.current_epoch, job.steps_per_epoch, validation):
-                link.emit(warning)
-            trainer.save_checkpoint(job.checkpoint_path)
-
-    return Observer()
+    def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
+        metrics = trainer.callback_metrics
+        train, validation = metrics["train_loss_epoch"].item(), metrics["validation_loss"].item()
+        seconds = time.perf_counter() - self.started
+        self.epochs.append(EpochLosses(trainer.current_epoch, train, validation, seconds))
+        self._link.emit(self.epochs[-1])
+        for warning in self.watch.after_epoch(trainer.current_epoch, self._job.steps_per_epoch, validation):
+            self._link.emit(warning)
+        trainer.save_checkpoint(self._job.checkpoint_path)
 
 
 def run_started(environment: Environment, job: AutoencoderJob, first_epoch: int) -> RunStarted:
@@ -207,21 +200,18 @@ def run_started(environment: Environment, job: AutoencoderJob, first_epoch: int)
 
 
 @contextmanager
-def open_logger(job: AutoencoderJob, environment: Environment) -> "Iterator[Union[Logger, bool]]":
+def open_logger(job: AutoencoderJob, environment: Environment) -> Iterator[Union[Logger, bool]]:
     """Lightning's logger for the job's tracking, on rank 0, else False; W&B's is left out with a word if it cannot
     begin, and finished here, since the process will end without its exit handlers."""
     if environment.rank or job.tracking == "off":
         yield False
         return
     if job.tracking == "tensorboard":
-        from lightning.pytorch.loggers import TensorBoardLogger
-
         tensorboard = TensorBoardLogger(job.logs, name="tensorboard", version="")
         tensorboard.log_hyperparams(asdict(job.hp))
         yield tensorboard
         return
     import wandb
-    from lightning.pytorch.loggers import WandbLogger
 
     settings = wandb.Settings(console="off", silent=True, init_timeout=WANDB_SECONDS, finish_timeout=WANDB_SECONDS)
     project = os.environ.get("WANDB_PROJECT") or "flyte-ddp"

@@ -18,27 +18,35 @@ from flyte_ddp.autoencoder.job import (
     AutoencoderResult,
 )
 from flyte_ddp.autoencoder.page import page, say_event
-from flyte_ddp.code_version import code_version
 from flyte_ddp.data import prepared
 from flyte_ddp.data.held_out import held_out_count
 from flyte_ddp.errors import InputError
 from flyte_ddp.launch import launcher
 from flyte_ddp.launch.environment import World, choose_world, visible_gpus
 from flyte_ddp.report import wandb_run
-from flyte_ddp.report.article import document
 from flyte_ddp.report.console import say
 from flyte_ddp.report.tracking import choose_tracking
 from flyte_ddp.tasks.caching import OnClustersOnly
 from flyte_ddp.tasks.checkpoints import checkpoint_store, training_key
 from flyte_ddp.tasks.execution import flyte_retries, is_local, run_dir
 from flyte_ddp.tasks.logs import Logs, kept_logs
-from flyte_ddp.tasks.observing import all_of, deck_publisher
+from flyte_ddp.tasks.observing import all_of
+from flyte_ddp.tasks.outputs import output_file, output_page
 from flyte_ddp.tasks.prepare import resolve_name
 from flyte_ddp.tasks.resources import check_gpus, small_resources
-from flyte_ddp.tasks.versions import AUTOENCODER_SOURCES, CodeVersion, check_registered_code
+from flyte_ddp.tasks.versions import CodeVersion, check_registered_code
 
 WORKER = "flyte_ddp.autoencoder.rank:run"  # a name, because importing it would import torch
-AUTOENCODER_CODE = (AUTOENCODER_SOURCES, ("torch", "lightning"))
+AUTOENCODER_SOURCES = (
+    "flyte_ddp/autoencoder/checkpoint.py",
+    "flyte_ddp/autoencoder/network.py",
+    "flyte_ddp/autoencoder/rank.py",
+    "flyte_ddp/autoencoder/task.py",
+    "flyte_ddp/data/held_out.py",
+    "flyte_ddp/engine/batches.py",
+    "flyte_ddp/engine/watch.py",
+)
+AUTOENCODER_CODE = CodeVersion(AUTOENCODER_SOURCES, ("torch", "lightning"))
 
 
 @dataclass(frozen=True)
@@ -145,7 +153,7 @@ def train_autoencoder(
     description = prepared.read_description(data_folder)
     held_out = held_out_count(description.train_samples)
     steps = hp.steps_per_epoch((description.train_samples - held_out) * description.passes_per_epoch)
-    key = training_key(hp, description.digest, code_version(*AUTOENCODER_CODE))
+    key = training_key(hp, description.digest, AUTOENCODER_CODE.version)
     with (
         run_dir(f"{description.name}-autoencoder") as folder,
         kept_logs(folder) as logs,
@@ -181,24 +189,20 @@ def train_autoencoder(
             warnings=[warning.reason for warning in result.warnings],
         )
         fragment = page(job, result, {"lightning": version("lightning"), **asdict(summary)})
-        (folder / "report.html").write_text(document(f"Autoencoder on {description.name}", fragment), "utf-8")
-    deck_publisher()(fragment)
-    return outputs_of(job, result, summary, logs)
+        report = output_page(folder, f"Autoencoder on {description.name}", fragment)
+    return outputs_of(job, result, summary, report, logs)
 
 
 def outputs_of(
-    job: AutoencoderJob, result: AutoencoderResult, summary: AutoencoderSummary, logs: Logs
+    job: AutoencoderJob, result: AutoencoderResult, summary: AutoencoderSummary, report: FlyteFile, logs: Logs
 ) -> AutoencoderOutputs:
-    report = Path(job.model_path).with_name("report.html")
     if is_local():
-        say(f"Test loss {summary.test_loss:.4f}\nModel:  {job.model_path}\nReport: {report}")
-    # A local run's files stay where they are: flytekit would copy them to a temporary place
-    remote = False if is_local() else None
+        say(f"Test loss {summary.test_loss:.4f}\nModel:  {job.model_path}\nReport: {report.path}")
     return AutoencoderOutputs(
         train_losses=[epoch.train_loss for epoch in result.epochs],
         validation_losses=[epoch.validation_loss for epoch in result.epochs],
-        model_state=PythonPickledFile(job.model_path, remote_path=remote),
+        model_state=output_file(Path(job.model_path), PythonPickledFile),
         summary=summary,
-        report=FlyteFile(str(report), remote_path=remote),
-        logs=FlyteDirectory(job.logs, remote_directory=logs.place),
+        report=report,
+        logs=logs.output,
     )

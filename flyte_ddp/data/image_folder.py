@@ -80,18 +80,7 @@ def index_folder(folder: Path, name: str, images: ImageSettings, say: Callable[[
     """
     found = find_images(folder)
     splits, left_out = _divide(found, images.least_images)
-    kept: Dict[str, List[Tuple[int, str]]] = {split: [] for split in SPLITS}
-    bad: List[str] = []
-    content, counts = hashlib.sha256(), np.zeros((images.shape[0], 256), np.int64)
-    for split, rows in splits.items():
-        for (label, file), read in zip(rows, _read_all(folder, rows, images.shape), strict=True):
-            if isinstance(read, str):
-                bad.append(f"{_printable(file)} ({read})")
-                continue
-            kept[split].append((label, file))
-            content.update(os.fsencode(file) + b"\0" + read.sha256)
-            if split == "train":
-                counts += read.counts
+    kept, bad, content, counts = _sound_images(folder, splits, images)
     _judge(folder, bad, sum(map(len, splits.values())), images.unreadable_share, say)
     if not all(kept.values()):
         raise InputError(f"folder {folder} leaves no images to train or to test on: add some, or lower least_images")
@@ -115,14 +104,34 @@ def index_folder(folder: Path, name: str, images: ImageSettings, say: Callable[[
             unreadable=len(bad),
             unreadable_named=tuple(bad[:MOST_NAMED]),
             left_out=left_out,
-            content_sha256=content.hexdigest(),
+            content_sha256=content,
         )
 
     columns = [column for split in SPLITS for column in _columns(kept[split])]
-    key = hashlib.sha256(repr((name, images, bad, content.hexdigest())).encode()).hexdigest()[:16]
+    key = hashlib.sha256(repr((name, images, bad, content)).encode()).hexdigest()[:16]
     directory = data_dir() / "folders" / key
     write_dataset(directory, dict(zip(FOLDER_FILES, columns, strict=True)), describe)
     return directory
+
+
+def _sound_images(
+    folder: Path, splits: Mapping[str, Sequence[Tuple[int, str]]], images: ImageSettings
+) -> Tuple[Dict[str, List[Tuple[int, str]]], List[str], str, np.ndarray]:
+    """The images of each split that can be read, what is wrong with the others, a digest of the former, and how often
+    the training images have each value: (C, 256)."""
+    kept: Dict[str, List[Tuple[int, str]]] = {split: [] for split in SPLITS}
+    bad: List[str] = []
+    content, counts = hashlib.sha256(), np.zeros((images.shape[0], 256), np.int64)
+    for split, rows in splits.items():
+        for (label, file), read in zip(rows, _read_all(folder, rows, images.shape), strict=True):
+            if isinstance(read, str):
+                bad.append(f"{_printable(file)} ({read})")
+                continue
+            kept[split].append((label, file))
+            content.update(os.fsencode(file) + b"\0" + read.sha256)
+            if split == "train":
+                counts += read.counts
+    return kept, bad, content.hexdigest(), counts
 
 
 def write_folder(folder: Path, classes: Sequence[str], images: np.ndarray, labels: np.ndarray) -> None:

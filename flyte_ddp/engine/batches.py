@@ -146,17 +146,19 @@ class TrainBatches(_Batches):
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Batch]:
         """The batches of an epoch from first_step on; the last one may be short."""
-        generator = torch.Generator().manual_seed(self.seed * 2**20 + epoch)
+        generator = torch.Generator().manual_seed(seed_of(self.seed, epoch))
         order = torch.cat([torch.randperm(len(self.split), generator=generator) for _ in range(self.passes)])
         order = order[: self.samples].to(self.split.device)
         for step, tree, place in self._fetch(order, first_step):
-            seed = ((self.seed * 2**10 + epoch) * 2**20 + step) % 2**64
-            self.generator.manual_seed(seed ^ AUGMENTATION)
-            yield Batch(self.augment(tree, self.generator, place), place, seed)
+            # Augmentation shall not draw the numbers that the network's dropout draws
+            self.generator.manual_seed(seed_of(self.seed, epoch, step, 1))
+            yield Batch(self.augment(tree, self.generator, place), place, seed_of(self.seed, epoch, step, 0))
 
 
-# Of a batch's seed: its augmentation shall not draw the numbers that the network's dropout draws
-AUGMENTATION = 0x9E3779B9
+def seed_of(*position: int) -> int:
+    """For the random numbers of one place in one training. torch's generator on a CPU takes no more than 32 bits, in
+    which seed, epoch and step would not fit side by side."""
+    return int(np.random.SeedSequence(position).generate_state(1)[0])
 
 
 def device_generator(device: torch.device) -> torch.Generator:

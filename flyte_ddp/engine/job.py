@@ -2,11 +2,14 @@
 
 import hashlib
 import json
+import time
 from dataclasses import asdict, dataclass
-from typing import Any, Dict, List, Tuple
+from pathlib import Path
+from typing import Any, Dict, List, Optional, Tuple
 
+from flyte_ddp.data.description import DatasetDescription
 from flyte_ddp.events import EpochFinished, NotLearning
-from flyte_ddp.settings import TrainingSettings
+from flyte_ddp.settings import RunOptions, TrainingSettings
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,27 @@ class Identity:
 
 
 @dataclass(frozen=True)
+class Subject:
+    """What is trained on what.
+
+    Attributes:
+        identity: what decides the result.
+        dataset: what the data are called.
+        data: folder or file that the recipe is given; None for none.
+        root: folder that the recipe's module is found from; empty where it is part of this library.
+        files: of its code; empty where it is part of this library.
+        description: of the prepared dataset; None where the data are anything else.
+    """
+
+    identity: Identity
+    dataset: str
+    data: Optional[Path]
+    root: str = ""
+    files: Tuple[str, ...] = ()
+    description: Optional[DatasetDescription] = None
+
+
+@dataclass(frozen=True)
 class Job:
     """One training run, as the ranks need to know it.
 
@@ -45,7 +69,7 @@ class Job:
         pictures_path: where rank 0 puts the recipe's pictures, an .npz.
         checkpoint_path: where rank 0 keeps the checkpoint; an earlier one there is gone on from.
         checkpoint_seconds: time between two checkpoints within an epoch.
-        timeout_seconds: of rendezvous and collectives.
+        timeout_seconds: how long the ranks may go without a step before the run counts as hung.
         launched: time.time() of the launch.
         profile_path: folder for each rank's profile; empty is none.
         root: folder that the recipe's module is found from; empty where it is found anyway.
@@ -69,6 +93,23 @@ class Job:
     code_files: Tuple[str, ...] = ()
     loader_workers: int = 0
     pin_memory: bool = False
+
+
+def job_of(subject: Subject, options: RunOptions, **paths: str) -> Job:
+    """The message to the ranks; the paths are Job's own, of which ranks other than the first need none."""
+    return Job(
+        identity=subject.identity,
+        dataset=subject.dataset,
+        data=str(subject.data or ""),
+        root=subject.root,
+        code_files=subject.files,
+        checkpoint_seconds=options.checkpoint_seconds,
+        timeout_seconds=options.timeout_seconds,
+        launched=time.time(),
+        loader_workers=options.loader_workers,
+        pin_memory=options.pin_memory,
+        **paths,
+    )
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 from flyte_ddp.engine.batches import share
 from flyte_ddp.engine.job import Job
 from flyte_ddp.engine.measures import place
-from flyte_ddp.engine.worker import load_recipe, open_split
+from flyte_ddp.engine.set_up import load_recipe, open_split
 from flyte_ddp.errors import InputError
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link

@@ -7,7 +7,7 @@ from typing import Any, List, Optional, Tuple
 import torch
 from torch import distributed
 
-from flyte_ddp.engine.worker import choose_precision
+from flyte_ddp.engine.set_up import choose_precision
 from flyte_ddp.errors import InputError
 from flyte_ddp.hardware.capabilities import Capabilities, Plan, TorchGpu
 from flyte_ddp.launch.environment import choose_world, threads_per_rank

@@ -14,10 +14,9 @@ from flyte_ddp.data import prepared
 from flyte_ddp.data.image_files import decode
 from flyte_ddp.inference.page import Tally, predicted_article, tally
 from flyte_ddp.inference.shards import InferenceOptions, read_rows, write_rows
-from flyte_ddp.report.article import document
 from flyte_ddp.report.console import say
 from flyte_ddp.tasks.execution import is_local, run_dir
-from flyte_ddp.tasks.observing import deck_publisher
+from flyte_ddp.tasks.outputs import output_file, output_page
 from flyte_ddp.tasks.prepare import PreparedDataset
 from flyte_ddp.tasks.resources import preparation_resources
 from flyte_ddp.tasks.stored_images import fetch, list_files
@@ -66,24 +65,18 @@ def gather_shards(
     """All rows in one file, in the images' order, and what they come to."""
     description = prepared.read_description(data.download())
     with run_dir("inference") as place:
-        predictions, report = place / "predictions.csv", place / "report.html"
+        predictions = place / "predictions.csv"
         write_rows(predictions, read_rows(*(Path(part.download()) for part in parts)))
         found = tally(predictions)
         source = f"folder {Path(folder.path).name}" if folder is not None else f"{description.name}, {options.split}"
         title = f"Predictions: {source}"
         images = images_of(found, Path(data.download()), folder, options)
         fragment = predicted_article(title, found, images, description, options)
-        report.write_text(document(title, fragment), encoding="utf-8")
-        deck_publisher("Predictions")(fragment)
+        report = output_page(place, title, fragment)
     summary = InferenceSummary(description.name, found.images, found.unreadable, found.labelled, found.accuracy)
     if is_local():
-        say(f"\n{found}\nPredictions: {predictions}\nReport:      {report}")
-    remote = False if is_local() else None
-    return InferenceOutputs(
-        predictions=CSVFile(str(predictions), remote_path=remote),
-        summary=summary,
-        report=FlyteFile(str(report), remote_path=remote),
-    )
+        say(f"\n{found}\nPredictions: {predictions}\nReport:      {report.path}")
+    return InferenceOutputs(output_file(predictions, CSVFile), summary, report)
 
 
 def images_of(

@@ -14,7 +14,6 @@ from flytekit.configuration import LocalConfig
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import CSVFile, PythonPickledFile
 
-from flyte_ddp.code_version import code_version
 from flyte_ddp.data import prepared
 from flyte_ddp.errors import InputError
 from flyte_ddp.inference.shards import InferenceOptions, ModelFile, Shard, ShardJob
@@ -23,6 +22,7 @@ from flyte_ddp.launch.environment import World, choose_world, visible_gpus
 from flyte_ddp.report.console import Console, say
 from flyte_ddp.storage import remove_leftovers, temporary_beside, writing_to
 from flyte_ddp.tasks.execution import flyte_retries, is_local, runs_dir
+from flyte_ddp.tasks.outputs import output_file
 from flyte_ddp.tasks.prepare import PreparedDataset, resolve_name
 from flyte_ddp.tasks.resources import (
     check_gpus,
@@ -34,21 +34,28 @@ from flyte_ddp.tasks.resources import (
     training_sizes,
 )
 from flyte_ddp.tasks.stored_images import fetch, list_files
-from flyte_ddp.tasks.versions import INFERENCE_SOURCES, CodeVersion, check_registered_code
+from flyte_ddp.tasks.versions import NETWORK_SOURCES, CodeVersion, check_registered_code
 
 # names, because importing them would import torch
 PREDICTOR = "flyte_ddp.inference.rank:predict_shard"
 INSPECTOR = "flyte_ddp.inference.rank:find_fault"
-INFERENCE_CODE = (INFERENCE_SOURCES, ("torch", "pillow"))
+INFERENCE_SOURCES = (
+    *NETWORK_SOURCES,
+    "flyte_ddp/engine/batches.py",
+    "flyte_ddp/inference/images.py",
+    "flyte_ddp/inference/rank.py",
+    "flyte_ddp/inference/task.py",
+)
+INFERENCE_CODE = CodeVersion(INFERENCE_SOURCES, ("torch", "pillow"))
 
 
 def one_device() -> Dict[str, Any]:
     """Arguments of @task for predicting a shard: as for training, but with one GPU at most, and no tracker."""
     gpus = min(1, registration().training_gpus)
     return {
-        **training_resources(),
+        **training_resources(INFERENCE_CODE),
         **training_sizes(gpus),
-        "environment": training_environment(gpus),
+        "environment": training_environment(gpus, INFERENCE_CODE),
         "secret_requests": None,
     }
 
@@ -65,7 +72,7 @@ def check_inputs(
     return resolve_name(options.dataset)
 
 
-@task(retries=2, **preparation_resources() | {"environment": training_environment(0)})
+@task(retries=2, **preparation_resources() | {"environment": training_environment(0, INFERENCE_CODE)})
 def plan_shards(
     model_state: PythonPickledFile, data: PreparedDataset, folder: Optional[FlyteDirectory], options: InferenceOptions
 ) -> List[Shard]:
@@ -88,7 +95,7 @@ def plan_shards(
         "model": options.model,
         "dataset": description.digest,
         "split": options.split,
-        "code": code_version(*INFERENCE_CODE),
+        "code": INFERENCE_CODE.version,
     }
     images = len(files) or {"train": description.train_samples, "test": description.test_samples}[options.split]
     count = min(options.shards, images)
@@ -105,7 +112,7 @@ def _key(**decisive: Any) -> str:
 
 @task(
     # A shard's key stands for all other inputs
-    cache=Cache(policies=CodeVersion(*INFERENCE_CODE), ignored_inputs=("model_state", "data", "folder", "options")),
+    cache=Cache(policies=INFERENCE_CODE, ignored_inputs=("model_state", "data", "folder", "options")),
     retries=3,
     **one_device(),
 )
@@ -121,7 +128,7 @@ def predict_shard(
     settings = LocalConfig.auto()
     if part.exists() and settings.cache_enabled and not settings.cache_overwrite:
         say(f"{shard.name}: as it was predicted before")
-        return CSVFile(str(part), remote_path=False)
+        return output_file(part, CSVFile)
     check_registered_code()
     check_gpus(visible_gpus())
     started = time.perf_counter()
@@ -145,7 +152,7 @@ def predict_shard(
         finally:
             beside.unlink(missing_ok=True)
     say(f"{shard.name}: {shard.last - shard.first:,} images in {time.perf_counter() - started:.1f} s")
-    return CSVFile(str(part), remote_path=False if is_local() else None)
+    return output_file(part, CSVFile)
 
 
 def part_path(shard: Shard) -> Path:

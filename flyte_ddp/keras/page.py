@@ -5,13 +5,13 @@ from importlib.metadata import version
 from typing import List, Tuple
 
 from flyte_ddp.keras.job import CLASSES, MirroredHyperparameters, MirroredResult
-from flyte_ddp.report.article import Drawing, Section, article, document
+from flyte_ddp.report.article import Drawing, Section, article
 from flyte_ddp.report.figures import Curves, draw
 from flyte_ddp.report.surroundings import surroundings
 
 
 def mirrored_page(hp: MirroredHyperparameters, result: MirroredResult) -> Tuple[str, str]:
-    """What a Deck shows of a training, and the whole page around it."""
+    """The title of a training's page, and what stands below."""
     last = result.epochs[-1]
     strategy = "MultiWorkerMirroredStrategy" if hp.strategy == "multi_worker" else "MirroredStrategy"
     title = f"Keras network: {last.test['accuracy']:.1%} of the test samples right"
@@ -44,7 +44,7 @@ def mirrored_page(hp: MirroredHyperparameters, result: MirroredResult) -> Tuple[
             Section("Set-up", caption="Versions and hardware", lines=set_up()),
         ],
     )
-    return fragment, document(title, fragment)
+    return title, fragment
 
 
 def curves(result: MirroredResult, title: str, measure: str, percent: bool) -> Drawing:

@@ -10,10 +10,15 @@ from torch import distributed
 
 from flyte_ddp.launch.environment import Environment
 
+BEYOND_SECONDS = 60.0  # that a collective outwaits the launcher, which can still ask all ranks where they hang
+
 
 @contextmanager
 def process_group(environment: Environment, timeout_seconds: float) -> Iterator[torch.device]:
-    """Joins all ranks; yields this rank's device. A rank that fails leaves without goodbye: its process ends anyway."""
+    """Joins all ranks; yields this rank's device. A rank that fails leaves without goodbye: its process ends anyway.
+
+    timeout_seconds: without a step, after which the launcher ends the ranks; collectives wait a little longer.
+    """
     device = torch.device(environment.world.device)
     if device.type == "cuda":
         device = torch.device("cuda", environment.local_rank % torch.cuda.device_count())
@@ -24,7 +29,7 @@ def process_group(environment: Environment, timeout_seconds: float) -> Iterator[
             init_method=environment.init_method,
             rank=environment.rank,
             world_size=environment.world.size,
-            timeout=timedelta(seconds=timeout_seconds),
+            timeout=timedelta(seconds=timeout_seconds + BEYOND_SECONDS),
             device_id=device if environment.world.backend == "nccl" else None,
         )
     yield device

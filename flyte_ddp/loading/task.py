@@ -15,10 +15,9 @@ from flyte_ddp.launch import launcher
 from flyte_ddp.launch.environment import choose_world, visible_gpus
 from flyte_ddp.loading.page import loading_page
 from flyte_ddp.loading.times import LoadingJob, LoadingSettings, LoadingTimes, recommended
-from flyte_ddp.report.article import document
 from flyte_ddp.report.console import say
 from flyte_ddp.tasks.execution import flyte_retries, is_local, run_dir
-from flyte_ddp.tasks.observing import deck_publisher
+from flyte_ddp.tasks.outputs import output_page
 from flyte_ddp.tasks.resources import check_gpus
 
 STUDY = "flyte_ddp.loading.rank:run"  # a name, because importing it would import torch
@@ -47,15 +46,13 @@ def study_loading(data: FlyteDirectory, study: LoadingSettings) -> Tuple[Loading
         best = recommended(times.measured)
         with np.load(batch_path) as batch:
             fragment = loading_page(description, times, best, batch["images"], batch["labels"])
-        report = out / "report.html"
-        report.write_text(document("Loading images", fragment), encoding="utf-8")
-    deck_publisher()(fragment)
+        report = output_page(out, "Loading images", fragment)
     say(
         f"Recommended: loader_workers {best.workers}, pin_memory {str(best.pin_memory).lower()} "
-        f"({best.rate:,.0f} images per second by one rank)" + (f"\nReport: {report}" if is_local() else "")
+        f"({best.rate:,.0f} images per second by one rank)" + (f"\nReport: {report.path}" if is_local() else "")
     )
     choice = LoadingChoice(best.workers, best.pin_memory, best.rate)
-    return choice, FlyteFile(str(report), remote_path=False if is_local() else None)
+    return choice, report
 
 
 def _show(event: Event) -> None:

@@ -3,12 +3,11 @@
 from pathlib import Path
 
 from flytekit import Cache, task
-from flytekit.types.directory import FlyteDirectory
 
 from flyte_ddp.data import prepared
 from flyte_ddp.data.datasets import data_dir
 from flyte_ddp.data.held_out import hold_out
-from flyte_ddp.tasks.execution import is_local
+from flyte_ddp.tasks.outputs import output_folder
 from flyte_ddp.tasks.prepare import PreparedDataset
 from flyte_ddp.tasks.resources import preparation_resources
 from flyte_ddp.tasks.versions import DATA_SOURCES, CodeVersion
@@ -24,4 +23,4 @@ def hold_out_validation(data: PreparedDataset) -> PreparedDataset:
     original = Path(data.download())
     folder = data_dir() / "prepared" / f"{prepared.verify(original).name}-held-out"
     hold_out(original, folder)
-    return FlyteDirectory(str(folder), remote_directory=False if is_local() else None)
+    return output_folder(folder)

@@ -15,12 +15,12 @@ from flytekit import task
 from flytekit.types.file import FlyteFile
 
 from flyte_ddp.errors import InputError
-from flyte_ddp.report.article import Section, article, document
+from flyte_ddp.report.article import Section, article
 from flyte_ddp.report.console import say
 from flyte_ddp.settings import TrainingSettings, read_json
 from flyte_ddp.sweep.search import Sweep
 from flyte_ddp.tasks.execution import is_local, run_dir
-from flyte_ddp.tasks.observing import deck_publisher
+from flyte_ddp.tasks.outputs import output_file, output_page
 from flyte_ddp.tasks.recipe import RecipeSummary
 from flyte_ddp.tasks.resources import small_resources
 
@@ -75,12 +75,6 @@ def compare_runs(
         text = f"By {measure} on the test split, {order} first. What is chosen by a split has to be tested on another."
         section = Section("Trials", [text], (), "Best first", heads, lines)
         fragment = article(f"Sweep of {recipe}: {len(trials)} trials", f"Best: {told}", [section])
-        deck_publisher()(fragment)
-        (folder / "report.html").write_text(document(f"Sweep of {recipe}", fragment), encoding="utf-8")
+        report = output_page(folder, f"Sweep of {recipe}", fragment)
     say(f"\nBest:     {told}" + (f"\nTrials:   {folder / 'trials.csv'}\n" if is_local() else ""))
-    remote = False if is_local() else None
-    return RunComparison(
-        best[1],
-        FlyteFile(str(folder / "trials.csv"), remote_path=remote),
-        FlyteFile(str(folder / "report.html"), remote_path=remote),
-    )
+    return RunComparison(best[1], output_file(folder / "trials.csv"), report)

@@ -18,7 +18,7 @@ from torch import distributed
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from flyte_ddp.engine import worker
-from flyte_ddp.engine.job import Job, TrainingResult
+from flyte_ddp.engine.job import Job, Subject, TrainingResult, job_of
 from flyte_ddp.errors import InputError, StopRequested
 from flyte_ddp.events import Event
 from flyte_ddp.launch.environment import Environment, environment_from_torchrun, visible_gpus
@@ -30,7 +30,7 @@ from flyte_ddp.settings import RunOptions, TrainingSettings
 from flyte_ddp.tasks.execution import TaskFailed, TaskInterrupted, flyte_retries
 from flyte_ddp.tasks.logs import kept_logs, place_of_logs
 from flyte_ddp.tasks.resources import check_gpus, registration
-from flyte_ddp.tasks.train import Subject, Trained, TrainingOutputs, image_subject, job_of, outputs_of, train_by
+from flyte_ddp.tasks.train import Trained, TrainingOutputs, image_subject, outputs_of, train_by
 
 GRACE_SECONDS = 5.0  # for the rank that is the cause of a failure to be the first to report one
 

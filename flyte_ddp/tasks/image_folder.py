@@ -23,6 +23,7 @@ from flyte_ddp.report.console import say
 from flyte_ddp.storage import writing_to
 from flyte_ddp.tasks.caching import OnClustersOnly
 from flyte_ddp.tasks.execution import forget_lost_results, is_local
+from flyte_ddp.tasks.outputs import output_folder
 from flyte_ddp.tasks.prepare import PreparedDataset
 from flyte_ddp.tasks.resources import preparation_resources
 from flyte_ddp.tasks.versions import DATA_SOURCES, CodeVersion
@@ -86,7 +87,7 @@ def index_images(folder: FlyteDirectory, stamp: str, images: ImageSettings) -> P
     """Reads every image once; what training needs to know of them, without the images."""
     name = Path(str(folder.remote_source or folder.path)).name
     index = index_folder(Path(folder.download()), name, images, say)
-    return FlyteDirectory(str(index), remote_directory=False if is_local() else None)
+    return output_folder(index)
 
 
 def digit_images() -> Path:

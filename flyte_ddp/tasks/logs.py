@@ -13,6 +13,7 @@ from typing import Callable, Dict, Iterator, Tuple, Union
 
 import click
 from flytekit import FlyteContextManager, current_context
+from flytekit.types.directory import FlyteDirectory
 
 from flyte_ddp.events import Event, Printed
 from flyte_ddp.launch.rank import PrintedLines
@@ -36,6 +37,10 @@ class Logs:
 
     folder: Path
     place: Union[str, bool]
+
+    @property
+    def output(self) -> FlyteDirectory:
+        return FlyteDirectory(str(self.folder), remote_directory=self.place)
 
     def on_event(self, event: Event) -> None:
         """Keeps what a rank prints in a file of its own."""

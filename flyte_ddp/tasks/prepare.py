@@ -14,6 +14,7 @@ from flyte_ddp.report.console import download_progress, say
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.tasks.caching import OnClustersOnly
 from flyte_ddp.tasks.execution import flyte_retries, forget_lost_results, is_local
+from flyte_ddp.tasks.outputs import output_folder
 from flyte_ddp.tasks.resources import preparation_resources, small_resources
 from flyte_ddp.tasks.versions import DATA_SOURCES, CodeVersion
 
@@ -82,4 +83,4 @@ def prepare_dataset(name: str) -> PreparedDataset:
     with flyte_retries(), download_progress() as progress:
         folder = datasets.prepare(name, progress, open_stored)
     # A local run uses the folder where it is: a copy would only land in a temporary place
-    return FlyteDirectory(str(folder), remote_directory=False if is_local() else None)
+    return output_folder(folder)

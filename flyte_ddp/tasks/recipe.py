@@ -15,31 +15,31 @@ from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Union
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile, PythonPickledFile
 
-from flyte_ddp.code_version import OTHER_CODE, code_version
-from flyte_ddp.engine.job import Identity
+from flyte_ddp.code_version import OTHER_CODE
+from flyte_ddp.engine.job import Identity, Subject, job_of
 from flyte_ddp.errors import InputError, ReportedError
 from flyte_ddp.launch import launcher
 from flyte_ddp.launch.environment import choose_world, visible_gpus
 from flyte_ddp.report.console import open_console
 from flyte_ddp.settings import RunOptions, TrainingSettings
 from flyte_ddp.storage import content_digest
-from flyte_ddp.tasks.execution import flyte_retries, is_local, run_dir
+from flyte_ddp.tasks.execution import flyte_retries, run_dir
+from flyte_ddp.tasks.outputs import output_file
 from flyte_ddp.tasks.pyflyte import set_up_pyflyte, ship
 from flyte_ddp.tasks.resources import check_gpus
 from flyte_ddp.tasks.train import (
     RunSummary,
-    Subject,
     Trained,
-    job_of,
     spawn,
     train_by,
     training_arguments,
 )
-from flyte_ddp.tasks.versions import RECIPE_SOURCES, CodeVersion
+from flyte_ddp.tasks.versions import ENGINE_SOURCES, CodeVersion
 from flyte_ddp.user_code import find_code
 
 PREDICT = "flyte_ddp.engine.predict:run"  # a name, because importing it would import torch
-RECIPE_CODE = (RECIPE_SOURCES, ("torch",))
+RECIPE_SOURCES = (*ENGINE_SOURCES, "flyte_ddp/engine/predict.py", "flyte_ddp/tasks/recipe.py")
+RECIPE_CODE = CodeVersion(RECIPE_SOURCES, ("torch",))
 CODE_VARIABLE = "DDP_RECIPE_CODE"
 Data = Union[FlyteFile, FlyteDirectory, None]
 
@@ -95,7 +95,7 @@ class RecipeTraining:
     def arguments(self, ignored_inputs: Sequence[str] = ("options",)) -> Dict[str, Any]:
         """Arguments of the @task that trains or predicts: cache, retries, live report, resources."""
         salt = f"{self.code.name} {self.code.version} "
-        arguments = training_arguments(CodeVersion(*RECIPE_CODE), salt, ignored_inputs)
+        arguments = training_arguments(RECIPE_CODE, salt, ignored_inputs)
         return {**arguments, "environment": {**arguments["environment"], CODE_VARIABLE: self.code.version}}
 
     def run(self, settings: TrainingSettings, options: RunOptions, data: Data = None) -> RecipeOutputs:
@@ -144,7 +144,7 @@ class RecipeTraining:
             job = job_of(subject, RunOptions(), model_path=model_state.download(), predictions_path=str(path))
             world, timeout, listen = choose_world("gloo", 1, 1), RunOptions().timeout_seconds, open_console()
             launcher.launch(PREDICT, world, (job, split, shard, shards), timeout, listen, roots=[self.code.root])
-        return FlyteFile(str(path), remote_path=False if is_local() else None)
+        return output_file(path)
 
     def subject(self, settings: TrainingSettings, place: Optional[Path]) -> Subject:
         """The recipe and its data; ReportedError where this pod has other code than was registered."""
@@ -152,7 +152,7 @@ class RecipeTraining:
             raise ReportedError(
                 f"this pod's code of {self.code.name} is not the code that was registered: {OTHER_CODE}"
             )
-        version = self.code.version + code_version(*RECIPE_CODE)
+        version = self.code.version + RECIPE_CODE.version
         digest = content_digest(place) if place else ""
         return Subject(
             identity=Identity(self.code.name, settings, digest, version),

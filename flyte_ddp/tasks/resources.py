@@ -12,7 +12,7 @@ import platform
 import re
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Dict, Tuple
+from typing import Any, Dict, Optional, Tuple
 from urllib.parse import urlsplit
 
 from flytekit import FlyteContextManager, Resources, Secret
@@ -25,7 +25,7 @@ from flyte_ddp.errors import InputError, RecoverableError
 from flyte_ddp.launch.environment import DEFAULT_CPU_RANKS
 from flyte_ddp.settings import Settings, read_json, setting
 from flyte_ddp.tasks.execution import flyte_retries
-from flyte_ddp.tasks.versions import CODE_VARIABLE, registered_code
+from flyte_ddp.tasks.versions import CODE_VARIABLE, CodeVersion
 
 IMAGE, KERAS_IMAGE = "{{.image.trainer}}", "{{.image.keras}}"  # named in flyte.config, or by --image trainer=NAME
 QUANTITY = r"\d+(\.\d+)?(m|k|M|G|T|Ki|Mi|Gi|Ti)?"  # Kubernetes' notation
@@ -54,7 +54,7 @@ class Registration(Settings):
             and for 2 s with one, so it asks for little and may take more.
         accelerator: the kind of GPU; none leaves it to the cluster.
         interruptible: whether training may run on machines that can be taken away; it goes on from its checkpoint.
-        timeout_seconds: after which Flyte ends an attempt at training.
+        attempt_seconds: after which Flyte ends an attempt at training.
         wandb_secret: GROUP/KEY of the Flyte secret with the Weights & Biases API key. A pod whose secret the cluster
             lacks never starts, so none is asked for unless named.
         nnodes: number of nodes of workflows/multinode.py, or the range of it as MIN:MAX.
@@ -77,7 +77,7 @@ class Registration(Settings):
     small_disk: str = setting("100Mi:1Gi")
     accelerator: str = setting("none", choices=("none", *ACCELERATORS))
     interruptible: bool = setting(False)
-    timeout_seconds: int = setting(86400, minimum=60)
+    attempt_seconds: int = setting(86400, minimum=60)
     wandb_secret: str = setting("")
     nnodes: str = setting("2")
     nproc_per_node: int = setting(0, minimum=0, maximum=64)
@@ -166,9 +166,9 @@ def registered_environment() -> Dict[str, str]:
     return {**pod_environment(), **texts}
 
 
-def training_environment(gpus: int) -> Dict[str, str]:
-    """What a pod that trains, with so many GPUs, has to know."""
-    return {**pod_environment(), CODE_VARIABLE: registered_code(), GPUS_VARIABLE: str(gpus)}
+def training_environment(gpus: int, code: Optional[CodeVersion] = None) -> Dict[str, str]:
+    """What a pod that trains, with so many GPUs and this code, has to know."""
+    return {**pod_environment(), **(code.environment if code else {}), GPUS_VARIABLE: str(gpus)}
 
 
 def check_gpus(visible: int) -> None:
@@ -220,17 +220,17 @@ def resize(task: PythonTask, gpus: int) -> Dict[str, Any]:
     return training_sizes(gpus)
 
 
-def training_resources() -> Dict[str, Any]:
-    """Arguments of @task for training."""
+def training_resources(code: Optional[CodeVersion] = None) -> Dict[str, Any]:
+    """Arguments of @task for training, with the code that decides its result where that is cached."""
     asked = registration()
     return {
         "container_image": IMAGE,
         **training_sizes(asked.training_gpus),
         "accelerator": ACCELERATORS.get(asked.accelerator),
         "interruptible": asked.interruptible or None,  # None leaves it to the cluster
-        "timeout": timedelta(seconds=asked.timeout_seconds),
+        "timeout": timedelta(seconds=asked.attempt_seconds),
         "secret_requests": [_wandb_secret(asked.wandb_secret)] if asked.wandb_secret else None,
-        "environment": training_environment(asked.training_gpus),
+        "environment": training_environment(asked.training_gpus, code),
     }
 
 

@@ -3,16 +3,14 @@
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence
 
 from flytekit import Cache
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile, PythonPickledFile
 
-from flyte_ddp.code_version import code_version
 from flyte_ddp.data import prepared
-from flyte_ddp.data.description import DatasetDescription
-from flyte_ddp.engine.job import Identity, Job, TrainingResult
+from flyte_ddp.engine.job import Identity, Job, Subject, TrainingResult, job_of
 from flyte_ddp.events import Event
 from flyte_ddp.launch import launcher
 from flyte_ddp.launch.environment import World, choose_world, visible_gpus
@@ -26,11 +24,12 @@ from flyte_ddp.tasks.checkpoints import checkpoint_store
 from flyte_ddp.tasks.execution import flyte_retries, is_local, run_dir
 from flyte_ddp.tasks.logs import kept_logs
 from flyte_ddp.tasks.observing import attempt, observing, tracking_id
+from flyte_ddp.tasks.outputs import output_file
 from flyte_ddp.tasks.resources import check_gpus, training_resources
 from flyte_ddp.tasks.versions import TRAINING_SOURCES, CodeVersion, check_registered_code
 
 WORKER = "flyte_ddp.engine.worker:run"  # a name, because importing it would import torch
-TRAINING_CODE = (TRAINING_SOURCES, ("torch",))
+TRAINING_CODE = CodeVersion(TRAINING_SOURCES, ("torch",))
 IMAGE_CLASSIFIER = "flyte_ddp.recipes.images:ImageClassifier"
 Start = Callable[[Job, Callable[[Event], None]], List[TrainingResult]]
 
@@ -102,27 +101,6 @@ class TrainingOutputs(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Subject:
-    """What is trained on what.
-
-    Attributes:
-        identity: what decides the result.
-        dataset: what the data are called.
-        data: folder or file that the recipe is given; None for none.
-        root: folder that the recipe's module is found from; empty where it is part of this library.
-        files: of its code; empty where it is part of this library.
-        description: of the prepared dataset; None where the data are anything else.
-    """
-
-    identity: Identity
-    dataset: str
-    data: Optional[Path]
-    root: str = ""
-    files: Tuple[str, ...] = ()
-    description: Optional[DatasetDescription] = None
-
-
-@dataclass(frozen=True)
 class Trained:
     """A training that has succeeded, and its files as a task's outputs."""
 
@@ -136,7 +114,7 @@ class Trained:
 
 
 def training_arguments(
-    code: CodeVersion = CodeVersion(*TRAINING_CODE),  # noqa: B008 never changed
+    code: CodeVersion = TRAINING_CODE,
     salt: str = "",
     ignored_inputs: Sequence[str] = ("options",),
 ) -> Dict[str, Any]:
@@ -147,7 +125,7 @@ def training_arguments(
         "retries": 2,
         "enable_deck": True,
         "deck_fields": (),  # the report alone, live
-        **training_resources(),
+        **training_resources(code),
     }
 
 
@@ -162,7 +140,7 @@ def train(hp: Hyperparameters, data: FlyteDirectory, options: RunOptions) -> Tra
 def image_subject(hp: Hyperparameters, folder: Path) -> Subject:
     """An image classifier and the prepared dataset in the folder, of which every byte is read."""
     description = prepared.verify(folder)
-    identity = Identity(IMAGE_CLASSIFIER, hp, description.digest, code_version(*TRAINING_CODE))
+    identity = Identity(IMAGE_CLASSIFIER, hp, description.digest, TRAINING_CODE.version)
     return Subject(identity, description.name, folder, description=description)
 
 
@@ -192,24 +170,6 @@ def spawn(world: World, options: RunOptions, roots: Sequence[str] = ()) -> Start
     return start
 
 
-def job_of(subject: Subject, options: RunOptions, **places: str) -> Job:
-    """The message to the ranks; places are its paths, of which ranks other than the first need none."""
-    return Job(
-        identity=subject.identity,
-        dataset=subject.dataset,
-        data=str(subject.data or ""),
-        root=subject.root,
-        code_files=subject.files,
-        checkpoint_seconds=options.checkpoint_seconds,
-        # beyond the parent's own patience, so that it can still ask all ranks where they hang
-        timeout_seconds=options.timeout_seconds + 60,
-        launched=time.time(),
-        loader_workers=options.loader_workers,
-        pin_memory=options.pin_memory,
-        **places,
-    )
-
-
 def train_by(start: Start, world: World, fetch: Callable[[], Subject], options: RunOptions) -> Trained:
     """All that surrounds the ranks of a run, which start(job, on_event) runs; it returns their results by rank.
 
@@ -219,11 +179,10 @@ def train_by(start: Start, world: World, fetch: Callable[[], Subject], options: 
     check_registered_code()
     with flyte_retries():
         subject = fetch()
-        identity = subject.identity
         with (
             run_dir(subject.dataset) as folder,
             kept_logs(folder) as logs,
-            checkpoint_store(identity.key, options.resume) as store,
+            checkpoint_store(subject.identity.key, options.resume) as store,
         ):
             job = job_of(
                 subject,
@@ -234,35 +193,40 @@ def train_by(start: Start, world: World, fetch: Callable[[], Subject], options: 
                 profile_path=str(logs.folder / "profile") if options.profile else "",
                 checkpoint_path=str(store.path),
             )
-            setting = Setting(
-                name=folder.name,
-                recipe=identity.recipe,
-                tracking_id=tracking_id(identity.key, store.path),
-                attempt=attempt(),
-                settings=identity.settings,
-                options=options,
-                data=subject.data if subject.description else None,
-                description=subject.description,
-                data_seconds=job.launched - started,
-                logs=logs.folder,
-                surroundings=surroundings(),
-            )
+            setting = setting_of(subject, options, folder.name, job.launched - started, logs.folder, store.path)
             with observing(setting, folder / "report.html", store.on_event, logs.on_event) as observers:
                 results = start(job, observers)
                 path = Path(job.predictions_path)
                 finished = RunFinished(results, path if path.exists() else None, time.time() - started)
                 observers.end(finished)
     say_summary(observers.record, Path(job.model_path), folder / "report.html", show_paths=is_local())
-    # A local run's files stay where they are: flytekit would copy them to a temporary place
-    remote = False if is_local() else None
     return Trained(
         dataset=subject.dataset,
         results=results,
         figures=summarise(world, finished, observers.tracking_url),
         predictions=predictions_of(setting, finished),
-        model_state=PythonPickledFile(job.model_path, remote_path=remote),
-        report=FlyteFile(str(folder / "report.html"), remote_path=remote),
-        logs=FlyteDirectory(str(logs.folder), remote_directory=logs.place),
+        model_state=output_file(Path(job.model_path), PythonPickledFile),
+        report=output_file(folder / "report.html"),
+        logs=logs.output,
+    )
+
+
+def setting_of(
+    subject: Subject, options: RunOptions, name: str, data_seconds: float, logs: Path, checkpoint: Path
+) -> Setting:
+    """What observers know of a run before it starts."""
+    return Setting(
+        name=name,
+        recipe=subject.identity.recipe,
+        tracking_id=tracking_id(subject.identity.key, checkpoint),
+        attempt=attempt(),
+        settings=subject.identity.settings,
+        options=options,
+        data=subject.data if subject.description else None,
+        description=subject.description,
+        data_seconds=data_seconds,
+        logs=logs,
+        surroundings=surroundings(),
     )
 
 

@@ -1,7 +1,7 @@
 """Cache versions that follow the code: a result is reused only as long as what determined it is unchanged."""
 
 import os
-from typing import Sequence
+from typing import Dict, Sequence
 
 from flytekit.core.cache import CachePolicy, VersionParameters
 
@@ -10,18 +10,21 @@ from flyte_ddp.errors import ReportedError
 
 # tasks/train.py because a cached result must have the outputs that are declared there
 ENGINE_SOURCES = (
-    "flyte_ddp/recipe.py",
-    "flyte_ddp/recipes/classifier.py",
-    "flyte_ddp/schedules.py",
-    "flyte_ddp/tasks/train.py",
     "flyte_ddp/engine/batches.py",
     "flyte_ddp/engine/layers.py",
     "flyte_ddp/engine/loading.py",
     "flyte_ddp/engine/loop.py",
     "flyte_ddp/engine/measures.py",
+    "flyte_ddp/engine/results.py",
+    "flyte_ddp/engine/set_up.py",
     "flyte_ddp/engine/state.py",
     "flyte_ddp/engine/watch.py",
     "flyte_ddp/engine/worker.py",
+    "flyte_ddp/recipe.py",
+    "flyte_ddp/recipes/classifier.py",
+    "flyte_ddp/schedules.py",
+    "flyte_ddp/share.py",
+    "flyte_ddp/tasks/train.py",
 )
 NETWORK_SOURCES = (
     "flyte_ddp/recipes/images.py",
@@ -29,41 +32,8 @@ NETWORK_SOURCES = (
     "flyte_ddp/recipes/models.py",
 )
 TRAINING_SOURCES = (*ENGINE_SOURCES, *NETWORK_SOURCES)
-RECIPE_SOURCES = (*ENGINE_SOURCES, "flyte_ddp/tasks/recipe.py", "flyte_ddp/engine/predict.py")
-INFERENCE_SOURCES = (
-    *NETWORK_SOURCES,
-    "flyte_ddp/inference/task.py",
-    "flyte_ddp/engine/batches.py",
-    "flyte_ddp/inference/images.py",
-    "flyte_ddp/inference/rank.py",
-)
-TIMING_SOURCES = ("flyte_ddp/timing/rank.py",)
-AUTOENCODER_SOURCES = (
-    "flyte_ddp/autoencoder/task.py",
-    "flyte_ddp/autoencoder/network.py",
-    "flyte_ddp/engine/batches.py",
-    "flyte_ddp/data/held_out.py",
-    "flyte_ddp/autoencoder/checkpoint.py",
-    "flyte_ddp/autoencoder/rank.py",
-    "flyte_ddp/engine/watch.py",
-)
-KERAS_SOURCES = ("flyte_ddp/keras/rank.py", "flyte_ddp/keras/checkpoint.py")
 DATA_SOURCES = ("flyte_ddp/data/datasets.py", "flyte_ddp/data/description.py", "flyte_ddp/data/prepared.py")
 CODE_VARIABLE = "DDP_TRAINING_CODE"
-
-
-def registered_code() -> str:
-    """What the code of the ranks is at registration; goes into the pod's environment."""
-    return code_version(
-        sorted({*TRAINING_SOURCES, *RECIPE_SOURCES, *INFERENCE_SOURCES, *TIMING_SOURCES, *AUTOENCODER_SOURCES}), ()
-    )
-
-
-def check_registered_code() -> None:
-    """Raises where this pod would train with other code than was registered, and the result be cached as that code's:
-    with --copy none it has the code of its image."""
-    if os.environ.get(CODE_VARIABLE, registered_code()) != registered_code():
-        raise ReportedError(f"this pod's training code is not the code that was registered: {OTHER_CODE}")
 
 
 class CodeVersion(CachePolicy):
@@ -73,4 +43,21 @@ class CodeVersion(CachePolicy):
         self.sources, self.distributions = sources, distributions
 
     def get_version(self, salt: str, params: VersionParameters) -> str:
-        return salt + code_version(self.sources, self.distributions)
+        return salt + self.version
+
+    @property
+    def version(self) -> str:
+        return code_version(self.sources, self.distributions)
+
+    @property
+    def environment(self) -> Dict[str, str]:
+        """A variable for the task's pods, which check_registered_code reads there: the files, and what they were."""
+        return {CODE_VARIABLE: " ".join([code_version(self.sources, ()), *self.sources])}
+
+
+def check_registered_code() -> None:
+    """Raises where this pod would train with other code than was registered, and the result be cached as that code's:
+    with --copy none it has the code of its image."""
+    registered, *sources = os.environ.get(CODE_VARIABLE, "").split() or [""]
+    if registered and code_version(sources, ()) != registered:
+        raise ReportedError(f"this pod's training code is not the code that was registered: {OTHER_CODE}")

@@ -12,13 +12,11 @@ from flytekit.types.file import CSVFile, FlyteFile
 from flyte_ddp.data import prepared
 from flyte_ddp.launch import launcher
 from flyte_ddp.launch.environment import World, choose_world, visible_gpus
-from flyte_ddp.report.article import document
 from flyte_ddp.report.console import Console, say
 from flyte_ddp.tasks.execution import flyte_retries, is_local, run_dir
-from flyte_ddp.tasks.observing import deck_publisher
+from flyte_ddp.tasks.outputs import output_file, output_page
 from flyte_ddp.tasks.prepare import PreparedDataset, resolve_name
 from flyte_ddp.tasks.resources import check_gpus, small_resources, training_resources
-from flyte_ddp.tasks.versions import check_registered_code
 from flyte_ddp.timing.measurement import DATA_PARALLEL, ONE_DEVICE, PROCESSES, Measurement, TimingJob, TimingOptions
 from flyte_ddp.timing.page import timing_article
 
@@ -48,21 +46,18 @@ def check_timing(options: TimingOptions) -> str:
 @task(retries=2, enable_deck=True, deck_fields=(), **training_resources())
 def time_inference(data: PreparedDataset, options: TimingOptions) -> TimingOutputs:
     """Times all methods with each batch size as often as options say; never cached: a clock's answer is of its day."""
-    check_registered_code()
     check_gpus(visible_gpus())
     with flyte_retries(), run_dir("inference-timing") as place:
         description = prepared.verify(data.download())
         load = os.getloadavg()[0]
         found = measure_all(data.download(), options)
-        measurements, report = place / "measurements.csv", place / "report.html"
+        measurements = place / "measurements.csv"
         write_measurements(measurements, found)
         fragment = timing_article(found, visible_gpus(), load, description, options)
-        report.write_text(document("Timing of inference", fragment), encoding="utf-8")
-        deck_publisher("Timing")(fragment)
+        report = output_page(place, "Timing of inference", fragment)
     if is_local():
-        say(f"\nMeasurements: {measurements}\nReport:       {report}")
-    remote = False if is_local() else None
-    return TimingOutputs(CSVFile(str(measurements), remote_path=remote), FlyteFile(str(report), remote_path=remote))
+        say(f"\nMeasurements: {measurements}\nReport:       {report.path}")
+    return TimingOutputs(output_file(measurements, CSVFile), report)
 
 
 def processes_of(options: TimingOptions) -> World:
@@ -79,7 +74,7 @@ def measure_all(data: str, options: TimingOptions) -> List[Measurement]:
         for world, methods in turns[:: -1 if repeat % 2 else 1]:
             job = TimingJob(
                 data, options.model, methods[:: -1 if repeat % 2 else 1], options.sizes, options.seconds,
-                options.timeout_seconds + 60,
+                options.timeout_seconds,
             )  # fmt: skip
             measured: List[Measurement] = launcher.launch(TIMER, world, job, options.timeout_seconds, Console())[0]
             found += measured

@@ -16,11 +16,11 @@ from flyte_ddp.errors import InputError
 from flyte_ddp.events import CheckpointRefused, CheckpointWritten, EpochFinished, Event
 from flyte_ddp.keras.job import MirroredHyperparameters, MirroredJob
 from flyte_ddp.keras.ports import free_ports
+from flyte_ddp.keras.task import WORKER, train
 from flyte_ddp.launch import launcher
 from flyte_ddp.launch.environment import World
 from flyte_ddp.launch.failures import RecoverableRankFailed
 from tests.pod import Pod, literal, package, run_within_limits
-from workflows.keras_mirrored import WORKER, train
 
 ROOT = Path(__file__).parents[2]
 WORKFLOW = [str(ROOT / "workflows" / "keras_mirrored.py"), "keras_mirrored_wf"]

@@ -1,0 +1,77 @@
+"""What a training leaves: weights, predictions and pictures in files, and the figures of each rank."""
+
+import io
+import resource
+from pathlib import Path
+from typing import Any, List, Optional, Tuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from flyte_ddp.engine.batches import Split
+from flyte_ddp.engine.job import Job, TrainingResult
+from flyte_ddp.engine.set_up import Parts
+from flyte_ddp.engine.state import TrainingState
+from flyte_ddp.launch.environment import Environment
+from flyte_ddp.storage import write_whole, writing_to
+
+MOST_PICTURES = 24
+
+
+def write_results(parts: Parts, predictions: Optional[Tensor], job: Job) -> None:
+    """Rank 0's part of it. predictions: (N, ...) of the test split, if the recipe gives any."""
+    with writing_to(Path(job.model_path).parent, "DDP_RUNS_DIR"):
+        export_model(parts.state.evaluated, Path(job.model_path))
+        if predictions is not None:
+            np.save(job.predictions_path, predictions.cpu().numpy())
+        draw_pictures(parts.state, parts.test.split, Path(job.pictures_path))
+
+
+def result_of(parts: Parts, environment: Environment, samples_per_second: float) -> TrainingResult:
+    state = parts.state
+    return TrainingResult(
+        epochs=state.history,
+        warnings=state.watch.warnings,
+        headline=parts.headline,
+        train_samples=len(parts.train.split),
+        test_samples=len(parts.test.split),
+        precision=parts.precision,
+        rank=environment.rank,
+        host=environment.host,
+        samples_per_second=samples_per_second,
+        peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        peak_gpu_bytes=torch.cuda.max_memory_allocated(state.device) if state.device.type == "cuda" else 0,
+    )
+
+
+@torch.inference_mode()
+def draw_pictures(state: TrainingState, test: Split, path: Path) -> None:
+    """Leaves what the recipe shows of the first test samples, if anything, as an .npz for the report."""
+    recipe, count = state.recipe, min(len(test), MOST_PICTURES)
+    (tree,) = test.fetch(torch.arange(count), [slice(0, count)])
+    vars(recipe.share).update(first=0, count=count, size=count, alone=True)
+    outputs: Optional[Any] = recipe.forward(state.evaluated.eval(), tree)
+    drawn = recipe.pictures(outputs, tree)[:MOST_PICTURES]
+    if drawn:
+        images = [picture.detach().cpu().float().clamp(0, 1).mul(255).round().byte().numpy() for _, picture in drawn]
+        captions = np.array([caption for caption, _ in drawn])
+        arrays: Any = {str(number): image for number, image in enumerate(images)}
+        np.savez(path, captions=captions, **arrays)
+
+
+def layers_of(model: nn.Module) -> List[Tuple[str, str, int]]:
+    """Name, type and number of parameters of each module that has parameters of its own."""
+    counted = (
+        (name, type(module).__name__, sum(p.numel() for p in module.parameters(recurse=False)))
+        for name, module in model.named_modules()
+    )
+    return [layer for layer in counted if layer[2]]
+
+
+def export_model(model: nn.Module, path: Path) -> None:
+    """Writes the weights as a plain CPU state_dict of contiguous tensors; path appears whole or not at all."""
+    weights = {name: value.detach().cpu().contiguous() for name, value in model.state_dict().items()}
+    buffer = io.BytesIO()
+    torch.save(weights, buffer)
+    write_whole(path, buffer.getbuffer())

@@ -1,0 +1,114 @@
+"""The parts of a training as one rank has them: the recipe with its data, batches, and all that a step changes."""
+
+import pkgutil
+import random
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from flyte_ddp.engine.batches import Resident, Split, TestBatches, TrainBatches
+from flyte_ddp.engine.job import Job
+from flyte_ddp.engine.layers import convert
+from flyte_ddp.engine.loading import Streamed
+from flyte_ddp.engine.measures import augment, place
+from flyte_ddp.engine.probe import probe
+from flyte_ddp.engine.state import TrainingState
+from flyte_ddp.errors import InputError
+from flyte_ddp.events import NotLearning
+from flyte_ddp.launch.environment import Environment
+from flyte_ddp.recipe import Recipe
+from flyte_ddp.user_code import check_imports
+
+SPLITS = ("train", "test")
+
+
+@dataclass(frozen=True)
+class Parts:
+    """headline: the measure that the run is judged by. precision: float32 or bfloat16."""
+
+    state: TrainingState
+    train: TrainBatches
+    test: TestBatches
+    headline: str
+    precision: str
+
+
+def set_up(environment: Environment, device: torch.device, job: Job) -> Parts:
+    """The same on all ranks; InputError for a recipe that is none, or whose result would depend on their number."""
+    settings, rank, world_size = job.identity.settings, environment.rank, environment.world.size
+    precision = choose_precision(settings.precision, device)
+    # A recipe's data and weights may be drawn by any of these
+    torch.manual_seed(settings.seed)
+    np.random.seed(settings.seed)
+    random.seed(settings.seed)
+    recipe = load_recipe(job, device)
+    train, test = (open_split(recipe, split, job) for split in SPLITS)
+    batches = TrainBatches(
+        train,
+        settings.batch_size,
+        settings.seed,
+        rank,
+        world_size,
+        recipe.passes_per_epoch,
+        recipe.train_fraction,
+        lambda tree, generator, share: augment(recipe, tree, generator, share),
+    )
+    torch.manual_seed(settings.seed)
+    model = convert(recipe.model().to(device), recipe.share)
+    last_batches = (batches.samples, settings.batch_size), (len(test), settings.test_batch_size)
+    may_be_empty = any((samples % size or size) < world_size for samples, size in last_batches)
+    names, headline, reasons = probe(recipe, model, train, may_be_empty)
+    constant_loss, total_steps = recipe.constant_loss(), settings.epochs * len(batches)
+    state = TrainingState(
+        recipe, model, names, device, world_size,
+        autocast=precision == "bfloat16", total_steps=total_steps, constant_loss=constant_loss,
+    )  # fmt: skip
+    state.watch.warnings += [NotLearning(0, 0, f"the result depends on the number of ranks: {one}") for one in reasons]
+    mixed = not (constant_loss or recipe.couples_samples)  # then outputs are tried on other samples
+    return Parts(
+        state, batches, TestBatches(test, settings.test_batch_size, rank, world_size, mixed), headline, precision
+    )
+
+
+def load_recipe(job: Job, device: torch.device) -> Recipe:
+    """The recipe that the job names, with its settings and data; InputError where there is none."""
+    if job.root and job.root not in sys.path:
+        sys.path.insert(0, job.root)
+    name, before = job.identity.recipe, set(sys.modules)
+    kind = pkgutil.resolve_name(name)
+    if not (isinstance(kind, type) and issubclass(kind, Recipe)):
+        raise InputError(f"{name} must be a subclass of flyte_ddp.recipe.Recipe, got {kind!r}")
+    recipe = kind(job.identity.settings, Path(job.data) if job.data else None)
+    if not hasattr(recipe, "share"):
+        raise InputError(f"{place(recipe, '__init__')} must call super().__init__(settings, data_path)")
+    recipe.device = device
+    if job.root:
+        check_imports(job.root, job.code_files, before)
+    return recipe
+
+
+def open_split(recipe: Recipe, split: str, job: Job) -> Split:
+    """The samples of a split; InputError, naming the place in the recipe, where they are not such."""
+    data = recipe.data(split)
+    try:
+        if isinstance(data, torch.utils.data.Dataset) and not isinstance(data, torch.utils.data.TensorDataset):
+            if isinstance(data, torch.utils.data.IterableDataset) or not len(data):  # type: ignore[arg-type]
+                raise InputError("a Dataset must have samples, and a length")
+            return Streamed(data, recipe.device, job.loader_workers, job.pin_memory)
+        data = data.tensors if isinstance(data, torch.utils.data.TensorDataset) else data
+        return Resident(data, recipe.device)
+    except InputError as error:
+        raise InputError(f'{place(recipe, "data")}, split "{split}": {error.message}') from None
+
+
+def choose_precision(precision: str, device: torch.device) -> str:
+    """bfloat16 for auto where the hardware computes in it: elsewhere it is emulated, slower than float32."""
+    if precision != "auto":
+        return precision
+    if device.type == "cuda":
+        return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
+    capabilities = torch.cpu.get_capabilities()
+    return "bfloat16" if capabilities.get("avx512_bf16") or capabilities.get("amx_bf16") else "float32"

@@ -1,0 +1,34 @@
+"""What tasks give back. A local run's files stay where they are: flytekit would copy them to a temporary place."""
+
+from pathlib import Path
+from typing import Any, Type, TypeVar
+
+from flytekit.types.directory import FlyteDirectory
+from flytekit.types.file import FlyteFile
+
+from flyte_ddp.report.article import document
+from flyte_ddp.tasks.execution import is_local
+from flyte_ddp.tasks.observing import deck_publisher
+
+F = TypeVar("F", bound=FlyteFile)
+
+
+def output_file(path: Path, kind: Type[F] = FlyteFile) -> F:
+    return kind(str(path), remote_path=_storage())
+
+
+def output_folder(path: Path) -> FlyteDirectory:
+    return FlyteDirectory(str(path), remote_directory=_storage())
+
+
+def output_page(folder: Path, title: str, fragment: str) -> FlyteFile:
+    """A page as an HTML file of its own in the folder, and as the task's Deck."""
+    path = folder / "report.html"
+    path.write_text(document(title, fragment), encoding="utf-8")
+    deck_publisher(title)(fragment)
+    return output_file(path)
+
+
+def _storage() -> Any:
+    """False leaves a file where it is; None has Flyte choose a place in its storage."""
+    return False if is_local() else None
