@@ -29,7 +29,7 @@ def unplug_at(step: int):
 
 
 def relative_difference(first: Trained, second: Trained) -> float:
-    """Largest difference of any weight, relative to the largest of its tensor, or to 0.001: some biases hardly leave 0."""
+    """Largest difference of any weight, relative to the largest of its tensor, or to 0.001: some biases stay near 0."""
     assert first.weights.keys() == second.weights.keys()
     return max(
         float((weight - second.weights[name]).abs().max() / max(1e-3, float(weight.abs().max())))
