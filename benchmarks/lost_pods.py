@@ -61,9 +61,7 @@ def victims(epochs: int, seed: int) -> Dict[str, Victim]:
     """By name; the seed keeps Flyte from remembering an earlier one."""
     hp = Hyperparameters(dataset="digits", epochs=epochs, train_fraction=0.25, seed=seed)
     inputs = {"hp": hp, "options": RunOptions(checkpoint_seconds=2.0)}
-    autoencoder = AutoencoderHyperparameters(
-        dataset="digits", max_epochs=6 * epochs, limit_train_batches=0.25, seed=seed
-    )
+    autoencoder = AutoencoderHyperparameters(dataset="digits", epochs=6 * epochs, limit_train_batches=0.25, seed=seed)
     several = {"gpus": 0, "hp": autoencoder, "options": AutoencoderOptions(tracking="off")}
     return {
         "training": Victim("workflows.mnist.pytorch_training_wf", inputs, "console.log", "Epoch 1 of "),

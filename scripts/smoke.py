@@ -54,7 +54,7 @@ def small_inputs(seed: int) -> Dict[str, Dict[str, Any]]:
         "workflows.multinode.pytorch_multinode_wf": {"hp": mnist},
         "workflows.multinode.cifar10_multinode_wf": {"hp": cifar10},
         "workflows.autoencoder.autoencoder_wf": {
-            "hp": AutoencoderHyperparameters(dataset="digits", max_epochs=1, limit_train_batches=0.1, seed=seed)
+            "hp": AutoencoderHyperparameters(dataset="digits", epochs=1, limit_train_batches=0.1, seed=seed)
         },
         "workflows.image_folder.image_folder_wf": {"hp": FolderHyperparameters(seed=seed, **once)},
         "workflows.image_folder.loading_study_wf": {
@@ -62,7 +62,7 @@ def small_inputs(seed: int) -> Dict[str, Dict[str, Any]]:
         },
         "workflows.inference.inference_wf": {"options": InferenceOptions(dataset="digits", shards=2)},
         "workflows.inference.inference_timing_wf": {
-            "options": TimingOptions(dataset="digits", batch_sizes="8", repeats=1, seconds=0.05)
+            "options": TimingOptions(dataset="digits", device_batch_sizes="8", repeats=1, seconds=0.05)
         },
         "workflows.keras_mirrored.keras_mirrored_wf": {"hp": MirroredHyperparameters(epochs=1)},
         "workflows.hardware.hardware_wf": {},

@@ -89,7 +89,7 @@ def test_many_nodes(run, digits, tmp_path):
 
 
 def test_autoencoder(run, digits):
-    hp = AutoencoderHyperparameters(dataset="digits", max_epochs=1, limit_train_batches=0.1)
+    hp = AutoencoderHyperparameters(dataset="digits", epochs=1, limit_train_batches=0.1)
     options = AutoencoderOptions()
     run("tasks.autoencoder.resolve_for_autoencoder", hp=hp, options=options)
     run("autoencoder.train_on_gpus", gpus=0, hp=hp, options=options)
@@ -119,7 +119,7 @@ def test_inference(run, digits, trained):
 
 
 def test_timing(run, digits):
-    options = TimingOptions(dataset="digits", batch_sizes="8", repeats=1, seconds=0.05)
+    options = TimingOptions(dataset="digits", device_batch_sizes="8", repeats=1, seconds=0.05)
     run("tasks.timing.check_timing", options=options)
     run("tasks.timing.time_inference", data=digits, options=options)
 

@@ -1,6 +1,6 @@
 """An autoencoder as a LightningModule, trained under Lightning's Trainer by one spawned process per GPU (or CPU rank).
 
-pyflyte run workflows/autoencoder.py autoencoder_wf --hp '{"max_epochs": 3}'
+pyflyte run workflows/autoencoder.py autoencoder_wf --hp '{"epochs": 3}'
 """
 
 from flytekit import Cache, dynamic, task, workflow
@@ -29,7 +29,7 @@ PREPARATION = CodeVersion((*DATA_SOURCES, "flyte_ddp/tasks/prepare.py", "workflo
 def autoencoder_task(
     hp: AutoencoderHyperparameters, data: PreparedDataset, options: AutoencoderOptions
 ) -> AutoencoderOutputs:
-    """Trains on the prepared dataset, with as many ranks as options.devices says."""
+    """Trains on the prepared dataset, with as many ranks as options.nproc says."""
     return train_autoencoder(hp, data, options)
 
 

@@ -22,7 +22,7 @@ class AutoencoderHyperparameters(Settings):
 
     Attributes:
         dataset: auto is mnist or, only in a local run that cannot get it, digits.
-        max_epochs: passes over the training images.
+        epochs: passes over the training images.
         batch_size: images of one step, all ranks together.
         learning_rate: of Adam.
         limit_train_batches: what an epoch takes of its batches: up to 1 a share, above 1 a number of them.
@@ -31,7 +31,7 @@ class AutoencoderHyperparameters(Settings):
     """
 
     dataset: str = setting("auto", choices=DATASETS)
-    max_epochs: int = setting(10, minimum=1)
+    epochs: int = setting(10, minimum=1)
     batch_size: int = setting(128, minimum=1)
     learning_rate: float = setting(1e-3, above=0)
     limit_train_batches: float = setting(1.0, above=0)
@@ -64,7 +64,7 @@ class AutoencoderOptions(Settings):
     """How to run it; the result is the same up to rounding, so the cache ignores these.
 
     Attributes:
-        devices: ranks to spawn; 0 is one per visible GPU, or two where there is none.
+        nproc: ranks to spawn; 0 is one per visible GPU, or two where there is none.
         strategy: Lightning's; auto is ddp for several ranks, and none for one.
         tracking: Lightning's logger: online and offline are Weights & Biases; auto is online where it has a key, else
             off; tensorboard writes event files.
@@ -72,7 +72,7 @@ class AutoencoderOptions(Settings):
         timeout_seconds: how long the ranks may go without a step before the run counts as hung.
     """
 
-    devices: int = setting(0, minimum=0, maximum=64)
+    nproc: int = setting(0, minimum=0, maximum=64)
     strategy: str = setting("auto", choices=STRATEGIES)
     tracking: str = setting("auto", choices=TRACKING)
     resume: bool = setting(True)

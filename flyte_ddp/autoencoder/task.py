@@ -121,7 +121,7 @@ def check_machine(hp: AutoencoderHyperparameters, options: AutoencoderOptions) -
     """The ranks that this host should run; raises InputError where it cannot do what is asked."""
     if find_spec("lightning") is None:
         raise InputError('the autoencoder trains under Lightning, which is not installed: pip install ".[lightning]"')
-    world = choose_world("auto", options.devices, hp.batch_size, name="devices")
+    world = choose_world("auto", options.nproc, hp.batch_size)
     if hp.precision == "float16" and world.device == "cpu":
         raise InputError(
             "precision float16 needs a GPU (Lightning has no 16-mixed for a CPU) and none is visible here: "

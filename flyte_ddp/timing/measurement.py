@@ -19,7 +19,7 @@ class TimingOptions(Settings):
     Attributes:
         model: name of the network, which has its initial weights: they do not change its speed.
         dataset: whose test images are predicted; auto as in training.
-        batch_sizes: images that each device gets at a time, as numbers with commas between them.
+        device_batch_sizes: images that each device gets at a time, as numbers with commas between them.
         nproc: processes of the third method; 0 is one per visible GPU, or two where there is none.
         repeats: times that everything is measured, in new processes each time.
         seconds: that one measurement should take.
@@ -28,7 +28,7 @@ class TimingOptions(Settings):
 
     model: str = setting("mnist_cnn", choices=MODELS)
     dataset: str = setting("auto", choices=DATASETS)
-    batch_sizes: str = setting("1,8,32,128,512")
+    device_batch_sizes: str = setting("1,8,32,128,512")
     nproc: int = setting(0, minimum=0, maximum=1024)
     repeats: int = setting(5, minimum=1, maximum=100)
     seconds: float = setting(0.3, above=0, maximum=60)
@@ -36,16 +36,16 @@ class TimingOptions(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        numbers = self.batch_sizes.split(",")
+        numbers = self.device_batch_sizes.split(",")
         if not all(number.strip().isdecimal() and 1 <= int(number) <= MOST_IMAGES for number in numbers):
             raise InputError(
-                f"TimingOptions.batch_sizes must be whole numbers from 1 to {MOST_IMAGES:,} with commas between them, "
-                f"got {self.batch_sizes!r}"
+                f"TimingOptions.device_batch_sizes must be whole numbers from 1 to {MOST_IMAGES:,}, with commas between "
+                f"them, got {self.device_batch_sizes!r}"
             )
 
     @property
     def sizes(self) -> Tuple[int, ...]:
-        return tuple(sorted({int(number) for number in self.batch_sizes.split(",")}))
+        return tuple(sorted({int(number) for number in self.device_batch_sizes.split(",")}))
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class TimingJob:
     data: str
     model: str
     methods: Tuple[str, ...]
-    batch_sizes: Tuple[int, ...]
+    device_batch_sizes: Tuple[int, ...]
     seconds: float
     timeout_seconds: float
 

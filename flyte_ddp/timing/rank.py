@@ -28,7 +28,7 @@ def run(environment: Environment, link: Link, job: TimingJob) -> List[Measuremen
         model = build_model(job.model, 1, description.image_shape, len(description.classes)).eval()
         model.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
         found = []
-        for batch_size in job.batch_sizes:
+        for batch_size in job.device_batch_sizes:
             for method in job.methods:
                 devices = max(1, torch.cuda.device_count()) if method == DATA_PARALLEL else 1
                 batch = normalise(images[torch.arange(devices * batch_size) % len(images)])

@@ -21,7 +21,7 @@ from workflows.autoencoder import autoencoder_wf
 
 ROOT = Path(__file__).parents[2]
 # 74 steps an epoch, and in its last one three ranks have unequal shares: 1,376 images 8 times are 73 batches and 58
-HP = {"dataset": "digits", "max_epochs": 2, "batch_size": 150, "learning_rate": 0.004}
+HP = {"dataset": "digits", "epochs": 2, "batch_size": 150, "learning_rate": 0.004}
 
 # One process, so that Lightning is imported once for the ranks of both
 OTHER_WORLDS = """if True:
@@ -29,8 +29,8 @@ OTHER_WORLDS = """if True:
     from workflows.autoencoder import autoencoder_wf
     from flyte_ddp.autoencoder.job import AutoencoderHyperparameters, AutoencoderOptions
 
-    for devices in (1, 3):
-        options = AutoencoderOptions(devices=devices, tracking="off")
+    for nproc in (1, 3):
+        options = AutoencoderOptions(nproc=nproc, tracking="off")
         outputs = autoencoder_wf(hp=AutoencoderHyperparameters(**json.loads(sys.argv[1])), options=options)
         print(outputs.model_state.path, *outputs.validation_losses)
 """
@@ -39,7 +39,7 @@ OTHER_WORLDS = """if True:
 @pytest.fixture(scope="module")
 def by_pyflyte(tmp_path_factory):
     """A run as a user types it, from another folder."""
-    arguments = ["--hp", json.dumps(HP), "--options", '{"devices": 2, "tracking": "tensorboard"}']
+    arguments = ["--hp", json.dumps(HP), "--options", '{"nproc": 2, "tracking": "tensorboard"}']
     done = subprocess.run(
         ["pyflyte", "run", str(ROOT / "workflows" / "autoencoder.py"), "autoencoder_wf", *arguments],
         cwd=tmp_path_factory.mktemp("elsewhere"),
@@ -121,7 +121,7 @@ def test_one_and_three_ranks_give_the_same_as_two(by_pyflyte):
 
 
 def test_retry_goes_on_from_the_checkpoint_of_a_killed_pod(tmp_path):
-    hp = AutoencoderHyperparameters(max_epochs=12, batch_size=100, learning_rate=0.01)
+    hp = AutoencoderHyperparameters(epochs=12, batch_size=100, learning_rate=0.01)
     inputs = {"hp": literal(hp), "data": small_dataset(tmp_path / "small")}
     inputs["options"] = literal(AutoencoderOptions(tracking="off"))
     task = package_for_here().tasks["workflows.autoencoder.autoencoder_task"]
@@ -143,7 +143,7 @@ def test_retry_goes_on_from_the_checkpoint_of_a_killed_pod(tmp_path):
     ("hp", "options", "gpus", "words"),
     [
         ({"precision": "float16"}, {}, 0, ["float16 needs a GPU", "use bfloat16 or float32"]),
-        ({"batch_size": 2}, {"devices": 3}, 0, ["number of ranks (3)", "got 2", "lower devices"]),
+        ({"batch_size": 2}, {"nproc": 3}, 0, ["number of ranks (3)", "got 2", "lower nproc"]),
         ({"limit_train_batches": 0.001}, {}, 0, ["at least one of the 86 batches", "got 0.001", "raise it to 0.012"]),
         ({}, {}, -1, ["gpus must be at least 0 and at most 64, got -1"]),
     ],
@@ -163,7 +163,7 @@ def test_what_cannot_be_done_is_refused_before_a_rank_is_started(hp, options, gp
     [
         ({"limit_train_batches": 2.5}, ["a share of at most 1, or a whole number", "got 2.5"]),
         ({"precision": "int8"}, ["float32, bfloat16, float16", '"int8"']),
-        ({"max_epoch": 1}, ["did you mean max_epochs?"]),
+        ({"epoch": 1}, ["did you mean epochs?"]),
         ({"dataset": "cifar"}, ["auto, mnist, fashion_mnist, digits"]),
     ],
 )

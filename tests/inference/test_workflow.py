@@ -181,7 +181,7 @@ def test_map_task_is_registered_with_its_retries_and_so_many_at_a_time():
 
 
 def test_timing_study_measures_every_method_and_says_what_it_sees(tmp_path):
-    options = '{"dataset": "digits", "repeats": 2, "seconds": 0.01, "batch_sizes": "4,1"}'
+    options = '{"dataset": "digits", "repeats": 2, "seconds": 0.01, "device_batch_sizes": "4,1"}'
     done = pyflyte(INFERENCE, "inference_timing_wf", "--options", options, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     measurements, report = (re.findall(rf"{name}=([^,)]+)", done.stdout)[0] for name in ("measurements", "report"))
@@ -195,7 +195,7 @@ def test_timing_study_measures_every_method_and_says_what_it_sees(tmp_path):
     assert all(method in page for method in methods)
 
 
-@pytest.mark.parametrize("batch_sizes", ["", "8,0", "8;16", "1.5", "1000000"])
-def test_timing_study_refuses_what_is_no_batch_size(batch_sizes):
-    with pytest.raises(InputError, match="batch_sizes must be whole numbers from 1"):
-        TimingOptions(batch_sizes=batch_sizes)
+@pytest.mark.parametrize("device_batch_sizes", ["", "8,0", "8;16", "1.5", "1000000"])
+def test_timing_study_refuses_what_is_no_batch_size(device_batch_sizes):
+    with pytest.raises(InputError, match="device_batch_sizes must be whole numbers from 1"):
+        TimingOptions(device_batch_sizes=device_batch_sizes)
