@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+pytest_plugins = ["tests.small_training"]
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """Gives the session a home, data, runs and temporary files of its own, before any test module imports flytekit.

@@ -91,7 +91,7 @@ def test_many_nodes(run, digits, tmp_path):
 def test_autoencoder(run, digits):
     hp = AutoencoderHyperparameters(dataset="digits", epochs=1, limit_train_batches=0.1)
     options = AutoencoderOptions()
-    run("tasks.autoencoder.resolve_for_autoencoder", hp=hp, options=options)
+    run("autoencoder.task.resolve_for_autoencoder", hp=hp, options=options)
     run("autoencoder.train_on_gpus", gpus=0, hp=hp, options=options)
     run("autoencoder.autoencoder_task", hp=hp, data=digits, options=options)
 
@@ -109,25 +109,25 @@ def test_image_folder(run):
 def test_inference(run, digits, trained):
     nothing, options = literal(None, Optional[FlyteDirectory]), InferenceOptions(dataset="digits", shards=1)
     no_model = literal(None, Optional[PythonPickledFile])
-    run("tasks.inference.check_inputs", model_state=no_model, folder=nothing, options=options)
+    run("inference.task.check_inputs", model_state=no_model, folder=nothing, options=options)
     run("inference.given_or_trained", model_state=no_model, data=digits, options=options)
     given = {"model_state": trained["model_state"], "data": digits, "folder": nothing, "options": options}
-    (shard,) = run("tasks.inference.plan_shards", **given)["o0"].collection.literals
-    part = run("tasks.inference.predict_shard", shard=shard, **given)["o0"]
+    (shard,) = run("inference.task.plan_shards", **given)["o0"].collection.literals
+    part = run("inference.task.predict_shard", shard=shard, **given)["o0"]
     parts = Literal(collection=LiteralCollection(literals=[part]))
-    run("tasks.gather.gather_shards", parts=parts, data=digits, folder=nothing, options=options)
+    run("inference.gather.gather_shards", parts=parts, data=digits, folder=nothing, options=options)
 
 
 def test_timing(run, digits):
     options = TimingOptions(dataset="digits", device_batch_sizes="8", repeats=1, seconds=0.05)
-    run("tasks.timing.check_timing", options=options)
-    run("tasks.timing.time_inference", data=digits, options=options)
+    run("timing.task.check_timing", options=options)
+    run("timing.task.time_inference", data=digits, options=options)
 
 
 def test_sweep(run, digits):
     sweep = Sweep(values={"learning_rate": [0.03, 0.1]})
     trials = run("sweep.list_trials", sweep=sweep, hp=HP, options=OPTIONS)["o0"]
-    held_out = run("tasks.held_out.hold_out_validation", data=digits)["o0"]
+    held_out = run("sweep.held_out.hold_out_validation", data=digits)["o0"]
     run("sweep.run_trials", sweep=sweep, trials=trials, name="digits", options=OPTIONS)
     run("sweep.train_trial", hp=HP, held_out=held_out, options=OPTIONS)
     results = literal([TrialResult(HP, 0.9, 296), TrialResult(HP, 0.8, 296)], List[Optional[TrialResult]])

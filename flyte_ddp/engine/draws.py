@@ -64,7 +64,7 @@ def _caller(operation: str) -> Optional[Tuple[str, str]]:
 
 def users_line(lines: Iterator[Tuple[str, int]]) -> str:
     """The innermost line that is neither installed nor ours; empty where all are."""
-    ours = str(Path(flyte_ddp.__path__[0], "training"))
+    ours = str(Path(flyte_ddp.__path__[0], "engine"))
     found = (
         f"{file}, line {line}" for file, line in lines if not file.startswith((ours, "<")) and not is_installed(file)
     )

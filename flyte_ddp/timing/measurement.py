@@ -39,8 +39,8 @@ class TimingOptions(Settings):
         numbers = self.device_batch_sizes.split(",")
         if not all(number.strip().isdecimal() and 1 <= int(number) <= MOST_IMAGES for number in numbers):
             raise InputError(
-                f"TimingOptions.device_batch_sizes must be whole numbers from 1 to {MOST_IMAGES:,}, with commas between "
-                f"them, got {self.device_batch_sizes!r}"
+                f"TimingOptions.device_batch_sizes must be whole numbers from 1 to {MOST_IMAGES:,}, comma-separated, "
+                f"got {self.device_batch_sizes!r}"
             )
 
     @property

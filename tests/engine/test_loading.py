@@ -18,8 +18,8 @@ from flyte_ddp.events import CheckpointFailed, RunStarted
 from flyte_ddp.launch import launcher
 from flyte_ddp.launch.environment import World
 from flyte_ddp.launch.failures import RankFailed, RecoverableRankFailed
-from tests.engine.conftest import Trained
 from tests.engine.test_training import Unplugged, identical, relative_difference, unplug_at
+from tests.small_training import Trained
 
 TARGETS = "tests.engine.loading_targets"
 

@@ -11,7 +11,7 @@ from flyte_ddp.recipes import models
 from flyte_ddp.recipes.hyperparameters import MODELS, Hyperparameters
 from flyte_ddp.recipes.images import ImageClassifier
 from flyte_ddp.recipes.models import build_model, load_model
-from tests.engine.conftest import Trained
+from tests.small_training import Trained
 
 
 class Unplugged(Exception):
