@@ -1,0 +1,14 @@
+"""Steps 6 to 8: what decides the result."""
+
+from dataclasses import dataclass
+
+from flyte_ddp.settings import TrainingSettings
+
+
+@dataclass(frozen=True)
+class Settings(TrainingSettings):
+    epochs: int = 30
+    batch_size: int = 100  # of all ranks together
+    learning_rate: float = 0.5
+    precision: str = "float32"
+    log_interval: int = 100

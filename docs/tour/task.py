@@ -1,0 +1,14 @@
+"""Step 8: the same training as a Flyte task."""
+
+from flytekit import task
+
+from flyte_ddp.settings import RunOptions
+from flyte_ddp.tasks.recipe import RecipeOutputs, RecipeTraining
+from settings import Settings
+
+training = RecipeTraining("recipe:Digits")
+
+
+@task(**training.arguments())
+def train_digits(settings: Settings, options: RunOptions) -> RecipeOutputs:
+    return training.run(settings, options)

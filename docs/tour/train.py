@@ -1,0 +1,42 @@
+"""Steps 6 to 8: the library starts the ranks and watches over them, or is itself one of torchrun's ranks."""
+
+import multiprocessing
+import os
+import signal
+
+import click
+
+from flyte_ddp.events import EpochFinished, Event
+from flyte_ddp.report.console import Console
+from flyte_ddp.settings import RunOptions
+from flyte_ddp.train import train
+from settings import Settings
+
+
+@click.command()
+@click.argument("output")
+@click.option("--kill", is_flag=True, help="Kill rank 1 after two epochs.")
+def main(output: str, kill: bool) -> None:
+    say = Console()
+
+    def watch(event: Event) -> None:
+        say(event)
+        if kill and isinstance(event, EpochFinished) and event.epoch == 1:
+            last = max(multiprocessing.active_children(), key=lambda child: child.name)
+            os.kill(last.pid or 0, signal.SIGKILL)
+
+    result = train("recipe:Digits", Settings(), RunOptions(nproc=2), output=output, on_event=watch)
+    if os.environ.get("RANK", "0") == "0":
+        print_weights(str(result.model_path))
+
+
+def print_weights(path: str) -> None:
+    import torch  # here, because the parent of ranks starts sooner without it
+
+    from digits import fingerprint
+
+    print("weights", fingerprint(torch.load(path, weights_only=True)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""docs/tour.md as its reader follows it: every block is run, in order, and what is told of its output has to be so."""
+
+import functools
+import os
+import re
+import shutil
+import socket
+import subprocess
+from pathlib import Path
+from typing import List, Sequence
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+TEXT = (ROOT / "docs" / "tour.md").read_text()
+SETUP = re.findall(r"^```sh\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)[0]
+BLOCKS = re.findall(r"^```sh\n([^`]*)^```\n\n```text\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
+SHOWN = [output for _, output in BLOCKS]
+# What differs between machines and between runs; all else has to be as shown
+VARYING = {
+    r"\d+\.\d+": r"\d+\.\d+",
+    r"\b[0-9a-f]{16}\b": r"[0-9a-f]{16}",
+    r"epoch \d+, step \d+": r"epoch \d+, step \d+",
+    r"\d+ MiB": r"\d+ MiB",
+    r"on laptop": r"on \S+",
+    "…": ".*",
+    r"Connection reset by peer": r"Connection (reset|closed) by peer",
+}
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory) -> List[str]:
+    """What each block has printed, in a copy of the scripts beside the library."""
+    project = tmp_path_factory.mktemp("tour")
+    ignored = shutil.ignore_patterns("__pycache__", "runs")
+    shutil.copytree(ROOT / "docs" / "tour", project / "docs" / "tour", ignore=ignored)
+    for name in ("flyte_ddp", "scripts", "workflows"):
+        (project / name).symlink_to(ROOT / name)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    # Buffered, or two processes may write into each other's lines
+    environment = {**os.environ, "PYTHONUNBUFFERED": ""}
+    run = functools.partial(subprocess.run, cwd=project, env=environment, text=True, timeout=300)
+    printed = []
+    for block, _ in BLOCKS:
+        command = ["bash", "-ec", SETUP + block.replace("29500", port)]
+        done = run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        assert done.returncode == 0, done.stdout
+        printed.append(done.stdout)
+    return printed
+
+
+@pytest.fixture(params=["as shown", "as run"])
+def outputs(request) -> Sequence[str]:
+    return SHOWN if request.param == "as shown" else request.getfixturevalue("said")
+
+
+def figures(pattern: str, text: str) -> List[float]:
+    return [float(figure) for figure in re.findall(pattern, text)]
+
+
+def fingerprints(text: str) -> List[str]:
+    return re.findall(r"weights (\w{16})", text)
+
+
+def test_each_block_has_an_output():
+    assert len(BLOCKS) == 10
+    assert TEXT.count("```sh\n") == 1 + len(BLOCKS)
+    assert re.findall(r"^## (\d)\.", TEXT, re.MULTILINE) == list("12345678")
+
+
+@pytest.mark.parametrize("index", range(len(BLOCKS)))
+def test_a_block_prints_what_is_shown(said, index):
+    either = "|".join(f"(?:{pattern})" for pattern in VARYING)
+
+    def general(found: "re.Match[str]") -> str:
+        return next(to for pattern, to in VARYING.items() if re.fullmatch(pattern, found[0]))
+
+    for line in SHOWN[index].splitlines():
+        parts = re.split(f"({either})", line)
+        pattern = "".join(re.sub(either, general, part) if n % 2 else re.escape(part) for n, part in enumerate(parts))
+        assert re.search(f"^{pattern}$", said[index], re.MULTILINE), f"{line}\n\n{said[index]}"
+
+
+def test_two_processes_have_the_losses_of_one_and_weights_alike(outputs):
+    one, two, ddp, *_ = outputs
+    losses = figures(r"loss ([\d.]+)", one)
+    assert len(losses) == 5
+    assert figures(r"loss ([\d.]+)", two) == pytest.approx(losses, abs=2e-4)
+    assert figures(r"loss ([\d.]+)", ddp) == pytest.approx(losses[-1:], abs=2e-4)
+    mine, other = fingerprints(two)
+    assert [mine] == [other] == fingerprints(ddp)
+
+
+def test_a_batch_for_each_rank_changes_the_result_and_a_higher_rate_does_not_quite_restore_it(outputs):
+    (same,) = figures(r"loss ([\d.]+)", outputs[2])
+    twice, mended = figures(r"loss ([\d.]+)", outputs[3])
+    assert twice > 1.1 * mended > 1.2 * same
+
+
+def test_the_sampler_measures_something_else_than_one_process(outputs):
+    (alone,) = figures(r"accuracy ([\d.]+)", outputs[0])
+    padded, sliced = figures(r": +([\d.]+) on", outputs[4])
+    assert padded != pytest.approx(alone, abs=2e-4)
+    assert sliced == pytest.approx(alone, abs=2e-4)
+
+
+def test_resumed_training_and_pod_end_with_the_same_bits(outputs):
+    resumed, undisturbed = fingerprints(outputs[7])
+    assert [resumed] == [undisturbed] == fingerprints(outputs[8])
+
+
+def test_many_nodes_have_the_same_loss(outputs):
+    expected = figures(r"Epoch 30 .*test loss ([\d.]+)", outputs[7])[-1]
+    assert figures(r"Epoch 30 .*test loss ([\d.]+)", outputs[9]) == [pytest.approx(expected, abs=2e-3)]
