@@ -9,7 +9,7 @@ from typing import Sequence
 import flyte_ddp
 from flyte_ddp.errors import ReportedError
 
-LIBRARY = ("*.py", "launch/*.py", "data/*.py", "engine/*.py", "recipes/*.py")
+LIBRARY = ("[!_]*.py", "launch/*.py", "data/*.py", "engine/*.py", "recipes/*.py")
 OTHER_CODE = "leave out --copy none, so that the code is sent, or build the image anew"
 
 

@@ -4,8 +4,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
-import sysconfig
 from pathlib import Path
 from typing import Dict, List
 
@@ -13,6 +11,7 @@ import pytest
 
 from flyte_ddp.data import prepared
 from flyte_ddp.data.datasets import prepare
+from tests.environment import make_environment
 
 ROOT = Path(__file__).resolve().parents[1]
 CLUSTER = "needs a cluster or a container engine; tests/test_registration.py and test_image.py go as far as they can"
@@ -52,15 +51,7 @@ def user(tmp_path_factory) -> Dict[str, str]:
     project = place / "project"
     ignored = shutil.ignore_patterns(".venv*", ".tools", ".git", "__pycache__", ".*_cache", ".hypothesis")
     shutil.copytree(ROOT, project, ignore=ignored)
-    subprocess.run([sys.executable, "-m", "venv", project / ".venv"], check=True)
-    (site,) = project.glob(".venv/lib/python*/site-packages")
-    (site / "all.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    scripts = Path(sysconfig.get_path("scripts"))
-    for name in ("pyflyte", "pyflyte-execute", "torchrun"):
-        script = (scripts / name).read_text()
-        target = project / ".venv" / "bin" / name
-        target.write_text(re.sub(r"\A#!.*", f"#!{project}/.venv/bin/python", script))
-        target.chmod(0o755)
+    make_environment(project / ".venv")
     for stamp in ("run.stamp", "dev.stamp"):
         (project / ".venv" / stamp).touch()
 

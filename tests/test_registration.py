@@ -18,6 +18,7 @@ from scripts.dry_run import ROOT, amounts, decode
 from scripts.smoke import small_inputs
 from tests.pod import IMAGE, package
 
+TEMPLATE = ROOT / "flyte_ddp" / "new" / "template"
 GOLDEN = Path(__file__).with_name("pytorch_training_wf.json")
 KEY = "a-secret-key-that-must-not-travel"
 TRAINING = "workflows.mnist.pytorch_mnist_task"
@@ -190,7 +191,8 @@ def test_code_archive_holds_code_only_and_all_of_it(sandbox):
         shipped = {name for name in tar.getnames() if not tar.getmember(name).isdir()}
     code = {str(file.relative_to(ROOT)) for file in code_files()}
     locks = {"requirements.txt", "requirements-tensorflow.txt"}
-    assert shipped - code == {*locks, ".dockerignore"}, "flytekit reads .dockerignore as docker does"
+    template = {str(file.relative_to(ROOT)) for file in TEMPLATE.rglob("*") if file.is_file()}
+    assert shipped - code - template == {*locks, ".dockerignore"}, "flytekit reads .dockerignore as docker does"
     assert code <= shipped
 
 
@@ -249,7 +251,8 @@ def test_modules_import_without_optional_packages():
         for module in sys.argv[1:]:
             importlib.import_module(module)
     """
-    modules = sorted(".".join(file.relative_to(ROOT).with_suffix("").parts) for file in code_files())
+    files = [file for file in code_files() if TEMPLATE not in file.parents]
+    modules = sorted(".".join(file.relative_to(ROOT).with_suffix("").parts) for file in files)
     left_out = ("__init__", ".many_nodes")  # the second is for those who have the plugin
     modules = [module for module in modules if not module.endswith(left_out)]
     result = subprocess.run([sys.executable, "-c", program, *modules], cwd=ROOT, capture_output=True, text=True)

@@ -1,0 +1,27 @@
+"""The library's own commands, beside those of pyflyte: python -m flyte_ddp COMMAND."""
+
+import pkgutil
+from typing import List, Optional
+
+import click
+
+# By name, so that a command loads what it needs itself, and nothing of the others
+COMMANDS = {"new": "flyte_ddp.new.command:new"}
+
+
+class Commands(click.Group):
+    def list_commands(self, ctx: click.Context) -> List[str]:
+        return sorted(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> Optional[click.Command]:
+        command: Optional[click.Command] = pkgutil.resolve_name(COMMANDS[cmd_name]) if cmd_name in COMMANDS else None
+        return command
+
+
+@click.group(cls=Commands)
+def main() -> None:
+    """What flyte_ddp offers beside pyflyte."""
+
+
+if __name__ == "__main__":
+    main()

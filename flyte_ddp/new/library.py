@@ -1,0 +1,44 @@
+"""Where pip finds this library. It is on no public index, so a project that uses it has to say."""
+
+import json
+import re
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from typing import Any, Dict
+
+import flyte_ddp
+from flyte_ddp.errors import InputError
+
+DISTRIBUTION = "flyte-ddp-training"
+REMEDY = f"write it as '{DISTRIBUTION} @ git+https://HOST/REPOSITORY@COMMIT'"
+
+
+def check_requirement(text: str) -> str:
+    """Returns the text if it is a requirement of this library, else raises InputError; whether it can be had is for pip
+    to find out."""
+    if not re.fullmatch(rf"{DISTRIBUTION} *(@|[=<>~!]=?) *[^\s\"\\]+", text):
+        raise InputError(f"--library must be a requirement of {DISTRIBUTION}, got {text!r}: {REMEDY}")
+    return text
+
+
+def installed_from() -> str:
+    """The requirement that gives the library as it is here: its checkout, or what pip installed it from (PEP 610)."""
+    source = Path(flyte_ddp.__path__[0]).absolute().parent
+    project = source / "pyproject.toml"
+    if project.is_file() and f'name = "{DISTRIBUTION}"' in project.read_text():  # an editable installation, too
+        return f"{DISTRIBUTION} @ {source.as_uri()}"
+    try:
+        installed = distribution(DISTRIBUTION)
+    except PackageNotFoundError:
+        raise InputError(
+            f"--library must be given where the library was not installed by pip, as in {source}: {REMEDY}"
+        ) from None
+    origin = installed.read_text("direct_url.json")
+    return f"{DISTRIBUTION} @ {_url(json.loads(origin))}" if origin else f"{DISTRIBUTION}=={installed.version}"
+
+
+def _url(origin: Dict[str, Any]) -> str:
+    folder = f"#subdirectory={origin['subdirectory']}" if "subdirectory" in origin else ""
+    if "vcs_info" not in origin:
+        return f"{origin['url']}{folder}"
+    return f"{origin['vcs_info']['vcs']}+{origin['url']}@{origin['vcs_info']['commit_id']}{folder}"

@@ -1,0 +1,68 @@
+"""A project of a user's own, made from the template beside this file.
+
+The template is itself a working project. Its package is called my_project, and wherever that name stands, in a path or
+in a file, the new one's takes its place.
+"""
+
+import keyword
+import os
+import re
+import shutil
+import sys
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Iterator, Tuple
+
+from flyte_ddp.errors import InputError
+from flyte_ddp.new.library import DISTRIBUTION
+from flyte_ddp.storage import temporary_beside, writing_to
+from flyte_ddp.user_code import LIBRARY, is_installed
+
+TEMPLATE = Path(__file__).with_name("template")
+TEMPLATE_NAME = "my_project"
+
+
+def write_project(folder: Path, library: str) -> None:
+    """Writes the whole project or nothing; raises InputError for a name that will not do and a folder that is there.
+
+    library: the requirement by which the project's pyproject.toml has pip install this library.
+    """
+    folder = folder.absolute()
+    check_name(folder.name)
+    if os.path.lexists(folder):
+        raise InputError(f"NAME must be a new folder, got {folder}, which is there: choose another name or place")
+    beside = temporary_beside(folder)
+    with writing_to(folder.parent, "NAME"):
+        try:
+            for path, text in project_files(folder.name, library):
+                (beside / path).parent.mkdir(parents=True, exist_ok=True)
+                (beside / path).write_text(text)
+            beside.rename(folder)
+        finally:
+            shutil.rmtree(beside, ignore_errors=True)
+
+
+def project_files(name: str, library: str) -> Iterator[Tuple[Path, str]]:
+    """Each file's path in the project, and its text."""
+    for file in sorted(TEMPLATE.rglob("*")):
+        if file.is_file() and file.suffix != ".pyc":  # pip compiles the template along with the library
+            path = str(file.relative_to(TEMPLATE)).replace(TEMPLATE_NAME, name)
+            text = file.read_text().replace(TEMPLATE_NAME, name)
+            if path == "pyproject.toml":
+                text = text.replace(f'"{DISTRIBUTION}"', f'"{library}"')
+            yield Path(path), text
+
+
+def check_name(name: str) -> None:
+    """Raises InputError for what cannot be a Python package, a distribution and an image alike, or hides another."""
+    if not re.fullmatch("[a-z][a-z0-9]*(_[a-z0-9]+)*", name) or keyword.iskeyword(name):
+        raise InputError(
+            "NAME must be a name for a Python package, of small letters, digits and single underscores, no keyword, "
+            f"got {name!r}: choose one like flower_images"
+        )
+    installed = [place for place in sys.path if is_installed(place)]
+    is_taken = name in sys.stdlib_module_names or name in (LIBRARY, "tests") or PathFinder.find_spec(name, installed)
+    if is_taken:
+        raise InputError(
+            f"NAME must not be that of a package which is there already, got {name!r}: choose one like my_{name}"
+        )

@@ -1,0 +1,14 @@
+"""What decides the result. Read before any rank starts, so it imports no torch."""
+
+from dataclasses import dataclass
+
+from flyte_ddp.settings import TrainingSettings, setting
+
+
+@dataclass(frozen=True)
+class Settings(TrainingSettings):
+    epochs: int = setting(10, minimum=1)
+    batch_size: int = setting(64, minimum=1)
+    learning_rate: float = setting(5e-3, above=0)
+    width: int = setting(128, minimum=1)
+    dropout: float = setting(0.2, minimum=0, below=1)

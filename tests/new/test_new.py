@@ -1,0 +1,200 @@
+"""A new project, made by an installed library in a folder that knows nothing of it, and used as its README says."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flyte_ddp.settings import RunOptions
+from scripts.dry_run import ROOT, read_package
+from tests.environment import make_environment
+from tests.pod import IMAGE, Pod, literal
+
+TEMPLATE = ROOT / "flyte_ddp" / "new" / "template"
+FEW_EPOCHS = """ARGS=--settings '{"epochs": 2}'"""
+
+
+class User:
+    """An environment that pip has installed the library into, from a copy of it, and an empty folder."""
+
+    def __init__(self, place: Path):
+        self.checkout, self.environment, self.home = place / "checkout", place / "environment", place / "home"
+        self.home.mkdir()
+        shutil.copytree(ROOT / "flyte_ddp", self.checkout / "flyte_ddp", ignore=shutil.ignore_patterns("__pycache__"))
+        for name in ("pyproject.toml", "README.md", "LICENSE"):
+            shutil.copy(ROOT / name, self.checkout)
+        make_environment(self.environment)
+        self.install(str(self.checkout))
+
+    def install(self, *what: str) -> None:
+        # setuptools is there, and a test should not need the network
+        done = self.run("python", "-m", "pip", "install", "--no-deps", "--no-build-isolation", *what)
+        assert done.returncode == 0, done.stderr
+
+    def run(self, *command: str, cwd: "Path | None" = None, **variables: str) -> "subprocess.CompletedProcess[str]":
+        outer = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MFLAGS", "ARGS")}
+        environment = {**outer, "PATH": f"{self.environment}/bin:{os.environ['PATH']}", **variables}
+        return subprocess.run(command, cwd=cwd or self.home, env=environment, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def user(tmp_path_factory):
+    return User(tmp_path_factory.mktemp("user"))
+
+
+@pytest.fixture(scope="module")
+def project(user):
+    done = user.run("python", "-m", "flyte_ddp", "new", "flower_images")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "Next:     make -C flower_images test run"
+    folder = user.home / "flower_images"
+    (folder / ".venv").symlink_to(user.environment)  # which `make` finds complete
+    (folder / ".venv" / "stamp").touch()
+    return folder
+
+
+def new(*arguments, cwd, program=()):
+    command = [*program, sys.executable, "-m", "flyte_ddp", "new", *arguments]
+    return subprocess.run(command, cwd=cwd, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+
+
+# --- what it writes works ---
+
+
+def test_every_file_of_the_template_is_written_under_the_new_name(project):
+    there = {str(file.relative_to(project)) for file in project.rglob("*") if file.is_file()}
+    templates = (file for file in TEMPLATE.rglob("*") if file.is_file() and file.suffix != ".pyc")
+    assert there == {str(file.relative_to(TEMPLATE)).replace("my_project", "flower_images") for file in templates}
+    assert not any("my_project" in (project / file).read_text() for file in there)
+    assert len((project / "flower_images" / "recipe.py").read_text().splitlines()) <= 45
+
+
+def test_it_passes_its_own_test_and_trains(user, project):
+    done = user.run("make", "test", cwd=project)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 passed" in done.stdout
+    done = user.run("make", "run", FEW_EPOCHS, cwd=project)
+    assert done.returncode == 0, done.stderr
+    assert float(re.findall(r"'accuracy': ([\d.]+)", done.stdout)[-1]) > 0.7
+
+
+def test_its_workflow_runs_from_anywhere_beside_other_workflows(user, project, tmp_path):
+    for place in (project, tmp_path):  # neither may be taken for the library's own
+        (place / "workflows").mkdir()
+        (place / "workflows" / "__init__.py").write_text("raise RuntimeError('another project')\n")
+    file = str(project / "flower_images" / "workflow.py")
+    done = user.run("pyflyte", "run", file, "flower_images_wf", "--settings", '{"epochs": 1}', cwd=tmp_path)
+    shutil.rmtree(project / "workflows")
+    assert done.returncode == 0, done.stderr
+    assert "epoch_measures=" in done.stdout
+
+
+def test_it_can_be_registered_and_its_pod_trains(user, project, tmp_path, monkeypatch):
+    done = user.run("make", "package", f"IMAGE={IMAGE}", cwd=project, DDP_PROFILE="sandbox")
+    assert done.returncode == 0, done.stdout + done.stderr
+    package = read_package((project / "package.tgz").read_bytes())
+    assert set(package.workflows) == {"flower_images.workflow.flower_images_wf"}
+    task = package.tasks["flower_images.workflow.train_flower_images"]
+    assert task.container.image == IMAGE
+
+    monkeypatch.syspath_prepend(str(project))
+    from flower_images.settings import Settings  # type: ignore[import-not-found]
+
+    inputs = {"settings": literal(Settings(epochs=1)), "options": literal(RunOptions())}
+    pod = Pod(task, inputs, tmp_path / "pod", {"PYTHONPATH": f"{ROOT}:{project}"})
+    assert Path(pod.run()["model_state"].scalar.blob.uri).is_file()
+
+
+def test_its_image_has_what_the_registered_code_is(project):
+    dockerfile = (project / "Dockerfile").read_text()
+    assert re.findall(r"^COPY (?:--\S+ )?(\S+) (\S+)", dockerfile, re.MULTILINE) == [
+        ("flower_images", "./flower_images")
+    ]
+    kept = [line for line in (project / ".dockerignore").read_text().splitlines() if line.startswith("!")]
+    assert kept == ["!flower_images"]
+    arguments = set(re.findall(r"^ARG (\w+)", dockerfile, re.MULTILINE))
+    assert arguments == set(re.findall(r"--build-arg (\w+)=", (project / "Makefile").read_text()))
+
+
+# --- where the library comes from ---
+
+
+def requirement(project: Path) -> str:
+    (found,) = re.findall(
+        r'^dependencies = \[\n    "(.*)",\n\]$', (project / "pyproject.toml").read_text(), re.MULTILINE
+    )
+    return str(found)
+
+
+def test_pip_installs_it_and_the_library_by_what_it_requires(user, project):
+    assert requirement(project) == f"flyte-ddp-training @ file://{user.checkout}"
+    user.install("--force-reinstall", requirement(project))
+    user.install("--editable", str(project))
+    done = user.run("python", "-c", "from importlib.metadata import requires; print(requires('flower_images')[0])")
+    assert done.stdout.strip() == requirement(project)
+
+
+def test_a_checkout_that_is_not_installed_names_itself(tmp_path):
+    done = new("flowers", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert requirement(tmp_path / "flowers") == f"flyte-ddp-training @ {ROOT.as_uri()}"
+
+
+def test_what_the_user_names_is_taken(tmp_path):
+    named = "flyte-ddp-training @ git+https://git.example/flyte-ddp.git@0123abc"
+    done = new("flowers", "--library", named, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert requirement(tmp_path / "flowers") == named
+
+
+@pytest.mark.parametrize("named", ["another-package", "flyte-ddp-training @", 'flyte-ddp-training @ "'])
+def test_what_is_no_requirement_of_the_library_is_refused(tmp_path, named):
+    done = new("flowers", "--library", named, cwd=tmp_path)
+    assert done.returncode == 2
+    assert f"--library must be a requirement of flyte-ddp-training, got {named!r}" in done.stderr
+    assert not any(tmp_path.iterdir())
+
+
+# --- what is refused ---
+
+
+@pytest.mark.parametrize("name", ["2fast", "my-project", "Flowers", "blüten", "a__b", "_hidden", "class", ".."])
+def test_a_name_that_cannot_be_a_package_is_refused(tmp_path, name):
+    done = new(name, cwd=tmp_path)
+    assert done.returncode == 2
+    said = done.stderr.splitlines()[-1]
+    assert said.startswith("Error: NAME must be a name for a Python package")
+    assert said.endswith(f"got {name!r}: choose one like flower_images")
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["random", "torch", "flyte_ddp", "tests"])
+def test_a_name_that_would_hide_another_package_is_refused(tmp_path, name):
+    done = new(name, cwd=tmp_path)
+    assert done.returncode == 2
+    assert f"got '{name}': choose one like my_{name}" in done.stderr
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_folder_that_is_there_is_left_alone(tmp_path):
+    (tmp_path / "flowers").mkdir()
+    done = new(str(tmp_path / "flowers"), cwd=ROOT)
+    assert done.returncode == 2
+    assert f"NAME must be a new folder, got {tmp_path / 'flowers'}" in done.stderr
+    assert not any((tmp_path / "flowers").iterdir())
+
+
+def test_where_writing_fails_nothing_is_left(tmp_path):
+    done = new("flowers", cwd=tmp_path, program=["sh", "-c", 'ulimit -f 1; exec "$@"', "sh"])  # no file above 1 KiB
+    assert done.returncode == 2
+    assert f"cannot write to {tmp_path}" in done.stderr
+    assert not any(tmp_path.iterdir())
+
+
+def test_the_commands_are_listed():
+    done = subprocess.run([sys.executable, "-m", "flyte_ddp", "--help"], cwd=ROOT, capture_output=True, text=True)
+    assert "new  Write a project of your own into a new folder." in done.stdout
