@@ -63,9 +63,9 @@ class Machine:
 def look(hp: Hyperparameters, options: RunOptions) -> Machine:
     """The machine that this process runs on, and what a training with these inputs would make of it."""
     return Machine(
-        gpus=known(lambda: nvidia.parse_gpus(nvidia.ask(*nvidia.GPUS))),
-        cuda=known(lambda: nvidia.parse_cuda(nvidia.ask())),
-        links=known(lambda: nvidia.parse_links(nvidia.ask("topo", "-m"))),
+        gpus=known(lambda: nvidia.answer(nvidia.gpus)),
+        cuda=known(lambda: nvidia.answer(nvidia.cuda)),
+        links=known(lambda: nvidia.answer(nvidia.links)),
         torch=known(lambda: ask_torch(hp, options)),
         devices=nvidia_devices(),
         visible=os.environ.get("CUDA_VISIBLE_DEVICES"),

@@ -1,15 +1,20 @@
-"""What NVIDIA's driver says of the GPUs, asked through nvidia-smi, which shows all of them whatever CUDA is allowed."""
+"""What NVIDIA's driver says of the GPUs, which shows all of them, whatever CUDA is allowed."""
 
 import re
-import subprocess
+import threading
+from concurrent.futures import Future, TimeoutError
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Dict, List
+from typing import Any, Callable, Dict, List, TypeVar
+
+from flyte_ddp.launch.nvml import NvmlFailed, handles, open_nvml
+
+T = TypeVar("T")
 
 SECONDS = 30.0  # for an answer: it takes one or two where no persistence daemon runs, for ever where a GPU is broken
-COLUMNS = ("index", "name", "memory.total", "memory.used", "mig.mode.current", "driver_version")
-GPUS = (f"--query-gpu={','.join(COLUMNS)}", "--format=csv,noheader,nounits")
-ESCAPES = re.compile(r"\x1b\[[0-9;]*m")  # nvidia-smi underlines the matrix's head, on a terminal or not
+ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
+MIB = 2**20
+SWITCH = "switch"
 
 
 class NotKnown(Exception):
@@ -21,7 +26,7 @@ class NotKnown(Exception):
 
 @dataclass(frozen=True)
 class DriverGpu:
-    """A GPU as the driver knows it; text as nvidia-smi has it, where a number may be "[N/A]"."""
+    """A GPU as the driver knows it; text, because each may be what the driver says instead, as "[Not Supported]"."""
 
     index: str
     name: str
@@ -31,48 +36,102 @@ class DriverGpu:
     driver: str
 
 
-def ask(*arguments: str) -> str:
-    """What it prints; raises NotKnown."""
-    command = ["nvidia-smi", *arguments]
+def answer(question: Callable[[Any], T]) -> T:
+    """What a question has for an answer, asked with NVML (module pynvml); raises NotKnown.
+
+    In a thread of its own, which is left behind where a broken GPU keeps NVML from coming back.
+    """
+    answered: Future[T] = Future()
+
+    def ask() -> None:
+        try:
+            with open_nvml() as nvml:
+                answered.set_result(question(nvml))
+        except BaseException as error:
+            answered.set_exception(error)
+
+    threading.Thread(target=ask, name="NVML", daemon=True).start()
     try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=SECONDS)
-    except FileNotFoundError:
-        raise NotKnown("there is no nvidia-smi here") from None
-    except OSError as error:
-        raise NotKnown(f"nvidia-smi cannot be started: {error.strerror}") from None
-    except subprocess.TimeoutExpired:
-        raise NotKnown(f"nvidia-smi gave no answer within {SECONDS:g} s") from None
-    if done.returncode:
-        raise NotKnown(first_line(done.stdout + done.stderr) or f"nvidia-smi ended with status {done.returncode}")
-    return done.stdout
+        return answered.result(SECONDS)
+    except NvmlFailed as failed:
+        raise NotKnown(str(failed)) from None
+    except TimeoutError:
+        raise NotKnown(f"NVIDIA's driver gave no answer within {SECONDS:g} s") from None
 
 
-def parse_gpus(text: str) -> List[DriverGpu]:
-    """From the lines of --query-gpu in the order of COLUMNS; raises NotKnown for a line that is none."""
-    rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines() if line.strip()]
-    for row in rows:
-        if len(row) != len(COLUMNS) or not row[0].isdecimal():
-            raise NotKnown(f"nvidia-smi says {first_line(text)}")
-    return [DriverGpu(*row) for row in rows]
+def gpus(nvml: Any) -> List[DriverGpu]:
+    return [_gpu(nvml, index, handle) for index, handle in handles(nvml)]
 
 
-def parse_cuda(text: str) -> str:
-    """The newest CUDA that the driver can run, from the head of nvidia-smi's overview; raises NotKnown."""
-    found = re.search(r"CUDA(?: UMD)? Version: *(\d+\.\d+)", text)
-    if not found:
-        raise NotKnown("nvidia-smi does not say")
-    return found[1]
+def _gpu(nvml: Any, index: int, handle: Any) -> DriverGpu:
+    def said(ask: Callable[..., Any], *arguments: Any) -> str:
+        try:
+            return str(ask(*arguments))
+        except nvml.NVMLError as error:
+            return f"[{error}]"
+
+    def memory() -> Any:  # whose first version takes what the driver keeps for itself for used
+        return nvml.nvmlDeviceGetMemoryInfo(handle, nvml.nvmlMemory_v2)
+
+    return DriverGpu(
+        index=str(index),
+        name=said(nvml.nvmlDeviceGetName, handle),
+        memory_mib=said(lambda: memory().total // MIB),
+        used_mib=said(lambda: memory().used // MIB),
+        mig=said(lambda: ("Disabled", "Enabled")[nvml.nvmlDeviceGetMigMode(handle)[0]]),
+        driver=said(nvml.nvmlSystemGetDriverVersion),
+    )
 
 
-def parse_links(text: str) -> Dict[str, List[str]]:
-    """For each GPU its connections to all of them in order, from the matrix of `topo -m`; raises NotKnown."""
-    rows = [line.split() for line in ESCAPES.sub("", text).splitlines()]
-    head = next((row for row in rows if row[:1] == ["GPU0"]), [])
-    names = [word for word in head if re.fullmatch(r"GPU\d+", word)]
-    links = {row[0]: row[1 : 1 + len(names)] for row in rows if row and row is not head and row[0] in names}
-    if not names or list(links) != names or any(len(cells) < len(names) for cells in links.values()):
-        raise NotKnown(f"nvidia-smi topo -m says {first_line(text) or 'nothing'}")
-    return links
+def cuda(nvml: Any) -> str:
+    """The newest CUDA that the driver can run."""
+    version = nvml.nvmlSystemGetCudaDriverVersion_v2()
+    return f"{version // 1000}.{version % 1000 // 10}"
+
+
+def links(nvml: Any) -> Dict[str, List[str]]:
+    """For each GPU its connections to all of them in order, in the words of `nvidia-smi topo -m`."""
+    found = dict(handles(nvml))
+    nvlinks = {index: _nvlinks(nvml, handle) for index, handle in found.items()}
+    addresses = {index: nvml.nvmlDeviceGetPciInfo(handle).busId for index, handle in found.items()}
+
+    def link(one: int, other: int) -> str:
+        if one == other:
+            return "X"
+        number = nvlinks[one].count(addresses[other]) or min(nvlinks[i].count(SWITCH) for i in (one, other))
+        at = nvml.NVML_P2P_CAPS_INDEX_NVLINK  # a switch may keep its GPUs apart
+        if number and nvml.nvmlDeviceGetP2PStatus(found[one], found[other], at) == nvml.NVML_P2P_STATUS_OK:
+            return f"NV{number}"
+        return _pcie(nvml, nvml.nvmlDeviceGetTopologyCommonAncestor(found[one], found[other]))
+
+    return {f"GPU{one}": [link(one, other) for other in found] for one in found}
+
+
+def _nvlinks(nvml: Any, handle: Any) -> List[Any]:
+    """Where each active NVLink of a GPU leads: the PCI address of another one, or SWITCH."""
+    found = []
+    for number in range(nvml.NVML_NVLINK_MAX_LINKS):
+        try:
+            if not nvml.nvmlDeviceGetNvLinkState(handle, number):
+                continue
+            kind = nvml.nvmlDeviceGetNvLinkRemoteDeviceType(handle, number)
+            is_switch = kind == nvml.NVML_NVLINK_DEVICE_TYPE_SWITCH
+            found.append(SWITCH if is_switch else nvml.nvmlDeviceGetNvLinkRemotePciInfo(handle, number).busId)
+        except (nvml.NVMLError_NotSupported, nvml.NVMLError_InvalidArgument):  # no NVLink, or none of this number
+            continue
+    return found
+
+
+def _pcie(nvml: Any, ancestor: int) -> str:
+    """The way between two GPUs by the nearest thing that they have in common."""
+    return {
+        nvml.NVML_TOPOLOGY_INTERNAL: "PIX",
+        nvml.NVML_TOPOLOGY_SINGLE: "PIX",
+        nvml.NVML_TOPOLOGY_MULTIPLE: "PXB",
+        nvml.NVML_TOPOLOGY_HOSTBRIDGE: "PHB",
+        nvml.NVML_TOPOLOGY_NODE: "NODE",
+        nvml.NVML_TOPOLOGY_SYSTEM: "SYS",
+    }.get(ancestor, f"[level {ancestor}]")
 
 
 def pairs(links: Dict[str, List[str]]) -> List[str]:

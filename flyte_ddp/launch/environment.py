@@ -1,12 +1,15 @@
 """Who a rank is, and how many ranks a host should have. Standard library only: the parent decides without torch."""
 
+import importlib.util
 import os
 import platform
+import runpy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Tuple
 
 from flyte_ddp.errors import InputError
+from flyte_ddp.launch import nvml
 from flyte_ddp.launch.limits import cpu_limit
 
 DEFAULT_CPU_RANKS = 2
@@ -111,18 +114,31 @@ def environment_from_variables(backend: str) -> Environment:
     return Environment(world, rank, local_rank, "env://", threads=threads_per_rank(local_size))
 
 
-def visible_gpus() -> int:
-    """Number of GPUs that torch can use; torch, seconds to import, is asked only where there is an NVIDIA device."""
-    if not nvidia_devices():
+def visible_gpus(devices: Path = Path("/dev")) -> int:
+    """Number of GPUs that a rank started here can use; counted without torch, seconds to import, and without CUDA.
+
+    Only where NVIDIA's device files are here and its driver does not answer, torch is asked.
+    """
+    if not nvidia_devices(devices) or not _torch_has_cuda():
         return 0
-    import torch
+    try:
+        return nvml.count_cuda_devices(nvml.list_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+    except nvml.NvmlFailed:
+        import torch
 
-    return torch.cuda.device_count()
+        return torch.cuda.device_count()
 
 
-def nvidia_devices() -> int:
+def nvidia_devices(devices: Path = Path("/dev")) -> int:
     """Number of device files of NVIDIA's driver: one per GPU, or one in all under Windows."""
-    return len([*Path("/dev").glob("nvidia[0-9]*"), *Path("/dev").glob("dxg")])
+    return len([*devices.glob("nvidia[0-9]*"), *devices.glob("dxg")])
+
+
+def _torch_has_cuda() -> bool:
+    """Whether the installed torch is built for CUDA; read without importing it."""
+    found = importlib.util.find_spec("torch")
+    folders = (found and found.submodule_search_locations) or []
+    return any(runpy.run_path(str(Path(folder, "version.py")))["cuda"] for folder in folders)
 
 
 def available_cores() -> int:

@@ -1,95 +1,92 @@
-"""What nvidia-smi prints is read or refused, and what stands in the way of a training is said."""
+"""What NVIDIA's driver says is told or refused, and what stands in the way of a training is said."""
 
 import dataclasses
+import json
 import math
-from functools import partial
+import subprocess
+import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Dict
 
 import pytest
 
 from flyte_ddp.hardware import machine as machine_module
-from flyte_ddp.hardware import nvidia
 from flyte_ddp.hardware.capabilities import Capabilities, Plan, TorchGpu
 from flyte_ddp.hardware.machine import GIB, Machine, known, warnings
-from flyte_ddp.hardware.nvidia import DriverGpu, NotKnown, pairs, parse_cuda, parse_gpus, parse_links
+from flyte_ddp.hardware.nvidia import DriverGpu, NotKnown, pairs
 from flyte_ddp.hardware.page import as_page, as_text
-from flyte_ddp.launch.environment import World
+from flyte_ddp.launch.environment import World, nvidia_devices
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
+from tests.nvml import stand_in
 
-GARBAGE = [
-    "",
-    "\n\n",
-    "Segmentation fault",
-    "\x1b[4m\x00\x1b[0m",
-    "GPU0\tGPU1\n",
-    "GPU0 X NV4\n",
-    "0, a, b\n",
-    "\t,,,,,\n",
-]
+ROOT = Path(__file__).parents[2]
 
 H100 = "NVIDIA H100 80GB HBM3"
-MATRIX = (
-    "\t\x1b[4mGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m\n"
-    "GPU0\t X \tNV12\tSYS\tPXB\t0-31,64-95\t0\t\tN/A\n"
-    "GPU1\tNV12\t X \tSYS\tSYS\t0-31,64-95\t0\t\tN/A\n"
-    "GPU2\tSYS\tSYS\t X \tSYS\t32-63\t1\t\tN/A\n"
-    "NIC0\tPXB\tSYS\tSYS\t X \t\t\t\t\n\n"
-    "Legend:\n\n  X    = Self\n  NV#  = Connection traversing a bonded set of # NVLinks\n\n"
-    "NIC Legend:\n\n  NIC0: mlx5_0\n"
-)
+LINKS = {"GPU0": ["X", "NV12", "SYS"], "GPU1": ["NV12", "X", "SYS"], "GPU2": ["SYS", "SYS", "X"]}
+
+ASK = """if True:
+    import json, sys
+    from dataclasses import astuple
+    from flyte_ddp.hardware import nvidia
+    from flyte_ddp.hardware.machine import known
+    nvidia.SECONDS = float(sys.argv[1])
+    gpus = known(lambda: nvidia.answer(nvidia.gpus))
+    found = gpus if isinstance(gpus, nvidia.NotKnown) else [astuple(gpu) for gpu in gpus]
+    others = (known(lambda question=question: nvidia.answer(question)) for question in (nvidia.cuda, nvidia.links))
+    print(json.dumps([found, *others], default=str))
+"""
 
 
-def test_the_drivers_list_is_read_with_what_it_does_not_know():
-    gpus = parse_gpus(
-        "0, Tesla T4, 15360, 2, [N/A], 535.183.01\n"
-        "1, NVIDIA A100-SXM4-80GB, 81920, [Unknown Error], Enabled, 535.183.01\n"
-    )
-    assert [(gpu.name, gpu.used_mib, gpu.mig) for gpu in gpus] == [
-        ("Tesla T4", "2", "[N/A]"),
-        ("NVIDIA A100-SXM4-80GB", "[Unknown Error]", "Enabled"),
-    ]
-    assert parse_gpus("") == []
+def asked(environment: Dict[str, str], seconds: float = 30) -> Any:
+    """What a process of that environment is told of GPUs, CUDA and links."""
+    command = [sys.executable, "-c", ASK, str(seconds)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize("head", ["CUDA Version: 12.4     |", "CUDA UMD Version: 12.4  |"])
-def test_the_drivers_cuda_is_read(head):
-    assert parse_cuda(f"| NVIDIA-SMI 550.54.15    Driver Version: 550.54.15    {head}\n") == "12.4"
-
-
-def test_the_matrix_is_read_without_network_cards_and_escapes():
-    links = parse_links(MATRIX)
-    assert links == {"GPU0": ["X", "NV12", "SYS"], "GPU1": ["NV12", "X", "SYS"], "GPU2": ["SYS", "SYS", "X"]}
-    assert pairs(links) == ["NV12", "SYS", "SYS"]
-    alone = parse_links("\tGPU0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\nGPU0\t X \t0-15\t0\t\tN/A\n")
-    assert alone == {"GPU0": ["X"]}
-    assert pairs(alone) == []
-
-
-@pytest.mark.parametrize("text", GARBAGE)
-def test_garbage_is_not_known(text):
-    for parse in (parse_links, parse_cuda, *([parse_gpus] if text.strip() else [])):
-        assert str(known(partial(parse, text))).startswith("not known: nvidia-smi ")
+def test_the_driver_tells_with_what_it_does_not_know(tmp_path):
+    gpus, cuda, links = asked(stand_in(tmp_path, NVML_GPUS="8", NVML_MIG="-2", NVML_DENIED="3", NVML_LINKS="direct"))
+    assert gpus[0] == ["0", H100, "81559", "4", "Disabled", "570.86"]
+    assert [gpu[0] for gpu in gpus] == ["0", "1", "2", "4", "5", "6", "7"], "the fourth belongs to another container"
+    assert [gpu[4] for gpu in gpus[1:3]] == ["Enabled", "[Not Supported]"]
+    assert gpus[6][1:4] == [H100, "[GPU is lost]", "[GPU is lost]"]
+    assert cuda == "12.8"
+    assert links["GPU0"] == ["X", "NV12", "SYS", "SYS", "SYS", "SYS", "SYS"]
+    assert links["GPU4"] == ["SYS", "SYS", "SYS", "X", "PXB", "SYS", "SYS"]
 
 
 @pytest.mark.parametrize(
-    ("program", "reason"),
+    ("number", "kind", "found"),
     [
-        (None, "there is no nvidia-smi here"),
-        ("echo; echo NVIDIA-SMI has failed; exit 9", "NVIDIA-SMI has failed"),
-        ("exit 3", "nvidia-smi ended with status 3"),
-        ("exec sleep 60", "nvidia-smi gave no answer within 0.2 s"),
+        ("0", "switch", {}),
+        ("1", "switch", {"GPU0": ["X"]}),
+        ("2", "", {"GPU0": ["X", "PXB"], "GPU1": ["PXB", "X"]}),
+        ("3", "direct", LINKS),
+        ("3", "switch", {"GPU0": ["X", "NV18", "NV18"], "GPU1": ["NV18", "X", "NV18"], "GPU2": ["NV18", "NV18", "X"]}),
+        ("3", "apart", {"GPU0": ["X", "PXB", "SYS"], "GPU1": ["PXB", "X", "SYS"], "GPU2": ["SYS", "SYS", "X"]}),
     ],
 )
-def test_an_nvidia_smi_that_fails_is_not_known(tmp_path, monkeypatch, program, reason):
-    if program:
-        file = tmp_path / "nvidia-smi"
-        file.write_text(f"#!/bin/sh\n{program}\n")
-        file.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin" if program else str(tmp_path))
-    monkeypatch.setattr(nvidia, "SECONDS", 0.2 if program and "sleep" in program else 30)
-    assert str(known(nvidia.ask)) == f"not known: {reason}"
+def test_links_are_counted_as_they_are(tmp_path, number, kind, found):
+    links = asked(stand_in(tmp_path, NVML_GPUS=number, NVML_LINKS=kind))[2]
+    assert links == found
+    assert pairs(links) == [cells[b] for a, cells in enumerate(found.values()) for b in range(a + 1, len(found))]
+
+
+@pytest.mark.parametrize(
+    ("variables", "seconds", "reason"),
+    [
+        ({"LD_LIBRARY_PATH": ""}, 30, "there is no NVIDIA driver here (libnvidia-ml.so.1 cannot be loaded)"),
+        ({"NVML_INIT": "9"}, 30, "NVIDIA's driver says: Driver Not Loaded"),
+        ({"NVML_INIT": "18"}, 30, "NVIDIA's driver says: RM has detected an NVML/RM version mismatch."),
+        ({"NVML_INIT": "hang"}, 0.2, "NVIDIA's driver gave no answer within 0.2 s"),
+    ],
+)
+def test_a_driver_that_fails_is_not_known(tmp_path, variables, seconds, reason):
+    if "LD_LIBRARY_PATH" in variables and nvidia_devices():
+        pytest.skip("there is a driver here")
+    assert asked({**stand_in(tmp_path, NVML_GPUS="8"), **variables}, seconds) == [f"not known: {reason}"] * 3
 
 
 def test_a_torch_that_fails_is_not_known(monkeypatch):
@@ -123,7 +120,7 @@ def machine(number: int = 8, **changes: Any) -> Machine:
             for index in range(number)
         ],
         cuda="12.8",
-        links=parse_links(MATRIX),
+        links=LINKS,
         torch=capabilities(number),
         devices=number,
         visible=None,
@@ -160,7 +157,7 @@ REFUSED = capabilities(0, plan=None, refusal="nproc must be at most 1")
         (machine(visible="0,1", torch=capabilities(2)), 'torch uses 2 of 8 GPUs, and CUDA_VISIBLE_DEVICES is "0,1"'),
         (machine(torch=capabilities(7)), "torch uses 7 of the 8 GPUs"),
         (machine(torch=OLD), "driver on your system is too old (found version 11040)."),
-        (machine(gpus=NotKnown("there is no nvidia-smi here"), torch=OLD), "is too old"),
+        (machine(gpus=NotKnown("there is no driver here"), torch=OLD), "is too old"),
         (machine(1, gpus=MIG), "MIG divides GPU 0"),
         (machine(2, torch=capabilities(2, gpus=UNEQUAL)), "the slowest sets the pace"),
         (

@@ -1,4 +1,4 @@
-"""The hardware workflow, by the real pyflyte and with a stand-in for the one program that this machine may not have."""
+"""The hardware workflow, by the real pyflyte and with a stand-in for the driver that this machine may not have."""
 
 import os
 import re
@@ -9,17 +9,11 @@ from pathlib import Path
 from flyte_ddp.launch.environment import available_cores, choose_world
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
+from tests.nvml import stand_in
 from tests.pod import Pod, literal, package
 
 ROOT = Path(__file__).parents[2]
 MNIST = "mnist.pytorch_mnist_task"
-EIGHT_GPUS = """#!/bin/sh
-case "$*" in
-  *query-gpu*) for i in 0 1 2 3 4 5 6 7; do echo "$i, NVIDIA H100 80GB HBM3, 81559, 4, Disabled, 550.54.15"; done ;;
-  "topo -m") echo "no such option"; exit 2 ;;
-  *) echo "| NVIDIA-SMI 550.54.15      Driver Version: 550.54.15      CUDA Version: 12.4     |" ;;
-esac
-"""
 
 
 def run(*arguments: str, folder: Path, **environment: str) -> "subprocess.CompletedProcess[str]":
@@ -41,15 +35,14 @@ def test_it_says_what_is_here_and_what_a_training_would_do(tmp_path):
 
 
 def test_gpus_that_torch_cannot_use_are_named_and_an_impossible_training_is_told_apart_from_a_wrong_input(tmp_path):
-    (tmp_path / "nvidia-smi").write_text(EIGHT_GPUS)
-    (tmp_path / "nvidia-smi").chmod(0o755)
-    with_eight = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": ""}
+    library = stand_in(tmp_path / "library")["LD_LIBRARY_PATH"]
+    with_eight = {"LD_LIBRARY_PATH": library, "NVML_GPUS": "8", "NVML_LINKS": "switch", "CUDA_VISIBLE_DEVICES": ""}
     done = run("--hp", '{"backend": "nccl"}', folder=tmp_path, **with_eight)
     assert done.returncode == 0, done.stderr
     for words in (
-        "8 x NVIDIA H100 80GB HBM3, 81559 MiB",
-        "550.54.15, runs CUDA up to 12.4",
-        "not known: no such option",
+        "7 x NVIDIA H100 80GB HBM3, 81559 MiB, 1 x NVIDIA H100 80GB HBM3, [GPU is lost] MiB",
+        "570.86, runs CUDA up to 12.8",
+        "28 x NV18",
         'torch uses 0 of 8 GPUs, and CUDA_VISIBLE_DEVICES is ""',
         'a training with these inputs is refused: backend "nccl" needs a GPU',
     ):

@@ -1,0 +1,109 @@
+"""NVIDIA's driver, asked through its management library NVML: neither CUDA nor torch is touched. Light to import."""
+
+import re
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Iterator, List, Optional, Sequence, Tuple
+
+
+class NvmlFailed(Exception):
+    """NVML cannot be loaded, or refuses an answer; the message is the reason."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU that this process may open.
+
+    Attributes:
+        instances: names of its MIG devices; None where MIG does not divide it.
+    """
+
+    uuid: str
+    instances: Optional[Tuple[str, ...]] = None
+
+
+@contextmanager
+def open_nvml() -> Iterator[Any]:
+    """The module pynvml, ready for use while the block runs; raises NvmlFailed, also for its errors in the block."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        try:
+            yield pynvml
+        finally:
+            pynvml.nvmlShutdown()
+    except pynvml.NVMLError_LibraryNotFound:
+        raise NvmlFailed("there is no NVIDIA driver here (libnvidia-ml.so.1 cannot be loaded)") from None
+    except pynvml.NVMLError as error:
+        raise NvmlFailed(f"NVIDIA's driver says: {error}") from None
+
+
+def handles(nvml: Any) -> Iterator[Tuple[int, Any]]:
+    """Index and handle of each GPU that this process may open: a container is refused those of others."""
+    for index in range(nvml.nvmlDeviceGetCount()):
+        try:
+            handle = nvml.nvmlDeviceGetHandleByIndex(index)
+        except nvml.NVMLError_NoPermission:
+            continue
+        yield index, handle
+
+
+def is_divided(nvml: Any, handle: Any) -> bool:
+    """Whether MIG divides the GPU."""
+    try:
+        return bool(nvml.nvmlDeviceGetMigMode(handle)[0] == nvml.NVML_DEVICE_MIG_ENABLE)
+    except nvml.NVMLError_NotSupported:  # most kinds of GPU have no MIG
+        return False
+
+
+def list_gpus() -> List[Gpu]:
+    """Raises NvmlFailed."""
+    with open_nvml() as nvml:
+        return [
+            Gpu(nvml.nvmlDeviceGetUUID(handle), tuple(_instances(nvml, handle)) if is_divided(nvml, handle) else None)
+            for _, handle in handles(nvml)
+        ]
+
+
+def _instances(nvml: Any, handle: Any) -> Iterator[str]:
+    for number in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
+        try:
+            instance = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, number)
+        except nvml.NVMLError_NotFound:
+            continue
+        yield nvml.nvmlDeviceGetUUID(instance)
+
+
+def count_cuda_devices(gpus: Sequence[Gpu], visible: Optional[str]) -> int:
+    """How many devices CUDA gives a process for this CUDA_VISIBLE_DEVICES (None where it is not set).
+
+    A process gets one MIG device at most, and no whole GPU beside it (MIG User Guide, "CUDA Device Enumeration").
+    """
+    chosen = [gpu.uuid for gpu in gpus] if visible is None else _chosen(gpus, visible)
+    divided = {gpu.uuid: gpu.instances for gpu in gpus if gpu.instances is not None}
+    if any(name.startswith("MIG-") or divided.get(name) for name in chosen):
+        return 1
+    return len(set(chosen) - set(divided))
+
+
+def _chosen(gpus: Sequence[Gpu], visible: str) -> List[str]:
+    """The names of the devices in a CUDA_VISIBLE_DEVICES: indices, or else beginnings of UUIDs, or of MIG devices'.
+
+    As CUDA reads it: what comes after an unknown one, or one of another kind, is ignored; a device given twice means
+    none at all.
+    """
+    chosen: List[str] = []
+    words = [word.strip() for word in visible.split(",")]
+    for word in words:
+        if word[:4] in ("GPU-", "MIG-"):
+            names = [name for gpu in gpus for name in (gpu.uuid, *(gpu.instances or ())) if name.startswith(word)]
+        else:
+            index = re.match(r"\+?(\d+)", word)  # C's strtoul, which takes "1gpu" for 1
+            names = [gpu.uuid for number, gpu in enumerate(gpus) if index and number == int(index[1])]
+        if len(names) != 1 or (word[:4] != words[0][:4] and {word[:4], words[0][:4]} & {"GPU-", "MIG-"}):
+            break
+        if names[0] in chosen:
+            return []
+        chosen += names
+    return chosen
