@@ -9,7 +9,6 @@ same time share the work. Give a new folder once the code has changed.
 """
 
 import argparse
-import fcntl
 import json
 import math
 from contextlib import suppress
@@ -19,6 +18,7 @@ from typing import Any, Dict, List, Mapping, Type
 
 import torch
 import yaml
+from filelock import FileLock, Timeout
 
 from benchmarks.engine import hardware, percent, train
 from flyte_ddp.data.datasets import data_dir, prepare
@@ -132,12 +132,10 @@ def run_all(suite: Suite, folder: Path, factor: float = 1.0) -> List[Outcome]:
         hp = suite.hyperparameters(seed, factor)
         settings = "-".join(f"{key}={value}" for key, value in suite.hp.items())
         place = folder / f"{suite.dataset}-{settings}-x{factor:g}-{seed}"
-        with open(place, "a+") as file, suppress(BlockingIOError):
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not file.tell():
-                file.write(json.dumps(vars(run(hp, data, 1 + seed % 2))))
-            file.seek(0)
-            outcomes.append(Outcome(**json.load(file)))
+        with suppress(Timeout), FileLock(f"{place}.lock", blocking=False):
+            if not place.exists():
+                place.write_text(json.dumps(vars(run(hp, data, 1 + seed % 2))))
+            outcomes.append(Outcome(**json.loads(place.read_text())))
     return outcomes
 
 

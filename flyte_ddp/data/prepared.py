@@ -8,7 +8,6 @@ dataset.json: a DatasetDescription, with the SHA-256 of each file and of itself.
 
 import contextlib
 import dataclasses
-import fcntl
 import hashlib
 import io
 import json
@@ -208,11 +207,14 @@ def _write_array(path: Path, array: np.ndarray) -> str:
 
 def _put_in_place(temporary: Path, directory: Path, digest: str) -> None:
     """Renames, unless another writer has put the same dataset there; what else is there has to go."""
+    from filelock import FileLock  # not at the top: ranks read what is prepared, and never write it
+
     parent = os.open(directory.parent, os.O_RDONLY)
+    lock = FileLock(directory.with_name(f".{directory.name}.lock"), fallback_to_soft=False)
     try:
         os.fsync(parent)
         with contextlib.suppress(OSError):  # not every network file system has locks; without, the last one wins
-            fcntl.flock(parent, fcntl.LOCK_EX)
+            lock.acquire()
         if os.path.lexists(directory):
             with contextlib.suppress(DataError):
                 if verify(directory).digest == digest:
@@ -223,6 +225,11 @@ def _put_in_place(temporary: Path, directory: Path, digest: str) -> None:
         os.rename(temporary, directory)
         os.fsync(parent)
     finally:
+        if lock.is_locked:
+            os.unlink(
+                lock.lock_file
+            )  # while it is held: who has waited for it sees that it has gone, and makes another
+            lock.release()
         os.close(parent)
 
 

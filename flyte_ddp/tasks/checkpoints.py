@@ -1,9 +1,7 @@
 """Where checkpoints live between attempts: in the user's folder for local runs, in Flyte's storage on a cluster."""
 
 import contextvars
-import fcntl
 import hashlib
-import os
 import shutil
 import tempfile
 import threading
@@ -11,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Iterator
 
+from filelock import FileLock, Timeout
 from flytekit import current_context
 from flytekit.core.checkpointer import SyncCheckpoint
 
@@ -112,13 +111,13 @@ def _local_folder(key: str) -> Iterator[Path]:
     folder = runs_dir() / "checkpoints" / key
     with writing_to(runs_dir(), "DDP_RUNS_DIR"):
         folder.mkdir(parents=True, exist_ok=True)
-    lock = os.open(folder, os.O_RDONLY)
+    lock = FileLock(folder / "lock")  # the system ends it with its holder, however that ends
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+        lock.acquire(blocking=False)
+    except (Timeout, FileNotFoundError):  # another holds it, or has just finished and removed the folder
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{key}-", ignore_cleanup_errors=True) as private:
             yield Path(private)
     else:
         yield folder
     finally:
-        os.close(lock)
+        lock.release()

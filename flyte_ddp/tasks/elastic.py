@@ -1,6 +1,5 @@
 """One rank of a training on many nodes, in a process that Flyte's Elastic plugin (torchrun within) has started."""
 
-import fcntl
 import hashlib
 import os
 import platform
@@ -11,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any, Callable, List, Optional, Union
 
+from filelock import FileLock
 from flytekit import FlyteContextManager, current_context
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
@@ -100,8 +100,7 @@ def download_once(data: Union[FlyteFile, FlyteDirectory]) -> Path:
     source = str(data.remote_source or data.path)
     name = Path(source).name if isinstance(data, FlyteFile) else ""
     folder = Path(tempfile.gettempdir(), f"dataset-{hashlib.sha256(source.encode()).hexdigest()[:16]}")
-    with open(folder.with_suffix(".lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with FileLock(folder.with_suffix(".lock")):
         if not folder.exists():
             beside = Path(tempfile.mkdtemp(prefix=f"{folder.name}-"))
             storage = FlyteContextManager.current_context().file_access
