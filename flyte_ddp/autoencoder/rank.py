@@ -21,6 +21,7 @@ from flyte_ddp.autoencoder.checkpoint import checkpoint_files, usable_checkpoint
 from flyte_ddp.autoencoder.job import PRECISIONS, AutoencoderJob, AutoencoderResult
 from flyte_ddp.data import prepared
 from flyte_ddp.engine.results import export_model, layers_of
+from flyte_ddp.engine.torch_compat import norms
 from flyte_ddp.engine.watch import Watch
 from flyte_ddp.errors import NonFinite, StopRequested
 from flyte_ddp.events import EpochLosses, RunStarted
@@ -142,7 +143,7 @@ class Observer(Callback):
     def on_before_optimizer_step(self, trainer: Trainer, module: LightningModule, _: torch.optim.Optimizer) -> None:
         gradients = [weight.grad for weight in module.parameters() if weight.grad is not None]
         # float16 overflows now and then, and Lightning's scaler then leaves the step out
-        if self._job.hp.precision != "float16" and not torch.stack(torch._foreach_norm(gradients)).isfinite().all():
+        if self._job.hp.precision != "float16" and not norms(gradients).isfinite().all():
             steps = trainer.fit_loop.epoch_loop.batch_idx
             raise NonFinite("gradient", list(range(self._environment.world.size)), trainer.current_epoch, steps)
 

@@ -44,6 +44,7 @@ AUTOENCODER_SOURCES = (
     "flyte_ddp/autoencoder/task.py",
     "flyte_ddp/data/held_out.py",
     "flyte_ddp/engine/batches.py",
+    "flyte_ddp/engine/torch_compat.py",
     "flyte_ddp/engine/watch.py",
 )
 AUTOENCODER_CODE = CodeVersion(AUTOENCODER_SOURCES, ("torch", "lightning"))

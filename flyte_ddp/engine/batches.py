@@ -6,8 +6,8 @@ from typing import Any, Callable, Iterator, List, Protocol, Sequence, Tuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.errors import InputError
 from flyte_ddp.share import Share
 

@@ -6,12 +6,12 @@ from typing import Any, List, Tuple
 import numpy as np
 import torch
 from torch import distributed
-from torch.utils import _pytree as pytree
 
 from flyte_ddp.engine.batches import Split
 from flyte_ddp.engine.draws import DRAWN, host_state
 from flyte_ddp.engine.loading import Streamed, read_samples
 from flyte_ddp.engine.measures import place
+from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.recipe import Recipe
 
 SAMPLES = 4  # that are read twice

@@ -9,11 +9,10 @@ from typing import Any, Dict, Iterator, Optional, Sequence, Tuple
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import flyte_ddp
 from flyte_ddp.engine.layers import Attention, ChannelDropout, Dropout
+from flyte_ddp.engine.torch_compat import TorchDispatchMode, argument_names, pytree
 from flyte_ddp.user_code import is_installed
 
 # The remedy for other random numbers
@@ -41,7 +40,7 @@ class Draws(TorchDispatchMode):
 
 def _really_draws(func: Any, args: Sequence[Any], kwargs: Dict[str, Any]) -> bool:
     """Attention and recurrent layers always call operations that could draw: their dropout says whether they do."""
-    given = {**dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)), **kwargs}
+    given = {**dict(zip(argument_names(func), args, strict=False)), **kwargs}
     probability = next((given[name] for name in ("dropout_p", "dropout", "p") if name in given), 1.0)
     is_training = next((given[name] for name in ("train", "training") if name in given), True)
     return bool(probability) and is_training is not False

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.nn import functional as F
 
+from flyte_ddp.engine.torch_compat import AnyBatchNorm
 from flyte_ddp.share import Share
 
 
@@ -108,16 +109,13 @@ def _global_dropout(share: Share) -> Iterator[None]:
         F.dropout, F.scaled_dot_product_attention = theirs
 
 
-class BatchNorm(nn.modules.batchnorm._BatchNorm):
+class BatchNorm(AnyBatchNorm):
     """Batch norm over the global batch: the ranks add up their sums, forward and backward.
 
     torch's own SyncBatchNorm does the same on GPUs, and on them alone.
     """
 
     share: Share
-
-    def _check_input_dim(self, features: Tensor) -> None:
-        pass
 
     def forward(self, features: Tensor) -> Tensor:
         if not (self.training or self.running_mean is None):

@@ -11,9 +11,9 @@ from typing import Any, Iterator, Sequence
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset
 
+from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.errors import DataError
 
 # Forked, a worker has its first batch after 0.04 s; it must not touch CUDA, and does not. A forkserver would be one of

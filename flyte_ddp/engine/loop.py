@@ -5,11 +5,11 @@ from typing import Any, Dict, List, NamedTuple, Optional, Protocol
 
 import torch
 from torch import Tensor, distributed
-from torch.utils import _pytree as pytree
 
 from flyte_ddp.engine.batches import TestBatches, TrainBatches
 from flyte_ddp.engine.measures import pairs_of, sums_of
 from flyte_ddp.engine.state import Sums, TrainingState
+from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.errors import NonFinite, StopRequested
 from flyte_ddp.events import EpochFinished, GradientsSeen, StepLogged
 from flyte_ddp.launch.link import Link

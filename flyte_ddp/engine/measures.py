@@ -6,9 +6,9 @@ from typing import Any, Dict, List, Sequence, Tuple
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from flyte_ddp.engine.batches import Batch
+from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.errors import InputError
 from flyte_ddp.recipe import Random, Recipe
 from flyte_ddp.share import Share

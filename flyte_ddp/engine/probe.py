@@ -13,13 +13,13 @@ from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from flyte_ddp.engine.batches import Batch, Split, device_generator
 from flyte_ddp.engine.data_probe import SAMPLES, unequal_data
 from flyte_ddp.engine.draws import DRAWN, Draws, host_state, users_line
 from flyte_ddp.engine.layers import convert, has_batch_norm
 from flyte_ddp.engine.measures import augment, headline_of, pairs_of, place, ratios, trained_measure
+from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.errors import InputError
 from flyte_ddp.recipe import Recipe
 

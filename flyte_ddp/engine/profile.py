@@ -2,14 +2,14 @@
 
 import json
 import os
-import sys
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 from typing import Any, Dict, Iterator, List
 
 import torch
 from torch.optim import Optimizer
+
+from flyte_ddp.engine.torch_compat import inductor_left_out
 
 # Steps to let pass, to warm up the profiler, and to record: the first ones are not like the rest
 WAIT, WARMUP, ACTIVE = 2, 2, 6
@@ -49,25 +49,6 @@ def profiling(folder: str, rank: int, optimizer: Optimizer) -> Iterator[None]:
             yield
         finally:
             handle.remove()
-
-
-@contextmanager
-def inductor_left_out() -> Iterator[None]:
-    """A stand-in for the compiler, which the profiler imports only to ask whether it records CUDA graphs.
-
-    That import takes longer than torch's own, and wants the torch._dynamo that flyte_ddp.engine.dynamo leaves out.
-    """
-    if "torch._inductor" in sys.modules:
-        yield
-        return
-    package, config = ModuleType("torch._inductor"), ModuleType("torch._inductor.config")
-    config.triton = SimpleNamespace(cudagraphs=False)  # type: ignore[attr-defined]
-    package.config, torch._inductor = config, package  # type: ignore[attr-defined]
-    sys.modules.update({module.__name__: module for module in (package, config)})
-    try:
-        yield
-    finally:
-        del torch._inductor, sys.modules[package.__name__], sys.modules[config.__name__]
 
 
 def operators(profiler: Any) -> List[Dict[str, Any]]:

@@ -11,6 +11,7 @@ from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 
+from flyte_ddp.engine import torch_compat
 from flyte_ddp.engine.batches import Batch, device_generator
 from flyte_ddp.engine.layers import convert
 from flyte_ddp.engine.measures import pairs_of, ratios, trained_measure
@@ -88,15 +89,10 @@ class TrainingState:
         self.average = Average(self.model, recipe.ema_decay) if recipe.ema_decay else None
         if self.average:
             convert(self.average.model, recipe.share)  # its layers' share is a copy
-        # A loss or gradient that is not finite raises this flag for good. A fused optimizer then leaves the weights as
-        # they are, without the host having to look (the means by which torch.amp.GradScaler skips a step); others,
-        # some of which ignore the flag, are not asked to step
+        # A loss or gradient that is not finite raises this flag for good. An optimizer that cannot heed it is not asked
+        # to step
         self.flag = torch.zeros((), device=device)
-        self._is_guarded = getattr(self.optimizer, "_step_supports_amp_scaling", False) and all(
-            group.get("fused") for group in self.optimizer.param_groups
-        )
-        if self._is_guarded:
-            self.optimizer.found_inf = self.flag  # type: ignore[attr-defined]
+        self._is_guarded = torch_compat.guard_steps(self.optimizer, self.flag)
         self.epoch = self.step = 0
         self.epoch_seconds = 0.0
         # Step's sums, then good steps
@@ -131,13 +127,13 @@ class TrainingState:
         weight = new[self._trained + 1]
         scale = torch.where(weight > 0, 1 / weight, 0)
         gradients = self._gradients()[1]
-        self._norms = torch.stack(torch._foreach_norm(gradients)) * scale
+        self._norms = torch_compat.norms(gradients) * scale
         norm = torch.linalg.vector_norm(self._norms)
         self.flag.logical_or_(~torch.isfinite(norm + new[self._trained]))
         self._sums[-1] += 1 - self.flag
         if self.recipe.clip_norm:
             scale = scale * (self.recipe.clip_norm / norm).clamp(max=1)
-        torch._foreach_mul_(gradients, scale)
+        torch_compat.scale(gradients, scale)
         if self._is_guarded or not self.flag:
             self.optimizer.step()
         self.schedule.step()
@@ -156,7 +152,7 @@ class TrainingState:
             self._generator.manual_seed(batch.seed)
             loss = self.ddp.module(part, False)
             gradients = torch.autograd.grad(loss, weights, allow_unused=True)
-            norms = torch.stack(torch._foreach_norm([gradient for gradient in gradients if gradient is not None]))
+            norms = torch_compat.norms([gradient for gradient in gradients if gradient is not None])
             bad = [was or not bool(value.isfinite().all()) for was, value in zip(bad, (loss, norms), strict=True)]
         everyone: List[Any] = [None] * distributed.get_world_size()
         distributed.all_gather_object(everyone, bad)
@@ -237,9 +233,8 @@ class Average:
     def update(self, model: nn.Module, is_first: bool) -> None:
         mine, theirs = list(self.model.state_dict().values()), list(model.state_dict().values())
         floats = [index for index, value in enumerate(mine) if value.is_floating_point()]
-        torch._foreach_lerp_(
-            [mine[i] for i in floats], [theirs[i] for i in floats], 1.0 if is_first else 1 - self.decay
-        )
+        share = 1.0 if is_first else 1 - self.decay
+        torch_compat.move_towards([mine[i] for i in floats], [theirs[i] for i in floats], share)
         for index in set(range(len(mine))) - set(floats):
             mine[index].copy_(theirs[index])
 

@@ -9,13 +9,13 @@ import torch
 from torch import distributed
 
 from flyte_ddp.engine.checkpoint import CheckpointWriter, NoCheckpoints, read_checkpoint
-from flyte_ddp.engine.dynamo import leave_dynamo_out
 from flyte_ddp.engine.job import Job, TrainingResult
 from flyte_ddp.engine.loop import fit, gather
 from flyte_ddp.engine.profile import profiling
 from flyte_ddp.engine.results import layers_of, result_of, write_results
 from flyte_ddp.engine.set_up import Parts, set_up
 from flyte_ddp.engine.state import TrainingState
+from flyte_ddp.engine.torch_compat import leave_dynamo_out
 from flyte_ddp.errors import CheckpointError, NonFinite
 from flyte_ddp.events import CheckpointRefused, RunStarted
 from flyte_ddp.launch.environment import Environment

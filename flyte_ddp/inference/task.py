@@ -42,6 +42,7 @@ INSPECTOR = "flyte_ddp.inference.rank:find_fault"
 INFERENCE_SOURCES = (
     *NETWORK_SOURCES,
     "flyte_ddp/engine/batches.py",
+    "flyte_ddp/engine/torch_compat.py",
     "flyte_ddp/inference/images.py",
     "flyte_ddp/inference/rank.py",
     "flyte_ddp/inference/task.py",

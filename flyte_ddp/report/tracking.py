@@ -8,6 +8,7 @@ from flyte_ddp.report.background import Background
 from flyte_ddp.report.console import say
 from flyte_ddp.report.record import Setting
 from flyte_ddp.report.tensorboard import TensorBoard
+from flyte_ddp.report.wandb_compat import kill_service
 from flyte_ddp.report.wandb_run import WandbRun
 
 CLOSE_SECONDS = 30.0  # that the end of a run waits for its tracker
@@ -20,7 +21,7 @@ def open_tracker(setting: Setting, on_url: Callable[[str], None]) -> Optional[Ba
         return Background("TensorBoard", lambda: TensorBoard(setting), CLOSE_SECONDS)
     if wish in ("online", "offline"):
         return Background(
-            "Weights & Biases", lambda: WandbRun(setting, wish, on_url), CLOSE_SECONDS, abandon=wandb_run.abandon
+            "Weights & Biases", lambda: WandbRun(setting, wish, on_url), CLOSE_SECONDS, abandon=kill_service
         )
     return None
 

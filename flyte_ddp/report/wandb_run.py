@@ -174,15 +174,6 @@ def shown_images(count: int, batch_size: int) -> List[int]:
     ]
 
 
-def abandon() -> None:
-    """Ends W&B's own process, which would keep this one from ending until all is sent, however long that takes."""
-    from wandb.sdk import wandb_setup
-
-    connection: Any = wandb_setup.singleton()._connection
-    connection._cleanup()
-    connection._proc._process.kill()
-
-
 def unreachable() -> str:
     """Why W&B cannot be had, or nothing. wandb itself would try for long where nobody answers."""
     if not has_key():

@@ -4,8 +4,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from flytekit import PythonFunctionTask
-from flytekit.core.base_task import TaskMetadata
 from flytekit.extend import TaskPlugins
+
+from flyte_ddp.tasks.flytekit_compat import metadata_of
 
 
 @dataclass(frozen=True)
@@ -19,12 +20,9 @@ class OnClustersOnly:
 
 class ClusterCachedTask(PythonFunctionTask):
     def local_execute(self, ctx: Any, **inputs: Any) -> Any:
-        registered: TaskMetadata = self.metadata
-        self._metadata = replace(registered, cache=False, cache_serialize=False, cache_ignore_input_vars=())
-        try:
+        forgetful = replace(self.metadata, cache=False, cache_serialize=False, cache_ignore_input_vars=())
+        with metadata_of(self, forgetful):
             return super().local_execute(ctx, **inputs)
-        finally:
-            self._metadata = registered
 
 
 TaskPlugins.register_pythontask_plugin(OnClustersOnly, ClusterCachedTask)

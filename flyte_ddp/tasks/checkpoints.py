@@ -17,6 +17,7 @@ from flyte_ddp.events import CheckpointWritten, Event
 from flyte_ddp.report.console import say
 from flyte_ddp.storage import writing_to
 from flyte_ddp.tasks.execution import is_local, runs_dir
+from flyte_ddp.tasks.flytekit_compat import checkpoint_destination
 
 
 class LocalStore:
@@ -46,7 +47,7 @@ class FlyteStore:
         """Brings the newest checkpoint there is: this attempt's own, where only its processes were started anew, else
         (if resume is wished) that of the attempt before. That one is saved as this attempt's own at once: the next
         attempt would find nothing if this one ended before its first checkpoint."""
-        own = self._checkpoint._checkpoint_dest
+        own = checkpoint_destination(self._checkpoint)
         for checkpoint in [SyncCheckpoint(own, checkpoint_src=own), *([self._checkpoint] if resume else [])]:
             try:
                 content = checkpoint.read()

@@ -11,11 +11,11 @@ from typing import Any, Iterator
 import click
 from flyteidl.core.literals_pb2 import LiteralMap
 from flytekit import FlyteContextManager, current_context
-from flytekit.core.local_cache import LocalTaskCache
 from flytekit.exceptions.user import FlyteRecoverableException, FlyteUserException, FlyteUserRuntimeException
 
 from flyte_ddp.errors import RecoverableError
 from flyte_ddp.storage import writing_to
+from flyte_ddp.tasks.flytekit_compat import local_cache, with_error_code_of
 
 
 def is_local() -> bool:
@@ -45,21 +45,20 @@ def run_dir(name: str) -> Iterator[Path]:
         raise
 
 
+@with_error_code_of(FlyteUserRuntimeException)
 class TaskFailed(FlyteUserException):
     """A task's end, which Flyte's console shows from the first line of its message on.
 
     Other exceptions' messages come after their stack, which here is that of the parent, where nothing is wrong.
     """
 
-    _ERROR_CODE = FlyteUserRuntimeException._ERROR_CODE
     __traceback__: Any = property(lambda self: None, lambda self, value: None)
     __str__ = Exception.__str__
 
 
+@with_error_code_of(FlyteRecoverableException)
 class TaskInterrupted(TaskFailed, FlyteRecoverableException):
     """The same, worth a retry."""
-
-    _ERROR_CODE = FlyteRecoverableException._ERROR_CODE
 
 
 @contextmanager
@@ -87,8 +86,7 @@ def forget_lost_results() -> None:
 
     Flyte's local cache stores paths, never contents, and offers no such check.
     """
-    LocalTaskCache.initialize()
-    cache = LocalTaskCache._cache
+    cache = local_cache()
     for key in list(cache):
         outputs = LiteralMap.FromString(cache[key])
         if not all(os.path.exists(path) for path in _local_paths(outputs)):

@@ -2,25 +2,17 @@
 
 from typing import Any
 
-from flytekit.interaction.click_types import DirParamType, FileParamType, JsonParamType, UnionParamType
+from flytekit.interaction.click_types import DirParamType, FileParamType, UnionParamType
 
 from flyte_ddp.reading import read_settings
 from flyte_ddp.settings import Settings
+from flyte_ddp.tasks.flytekit_compat import alternatives, read_json_inputs
 
 
 def explain_unreadable_settings() -> None:
     """Makes `pyflyte run` read our inputs with read_settings; flytekit's own reader ends in a traceback for a broken
     file and takes the name of a missing one for JSON. All other inputs stay flytekit's."""
-    if getattr(JsonParamType._parse, "explains", False):
-        return
-    flytekits = JsonParamType._parse
-
-    def parse(self: JsonParamType, value: Any, param: Any) -> Any:
-        ours = isinstance(self._python_type, type) and issubclass(self._python_type, Settings)
-        return read_settings(value) if ours and isinstance(value, str) else flytekits(self, value, param)
-
-    parse.explains = True  # type: ignore[attr-defined]
-    JsonParamType._parse = parse
+    read_json_inputs(Settings, read_settings)
 
 
 def explain_missing_paths() -> None:
@@ -31,7 +23,7 @@ def explain_missing_paths() -> None:
     flytekits = UnionParamType.convert
 
     def convert(self: UnionParamType, value: Any, param: Any, context: Any) -> Any:
-        of_paths = [one for one in self._types if isinstance(one, (DirParamType, FileParamType))]
+        of_paths = [one for one in alternatives(self) if isinstance(one, (DirParamType, FileParamType))]
         if len(of_paths) == 1 and isinstance(value, str):
             return of_paths[0].convert(value, param, context)
         return flytekits(self, value, param, context)

@@ -20,6 +20,7 @@ from flyte_ddp.launch.rank import PrintedLines
 from flyte_ddp.report.background import one_line
 from flyte_ddp.report.console import say
 from flyte_ddp.tasks.execution import is_local, told
+from flyte_ddp.tasks.flytekit_compat import checkpoint_source
 
 UPLOAD_SECONDS = 5.0  # between two rounds of uploads, each of which takes 17 ms of a processor for three files
 BYTES_PER_SECOND = 4e6  # at most, for each file: storage cannot append, so a file that has grown is sent as a whole
@@ -167,5 +168,5 @@ def append(path: Path, text: str) -> None:
 
 def _earlier_attempt() -> str:
     """Where the logs of the attempt before are: beside its checkpoint."""
-    earlier = current_context().checkpoint._checkpoint_src
+    earlier = checkpoint_source(current_context().checkpoint)
     return f"; those of the attempt before: {earlier.rpartition('/')[0]}/logs" if earlier else ""

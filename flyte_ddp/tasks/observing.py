@@ -16,6 +16,7 @@ from flyte_ddp.report.record import Record, RunFailed, RunFinished, Setting
 from flyte_ddp.report.report import Report
 from flyte_ddp.report.tracking import open_tracker
 from flyte_ddp.tasks.execution import is_local
+from flyte_ddp.tasks.flytekit_compat import replace_html
 
 REPORT_SECONDS = 60.0  # that the end of a run waits for its last page
 
@@ -96,7 +97,7 @@ def deck_publisher(title: str = "Training") -> Callable[[str], None]:
     deck = Deck(title, "")
 
     def publish(html: str) -> None:
-        deck._html = html  # a Deck can only be appended to
+        replace_html(deck, html)
         if current_context().enable_deck:  # not in a process of Flyte's Elastic plugin: it shows decks at the end
             Deck.publish()
 

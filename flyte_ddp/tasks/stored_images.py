@@ -7,12 +7,13 @@ from flytekit import FlyteContextManager
 from flytekit.core.data_persistence import FileAccessProvider
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
+from fsspec.core import strip_protocol
 
 
 def list_files(folder: FlyteDirectory) -> Dict[str, str]:
     """Each file's name below the folder, in order, with what changes when the file does; hidden ones are left out."""
     source, storage = _open(folder)
-    root = str(storage._strip_protocol(source)).rstrip("/")
+    root = str(strip_protocol(source)).rstrip("/")
     found = {path[len(root) + 1 :]: str(details) for path, details in storage.find(root, detail=True).items()}
     return {name: found[name] for name in sorted(found) if not any(part[0] == "." for part in name.split("/"))}
 

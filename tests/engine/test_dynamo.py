@@ -6,7 +6,7 @@ from pathlib import Path
 
 PROGRAM = """if True:
     import sys, torch
-    from flyte_ddp.engine.dynamo import leave_dynamo_out
+    from flyte_ddp.engine.torch_compat import leave_dynamo_out
     leave_dynamo_out()
     torch.optim.SGD([torch.ones(1, requires_grad=True)], 0.1)
     assert "torch._dynamo.utils" not in sys.modules

@@ -1,0 +1,112 @@
+"""The private parts of torch that this package touches, read from version 2.15.0: see tests/test_compat.py."""
+
+import importlib
+import sys
+from contextlib import contextmanager
+from types import ModuleType, SimpleNamespace
+from typing import Any, Iterator, List
+
+import torch
+from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# pytree: nested tuples, lists and dicts of tensors, as DataLoader and DDP take them; torch has no public module for it.
+# TorchDispatchMode: sees each operation, those within layers too; torch's notes tell of it, and it is here alone.
+__all__ = ["TorchDispatchMode", "pytree"]
+
+
+class AnyBatchNorm(_BatchNorm):
+    """Parameters and statistics of a batch norm of any number of dimensions, which each public class has for one."""
+
+    def _check_input_dim(self, features: Tensor) -> None:
+        pass
+
+
+def argument_names(operation: Any) -> List[str]:
+    """Of an operation that a TorchDispatchMode sees, in order; it is told most of its arguments by place."""
+    return [argument.name for argument in operation._schema.arguments]
+
+
+def guard_steps(optimizer: Optimizer, flag: Tensor) -> bool:
+    """Has an optimizer leave the weights as they are from when flag is 1, or says that this one cannot.
+
+    Fused ones can, without the host having to look: the means by which torch.amp.GradScaler skips a step, which is
+    public but scales the loss and waits for the device.
+    """
+    can = getattr(optimizer, "_step_supports_amp_scaling", False)
+    if not (can and all(group.get("fused") for group in optimizer.param_groups)):
+        return False
+    optimizer.found_inf = flag  # type: ignore[attr-defined]
+    return True
+
+
+# Of many tensors in one call. One at a time, a GPU waits for the host: a small network has dozens of them.
+
+
+def norms(tensors: List[Tensor]) -> Tensor:
+    """(N,): the Euclidean norm of each tensor; torch.nn.utils.get_total_norm gives that of all."""
+    return torch.stack(torch._foreach_norm(tensors))
+
+
+def scale(tensors: List[Tensor], factor: Tensor) -> None:
+    """Multiplies all of them in place by a factor that is on their device."""
+    torch._foreach_mul_(tensors, factor)
+
+
+def move_towards(tensors: List[Tensor], targets: List[Tensor], share: float) -> None:
+    """Changes each tensor in place by a share of its way to its target."""
+    torch._foreach_lerp_(tensors, targets, share)
+
+
+@contextmanager
+def inductor_left_out() -> Iterator[None]:
+    """A stand-in for the compiler, which the profiler imports only to ask whether it records CUDA graphs.
+
+    That import takes longer than torch's own, and wants the torch._dynamo that leave_dynamo_out replaces.
+    """
+    if "torch._inductor" in sys.modules:
+        yield
+        return
+    package, config = ModuleType("torch._inductor"), ModuleType("torch._inductor.config")
+    config.triton = SimpleNamespace(cudagraphs=False)  # type: ignore[attr-defined]
+    package.config, torch._inductor = config, package  # type: ignore[attr-defined]
+    sys.modules.update({module.__name__: module for module in (package, config)})
+    try:
+        yield
+    finally:
+        del torch._inductor, sys.modules[package.__name__], sys.modules[config.__name__]
+
+
+def leave_dynamo_out() -> None:
+    """Puts a stand-in in the place of torch._dynamo, unless it is there already.
+
+    DistributedDataParallel and torch.optim import torch._dynamo only to tell it to leave them alone. That import takes
+    longer than torch's own (3.6 s after 2.7 s on two EPYC cores, torch 2.15) and every rank would wait for it.
+    The stand-in answers what those two ask; whoever asks for more gets the real module.
+    """
+    if "torch._dynamo" not in sys.modules:
+        sys.modules["torch._dynamo"] = torch._dynamo = _Dynamo("torch._dynamo")
+
+
+class _Dynamo(ModuleType):
+    utils = SimpleNamespace(get_optimize_ddp_mode=lambda: "ddp_optimizer")
+    trace_rules = SimpleNamespace(clear_lru_cache=lambda: None)
+
+    @staticmethod
+    def disable(function: Any = None, recursive: bool = True, **_: Any) -> Any:
+        return function if function is not None else lambda wrapped: wrapped
+
+    @staticmethod
+    def graph_break(*_: Any, **__: Any) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name != "__path__":  # the import system, which wants a path before a submodule
+            raise AttributeError(name)
+        if sys.modules.get("torch._dynamo") is self:
+            del sys.modules["torch._dynamo"], torch._dynamo  # its own parts look for it in both places
+        torch._dynamo = importlib.import_module("torch._dynamo")
+        return getattr(torch._dynamo, name)
