@@ -10,12 +10,26 @@ from typing import Any, Dict, Optional, Sequence, Tuple, Union
 import torch
 from torch import Tensor, nn
 
+from flyte_ddp.errors import InputError
+from flyte_ddp.model_metadata import NO_SAFETENSORS, needs_metadata
 from flyte_ddp.share import Share, gather_rows
 
 # A tensor, or a tuple, list or dict of such, nested at will; the first dimension of each tensor is the samples
 Tree = Any
 # By name, for each sample: values (n,), or values (n,) and weights (n,)
 Measures = Dict[str, Union[Tensor, Tuple[Tensor, Tensor]]]
+
+
+def load_weights(path: Union[str, Path]) -> Dict[str, Tensor]:
+    """The state_dict of a model_state or safetensors file, on the CPU; nothing in the file is executed."""
+    if Path(path).suffix != ".safetensors":
+        weights: Dict[str, Tensor] = torch.load(path, map_location="cpu", weights_only=True)
+        return weights
+    try:
+        from safetensors.torch import load_file
+    except ImportError:
+        raise InputError(NO_SAFETENSORS) from None
+    return load_file(path)
 
 
 class Random:
@@ -84,13 +98,17 @@ class Recipe:
         self.share = Share()
 
     @classmethod
-    def load_model(cls, path: Union[str, Path], settings: Any, data_path: Optional[Path] = None) -> nn.Module:
-        """The trained network from a model_state file, in evaluation mode on the CPU; nothing in the file is executed.
+    def load_model(cls, path: Union[str, Path], settings: Any = None, data_path: Optional[Path] = None) -> nn.Module:
+        """The trained network from a model_state or safetensors file, in evaluation mode on the CPU; nothing in the
+        file is executed.
 
-        settings, data_path: that the network was trained with.
+        settings: that the network was trained with; without them, those that the file's metadata name.
+        data_path: that it was trained with, where model() needs it.
         """
+        if settings is None:
+            settings = needs_metadata(path, "give the settings of the training").load_settings()
         model = cls(settings, data_path).model()
-        model.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+        model.load_state_dict(load_weights(path))
         return model.eval()
 
     def data(self, split: str) -> Any:
@@ -120,6 +138,13 @@ class Recipe:
     def forward(self, model: nn.Module, batch: Tree) -> Any:
         """What the network makes of a batch: a Tree."""
         return model(batch[0] if isinstance(batch, (tuple, list)) else batch)
+
+    def facts(self) -> Dict[str, Any]:
+        """What to say of the network beside its settings, as JSON, in its metadata and its model card.
+
+        "classes", a list of names, is what a classifier's measures by class are called by.
+        """
+        return {}
 
     def augment(self, batch: Tree, random: Random) -> Tree:
         """A training batch, changed at random."""

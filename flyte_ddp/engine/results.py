@@ -1,19 +1,23 @@
 """What a training leaves: weights, predictions and pictures in files, and the figures of each rank."""
 
 import io
+import platform
 import resource
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, List, Optional, Tuple
+from typing import Any, Dict, List, Optional, Tuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 from flyte_ddp.engine.batches import Split
 from flyte_ddp.engine.job import Job, TrainingResult
 from flyte_ddp.engine.set_up import Parts
 from flyte_ddp.engine.state import TrainingState
 from flyte_ddp.launch.environment import Environment
+from flyte_ddp.model_metadata import ModelMetadata, path_beside, write_metadata
+from flyte_ddp.recipe import Recipe
 from flyte_ddp.storage import write_whole, writing_to
 
 MOST_PICTURES = 24
@@ -21,11 +25,32 @@ MOST_PICTURES = 24
 
 def write_results(parts: Parts, predictions: Optional[Tensor], job: Job) -> None:
     """Rank 0's part of it. predictions: (N, ...) of the test split, if the recipe gives any."""
-    with writing_to(Path(job.model_path).parent, "DDP_RUNS_DIR"):
-        export_model(parts.state.evaluated, Path(job.model_path))
+    path, recipe, size = Path(job.model_path), parts.state.recipe, distributed.get_world_size()
+    training = {"world_size": size, "device": str(parts.state.device), "precision": parts.precision}
+    with writing_to(path.parent, "DDP_RUNS_DIR"):
+        path_beside(path).unlink(missing_ok=True)  # of other weights: at no moment shall it stand beside these
+        export_model(parts.state.evaluated, path)
+        write_metadata(path, metadata_of(recipe, job, parts.headline, parts.state.history[-1].test, training))
         if predictions is not None:
             np.save(job.predictions_path, predictions.cpu().numpy())
         draw_pictures(parts.state, parts.test.split, Path(job.pictures_path))
+
+
+def metadata_of(
+    recipe: Recipe, job: Job, headline: str, measures: Dict[str, float], training: Dict[str, Any]
+) -> ModelMetadata:
+    settings = job.identity.settings
+    return ModelMetadata(
+        recipe=job.identity.recipe,
+        settings_class=f"{type(settings).__module__}:{type(settings).__qualname__}",
+        settings=asdict(settings),
+        data={"name": job.dataset, "digest": job.identity.data_digest},
+        facts=recipe.facts(),
+        headline=headline,
+        measures=measures,
+        training=training,
+        versions={"python": platform.python_version(), "torch": torch.__version__},
+    )
 
 
 def result_of(parts: Parts, environment: Environment, samples_per_second: float) -> TrainingResult:

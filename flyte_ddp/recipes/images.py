@@ -1,7 +1,7 @@
 """The built-in recipe: classifying images, those of a prepared dataset or of a folder of files."""
 
 from pathlib import Path
-from typing import Any, Optional, Tuple
+from typing import Any, Dict, Optional, Tuple, Union
 
 import numpy as np
 import torch
@@ -13,9 +13,9 @@ from flyte_ddp.data import prepared
 from flyte_ddp.data.description import DatasetDescription
 from flyte_ddp.data.image_files import ImageFiles
 from flyte_ddp.recipe import Random
+from flyte_ddp.recipes import models
 from flyte_ddp.recipes.classifier import Classifier
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
-from flyte_ddp.recipes.models import MODELS
 
 
 class ImageClassifier(Classifier):
@@ -33,6 +33,21 @@ class ImageClassifier(Classifier):
         self.clip_norm, self.ema_decay = settings.clip_norm, settings.ema_decay
         self.label_smoothing = settings.label_smoothing
 
+    @classmethod
+    def load_model(cls, path: Union[str, Path], settings: Any = None, data_path: Optional[Path] = None) -> nn.Module:
+        """As flyte_ddp.recipes.models.load_model; the file's metadata say all that is asked for here."""
+        return models.load_model(path)
+
+    def facts(self) -> Dict[str, Any]:
+        description = self.description
+        return {
+            "network": self.settings.model,
+            "image_shape": list(description.image_shape),
+            "classes": list(description.classes),
+            "mean": list(description.mean),
+            "std": list(description.std),
+        }
+
     def data(self, split: str) -> Any:
         images, labels = prepared.open_images(self.folder, split)
         if isinstance(images, ImageFiles):
@@ -41,7 +56,7 @@ class ImageClassifier(Classifier):
 
     def model(self) -> nn.Module:
         self.normalise = Normaliser(self.description, self.device)
-        model = MODELS[self.settings.model](self.description.image_shape, len(self.description.classes))
+        model = models.MODELS[self.settings.model](self.description.image_shape, len(self.description.classes))
         return model.to(memory_format=torch.channels_last)
 
     def forward(self, model: nn.Module, batch: Tuple[Tensor, Tensor]) -> Tensor:

@@ -1,13 +1,20 @@
 """The networks, by name. Each maps images (N, C, H, W), float and normalised, to scores (N, classes), logits."""
 
+import pkgutil
 from functools import partial
 from pathlib import Path
-from typing import Callable, Dict, Tuple, Union
+from typing import Any, Callable, Dict, Optional, Tuple, Union
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from flyte_ddp.errors import InputError
+from flyte_ddp.model_metadata import read_metadata
+from flyte_ddp.recipe import Recipe, load_weights
+
+OURS = "flyte_ddp.recipes.images:ImageClassifier"  # a name, because its module imports this one
+MNIST = {"network": "mnist_cnn", "image_shape": (1, 28, 28), "classes": range(10)}
 Shape = Tuple[int, int, int]  # of an image: channels, height, width
 
 
@@ -124,9 +131,24 @@ def build_model(name: str, seed: int, image_shape: Shape, classes: int) -> nn.Mo
 
 
 def load_model(
-    path: Union[str, Path], name: str = "mnist_cnn", image_shape: Shape = (1, 28, 28), classes: int = 10
+    path: Union[str, Path],
+    name: Optional[str] = None,
+    image_shape: Optional[Shape] = None,
+    classes: Optional[int] = None,
 ) -> nn.Module:
-    """The trained network from a model_state file, in evaluation mode on the CPU; nothing in the file is executed."""
-    model = MODELS[name](image_shape, classes)
-    model.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+    """The trained network from a model_state or safetensors file, in evaluation mode on the CPU.
+
+    What is not given is taken from the file's metadata, of any recipe; without any, the network is MNIST's. Nothing in
+    the file is executed, but the module of a recipe of one's own is imported: it makes the network.
+    """
+    metadata = read_metadata(path)
+    if metadata and metadata.recipe != OURS and name is None:
+        recipe = pkgutil.resolve_name(metadata.recipe)
+        if not (isinstance(recipe, type) and issubclass(recipe, Recipe)):
+            raise InputError(f"the metadata of {path} must name a recipe, got {metadata.recipe}")
+        return recipe.load_model(path)
+    known: Dict[str, Any] = {**MNIST, **(metadata.facts if metadata else {})}
+    shape = image_shape or tuple(known["image_shape"])
+    model = MODELS[name or known["network"]](shape, classes or len(known["classes"]))
+    model.load_state_dict(load_weights(path))
     return model.eval()

@@ -1,0 +1,150 @@
+"""The model card: what a model is, was trained on, gives and takes, in Markdown and as a page."""
+
+from dataclasses import dataclass
+from typing import Dict, List, Sequence, Tuple
+
+from flyte_ddp.engine.job import Subject
+from flyte_ddp.export.settings import FILES, NEEDED, ExportOptions, Measured, Written
+from flyte_ddp.report.article import Section, article, document
+from flyte_ddp.report.surroundings import surroundings
+
+Line = Tuple[str, str]
+
+
+@dataclass(frozen=True)
+class Card:
+    """fragment: of the page, for a Deck."""
+
+    title: str
+    markdown: str
+    fragment: str
+
+    @property
+    def page(self) -> str:
+        return document(self.title, self.fragment)
+
+
+def describe(
+    subject: Subject,
+    written: Written,
+    formats: Dict[str, Measured],
+    reported: Dict[str, float],
+    options: ExportOptions,
+) -> Card:
+    name = str(written.metadata.facts.get("network") or subject.identity.recipe.rpartition(":")[2])
+    title = f"{name}, trained on {subject.dataset}"
+    measures = written.measured.measures
+    subtitle = f"{written.metadata.headline} {measures[written.metadata.headline]:.6g} on the test split"
+    sections = [
+        model_section(subject, written),
+        measures_section(written, formats, reported, options),
+        *([classes_section(written)] if written.measured.classes else []),
+        inputs_section(written),
+        loading_section(written, tuple(formats)),
+        Section("Where it was exported", lines=list(surroundings().items())),
+    ]
+    return Card(title, markdown(title, subtitle, sections), article(title, subtitle, sections))
+
+
+def model_section(subject: Subject, written: Written) -> Section:
+    metadata, description = written.metadata, subject.description
+    data = [("Data", subject.dataset)]
+    if subject.identity.data_digest:
+        data.append(("Digest of the data (SHA-256)", subject.identity.data_digest))
+    if description:
+        data.append(("Training samples", f"{description.train_samples:,}"))
+        data += list(description.remarks.items())
+    trained = [(name.replace("_", " ").capitalize(), str(value)) for name, value in metadata.training.items()]
+    return Section(
+        "Model",
+        lines=[
+            ("Recipe", metadata.recipe),
+            ("Parameters", f"{written.parameters:,}"),
+            *data,
+            ("Test samples", f"{written.test_samples:,} {written.samples}"),
+            *trained,
+            ("Settings", ", ".join(f"{name} {value}" for name, value in metadata.settings.items())),
+        ],
+    )
+
+
+def measures_section(
+    written: Written, formats: Dict[str, Measured], reported: Dict[str, float], options: ExportOptions
+) -> Section:
+    columns = {"weights": written.measured.measures, **{FILES[name]: found.measures for name, found in formats.items()}}
+    if reported:
+        columns = {"as reported": reported, **columns}
+    return Section(
+        "Measures",
+        [
+            "Of the test split, in float32: of the weights and of each file, opened in a process of its own. "
+            f"Those of the files had to agree with those of the weights within {options.tolerance:g}"
+            + (", and these with what the training had reported." if reported else ".")
+        ],
+        caption="Measures of the test split",
+        heads=("Measure", *columns),
+        lines=[
+            (name, *(f"{found[name]:.6g}" if name in found else "-" for found in columns.values()))
+            for name in written.measured.measures
+        ],
+    )
+
+
+def classes_section(written: Written) -> Section:
+    return Section(
+        "By class",
+        caption="Share of each class's test samples that is predicted correctly",
+        heads=("Class", "Accuracy"),
+        lines=[(name, f"{share:.2%}") for name, share in written.measured.classes.items()],
+    )
+
+
+def inputs_section(written: Written) -> Section:
+    facts = written.metadata.facts
+    lines = [("Input", str(spec)) for spec in written.inputs] + [("Output", str(spec)) for spec in written.outputs]
+    if "mean" in facts and "std" in facts:
+        mean, std = (", ".join(f"{value:g}" for value in facts[name]) for name in ("mean", "std"))
+        lines.append(("Normalisation", f"(pixels / 255 - mean) / std by channel; mean {mean}; std {std}"))
+    elif written.before:
+        lines.append(("Before it", f"the files hold the network alone; the recipe calls it so: {written.before}"))
+    if "classes" in facts:
+        lines.append(("Classes", ", ".join(map(str, facts["classes"]))))
+    return Section("Inputs and outputs", ["batch is any number of samples."], lines=lines)
+
+
+def loading_section(written: Written, formats: Sequence[str]) -> Section:
+    names = [spec.name for spec in written.inputs]
+    given, by_name = ", ".join(names), ", ".join(f'"{name}": {name}' for name in names)
+    how = {
+        "safetensors": 'flyte_ddp.recipes.models.load_model("model.safetensors")',
+        "pt2": f'torch.export.load("model.pt2").module()({given})',
+        "onnx": f'onnxruntime.InferenceSession("model.onnx").run(None, {{{by_name}}})',
+    }
+    needs = {name: f" (needs {', '.join(NEEDED[name])})" if NEEDED[name] else "" for name in formats}
+    return Section(
+        "How to load it",
+        ["model.json has what is said here, for programs. Tensors for torch, numpy arrays for ONNX Runtime."],
+        lines=[(FILES[name], how[name] + needs[name]) for name in formats],
+    )
+
+
+def markdown(title: str, subtitle: str, sections: Sequence[Section]) -> str:
+    parts = [f"# {_escaped(title)}", _escaped(subtitle)]
+    for section in sections:
+        parts += [f"## {_escaped(section.title)}", *map(_escaped, section.paragraphs)]
+        if section.lines:
+            parts.append("\n".join(_table(section.heads or ("", ""), section.lines)))
+    return "\n\n".join(parts) + "\n"
+
+
+def _table(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> List[str]:
+    rows = [heads, ["---"] * len(heads), *lines]
+    return [f"| {' | '.join(cell if row is rows[1] else _escaped(cell) for cell in row)} |" for row in rows]
+
+
+def _escaped(text: str) -> str:
+    """So that Markdown shows it as it is, on one line."""
+    shown = " ".join(str(text).split())
+    for character in "\\`*_{}[]<>|#":
+        shown = shown.replace(character, f"\\{character}")
+    return shown

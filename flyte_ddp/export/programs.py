@@ -1,0 +1,148 @@
+"""A network as a file in each format, and a file as a network again."""
+
+import inspect
+import re
+import warnings
+from pathlib import Path
+from typing import Any, Dict, List, NamedTuple, Tuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from flyte_ddp.errors import InputError
+from flyte_ddp.export.settings import TensorSpec
+from flyte_ddp.model_metadata import HEADER
+from flyte_ddp.recipe import Recipe, load_weights
+
+MOST_ONNX_BYTES = 2**30  # of weights in the file itself: protobuf ends at 2 GiB. Larger ones go to a file beside it
+FEW, MORE = 2, 3  # samples, to see what in the shapes depends on their number
+
+
+class Call(NamedTuple):
+    """What a network was called with for so many samples, and what it returned."""
+
+    samples: int
+    args: Tuple[Any, ...]
+    kwargs: Dict[str, Any]
+    outputs: Any
+
+
+def call_of(recipe: Recipe, model: nn.Module, tree: Any, samples: int) -> Call:
+    """The recipe's first call of its network for a batch; InputError where it does not call it."""
+    calls: List[Call] = []
+
+    def note(_: nn.Module, args: Any, kwargs: Any, outputs: Any) -> None:
+        calls.append(Call(samples, args, kwargs, outputs))
+
+    hook = model.register_forward_hook(note, with_kwargs=True)
+    with torch.no_grad():
+        recipe.forward(model, tree)
+    hook.remove()
+    if not calls:
+        raise InputError(
+            f"{type(recipe).__name__}.forward must call the network, model(...), for it to be exported: what it calls "
+            "of it instead is to be called in the network's own forward"
+        )
+    call: Call = pytree.tree_map_only(Tensor, lambda leaf: leaf.detach().contiguous(), calls[0])
+    return call
+
+
+def trace(model: nn.Module, few: Call, more: Call) -> torch.export.ExportedProgram:
+    """torch.export's program of the network, for any number of samples: what differs in the shapes is dynamic."""
+    batch = torch.export.Dim("batch")
+
+    def dynamic(one: Any, other: Any) -> Any:
+        if not isinstance(one, Tensor):
+            return None
+        return {
+            place: batch if (here, there) == (few.samples, more.samples) else torch.export.Dim.DYNAMIC
+            for place, (here, there) in enumerate(zip(one.shape, other.shape, strict=True))
+            if here != there
+        }
+
+    args = pytree.tree_map(dynamic, few.args, more.args)
+    kwargs = pytree.tree_map(dynamic, few.kwargs, more.kwargs)
+    names = list(inspect.signature(model.forward).parameters)
+    shapes = (*args, *kwargs.values()) if not kwargs else {**dict(zip(names, args, strict=False)), **kwargs}
+    # with gradients, as the fast paths of inference are operations that no other format knows
+    return torch.export.export(model, more.args, more.kwargs or None, dynamic_shapes=shapes)
+
+
+def write(
+    name: str, path: Path, model: nn.Module, program: "torch.export.ExportedProgram | None", few: Call, header: str
+) -> None:
+    """header: JSON, for the safetensors'. program: for the other formats."""
+    if program is None:
+        from safetensors.torch import save_file
+
+        # each in memory of its own, or tied weights would be refused
+        weights = {key: value.detach().clone().contiguous() for key, value in model.state_dict().items()}
+        save_file(weights, path, metadata={HEADER: header})
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, of its own doings
+        if name == "pt2":
+            torch.export.save(program, path)
+            return
+        inputs, outputs = ([one.name for one in specs] for specs in specs_of(model, few, few))
+        written = torch.onnx.export(program, input_names=inputs, output_names=outputs, dynamo=True, verbose=False)
+        assert written is not None
+        size = sum(value.nbytes for value in model.state_dict().values())
+        written.save(path, external_data=size > MOST_ONNX_BYTES)
+
+
+def open_network(name: str, path: Path, model: nn.Module, outputs: str) -> nn.Module:
+    """The network that is in the file, to be called as the recipe calls its own.
+
+    model: an untrained one. outputs: how a program's outputs are nested, as Written has it.
+    """
+    if name == "safetensors":
+        model.load_state_dict(load_weights(path))
+        return model.eval()
+    if name == "pt2":
+        loaded = torch.export.load(path).module()
+        assert isinstance(loaded, nn.Module)
+        return loaded
+    return OnnxNetwork(path, outputs)
+
+
+class OnnxNetwork(nn.Module):
+    """A network that ONNX Runtime computes, on the CPU."""
+
+    def __init__(self, path: Path, outputs: str):
+        super().__init__()
+        import onnxruntime
+
+        self.session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+        self.names = [one.name for one in self.session.get_inputs()]
+        self.structure = pytree.treespec_loads(outputs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        arrays = {name: leaf.contiguous().numpy() for name, leaf in zip(self.names, tensors, strict=True)}
+        return pytree.tree_unflatten(map(torch.from_numpy, self.session.run(None, arrays)), self.structure)
+
+
+def specs_of(model: nn.Module, few: Call, more: Call) -> Tuple[Tuple[TensorSpec, ...], Tuple[TensorSpec, ...]]:
+    """Of inputs and outputs, in their order; the inputs' names are those of the network's forward."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    names = [one.name for one in parameters if one.kind is not one.VAR_POSITIONAL]
+    names += [f"input_{place}" for place in range(len(names), len(few.args))]
+
+    def inputs(call: Call) -> Dict[str, Any]:
+        return {**dict(zip(names, call.args, strict=False)), **call.kwargs}
+
+    outputs = ({"output": call.outputs} for call in (few, more))
+    return _specs(inputs(few), inputs(more)), _specs(*outputs)
+
+
+def _specs(few: Any, more: Any) -> Tuple[TensorSpec, ...]:
+    found = []
+    for (path, one), other in zip(pytree.tree_flatten_with_path(few)[0], pytree.tree_leaves(more), strict=True):
+        if isinstance(one, Tensor):
+            sizes = zip(one.shape, other.shape, strict=True)
+            shape = tuple(str(here) if here == there else "batch" for here, there in sizes)
+            name = re.sub(r"\W+", "_", pytree.keystr(path)).strip("_")
+            found.append(TensorSpec(name, shape, str(one.dtype).removeprefix("torch.")))
+    return tuple(found)

@@ -1,0 +1,140 @@
+"""What to export and in which formats, a rank's jobs, and what comes of them. No torch."""
+
+import importlib.util
+from dataclasses import dataclass
+from typing import Any, Dict, List, Tuple
+
+from flyte_ddp.engine.job import Job
+from flyte_ddp.errors import InputError
+from flyte_ddp.model_metadata import ModelMetadata
+from flyte_ddp.recipes.hyperparameters import DATASETS, MODELS
+from flyte_ddp.settings import Settings, setting
+
+FILES = {"safetensors": "model.safetensors", "pt2": "model.pt2", "onnx": "model.onnx"}
+NEEDED = {"safetensors": ("safetensors",), "pt2": (), "onnx": ("onnx", "onnxruntime", "onnxscript")}
+
+
+@dataclass(frozen=True)
+class ExportOptions(Settings):
+    """How to export.
+
+    Attributes:
+        formats: some of safetensors (the weights), pt2 (torch.export) and onnx, with commas between.
+        tolerance: by how much a measure of an exported model may differ from that of the model, and that from the
+            reported one: absolute up to 1, relative above.
+        reported: measures that the training reported, by name, {"accuracy": 0.99}; empty where they are not known, or
+            stand beside the weights.
+        timeout_seconds: how long any one step of it may take before it counts as hung.
+    """
+
+    formats: str = setting("safetensors,pt2,onnx")
+    tolerance: float = setting(1e-4, minimum=0, below=1)
+    reported: dict = setting({})  # noqa: RUF009 copied
+    timeout_seconds: float = setting(600.0, minimum=1, maximum=86400)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        unknown = [name for name in self.names if name not in FILES]
+        if unknown or not self.names:
+            got = unknown[0] if unknown else ""
+            raise InputError(f"formats must be some of {', '.join(FILES)}, with commas between, got {got!r}")
+        for name, value in self.reported.items():
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise InputError(f"reported must have a number for each measure, got {value!r} for {name!r}")
+
+    @property
+    def names(self) -> List[str]:
+        return [name for name in dict.fromkeys(map(str.strip, self.formats.split(","))) if name]
+
+
+@dataclass(frozen=True)
+class ClassifierExport(ExportOptions):
+    """The same for a built-in classifier.
+
+    Attributes:
+        model: name of the network, see flyte_ddp/recipes/models.py.
+        dataset: that the model was trained on; auto as in training.
+    """
+
+    model: str = setting("mnist_cnn", choices=MODELS)
+    dataset: str = setting("auto", choices=DATASETS)
+
+
+def check_formats(options: ExportOptions) -> None:
+    """InputError where a format lacks its library."""
+    for name in options.names:
+        missing = [library for library in NEEDED[name] if importlib.util.find_spec(library) is None]
+        if missing:
+            raise InputError(
+                f"the format {name} needs {', '.join(missing)}, which is not installed: "
+                f'pip install "flyte-ddp-training[export]", or leave {name} out of formats'
+            )
+
+
+@dataclass(frozen=True)
+class ExportJob:
+    """What is to be written: job names recipe, data and, as its model_path, the weights; folder is where it goes.
+
+    Attributes:
+        settings: of the training, as far as they are known.
+        training: as ModelMetadata has it; empty where nothing is known of it.
+    """
+
+    job: Job
+    formats: Tuple[str, ...]
+    folder: str
+    settings: Dict[str, Any]
+    training: Dict[str, Any]
+
+
+@dataclass(frozen=True)
+class VerifyJob:
+    """A file that is to be measured in a process of its own; structure as Written has it."""
+
+    job: Job
+    format: str
+    path: str
+    structure: str
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """An input or output of the network; "batch" in its shape is any number of samples."""
+
+    name: str
+    shape: Tuple[str, ...]
+    dtype: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: ({', '.join(self.shape)}) {self.dtype}"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Of the test split: measures by name and, for a classifier, the share that is right of each class."""
+
+    measures: Dict[str, float]
+    classes: Dict[str, float]
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a model is, and what it gives for the test split before it is exported.
+
+    Attributes:
+        shares: the measures that are shares from 0 to 1.
+        samples: what one calls the samples, in the plural.
+        before: the source of the recipe's own forward; empty where it has none.
+        structure: how the network's outputs are nested, in torch's notation.
+    """
+
+    measured: Measured
+    metadata: ModelMetadata
+    shares: Tuple[str, ...]
+    samples: str
+    test_samples: int
+    parameters: int
+    before: str
+    inputs: Tuple[TensorSpec, ...]
+    outputs: Tuple[TensorSpec, ...]
+    structure: str

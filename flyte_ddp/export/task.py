@@ -1,0 +1,139 @@
+"""Verified export as a Flyte task of the built-in classifiers, and as a function for the task of a recipe of one's own:
+
+@task(**training.arguments(ignored_inputs=()))
+def export_model(model_state: FlyteFile, settings: Settings, reported: Dict[str, float]) -> ExportOutputs:
+    return export_recipe(training, model_state, settings, reported=reported)
+"""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Dict, List, NamedTuple, Optional
+
+from flytekit import task
+from flytekit.types.directory import FlyteDirectory
+from flytekit.types.file import FlyteFile, PythonPickledFile
+
+from flyte_ddp.errors import InputError
+from flyte_ddp.export.settings import ClassifierExport, ExportOptions, check_formats
+from flyte_ddp.export.verified import Source, export
+from flyte_ddp.model_metadata import ModelMetadata, read_metadata
+from flyte_ddp.recipes.hyperparameters import Hyperparameters
+from flyte_ddp.report.console import say
+from flyte_ddp.settings import TrainingSettings
+from flyte_ddp.tasks.execution import flyte_retries, is_local, run_dir
+from flyte_ddp.tasks.outputs import output_folder, output_page
+from flyte_ddp.tasks.prepare import PreparedDataset, resolve_name
+from flyte_ddp.tasks.recipe import Data, RecipeTraining
+from flyte_ddp.tasks.resources import preparation_resources, small_resources
+from flyte_ddp.tasks.train import image_subject
+
+
+@dataclass(frozen=True)
+class ExportSummary:
+    """What was exported, in figures.
+
+    Attributes:
+        recipe: by which the model was trained.
+        headline: the measure that it is judged by.
+        measures: of the test split, of the weights themselves.
+        exported: the headline, of each format.
+        classes: the share of each class's test samples that is predicted correctly; empty where there are no classes.
+        parameters: number of trained values.
+    """
+
+    recipe: str
+    headline: str
+    measures: Dict[str, float]
+    exported: Dict[str, float]
+    classes: Dict[str, float]
+    parameters: int
+
+
+class ExportOutputs(NamedTuple):
+    """What an export gives back.
+
+    Attributes:
+        model: a folder with the files, model.json and the model card.
+        summary: the figures.
+        report: the model card as a page.
+    """
+
+    model: FlyteDirectory
+    summary: ExportSummary
+    report: FlyteFile["html"]  # noqa: F821
+
+
+@task(**small_resources())
+def check_export(model_state: Optional[PythonPickledFile], options: ClassifierExport) -> str:
+    """The name of the dataset that the model was trained on; refuses what can be seen without it."""
+    check_formats(options)
+    if model_state is not None and is_local() and not Path(model_state.path).is_file():
+        raise InputError(f"model_state must be a file, and {model_state.path} is none: give the one of a training")
+    return resolve_name(options.dataset)
+
+
+@task(enable_deck=True, deck_fields=(), retries=2, **preparation_resources())
+def export_classifier(
+    model_state: PythonPickledFile, data: PreparedDataset, accuracies: List[float], options: ClassifierExport
+) -> ExportOutputs:
+    """Exports a built-in classifier, in all formats or none; never cached: files are verified where they are made.
+
+    accuracies: of the epochs, where it was trained for this.
+    """
+    with flyte_retries():
+        weights = Path(model_state.download())
+        known = read_metadata(weights)
+        hp = Hyperparameters(model=options.model, dataset=options.dataset)
+        settings = asdict(hp) if accuracies else {"model": options.model, "dataset": options.dataset}
+        reported = options.reported or ({"accuracy": accuracies[-1]} if accuracies else {})
+        return _exported(image_subject(hp, Path(data.download())), weights, settings, reported, known, options)
+
+
+def export_recipe(
+    training: RecipeTraining,
+    model_state: FlyteFile,
+    settings: TrainingSettings,
+    data: Data = None,
+    reported: Optional[Dict[str, float]] = None,
+    options: ExportOptions = ExportOptions(),  # noqa: B008 frozen
+) -> ExportOutputs:
+    """Exports a trained network of a recipe, in all formats or none.
+
+    settings, data: that it was trained with. reported: the measures of its summary; see flyte_ddp.export.verified for
+    what they are good for.
+    """
+    with flyte_retries():
+        check_formats(options)
+        subject = training.subject(settings, None if data is None else Path(data.download()))
+        weights = Path(model_state.download())
+        told = reported or options.reported
+        return _exported(subject, weights, asdict(settings), told, read_metadata(weights), options)
+
+
+def _exported(
+    subject: Any,
+    weights: Path,
+    settings: Dict[str, Any],
+    reported: Dict[str, float],
+    known: Optional[ModelMetadata],
+    options: ExportOptions,
+) -> ExportOutputs:
+    """known: what stands beside the weights; it fills in what was not given."""
+    if known:
+        settings, reported = known.settings, reported or known.measures
+    source = Source(subject, weights, settings, reported, known.training if known else {})
+    with run_dir(f"{subject.dataset}-export") as place:
+        exported = export(source, place / "model", options)
+        report = output_page(place, exported.card.title, exported.card.fragment)
+    metadata, measured = exported.written.metadata, exported.written.measured
+    if is_local():
+        say(f"\nExported: {place / 'model'}\nReport:   {report.path}")
+    summary = ExportSummary(
+        recipe=metadata.recipe,
+        headline=metadata.headline,
+        measures=measured.measures,
+        exported={name: found.measures[metadata.headline] for name, found in exported.formats.items()},
+        classes=measured.classes,
+        parameters=exported.written.parameters,
+    )
+    return ExportOutputs(output_folder(place / "model"), summary, report)

@@ -1,0 +1,100 @@
+"""What a file of weights says of itself, so that the network can be made from it alone. Imports no torch.
+
+model.json beside model.pt has it; of a safetensors file it is in the header.
+"""
+
+import json
+import pkgutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Dict, Optional, Union
+
+from flyte_ddp.errors import InputError
+from flyte_ddp.settings import Settings
+from flyte_ddp.storage import write_whole
+
+FORMAT = 1
+HEADER = "flyte_ddp"  # its entry in the header of a safetensors file
+NO_SAFETENSORS = 'safetensors is not installed: pip install "flyte-ddp-training[export]", or load a .pt file'
+
+
+@dataclass(frozen=True)
+class ModelMetadata:
+    """Of a trained network.
+
+    Attributes:
+        recipe: "package.module:Name" of what it was trained by.
+        settings_class: "package.module:Name" of the settings; their values are settings.
+        data: their name, and their digest where a file or folder was given.
+        facts: what the recipe says, see Recipe.facts.
+        headline: the measure that it is judged by.
+        measures: of the test split, as the training reported them, by name.
+        training: world_size, device and precision.
+        versions: of Python and torch.
+    """
+
+    recipe: str
+    settings_class: str
+    settings: Dict[str, Any]
+    data: Dict[str, str]
+    facts: Dict[str, Any]
+    headline: str
+    measures: Dict[str, float]
+    training: Dict[str, Any]
+    versions: Dict[str, str]
+    format: int = FORMAT
+
+    def as_json(self) -> str:
+        return json.dumps(asdict(self), indent=2, default=str)  # a recipe's facts may be anything
+
+    def load_settings(self) -> Settings:
+        """The settings of the training; imports the module that their class is in."""
+        kind = pkgutil.resolve_name(self.settings_class)
+        if not (isinstance(kind, type) and issubclass(kind, Settings)):
+            raise InputError(f"settings_class must name a class of settings, got {self.settings_class}")
+        return kind.from_dict(self.settings)
+
+
+def path_beside(weights: Union[str, Path]) -> Path:
+    return Path(weights).with_suffix(".json")
+
+
+def read_metadata(weights: Union[str, Path]) -> Optional[ModelMetadata]:
+    """What is known of a file of weights; None where nothing is."""
+    if Path(weights).suffix == ".safetensors":
+        text = _header(Path(weights))
+    else:
+        beside = path_beside(weights)
+        text = beside.read_text(encoding="utf-8") if beside.is_file() else ""
+    try:
+        return ModelMetadata(**_of_our_format(json.loads(text)))
+    except (ValueError, TypeError):  # somebody else's file
+        return None
+
+
+def write_metadata(weights: Path, metadata: ModelMetadata) -> None:
+    """Raises OSError."""
+    write_whole(path_beside(weights), metadata.as_json().encode())
+
+
+def needs_metadata(weights: Union[str, Path], remedy: str) -> ModelMetadata:
+    """Raises InputError where nothing is known of the file."""
+    metadata = read_metadata(weights)
+    if metadata is None:
+        raise InputError(f"{weights} has no {path_beside(weights).name} beside it, as a training leaves it: {remedy}")
+    return metadata
+
+
+def _of_our_format(content: Any) -> Dict[str, Any]:
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise ValueError
+    return {name: value for name, value in content.items() if name in ModelMetadata.__dataclass_fields__}
+
+
+def _header(path: Path) -> str:
+    try:
+        from safetensors import safe_open
+    except ImportError:
+        raise InputError(NO_SAFETENSORS) from None
+    with safe_open(path, framework="numpy") as file:
+        return str((file.metadata() or {}).get(HEADER, ""))
