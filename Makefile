@@ -71,7 +71,7 @@ keras_image = $(if $(KERAS_IMAGE),--image keras=$(KERAS_IMAGE))
 images = $(strip --image trainer=$(IMAGE) $(keras_image))
 
 lock: .venv/pyvenv.cfg ## Compile the lock files from pyproject.toml; newer versions: make lock ARGS=--upgrade
-	@$(find_uv); $(call compile,requirements.txt --extra lightning --extra multinode $(ARGS))
+	@$(find_uv); $(call compile,requirements.txt --extra export --extra lightning --extra multinode $(ARGS))
 	@$(find_uv); $(call compile,requirements-dev.txt --extra dev --constraints requirements.txt $(ARGS))
 	@$(find_uv); $(call compile,requirements-tensorflow.txt --extra tensorflow --constraints requirements.txt $(ARGS))
 	@$(find_uv); $(call compile,requirements-compare.txt --extra compare --constraints requirements-dev.txt $(ARGS))

@@ -29,7 +29,7 @@ class ModelMetadata:
         facts: what the recipe says, see Recipe.facts.
         headline: the measure that it is judged by.
         measures: of the test split, as the training reported them, by name.
-        training: world_size, device and precision.
+        training: world_size, hardware and precision.
         versions: of Python and torch.
     """
 

@@ -26,7 +26,7 @@ MOST_PICTURES = 24
 def write_results(parts: Parts, predictions: Optional[Tensor], job: Job) -> None:
     """Rank 0's part of it. predictions: (N, ...) of the test split, if the recipe gives any."""
     path, recipe, size = Path(job.model_path), parts.state.recipe, distributed.get_world_size()
-    training = {"world_size": size, "device": str(parts.state.device), "precision": parts.precision}
+    training = {"world_size": size, "hardware": hardware(parts.state.device), "precision": parts.precision}
     with writing_to(path.parent, "DDP_RUNS_DIR"):
         path_beside(path).unlink(missing_ok=True)  # of other weights: at no moment shall it stand beside these
         export_model(parts.state.evaluated, path)
@@ -51,6 +51,12 @@ def metadata_of(
         training=training,
         versions={"python": platform.python_version(), "torch": torch.__version__},
     )
+
+
+def hardware(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU, {torch.backends.cpu.get_cpu_capability()}"
 
 
 def result_of(parts: Parts, environment: Environment, samples_per_second: float) -> TrainingResult:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Dict, List, Sequence, Tuple
 
 from flyte_ddp.engine.job import Subject
-from flyte_ddp.export.settings import FILES, NEEDED, ExportOptions, Measured, Written
+from flyte_ddp.export.settings import FILES, ExportOptions, Measured, Written
 from flyte_ddp.report.article import Section, article, document
 from flyte_ddp.report.surroundings import surroundings
 
@@ -54,7 +54,7 @@ def model_section(subject: Subject, written: Written) -> Section:
     if description:
         data.append(("Training samples", f"{description.train_samples:,}"))
         data += list(description.remarks.items())
-    trained = [(name.replace("_", " ").capitalize(), str(value)) for name, value in metadata.training.items()]
+    trained = [(f"Training: {name.replace('_', ' ')}", str(value)) for name, value in metadata.training.items()]
     return Section(
         "Model",
         lines=[
@@ -120,11 +120,10 @@ def loading_section(written: Written, formats: Sequence[str]) -> Section:
         "pt2": f'torch.export.load("model.pt2").module()({given})',
         "onnx": f'onnxruntime.InferenceSession("model.onnx").run(None, {{{by_name}}})',
     }
-    needs = {name: f" (needs {', '.join(NEEDED[name])})" if NEEDED[name] else "" for name in formats}
     return Section(
         "How to load it",
-        ["model.json has what is said here, for programs. Tensors for torch, numpy arrays for ONNX Runtime."],
-        lines=[(FILES[name], how[name] + needs[name]) for name in formats],
+        ["model.json has what is said here, for programs. torch takes tensors, ONNX Runtime numpy arrays."],
+        lines=[(FILES[name], how[name]) for name in formats],
     )
 
 

@@ -2,7 +2,9 @@
 
 import inspect
 import re
+import threading
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Dict, List, NamedTuple, Tuple
 
@@ -80,6 +82,10 @@ def write(
         weights = {key: value.detach().clone().contiguous() for key, value in model.state_dict().items()}
         save_file(weights, path, metadata={HEADER: header})
         return
+    with suppress(ImportError):  # torch shows progress by it, where it is there
+        from tqdm import tqdm
+
+        tqdm.set_lock(threading.RLock())  # its own is a semaphore of the system, which would outlive this process
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's, of its own doings
         if name == "pt2":

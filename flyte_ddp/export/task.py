@@ -119,8 +119,8 @@ def _exported(
     options: ExportOptions,
 ) -> ExportOutputs:
     """known: what stands beside the weights; it fills in what was not given."""
-    if known:
-        settings, reported = known.settings, reported or known.measures
+    if known and known.recipe == subject.identity.recipe:
+        settings, reported = known.settings, {**known.measures, **reported}
     source = Source(subject, weights, settings, reported, known.training if known else {})
     with run_dir(f"{subject.dataset}-export") as place:
         exported = export(source, place / "model", options)

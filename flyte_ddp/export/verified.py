@@ -96,6 +96,8 @@ def _export(source: Source, folder: Path, options: ExportOptions) -> Exported:
         path_beside(folder / "model").write_text(written.metadata.as_json(), encoding="utf-8")
         (folder / "model_card.md").write_text(described.markdown, encoding="utf-8")
         (folder / "model_card.html").write_text(described.page, encoding="utf-8")
+        for file in folder.iterdir():
+            shutil.copymode(folder / "model_card.md", file)  # safetensors' are its writer's alone
     return Exported(written, formats, described)
 
 

@@ -1,0 +1,73 @@
+"""Recipes whose networks cannot be exported, or not as they are, and one whose samples are too few to tell."""
+
+import torch
+from torch import Tensor, nn
+
+from flyte_ddp.recipes.classifier import Classifier
+
+
+class Lines(Classifier):
+    """Which side of a line a point is on."""
+
+    samples = "points"
+
+    def data(self, split):
+        points = torch.rand(60, 2, generator=torch.Generator().manual_seed(len(split)))
+        return points, (points.sum(1) > 1).long()
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 2))
+
+    def facts(self):
+        return {"classes": ["below", "above"]}
+
+
+class Lying(Lines):
+    """Its network computes something else while it is exported."""
+
+    def model(self) -> nn.Module:
+        return Liar()
+
+
+class Liar(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+
+    def forward(self, points: Tensor) -> Tensor:
+        found = super().forward(points)
+        return -found if torch.compiler.is_exporting() else found
+
+
+class Choosing(Lines):
+    """Its network looks at values before it decides what to compute."""
+
+    def model(self) -> nn.Module:
+        return Chooser()
+
+
+class Chooser(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+
+    def forward(self, points: Tensor) -> Tensor:
+        found = super().forward(points)
+        return found if found.sum() > 0 else found * 2
+
+
+class Nested(Lines):
+    """Its network takes a number and a tensor by name, and returns a dict with a tuple in it."""
+
+    def model(self) -> nn.Module:
+        return Nest()
+
+    def forward(self, model, batch):
+        return model(batch[0], scale=2.0, shift=batch[0][:, :1])["scores"][1]
+
+
+class Nest(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+
+    def forward(self, points, scale, *, shift):
+        found = super().forward(points) * scale + shift
+        return {"scores": (found.sum(1), found), "points": points + 0}

@@ -1,0 +1,183 @@
+"""Export of recipes: trained for real, each format opened again in a process of its own."""
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from flytekit import FlyteContextManager
+from flytekit.core.context_manager import ExecutionState
+from flytekit.types.file import FlyteFile
+
+from flyte_ddp.errors import InputError, ReportedError
+from flyte_ddp.export.settings import ExportOptions
+from flyte_ddp.export.task import export_recipe
+from flyte_ddp.model_metadata import path_beside
+from flyte_ddp.settings import RunOptions, TrainingSettings
+from flyte_ddp.tasks.recipe import RecipeTraining
+from flyte_ddp.train import train
+
+ROOT = Path(__file__).parents[2]
+SMALL = {
+    "charlm:CharLM": {"characters": 12_000, "width": 16, "layers": 1},
+    "contrastive:Contrastive": {"batch_size": 400},
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def examples():
+    sys.path.insert(0, str(ROOT / "examples"))
+    yield
+    sys.path.remove(str(ROOT / "examples"))
+
+
+@pytest.fixture(autouse=True)
+def local_execution():
+    """As within a task that pyflyte runs here."""
+    context = FlyteContextManager.current_context()
+    state = context.new_execution_state().with_params(mode=ExecutionState.Mode.LOCAL_TASK_EXECUTION)
+    with FlyteContextManager.with_context(context.with_execution_state(state)):
+        yield
+
+
+def trained(recipe, settings, output):
+    return train(recipe, settings, RunOptions(nproc=1), output=output, on_event=lambda event: None)
+
+
+def exported(recipe, settings, model_path, **options):
+    return export_recipe(RecipeTraining(recipe), FlyteFile(str(model_path)), settings, options=ExportOptions(**options))
+
+
+def lines(recipe, folder):
+    """A short training of a recipe of tests/export/networks.py: its name, settings and weights."""
+    name, settings = f"tests.export.networks:{recipe}", TrainingSettings(epochs=2, batch_size=20)
+    return name, settings, trained(name, settings, folder).model_path
+
+
+@pytest.mark.parametrize("example", SMALL)
+def test_every_format_gives_the_measures_that_the_training_reported(example, tmp_path):
+    folder, _, name = example.partition(":")
+    settings = importlib.import_module(f"{folder}.settings").Settings(epochs=1, precision="float32", **SMALL[example])
+    recipe = f"{folder}.recipe:{name}"
+    result = trained(recipe, settings, tmp_path)
+    outputs = exported(recipe, settings, result.model_path)
+    reported = result.epochs[-1].test
+    assert outputs.summary.measures == pytest.approx(reported, abs=1e-4)
+    assert set(outputs.summary.exported) == {"safetensors", "pt2", "onnx"}
+    for found in outputs.summary.exported.values():
+        assert found == pytest.approx(reported[outputs.summary.headline], abs=1e-4)
+    model = Path(outputs.model.path)
+    weights = torch.load(result.model_path, weights_only=True)
+    for file in (result.model_path, model / "model.safetensors"):
+        assert_loads_by_name_alone(file, weights)
+    card = (model / "model_card.md").read_text()
+    assert "the recipe calls it so" in card
+    assert Path(outputs.report.path).read_text() == (model / "model_card.html").read_text()
+
+
+def assert_loads_by_name_alone(file, weights):
+    program = """if True:
+        import sys
+        from flyte_ddp.recipes.models import load_model
+        model = load_model(sys.argv[1])
+        assert not model.training
+        print(type(model).__name__, sum(p.double().sum().item() for p in model.state_dict().values()))
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(file)], cwd=ROOT / "examples", env={"PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout.split()[1]) == pytest.approx(
+        sum(value.double().sum().item() for value in weights.values())
+    )
+
+
+def test_inputs_by_name_and_nested_outputs_come_through(tmp_path):
+    name, settings, path = lines("Nested", tmp_path)
+    outputs = exported(name, settings, path)
+    assert len(outputs.summary.exported) == 3
+    assert set(outputs.summary.classes) == {"below", "above"}
+    card = (Path(outputs.model.path) / "model_card.md").read_text().replace("\\", "")
+    assert "| Input | shift: (batch, 1) float32 |" in card
+    assert "| Output | output_scores_1: (batch, 2) float32 |" in card
+
+
+def test_a_format_that_computes_something_else_fails_the_export(tmp_path):
+    name, settings, path = lines("Lying", tmp_path)
+    with pytest.raises(
+        ReportedError, match=r"model.pt2 gives loss \d\.\d+ on the test split, the model \d\.\d+, and they"
+    ):
+        exported(name, settings, path, formats="safetensors,pt2")
+
+
+def test_a_network_that_no_program_can_hold_is_exported_as_weights_alone(tmp_path):
+    name, settings, path = lines("Choosing", tmp_path)
+    with pytest.raises(InputError, match=r"cannot be exported to onnx: .*leave onnx out of formats"):
+        exported(name, settings, path, formats="safetensors,onnx")
+    outputs = exported(name, settings, path, formats="safetensors")
+    found = {file.name for file in Path(outputs.model.path).iterdir()}
+    assert found == {"model.json", "model.safetensors", "model_card.html", "model_card.md"}
+
+
+def test_weights_that_are_not_those_of_the_reported_measures_fail_the_export(tmp_path):
+    name, settings, path = lines("Lines", tmp_path)
+    torch.save({key: -value for key, value in torch.load(path, weights_only=True).items()}, path)
+    with pytest.raises(InputError, match=r"model_state gives loss \d\.\d+ on the test split, the training reported \d"):
+        exported(name, settings, path, formats="safetensors")
+    path_beside(path).unlink()
+    with pytest.raises(InputError, match="model_state gives accuracy"):
+        exported(name, settings, path, formats="safetensors", reported={"accuracy": 0.99})
+    with pytest.raises(InputError, match="reported must name measures of the recipe, loss, accuracy, got 'f1'"):
+        exported(name, settings, path, formats="safetensors", reported={"f1": 0.99})
+
+
+def test_weights_of_another_network_are_refused(tmp_path):
+    name, settings, path = lines("Lines", tmp_path)
+    with pytest.raises(InputError, match="is no file of weights for this network: RuntimeError"):
+        exported(name.replace("Lines", "Lying"), settings, path)
+
+
+@pytest.mark.parametrize(
+    ("formats", "words"), [("tflite", "got 'tflite'"), (" , ", "got ''"), ("onnx,tf", "some of safetensors, pt2, onnx")]
+)
+def test_unknown_formats_are_refused(formats, words):
+    with pytest.raises(InputError, match=words):
+        ExportOptions(formats=formats)
+
+
+def test_without_the_libraries_it_says_which_and_how_to_get_them(tmp_path):
+    name, settings, path = lines("Lines", tmp_path)
+    model = exported(name, settings, path, formats="safetensors").model.path
+    program = """if True:
+        import sys
+        from importlib.machinery import PathFinder
+
+        class Without(PathFinder):
+            @classmethod
+            def find_spec(cls, name, path=None, target=None):
+                missing = name.partition(".")[0] in ("onnx", "onnxruntime", "safetensors")
+                return None if missing else super().find_spec(name, path, target)
+
+        sys.meta_path[sys.meta_path.index(PathFinder)] = Without
+        from flyte_ddp.errors import InputError
+        from flyte_ddp.export.settings import ExportOptions, check_formats
+        from flyte_ddp.recipes.models import load_model
+
+        check_formats(ExportOptions(formats="pt2"))
+        for attempt in (lambda: check_formats(ExportOptions(formats="onnx")), lambda: load_model(sys.argv[1])):
+            try:
+                attempt()
+            except InputError as error:
+                print(error.message)
+    """
+    command = [sys.executable, "-c", program, str(Path(model) / "model.safetensors")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    hint = 'pip install "flyte-ddp-training[export]"'
+    assert done.stdout.splitlines() == [
+        "the format onnx needs onnx, onnxruntime, which is not installed: " + hint + ", or leave onnx out of formats",
+        "safetensors is not installed: " + hint + ", or load a .pt file",
+    ]

@@ -1,0 +1,156 @@
+"""Export of a built-in classifier, as pyflyte runs it; its files, as those use them who have only the files."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from flyte_ddp.data import prepared
+from flyte_ddp.data.datasets import prepare
+
+ROOT = Path(__file__).parents[2]
+OPTIONS = {"dataset": "digits", "model": "fashion_cnn"}
+
+
+def pyflyte(workflow, *arguments):
+    return subprocess.run(
+        ["pyflyte", "run", str(ROOT / "workflows" / workflow), *arguments], capture_output=True, text=True
+    )
+
+
+def export(model, **options):
+    return pyflyte(
+        "export.py", "export_wf", "--model_state", str(model), "--options", json.dumps({**OPTIONS, **options})
+    )
+
+
+class Trained(NamedTuple):
+    model: Path
+    accuracy: float
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """A network with batch norm, of which MNIST's would not load the weights."""
+    hp = json.dumps({**OPTIONS, "epochs": 1, "train_fraction": 0.3})
+    done = pyflyte("mnist.py", "pytorch_training_wf", "--hp", hp)
+    model, accuracy = (re.findall(rf"{name}=([^,)]+)", done.stdout)[0] for name in ("model_state", r"\baccuracy"))
+    return Trained(Path(model), float(accuracy))
+
+
+@pytest.fixture(scope="module")
+def exported(trained):
+    done = export(trained.model)
+    assert done.returncode == 0, done.stderr
+    return done, Path(re.findall(r"ExportOutputs\(model=([^,]+)", done.stdout)[0])
+
+
+def test_all_formats_give_the_accuracy_of_the_training(trained, exported):
+    done, folder = exported
+    for file in ("model.safetensors", "model.pt2", "model.onnx"):
+        assert f"{file}: accuracy {trained.accuracy:.6g} on the test split" in done.stderr
+    assert "leaked" not in done.stderr
+    assert sorted(file.name for file in folder.iterdir()) == [
+        "model.json", "model.onnx", "model.pt2", "model.safetensors", "model_card.html", "model_card.md",
+    ]  # fmt: skip
+
+
+def test_the_card_has_data_measures_classes_inputs_and_how_to_load_it(trained, exported):
+    _, folder = exported
+    description = prepared.read_description(prepare("digits"))
+    for card in (folder / "model_card.md", folder / "model_card.html", folder.parent / "report.html"):
+        text = card.read_text().replace("\\", "").replace("&#34;", '"')
+        for words in (
+            description.digest, f"{trained.accuracy:.6g}", "images: (batch, 1, 28, 28) float32", "train_fraction 0.3",
+            'load_model("model.safetensors")', 'InferenceSession("model.onnx").run(None, {"images": images})', "torch",
+        ):  # fmt: skip
+            assert words in text, (card, words)
+    metadata = json.loads((folder / "model.json").read_text())
+    assert metadata["measures"]["accuracy"] == pytest.approx(trained.accuracy, abs=1e-4)
+    assert (metadata["facts"]["network"], len(metadata["facts"]["classes"])) == ("fashion_cnn", 10)
+
+
+@pytest.mark.parametrize(
+    "load",
+    [
+        'torch.export.load(f"{folder}/model.pt2").module()',
+        "lambda images: torch.from_numpy(onnxruntime.InferenceSession(f'{folder}/model.onnx').run("
+        "None, {'images': images.numpy()})[0])",
+        'load_model(f"{folder}/model.safetensors")',
+        "load_model(model)",
+    ],
+)
+def test_a_file_works_by_itself_for_any_number_of_images(trained, exported, load):
+    """Nothing of ours but what the line itself names, and the pixels."""
+    images, labels = prepared.open_split(prepare("digits"), "test")
+    description = prepared.read_description(prepare("digits"))
+    inputs = (torch.from_numpy(images) / 255 - description.mean[0]) / description.std[0]
+    torch.save((inputs, torch.from_numpy(labels)), exported[1].parent / "images.pt")
+    program = f"""if True:
+        import sys
+        import torch
+        {"import onnxruntime" if "onnx" in load else ""}
+        {"from flyte_ddp.recipes.models import load_model" if "load_model" in load else ""}
+        model, folder = sys.argv[1:]
+        images, labels = torch.load(f"{{folder}}/../images.pt")
+        network = {load}
+        with torch.inference_mode():
+            found = [network(images[part]).argmax(1) for part in (slice(0, 1), slice(1, 8), slice(8, None))]
+        print((torch.cat(found) == labels).float().mean().item())
+    """
+    command = [sys.executable, "-c", program, str(trained.model), str(exported[1])]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) == pytest.approx(trained.accuracy, abs=1e-4)
+
+
+def test_a_wrong_model_is_one_error_with_both_numbers(trained, tmp_path):
+    weights = torch.load(trained.model, weights_only=True)
+    torch.save(
+        {name: value.roll(1, 0) if name == "fc2.bias" else value for name, value in weights.items()},
+        tmp_path / "model.pt",
+    )
+    (tmp_path / "model.json").write_text(trained.model.with_suffix(".json").read_text())
+    before = runs()
+    done = export(tmp_path / "model.pt", formats="safetensors")
+    said = " ".join(re.sub("[│╭╮╰╯─]", " ", done.stderr).split())
+    assert done.returncode == 2, said
+    assert re.search(r"model_state gives loss [\d.]+ on the test split, the training reported [\d.]+, and they", said)
+    assert "Traceback" not in said
+    assert runs() == before, "nothing is left of it"
+
+
+def test_killed_in_the_middle_it_leaves_no_half_of_a_model(trained):
+    """By kill -9, to all of its processes, once the second of three files has been begun."""
+    before = runs()
+    command = [
+        "pyflyte",
+        "run",
+        str(ROOT / "workflows" / "export.py"),
+        "export_wf",
+        "--model_state",
+        str(trained.model),
+    ]
+    running = subprocess.Popen(
+        [*command, "--options", json.dumps(OPTIONS)], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+        start_new_session=True,
+    )  # fmt: skip
+    while not [file for run in runs() - before for file in run.glob(".model.*.partial/model.pt2")]:
+        assert running.poll() is None
+    os.killpg(running.pid, signal.SIGKILL)
+    running.wait()
+    (killed,) = runs() - before
+    assert not (killed / "model").exists()
+    assert not (killed / "report.html").exists()
+
+
+def runs():
+    return set(Path(os.environ["DDP_RUNS_DIR"]).glob("*-export-*"))
