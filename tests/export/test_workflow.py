@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -81,8 +82,7 @@ def test_the_card_has_data_measures_classes_inputs_and_how_to_load_it(trained, e
     "load",
     [
         'torch.export.load(f"{folder}/model.pt2").module()',
-        "lambda images: torch.from_numpy(onnxruntime.InferenceSession(f'{folder}/model.onnx').run("
-        "None, {'images': images.numpy()})[0])",
+        'lambda images: torch.from_numpy(session(f"{folder}/model.onnx").run(None, {"images": images.numpy()})[0])',
         'load_model(f"{folder}/model.safetensors")',
         "load_model(model)",
     ],
@@ -96,7 +96,7 @@ def test_a_file_works_by_itself_for_any_number_of_images(trained, exported, load
     program = f"""if True:
         import sys
         import torch
-        {"import onnxruntime" if "onnx" in load else ""}
+        {"from onnxruntime import InferenceSession as session" if "onnx" in load else ""}
         {"from flyte_ddp.recipes.models import load_model" if "load_model" in load else ""}
         model, folder = sys.argv[1:]
         images, labels = torch.load(f"{{folder}}/../images.pt")
@@ -145,6 +145,7 @@ def test_killed_in_the_middle_it_leaves_no_half_of_a_model(trained):
     )  # fmt: skip
     while not [file for run in runs() - before for file in run.glob(".model.*.partial/model.pt2")]:
         assert running.poll() is None
+        time.sleep(0.01)
     os.killpg(running.pid, signal.SIGKILL)
     running.wait()
     (killed,) = runs() - before
