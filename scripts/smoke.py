@@ -19,6 +19,7 @@ from flytekit.models.core.identifier import WorkflowExecutionIdentifier
 from flytekit.remote import FlyteRemote
 
 from flyte_ddp.autoencoder.job import AutoencoderHyperparameters
+from flyte_ddp.export.settings import ClassifierExport
 from flyte_ddp.inference.shards import InferenceOptions
 from flyte_ddp.keras.job import MirroredHyperparameters
 from flyte_ddp.loading.times import LoadingSettings
@@ -60,6 +61,7 @@ def small_inputs(seed: int) -> Dict[str, Dict[str, Any]]:
         "workflows.image_folder.loading_study_wf": {
             "study": LoadingSettings(passes=2, most_images=256, most_workers=1)
         },
+        "workflows.export.export_wf": {"options": ClassifierExport(dataset="digits")},
         "workflows.inference.inference_wf": {"options": InferenceOptions(dataset="digits", shards=2)},
         "workflows.inference.inference_timing_wf": {
             "options": TimingOptions(dataset="digits", device_batch_sizes="8", repeats=1, seconds=0.05)

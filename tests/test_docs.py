@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[1]
 def test_the_guide_to_an_own_model_works_as_it_stands(tmp_path):
     text = (ROOT / "docs" / "your-own-model.md").read_text()
     blocks = re.findall(r"^```(\w+)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    assert [kind for kind, _ in blocks].count("sh") == 3
+    assert [kind for kind, _ in blocks].count("sh") == 4
     said = []
     for kind, block in blocks:
         if kind == "python":
@@ -25,6 +25,7 @@ def test_the_guide_to_an_own_model_works_as_it_stands(tmp_path):
             said.append(done.stdout)
     assert "'within': " in said[0]
     assert "2177 parameters" in said[1]
+    assert "exported={'safetensors': " in said[3]
     assert (tmp_path / "trained-by-torchrun" / "model.pt").is_file()
 
 

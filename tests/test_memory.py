@@ -13,6 +13,7 @@ from flytekit.types.file import PythonPickledFile
 
 from flyte_ddp.autoencoder.job import AutoencoderHyperparameters, AutoencoderOptions
 from flyte_ddp.data.image_settings import ImageSettings
+from flyte_ddp.export.settings import ClassifierExport
 from flyte_ddp.inference.shards import InferenceOptions
 from flyte_ddp.loading.times import LoadingSettings
 from flyte_ddp.recipes.hyperparameters import (
@@ -116,6 +117,16 @@ def test_inference(run, digits, trained):
     part = run("inference.task.predict_shard", shard=shard, **given)["o0"]
     parts = Literal(collection=LiteralCollection(literals=[part]))
     run("inference.gather.gather_shards", parts=parts, data=digits, folder=nothing, options=options)
+
+
+def test_export(run, digits, trained):
+    no_model, options = literal(None, Optional[PythonPickledFile]), ClassifierExport(dataset="digits")
+    run("export.task.check_export", model_state=no_model, options=options)
+    run("export.model_to_export", model_state=no_model, data=digits, options=options)
+    given = {"model_state": trained["model_state"], "data": digits, "accuracies": trained["epoch_accuracies"]}
+    outputs = run("export.task.export_classifier", options=options, **given)
+    model = Path(outputs["model"].scalar.blob.uri)
+    assert {"model.safetensors", "model.pt2", "model.onnx", "model_card.md"} <= {file.name for file in model.iterdir()}
 
 
 def test_timing(run, digits):
