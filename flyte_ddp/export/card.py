@@ -79,7 +79,7 @@ def measures_section(
         [
             "Of the test split, in float32: of the weights and of each file, opened in a process of its own. "
             f"Those of the files had to agree with those of the weights within {options.tolerance:g}"
-            + (", and these with what the training had reported." if reported else ".")
+            + (f", and these with the training's own within {options.reported_tolerance:g}." if reported else ".")
         ],
         caption="Measures of the test split",
         heads=("Measure", *columns),

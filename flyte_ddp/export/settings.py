@@ -20,8 +20,9 @@ class ExportOptions(Settings):
 
     Attributes:
         formats: some of safetensors (the weights), pt2 (torch.export) and onnx, with commas between.
-        tolerance: by how much a measure of an exported model may differ from that of the model, and that from the
-            reported one: absolute up to 1, relative above.
+        tolerance: by how much a measure of an exported file may differ from that of the weights: absolute up to 1,
+            relative above.
+        reported_tolerance: by how much that may differ from the reported one, likewise.
         reported: measures that the training reported, by name, {"accuracy": 0.99}; empty where they are not known, or
             stand beside the weights.
         timeout_seconds: how long any one step of it may take before it counts as hung.
@@ -29,6 +30,7 @@ class ExportOptions(Settings):
 
     formats: str = setting("safetensors,pt2,onnx")
     tolerance: float = setting(1e-4, minimum=0, below=1)
+    reported_tolerance: float = setting(1e-3, minimum=0, below=1)
     reported: dict = setting({})  # noqa: RUF009 copied
     timeout_seconds: float = setting(600.0, minimum=1, maximum=86400)
 

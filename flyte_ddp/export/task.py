@@ -13,6 +13,7 @@ from flytekit import task
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile, PythonPickledFile
 
+from flyte_ddp.engine.job import Subject
 from flyte_ddp.errors import InputError
 from flyte_ddp.export.settings import ClassifierExport, ExportOptions, check_formats
 from flyte_ddp.export.verified import Source, export
@@ -111,7 +112,7 @@ def export_recipe(
 
 
 def _exported(
-    subject: Any,
+    subject: Subject,
     weights: Path,
     settings: Dict[str, Any],
     reported: Dict[str, float],

@@ -135,18 +135,20 @@ def load_model(
     name: Optional[str] = None,
     image_shape: Optional[Shape] = None,
     classes: Optional[int] = None,
+    data_path: Optional[Path] = None,
 ) -> nn.Module:
     """The trained network from a model_state or safetensors file, in evaluation mode on the CPU.
 
     What is not given is taken from the file's metadata, of any recipe; without any, the network is MNIST's. Nothing in
-    the file is executed, but the module of a recipe of one's own is imported: it makes the network.
+    the file is executed, but the module of a recipe of one's own is imported: it makes the network, from data_path too
+    if it needs that.
     """
     metadata = read_metadata(path)
     if metadata and metadata.recipe != OURS and name is None:
         recipe = pkgutil.resolve_name(metadata.recipe)
         if not (isinstance(recipe, type) and issubclass(recipe, Recipe)):
             raise InputError(f"the metadata of {path} must name a recipe, got {metadata.recipe}")
-        return recipe.load_model(path)
+        return recipe.load_model(path, data_path=data_path)
     known: Dict[str, Any] = {**MNIST, **(metadata.facts if metadata else {})}
     shape = image_shape or tuple(known["image_shape"])
     model = MODELS[name or known["network"]](shape, classes or len(known["classes"]))

@@ -68,6 +68,6 @@ class Nest(nn.Linear):
     def __init__(self) -> None:
         super().__init__(2, 2)
 
-    def forward(self, points, scale, *, shift):
+    def forward(self, points, scale, *, shift):  # type: ignore[override]
         found = super().forward(points) * scale + shift
         return {"scores": (found.sum(1), found), "points": points + 0}
