@@ -10,8 +10,8 @@ from typing import Any, Dict, List, NamedTuple, Tuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.errors import InputError
 from flyte_ddp.export.settings import TensorSpec
 from flyte_ddp.model_metadata import HEADER

@@ -8,12 +8,13 @@ from typing import Any, Union
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from flyte_ddp.engine.batches import Split, TestBatches
 from flyte_ddp.engine.measures import headline_of, pairs_of, ratios, sums_of
 from flyte_ddp.engine.results import metadata_of
 from flyte_ddp.engine.set_up import load_recipe, open_split
+from flyte_ddp.engine.torch_compat import pytree
+from flyte_ddp.errors import InputError
 from flyte_ddp.export import programs
 from flyte_ddp.export.settings import FILES, ExportJob, Measured, VerifyJob, Written
 from flyte_ddp.launch.environment import Environment
@@ -29,15 +30,22 @@ CPU = torch.device("cpu")
 def write(environment: Environment, link: Link, asked: ExportJob) -> Union[Written, str]:
     """Measures the weights of the job in float32 and writes them in each format; or what keeps it from that."""
     torch.set_num_threads(environment.threads)
+    try:
+        return _write(link, asked)
+    except InputError as error:
+        return error.message
+
+
+def _write(link: Link, asked: ExportJob) -> Written:
     job, settings = asked.job, asked.job.identity.settings
     recipe = load_recipe(job, CPU)
     test, model = open_split(recipe, "test", job), recipe.model()
     try:
         model.load_state_dict(load_weights(job.model_path))
     except Exception as error:  # of zipfile, pickle and torch
-        return (
+        raise InputError(
             f"model_state is no file of weights for this network: {_first_lines(error)}: give that of a training of it"
-        )
+        ) from None
     model.eval().to(memory_format=torch.contiguous_format)
     measured = measure(recipe, model, test, settings.test_batch_size, link)
     few, more = (
@@ -54,11 +62,13 @@ def write(environment: Environment, link: Link, asked: ExportJob) -> Union[Writt
             path = Path(asked.folder, FILES[name])
             with writing_to(path.parent, "DDP_RUNS_DIR"):
                 programs.write(name, path, model, None if name == "safetensors" else program, few, metadata.as_json())
+        except InputError:  # a full disk
+            raise
         except Exception as error:  # torch's own, of a hundred types
-            return (
+            raise InputError(
                 f"the network cannot be exported to {name}: {_first_lines(error)}: change its forward, or leave {name} "
                 "out of formats"
-            )
+            ) from None
         link.alive()
     inputs, outputs = programs.specs_of(model, few, more)
     return Written(
