@@ -12,14 +12,14 @@ import sys
 from collections import Counter
 from typing import Tuple
 
-from benchmarks.gpu_rows.faulty import Settings
+from benchmarks.gpu_rows.fault_settings import Settings
 from benchmarks.gpu_rows.training import FAULTY, train
 from flyte_ddp.events import Event, StepLogged
 from flyte_ddp.launch.environment import World
-from flyte_ddp.launch.failures import RankFailed
+from flyte_ddp.launch.failures import Failure, RankFailed
 
 WAYS = ("stop", "sleep", "sleep in the data", "stopped from outside")
-RANKS = 2
+TWO_RANKS = World(2, 2, "gloo", "cpu")
 VICTIMS: Tuple[Tuple[int, ...], ...] = ((0,), (1,), (0, 1))
 TIMEOUT_SECONDS = 6.0  # longer than the start of the ranks, on a machine that has nothing else to do
 
@@ -28,9 +28,8 @@ class TooSlow(Exception):
     """The time-out came before the ranks were to hang."""
 
 
-def named(way: str, ranks: Tuple[int, ...], chance: random.Random, timeout_seconds: float) -> Tuple[int, ...]:
-    """The ranks that are named for the hang of these; raises TooSlow where the machine was."""
-    world = World(RANKS, RANKS, "gloo", "cpu")
+def hang(way: str, ranks: Tuple[int, ...], chance: random.Random, world: World, timeout_seconds: float) -> Failure:
+    """What is said of the hang of these ranks; raises TooSlow where the machine was."""
     at, seen = chance.randint(2, 12), 0
 
     def stop(event: Event) -> None:
@@ -41,7 +40,7 @@ def named(way: str, ranks: Tuple[int, ...], chance: random.Random, timeout_secon
             for rank in ranks:
                 os.kill(processes[rank].pid or 0, signal.SIGSTOP)
 
-    from_outside = way not in WAYS[:3]
+    from_outside = way == "stopped from outside"
     fault = "none" if from_outside else way
     settings = Settings(epochs=10**6, fault=fault, ranks=",".join(map(str, ranks)), step=at)
     try:
@@ -51,18 +50,22 @@ def named(way: str, ranks: Tuple[int, ...], chance: random.Random, timeout_secon
             raise
         if seen < at - 1:
             raise TooSlow from None
-        return (failed.failure.rank, *failed.failure.others)
+        return failed.failure
     raise AssertionError("nothing hung")
 
 
-def named_in_time(way: str, ranks: Tuple[int, ...], chance: random.Random) -> Tuple[int, ...]:
+def hang_in_time(way: str, ranks: Tuple[int, ...], chance: random.Random, world: World = TWO_RANKS) -> Failure:
     """The same, with as much time as it takes."""
     seconds = TIMEOUT_SECONDS
     while True:
         try:
-            return named(way, ranks, chance, seconds)
+            return hang(way, ranks, chance, world, seconds)
         except TooSlow:
             seconds *= 2
+
+
+def named(failure: Failure) -> Tuple[int, ...]:
+    return failure.rank, *failure.others
 
 
 def main() -> None:
@@ -72,7 +75,7 @@ def main() -> None:
     for number in range(tries):
         for ranks in VICTIMS:
             way = WAYS[number % len(WAYS)]
-            found = named_in_time(way, ranks, chance)
+            found = named(hang_in_time(way, ranks, chance))
             counts[ranks, way] += found == ranks
             print(f"{way}: {ranks} hang, {found} named", file=sys.stderr, flush=True)
     print("| hangs | by | named rightly |\n|---|---|---|")

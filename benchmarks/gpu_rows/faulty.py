@@ -2,32 +2,32 @@
 
 import os
 import signal
+import tempfile
 import threading
-from dataclasses import dataclass
 from typing import Any, Tuple
 
+import numpy as np
 import torch
 from torch import Tensor, distributed, nn
+from torch.utils.data import Dataset
 
+from benchmarks.gpu_rows.fault_settings import SAMPLES, Settings
 from flyte_ddp.recipe import Random
 from flyte_ddp.recipes.classifier import Classifier
-from flyte_ddp.settings import TrainingSettings, setting
 
-FAULTS = ("none", "nan", "sleep", "sleep in the data", "stop", "kill", "sleeping kernel")
-SAMPLES, FEATURES = 512, 16
+FEATURES = 16
 CYCLES = 10**12  # of a sleeping kernel: minutes
 
 
-@dataclass(frozen=True)
-class Settings(TrainingSettings):
-    """ranks: that break, with commas between them; step: of the first epoch, from 1."""
+class Samples(Dataset[Any]):
+    def __init__(self, *tensors: Tensor):
+        self.tensors = tensors
 
-    batch_size: int = setting(32, minimum=1)
-    precision: str = setting("float32")
-    log_interval: int = setting(1, minimum=1)
-    fault: str = setting("none", choices=FAULTS)
-    ranks: str = setting("0")
-    step: int = setting(5, minimum=1)
+    def __len__(self) -> int:
+        return len(self.tensors[0])
+
+    def __getitem__(self, index: int) -> Tuple[Tensor, ...]:
+        return tuple(tensor[index] for tensor in self.tensors)
 
 
 class Faulty(Classifier):
@@ -38,10 +38,18 @@ class Faulty(Classifier):
         self.fault = self.settings.fault if str(distributed.get_rank()) in self.settings.ranks.split(",") else "none"
         self.steps = 0
 
-    def data(self, split: str) -> Tuple[Tensor, Tensor]:
+    def data(self, split: str) -> Any:
         generator = torch.Generator().manual_seed(len(split))
         features = torch.randn(SAMPLES, FEATURES, generator=generator)
-        return features, (features.sum(1) > 0).long()
+        labels = (features.sum(1) > 0).long()
+        if self.settings.source == "dataset":
+            return Samples(features, labels)
+        if self.settings.source == "memory map":
+            with tempfile.TemporaryFile() as file:
+                mapped = np.memmap(file, np.float32, "w+", shape=(SAMPLES, FEATURES))
+            mapped[:] = features.numpy()
+            return mapped, labels
+        return features, labels
 
     def model(self) -> nn.Module:
         # batch norm has collectives of its own in the middle of a step
@@ -57,17 +65,19 @@ class Faulty(Classifier):
         return self.steps == self.settings.step and not self.share.alone
 
     def forward(self, model: nn.Module, batch: Any) -> Tensor:
-        features = batch[0]
         if self.is_due():
-            features = self.broken(features)
-        scores: Tensor = model(features)
-        return scores
+            self.break_step()
+        scores: Tensor = model(batch[0])
+        # from then on, so that it is there again when the step is made again; behind batch norm, which spreads it
+        is_broken = self.fault == "nan" and self.steps >= self.settings.step and not self.share.alone
+        return scores * torch.nan if is_broken else scores
 
-    def broken(self, features: Tensor) -> Tensor:
+    def break_step(self) -> None:
         if self.fault == "sleep":
             threading.Event().wait()
         elif self.fault in ("stop", "kill"):
             os.kill(os.getpid(), signal.SIGSTOP if self.fault == "stop" else signal.SIGKILL)
         elif self.fault == "sleeping kernel":
             torch.cuda._sleep(CYCLES)
-        return features * torch.nan if self.fault == "nan" else features
+        elif self.fault == "out of memory":
+            torch.empty(2**50, dtype=torch.uint8, device=self.device)

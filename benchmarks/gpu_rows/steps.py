@@ -3,16 +3,16 @@
 import time
 from collections import Counter
 from contextlib import contextmanager
-from typing import Any, ContextManager, Iterator, List, NamedTuple, Tuple
+from typing import Any, ContextManager, Iterator, List, Tuple
 from unittest.mock import patch
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from flyte_ddp.engine import worker
 from flyte_ddp.engine.batches import Batch, TrainBatches
 from flyte_ddp.engine.job import Job
 from flyte_ddp.engine.state import TrainingState
+from flyte_ddp.engine.torch_compat import TorchDispatchMode, inductor_left_out
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
 
@@ -23,7 +23,7 @@ class Operations(TorchDispatchMode):
     """Counts the operations that compute something, and the others: views, and what torch writes down of itself."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.computing: Counter[str] = Counter()
         self.others: Counter[str] = Counter()
 
@@ -48,8 +48,7 @@ def looked_at(look: ContextManager[Any], steps: List[int]) -> Iterator[None]:
 
     def fetched(batches: TrainBatches, number: int, first_step: int = 0) -> Iterator[Batch]:
         each = epoch(batches, number, first_step)
-        for batch in [next(each) for _ in range(FIRST)]:
-            yield batch
+        yield from [next(each) for _ in range(FIRST)]
         while True:
             with look:
                 following = next(each, None)
@@ -68,3 +67,65 @@ def count_operations(environment: Environment, link: Link, job: Job) -> Tuple[fl
     with looked_at(operations, steps):
         worker.run(environment, link, job)
     return operations.computing.total() / len(steps), sorted(operations.computing | operations.others)
+
+
+def count_launches(environment: Environment, link: Link, job: Job) -> float:
+    """Launches of a step on a GPU, on average."""
+    kinds = torch.profiler.ProfilerActivity
+    steps: List[int] = []
+    with (
+        inductor_left_out(),
+        torch.profiler.profile(activities=[kinds.CPU, kinds.CUDA]) as profiler,
+        looked_at(torch.profiler.record_function("a step"), steps),
+    ):
+        worker.run(environment, link, job)
+    events = profiler.events()
+    spans = [event.time_range for event in events if event.name == "a step"]
+    launches = [event for event in events if event.name.startswith(("cudaLaunchKernel", "cuLaunchKernel"))]
+    within = sum(any(span.start <= one.time_range.start <= span.end for span in spans) for one in launches)
+    return within / len(steps)
+
+
+class Unwaiting:
+    """Meanwhile what has the host wait for the GPU raises."""
+
+    def __enter__(self) -> None:
+        torch.cuda.set_sync_debug_mode("error")
+
+    def __exit__(self, *_: Any) -> None:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def find_waits(environment: Environment, link: Link, job: Job) -> int:
+    """How many steps were made in which anything that has the host wait for the GPU would have raised."""
+    steps: List[int] = []
+    with looked_at(Unwaiting(), steps):
+        worker.run(environment, link, job)
+    return len(steps)
+
+
+def describe(environment: Environment, link: Link, argument: Any) -> str:
+    """The GPU, the versions, and whether torch has code for it."""
+    major, minor = torch.cuda.get_device_capability()
+    codes = [int(name.removeprefix("sm_")) for name in torch.cuda.get_arch_list() if name.startswith("sm_")]
+    if not any(code // 10 == major and code % 10 <= minor for code in codes):
+        raise RuntimeError(f"torch has code for {codes}, the GPU is of {major}.{minor}")
+    nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    return f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}, NCCL {nccl}"
+
+
+def compare_tf32(environment: Environment, link: Link, argument: Any) -> Tuple[float, float, float, float]:
+    """Of a convolution: the relative errors with TF32 and with IEEE's float32, and the milliseconds of each."""
+    features, weights = torch.randn(256, 64, 32, 32, device="cuda"), torch.randn(64, 64, 3, 3, device="cuda")
+    exact = torch.nn.functional.conv2d(features.double(), weights.double(), padding=1)
+    errors, milliseconds = [], []
+    for torch.backends.cudnn.allow_tf32 in (True, False):
+        for count in (10, 100):
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            for _ in range(count):
+                found = torch.nn.functional.conv2d(features, weights, padding=1)
+            torch.cuda.synchronize()
+        milliseconds.append((time.perf_counter() - started) / count * 1e3)
+        errors.append(float((found - exact).norm() / exact.norm()))
+    return (*errors, *milliseconds)  # type: ignore[return-value]

@@ -25,13 +25,14 @@ def train(
     on_event: Callable[[Event], None] = lambda event: None,
     timeout_seconds: float = 120,
     checkpoint_seconds: float = 1e9,
+    loader_workers: int = 0,
 ) -> List[Any]:
     """What the target returns on each rank; model and checkpoint are left in folder, if there is one."""
     with tempfile.TemporaryDirectory() as temporary:
         place = Path(folder or temporary)
         job = Job(
             identity=Identity(recipe, settings, "", "benchmark"),
-            dataset=Path(data).name,
+            dataset=Path(data).name or "made up",
             data=data,
             model_path=str(place / "model.pt"),
             predictions_path=str(place / "predictions.npy"),
@@ -40,5 +41,7 @@ def train(
             checkpoint_seconds=checkpoint_seconds,
             timeout_seconds=timeout_seconds + 60,
             launched=time.time(),
+            loader_workers=loader_workers,
+            pin_memory=True,
         )
         return launcher.launch(target, world, job, timeout_seconds, on_event)

@@ -20,6 +20,7 @@ import flyte_ddp
 from flyte_ddp.events import Event, RunStarted
 from flyte_ddp.launch.environment import Environment, World, threads_per_rank
 from flyte_ddp.launch.failures import Failure, Preempted, RankFailed, from_exit_code, name_the_cause
+from flyte_ddp.launch.launch_compat import leave_behind
 from flyte_ddp.launch.rank import serve
 
 # forkserver: one process imports torch, every rank is forked from it in a few milliseconds and shares its memory.
@@ -83,7 +84,7 @@ def launch(
         shutil.rmtree(private, ignore_errors=True)
 
 
-SILENT = -1  # of collectives
+SILENT = -1, False  # standing of a rank that has not told: below all others
 
 
 class _Rank:
@@ -101,7 +102,7 @@ class _Rank:
         self.outcome = ""  # done, stopped or failed
         self.value: Any = None
         self.peak_bytes = 0
-        self.collectives = SILENT
+        self.standing = SILENT
         self.last_seen = time.monotonic()
         with _importable(roots):
             self.process.start()
@@ -122,8 +123,8 @@ class _Rank:
                 on_event(content)
             elif kind == "alive":
                 self.peak_bytes = content
-            elif kind == "collectives":
-                self.collectives = content
+            elif kind == "standing":
+                self.standing = content
             else:
                 self.outcome, self.value = kind, content
         if ended and not self.outcome:
@@ -131,7 +132,7 @@ class _Rank:
             self.value = from_exit_code(self.process.exitcode or 0, self.rank, self.host, self.peak_bytes)
 
     def request(self, what: str) -> None:
-        """stop, or collectives: how many of them it has come to."""
+        """stop, or standing: to say where it stands."""
         with suppress(OSError):  # it may have ended meanwhile
             self.line.send(what)
 
@@ -139,7 +140,7 @@ class _Rank:
         self.process.kill()
         self.process.join(END_SECONDS)
         if self.process.exitcode is None:
-            multiprocessing.process._children.discard(self.process)  # type: ignore[attr-defined] # joined at exit
+            leave_behind(self.process)
         self.line.close()
 
 
@@ -187,23 +188,24 @@ def _stopped(ranks: List[_Rank], signals: List[int]) -> BaseException:
 def _hung(ranks: List[_Rank], timeout_seconds: float, on_event: Callable[[Event], None]) -> RankFailed:
     """Names the ranks that the others wait for, and shows where in Python every rank stands.
 
-    All ranks come to the same collectives in the same order, and wait there for those that have come to fewer.
+    All ranks come to the same collectives in the same order, and wait there for those that have come to fewer, or whose
+    GPU is not done with what comes before.
     """
     running = [rank for rank in ranks if not rank.outcome]
     for rank in running:
         os.kill(rank.process.pid or 0, signal.SIGUSR1)
-        rank.request("collectives")
+        rank.request("standing")
     deadline = time.monotonic() + ANSWER_SECONDS
     while time.monotonic() < deadline and any(
-        rank.collectives == SILENT or not rank.stacks.stat().st_size for rank in running
+        rank.standing == SILENT or not rank.stacks.stat().st_size for rank in running
     ):
         time.sleep(0.05)
         for rank in running:
             rank.receive(on_event)
     silent = "does not answer (stopped, or stuck in the kernel)\n"
     stacks = "\n".join(f"rank {rank.rank}:\n{rank.stacks.read_text() or silent}" for rank in running)
-    least = min(rank.collectives for rank in running)
-    first, *others = (rank.rank for rank in running if rank.collectives == least)
+    least = min(rank.standing for rank in running)
+    first, *others = (rank.rank for rank in running if rank.standing == least)
     message = f"no step within timeout_seconds ({timeout_seconds:g}); the stacks of all ranks follow"
     return name_the_cause([Failure(first, ranks[0].host, "hang", "Hang", message, stacks, others=tuple(others))])
 

@@ -3,13 +3,13 @@
 import os
 import resource
 import shutil
-import sys
 import threading
 import time
 from multiprocessing.connection import Connection
 from typing import Any, Callable, Optional, Protocol
 
 from flyte_ddp.events import Event, Printed
+from flyte_ddp.launch.launch_compat import standing
 
 ALIVE_SECONDS = 1.0  # between two signs of life, which cost a system call
 
@@ -53,8 +53,8 @@ class ParentLink:
         """Answers the parent's requests; when the parent is gone, so is this process, and its traces."""
         try:
             while True:
-                if self._connection.recv() == "collectives":
-                    self.send("collectives", collectives_begun())
+                if self._connection.recv() == "standing":
+                    self.send("standing", standing(self._rank))
                 else:
                     self.stop_requested = True
         except (EOFError, OSError):
@@ -66,14 +66,6 @@ class ParentLink:
 
     def on_signal(self, *_: Any) -> None:
         self.stop_requested = True
-
-
-def collectives_begun() -> int:
-    """How many collectives of all ranks this one has come to, DistributedDataParallel's own among them."""
-    distributed: Any = sys.modules.get("torch.distributed")
-    if distributed is None or not distributed.is_initialized():
-        return 0
-    return int(distributed.group.WORLD._get_sequence_number_for_group())
 
 
 class DirectLink:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.hangs import named_in_time
+from benchmarks.hangs import hang_in_time, named
 
 ROOT = Path(__file__).parents[2]
 
@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
     ],
 )
 def test_the_right_ranks_are_named(way, ranks):
-    assert named_in_time(way, ranks, random.Random(way)) == ranks
+    assert named(hang_in_time(way, ranks, random.Random(way))) == ranks
 
 
 # Ranks of a stopped server are never reaped, as those that are stuck in a driver never end
