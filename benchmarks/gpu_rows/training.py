@@ -39,7 +39,7 @@ def train(
             pictures_path=str(place / "pictures.npz"),
             checkpoint_path=str(place / "checkpoint"),
             checkpoint_seconds=checkpoint_seconds,
-            timeout_seconds=timeout_seconds + 60,
+            timeout_seconds=timeout_seconds,
             launched=time.time(),
             loader_workers=loader_workers,
             pin_memory=True,

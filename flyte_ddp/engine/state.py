@@ -23,15 +23,16 @@ from flyte_ddp.recipe import Recipe
 class Step(nn.Module):
     """Forward pass and measures of one rank's share of a batch, in a form that DDP reduces in one go.
 
-    DDP averages gradients over the ranks, here those of sums: begun with the number of ranks they are the gradients of
-    the sum over the global batch, however uneven the shares, and by its weight one normalises afterwards. The sums
+    DDP averages gradients over the ranks, here those of sums: multiplied by the number of ranks they are the gradients
+    of the sum over the global batch, however uneven the shares, and by its weight one normalises afterwards. The sums
     of the measures take the same way, as the gradient of a parameter that is never trained: that spares a second
     all-reduce, and all ranks learn the same things at the same step.
     """
 
-    def __init__(self, model: nn.Module, recipe: Recipe, names: Sequence[str], autocast: bool):
+    def __init__(self, model: nn.Module, recipe: Recipe, names: Sequence[str], world_size: int, autocast: bool):
         super().__init__()
-        self.model, self.recipe, self.names, self.autocast = model, recipe, names, autocast
+        self.model, self.recipe, self.names = model, recipe, names
+        self.world_size, self.autocast = world_size, autocast
         self.sums = nn.Parameter(torch.zeros(2 * len(names) + 1))  # values and weights by name, requests to stop
 
     def forward(self, batch: Batch, stop: bool) -> Tensor:
@@ -44,7 +45,8 @@ class Step(nn.Module):
             sums = torch.empty_like(self.sums)
             torch.sum(torch.stack([part for pair in pairs.values() for part in pair]), 1, out=sums[:-1])
             sums[-1:].fill_(stop)  # a tensor of it would have to be copied to the device, and waited for
-        return trained + self.sums @ sums
+        # backward(gradient) would spare this product, but imports sympy
+        return self.world_size * (trained + self.sums @ sums)
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ class TrainingState:
         self.recipe, self.names, self.device = recipe, tuple(names), device
         self.model = model
         self.ddp = DistributedDataParallel(
-            Step(self.model, recipe, self.names, autocast).to(device),
+            Step(self.model, recipe, self.names, world_size, autocast).to(device),
             gradient_as_bucket_view=True,
         )
         # They are the same on all ranks, see layers.py (not as an argument, whose name depends on torch's version)
@@ -95,8 +97,6 @@ class TrainingState:
         self._is_guarded = torch_compat.guard_steps(self.optimizer, self.flag)
         self.epoch = self.step = 0
         self.epoch_seconds = 0.0
-        # What backward begins with: see Step
-        self._ranks = torch.tensor(float(world_size), device=device)
         # Step's sums, then steps that were not finite
         self._sums = torch.zeros(2 * len(names) + 2, dtype=torch.float64, device=device)
         self._trained = 2 * self.names.index(trained_measure(names))
@@ -123,7 +123,7 @@ class TrainingState:
             self._generator.manual_seed(batch.seed)
             is_last = part is parts[-1]
             with nullcontext() if is_last else self.ddp.no_sync():
-                self.ddp(part, stop and is_last).backward(self._ranks)
+                self.ddp(part, stop and is_last).backward()
         new = self.ddp.module.sums.grad
         self._sums[:-1].add_(new)
         scale = new[self._trained + 1].reciprocal().nan_to_num_(posinf=0.0)  # 0 where no sample has any weight

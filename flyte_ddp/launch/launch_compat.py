@@ -1,4 +1,7 @@
-"""The private parts of multiprocessing and torch that the launcher touches: see tests/test_compat.py. Imports no torch."""
+"""The private parts of multiprocessing and torch that the launcher touches, without importing torch.
+
+See tests/test_compat.py.
+"""
 
 import multiprocessing.process
 import sys
