@@ -15,7 +15,7 @@ export FLYTE_INTERNAL_IMAGE
 typed = printf '%s\n' '+ $(subst ','\'',$(1))'; PATH="$(CURDIR)/$(or $(2),.venv)/bin:$$PATH" $(1)
 
 .DEFAULT_GOAL := help
-.PHONY: help run test lint keras test-keras bench bench-trainers faults image keras-image dry-run package register smoke
+.PHONY: help run test lint keras test-keras bench bench-trainers gpu-check faults image keras-image dry-run package register smoke
 .PHONY: lock clean
 
 help: ## List the targets
@@ -43,6 +43,9 @@ bench: .venv/dev.stamp ## Run the benchmarks, in about half an hour; once each: 
 
 bench-trainers: .venv-compare/stamp ## Compare with Lightning and Accelerate on two jobs; once: make bench-trainers ARGS="--runs 1"
 	@$(call typed,python -m benchmarks.against_trainers$(if $(ARGS), $(ARGS)),.venv-compare)
+
+gpu-check: .venv/run.stamp ## Check on this machine's GPUs what we say of them: make gpu-check ARGS="--data FOLDER"
+	@$(call typed,python -m benchmarks.gpu_check$(if $(ARGS), $(ARGS)))
 
 faults: .venv/dev.stamp ## Break training on purpose and show what became of it, in about fifteen minutes
 	@$(call typed,python -m benchmarks.faults$(if $(ARGS), $(ARGS)))

@@ -1,16 +1,26 @@
 """What can go wrong, told apart by what should happen next: mend the input, try again, or give up."""
 
-import click
+try:
+    from click import ClickException, UsageError
+except ModuleNotFoundError:  # torch and this library are enough to train
+
+    class ClickException(Exception):  # type: ignore[no-redef]
+        def __init__(self, message: str):
+            super().__init__(message)
+            self.message = message
+
+    class UsageError(ClickException):  # type: ignore[no-redef]
+        pass
 
 
-class InputError(click.UsageError, ValueError):
+class InputError(UsageError, ValueError):
     """The user can mend this: the message names the value, the rule and the remedy.
 
     A ValueError to Python callers; as a click.UsageError it ends `pyflyte run` with a short message and exit status 2.
     """
 
 
-class ReportedError(click.ClickException, RuntimeError):
+class ReportedError(ClickException, RuntimeError):
     """A failure whose message is the whole report: `pyflyte run` prints it without a traceback of the parent's own."""
 
 

@@ -13,9 +13,15 @@ import math
 from dataclasses import dataclass
 from typing import Any, Dict, List, Sequence, Tuple, Type, TypeVar
 
-from dataclasses_json import DataClassJsonMixin
-
 from flyte_ddp.errors import InputError
+
+try:
+    from dataclasses_json import DataClassJsonMixin
+except ModuleNotFoundError:  # Flyte needs it, training does not
+
+    class DataClassJsonMixin:  # type: ignore[no-redef]
+        pass
+
 
 S = TypeVar("S", bound="Settings")
 

@@ -19,10 +19,12 @@ from flytekit import Cache, Deck, task
 from flytekit.core.checkpointer import SyncCheckpoint
 from flytekit.exceptions.user import FlyteRecoverableException, FlyteUserRuntimeException
 from flytekit.interaction.click_types import FileParamType, JsonParamType, UnionParamType
-from torch import nn
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from flyte_ddp.engine import torch_compat
 from flyte_ddp.engine.torch_compat import TorchDispatchMode, pytree
+from flyte_ddp.launch import launch_compat
 from flyte_ddp.tasks import flytekit_compat
 from flyte_ddp.tasks.execution import TaskFailed, TaskInterrupted
 
@@ -188,6 +190,8 @@ def test_many_tensors_are_measured_and_changed_in_one_call():
     assert torch_compat.norms(tensors).tolist() == [10, 8]
     torch_compat.move_towards(tensors, targets, 0.25)
     assert torch_compat.norms(tensors).tolist() == [7.5, 6]
+    torch_compat.copy(tensors, targets)
+    assert torch_compat.norms(tensors).tolist() == torch_compat.norms(targets).tolist()
 
 
 @pytest.mark.parametrize("shape", [(4, 3), (4, 3, 2), (4, 3, 2, 2), (4, 3, 2, 2, 2)])
@@ -220,6 +224,25 @@ def test_neither_ddp_nor_optimizers_nor_the_profiler_bring_the_compiler(tmp_path
     command = [sys.executable, "-c", COMPILER, str(tmp_path / "store")]
     done = subprocess.run(command, cwd=ROOT, env=_environment(), capture_output=True, text=True, timeout=300)
     assert done.stdout == "['torch._dynamo']\n", done.stderr
+
+
+# --- what the launcher touches: tests/launch/test_hang.py has processes that hang, or are left behind ---
+
+
+def test_a_rank_counts_its_collectives(tmp_path):
+    assert launch_compat.standing(0) == (0, True)
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        before, _ = launch_compat.standing(0)
+        distributed.all_reduce(torch.ones(1))
+        model = DistributedDataParallel(nn.Linear(1, 1))
+        between, _ = launch_compat.standing(0)
+        model(torch.ones(1)).backward()
+        after, is_idle = launch_compat.standing(0)
+    finally:
+        distributed.destroy_process_group()
+    assert before < between < after
+    assert is_idle
 
 
 # --- and nothing else ---
@@ -285,4 +308,4 @@ def test_no_other_file_touches_a_private_part():
             touched = {*_touched(tree), *(_shared(".".join(name.parts), tree) if is_class else ())}
             if touched:
                 found[str(name)] = touched
-    assert not found, "it belongs in flytekit_compat.py, wandb_compat.py or torch_compat.py, with its test here"
+    assert not found, "it belongs in a file whose name ends in _compat, with its test here"

@@ -87,7 +87,7 @@ def train(environment: Environment, hp: Hyperparameters, options: RunOptions, ou
             checkpoint_path=str(checkpoint),
             profile_path=str(output / "profile") if options.profile else "",
         )
-        result = joined.train(environment, device, job, Console() if environment.rank == 0 else lambda event: None)
+        result = joined.train(environment, device, job, Console() if environment.rank == 0 else None)
     if environment.rank == 0:
         say(f"Model: {job.model_path}")
     return result

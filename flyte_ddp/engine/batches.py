@@ -49,7 +49,8 @@ class Split(Protocol):
     def __len__(self) -> int: ...
 
     def fetch(self, order: Tensor, parts: Sequence[slice]) -> Iterator[Any]:
-        """The tensors on the device of each part of the order (N,) int64 of samples: trees of (n, ...)."""
+        """The tensors on the device of each part of the order (N,) int64 of samples, which is the host's: trees of
+        (n, ...)."""
 
 
 class Resident:
@@ -59,34 +60,40 @@ class Resident:
         """Raises InputError where data are no samples to train on; its message goes on from 'it …'."""
         self.device = device
         leaves, self._structure = pytree.tree_flatten(data)
-        self._leaves = [leaf if isinstance(leaf, np.memmap) else _on_device(leaf, device) for leaf in leaves]
-        lengths = [len(leaf) if leaf.ndim else 0 for leaf in self._leaves]
+        leaves = [leaf if isinstance(leaf, np.memmap) else _as_tensor(leaf) for leaf in leaves]
+        lengths = [len(leaf) if leaf.ndim else 0 for leaf in leaves]
         if not lengths or min(lengths) < 1 or len(set(lengths)) > 1:
-            shapes = ", ".join(str(tuple(leaf.shape)) for leaf in self._leaves) or "no tensors"
+            shapes = ", ".join(str(tuple(leaf.shape)) for leaf in leaves) or "no tensors"
             raise InputError(f"the first dimension has to be the samples, as many in all tensors, got {shapes}")
-        for leaf in self._leaves:
+        for leaf in leaves:
             if isinstance(leaf, Tensor) and leaf.is_floating_point() and not bool(leaf.isfinite().all()):
                 bad = int(leaf.isfinite().logical_not().nonzero()[0, 0])
                 raise InputError(f"sample {bad} has a NaN or infinite value: mend the data, or leave it out")
+        self._leaves = [leaf.to(device) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self._length = lengths[0]
 
     def __len__(self) -> int:
         return self._length
 
     def fetch(self, order: Tensor, parts: Sequence[slice]) -> Iterator[Any]:
+        mine = order.to(self.device)  # once: a copy for each part would have the host wait for the device
         for part in parts:
-            yield pytree.tree_unflatten([self._take(leaf, order[part]) for leaf in self._leaves], self._structure)
+            leaves = [
+                leaf[mine[part]] if isinstance(leaf, Tensor) else self._read(leaf, order[part]) for leaf in self._leaves
+            ]
+            yield pytree.tree_unflatten(leaves, self._structure)
 
-    def _take(self, leaf: Any, indices: Tensor) -> Tensor:
-        if isinstance(leaf, Tensor):
-            return leaf[indices]
-        return torch.from_numpy(leaf[indices.cpu().numpy()]).to(self.device, non_blocking=True)
+    def _read(self, leaf: np.memmap, indices: Tensor) -> Tensor:
+        read = torch.from_numpy(leaf[indices.numpy()])
+        # from page-locked memory alone does the copy go on while the host does
+        read = read.pin_memory() if self.device.type == "cuda" else read
+        return read.to(self.device, non_blocking=True)
 
 
-def _on_device(leaf: Any, device: torch.device) -> Tensor:
+def _as_tensor(leaf: Any) -> Tensor:
     if not isinstance(leaf, (Tensor, np.ndarray)):
         raise InputError(f"data are tensors, arrays or a torch Dataset, got {type(leaf).__name__}")
-    return torch.as_tensor(leaf).to(device)
+    return torch.as_tensor(leaf)
 
 
 def share(start: int, stop: int, rank: int, world_size: int) -> Tuple[int, int]:
@@ -148,8 +155,7 @@ class TrainBatches(_Batches):
         """The batches of an epoch from first_step on; the last one may be short."""
         generator = torch.Generator().manual_seed(seed_of(self.seed, epoch))
         order = torch.cat([torch.randperm(len(self.split), generator=generator) for _ in range(self.passes)])
-        order = order[: self.samples].to(self.split.device)
-        for step, tree, place in self._fetch(order, first_step):
+        for step, tree, place in self._fetch(order[: self.samples], first_step):
             # Augmentation shall not draw the numbers that the network's dropout draws
             self.generator.manual_seed(seed_of(self.seed, epoch, step, 1))
             yield Batch(self.augment(tree, self.generator, place), place, seed_of(self.seed, epoch, step, 0))
@@ -179,7 +185,7 @@ class TestBatches(_Batches):
         self.order = torch.randperm(count, generator=generator) if mixed else torch.arange(count)
 
     def __iter__(self) -> Iterator[Batch]:
-        for _, tree, place in self._fetch(self.order.to(self.split.device)):
+        for _, tree, place in self._fetch(self.order):
             yield Batch(tree, place)
 
     def mine_all(self) -> Tensor:

@@ -5,7 +5,7 @@ import signal
 import tempfile
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Callable, Iterator
+from typing import Callable, Iterator, Optional
 
 import torch
 
@@ -37,9 +37,12 @@ def own_environment(settings: TrainingSettings) -> Iterator[Environment]:
 
 
 def train(
-    environment: Environment, device: torch.device, job: Job, on_event: Callable[[Event], None]
+    environment: Environment, device: torch.device, job: Job, on_event: Optional[Callable[[Event], None]]
 ) -> TrainingResult:
-    """Trains as this rank of a process group; a request to stop ends it, after a checkpoint, with ReportedError."""
+    """Trains as this rank of a process group, and tells on_event what happens, where there is one.
+
+    A request to stop ends it, after a checkpoint, with ReportedError.
+    """
     link = DirectLink(on_event)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, link.on_signal)
@@ -60,4 +63,4 @@ def join_and_train(job: Job, options: RunOptions, on_event: Callable[[Event], No
     ):
         if environment.rank == 0 and not options.resume:
             Path(job.checkpoint_path).unlink(missing_ok=True)
-        return train(environment, device, job, on_event if environment.rank == 0 else lambda event: None)
+        return train(environment, device, job, on_event if environment.rank == 0 else None)

@@ -38,7 +38,6 @@ class Streamed:
         workers = min(self.workers, len(parts))
         # A rank's process is daemonic, and those may have no children; these end with it all the same: see _begin
         multiprocessing.current_process().daemon = False
-        order = order.cpu()
         indices: Any = [order[part].numpy() for part in parts]
         loader = DataLoader(
             _Reader(self.dataset),

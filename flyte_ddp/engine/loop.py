@@ -104,7 +104,7 @@ def train_epoch(
             for warning in state.watch.after_steps(state.epoch, state.step, event.measures["loss"], samples):
                 link.emit(warning)
             logged, logged_seconds = sums, state.epoch_seconds
-            if is_last:
+            if is_last and link.is_heard:
                 link.emit(GradientsSeen(state.epoch, state.gradient_histograms()))
         if sums.stop:
             checkpoints.save(state)

@@ -50,7 +50,7 @@ def pairs_of(recipe: Recipe, outputs: Any, batch: Batch, names: Sequence[str] = 
             f"{', '.join(sorted(measured))}"
         )
     count = batch.share.count
-    pairs = {}
+    pairs, ones = {}, torch.ones(count, device=recipe.device)
     for name in names or sorted(measured, key=lambda name: (name != "loss", list(measured).index(name))):
         given = measured[name]
         values, weights = given if isinstance(given, tuple) else (given, None)
@@ -64,7 +64,7 @@ def pairs_of(recipe: Recipe, outputs: Any, batch: Batch, names: Sequence[str] = 
                     f"({count},), got {found}: use reduction='none', and mean over all dimensions but the first"
                 )
         values = values.float()
-        pairs[name] = values, torch.ones_like(values) if weights is None else weights.float()
+        pairs[name] = values, ones if weights is None else weights.float()
     return pairs
 
 

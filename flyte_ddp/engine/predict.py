@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flyte_ddp.engine.arithmetic import settle_arithmetic
 from flyte_ddp.engine.batches import share
 from flyte_ddp.engine.job import Job
 from flyte_ddp.engine.measures import place
@@ -25,6 +26,7 @@ def run(environment: Environment, link: Link, argument: Tuple[Job, str, int, int
     """
     job, split, number, count = argument
     torch.set_num_threads(environment.threads)
+    settle_arithmetic()
     settings, device = job.identity.settings, torch.device(environment.world.device)
     recipe = load_recipe(job, device)
     source = open_split(recipe, split, job)

@@ -42,8 +42,10 @@ class Step(nn.Module):
             pairs = pairs_of(self.recipe, outputs, batch, self.names)
         trained = pairs[trained_measure(self.names)][0].sum()
         with torch.no_grad():
-            sums = torch.stack([part for pair in pairs.values() for part in pair]).sum(1)
-            sums = torch.cat([sums, sums.new_tensor([stop])])
+            sums = torch.empty_like(self.sums)
+            torch.sum(torch.stack([part for pair in pairs.values() for part in pair]), 1, out=sums[:-1])
+            sums[-1:].fill_(stop)  # a tensor of it would have to be copied to the device, and waited for
+        # backward(gradient) would spare this product, but imports sympy
         return self.world_size * (trained + self.sums @ sums)
 
 
@@ -95,7 +97,7 @@ class TrainingState:
         self._is_guarded = torch_compat.guard_steps(self.optimizer, self.flag)
         self.epoch = self.step = 0
         self.epoch_seconds = 0.0
-        # Step's sums, then good steps
+        # Step's sums, then steps that were not finite
         self._sums = torch.zeros(2 * len(names) + 2, dtype=torch.float64, device=device)
         self._trained = 2 * self.names.index(trained_measure(names))
         self._norms = torch.zeros(0, device=device)
@@ -123,14 +125,14 @@ class TrainingState:
             with nullcontext() if is_last else self.ddp.no_sync():
                 self.ddp(part, stop and is_last).backward()
         new = self.ddp.module.sums.grad
-        self._sums[:-1] += new
-        weight = new[self._trained + 1]
-        scale = torch.where(weight > 0, 1 / weight, 0)
+        self._sums[:-1].add_(new)
+        scale = new[self._trained + 1].reciprocal().nan_to_num_(posinf=0.0)  # 0 where no sample has any weight
         gradients = self._gradients()[1]
         self._norms = torch_compat.norms(gradients) * scale
         norm = torch.linalg.vector_norm(self._norms)
-        self.flag.logical_or_(~torch.isfinite(norm + new[self._trained]))
-        self._sums[-1] += 1 - self.flag
+        total = norm + new[self._trained]
+        self.flag.logical_or_(total - total)  # 0, or of what is not finite NaN, which is not 0
+        self._sums[-1].add_(self.flag)
         if self.recipe.clip_norm:
             scale = scale * (self.recipe.clip_norm / norm).clamp(max=1)
         torch_compat.scale(gradients, scale)
@@ -180,8 +182,8 @@ class TrainingState:
 
     def sums(self) -> Sums:
         """Of the epoch so far; makes the host wait for the device."""
-        *pairs, stop, steps = self._sums.tolist()
-        return Sums(tuple(pairs), round(steps), stop > 0)
+        *pairs, stop, bad_steps = self._sums.tolist()
+        return Sums(tuple(pairs), self.step - round(bad_steps), stop > 0)
 
     def measures(self, pairs: Sequence[float]) -> Dict[str, float]:
         return ratios(self.recipe, self.names, pairs)
@@ -198,7 +200,7 @@ class TrainingState:
             "average": _cpu_copy(self.average.model.state_dict()) if self.average else None,
             "optimizer": _cpu_copy(self.optimizer.state_dict()),
             "schedule": self.schedule.state_dict(),
-            "sums": self._sums.cpu().clone(),
+            "sums": _cpu_copy(self._sums),
             "epoch": self.epoch,
             "step": self.step,
             "epoch_seconds": self.epoch_seconds,
@@ -213,8 +215,7 @@ class TrainingState:
             self.average.model.load_state_dict(saved["average"])
         self.optimizer.load_state_dict(saved["optimizer"])
         self.schedule.load_state_dict(saved["schedule"])
-        # requests to stop belong to the run that was stopped
-        self._sums[:-2], self._sums[-1] = saved["sums"][:-2], saved["sums"][-1]
+        self._sums[:-2] = saved["sums"][:-2]  # requests to stop belong to the run that was stopped
         self.epoch, self.step, self.epoch_seconds = saved["epoch"], saved["step"], saved["epoch_seconds"]
         self.history = [EpochFinished(**finished) for finished in saved["history"]]
         self.watch.load_state_dict(saved["watch"])
@@ -235,8 +236,8 @@ class Average:
         floats = [index for index, value in enumerate(mine) if value.is_floating_point()]
         share = 1.0 if is_first else 1 - self.decay
         torch_compat.move_towards([mine[i] for i in floats], [theirs[i] for i in floats], share)
-        for index in set(range(len(mine))) - set(floats):
-            mine[index].copy_(theirs[index])
+        counts = sorted(set(range(len(mine))) - set(floats))
+        torch_compat.copy([mine[i] for i in counts], [theirs[i] for i in counts])
 
 
 def _cpu_copy(value: Optional[Any]) -> Any:

@@ -61,6 +61,11 @@ def move_towards(tensors: List[Tensor], targets: List[Tensor], share: float) -> 
     torch._foreach_lerp_(tensors, targets, share)
 
 
+def copy(tensors: List[Tensor], sources: List[Tensor]) -> None:
+    """Gives each tensor the content of its source."""
+    torch._foreach_copy_(tensors, sources)
+
+
 @contextmanager
 def inductor_left_out() -> Iterator[None]:
     """A stand-in for the compiler, which the profiler imports only to ask whether it records CUDA graphs.

@@ -8,6 +8,7 @@ from typing import Any, List, Union
 import torch
 from torch import distributed
 
+from flyte_ddp.engine.arithmetic import settle_arithmetic
 from flyte_ddp.engine.checkpoint import CheckpointWriter, NoCheckpoints, read_checkpoint
 from flyte_ddp.engine.job import Job, TrainingResult
 from flyte_ddp.engine.loop import fit, gather
@@ -33,6 +34,7 @@ def train(environment: Environment, device: torch.device, link: Link, job: Job) 
     """Trains as this rank of the process group; rank 0 leaves the weights at job.model_path."""
     leave_dynamo_out()
     keep_freed_memory()
+    settle_arithmetic()
     torch.set_num_threads(environment.threads)
     parts = set_up(environment, device, job)
     state, settings = parts.state, job.identity.settings

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from flyte_ddp.data import prepared
 from flyte_ddp.data.description import DatasetDescription
+from flyte_ddp.engine.arithmetic import settle_arithmetic
 from flyte_ddp.engine.batches import Resident, TestBatches
 from flyte_ddp.inference.images import decode_all
 from flyte_ddp.inference.shards import ModelFile, Row, ShardJob, write_rows
@@ -23,6 +24,7 @@ from flyte_ddp.storage import writing_to
 def predict_shard(environment: Environment, link: Link, job: ShardJob) -> None:
     """Writes a row for each image of the shard to job.output; in float32, as training evaluates."""
     torch.set_num_threads(environment.threads)
+    settle_arithmetic()
     device = torch.device(environment.world.device)
     description = prepared.read_description(job.data)
     images, rows = read_images(job, description)

@@ -5,7 +5,7 @@ import signal
 import time
 import traceback
 from dataclasses import dataclass, field
-from typing import Sequence
+from typing import Sequence, Tuple
 
 from flyte_ddp.errors import RecoverableError, ReportedError
 
@@ -14,6 +14,20 @@ PEER_ERRORS = {"DistBackendError", "DistNetworkError", "DistStoreError", "DistEr
 PEER_MESSAGE = re.compile(
     r"gloo|NCCL|connection (closed|reset|refused)|broken pipe|timed out (after|waiting)|wait timeout", re.IGNORECASE
 )
+# What CUDA says of broken hardware, or of a fault that need not come again; NCCL passes it on
+HARDWARE_MESSAGE = re.compile(
+    r"\bECC\b|\bXid\b|uncorrectable|unspecified launch failure|launch timed out|hardware error|NVLink error"
+    r"|CUDA error: unknown error|busy or unavailable|fallen off the bus|GPU is lost|system not yet initialized",
+    re.IGNORECASE,
+)
+MEMORY_MESSAGE = re.compile(r"out of memory|can't allocate memory|_ALLOC_FAILED")
+# Of mistakes that the next attempt would make again, though NCCL reports them as it does the loss of a peer
+SETUP_MESSAGE = re.compile(r"Duplicate GPU|no kernel image|invalid device ordinal")
+MORE_MEMORY = " (lower batch_size, or train on more GPUs)"
+LESS_LOADING = " (out of memory, or of shared memory? lower loader_workers or batch_size)"
+OTHER_RANKS = ' (under nccl each rank needs a GPU of its own: lower the number of ranks, or set backend to "gloo")'
+# From the cause to its effects, as far as the kind of a failure tells
+KINDS = ("error", "killed", "hang", "aborted", "peer")
 
 
 @dataclass(frozen=True)
@@ -21,7 +35,9 @@ class Failure:
     """One rank's end.
 
     Attributes:
-        kind: error (an exception of its own), killed (by a signal), hang, or peer (it lost another rank).
+        kind: error (an exception of its own), killed (by a signal), hang, aborted (by native code, which may have lost
+            another rank), or peer (it lost another rank).
+        others: ranks that hang as this one does.
         cause: the exception's type, or the signal's name.
         details: the traceback, or the stacks of a hang.
     """
@@ -33,10 +49,17 @@ class Failure:
     message: str
     details: str = ""
     recoverable: bool = True
+    others: Tuple[int, ...] = ()
     at: float = field(default_factory=time.time)
 
+    @property
+    def is_effect(self) -> bool:
+        """Whether another rank may be the cause."""
+        return self.kind in ("aborted", "peer")
+
     def __str__(self) -> str:
-        headline = f"rank {self.rank} on {self.host}: {self.cause}: {self.message}"
+        ranks = ", ".join(map(str, (self.rank, *self.others)))
+        headline = f"rank{'s' if self.others else ''} {ranks} on {self.host}: {self.cause}: {self.message}"
         return f"{headline}\n\n{self.details}" if self.details else headline
 
 
@@ -58,23 +81,42 @@ class Preempted(RecoverableError):
 
 def from_exception(error: BaseException, rank: int, host: str) -> Failure:
     """Sorts an exception that ended a rank."""
-    cause, message = type(error).__name__, str(error)
-    types = {base.__name__ for base in type(error).__mro__}
-    is_peer = bool(types & PEER_ERRORS) or (type(error) is RuntimeError and bool(PEER_MESSAGE.search(message)))
-    if "OutOfMemoryError" in types:
-        message += " (lower batch_size, or train on more GPUs)"
-    lost_worker = type(error) is RuntimeError and message.startswith("DataLoader worker")
-    if lost_worker:
-        message += " (out of memory, or of shared memory? lower loader_workers or batch_size)"
+    kind, recoverable, remedy = _sorted(error)
     return Failure(
         rank=rank,
         host=host,
-        kind="peer" if is_peer else "error",
-        cause=cause,
-        message=message,
+        kind=kind,
+        cause=type(error).__name__,
+        message=str(error) + remedy,
         details="".join(traceback.format_exception(type(error), error, error.__traceback__)),
-        recoverable=is_peer or lost_worker or isinstance(error, RecoverableError),
+        recoverable=recoverable,
     )
+
+
+def _sorted(error: BaseException) -> Tuple[str, bool, str]:
+    """Kind, whether trying again can help, and a remedy: by the type, and where torch has but one by the message."""
+    message, types = str(error), {base.__name__ for base in type(error).__mro__}
+    is_plain = type(error) is RuntimeError
+    if not (is_plain or types & {"AcceleratorError", "OutOfMemoryError", *PEER_ERRORS}):
+        return "error", isinstance(error, RecoverableError), ""
+    if is_plain and message.startswith("DataLoader worker"):
+        return "error", True, LESS_LOADING
+    if "OutOfMemoryError" in types or MEMORY_MESSAGE.search(message):
+        return "error", False, MORE_MEMORY
+    if SETUP_MESSAGE.search(message):
+        return "error", False, OTHER_RANKS if "Duplicate GPU" in message else ""
+    if HARDWARE_MESSAGE.search(message) and ("CUDA" in message or not is_plain):
+        return "error", True, ""
+    if types & PEER_ERRORS or (is_plain and PEER_MESSAGE.search(message)):
+        return "peer", True, ""
+    return "error", False, ""
+
+
+HINTS = {
+    "SIGKILL": ("killed", "probably out of memory"),
+    # So NCCL's watchdog ends a rank, without an exception
+    "SIGABRT": ("aborted", "ended by native code, as NCCL ends a rank that has lost another one: look at the others"),
+}
 
 
 def from_exit_code(code: int, rank: int, host: str, peak_bytes: int = 0) -> Failure:
@@ -83,11 +125,11 @@ def from_exit_code(code: int, rank: int, host: str, peak_bytes: int = 0) -> Fail
     if code >= 0:
         return Failure(rank, host, "killed", f"exit status {code}", f"ended without a report{memory}")
     name = signal.Signals(-code).name
-    hint = "probably out of memory" if name == "SIGKILL" else "killed from outside, or a crash in native code"
-    return Failure(rank, host, "killed", name, f"{hint}{memory}")
+    kind, hint = HINTS.get(name, ("killed", "killed from outside, or a crash in native code"))
+    return Failure(rank, host, kind, name, f"{hint}{memory}")
 
 
 def name_the_cause(failures: Sequence[Failure]) -> RankFailed:
-    """The exception for a failed run: the first failure that is not just the loss of a peer."""
-    cause = min(failures, key=lambda failure: (failure.kind == "peer", failure.at))
+    """The exception for a failed run: the first failure that is not just the loss of a peer, or may be."""
+    cause = min(failures, key=lambda failure: (max(0, KINDS.index(failure.kind) - 2), failure.at))
     return (RecoverableRankFailed if cause.recoverable else RankFailed)(cause)

@@ -20,6 +20,7 @@ import flyte_ddp
 from flyte_ddp.events import Event, RunStarted
 from flyte_ddp.launch.environment import Environment, World, threads_per_rank
 from flyte_ddp.launch.failures import Failure, Preempted, RankFailed, from_exit_code, name_the_cause
+from flyte_ddp.launch.launch_compat import leave_behind
 from flyte_ddp.launch.rank import serve
 
 # forkserver: one process imports torch, every rank is forked from it in a few milliseconds and shares its memory.
@@ -30,6 +31,8 @@ PRELOAD = ["torch", "numpy", "dataclasses_json", "click"]  # what the ranks impo
 STOP_SECONDS = 10.0  # from a request to stop until the ranks are ended without a checkpoint
 GRACE_SECONDS = 3.0  # for the other ranks' reports once one has failed: the first to arrive may not be the cause
 POLL_SECONDS = 0.2
+ANSWER_SECONDS = 5.0  # for all ranks of a hang to say where they stand: those that are stopped never do
+END_SECONDS = 10.0  # from SIGKILL until a rank is left behind: stuck in a driver, it may never end
 
 
 def warm_up(preload: Sequence[str] = PRELOAD) -> None:
@@ -81,6 +84,9 @@ def launch(
         shutil.rmtree(private, ignore_errors=True)
 
 
+SILENT = -1, False  # standing of a rank that has not told: below all others
+
+
 class _Rank:
     """The parent's side of one rank: its process, its line, and what it has said so far."""
 
@@ -92,9 +98,11 @@ class _Rank:
             target=serve, args=(child_line, environment, target, argument, private), daemon=True
         )
         self.stacks = Path(private, f"stack-{self.rank}")
+        self.stacks.touch()  # a rank that hangs as it starts has not come to it
         self.outcome = ""  # done, stopped or failed
         self.value: Any = None
         self.peak_bytes = 0
+        self.standing = SILENT
         self.last_seen = time.monotonic()
         with _importable(roots):
             self.process.start()
@@ -107,7 +115,7 @@ class _Rank:
             try:
                 kind, content = self.line.recv()
             except (EOFError, OSError):
-                self.process.join()
+                self.process.join(END_SECONDS)
                 ended = True
                 break
             self.last_seen = time.monotonic()
@@ -115,19 +123,24 @@ class _Rank:
                 on_event(content)
             elif kind == "alive":
                 self.peak_bytes = content
+            elif kind == "standing":
+                self.standing = content
             else:
                 self.outcome, self.value = kind, content
         if ended and not self.outcome:
             self.outcome = "failed"
             self.value = from_exit_code(self.process.exitcode or 0, self.rank, self.host, self.peak_bytes)
 
-    def request_stop(self) -> None:
+    def request(self, what: str) -> None:
+        """stop, or standing: to say where it stands."""
         with suppress(OSError):  # it may have ended meanwhile
-            self.line.send("stop")
+            self.line.send(what)
 
     def end(self) -> None:
         self.process.kill()
-        self.process.join()
+        self.process.join(END_SECONDS)
+        if self.process.exitcode is None:
+            leave_behind(self.process)
         self.line.close()
 
 
@@ -150,18 +163,18 @@ def _supervise(
         failures = [rank.value for rank in ranks if rank.outcome == "failed"]
         if failures:
             give_up_at = give_up_at or now + GRACE_SECONDS
-            if now >= give_up_at or any(f.kind != "peer" for f in failures) or len(failures) == len(ranks):
+            if now >= give_up_at or not all(failure.is_effect for failure in failures) or len(failures) == len(ranks):
                 raise name_the_cause(failures)
         if signals and not stop_at:
             stop_at = now + (STOP_SECONDS if started else 0)
             for rank in ranks:
-                rank.request_stop()
+                rank.request("stop")
         if all(rank.outcome == "done" for rank in ranks):
             return [rank.value for rank in ranks]
         if all(rank.outcome for rank in ranks) or (stop_at and now >= stop_at):
             raise _stopped(ranks, signals)
         if any(not rank.outcome and now - rank.last_seen > timeout_seconds for rank in ranks):
-            raise _hung(ranks, timeout_seconds)
+            raise _hung(ranks, timeout_seconds, note)
 
 
 def _stopped(ranks: List[_Rank], signals: List[int]) -> BaseException:
@@ -172,18 +185,29 @@ def _stopped(ranks: List[_Rank], signals: List[int]) -> BaseException:
     return Preempted(f"all ranks on {ranks[0].host}: SIGTERM: {last}")
 
 
-def _hung(ranks: List[_Rank], timeout_seconds: float) -> RankFailed:
-    """Names the rank that was silent the longest, and shows where in Python every rank stands."""
-    for rank in ranks:
+def _hung(ranks: List[_Rank], timeout_seconds: float, on_event: Callable[[Event], None]) -> RankFailed:
+    """Names the ranks that the others wait for, and shows where in Python every rank stands.
+
+    All ranks come to the same collectives in the same order, and wait there for those that have come to fewer, or whose
+    GPU is not done with what comes before.
+    """
+    running = [rank for rank in ranks if not rank.outcome]
+    for rank in running:
         os.kill(rank.process.pid or 0, signal.SIGUSR1)
-    deadline = time.monotonic() + 2
-    while time.monotonic() < deadline and not all(rank.stacks.stat().st_size for rank in ranks):
+        rank.request("standing")
+    deadline = time.monotonic() + ANSWER_SECONDS
+    while time.monotonic() < deadline and any(
+        rank.standing == SILENT or not rank.stacks.stat().st_size for rank in running
+    ):
         time.sleep(0.05)
+        for rank in running:
+            rank.receive(on_event)
     silent = "does not answer (stopped, or stuck in the kernel)\n"
-    stacks = "\n".join(f"rank {rank.rank}:\n{rank.stacks.read_text() or silent}" for rank in ranks)
-    first = min(ranks, key=lambda rank: rank.last_seen)
+    stacks = "\n".join(f"rank {rank.rank}:\n{rank.stacks.read_text() or silent}" for rank in running)
+    least = min(rank.standing for rank in running)
+    first, *others = (rank.rank for rank in running if rank.standing == least)
     message = f"no step within timeout_seconds ({timeout_seconds:g}); the stacks of all ranks follow"
-    return name_the_cause([Failure(first.rank, first.host, "hang", "Hang", message, stacks)])
+    return name_the_cause([Failure(first, ranks[0].host, "hang", "Hang", message, stacks, others=tuple(others))])
 
 
 @contextmanager

@@ -6,9 +6,10 @@ import shutil
 import threading
 import time
 from multiprocessing.connection import Connection
-from typing import Any, Callable, Protocol
+from typing import Any, Callable, Optional, Protocol
 
 from flyte_ddp.events import Event, Printed
+from flyte_ddp.launch.launch_compat import standing
 
 ALIVE_SECONDS = 1.0  # between two signs of life, which cost a system call
 
@@ -17,6 +18,7 @@ class Link(Protocol):
     """What every job of a rank is given. Whether its events arrive anywhere is not the job's concern."""
 
     stop_requested: bool
+    is_heard: bool  # whether events of this rank arrive anywhere: what is dear need not be computed for others
 
     def emit(self, event: Event) -> None: ...
 
@@ -28,13 +30,13 @@ class ParentLink:
     """The line to the parent: events from rank 0, signs of life from every rank, requests to stop from the parent."""
 
     def __init__(self, connection: Connection, rank: int):
-        self.stop_requested = False
+        self.stop_requested, self.is_heard = False, rank == 0
         self._connection, self._rank = connection, rank
         self._lock = threading.Lock()  # the checkpoint thread emits too
         self._next_alive = 0.0
 
     def emit(self, event: Event) -> None:
-        if self._rank == 0:
+        if self.is_heard:
             self.send("event", event)
 
     def alive(self) -> None:
@@ -48,11 +50,13 @@ class ParentLink:
             self._connection.send((kind, content))
 
     def listen(self, private: str) -> None:
-        """Waits for the parent's request to stop; when the parent is gone, so is this process, and its traces."""
+        """Answers the parent's requests; when the parent is gone, so is this process, and its traces."""
         try:
             while True:
-                self._connection.recv()
-                self.stop_requested = True
+                if self._connection.recv() == "standing":
+                    self.send("standing", standing(self._rank))
+                else:
+                    self.stop_requested = True
         except (EOFError, OSError):
             shutil.rmtree(private, ignore_errors=True)
             os._exit(1)
@@ -65,15 +69,16 @@ class ParentLink:
 
 
 class DirectLink:
-    """Leads events to observers in this process, of a rank that others than the launcher have started."""
+    """Leads events to observers in this process, if any, of a rank that others than the launcher have started."""
 
-    def __init__(self, on_event: Callable[[Event], None]):
-        self.stop_requested = False
+    def __init__(self, on_event: Optional[Callable[[Event], None]]):
+        self.stop_requested, self.is_heard = False, on_event is not None
         self._on_event, self._lock = on_event, threading.Lock()  # the checkpoint thread emits too
 
     def emit(self, event: Event) -> None:
-        with self._lock:
-            self._on_event(event)
+        if self._on_event:
+            with self._lock:
+                self._on_event(event)
 
     def alive(self) -> None:
         pass

@@ -25,7 +25,10 @@ class Gpu:
 @contextmanager
 def open_nvml() -> Iterator[Any]:
     """The module pynvml, ready for use while the block runs; raises NvmlFailed, also for its errors in the block."""
-    import pynvml
+    try:
+        import pynvml
+    except ModuleNotFoundError:  # torch and numpy are enough to train
+        raise NvmlFailed("nvidia-ml-py is not installed") from None
 
     try:
         pynvml.nvmlInit()

@@ -60,7 +60,7 @@ def train_as_rank(
             outputs = outputs_of(train_by(start, environment.world, fetch, options))
             # On its way to the plugin's process it is pickled, and flytekit makes PythonPickledFile where it is used
             return outputs._replace(model_state=FlyteFile(outputs.model_state.path))
-        run_rank(environment, DirectLink(lambda event: None), job_of(fetch(), options))
+        run_rank(environment, DirectLink(None), job_of(fetch(), options))
     return None
 
 
@@ -86,13 +86,17 @@ def run_rank(environment: Environment, link: DirectLink, job: Job) -> List[Train
 def failure_of_node(failed: ChildFailedError, recoverable: bool) -> TaskFailed:
     """The first failure of a node's ranks, in its own words: torchrun's begin with a banner."""
     rank, first = failed.get_first_failure()
+    at = first.timestamp
     if first.exitcode < 0:
-        message = f"{from_exit_code(first.exitcode, rank, platform.node())}\nLogs: {place_of_logs()}"
+        failure = from_exit_code(first.exitcode, rank, platform.node())
+        message = f"{failure}\nLogs: {place_of_logs()}"
         recoverable = True
+        if failure.is_effect:
+            at += int(GRACE_SECONDS)  # of all nodes' failures Flyte shows the first
     else:
         told = first.message["message"] if isinstance(first.message, dict) else first.message
         message = re.sub(rf"^({TaskFailed.__name__}|{TaskInterrupted.__name__}): ", "", told)
-    return (TaskInterrupted if recoverable else TaskFailed)(message, timestamp=first.timestamp)
+    return (TaskInterrupted if recoverable else TaskFailed)(message, timestamp=at)
 
 
 def download_once(data: Union[FlyteFile, FlyteDirectory]) -> Path:

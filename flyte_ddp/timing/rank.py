@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from flyte_ddp.data import prepared
+from flyte_ddp.engine.arithmetic import settle_arithmetic
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
 from flyte_ddp.launch.process_group import process_group
@@ -21,6 +22,7 @@ WARM_UP = 3  # forward passes: the first ones choose algorithms and take memory
 def run(environment: Environment, link: Link, job: TimingJob) -> List[Measurement]:
     """Each method with each batch size, once; the ranks work at the same time, each on batches of its own."""
     torch.set_num_threads(environment.threads)
+    settle_arithmetic()
     with process_group(environment, job.timeout_seconds) as device:
         description = prepared.read_description(job.data)
         images = torch.from_numpy(prepared.open_split(job.data, "test")[0])
@@ -63,7 +65,6 @@ def seconds_of(forward: Callable[[], Tensor], count: int, device: torch.device) 
     for _ in range(count):
         forward()
     if device.type == "cuda":
-        for number in range(torch.cuda.device_count()):
-            torch.cuda.synchronize(number)
+        torch.cuda.synchronize(device)  # where nn.DataParallel, too, gathers what the other GPUs give
     distributed.barrier()
     return time.perf_counter() - started

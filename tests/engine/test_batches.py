@@ -3,8 +3,10 @@
 import numpy as np
 import pytest
 import torch
+from torch.utils import _pytree as pytree
 from torch.utils.data import Dataset
 
+from flyte_ddp.engine import batches
 from flyte_ddp.engine.batches import Resident
 from flyte_ddp.engine.loading import Streamed
 from flyte_ddp.errors import DataError, InputError
@@ -65,6 +67,21 @@ def test_memory_maps_stay_on_disk(tmp_path):
     ((found, labels),) = split.fetch(torch.tensor([7, 8, rows - 1]), [slice(0, 3)])
     assert found.mean(1).tolist() == [1.5, 0, 1.5]
     assert labels.tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_nothing_is_fetched_back_from_a_device(tmp_path, workers):
+    """A tensor on the device meta has a shape and no content: what looks at that fails."""
+    device = torch.device("meta")
+    rows = np.memmap(tmp_path / "rows", np.float32, "w+", shape=(7, 3))
+    resident, streamed = Resident({"x": torch.zeros(7, 2), "rows": rows}, device), Streamed(Squares(), device, workers)
+    for split in (resident, streamed):
+        train, test = batches.TrainBatches(split, 4, 1, 0, 2, passes=2), batches.TestBatches(split, 4, 1, 2, mixed=True)
+        found = [*train.epoch(0), *test]
+        leaves = [leaf for batch in found for leaf in pytree.tree_leaves(batch.tree)]
+        assert {leaf.device for leaf in leaves} == {device}
+        assert [batch.share.count for batch in found] == [2, 2, 2, 1, 2, 2]
+        assert [len(batch.tree["x" if split is resident else "row"]) for batch in found] == [2, 2, 2, 1, 2, 2]
 
 
 @pytest.mark.parametrize("workers", [0, 2])

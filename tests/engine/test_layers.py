@@ -63,6 +63,15 @@ def test_a_last_batch_of_one_sample_leaves_the_running_variance_finite():
     assert np.isfinite(found).all()
 
 
+def test_batch_norm_of_bfloat16_where_ranks_have_no_sample():
+    (alone,) = launch("normalise_in_bfloat16", 2)
+    shares = launch("normalise_in_bfloat16", 2, ranks=3)
+    for name, expected in alone.items():
+        of_ranks = [one[name] for one in shares]
+        found = of_ranks[0] if name.startswith("1.") and ("running" in name or "num" in name) else sum(of_ranks)
+        np.testing.assert_allclose(found, expected, rtol=0.05, atol=0.2, err_msg=name)
+
+
 def test_samples_that_are_not_in_the_first_dimension_are_refused():
     with pytest.raises(ValueError, match=r"first dimension has to be the 3 samples.* got \(7, 2\): use batch_first"):
         dropout(torch.ones(7, 2), 0.5, (2,), Share(first=0, count=3, size=6))

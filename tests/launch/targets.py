@@ -34,7 +34,7 @@ def count_page_faults(environment: Environment, link: Link, job: Job) -> List[in
     counts: List[int] = []
 
     class CountingLink:
-        stop_requested = False
+        stop_requested, is_heard = False, link.is_heard
         emit = link.emit
 
         def alive(self) -> None:

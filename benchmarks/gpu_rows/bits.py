@@ -1,0 +1,108 @@
+"""Rows on results: by which ranks they come, and that they come again."""
+
+import hashlib
+import importlib.util
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Callable, List
+
+from benchmarks.gpu_rows import images
+from benchmarks.gpu_rows.fault_settings import SAMPLES, Settings
+from benchmarks.gpu_rows.row import Machine, Missing, Row, expect
+from benchmarks.gpu_rows.training import FAULTY, IMAGES, train
+from flyte_ddp.events import Event, StepLogged
+from flyte_ddp.launch.environment import World, visible_gpus
+from flyte_ddp.recipes.hyperparameters import Hyperparameters
+
+HP = Hyperparameters(model="fashion_cnn", batch_size=64, epochs=1, precision="float32", log_interval=1, flip=True)
+
+
+class Unplugged(Exception):
+    pass
+
+
+def counted_without_torch(machine: Machine) -> str:
+    if machine.gpus and importlib.util.find_spec("pynvml") is None:
+        raise Missing("nvidia-ml-py is not installed: torch has counted them")
+    count = visible_gpus()
+    expect("torch" not in sys.modules, "the process that starts the ranks has imported torch")
+    return f"{count}"
+
+
+def one_rank(machine: Machine) -> str:
+    machine.need_gpus()
+    return described(train(FAULTY, Settings(), machine.world(1, "nccl")))
+
+
+def two_on_one(machine: Machine) -> str:
+    return described(train(FAULTY, Settings(), machine.world(2)))
+
+
+def all_ranks(machine: Machine) -> str:
+    machine.need_gpus(2)
+    return described(train(FAULTY, Settings(), machine.world(machine.gpus, "nccl")))
+
+
+def described(results: List[Any]) -> str:
+    accuracy = results[0].epochs[-1].test["accuracy"]
+    expect(accuracy > 0.8, f"accuracy {accuracy:.1%}")
+    return f"{len(results)} ranks, accuracy {accuracy:.1%}"
+
+
+def from_source(source: str) -> Callable[[Machine], str]:
+    def check(machine: Machine) -> str:
+        expected = train(FAULTY, Settings(), machine.world(1))[0].epochs
+        found = train(FAULTY, Settings(source=source), machine.world(1), loader_workers=2)[0].epochs
+        expect(found[-1].test == expected[-1].test, "other measures than from tensors")
+        return "as from tensors on the device"
+
+    return check
+
+
+def empty_share(machine: Machine) -> str:
+    size = next(size for size in range(50, SAMPLES) if SAMPLES % size == 1)
+    settings = Settings(batch_size=size, precision="bfloat16")
+    return described(train(FAULTY, settings, machine.world(2)))
+
+
+def weights(machine: Machine, name: str, world: World, data: Path, **more: Any) -> str:
+    folder = machine.place / name
+    folder.mkdir(exist_ok=True)
+    train(IMAGES, HP, world, str(data), str(folder), **more)
+    return hashlib.sha256((folder / "model.pt").read_bytes()).hexdigest()
+
+
+def same_bits(machine: Machine) -> str:
+    data, world = images.made_up((1, 28, 28), 1270, machine.place), machine.world()
+    first, second = (weights(machine, name, world, data) for name in ("first", "second"))
+    expect(first == second, "other weights")
+    return f"{world.size} ranks, {HP.model}"
+
+
+def resumed_bits(machine: Machine) -> str:
+    data, world = images.made_up((1, 28, 28), 1270, machine.place), machine.world()
+
+    def unplug(event: Event) -> None:
+        if isinstance(event, StepLogged) and event.step == 7:
+            raise Unplugged
+
+    with suppress(Unplugged):
+        weights(machine, "cut", world, data, on_event=unplug, checkpoint_seconds=0)
+    expect((machine.place / "cut" / "checkpoint").exists(), "no checkpoint was left")
+    cut, whole = weights(machine, "cut", world, data), weights(machine, "whole", world, data)
+    expect(cut == whole, "other weights")
+    return f"{world.size} ranks, cut off after step 7"
+
+
+ROWS = [
+    Row("GPUs counted, without torch", counted_without_torch),
+    Row("one rank under nccl", one_rank),
+    Row("two ranks under gloo, on one GPU if there is one", two_on_one),
+    Row("all ranks under nccl", all_ranks),
+    Row("samples from a memory map", from_source("memory map")),
+    Row("samples from a Dataset, by loader workers", from_source("dataset"), is_quick=False),
+    Row("a rank without a sample, batch norm in bfloat16", empty_share),
+    Row("same seed, same bits", same_bits),
+    Row("interrupted and resumed, same bits", resumed_bits),
+]

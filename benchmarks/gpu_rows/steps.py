@@ -1,0 +1,131 @@
+"""What ranks run to have the steps of their training looked at, one by one: operations, launches, waits, seconds."""
+
+import time
+from collections import Counter
+from contextlib import contextmanager
+from typing import Any, ContextManager, Iterator, List, Tuple
+from unittest.mock import patch
+
+import torch
+
+from flyte_ddp.engine import worker
+from flyte_ddp.engine.batches import Batch, TrainBatches
+from flyte_ddp.engine.job import Job
+from flyte_ddp.engine.state import TrainingState
+from flyte_ddp.engine.torch_compat import TorchDispatchMode, inductor_left_out
+from flyte_ddp.launch.environment import Environment
+from flyte_ddp.launch.link import Link
+
+FIRST = 4  # steps that are not looked at: algorithms are chosen in them, and memory is taken
+
+
+class Operations(TorchDispatchMode):
+    """Counts the operations that compute something, and the others: views, and what torch writes down of itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.computing: Counter[str] = Counter()
+        self.others: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = function.name().partition(".")[0]  # without its overload
+        is_computing = not function.is_view and not name.startswith(("profiler::", "aten::empty"))
+        (self.computing if is_computing else self.others)[name] += 1
+        return function(*args, **(kwargs or {}))
+
+
+@contextmanager
+def looked_at(look: ContextManager[Any], steps: List[int]) -> Iterator[None]:
+    """Meanwhile all but the first steps of a training are made within look, and with each the fetching of its batch."""
+    train_step, epoch = TrainingState.train_step, TrainBatches.epoch
+
+    def stepped(state: TrainingState, batch: Batch, stop: bool) -> None:
+        if state.step < FIRST:
+            return train_step(state, batch, stop)
+        with look:
+            train_step(state, batch, stop)
+        steps.append(state.step)
+
+    def fetched(batches: TrainBatches, number: int, first_step: int = 0) -> Iterator[Batch]:
+        each = epoch(batches, number, first_step)
+        yield from [next(each) for _ in range(FIRST)]
+        while True:
+            with look:
+                following = next(each, None)
+            if following is None:
+                return
+            yield following
+
+    with patch.object(TrainingState, "train_step", stepped), patch.object(TrainBatches, "epoch", fetched):
+        yield
+
+
+def count_operations(environment: Environment, link: Link, job: Job) -> Tuple[float, List[str]]:
+    """The operations of a step on average, and the names of all."""
+    operations = Operations()
+    steps: List[int] = []
+    with looked_at(operations, steps):
+        worker.run(environment, link, job)
+    return operations.computing.total() / len(steps), sorted(operations.computing | operations.others)
+
+
+def count_launches(environment: Environment, link: Link, job: Job) -> float:
+    """Launches of a step on a GPU, on average."""
+    kinds = torch.profiler.ProfilerActivity
+    steps: List[int] = []
+    with (
+        inductor_left_out(),
+        torch.profiler.profile(activities=[kinds.CPU, kinds.CUDA]) as profiler,
+        looked_at(torch.profiler.record_function("a step"), steps),
+    ):
+        worker.run(environment, link, job)
+    events = profiler.events()
+    spans = [event.time_range for event in events if event.name == "a step"]
+    launches = [event for event in events if event.name.startswith(("cudaLaunchKernel", "cuLaunchKernel"))]
+    within = sum(any(span.start <= one.time_range.start <= span.end for span in spans) for one in launches)
+    return within / len(steps)
+
+
+class Unwaiting:
+    """Meanwhile what has the host wait for the GPU raises."""
+
+    def __enter__(self) -> None:
+        torch.cuda.set_sync_debug_mode("error")
+
+    def __exit__(self, *_: Any) -> None:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def find_waits(environment: Environment, link: Link, job: Job) -> int:
+    """How many steps were made in which anything that has the host wait for the GPU would have raised."""
+    steps: List[int] = []
+    with looked_at(Unwaiting(), steps):
+        worker.run(environment, link, job)
+    return len(steps)
+
+
+def describe(environment: Environment, link: Link, argument: Any) -> str:
+    """The GPU, the versions, and whether torch has code for it."""
+    major, minor = torch.cuda.get_device_capability()
+    codes = [int(name.removeprefix("sm_")) for name in torch.cuda.get_arch_list() if name.startswith("sm_")]
+    if not any(code // 10 == major and code % 10 <= minor for code in codes):
+        raise RuntimeError(f"torch has code for {codes}, the GPU is of {major}.{minor}")
+    nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    return f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}, NCCL {nccl}"
+
+
+def compare_tf32(environment: Environment, link: Link, argument: Any) -> Tuple[float, float, float, float]:
+    """Of a convolution: the relative errors with TF32 and with IEEE's float32, and the milliseconds of each."""
+    features, weights = torch.randn(256, 64, 32, 32, device="cuda"), torch.randn(64, 64, 3, 3, device="cuda")
+    exact = torch.nn.functional.conv2d(features.double(), weights.double(), padding=1)
+    errors, milliseconds = [], []
+    for torch.backends.cudnn.allow_tf32 in (True, False):
+        for count in (10, 100):
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            for _ in range(count):
+                found = torch.nn.functional.conv2d(features, weights, padding=1)
+            torch.cuda.synchronize()
+        milliseconds.append((time.perf_counter() - started) / count * 1e3)
+        errors.append(float((found - exact).norm() / exact.norm()))
+    return (*errors, *milliseconds)  # type: ignore[return-value]

@@ -1,0 +1,73 @@
+"""What an error of torch, CUDA or NCCL is taken for, by its type and message."""
+
+import signal
+
+import pytest
+import torch
+from torch import distributed
+
+from flyte_ddp.errors import DownloadError, InputError
+from flyte_ddp.launch.failures import from_exception, from_exit_code, name_the_cause
+
+# As torch appends it to every error of CUDA
+ADVICE = """
+CUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be incorrect.
+For debugging consider passing CUDA_LAUNCH_BLOCKING=1
+Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.
+"""
+NCCL = "NCCL error in: ProcessGroupNCCL.cpp:3690, {} (run with NCCL_DEBUG=WARN for details), NCCL version 2.28.9\n{}"
+
+
+def cuda(message):
+    return torch.AcceleratorError(f"CUDA error: {message}{ADVICE}")
+
+
+def nccl(what, last):
+    return distributed.DistBackendError(NCCL.format(what, last))
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "recoverable", "says"),
+    [
+        (cuda("uncorrectable ECC error encountered"), "error", True, "ECC"),
+        (cuda("unspecified launch failure"), "error", True, "launch failure"),
+        (cuda("Invalid access of peer GPU memory over nvlink or a hardware error"), "error", True, "nvlink"),
+        (cuda("CUDA-capable device(s) is/are busy or unavailable"), "error", True, "busy"),
+        (torch.AcceleratorError("NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus."), "error", True, "Xid"),
+        (RuntimeError("CUDA error: uncorrectable ECC error encountered" + ADVICE), "error", True, "ECC"),
+        (nccl("unhandled cuda error", "Cuda failure 214 'uncorrectable ECC error encountered'"), "error", True, "ECC"),
+        (cuda("device-side assert triggered"), "error", False, "assert triggered"),
+        (cuda("an illegal memory access was encountered"), "error", False, "illegal"),
+        (cuda("no kernel image is available for execution on the device"), "error", False, "no kernel image"),
+        (cuda("out of memory"), "error", False, "lower batch_size"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), "error", False, "lower batch_size"),
+        (nccl("unhandled cuda error", "Cuda failure 2 'out of memory'"), "error", False, "lower batch_size"),
+        (
+            nccl("invalid usage", "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1b000"),
+            "error",
+            False,
+            'backend to "gloo"',
+        ),
+        (nccl("remote process exited or there was a network error", "socket closed"), "peer", True, "socket closed"),
+        (RuntimeError("[../gloo/transport/tcp/pair.cc:534] Connection closed by peer"), "peer", True, "gloo"),
+        (RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed."), "error", True, "lower loader_workers"),
+        (RuntimeError("my own hardware error"), "error", False, "my own"),
+        (ValueError("NCCL, ECC, out of memory"), "error", False, "NCCL"),
+        (InputError("batch_size"), "error", False, "batch_size"),
+        (DownloadError("no mirror"), "error", True, "no mirror"),
+    ],
+)
+def test_errors_are_sorted_by_type_and_message(error, kind, recoverable, says):
+    failure = from_exception(error, 1, "host")
+    assert (failure.kind, failure.recoverable) == (kind, recoverable)
+    assert says in failure.message
+    assert failure.message.startswith(str(error))
+
+
+def test_the_cause_is_named_before_what_may_be_its_effect():
+    lost = from_exception(nccl("remote process exited", ""), 0, "host")
+    aborted = from_exit_code(-signal.SIGABRT, 1, "host")
+    killed = from_exit_code(-signal.SIGKILL, 2, "host")
+    assert name_the_cause([lost, aborted, killed]).failure is killed
+    assert name_the_cause([lost, aborted]).failure is aborted
+    assert "look at the others" in str(aborted)
