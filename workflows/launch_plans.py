@@ -3,9 +3,11 @@
 from flytekit import CronSchedule, LaunchPlan
 
 from flyte_ddp.recipes.hyperparameters import CIFAR10Hyperparameters, FashionMNISTHyperparameters, Hyperparameters
+from flyte_ddp.tasks.resources import registration
 from workflows.cifar10 import cifar10_wf
 from workflows.fashion_mnist import fashion_mnist_wf
 from workflows.mnist import pytorch_training_wf
+from workflows.promote import promote_wf
 
 mnist = LaunchPlan.get_or_create(pytorch_training_wf, "mnist", {"hp": Hyperparameters(dataset="mnist")})
 
@@ -21,8 +23,9 @@ digits_smoke = LaunchPlan.get_or_create(
 )
 
 # Flyte runs it from when it is activated: flytectl update launchplan nightly --version VERSION --activate
+# Where DDP_PROMOTE_TO was set when registering, the model is promoted there if it is better than the one before
 nightly = LaunchPlan.get_or_create(
-    pytorch_training_wf,
+    promote_wf if registration().promote_to else pytorch_training_wf,
     "nightly",
     {"hp": Hyperparameters(dataset="mnist")},
     schedule=CronSchedule(schedule="0 3 * * *"),  # UTC

@@ -61,6 +61,8 @@ class Registration(Settings):
         nproc_per_node: ranks per node there; 0 is one per GPU, or two under profile sandbox.
         join_minutes: that the first nodes wait there for the last: one has the image, another has yet to be made.
         concurrency: shards of workflows/inference.py that are predicted at a time; 0 leaves it to the cluster.
+        promote_to: where workflows/promote.py promotes models to, and that the launch plan nightly does so: a URL of
+            Flyte's storage, or the path of a folder that all pods have.
         env: variables of the user's for all pods, by name. Everybody who sees the tasks in Flyte sees them.
     """
 
@@ -83,6 +85,7 @@ class Registration(Settings):
     nproc_per_node: int = setting(0, minimum=0, maximum=64)
     join_minutes: int = setting(15, minimum=1, maximum=1440)
     concurrency: int = setting(0, minimum=0)
+    promote_to: str = setting("")
     env: dict = setting({})  # noqa: RUF009 copied
 
     def __post_init__(self) -> None:
