@@ -7,7 +7,19 @@ LIBRARY = Path(__file__).parents[1] / "flyte_ddp"
 # From the ground up: a room imports from itself and from those before it. "" is the library's own folder.
 ROOMS = ("ground", "launch", "data", "recipe", "engine", "recipes", "report", "train", "tasks")
 GROUND = ("code_version", "errors", "events", "reading", "schedules", "settings", "storage", "user_code")
-FEATURES = ("__main__", "autoencoder", "hardware", "inference", "keras", "loading", "new", "promote", "sweep", "timing")
+FEATURES = (
+    "__main__",
+    "autoencoder",
+    "hardware",
+    "inference",
+    "keras",
+    "loading",
+    "new",
+    "promote",
+    "sweep",
+    "timing",
+    "watch",
+)
 
 
 def _modules() -> dict[str, Path]:

@@ -3,11 +3,12 @@
 import json
 import math
 import os
+import pkgutil
 import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, Dict, NamedTuple
 
 import pytest
 from flytekit.types.directory import FlyteDirectory
@@ -23,12 +24,12 @@ from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.train import train
 from flyte_ddp.user_code import find_code
 from scripts.dry_run import decode
+from tests.object_storage import object_storage
 from tests.pod import Pod, literal, package, package_for_here
-from tests.promote.object_storage import object_storage
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMOTE = str(ROOT / "workflows" / "promote.py")
-HP = {"dataset": "digits", "epochs": 1, "train_fraction": 0.1}
+HP: Dict[str, Any] = {"dataset": "digits", "epochs": 1, "train_fraction": 0.1}
 
 
 class Trained(NamedTuple):
@@ -172,10 +173,10 @@ def test_a_retried_pod_says_what_the_attempt_before_has_done(weak, strong, tmp_p
 
 def test_any_recipe_is_promoted_by_a_measure_of_its_own(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
-    from tabular.settings import Settings
+    kind = pkgutil.resolve_name("tabular.settings:Settings")
 
     def subject(epochs):
-        settings = Settings(epochs=epochs)
+        settings = kind(epochs=epochs)
         output = train("tabular.recipe:Tabular", settings, output=tmp_path / str(epochs), on_event=lambda event: None)
         code = find_code("tabular.recipe:Tabular")
         return Subject(Identity(code.name, settings, "", ""), "Tabular", None, code.root, code.files), output
