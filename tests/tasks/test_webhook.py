@@ -2,6 +2,7 @@
 
 import json
 import platform
+import re
 import socket
 import threading
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.tasks import webhook
 from flyte_ddp.tasks.execution import told
+from scripts import dry_run
 from tests.pod import Pod, literal, package, package_for_here, small_dataset
 
 TOKEN = "a-token-that-is-not-shown"
@@ -188,3 +190,14 @@ def test_ready_made_launch_plans_notify(kind, field):
         assert list(getattr(notified, field).recipients_email) == ["a@example.org", "b@example.org"]
         assert len(notified.phases) == 2
     assert not package().launch_plans["nightly"].spec.entity_metadata.notifications
+
+
+def test_the_documented_registration_shows_who_is_told(monkeypatch, capsys):
+    page = (dry_run.ROOT / "docs" / "on-a-cluster.md").read_text()
+    (variables, image) = re.findall(r"^((?:DDP_\w+=\S+ )+)make dry-run IMAGE=(\S+)$", page, re.MULTILINE)[0]
+    for assignment in variables.split():
+        monkeypatch.setenv(*assignment.split("=", 1))
+    dry_run.main(image)
+    said = capsys.readouterr().out
+    assert said.count("email me@example.org: failed, timed_out, aborted") == 5
+    assert "hooks/url as DDP_POD_WEBHOOK" in said
