@@ -66,7 +66,7 @@ class Verdict:
 
     @property
     def is_better(self) -> bool:
-        if self.current is None:
+        if self.current is None or not math.isfinite(self.current):
             return True
         gain = self.candidate - self.current
         return (gain if self.higher else -gain) > self.margin

@@ -37,7 +37,8 @@ def promotion_page(
         for name in first.measures
     ]
     text = f"Both on the same {first.samples:,} samples of the test split, in float32, by the candidate's measures."
-    measures = Section("Scores", [text], (), "", ("Measure", *(name for name, _ in models)), lines)
+    caution = "What is chosen by a split, again and again, looks better on it than it is: quote what another one says."
+    measures = Section("Scores", [text, caution], (), "", ("Measure", *(name for name, _ in models)), lines)
     setup = Section("Set-up", (), (), "With what, and where", ("", ""), [*facts, *surroundings().items()])
     return article(title, capitalised(in_short(verdict, first.shares)), [measures, history(pointer), setup])
 

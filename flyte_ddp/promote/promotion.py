@@ -1,4 +1,11 @@
-"""The candidate is measured beside the promoted model, and takes its place if it is better; for any recipe."""
+"""The candidate is measured beside the promoted model, and takes its place if it is better; for any recipe:
+
+@task(**promotion_arguments())  # of flyte_ddp.promote.task
+def promote_model(model_state: PythonPickledFile, settings: Settings, place: str) -> PromotionOutputs:
+    with flyte_retries():
+        subject = training.subject(settings, None)
+        return promote(subject, Path(model_state.download()), Place(place), PromotionOptions(better="higher"))
+"""
 
 import dataclasses
 import hashlib

@@ -1,4 +1,4 @@
-"""Whom a registration names to be told of executions: what is a valid address, and how pods are given it."""
+"""Whom a registration names to be told of executions, and where to promote to: what is a valid address."""
 
 import json
 import re
@@ -34,3 +34,10 @@ def check_urls(webhook: str, webhook_secret: str, console: str) -> None:
             raise InputError(f"{name} must not have a password, which everybody would see: put it into a Flyte secret")
     if webhook and webhook_secret:
         raise InputError("webhook and webhook_secret must not both be set: leave one of them out")
+
+
+def check_place(place: str) -> None:
+    if place and "://" not in place and not place.startswith("/"):
+        raise InputError(
+            f"promote_to must be a URL of Flyte's storage (s3://…) or an absolute path, got {json.dumps(place)}"
+        )

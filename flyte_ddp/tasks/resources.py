@@ -29,6 +29,7 @@ from flyte_ddp.tasks.addresses import (
     WEBHOOK_SECRET_VARIABLE,
     WEBHOOK_VARIABLE,
     check_notify,
+    check_place,
     check_urls,
 )
 from flyte_ddp.tasks.execution import flyte_retries
@@ -114,6 +115,7 @@ class Registration(Settings):
                 f"{self.accelerator} ({TOO_OLD[self.accelerator]}): name another one, or build an image with an older "
                 "torch"
             )
+        check_place(self.promote_to)
         check_notify(self.notify, self.notify_phases)
         check_urls(self.webhook, self.webhook_secret, self.console)
         ours = {MIRROR_VARIABLE, CODE_VARIABLE, GPUS_VARIABLE, WEBHOOK_SECRET_VARIABLE}

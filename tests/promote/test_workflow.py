@@ -1,5 +1,6 @@
 """Promotion by the real pyflyte and by a pod's command, on real digits, to a folder and to an object storage."""
 
+import dataclasses
 import json
 import math
 import os
@@ -142,6 +143,10 @@ def test_better_is_by_more_than_the_margin(options, is_better):
 def test_a_measure_that_cannot_decide_is_refused(options, words):
     with pytest.raises(InputError, match=words):
         judge(BETTER, None, PromotionOptions(**options))
+
+
+def test_any_model_is_better_than_one_that_has_become_nan():
+    assert judge(BETTER, dataclasses.replace(ACCURATE, measures={"accuracy": math.nan}), PromotionOptions()).is_better
 
 
 def test_a_candidate_that_has_diverged_is_not_even_the_first():

@@ -33,6 +33,7 @@ from tests.pod import package
         ("DDP_ENV", '{"A=B": "1"}', "names of variables"),
         ("DDP_ENV", '{"A": "1", "A": "2"}', '"A" is given twice'),
         ("DDP_ENV", '{"DDP_GPUS": "8"}', "must not have DDP_GPUS"),
+        ("DDP_PROMOTE_TO", "models", "an absolute path"),
         ("DDP_NOTIFY", "me@example.org", "slack:ADDRESS or email:ADDRESS"),
         ("DDP_NOTIFY", "slack:channel", "NAME@HOST"),
         ("DDP_NOTIFY_PHASES", "failed,running", "succeeded, failed, timed_out, aborted"),
