@@ -6,7 +6,7 @@ from typing import List, Optional
 import click
 
 # By name, so that a command loads what it needs itself, and nothing of the others
-COMMANDS = {"new": "flyte_ddp.new.command:new"}
+COMMANDS = {"new": "flyte_ddp.new.command:new", "watch": "flyte_ddp.watch.command:watch"}
 
 
 class Commands(click.Group):

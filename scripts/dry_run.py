@@ -13,6 +13,7 @@ import msgpack
 from flyteidl.admin.launch_plan_pb2 import LaunchPlan, LaunchPlanSpec
 from flyteidl.admin.task_pb2 import TaskSpec
 from flyteidl.admin.workflow_pb2 import WorkflowSpec
+from flyteidl.core.execution_pb2 import WorkflowExecution
 from flyteidl.core.literals_pb2 import Literal
 from flyteidl.core.tasks_pb2 import Resources, TaskTemplate
 from google.protobuf.json_format import MessageToDict
@@ -101,6 +102,10 @@ def describe_launch_plan(spec: LaunchPlanSpec, defaults: LaunchPlanSpec) -> Iter
         if value != default:
             changed = {key: value[key] for key in value if value[key] != default[key]}
             yield name, ", ".join(f"{key} {value}" for key, value in changed.items())
+    for notified in spec.entity_metadata.notifications:
+        kind = notified.WhichOneof("type")
+        phases = ", ".join(WorkflowExecution.Phase.Name(phase).lower() for phase in notified.phases)
+        yield "notifies", f"{kind} {', '.join(getattr(notified, kind).recipients_email)}: {phases}"
     if spec.entity_metadata.schedule.cron_schedule.schedule:
         yield "schedule", f"{spec.entity_metadata.schedule.cron_schedule.schedule} (UTC), once activated"
 

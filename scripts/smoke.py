@@ -66,6 +66,9 @@ def small_inputs(seed: int) -> Dict[str, Dict[str, Any]]:
         "workflows.inference.inference_timing_wf": {
             "options": TimingOptions(dataset="digits", device_batch_sizes="8", repeats=1, seconds=0.05)
         },
+        # a folder of the pod, which goes with it: that a place can be written to is not looked at
+        "workflows.promote.promote_wf": {"place": "/var/tmp/promoted", "hp": mnist},
+        "workflows.promote.roll_back_wf": {"place": "/var/tmp/promoted"},
         "workflows.keras_mirrored.keras_mirrored_wf": {"hp": MirroredHyperparameters(epochs=1)},
         "workflows.hardware.hardware_wf": {},
         "workflows.sweep.sweep_wf": {

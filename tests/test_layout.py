@@ -17,7 +17,20 @@ GROUND = (
     "storage",
     "user_code",
 )
-FEATURES = ("__main__", "autoencoder", "export", "hardware", "inference", "keras", "loading", "new", "sweep", "timing")
+FEATURES = (
+    "__main__",
+    "autoencoder",
+    "export",
+    "hardware",
+    "inference",
+    "keras",
+    "loading",
+    "new",
+    "promote",
+    "sweep",
+    "timing",
+    "watch",
+)
 
 
 def _modules() -> dict[str, Path]:

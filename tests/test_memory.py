@@ -16,6 +16,7 @@ from flyte_ddp.data.image_settings import ImageSettings
 from flyte_ddp.export.settings import ClassifierExport
 from flyte_ddp.inference.shards import InferenceOptions
 from flyte_ddp.loading.times import LoadingSettings
+from flyte_ddp.promote.job import PromotionOptions
 from flyte_ddp.recipes.hyperparameters import (
     CIFAR10Hyperparameters,
     FashionMNISTHyperparameters,
@@ -133,6 +134,17 @@ def test_timing(run, digits):
     options = TimingOptions(dataset="digits", device_batch_sizes="8", repeats=1, seconds=0.05)
     run("timing.task.check_timing", options=options)
     run("timing.task.time_inference", data=digits, options=options)
+
+
+def test_promote(run, digits, tmp_path):
+    place, no_model = str(tmp_path / "models"), literal(None, Optional[PythonPickledFile])
+    run("promote.task.check_promotion", place=place, model_state=no_model, hp=HP, options=OPTIONS)
+    given = {"model_state": no_model, "hp": HP, "name": "digits", "data": digits, "options": OPTIONS}
+    run("promote.candidate", **given)
+    model = run("mnist.pytorch_mnist_task", hp=HP, data=digits, options=OPTIONS)["model_state"]
+    given = {"model_state": model, "data": digits, "hp": HP, "place": place, "options": PromotionOptions()}
+    run("promote.task.promote_images", **given)
+    run("promote.task.roll_back", place=place, name="")
 
 
 def test_sweep(run, digits):

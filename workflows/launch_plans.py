@@ -3,28 +3,43 @@
 from flytekit import CronSchedule, LaunchPlan
 
 from flyte_ddp.recipes.hyperparameters import CIFAR10Hyperparameters, FashionMNISTHyperparameters, Hyperparameters
+from flyte_ddp.tasks.notifications import notifications
+from flyte_ddp.tasks.resources import registration
 from workflows.cifar10 import cifar10_wf
 from workflows.fashion_mnist import fashion_mnist_wf
 from workflows.mnist import pytorch_training_wf
+from workflows.promote import promote_wf
 
-mnist = LaunchPlan.get_or_create(pytorch_training_wf, "mnist", {"hp": Hyperparameters(dataset="mnist")})
-
-fashion_mnist = LaunchPlan.get_or_create(
-    fashion_mnist_wf, "fashion_mnist", {"hp": FashionMNISTHyperparameters(dataset="fashion_mnist")}
+mnist = LaunchPlan.get_or_create(
+    pytorch_training_wf, "mnist", {"hp": Hyperparameters(dataset="mnist")}, notifications=notifications()
 )
 
-cifar10 = LaunchPlan.get_or_create(cifar10_wf, "cifar10", {"hp": CIFAR10Hyperparameters(dataset="cifar10")})
+fashion_mnist = LaunchPlan.get_or_create(
+    fashion_mnist_wf,
+    "fashion_mnist",
+    {"hp": FashionMNISTHyperparameters(dataset="fashion_mnist")},
+    notifications=notifications(),
+)
+
+cifar10 = LaunchPlan.get_or_create(
+    cifar10_wf, "cifar10", {"hp": CIFAR10Hyperparameters(dataset="cifar10")}, notifications=notifications()
+)
 
 # Seconds long, and the data are in the image: shows that a cluster can run it at all
 digits_smoke = LaunchPlan.get_or_create(
-    pytorch_training_wf, "digits_smoke", {"hp": Hyperparameters(dataset="digits", epochs=5)}
+    pytorch_training_wf,
+    "digits_smoke",
+    {"hp": Hyperparameters(dataset="digits", epochs=5)},
+    notifications=notifications(),
 )
 
 # Flyte runs it from when it is activated: flytectl update launchplan nightly --version VERSION --activate
+# Where DDP_PROMOTE_TO was set when registering, the model is promoted there if it is better than the one before
 nightly = LaunchPlan.get_or_create(
-    pytorch_training_wf,
+    promote_wf if registration().promote_to else pytorch_training_wf,
     "nightly",
     {"hp": Hyperparameters(dataset="mnist")},
     schedule=CronSchedule(schedule="0 3 * * *"),  # UTC
+    notifications=notifications(),
     overwrite_cache=True,
 )

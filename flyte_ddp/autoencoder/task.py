@@ -35,6 +35,7 @@ from flyte_ddp.tasks.outputs import output_file, output_page
 from flyte_ddp.tasks.prepare import resolve_name
 from flyte_ddp.tasks.resources import check_gpus, small_resources
 from flyte_ddp.tasks.versions import CodeVersion, check_registered_code
+from flyte_ddp.tasks.webhook import telling_webhook
 
 WORKER = "flyte_ddp.autoencoder.rank:run"  # a name, because importing it would import torch
 AUTOENCODER_SOURCES = (
@@ -141,6 +142,7 @@ def choose_logger(wish: str) -> str:
 
 
 @flyte_retries()
+@telling_webhook()
 def train_autoencoder(
     hp: AutoencoderHyperparameters, data: FlyteDirectory, options: AutoencoderOptions
 ) -> AutoencoderOutputs:

@@ -26,6 +26,7 @@ from flyte_ddp.tasks.observing import all_of
 from flyte_ddp.tasks.outputs import output_file, output_page
 from flyte_ddp.tasks.resources import check_gpus
 from flyte_ddp.tasks.versions import CodeVersion
+from flyte_ddp.tasks.webhook import telling_webhook
 
 WORKER = f"{mirrored.__name__}:run"  # imported here, so that Flyte ships it; TensorFlow is not
 KERAS_CODE = CodeVersion(("flyte_ddp/keras/rank.py", "flyte_ddp/keras/checkpoint.py"), ("tensorflow", "keras"))
@@ -72,6 +73,7 @@ class MirroredOutputs(NamedTuple):
     report: FlyteFile["html"]  # noqa: F821
 
 
+@telling_webhook()
 def train_mirrored(hp: MirroredHyperparameters) -> MirroredOutputs:
     """Trains the network on scikit-learn's breast-cancer data in processes of their own."""
     started = time.time()

@@ -19,6 +19,7 @@ from flyte_ddp.tasks.elastic import failure_of_node
 from flyte_ddp.tasks.execution import told
 from flyte_ddp.tasks.logs import place_of_logs
 from flyte_ddp.tasks.resources import registered_environment, registration
+from flyte_ddp.tasks.webhook import telling_webhook
 
 
 class Nodes(Elastic):
@@ -26,6 +27,7 @@ class Nodes(Elastic):
 
 
 class NodesTask(PytorchElasticFunctionTask):
+    @telling_webhook()
     def execute(self, **inputs: Any) -> Any:
         try:
             return super().execute(**inputs)

@@ -4,7 +4,7 @@ import hashlib
 import os
 import secrets
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Callable, Iterator, List
 
@@ -12,6 +12,7 @@ from flytekit import Deck, current_context
 
 from flyte_ddp.report.background import Background, one_line
 from flyte_ddp.report.console import open_console, say
+from flyte_ddp.report.progress import Progress
 from flyte_ddp.report.record import Record, RunFailed, RunFinished, Setting
 from flyte_ddp.report.report import Report
 from flyte_ddp.report.tracking import open_tracker
@@ -30,7 +31,10 @@ class Observers:
         self._console = open_console()
         self._tracker = open_tracker(setting, self._on_url)
         self._report = Background("the report", lambda: self._open_report(setting, report_path), REPORT_SECONDS)
-        self._listening: List[Callable[[Any], None]] = [self.record, self._console, self._report, *others]
+        self._progress = Progress(setting)
+        self._listening: List[Callable[[Any], None]] = [
+            self.record, self._console, self._report, self._progress, *others,
+        ]  # fmt: skip
         if self._tracker:
             self._listening.append(self._tracker)
 
@@ -46,6 +50,9 @@ class Observers:
         """Tells how it ended; all observers have finished, or been given up, when this returns."""
         self._console.close()
         self.record(event)
+        if self._progress in self._listening:
+            with suppress(OSError):  # a full disk
+                self._progress(event)
         closing = threading.Thread(target=self._close_tracker, args=(event,), daemon=True)
         closing.start()
         if self.record.setting.options.tracking in ("auto", "online") and not self.tracking_url:

@@ -24,6 +24,14 @@ from flyte_ddp.data.download import MIRROR_VARIABLE, mirror_from_environment
 from flyte_ddp.errors import InputError, RecoverableError
 from flyte_ddp.launch.environment import DEFAULT_CPU_RANKS
 from flyte_ddp.settings import Settings, read_json, setting
+from flyte_ddp.tasks.addresses import (
+    CONSOLE_VARIABLE,
+    WEBHOOK_SECRET_VARIABLE,
+    WEBHOOK_VARIABLE,
+    check_notify,
+    check_place,
+    check_urls,
+)
 from flyte_ddp.tasks.execution import flyte_retries
 from flyte_ddp.tasks.versions import CODE_VARIABLE, CodeVersion
 
@@ -61,6 +69,14 @@ class Registration(Settings):
         nproc_per_node: ranks per node there; 0 is one per GPU, or two under profile sandbox.
         join_minutes: that the first nodes wait there for the last: one has the image, another has yet to be made.
         concurrency: shards of workflows/inference.py that are predicted at a time; 0 leaves it to the cluster.
+        promote_to: where workflows/promote.py promotes models to, and that the launch plan nightly does so: a URL of
+            Flyte's storage, or the path of a folder that all pods have.
+        notify: whom Flyte tells how an execution of a launch plan has ended, as slack:ADDRESS or email:ADDRESS, or more
+            addresses with commas between them.
+        notify_phases: at which ends.
+        webhook: URL that is told of a failed training; everybody who sees the tasks in Flyte sees it.
+        webhook_secret: GROUP/KEY of the Flyte secret with that URL, where it is one.
+        console: URL of Flyte's console, for the link that the webhook is given.
         env: variables of the user's for all pods, by name. Everybody who sees the tasks in Flyte sees them.
     """
 
@@ -83,6 +99,12 @@ class Registration(Settings):
     nproc_per_node: int = setting(0, minimum=0, maximum=64)
     join_minutes: int = setting(15, minimum=1, maximum=1440)
     concurrency: int = setting(0, minimum=0)
+    promote_to: str = setting("")
+    notify: str = setting("")
+    notify_phases: str = setting("failed,timed_out,aborted")
+    webhook: str = setting("")
+    webhook_secret: str = setting("")
+    console: str = setting("")
     env: dict = setting({})  # noqa: RUF009 copied
 
     def __post_init__(self) -> None:
@@ -93,7 +115,11 @@ class Registration(Settings):
                 f"{self.accelerator} ({TOO_OLD[self.accelerator]}): name another one, or build an image with an older "
                 "torch"
             )
-        ours = {MIRROR_VARIABLE, CODE_VARIABLE, GPUS_VARIABLE, *map(variable_of, dataclasses.fields(self))}
+        check_place(self.promote_to)
+        check_notify(self.notify, self.notify_phases)
+        check_urls(self.webhook, self.webhook_secret, self.console)
+        ours = {MIRROR_VARIABLE, CODE_VARIABLE, GPUS_VARIABLE, WEBHOOK_SECRET_VARIABLE}
+        ours |= {*map(variable_of, dataclasses.fields(self))}
         for name, value in self.env.items():
             if not (re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name) and isinstance(value, str)):
                 raise InputError(
@@ -223,14 +249,19 @@ def resize(task: PythonTask, gpus: int) -> Dict[str, Any]:
 def training_resources(code: Optional[CodeVersion] = None) -> Dict[str, Any]:
     """Arguments of @task for training, with the code that decides its result where that is cached."""
     asked = registration()
+    told = {WEBHOOK_VARIABLE: asked.webhook, CONSOLE_VARIABLE: asked.console}
+    secrets = {"WANDB_API_KEY": asked.wandb_secret, WEBHOOK_SECRET_VARIABLE: asked.webhook_secret}
     return {
         "container_image": IMAGE,
         **training_sizes(asked.training_gpus),
         "accelerator": ACCELERATORS.get(asked.accelerator),
         "interruptible": asked.interruptible or None,  # None leaves it to the cluster
         "timeout": timedelta(seconds=asked.attempt_seconds),
-        "secret_requests": [_wandb_secret(asked.wandb_secret)] if asked.wandb_secret else None,
-        "environment": training_environment(asked.training_gpus, code),
+        "secret_requests": [_secret(name, variable) for variable, name in secrets.items() if name] or None,
+        "environment": {
+            **training_environment(asked.training_gpus, code),
+            **{name: value for name, value in told.items() if value},
+        },
     }
 
 
@@ -275,8 +306,10 @@ def _parsed(text: str) -> Any:
         return text
 
 
-def _wandb_secret(name: str) -> Secret:
+def _secret(name: str, variable: str) -> Secret:
+    """The Flyte secret named GROUP/KEY as an environment variable."""
     group, separator, key = name.partition("/")
     if not (group and separator and key):
-        raise InputError(f"environment variable DDP_WANDB_SECRET must be GROUP/KEY, got {json.dumps(name)}")
-    return Secret(group=group, key=key, mount_requirement=Secret.MountType.ENV_VAR, env_var="WANDB_API_KEY")
+        registered = "DDP_WANDB_SECRET" if variable == "WANDB_API_KEY" else "DDP_WEBHOOK_SECRET"
+        raise InputError(f"environment variable {registered} must be GROUP/KEY, got {json.dumps(name)}")
+    return Secret(group=group, key=key, mount_requirement=Secret.MountType.ENV_VAR, env_var=variable)

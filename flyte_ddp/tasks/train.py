@@ -27,6 +27,7 @@ from flyte_ddp.tasks.observing import attempt, observing, tracking_id
 from flyte_ddp.tasks.outputs import output_file
 from flyte_ddp.tasks.resources import check_gpus, training_resources
 from flyte_ddp.tasks.versions import TRAINING_SOURCES, CodeVersion, check_registered_code
+from flyte_ddp.tasks.webhook import telling_webhook
 
 WORKER = "flyte_ddp.engine.worker:run"  # a name, because importing it would import torch
 TRAINING_CODE = CodeVersion(TRAINING_SOURCES, ("torch",))
@@ -170,6 +171,7 @@ def spawn(world: World, options: RunOptions, roots: Sequence[str] = ()) -> Start
     return start
 
 
+@telling_webhook()
 def train_by(start: Start, world: World, fetch: Callable[[], Subject], options: RunOptions) -> Trained:
     """All that surrounds the ranks of a run, which start(job, on_event) runs; it returns their results by rank.
 

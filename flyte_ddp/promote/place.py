@@ -1,0 +1,246 @@
+"""Where promoted models are kept: a folder, or a URL of Flyte's storage.
+
+PLACE/current.json                 the version that is promoted, and every promotion so far, the oldest first
+PLACE/versions/NAME/model.pt       its weights
+PLACE/versions/NAME/version.json   what they are and how they were measured; written last: what lacks it is unfinished
+
+A reader who takes current.json, and then what it names, has one whole model at any moment.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, Dict, Iterator, List, Tuple
+
+import click
+from flytekit import FlyteContextManager
+from flytekit.core.data_persistence import FileAccessProvider
+
+from flyte_ddp.errors import InputError, RecoverableError, ReportedError
+from flyte_ddp.storage import synced_file, temporary_beside, write_whole
+
+FORMAT = 1
+PROMOTED, ROLLED_BACK = "promoted", "rolled back"
+
+
+@dataclass(frozen=True)
+class Event:
+    """A change of the promoted version: its name, when (UTC), and whether it was promoted or rolled back to."""
+
+    name: str
+    time: str
+    how: str
+
+
+@dataclass(frozen=True)
+class Pointer:
+    """What current.json says; version is empty where nothing has been promoted yet."""
+
+    version: str = ""
+    history: Tuple[Event, ...] = ()
+
+    def to(self, version: str, how: str) -> "Pointer":
+        return Pointer(version, (*self.history, Event(version, now(), how)))
+
+
+class Place:
+    """A place of promoted models.
+
+    In a folder, those who promote at the same time take turns. A storage has no such turns: see point.
+    """
+
+    def __init__(self, root: str):
+        """Raises InputError for what is neither an absolute path nor a URL."""
+        self.root = root.removeprefix("file://").rstrip("/")
+        self._in_storage = FileAccessProvider.is_remote(self.root)
+        if not self._in_storage and not os.path.isabs(self.root):
+            raise InputError(f"place must be an absolute path or a URL of Flyte's storage (s3://…), got {root!r}")
+        self._files = FlyteContextManager.current_context().file_access.get_filesystem_for_path(self.root)
+
+    def read(self) -> Pointer:
+        """Raises ReportedError where current.json is damaged, or missing although there are versions."""
+        try:
+            return self._parsed(self._read("current.json"))
+        except FileNotFoundError:
+            if not self.versions():
+                return Pointer()
+            problem = "is missing"
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            problem = f"is damaged ({type(error).__name__}: {error})"
+        names = ", ".join(self.versions()) or "none"
+        raise ReportedError(f"{self.root}/current.json {problem}: put it back, or roll back to a version: {names}")
+
+    def versions(self) -> List[str]:
+        """Names of all whole versions, the oldest first."""
+        with self._reaching():
+            self._files.invalidate_cache()
+            found = self._files.glob(f"{self.root}/versions/*/version.json")
+        return sorted(str(path).split("/")[-2] for path in found)
+
+    def facts(self, version: str) -> Dict[str, Any]:
+        """What version.json says; raises ReportedError where there is none that can be read."""
+        try:
+            facts: Dict[str, Any] = json.loads(self._read(f"versions/{version}/version.json"))
+            check_format(facts["format"])
+            return {"sha256": facts["sha256"], **facts}
+        except FileNotFoundError:
+            raise self._damaged(version, "has no version.json") from None
+        except (ValueError, KeyError, TypeError) as error:
+            raise self._damaged(version, f"has no version.json that can be read ({error})") from None
+
+    def fetch(self, version: str, into: Path) -> Dict[str, Any]:
+        """Brings a version's weights to a file, and returns its facts; ReportedError where they are not as written."""
+        facts, digest = self.facts(version), hashlib.sha256()
+        try:
+            with (
+                self._reaching(reading=True),
+                self._files.open(f"{self.root}/versions/{version}/model.pt", "rb") as source,
+                open(into, "wb") as copy,
+            ):
+                while piece := source.read(2**20):
+                    copy.write(piece)
+                    digest.update(piece)
+        except FileNotFoundError:
+            raise self._damaged(version, "has no model.pt") from None
+        if digest.hexdigest() != facts["sha256"]:
+            raise self._damaged(version, "has another model.pt than was promoted")
+        return facts
+
+    def add(self, version: str, model: Path, facts: Dict[str, Any]) -> None:
+        """Writes a version whole, without promoting it."""
+        self._begin()
+        told = {"format": FORMAT, "name": version, **facts}
+        with self._reaching():
+            self._copy(model, f"versions/{version}/model.pt")
+        self._write(f"versions/{version}/version.json", told)
+
+    def point(self, seen: Pointer, version: str, how: str) -> bool:
+        """Makes a version the promoted one, at one moment; False, and no change, where somebody has changed seen.
+
+        In a folder that is exact. In a storage, of two who change it between each other's last look and write, the
+        later stays and the earlier is lost from the history; its version stays.
+        """
+        with self._turn():
+            if self.read() != seen:
+                return False
+            self._write("current.json", _as_json(seen.to(version, how)))
+            return True
+
+    def roll_back(self, version: str) -> Pointer:
+        """Promotes an earlier version again; mends a current.json that is damaged or missing."""
+        if version not in self.versions():
+            raise InputError(f"name must be one of {', '.join(self.versions()) or 'none yet'}, got {version!r}")
+        self.fetch(version, Path(os.devnull))  # for what it finds out
+        with self._turn():
+            try:
+                before = self.read()
+            except RecoverableError:
+                raise
+            except ReportedError:
+                before = Pointer()
+            after = before.to(version, ROLLED_BACK)
+            self._write("current.json", _as_json(after))
+        return after
+
+    def _begin(self) -> None:
+        """An empty current.json before the first version, by which a lost one can be told from none."""
+        with self._turn():
+            try:
+                self._read("current.json")
+            except FileNotFoundError:
+                self._write("current.json", _as_json(Pointer()), exclusive=True)
+
+    def _parsed(self, content: bytes) -> Pointer:
+        told = json.loads(content)
+        check_format(told["format"])
+        history = tuple(Event(**event) for event in told["history"])
+        if told["version"] != (history[-1].name if history else ""):
+            raise ValueError("its version is not the last one of its history")
+        return Pointer(told["version"], history)
+
+    def _damaged(self, version: str, problem: str) -> ReportedError:
+        others = ", ".join(name for name in self.versions() if name != version) or "none"
+        return ReportedError(
+            f"version {version} in {self.root} {problem}: put it back, or roll back to another: {others}"
+        )
+
+    def _read(self, path: str) -> bytes:
+        with self._reaching(reading=True):
+            content: bytes = self._files.cat_file(f"{self.root}/{path}")
+            return content
+
+    def _write(self, path: str, content: Dict[str, Any], exclusive: bool = False) -> None:
+        text = json.dumps(content, indent=2).encode()
+        with self._reaching(), suppress(FileExistsError):
+            if self._in_storage:  # one put, which is there as a whole or not at all
+                self._files.pipe_file(f"{self.root}/{path}", text, mode="create" if exclusive else "overwrite")
+            else:
+                write_whole(self._local(path), text)
+
+    def _copy(self, model: Path, path: str) -> None:
+        if self._in_storage:
+            self._files.put_file(str(model), f"{self.root}/{path}")
+            return
+        final = self._local(path)
+        beside = temporary_beside(final)
+        with open(model, "rb") as source, synced_file(beside) as copy:
+            shutil.copyfileobj(source, copy)
+        os.replace(beside, final)
+
+    def _local(self, path: str) -> Path:
+        final = Path(self.root, path)
+        final.parent.mkdir(parents=True, exist_ok=True)
+        return final
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Nobody else changes the pointer of a folder meanwhile."""
+        if self._in_storage:
+            yield
+            return
+        with self._reaching():
+            lock = open(self._local(".lock"), "w")  # noqa: SIM115 closed below
+        with lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+    @contextmanager
+    def _reaching(self, reading: bool = False) -> Iterator[None]:
+        """One error for whatever a storage or a disk raises; a reader is told that there is no such file."""
+        try:
+            yield
+        except click.ClickException:
+            raise
+        except FileNotFoundError as error:
+            if reading:
+                raise
+            raise InputError(f"place {self.root} must be where one can write: {error}") from None
+        except PermissionError as error:
+            raise InputError(f"place {self.root} must be readable and writable here: {error}") from None
+        except Exception as error:  # each storage has its own
+            raise RecoverableError(f"place {self.root} cannot be used: {type(error).__name__}: {error}") from None
+
+
+def _as_json(pointer: Pointer) -> Dict[str, Any]:
+    history = [asdict(event) for event in pointer.history]
+    return {"format": FORMAT, "version": pointer.version, "history": history}
+
+
+def check_format(number: int) -> None:
+    if number > FORMAT:
+        raise ValueError(f"format {number} is newer than this program, which knows {FORMAT}")
+
+
+def now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+def version_name(digest: str) -> str:
+    """By time, and by content: 20261122-030412-1f2e3d4c."""
+    return f"{datetime.now(timezone.utc):%Y%m%d-%H%M%S}-{digest[:8]}"

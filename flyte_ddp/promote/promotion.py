@@ -1,0 +1,169 @@
+"""The candidate is measured beside the promoted model, and takes its place if it is better; for any recipe:
+
+@task(**promotion_arguments())  # of flyte_ddp.promote.task
+def promote_model(model_state: PythonPickledFile, settings: Settings, place: str) -> PromotionOutputs:
+    with flyte_retries():
+        subject = training.subject(settings, None)
+        return promote(subject, Path(model_state.download()), Place(place), PromotionOptions(better="higher"))
+"""
+
+import dataclasses
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Dict, List, NamedTuple, Optional, Tuple
+
+from flytekit import current_context
+from flytekit.types.file import FlyteFile, PythonPickledFile
+
+from flyte_ddp.code_version import library_version
+from flyte_ddp.engine.job import Subject, job_of
+from flyte_ddp.errors import InputError, ReportedError
+from flyte_ddp.launch import launcher
+from flyte_ddp.launch.environment import choose_world
+from flyte_ddp.promote.job import Comparison, Measured, PromotionOptions, Verdict, judge
+from flyte_ddp.promote.page import in_short, promotion_page
+from flyte_ddp.promote.place import PROMOTED, Place, now, version_name
+from flyte_ddp.report.console import Console, say
+from flyte_ddp.settings import RunOptions, TrainingSettings
+from flyte_ddp.tasks.execution import is_local, run_dir
+from flyte_ddp.tasks.outputs import output_file, output_page
+
+MEASURE = "flyte_ddp.promote.rank:measure"  # a name, because importing it would import torch
+
+
+@dataclass(frozen=True)
+class PromotionSummary:
+    """What came of it, in figures.
+
+    Attributes:
+        place: where models are promoted to.
+        version: the one that is promoted now, in the folder versions of the place.
+        promoted: whether that is the candidate.
+        measure: that decided, on the test split.
+        candidate: its value for the candidate.
+        current: the same for the model that was promoted before; None where there was none.
+        margin: by more than which the candidate had to be better.
+        samples: of the test split.
+    """
+
+    place: str
+    version: str
+    promoted: bool
+    measure: str
+    candidate: float
+    current: Optional[float]
+    margin: float
+    samples: int
+
+
+class PromotionOutputs(NamedTuple):
+    """What a promotion gives back.
+
+    Attributes:
+        promoted: whether the candidate is the promoted model now.
+        model_state: the weights that are promoted now, the candidate's or still the former ones.
+        summary: the figures.
+        report: a page to look at, in one file.
+    """
+
+    promoted: bool
+    model_state: PythonPickledFile
+    summary: PromotionSummary
+    report: FlyteFile["html"]  # noqa: F821
+
+
+def promote(subject: Subject, model: Path, place: Place, options: PromotionOptions) -> PromotionOutputs:
+    """subject: as RecipeTraining.subject(settings, data) gives it; model: the weights of such a training.
+
+    Somebody else's promotion meanwhile is no error: the candidate is then measured beside theirs. See
+    launcher.launch, Place and judge for what it raises.
+    """
+    digest = hashlib.sha256(model.read_bytes()).hexdigest()
+    with run_dir(f"{subject.dataset}-promotion") as folder:
+        run = folder.name if is_local() else str(current_context().execution_id)
+        while True:
+            pointer = place.read()
+            before = place.facts(pointer.version) if pointer.version else {}
+            done = (before.get("run"), before.get("sha256")) == (run, digest)  # by the attempt before this one
+            against = before["against"] if done else pointer.version
+            models = compare(subject, model, place, against, folder / "before.pt", options)
+            verdict = judge(models[0][1], models[1][1] if against else None, options)
+            if done or not verdict.is_better:
+                break
+            version = version_name(digest)
+            place.add(version, model, {"sha256": digest, "run": run, **facts_of(subject, verdict, against)})
+            if place.point(pointer, version, PROMOTED):
+                pointer, done = place.read(), True
+                break
+            say(f"{place.root} has changed meanwhile: comparing with what is promoted now")
+        promoted = model if done else folder / "before.pt"
+        summary = PromotionSummary(
+            place.root, pointer.version, done, verdict.measure, verdict.candidate, verdict.current, verdict.margin,
+            models[0][1].samples,
+        )  # fmt: skip
+        facts = [("Place", place.root), ("Version", pointer.version), ("Data", subject.dataset)]
+        fragment = promotion_page(f"Promotion on {subject.dataset}", verdict, models, pointer, facts)
+        report = output_page(folder, "Promotion", fragment)
+        say(f"{place.root}: {in_short(verdict, models[0][1].shares)}")
+        return PromotionOutputs(done, output_file(promoted, PythonPickledFile), summary, report)
+
+
+def compare(
+    subject: Subject, model: Path, place: Place, against: str, former: Path, options: PromotionOptions
+) -> List[Tuple[str, Measured]]:
+    """The candidate, and the version that it is up against, if any, whose weights are brought to the file former."""
+    names, jobs = ["Candidate"], [job_of(subject, RunOptions(), model_path=str(model))]
+    if against:
+        settings = settings_of(subject, place, against, place.fetch(against, former))
+        identity = dataclasses.replace(subject.identity, settings=settings)
+        other = dataclasses.replace(subject, identity=identity)
+        names, jobs = [*names, against], [*jobs, job_of(other, RunOptions(), model_path=str(former))]
+    world, roots = choose_world("auto", 1, 1), [subject.root] if subject.root else []
+    (found,) = launcher.launch(MEASURE, world, Comparison(jobs), options.timeout_seconds, Console(), roots=roots)
+    if found[0].fault:
+        raise InputError(f"model_state: the file {model} {found[0].fault}: give the weights of such a training")
+    if against and found[1].fault:
+        raise ReportedError(f"version {against} in {place.root}: its file {found[1].fault}: name another place")
+    return list(zip(names, found, strict=True))
+
+
+def settings_of(subject: Subject, place: Place, version: str, facts: Dict[str, Any]) -> TrainingSettings:
+    """That a version was trained with; InputError where it is a model of something else."""
+    mine = facts_of_data(subject)
+    theirs = {name: facts.get(name) for name in mine}
+    if mine != theirs:
+        name = next(name for name in mine if mine[name] != theirs[name])
+        raise InputError(
+            f"{place.root} holds a model whose {name} is {theirs[name]}, got one with {mine[name]}: name another place"
+        )
+    try:
+        settings: TrainingSettings = type(subject.identity.settings).from_dict(facts["settings"])
+        return settings
+    except (InputError, KeyError) as error:
+        raise ReportedError(f"version {version} in {place.root} has other settings than this code: {error}") from None
+
+
+def facts_of(subject: Subject, verdict: Verdict, against: str) -> Dict[str, Any]:
+    """What version.json says of a model beside its hash."""
+    return {
+        "time": now(),
+        **facts_of_data(subject),
+        "settings": dataclasses.asdict(subject.identity.settings),
+        "dataset": subject.dataset,
+        "data_digest": subject.identity.data_digest,
+        "library": library_version(),
+        "measure": verdict.measure,
+        "score": verdict.candidate,
+        "against": against,
+        "score_of_against": verdict.current,
+        "margin": verdict.margin,
+    }
+
+
+def facts_of_data(subject: Subject) -> Dict[str, Any]:
+    """What all models of a place have in common, as JSON has it."""
+    facts: Dict[str, Any] = {"recipe": subject.identity.recipe}
+    if about := subject.description:
+        facts |= {"data": about.name, "classes": list(about.classes), "image_shape": list(about.image_shape)}
+    return facts

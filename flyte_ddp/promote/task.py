@@ -1,0 +1,105 @@
+"""Promotion, and the way back, as Flyte tasks."""
+
+from pathlib import Path
+from typing import Any, Dict, NamedTuple, Optional
+
+from flytekit import task
+from flytekit.types.file import FlyteFile, PythonPickledFile
+
+from flyte_ddp.errors import InputError
+from flyte_ddp.launch.environment import choose_world, visible_gpus
+from flyte_ddp.promote.job import PromotionOptions
+from flyte_ddp.promote.page import history
+from flyte_ddp.promote.place import Place
+from flyte_ddp.promote.promotion import PromotionOutputs, promote
+from flyte_ddp.recipes.hyperparameters import Hyperparameters
+from flyte_ddp.report.article import article
+from flyte_ddp.report.console import say
+from flyte_ddp.settings import RunOptions
+from flyte_ddp.tasks.execution import flyte_retries, is_local, run_dir, runs_dir
+from flyte_ddp.tasks.outputs import output_page
+from flyte_ddp.tasks.prepare import PreparedDataset, resolve_name
+from flyte_ddp.tasks.resources import (
+    check_gpus,
+    registration,
+    small_resources,
+    training_environment,
+    training_resources,
+    training_sizes,
+)
+from flyte_ddp.tasks.train import image_subject
+
+
+class PromotionTarget(NamedTuple):
+    """The name of the dataset, and where to promote to."""
+
+    dataset: str
+    place: str
+
+
+class RollBackOutputs(NamedTuple):
+    """The version that is promoted now, empty if none, and a page with the history."""
+
+    version: str
+    report: FlyteFile["html"]  # noqa: F821
+
+
+def promotion_arguments() -> Dict[str, Any]:
+    """Arguments of a @task that promotes: as for training, but with one GPU at most, and never cached."""
+    gpus = min(1, registration().training_gpus)
+    return {
+        **training_resources(),
+        **training_sizes(gpus),
+        "environment": training_environment(gpus),
+        "secret_requests": None,
+        "retries": 2,
+        "enable_deck": True,
+        "deck_fields": (),
+    }
+
+
+@task(**small_resources())
+def check_promotion(
+    place: str, model_state: Optional[PythonPickledFile], hp: Hyperparameters, options: RunOptions
+) -> PromotionTarget:
+    """Refuses what can be seen before anything is downloaded or trained."""
+    if model_state is not None and is_local() and not Path(model_state.path).is_file():
+        raise InputError(f"model_state must be a file, and {model_state.path} is none: give the one of a training")
+    target = resolve_place(place)
+    with flyte_retries():
+        Place(target).read()
+    if is_local() and model_state is None:
+        choose_world(hp.backend, options.nproc, hp.batch_size)
+    return PromotionTarget(resolve_name(hp.dataset), target)
+
+
+def resolve_place(place: str) -> str:
+    """As Place takes it: a local run has a place of its own, and relative paths."""
+    if not is_local():
+        if not place:
+            raise InputError("place must be a URL of Flyte's storage, such as s3://bucket/mnist, got none: name it")
+        return place
+    return place if "://" in place else str(Path(place or runs_dir().with_name("promoted")).expanduser().absolute())
+
+
+@task(**promotion_arguments())
+def promote_images(
+    model_state: PythonPickledFile, data: PreparedDataset, hp: Hyperparameters, place: str, options: PromotionOptions
+) -> PromotionOutputs:
+    """Promotes the weights of hp.model, if they are better than those that are promoted at the place."""
+    with flyte_retries():
+        check_gpus(visible_gpus())
+        subject = image_subject(hp, Path(data.download()))
+        return promote(subject, Path(model_state.download()), Place(place), options)
+
+
+@task(enable_deck=True, deck_fields=(), **small_resources())
+def roll_back(place: str, name: str) -> RollBackOutputs:
+    """Promotes an earlier version again; without a name it shows what there is, and changes nothing."""
+    with flyte_retries(), run_dir("roll-back") as folder:
+        models = Place(resolve_place(place))
+        pointer = models.roll_back(name) if name else models.read()
+        told = f"Promoted: {pointer.version or 'nothing yet'}"
+        report = output_page(folder, f"Models in {models.root}", article(models.root, told, [history(pointer)]))
+    say(f"{told}\nVersions: {', '.join(models.versions()) or 'none'}")
+    return RollBackOutputs(pointer.version, report)

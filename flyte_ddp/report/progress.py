@@ -1,0 +1,104 @@
+"""A training's progress as JSON lines, for other programs: docs/progress.md says what may be relied on."""
+
+import dataclasses
+import json
+import math
+import time
+from datetime import datetime, timezone
+from typing import Any, Dict, Optional, Type
+
+from flyte_ddp.events import (
+    CheckpointFailed,
+    CheckpointRefused,
+    CheckpointWritten,
+    EpochFinished,
+    NotLearning,
+    Printed,
+    RunStarted,
+    StepLogged,
+)
+from flyte_ddp.report.record import RunFailed, RunFinished, Setting
+
+FORMAT = 1
+FILE = "progress.jsonl"
+EVENTS: Dict[str, Type[Any]] = {
+    "started": RunStarted,
+    "step": StepLogged,
+    "epoch": EpochFinished,
+    "checkpoint": CheckpointWritten,
+    "warning": NotLearning,
+    "checkpoint_failed": CheckpointFailed,
+    "started_afresh": CheckpointRefused,
+    "printed": Printed,
+}
+# Too long for a line, or of this machine alone; with what a reader has in their stead
+LEFT_OUT: Dict[str, Any] = {"layers": [], "gradient_norms": {}, "path": ""}
+MOST_STEPS = 1000  # written one by one; from then on a step is, for each further thousandth of the run so far
+
+
+class Progress:
+    """Appends a line for each event of a run; on a cluster the file goes to Flyte's storage with the other logs."""
+
+    def __init__(self, setting: Setting):
+        self._path, self._run = setting.logs / FILE, {"run": setting.name, "attempt": setting.attempt}
+        self._started: Optional[RunStarted] = None
+        self._since = self._last = time.monotonic()
+        self._steps = 0
+
+    def __call__(self, event: Any) -> None:
+        if isinstance(event, RunStarted):
+            self._started, self._since = event, time.monotonic()
+            self._write("started", {"format": FORMAT, **self._run, **fields_of(event)})
+        elif isinstance(event, StepLogged):
+            self._on_step(event)
+        elif isinstance(event, RunFinished):
+            self._write("finished", {"total_seconds": event.total_seconds, "test": event.results[0].epochs[-1].test})
+        elif isinstance(event, RunFailed):
+            self._write("failed", {"reason": event.reason})
+        else:
+            for name, kind in EVENTS.items():
+                if type(event) is kind:
+                    self._write(name, fields_of(event))
+
+    def _on_step(self, event: StepLogged) -> None:
+        assert self._started is not None  # it comes first
+        run, now = self._started, time.monotonic()
+        elapsed = now - self._since
+        if self._steps >= MOST_STEPS and now - self._last < elapsed / MOST_STEPS and event.step < run.steps_per_epoch:
+            return
+        self._steps, self._last = self._steps + 1, now
+        done = event.epoch * run.steps_per_epoch + event.step
+        here = done - (run.first_epoch * run.steps_per_epoch + run.first_step)
+        left = elapsed / here * (run.epochs * run.steps_per_epoch - done)
+        self._write("step", {**fields_of(event), "seconds_left": round(left, 1)})
+
+    def _write(self, name: str, fields: Dict[str, Any]) -> None:
+        now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
+        line = json.dumps(plain({"event": name, "time": now, **fields}), allow_nan=False, ensure_ascii=False)
+        with open(self._path, "a", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(line + "\n")
+
+
+def fields_of(event: Any) -> Dict[str, Any]:
+    return {name: value for name, value in dataclasses.asdict(event).items() if name not in LEFT_OUT}
+
+
+def plain(value: Any) -> Any:
+    """As JSON has it: NaN and infinity become null."""
+    if isinstance(value, dict):
+        return {name: plain(one) for name, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def event_of(line: Dict[str, Any]) -> Any:
+    """The event that a line was written of; None for finished, failed, and what a newer program may say beside."""
+    kind = EVENTS.get(line["event"])
+    if kind is None:
+        return None
+    given = {field.name: line.get(field.name, LEFT_OUT.get(field.name)) for field in dataclasses.fields(kind)}
+    for name in ("measures", "train", "test"):
+        if name in given:
+            given[name] = {measure: math.nan if one is None else one for measure, one in line[name].items()}
+    return kind(**given)

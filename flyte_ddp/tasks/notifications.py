@@ -1,0 +1,20 @@
+"""Who is told, by Flyte itself, how the executions of a launch plan ended."""
+
+from typing import Any, List
+
+from flytekit import Email, Slack
+from flytekit.models.core.execution import WorkflowExecutionPhase
+
+from flyte_ddp.tasks.resources import registration
+
+KINDS: Any = {"slack": Slack, "email": Email}
+
+
+def notifications() -> List[Any]:
+    """The argument of a LaunchPlan, as DDP_NOTIFY and DDP_NOTIFY_PHASES have it; empty without them."""
+    asked = registration()
+    if not asked.notify:
+        return []
+    kind, _, recipients = asked.notify.partition(":")
+    phases = [getattr(WorkflowExecutionPhase, name.upper()) for name in asked.notify_phases.split(",")]
+    return [KINDS[kind](phases=phases, recipients_email=recipients.split(","))]

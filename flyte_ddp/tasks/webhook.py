@@ -1,0 +1,112 @@
+"""Tells a webhook of a training that has failed: a POST of JSON, which can neither fail nor hold up a run."""
+
+import json
+import os
+import platform
+import re
+import threading
+from contextlib import contextmanager
+from datetime import datetime, timezone
+from typing import Any, Dict, Iterator
+from urllib.error import HTTPError
+from urllib.parse import urlsplit
+from urllib.request import HTTPRedirectHandler, Request, build_opener
+
+from flytekit import current_context
+from flytekit.exceptions.user import FlyteRecoverableException
+
+from flyte_ddp.errors import RecoverableError
+from flyte_ddp.report.background import one_line
+from flyte_ddp.report.console import say
+from flyte_ddp.tasks.addresses import CONSOLE_VARIABLE, WEBHOOK_SECRET_VARIABLE, WEBHOOK_VARIABLE
+from flyte_ddp.tasks.execution import TaskFailed, is_local
+from flyte_ddp.tasks.observing import attempt
+
+FORMAT = 1
+RANK_FAILED = re.compile(r"(?:rank (\d+)|all ranks) on ([^:]+): ([^:]+): (.*)")  # as failures.Failure says it
+POST_SECONDS = 8.0  # for all of it: the name's look-up, the connection, a server that drips its answer
+
+
+@contextmanager
+def telling_webhook() -> Iterator[None]:
+    """Tells it of an error that ends the block; not of Ctrl-C, nor of a pod that was told to stop."""
+    try:
+        yield
+    except Exception as error:
+        url = os.environ.get(WEBHOOK_SECRET_VARIABLE) or os.environ.get(WEBHOOK_VARIABLE)
+        # Of many nodes, the parent of a node's ranks does it, which knows the first of them to fail
+        if url and "TORCHELASTIC_RUN_ID" not in os.environ:
+            failure = failure_of(error)
+            if failure["cause"] != "SIGTERM":
+                tell(url, failure)
+        raise
+
+
+def tell(url: str, failure: Dict[str, Any]) -> None:
+    """Posts it, and waits no longer than POST_SECONDS; what went wrong is said without the URL, which may be secret."""
+    problems = ["no answer in time"]
+    thread = threading.Thread(target=post, args=(url, failure, problems), daemon=True)
+    thread.start()
+    thread.join(POST_SECONDS)
+    if problems:
+        say(f"Warning: the webhook was not told of the failure: {problems[-1]}")
+
+
+def post(url: str, content: Dict[str, Any], problems: "list[str]") -> None:
+    """Empties problems where the server has taken it."""
+    try:
+        if urlsplit(url).scheme not in ("http", "https"):
+            raise ValueError("it is no URL of a web server")
+        body = json.dumps(content).encode()
+        request = Request(url, body, {"Content-Type": "application/json", "User-Agent": "flyte-ddp"})
+        with build_opener(NoRedirects).open(request, timeout=POST_SECONDS):
+            problems.clear()
+    except HTTPError as error:
+        problems.append(f"its server answered {error.code}")
+    except Exception as error:  # of sockets, TLS and URLs, whose messages may have the URL in them
+        problems.append(type(error).__name__)
+
+
+class NoRedirects(HTTPRedirectHandler):
+    """A POST that is sent elsewhere becomes a GET without its content."""
+
+    def redirect_request(self, *_: Any, **__: Any) -> None:
+        return None
+
+
+def failure_of(error: BaseException) -> Dict[str, Any]:
+    """What is posted: docs/on-a-cluster.md."""
+    headline = (str(error).splitlines() or [""])[0]
+    of_rank = RANK_FAILED.match(headline)
+    original = error.__context__ if isinstance(error, TaskFailed) and error.__context__ else error
+    rank, host, cause, message = (
+        of_rank.groups() if of_rank else (None, platform.node(), type(original).__name__, headline)
+    )
+    who = f"rank {rank} on {host}" if rank else host
+    execution, link = execution_of_this()
+    message = one_line(Exception(message))
+    return {
+        "format": FORMAT,
+        "event": "training_failed",
+        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "rank": int(rank) if rank else None,
+        "host": host,
+        "cause": cause,
+        "message": message,
+        "recoverable": isinstance(error, (RecoverableError, FlyteRecoverableException)),
+        "attempt": attempt(),
+        "execution": execution,
+        "link": link,
+        "text": f"Training failed: {who}: {cause}: {message}" + (f"\n{link}" if link else ""),
+    }
+
+
+def execution_of_this() -> "tuple[str, str]":
+    """The execution as project/domain/name, and its page in Flyte's console; empty for a local run, and not known."""
+    if is_local():
+        return "", ""
+    found = current_context().execution_id
+    page = f"projects/{found.project}/domains/{found.domain}/executions/{found.name}"
+    console = os.environ.get(CONSOLE_VARIABLE, "").rstrip("/")
+    link = os.environ.get("FLYTE_EXECUTION_URL") or (f"{console}/{page}" if console else "")
+    return f"{found.project}/{found.domain}/{found.name}", link

@@ -1,0 +1,98 @@
+"""python -m flyte_ddp watch PLACE: shows a training of any execution here, as if it ran here."""
+
+import json
+import time
+from typing import Any, Dict, Iterator, Optional
+
+import click
+import fsspec
+
+from flyte_ddp.errors import InputError, ReportedError
+from flyte_ddp.report.console import open_console, say
+from flyte_ddp.report.progress import FILE, FORMAT, event_of
+
+POLL_SECONDS = 1.0
+
+
+class File:
+    """A file that grows, here or in Flyte's storage."""
+
+    def __init__(self, place: str):
+        self.place, self._seen = place, False
+        if "://" in place:
+            from flytekit import FlyteContextManager  # takes seconds, which a local file need not wait for
+
+            access = FlyteContextManager.current_context().file_access  # knows what Flyte's settings say of the storage
+            self._storage: Any = access.get_filesystem_for_path(place)
+        else:
+            self._storage = fsspec.filesystem("file")
+
+    def size(self) -> int:
+        try:
+            self._storage.invalidate_cache()
+            size = int(self._storage.info(self.place)["size"])
+        except Exception as error:  # each storage has its own
+            kind = type(error).__name__
+            if self._seen:
+                raise ReportedError(
+                    f"{self.place} can no longer be read ({kind}): a local run that fails leaves nothing behind"
+                ) from None
+            raise InputError(f"{self.place} cannot be read ({kind}): give the place of a training's logs") from None
+        self._seen = True
+        return size
+
+    def part(self, start: int, end: int) -> bytes:
+        content: bytes = self._storage.cat_file(self.place, start=start, end=end)
+        return content
+
+
+@click.command()
+@click.argument("place")
+@click.option("--timeout", type=click.FloatRange(min=0), help="Give up after so many seconds without anything new.")
+def watch(place: str, timeout: Optional[float]) -> None:
+    """Show the training whose logs are at PLACE, a folder or a URL of Flyte's storage, until it ends.
+
+    PLACE is what a run names behind "Logs:", its output `logs`, or the progress.jsonl in there. The exit status is 0 if
+    the training has succeeded, and 1 if it has failed, or nothing new came.
+    """
+    file = File(place if place.endswith(".jsonl") else f"{place.rstrip('/')}/{FILE}")
+    console = open_console()
+    try:
+        last = show(file, console, timeout)
+    finally:
+        console.close()
+    if last["event"] == "failed":
+        raise ReportedError(f"The training failed: {last['reason']}")
+    say(f"The training has finished, after {last['total_seconds']:.1f} s")
+
+
+def show(file: File, console: Any, timeout: Optional[float]) -> Dict[str, Any]:
+    """Hands each event to the console; returns the line that says how the training ended."""
+    for line in lines_of(file, timeout):
+        if line["event"] in ("finished", "failed"):
+            return line
+        if line.get("format", FORMAT) > FORMAT:
+            raise ReportedError(f"{file.place} has format {line['format']}, and this program knows {FORMAT}: update it")
+        if event := event_of(line):
+            console(event)
+    raise ReportedError(f"{file.place} has nothing new for {timeout:g} s: the training may have been killed")
+
+
+def lines_of(file: File, timeout: Optional[float]) -> Iterator[Dict[str, Any]]:
+    """Each line as it comes, until nothing has come for so many seconds."""
+    read, begun, heard = 0, b"", time.monotonic()
+    while True:
+        size = file.size()
+        if size < read:
+            raise ReportedError(f"{file.place} has been begun anew by another run: watch it again")
+        if size > read:
+            *whole, begun = (begun + file.part(read, size)).split(b"\n")
+            read, heard = size, time.monotonic()
+            for line in whole:
+                try:
+                    yield dict(json.loads(line), event=json.loads(line)["event"])
+                except (ValueError, KeyError, TypeError):
+                    raise ReportedError(f"{file.place} is no progress of a training: {line[:100]!r}") from None
+        if timeout is not None and time.monotonic() - heard >= timeout:
+            return
+        time.sleep(POLL_SECONDS)

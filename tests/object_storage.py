@@ -1,0 +1,105 @@
+"""An object storage on loopback that speaks as much of S3 as fsspec needs to put, get and list objects."""
+
+import re
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Dict, Iterator
+from urllib.parse import parse_qs, unquote, urlsplit
+
+
+class ObjectStorage(ThreadingHTTPServer):
+    """objects: by bucket/key."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Requests)
+        self.objects: Dict[str, bytes] = {}
+
+    @property
+    def environment(self) -> Dict[str, str]:
+        """By which flytekit finds it."""
+        return {
+            "FLYTE_AWS_ENDPOINT": f"http://127.0.0.1:{self.server_port}",
+            "FLYTE_AWS_ACCESS_KEY_ID": "key",
+            "FLYTE_AWS_SECRET_ACCESS_KEY": "word",
+            "AWS_DEFAULT_REGION": "us-east-1",
+            "NO_PROXY": "127.0.0.1",
+        }
+
+
+class Requests(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: ObjectStorage
+
+    def do_PUT(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        if "aws-chunked" in self.headers.get("Content-Encoding", ""):
+            size, rest = body.split(b"\r\n", 1)
+            body = rest[: int(size.split(b";")[0], 16)]
+        if self.headers.get("If-None-Match") == "*" and self.key in self.server.objects:
+            self.answer(412, b"<Error><Code>PreconditionFailed</Code></Error>")
+            return
+        self.server.objects[self.key] = body
+        self.answer(200, ETag='"0"')
+
+    def do_GET(self) -> None:
+        query = parse_qs(urlsplit(self.path).query)
+        if "list-type" in query:
+            self.list(query["prefix"][0] if "prefix" in query else "", "delimiter" in query)
+        elif self.key not in self.server.objects:
+            self.answer(404, b"<Error><Code>NoSuchKey</Code></Error>")
+        else:
+            content = self.server.objects[self.key]
+            asked = re.match(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
+            if asked:
+                content = content[int(asked[1]) : int(asked[2]) + 1 if asked[2] else None]
+            self.answer(206 if asked else 200, content, ETag='"0"')
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def list(self, prefix: str, by_folder: bool) -> None:
+        bucket, folders, files = self.key.split("/")[0], set(), []
+        for name, content in sorted(self.server.objects.items()):
+            key = name.removeprefix(f"{bucket}/")
+            if key == name or not key.startswith(prefix):
+                continue
+            rest = key[len(prefix) :]
+            if by_folder and "/" in rest:
+                folders.add(prefix + rest.split("/")[0] + "/")
+            else:
+                stamp = "2026-11-22T00:00:00.000Z"
+                files.append(
+                    f"<Contents><Key>{key}</Key><Size>{len(content)}</Size><LastModified>{stamp}</LastModified>"
+                    '<ETag>"0"</ETag></Contents>'
+                )
+        listed = "".join([*files, *(f"<CommonPrefixes><Prefix>{one}</Prefix></CommonPrefixes>" for one in folders)])
+        count = f"<IsTruncated>false</IsTruncated><KeyCount>{len(files) + len(folders)}</KeyCount>"
+        space = "http://s3.amazonaws.com/doc/2006-03-01/"
+        self.answer(200, f'<ListBucketResult xmlns="{space}">{count}{listed}</ListBucketResult>'.encode())
+
+    def answer(self, status: int, content: bytes = b"", **headers: str) -> None:
+        self.send_response(status)
+        for name, value in {**headers, "Content-Length": str(len(content))}.items():
+            self.send_header(name, value)
+        self.send_header("Last-Modified", "Sun, 22 Nov 2026 00:00:00 GMT")
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(content)
+
+    @property
+    def key(self) -> str:
+        return unquote(urlsplit(self.path).path).lstrip("/")
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@contextmanager
+def object_storage() -> Iterator[ObjectStorage]:
+    with ObjectStorage() as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield server
+        finally:
+            server.shutdown()

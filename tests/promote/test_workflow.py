@@ -1,0 +1,217 @@
+"""Promotion by the real pyflyte and by a pod's command, on real digits, to a folder and to an object storage."""
+
+import dataclasses
+import json
+import math
+import os
+import pkgutil
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Dict, NamedTuple
+
+import pytest
+from flytekit.types.directory import FlyteDirectory
+from flytekit.types.file import PythonPickledFile
+
+from flyte_ddp.data.datasets import prepare
+from flyte_ddp.engine.job import Identity, Subject
+from flyte_ddp.errors import InputError
+from flyte_ddp.promote.job import Measured, PromotionOptions, judge
+from flyte_ddp.promote.place import Place
+from flyte_ddp.promote.promotion import promote
+from flyte_ddp.recipes.hyperparameters import Hyperparameters
+from flyte_ddp.train import train
+from flyte_ddp.user_code import find_code
+from scripts.dry_run import decode
+from tests.object_storage import object_storage
+from tests.pod import Pod, literal, package, package_for_here
+
+ROOT = Path(__file__).resolve().parents[2]
+PROMOTE = str(ROOT / "workflows" / "promote.py")
+HP: Dict[str, Any] = {"dataset": "digits", "epochs": 1, "train_fraction": 0.1}
+
+
+class Trained(NamedTuple):
+    model: Path
+    accuracy: float
+
+
+def pyflyte(*arguments, status=0, **environment):
+    command, environment = ["pyflyte", "run", *arguments], {**os.environ, **environment}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == status, done.stderr
+    return done
+
+
+def found(name, said):
+    return re.findall(rf"\b{name}='?([^,')]+)", said.stdout)[0]
+
+
+@pytest.fixture(scope="module")
+def weak():
+    return trained(0.05)
+
+
+@pytest.fixture(scope="module")
+def strong():
+    return trained(0.5)
+
+
+def trained(fraction):
+    hp = json.dumps({**HP, "train_fraction": fraction})
+    said = pyflyte(str(ROOT / "workflows" / "mnist.py"), "pytorch_training_wf", "--hp", hp)
+    return Trained(Path(found("model_state", said)), float(found("accuracy", said)))
+
+
+def to(place, model, **promotion):
+    inputs = ["--model_state", str(model), "--hp", json.dumps(HP), "--promotion", json.dumps(promotion)]
+    return [PROMOTE, "promote_wf", "--place", str(place), *inputs]
+
+
+def test_only_a_better_model_is_promoted_and_an_earlier_one_comes_back(weak, strong):
+    place = "s3://bucket/models"
+    assert weak.accuracy < strong.accuracy
+    with object_storage() as storage:
+        objects = storage.objects
+        first = pyflyte(*to(place, weak.model), **storage.environment)
+        assert (found("promoted", first), found("current", first)) == ("True", "None")
+        version = found("version", first)
+        assert objects[f"bucket/models/versions/{version}/model.pt"] == weak.model.read_bytes()
+
+        # no model can be better by more than 1
+        refused = pyflyte(*to(place, strong.model, margin=1), **storage.environment)
+        assert (found("promoted", refused), found("version", refused)) == ("False", version)
+        assert Path(found("model_state", refused)).read_bytes() == weak.model.read_bytes(), (
+            "it is still the promoted one"
+        )
+
+        better = pyflyte(*to(place, strong.model), **storage.environment)
+        assert found("promoted", better) == "True"
+        assert (float(found("candidate", better)), float(found("current", better))) == (strong.accuracy, weak.accuracy)
+        page = Path(found("report", better)).read_text()
+        assert f"{strong.accuracy:.2%}, before {weak.accuracy:.2%}" in page
+        assert version in page, "in the history"
+
+        back = pyflyte(PROMOTE, "roll_back_wf", "--place", place, "--name", version, **storage.environment)
+        assert f"Promoted: {version}" in back.stderr
+        pointer = json.loads(objects["bucket/models/current.json"])
+        assert pointer["version"] == version
+        assert [event["how"] for event in pointer["history"]] == ["promoted", "promoted", "rolled back"]
+
+
+def test_what_cannot_be_promoted_is_one_error(weak, tmp_path):
+    place = tmp_path / "models"
+    place.mkdir()
+    (place / "current.json").write_text("{")
+    damaged = pyflyte(*to(place, weak.model), status=1)
+    (place / "current.json").unlink()
+    other = to(place, weak.model)
+    other[other.index("--hp") + 1] = json.dumps({**HP, "model": "fashion_cnn"})
+    network = pyflyte(*other, status=2)
+    words = [" ".join(re.sub("[│╭╮╰╯─]", " ", said.stderr).split()) for said in (damaged, network)]
+    assert "damaged (JSONDecodeError" in words[0]
+    assert "belongs to another network" in words[1]
+    assert not any("Traceback" in text for text in words)
+    assert not list(place.glob("versions/*"))
+
+
+ACCURATE = Measured({"loss": 0.1, "accuracy": 0.9, "f1": 0.8}, "accuracy", ("accuracy",), 100)
+BETTER = Measured({"loss": 0.2, "accuracy": 0.92, "f1": 0.8}, "accuracy", ("accuracy",), 100)
+
+
+@pytest.mark.parametrize(
+    ("options", "is_better"),
+    [
+        ({}, True),
+        ({"margin": 0.019}, True),
+        ({"margin": 0.021}, False),
+        ({"measure": "loss"}, False),
+        ({"measure": "loss", "better": "higher"}, True),
+        ({"measure": "f1", "better": "higher"}, False),
+    ],
+)
+def test_better_is_by_more_than_the_margin(options, is_better):
+    assert judge(BETTER, ACCURATE, PromotionOptions(**options)).is_better == is_better
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"measure": "f2"}, "measure must be one of loss, accuracy, f1, got 'f2'"), ({"measure": "f1"}, "better must be")],
+)
+def test_a_measure_that_cannot_decide_is_refused(options, words):
+    with pytest.raises(InputError, match=words):
+        judge(BETTER, None, PromotionOptions(**options))
+
+
+def test_any_model_is_better_than_one_that_has_become_nan():
+    assert judge(BETTER, dataclasses.replace(ACCURATE, measures={"accuracy": math.nan}), PromotionOptions()).is_better
+
+
+def test_a_candidate_that_has_diverged_is_not_even_the_first():
+    with pytest.raises(InputError, match="accuracy must be finite, got nan"):
+        judge(Measured({"accuracy": math.nan}, "accuracy", ("accuracy",), 1), None, PromotionOptions())
+
+
+def test_a_retried_pod_says_what_the_attempt_before_has_done(weak, strong, tmp_path):
+    task = package_for_here().tasks["flyte_ddp.promote.task.promote_images"]
+
+    def attempt(name, model):
+        inputs = {
+            "model_state": literal(PythonPickledFile(str(model), remote_path=False)),
+            "data": literal(FlyteDirectory(str(prepare("digits")), remote_directory=False)),
+            "hp": literal(Hyperparameters(**HP)),
+            "place": literal(str(tmp_path / "models")),
+            "options": literal(PromotionOptions()),
+        }
+        execution = {"FLYTE_INTERNAL_EXECUTION_ID": name[:1]}
+        outputs = Pod(task, inputs, tmp_path / name, environment=execution).run()
+        return decode(outputs["summary"])
+
+    attempt("a", weak.model)
+    once, again = attempt("b", strong.model), attempt("b, retried", strong.model)
+    assert once == again
+    assert (once["candidate"], once["current"]) == (strong.accuracy, weak.accuracy)
+    assert len(Place(str(tmp_path / "models")).read().history) == 2
+
+
+def test_any_recipe_is_promoted_by_a_measure_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    kind = pkgutil.resolve_name("tabular.settings:Settings")
+
+    def subject(epochs):
+        settings = kind(epochs=epochs)
+        output = train("tabular.recipe:Tabular", settings, output=tmp_path / str(epochs), on_event=lambda event: None)
+        code = find_code("tabular.recipe:Tabular")
+        return Subject(Identity(code.name, settings, "", ""), "Tabular", None, code.root, code.files), output
+
+    place = Place(str(tmp_path / "models"))
+    (few, output), (many, better) = subject(2), subject(20)
+    with pytest.raises(InputError, match='better must be "higher" or "lower" for the measure r2'):
+        promote(few, output.model_path, place, PromotionOptions())
+    higher, loss = PromotionOptions(better="higher"), PromotionOptions(measure="loss")
+    first = promote(few, output.model_path, place, higher)
+    assert first.summary.candidate == pytest.approx(output.epochs[-1].test["r2"], abs=1e-6)
+    assert promote(many, better.model_path, place, loss).promoted, "a lower loss is better"
+    assert not promote(few, output.model_path, place, higher).promoted
+
+
+@pytest.mark.parametrize("variables", [{}, {"DDP_PROMOTE_TO": "s3://bucket/mnist"}])
+def test_the_nightly_plan_promotes_where_a_place_was_named(variables):
+    plans = package(**variables).launch_plans
+    nightly = plans["nightly"].spec
+    assert nightly.entity_metadata.schedule.cron_schedule.schedule == "0 3 * * *"
+    name = "workflows.promote.promote_wf" if variables else "workflows.mnist.pytorch_training_wf"
+    assert nightly.workflow_id.name == name
+    assert decode(nightly.default_inputs.parameters["hp"].default)["dataset"] == "mnist"
+    if variables:
+        assert decode(nightly.default_inputs.parameters["place"].default) == "s3://bucket/mnist"
+    assert all(
+        parameter.WhichOneof("behavior") == "default" for parameter in nightly.default_inputs.parameters.values()
+    )
+
+
+def test_the_parent_imports_no_torch():
+    program = "import sys, workflows.promote; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)

@@ -1,0 +1,86 @@
+"""Progress as JSON lines: what other programs rely on, and what becomes events again."""
+
+import dataclasses
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+
+from flyte_ddp.events import CheckpointFailed, CheckpointRefused, CheckpointWritten, NotLearning, Printed, StepLogged
+from flyte_ddp.report.progress import EVENTS, LEFT_OUT, Progress, event_of
+from flyte_ddp.report.record import RunFailed
+
+ROOT = Path(__file__).resolve().parents[2]
+OTHERS = (
+    CheckpointWritten(0, 5, "/a/place", 0.1, 0.2),
+    NotLearning(0, 10, "no better than guessing"),
+    CheckpointFailed("full"),
+    CheckpointRefused("of another training"),
+    Printed(1, "line\nbreak \udce4"),
+    RunFailed("rank 1 on host: Boom"),
+)
+
+
+@pytest.fixture
+def written(recorded, tmp_path):
+    """The lines of the recorded run, and one of each other kind."""
+    progress = Progress(dataclasses.replace(recorded.setting, logs=tmp_path))
+    for event in (*recorded.events, *OTHERS):
+        progress(event)
+    return [json.loads(line) for line in (tmp_path / "progress.jsonl").read_text().splitlines()]
+
+
+def test_every_event_is_documented_with_all_its_fields(written):
+    """A field that goes is a new format; one that comes has to be named in the page."""
+    page = (ROOT / "docs" / "progress.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", page, re.MULTILINE)
+    documented = {name: {"event", "time", *re.findall(r"`(\w+)`", fields)} for name, fields in rows}
+    assert {line["event"]: set(line) for line in written} == documented
+
+
+def test_lines_become_the_events_again(recorded, written):
+    events = [event_of(line) for line in written if line["event"] in EVENTS]
+    told = [event for event in (*recorded.events, *OTHERS) if type(event) in EVENTS.values()]
+    for event, original in zip(events, told, strict=True):
+        left_out = {name: value for name, value in LEFT_OUT.items() if hasattr(original, name)}
+        again = json.loads(json.dumps(dataclasses.asdict(dataclasses.replace(original, **left_out))))
+        assert json.loads(json.dumps(dataclasses.asdict(event))) == again
+
+
+def test_what_is_not_finite_is_null(recorded, tmp_path):
+    progress = Progress(dataclasses.replace(recorded.setting, logs=tmp_path))
+    started, step = recorded.events[0], recorded.of(StepLogged)[0]
+    progress(started)
+    progress(dataclasses.replace(step, measures={"loss": math.nan}))
+    line = json.loads((tmp_path / "progress.jsonl").read_text().splitlines()[-1])
+    assert line["measures"] == {"loss": None}
+    assert math.isnan(event_of(line).measures["loss"])
+
+
+def test_seconds_left_are_those_of_all_steps_to_come(recorded, tmp_path):
+    progress = Progress(dataclasses.replace(recorded.setting, logs=tmp_path))
+    step = recorded.of(StepLogged)[0]
+    progress(dataclasses.replace(recorded.events[0], epochs=10**9))
+    progress(dataclasses.replace(step, epoch=0))
+    progress(dataclasses.replace(step, epoch=10**9 - 1, step=10))
+    left = [json.loads(line)["seconds_left"] for line in (tmp_path / "progress.jsonl").read_text().splitlines()[1:]]
+    assert left[0] > 0
+    assert left[1] == 0
+
+
+def test_a_long_run_has_some_thousand_lines_and_the_last_step_of_each_epoch(recorded, tmp_path):
+    progress = Progress(dataclasses.replace(recorded.setting, logs=tmp_path))
+    progress(dataclasses.replace(recorded.events[0], steps_per_epoch=10_000))
+    step = recorded.of(StepLogged)[0]
+    for number in range(1, 10_001):
+        progress(dataclasses.replace(step, step=number))
+    steps = [json.loads(line) for line in (tmp_path / "progress.jsonl").read_text().splitlines()[1:]]
+    assert 1000 < len(steps) < 5000
+    assert steps[-1]["step"] == 10_000
+
+
+def test_what_a_newer_program_says_beside_is_passed_over(written):
+    assert event_of({"event": "tea_break", "time": ""}) is None
+    assert event_of({**written[0], "weather": "fine"}) == event_of(written[0])

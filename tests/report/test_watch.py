@@ -1,0 +1,131 @@
+"""Watching a training: from a file, while it grows, from an object storage, and on a terminal."""
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flyte_ddp.events import EpochFinished, RunStarted
+from flyte_ddp.recipes.hyperparameters import Hyperparameters
+from flyte_ddp.report.console import Console
+from flyte_ddp.report.progress import Progress
+from flyte_ddp.report.record import RunFailed
+from flyte_ddp.settings import RunOptions
+from tests.object_storage import object_storage
+from tests.pod import Pod, literal, package_for_here, small_dataset
+from tests.report.test_console import on_terminal
+
+ROOT = Path(__file__).resolve().parents[2]
+WATCH = [sys.executable, "-m", "flyte_ddp", "watch"]
+
+
+def start(*arguments, **environment):
+    return subprocess.Popen(
+        [*WATCH, *map(str, arguments)], stderr=subprocess.PIPE, text=True, cwd=ROOT, env={**os.environ, **environment}
+    )
+
+
+def watch(*arguments, **environment):
+    with start(*arguments, **environment) as process:
+        said = process.communicate(timeout=120)[1]
+    return process.returncode, said
+
+
+@pytest.fixture
+def progress(recorded, tmp_path):
+    return Progress(dataclasses.replace(recorded.setting, logs=tmp_path))
+
+
+def test_a_finished_training_looks_as_it_did_where_it_ran(recorded, progress, tmp_path, capsys):
+    console = Console()
+    for event in recorded.events:
+        progress(event)
+        console(event)
+    there = capsys.readouterr().err
+    (command,) = re.findall(r"```sh\n(.*?)```", (ROOT / "docs" / "progress.md").read_text(), re.DOTALL)
+    for place in (tmp_path, tmp_path / "progress.jsonl"):
+        environment = {**os.environ, "LOGS": str(place)}
+        done = subprocess.run(["sh", "-ec", command], cwd=ROOT, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0
+        assert done.stderr.startswith(there)
+        assert done.stderr.splitlines()[-1].startswith("The training has finished, after ")
+
+
+def test_a_running_training_is_followed_to_its_failure(recorded, progress, tmp_path):
+    progress(recorded.of(RunStarted)[0])
+    with start(tmp_path) as process:
+        assert process.stderr is not None
+        assert "640 training and 96 test images" in process.stderr.readline()
+        progress(recorded.of(EpochFinished)[0])
+        assert process.stderr.readline().startswith("Epoch 1 of 2: test accuracy ")
+        progress(RunFailed("rank 1 on host: Boom: it broke"))
+        assert process.stderr.read().splitlines()[-1] == "Error: The training failed: rank 1 on host: Boom: it broke"
+    assert process.returncode == 1
+
+
+def test_an_object_storage_is_watched_as_well(recorded, progress, tmp_path):
+    events = [event for event in recorded.events if type(event) is not RunStarted]
+    progress(recorded.events[0])
+    with object_storage() as storage:
+        storage.objects["bucket/run/logs/progress.jsonl"] = (tmp_path / "progress.jsonl").read_bytes()
+        with start("s3://bucket/run/logs", **storage.environment) as process:
+            assert process.stderr is not None
+            assert "640 training and 96 test images" in process.stderr.readline()
+            for event in events:
+                progress(event)
+            storage.objects["bucket/run/logs/progress.jsonl"] = (tmp_path / "progress.jsonl").read_bytes()
+            said = process.stderr.read().splitlines()
+        assert sum(line.startswith("Epoch ") for line in said) == 2
+        assert process.returncode == 0
+
+
+def test_what_cannot_be_watched_is_one_error(recorded, progress, tmp_path):
+    assert "nowhere/progress.jsonl cannot be read (FileNotFoundError)" in watch("nowhere")[1]
+    progress(recorded.events[0])
+    status, said = watch(tmp_path, "--timeout", "0")
+    assert status == 1
+    assert "has nothing new for 0 s: the training may have been killed" in said
+    file = tmp_path / "progress.jsonl"
+    for content, words in [
+        (b"<html>\n", "is no progress of a training"),
+        (json.dumps({"event": "started", "format": 2}).encode() + b"\n", "has format 2, and this program knows 1"),
+    ]:
+        file.write_bytes(content)
+        status, said = watch(file)
+        assert status == 1
+        assert words in said
+        assert "Traceback" not in said
+
+
+def test_a_terminal_has_the_live_line(recorded, progress, tmp_path):
+    for event in recorded.events:
+        progress(event)
+    program = """if True:
+        import sys
+        from flyte_ddp.__main__ import main
+        main(["watch", sys.argv[1]])
+    """
+    assert "Epoch 2 of 2: test accuracy" in on_terminal(program, str(tmp_path))
+
+
+def test_a_pods_progress_is_in_flytes_storage(tmp_path):
+    inputs = {
+        "hp": literal(Hyperparameters(dataset="digits", epochs=1, train_fraction=0.5)),
+        "data": small_dataset(tmp_path / "data"),
+        "options": literal(RunOptions()),
+    }
+    pod = Pod(package_for_here().tasks["workflows.mnist.pytorch_mnist_task"], inputs, tmp_path / "pod")
+    pod.run()
+    status, said = watch(pod.folder / "raw" / "logs")
+    assert status == 0
+    assert "Epoch 1 of 1: test accuracy" in said
+
+
+def test_help_names_the_command():
+    done = subprocess.run([*WATCH[:-1], "--help"], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "watch" in done.stdout

@@ -1,0 +1,203 @@
+"""A webhook on loopback that is told of failed trainings, and those that do not listen."""
+
+import json
+import platform
+import re
+import socket
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, List
+
+import pytest
+from flytekit import Secret
+
+from flyte_ddp.launch.failures import Failure, Preempted, RankFailed
+from flyte_ddp.recipes.hyperparameters import Hyperparameters
+from flyte_ddp.settings import RunOptions
+from flyte_ddp.tasks import webhook
+from flyte_ddp.tasks.execution import told
+from scripts import dry_run
+from tests.pod import Pod, literal, package, package_for_here, small_dataset
+
+TOKEN = "a-token-that-is-not-shown"
+
+
+class Server(ThreadingHTTPServer):
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Webhook)
+        self.posted: List[Any] = []
+        self.url = f"http://127.0.0.1:{self.server_port}"
+
+
+class Webhook(BaseHTTPRequestHandler):
+    """Answers with the status that its path begins with."""
+
+    server: Server
+
+    def do_POST(self):
+        self.server.posted.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+        self.send_response(int(self.path.split("/")[1]))
+        self.send_header("Location", "http://127.0.0.1:9/elsewhere")
+        self.end_headers()
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def server():
+    with Server() as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+@contextmanager
+def bad_server(drip):
+    """Takes the connection and never answers, or begins an answer that never ends."""
+    listening, ended = socket.create_server(("127.0.0.1", 0)), threading.Event()
+
+    def serve():
+        connection, _ = listening.accept()
+        with connection:
+            while not ended.wait(0.2):
+                if drip:
+                    connection.send(b"H")
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}/{TOKEN}"
+    finally:
+        ended.set()
+        thread.join()
+        listening.close()
+
+
+def test_a_failed_training_is_told_with_rank_host_cause_and_the_link(server, tmp_path):
+    task = package_for_here().tasks["workflows.mnist.pytorch_mnist_task"]
+    inputs = {
+        "hp": literal(Hyperparameters(learning_rate=1e30)),
+        "data": small_dataset(tmp_path / "data"),
+        "options": literal(RunOptions()),
+    }
+    flytes = {
+        "FLYTE_INTERNAL_EXECUTION_PROJECT": "shop",
+        "FLYTE_INTERNAL_EXECUTION_DOMAIN": "production",
+        "FLYTE_INTERNAL_EXECUTION_ID": "a1b2c3",
+        "FLYTE_ATTEMPT_NUMBER": "1",
+        "DDP_WEBHOOK": f"{server.url}/200",
+        "DDP_CONSOLE": "https://flyte.example.org/console/",
+    }
+    pod = Pod(task, inputs, tmp_path / "pod", environment=flytes)
+    assert pod.start().wait() == 0
+    assert "NonFinite" in pod.error.error.message, "as without a webhook"
+    (posted,) = server.posted
+    link = "https://flyte.example.org/console/projects/shop/domains/production/executions/a1b2c3"
+    assert posted.pop("rank") in (0, 1)
+    assert posted.pop("message").startswith("loss is not finite in epoch 1")
+    assert posted.pop("text").endswith(f"\n{link}")
+    assert posted.pop("time")
+    assert posted == {
+        "format": 1,
+        "event": "training_failed",
+        "host": platform.node(),
+        "cause": "NonFinite",
+        "recoverable": False,
+        "attempt": 1,
+        "execution": "shop/production/a1b2c3",
+        "link": link,
+    }
+
+
+@pytest.mark.parametrize("status", [404, 500, 302])
+def test_a_server_that_refuses_fails_nothing_and_the_url_is_not_shown(server, capsys, status):
+    webhook.tell(f"{server.url}/{status}/{TOKEN}", {})
+    said = capsys.readouterr().err
+    assert f"the webhook was not told of the failure: its server answered {status}" in said
+    assert TOKEN not in said
+    assert len(server.posted) == 1, "no redirect is followed"
+
+
+@pytest.mark.parametrize("drip", [False, True])
+def test_a_server_that_hangs_is_given_up(capsys, drip):
+    with bad_server(drip) as url:
+        webhook.tell(url, {})
+    said = capsys.readouterr().err
+    assert "the webhook was not told of the failure: " in said
+    assert TOKEN not in said
+
+
+@pytest.mark.parametrize("url", [f"http://127.0.0.1:1/{TOKEN}", f"ftp://host/{TOKEN}", f"http://a b/{TOKEN}\n", TOKEN])
+def test_what_cannot_be_reached_is_said_without_the_url(capsys, url):
+    webhook.tell(url, {})
+    said = capsys.readouterr().err
+    assert "the webhook was not told of the failure: " in said
+    assert TOKEN not in said
+
+
+@pytest.mark.parametrize(
+    ("error", "is_told"),
+    [
+        (RankFailed(Failure(1, "host", "error", "LookupError", "no such word")), True),
+        (told(RankFailed(Failure(1, "host", "error", "LookupError", "no such word"))), True),
+        (Preempted("all ranks on host: SIGTERM: stopped"), False),
+        (told(Preempted("all ranks on host: SIGTERM: stopped"), "place"), False),
+        (KeyboardInterrupt(), False),
+    ],
+)
+def test_who_was_told_to_stop_has_not_failed(server, monkeypatch, error, is_told):
+    monkeypatch.setenv("DDP_WEBHOOK", f"{server.url}/200")
+    with pytest.raises(type(error)), webhook.telling_webhook():
+        raise error
+    assert [(one["rank"], one["host"], one["cause"], one["message"]) for one in server.posted] == [
+        (1, "host", "LookupError", "no such word")
+    ] * is_told
+
+
+def test_an_error_outside_of_the_ranks_names_this_host(server, monkeypatch):
+    monkeypatch.setenv("DDP_WEBHOOK", f"{server.url}/200")
+    with pytest.raises(ZeroDivisionError), webhook.telling_webhook():
+        raise ZeroDivisionError("by zero\nand more")
+    (posted,) = server.posted
+    assert (posted["rank"], posted["host"], posted["cause"]) == (None, platform.node(), "ZeroDivisionError")
+    assert posted["message"] == "by zero"
+
+
+# --- registration ---
+
+
+def test_training_pods_know_the_webhook_or_its_secret():
+    training = "workflows.mnist.pytorch_mnist_task"
+    url = "https://hooks.example.org/1"
+    open_one = package(DDP_WEBHOOK=url, DDP_CONSOLE="https://flyte.example.org/console")
+    given = {variable.key: variable.value for variable in open_one.tasks[training].container.env}
+    assert (given["DDP_WEBHOOK"], given["DDP_CONSOLE"]) == (url, "https://flyte.example.org/console")
+    secret = package(DDP_WEBHOOK_SECRET="hooks/url", DDP_WANDB_SECRET="tracking/key").tasks[training]
+    found = {one.env_var: (one.group, one.key) for one in secret.security_context.secrets}
+    assert found == {"DDP_POD_WEBHOOK": ("hooks", "url"), "WANDB_API_KEY": ("tracking", "key")}
+    assert {one.mount_requirement for one in secret.security_context.secrets} == {Secret.MountType.ENV_VAR.value}
+    assert "DDP_WEBHOOK" not in {variable.key for variable in secret.container.env}
+
+
+@pytest.mark.parametrize(("kind", "field"), [("slack", "slack"), ("email", "email")])
+def test_ready_made_launch_plans_notify(kind, field):
+    asked = {"DDP_NOTIFY": f"{kind}:a@example.org,b@example.org", "DDP_NOTIFY_PHASES": "succeeded,failed"}
+    plans = package(**asked).launch_plans
+    for name in ("mnist", "fashion_mnist", "cifar10", "digits_smoke", "nightly"):
+        (notified,) = plans[name].spec.entity_metadata.notifications
+        assert list(getattr(notified, field).recipients_email) == ["a@example.org", "b@example.org"]
+        assert len(notified.phases) == 2
+    assert not package().launch_plans["nightly"].spec.entity_metadata.notifications
+
+
+def test_the_documented_registration_shows_who_is_told(monkeypatch, capsys):
+    page = (dry_run.ROOT / "docs" / "on-a-cluster.md").read_text()
+    (variables, image) = re.findall(r"^((?:DDP_\w+=\S+ )+)make dry-run IMAGE=(\S+)$", page, re.MULTILINE)[0]
+    for assignment in variables.split():
+        monkeypatch.setenv(*assignment.split("=", 1))
+    dry_run.main(image)
+    said = capsys.readouterr().out
+    assert said.count("email me@example.org: failed, timed_out, aborted") == 5
+    assert "hooks/url as DDP_POD_WEBHOOK" in said

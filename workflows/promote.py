@@ -1,0 +1,73 @@
+"""Trains a model, or takes one, and promotes it to a place if it is better than the model that is promoted there.
+
+pyflyte run workflows/promote.py promote_wf --place models --promotion '{"margin": 0.001}'
+pyflyte run workflows/promote.py roll_back_wf --place models --name 20261122-030412-1f2e3d4c
+"""
+
+from dataclasses import replace
+from typing import Optional
+
+from flytekit import dynamic, workflow
+from flytekit.types.file import PythonPickledFile
+
+from flyte_ddp.promote.job import PromotionOptions
+from flyte_ddp.promote.promotion import PromotionOutputs
+from flyte_ddp.promote.task import RollBackOutputs, check_promotion, promote_images, roll_back
+from flyte_ddp.recipes.hyperparameters import Hyperparameters
+from flyte_ddp.settings import RunOptions
+from flyte_ddp.tasks.inputs import explain_missing_paths
+from flyte_ddp.tasks.prepare import PreparedDataset, prepare_dataset
+from flyte_ddp.tasks.pyflyte import set_up_pyflyte
+from flyte_ddp.tasks.resources import dynamic_resources, registration
+from workflows.mnist import pytorch_mnist_task
+
+set_up_pyflyte()
+explain_missing_paths()
+
+
+@dynamic(**dynamic_resources())
+def candidate(
+    model_state: Optional[PythonPickledFile], hp: Hyperparameters, name: str, data: PreparedDataset, options: RunOptions
+) -> PythonPickledFile:
+    """The weights that were given, else those of a training, the very one that workflows/mnist.py has."""
+    if model_state is not None:
+        return model_state
+    return pytorch_mnist_task(hp=replace(hp, dataset=name), data=data, options=options).model_state
+
+
+@workflow
+def promote_wf(
+    place: str = registration().promote_to,
+    model_state: Optional[PythonPickledFile] = None,
+    hp: Hyperparameters = Hyperparameters(),
+    promotion: PromotionOptions = PromotionOptions(),
+    options: RunOptions = RunOptions(),
+) -> PromotionOutputs:
+    """Measures the candidate and the promoted model on the same test images, and promotes the better one.
+
+    Args:
+        place: folder, or URL of Flyte's storage, that models are promoted to; a local run has one of its own.
+        model_state: the candidate's weights, as a training with hp gives them; without them such a training is run.
+        hp: what decides the result of the training; of a given model, the network and the dataset.
+        promotion: by which measure, and by how much, the candidate has to be better.
+        options: how to train; the cache does not look at this.
+    """
+    target = check_promotion(place=place, model_state=model_state, hp=hp, options=options)
+    data = prepare_dataset(name=target.dataset)
+    weights = candidate(model_state=model_state, hp=hp, name=target.dataset, data=data, options=options)
+    return promote_images(model_state=weights, data=data, hp=hp, place=target.place, options=promotion)
+
+
+@workflow
+def roll_back_wf(place: str = registration().promote_to, name: str = "") -> RollBackOutputs:
+    """Promotes an earlier version again.
+
+    Args:
+        place: as promote_wf has it.
+        name: of the version; without one, the history is shown and nothing changes.
+    """
+    return roll_back(place=place, name=name)
+
+
+if __name__ == "__main__":
+    print(promote_wf())
