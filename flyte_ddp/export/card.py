@@ -1,5 +1,6 @@
 """The model card: what a model is, was trained on, gives and takes, in Markdown and as a page."""
 
+import re
 from dataclasses import dataclass
 from typing import Dict, List, Sequence, Tuple
 
@@ -40,6 +41,7 @@ def describe(
         measures_section(written, formats, reported, options),
         *([classes_section(written)] if written.measured.classes else []),
         inputs_section(written),
+        *([before_section(written)] if written.before else []),
         loading_section(written, tuple(formats)),
         Section("Where it was exported", lines=list(surroundings().items())),
     ]
@@ -105,11 +107,19 @@ def inputs_section(written: Written) -> Section:
     if "mean" in facts and "std" in facts:
         mean, std = (", ".join(f"{value:g}" for value in facts[name]) for name in ("mean", "std"))
         lines.append(("Normalisation", f"(pixels / 255 - mean) / std by channel; mean {mean}; std {std}"))
-    elif written.before:
-        lines.append(("Before it", f"the files hold the network alone; the recipe calls it so: {written.before}"))
     if "classes" in facts:
         lines.append(("Classes", ", ".join(map(str, facts["classes"]))))
     return Section("Inputs and outputs", ["batch is any number of samples."], lines=lines)
+
+
+def before_section(written: Written) -> Section:
+    """With spaces that neither HTML nor Markdown takes away."""
+    source = enumerate(written.before.splitlines(), start=1)
+    return Section(
+        "Around the network",
+        ["The files hold the network alone. What the recipe does to a batch before it, and to the outputs after it:"],
+        lines=[(str(number), line.replace("    ", 4 * "\N{NO-BREAK SPACE}")) for number, line in source],
+    )
 
 
 def loading_section(written: Written, formats: Sequence[str]) -> Section:
@@ -143,7 +153,7 @@ def _table(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> List[str]:
 
 def _escaped(text: str) -> str:
     """So that Markdown shows it as it is, on one line."""
-    shown = " ".join(str(text).split())
+    shown = re.sub(r"[ \t\r\n]+", " ", text)
     for character in "\\`*_{}[]<>|#":
         shown = shown.replace(character, f"\\{character}")
     return shown

@@ -73,7 +73,7 @@ def test_every_format_gives_the_measures_that_the_training_reported(example, tmp
     for file in (result.model_path, model / "model.safetensors"):
         assert_loads_by_name_alone(file, weights)
     card = (model / "model_card.md").read_text()
-    assert "the recipe calls it so" in card
+    assert "The files hold the network alone" in card
     assert Path(outputs.report.path).read_text() == (model / "model_card.html").read_text()
 
 
