@@ -162,6 +162,11 @@ class TrainingSettings(Settings):
         test_batch_size: samples of one evaluation batch, all ranks together.
         epochs: passes over the training samples.
         precision: of the forward and backward pass; auto is bfloat16 where the hardware computes in it.
+        validation_fraction: share of the training samples that are held out of the training, the same ones for each
+            seed, to choose the best epoch by; 0 is none, and then each epoch is reported on the test split.
+        choose_by: what makes an epoch the best: the measure that a run is judged by, or the loss.
+        patience: epochs without an improvement on the validation split, after which training ends; 0 is off.
+        minimum_delta: what counts as an improvement, beyond equality.
     """
 
     backend: str = setting("auto", choices=BACKENDS)
@@ -171,6 +176,18 @@ class TrainingSettings(Settings):
     test_batch_size: int = setting(1000, minimum=1)
     epochs: int = setting(2, minimum=1)
     precision: str = setting("auto", choices=PRECISIONS)
+    validation_fraction: float = setting(0.0, minimum=0, below=1)
+    choose_by: str = setting("headline", choices=("headline", "loss"))
+    patience: int = setting(0, minimum=0)
+    minimum_delta: float = setting(0.0, minimum=0)
+
+    def check_validation(self) -> None:
+        """Raises InputError for what has no meaning without a validation split."""
+        if self.patience:
+            raise InputError(
+                f"{type(self).__name__}.patience must be 0 without a validation split, got {self.patience}: set "
+                "validation_fraction, such as 0.1, or has_validation in a recipe that has such a split of its own"
+            )
 
 
 @dataclass(frozen=True)

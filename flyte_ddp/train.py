@@ -9,7 +9,7 @@ import os
 import pkgutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable, List, Optional, Sequence, Union
+from typing import Any, Callable, Dict, List, Optional, Sequence, Union
 
 from flyte_ddp.code_version import library_version
 from flyte_ddp.engine.job import Identity, Job, Subject, TrainingResult, job_of
@@ -31,16 +31,21 @@ class Result:
     """What a training without Flyte gives back.
 
     Attributes:
-        epochs: with the measures of the training and of the test samples.
+        epochs: with the measures of the training samples, and of the test or validation samples as `evaluated`.
         warnings: when and why the training did not go as it should; empty if all went well.
-        model_path: the trained weights, a CPU state_dict; on the first node.
+        model_path: the trained weights, a CPU state_dict; on the first node. They are those of the best epoch where a
+            validation split chose it; last.pt beside it then has those of the last.
         output: the folder of all that was written; on the first node.
+        tested: measures of the test samples, by the weights at model_path.
+        best_epoch: whose weights these are, from 1; 0 without a validation split.
     """
 
     epochs: List[EpochFinished]
     warnings: List[str]
     model_path: Path
     output: Path
+    tested: Dict[str, float]
+    best_epoch: int
 
 
 def train(
@@ -76,13 +81,16 @@ def train(
         Subject(identity, dataset, source, code.root, code.files),
         options,
         model_path=str(place / "model.pt"),
+        last_path=str(place / "last.pt"),
         predictions_path=str(place / "predictions.npy"),
         pictures_path=str(place / "pictures.npz"),
         checkpoint_path=str(place / "checkpoint"),
         profile_path=str(place / "profile") if options.profile else "",
     )
     result = run(job, options, on_event)
-    return Result(result.epochs, [one.reason for one in result.warnings], Path(job.model_path), place)
+    warnings = [one.reason for one in result.warnings]
+    best_epoch = 0 if result.chosen_epoch is None else result.chosen_epoch + 1
+    return Result(result.epochs, warnings, Path(job.model_path), place, result.tested, best_epoch)
 
 
 def run(job: Job, options: RunOptions, on_event: Optional[Callable[[Event], None]]) -> TrainingResult:

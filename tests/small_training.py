@@ -66,6 +66,7 @@ def train(small_data: Path, tmp_path: Path) -> Callable[..., Trained]:
             dataset="small",
             data=str(data),
             model_path=str(folder / "model.pt"),
+            last_path=str(folder / "last.pt"),
             predictions_path=str(folder / "predictions.npy"),
             pictures_path=str(folder / "pictures.npz"),
             checkpoint_path=str(folder / "checkpoint"),

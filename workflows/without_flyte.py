@@ -49,7 +49,7 @@ def main(hp: str, options: str, output: Path) -> None:
     with joined.own_environment(chosen) as environment:
         result = train(environment, chosen, read_options(options), output.absolute())
     if environment.rank == 0:
-        accuracies = [epoch.test["accuracy"] for epoch in result.epochs]
+        accuracies = [epoch.evaluated["accuracy"] for epoch in result.epochs]
         click.echo(json.dumps({"epoch_accuracies": accuracies, "model_state": str(output.absolute() / "model.pt")}))
 
 
@@ -82,6 +82,7 @@ def train(environment: Environment, hp: Hyperparameters, options: RunOptions, ou
             Subject(identity, description.name, data),
             options,
             model_path=str(output / "model.pt"),
+            last_path=str(output / "last.pt"),
             predictions_path=str(output / "predictions.npy"),
             pictures_path=str(output / "pictures.npz"),
             checkpoint_path=str(checkpoint),

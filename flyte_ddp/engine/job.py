@@ -3,7 +3,7 @@
 import hashlib
 import json
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Tuple
 
@@ -64,7 +64,8 @@ class Job:
         identity: what decides its result.
         dataset: what the data are called.
         data: folder or file that the recipe is given; empty is none.
-        model_path: where rank 0 puts the trained weights.
+        model_path: where rank 0 puts the trained weights; those of the best epoch where a validation split chooses it.
+        last_path: where it then puts those of the last epoch; empty is nowhere.
         predictions_path: where rank 0 puts what the recipe keeps of the test samples, an .npy of (N, ...).
         pictures_path: where rank 0 puts the recipe's pictures, an .npz.
         checkpoint_path: where rank 0 keeps the checkpoint; an earlier one there is gone on from.
@@ -85,6 +86,7 @@ class Job:
     timeout_seconds: float
     launched: float
     model_path: str = ""
+    last_path: str = ""
     predictions_path: str = ""
     pictures_path: str = ""
     checkpoint_path: str = ""
@@ -119,11 +121,13 @@ class TrainingResult:
     Attributes:
         warnings: in which epochs training did not learn as it should.
         headline: the measure that the run is judged by.
-        train_samples, test_samples: of the splits.
+        train_samples, test_samples, validation_samples: of the splits.
         precision: float32 or bfloat16.
         samples_per_second: training images of this rank alone, per second of training in this attempt.
         peak_bytes: the most memory that the process has held.
         peak_gpu_bytes: the most memory that its tensors have held on the GPU; 0 on a CPU.
+        tested: measures of the test split, by the weights at model_path.
+        chosen_epoch: whose weights these are, from 0, where a validation split has chosen one.
     """
 
     epochs: List[EpochFinished]
@@ -137,3 +141,6 @@ class TrainingResult:
     samples_per_second: float
     peak_bytes: int
     peak_gpu_bytes: int
+    validation_samples: int = 0
+    tested: Dict[str, float] = field(default_factory=dict)
+    chosen_epoch: Optional[int] = None

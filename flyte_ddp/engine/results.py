@@ -3,7 +3,7 @@
 import io
 import resource
 from pathlib import Path
-from typing import Any, List, Optional, Tuple
+from typing import Any, Dict, List, Optional, Tuple
 
 import numpy as np
 import torch
@@ -19,6 +19,13 @@ from flyte_ddp.storage import write_whole, writing_to
 MOST_PICTURES = 24
 
 
+def write_last(parts: Parts, job: Job) -> None:
+    """Rank 0 keeps the weights of the last epoch, which may not be the best, beside those that it gives back."""
+    if parts.validation and job.last_path:
+        with writing_to(Path(job.last_path).parent, "DDP_RUNS_DIR"):
+            export_model(parts.state.evaluated, Path(job.last_path))
+
+
 def write_results(parts: Parts, predictions: Optional[Tensor], job: Job) -> None:
     """Rank 0's part of it. predictions: (N, ...) of the test split, if the recipe gives any."""
     with writing_to(Path(job.model_path).parent, "DDP_RUNS_DIR"):
@@ -28,8 +35,11 @@ def write_results(parts: Parts, predictions: Optional[Tensor], job: Job) -> None
         draw_pictures(parts.state, parts.test.split, Path(job.pictures_path))
 
 
-def result_of(parts: Parts, environment: Environment, samples_per_second: float) -> TrainingResult:
-    state = parts.state
+def result_of(
+    parts: Parts, tested: Dict[str, float], environment: Environment, samples_per_second: float
+) -> TrainingResult:
+    """tested: measures of the test split."""
+    state, choice = parts.state, parts.state.choice
     return TrainingResult(
         epochs=state.history,
         warnings=state.watch.warnings,
@@ -42,6 +52,9 @@ def result_of(parts: Parts, environment: Environment, samples_per_second: float)
         samples_per_second=samples_per_second,
         peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         peak_gpu_bytes=torch.cuda.max_memory_allocated(state.device) if state.device.type == "cuda" else 0,
+        validation_samples=len(parts.validation.split) if parts.validation else 0,
+        tested=tested,
+        chosen_epoch=choice.chosen(state.epoch - 1) if choice else None,
     )
 
 

@@ -50,19 +50,22 @@ class RecipeSummary(RunSummary):
 
     Attributes:
         recipe: its name.
-        measures: of the test samples after the last epoch, by name.
+        measures: of the test samples by the weights that are given back, by name.
+        validation_measures: of the validation samples by the same weights; empty where there are none.
     """
 
     recipe: str
     measures: Dict[str, float]
+    validation_measures: Dict[str, float]
 
 
 class RecipeOutputs(NamedTuple):
     """What training a recipe gives back.
 
     Attributes:
-        epoch_measures: of the test samples after each epoch, by name.
-        model_state: the trained weights, a CPU state_dict; the recipe's load_model makes the network of it.
+        epoch_measures: of the test samples after each epoch, or of the validation samples where there are any, by name.
+        model_state: the trained weights, a CPU state_dict; the recipe's load_model makes the network of it. They are
+            those of the best epoch where validation samples chose it; logs then has last.pt, those of the last.
         summary: the figures.
         report: a page to look at, in one file.
         logs: a folder with what the recipe keeps of the test samples, and what the ranks, trackers and the profiler
@@ -163,6 +166,13 @@ class RecipeTraining:
         )
 
     def outputs_of(self, trained: Trained) -> RecipeOutputs:
-        epochs = [epoch.test for epoch in trained.results[0].epochs]
-        summary = RecipeSummary(**vars(trained.figures), recipe=self.code.name, measures=epochs[-1])
+        result = trained.results[0]
+        epochs = [epoch.evaluated for epoch in result.epochs]
+        chosen = result.epochs[-1 if result.chosen_epoch is None else result.chosen_epoch]
+        summary = RecipeSummary(
+            **vars(trained.figures),
+            recipe=self.code.name,
+            measures=result.tested,
+            validation_measures=chosen.validation,
+        )
         return RecipeOutputs(epochs, trained.model_state, summary, trained.report, trained.logs)

@@ -11,6 +11,7 @@ from flyte_ddp.errors import ReportedError
 # tasks/train.py because a cached result must have the outputs that are declared there
 ENGINE_SOURCES = (
     "flyte_ddp/engine/batches.py",
+    "flyte_ddp/engine/choice.py",
     "flyte_ddp/engine/layers.py",
     "flyte_ddp/engine/loading.py",
     "flyte_ddp/engine/loop.py",
