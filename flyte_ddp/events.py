@@ -14,6 +14,7 @@ class RunStarted:
         shares: names of the measures that are shares from 0 to 1, to be shown in per cent.
         layers: name, type and number of parameters of each module that has parameters of its own.
         validation_samples: 0 where each epoch is evaluated on the test split.
+        remarks: on how it begins: with which weights, and which of them stay.
     """
 
     dataset: str
@@ -34,6 +35,7 @@ class RunStarted:
     startup_seconds: float
     layers: List[Tuple[str, str, int]]
     validation_samples: int = 0
+    remarks: List[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

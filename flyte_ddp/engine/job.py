@@ -14,12 +14,16 @@ from flyte_ddp.settings import RunOptions, TrainingSettings
 
 @dataclass(frozen=True)
 class Identity:
-    """What decides the result of a training: recipe, settings, the data's content, and the code (each by its hash)."""
+    """What decides the result of a training: recipe, settings, the data's content, and the code (each by its hash).
+
+    init_digest: of the content of the file that it begins with, if there is one.
+    """
 
     recipe: str
     settings: TrainingSettings
     data_digest: str
     code_version: str
+    init_digest: str = ""
 
     def as_dict(self) -> Dict[str, Any]:
         """What has to be the same for a checkpoint of one run to be gone on from in another."""
@@ -28,6 +32,7 @@ class Identity:
             "recipe": self.recipe,
             "data": self.data_digest,
             "code": self.code_version,
+            "init": self.init_digest,
         }
 
     @property
@@ -46,6 +51,7 @@ class Subject:
         root: folder that the recipe's module is found from; empty where it is part of this library.
         files: of its code; empty where it is part of this library.
         description: of the prepared dataset; None where the data are anything else.
+        init: a model_state or checkpoint to begin with; None for none.
     """
 
     identity: Identity
@@ -54,6 +60,7 @@ class Subject:
     root: str = ""
     files: Tuple[str, ...] = ()
     description: Optional[DatasetDescription] = None
+    init: Optional[Path] = None
 
 
 @dataclass(frozen=True)
@@ -68,6 +75,8 @@ class Job:
         last_path: where it then puts those of the last epoch; empty is nowhere.
         predictions_path: where rank 0 puts what the recipe keeps of the test samples, an .npy of (N, ...).
         pictures_path: where rank 0 puts the recipe's pictures, an .npz.
+        final_path: where rank 0 puts the checkpoint of the finished training; empty is nowhere.
+        init: a model_state or checkpoint to begin with, on each host; empty is none.
         checkpoint_path: where rank 0 keeps the checkpoint; an earlier one there is gone on from.
         checkpoint_seconds: time between two checkpoints within an epoch.
         timeout_seconds: how long the ranks may go without a step before the run counts as hung.
@@ -87,6 +96,8 @@ class Job:
     launched: float
     model_path: str = ""
     last_path: str = ""
+    final_path: str = ""
+    init: str = ""
     predictions_path: str = ""
     pictures_path: str = ""
     checkpoint_path: str = ""
@@ -103,6 +114,7 @@ def job_of(subject: Subject, options: RunOptions, **paths: str) -> Job:
         identity=subject.identity,
         dataset=subject.dataset,
         data=str(subject.data or ""),
+        init=str(subject.init or ""),
         root=subject.root,
         code_files=subject.files,
         checkpoint_seconds=options.checkpoint_seconds,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from flyte_ddp.engine.batches import Split
+from flyte_ddp.engine.checkpoint import write_checkpoint
 from flyte_ddp.engine.job import Job, TrainingResult
 from flyte_ddp.engine.set_up import Parts
 from flyte_ddp.engine.state import TrainingState
@@ -20,10 +21,13 @@ MOST_PICTURES = 24
 
 
 def write_last(parts: Parts, job: Job) -> None:
-    """Rank 0 keeps the weights of the last epoch, which may not be the best, beside those that it gives back."""
-    if parts.validation and job.last_path:
-        with writing_to(Path(job.last_path).parent, "DDP_RUNS_DIR"):
+    """Rank 0 keeps how the last epoch ended, which may not be the best: its weights, and if wished its checkpoint."""
+    with writing_to(Path(job.model_path).parent, "DDP_RUNS_DIR"):
+        if parts.validation and job.last_path:
             export_model(parts.state.evaluated, Path(job.last_path))
+        if job.final_path:
+            content = {"identity": job.identity.as_dict(), "state": parts.state.state_dict()}
+            write_checkpoint(Path(job.final_path), content)
 
 
 def write_results(parts: Parts, predictions: Optional[Tensor], job: Job) -> None:

@@ -5,7 +5,7 @@ import random
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Optional, Tuple
+from typing import List, Optional, Tuple
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from flyte_ddp.engine.loading import Streamed
 from flyte_ddp.engine.measures import augment, place
 from flyte_ddp.engine.probe import probe
 from flyte_ddp.engine.state import TrainingState
+from flyte_ddp.engine.warm_start import freeze, is_checkpoint, load_weights, train_on
 from flyte_ddp.errors import InputError
 from flyte_ddp.events import NotLearning
 from flyte_ddp.launch.environment import Environment
@@ -30,7 +31,7 @@ SPLITS = ("train", "test")
 
 @dataclass(frozen=True)
 class Parts:
-    """headline: the measure that the run is judged by. precision: float32 or bfloat16."""
+    """headline: the measure that the run is judged by. precision: float32 or bfloat16. remarks: on how it begins."""
 
     state: TrainingState
     train: TrainBatches
@@ -38,6 +39,7 @@ class Parts:
     test: TestBatches
     headline: str
     precision: str
+    remarks: List[str]
 
 
 def set_up(environment: Environment, device: torch.device, job: Job) -> Parts:
@@ -63,6 +65,12 @@ def set_up(environment: Environment, device: torch.device, job: Job) -> Parts:
     )
     torch.manual_seed(settings.seed)
     model = convert(recipe.model().to(device), recipe.share)
+    init, remarks = Path(job.init) if job.init else None, []
+    goes_on = init is not None and is_checkpoint(init)
+    if init and not goes_on:
+        remarks.append(load_weights(model, init, settings.init_leave_out))
+    if settings.freeze:
+        remarks.append(freeze(model, settings.freeze))
     last_batches = [(batches.samples, settings.batch_size)]
     last_batches += [(len(split), settings.test_batch_size) for split in (test, validation) if split]
     may_be_empty = any((samples % size or size) < world_size for samples, size in last_batches)
@@ -78,9 +86,11 @@ def set_up(environment: Environment, device: torch.device, job: Job) -> Parts:
         state.choice = Choice(measure, is_lower_better, settings.patience, settings.minimum_delta)
     state.watch.warnings += [NotLearning(0, 0, f"the result depends on the number of ranks: {one}") for one in reasons]
     mixed = not (constant_loss or recipe.couples_samples)  # then outputs are tried on other samples
+    if init and goes_on:
+        remarks.append(train_on(state, init, job, len(batches)))
     place_in_world = settings.test_batch_size, rank, world_size, mixed
     validated = TestBatches(validation, *place_in_world) if validation else None
-    return Parts(state, batches, validated, TestBatches(test, *place_in_world), headline, precision)
+    return Parts(state, batches, validated, TestBatches(test, *place_in_world), headline, precision, remarks)
 
 
 def validation_of(recipe: Recipe, train: Split, job: Job) -> Tuple[Split, Optional[Split]]:

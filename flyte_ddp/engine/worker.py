@@ -86,6 +86,7 @@ def run_started(parts: Parts, environment: Environment, job: Job) -> RunStarted:
         startup_seconds=time.time() - job.launched,
         layers=layers_of(state.model),
         validation_samples=len(parts.validation.split) if parts.validation else 0,
+        remarks=parts.remarks,
     )
 
 

@@ -62,6 +62,8 @@ class Console:
                 f"{event.dataset}: {counted(event)}; {event.world_size} ranks "
                 f"({event.backend}, {event.device}, {event.precision}), ready after {event.startup_seconds:.1f} s"
             )
+            for remark in event.remarks:
+                say(remark)
             if event.first_epoch or event.first_step:
                 say(f"going on from the checkpoint: epoch {event.first_epoch + 1}, step {event.first_step + 1}")
         elif isinstance(event, StepLogged):

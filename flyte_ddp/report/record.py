@@ -107,6 +107,8 @@ class Record:
     def __call__(self, event: Any) -> None:
         if isinstance(event, RunStarted):
             self.started = event
+            for remark in event.remarks:
+                self._note(f"{remark}.")
             if event.first_epoch or event.first_step:
                 self._note(f"Resumed from a checkpoint at epoch {event.first_epoch + 1}, step {event.first_step + 1}.")
         elif isinstance(event, StepLogged):

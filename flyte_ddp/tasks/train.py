@@ -20,6 +20,7 @@ from flyte_ddp.report.record import RunFinished, Setting
 from flyte_ddp.report.summary import say_summary
 from flyte_ddp.report.surroundings import surroundings
 from flyte_ddp.settings import RunOptions
+from flyte_ddp.storage import content_digest
 from flyte_ddp.tasks.checkpoints import checkpoint_store
 from flyte_ddp.tasks.execution import flyte_retries, is_local, run_dir
 from flyte_ddp.tasks.logs import kept_logs
@@ -135,18 +136,28 @@ def training_arguments(
 
 
 @flyte_retries()
-def train(hp: Hyperparameters, data: FlyteDirectory, options: RunOptions) -> TrainingOutputs:
-    """Trains hp.model on a prepared dataset with one process per rank; see launcher.launch for what it raises."""
+def train(
+    hp: Hyperparameters, data: FlyteDirectory, options: RunOptions, init: Optional[FlyteFile] = None
+) -> TrainingOutputs:
+    """Trains hp.model on a prepared dataset with one process per rank; see launcher.launch for what it raises.
+
+    init: a model_state or checkpoint to begin with.
+    """
     check_gpus(visible_gpus())
     world = choose_world(hp.backend, options.nproc, hp.batch_size)
-    return outputs_of(train_by(spawn(world, options), world, lambda: image_subject(hp, Path(data.download())), options))
+
+    def fetch() -> Subject:
+        return image_subject(hp, Path(data.download()), None if init is None else Path(init.download()))
+
+    return outputs_of(train_by(spawn(world, options), world, fetch, options))
 
 
-def image_subject(hp: Hyperparameters, folder: Path) -> Subject:
+def image_subject(hp: Hyperparameters, folder: Path, init: Optional[Path] = None) -> Subject:
     """An image classifier and the prepared dataset in the folder, of which every byte is read."""
     description = prepared.verify(folder)
-    identity = Identity(IMAGE_CLASSIFIER, hp, description.digest, TRAINING_CODE.version)
-    return Subject(identity, description.name, folder, description=description)
+    first = content_digest(init) if init else ""
+    identity = Identity(IMAGE_CLASSIFIER, hp, description.digest, TRAINING_CODE.version, first)
+    return Subject(identity, description.name, folder, description=description, init=init)
 
 
 def outputs_of(trained: Trained) -> TrainingOutputs:
@@ -194,6 +205,7 @@ def train_by(start: Start, world: World, fetch: Callable[[], Subject], options: 
                 options,
                 model_path=str(folder / "model.pt"),
                 last_path=str(logs.folder / "last.pt"),
+                final_path=str(logs.folder / "final-checkpoint") if options.keep_checkpoint else "",
                 predictions_path=str(logs.folder / "predictions.npy"),
                 pictures_path=str(logs.folder / "pictures.npz"),
                 profile_path=str(logs.folder / "profile") if options.profile else "",

@@ -20,6 +20,7 @@ ENGINE_SOURCES = (
     "flyte_ddp/engine/set_up.py",
     "flyte_ddp/engine/state.py",
     "flyte_ddp/engine/torch_compat.py",
+    "flyte_ddp/engine/warm_start.py",
     "flyte_ddp/engine/watch.py",
     "flyte_ddp/engine/worker.py",
     "flyte_ddp/recipe.py",

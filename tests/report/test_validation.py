@@ -1,6 +1,10 @@
-"""What is shown of a training with a validation split: its curves, the chosen epoch, and the one look at the test split."""
+"""What is shown of a training with a validation split: its curves, the chosen epoch, one look at the test split."""
 
 import dataclasses
+import json
+import pickle
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,10 +16,10 @@ from flyte_ddp.report.record import Record, RunFinished
 from flyte_ddp.report.report import document, fragment
 from flyte_ddp.report.summary import say_summary
 from flyte_ddp.report.tensorboard import TensorBoard
-from flyte_ddp.report.wandb_run import WandbRun
 from tests.report.conftest import Recorded
 from tests.report.wandb_file import Logged
 
+ROOT = Path(__file__).resolve().parents[2]
 TESTED = {"loss": 0.75, "accuracy": 0.625}
 
 
@@ -47,13 +51,10 @@ def test_the_console_names_the_splits(validated, capsys):
     first, second = (epoch.validation for epoch in record.epochs)
     assert "640 training, 64 validation and 96 test images; 2 ranks" in said
     assert f"Epoch 1 of 2: validation accuracy {first['accuracy']:.2%}, validation loss {first['loss']:.4f}, " in said
-    assert (
-        "Stopped early after epoch 2. Best on the validation split: epoch 1, which gives test accuracy 62.50%, test loss "
-        "0.7500\n" in said
-    )
-    assert (
-        f"Accuracy: {first['accuracy']:.2%}, {second['accuracy']:.2%} on the validation images, epoch by epoch" in said
-    )
+    chosen = "Best on the validation split: epoch 1, which gives test accuracy 62.50%, test loss 0.7500"
+    assert f"Stopped early after epoch 2. {chosen}\n" in said
+    accuracies = f"{first['accuracy']:.2%}, {second['accuracy']:.2%}"
+    assert f"Accuracy: {accuracies} on the validation images, epoch by epoch" in said
     assert "Chosen:   epoch 1; 62.50% on the test images" in said
 
 
@@ -84,20 +85,25 @@ def test_before_the_end_the_report_shows_the_validation_split(validated):
     assert labels[:2] == ["validation accuracy", "validation loss"]
 
 
-def test_trackers_name_the_splits(validated):
-    tensorboard = TensorBoard(validated.setting)
-    run = WandbRun(validated.setting, "offline", lambda url: None)
+def test_tensorboard_names_the_splits(validated):
+    tracker = TensorBoard(validated.setting)
     for event in validated.events:
-        for tracker in (tensorboard, run):
-            tracker(event)
-    for tracker in (tensorboard, run):
-        tracker.close()
+        tracker(event)
+    tracker.close()
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     read = EventAccumulator(str(validated.setting.logs / "tensorboard")).Reload()
     assert len(read.Scalars("validation/accuracy")) == 2
     assert [(one.step, one.value) for one in read.Scalars("test/accuracy")] == [(10, 0.625)]
-    logged = Logged(validated.setting.logs)
+
+
+def test_wandb_names_the_splits(validated, tmp_path):
+    (tmp_path / "recorded.pickle").write_bytes(pickle.dumps(tuple(validated)))
+    logs, options = tmp_path / "wandb-logs", json.dumps({"tracking": "offline"})
+    command = [sys.executable, "-m", "tests.report.track", str(tmp_path / "recorded.pickle"), str(logs), options]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=120)
+    (file,) = logs.glob("wandb/*run-*/*.wandb")
+    logged = Logged(file)
     assert len(logged.values("validation_accuracy")) == 2
     assert not logged.values("accuracy")
     assert logged.summary["accuracy"] == 0.625
