@@ -9,6 +9,7 @@ from typing import List, Optional, Tuple
 
 import numpy as np
 import torch
+from torch import nn
 
 from flyte_ddp.engine.batches import Resident, Split, TestBatches, TrainBatches, hold_out
 from flyte_ddp.engine.choice import Choice
@@ -63,14 +64,7 @@ def set_up(environment: Environment, device: torch.device, job: Job) -> Parts:
         recipe.train_fraction,
         lambda tree, generator, share: augment(recipe, tree, generator, share),
     )
-    torch.manual_seed(settings.seed)
-    model = convert(recipe.model().to(device), recipe.share)
-    init, remarks = Path(job.init) if job.init else None, []
-    goes_on = init is not None and is_checkpoint(init)
-    if init and not goes_on:
-        remarks.append(load_weights(model, init, settings.init_leave_out))
-    if settings.freeze:
-        remarks.append(freeze(model, settings.freeze))
+    model, remarks = first_model(recipe, job)
     last_batches = [(batches.samples, settings.batch_size)]
     last_batches += [(len(split), settings.test_batch_size) for split in (test, validation) if split]
     may_be_empty = any((samples % size or size) < world_size for samples, size in last_batches)
@@ -86,11 +80,23 @@ def set_up(environment: Environment, device: torch.device, job: Job) -> Parts:
         state.choice = Choice(measure, is_lower_better, settings.patience, settings.minimum_delta)
     state.watch.warnings += [NotLearning(0, 0, f"the result depends on the number of ranks: {one}") for one in reasons]
     mixed = not (constant_loss or recipe.couples_samples)  # then outputs are tried on other samples
-    if init and goes_on:
-        remarks.append(train_on(state, init, job, len(batches)))
+    if job.init and is_checkpoint(Path(job.init)):
+        remarks.append(train_on(state, Path(job.init), job, len(batches)))
     place_in_world = settings.test_batch_size, rank, world_size, mixed
     validated = TestBatches(validation, *place_in_world) if validation else None
     return Parts(state, batches, validated, TestBatches(test, *place_in_world), headline, precision, remarks)
+
+
+def first_model(recipe: Recipe, job: Job) -> Tuple[nn.Module, List[str]]:
+    """The network as training begins with it, unless it goes on from a checkpoint, and remarks on that."""
+    settings: TrainingSettings = job.identity.settings
+    torch.manual_seed(settings.seed)
+    model, remarks = convert(recipe.model().to(recipe.device), recipe.share), []
+    if job.init and not is_checkpoint(Path(job.init)):
+        remarks.append(load_weights(model, Path(job.init), settings.init_leave_out))
+    if settings.freeze:
+        remarks.append(freeze(model, settings.freeze))
+    return model, remarks
 
 
 def validation_of(recipe: Recipe, train: Split, job: Job) -> Tuple[Split, Optional[Split]]:

@@ -9,13 +9,14 @@ from torch import nn
 
 from flyte_ddp.engine.batches import Resident, hold_out
 from flyte_ddp.engine.choice import Choice
+from flyte_ddp.engine.loading import Streamed
 from flyte_ddp.errors import InputError
 from flyte_ddp.events import EpochChosen, EpochFinished, RunStarted, StepLogged
 from flyte_ddp.launch.failures import RankFailed
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.train import train as train_recipe
-from tests.engine.probe_recipes import Settings
+from tests.engine.probe_recipes import SeededDataset, Settings
 from tests.engine.test_training import Unplugged, identical, relative_difference
 
 # High rates waver: an earlier epoch than the last is the best
@@ -72,6 +73,15 @@ def test_no_sample_is_held_out_twice_or_lost_and_the_same_ones_each_time():
     assert [len(part) for part in everything] == [80, 20]
     assert torch.cat(everything).sort()[0].tolist() == list(range(100))
     assert torch.equal(held.chosen, hold_out(split, 0.2)[1].chosen)
+
+
+def test_samples_that_are_read_while_training_are_held_out_too():
+    split = Streamed(SeededDataset(Settings()).data("train"), torch.device("cpu"))
+    kept, held = hold_out(split, 0.25)
+    (rows,) = held.fetch(torch.tensor([2, 0]), [slice(0, 2)])
+    (expected,) = split.fetch(held.chosen[[2, 0]], [slice(0, 2)])
+    assert (len(kept), len(held)) == (9, 3)
+    assert torch.equal(rows, expected)
 
 
 @pytest.mark.parametrize("fraction", [0.001, 0.999])
