@@ -89,21 +89,18 @@ def train_on(state: TrainingState, path: Path, job: Job, steps_per_epoch: int) -
     ]
     if odd:
         raise InputError(f"init does not fit the network: {_differences(fresh['model'], saved['model'], odd)}")
+    bases = zip(state.schedule.base_lrs, state.schedule.lr_lambdas, strict=True)
+    rates = [base * factor(position) for base, factor in bases]
     state.load_state_dict(
         {
             **saved,
             "average": saved["average"] or saved["model"],
-            "optimizer": _optimizer(fresh["optimizer"], saved["optimizer"]),
-            "schedule": {**fresh["schedule"], "last_epoch": position, "_step_count": position + 1},
+            "optimizer": _optimizer(fresh["optimizer"], saved["optimizer"], rates),
+            "schedule": {**fresh["schedule"], "last_epoch": position, "_step_count": position + 1, "_last_lr": rates},
             "sums": saved["sums"] if saved["step"] else fresh["sums"],
             "choice": saved["choice"] or fresh["choice"],
         }
     )
-    for group, base, factor in zip(
-        state.optimizer.param_groups, state.schedule.base_lrs, state.schedule.lr_lambdas, strict=True
-    ):
-        group["lr"] = base * factor(position)
-    state.schedule._last_lr = [group["lr"] for group in state.optimizer.param_groups]
     if state.choice:
         same = all(theirs.get(name) == ours[name] for name in ("choose_by", "data", "validation_fraction"))
         if not same:  # what was the best by another measure, or on other samples, says nothing here
@@ -171,8 +168,8 @@ def _differences(own: Dict[str, Tensor], given: Dict[str, Tensor], names: Sequen
     return listed([told(name) for name in names])
 
 
-def _optimizer(fresh: Dict[str, Any], saved: Dict[str, Any]) -> Dict[str, Any]:
-    """The saved memory of each parameter, beside the rates and the like that are wished for now."""
+def _optimizer(fresh: Dict[str, Any], saved: Dict[str, Any], rates: Sequence[float]) -> Dict[str, Any]:
+    """The saved memory of each parameter, beside the momentum and the like that are wished for now."""
 
     def shape(state: Dict[str, Any]) -> List[Tuple[List[str], int]]:
         return [(sorted(group), len(group["params"])) for group in state["param_groups"]]
@@ -181,4 +178,5 @@ def _optimizer(fresh: Dict[str, Any], saved: Dict[str, Any]) -> Dict[str, Any]:
         raise InputError(
             "init: its optimizer is another, or has other groups of parameters: begin with its model_state"
         )
-    return {"state": saved["state"], "param_groups": fresh["param_groups"]}
+    groups = [{**group, "lr": rate} for group, rate in zip(fresh["param_groups"], rates, strict=True)]
+    return {"state": saved["state"], "param_groups": groups}
