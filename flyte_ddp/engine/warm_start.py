@@ -90,7 +90,7 @@ def train_on(state: TrainingState, path: Path, job: Job, steps_per_epoch: int) -
     if odd:
         raise InputError(f"init does not fit the network: {_differences(fresh['model'], saved['model'], odd)}")
     bases = zip(state.schedule.base_lrs, state.schedule.lr_lambdas, strict=True)
-    rates = [base * factor(position) for base, factor in bases]
+    rates = [float(base * factor(position)) for base, factor in bases]
     state.load_state_dict(
         {
             **saved,
