@@ -1,6 +1,6 @@
 """What the ranks, nearly always rank 0, tell the parent: small, plain values; big things stay in files."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Dict, List, Tuple, Union
 
 
@@ -13,6 +13,8 @@ class RunStarted:
         headline: the name of the measure that a run is judged by, after its loss.
         shares: names of the measures that are shares from 0 to 1, to be shown in per cent.
         layers: name, type and number of parameters of each module that has parameters of its own.
+        validation_samples: 0 where each epoch is evaluated on the test split.
+        remarks: on how it begins: with which weights, and which of them stay.
     """
 
     dataset: str
@@ -32,6 +34,8 @@ class RunStarted:
     first_step: int
     startup_seconds: float
     layers: List[Tuple[str, str, int]]
+    validation_samples: int = 0
+    remarks: List[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,8 @@ class StepLogged:
 
 @dataclass(frozen=True)
 class EpochFinished:
-    """An epoch's training and evaluation: the measures of the training and of the test samples, by name."""
+    """An epoch's training and evaluation: the measures of the training samples, by name, and either of the test samples
+    or, where there are some, of the validation samples."""
 
     epoch: int
     samples: int
@@ -57,6 +62,33 @@ class EpochFinished:
     test: Dict[str, float]
     train_seconds: float
     evaluate_seconds: float
+    validation: Dict[str, float] = field(default_factory=dict)
+
+    @property
+    def split(self) -> str:
+        """What the epoch was evaluated on."""
+        return "validation" if self.validation else "test"
+
+    @property
+    def evaluated(self) -> Dict[str, float]:
+        return self.validation or self.test
+
+
+@dataclass(frozen=True)
+class EpochChosen:
+    """The one look at the test split, by the weights of the best epoch on the validation split, where there is one.
+
+    Attributes:
+        epoch: the chosen one, from 0.
+        epochs: that were trained.
+        stopped_early: whether more were planned, and waiting for a better one had to end.
+    """
+
+    epoch: int
+    epochs: int
+    measures: Dict[str, float]
+    stopped_early: bool
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -126,6 +158,7 @@ Event = Union[
     RunStarted,
     StepLogged,
     EpochFinished,
+    EpochChosen,
     EpochLosses,
     NotLearning,
     GradientsSeen,

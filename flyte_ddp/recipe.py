@@ -72,6 +72,8 @@ class Recipe:
         samples: what one calls the samples, in the plural.
         headline: the measure that a run is judged by; empty is the first beside the loss.
         shares: the measures that are shares from 0 to 1, to be shown in per cent.
+        lower_is_better: the measures, beside the loss, of which the least is the best.
+        has_validation: that data("validation") gives samples to choose the best epoch by.
         clip_norm: to which the gradient is shortened where its Euclidean norm, over all weights, is larger; 0 is off.
         micro_batch: samples of a rank that are computed at a time, to save memory: the result is the same; 0 is all.
         ema_decay: per step, of the exponential moving average of the weights that is evaluated and returned; 0 is off.
@@ -85,6 +87,8 @@ class Recipe:
     samples = "samples"
     headline = ""
     shares: Tuple[str, ...] = ("accuracy",)
+    lower_is_better: Tuple[str, ...] = ()
+    has_validation = False
     clip_norm = 0.0
     micro_batch = 0
     ema_decay = 0.0
@@ -112,7 +116,7 @@ class Recipe:
         return model.eval()
 
     def data(self, split: str) -> Any:
-        """The samples of "train" or "test".
+        """The samples of "train" or "test", and where has_validation says so of "validation".
 
         Tensors and arrays, as one or in tuples, lists and dicts, are kept on the device; memory maps (numpy.memmap)
         stay on disk and are read batch by batch; a torch.utils.data.Dataset with a length is read sample by sample, by
@@ -163,7 +167,8 @@ class Recipe:
         return measures
 
     def constant_loss(self) -> float:
-        """The mean test loss of the best prediction that is the same for all samples; 0 where it is not known.
+        """The mean loss, on the split that each epoch is evaluated on, of the best prediction that is the same for all
+        samples; 0 where it is not known.
 
         A training that is no better is warned of. Where it is not known, its outputs are tried on other samples.
         """

@@ -168,6 +168,14 @@ class TrainingSettings(Settings):
         test_batch_size: samples of one evaluation batch, all ranks together.
         epochs: passes over the training samples.
         precision: of the forward and backward pass; auto is bfloat16 where the hardware computes in it.
+        validation_fraction: share of the training samples that are held out of the training, the same ones for each
+            seed, to choose the best epoch by; 0 is none, and then each epoch is reported on the test split.
+        choose_by: what makes an epoch the best: the measure that a run is judged by, or the loss.
+        patience: epochs without an improvement on the validation split, after which training ends; 0 is off.
+        minimum_delta: what counts as an improvement, beyond equality.
+        freeze: patterns (fnmatch) of the names of layers or parameters that stay as they are, separated by commas.
+        init_leave_out: the same, of tensors that are not taken from init, where a training is given one: they begin
+            anew. "mismatching" stands for all that are missing in it or have another shape.
     """
 
     backend: str = setting("auto", choices=BACKENDS)
@@ -177,6 +185,20 @@ class TrainingSettings(Settings):
     test_batch_size: int = setting(1000, minimum=1)
     epochs: int = setting(2, minimum=1)
     precision: str = setting("auto", choices=PRECISIONS)
+    validation_fraction: float = setting(0.0, minimum=0, below=1)
+    choose_by: str = setting("headline", choices=("headline", "loss"))
+    patience: int = setting(0, minimum=0)
+    minimum_delta: float = setting(0.0, minimum=0)
+    freeze: str = setting("")
+    init_leave_out: str = setting("")
+
+    def check_validation(self) -> None:
+        """Raises InputError for what has no meaning without a validation split."""
+        if self.patience:
+            raise InputError(
+                f"{type(self).__name__}.patience must be 0 without a validation split, got {self.patience}: set "
+                "validation_fraction, such as 0.1, or has_validation in a recipe that has such a split of its own"
+            )
 
 
 @dataclass(frozen=True)
@@ -193,6 +215,7 @@ class RunOptions(Settings):
         wandb_project: the W&B project; empty is WANDB_PROJECT, else flyte-ddp.
         wandb_entity: the W&B user or team; empty is WANDB_ENTITY, else the key's own.
         profile: whether torch.profiler looks at some steps of every rank.
+        keep_checkpoint: whether the last checkpoint stays, as final-checkpoint, for a later training to go on from.
         loader_workers: processes of each rank that read samples ahead of their use, where these are not in memory; 0 is
             the rank itself.
         pin_memory: whether a GPU fetches such batches from page-locked memory; without a GPU this does nothing.
@@ -208,3 +231,4 @@ class RunOptions(Settings):
     profile: bool = setting(False)
     loader_workers: int = setting(2, minimum=0, maximum=64)
     pin_memory: bool = setting(True)
+    keep_checkpoint: bool = setting(False)

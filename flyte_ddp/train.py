@@ -9,7 +9,7 @@ import os
 import pkgutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable, List, Optional, Sequence, Union
+from typing import Any, Callable, Dict, List, Optional, Sequence, Union
 
 from flyte_ddp.code_version import library_version
 from flyte_ddp.engine.job import Identity, Job, Subject, TrainingResult, job_of
@@ -31,16 +31,21 @@ class Result:
     """What a training without Flyte gives back.
 
     Attributes:
-        epochs: with the measures of the training and of the test samples.
+        epochs: with the measures of the training samples, and of the test or validation samples as `evaluated`.
         warnings: when and why the training did not go as it should; empty if all went well.
-        model_path: the trained weights, a CPU state_dict; on the first node.
+        model_path: the trained weights, a CPU state_dict; on the first node. They are those of the best epoch where a
+            validation split chose it; last.pt beside it then has those of the last.
         output: the folder of all that was written; on the first node.
+        tested: measures of the test samples, by the weights at model_path.
+        best_epoch: whose weights these are, from 1; 0 without a validation split.
     """
 
     epochs: List[EpochFinished]
     warnings: List[str]
     model_path: Path
     output: Path
+    tested: Dict[str, float]
+    best_epoch: int
 
 
 def train(
@@ -51,6 +56,7 @@ def train(
     output: Union[str, Path] = "trained",
     data_files: Sequence[str] = (),
     on_event: Optional[Callable[[Event], None]] = None,
+    init: Union[str, Path, None] = None,
 ) -> Result:
     """Trains a recipe with options.nproc ranks that it starts, or as one of those that it finds itself among.
 
@@ -60,29 +66,39 @@ def train(
         output: folder for model.pt, predictions.npy, pictures.npz and the checkpoint that the same call goes on from.
         data_files: which the recipe reads, relative to its module's file: a checkpoint follows their content.
         on_event: told of what happens; without it, lines on standard error.
+        init: what to begin with: the model_state of an earlier training, or a checkpoint, final-checkpoint in output if
+            options.keep_checkpoint was set, to go on from it to settings.epochs in all.
 
     Raises InputError for what the caller can mend, RankFailed where a rank fails, ReportedError after a SIGTERM.
     """
     name = recipe if isinstance(recipe, str) else name_of(recipe)
     code = find_code(name, data_files)
-    place, source = Path(output).expanduser().absolute(), Path(data).expanduser().absolute() if data else None
+    place = Path(output).expanduser().absolute()
+    source, first = (Path(path).expanduser().absolute() if path else None for path in (data, init))
     if source and not source.exists():
         raise InputError(f"data must be a file or folder that is there, got {source}")
+    if first and not first.is_file():
+        raise InputError(f"init must be a file that is there, got {first}")
     with writing_to(place, "output"):
         place.mkdir(parents=True, exist_ok=True)
-    identity = Identity(name, settings, content_digest(source) if source else "", code.version + library_version())
+    digests = [content_digest(path) if path else "" for path in (source, first)]
+    identity = Identity(name, settings, digests[0], code.version + library_version(), digests[1])
     dataset = source.name if source else name.rpartition(":")[2]
     job = job_of(
-        Subject(identity, dataset, source, code.root, code.files),
+        Subject(identity, dataset, source, code.root, code.files, init=first),
         options,
         model_path=str(place / "model.pt"),
+        last_path=str(place / "last.pt"),
+        final_path=str(place / "final-checkpoint") if options.keep_checkpoint else "",
         predictions_path=str(place / "predictions.npy"),
         pictures_path=str(place / "pictures.npz"),
         checkpoint_path=str(place / "checkpoint"),
         profile_path=str(place / "profile") if options.profile else "",
     )
     result = run(job, options, on_event)
-    return Result(result.epochs, [one.reason for one in result.warnings], Path(job.model_path), place)
+    warnings = [one.reason for one in result.warnings]
+    best_epoch = 0 if result.chosen_epoch is None else result.chosen_epoch + 1
+    return Result(result.epochs, warnings, Path(job.model_path), place, result.tested, best_epoch)
 
 
 def run(job: Job, options: RunOptions, on_event: Optional[Callable[[Event], None]]) -> TrainingResult:

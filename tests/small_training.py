@@ -2,7 +2,7 @@
 
 import time
 from pathlib import Path
-from typing import Any, Callable, Dict, List, NamedTuple
+from typing import Any, Callable, Dict, List, NamedTuple, Optional
 
 import pytest
 
@@ -13,6 +13,7 @@ from flyte_ddp.events import Event
 from flyte_ddp.launch import launcher
 from flyte_ddp.launch.environment import choose_world
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
+from flyte_ddp.storage import content_digest
 
 WORKER = "flyte_ddp.engine.worker:run"
 RECIPE = "flyte_ddp.recipes.images:ImageClassifier"
@@ -54,6 +55,7 @@ def train(small_data: Path, tmp_path: Path) -> Callable[..., Trained]:
         target: str = WORKER,
         data: Path = small_data,
         loader_workers: int = 0,
+        init: Optional[Path] = None,
         **hyperparameters: Any,
     ) -> Any:
         import torch
@@ -61,11 +63,15 @@ def train(small_data: Path, tmp_path: Path) -> Callable[..., Trained]:
         folder = tmp_path / name
         folder.mkdir(exist_ok=True)
         hp = Hyperparameters(**{"batch_size": 64, "epochs": 1, "precision": "float32", **hyperparameters})
+        first = content_digest(init) if init else ""
         job = Job(
-            identity=Identity(RECIPE, hp, prepared.read_description(data).digest, "code"),
+            identity=Identity(RECIPE, hp, prepared.read_description(data).digest, "code", first),
             dataset="small",
             data=str(data),
             model_path=str(folder / "model.pt"),
+            last_path=str(folder / "last.pt"),
+            final_path=str(folder / "final-checkpoint"),
+            init=str(init or ""),
             predictions_path=str(folder / "predictions.npy"),
             pictures_path=str(folder / "pictures.npz"),
             checkpoint_path=str(folder / "checkpoint"),

@@ -5,13 +5,15 @@ import re
 import subprocess
 from pathlib import Path
 
+import torch
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
 def test_the_guide_to_an_own_model_works_as_it_stands(tmp_path):
     text = (ROOT / "docs" / "your-own-model.md").read_text()
     blocks = re.findall(r"^```(\w+)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    assert [kind for kind, _ in blocks].count("sh") == 4
+    assert [kind for kind, _ in blocks].count("sh") == 6
     said = []
     for kind, block in blocks:
         if kind == "python":
@@ -25,8 +27,12 @@ def test_the_guide_to_an_own_model_works_as_it_stands(tmp_path):
             said.append(done.stdout)
     assert "'within': " in said[0]
     assert "2177 parameters" in said[1]
-    assert "exported={'safetensors': " in said[3]
     assert (tmp_path / "trained-by-torchrun" / "model.pt").is_file()
+    assert "best_epoch=" in said[3]
+    two, tuned = (torch.load(tmp_path / name / "model.pt", weights_only=True) for name in ("two", "tuned"))
+    assert {name for name in two if torch.equal(two[name], tuned[name])} == {"0.weight", "0.bias"}
+    assert (tmp_path / "three" / "model.pt").is_file()
+    assert "exported={'safetensors': " in said[5]
 
 
 def test_the_readmes_own_model_trains_as_it_stands(tmp_path):

@@ -11,6 +11,7 @@ LOCAL_RANK and LOCAL_WORLD_SIZE.
 
 import json
 from pathlib import Path
+from typing import Optional
 
 import click
 from torch import distributed
@@ -27,10 +28,10 @@ from flyte_ddp.reading import read_settings
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.report.console import Console, download_progress, say
 from flyte_ddp.settings import RunOptions
-from flyte_ddp.storage import writing_to
+from flyte_ddp.storage import content_digest, writing_to
 
 IMAGE_CLASSIFIER = "flyte_ddp.recipes.images:ImageClassifier"
-OPTIONS = ("checkpoint_seconds", "profile", "resume", "timeout_seconds")
+OPTIONS = ("checkpoint_seconds", "keep_checkpoint", "profile", "resume", "timeout_seconds")
 
 
 @click.command(help=__doc__)
@@ -43,13 +44,18 @@ OPTIONS = ("checkpoint_seconds", "profile", "resume", "timeout_seconds")
     help="The folder, on the first node, for model.pt, predictions.npy, and the checkpoint that the same command goes "
     "on from.",
 )
+@click.option(
+    "--init",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="What to begin with, on each node: a model.pt, or a checkpoint to go on from.",
+)
 @record  # so that torchrun's report has the error of the rank that failed first
-def main(hp: str, options: str, output: Path) -> None:
+def main(hp: str, options: str, output: Path, init: Optional[Path]) -> None:
     chosen = Hyperparameters.from_dict(read_settings(hp))
     with joined.own_environment(chosen) as environment:
-        result = train(environment, chosen, read_options(options), output.absolute())
+        result = train(environment, chosen, read_options(options), output.absolute(), init)
     if environment.rank == 0:
-        accuracies = [epoch.test["accuracy"] for epoch in result.epochs]
+        accuracies = [epoch.evaluated["accuracy"] for epoch in result.epochs]
         click.echo(json.dumps({"epoch_accuracies": accuracies, "model_state": str(output.absolute() / "model.pt")}))
 
 
@@ -66,8 +72,13 @@ def read_options(text: str) -> RunOptions:
     return options
 
 
-def train(environment: Environment, hp: Hyperparameters, options: RunOptions, output: Path) -> TrainingResult:
-    """Trains as this rank; rank 0 leaves the weights in output, and says what happens."""
+def train(
+    environment: Environment, hp: Hyperparameters, options: RunOptions, output: Path, init: Optional[Path] = None
+) -> TrainingResult:
+    """Trains as this rank; rank 0 leaves the weights in output, and says what happens.
+
+    init: a model_state or checkpoint to begin with.
+    """
     checkpoint = output / "checkpoint"
     with process_group(environment, options.timeout_seconds) as device:
         data = prepare(environment, hp.dataset)
@@ -77,11 +88,14 @@ def train(environment: Environment, hp: Hyperparameters, options: RunOptions, ou
                 if not options.resume:
                     checkpoint.unlink(missing_ok=True)
         description = prepared.read_description(data)
-        identity = Identity(IMAGE_CLASSIFIER, hp, description.digest, library_version())
+        first = content_digest(init) if init else ""
+        identity = Identity(IMAGE_CLASSIFIER, hp, description.digest, library_version(), first)
         job = job_of(
-            Subject(identity, description.name, data),
+            Subject(identity, description.name, data, init=init.absolute() if init else None),
             options,
             model_path=str(output / "model.pt"),
+            last_path=str(output / "last.pt"),
+            final_path=str(output / "final-checkpoint") if options.keep_checkpoint else "",
             predictions_path=str(output / "predictions.npy"),
             pictures_path=str(output / "pictures.npz"),
             checkpoint_path=str(checkpoint),

@@ -27,7 +27,7 @@ class Transformer(nn.Module):
 
 
 class CharLM(Recipe):
-    samples, headline, clip_norm = "windows", "perplexity", 1.0
+    samples, headline, lower_is_better, clip_norm = "windows", "perplexity", ("perplexity",), 1.0
 
     def data(self, split: str) -> Tensor:
         text = "\n\n".join(topics[name] for name in sorted(topics))[: self.settings.characters]

@@ -96,6 +96,32 @@ def _as_tensor(leaf: Any) -> Tensor:
     return torch.as_tensor(leaf)
 
 
+class Part:
+    """Some samples of a split, by their numbers (n,) int64."""
+
+    def __init__(self, split: Split, chosen: Tensor):
+        self.split, self.chosen, self.device = split, chosen.to(split.device), split.device
+
+    def __len__(self) -> int:
+        return len(self.chosen)
+
+    def fetch(self, order: Tensor, parts: Sequence[slice]) -> Iterator[Any]:
+        return self.split.fetch(self.chosen[order.to(self.device)], parts)
+
+
+def hold_out(split: Split, fraction: float) -> Tuple[Part, Part]:
+    """What is left to train on, and the share that is held out; the same on every machine, whatever settings.seed.
+
+    So runs compare, and a training that goes on from another one's weights has not seen what it is validated on.
+    """
+    count = round(fraction * len(split))
+    if not 0 < count < len(split):
+        raise InputError(f"validation_fraction must leave a sample on either side of {len(split)}, got {fraction:g}")
+    # RandomState is the one generator whose numbers numpy never changes
+    shuffled = torch.from_numpy(np.random.RandomState(0).permutation(len(split)))
+    return Part(split, shuffled[count:].sort()[0]), Part(split, shuffled[:count].sort()[0])
+
+
 def share(start: int, stop: int, rank: int, world_size: int) -> Tuple[int, int]:
     """The rank's part of start..stop: contiguous, without overlap or gap, sizes at most one apart."""
     count = stop - start
@@ -174,7 +200,7 @@ def device_generator(device: torch.device) -> torch.Generator:
 
 
 class TestBatches(_Batches):
-    """A rank's shares of global batches of the whole test split; no sample twice on any rank.
+    """A rank's shares of global batches of the whole test or validation split; no sample twice on any rank.
 
     mixed: in an order of chance, always the same, instead of their own.
     """

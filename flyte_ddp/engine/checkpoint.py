@@ -14,7 +14,7 @@ from flyte_ddp.errors import CheckpointError
 from flyte_ddp.events import CheckpointFailed, CheckpointWritten, Event
 from flyte_ddp.storage import write_whole
 
-FORMAT = 2
+FORMAT = 3
 DIGEST_BYTES = hashlib.sha256().digest_size
 
 

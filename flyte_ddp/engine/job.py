@@ -3,7 +3,7 @@
 import hashlib
 import json
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Tuple
 
@@ -14,12 +14,16 @@ from flyte_ddp.settings import RunOptions, TrainingSettings
 
 @dataclass(frozen=True)
 class Identity:
-    """What decides the result of a training: recipe, settings, the data's content, and the code (each by its hash)."""
+    """What decides the result of a training: recipe, settings, the data's content, and the code (each by its hash).
+
+    init_digest: of the content of the file that it begins with, if there is one.
+    """
 
     recipe: str
     settings: TrainingSettings
     data_digest: str
     code_version: str
+    init_digest: str = ""
 
     def as_dict(self) -> Dict[str, Any]:
         """What has to be the same for a checkpoint of one run to be gone on from in another."""
@@ -28,6 +32,7 @@ class Identity:
             "recipe": self.recipe,
             "data": self.data_digest,
             "code": self.code_version,
+            "init": self.init_digest,
         }
 
     @property
@@ -46,6 +51,7 @@ class Subject:
         root: folder that the recipe's module is found from; empty where it is part of this library.
         files: of its code; empty where it is part of this library.
         description: of the prepared dataset; None where the data are anything else.
+        init: a model_state or checkpoint to begin with; None for none.
     """
 
     identity: Identity
@@ -54,6 +60,7 @@ class Subject:
     root: str = ""
     files: Tuple[str, ...] = ()
     description: Optional[DatasetDescription] = None
+    init: Optional[Path] = None
 
 
 @dataclass(frozen=True)
@@ -64,9 +71,12 @@ class Job:
         identity: what decides its result.
         dataset: what the data are called.
         data: folder or file that the recipe is given; empty is none.
-        model_path: where rank 0 puts the trained weights.
+        model_path: where rank 0 puts the trained weights; those of the best epoch where a validation split chooses it.
+        last_path: where it then puts those of the last epoch; empty is nowhere.
         predictions_path: where rank 0 puts what the recipe keeps of the test samples, an .npy of (N, ...).
         pictures_path: where rank 0 puts the recipe's pictures, an .npz.
+        final_path: where rank 0 puts the checkpoint of the finished training; empty is nowhere.
+        init: a model_state or checkpoint to begin with, on each host; empty is none.
         checkpoint_path: where rank 0 keeps the checkpoint; an earlier one there is gone on from.
         checkpoint_seconds: time between two checkpoints within an epoch.
         timeout_seconds: how long the ranks may go without a step before the run counts as hung.
@@ -85,6 +95,9 @@ class Job:
     timeout_seconds: float
     launched: float
     model_path: str = ""
+    last_path: str = ""
+    final_path: str = ""
+    init: str = ""
     predictions_path: str = ""
     pictures_path: str = ""
     checkpoint_path: str = ""
@@ -101,6 +114,7 @@ def job_of(subject: Subject, options: RunOptions, **paths: str) -> Job:
         identity=subject.identity,
         dataset=subject.dataset,
         data=str(subject.data or ""),
+        init=str(subject.init or ""),
         root=subject.root,
         code_files=subject.files,
         checkpoint_seconds=options.checkpoint_seconds,
@@ -119,11 +133,13 @@ class TrainingResult:
     Attributes:
         warnings: in which epochs training did not learn as it should.
         headline: the measure that the run is judged by.
-        train_samples, test_samples: of the splits.
+        train_samples, test_samples, validation_samples: of the splits.
         precision: float32 or bfloat16.
         samples_per_second: training images of this rank alone, per second of training in this attempt.
         peak_bytes: the most memory that the process has held.
         peak_gpu_bytes: the most memory that its tensors have held on the GPU; 0 on a CPU.
+        tested: measures of the test split, by the weights at model_path.
+        chosen_epoch: whose weights these are, from 0, where a validation split has chosen one.
     """
 
     epochs: List[EpochFinished]
@@ -137,3 +153,6 @@ class TrainingResult:
     samples_per_second: float
     peak_bytes: int
     peak_gpu_bytes: int
+    validation_samples: int = 0
+    tested: Dict[str, float] = field(default_factory=dict)
+    chosen_epoch: Optional[int] = None

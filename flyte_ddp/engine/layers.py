@@ -112,14 +112,19 @@ def _global_dropout(share: Share) -> Iterator[None]:
 class BatchNorm(AnyBatchNorm):
     """Batch norm over the global batch: the ranks add up their sums, forward and backward.
 
-    torch's own SyncBatchNorm does the same on GPUs, and on them alone.
+    torch's own SyncBatchNorm does the same on GPUs, and on them alone. A frozen one takes its running statistics for
+    those of the batch, and leaves them as they are.
     """
 
     share: Share
+    is_frozen = False
 
     def forward(self, features: Tensor) -> Tensor:
         if not (self.training or self.running_mean is None):
             return super().forward(features)
+        if self.is_frozen and self.running_mean is not None:
+            assert self.running_var is not None  # for the type checker: they are there together
+            return _fixed(features, self.weight, self.bias, self.running_mean, self.running_var, self.eps)
         rows = features.numel() // self.num_features
         # torch's own kernel does all at once, but refuses a lone row
         if not self.share.alone and rows > 1 and distributed.get_world_size() == 1:

@@ -11,7 +11,7 @@ from flyte_ddp.engine.measures import pairs_of, sums_of
 from flyte_ddp.engine.state import Sums, TrainingState
 from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.errors import NonFinite, StopRequested
-from flyte_ddp.events import EpochFinished, GradientsSeen, StepLogged
+from flyte_ddp.events import EpochChosen, EpochFinished, GradientsSeen, StepLogged
 from flyte_ddp.launch.link import Link
 
 
@@ -22,7 +22,7 @@ class Checkpoints(Protocol):
 
 
 class Evaluated(NamedTuple):
-    """Of the whole test split.
+    """Of the whole test or validation split.
 
     Attributes:
         measures: by name.
@@ -38,28 +38,30 @@ class Evaluated(NamedTuple):
 def fit(
     state: TrainingState,
     train: TrainBatches,
-    test: TestBatches,
+    split: TestBatches,
     epochs: int,
     log_interval: int,
     link: Link,
     checkpoints: Checkpoints,
-) -> Optional[Tensor]:
+) -> Optional[Evaluated]:
     """Trains from where the state stands to the end of the last epoch; the measures end up in state.history.
 
-    Returns this rank's share of the test split's predictions, if the recipe gives any.
+    split: to evaluate each epoch on, the validation split where there is one, else the test split. Returns what the
+    last epoch gave on it; None where the training had been finished before.
     """
     evaluated = None
-    while state.epoch < epochs:
+    while state.epoch < epochs and not (state.choice and state.choice.is_over):
         sums = train_epoch(state, train, log_interval, link, checkpoints)
         started = time.perf_counter()
-        evaluated = evaluate(state, test, link)
+        evaluated = evaluate(state, split, link)
         finished = EpochFinished(
             epoch=state.epoch,
             samples=train.samples,
             train=state.measures(sums.pairs),
-            test=evaluated.measures,
+            test={} if state.choice else evaluated.measures,
             train_seconds=state.epoch_seconds,
             evaluate_seconds=time.perf_counter() - started,
+            validation=evaluated.measures if state.choice else {},
         )
         state.finish_epoch(finished)
         link.emit(finished)
@@ -67,9 +69,19 @@ def fit(
         for warning in state.watch.after_epoch(finished.epoch, len(train), loss, evaluated.mismatched):
             link.emit(warning)
         checkpoints.save(state)
-    if evaluated is None:  # a finished training, gone on from
-        evaluated = evaluate(state, test, link)
-    return evaluated.predictions
+    return evaluated
+
+
+def look_at_test(state: TrainingState, test: TestBatches, epochs: int, link: Link) -> Evaluated:
+    """Evaluates on the test split what the training gives back: its best epoch, where a validation split chose one."""
+    choice, started = state.choice, time.perf_counter()
+    if choice:
+        choice.restore(state.evaluated)
+    evaluated = evaluate(state, test, link)
+    if choice:
+        seconds, chosen = time.perf_counter() - started, choice.chosen(state.epoch - 1)
+        link.emit(EpochChosen(chosen, state.epoch, evaluated.measures, state.epoch < epochs, seconds))
+    return evaluated
 
 
 def train_epoch(
@@ -129,7 +141,7 @@ def _logged(state: TrainingState, train: TrainBatches, before: Sums, now: Sums, 
 
 @torch.inference_mode()
 def evaluate(state: TrainingState, test: TestBatches, link: Link) -> Evaluated:
-    """The measures over the whole test split, in float32: each rank takes its share, the sums are exact."""
+    """The measures over the whole split, in float32: each rank takes its share, the sums are exact."""
     recipe, model = state.recipe, state.evaluated
     model.eval()
     mismatches = not (state.watch.constant_loss or recipe.couples_samples)

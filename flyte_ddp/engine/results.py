@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from flyte_ddp.engine.batches import Split
+from flyte_ddp.engine.checkpoint import write_checkpoint
 from flyte_ddp.engine.job import Job, TrainingResult
 from flyte_ddp.engine.set_up import Parts
 from flyte_ddp.engine.state import TrainingState
@@ -23,14 +24,24 @@ from flyte_ddp.storage import write_whole, writing_to
 MOST_PICTURES = 24
 
 
-def write_results(parts: Parts, predictions: Optional[Tensor], job: Job) -> None:
-    """Rank 0's part of it. predictions: (N, ...) of the test split, if the recipe gives any."""
+def write_last(parts: Parts, job: Job) -> None:
+    """Rank 0 keeps how the last epoch ended, which may not be the best: its weights, and if wished its checkpoint."""
+    with writing_to(Path(job.model_path).parent, "DDP_RUNS_DIR"):
+        if parts.validation and job.last_path:
+            export_model(parts.state.evaluated, Path(job.last_path))
+        if job.final_path:
+            content = {"identity": job.identity.as_dict(), "state": parts.state.state_dict()}
+            write_checkpoint(Path(job.final_path), content)
+
+
+def write_results(parts: Parts, tested: Dict[str, float], predictions: Optional[Tensor], job: Job) -> None:
+    """Rank 0's part of it. tested: measures of the test split. predictions: (N, ...) of it, if the recipe gives any."""
     path, recipe, size = Path(job.model_path), parts.state.recipe, distributed.get_world_size()
     training = {"world_size": size, "hardware": hardware(parts.state.device), "precision": parts.precision}
     with writing_to(path.parent, "DDP_RUNS_DIR"):
         path_beside(path).unlink(missing_ok=True)  # of other weights: at no moment shall it stand beside these
         export_model(parts.state.evaluated, path)
-        write_metadata(path, metadata_of(recipe, job, parts.headline, parts.state.history[-1].test, training))
+        write_metadata(path, metadata_of(recipe, job, parts.headline, tested, training))
         if predictions is not None:
             np.save(job.predictions_path, predictions.cpu().numpy())
         draw_pictures(parts.state, parts.test.split, Path(job.pictures_path))
@@ -59,8 +70,11 @@ def hardware(device: torch.device) -> str:
     return f"CPU, {torch.backends.cpu.get_cpu_capability()}"
 
 
-def result_of(parts: Parts, environment: Environment, samples_per_second: float) -> TrainingResult:
-    state = parts.state
+def result_of(
+    parts: Parts, tested: Dict[str, float], environment: Environment, samples_per_second: float
+) -> TrainingResult:
+    """tested: measures of the test split."""
+    state, choice = parts.state, parts.state.choice
     return TrainingResult(
         epochs=state.history,
         warnings=state.watch.warnings,
@@ -73,6 +87,9 @@ def result_of(parts: Parts, environment: Environment, samples_per_second: float)
         samples_per_second=samples_per_second,
         peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         peak_gpu_bytes=torch.cuda.max_memory_allocated(state.device) if state.device.type == "cuda" else 0,
+        validation_samples=len(parts.validation.split) if parts.validation else 0,
+        tested=tested,
+        chosen_epoch=choice.chosen(state.epoch - 1) if choice else None,
     )
 
 

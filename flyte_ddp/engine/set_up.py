@@ -5,21 +5,26 @@ import random
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import List, Optional, Tuple
 
 import numpy as np
 import torch
+from torch import nn
 
-from flyte_ddp.engine.batches import Resident, Split, TestBatches, TrainBatches
+from flyte_ddp.engine.batches import Resident, Split, TestBatches, TrainBatches, hold_out
+from flyte_ddp.engine.choice import Choice
 from flyte_ddp.engine.job import Job
 from flyte_ddp.engine.layers import convert
 from flyte_ddp.engine.loading import Streamed
 from flyte_ddp.engine.measures import augment, place
 from flyte_ddp.engine.probe import probe
 from flyte_ddp.engine.state import TrainingState
+from flyte_ddp.engine.warm_start import freeze, is_checkpoint, load_weights, train_on
 from flyte_ddp.errors import InputError
 from flyte_ddp.events import NotLearning
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.recipe import Recipe
+from flyte_ddp.settings import TrainingSettings
 from flyte_ddp.user_code import check_imports
 
 SPLITS = ("train", "test")
@@ -27,13 +32,15 @@ SPLITS = ("train", "test")
 
 @dataclass(frozen=True)
 class Parts:
-    """headline: the measure that the run is judged by. precision: float32 or bfloat16."""
+    """headline: the measure that the run is judged by. precision: float32 or bfloat16. remarks: on how it begins."""
 
     state: TrainingState
     train: TrainBatches
+    validation: Optional[TestBatches]
     test: TestBatches
     headline: str
     precision: str
+    remarks: List[str]
 
 
 def set_up(environment: Environment, device: torch.device, job: Job) -> Parts:
@@ -46,8 +53,9 @@ def set_up(environment: Environment, device: torch.device, job: Job) -> Parts:
     random.seed(settings.seed)
     recipe = load_recipe(job, device)
     train, test = (open_split(recipe, split, job) for split in SPLITS)
+    kept, validation = validation_of(recipe, train, job)
     batches = TrainBatches(
-        train,
+        kept,
         settings.batch_size,
         settings.seed,
         rank,
@@ -56,9 +64,9 @@ def set_up(environment: Environment, device: torch.device, job: Job) -> Parts:
         recipe.train_fraction,
         lambda tree, generator, share: augment(recipe, tree, generator, share),
     )
-    torch.manual_seed(settings.seed)
-    model = convert(recipe.model().to(device), recipe.share)
-    last_batches = (batches.samples, settings.batch_size), (len(test), settings.test_batch_size)
+    model, remarks = first_model(recipe, job)
+    last_batches = [(batches.samples, settings.batch_size)]
+    last_batches += [(len(split), settings.test_batch_size) for split in (test, validation) if split]
     may_be_empty = any((samples % size or size) < world_size for samples, size in last_batches)
     names, headline, reasons = probe(recipe, model, train, may_be_empty)
     constant_loss, total_steps = recipe.constant_loss(), settings.epochs * len(batches)
@@ -66,11 +74,45 @@ def set_up(environment: Environment, device: torch.device, job: Job) -> Parts:
         recipe, model, names, device, world_size,
         autocast=precision == "bfloat16", total_steps=total_steps, constant_loss=constant_loss,
     )  # fmt: skip
+    if validation:
+        measure = headline if settings.choose_by == "headline" else "loss"
+        is_lower_better = measure in ("loss", *recipe.lower_is_better)
+        state.choice = Choice(measure, is_lower_better, settings.patience, settings.minimum_delta)
     state.watch.warnings += [NotLearning(0, 0, f"the result depends on the number of ranks: {one}") for one in reasons]
     mixed = not (constant_loss or recipe.couples_samples)  # then outputs are tried on other samples
-    return Parts(
-        state, batches, TestBatches(test, settings.test_batch_size, rank, world_size, mixed), headline, precision
-    )
+    if job.init and is_checkpoint(Path(job.init)):
+        remarks.append(train_on(state, Path(job.init), job, len(batches)))
+    place_in_world = settings.test_batch_size, rank, world_size, mixed
+    validated = TestBatches(validation, *place_in_world) if validation else None
+    return Parts(state, batches, validated, TestBatches(test, *place_in_world), headline, precision, remarks)
+
+
+def first_model(recipe: Recipe, job: Job) -> Tuple[nn.Module, List[str]]:
+    """The network as training begins with it, unless it goes on from a checkpoint, and remarks on that."""
+    settings: TrainingSettings = job.identity.settings
+    torch.manual_seed(settings.seed)
+    model, remarks = convert(recipe.model().to(recipe.device), recipe.share), []
+    if job.init and not is_checkpoint(Path(job.init)):
+        remarks.append(load_weights(model, Path(job.init), settings.init_leave_out))
+    if settings.freeze:
+        remarks.append(freeze(model, settings.freeze))
+    return model, remarks
+
+
+def validation_of(recipe: Recipe, train: Split, job: Job) -> Tuple[Split, Optional[Split]]:
+    """The training samples to train on, and those to choose the best epoch by, if there are to be any."""
+    settings: TrainingSettings = job.identity.settings
+    if recipe.has_validation:
+        if settings.validation_fraction:
+            raise InputError(
+                f"validation_fraction must be 0 where the recipe has a validation split of its own, got "
+                f"{settings.validation_fraction:g}"
+            )
+        return train, open_split(recipe, "validation", job)
+    if settings.validation_fraction:
+        return hold_out(train, settings.validation_fraction)
+    settings.check_validation()
+    return train, None
 
 
 def load_recipe(job: Job, device: torch.device) -> Recipe:

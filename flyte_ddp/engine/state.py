@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from flyte_ddp.engine import torch_compat
 from flyte_ddp.engine.batches import Batch, device_generator
+from flyte_ddp.engine.choice import Choice
 from flyte_ddp.engine.layers import convert
 from flyte_ddp.engine.measures import pairs_of, ratios, trained_measure
 from flyte_ddp.engine.watch import Watch
@@ -104,6 +105,7 @@ class TrainingState:
         self._generator = device_generator(device)
         self.history: List[EpochFinished] = []
         self.watch = Watch(constant_loss)
+        self.choice: Optional[Choice] = None  # where there is a validation split
 
     @property
     def evaluated(self) -> nn.Module:
@@ -190,6 +192,8 @@ class TrainingState:
 
     def finish_epoch(self, finished: EpochFinished) -> None:
         self.history.append(finished)
+        if self.choice:
+            self.choice.after_epoch(finished.epoch, finished.validation, self.evaluated)
         self._sums.zero_()
         self.epoch, self.step, self.epoch_seconds = self.epoch + 1, 0, 0.0
 
@@ -206,6 +210,7 @@ class TrainingState:
             "epoch_seconds": self.epoch_seconds,
             "history": [asdict(finished) for finished in self.history],
             "watch": self.watch.state_dict(),
+            "choice": self.choice.state_dict() if self.choice else None,
         }
 
     def load_state_dict(self, saved: Dict[str, Any]) -> None:
@@ -219,6 +224,8 @@ class TrainingState:
         self.epoch, self.step, self.epoch_seconds = saved["epoch"], saved["step"], saved["epoch_seconds"]
         self.history = [EpochFinished(**finished) for finished in saved["history"]]
         self.watch.load_state_dict(saved["watch"])
+        if self.choice:
+            self.choice.load_state_dict(saved["choice"])
 
 
 class Average:

@@ -54,7 +54,7 @@ class Watch:
         return []
 
     def after_epoch(self, epoch: int, step: int, loss: float, mismatched: float = 0.0) -> List[NotLearning]:
-        """Takes in the mean loss on the test split; a warning where it became no better than guessing.
+        """Takes in the mean loss of the test or validation split; a warning where it became no better than guessing.
 
         mismatched: of the outputs for other samples, which stands in for constant_loss where that is not known.
         """

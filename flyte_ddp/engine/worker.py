@@ -11,9 +11,9 @@ from torch import distributed
 from flyte_ddp.engine.arithmetic import settle_arithmetic
 from flyte_ddp.engine.checkpoint import CheckpointWriter, NoCheckpoints, read_checkpoint
 from flyte_ddp.engine.job import Job, TrainingResult
-from flyte_ddp.engine.loop import fit, gather
+from flyte_ddp.engine.loop import fit, gather, look_at_test
 from flyte_ddp.engine.profile import profiling
-from flyte_ddp.engine.results import layers_of, result_of, write_results
+from flyte_ddp.engine.results import layers_of, result_of, write_last, write_results
 from flyte_ddp.engine.set_up import Parts, set_up
 from flyte_ddp.engine.state import TrainingState
 from flyte_ddp.engine.torch_compat import leave_dynamo_out
@@ -47,18 +47,24 @@ def train(environment: Environment, device: torch.device, link: Link, job: Job) 
     checkpoints = checkpoints_of(environment, link, job)
     try:
         with profiling(job.profile_path, environment.rank, state.optimizer):
-            predicted = fit(state, parts.train, parts.test, settings.epochs, settings.log_interval, link, checkpoints)
+            split = parts.validation or parts.test
+            tested = fit(state, parts.train, split, settings.epochs, settings.log_interval, link, checkpoints)
     except NonFinite:  # on all ranks at once, and the first report of it ends them all
         checkpoints.close()
         distributed.barrier()
         raise
     finally:
         checkpoints.close()
-    predictions = None if predicted is None else gather(predicted, parts.test)
     if environment.rank == 0:
-        write_results(parts, predictions, job)
+        write_last(parts, job)
+    if parts.validation or tested is None:  # the second: a finished training, gone on from
+        tested = look_at_test(state, parts.test, settings.epochs, link)
+    predictions = None if tested.predictions is None else gather(tested.predictions, parts.test)
+    if environment.rank == 0:
+        write_results(parts, tested.measures, predictions, job)
     mine = (samples_of(parts) - samples_before) / environment.world.size
-    return result_of(parts, environment, mine / max(train_seconds(state) - seconds_before, 1e-9))
+    rate = mine / max(train_seconds(state) - seconds_before, 1e-9)
+    return result_of(parts, tested.measures, environment, rate)
 
 
 def run_started(parts: Parts, environment: Environment, job: Job) -> RunStarted:
@@ -81,6 +87,8 @@ def run_started(parts: Parts, environment: Environment, job: Job) -> RunStarted:
         first_step=state.step,
         startup_seconds=time.time() - job.launched,
         layers=layers_of(state.model),
+        validation_samples=len(parts.validation.split) if parts.validation else 0,
+        remarks=parts.remarks,
     )
 
 

@@ -45,6 +45,11 @@ class Hyperparameters(TrainingSettings):
     label_smoothing: float = setting(0.1, minimum=0, below=1)
     ema_decay: float = setting(0.0, minimum=0, below=1)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.validation_fraction:
+            self.check_validation()
+
 
 @dataclass(frozen=True)
 class FashionMNISTHyperparameters(Hyperparameters):

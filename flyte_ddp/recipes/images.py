@@ -84,7 +84,8 @@ class ImageClassifier(Classifier):
         return schedules.one_cycle(step, steps, self.settings.warmup_fraction)
 
     def constant_loss(self) -> float:
-        return entropy(torch.from_numpy(prepared.open_images(self.folder, "test")[1]))
+        split = "train" if self.settings.validation_fraction else "test"  # which are not to be looked at then
+        return entropy(torch.from_numpy(prepared.open_images(self.folder, split)[1]))
 
 
 class Normaliser:

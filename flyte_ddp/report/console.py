@@ -3,7 +3,7 @@
 import os
 import sys
 from contextlib import contextmanager
-from typing import Any, Iterator, Optional
+from typing import Any, Iterator, List, Mapping, Optional
 
 import click
 
@@ -11,6 +11,7 @@ from flyte_ddp.data.download import Progress
 from flyte_ddp.events import (
     CheckpointFailed,
     CheckpointRefused,
+    EpochChosen,
     EpochFinished,
     Event,
     NotLearning,
@@ -18,7 +19,7 @@ from flyte_ddp.events import (
     RunStarted,
     StepLogged,
 )
-from flyte_ddp.report.words import in_words, written
+from flyte_ddp.report.words import counted, in_words, written
 
 
 def say(text: str) -> None:
@@ -58,26 +59,33 @@ class Console:
         if isinstance(event, RunStarted):
             self._run = event
             say(
-                f"{event.dataset}: {event.train_samples:,} training and {event.test_samples:,} test {event.samples}; "
-                f"{event.world_size} ranks ({event.backend}, {event.device}, {event.precision}), "
-                f"ready after {event.startup_seconds:.1f} s"
+                f"{event.dataset}: {counted(event)}; {event.world_size} ranks "
+                f"({event.backend}, {event.device}, {event.precision}), ready after {event.startup_seconds:.1f} s"
             )
+            for remark in event.remarks:
+                say(remark)
             if event.first_epoch or event.first_step:
                 say(f"going on from the checkpoint: epoch {event.first_epoch + 1}, step {event.first_step + 1}")
         elif isinstance(event, StepLogged):
             self.on_step(event)
         elif isinstance(event, EpochFinished):
-            run = self._run
-            # A recipe's headline may be its loss, which is then said once
-            tested = [
-                f"test {in_words(name)} {written(name, event.test[name], run.shares)}"
-                for name in dict.fromkeys((run.headline, "loss"))
-                if name in event.test
-            ]
             seconds = f"{event.train_seconds:.1f} s of training"
-            say(f"Epoch {event.epoch + 1} of {run.epochs}: {', '.join([*tested, seconds])}")
+            said = ", ".join([*self._measured(event.split, event.evaluated), seconds])
+            say(f"Epoch {event.epoch + 1} of {self._run.epochs}: {said}")
+        elif isinstance(event, EpochChosen):
+            early = f"Stopped early after epoch {event.epochs}. " if event.stopped_early else ""
+            said = ", ".join(self._measured("test", event.measures))
+            say(f"{early}Best on the validation split: epoch {event.epoch + 1}, which gives {said}")
         else:
             say_remark(event)
+
+    def _measured(self, split: str, measures: Mapping[str, float]) -> List[str]:
+        # A recipe's headline may be its loss, which is then said once
+        return [
+            f"{split} {in_words(name)} {written(name, measures[name], self._run.shares)}"
+            for name in dict.fromkeys((self._run.headline, "loss"))
+            if name in measures
+        ]
 
     def on_step(self, event: StepLogged) -> None:
         share = event.step / self._run.steps_per_epoch

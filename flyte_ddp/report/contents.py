@@ -22,20 +22,24 @@ def tiles(record: Record) -> List[Dict[str, str]]:
     """The headline's figures, the most important first."""
     run, description = record.started, record.setting.description
     shown = []
+    tested, split = record.tested, record.split
     if record.epochs:
-        last = record.epochs[-1]
+        measures = tested.measures if tested else record.epochs[-1].evaluated
         for name in dict.fromkeys((record.headline, "loss")):
-            label = f"test {in_words(name)}"
-            if name == "accuracy" and description and name in last.test:
-                wrong = (1 - last.test[name]) * description.test_samples
+            label = f"{'test' if tested else split} {in_words(name)}"
+            if name == "accuracy" and description and name in measures and (tested or split == "test"):
+                wrong = (1 - measures[name]) * description.test_samples
                 label += f" ({wrong:,.0f} of {description.test_samples:,} wrong)"
-            shown.append((_written(record, name, last.test), label))
+            shown.append((_written(record, name, measures), label))
+        if tested:
+            early = "; stopped early" if tested.stopped_early else ""
+            shown.append((f"epoch {tested.epoch + 1}", f"is the best on the validation split{early}"))
         seconds = sum(epoch.train_seconds for epoch in record.epochs)
         shown.append((duration(seconds), f"training, {len(record.epochs)} of {record.setting.settings.epochs} epochs"))
         rate = sum(epoch.samples for epoch in record.epochs) / max(seconds, 1e-9)
         shown.append((f"{rate:,.0f}", f"{record.samples} per second"))
     else:
-        shown.append(("-", f"test {in_words(record.headline)}, after the first epoch"))
+        shown.append(("-", f"{split} {in_words(record.headline)}, after the first epoch"))
     if run:
         ranks = f"{run.world_size} rank" + "s" * (run.world_size != 1)
         shown.append((ranks, f"{run.backend}, {run.device}, {run.precision}"))
@@ -59,15 +63,24 @@ def progress_curves(record: Record) -> List[Curves]:
 
 
 def _measure_curves(record: Record, name: str) -> Curves:
-    at, epochs = record.position, record.epochs
-    test = [(epoch.epoch + 1.0, epoch.test[name]) for epoch in epochs if name in epoch.test]
-    last = record.written(name, test[-1][1]) if test else ""
+    at, epochs, tested = record.position, record.epochs, record.tested
+    remark, series = (
+        "",
+        {"training": [(at(step), step.measures[name]) for step in record.steps if name in step.measures]},
+    )
+    for split in dict.fromkeys(epoch.split for epoch in epochs):
+        points = [(e.epoch + 1.0, e.evaluated[name]) for e in epochs if e.split == split and name in e.evaluated]
+        series[split] = points
+        if points:
+            last = record.written(name, points[-1][1])
+            remark = f"{capitalised(split)} {in_words(name)} {last} after epoch {len(epochs)}."
     return Curves(
         capitalised(in_words(name)),
-        {"training": [(at(step), step.measures[name]) for step in record.steps if name in step.measures], "test": test},
-        f"Test {in_words(name)} {last} after epoch {len(epochs)}." if test else "",
+        series,
+        remark,
         percent=record.started is not None and name in record.started.shares,
         marks=[at(warning) for warning in record.warnings],
+        chosen=tested.epoch + 1.0 if tested else None,
     )
 
 
@@ -91,7 +104,8 @@ def speed_curves(record: Record) -> List[Curves]:
 
 def epoch_heads(record: Record) -> List[str]:
     names = [in_words(name) for name in record.measures[:MOST_MEASURES]]
-    return ["Epoch", *(f"Test {name}" for name in names), *(f"Training {name}" for name in names), "Seconds"]
+    split = capitalised(record.split)
+    return ["Epoch", *(f"{split} {name}" for name in names), *(f"Training {name}" for name in names), "Seconds"]
 
 
 def epoch_lines(record: Record) -> List[List[str]]:
@@ -100,7 +114,7 @@ def epoch_lines(record: Record) -> List[List[str]]:
     return [
         [
             str(epoch.epoch + 1),
-            *(_written(record, name, measures) for measures in (epoch.test, epoch.train) for name in names),
+            *(_written(record, name, measures) for measures in (epoch.evaluated, epoch.train) for name in names),
             f"{epoch.train_seconds + epoch.evaluate_seconds:.1f}",
         ]
         for epoch in record.epochs[-MOST_EPOCHS:]
@@ -147,10 +161,13 @@ def data_lines(record: Record) -> List[Any]:
         if run is None:
             return []
         counts = [("Training", run.train_samples), ("Test", run.test_samples)]
+        if run.validation_samples:
+            counts.insert(1, ("Validation", run.validation_samples))
         return _plain([("Name", run.dataset), *((f"{split} {run.samples}", f"{count:,}") for split, count in counts)])
     lines = [
         ("Name", description.name + (" (stand-in)" if record.setting.is_stand_in else "")),
         ("Training images", f"{description.train_samples:,}"),
+        *([("Held out to validate", f"{run.validation_samples:,}")] if run and run.validation_samples else []),
         ("Test images", f"{description.test_samples:,}"),
         ("Image", " x ".join(map(str, description.image_shape)) + " (channels, height, width)"),
         ("Classes", len(description.classes)),

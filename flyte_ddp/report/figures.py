@@ -31,6 +31,7 @@ class Curves:
         x: what the horizontal axis counts.
         ranges: for a series, (least, most) of each of its points, shown as error bars.
         marks: values of x at which there was a warning.
+        chosen: the value of x that was the best.
         ticks: the only values of x to be named, on an axis of equal ratios rather than equal steps.
     """
 
@@ -43,6 +44,7 @@ class Curves:
     x: str = "epochs"
     ranges: Mapping[str, Points] = field(default_factory=dict)
     marks: Sequence[float] = ()
+    chosen: Optional[float] = None
     ticks: Sequence[float] = ()
 
     @property
@@ -53,7 +55,8 @@ class Curves:
             if points
         ]
         marked = f" Warnings at {', '.join(f'{mark:.3g}' for mark in self.marks)}." if self.marks else ""
-        return f"{self.title} over {self.x}: {'; '.join(said)}.{marked} {self.remark}".strip()
+        best = "" if self.chosen is None else f" The best: {self.chosen:g}."
+        return f"{self.title} over {self.x}: {'; '.join(said)}.{marked}{best} {self.remark}".strip()
 
 
 def load_matplotlib() -> None:
@@ -85,6 +88,8 @@ def draw(curves: Curves) -> str:
                 axes.vlines(x, *zip(*curves.ranges[name], strict=True), color=color)
         for number, mark in enumerate(curves.marks):
             axes.axvline(mark, color=BAD, linestyle=":", label="" if number else "warning")
+        if curves.chosen is not None:
+            axes.axvline(curves.chosen, color=INK, linestyle="--", linewidth=1, label="chosen")
         axes.set_xlabel(curves.x)
         furthest = max(points[-1][0] for points in series.values())
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=furthest > 3))
@@ -100,7 +105,7 @@ def draw(curves: Curves) -> str:
             axes.set_ylim(bottom=0)
         if curves.percent:
             axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-        if len(series) > 1 or curves.marks:
+        if len(series) > 1 or curves.marks or curves.chosen is not None:
             axes.legend(loc="best", ncols=1 if len(series) < 5 else 2)
         return inline(figure, curves.description)
 

@@ -10,6 +10,7 @@ from flyte_ddp.events import (
     CheckpointFailed,
     CheckpointRefused,
     CheckpointWritten,
+    EpochChosen,
     EpochFinished,
     NotLearning,
     Printed,
@@ -93,6 +94,7 @@ class Record:
     epochs: List[EpochFinished] = field(default_factory=list)
     warnings: List[NotLearning] = field(default_factory=list)
     finished: Optional[RunFinished] = None
+    tested: Optional[EpochChosen] = None
     failure: str = ""
     checkpoints: int = 0
     stall_seconds: float = 0.0
@@ -105,12 +107,16 @@ class Record:
     def __call__(self, event: Any) -> None:
         if isinstance(event, RunStarted):
             self.started = event
+            for remark in event.remarks:
+                self._note(f"{remark}.")
             if event.first_epoch or event.first_step:
                 self._note(f"Resumed from a checkpoint at epoch {event.first_epoch + 1}, step {event.first_step + 1}.")
         elif isinstance(event, StepLogged):
             self._add_step(event)
         elif isinstance(event, EpochFinished):
             self.epochs.append(event)
+        elif isinstance(event, EpochChosen):
+            self.tested = event
         elif isinstance(event, NotLearning):
             self.warnings.append(event)
         elif isinstance(event, CheckpointWritten):
@@ -153,6 +159,11 @@ class Record:
         return self.started.samples if self.started else "samples"
 
     @property
+    def split(self) -> str:
+        """What each epoch is evaluated on."""
+        return "validation" if self.started and self.started.validation_samples else "test"
+
+    @property
     def headline(self) -> str:
         return self.started.headline if self.started else "loss"
 
@@ -161,7 +172,7 @@ class Record:
         """Names of all that is measured: the headline, the loss, and the others as the recipe has them."""
         measured = [step.measures for step in self.steps[-1:]]
         for epoch in self.epochs[-1:]:
-            measured += [epoch.test, epoch.train]
+            measured += [epoch.evaluated, epoch.train]
         return list(dict.fromkeys([self.headline, "loss", *(name for one in measured for name in one)]))
 
     def written(self, name: str, value: float) -> str:
@@ -175,7 +186,7 @@ class Record:
     def phases(self) -> List[Tuple[str, float]]:
         """Seconds by phase; what the phases leave of the total comes last. Checkpoints count while training waited."""
         train = sum(epoch.train_seconds for epoch in self.epochs)
-        evaluate = sum(epoch.evaluate_seconds for epoch in self.epochs)
+        evaluate = sum(epoch.evaluate_seconds for epoch in self.epochs) + (self.tested.seconds if self.tested else 0)
         start = self.started.startup_seconds if self.started else 0.0
         phases = [
             ("Data: fetch and verify", self.setting.data_seconds),

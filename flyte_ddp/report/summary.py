@@ -5,7 +5,7 @@ from pathlib import Path
 
 from flyte_ddp.report.console import say
 from flyte_ddp.report.record import Record, Setting
-from flyte_ddp.report.words import capitalised, in_words
+from flyte_ddp.report.words import capitalised, counted, in_words
 
 MOST_EPOCHS = 10
 
@@ -13,18 +13,22 @@ MOST_EPOCHS = 10
 def say_summary(record: Record, model: Path, report: Path, show_paths: bool) -> None:
     """Of a run that has finished. show_paths: whether its files stay where they are, as those of a local run do."""
     setting, run = record.setting, record.started
-    tested = [record.written(record.headline, epoch.test.get(record.headline, math.nan)) for epoch in record.epochs]
+    name = record.headline
+    tested = [record.written(name, epoch.evaluated.get(name, math.nan)) for epoch in record.epochs]
     if len(tested) > MOST_EPOCHS:
         tested = [tested[0], "…", *tested[-MOST_EPOCHS + 1 :]]
     lines = []
     if run:
-        counts = f"{run.train_samples:,} training and {run.test_samples:,} test {run.samples}"
+        counts = counted(run)
         stand_in = " (standing in for MNIST)" if setting.is_stand_in else ""
         lines.append(("Data", f"{run.dataset}, {counts}{stand_in}"))
     lines += [
-        (capitalised(in_words(record.headline)), f"{', '.join(tested)} on the test {record.samples}, epoch by epoch"),
+        (capitalised(in_words(name)), f"{', '.join(tested)} on the {record.split} {record.samples}, epoch by epoch"),
         ("Seconds", ", ".join(f"{name.lower()} {seconds:.1f}" for name, seconds in record.phases())),
     ]
+    if record.tested:
+        value = record.written(name, record.tested.measures.get(name, math.nan))
+        lines.insert(-1, ("Chosen", f"epoch {record.tested.epoch + 1}; {value} on the test {record.samples}"))
     lines += [("Warning", warning.reason) for warning in record.warnings]
     if show_paths:
         lines += [("Model", str(model)), ("Report", str(report)), ("Next", next_step(setting, report))]

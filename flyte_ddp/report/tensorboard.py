@@ -5,7 +5,7 @@ import time
 from itertools import pairwise
 from typing import Any, List, Mapping
 
-from flyte_ddp.events import EpochFinished, GradientsSeen, RunStarted, StepLogged
+from flyte_ddp.events import EpochChosen, EpochFinished, GradientsSeen, RunStarted, StepLogged
 from flyte_ddp.report.predictions import predictions_of
 from flyte_ddp.report.record import RunFinished, Setting
 
@@ -39,8 +39,10 @@ class TensorBoard:
             self._write(step, [self._histogram(name, *counted) for name, counted in event.histograms.items()])
         elif isinstance(event, EpochFinished):
             step = (event.epoch + 1) * self._steps_per_epoch
-            self._scalars(step, "test", event.test)
+            self._scalars(step, event.split, event.evaluated)
             self._writer.flush()
+        elif isinstance(event, EpochChosen):
+            self._scalars((event.epoch + 1) * self._steps_per_epoch, "test", event.measures)
         elif isinstance(event, RunFinished):
             self._mistakes(event)
 

@@ -12,7 +12,7 @@ from typing import Any, Callable, Dict, List
 import numpy as np
 import requests
 
-from flyte_ddp.events import EpochFinished, GradientsSeen, RunStarted, StepLogged
+from flyte_ddp.events import EpochChosen, EpochFinished, GradientsSeen, RunStarted, StepLogged
 from flyte_ddp.report.background import Incomplete, one_line
 from flyte_ddp.report.console import say
 from flyte_ddp.report.predictions import Predictions, predictions_of
@@ -77,9 +77,12 @@ class WandbRun:
             self._log({f"gradients/{name}": histogram(np_histogram=counted) for name, counted in seen})
         elif isinstance(event, EpochFinished):
             self._step = (event.epoch + 1) * self._steps_per_epoch
-            measured = {"test_loss" if name == "loss" else name: x for name, x in event.test.items()}
+            measured = _of_test(event.test)
+            measured.update({f"validation_{name}": x for name, x in event.validation.items()})
             figures = {name: getattr(event, name) for name in ("train_seconds", "evaluate_seconds")}
             self._log({**measured, "train_loss": event.train["loss"], **figures, "epoch": event.epoch + 1})
+        elif isinstance(event, EpochChosen):
+            self._run.summary.update({**_of_test(event.measures), "best_epoch": event.epoch + 1})
         elif isinstance(event, RunFinished):
             self._finished(event)
         elif isinstance(event, RunFailed):
@@ -163,6 +166,11 @@ class WandbRun:
             scores = [round(float(score), 6) for score in np.exp(predictions.scores[index])]
             table.add_data(str(index), self._wandb.Image(pixels.squeeze()), *names, *scores)
         return table
+
+
+def _of_test(measures: Dict[str, float]) -> Dict[str, float]:
+    """By the tutorial's names."""
+    return {"test_loss" if name == "loss" else name: value for name, value in measures.items()}
 
 
 def shown_images(count: int, batch_size: int) -> List[int]:

@@ -3,6 +3,8 @@
 import math
 from typing import Container
 
+from flyte_ddp.events import RunStarted
+
 
 def in_words(name: str) -> str:
     """top5_accuracy becomes top5 accuracy."""
@@ -12,6 +14,14 @@ def in_words(name: str) -> str:
 def capitalised(text: str) -> str:
     """Its first letter alone, so that BLEU stays BLEU."""
     return text[:1].upper() + text[1:]
+
+
+def counted(run: RunStarted) -> str:
+    """How many samples each split has."""
+    counts = [f"{run.train_samples:,} training"]
+    if run.validation_samples:
+        counts.append(f"{run.validation_samples:,} validation")
+    return f"{', '.join(counts)} and {run.test_samples:,} test {run.samples}"
 
 
 def written(name: str, value: float, shares: Container[str], decimals: int = 4) -> str:

@@ -9,7 +9,7 @@ def sweep_model(sweep: Sweep, settings: Settings, options: RunOptions) -> RunCom
 
 import csv
 import math
-from typing import List, NamedTuple, Sequence
+from typing import Dict, List, NamedTuple, Sequence
 
 from flytekit import task
 from flytekit.types.file import FlyteFile
@@ -47,32 +47,38 @@ def as_json(trials: Sequence[TrainingSettings]) -> List[str]:
 def compare_runs(
     sweep: Sweep, trials: List[str], summaries: List[RecipeSummary], measure: str, largest: bool
 ) -> RunComparison:
-    """Ranks the trials by a measure of the test samples, the largest or the smallest first."""
-    missing = [summary for summary in summaries if measure not in summary.measures]
+    """Ranks the trials by a measure, the largest or the smallest first: of the validation samples where all have such,
+    else of the test samples."""
+    is_validated = all(summary.validation_measures for summary in summaries)
+    measured = [summary.validation_measures if is_validated else summary.measures for summary in summaries]
+    missing = [one for one in measured if measure not in one]
     if missing:
-        raise InputError(f"measure must be one of {', '.join(missing[0].measures)}, got {measure!r}")
+        raise InputError(f"measure must be one of {', '.join(missing[0])}, got {measure!r}")
 
-    def worse(row: "tuple[int, str, RecipeSummary]") -> float:
-        value = row[2].measures[measure]
+    def worse(row: "tuple[int, str, RecipeSummary, Dict[str, float]]") -> float:
+        value = row[3][measure]
         return math.inf if math.isnan(value) else -value if largest else value
 
-    ranking = sorted(zip(range(1, len(trials) + 1), trials, summaries, strict=True), key=worse)
-    names, measures = list(sweep.values), list(summaries[0].measures)
+    ranking = sorted(zip(range(1, len(trials) + 1), trials, summaries, measured, strict=True), key=worse)
+    names, measures = list(sweep.values), list(measured[0])
     heads = ["trial", *names, *measures, "seconds"]
     lines = [
         [str(number), *(str(read_json(trial)[name]) for name in names)]
-        + [f"{summary.measures[name]:.6g}" for name in measures]
+        + [f"{values[name]:.6g}" for name in measures]
         + [f"{summary.total_seconds:.1f}"]
-        for number, trial, summary in ranking
+        for number, trial, summary, values in ranking
     ]
     recipe, best = summaries[0].recipe, ranking[0]
     chosen = ", ".join(f"{name} {value}" for name, value in zip(names, lines[0][1:], strict=False))
-    told = f"{chosen}: {measure} {best[2].measures[measure]:.6g}"
+    told = f"{chosen}: {measure} {best[3][measure]:.6g}"
     with run_dir(f"sweep-{recipe.rpartition(':')[2]}") as folder:
         with open(folder / "trials.csv", "w", newline="", encoding="utf-8") as file:
             csv.writer(file).writerows([heads, *lines])
         order = "the largest" if largest else "the smallest"
-        text = f"By {measure} on the test split, {order} first. What is chosen by a split has to be tested on another."
+        split = "validation" if is_validated else "test"
+        text = (
+            f"By {measure} on the {split} split, {order} first. What is chosen by a split has to be tested on another."
+        )
         section = Section("Trials", [text], (), "Best first", heads, lines)
         fragment = article(f"Sweep of {recipe}: {len(trials)} trials", f"Best: {told}", [section])
         report = output_page(folder, f"Sweep of {recipe}", fragment)

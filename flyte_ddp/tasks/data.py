@@ -1,4 +1,4 @@
-"""A user's own data as inputs of a training: Flyte's cache goes by a path, these let it go by what is there.
+"""A user's own data and weights as inputs of a training: Flyte's cache goes by a path, these by what is there.
 
 @workflow
 def flowers_wf(folder: FlyteDirectory, settings: Settings = Settings(), ...) -> RecipeOutputs:
@@ -27,8 +27,18 @@ def of_file(file: FlyteFile) -> str:
     return hashlib.sha256(describe_file(file).encode()).hexdigest()
 
 
+def of_content(file: FlyteFile) -> str:
+    """SHA-256 over what is in it, read where it is."""
+    digest = hashlib.sha256()
+    with FlyteFile(str(file.remote_source or file.path)).open("rb") as content:
+        while piece := content.read(2**20):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
 KnownFolder = Annotated[FlyteDirectory, HashMethod(of_folder)]
 KnownFile = Annotated[FlyteFile, HashMethod(of_file)]
+KnownWeights = Annotated[FlyteFile, HashMethod(of_content)]
 
 
 @task(**small_resources())
@@ -41,5 +51,12 @@ def known_folder(folder: FlyteDirectory) -> KnownFolder:
 @task(**small_resources())
 def known_file(file: FlyteFile) -> KnownFile:
     """The same file, where it is; looked at anew in each run, so never from a cache."""
+    place = str(file.remote_source or file.path)
+    return FlyteFile(place, remote_path=False) if is_local() else FlyteFile.from_source(place)
+
+
+@task(**small_resources())
+def known_weights(file: FlyteFile) -> KnownWeights:
+    """The same file, a model_state or checkpoint to begin with, where it is; by its content, wherever it lies."""
     place = str(file.remote_source or file.path)
     return FlyteFile(place, remote_path=False) if is_local() else FlyteFile.from_source(place)

@@ -50,19 +50,22 @@ class RecipeSummary(RunSummary):
 
     Attributes:
         recipe: its name.
-        measures: of the test samples after the last epoch, by name.
+        measures: of the test samples by the weights that are given back, by name.
+        validation_measures: of the validation samples by the same weights; empty where there are none.
     """
 
     recipe: str
     measures: Dict[str, float]
+    validation_measures: Dict[str, float]
 
 
 class RecipeOutputs(NamedTuple):
     """What training a recipe gives back.
 
     Attributes:
-        epoch_measures: of the test samples after each epoch, by name.
-        model_state: the trained weights, a CPU state_dict; the recipe's load_model makes the network of it.
+        epoch_measures: of the test samples after each epoch, or of the validation samples where there are any, by name.
+        model_state: the trained weights, a CPU state_dict; the recipe's load_model makes the network of it. They are
+            those of the best epoch where validation samples chose it; logs then has last.pt, those of the last.
         summary: the figures.
         report: a page to look at, in one file.
         logs: a folder with what the recipe keeps of the test samples, and what the ranks, trackers and the profiler
@@ -98,26 +101,34 @@ class RecipeTraining:
         arguments = training_arguments(RECIPE_CODE, salt, ignored_inputs)
         return {**arguments, "environment": {**arguments["environment"], CODE_VARIABLE: self.code.version}}
 
-    def run(self, settings: TrainingSettings, options: RunOptions, data: Data = None) -> RecipeOutputs:
+    def run(
+        self, settings: TrainingSettings, options: RunOptions, data: Data = None, init: Optional[FlyteFile] = None
+    ) -> RecipeOutputs:
         """Trains with one process per rank, on the file or folder data, if the recipe takes one.
 
-        See launcher.launch for what it raises.
+        init: what to begin with: the model_state of an earlier training, or a checkpoint, final-checkpoint in its logs
+        if options.keep_checkpoint was set, to go on from it to settings.epochs in all. See launcher.launch for what it
+        raises.
         """
         check_gpus(visible_gpus())
         world = choose_world(settings.backend, options.nproc, settings.batch_size)
         start = spawn(world, options, [self.code.root])
 
         def fetch() -> Subject:
-            return self.subject(settings, None if data is None else Path(data.download()))
+            place = None if data is None else Path(data.download())
+            return self.subject(settings, place, None if init is None else Path(init.download()))
 
         return self.outputs_of(train_by(start, world, fetch, options))
 
-    def run_as_rank(self, settings: TrainingSettings, options: RunOptions, data: Data = None) -> RecipeOutputs:
+    def run_as_rank(
+        self, settings: TrainingSettings, options: RunOptions, data: Data = None, init: Optional[FlyteFile] = None
+    ) -> RecipeOutputs:
         """Trains as one rank of many nodes, in a task with arguments that on_many_nodes has changed."""
         from flyte_ddp.tasks.elastic import download_once, train_as_rank  # they import torch
 
         def fetch() -> Subject:
-            return self.subject(settings, None if data is None else download_once(data))
+            place = None if data is None else download_once(data)
+            return self.subject(settings, place, None if init is None else download_once(init))
 
         outputs: RecipeOutputs = train_as_rank(settings, options, fetch, self.outputs_of)
         return outputs
@@ -146,7 +157,7 @@ class RecipeTraining:
             launcher.launch(PREDICT, world, (job, split, shard, shards), timeout, listen, roots=[self.code.root])
         return output_file(path)
 
-    def subject(self, settings: TrainingSettings, place: Optional[Path]) -> Subject:
+    def subject(self, settings: TrainingSettings, place: Optional[Path], init: Optional[Path] = None) -> Subject:
         """The recipe and its data; ReportedError where this pod has other code than was registered."""
         if os.environ.get(CODE_VARIABLE, self.code.version) != self.code.version:
             raise ReportedError(
@@ -155,14 +166,22 @@ class RecipeTraining:
         version = self.code.version + RECIPE_CODE.version
         digest = content_digest(place) if place else ""
         return Subject(
-            identity=Identity(self.code.name, settings, digest, version),
+            identity=Identity(self.code.name, settings, digest, version, content_digest(init) if init else ""),
             dataset=place.name if place else self.code.name.rpartition(":")[2],
             data=place,
             root=self.code.root,
             files=self.code.files,
+            init=init,
         )
 
     def outputs_of(self, trained: Trained) -> RecipeOutputs:
-        epochs = [epoch.test for epoch in trained.results[0].epochs]
-        summary = RecipeSummary(**vars(trained.figures), recipe=self.code.name, measures=epochs[-1])
+        result = trained.results[0]
+        epochs = [epoch.evaluated for epoch in result.epochs]
+        chosen = result.epochs[-1 if result.chosen_epoch is None else result.chosen_epoch]
+        summary = RecipeSummary(
+            **vars(trained.figures),
+            recipe=self.code.name,
+            measures=result.tested,
+            validation_measures=chosen.validation,
+        )
         return RecipeOutputs(epochs, trained.model_state, summary, trained.report, trained.logs)

@@ -20,6 +20,7 @@ from flyte_ddp.report.record import RunFinished, Setting
 from flyte_ddp.report.summary import say_summary
 from flyte_ddp.report.surroundings import surroundings
 from flyte_ddp.settings import RunOptions
+from flyte_ddp.storage import content_digest
 from flyte_ddp.tasks.checkpoints import checkpoint_store
 from flyte_ddp.tasks.execution import flyte_retries, is_local, run_dir
 from flyte_ddp.tasks.logs import kept_logs
@@ -51,6 +52,8 @@ class RunSummary:
         precision: float32 or bfloat16.
         tracking_url: of the Weights & Biases run; empty without one.
         warnings: when and why the training did not go as it should; empty if all went well.
+        validation_samples: number of samples held out to choose the best epoch by.
+        best_epoch: the one that they chose, from 1, whose weights are given back; 0 without them, and then the last is.
     """
 
     train_samples: int
@@ -64,6 +67,8 @@ class RunSummary:
     precision: str
     tracking_url: str
     warnings: List[str]
+    validation_samples: int
+    best_epoch: int
 
 
 @dataclass(frozen=True)
@@ -72,8 +77,8 @@ class TrainingSummary(RunSummary):
 
     Attributes:
         dataset: what the model was trained on (digits where it stood in for MNIST).
-        test_loss: mean loss on the test images after the last epoch.
-        accuracy: share of the test images classified correctly after the last epoch, from 0 to 1.
+        test_loss: mean loss on the test images, by the weights that are given back.
+        accuracy: share of the test images classified correctly by these, from 0 to 1.
         class_accuracies: the same for each class that has test images, by name.
     """
 
@@ -87,11 +92,12 @@ class TrainingOutputs(NamedTuple):
     """What training an image classifier gives back.
 
     Attributes:
-        epoch_accuracies: on the test split after each epoch, from 0 to 1.
-        model_state: the trained weights, a CPU state_dict.
+        epoch_accuracies: on the test split after each epoch, or on the validation split where there is one; 0 to 1.
+        model_state: the trained weights, a CPU state_dict; those of the best epoch where a validation split chose it.
         summary: the figures.
         report: a page to look at, in one file.
-        logs: a folder with the test split's predictions, and what the ranks, trackers and the profiler have written.
+        logs: a folder with the test split's predictions, and what the ranks, trackers and the profiler have written;
+            where model_state is of the best epoch, last.pt has the weights of the last.
     """
 
     epoch_accuracies: List[float]
@@ -131,33 +137,43 @@ def training_arguments(
 
 
 @flyte_retries()
-def train(hp: Hyperparameters, data: FlyteDirectory, options: RunOptions) -> TrainingOutputs:
-    """Trains hp.model on a prepared dataset with one process per rank; see launcher.launch for what it raises."""
+def train(
+    hp: Hyperparameters, data: FlyteDirectory, options: RunOptions, init: Optional[FlyteFile] = None
+) -> TrainingOutputs:
+    """Trains hp.model on a prepared dataset with one process per rank; see launcher.launch for what it raises.
+
+    init: a model_state or checkpoint to begin with.
+    """
     check_gpus(visible_gpus())
     world = choose_world(hp.backend, options.nproc, hp.batch_size)
-    return outputs_of(train_by(spawn(world, options), world, lambda: image_subject(hp, Path(data.download())), options))
+
+    def fetch() -> Subject:
+        return image_subject(hp, Path(data.download()), None if init is None else Path(init.download()))
+
+    return outputs_of(train_by(spawn(world, options), world, fetch, options))
 
 
-def image_subject(hp: Hyperparameters, folder: Path) -> Subject:
+def image_subject(hp: Hyperparameters, folder: Path, init: Optional[Path] = None) -> Subject:
     """An image classifier and the prepared dataset in the folder, of which every byte is read."""
     description = prepared.verify(folder)
-    identity = Identity(IMAGE_CLASSIFIER, hp, description.digest, TRAINING_CODE.version)
-    return Subject(identity, description.name, folder, description=description)
+    first = content_digest(init) if init else ""
+    identity = Identity(IMAGE_CLASSIFIER, hp, description.digest, TRAINING_CODE.version, first)
+    return Subject(identity, description.name, folder, description=description, init=init)
 
 
 def outputs_of(trained: Trained) -> TrainingOutputs:
     """Of an image classifier."""
-    epochs, predictions = trained.results[0].epochs, trained.predictions
+    result, predictions = trained.results[0], trained.predictions
     assert predictions is not None  # a classifier has them
     by_class = zip(predictions.classes, predictions.class_accuracies(), strict=True)
     summary = TrainingSummary(
         **vars(trained.figures),
         dataset=trained.dataset,
-        test_loss=epochs[-1].test["loss"],
-        accuracy=epochs[-1].test["accuracy"],
+        test_loss=result.tested["loss"],
+        accuracy=result.tested["accuracy"],
         class_accuracies={name: right / count for name, (right, count) in by_class if count},
     )
-    accuracies = [epoch.test["accuracy"] for epoch in epochs]
+    accuracies = [epoch.evaluated["accuracy"] for epoch in result.epochs]
     return TrainingOutputs(accuracies, trained.model_state, summary, trained.report, trained.logs)
 
 
@@ -190,6 +206,8 @@ def train_by(start: Start, world: World, fetch: Callable[[], Subject], options: 
                 subject,
                 options,
                 model_path=str(folder / "model.pt"),
+                last_path=str(logs.folder / "last.pt"),
+                final_path=str(logs.folder / "final-checkpoint") if options.keep_checkpoint else "",
                 predictions_path=str(logs.folder / "predictions.npy"),
                 pictures_path=str(logs.folder / "pictures.npz"),
                 profile_path=str(logs.folder / "profile") if options.profile else "",
@@ -247,4 +265,6 @@ def summarise(world: World, finished: RunFinished, tracking_url: str) -> RunSumm
         precision=result.precision,
         tracking_url=tracking_url,
         warnings=[warning.reason for warning in result.warnings],
+        validation_samples=result.validation_samples,
+        best_epoch=0 if result.chosen_epoch is None else result.chosen_epoch + 1,
     )

@@ -11,6 +11,7 @@ from flyte_ddp.errors import ReportedError
 # tasks/train.py because a cached result must have the outputs that are declared there
 ENGINE_SOURCES = (
     "flyte_ddp/engine/batches.py",
+    "flyte_ddp/engine/choice.py",
     "flyte_ddp/engine/layers.py",
     "flyte_ddp/engine/loading.py",
     "flyte_ddp/engine/loop.py",
@@ -19,6 +20,7 @@ ENGINE_SOURCES = (
     "flyte_ddp/engine/set_up.py",
     "flyte_ddp/engine/state.py",
     "flyte_ddp/engine/torch_compat.py",
+    "flyte_ddp/engine/warm_start.py",
     "flyte_ddp/engine/watch.py",
     "flyte_ddp/engine/worker.py",
     "flyte_ddp/recipe.py",

@@ -53,7 +53,16 @@ REFUSED = {
     "NotARecipe": ["must be a subclass of flyte_ddp.recipe.Recipe"],
 }
 WITHOUT_LINE = {"Headline", "MicroBatchNorm", "MicroEveryone", "NotARecipe"}
-SOUND = ["Sound", "LSTMWithout", "Transformer", "OneForTheBatch", "Everyone", "SpectralNorm", "SeededDataset"]
+SOUND = [
+    "Sound",
+    "LSTMWithout",
+    "Transformer",
+    "OneForTheBatch",
+    "Everyone",
+    "SpectralNorm",
+    "SeededDataset",
+    "Validated",
+]
 
 
 @pytest.fixture

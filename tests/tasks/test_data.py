@@ -1,10 +1,12 @@
 """The cache of a training goes by what the data are, not by where."""
 
+from typing import Optional
+
 from flytekit import Cache, task, workflow
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
-from flyte_ddp.tasks.data import known_file, known_folder
+from flyte_ddp.tasks.data import known_file, known_folder, known_weights
 
 trained: "list[str]" = []
 
@@ -19,6 +21,17 @@ def train_on_folder(data: FlyteDirectory) -> int:
 def train_on_file(data: FlyteFile) -> int:
     trained.append(str(data))
     return len(trained)
+
+
+@task(cache=Cache(version="1"))
+def train_from(init: Optional[FlyteFile] = None) -> int:
+    trained.append(str(init))
+    return len(trained)
+
+
+@workflow
+def weights_wf(init: FlyteFile) -> int:
+    return train_from(init=known_weights(file=init))
 
 
 @workflow
@@ -44,3 +57,13 @@ def test_what_changed_is_trained_on_anew(tmp_path):
     (file.parent / "b.txt").write_text("3")
     assert folder_wf(folder=folder) > second[0]
     assert file_wf(file=path) == second[1]
+
+
+def test_weights_go_by_their_content_alone(tmp_path):
+    first, copy = tmp_path / "model.pt", tmp_path / "copy.pt"
+    first.write_text("1")
+    copy.write_text("1")
+    number = weights_wf(init=FlyteFile(str(first)))
+    assert weights_wf(init=FlyteFile(str(copy))) == number
+    first.write_text("2")
+    assert weights_wf(init=FlyteFile(str(first))) > number

@@ -1,0 +1,67 @@
+"""Which epoch's weights are the best on the validation split, and when to stop waiting for better ones."""
+
+import math
+from dataclasses import dataclass
+from typing import Any, Dict, Mapping, Optional
+
+from torch import Tensor, nn
+
+STATE = ("epoch", "score", "improved", "waited", "weights")
+
+
+@dataclass
+class Choice:
+    """The same on all ranks, since they share the measures.
+
+    Attributes:
+        measure: by which epochs are compared; the earliest of equals is the best.
+        is_lower_better: whether the least of it is best.
+        patience: epochs without an improvement, after which training ends; 0 is never.
+        minimum_delta: by which the measure has to be better than at the last improvement, to be one.
+        epoch: the best so far, from 0; -1 where none has a measure that is a number.
+        score: its measure; with the sign turned where the least is best, so that more is better.
+        improved: the same at the last improvement.
+        waited: epochs since then.
+        weights: of the best epoch, on the CPU; never changed in place.
+    """
+
+    measure: str
+    is_lower_better: bool
+    patience: int = 0
+    minimum_delta: float = 0.0
+    epoch: int = -1
+    score: float = -math.inf
+    improved: float = -math.inf
+    waited: int = 0
+    weights: Optional[Dict[str, Tensor]] = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether training has waited long enough."""
+        return 0 < self.patience <= self.waited
+
+    def after_epoch(self, epoch: int, measures: Mapping[str, float], model: nn.Module) -> None:
+        """Takes in the measures of the validation split, and a copy of the weights where they are the best so far."""
+        value = measures.get(self.measure, math.nan)
+        score = -value if self.is_lower_better else value
+        if score > self.score:
+            self.epoch, self.score = epoch, score
+            self.weights = {name: tensor.detach().to("cpu", copy=True) for name, tensor in model.state_dict().items()}
+        self.waited += 1
+        if score > self.improved + self.minimum_delta:
+            self.improved, self.waited = score, 0
+
+    def chosen(self, last: int) -> int:
+        """The epoch whose weights are given back; the last, where none has a measure that is a number."""
+        return last if self.weights is None else self.epoch
+
+    def restore(self, model: nn.Module) -> None:
+        """Puts the weights of the chosen epoch into the network."""
+        if self.weights is not None:
+            model.load_state_dict(self.weights)
+
+    def state_dict(self) -> Dict[str, Any]:
+        return {name: getattr(self, name) for name in STATE}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        vars(self).update({name: saved[name] for name in STATE})

@@ -1,0 +1,191 @@
+"""A validation split chooses the best epoch; the test split is looked at once, at the end."""
+
+import math
+from typing import Any, List
+
+import pytest
+import torch
+from torch import nn
+
+from flyte_ddp.engine.batches import Resident, hold_out
+from flyte_ddp.engine.choice import Choice
+from flyte_ddp.engine.loading import Streamed
+from flyte_ddp.errors import InputError
+from flyte_ddp.events import EpochChosen, EpochFinished, RunStarted, StepLogged
+from flyte_ddp.launch.failures import RankFailed
+from flyte_ddp.recipes.hyperparameters import Hyperparameters
+from flyte_ddp.settings import RunOptions
+from flyte_ddp.train import train as train_recipe
+from tests.engine.probe_recipes import SeededDataset, Settings
+from tests.engine.test_training import Unplugged, identical, relative_difference
+
+# High rates waver: an earlier epoch than the last is the best
+WAVERING = {"validation_fraction": 0.2, "epochs": 6, "schedule": "constant", "learning_rate": 0.25, "clip_norm": 0.0}
+
+
+def of(trained, kind):
+    return [event for event in trained.events if isinstance(event, kind)]
+
+
+# --- the choice ---
+
+
+def chosen(values, **settings):
+    choice = Choice("loss", is_lower_better=settings.pop("is_lower_better", True), **settings)
+    model = nn.Linear(1, 1)
+    for epoch, value in enumerate(values):
+        nn.init.constant_(model.weight, epoch)
+        choice.after_epoch(epoch, {"loss": value}, model)
+        if choice.is_over:
+            break
+    choice.restore(model)
+    assert model.weight.item() == choice.chosen(epoch)
+    return choice.chosen(epoch), epoch
+
+
+def test_the_best_epoch_is_the_earliest_of_equals():
+    assert chosen([3.0, 1.0, 2.0, 1.0]) == (1, 3)
+    assert chosen([3.0, 1.0, 2.0, 4.0], is_lower_better=False) == (3, 3)
+
+
+def test_patience_counts_epochs_since_the_last_improvement():
+    assert chosen([3.0, 1.0, 2.0, 2.0, 0.5], patience=2) == (1, 3)
+    assert chosen([3.0, 1.0, 2.0, 0.9, 2.0], patience=2) == (3, 4)
+
+
+def test_what_is_better_by_less_than_the_minimum_delta_is_the_best_but_no_improvement():
+    assert chosen([1.0, 0.95, 0.93, 0.91, 0.5], patience=2, minimum_delta=0.1) == (2, 2)
+    assert chosen([1.0, 0.95, 0.89, 0.85, 0.5], patience=2, minimum_delta=0.1) == (4, 4)
+
+
+def test_a_measure_that_is_no_number_is_never_the_best():
+    assert chosen([math.nan, 1.0, math.nan]) == (1, 2)
+    assert chosen([math.nan, math.nan]) == (1, 1)
+
+
+# --- the split ---
+
+
+def test_no_sample_is_held_out_twice_or_lost_and_the_same_ones_each_time():
+    split = Resident(torch.arange(100), torch.device("cpu"))
+    kept, held = hold_out(split, 0.2)
+    everything = [next(part.fetch(torch.arange(len(part)), [slice(0, len(part))])) for part in (kept, held)]
+    assert [len(part) for part in everything] == [80, 20]
+    assert torch.cat(everything).sort()[0].tolist() == list(range(100))
+    assert torch.equal(held.chosen, hold_out(split, 0.2)[1].chosen)
+
+
+def test_samples_that_are_read_while_training_are_held_out_too():
+    split = Streamed(SeededDataset(Settings()).data("train"), torch.device("cpu"))
+    kept, held = hold_out(split, 0.25)
+    (rows,) = held.fetch(torch.tensor([2, 0]), [slice(0, 2)])
+    (expected,) = split.fetch(held.chosen[[2, 0]], [slice(0, 2)])
+    assert (len(kept), len(held)) == (9, 3)
+    assert torch.equal(rows, expected)
+
+
+@pytest.mark.parametrize("fraction", [0.001, 0.999])
+def test_a_fraction_that_leaves_nothing_is_refused(fraction):
+    with pytest.raises(InputError, match="validation_fraction must leave a sample on either side of 100"):
+        hold_out(Resident(torch.arange(100), torch.device("cpu")), fraction)
+
+
+def test_patience_without_a_validation_split_is_refused_before_anything_starts(tmp_path):
+    with pytest.raises(InputError, match=r"Hyperparameters.patience must be 0 without a validation split, got 3: set"):
+        Hyperparameters(patience=3)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "words"),
+    [
+        ("Sound", Settings(patience=3), "Settings.patience must be 0 without a validation split, got 3"),
+        (
+            "Validated",
+            Settings(validation_fraction=0.5),
+            "must be 0 where the recipe has a validation split of its own",
+        ),
+    ],
+)
+def test_a_recipes_validation_that_contradicts_its_settings_is_refused(tmp_path, name, settings, words):
+    with pytest.raises((InputError, RankFailed), match=words):
+        train_recipe(f"tests.engine.probe_recipes:{name}", settings, RunOptions(nproc=1), output=tmp_path)
+
+
+# --- the training ---
+
+
+def test_the_best_epoch_is_given_back_and_tested_once(train, tmp_path):
+    trained = train(**WAVERING)
+    started, (tested,) = of(trained, RunStarted)[0], of(trained, EpochChosen)
+    assert (started.train_samples, started.validation_samples, started.test_samples) == (1016, 254, 200)
+    accuracies = [epoch.validation["accuracy"] for epoch in trained.result.epochs]
+    assert tested.epoch == accuracies.index(max(accuracies)) == trained.result.chosen_epoch
+    assert tested.epoch < 5, "else this test shows nothing: choose another rate"
+    assert all(not epoch.test and epoch.split == "validation" for epoch in of(trained, EpochFinished))
+    assert trained.result.tested == tested.measures
+    last = torch.load(tmp_path / "training" / "last.pt", weights_only=True)
+    assert not torch.equal(last["fc2.weight"], trained.weights["fc2.weight"])
+    shorter = train(name="shorter", **{**WAVERING, "epochs": tested.epoch + 1})
+    assert all(torch.equal(weight, shorter.weights[name]) for name, weight in trained.weights.items())
+
+
+def test_the_split_and_the_choice_do_not_depend_on_the_ranks(train):
+    settings = {"validation_fraction": 0.2, "epochs": 1}
+    one, two, three = (train(nproc, name=f"{nproc}", **settings) for nproc in (1, 2, 3))
+    for other in (two, three):
+        assert relative_difference(one, other) < 1e-5
+        assert other.result.chosen_epoch == one.result.chosen_epoch
+        for mine, theirs in zip(one.result.epochs, other.result.epochs, strict=True):
+            assert mine.validation == pytest.approx(theirs.validation, rel=1e-4)
+
+
+def test_training_stops_early_and_says_so(train):
+    trained = train(**{**WAVERING, "epochs": 20, "patience": 2, "minimum_delta": 0.02})
+    (tested,) = of(trained, EpochChosen)
+    assert tested.stopped_early
+    assert len(trained.result.epochs) == tested.epochs < 20
+    again = train(**{**WAVERING, "epochs": 20, "patience": 2, "minimum_delta": 0.02})
+    assert not of(again, StepLogged), "a finished training has nothing left to do"
+    assert identical(trained, again)
+
+
+@pytest.mark.parametrize("epoch", [2, 4, 6])
+def test_a_run_that_was_cut_off_remembers_the_best_epoch_and_its_patience(train, tmp_path, epoch):
+    settings = {**WAVERING, "log_interval": 5, "ema_decay": 0.9 if epoch == 2 else 0.0, "patience": 3}
+
+    def unplug(event):
+        is_there = isinstance(event, StepLogged) and (event.epoch, event.step) == (epoch, 10)
+        if is_there or isinstance(event, EpochChosen):  # the second: when the test split has been looked at
+            raise Unplugged
+
+    whole = train(name="whole", **settings)
+    with pytest.raises(Unplugged):
+        train(name="cut", checkpoint_seconds=0, on_event=unplug, **settings)
+    resumed = train(name="cut", checkpoint_seconds=0, **settings)
+    last = len(whole.result.epochs)
+    assert of(resumed, RunStarted)[0].first_epoch in (min(epoch, last) - 1, min(epoch, last))
+    assert identical(whole, resumed)
+    assert resumed.result.chosen_epoch == whole.result.chosen_epoch
+    assert resumed.result.tested == whole.result.tested
+    weights = [torch.load(tmp_path / name / "last.pt", weights_only=True) for name in ("whole", "cut")]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_a_recipes_own_split_chooses_by_the_loss(tmp_path):
+    events: List[Any] = []
+    settings = Settings(epochs=3)
+    result = train_recipe(
+        "tests.engine.probe_recipes:Validated", settings, RunOptions(nproc=2), output=tmp_path, on_event=events.append
+    )
+    assert events[0].validation_samples == 5
+    losses = [epoch.validation["loss"] for epoch in result.epochs]
+    assert result.best_epoch == losses.index(min(losses)) + 1
+
+
+def test_without_a_validation_split_each_epoch_is_reported_on_the_test_split(train, tmp_path):
+    trained = train(epochs=2)
+    assert not of(trained, EpochChosen)
+    assert [epoch.split for epoch in trained.result.epochs] == ["test", "test"]
+    assert trained.result.tested == trained.result.epochs[-1].test
+    assert trained.result.chosen_epoch is None
+    assert not (tmp_path / "training" / "last.pt").exists()

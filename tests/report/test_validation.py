@@ -1,0 +1,110 @@
+"""What is shown of a training with a validation split: its curves, the chosen epoch, one look at the test split."""
+
+import dataclasses
+import json
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flyte_ddp.events import EpochChosen, EpochFinished, RunStarted
+from flyte_ddp.report.console import Console
+from flyte_ddp.report.contents import epoch_heads, epoch_lines, progress_curves, tiles
+from flyte_ddp.report.record import Record, RunFinished
+from flyte_ddp.report.report import document, fragment
+from flyte_ddp.report.summary import say_summary
+from flyte_ddp.report.tensorboard import TensorBoard
+from tests.report.conftest import Recorded
+from tests.report.wandb_file import Logged
+
+ROOT = Path(__file__).resolve().parents[2]
+TESTED = {"loss": 0.75, "accuracy": 0.625}
+
+
+@pytest.fixture
+def validated(recorded: Recorded, tmp_path: Path) -> Recorded:
+    """The same real training, as if what it was tested on were validation images, and its first epoch the best."""
+    (tmp_path / "logs").mkdir()
+    events = []
+    for event in recorded.events:
+        if isinstance(event, RunStarted):
+            event = dataclasses.replace(event, validation_samples=64)
+        elif isinstance(event, EpochFinished):
+            event = dataclasses.replace(event, test={}, validation=event.test)
+        elif isinstance(event, RunFinished):
+            epochs = [dataclasses.replace(one, test={}, validation=one.test) for one in event.results[0].epochs]
+            results = [dataclasses.replace(one, epochs=epochs, chosen_epoch=0) for one in event.results]
+            events.append(EpochChosen(0, 2, TESTED, stopped_early=True, seconds=0.5))
+            event = dataclasses.replace(event, results=results)
+        events.append(event)
+    return Recorded(dataclasses.replace(recorded.setting, logs=tmp_path / "logs"), events)
+
+
+def test_the_console_names_the_splits(validated, capsys):
+    console, record = Console(), validated.record
+    for event in validated.events:
+        console(event)
+    say_summary(record, Path("model.pt"), Path("/report.html"), show_paths=False)
+    said = capsys.readouterr().err
+    first, second = (epoch.validation for epoch in record.epochs)
+    assert "640 training, 64 validation and 96 test images; 2 ranks" in said
+    assert f"Epoch 1 of 2: validation accuracy {first['accuracy']:.2%}, validation loss {first['loss']:.4f}, " in said
+    chosen = "Best on the validation split: epoch 1, which gives test accuracy 62.50%, test loss 0.7500"
+    assert f"Stopped early after epoch 2. {chosen}\n" in said
+    accuracies = f"{first['accuracy']:.2%}, {second['accuracy']:.2%}"
+    assert f"Accuracy: {accuracies} on the validation images, epoch by epoch" in said
+    assert "Chosen:   epoch 1; 62.50% on the test images" in said
+
+
+def test_the_report_has_the_validation_curves_and_the_chosen_epoch(validated):
+    record = validated.record
+    shown = {tile["label"]: tile["value"] for tile in tiles(record)}
+    assert shown["test accuracy (36 of 96 wrong)"] == "62.50%"
+    assert shown["test loss"] == "0.7500"
+    assert shown["is the best on the validation split; stopped early"] == "epoch 1"
+    loss, accuracy = progress_curves(record)[:2]
+    assert [x for x, _ in loss.series["validation"]] == [1.0, 2.0]
+    assert "test" not in loss.series
+    assert (loss.chosen, accuracy.chosen) == (1.0, 1.0)
+    assert epoch_heads(record)[1] == "Validation accuracy"
+    assert epoch_lines(record)[0][1] == f"{record.epochs[0].validation['accuracy']:.2%}"
+    page = document(record, fragment(record), live=False)
+    assert "Held out to validate" in page
+    assert " The best: 1. Validation loss" in page
+    assert ">chosen</text>" in page
+
+
+def test_before_the_end_the_report_shows_the_validation_split(validated):
+    record = Record(validated.setting)
+    for event in validated.events:
+        if not isinstance(event, (EpochChosen, RunFinished)):
+            record(event)
+    labels = [tile["label"] for tile in tiles(record)]
+    assert labels[:2] == ["validation accuracy", "validation loss"]
+
+
+def test_tensorboard_names_the_splits(validated):
+    tracker = TensorBoard(validated.setting)
+    for event in validated.events:
+        tracker(event)
+    tracker.close()
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    read = EventAccumulator(str(validated.setting.logs / "tensorboard")).Reload()
+    assert len(read.Scalars("validation/accuracy")) == 2
+    assert [(one.step, one.value) for one in read.Scalars("test/accuracy")] == [(10, 0.625)]
+
+
+def test_wandb_names_the_splits(validated, tmp_path):
+    (tmp_path / "recorded.pickle").write_bytes(pickle.dumps(tuple(validated)))
+    logs, options = tmp_path / "wandb-logs", json.dumps({"tracking": "offline"})
+    command = [sys.executable, "-m", "tests.report.track", str(tmp_path / "recorded.pickle"), str(logs), options]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=120)
+    (file,) = logs.glob("wandb/*run-*/*.wandb")
+    logged = Logged(file)
+    assert len(logged.values("validation_accuracy")) == 2
+    assert not logged.values("accuracy")
+    assert logged.summary["accuracy"] == 0.625
+    assert logged.summary["best_epoch"] == 1
