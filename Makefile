@@ -47,7 +47,7 @@ bench-trainers: .venv-compare/stamp ## Compare with Lightning and Accelerate on 
 gpu-check: .venv/run.stamp ## Check on this machine's GPUs what we say of them: make gpu-check ARGS="--data FOLDER"
 	@$(call typed,python -m benchmarks.gpu_check$(if $(ARGS), $(ARGS)))
 
-faults: .venv/dev.stamp ## Break training on purpose and show what became of it, in about fifteen minutes
+faults: .venv/dev.stamp ## Break training on purpose and show the outcome, in about fifteen minutes
 	@$(call typed,python -m benchmarks.faults$(if $(ARGS), $(ARGS)))
 
 image: ## Build the image that the pods run: make image IMAGE=registry/name:tag
@@ -120,7 +120,7 @@ sync = $(find_uv); echo "+ uv pip sync $(1)"; "$$uv" pip sync --quiet --compile-
 .venv-keras/pyvenv.cfg .venv-compare/pyvenv.cfg: .venv/pyvenv.cfg
 	.venv/bin/python -m venv --clear --without-pip $(@D)
 
-# A .venv whose interpreter has gone is made anew.
+# A .venv whose interpreter is gone is recreated.
 ifeq ($(realpath .venv/bin/python),)
 .PHONY: .venv/pyvenv.cfg
 endif

@@ -95,7 +95,7 @@ class Training:
             running.communicate()
         again = self.run(folder)
         done = steps - len(again.steps)
-        start = f"goes on from step {done} of {steps}" if done else "starts anew"
+        start = f"resumes from step {done} of {steps}" if done else "starts over"
         difference = distance(again.weights, undisturbed.weights)
         return seconds, f"{start}, {f'weights {difference:.0e} away' if difference else 'same bits'}"
 

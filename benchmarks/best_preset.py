@@ -4,7 +4,7 @@
 
 Every candidate is trained on 55,000 of MNIST's training images, and the 5,000 held out of them choose, by the mean over
 the seeds. Only then is the chosen one trained on all 60,000 and looks at the test images. Trainings are kept in the
-folder: the same command goes on where it was interrupted. Give a new folder once the code has changed.
+folder: the same command resumes where it was interrupted. Give a new folder once the code has changed.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Breaks training on purpose and prints what became of it: `make faults`, or `make faults ARGS="--kills 10"`.
+"""Breaks training on purpose and prints the outcome: `make faults`, or `make faults ARGS="--kills 10"`.
 
 Kills: at a random step, a random rank or the parent gets SIGKILL or SIGTERM; then the same training is started again
 and its weights are compared, bit by bit, with those of a run that nobody disturbed. All other rows are the tests of

@@ -1,4 +1,4 @@
-"""Takes pods away from trainings on a cluster, and prints what became of these and of their logs.
+"""Takes pods away from trainings on a cluster, and prints what happened to them and to their logs.
 
 CLUSTER_CONFIG=~/.flyte/config.yaml python -m benchmarks.lost_pods VERSION, after make register ARGS="--version VERSION"
 with DDP_PROFILE=sandbox and DDP_NPROC_PER_NODE=1. The cluster's pods have to be containers of the docker daemon here,
@@ -164,7 +164,7 @@ def main() -> None:
         print(f"Skipped: {reason}")
         return
     cluster = Cluster(asked.version, asked.project, asked.domain, asked.storage)
-    print("| lost | by | execution | logs are behind by | next attempt goes on from | seconds to the end | |")
+    print("| lost | by | execution | logs are behind by | next attempt resumes from | seconds to the end | |")
     print("|---|---|---|---|---|---|---|")
     all_good = True
     for name, blow in product(victims(1, 0), BLOWS):

@@ -20,7 +20,7 @@ from benchmarks.engine import spread
 from flyte_ddp.data import datasets, prepared
 from flyte_ddp.launch import launcher
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
-from flyte_ddp.report.record import RunFinished, Setting
+from flyte_ddp.report.record import RunFinished, RunInfo
 from flyte_ddp.report.surroundings import surroundings
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.tasks.observing import observing
@@ -35,16 +35,16 @@ def train(mode: str, dataset: str, epochs: int) -> Dict[str, float]:
         if mode == "off":
             results = engine.train(hp, data, folder=folder, checkpoint_seconds=30.0)
         else:
-            setting = setting_of(hp, data, Path(folder, "logs"))
-            with observing(setting, Path(folder, "report.html")) as observers:
+            info = info_of(hp, data, Path(folder, "logs"))
+            with observing(info, Path(folder, "report.html")) as observers:
                 results = engine.train(hp, data, folder=folder, checkpoint_seconds=30.0, on_event=observers)
                 observers.end(RunFinished(results, Path(folder, "predictions.npy"), time.time() - started))
     return {"train": sum(epoch.train_seconds for epoch in results[0].epochs), "total": time.time() - started}
 
 
-def setting_of(hp: Hyperparameters, data: Path, logs: Path) -> Setting:
+def info_of(hp: Hyperparameters, data: Path, logs: Path) -> RunInfo:
     logs.mkdir()
-    return Setting(
+    return RunInfo(
         name="benchmark",
         tracking_id="benchmark",
         attempt=0,

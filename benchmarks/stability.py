@@ -4,7 +4,7 @@ Each suite trains a recipe with its defaults on many seeds, by turns on one rank
 end no better than guessing and those whose loss leapt, as flyte_ddp/engine/watch.py tells them. Then the edge: the
 learning rate is raised, factor by factor, until one of ten seeds breaks.
 
-Every run is kept in the folder: the same command goes on where it was interrupted, and several that are started at the
+Every run is kept in the folder: the same command resumes where it was interrupted, and several that are started at the
 same time share the work. Give a new folder once the code has changed.
 """
 

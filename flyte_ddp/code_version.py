@@ -10,7 +10,7 @@ import flyte_ddp
 from flyte_ddp.errors import ReportedError
 
 LIBRARY = ("[!_]*.py", "launch/*.py", "data/*.py", "engine/*.py", "recipes/*.py")
-OTHER_CODE = "leave out --copy none, so that the code is sent, or build the image anew"
+OTHER_CODE = "leave out --copy none, so that the code is sent, or rebuild the image"
 
 
 def code_version(sources: Sequence[str], distributions: Sequence[str]) -> str:

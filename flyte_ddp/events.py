@@ -103,7 +103,7 @@ class EpochLosses:
 
 @dataclass(frozen=True)
 class NotLearning:
-    """By this step of this epoch training does not learn as it should; it goes on. The reason ends with remedies."""
+    """At this step of this epoch training does not learn as it should, and continues. The reason ends with remedies."""
 
     epoch: int
     step: int
@@ -122,7 +122,7 @@ class GradientsSeen:
 class CheckpointWritten:
     """A complete checkpoint of the state before this step of this epoch lies at path.
 
-    Training stood still for stall_seconds of it; writing took write_seconds beside it.
+    Training stood still for stall_seconds; the write itself, in the background, took write_seconds.
     """
 
     epoch: int
@@ -134,7 +134,7 @@ class CheckpointWritten:
 
 @dataclass(frozen=True)
 class CheckpointFailed:
-    """A checkpoint could not be written; training goes on without it."""
+    """A checkpoint could not be written; training continues without it."""
 
     reason: str
 

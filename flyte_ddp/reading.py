@@ -30,7 +30,7 @@ def read_settings(text: str) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """yaml's own takes the last of several values of a key without a word."""
+    """yaml's own loader silently takes the last of several values of a key."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)

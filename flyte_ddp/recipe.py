@@ -155,11 +155,11 @@ class Recipe:
         return batch
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """Any of torch.optim. The engine normalises, clips and guards the gradients, and goes on where it ended."""
+        """Any of torch.optim. The engine normalises, clips and guards the gradients, and restores it on resume."""
         return torch.optim.AdamW(model.parameters(), getattr(self.settings, "learning_rate", 1e-3), fused=True)
 
     def factor(self, step: int, steps: int) -> float:
-        """Of the learning rate, in this of so many steps; see flyte_ddp.schedules."""
+        """The factor on the learning rate at this step of `steps`; see flyte_ddp.schedules."""
         return 1.0
 
     def derive(self, measures: Dict[str, float]) -> Dict[str, float]:

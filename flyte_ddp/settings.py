@@ -97,7 +97,7 @@ class Settings(DataClassJsonMixin):
     @classmethod
     def __pre_deserialize__(cls, values: Dict[Any, Any]) -> Dict[Any, Any]:
         """Checks before anything is converted. Flyte's decoder (mashumaro) calls it by this name for inputs from the
-        UI, which it would otherwise convert without a word: 2.7 to 2, "false" to True, unknown fields to nothing."""
+        UI, which it would otherwise convert silently: 2.7 to 2, "false" to True, unknown fields to nothing."""
         fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
         for name, value in values.items():
             if name not in fields:
@@ -209,7 +209,7 @@ class RunOptions(Settings):
         nproc: ranks to spawn; 0 is one per visible GPU, or two where there is none.
         timeout_seconds: how long the ranks may go without a step before the run counts as hung.
         checkpoint_seconds: time between two checkpoints within an epoch (each epoch's end has one anyway).
-        resume: whether to go on from the checkpoint that an earlier, unfinished run of the same training left.
+        resume: whether to resume from the checkpoint of an unfinished run of the same training.
         tracking: online and offline are Weights & Biases; auto is online where it has a key, else off; tensorboard
             writes event files.
         wandb_project: the W&B project; empty is WANDB_PROJECT, else flyte-ddp.

@@ -63,9 +63,9 @@ def train(
     Args:
         recipe: "package.module:Name", or the class itself.
         data: file or folder that the recipe is given.
-        output: folder for model.pt, predictions.npy, pictures.npz and the checkpoint that the same call goes on from.
+        output: folder for model.pt, predictions.npy, pictures.npz and the checkpoint that the same call resumes from.
         data_files: which the recipe reads, relative to its module's file: a checkpoint follows their content.
-        on_event: told of what happens; without it, lines on standard error.
+        on_event: receives every event; without it, lines go to standard error.
         init: what to begin with: the model_state of an earlier training, or a checkpoint, final-checkpoint in output if
             options.keep_checkpoint was set, to go on from it to settings.epochs in all.
 

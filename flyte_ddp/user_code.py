@@ -42,7 +42,7 @@ class UserCode:
 def find_code(name: str, data_files: Sequence[str] = ()) -> UserCode:
     """Reads from the source what code a recipe consists of; imports nothing, not even a parent package.
 
-    Modules are looked for on sys.path. Found are import statements wherever they stand, and import_module("a.b") with
+    Modules are searched on sys.path. Import statements are found wherever they stand, and import_module("a.b") with
     its name written out; check_imports reports the others. data_files are relative to the folder that the recipe's
     module lies in. The version stays the same when comments, docstrings or formatting are edited, and on every Python
     from 3.10 to 3.13. Raises InputError.

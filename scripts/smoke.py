@@ -95,7 +95,7 @@ class Run(NamedTuple):
 
 
 class Cluster:
-    """Runs registered workflows and tells what became of them."""
+    """Runs registered workflows and reports the outcome."""
 
     def __init__(self, config: str, project: str, domain: str):
         self.remote = FlyteRemote(Config.auto(config), project, domain)

@@ -63,7 +63,7 @@ def test_without_data_or_network_it_trains_on_digits_and_remembers_the_result_bu
 ):
     first = user(**OFFLINE)
     assert first.status == 0, first.log
-    assert "mnist cannot be had here: this run trains on digits" in first.log
+    assert "mnist cannot be downloaded here: this run trains on digits" in first.log
     assert first.summary("dataset") == "digits"
     assert first.accuracies[-1] >= 0.97
     assert float(first.summary("accuracy")) == first.accuracies[-1]
@@ -144,7 +144,7 @@ def test_after_ctrl_c_the_same_command_goes_on_and_ends_with_the_same_bits(user,
 
     resumed = user(*arguments)
     assert resumed.status == 0, resumed.log
-    assert "going on from the checkpoint" in resumed.log
+    assert "resuming from the checkpoint" in resumed.log
     afresh = subprocess.run(
         ["pyflyte", "run", "--overwrite-cache", *WORKFLOW, *arguments], capture_output=True, text=True, timeout=300
     )

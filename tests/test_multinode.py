@@ -134,7 +134,7 @@ def test_two_hosts_train_as_one_does(node, one_node, hosts):
 
 def test_lost_node_comes_back_and_all_go_on(node, one_node):
     """Where a lost pod is started again, the others, whose ranks fail with it, wait for it. Flyte's PyTorchJob does not
-    start it again: there the next attempt is what goes on."""
+    start it again: there the next attempt resumes."""
     first = node("a")
     with first.running() as process:
         first.wait_until(lambda: listens(first), process)

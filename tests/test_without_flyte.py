@@ -102,7 +102,7 @@ def test_a_stopped_run_goes_on(by_pyflyte, tmp_path):
         if line.startswith("Train Epoch"):
             break
     process.send_signal(signal.SIGTERM)
-    assert "the same command goes on from" in process.communicate(timeout=60)[1]
+    assert "the same command resumes from" in process.communicate(timeout=60)[1]
     assert process.returncode == 1
     again = start(tmp_path / "out", sys.executable, hp=hp)
     assert same(weights(tmp_path / "out", again), by_pyflyte(1))

@@ -39,7 +39,7 @@ def autoencoder_task(
     **dynamic_resources(),
 )
 def train_on_gpus(gpus: int, hp: AutoencoderHyperparameters, options: AutoencoderOptions) -> AutoencoderOutputs:
-    """Prepares the data and trains, in a pod with so many GPUs."""
+    """Prepares the data and trains, in a pod with that many GPUs."""
     if not 0 <= gpus <= 64:
         raise InputError(f"gpus must be at least 0 and at most 64, got {gpus}")
     data = prepare_dataset(name=resolve_for_autoencoder(hp=hp, options=options))

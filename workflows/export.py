@@ -33,7 +33,7 @@ class Model(NamedTuple):
 def model_to_export(
     model_state: Optional[PythonPickledFile], data: PreparedDataset, options: ClassifierExport
 ) -> Model:
-    """The weights that were given, else those of a training as it comes; the data are waited for, not used."""
+    """The weights that were given, else those of a default training; the data are awaited, not used."""
     if model_state is not None:
         return Model(model_state, [])
     hp = Hyperparameters(dataset=options.dataset, model=options.model)

@@ -40,11 +40,11 @@ def image_folder_wf(
     hp: FolderHyperparameters = FolderHyperparameters(),
     options: RunOptions = RunOptions(),
 ) -> TrainingOutputs:
-    """Reads every image of the folder once, then trains on them, decoding them anew in each epoch.
+    """Reads every image of the folder once, then trains on them, decoding them again in each epoch.
 
     Args:
         folder: path or URI; one sub-folder of image files per class, or train and test with such. Without it, digits.
-        images: which images, and what size they are brought to.
+        images: which images to use, and their size.
         hp: what else decides the result.
         options: how to run it; the cache does not look at this.
     """

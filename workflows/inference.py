@@ -32,7 +32,7 @@ explain_missing_paths()
 def given_or_trained(
     model_state: Optional[PythonPickledFile], data: PreparedDataset, options: InferenceOptions
 ) -> PythonPickledFile:
-    """The weights that were given, else those of a training as it comes; the data are waited for, not used."""
+    """The weights that were given, else those of a default training; the data are awaited, not used."""
     if model_state is not None:
         return model_state
     hp = Hyperparameters(dataset=options.dataset, model=options.model)
@@ -45,12 +45,12 @@ def inference_wf(
     folder: Optional[FlyteDirectory] = None,
     options: InferenceOptions = InferenceOptions(),
 ) -> InferenceOutputs:
-    """Predicts in shards, each of which is retried and remembered by itself.
+    """Predicts in shards, each retried and cached on its own.
 
     Args:
         model_state: the weights, as a training gives them; without one, such a training comes first.
-        folder: of image files, which are brought to the size and channels of the dataset; a sub-folder may bear a
-            class's name or number. Without one, the images are those of a split of the dataset.
+        folder: of image files, which are brought to the size and channels of the dataset; a sub-folder may be named
+            after a class's name or number. Without one, the images are those of a split of the dataset.
         options: the network, the dataset that it was trained on, and how to predict.
     """
     data = prepare_dataset(name=check_inputs(model_state=model_state, folder=folder, options=options))

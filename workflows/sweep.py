@@ -88,7 +88,7 @@ def train_trial(hp: Hyperparameters, held_out: PreparedDataset, options: RunOpti
     try:
         outputs = train(hp, held_out, options)
     except (RankFailed, TaskFailed) as error:
-        cause = error.__context__ if isinstance(error, TaskFailed) else error  # as Flyte is told it
+        cause = error.__context__ if isinstance(error, TaskFailed) else error  # as Flyte will see it
         if not isinstance(cause, RankFailed) or isinstance(cause, RecoverableError):
             raise
         return failed(hp, cause, time.time() - started)
@@ -101,7 +101,7 @@ def train_trial(hp: Hyperparameters, held_out: PreparedDataset, options: RunOpti
 
 def failed(hp: Hyperparameters, error: RankFailed, seconds: float = 0.0) -> TrialResult:
     reason = f"{error.failure.cause}: {error.failure.message}"
-    say(f"This trial failed, the sweep goes on: {reason}")
+    say(f"This trial failed, the sweep continues: {reason}")
     return TrialResult(hp, seconds=seconds, failure=reason)
 
 
@@ -120,7 +120,7 @@ def run_trials(
 
 
 def run_locally(sweep: Sweep, trials: List[Hyperparameters], held_out: Any, options: RunOptions) -> Any:
-    """One trial after the other, each cached, so that a sweep which was cut off goes on where it was: flytekit's local
+    """One trial after the other, each cached, so that an interrupted sweep resumes: flytekit's local
     map task caches all of them together or none."""
     results: List[Any] = []
     for number, hp in enumerate(trials, 1):

@@ -1,4 +1,4 @@
-"""A Transformer that goes on with a text character by character, trained on the help that comes with Python."""
+"""A Transformer that continues a text character by character, trained on the help that comes with Python."""
 
 import math
 from pydoc_data.topics import topics

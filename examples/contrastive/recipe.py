@@ -1,4 +1,4 @@
-"""Embeddings without labels: two views of a digit shall be nearer to each other than to all others (SimCLR)."""
+"""Embeddings without labels: two views of a digit are pulled closer to each other than to all others (SimCLR)."""
 
 from typing import Tuple
 

@@ -68,7 +68,7 @@ class AutoencoderOptions(Settings):
         strategy: Lightning's; auto is ddp for several ranks, and none for one.
         tracking: Lightning's logger: online and offline are Weights & Biases; auto is online where it has a key, else
             off; tensorboard writes event files.
-        resume: go on from the checkpoint of an unfinished run of the same training; each epoch ends with one.
+        resume: from the checkpoint of an unfinished run of the same training; each epoch ends with one.
         timeout_seconds: how long the ranks may go without a step before the run counts as hung.
     """
 
@@ -88,8 +88,8 @@ class AutoencoderJob:
         data: folder of the prepared dataset.
         model_path: where rank 0 puts the trained weights.
         encoded_path: where rank 0 puts what the network makes of the test images: see autoencoder.encode_test_images.
-        checkpoint_path: where rank 0 keeps the checkpoint; an earlier one there is gone on from.
-        key: of all that decides the result; a checkpoint with another one is not gone on from.
+        checkpoint_path: where rank 0 keeps the checkpoint; training resumes from an earlier one there.
+        key: of all that decides the result; a checkpoint with another key is ignored.
         logs: folder for Lightning's logger.
         tracking: online, offline, tensorboard or off.
         steps_per_epoch: optimizer steps.
@@ -115,7 +115,7 @@ class AutoencoderResult:
     """What rank 0 knows at the end.
 
     Attributes:
-        steps: (epochs so far, mean loss of that step's batch) of every so many steps.
+        steps: (epochs so far, mean loss of that step's batch), every few steps.
         warnings: in which epochs training did not learn as it should.
         test_loss: mean squared error per pixel on the test images; pixels go from 0 to 1.
         strategy: the class of Lightning's that it was trained by.

@@ -29,7 +29,7 @@ def say_event(event: Event) -> None:
             f"Lightning, {event.steps_per_epoch} steps an epoch, ready after {event.startup_seconds:.1f} s"
         )
         if event.first_epoch:
-            say(f"going on from the checkpoint: epoch {event.first_epoch + 1}")
+            say(f"resuming from the checkpoint: epoch {event.first_epoch + 1}")
     elif isinstance(event, EpochLosses):
         say(
             f"Epoch {event.epoch + 1}: training loss {event.train_loss:.4f}, "
@@ -44,7 +44,9 @@ def page(job: AutoencoderJob, result: AutoencoderResult, setup: Dict[str, Any]) 
     description = prepared.read_description(job.data)
     notice = []
     if job.hp.dataset == "auto" and description.name != "mnist":
-        notice = [f"Stand-in data: MNIST could not be had, so this is {description.name}, and says nothing of MNIST."]
+        notice = [
+            f"Stand-in data: MNIST could not be downloaded; this is {description.name} and says nothing about MNIST."
+        ]
     notice += [f"Warning: {warning.reason}" for warning in result.warnings]
     settings = {**asdict(job.hp), **asdict(job.options), **setup}
     sections = [

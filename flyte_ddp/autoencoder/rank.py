@@ -62,7 +62,7 @@ def run(environment: Environment, link: Link, job: AutoencoderJob) -> Autoencode
             callbacks=[observer],
             use_distributed_sampler=False,  # the batches are shared out already
             num_sanity_val_steps=0,
-            enable_checkpointing=False,  # the observer sees to it
+            enable_checkpointing=False,  # the observer does it
             enable_progress_bar=False,
             enable_model_summary=False,
         )

@@ -137,7 +137,7 @@ def choose_logger(wish: str) -> str:
     tracking = choose_tracking(wish)
     reason = wandb_run.unreachable() if tracking == "online" else ""
     if reason:
-        say(f"Weights & Biases cannot be had ({reason}); the run is kept in its logs, for `wandb sync`")
+        say(f"Weights & Biases is not available ({reason}); the run is stored in its logs, for `wandb sync`")
     return "offline" if reason else tracking
 
 

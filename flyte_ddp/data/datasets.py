@@ -67,7 +67,7 @@ def prepare(name: str, progress: Optional[Progress] = None, open_stored: Optiona
     """Returns the folder of the prepared dataset, getting and writing whatever is missing or damaged.
 
     open_stored is for a DDP_DATA_MIRROR in a storage, such as s3://bucket/folder.
-    Any number of processes may do so at once. DownloadError if the originals are not to be had, InputError for an
+    Any number of processes may do so at once. DownloadError if the originals cannot be downloaded, InputError for an
     unknown name, a bad DDP_DATA_MIRROR or a folder that cannot be written to.
     """
     directory = prepared_dir(name)

@@ -39,7 +39,7 @@ class Limits:
     Attributes:
         connect_seconds: for one network address; a host can have several.
         answer_seconds: from the request to the answer's first line, name look-up and redirects included.
-        window_seconds, window_bytes: so many bytes must come in each window; the default is 1 KiB/s.
+        window_seconds, window_bytes: this many bytes must arrive in each window; the default is 1 KiB/s.
         silence_seconds: of all of a Mirrors' failed waits together.
         max_bytes: of one file; the largest original here, CIFAR-10, has 170 MB.
     """

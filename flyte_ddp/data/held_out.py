@@ -13,7 +13,7 @@ SEED = 0
 
 
 def held_out_count(samples: int, share: float = SHARE) -> int:
-    """How many of so many training images are held out; InputError if that would be none of them, or all."""
+    """How many of the training images are held out; InputError if that would be none of them, or all."""
     count = round(share * samples)
     if not 0 < count < samples:
         raise InputError(f"share must leave an image on either side of {samples}, got {share:g}")

@@ -70,7 +70,7 @@ def decode(file: Union[str, Path, BinaryIO], shape: Tuple[int, int, int]) -> np.
 
 
 def reason(error: Exception) -> str:
-    """Why a file cannot be decoded, in a few words and without its path, which is said beside it."""
+    """Why a file cannot be decoded, in a few words and without its path, which the message names already."""
     if type(error).__name__ == "UnidentifiedImageError":
         return "not an image"
     return " ".join(str(getattr(error, "strerror", None) or error or type(error).__name__).split())[:100]

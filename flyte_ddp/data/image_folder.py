@@ -160,7 +160,7 @@ def _classes(found: Files, least_images: int) -> List[str]:
 def _divide(found: Files, least_images: int) -> Tuple[Dict[str, List[Tuple[int, str]]], int]:
     """(label, name) of the images of train and test, and how many classes have too few images to be among them.
 
-    The classes come by turns, so that any part of a split has all of them.
+    Classes alternate, so that any part of a split contains all of them.
     """
     classes = _classes(found, least_images)
     if len(classes) < 2:
@@ -196,7 +196,7 @@ def _read_all(
 
 
 def _judge(folder: Path, bad: Sequence[str], count: int, limit: float, say: Callable[[str], None]) -> None:
-    """Tells of files that cannot be read, or refuses to go on where they are too many."""
+    """Reports files that cannot be read; InputError if there are too many."""
     if not bad:
         return
     listed = "; ".join(bad[:MOST_NAMED]) + ("; …" if len(bad) > MOST_NAMED else "")

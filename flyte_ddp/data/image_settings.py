@@ -8,7 +8,7 @@ from flyte_ddp.settings import Settings, setting
 
 @dataclass(frozen=True)
 class ImageSettings(Settings):
-    """Which images there are, and what becomes of each; decides the result.
+    """Which images to use, and how each is prepared; decides the result.
 
     Attributes:
         source: folder is the one that is given, or digits where none is; lfw is Labeled Faces in the Wild, where

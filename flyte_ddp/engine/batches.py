@@ -27,7 +27,7 @@ class Batch:
     seed: int = 0
 
     def parts(self, most: int) -> List["Batch"]:
-        """The batch in parts of at most so many samples; 0 is all of them."""
+        """The batch in parts of at most this many samples; 0 means all at once."""
         count = self.share.count
         if not most or count <= most:
             return [self]
@@ -57,7 +57,7 @@ class Resident:
     """Tensors (N, ...) on a device, as one or nested; memory maps among them stay where they are."""
 
     def __init__(self, data: Any, device: torch.device):
-        """Raises InputError where data are no samples to train on; its message goes on from 'it …'."""
+        """Raises InputError if the data cannot be trained on; its message continues 'it …'."""
         self.device = device
         leaves, self._structure = pytree.tree_flatten(data)
         leaves = [leaf if isinstance(leaf, np.memmap) else _as_tensor(leaf) for leaf in leaves]
@@ -129,7 +129,7 @@ def share(start: int, stop: int, rank: int, world_size: int) -> Tuple[int, int]:
 
 
 class _Batches:
-    """A rank's shares of global batches of batch_size out of so many samples."""
+    """A rank's shares of the global batches."""
 
     def __init__(self, split: Split, samples: int, batch_size: int, rank: int, world_size: int):
         self.split, self.samples, self.batch_size = split, samples, batch_size
@@ -139,7 +139,7 @@ class _Batches:
         return -(-self.samples // self.batch_size)
 
     def samples_until(self, step: int) -> int:
-        """Samples in the first so many steps."""
+        """Samples in the first `step` steps."""
         return min(self.samples, step * self.batch_size)
 
     def mine(self, step: int) -> slice:
@@ -182,7 +182,7 @@ class TrainBatches(_Batches):
         generator = torch.Generator().manual_seed(seed_of(self.seed, epoch))
         order = torch.cat([torch.randperm(len(self.split), generator=generator) for _ in range(self.passes)])
         for step, tree, place in self._fetch(order[: self.samples], first_step):
-            # Augmentation shall not draw the numbers that the network's dropout draws
+            # Augmentation must not draw the numbers that the network's dropout draws
             self.generator.manual_seed(seed_of(self.seed, epoch, step, 1))
             yield Batch(self.augment(tree, self.generator, place), place, seed_of(self.seed, epoch, step, 0))
 

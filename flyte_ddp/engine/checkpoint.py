@@ -46,7 +46,7 @@ def read_checkpoint(path: Path, identity: Mapping[str, Any]) -> Dict[str, Any]:
 
 
 class CheckpointWriter:
-    """Rank 0's checkpoints: a copy of the state is taken at once, a thread writes it while training goes on.
+    """Rank 0's checkpoints: a copy of the state is taken at once, a thread writes it while training continues.
 
     Disks fail where training need not: a checkpoint that cannot be written is reported and otherwise left out.
     """

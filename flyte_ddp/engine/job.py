@@ -26,7 +26,7 @@ class Identity:
     init_digest: str = ""
 
     def as_dict(self) -> Dict[str, Any]:
-        """What has to be the same for a checkpoint of one run to be gone on from in another."""
+        """What must match for one run to resume from the checkpoint of another."""
         return {
             **asdict(self.settings),
             "recipe": self.recipe,
@@ -77,7 +77,7 @@ class Job:
         pictures_path: where rank 0 puts the recipe's pictures, an .npz.
         final_path: where rank 0 puts the checkpoint of the finished training; empty is nowhere.
         init: a model_state or checkpoint to begin with, on each host; empty is none.
-        checkpoint_path: where rank 0 keeps the checkpoint; an earlier one there is gone on from.
+        checkpoint_path: where rank 0 keeps the checkpoint; training resumes from an earlier one there.
         checkpoint_seconds: time between two checkpoints within an epoch.
         timeout_seconds: how long the ranks may go without a step before the run counts as hung.
         launched: time.time() of the launch.

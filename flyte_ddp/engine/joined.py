@@ -49,7 +49,7 @@ def train(
     try:
         result = worker.train(environment, device, link, job)
     except StopRequested as stopped:
-        raise ReportedError(f"{stopped}; the same command goes on from {job.checkpoint_path}") from None
+        raise ReportedError(f"{stopped}; the same command resumes from {job.checkpoint_path}") from None
     if environment.rank == 0:
         Path(job.checkpoint_path).unlink(missing_ok=True)
     return result

@@ -69,7 +69,7 @@ def pairs_of(recipe: Recipe, outputs: Any, batch: Batch, names: Sequence[str] = 
 
 
 def sums_of(pairs: Dict[str, Tuple[Tensor, Tensor]]) -> Tensor:
-    """(2 k,) float64: value and weight of each measure by turns."""
+    """(2 k,) float64: value and weight of each measure, alternating."""
     return torch.stack([part.double() for pair in pairs.values() for part in pair]).sum(1)
 
 

@@ -68,7 +68,7 @@ def probe(
 
 @dataclass(frozen=True)
 class _Look:
-    """What became of some samples.
+    """The outcome for some samples.
 
     Attributes:
         stages: what each method of the recipe made of them.

@@ -44,7 +44,7 @@ class Parts:
 
 
 def set_up(environment: Environment, device: torch.device, job: Job) -> Parts:
-    """The same on all ranks; InputError for a recipe that is none, or whose result would depend on their number."""
+    """The same on all ranks; InputError for an invalid recipe, or one whose result would depend on their number."""
     settings, rank, world_size = job.identity.settings, environment.rank, environment.world.size
     precision = choose_precision(settings.precision, device)
     # A recipe's data and weights may be drawn by any of these

@@ -52,8 +52,8 @@ class Step(nn.Module):
 
 @dataclass(frozen=True)
 class Sums:
-    """Of the epoch so far, all ranks together: value and weight of each measure by turns; steps counts those before any
-    that was not finite."""
+    """Of the epoch so far, all ranks together: value and weight of each measure, alternating; steps counts those before
+    any that was not finite."""
 
     pairs: Tuple[float, ...]
     steps: int

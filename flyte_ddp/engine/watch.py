@@ -36,7 +36,7 @@ class Watch:
     remedies: str = "lower learning_rate, shorten gradients by clip_norm, or raise warmup_fraction"
 
     def after_steps(self, epoch: int, step: int, loss: float, samples: int) -> List[NotLearning]:
-        """Takes in the mean loss of the latest so many samples; a warning where the loss has leapt."""
+        """Notes the mean loss of the latest samples; returns a warning if the loss has leapt."""
         self.loss_sum, self.samples = self.loss_sum + loss * samples, self.samples + samples
         if self.samples < WINDOW:
             return []
@@ -44,7 +44,7 @@ class Watch:
         self.loss_sum, self.samples = 0.0, 0
         self.scale = self.scale or self.constant_loss or abs(mean)
         if mean > before + LEAP * self.scale:
-            self.lowest = mean  # so that the same leap is told once
+            self.lowest = mean  # so that a leap is reported once
             return self._warn(
                 epoch,
                 step,

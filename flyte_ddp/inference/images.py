@@ -12,7 +12,7 @@ from flyte_ddp.errors import InputError
 def decode_all(paths: Sequence[Path], image_shape: Tuple[int, int, int]) -> Tuple[np.ndarray, Sequence[str]]:
     """Images (N, C, H, W) uint8 and for each what is wrong with its file, empty where nothing is.
 
-    A file that cannot be read leaves zeros. InputError where Pillow has no images of so many channels.
+    A file that cannot be read leaves zeros. InputError if Pillow has no images with that many channels.
     """
     if image_shape[0] not in MODES:
         raise InputError(

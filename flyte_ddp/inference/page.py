@@ -23,7 +23,7 @@ class Tally(NamedTuple):
     Attributes:
         predicted: by predicted class.
         known: by true class, of images with a prediction.
-        right: likewise, of those predicted correctly.
+        right: the same, of those predicted correctly.
         least_certain: (place, row), the lowest score first.
         errors: the first images without a prediction.
     """

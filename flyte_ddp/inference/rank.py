@@ -48,7 +48,7 @@ def read_images(job: ShardJob, description: DatasetDescription) -> Tuple[np.ndar
         known = [Row(str(index), description.classes[labels[index]], "", "", "") for index in chosen]
         return images[job.first : job.last], known
     images, problems = decode_all([Path(path) for _, path in job.files], description.image_shape)
-    # A folder may bear a class's number or its name, and the name counts more
+    # A folder may be named after a class's number or its name; the name wins
     labelled = {str(number): name for number, name in enumerate(description.classes)}
     labelled.update((name, name) for name in description.classes)
     names = [name for name, _ in job.files]

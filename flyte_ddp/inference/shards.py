@@ -9,7 +9,7 @@ from flyte_ddp.data.prepared import SPLITS
 from flyte_ddp.recipes.hyperparameters import DATASETS, MODELS
 from flyte_ddp.settings import Settings, setting
 
-MOST_SHARDS = 5000  # what Flyte starts from one map task, as it comes
+MOST_SHARDS = 5000  # Flyte's default limit for one map task
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Shard:
     """One part of the images: the cache goes by this alone.
 
     Attributes:
-        number, count: this is shard number, from 0, of so many.
+        number, count: this is shard `number`, from 0, of `count`.
         first, last: its images, the last one not included.
         key: hash of all that decides the predictions: weights, network, images, code.
     """

@@ -124,7 +124,7 @@ def predict_shard(
     folder: Optional[FlyteDirectory],
     options: InferenceOptions,
 ) -> CSVFile:
-    """The rows of one shard. On a cluster Flyte retries and remembers each shard by itself; a local run does here."""
+    """The rows of one shard. On a cluster Flyte retries and caches each shard; a local run caches it here."""
     part = part_path(shard)
     settings = LocalConfig.auto()
     if part.exists() and settings.cache_enabled and not settings.cache_overwrite:

@@ -1,4 +1,4 @@
-"""Checkpoints of a Keras training: all that changes while it goes on, in one file that is verified when it is read."""
+"""Checkpoints of a Keras training: everything that changes, in one file that is verified when it is read."""
 
 import hashlib
 import io

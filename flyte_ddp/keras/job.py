@@ -63,8 +63,8 @@ class MirroredJob:
 
     Attributes:
         model_path: where rank 0 puts the trained network, a .keras file.
-        checkpoint_path: where rank 0 keeps the checkpoint; an earlier one there is gone on from; empty is none.
-        key: of all that decides the result; a checkpoint with another one is not gone on from.
+        checkpoint_path: where rank 0 keeps the checkpoint; training resumes from an earlier one there; empty is none.
+        key: of all that decides the result; a checkpoint with another key is ignored.
         ports: of 127.0.0.1, one per worker; none with a single process.
     """
 

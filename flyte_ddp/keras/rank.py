@@ -145,7 +145,7 @@ def fit(
 ) -> List[EpochFinished]:
     """Trains for hp.epochs, each of the whole batches that the training samples give in an order of its own.
 
-    Each epoch ends with a checkpoint; one that is there at the beginning is gone on from.
+    Each epoch ends with a checkpoint; training resumes from one that exists at the start.
     """
     hp = job.hp
     with strategy.scope():
@@ -155,7 +155,7 @@ def fit(
     variables = [*model.variables, *adam.variables]  # the state of the random generators too
     history = restore(Path(job.checkpoint_path), job.key, variables, link) if job.checkpoint_path else []
     if history and rank == 0:
-        print(f"going on from the checkpoint: epoch {len(history) + 1}")
+        print(f"resuming from the checkpoint: epoch {len(history) + 1}")
     order, steps = np.random.default_rng(hp.seed), len(samples.train) // hp.batch_size
     for epoch in range(hp.epochs):
         began = time.perf_counter()

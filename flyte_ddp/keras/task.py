@@ -122,7 +122,7 @@ def train(
 ) -> MirroredResult:
     """Trains in hp.processes processes; raises InputError for what only they could find out, else as launch does.
 
-    Others hear of all events; see MirroredJob for the rest.
+    The others receive all events; see MirroredJob for the rest.
     """
 
     def on_event(event: Event) -> None:
@@ -135,7 +135,7 @@ def train(
             say_remark(event)
 
     size = hp.processes
-    world = World(size, size, backend="", device="")  # TensorFlow sees to both
+    world = World(size, size, backend="", device="")  # TensorFlow decides both
     try:
         with free_ports(size if hp.strategy == "multi_worker" else 0) as ports:
             job = MirroredJob(hp, str(model), checkpoint_path, key, ports)

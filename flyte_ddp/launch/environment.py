@@ -54,30 +54,28 @@ class Environment:
         return platform.node()
 
 
-def choose_world(backend: str, nproc: int, batch_size: int, name: str = "nproc") -> World:
-    """The ranks that this host should run for a backend (auto, gloo, nccl) and a wish (nproc, 0 for none).
+def choose_world(backend: str, nproc: int, batch_size: int) -> World:
+    """The ranks that this host should run for a backend (auto, gloo, nccl) and nproc, where 0 leaves the choice to the machine.
 
     One rank per visible GPU with nccl, else two with gloo. Ranks under gloo may share a GPU.
-    Raises InputError, which calls the wish by its name, where it cannot be had.
+    Raises InputError if this machine cannot provide it.
     """
     gpus = visible_gpus()
     if backend == "nccl" and gpus == 0:
         raise InputError('backend "nccl" needs a GPU and none is visible here: use "gloo" or "auto"')
     backend = backend if backend != "auto" else ("nccl" if gpus else "gloo")
     if backend == "nccl" and nproc > gpus:
-        raise InputError(
-            f"{name} must be at most the number of visible GPUs ({gpus}) under nccl, got {nproc}: lower it"
-        )
+        raise InputError(f"nproc must be at most the number of visible GPUs ({gpus}) under nccl, got {nproc}: lower it")
     size = nproc or min(gpus or DEFAULT_CPU_RANKS, batch_size)
     if batch_size < size:
         raise InputError(
-            f"batch_size must be at least the number of ranks ({size}), got {batch_size}: raise it or lower {name}"
+            f"batch_size must be at least the number of ranks ({size}), got {batch_size}: raise it or lower nproc"
         )
     return World(size=size, local_size=size, backend=backend, device="cuda" if gpus else "cpu")
 
 
 def environment_from_torchrun(backend: str, nodes: Tuple[int, int], ranks_per_node: int) -> Environment:
-    """This process's place in a world that torchrun, or Flyte's Elastic plugin, has made on so many nodes (from, to).
+    """This process's place in a world that torchrun, or Flyte's Elastic plugin, has created on so many nodes.
 
     Raises InputError where that world is another one: a lone node would train on, and be taken for the result of all.
     """
@@ -88,7 +86,7 @@ def environment_from_torchrun(backend: str, nodes: Tuple[int, int], ranks_per_no
         raise InputError(
             f"WORLD_SIZE must be {' or '.join(map(str, expected))} ({nodes[0]} to {nodes[1]} nodes with "
             f"{ranks_per_node} ranks each, as registered), got {size} with {local_size} on this node: "
-            "register anew with DDP_NNODES and DDP_NPROC_PER_NODE as the cluster can start them"
+            "register again with the DDP_NNODES and DDP_NPROC_PER_NODE that the cluster can start"
         )
     return environment
 
@@ -148,5 +146,5 @@ def available_cores() -> int:
 
 
 def threads_per_rank(local_size: int) -> int:
-    """Threads for the arithmetic of each of so many ranks on this host."""
+    """Arithmetic threads for each rank on this host."""
     return max(1, available_cores() // local_size)

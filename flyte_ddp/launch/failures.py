@@ -120,7 +120,7 @@ HINTS = {
 
 
 def from_exit_code(code: int, rank: int, host: str, peak_bytes: int = 0) -> Failure:
-    """A rank that ended without a word: by a signal, or by somebody's os._exit."""
+    """A rank that ended without a report: by a signal, or by a call of os._exit."""
     memory = f"; peak memory {peak_bytes / 2**20:.0f} MiB" if peak_bytes else ""
     if code >= 0:
         return Failure(rank, host, "killed", f"exit status {code}", f"ended without a report{memory}")

@@ -17,7 +17,7 @@ from flyte_ddp.launch.link import ParentLink
 
 
 class PrintedLines(io.TextIOBase):
-    """Takes the place of standard output or error, and hands on what is printed line by line.
+    """Replaces standard output or error, and passes on what is printed, line by line.
 
     What native code writes goes past this, straight to the file.
     """

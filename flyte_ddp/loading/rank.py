@@ -1,4 +1,4 @@
-"""The loading study's rank: reads a folder of images as training does, with each setting by turns, and times it."""
+"""The loading study's rank: reads a folder of images as training does, with each setting in turn, and times it."""
 
 import resource
 import time

@@ -35,7 +35,7 @@ class LoadingJob:
 
 @dataclass(frozen=True)
 class Measured:
-    """One setting's passes: seconds of each over so many images, from the start of the workers to their end."""
+    """One setting's passes: seconds of each over `images` images, from the start of the workers to their end."""
 
     workers: int
     pin_memory: bool

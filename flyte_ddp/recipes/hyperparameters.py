@@ -24,7 +24,7 @@ class Hyperparameters(TrainingSettings):
         nesterov: whether the momentum is Nesterov's.
         clip_norm: to which a gradient is shortened whose Euclidean norm, over all weights, is larger; 0 is off.
         train_fraction: share of the training images that an epoch sees, each epoch others.
-        shift_pixels: training images are moved by up to so many pixels, zeros following (a random crop after padding).
+        shift_pixels: training images are shifted by up to this many pixels, padded with zeros (a random crop).
         flip: whether every other training image, at random, is mirrored left to right.
         label_smoothing: share of the target that is spread evenly over all classes.
         ema_decay: per step, of the exponential moving average of the weights that is evaluated and returned; 0 is off.

@@ -13,7 +13,7 @@ from flyte_ddp.report.console import say
 
 
 class Observer(Protocol):
-    """Hears of everything that happens, in order."""
+    """Receives every event, in order."""
 
     def __call__(self, event: Any) -> None: ...
 

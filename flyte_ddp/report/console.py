@@ -29,7 +29,7 @@ def say(text: str) -> None:
 
 
 def say_remark(event: Event) -> None:
-    """What is said alike of every training: warnings, a rank's own prints, and what became of a checkpoint."""
+    """Messages common to every training: warnings, a rank's own prints, and failed or refused checkpoints."""
     if isinstance(event, NotLearning):
         say(f"Warning: {event.reason}")
     elif isinstance(event, Printed):
@@ -65,7 +65,7 @@ class Console:
             for remark in event.remarks:
                 say(remark)
             if event.first_epoch or event.first_step:
-                say(f"going on from the checkpoint: epoch {event.first_epoch + 1}, step {event.first_step + 1}")
+                say(f"resuming from the checkpoint: epoch {event.first_epoch + 1}, step {event.first_step + 1}")
         elif isinstance(event, StepLogged):
             self.on_step(event)
         elif isinstance(event, EpochFinished):
@@ -113,7 +113,7 @@ class LiveConsole(Console):
     def __call__(self, event: Event) -> None:
         super().__call__(event)
         if isinstance(event, RunStarted):
-            # begins anew, so that the time left does not count the start
+            # restarted, so that the time left does not count the start
             self._progress.remove_task(self._task)
             self._task = self._progress.add_task(
                 f"Epoch {event.first_epoch + 1}/{event.epochs}",

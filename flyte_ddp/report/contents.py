@@ -20,7 +20,7 @@ MOST_LAYERS = 12  # curves in a figure
 
 def tiles(record: Record) -> List[Dict[str, str]]:
     """The headline's figures, the most important first."""
-    run, description = record.started, record.setting.description
+    run, description = record.started, record.info.description
     shown = []
     tested, split = record.tested, record.split
     if record.epochs:
@@ -35,7 +35,7 @@ def tiles(record: Record) -> List[Dict[str, str]]:
             early = "; stopped early" if tested.stopped_early else ""
             shown.append((f"epoch {tested.epoch + 1}", f"is the best on the validation split{early}"))
         seconds = sum(epoch.train_seconds for epoch in record.epochs)
-        shown.append((duration(seconds), f"training, {len(record.epochs)} of {record.setting.settings.epochs} epochs"))
+        shown.append((duration(seconds), f"training, {len(record.epochs)} of {record.info.settings.epochs} epochs"))
         rate = sum(epoch.samples for epoch in record.epochs) / max(seconds, 1e-9)
         shown.append((f"{rate:,.0f}", f"{record.samples} per second"))
     else:
@@ -156,7 +156,7 @@ def _has_gpu(record: Record) -> bool:
 
 def data_lines(record: Record) -> List[Any]:
     """What the images are, and which ones exactly; of other recipes' samples, how many there are."""
-    run, description = record.started, record.setting.description
+    run, description = record.started, record.info.description
     if description is None:
         if run is None:
             return []
@@ -165,7 +165,7 @@ def data_lines(record: Record) -> List[Any]:
             counts.insert(1, ("Validation", run.validation_samples))
         return _plain([("Name", run.dataset), *((f"{split} {run.samples}", f"{count:,}") for split, count in counts)])
     lines = [
-        ("Name", description.name + (" (stand-in)" if record.setting.is_stand_in else "")),
+        ("Name", description.name + (" (stand-in)" if record.info.is_stand_in else "")),
         ("Training images", f"{description.train_samples:,}"),
         *([("Held out to validate", f"{run.validation_samples:,}")] if run and run.validation_samples else []),
         ("Test images", f"{description.test_samples:,}"),
@@ -180,11 +180,11 @@ def data_lines(record: Record) -> List[Any]:
 
 def setup_tables(record: Record) -> List[Dict[str, Any]]:
     """Hyperparameters and options, what differs from the default marked; the network; the machine; the run."""
-    setting, run = record.setting, record.started
+    info, run = record.info, record.started
     tables = [
-        {"title": "Hyperparameters", "lines": _settings(setting.settings)},
-        {"title": "Options", "lines": _settings(setting.options)},
-        {"title": "Versions and machine", "lines": _plain(setting.surroundings.items())},
+        {"title": "Hyperparameters", "lines": _settings(info.settings)},
+        {"title": "Options", "lines": _settings(info.options)},
+        {"title": "Versions and machine", "lines": _plain(info.surroundings.items())},
     ]
     if run:
         layers = [(name or "(the network)", f"{kind}, {count:,} parameters") for name, kind, count in run.layers]
@@ -194,10 +194,10 @@ def setup_tables(record: Record) -> List[Dict[str, Any]]:
     )
     resumed = bool(run and (run.first_epoch or run.first_step))
     lines = [
-        ("Run", setting.name),
-        ("Recipe", setting.recipe),
-        ("Training", setting.tracking_id),
-        ("Retries before this attempt", setting.attempt),
+        ("Run", info.name),
+        ("Recipe", info.recipe),
+        ("Training", info.tracking_id),
+        ("Retries before this attempt", info.attempt),
         ("Resumed", "yes" if resumed else "no"),
         ("Checkpoints", checkpoints),
     ]
@@ -207,7 +207,7 @@ def setup_tables(record: Record) -> List[Dict[str, Any]]:
 def operator_table(record: Record) -> Dict[str, Any]:
     """What rank 0's profiler left, if it was on."""
     try:
-        profile = json.loads((record.setting.logs / "profile" / "operators.json").read_text())
+        profile = json.loads((record.info.logs / "profile" / "operators.json").read_text())
     except FileNotFoundError:
         return {}
     has_device = any(operator["device_us"] for operator in profile["operators"])

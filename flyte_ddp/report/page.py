@@ -146,7 +146,7 @@ BODY = """
 {% if failure %}<p class="notice"><b>Failed:</b> {{ failure }}</p>{% endif %}
 {% for warning in warnings %}<p class="notice"><b>Warning:</b> {{ warning }}</p>{% endfor %}
 {% if stand_in %}
-<p class="notice"><b>Stand-in data.</b> The workflow's own could not be had, so this model was trained on
+<p class="notice"><b>Stand-in data.</b> The workflow's own data could not be downloaded, so this model was trained on
 {{ stand_in }}. Its accuracy says nothing about the other.</p>
 {% endif %}
 <div class="tiles">

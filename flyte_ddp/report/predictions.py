@@ -8,7 +8,7 @@ import numpy as np
 
 from flyte_ddp.data.image_files import ImageFiles
 from flyte_ddp.data.prepared import open_images, read_description
-from flyte_ddp.report.record import RunFinished, Setting
+from flyte_ddp.report.record import RunFinished, RunInfo
 
 
 @dataclass(frozen=True)
@@ -57,11 +57,11 @@ def read_predictions(path: Path, data: Path) -> Predictions:
     return Predictions(read_description(data).classes, images, labels, np.load(path))
 
 
-def predictions_of(setting: Setting, finished: RunFinished) -> Optional[Predictions]:
+def predictions_of(info: RunInfo, finished: RunFinished) -> Optional[Predictions]:
     """Those of an image classifier's run; None for other recipes, whatever they keep of their test samples."""
-    if setting.data is None or finished.predictions_path is None:
+    if info.data is None or finished.predictions_path is None:
         return None
-    return read_predictions(finished.predictions_path, setting.data)
+    return read_predictions(finished.predictions_path, info.data)
 
 
 def samples_by_class(data: Path, classes: int, most: int) -> List[Tuple[int, np.ndarray]]:

@@ -17,7 +17,7 @@ from flyte_ddp.events import (
     RunStarted,
     StepLogged,
 )
-from flyte_ddp.report.record import RunFailed, RunFinished, Setting
+from flyte_ddp.report.record import RunFailed, RunFinished, RunInfo
 
 FORMAT = 1
 FILE = "progress.jsonl"
@@ -39,8 +39,8 @@ MOST_STEPS = 1000  # written one by one; from then on a step is, for each furthe
 class Progress:
     """Appends a line for each event of a run; on a cluster the file goes to Flyte's storage with the other logs."""
 
-    def __init__(self, setting: Setting):
-        self._path, self._run = setting.logs / FILE, {"run": setting.name, "attempt": setting.attempt}
+    def __init__(self, info: RunInfo):
+        self._path, self._run = info.logs / FILE, {"run": info.name, "attempt": info.attempt}
         self._started: Optional[RunStarted] = None
         self._since = self._last = time.monotonic()
         self._steps = 0

@@ -48,7 +48,7 @@ class RunFailed:
 
 
 @dataclass(frozen=True)
-class Setting:
+class RunInfo:
     """What is known of a run before it starts.
 
     Attributes:
@@ -88,7 +88,7 @@ class Setting:
 class Record:
     """The run so far."""
 
-    setting: Setting
+    info: RunInfo
     started: Optional[RunStarted] = None
     steps: List[StepLogged] = field(default_factory=list)
     epochs: List[EpochFinished] = field(default_factory=list)
@@ -101,7 +101,7 @@ class Record:
     write_seconds: float = 0.0
     notes: List[str] = field(default_factory=list)
     tracking_url: str = ""
-    _every: int = 1  # of so many logged steps one is kept
+    _every: int = 1  # one in this many logged steps is kept
     _seen: int = 0
 
     def __call__(self, event: Any) -> None:
@@ -143,15 +143,15 @@ class Record:
         if self.finished:
             return "Finished"
         if self.started:
-            return f"Training, epoch {len(self.epochs) + 1} of {self.setting.settings.epochs}"
+            return f"Training, epoch {len(self.epochs) + 1} of {self.info.settings.epochs}"
         return "Starting"
 
     @property
     def subject(self) -> str:
         """What the training is on or, while that is not known, of."""
-        if self.setting.description:
-            return f"on {self.setting.description.name}"
-        return f"on {self.started.dataset}" if self.started else f"of {self.setting.recipe_name}"
+        if self.info.description:
+            return f"on {self.info.description.name}"
+        return f"on {self.started.dataset}" if self.started else f"of {self.info.recipe_name}"
 
     @property
     def samples(self) -> str:
@@ -189,7 +189,7 @@ class Record:
         evaluate = sum(epoch.evaluate_seconds for epoch in self.epochs) + (self.tested.seconds if self.tested else 0)
         start = self.started.startup_seconds if self.started else 0.0
         phases = [
-            ("Data: fetch and verify", self.setting.data_seconds),
+            ("Data: fetch and verify", self.info.data_seconds),
             ("Start of the ranks", start),
             ("Training", train),
             ("Evaluation", evaluate),

@@ -1,4 +1,4 @@
-"""The report: a page of one file that shows a run to people, anew after each epoch, with a warning and at its end."""
+"""The report: one HTML file that shows a run, written again after each epoch, at each warning and at the end."""
 
 import os
 import time
@@ -9,7 +9,7 @@ from flyte_ddp.events import EpochFinished, NotLearning, RunStarted
 from flyte_ddp.report import contents, page
 from flyte_ddp.report.figures import Curves, draw, load_matplotlib
 from flyte_ddp.report.predictions import predictions_of
-from flyte_ddp.report.record import Record, RunFailed, RunFinished, Setting
+from flyte_ddp.report.record import Record, RunFailed, RunFinished, RunInfo
 from flyte_ddp.report.verdict import drawn_pictures, sample_pictures, verdict
 
 SHARE = 0.05  # of the time, at most, that goes into pages which only live until the next one
@@ -18,8 +18,8 @@ SHARE = 0.05  # of the time, at most, that goes into pages which only live until
 class Report:
     """Keeps the page at path up to date, and hands what belongs between <body> and </body> to publish."""
 
-    def __init__(self, setting: Setting, path: Path, publish: Callable[[str], None], tracking_url: Callable[[], str]):
-        self._record, self._path, self._publish = Record(setting), path, publish
+    def __init__(self, info: RunInfo, path: Path, publish: Callable[[str], None], tracking_url: Callable[[], str]):
+        self._record, self._path, self._publish = Record(info), path, publish
         self._tracking_url = tracking_url
         self._next_page = 0.0
         load_matplotlib()  # while the ranks train rather than after an epoch
@@ -28,7 +28,7 @@ class Report:
         self._record(event)
         is_last = isinstance(event, (RunFinished, RunFailed))
         is_due = isinstance(event, (RunStarted, EpochFinished)) and time.monotonic() >= self._next_page
-        ends_training = isinstance(event, EpochFinished) and event.epoch + 1 == self._record.setting.settings.epochs
+        ends_training = isinstance(event, EpochFinished) and event.epoch + 1 == self._record.info.settings.epochs
         is_urgent = is_last or isinstance(event, NotLearning)
         if is_urgent or (is_due and not ends_training):  # the last page follows at once
             self._write(is_last)
@@ -58,7 +58,7 @@ def document(record: Record, body: str, live: bool) -> str:
 
 def fragment(record: Record) -> str:
     """The page without its frame, for a Deck: everything in it is escaped."""
-    setting = record.setting
+    info = record.info
     parts = {
         "confusion": None,
         "classes": [],
@@ -69,8 +69,8 @@ def fragment(record: Record) -> str:
         "status": record.status,
         "failure": record.failure,
         "warnings": [warning.reason for warning in record.warnings],
-        "stand_in": setting.description.name if setting.description and setting.is_stand_in else "",
-        "subtitle": f"{getattr(setting.settings, 'model', setting.recipe_name)}, run {setting.name}",
+        "stand_in": info.description.name if info.description and info.is_stand_in else "",
+        "subtitle": f"{getattr(info.settings, 'model', info.recipe_name)}, run {info.name}",
         "url": record.tracking_url,
         "notes": record.notes,
         "tiles": contents.tiles(record),
@@ -81,14 +81,14 @@ def fragment(record: Record) -> str:
         "ranks": contents.rank_bars(record),
         "rank_heads": contents.rank_heads(record),
         "speed": _figures(contents.speed_curves(record)),
-        "pictures": drawn_pictures(setting.logs),
+        "pictures": drawn_pictures(info.logs),
         "data": {"title": "Dataset", "lines": contents.data_lines(record)},
         "setup": contents.setup_tables(record),
         **contents.operator_table(record),
     }
-    if setting.data and setting.description:
-        parts["samples"] = sample_pictures(setting.data, setting.description.classes)
-    predictions = predictions_of(setting, record.finished) if record.finished else None
+    if info.data and info.description:
+        parts["samples"] = sample_pictures(info.data, info.description.classes)
+    predictions = predictions_of(info, record.finished) if record.finished else None
     if predictions:
         parts.update(verdict(predictions))
     return render(f"<style>{page.STYLE}</style>{page.MACROS}{page.BODY}", **parts)

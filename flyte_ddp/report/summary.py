@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 
 from flyte_ddp.report.console import say
-from flyte_ddp.report.record import Record, Setting
+from flyte_ddp.report.record import Record, RunInfo
 from flyte_ddp.report.words import capitalised, counted, in_words
 
 MOST_EPOCHS = 10
@@ -12,7 +12,7 @@ MOST_EPOCHS = 10
 
 def say_summary(record: Record, model: Path, report: Path, show_paths: bool) -> None:
     """Of a run that has finished. show_paths: whether its files stay where they are, as those of a local run do."""
-    setting, run = record.setting, record.started
+    info, run = record.info, record.started
     name = record.headline
     tested = [record.written(name, epoch.evaluated.get(name, math.nan)) for epoch in record.epochs]
     if len(tested) > MOST_EPOCHS:
@@ -20,7 +20,7 @@ def say_summary(record: Record, model: Path, report: Path, show_paths: bool) -> 
     lines = []
     if run:
         counts = counted(run)
-        stand_in = " (standing in for MNIST)" if setting.is_stand_in else ""
+        stand_in = " (standing in for MNIST)" if info.is_stand_in else ""
         lines.append(("Data", f"{run.dataset}, {counts}{stand_in}"))
     lines += [
         (capitalised(in_words(name)), f"{', '.join(tested)} on the {record.split} {record.samples}, epoch by epoch"),
@@ -31,15 +31,15 @@ def say_summary(record: Record, model: Path, report: Path, show_paths: bool) -> 
         lines.insert(-1, ("Chosen", f"epoch {record.tested.epoch + 1}; {value} on the test {record.samples}"))
     lines += [("Warning", warning.reason) for warning in record.warnings]
     if show_paths:
-        lines += [("Model", str(model)), ("Report", str(report)), ("Next", next_step(setting, report))]
+        lines += [("Model", str(model)), ("Report", str(report)), ("Next", next_step(info, report))]
     width = max(len(label) for label, _ in lines) + 2
     say("\n" + "\n".join(f"{label + ':':<{width}}{text}" for label, text in lines))
 
 
-def next_step(setting: Setting, report: Path) -> str:
+def next_step(info: RunInfo, report: Path) -> str:
     """A command that suits this run."""
-    if setting.options.tracking == "tensorboard":
-        return f"tensorboard --logdir {setting.logs}"
-    if setting.options.tracking == "offline":
-        return f"wandb sync {setting.logs}/wandb/offline-run-*"
+    if info.options.tracking == "tensorboard":
+        return f"tensorboard --logdir {info.logs}"
+    if info.options.tracking == "offline":
+        return f"wandb sync {info.logs}/wandb/offline-run-*"
     return f"python -m webbrowser {report.as_uri()}"

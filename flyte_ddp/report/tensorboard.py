@@ -7,7 +7,7 @@ from typing import Any, List, Mapping
 
 from flyte_ddp.events import EpochChosen, EpochFinished, GradientsSeen, RunStarted, StepLogged
 from flyte_ddp.report.predictions import predictions_of
-from flyte_ddp.report.record import RunFinished, Setting
+from flyte_ddp.report.record import RunFinished, RunInfo
 
 MISTAKES = 16
 
@@ -15,16 +15,14 @@ MISTAKES = 16
 class TensorBoard:
     """Writes scalars, gradient histograms, hyperparameters and confident mistakes into the run's logs folder."""
 
-    def __init__(self, setting: Setting):
+    def __init__(self, info: RunInfo):
         from tensorboard.compat.proto import event_pb2, summary_pb2
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        self._setting, self._events, self._summaries = setting, event_pb2, summary_pb2
-        self._writer = EventFileWriter(str(setting.logs / "tensorboard"))
+        self._info, self._events, self._summaries = info, event_pb2, summary_pb2
+        self._writer = EventFileWriter(str(info.logs / "tensorboard"))
         self._steps_per_epoch = 1
-        self._text(
-            "hyperparameters", "\n".join(f"    {line}" for line in setting.settings.to_json(indent=1).splitlines())
-        )
+        self._text("hyperparameters", "\n".join(f"    {line}" for line in info.settings.to_json(indent=1).splitlines()))
 
     def __call__(self, event: Any) -> None:
         if isinstance(event, RunStarted):
@@ -81,7 +79,7 @@ class TensorBoard:
     def _mistakes(self, event: RunFinished) -> None:
         from PIL import Image
 
-        predictions = predictions_of(self._setting, event)
+        predictions = predictions_of(self._info, event)
         if predictions is None:
             return
         classes, values = predictions.classes, []

@@ -6,7 +6,7 @@ from typing import Callable, Optional
 from flyte_ddp.report import wandb_run
 from flyte_ddp.report.background import Background
 from flyte_ddp.report.console import say
-from flyte_ddp.report.record import Setting
+from flyte_ddp.report.record import RunInfo
 from flyte_ddp.report.tensorboard import TensorBoard
 from flyte_ddp.report.wandb_compat import kill_service
 from flyte_ddp.report.wandb_run import WandbRun
@@ -14,15 +14,13 @@ from flyte_ddp.report.wandb_run import WandbRun
 CLOSE_SECONDS = 30.0  # that the end of a run waits for its tracker
 
 
-def open_tracker(setting: Setting, on_url: Callable[[str], None]) -> Optional[Background]:
+def open_tracker(info: RunInfo, on_url: Callable[[str], None]) -> Optional[Background]:
     """The tracker, already at work in a thread of its own, or None."""
-    wish = choose_tracking(setting.options.tracking)
+    wish = choose_tracking(info.options.tracking)
     if wish == "tensorboard":
-        return Background("TensorBoard", lambda: TensorBoard(setting), CLOSE_SECONDS)
+        return Background("TensorBoard", lambda: TensorBoard(info), CLOSE_SECONDS)
     if wish in ("online", "offline"):
-        return Background(
-            "Weights & Biases", lambda: WandbRun(setting, wish, on_url), CLOSE_SECONDS, abandon=kill_service
-        )
+        return Background("Weights & Biases", lambda: WandbRun(info, wish, on_url), CLOSE_SECONDS, abandon=kill_service)
     return None
 
 

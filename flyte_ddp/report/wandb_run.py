@@ -16,9 +16,9 @@ from flyte_ddp.events import EpochChosen, EpochFinished, GradientsSeen, RunStart
 from flyte_ddp.report.background import Incomplete, one_line
 from flyte_ddp.report.console import say
 from flyte_ddp.report.predictions import Predictions, predictions_of
-from flyte_ddp.report.record import RunFailed, RunFinished, Setting
+from flyte_ddp.report.record import RunFailed, RunFinished, RunInfo
 
-# The tutorial's: so many images of each of the first so many test batches stand in the table
+# As in the tutorial: how many images of each of the first test batches go into the table
 BATCHES_SHOWN = 10
 IMAGES_PER_BATCH = 32
 
@@ -28,18 +28,18 @@ FINISH_SECONDS = 15.0  # together with the above less than the tracker may take 
 
 
 class WandbRun:
-    """Logs what the tutorial logs. Where W&B cannot be had the run is kept offline, to be sent by `wandb sync`."""
+    """Logs what the tutorial logs. If W&B cannot be reached the run is stored offline, for `wandb sync`."""
 
-    def __init__(self, setting: Setting, mode: str, on_url: Callable[[str], None]):
+    def __init__(self, info: RunInfo, mode: str, on_url: Callable[[str], None]):
         """mode: online or offline. on_url: is told the run's address once it is known."""
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         os.environ.setdefault("WANDB_SILENT", "true")  # it speaks before it knows its settings
         # an offline run's table stays here too, not in a folder of the user's where it is soon forgotten
-        os.environ["WANDB_DATA_DIR"] = str(setting.logs / "wandb")
+        os.environ["WANDB_DATA_DIR"] = str(info.logs / "wandb")
         import wandb
 
         self._wandb: Any = wandb
-        self._setting, self._exit_code = setting, 1
+        self._info, self._exit_code = info, 1
         self._steps_per_epoch, self._step = 1, 0
         reason = unreachable() if mode == "online" else ""
         if mode == "online" and not reason:
@@ -48,13 +48,13 @@ class WandbRun:
             except Exception as error:  # wandb raises of its own, and what the network raises
                 reason = one_line(error)
                 wandb.teardown()  # it would refuse to begin the same run again
-                for begun in setting.logs.glob("wandb/run-*"):
+                for begun in info.logs.glob("wandb/run-*"):
                     shutil.rmtree(begun)
         if mode == "offline" or reason:
             self._run = self._init("offline")
         self._folder = os.path.dirname(self._run.dir)
         if reason:
-            say(f"Weights & Biases cannot be had ({reason}); the run is kept, to be sent by: wandb sync {self._folder}")
+            say(f"Weights & Biases is not available ({reason}); to send the run later: wandb sync {self._folder}")
         elif mode == "online":
             say(f"Weights & Biases: {self._run.url}")
             on_url(self._run.url)
@@ -99,8 +99,8 @@ class WandbRun:
                 self._wandb.teardown()  # here, where it can be left behind, rather than when the process ends
 
     def _init(self, mode: str) -> Any:
-        setting, wandb = self._setting, self._wandb
-        data = {"data_digest": setting.description.digest} if setting.description else {}
+        info, wandb = self._info, self._wandb
+        data = {"data_digest": info.description.digest} if info.description else {}
         settings = wandb.Settings(
             init_timeout=INIT_SECONDS,
             login_timeout=INIT_SECONDS,
@@ -119,13 +119,13 @@ class WandbRun:
         )
         return wandb.init(
             mode=mode,
-            dir=str(setting.logs),
-            id=setting.tracking_id,
-            name=setting.name,
+            dir=str(info.logs),
+            id=info.tracking_id,
+            name=info.name,
             resume="allow",
-            project=setting.options.wandb_project or os.environ.get("WANDB_PROJECT") or "flyte-ddp",
-            entity=setting.options.wandb_entity or None,
-            config={"recipe": setting.recipe, **asdict(setting.settings), **data},
+            project=info.options.wandb_project or os.environ.get("WANDB_PROJECT") or "flyte-ddp",
+            entity=info.options.wandb_entity or None,
+            config={"recipe": info.recipe, **asdict(info.settings), **data},
             settings=settings,
         )
 
@@ -141,9 +141,9 @@ class WandbRun:
         return graph
 
     def _finished(self, event: RunFinished) -> None:
-        predictions = predictions_of(self._setting, event)
-        if predictions and self._setting.description:
-            name = re.sub(r"\W", "_", self._setting.description.name)  # W&B makes an artifact's name of it
+        predictions = predictions_of(self._info, event)
+        if predictions and self._info.description:
+            name = re.sub(r"\W", "_", self._info.description.name)  # W&B makes an artifact's name of it
             self._log({f"{name}_predictions": self._table(predictions)})
         self._run.summary.update(
             {
@@ -160,7 +160,7 @@ class WandbRun:
         classes = predictions.classes
         table = self._wandb.Table(columns=["id", "image", "guess", "truth", *(f"score_{name}" for name in classes)])
         guesses = predictions.guesses
-        for index in shown_images(len(predictions.labels), self._setting.settings.test_batch_size):
+        for index in shown_images(len(predictions.labels), self._info.settings.test_batch_size):
             pixels = predictions.images[index].transpose(1, 2, 0)
             names = classes[guesses[index]], classes[predictions.labels[index]]
             scores = [round(float(score), 6) for score in np.exp(predictions.scores[index])]
@@ -183,7 +183,7 @@ def shown_images(count: int, batch_size: int) -> List[int]:
 
 
 def unreachable() -> str:
-    """Why W&B cannot be had, or nothing. wandb itself would try for long where nobody answers."""
+    """Why W&B cannot be reached, or "". wandb itself would keep trying for a long time."""
     if not has_key():
         return "no key: set WANDB_API_KEY, or run `wandb login`"
     try:

@@ -25,7 +25,7 @@ def counted(run: RunStarted) -> str:
 
 
 def written(name: str, value: float, shares: Container[str], decimals: int = 4) -> str:
-    """A measure's value: shares in per cent, the loss with so many decimals, any other with four digits.
+    """A measure's value: shares in per cent, the loss with a fixed number of decimals, others with four digits.
 
     The decimals are those of the value itself: 4 of them are 2 of a percentage.
     """

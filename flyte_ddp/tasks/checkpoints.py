@@ -44,7 +44,7 @@ class FlyteStore:
         self._thread.start()
 
     def restore(self, resume: bool) -> None:
-        """Brings the newest checkpoint there is: this attempt's own, where only its processes were started anew, else
+        """Brings the newest checkpoint there is: this attempt's own, if only its processes were restarted, else
         (if resume is wished) that of the attempt before. That one is saved as this attempt's own at once: the next
         attempt would find nothing if this one ended before its first checkpoint."""
         own = checkpoint_destination(self._checkpoint)
@@ -76,7 +76,7 @@ class FlyteStore:
             try:
                 if self.path.exists():
                     self._checkpoint.save(self.path)
-            except Exception as error:  # each storage has its own; training goes on, and the next one may succeed
+            except Exception as error:  # each storage has its own; training continues, and the next one may succeed
                 say(f"Warning: a checkpoint was not uploaded: {type(error).__name__}: {error}")
             if closing:
                 return

@@ -43,14 +43,14 @@ KnownWeights = Annotated[FlyteFile, HashMethod(of_content)]
 
 @task(**small_resources())
 def known_folder(folder: FlyteDirectory) -> KnownFolder:
-    """The same folder, where it is; looked at anew in each run, so never from a cache."""
+    """The same folder, where it is; read again in each run, never taken from a cache."""
     place = str(folder.remote_source or folder.path)
     return FlyteDirectory(place, remote_directory=False) if is_local() else FlyteDirectory.from_source(place)
 
 
 @task(**small_resources())
 def known_file(file: FlyteFile) -> KnownFile:
-    """The same file, where it is; looked at anew in each run, so never from a cache."""
+    """The same file, where it is; read again in each run, never taken from a cache."""
     place = str(file.remote_source or file.path)
     return FlyteFile(place, remote_path=False) if is_local() else FlyteFile.from_source(place)
 

@@ -54,7 +54,7 @@ class FoundImages(NamedTuple):
 def find_images(
     folder: str, images: ImageSettings, backend: str = "auto", nproc: int = 0, batch_size: int = 1
 ) -> FoundImages:
-    """The folder to read; a local run looks anew each time, because what is in it may have changed.
+    """The folder to read; a local run looks every time, because its content may have changed.
 
     A local run finds out here whether there is something to train on, and whether this machine can train on it.
     """
@@ -65,9 +65,7 @@ def find_images(
     if FileAccessProvider.is_remote(folder):
         return FoundImages(FlyteDirectory.from_source(folder), "")
     if folder and not is_local():
-        raise InputError(
-            f"folder must be where the cluster can read it (s3://… or the like), got {folder}: put it there"
-        )
+        raise InputError(f"folder must be where the cluster can read it (such as s3://…), got {folder}: put it there")
     if folder:
         place = Path(folder).expanduser().absolute()
     else:

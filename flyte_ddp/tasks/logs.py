@@ -24,7 +24,7 @@ from flyte_ddp.tasks.flytekit_compat import checkpoint_source
 
 UPLOAD_SECONDS = 5.0  # between two rounds of uploads, each of which takes 17 ms of a processor for three files
 BYTES_PER_SECOND = 4e6  # at most, for each file: storage cannot append, so a file that has grown is sent as a whole
-CLOSE_SECONDS = 10.0  # that a run's end waits for the last round: a pod that is told to stop has 30 in all
+CLOSE_SECONDS = 10.0  # the end of a run waits this long for the last round: a pod that is told to stop has 30 in all
 
 
 @dataclass(frozen=True)

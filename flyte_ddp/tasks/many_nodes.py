@@ -64,7 +64,7 @@ def on_many_nodes(arguments: Dict[str, Any]) -> Dict[str, Any]:
         # Each pod imports the workflow's file: what was asked for goes with it, or it would take itself for something
         # else
         **registered_environment(),
-        # A node that joins anew would wait in vain for the address of a store that the nodes have shared before
+        # A node that rejoins would wait in vain for the address of a store that the nodes have shared before
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         # A rank whose peers have gone ends at once, instead of waiting in NCCL until the job's time-out
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",

@@ -13,7 +13,7 @@ from flytekit import Deck, current_context
 from flyte_ddp.report.background import Background, one_line
 from flyte_ddp.report.console import open_console, say
 from flyte_ddp.report.progress import Progress
-from flyte_ddp.report.record import Record, RunFailed, RunFinished, Setting
+from flyte_ddp.report.record import Record, RunFailed, RunFinished, RunInfo
 from flyte_ddp.report.report import Report
 from flyte_ddp.report.tracking import open_tracker
 from flyte_ddp.tasks.execution import is_local
@@ -25,13 +25,13 @@ REPORT_SECONDS = 60.0  # that the end of a run waits for its last page
 class Observers:
     """Tells all observers of a run. One that raises is left out from then on: looking on must not stop training."""
 
-    def __init__(self, setting: Setting, report_path: Path, *others: Callable[[Any], None]):
+    def __init__(self, info: RunInfo, report_path: Path, *others: Callable[[Any], None]):
         self.tracking_url = ""
-        self.record, self._report_path = Record(setting), report_path
+        self.record, self._report_path = Record(info), report_path
         self._console = open_console()
-        self._tracker = open_tracker(setting, self._on_url)
-        self._report = Background("the report", lambda: self._open_report(setting, report_path), REPORT_SECONDS)
-        self._progress = Progress(setting)
+        self._tracker = open_tracker(info, self._on_url)
+        self._report = Background("the report", lambda: self._open_report(info, report_path), REPORT_SECONDS)
+        self._progress = Progress(info)
         self._listening: List[Callable[[Any], None]] = [
             self.record, self._console, self._report, self._progress, *others,
         ]  # fmt: skip
@@ -55,7 +55,7 @@ class Observers:
                 self._progress(event)
         closing = threading.Thread(target=self._close_tracker, args=(event,), daemon=True)
         closing.start()
-        if self.record.setting.options.tracking in ("auto", "online") and not self.tracking_url:
+        if self.record.info.options.tracking in ("auto", "online") and not self.tracking_url:
             closing.join()  # the address may still come, and belongs in the report
         self._report.close(event)
         closing.join()
@@ -69,17 +69,17 @@ class Observers:
     def _on_url(self, url: str) -> None:
         self.tracking_url = url
 
-    def _open_report(self, setting: Setting, path: Path) -> Report:
-        return Report(setting, path, deck_publisher(), lambda: self.tracking_url)
+    def _open_report(self, info: RunInfo, path: Path) -> Report:
+        return Report(info, path, deck_publisher(), lambda: self.tracking_url)
 
 
 @contextmanager
-def observing(setting: Setting, report_path: Path, *others: Callable[[Any], None]) -> Iterator[Observers]:
-    """Observers for as long as the block runs; one that it ends by an exception is told to them as a failure.
+def observing(info: RunInfo, report_path: Path, *others: Callable[[Any], None]) -> Iterator[Observers]:
+    """Observers for as long as the block runs; an exception that ends it reaches them as a failure.
 
     The block itself calls end() when it succeeds.
     """
-    observers = Observers(setting, report_path, *others)
+    observers = Observers(info, report_path, *others)
     try:
         yield observers
     except BaseException as error:

@@ -62,7 +62,7 @@ def is_to_be_had(name: str) -> bool:
         with download_progress() as progress:
             datasets.prepare(name, progress, open_stored)
     except DownloadError as error:
-        say(f"{name} cannot be had here: this run trains on digits, scikit-learn's 1,797 handwritten digits.\n{error}")
+        say(f"{name} cannot be downloaded here: this run trains on digits, scikit-learn's 1,797 images.\n{error}")
         return False
     return True
 

@@ -61,13 +61,13 @@ class Registration(Settings):
         small_cpu, small_memory, small_disk: of a pod that computes nothing. It imports for 9 s with a quarter of a CPU
             and for 2 s with one, so it asks for little and may take more.
         accelerator: the kind of GPU; none leaves it to the cluster.
-        interruptible: whether training may run on machines that can be taken away; it goes on from its checkpoint.
+        interruptible: whether training may run on machines that can be taken away; it resumes from its checkpoint.
         attempt_seconds: after which Flyte ends an attempt at training.
         wandb_secret: GROUP/KEY of the Flyte secret with the Weights & Biases API key. A pod whose secret the cluster
             lacks never starts, so none is asked for unless named.
         nnodes: number of nodes of workflows/multinode.py, or the range of it as MIN:MAX.
         nproc_per_node: ranks per node there; 0 is one per GPU, or two under profile sandbox.
-        join_minutes: that the first nodes wait there for the last: one has the image, another has yet to be made.
+        join_minutes: how long the first nodes wait for the last: one has the image, another must be created.
         concurrency: shards of workflows/inference.py that are predicted at a time; 0 leaves it to the cluster.
         promote_to: where workflows/promote.py promotes models to, and that the launch plan nightly does so: a URL of
             Flyte's storage, or the path of a folder that all pods have.
@@ -193,7 +193,7 @@ def registered_environment() -> Dict[str, str]:
 
 
 def training_environment(gpus: int, code: Optional[CodeVersion] = None) -> Dict[str, str]:
-    """What a pod that trains, with so many GPUs and this code, has to know."""
+    """What a training pod with this many GPUs and this code has to know."""
     return {**pod_environment(), **(code.environment if code else {}), GPUS_VARIABLE: str(gpus)}
 
 
@@ -225,7 +225,7 @@ def sizes(cpu: str, memory: str, disk: str, gpus: int = 0) -> Dict[str, Any]:
 
 
 def training_sizes(gpus: int) -> Dict[str, Any]:
-    """What a training pod with so many GPUs needs, as arguments of @task or with_overrides.
+    """What a training pod with this many GPUs needs, as arguments of @task or with_overrides.
 
     Without a GPU: two ranks, their parent and the process they are forked from hold 0.5 GB on digits and 0.7 GB on
     MNIST together (0.8 GB with the pages of torch's libraries); two ranks of many nodes, which share nothing, 1.7 GB.
@@ -241,7 +241,7 @@ def training_sizes(gpus: int) -> Dict[str, Any]:
 
 
 def resize(task: PythonTask, gpus: int) -> Dict[str, Any]:
-    """Arguments of with_overrides for a training task that this pod, of a @dynamic, compiles with so many GPUs."""
+    """Arguments of with_overrides for a training task that a @dynamic in this pod compiles with this many GPUs."""
     task.environment[GPUS_VARIABLE] = str(gpus)  # with_overrides has no environment
     return training_sizes(gpus)
 

@@ -16,7 +16,7 @@ from flyte_ddp.launch import launcher
 from flyte_ddp.launch.environment import World, choose_world, visible_gpus
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.report.predictions import Predictions, predictions_of
-from flyte_ddp.report.record import RunFinished, Setting
+from flyte_ddp.report.record import RunFinished, RunInfo
 from flyte_ddp.report.summary import say_summary
 from flyte_ddp.report.surroundings import surroundings
 from flyte_ddp.settings import RunOptions
@@ -213,8 +213,8 @@ def train_by(start: Start, world: World, fetch: Callable[[], Subject], options: 
                 profile_path=str(logs.folder / "profile") if options.profile else "",
                 checkpoint_path=str(store.path),
             )
-            setting = setting_of(subject, options, folder.name, job.launched - started, logs.folder, store.path)
-            with observing(setting, folder / "report.html", store.on_event, logs.on_event) as observers:
+            info = info_of(subject, options, folder.name, job.launched - started, logs.folder, store.path)
+            with observing(info, folder / "report.html", store.on_event, logs.on_event) as observers:
                 results = start(job, observers)
                 path = Path(job.predictions_path)
                 finished = RunFinished(results, path if path.exists() else None, time.time() - started)
@@ -224,18 +224,18 @@ def train_by(start: Start, world: World, fetch: Callable[[], Subject], options: 
         dataset=subject.dataset,
         results=results,
         figures=summarise(world, finished, observers.tracking_url),
-        predictions=predictions_of(setting, finished),
+        predictions=predictions_of(info, finished),
         model_state=output_file(Path(job.model_path), PythonPickledFile),
         report=output_file(folder / "report.html"),
         logs=logs.output,
     )
 
 
-def setting_of(
+def info_of(
     subject: Subject, options: RunOptions, name: str, data_seconds: float, logs: Path, checkpoint: Path
-) -> Setting:
+) -> RunInfo:
     """What observers know of a run before it starts."""
-    return Setting(
+    return RunInfo(
         name=name,
         recipe=subject.identity.recipe,
         tracking_id=tracking_id(subject.identity.key, checkpoint),

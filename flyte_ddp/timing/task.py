@@ -37,7 +37,7 @@ class TimingOutputs(NamedTuple):
 
 @task(**small_resources())
 def check_timing(options: TimingOptions) -> str:
-    """The name of the dataset; a local run finds out here whether this machine can have so many processes."""
+    """The name of the dataset; a local run finds out here whether this machine can run that many processes."""
     if is_local():
         processes_of(options)
     return resolve_name(options.dataset)

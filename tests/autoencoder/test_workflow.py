@@ -131,7 +131,7 @@ def test_retry_goes_on_from_the_checkpoint_of_a_killed_pod(tmp_path):
     first.kill_when(lambda: is_whole(first.checkpoints / "checkpoint"))
     second = Pod(task, inputs, tmp_path / "retried", previous=first)
     outputs = second.run()
-    assert "going on from the checkpoint: epoch " in second.log
+    assert "resuming from the checkpoint: epoch " in second.log
     for losses in ("train_losses", "validation_losses"):
         assert outputs[losses] == undisturbed[losses], "bit for bit"
 

@@ -13,7 +13,7 @@ from flyte_ddp.engine.job import Identity, Job
 from flyte_ddp.launch import launcher
 from flyte_ddp.launch.environment import choose_world
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
-from flyte_ddp.report.record import Record, RunFinished, Setting
+from flyte_ddp.report.record import Record, RunFinished, RunInfo
 from flyte_ddp.report.surroundings import surroundings
 from flyte_ddp.settings import RunOptions
 
@@ -22,12 +22,12 @@ HOSTILE_CLASS = "<img src=x onerror=alert(2)>"
 
 
 class Recorded(NamedTuple):
-    setting: Setting
+    info: RunInfo
     events: List[Any]  # the last is RunFinished
 
     @property
     def record(self) -> Record:
-        record = Record(self.setting)
+        record = Record(self.info)
         for event in self.events:
             record(event)
         return record
@@ -63,7 +63,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
         launched=time.time(),
         profile_path=str(folder / "logs" / "profile"),
     )
-    setting = Setting(
+    info = RunInfo(
         name="20260101-000000-digits",
         tracking_id="0123abcd-4567cdef",
         attempt=1,
@@ -79,11 +79,11 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
     events: List[Any] = []
     results = launcher.launch("flyte_ddp.engine.worker:run", choose_world("gloo", 2, 64), job, 120, events.append)
     events.append(RunFinished(results, Path(job.predictions_path), time.time() - job.launched))
-    (folder / "recorded.pickle").write_bytes(pickle.dumps(Recorded(setting, events)))
-    return Recorded(setting, events)
+    (folder / "recorded.pickle").write_bytes(pickle.dumps(Recorded(info, events)))
+    return Recorded(info, events)
 
 
 @pytest.fixture
 def recorded_file(recorded: Recorded) -> Path:
     """The same, for another process."""
-    return recorded.setting.logs.parent / "recorded.pickle"
+    return recorded.info.logs.parent / "recorded.pickle"

@@ -138,11 +138,11 @@ def test_last_words(recorded, capsys):
     said = capsys.readouterr().err
     assert "…" in said
     assert "/runs" not in said
-    setting = dataclasses.replace(recorded.setting, options=RunOptions(tracking="tensorboard"))
-    assert next_step(setting, Path("/runs/report.html")).startswith("tensorboard --logdir ")
+    info = dataclasses.replace(recorded.info, options=RunOptions(tracking="tensorboard"))
+    assert next_step(info, Path("/runs/report.html")).startswith("tensorboard --logdir ")
 
 
 def test_resumed_run_says_so(recorded, capsys):
     console = Console()
     console(dataclasses.replace(recorded.of(RunStarted)[0], first_epoch=1, first_step=3))
-    assert "going on from the checkpoint: epoch 2, step 4" in capsys.readouterr().err
+    assert "resuming from the checkpoint: epoch 2, step 4" in capsys.readouterr().err

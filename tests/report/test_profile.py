@@ -8,7 +8,7 @@ from flyte_ddp.events import RunStarted
 
 
 def test_each_rank_leaves_a_trace(recorded):
-    folder = recorded.setting.logs / "profile"
+    folder = recorded.info.logs / "profile"
     assert sorted(path.name for path in folder.iterdir()) == [
         "operators.json", "rank0.pt.trace.json", "rank1.pt.trace.json",
     ]  # fmt: skip
@@ -22,7 +22,7 @@ def test_each_rank_leaves_a_trace(recorded):
 
 
 def test_operators_come_most_expensive_first(recorded):
-    content = json.loads((recorded.setting.logs / "profile" / "operators.json").read_text())
+    content = json.loads((recorded.info.logs / "profile" / "operators.json").read_text())
     spent = [operator["self_cpu_us"] for operator in content["operators"]]
     assert content["steps"] == ACTIVE
     assert spent == sorted(spent, reverse=True)
@@ -30,6 +30,6 @@ def test_operators_come_most_expensive_first(recorded):
 
 
 def test_recording_left_nothing_unpicklable(recorded, recorded_file):
-    setting, events = pickle.loads(recorded_file.read_bytes())
-    assert setting == recorded.setting
+    info, events = pickle.loads(recorded_file.read_bytes())
+    assert info == recorded.info
     assert [event for event in events if isinstance(event, RunStarted)] == recorded.of(RunStarted)

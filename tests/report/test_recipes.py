@@ -18,7 +18,7 @@ from flyte_ddp.engine.job import TrainingResult
 from flyte_ddp.events import EpochFinished, RunStarted, StepLogged
 from flyte_ddp.report.console import Console
 from flyte_ddp.report.contents import MOST_CURVES, epoch_heads, epoch_lines, progress_curves, tiles
-from flyte_ddp.report.record import Record, RunFailed, RunFinished, Setting
+from flyte_ddp.report.record import Record, RunFailed, RunFinished, RunInfo
 from flyte_ddp.report.report import document, fragment
 from flyte_ddp.report.summary import say_summary
 from flyte_ddp.report.tensorboard import TensorBoard
@@ -75,7 +75,7 @@ def told(tmp_path: Path) -> Recorded:
     ]
     epochs = [epoch_of(0, measured(2.5), measured(2.25, 0.75)), epoch_of(1, measured(1.5), measured(1.25, math.nan))]
     result = TrainingResult(epochs, [], "perplexity", 1200, 300, "float32", 0, "host", 600.0, 2**30, 0)
-    place = Setting(
+    place = RunInfo(
         name="20260101-000000-letters",
         tracking_id="0123abcd-4567cdef",
         attempt=0,
@@ -110,7 +110,7 @@ def test_console_says_the_headline_and_the_samples(told, capsys):
 
 
 def test_a_headline_that_is_the_loss_is_said_once(told, capsys):
-    console, record = Console(), Record(told.setting)
+    console, record = Console(), Record(told.info)
     for event in (dataclasses.replace(STARTED, headline="loss"), told.of(EpochFinished)[0]):
         console(event)
         record(event)
@@ -171,7 +171,7 @@ def test_a_recipe_may_measure_much_and_other_things_when_it_trains(told):
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_numbers_that_are_none_make_a_page(told, value):
-    record = Record(told.setting)
+    record = Record(told.info)
     record(STARTED)
     measures = {"loss": value, "perplexity": value, "top5_share": value}
     for step in (5, 10):
@@ -181,7 +181,7 @@ def test_numbers_that_are_none_make_a_page(told, value):
 
 
 def test_a_failure_before_the_start_has_a_page(told):
-    record = Record(told.setting)
+    record = Record(told.info)
     record(RunFailed("no module named own"))
     text = document(record, fragment(record), live=False)
     assert "Failed: training of LanguageModel" in text
@@ -192,7 +192,7 @@ def test_page_shows_the_pictures_that_a_recipe_drew(told):
     colours, greys = np.full((3, 8, 6), 200, np.uint8), np.zeros((1, 5, 5), np.uint8)
     drawn: Any = {str(number): greys if number else colours for number in range(30)}
     captions = np.array([HOSTILE, *(f"picture {number}" for number in range(1, 30))])
-    np.savez(told.setting.logs / "pictures.npz", captions=captions, **drawn)
+    np.savez(told.info.logs / "pictures.npz", captions=captions, **drawn)
     text = fragment(told.record)
     assert "<h2>Pictures</h2>" in text
     assert text.count('<li><img src="data:image/png;base64,') == 24
@@ -202,13 +202,13 @@ def test_page_shows_the_pictures_that_a_recipe_drew(told):
 
 
 def test_tensorboard_has_each_measure(told):
-    tracker = TensorBoard(told.setting)
+    tracker = TensorBoard(told.info)
     for event in told.events:
         tracker(event)
     tracker.close()
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    read = EventAccumulator(str(told.setting.logs / "tensorboard"))
+    read = EventAccumulator(str(told.info.logs / "tensorboard"))
     read.Reload()
     assert read.Scalars("train/perplexity")[0].value == pytest.approx(math.exp(2.5))
     assert [event.step for event in read.Scalars("test/top5_share")] == [10, 20]

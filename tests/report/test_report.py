@@ -68,8 +68,8 @@ def test_page_shows_what_happened(recorded, page):
         f"{last.test['accuracy']:.2%}",
         f"{last.test['loss']:.4f}",
         "2 ranks",
-        recorded.setting.description.digest,
-        recorded.setting.surroundings["torch"],
+        recorded.info.description.digest,
+        recorded.info.surroundings["torch"],
         "conv1.weight",
         "aten::convolution_backward",
         "Retries before this attempt",
@@ -88,7 +88,7 @@ def test_hostile_names_stay_text(page):
 
 
 def test_counts_are_those_of_the_predictions(recorded):
-    predictions = read_predictions(recorded.events[-1].predictions_path, recorded.setting.data)
+    predictions = read_predictions(recorded.events[-1].predictions_path, recorded.info.data)
     guesses = predictions.scores.argmax(1)
     matrix = np.zeros((10, 10), int)
     for truth, guess in zip(predictions.labels, guesses, strict=True):
@@ -106,7 +106,7 @@ def test_counts_are_those_of_the_predictions(recorded):
 
 def test_live_pages_follow_the_run(recorded, tmp_path):
     path, published, seen = tmp_path / "report.html", [], []  # type: ignore[var-annotated]
-    report = Report(recorded.setting, path, published.append, lambda: "")
+    report = Report(recorded.info, path, published.append, lambda: "")
     for event in recorded.events:
         before = len(published)
         report._next_page = 0.0  # as if the pages before had cost nothing
@@ -122,14 +122,14 @@ def test_live_pages_follow_the_run(recorded, tmp_path):
 
 
 def test_a_live_page_shows_a_warning_at_once(recorded, tmp_path):
-    report = Report(recorded.setting, tmp_path / "report.html", lambda body: None, lambda: "")
+    report = Report(recorded.info, tmp_path / "report.html", lambda body: None, lambda: "")
     for event in (*recorded.of(RunStarted), *recorded.of(StepLogged)[:2], NotLearning(0, 10, "the loss leapt")):
         report(event)
     assert "<b>Warning:</b> the loss leapt" in (tmp_path / "report.html").read_text()
 
 
 def test_a_failed_run_has_a_page(recorded):
-    record = Record(recorded.setting)
+    record = Record(recorded.info)
     for event in [*recorded.events[:4], Printed(1, "<b>warned</b>"), RunFailed("rank 1 on <host>: ValueError: bad")]:
         record(event)
     text = page_of(record)
@@ -146,7 +146,7 @@ def test_a_training_that_does_not_learn_is_marked(recorded):
 
 
 def test_a_long_run_is_thinned_out(recorded):
-    record, step = Record(recorded.setting), recorded.of(StepLogged)[0]
+    record, step = Record(recorded.info), recorded.of(StepLogged)[0]
     for _ in range(5 * MOST_STEPS):
         record(step)
     assert MOST_STEPS // 2 <= len(record.steps) <= MOST_STEPS

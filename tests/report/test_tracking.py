@@ -61,9 +61,9 @@ def test_offline_run_is_what_was_trained(recorded, track):
     run = told.run
     assert told.said == ""
     assert (run.run.run_id, run.run.project, run.run.entity) == (
-        recorded.setting.tracking_id, "some-project", "some-team",
+        recorded.info.tracking_id, "some-project", "some-team",
     )  # fmt: skip
-    for name, value in json.loads(recorded.setting.settings.to_json()).items():
+    for name, value in json.loads(recorded.info.settings.to_json()).items():
         if name not in ("backend", "precision", "dataset"):  # which say what became of "auto"
             assert run.config[name] == value
     assert (run.config["backend"], run.config["world_size"]) == ("gloo", 2)
@@ -96,11 +96,11 @@ def assert_gradients_and_topology(recorded: Any, told: Told) -> None:
 
 def assert_table(recorded: Any, run: Logged) -> None:
     """Of the test batches 0-39, 40-79 and 80-95, at most 32 images each."""
-    images, _ = open_split(recorded.setting.data, "test")
+    images, _ = open_split(recorded.info.data, "test")
     scores = np.load(recorded.events[-1].predictions_path)
     (path,) = (place for name, place in run.artifact.items() if name.endswith(".table.json"))
     table = json.loads(path.read_text())
-    names = recorded.setting.description.classes
+    names = recorded.info.description.classes
     assert table["columns"] == ["id", "image", "guess", "truth", *(f"score_{name}" for name in names)]
     assert [row[0] for row in table["data"]] == [str(n) for n in [*range(32), *range(40, 72), *range(80, 96)]]
     for index, image, guess, _, *shown in table["data"]:
@@ -119,11 +119,11 @@ def test_shown_images_are_the_tutorials():
 def test_online_run_reaches_the_server(recorded, track):
     with Server("answers") as server:
         told = track({"tracking": "auto"}, WANDB_API_KEY=KEY, WANDB_BASE_URL=server.url)
-    url = f"{server.url}/ent/proj/runs/{recorded.setting.tracking_id}"
+    url = f"{server.url}/ent/proj/runs/{recorded.info.tracking_id}"
     assert told.urls == [url]
     assert f"Weights & Biases: {url}" in told.said
     upsert = server.variables[server.operations.index("UpsertBucket")]
-    assert upsert["name"] == recorded.setting.tracking_id, "a retry would continue this very run"
+    assert upsert["name"] == recorded.info.tracking_id, "a retry would continue this very run"
     losses = [row["loss"] for row in server.history if "loss" in row]
     assert losses == pytest.approx([step.measures["loss"] for step in recorded.of(StepLogged)])
     assert server.exit_code == 0

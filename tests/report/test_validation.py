@@ -39,7 +39,7 @@ def validated(recorded: Recorded, tmp_path: Path) -> Recorded:
             events.append(EpochChosen(0, 2, TESTED, stopped_early=True, seconds=0.5))
             event = dataclasses.replace(event, results=results)
         events.append(event)
-    return Recorded(dataclasses.replace(recorded.setting, logs=tmp_path / "logs"), events)
+    return Recorded(dataclasses.replace(recorded.info, logs=tmp_path / "logs"), events)
 
 
 def test_the_console_names_the_splits(validated, capsys):
@@ -77,7 +77,7 @@ def test_the_report_has_the_validation_curves_and_the_chosen_epoch(validated):
 
 
 def test_before_the_end_the_report_shows_the_validation_split(validated):
-    record = Record(validated.setting)
+    record = Record(validated.info)
     for event in validated.events:
         if not isinstance(event, (EpochChosen, RunFinished)):
             record(event)
@@ -86,13 +86,13 @@ def test_before_the_end_the_report_shows_the_validation_split(validated):
 
 
 def test_tensorboard_names_the_splits(validated):
-    tracker = TensorBoard(validated.setting)
+    tracker = TensorBoard(validated.info)
     for event in validated.events:
         tracker(event)
     tracker.close()
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    read = EventAccumulator(str(validated.setting.logs / "tensorboard")).Reload()
+    read = EventAccumulator(str(validated.info.logs / "tensorboard")).Reload()
     assert len(read.Scalars("validation/accuracy")) == 2
     assert [(one.step, one.value) for one in read.Scalars("test/accuracy")] == [(10, 0.625)]
 

@@ -38,7 +38,7 @@ def watch(*arguments, **environment):
 
 @pytest.fixture
 def progress(recorded, tmp_path):
-    return Progress(dataclasses.replace(recorded.setting, logs=tmp_path))
+    return Progress(dataclasses.replace(recorded.info, logs=tmp_path))
 
 
 def test_a_finished_training_looks_as_it_did_where_it_ran(recorded, progress, tmp_path, capsys):

@@ -71,7 +71,7 @@ def test_a_sweep_that_was_cut_off_goes_on_and_shows_the_best_and_the_failed():
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("digits-held-out: 1,376 training and 125 test images") == 1, "the failure is remembered"
-    assert "going on from the checkpoint" in done.stderr
+    assert "resuming from the checkpoint" in done.stderr
     assert done.stderr.count("digits: 1,501 training and 296 test images") == 1
 
     best, failed = table(re.findall(r"table=([^,]+)", done.stdout)[0])
