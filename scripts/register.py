@@ -9,7 +9,8 @@ from dataclasses import asdict
 from typing import List, NamedTuple, Sequence
 
 from flyte_ddp.errors import InputError
-from flyte_ddp.tasks.resources import Registration, registration, training_sizes
+from flyte_ddp.tasks.registration import Registration, registration
+from flyte_ddp.tasks.resources import training_sizes
 from scripts.dry_run import ROOT
 
 REFUSED = re.compile(r"Requested (\w+) \w+ \[(.+?)\] is greater than (current limit set in the platform .*?\[.+?\]|.*)")

@@ -30,7 +30,7 @@ from flyte_ddp.recipes.hyperparameters import (
     Hyperparameters,
 )
 from flyte_ddp.sweep.search import Sweep
-from flyte_ddp.tasks.resources import registration
+from flyte_ddp.tasks.registration import registration
 from flyte_ddp.timing.measurement import TimingOptions
 from scripts.register import register
 

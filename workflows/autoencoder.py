@@ -16,7 +16,8 @@ from flyte_ddp.errors import InputError
 from flyte_ddp.tasks.caching import OnClustersOnly
 from flyte_ddp.tasks.prepare import PreparedDataset, prepare_dataset
 from flyte_ddp.tasks.pyflyte import set_up_pyflyte
-from flyte_ddp.tasks.resources import dynamic_resources, registration, resize
+from flyte_ddp.tasks.registration import registration
+from flyte_ddp.tasks.resources import dynamic_resources, resize
 from flyte_ddp.tasks.train import training_arguments
 from flyte_ddp.tasks.versions import DATA_SOURCES, CodeVersion
 

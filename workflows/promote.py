@@ -18,7 +18,8 @@ from flyte_ddp.settings import RunOptions
 from flyte_ddp.tasks.inputs import explain_missing_paths
 from flyte_ddp.tasks.prepare import PreparedDataset, prepare_dataset
 from flyte_ddp.tasks.pyflyte import set_up_pyflyte
-from flyte_ddp.tasks.resources import dynamic_resources, registration
+from flyte_ddp.tasks.registration import registration
+from flyte_ddp.tasks.resources import dynamic_resources
 from workflows.mnist import pytorch_mnist_task
 
 set_up_pyflyte()

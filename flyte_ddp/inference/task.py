@@ -24,10 +24,10 @@ from flyte_ddp.storage import remove_leftovers, temporary_beside, writing_to
 from flyte_ddp.tasks.execution import flyte_retries, is_local, runs_dir
 from flyte_ddp.tasks.outputs import output_file
 from flyte_ddp.tasks.prepare import PreparedDataset, resolve_name
+from flyte_ddp.tasks.registration import registration
 from flyte_ddp.tasks.resources import (
     check_gpus,
     preparation_resources,
-    registration,
     small_resources,
     training_environment,
     training_resources,

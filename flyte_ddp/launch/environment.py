@@ -55,7 +55,7 @@ class Environment:
 
 
 def choose_world(backend: str, nproc: int, batch_size: int) -> World:
-    """The ranks that this host should run for a backend (auto, gloo, nccl) and nproc, where 0 leaves the choice to the machine.
+    """The ranks that this host should run for a backend (auto, gloo, nccl); nproc 0 leaves their number to it.
 
     One rank per visible GPU with nccl, else two with gloo. Ranks under gloo may share a GPU.
     Raises InputError if this machine cannot provide it.

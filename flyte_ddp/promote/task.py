@@ -19,9 +19,9 @@ from flyte_ddp.settings import RunOptions
 from flyte_ddp.tasks.execution import flyte_retries, is_local, run_dir, runs_dir
 from flyte_ddp.tasks.outputs import output_page
 from flyte_ddp.tasks.prepare import PreparedDataset, resolve_name
+from flyte_ddp.tasks.registration import registration
 from flyte_ddp.tasks.resources import (
     check_gpus,
-    registration,
     small_resources,
     training_environment,
     training_resources,

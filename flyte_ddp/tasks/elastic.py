@@ -29,7 +29,8 @@ from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions, TrainingSettings
 from flyte_ddp.tasks.execution import TaskFailed, TaskInterrupted, flyte_retries
 from flyte_ddp.tasks.logs import kept_logs, place_of_logs
-from flyte_ddp.tasks.resources import check_gpus, registration
+from flyte_ddp.tasks.registration import registration
+from flyte_ddp.tasks.resources import check_gpus
 from flyte_ddp.tasks.train import Trained, TrainingOutputs, image_subject, outputs_of, train_by
 
 GRACE_SECONDS = 5.0  # for the rank that is the cause of a failure to be the first to report one

@@ -18,7 +18,8 @@ from flyte_ddp.errors import RecoverableError
 from flyte_ddp.tasks.elastic import failure_of_node
 from flyte_ddp.tasks.execution import told
 from flyte_ddp.tasks.logs import place_of_logs
-from flyte_ddp.tasks.resources import registered_environment, registration
+from flyte_ddp.tasks.registration import registration
+from flyte_ddp.tasks.resources import registered_environment
 from flyte_ddp.tasks.webhook import telling_webhook
 
 

@@ -8,7 +8,8 @@ from flyte_ddp.errors import InputError
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.tasks.caching import OnClustersOnly
 from flyte_ddp.tasks.execution import is_local
-from flyte_ddp.tasks.resources import dynamic_resources, registered_environment, registration
+from flyte_ddp.tasks.registration import registration
+from flyte_ddp.tasks.resources import dynamic_resources, registered_environment
 from flyte_ddp.tasks.versions import CodeVersion
 
 

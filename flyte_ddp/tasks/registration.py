@@ -1,0 +1,167 @@
+"""What a registration asks of a cluster, read from the environment of the process that registers.
+
+Each field of Registration is a variable, its name in capitals behind DDP_: DDP_PROFILE=gpu DDP_GPUS=4 pyflyte ...
+register workflows. In a pod these variables are missing, and nothing there depends on them.
+"""
+
+import dataclasses
+import json
+import os
+import re
+from dataclasses import dataclass
+from typing import Any, Dict, Tuple
+
+from flytekit.extras import accelerators
+
+from flyte_ddp.data.download import MIRROR_VARIABLE
+from flyte_ddp.errors import InputError
+from flyte_ddp.launch.environment import DEFAULT_CPU_RANKS
+from flyte_ddp.settings import Settings, read_json, setting
+from flyte_ddp.tasks.addresses import WEBHOOK_SECRET_VARIABLE, check_notify, check_place, check_urls
+from flyte_ddp.tasks.versions import CODE_VARIABLE
+
+QUANTITY = r"\d+(\.\d+)?(m|k|M|G|T|Ki|Mi|Gi|Ti)?"  # Kubernetes' notation
+ACCELERATORS = {
+    name: value
+    for name, value in vars(accelerators).items()
+    if isinstance(value, accelerators.BaseAccelerator) and value.to_flyte_idl().device.startswith("nvidia-")
+}
+# Their compute capability; the lock's torch has code for 7.5, 8.0, 8.6, 9.0, 10.0 and 12.0, and what these run
+TOO_OLD = {"K80": "3.7", "M60": "5.2", "P100": "6.0", "P4": "6.1", "V100": "7.0"}
+GPUS_VARIABLE = "DDP_POD_GPUS"
+
+
+@dataclass(frozen=True)
+class Registration(Settings):
+    """What the tasks ask for.
+
+    Attributes:
+        profile: gpu, or sandbox for a cluster without GPUs, as small as a laptop's.
+        gpus: of the training task (of each node, where there are many) under profile gpu; one rank each.
+        training_cpu, training_memory, training_disk: of a training pod, whatever its GPUs: a quantity, or
+            REQUEST:LIMIT. Empty leaves them to profile and gpus, see training_sizes.
+        preparation_cpu, preparation_memory, preparation_disk: of a pod that prepares data. torchvision, which unpacks
+            them, imports torch: MNIST takes 0.9 GB of memory.
+        small_cpu, small_memory, small_disk: of a pod that computes nothing. It imports for 9 s with a quarter of a CPU
+            and for 2 s with one, so it asks for little and may take more.
+        accelerator: the kind of GPU; none leaves it to the cluster.
+        interruptible: whether training may run on machines that can be taken away; it resumes from its checkpoint.
+        attempt_seconds: after which Flyte ends an attempt at training.
+        wandb_secret: GROUP/KEY of the Flyte secret with the Weights & Biases API key. A pod whose secret the cluster
+            lacks never starts, so none is asked for unless named.
+        nnodes: number of nodes of workflows/multinode.py, or the range of it as MIN:MAX.
+        nproc_per_node: ranks per node there; 0 is one per GPU, or two under profile sandbox.
+        join_minutes: how long the first nodes wait for the last: one has the image, another must be created.
+        concurrency: shards of workflows/inference.py that are predicted at a time; 0 leaves it to the cluster.
+        promote_to: where workflows/promote.py promotes models to, and that the launch plan nightly does so: a URL of
+            Flyte's storage, or the path of a folder that all pods have.
+        notify: whom Flyte tells how an execution of a launch plan has ended, as slack:ADDRESS or email:ADDRESS, or more
+            addresses with commas between them.
+        notify_phases: at which ends.
+        webhook: URL that is told of a failed training; everybody who sees the tasks in Flyte sees it.
+        webhook_secret: GROUP/KEY of the Flyte secret with that URL, where it is one.
+        console: URL of Flyte's console, for the link that the webhook is given.
+        env: variables of the user's for all pods, by name. Everybody who sees the tasks in Flyte sees them.
+    """
+
+    profile: str = setting("gpu", choices=("gpu", "sandbox"))
+    gpus: int = setting(2, minimum=1, maximum=64)
+    training_cpu: str = setting("")
+    training_memory: str = setting("")
+    training_disk: str = setting("")
+    preparation_cpu: str = setting("500m:1")
+    preparation_memory: str = setting("1Gi:2Gi")
+    preparation_disk: str = setting("2Gi")
+    small_cpu: str = setting("100m:1")
+    small_memory: str = setting("400Mi")
+    small_disk: str = setting("100Mi:1Gi")
+    accelerator: str = setting("none", choices=("none", *ACCELERATORS))
+    interruptible: bool = setting(False)
+    attempt_seconds: int = setting(86400, minimum=60)
+    wandb_secret: str = setting("")
+    nnodes: str = setting("2")
+    nproc_per_node: int = setting(0, minimum=0, maximum=64)
+    join_minutes: int = setting(15, minimum=1, maximum=1440)
+    concurrency: int = setting(0, minimum=0)
+    promote_to: str = setting("")
+    notify: str = setting("")
+    notify_phases: str = setting("failed,timed_out,aborted")
+    webhook: str = setting("")
+    webhook_secret: str = setting("")
+    console: str = setting("")
+    env: dict = setting({})  # noqa: RUF009 copied
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.accelerator in TOO_OLD:
+            raise InputError(
+                f"Registration.accelerator must be a kind that torch has code for, compute capability 7.5 or more, got "
+                f"{self.accelerator} ({TOO_OLD[self.accelerator]}): name another one, or build an image with an older "
+                "torch"
+            )
+        check_place(self.promote_to)
+        check_notify(self.notify, self.notify_phases)
+        check_urls(self.webhook, self.webhook_secret, self.console)
+        ours = {MIRROR_VARIABLE, CODE_VARIABLE, GPUS_VARIABLE, WEBHOOK_SECRET_VARIABLE}
+        ours |= {*map(variable_of, dataclasses.fields(self))}
+        for name, value in self.env.items():
+            if not (re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name) and isinstance(value, str)):
+                raise InputError(
+                    f"Registration.env must have names of variables and strings for them, got {json.dumps(name)} with "
+                    f'{json.dumps(value)}: write it as {{"NAME": "value"}}'
+                )
+            if name in ours:
+                raise InputError(f"Registration.env must not have {name}, got {json.dumps(value)}: set it beside this")
+        for size in (f"{pod}_{of}" for pod in ("training", "preparation", "small") for of in ("cpu", "memory", "disk")):
+            value = getattr(self, size)
+            if not re.fullmatch(f"{QUANTITY}(:{QUANTITY})?", value) and (value or not size.startswith("training")):
+                raise InputError(
+                    f"{size} must be a quantity as 500m, 2 or 4Gi, or REQUEST:LIMIT, got {json.dumps(value)}"
+                )
+
+    @property
+    def training_gpus(self) -> int:
+        return self.gpus if self.profile == "gpu" else 0
+
+    @property
+    def ranks_per_node(self) -> int:
+        return self.nproc_per_node or self.training_gpus or DEFAULT_CPU_RANKS
+
+    @property
+    def node_range(self) -> Tuple[int, int]:
+        """The least and the largest number of nodes; raises InputError if nnodes is not of that form."""
+        least, _, most = self.nnodes.partition(":")
+        most = most or least
+        if not (least.isdecimal() and most.isdecimal() and 2 <= int(least) <= int(most)):
+            raise InputError(
+                "environment variable DDP_NNODES must be a number of at least 2, or MIN:MAX, got "
+                f"{json.dumps(self.nnodes)}: for one node there is workflows/mnist.py"
+            )
+        return int(least), int(most)
+
+
+def registration() -> Registration:
+    """Reads the environment; raises InputError that names the variable."""
+    values: Dict[str, Any] = {}
+    for field in dataclasses.fields(Registration):
+        variable = variable_of(field)
+        text = os.environ.get(variable)
+        if text is None:
+            continue
+        try:
+            values[field.name] = text if field.type is str else _parsed(text)
+            Registration(**{field.name: values[field.name]})
+        except InputError as error:
+            raise InputError(f"environment variable {variable}: {error.message}") from None
+    return Registration(**values)
+
+
+def variable_of(field: "dataclasses.Field[Any]") -> str:
+    return f"DDP_{field.name.upper()}"
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return read_json(text)
+    except json.JSONDecodeError:
+        return text
