@@ -7,7 +7,7 @@ import torch
 from flytekit import Resources
 
 from flyte_ddp.errors import InputError
-from flyte_ddp.tasks import resources
+from flyte_ddp.tasks import registration, resources
 from flyte_ddp.tasks.registration import Registration
 from scripts.register import Registered, explain
 from tests.pod import package
@@ -77,7 +77,14 @@ def test_mirror_with_a_password_stays_here(monkeypatch):
 def test_accelerators_are_those_that_torch_has_code_for():
     oldest = min(int(name.removeprefix("sm_")) for name in (torch._C._cuda_getArchFlags() or "sm_75").split())
     assert {int(float(capability) * 10) < oldest for capability in registration.TOO_OLD.values()} == {True}
-    assert registration.ACCELERATORS.keys() - registration.TOO_OLD.keys() >= {"T4", "A10G", "L4", "A100", "H100", "H200"}
+    assert registration.ACCELERATORS.keys() - registration.TOO_OLD.keys() >= {
+        "T4",
+        "A10G",
+        "L4",
+        "A100",
+        "H100",
+        "H200",
+    }
 
 
 def test_gpus_and_accelerator(monkeypatch):
