@@ -244,7 +244,8 @@ class Average:
         share = 1.0 if is_first else 1 - self.decay
         torch_compat.move_towards([mine[i] for i in floats], [theirs[i] for i in floats], share)
         counts = sorted(set(range(len(mine))) - set(floats))
-        torch_compat.copy([mine[i] for i in counts], [theirs[i] for i in counts])
+        if counts:
+            torch_compat.copy([mine[i] for i in counts], [theirs[i] for i in counts])
 
 
 def _cpu_copy(value: Optional[Any]) -> Any:

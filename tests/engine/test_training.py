@@ -81,7 +81,9 @@ def test_batch_norm_and_dropout_see_the_global_batch(train):
     one, two, three = (train(nproc, name=f"{nproc}", **settings) for nproc in (1, 2, 3))
     assert {"norm1.running_mean", "norm1.running_var", "norm1.num_batches_tracked"} <= set(one.weights)
     for other in (two, three):
-        assert relative_difference(one, other) < 1e-4
+        # torch's batch norm adds 330,000 pixels one by one in float32, on one rank more of them than on three
+        assert relative_difference(one, other) < 1e-3
+        assert other.result.epochs[0].train["loss"] == pytest.approx(one.result.epochs[0].train["loss"], rel=1e-5)
     assert relative_difference(one, train(1, name="other", **settings, seed=2)) > 1e-2
 
 
