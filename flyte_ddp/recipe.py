@@ -72,7 +72,8 @@ class Recipe:
         samples: what one calls the samples, in the plural.
         headline: the measure that a run is judged by; empty is the first beside the loss.
         shares: the measures that are shares from 0 to 1, to be shown in per cent.
-        lower_is_better: the measures, beside the loss, of which the least is the best.
+        lower_is_better, higher_is_better: the measures of which the least, or the most, is the best, where an epoch is
+            chosen by one; of the loss it is the least, of shares the most.
         has_validation: that data("validation") gives samples to choose the best epoch by.
         clip_norm: to which the gradient is shortened where its Euclidean norm, over all weights, is larger; 0 is off.
         micro_batch: samples of a rank that are computed at a time, to save memory: the result is the same; 0 is all.
@@ -88,6 +89,7 @@ class Recipe:
     headline = ""
     shares: Tuple[str, ...] = ("accuracy",)
     lower_is_better: Tuple[str, ...] = ()
+    higher_is_better: Tuple[str, ...] = ()
     has_validation = False
     clip_norm = 0.0
     micro_batch = 0

@@ -14,6 +14,7 @@ from flyte_ddp.recipe import Measures, Recipe
 class Tabular(Recipe):
     samples = "patients"
     headline = "r2"
+    higher_is_better = ("r2",)
     shares = ()
 
     def data(self, split: str) -> Tuple[Tensor, Tensor, Tensor]:

@@ -75,9 +75,7 @@ def set_up(environment: Environment, device: torch.device, job: Job) -> Parts:
         autocast=precision == "bfloat16", total_steps=total_steps, constant_loss=constant_loss,
     )  # fmt: skip
     if validation:
-        measure = headline if settings.choose_by == "headline" else "loss"
-        is_lower_better = measure in ("loss", *recipe.lower_is_better)
-        state.choice = Choice(measure, is_lower_better, settings.patience, settings.minimum_delta)
+        state.choice = choice_of(recipe, headline, settings)
     state.watch.warnings += [NotLearning(0, 0, f"the result depends on the number of ranks: {one}") for one in reasons]
     mixed = not (constant_loss or recipe.couples_samples)  # then outputs are tried on other samples
     if job.init and is_checkpoint(Path(job.init)):
@@ -113,6 +111,18 @@ def validation_of(recipe: Recipe, train: Split, job: Job) -> Tuple[Split, Option
         return hold_out(train, settings.validation_fraction)
     settings.check_validation()
     return train, None
+
+
+def choice_of(recipe: Recipe, headline: str, settings: TrainingSettings) -> Choice:
+    """What chooses the best epoch; InputError where it is not known whether more or less of the measure is better."""
+    measure = headline if settings.choose_by == "headline" else "loss"
+    is_lower_better = measure == "loss" or measure in recipe.lower_is_better
+    if not is_lower_better and measure not in (*recipe.shares, *recipe.higher_is_better):
+        raise InputError(
+            f"{type(recipe).__name__}.higher_is_better or lower_is_better must name {measure}, which chooses the best "
+            'epoch: add it to one of them, or set choose_by to "loss"'
+        )
+    return Choice(measure, is_lower_better, settings.patience, settings.minimum_delta)
 
 
 def load_recipe(job: Job, device: torch.device) -> Recipe:

@@ -11,6 +11,7 @@ from flyte_ddp.events import (
     CheckpointFailed,
     CheckpointRefused,
     CheckpointWritten,
+    EpochChosen,
     EpochFinished,
     NotLearning,
     Printed,
@@ -25,6 +26,7 @@ EVENTS: Dict[str, Type[Any]] = {
     "started": RunStarted,
     "step": StepLogged,
     "epoch": EpochFinished,
+    "chosen": EpochChosen,
     "checkpoint": CheckpointWritten,
     "warning": NotLearning,
     "checkpoint_failed": CheckpointFailed,
@@ -52,7 +54,7 @@ class Progress:
         elif isinstance(event, StepLogged):
             self._on_step(event)
         elif isinstance(event, RunFinished):
-            self._write("finished", {"total_seconds": event.total_seconds, "test": event.results[0].epochs[-1].test})
+            self._write("finished", {"total_seconds": event.total_seconds, "test": event.results[0].tested})
         elif isinstance(event, RunFailed):
             self._write("failed", {"reason": event.reason})
         else:
@@ -97,8 +99,9 @@ def event_of(line: Dict[str, Any]) -> Any:
     kind = EVENTS.get(line["event"])
     if kind is None:
         return None
-    given = {field.name: line.get(field.name, LEFT_OUT.get(field.name)) for field in dataclasses.fields(kind)}
-    for name in ("measures", "train", "test"):
+    known = {**LEFT_OUT, **line}  # what an older program has not said takes its default
+    given = {field.name: known[field.name] for field in dataclasses.fields(kind) if field.name in known}
+    for name in ("measures", "train", "test", "validation"):
         if name in given:
             given[name] = {measure: math.nan if one is None else one for measure, one in line[name].items()}
     return kind(**given)

@@ -62,6 +62,15 @@ class Validated(Sound):
         return super().data(split)[:5] if split == "validation" else super().data(split)
 
 
+class Undirected(Sound):
+    """Its headline may be better the more of it there is, or the less."""
+
+    headline = "spread"
+
+    def measure(self, outputs, batch):
+        return {**super().measure(outputs, batch), "spread": outputs.std(1)}
+
+
 # --- random numbers ---
 
 

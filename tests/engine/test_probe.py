@@ -62,6 +62,7 @@ SOUND = [
     "SpectralNorm",
     "SeededDataset",
     "Validated",
+    "Undirected",
 ]
 
 

@@ -100,6 +100,11 @@ def test_patience_without_a_validation_split_is_refused_before_anything_starts(t
     [
         ("Sound", Settings(patience=3), "Settings.patience must be 0 without a validation split, got 3"),
         (
+            "Undirected",
+            Settings(validation_fraction=0.5),
+            r"Undirected.higher_is_better or lower_is_better must name spread, which chooses the best epoch: add it to",
+        ),
+        (
             "Validated",
             Settings(validation_fraction=0.5),
             "must be 0 where the recipe has a validation split of its own",

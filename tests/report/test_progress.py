@@ -8,7 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from flyte_ddp.events import CheckpointFailed, CheckpointRefused, CheckpointWritten, NotLearning, Printed, StepLogged
+from flyte_ddp.events import (
+    CheckpointFailed,
+    CheckpointRefused,
+    CheckpointWritten,
+    EpochChosen,
+    NotLearning,
+    Printed,
+    StepLogged,
+)
 from flyte_ddp.report.progress import EVENTS, LEFT_OUT, Progress, event_of
 from flyte_ddp.report.record import RunFailed
 
@@ -16,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 OTHERS = (
     CheckpointWritten(0, 5, "/a/place", 0.1, 0.2),
     NotLearning(0, 10, "no better than guessing"),
+    EpochChosen(0, 2, {"loss": 0.5}, stopped_early=True, seconds=0.25),
     CheckpointFailed("full"),
     CheckpointRefused("of another training"),
     Printed(1, "line\nbreak \udce4"),
