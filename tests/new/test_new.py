@@ -197,4 +197,4 @@ def test_where_writing_fails_nothing_is_left(tmp_path):
 
 def test_the_commands_are_listed():
     done = subprocess.run([sys.executable, "-m", "flyte_ddp", "--help"], cwd=ROOT, capture_output=True, text=True)
-    assert "new  Write a project of your own into a new folder." in done.stdout
+    assert re.search(r"new +Write a project of your own into a new folder\.", done.stdout)
