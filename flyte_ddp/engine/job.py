@@ -140,6 +140,9 @@ class TrainingResult:
         peak_gpu_bytes: the most memory that its tensors have held on the GPU; 0 on a CPU.
         tested: measures of the test split, by the weights at model_path.
         chosen_epoch: whose weights these are, from 0, where a validation split has chosen one.
+        parameters: of the network.
+        sample_flops: floating-point operations of a training step, forward and backward, per sample.
+        hardware: name of the GPU, or the CPU's instructions.
     """
 
     epochs: List[EpochFinished]
@@ -156,3 +159,6 @@ class TrainingResult:
     validation_samples: int = 0
     tested: Dict[str, float] = field(default_factory=dict)
     chosen_epoch: Optional[int] = None
+    parameters: int = 0
+    sample_flops: float = 0.0
+    hardware: str = ""

@@ -13,6 +13,7 @@ from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from flyte_ddp.engine.batches import Batch, Split, device_generator
 from flyte_ddp.engine.data_probe import SAMPLES, unequal_data
@@ -33,13 +34,27 @@ STAGES = {
 }
 
 
-def probe(
-    recipe: Recipe, model: nn.Module, split: Split, may_be_empty: bool = False
-) -> Tuple[Tuple[str, ...], str, List[str]]:
-    """The names of the measures, the headline among them, and why the result depends on the number of ranks.
+@dataclass(frozen=True)
+class Probed:
+    """What a look at a recipe has found.
 
-    Such reasons are there only where the recipe lets them pass: else InputError names them, and the remedy. All ranks
-    have to call it. may_be_empty: that some rank will be without a sample in some batch.
+    Attributes:
+        names: of the measures.
+        headline: the one that a run is judged by.
+        reasons: why the result depends on the number of ranks; only where the recipe lets that pass.
+        sample_flops: floating-point operations of a training step, forward and backward, per sample.
+    """
+
+    names: Tuple[str, ...]
+    headline: str
+    reasons: List[str]
+    sample_flops: float
+
+
+def probe(recipe: Recipe, model: nn.Module, split: Split, may_be_empty: bool = False) -> Probed:
+    """InputError, with the place and the remedy, for what makes the result depend on the number of ranks.
+
+    All ranks have to call it. may_be_empty: that some rank will be without a sample in some batch.
     """
     _refuse_micro_batch(recipe, model)
     count = min(SAMPLES, len(split))
@@ -48,8 +63,9 @@ def probe(
     (tree,) = split.fetch(torch.arange(count), [slice(0, count)])
     look = _Looks(recipe, model, tree)
     try:
-        whole = look(0, count)
-        _refuse_without_gradients(recipe, look.model, whole.pairs)
+        with FlopCounterMode(display=False) as counter:
+            whole = look(0, count)
+            _refuse_without_gradients(recipe, look.model, whole.pairs)
         if look.everyones and not recipe.couples_samples:
             raise InputError(f"{place(recipe, 'measure')}: what calls everyone() has to set couples_samples = True")
         if count > 1:
@@ -63,7 +79,8 @@ def probe(
         raise InputError(f"the result would depend on the number of ranks: {'; '.join(reasons)}. {REMEDY}")
     names = tuple(whole.pairs)
     totals = [float(part.detach().double().sum()) for pair in whole.pairs.values() for part in pair]
-    return names, headline_of(recipe, ratios(recipe, names, totals)), reasons
+    headline = headline_of(recipe, ratios(recipe, names, totals))
+    return Probed(names, headline, reasons, counter.get_total_flops() / count)
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ def write_results(parts: Parts, tested: Dict[str, float], predictions: Optional[
     with writing_to(path.parent, "DDP_RUNS_DIR"):
         path_beside(path).unlink(missing_ok=True)  # of other weights: at no moment shall it stand beside these
         export_model(parts.state.evaluated, path)
-        write_metadata(path, metadata_of(recipe, job, parts.headline, tested, training))
+        write_metadata(path, metadata_of(recipe, job, parts.found.headline, tested, training))
         if predictions is not None:
             np.save(job.predictions_path, predictions.cpu().numpy())
         draw_pictures(parts.state, parts.test.split, Path(job.pictures_path))
@@ -78,7 +78,7 @@ def result_of(
     return TrainingResult(
         epochs=state.history,
         warnings=state.watch.warnings,
-        headline=parts.headline,
+        headline=parts.found.headline,
         train_samples=len(parts.train.split),
         test_samples=len(parts.test.split),
         precision=parts.precision,
@@ -90,6 +90,9 @@ def result_of(
         validation_samples=len(parts.validation.split) if parts.validation else 0,
         tested=tested,
         chosen_epoch=choice.chosen(state.epoch - 1) if choice else None,
+        parameters=sum(parameter.numel() for parameter in state.model.parameters()),
+        sample_flops=parts.found.sample_flops,
+        hardware=hardware(state.device),
     )
 
 

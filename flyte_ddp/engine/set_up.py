@@ -17,7 +17,7 @@ from flyte_ddp.engine.job import Job
 from flyte_ddp.engine.layers import convert
 from flyte_ddp.engine.loading import Streamed
 from flyte_ddp.engine.measures import augment, place
-from flyte_ddp.engine.probe import probe
+from flyte_ddp.engine.probe import Probed, probe
 from flyte_ddp.engine.state import TrainingState
 from flyte_ddp.engine.warm_start import freeze, is_checkpoint, load_weights, train_on
 from flyte_ddp.errors import InputError
@@ -32,13 +32,13 @@ SPLITS = ("train", "test")
 
 @dataclass(frozen=True)
 class Parts:
-    """headline: the measure that the run is judged by. precision: float32 or bfloat16. remarks: on how it begins."""
+    """found: by the look at the recipe. precision: float32 or bfloat16. remarks: on how the training begins."""
 
     state: TrainingState
     train: TrainBatches
     validation: Optional[TestBatches]
     test: TestBatches
-    headline: str
+    found: Probed
     precision: str
     remarks: List[str]
 
@@ -68,21 +68,22 @@ def set_up(environment: Environment, device: torch.device, job: Job) -> Parts:
     last_batches = [(batches.samples, settings.batch_size)]
     last_batches += [(len(split), settings.test_batch_size) for split in (test, validation) if split]
     may_be_empty = any((samples % size or size) < world_size for samples, size in last_batches)
-    names, headline, reasons = probe(recipe, model, train, may_be_empty)
+    found = probe(recipe, model, train, may_be_empty)
     constant_loss, total_steps = recipe.constant_loss(), settings.epochs * len(batches)
     state = TrainingState(
-        recipe, model, names, device, world_size,
+        recipe, model, found.names, device, world_size,
         autocast=precision == "bfloat16", total_steps=total_steps, constant_loss=constant_loss,
     )  # fmt: skip
     if validation:
-        state.choice = choice_of(recipe, headline, settings)
-    state.watch.warnings += [NotLearning(0, 0, f"the result depends on the number of ranks: {one}") for one in reasons]
+        state.choice = choice_of(recipe, found.headline, settings)
+    reasons = [f"the result depends on the number of ranks: {reason}" for reason in found.reasons]
+    state.watch.warnings += [NotLearning(0, 0, reason) for reason in reasons]
     mixed = not (constant_loss or recipe.couples_samples)  # then outputs are tried on other samples
     if job.init and is_checkpoint(Path(job.init)):
         remarks.append(train_on(state, Path(job.init), job, len(batches)))
     place_in_world = settings.test_batch_size, rank, world_size, mixed
     validated = TestBatches(validation, *place_in_world) if validation else None
-    return Parts(state, batches, validated, TestBatches(test, *place_in_world), headline, precision, remarks)
+    return Parts(state, batches, validated, TestBatches(test, *place_in_world), found, precision, remarks)
 
 
 def first_model(recipe: Recipe, job: Job) -> Tuple[nn.Module, List[str]]:

@@ -72,7 +72,7 @@ def run_started(parts: Parts, environment: Environment, job: Job) -> RunStarted:
     return RunStarted(
         dataset=job.dataset,
         samples=state.recipe.samples,
-        headline=parts.headline,
+        headline=parts.found.headline,
         shares=state.recipe.shares,
         train_samples=len(parts.train.split),
         test_samples=len(parts.test.split),

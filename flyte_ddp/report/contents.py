@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import math
-from typing import Any, Dict, List, Mapping
+from typing import Any, Dict, List, Mapping, Tuple
 
 from flyte_ddp.report.figures import Curves
 from flyte_ddp.report.record import Record
@@ -154,6 +154,14 @@ def _has_gpu(record: Record) -> bool:
     return record.finished is not None and any(rank.peak_gpu_bytes for rank in record.finished.results)
 
 
+def _cost(record: Record) -> List[Tuple[str, str]]:
+    if not record.finished:
+        return []
+    result = record.finished.results[0]
+    flops = [("A training step", f"{result.sample_flops:,.3g} FLOPs a sample")] if result.sample_flops else []
+    return [("All", f"{result.parameters:,} parameters"), *flops]
+
+
 def data_lines(record: Record) -> List[Any]:
     """What the images are, and which ones exactly; of other recipes' samples, how many there are."""
     run, description = record.started, record.info.description
@@ -188,7 +196,7 @@ def setup_tables(record: Record) -> List[Dict[str, Any]]:
     ]
     if run:
         layers = [(name or "(the network)", f"{kind}, {count:,} parameters") for name, kind, count in run.layers]
-        tables.insert(1, {"title": "Network", "lines": _plain(layers[:MOST_BARS])})
+        tables.insert(1, {"title": "Network", "lines": _plain([*_cost(record), *layers[:MOST_BARS]])})
     checkpoints = (
         f"{record.checkpoints} written in {record.write_seconds:.2f} s, training waited {record.stall_seconds:.2f} s"
     )

@@ -14,6 +14,7 @@ from flyte_ddp.engine.job import Identity, Job, Subject, TrainingResult, job_of
 from flyte_ddp.events import Event
 from flyte_ddp.launch import launcher
 from flyte_ddp.launch.environment import World, choose_world, visible_gpus
+from flyte_ddp.launch.peaks import peak
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.report.predictions import Predictions, predictions_of
 from flyte_ddp.report.record import RunFinished, RunInfo
@@ -54,6 +55,11 @@ class RunSummary:
         warnings: when and why the training did not go as it should; empty if all went well.
         validation_samples: number of samples held out to choose the best epoch by.
         best_epoch: the one that they chose, from 1, whose weights are given back; 0 without them, and then the last is.
+        parameters: of the network.
+        sample_flops: floating-point operations of a training step, forward and backward, per sample, as counted.
+        peak_memory: the most bytes that each rank's process has held, by rank.
+        utilization: model FLOPs utilization: the share of the GPUs' peak that training has made use of; None where the
+            peak is not known, see flyte_ddp.launch.peaks.
     """
 
     train_samples: int
@@ -69,6 +75,10 @@ class RunSummary:
     warnings: List[str]
     validation_samples: int
     best_epoch: int
+    parameters: int
+    sample_flops: float
+    peak_memory: List[int]
+    utilization: Optional[float]
 
 
 @dataclass(frozen=True)
@@ -253,12 +263,13 @@ def info_of(
 def summarise(world: World, finished: RunFinished, tracking_url: str) -> RunSummary:
     result = finished.results[0]
     train_seconds = sum(epoch.train_seconds for epoch in result.epochs)
+    rate = sum(epoch.samples for epoch in result.epochs) / train_seconds
     return RunSummary(
         train_samples=result.train_samples,
         test_samples=result.test_samples,
         train_seconds=train_seconds,
         total_seconds=finished.total_seconds,
-        samples_per_second=sum(epoch.samples for epoch in result.epochs) / train_seconds,
+        samples_per_second=rate,
         world_size=world.size,
         backend=world.backend,
         device=world.device,
@@ -267,4 +278,15 @@ def summarise(world: World, finished: RunFinished, tracking_url: str) -> RunSumm
         warnings=[warning.reason for warning in result.warnings],
         validation_samples=result.validation_samples,
         best_epoch=0 if result.chosen_epoch is None else result.chosen_epoch + 1,
+        parameters=result.parameters,
+        sample_flops=result.sample_flops,
+        peak_memory=[one.peak_bytes for one in finished.results],
+        utilization=utilization(result, rate, world.size),
     )
+
+
+def utilization(result: TrainingResult, samples_per_second: float, ranks: int) -> Optional[float]:
+    """Of the GPUs, one for each rank, as PaLM's authors define it (Chowdhery et al., 2022, appendix B), by what is
+    counted rather than estimated."""
+    most = peak(result.hardware, result.precision)
+    return result.sample_flops * samples_per_second / (most * ranks) if most else None

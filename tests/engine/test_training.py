@@ -224,3 +224,12 @@ def test_losses_and_accuracies_are_those_of_the_whole_epoch(train):
     epoch = trained.result.epochs[0]
     assert mean == pytest.approx(epoch.train["loss"])
     assert all(math.isfinite(norm) for event in logged for norm in event.gradient_norms.values())
+
+
+def test_what_a_step_costs_is_counted(train):
+    """m outputs of k inputs take 2 m k operations each, and twice as many going back: for inputs and weights."""
+    result = train(1, model="mnist_cnn").result
+    first, second = 2 * (24 * 24 * 20) * (5 * 5), 2 * (8 * 8 * 50) * (5 * 5 * 20)
+    dense = 2 * 500 * (4 * 4 * 50) + 2 * 10 * 500
+    assert result.parameters == 431_080
+    assert result.sample_flops == 2 * first + 3 * (second + dense)  # the images themselves need no gradient

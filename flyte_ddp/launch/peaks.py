@@ -1,0 +1,24 @@
+"""What accelerators can compute at most, by the names that torch gives them."""
+
+from typing import Dict, Optional
+
+# Floating-point operations per second, dense, from NVIDIA's data sheets of these products: bfloat16 on tensor cores,
+# float32 off them. Names are matched as a whole or up to a hyphen (A100-SXM4-80GB); what is not listed is not known
+PEAKS: Dict[str, Dict[str, float]] = {
+    "NVIDIA A100": {"bfloat16": 312e12, "float32": 19.5e12},
+    "NVIDIA A30": {"bfloat16": 165e12, "float32": 10.3e12},
+    "NVIDIA A10": {"bfloat16": 125e12, "float32": 31.2e12},
+    "NVIDIA H100 80GB HBM3": {"bfloat16": 989.5e12, "float32": 67e12},
+    "NVIDIA H100 PCIe": {"bfloat16": 756.5e12, "float32": 51e12},
+    "NVIDIA H200": {"bfloat16": 989.5e12, "float32": 67e12},
+    "NVIDIA L4": {"bfloat16": 121e12, "float32": 30.3e12},
+    "Tesla T4": {"float32": 8.1e12},
+}
+
+
+def peak(device: str, precision: str) -> Optional[float]:
+    """Of one accelerator; None where it is not known, as for all CPUs."""
+    for name, by_precision in PEAKS.items():
+        if device == name or device.startswith(f"{name}-"):
+            return by_precision.get(precision)
+    return None
