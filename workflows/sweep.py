@@ -27,7 +27,8 @@ from flyte_ddp.tasks.outputs import output_file, output_page
 from flyte_ddp.tasks.prepare import PreparedDataset, prepare_dataset, resolve_dataset
 from flyte_ddp.tasks.pyflyte import set_up_pyflyte
 from flyte_ddp.tasks.resources import dynamic_resources, small_resources, training_resources
-from flyte_ddp.tasks.train import TrainingSummary, train
+from flyte_ddp.tasks.summaries import TrainingSummary
+from flyte_ddp.tasks.train import train
 from flyte_ddp.tasks.versions import TRAINING_SOURCES, CodeVersion
 from workflows.mnist import pytorch_mnist_task
 

@@ -27,8 +27,8 @@ from flyte_ddp.tasks.execution import flyte_retries, run_dir
 from flyte_ddp.tasks.outputs import output_file
 from flyte_ddp.tasks.pyflyte import set_up_pyflyte, ship
 from flyte_ddp.tasks.resources import check_gpus
+from flyte_ddp.tasks.summaries import RunSummary
 from flyte_ddp.tasks.train import (
-    RunSummary,
     Trained,
     spawn,
     train_by,

@@ -8,7 +8,7 @@ from flytekit.core.cache import CachePolicy, VersionParameters
 from flyte_ddp.code_version import OTHER_CODE, code_version
 from flyte_ddp.errors import ReportedError
 
-# tasks/train.py because a cached result must have the outputs that are declared there
+# tasks/summaries.py and train.py because a cached result must have the outputs that are declared there
 ENGINE_SOURCES = (
     "flyte_ddp/engine/batches.py",
     "flyte_ddp/engine/choice.py",
@@ -27,6 +27,7 @@ ENGINE_SOURCES = (
     "flyte_ddp/recipes/classifier.py",
     "flyte_ddp/schedules.py",
     "flyte_ddp/share.py",
+    "flyte_ddp/tasks/summaries.py",
     "flyte_ddp/tasks/train.py",
 )
 NETWORK_SOURCES = (
