@@ -27,7 +27,10 @@ def pytest_configure(config: pytest.Config) -> None:
     place = Path(tempfile.mkdtemp(prefix="ddp-"))
     # At exit and late: multiprocessing keeps its sockets here until its own clean-up, which has priority -100
     Finalize(None, shutil.rmtree, args=(place,), kwargs={"ignore_errors": True}, exitpriority=-200)
-    for name, folder in {"HOME": "home", "DDP_DATA_DIR": "data", "DDP_RUNS_DIR": "runs", "TMPDIR": "tmp"}.items():
+    folders = {"HOME": "home", "DDP_DATA_DIR": "data", "DDP_RUNS_DIR": "runs", "TMPDIR": "tmp"}
+    # Its list of fonts takes seconds to make, also for tests whose runs have homes of their own
+    folders["MPLCONFIGDIR"] = "matplotlib"
+    for name, folder in folders.items():
         (place / folder).mkdir()
         os.environ[name] = str(place / folder)
     tempfile.tempdir = None
