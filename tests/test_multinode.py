@@ -144,7 +144,7 @@ def test_lost_node_comes_back_and_all_go_on(node, one_node):
         with again.running() as other:
             assert (process.wait(PATIENCE_SECONDS), other.wait(PATIENCE_SECONDS)) == (0, 0), first.log + again.log
     done, other = (first, again) if first.outputs_file.exists() else (again, first)
-    assert "oing on from the checkpoint" in done.log
+    assert "resuming from the checkpoint" in done.log
     assert same(weights(done.outputs()), one_node)
 
 

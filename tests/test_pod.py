@@ -81,7 +81,7 @@ def test_retry_goes_on_from_the_checkpoint_of_a_killed_pod(place, small, undistu
     assert not first.outputs_file.exists()
     second = training_pod(small, place / "retried", options, previous=first)
     assert accuracies(second.run()) == undisturbed
-    assert "oing on from the checkpoint" in second.log
+    assert "resuming from the checkpoint" in second.log
     assert is_whole(second.checkpoints / "checkpoint"), "for the attempt after this one"
 
 
