@@ -139,7 +139,7 @@ def test_timing(run, digits):
 def test_promote(run, digits, tmp_path):
     place, no_model = str(tmp_path / "models"), literal(None, Optional[PythonPickledFile])
     run("promote.task.check_promotion", place=place, model_state=no_model, hp=HP, options=OPTIONS)
-    given = {"model_state": no_model, "hp": HP, "name": "digits", "data": digits, "options": OPTIONS}
+    given = {"model_state": no_model, "hp": HP, "name": "digits", "options": OPTIONS}
     run("promote.candidate", **given)
     model = run("mnist.pytorch_mnist_task", hp=HP, data=digits, options=OPTIONS)["model_state"]
     given = {"model_state": model, "data": digits, "hp": HP, "place": place, "options": PromotionOptions()}

@@ -16,7 +16,7 @@ from flyte_ddp.promote.task import RollBackOutputs, check_promotion, promote_ima
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.tasks.inputs import explain_missing_paths
-from flyte_ddp.tasks.prepare import PreparedDataset, prepare_dataset
+from flyte_ddp.tasks.prepare import prepare_dataset
 from flyte_ddp.tasks.pyflyte import set_up_pyflyte
 from flyte_ddp.tasks.registration import registration
 from flyte_ddp.tasks.resources import dynamic_resources
@@ -28,11 +28,12 @@ explain_missing_paths()
 
 @dynamic(**dynamic_resources())
 def candidate(
-    model_state: Optional[PythonPickledFile], hp: Hyperparameters, name: str, data: PreparedDataset, options: RunOptions
+    model_state: Optional[PythonPickledFile], hp: Hyperparameters, name: str, options: RunOptions
 ) -> PythonPickledFile:
     """The weights that were given, else those of a training, the very one that workflows/mnist.py has."""
     if model_state is not None:
         return model_state
+    data = prepare_dataset(name=name)  # from the cache: as an input, Flyte would hash what is not downloaded here
     return pytorch_mnist_task(hp=replace(hp, dataset=name), data=data, options=options).model_state
 
 
@@ -55,7 +56,8 @@ def promote_wf(
     """
     target = check_promotion(place=place, model_state=model_state, hp=hp, options=options)
     data = prepare_dataset(name=target.dataset)
-    weights = candidate(model_state=model_state, hp=hp, name=target.dataset, data=data, options=options)
+    weights = candidate(model_state=model_state, hp=hp, name=target.dataset, options=options)
+    data >> weights
     return promote_images(model_state=weights, data=data, hp=hp, place=target.place, options=promotion)
 
 
