@@ -6,7 +6,6 @@ from typing import Dict, Optional
 # float32 off them. Names are matched as a whole or up to a hyphen (A100-SXM4-80GB); what is not listed is not known
 PEAKS: Dict[str, Dict[str, float]] = {
     "NVIDIA A100": {"bfloat16": 312e12, "float32": 19.5e12},
-    "NVIDIA A30": {"bfloat16": 165e12, "float32": 10.3e12},
     "NVIDIA A10": {"bfloat16": 125e12, "float32": 31.2e12},
     "NVIDIA H100 80GB HBM3": {"bfloat16": 989.5e12, "float32": 67e12},
     "NVIDIA H100 PCIe": {"bfloat16": 756.5e12, "float32": 51e12},

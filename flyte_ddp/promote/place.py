@@ -7,7 +7,6 @@ PLACE/versions/NAME/version.json   what they are and how they were measured; wri
 A reader who takes current.json, and then what it names, has one whole model at any moment.
 """
 
-import fcntl
 import hashlib
 import json
 import os
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any, Dict, Iterator, List, Tuple
 
 import click
+from filelock import FileLock
 from flytekit import FlyteContextManager
 from flytekit.core.data_persistence import FileAccessProvider
 
@@ -205,10 +205,12 @@ class Place:
             yield
             return
         with self._reaching():
-            lock = open(self._local(".lock"), "w")  # noqa: SIM115 closed below
-        with lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            lock = FileLock(self._local(".lock"))
+            lock.acquire()
+        try:
             yield
+        finally:
+            lock.release()
 
     @contextmanager
     def _reaching(self, reading: bool = False) -> Iterator[None]:

@@ -91,12 +91,13 @@ def summarise(world: World, finished: RunFinished, tracking_url: str) -> RunSumm
         parameters=result.parameters,
         sample_flops=result.sample_flops,
         peak_memory=[one.peak_bytes for one in finished.results],
-        utilization=utilization(result, rate, world.size),
+        utilization=utilization(result, rate, world),
     )
 
 
-def utilization(result: TrainingResult, samples_per_second: float, ranks: int) -> Optional[float]:
+def utilization(result: TrainingResult, samples_per_second: float, world: World) -> Optional[float]:
     """Of the GPUs, one for each rank, as PaLM's authors define it (Chowdhery et al., 2022, appendix B), by what is
     counted rather than estimated."""
-    most = peak(result.hardware, result.precision)
-    return result.sample_flops * samples_per_second / (most * ranks) if most else None
+    # Ranks under gloo may share a GPU, and then nobody knows how many there are
+    most = peak(result.hardware, result.precision) if world.backend == "nccl" else None
+    return result.sample_flops * samples_per_second / (most * world.size) if most else None

@@ -10,6 +10,7 @@ from flyte_ddp.errors import ReportedError
 
 # tasks/summaries.py and train.py because a cached result must have the outputs that are declared there
 ENGINE_SOURCES = (
+    "flyte_ddp/engine/arithmetic.py",
     "flyte_ddp/engine/batches.py",
     "flyte_ddp/engine/choice.py",
     "flyte_ddp/engine/layers.py",
