@@ -15,6 +15,7 @@ from flyte_ddp.engine.set_up import load_recipe, open_split
 from flyte_ddp.errors import InputError
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
+from flyte_ddp.recipe import load_weights
 from flyte_ddp.storage import writing_to
 
 
@@ -31,7 +32,7 @@ def run(environment: Environment, link: Link, argument: Tuple[Job, str, int, int
     recipe = load_recipe(job, device)
     source = open_split(recipe, split, job)
     model = recipe.model()
-    model.load_state_dict(torch.load(job.model_path, map_location="cpu", weights_only=True))
+    model.load_state_dict(load_weights(job.model_path))
     model.to(device).eval()
     first, last = share(0, len(source), number, count)
     size = settings.test_batch_size

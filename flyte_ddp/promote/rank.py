@@ -1,6 +1,5 @@
 """Measures models side by side in a process of its own: the same samples, the same measures, in float32."""
 
-import pickle
 import random
 from typing import List
 
@@ -12,10 +11,11 @@ from flyte_ddp.engine.batches import TestBatches
 from flyte_ddp.engine.job import Job
 from flyte_ddp.engine.measures import headline_of, pairs_of, ratios, sums_of
 from flyte_ddp.engine.set_up import load_recipe, open_split
+from flyte_ddp.errors import InputError
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
 from flyte_ddp.promote.job import Comparison, Measured
-from flyte_ddp.recipe import Recipe
+from flyte_ddp.recipe import Recipe, load_weights
 
 
 @torch.inference_mode()
@@ -31,7 +31,7 @@ def measure(environment: Environment, link: Link, comparison: Comparison) -> Lis
     for number, job in enumerate(comparison.jobs):
         other = seeded_recipe(job, device) if number else recipe
         model = other.model()
-        if fault := load_weights(model, job.model_path):
+        if fault := fault_of(model, job.model_path):
             found.append(Measured({}, "", recipe.shares, len(batches.split), fault))
             continue
         found.append(measure_one(recipe, other, model.to(device).eval(), batches, link))
@@ -60,11 +60,13 @@ def seeded_recipe(job: Job, device: torch.device) -> Recipe:
     return load_recipe(job, device)
 
 
-def load_weights(model: nn.Module, path: str) -> str:
-    """Returns what keeps the file from being weights of this network, as the end of 'the file …'; empty if nothing."""
+def fault_of(model: nn.Module, path: str) -> str:
+    """Loads the weights; returns what keeps them from being this network's, as the end of 'the file …', or nothing."""
     try:
-        weights = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
+        weights = load_weights(path)
+    except InputError:  # safetensors is not installed
+        raise
+    except Exception as error:  # of zipfile, pickle and torch; their advice would be to trust the file
         return f"is no file of weights that can be read safely ({type(error).__name__})"
     try:
         model.load_state_dict(weights)
