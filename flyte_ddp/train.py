@@ -2,7 +2,7 @@
 
 result = train("my_project.model:CharLM", Settings(epochs=3), output="trained")
 
-In a script that `torchrun --nproc-per-node 2 script.py` runs, the same call, made once, trains as one of its ranks.
+In a script that `torchrun --nproc-per-node 2 script.py` runs, the same call trains as one of its ranks.
 """
 
 import os

@@ -95,6 +95,22 @@ def test_others_than_torchrun_need_only_say_who_each_rank_is(by_pyflyte, tmp_pat
     assert same(weights(tmp_path / "out", *ranks), by_pyflyte(2))
 
 
+def test_ranks_of_torchrun_can_train_again_and_again(tmp_path):
+    script = tmp_path / "again.py"
+    script.write_text(
+        "from flyte_ddp.settings import TrainingSettings\n"
+        "from flyte_ddp.train import train\n"
+        "for number in range(3):\n"
+        "    settings = TrainingSettings(epochs=1, seed=number)\n"
+        "    train('tests.engine.probe_recipes:Sound', settings, output=f'trained-{number}')\n"
+    )
+    command = ["torchrun", "--standalone", "--nproc-per-node", "2", str(script)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert len(list(tmp_path.glob("trained-*/model.pt"))) == 3
+
+
 def test_a_stopped_run_goes_on(by_pyflyte, tmp_path):
     hp = json.dumps({**json.loads(HP), "log_interval": 1})  # it decides nothing but how soon there is a line
     process = start(tmp_path / "out", sys.executable, hp=hp)

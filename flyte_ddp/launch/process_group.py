@@ -1,5 +1,6 @@
 """The ranks' meeting: one process group, with a time-out, cleaned up on every path that ends well."""
 
+import itertools
 import os
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -7,9 +8,12 @@ from typing import Iterator
 
 import torch
 from torch import distributed
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from flyte_ddp.launch.environment import Environment
 
+MEETINGS = itertools.count()  # of this process; its ranks come to all of them in the same order
 BEYOND_SECONDS = 60.0  # that a collective outwaits the launcher, which can still ask all ranks where they hang
 
 
@@ -23,13 +27,16 @@ def process_group(environment: Environment, timeout_seconds: float) -> Iterator[
     if device.type == "cuda":
         device = torch.device("cuda", environment.local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    with _on_loopback() if environment.world.size == environment.world.local_size else nullcontext():
+    rank, size, timeout = environment.rank, environment.world.size, timedelta(seconds=timeout_seconds + BEYOND_SECONDS)
+    with _on_loopback() if size == environment.world.local_size else nullcontext():
+        store = next(rendezvous(environment.init_method, rank, size, timeout=timeout))[0]
         distributed.init_process_group(
             environment.world.backend,
-            init_method=environment.init_method,
-            rank=environment.rank,
-            world_size=environment.world.size,
-            timeout=timedelta(seconds=timeout_seconds + BEYOND_SECONDS),
+            # torchrun's store outlives a process group, and the next one would meet at the addresses of the last
+            store=PrefixStore(f"meeting {next(MEETINGS)}", store),
+            rank=rank,
+            world_size=size,
+            timeout=timeout,
             device_id=device if environment.world.backend == "nccl" else None,
         )
     yield device
