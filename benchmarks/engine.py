@@ -14,14 +14,14 @@ from flyte_ddp.engine.job import Identity, Job
 from flyte_ddp.events import Event
 from flyte_ddp.launch import launcher
 from flyte_ddp.launch.environment import available_cores, choose_world, visible_gpus
-from flyte_ddp.recipes.hyperparameters import Hyperparameters
+from flyte_ddp.settings import TrainingSettings
 
 WORKER = "flyte_ddp.engine.worker:run"
 RECIPE = "flyte_ddp.recipes.images:ImageClassifier"
 
 
 def train(
-    hp: Hyperparameters,
+    hp: TrainingSettings,
     data: Path,
     nproc: int = 0,
     folder: str = "",
@@ -29,15 +29,16 @@ def train(
     on_event: Callable[[Event], None] = lambda event: None,
     worker: str = WORKER,
     loader_workers: int = 0,
+    recipe: str = RECIPE,
 ) -> List[Any]:
     """One training by real ranks; returns what the worker returns on each, of the engine's own a TrainingResult.
 
-    Model and checkpoint go to folder and are gone on from there; without one they are thrown away.
+    Model and checkpoint go to folder, and training resumes from there; without one they are thrown away.
     """
     with tempfile.TemporaryDirectory() as temporary:
         place, description = Path(folder or temporary), read_description(data)
         job = Job(
-            identity=Identity(RECIPE, hp, description.digest, "benchmark"),
+            identity=Identity(recipe, hp, description.digest, "benchmark"),
             dataset=description.name,
             data=str(data),
             model_path=str(place / "model.pt"),

@@ -96,7 +96,7 @@ def trained(project, data, tmp_path_factory):
     def run(name, nproc):
         place = tmp_path_factory.mktemp(name)
         events: List[Event] = []
-        result = train_small(name, data, place, events.append, nproc)
+        result = train_small(name, data, place, events.append, nproc, checkpoint_seconds=60)
         losses = [event.measures["loss"] for event in events if isinstance(event, StepLogged)]
         return place, [*losses, result.epochs[-1].test["loss"]]
 
@@ -104,9 +104,9 @@ def trained(project, data, tmp_path_factory):
     sys.path.remove(str(project))
 
 
-def train_small(name, data, output, on_event, nproc=2):
+def train_small(name, data, output, on_event, nproc=2, checkpoint_seconds=0.0):
     settings = importlib.import_module(f"{name}.settings").Settings(**small(name))
-    options = RunOptions(nproc=nproc, checkpoint_seconds=0, tracking="off")
+    options = RunOptions(nproc=nproc, checkpoint_seconds=checkpoint_seconds, tracking="off", loader_workers=0)
     return train(f"{name}.recipe:{RECIPES[name]}", settings, options, data.get(name), output, on_event=on_event)
 
 
