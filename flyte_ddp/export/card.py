@@ -4,8 +4,8 @@ import re
 from dataclasses import dataclass
 from typing import Dict, List, Sequence, Tuple
 
-from flyte_ddp.engine.job import Subject
-from flyte_ddp.export.settings import FILES, ExportOptions, Measured, Written
+from flyte_ddp.engine.job import Measured, Subject
+from flyte_ddp.export.settings import FILES, ExportOptions, Written
 from flyte_ddp.report.article import Section, article, document
 from flyte_ddp.report.surroundings import surroundings
 
@@ -39,7 +39,7 @@ def describe(
     sections = [
         model_section(subject, written),
         measures_section(written, formats, reported, options),
-        *([classes_section(written)] if written.measured.classes else []),
+        *([classes_section(written)] if written.classes else []),
         inputs_section(written),
         *([before_section(written)] if written.before else []),
         loading_section(written, tuple(formats)),
@@ -63,7 +63,7 @@ def model_section(subject: Subject, written: Written) -> Section:
             ("Recipe", metadata.recipe),
             ("Parameters", f"{written.parameters:,}"),
             *data,
-            ("Test samples", f"{written.test_samples:,} {written.samples}"),
+            ("Test samples", f"{written.measured.samples:,} {written.samples}"),
             *trained,
             ("Settings", ", ".join(f"{name} {value}" for name, value in metadata.settings.items())),
         ],
@@ -97,7 +97,7 @@ def classes_section(written: Written) -> Section:
         "By class",
         caption="Share of each class's test samples that is predicted correctly",
         heads=("Class", "Accuracy"),
-        lines=[(name, f"{share:.2%}") for name, share in written.measured.classes.items()],
+        lines=[(name, f"{share:.2%}") for name, share in written.classes.items()],
     )
 
 

@@ -134,7 +134,7 @@ def _exported(
         headline=metadata.headline,
         measures=measured.measures,
         exported={name: found.measures[metadata.headline] for name, found in exported.formats.items()},
-        classes=measured.classes,
+        classes=exported.written.classes,
         parameters=exported.written.parameters,
     )
     return ExportOutputs(output_folder(place / "model"), summary, report)

@@ -2,7 +2,8 @@
 
 from typing import List, Sequence, Tuple
 
-from flyte_ddp.promote.job import Measured, Verdict
+from flyte_ddp.engine.job import Measured
+from flyte_ddp.promote.job import Verdict
 from flyte_ddp.promote.place import Pointer
 from flyte_ddp.report.article import Section, article
 from flyte_ddp.report.surroundings import surroundings
