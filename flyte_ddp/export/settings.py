@@ -50,15 +50,30 @@ class ExportOptions(Settings):
 
 
 @dataclass(frozen=True)
-class ClassifierExport(ExportOptions):
-    """The same for a built-in classifier.
+class FolderExport(ExportOptions):
+    """The same for a classifier of a folder of images.
 
     Attributes:
-        model: name of the network, see flyte_ddp/recipes/models.py.
-        dataset: that the model was trained on; auto as in training.
+        model: name of the network, see flyte_ddp/recipes/models.py; auto is what model.json beside the weights says,
+            else mnist_cnn.
     """
 
-    model: str = setting("mnist_cnn", choices=MODELS)
+    model: str = setting("auto", choices=("auto", *MODELS))
+
+    @property
+    def network(self) -> str:
+        """Where nothing is known of the weights."""
+        return "mnist_cnn" if self.model == "auto" else self.model
+
+
+@dataclass(frozen=True)
+class ClassifierExport(FolderExport):
+    """The same for a classifier of a built-in dataset.
+
+    Attributes:
+        dataset: that the model was trained on; auto is what model.json says, else as in training.
+    """
+
     dataset: str = setting("auto", choices=DATASETS)
 
 
