@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from flyte_ddp.errors import InputError
-from flyte_ddp.model_metadata import NO_SAFETENSORS
+from flyte_ddp.model_metadata import NO_SAFETENSORS, is_safetensors
 
 MOST_NAMES = 6
-REMEDY = "give the model_state of a training of this network"
+REMEDY = "give the model_state of a training of this network, and the settings that it was trained with"
 Network = TypeVar("Network", bound=nn.Module)
 
 
@@ -29,7 +29,7 @@ def load_weights(model: Network, path: Union[str, Path], called: str = "model_st
 def read_weights(path: Union[str, Path], called: str = "model_state", remedy: str = REMEDY) -> Dict[str, Tensor]:
     """The state_dict of a model_state or safetensors file, on the CPU; InputError where the file is neither."""
     try:
-        if Path(path).suffix == ".safetensors":
+        if is_safetensors(path):
             found: Any = _read_safetensors(path)
         else:
             found = torch.load(path, map_location="cpu", weights_only=True)

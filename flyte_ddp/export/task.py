@@ -25,11 +25,12 @@ from flyte_ddp.report.console import say
 from flyte_ddp.settings import TrainingSettings
 from flyte_ddp.tasks.execution import flyte_retries, is_local, run_dir
 from flyte_ddp.tasks.image_folder import attach
+from flyte_ddp.tasks.inputs import known_classifier
 from flyte_ddp.tasks.outputs import output_folder, output_page
 from flyte_ddp.tasks.prepare import PreparedDataset, resolve_name
 from flyte_ddp.tasks.recipe import Data, RecipeTraining
 from flyte_ddp.tasks.resources import preparation_resources, small_resources
-from flyte_ddp.tasks.train import IMAGE_CLASSIFIER, image_subject
+from flyte_ddp.tasks.train import image_subject
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,8 @@ class ExportOutputs(NamedTuple):
 @task(**small_resources())
 def check_export(model_state: Optional[PythonPickledFile], options: ClassifierExport) -> str:
     """The name of the dataset that the model was trained on; refuses what can be seen without it."""
-    known = _checked(model_state, options)
+    check_formats(options)
+    known = known_classifier(model_state)
     if known and known.settings["dataset"] == "image_folder":
         raise InputError(
             f"model_state must be of a built-in dataset, and {known.data['name']} is a folder of images: run "
@@ -85,7 +87,8 @@ def check_folder_export(
     model_state: Optional[PythonPickledFile], images: ImageSettings, options: FolderExport
 ) -> ImageSettings:
     """The images as they are; refuses what can be seen without them."""
-    known = _checked(model_state, options)
+    check_formats(options)
+    known = known_classifier(model_state)
     if known and tuple(known.facts["image_shape"]) != images.shape:
         channels, size, _ = known.facts["image_shape"]
         wanted = json.dumps({"image_size": size, "channels": "rgb" if channels == 3 else "grayscale"})
@@ -94,22 +97,6 @@ def check_folder_export(
             f"{images.image_size} and {images.shape[0]}: give --images '{wanted}'"
         )
     return images
-
-
-def _checked(model_state: Optional[PythonPickledFile], options: FolderExport) -> Optional[ModelMetadata]:
-    """What is known of the model; on a cluster nothing yet."""
-    check_formats(options)
-    if model_state is None or not is_local():
-        return None
-    if not Path(model_state.path).is_file():
-        raise InputError(f"model_state must be a file, and {model_state.path} is none: give the one of a training")
-    known = read_metadata(model_state.path)
-    if known and known.recipe != IMAGE_CLASSIFIER:
-        raise InputError(
-            f"model_state must be of a built-in classifier, and {model_state.path} is of {known.recipe}: export it by "
-            "export_recipe, as docs/your-own-model.md shows"
-        )
-    return known
 
 
 @task(enable_deck=True, deck_fields=(), retries=2, **preparation_resources())

@@ -22,6 +22,7 @@ from flyte_ddp.launch.environment import choose_world, visible_gpus
 from flyte_ddp.report.console import Console, say
 from flyte_ddp.storage import remove_leftovers, temporary_beside, writing_to
 from flyte_ddp.tasks.execution import flyte_retries, is_local, runs_dir
+from flyte_ddp.tasks.inputs import known_classifier
 from flyte_ddp.tasks.outputs import output_file
 from flyte_ddp.tasks.prepare import PreparedDataset, resolve_name
 from flyte_ddp.tasks.registration import registration
@@ -67,8 +68,7 @@ def check_inputs(
     model_state: Optional[PythonPickledFile], folder: Optional[FlyteDirectory], options: InferenceOptions
 ) -> str:
     """The name of the dataset that the model was trained on; refuses what can be seen without it."""
-    if model_state is not None and is_local() and not Path(model_state.path).is_file():
-        raise InputError(f"model_state must be a file, and {model_state.path} is none: give the one of a training")
+    known_classifier(model_state)
     if folder is not None and not list_files(folder):
         raise InputError(f"{folder.path} holds no files to predict: give a folder of images, with sub-folders or not")
     return resolve_name(options.dataset)

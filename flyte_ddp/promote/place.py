@@ -76,6 +76,14 @@ class Place:
         names = ", ".join(self.versions()) or "none"
         raise ReportedError(f"{self.root}/current.json {problem}: put it back, or roll back to a version: {names}")
 
+    def begin(self) -> None:
+        """Writes an empty current.json before the first version, by which a lost one can be told from none."""
+        with self._turn():
+            try:
+                self._read("current.json")
+            except FileNotFoundError:
+                self._write("current.json", _as_json(Pointer()), exclusive=True)
+
     def versions(self) -> List[str]:
         """Names of all whole versions, the oldest first."""
         with self._reaching():
@@ -114,7 +122,7 @@ class Place:
 
     def add(self, version: str, model: Path, facts: Dict[str, Any]) -> None:
         """Writes a version whole, without promoting it."""
-        self._begin()
+        self.begin()
         told = {"format": FORMAT, "name": version, **facts}
         with self._reaching():
             self._copy(model, f"versions/{version}/model.pt")
@@ -134,8 +142,11 @@ class Place:
 
     def roll_back(self, version: str) -> Pointer:
         """Promotes an earlier version again; mends a current.json that is damaged or missing."""
-        if version not in self.versions():
-            raise InputError(f"name must be one of {', '.join(self.versions()) or 'none yet'}, got {version!r}")
+        versions = self.versions()
+        if not versions:
+            raise InputError(f"place {self.root} must have a version to roll back to, and has none: promote one first")
+        if version not in versions:
+            raise InputError(f"name must be one of {', '.join(versions)}, got {version!r}")
         self.fetch(version, Path(os.devnull))  # for what it finds out
         with self._turn():
             try:
@@ -147,14 +158,6 @@ class Place:
             after = before.to(version, ROLLED_BACK)
             self._write("current.json", _as_json(after))
         return after
-
-    def _begin(self) -> None:
-        """An empty current.json before the first version, by which a lost one can be told from none."""
-        with self._turn():
-            try:
-                self._read("current.json")
-            except FileNotFoundError:
-                self._write("current.json", _as_json(Pointer()), exclusive=True)
 
     def _parsed(self, content: bytes) -> Pointer:
         told = json.loads(content)

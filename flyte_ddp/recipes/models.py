@@ -149,7 +149,15 @@ def load_model(
         recipe = pkgutil.resolve_name(metadata.recipe)
         if not (isinstance(recipe, type) and issubclass(recipe, Recipe)):
             raise InputError(f"the metadata of {path} must name a recipe, got {metadata.recipe}")
-        return recipe.load_model(path, data_path=data_path)
+        try:
+            return recipe.load_model(path, data_path=data_path)
+        except InputError:
+            raise
+        except Exception as error:
+            if data_path or not metadata.data["digest"]:
+                raise
+            name = metadata.data["name"]
+            raise InputError(f"{metadata.recipe} makes its network from its data, {name}: give data_path") from error
     known: Dict[str, Any] = {**MNIST, **(metadata.facts if metadata else {})}
     shape = image_shape or tuple(known["image_shape"])
     model = MODELS[name or known["network"]](shape, classes or len(known["classes"]))

@@ -111,9 +111,13 @@ def test_what_cannot_be_promoted_is_one_error(weak, tmp_path):
     other = to(place, weak.model)
     other[other.index("--hp") + 1] = json.dumps({**HP, "model": "fashion_cnn"})
     network = pyflyte(*other, status=2)
-    words = [" ".join(re.sub("[│╭╮╰╯─]", " ", said.stderr).split()) for said in (damaged, network)]
+    untrained = pyflyte(PROMOTE, "promote_wf", "--place", str(weak.model / "models"), status=2)
+    refused = (damaged, network, untrained)
+    words = [" ".join(re.sub("[│╭╮╰╯─]", " ", said.stderr).split()) for said in refused]
     assert "damaged (JSONDecodeError" in words[0]
     assert "model_state must fit the network, and" in words[1]
+    assert "must be where one can write: " in words[2]
+    assert "Train Epoch" not in words[2]
     assert not any("Traceback" in text for text in words)
     assert not list(place.glob("versions/*"))
 
