@@ -73,7 +73,7 @@ def check_export(model_state: Optional[PythonPickledFile], options: ClassifierEx
     """The name of the dataset that the model was trained on; refuses what can be seen without it."""
     check_formats(options)
     known = known_classifier(model_state)
-    if known and known.settings["dataset"] == "image_folder":
+    if known and known.settings.get("dataset") == "image_folder":
         raise InputError(
             f"model_state must be of a built-in dataset, and {known.data['name']} is a folder of images: run "
             "export_folder_wf, with that folder"
