@@ -61,15 +61,21 @@ def path_beside(weights: Union[str, Path]) -> Path:
 
 def read_metadata(weights: Union[str, Path]) -> Optional[ModelMetadata]:
     """What is known of a file of weights; None where nothing is."""
-    if Path(weights).suffix == ".safetensors":
-        text = _header(Path(weights))
+    beside = path_beside(weights)
+    if Path(weights).is_file() and is_safetensors(weights):
+        text = _header(weights)
     else:
-        beside = path_beside(weights)
         text = beside.read_text(encoding="utf-8") if beside.is_file() else ""
     try:
         return ModelMetadata(**_of_our_format(json.loads(text)))
     except (ValueError, TypeError):  # somebody else's file
         return None
+
+
+def is_safetensors(weights: Union[str, Path]) -> bool:
+    """By its content: eight bytes for the length of the JSON that follows. Raises OSError."""
+    with open(weights, "rb") as file:
+        return file.read(9)[8:] == b"{"
 
 
 def write_metadata(weights: Path, metadata: ModelMetadata) -> None:
@@ -91,10 +97,13 @@ def _of_our_format(content: Any) -> Dict[str, Any]:
     return {name: value for name, value in content.items() if name in ModelMetadata.__dataclass_fields__}
 
 
-def _header(path: Path) -> str:
+def _header(path: Union[str, Path]) -> str:
     try:
-        from safetensors import safe_open
+        from safetensors import SafetensorError, safe_open
     except ImportError:
         raise InputError(NO_SAFETENSORS) from None
-    with safe_open(path, framework="numpy") as file:
-        return str((file.metadata() or {}).get(HEADER, ""))
+    try:
+        with safe_open(path, framework="numpy") as file:
+            return str((file.metadata() or {}).get(HEADER, ""))
+    except SafetensorError:  # damaged, of which its reader tells
+        return ""

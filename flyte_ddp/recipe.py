@@ -10,26 +10,14 @@ from typing import Any, Dict, Optional, Sequence, Tuple, Union
 import torch
 from torch import Tensor, nn
 
-from flyte_ddp.errors import InputError
-from flyte_ddp.model_metadata import NO_SAFETENSORS, needs_metadata
+from flyte_ddp.model_metadata import needs_metadata
 from flyte_ddp.share import Share, gather_rows
+from flyte_ddp.weights import load_weights
 
 # A tensor, or a tuple, list or dict of such, nested at will; the first dimension of each tensor is the samples
 Tree = Any
 # By name, for each sample: values (n,), or values (n,) and weights (n,)
 Measures = Dict[str, Union[Tensor, Tuple[Tensor, Tensor]]]
-
-
-def load_weights(path: Union[str, Path]) -> Dict[str, Tensor]:
-    """The state_dict of a model_state or safetensors file, on the CPU; nothing in the file is executed."""
-    if Path(path).suffix != ".safetensors":
-        weights: Dict[str, Tensor] = torch.load(path, map_location="cpu", weights_only=True)
-        return weights
-    try:
-        from safetensors.torch import load_file
-    except ImportError:
-        raise InputError(NO_SAFETENSORS) from None
-    return load_file(path)
 
 
 class Random:
@@ -73,7 +61,7 @@ class Recipe:
         headline: the measure that a run is judged by; empty is the first beside the loss.
         shares: the measures that are shares from 0 to 1, to be shown in per cent.
         lower_is_better, higher_is_better: the measures of which the least, or the most, is the best, where an epoch is
-            chosen by one; of the loss it is the least, of shares the most.
+            chosen, or a model promoted, by one; of the loss it is the least, of shares the most.
         has_validation: that data("validation") gives samples to choose the best epoch by.
         clip_norm: to which the gradient is shortened where its Euclidean norm, over all weights, is larger; 0 is off.
         micro_batch: samples of a rank that are computed at a time, to save memory: the result is the same; 0 is all.
@@ -113,9 +101,7 @@ class Recipe:
         """
         if settings is None:
             settings = needs_metadata(path, "give the settings of the training").load_settings()
-        model = cls(settings, data_path).model()
-        model.load_state_dict(load_weights(path))
-        return model.eval()
+        return load_weights(cls(settings, data_path).model(), path).eval()
 
     def data(self, split: str) -> Any:
         """The samples of "train" or "test", and where has_validation says so of "validation".

@@ -62,6 +62,7 @@ def small_inputs(seed: int) -> Dict[str, Dict[str, Any]]:
             "study": LoadingSettings(passes=2, most_images=256, most_workers=1)
         },
         "workflows.export.export_wf": {"options": ClassifierExport(dataset="digits")},
+        "workflows.export.export_folder_wf": {},
         "workflows.inference.inference_wf": {"options": InferenceOptions(dataset="digits", shards=2)},
         "workflows.inference.inference_timing_wf": {
             "options": TimingOptions(dataset="digits", device_batch_sizes="8", repeats=1, seconds=0.05)

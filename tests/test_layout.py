@@ -44,7 +44,7 @@ def _modules() -> dict[str, Path]:
 
 def _room(module: str) -> str:
     room = module.partition(".")[0]
-    return "ground" if room in GROUND else "recipe" if room == "share" else room
+    return "ground" if room in GROUND else "recipe" if room in ("share", "weights") else room
 
 
 def _imports(path: Path) -> set[str]:

@@ -1,6 +1,7 @@
 """A trained image classifier as safetensors, torch.export and ONNX files that were verified, with a model card.
 
 pyflyte run workflows/export.py export_wf --model_state model.pt
+pyflyte run workflows/export.py export_folder_wf --folder FOLDER --model_state model.pt --images '{"image_size": 64}'
 """
 
 from typing import List, NamedTuple, Optional
@@ -8,14 +9,23 @@ from typing import List, NamedTuple, Optional
 from flytekit import dynamic, workflow
 from flytekit.types.file import PythonPickledFile
 
-from flyte_ddp.export.settings import ClassifierExport
-from flyte_ddp.export.task import ExportOutputs, check_export, export_classifier
-from flyte_ddp.recipes.hyperparameters import Hyperparameters
+from flyte_ddp.data.image_settings import ImageSettings
+from flyte_ddp.export.settings import ClassifierExport, FolderExport
+from flyte_ddp.export.task import (
+    ExportOutputs,
+    check_export,
+    check_folder_export,
+    export_classifier,
+    export_folder_classifier,
+)
+from flyte_ddp.recipes.hyperparameters import FolderHyperparameters, Hyperparameters
 from flyte_ddp.settings import RunOptions
+from flyte_ddp.tasks.image_folder import find_images, index_images
 from flyte_ddp.tasks.inputs import explain_missing_paths
 from flyte_ddp.tasks.prepare import PreparedDataset, prepare_dataset
 from flyte_ddp.tasks.pyflyte import set_up_pyflyte
 from flyte_ddp.tasks.resources import dynamic_resources
+from workflows.image_folder import image_folder_wf
 from workflows.mnist import pytorch_training_wf
 
 set_up_pyflyte()
@@ -36,7 +46,7 @@ def model_to_export(
     """The weights that were given, else those of a default training; the data are awaited, not used."""
     if model_state is not None:
         return Model(model_state, [])
-    hp = Hyperparameters(dataset=options.dataset, model=options.model)
+    hp = Hyperparameters(dataset=options.dataset, model=options.network)
     trained = pytorch_training_wf(hp=hp, options=RunOptions())
     return Model(trained.model_state, trained.epoch_accuracies)
 
@@ -49,12 +59,57 @@ def export_wf(
 
     Args:
         model_state: the weights, as a training gives them; without one, such a training comes first.
-        options: the network, the dataset that it was trained on, and how to export.
+        options: the network, the dataset that it was trained on, and how to export; model.json beside the weights says
+            the first two.
     """
     data = prepare_dataset(name=check_export(model_state=model_state, options=options))
     model = model_to_export(model_state=model_state, data=data, options=options)
     return export_classifier(
         model_state=model.model_state, data=data, accuracies=model.epoch_accuracies, options=options
+    )
+
+
+@dynamic(**dynamic_resources())
+def folder_model_to_export(
+    model_state: Optional[PythonPickledFile],
+    index: PreparedDataset,
+    folder: str,
+    images: ImageSettings,
+    options: FolderExport,
+) -> Model:
+    """The same for a folder of images, whose index is awaited, not used."""
+    if model_state is not None:
+        return Model(model_state, [])
+    hp = FolderHyperparameters(model=options.network)
+    trained = image_folder_wf(folder=folder, images=images, hp=hp, options=RunOptions())
+    return Model(trained.model_state, trained.epoch_accuracies)
+
+
+@workflow
+def export_folder_wf(
+    folder: str = "",
+    images: ImageSettings = ImageSettings(),
+    model_state: Optional[PythonPickledFile] = None,
+    options: FolderExport = FolderExport(),
+) -> ExportOutputs:
+    """The same for a model of image_folder_wf, of whose classes, image size and colours the files tell.
+
+    Args:
+        folder: that the model was trained on, as image_folder_wf has it.
+        images: likewise.
+        model_state: the weights, as image_folder_wf gives them; without one, such a training comes first.
+        options: the network, and how to export; model.json beside the weights says the first.
+    """
+    checked = check_folder_export(model_state=model_state, images=images, options=options)
+    found = find_images(folder=folder, images=checked)
+    index = index_images(folder=found.folder, stamp=found.stamp, images=checked)
+    model = folder_model_to_export(model_state=model_state, index=index, folder=folder, images=images, options=options)
+    return export_folder_classifier(
+        model_state=model.model_state,
+        index=index,
+        folder=found.folder,
+        accuracies=model.epoch_accuracies,
+        options=options,
     )
 
 

@@ -14,6 +14,7 @@ from flyte_ddp.data import prepared
 from flyte_ddp.data.held_out import held_out
 from flyte_ddp.engine.batches import Batch, Resident, TestBatches, TrainBatches
 from flyte_ddp.launch.environment import Environment
+from flyte_ddp.weights import load_weights
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningDataModule, LightningModule
@@ -42,9 +43,7 @@ def build_autoencoder(seed: int) -> Autoencoder:
 
 def load_autoencoder(path: Union[str, Path]) -> Autoencoder:
     """The trained network from a model_state file, in evaluation mode on the CPU; nothing in the file is executed."""
-    network = Autoencoder()
-    network.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
-    return network.eval()
+    return load_weights(Autoencoder(), path).eval()
 
 
 def squared_errors(network: nn.Module, images: Tensor) -> Tensor:

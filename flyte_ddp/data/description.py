@@ -65,7 +65,10 @@ class FolderDescription(DatasetDescription):
     @property
     def remarks(self) -> Mapping[str, str]:
         named = "; ".join(self.unreadable_named) + ("; …" if self.unreadable > len(self.unreadable_named) else "")
+        channels, height, width = self.image_shape
         return {
+            "Images": f"resized and cut around their centre to {width} x {height} pixels, "
+            + ("in colour" if channels == 3 else "in grey"),
             "Split": self.split_by,
             "Files that cannot be read": f"{self.unreadable:,}" + (f": {named}" if named else ""),
             "Classes left out": f"{self.left_out:,}",

@@ -1,4 +1,4 @@
-"""Which epoch's weights are the best on the validation split, and when to stop waiting for better ones."""
+"""Which of two values of a measure is better, which epoch's weights are the best, and when to stop waiting."""
 
 import math
 from dataclasses import dataclass
@@ -6,12 +6,21 @@ from typing import Any, Dict, Mapping, Optional
 
 from torch import Tensor, nn
 
+from flyte_ddp.recipe import Recipe
+
 STATE = ("epoch", "score", "improved", "waited", "weights")
+
+
+def is_lower_better(recipe: Recipe, measure: str) -> Optional[bool]:
+    """None where the recipe does not say so."""
+    if measure == "loss" or measure in recipe.lower_is_better:
+        return True
+    return False if measure in (*recipe.shares, *recipe.higher_is_better) else None
 
 
 @dataclass
 class Choice:
-    """The same on all ranks, since they share the measures.
+    """The best epoch on the validation split. The same on all ranks, since they share the measures.
 
     Attributes:
         measure: by which epochs are compared; the earliest of equals is the best.

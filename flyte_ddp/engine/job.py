@@ -127,6 +127,25 @@ def job_of(subject: Subject, options: RunOptions, **paths: str) -> Job:
 
 
 @dataclass(frozen=True)
+class Measured:
+    """What a network gives for a split.
+
+    Attributes:
+        measures: by name.
+        headline: the one that the recipe's trainings are judged by.
+        shares: the measures that are shares from 0 to 1.
+        samples: of the split.
+        is_lower_better: by measure; without those of which it is not known.
+    """
+
+    measures: Dict[str, float]
+    headline: str
+    shares: Tuple[str, ...]
+    samples: int
+    is_lower_better: Dict[str, bool]
+
+
+@dataclass(frozen=True)
 class TrainingResult:
     """What one rank knows at the end; the epochs are the same on every rank.
 

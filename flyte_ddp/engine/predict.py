@@ -15,8 +15,8 @@ from flyte_ddp.engine.set_up import load_recipe, open_split
 from flyte_ddp.errors import InputError
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
-from flyte_ddp.recipe import load_weights
 from flyte_ddp.storage import writing_to
+from flyte_ddp.weights import load_weights
 
 
 @torch.inference_mode()
@@ -31,9 +31,7 @@ def run(environment: Environment, link: Link, argument: Tuple[Job, str, int, int
     settings, device = job.identity.settings, torch.device(environment.world.device)
     recipe = load_recipe(job, device)
     source = open_split(recipe, split, job)
-    model = recipe.model()
-    model.load_state_dict(load_weights(job.model_path))
-    model.to(device).eval()
+    model = load_weights(recipe.model(), job.model_path).to(device).eval()
     first, last = share(0, len(source), number, count)
     size = settings.test_batch_size
     parts = [slice(start, min(last, start + size)) for start in range(first, last, size)]

@@ -12,14 +12,14 @@ import torch
 from torch import nn
 
 from flyte_ddp.engine.batches import Resident, Split, TestBatches, TrainBatches, hold_out
-from flyte_ddp.engine.choice import Choice
+from flyte_ddp.engine.choice import Choice, is_lower_better
 from flyte_ddp.engine.job import Job
 from flyte_ddp.engine.layers import convert
 from flyte_ddp.engine.loading import Streamed
 from flyte_ddp.engine.measures import augment, place
 from flyte_ddp.engine.probe import Probed, probe
 from flyte_ddp.engine.state import TrainingState
-from flyte_ddp.engine.warm_start import freeze, is_checkpoint, load_weights, train_on
+from flyte_ddp.engine.warm_start import begin_with, freeze, is_checkpoint, train_on
 from flyte_ddp.errors import InputError
 from flyte_ddp.events import NotLearning
 from flyte_ddp.launch.environment import Environment
@@ -47,10 +47,6 @@ def set_up(environment: Environment, device: torch.device, job: Job) -> Parts:
     """The same on all ranks; InputError for an invalid recipe, or one whose result would depend on their number."""
     settings, rank, world_size = job.identity.settings, environment.rank, environment.world.size
     precision = choose_precision(settings.precision, device)
-    # A recipe's data and weights may be drawn by any of these
-    torch.manual_seed(settings.seed)
-    np.random.seed(settings.seed)
-    random.seed(settings.seed)
     recipe = load_recipe(job, device)
     train, test = (open_split(recipe, split, job) for split in SPLITS)
     kept, validation = validation_of(recipe, train, job)
@@ -92,7 +88,7 @@ def first_model(recipe: Recipe, job: Job) -> Tuple[nn.Module, List[str]]:
     torch.manual_seed(settings.seed)
     model, remarks = convert(recipe.model().to(recipe.device), recipe.share), []
     if job.init and not is_checkpoint(Path(job.init)):
-        remarks.append(load_weights(model, Path(job.init), settings.init_leave_out))
+        remarks.append(begin_with(model, Path(job.init), settings.init_leave_out))
     if settings.freeze:
         remarks.append(freeze(model, settings.freeze))
     return model, remarks
@@ -117,17 +113,25 @@ def validation_of(recipe: Recipe, train: Split, job: Job) -> Tuple[Split, Option
 def choice_of(recipe: Recipe, headline: str, settings: TrainingSettings) -> Choice:
     """What chooses the best epoch; InputError where it is not known whether more or less of the measure is better."""
     measure = headline if settings.choose_by == "headline" else "loss"
-    is_lower_better = measure == "loss" or measure in recipe.lower_is_better
-    if not is_lower_better and measure not in (*recipe.shares, *recipe.higher_is_better):
+    lower = is_lower_better(recipe, measure)
+    if lower is None:
         raise InputError(
             f"{type(recipe).__name__}.higher_is_better or lower_is_better must name {measure}, which chooses the best "
             'epoch: add it to one of them, or set choose_by to "loss"'
         )
-    return Choice(measure, is_lower_better, settings.patience, settings.minimum_delta)
+    return Choice(measure, lower, settings.patience, settings.minimum_delta)
 
 
 def load_recipe(job: Job, device: torch.device) -> Recipe:
-    """The recipe that the job names, with its settings and data; InputError where there is none."""
+    """The recipe that the job names, with its settings and data, and the random numbers of its training.
+
+    InputError where there is none.
+    """
+    # Data and weights may be drawn by any of these
+    seed = job.identity.settings.seed
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    random.seed(seed)
     if job.root and job.root not in sys.path:
         sys.path.insert(0, job.root)
     name, before = job.identity.recipe, set(sys.modules)

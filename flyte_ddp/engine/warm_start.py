@@ -1,22 +1,20 @@
 """How a training begins: with the weights of an earlier one, where an earlier one has ended, with layers that stay."""
 
 import fnmatch
-import io
 import re
 from pathlib import Path
 from typing import Any, Dict, List, Sequence, Tuple
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from flyte_ddp.engine.checkpoint import DIGEST_BYTES, read_checkpoint
 from flyte_ddp.engine.job import Job
 from flyte_ddp.engine.layers import BatchNorm
 from flyte_ddp.engine.state import TrainingState
 from flyte_ddp.errors import CheckpointError, InputError
+from flyte_ddp.weights import listed, misfits, read_weights, told
 
 ZIP = b"PK\x03\x04"  # how a file of torch.save begins
-MOST_NAMES = 6
 MISMATCHING = "mismatching"
 # What may be another within an epoch: the rest decides which samples are left of it, or what the sums so far mean
 FREE_WITHIN_EPOCH = ("backend", "choose_by", "code", "epochs", "init", "log_interval", "minimum_delta", "patience")
@@ -31,25 +29,19 @@ def is_checkpoint(path: Path) -> bool:
         raise InputError(f"init cannot be read: {path}: {error.strerror}") from None
 
 
-def load_weights(model: nn.Module, path: Path, leave_out: str) -> str:
+def begin_with(model: nn.Module, path: Path, leave_out: str) -> str:
     """Puts a model_state's weights into the network, but for those that leave_out says; a sentence on what was done.
 
     InputError where the others are not those of the network, by name and shape.
     """
-    try:
-        given = torch.load(io.BytesIO(path.read_bytes()), map_location="cpu", weights_only=True)
-    except Exception as error:  # torch raises many kinds for what it cannot read
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise InputError(f"init must be a model_state or a checkpoint, got {path}: {reason}") from None
-    if not isinstance(given, dict) or not all(isinstance(value, Tensor) for value in given.values()):
-        raise InputError(f"init must be a model_state, tensors by name, got {path}, which holds something else")
+    given = read_weights(path, "init", "give a model_state, or a checkpoint that a training has left")
     own, patterns = model.state_dict(), patterns_of(leave_out)
     named = [pattern for pattern in patterns if pattern != MISMATCHING]
     left_out = matching("init_leave_out", named, sorted({*own, *given}))
-    odd = [name for name in sorted({*own, *given}) if not _fits(own, given, name) and name not in left_out]
+    odd = [name for name in misfits(given, own) if name not in left_out]
     if odd and MISMATCHING not in patterns:
         raise InputError(
-            f"init does not fit the network: {_differences(own, given, odd)}; to begin anew with such tensors, name "
+            f"init must fit the network, and {path} {told(odd, given, own)}: to begin anew with such tensors, name "
             f'them in init_leave_out, as "{odd[0].rpartition(".")[0] or odd[0]}", or set it to "{MISMATCHING}"'
         )
     taken = {name: value for name, value in given.items() if name not in {*left_out, *odd}}
@@ -84,11 +76,11 @@ def train_on(state: TrainingState, path: Path, job: Job, steps_per_epoch: int) -
             f"are {', '.join(differing)}"
         )
     fresh, position = state.state_dict(), saved["epoch"] * steps_per_epoch + saved["step"]
-    odd = [
-        name for name in sorted({*fresh["model"], *saved["model"]}) if not _fits(fresh["model"], saved["model"], name)
-    ]
-    if odd:
-        raise InputError(f"init does not fit the network: {_differences(fresh['model'], saved['model'], odd)}")
+    if odd := misfits(saved["model"], fresh["model"]):
+        raise InputError(
+            f"init must fit the network, and {path} {told(odd, saved['model'], fresh['model'])}: give a checkpoint of "
+            "a training of this network"
+        )
     bases = zip(state.schedule.base_lrs, state.schedule.lr_lambdas, strict=True)
     rates = [float(base * factor(position)) for base, factor in bases]
     state.load_state_dict(
@@ -142,30 +134,10 @@ def patterns_of(text: str) -> List[str]:
     return [pattern for pattern in re.split(r"[\s,]+", text) if pattern]
 
 
-def listed(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:MOST_NAMES])
-    return shown + (f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else "")
-
-
 def _layers(name: str) -> List[str]:
     """a.b.c: itself, a.b and a."""
     parts = name.split(".")
     return [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
-
-
-def _fits(own: Dict[str, Tensor], given: Dict[str, Tensor], name: str) -> bool:
-    return name in own and name in given and own[name].shape == given[name].shape
-
-
-def _differences(own: Dict[str, Tensor], given: Dict[str, Tensor], names: Sequence[str]) -> str:
-    def told(name: str) -> str:
-        if name not in given:
-            return f"{name} is missing in it"
-        if name not in own:
-            return f"{name} is not in the network"
-        return f"{name} is {tuple(given[name].shape)} there and {tuple(own[name].shape)} in the network"
-
-    return listed([told(name) for name in names])
 
 
 def _optimizer(fresh: Dict[str, Any], saved: Dict[str, Any], rates: Sequence[float]) -> Dict[str, Any]:

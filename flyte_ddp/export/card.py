@@ -4,10 +4,12 @@ import re
 from dataclasses import dataclass
 from typing import Dict, List, Sequence, Tuple
 
-from flyte_ddp.engine.job import Subject
-from flyte_ddp.export.settings import FILES, ExportOptions, Measured, Written
+from flyte_ddp.engine.job import Measured, Subject
+from flyte_ddp.export.settings import FILES, ExportOptions, Written
 from flyte_ddp.report.article import Section, article, document
 from flyte_ddp.report.surroundings import surroundings
+from flyte_ddp.report.words import capitalised, in_words
+from flyte_ddp.report.words import written as in_figures
 
 Line = Tuple[str, str]
 
@@ -35,14 +37,16 @@ def describe(
     name = str(written.metadata.facts.get("network") or subject.identity.recipe.rpartition(":")[2])
     title = f"{name}, trained on {subject.dataset}"
     measures = written.measured.measures
-    subtitle = f"{written.metadata.headline} {measures[written.metadata.headline]:.6g} on the test split"
+    headline = written.metadata.headline
+    score = in_figures(headline, measures[headline], written.measured.shares)
+    subtitle = f"{capitalised(in_words(headline))} {score} on the test split"
     sections = [
         model_section(subject, written),
         measures_section(written, formats, reported, options),
-        *([classes_section(written)] if written.measured.classes else []),
+        *([classes_section(written)] if written.classes else []),
         inputs_section(written),
         *([before_section(written)] if written.before else []),
-        loading_section(written, tuple(formats)),
+        loading_section(written, tuple(formats), needs_data=bool(subject.data) and not subject.description),
         Section("Where it was exported", lines=list(surroundings().items())),
     ]
     return Card(title, markdown(title, subtitle, sections), article(title, subtitle, sections))
@@ -63,9 +67,9 @@ def model_section(subject: Subject, written: Written) -> Section:
             ("Recipe", metadata.recipe),
             ("Parameters", f"{written.parameters:,}"),
             *data,
-            ("Test samples", f"{written.test_samples:,} {written.samples}"),
+            ("Test samples", f"{written.measured.samples:,} {written.samples}"),
             *trained,
-            ("Settings", ", ".join(f"{name} {value}" for name, value in metadata.settings.items())),
+            ("Settings", ", ".join(f"{name} {value}" for name, value in metadata.settings.items() if value != "")),
         ],
     )
 
@@ -97,7 +101,7 @@ def classes_section(written: Written) -> Section:
         "By class",
         caption="Share of each class's test samples that is predicted correctly",
         heads=("Class", "Accuracy"),
-        lines=[(name, f"{share:.2%}") for name, share in written.measured.classes.items()],
+        lines=[(name, f"{share:.2%}") for name, share in written.classes.items()],
     )
 
 
@@ -122,11 +126,12 @@ def before_section(written: Written) -> Section:
     )
 
 
-def loading_section(written: Written, formats: Sequence[str]) -> Section:
+def loading_section(written: Written, formats: Sequence[str], needs_data: bool) -> Section:
+    """needs_data: that the network may be made from the data of the training."""
     names = [spec.name for spec in written.inputs]
     given, by_name = ", ".join(names), ", ".join(f'"{name}": {name}' for name in names)
     how = {
-        "safetensors": 'flyte_ddp.recipes.models.load_model("model.safetensors")',
+        "safetensors": f'flyte_ddp.recipes.models.load_model("model.safetensors"{", data_path=DATA" * needs_data})',
         "pt2": f'torch.export.load("model.pt2").module()({given})',
         "onnx": f'onnxruntime.InferenceSession("model.onnx").run(None, {{{by_name}}})',
     }

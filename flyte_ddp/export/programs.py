@@ -15,7 +15,8 @@ from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.errors import InputError
 from flyte_ddp.export.settings import TensorSpec
 from flyte_ddp.model_metadata import HEADER
-from flyte_ddp.recipe import Recipe, load_weights
+from flyte_ddp.recipe import Recipe
+from flyte_ddp.weights import load_weights
 
 MOST_ONNX_BYTES = 2**30  # of weights in the file itself: protobuf ends at 2 GiB. Larger ones go to a file beside it
 FEW, MORE = 2, 3  # samples, to see what in the shapes depends on their number
@@ -104,8 +105,7 @@ def open_network(name: str, path: Path, model: nn.Module, outputs: str) -> nn.Mo
     model: an untrained one. outputs: how a program's outputs are nested, as Written has it.
     """
     if name == "safetensors":
-        model.load_state_dict(load_weights(path))
-        return model.eval()
+        return load_weights(model, path).eval()
     if name == "pt2":
         loaded = torch.export.load(path).module()
         assert isinstance(loaded, nn.Module)

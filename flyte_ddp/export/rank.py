@@ -4,55 +4,48 @@ import dataclasses
 import inspect
 import textwrap
 from pathlib import Path
-from typing import Any, Union
+from typing import Any, Dict, List, Sequence, Tuple, Union
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from flyte_ddp.engine.batches import Split, TestBatches
-from flyte_ddp.engine.measures import headline_of, pairs_of, ratios, sums_of
+from flyte_ddp.engine.batches import Batch, Split
+from flyte_ddp.engine.evaluation import Pairs, measure
+from flyte_ddp.engine.job import Measured
 from flyte_ddp.engine.results import metadata_of
 from flyte_ddp.engine.set_up import load_recipe, open_split
 from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.errors import InputError
 from flyte_ddp.export import programs
-from flyte_ddp.export.settings import FILES, ExportJob, Measured, VerifyJob, Written
+from flyte_ddp.export.settings import FILES, ExportJob, VerifyJob, Written
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
-from flyte_ddp.recipe import Recipe, load_weights
+from flyte_ddp.recipe import Recipe
 from flyte_ddp.recipes.classifier import Classifier
 from flyte_ddp.share import Share
 from flyte_ddp.storage import writing_to
+from flyte_ddp.weights import load_weights
 
 CPU = torch.device("cpu")
 
 
-def write(environment: Environment, link: Link, asked: ExportJob) -> Union[Written, str]:
-    """Measures the weights of the job in float32 and writes them in each format; or what keeps it from that."""
+def write(environment: Environment, link: Link, asked: ExportJob) -> Written:
+    """Measures the weights of the job in float32 and writes them in each format; InputError where that cannot be."""
     torch.set_num_threads(environment.threads)
-    try:
-        return _write(link, asked)
-    except InputError as error:
-        return error.message
+    job, recipe = asked.job, load_recipe(asked.job, CPU)
+    test = open_split(recipe, "test", job)
+    model = load_weights(recipe.model(), job.model_path).eval().to(memory_format=torch.contiguous_format)
+    seen: List[Tuple[Tensor, Tensor]] = []
 
+    def look(batch: Batch, pairs: Pairs) -> None:
+        if isinstance(recipe, Classifier):
+            seen.append((batch.tree[1], pairs["accuracy"][0]))
 
-def _write(link: Link, asked: ExportJob) -> Written:
-    job, settings = asked.job, asked.job.identity.settings
-    recipe = load_recipe(job, CPU)
-    test, model = open_split(recipe, "test", job), recipe.model()
-    try:
-        model.load_state_dict(load_weights(job.model_path))
-    except Exception as error:  # of zipfile, pickle and torch
-        raise InputError(
-            f"model_state is no file of weights for this network: {_first_lines(error)}: give that of a training of it"
-        ) from None
-    model.eval().to(memory_format=torch.contiguous_format)
-    measured = measure(recipe, model, test, settings.test_batch_size, link)
+    measured = measure(recipe, model, test, link, look=look)
     few, more = (
         programs.call_of(recipe, model, batch_of(recipe, test, count), count) for count in (programs.FEW, programs.MORE)
     )
-    headline = headline_of(recipe, measured.measures)
-    metadata = metadata_of(recipe, job, headline, measured.measures, asked.training)
+    metadata = metadata_of(recipe, job, measured.headline, measured.measures, asked.training)
     metadata = dataclasses.replace(metadata, settings=asked.settings)
     program = None
     for name in asked.formats:
@@ -73,10 +66,9 @@ def _write(link: Link, asked: ExportJob) -> Written:
     inputs, outputs = programs.specs_of(model, few, more)
     return Written(
         measured=measured,
+        classes=class_shares(recipe, seen),
         metadata=metadata,
-        shares=recipe.shares,
         samples=recipe.samples,
-        test_samples=len(test),
         parameters=sum(one.numel() for one in model.parameters()),
         before=source_before(recipe),
         inputs=inputs,
@@ -94,36 +86,20 @@ def verify(environment: Environment, link: Link, asked: VerifyJob) -> Union[Meas
         network = programs.open_network(asked.format, Path(asked.path), recipe.model(), asked.structure)
         with torch.inference_mode():
             recipe.forward(network, batch_of(recipe, test, 1))
-        return measure(recipe, network, test, asked.job.identity.settings.test_batch_size, link)
+        return measure(recipe, network, test, link)
     except Exception as error:
         return _first_lines(error)
 
 
-@torch.inference_mode()
-def measure(recipe: Recipe, network: nn.Module, test: Split, batch_size: int, link: Link) -> Measured:
-    """In the batches of a training's own evaluation, on one rank, in float32."""
-    names: Any = ()
-    sums, rights, counts = torch.zeros(()), torch.zeros(0), torch.zeros(0)
-    for batch in TestBatches(test, batch_size, rank=0, world_size=1):
-        vars(recipe.share).update(vars(batch.share), alone=True)
-        pairs = pairs_of(recipe, recipe.forward(network, batch.tree), batch, names)
-        names, sums = tuple(pairs), sums + sums_of(pairs)
-        if isinstance(recipe, Classifier):
-            labels = batch.tree[1]
-            rights = _sum(rights, labels.bincount(pairs["accuracy"][0]))
-            counts = _sum(counts, labels.bincount())
-        link.alive()
+def class_shares(recipe: Recipe, seen: Sequence[Tuple[Tensor, Tensor]]) -> Dict[str, float]:
+    """seen: labels (n,) and hits (n,) of each batch of a classifier."""
+    if not seen:
+        return {}
+    labels, hits = (torch.cat(parts) for parts in zip(*seen, strict=True))
+    rights, counts = labels.bincount(hits).tolist(), labels.bincount().tolist()
     classes = recipe.facts().get("classes", range(len(counts)))
-    by_class = zip(classes, rights.tolist(), counts.tolist(), strict=False)
-    shares = {str(name): right / count for name, right, count in by_class if count}
-    return Measured(ratios(recipe, names, sums.tolist()), shares)
-
-
-def _sum(one: Tensor, other: Tensor) -> Tensor:
-    """Of (n,) and (m,), the shorter one followed by zeros."""
-    size = max(len(one), len(other))
-    padded = [torch.cat([part, part.new_zeros(size - len(part))]) for part in (one.double(), other.double())]
-    return padded[0] + padded[1]
+    found = zip(classes, rights, counts, strict=False)
+    return {str(name): right / count for name, right, count in found if count}
 
 
 def batch_of(recipe: Recipe, test: Split, count: int) -> Any:

@@ -4,7 +4,7 @@ import importlib.util
 from dataclasses import dataclass
 from typing import Any, Dict, List, Tuple
 
-from flyte_ddp.engine.job import Job
+from flyte_ddp.engine.job import Job, Measured
 from flyte_ddp.errors import InputError
 from flyte_ddp.model_metadata import ModelMetadata
 from flyte_ddp.recipes.hyperparameters import DATASETS, MODELS
@@ -50,15 +50,30 @@ class ExportOptions(Settings):
 
 
 @dataclass(frozen=True)
-class ClassifierExport(ExportOptions):
-    """The same for a built-in classifier.
+class FolderExport(ExportOptions):
+    """The same for a classifier of a folder of images.
 
     Attributes:
-        model: name of the network, see flyte_ddp/recipes/models.py.
-        dataset: that the model was trained on; auto as in training.
+        model: name of the network, see flyte_ddp/recipes/models.py; auto is what model.json beside the weights says,
+            else mnist_cnn.
     """
 
-    model: str = setting("mnist_cnn", choices=MODELS)
+    model: str = setting("auto", choices=("auto", *MODELS))
+
+    @property
+    def network(self) -> str:
+        """Where nothing is known of the weights."""
+        return "mnist_cnn" if self.model == "auto" else self.model
+
+
+@dataclass(frozen=True)
+class ClassifierExport(FolderExport):
+    """The same for a classifier of a built-in dataset.
+
+    Attributes:
+        dataset: that the model was trained on; auto is what model.json says, else as in training.
+    """
+
     dataset: str = setting("auto", choices=DATASETS)
 
 
@@ -112,29 +127,20 @@ class TensorSpec:
 
 
 @dataclass(frozen=True)
-class Measured:
-    """Of the test split: measures by name and, for a classifier, the share that is right of each class."""
-
-    measures: Dict[str, float]
-    classes: Dict[str, float]
-
-
-@dataclass(frozen=True)
 class Written:
     """What a model is, and what it gives for the test split before it is exported.
 
     Attributes:
-        shares: the measures that are shares from 0 to 1.
+        classes: the share of each class's samples that is predicted correctly; empty where there are no classes.
         samples: what one calls the samples, in the plural.
         before: the source of the recipe's own forward; empty where it has none.
         structure: how the network's outputs are nested, in torch's notation.
     """
 
     measured: Measured
+    classes: Dict[str, float]
     metadata: ModelMetadata
-    shares: Tuple[str, ...]
     samples: str
-    test_samples: int
     parameters: int
     before: str
     inputs: Tuple[TensorSpec, ...]

@@ -1,11 +1,12 @@
-"""Verified export as a Flyte task of the built-in classifiers, and as a function for the task of a recipe of one's own:
+"""Verified export as Flyte tasks of the built-in classifiers, and as a function for the task of a recipe of one's own:
 
 @task(**training.arguments(ignored_inputs=()))
 def export_model(model_state: FlyteFile, settings: Settings, reported: Dict[str, float]) -> ExportOutputs:
     return export_recipe(training, model_state, settings, reported=reported)
 """
 
-from dataclasses import asdict, dataclass
+import json
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Dict, List, NamedTuple, Optional
 
@@ -13,15 +14,18 @@ from flytekit import task
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile, PythonPickledFile
 
+from flyte_ddp.data.image_settings import ImageSettings
 from flyte_ddp.engine.job import Subject
 from flyte_ddp.errors import InputError
-from flyte_ddp.export.settings import ClassifierExport, ExportOptions, check_formats
+from flyte_ddp.export.settings import ClassifierExport, ExportOptions, FolderExport, check_formats
 from flyte_ddp.export.verified import Source, export
 from flyte_ddp.model_metadata import ModelMetadata, read_metadata
-from flyte_ddp.recipes.hyperparameters import Hyperparameters
+from flyte_ddp.recipes.hyperparameters import FolderHyperparameters, Hyperparameters
 from flyte_ddp.report.console import say
 from flyte_ddp.settings import TrainingSettings
 from flyte_ddp.tasks.execution import flyte_retries, is_local, run_dir
+from flyte_ddp.tasks.image_folder import attach
+from flyte_ddp.tasks.inputs import known_classifier
 from flyte_ddp.tasks.outputs import output_folder, output_page
 from flyte_ddp.tasks.prepare import PreparedDataset, resolve_name
 from flyte_ddp.tasks.recipe import Data, RecipeTraining
@@ -68,9 +72,31 @@ class ExportOutputs(NamedTuple):
 def check_export(model_state: Optional[PythonPickledFile], options: ClassifierExport) -> str:
     """The name of the dataset that the model was trained on; refuses what can be seen without it."""
     check_formats(options)
-    if model_state is not None and is_local() and not Path(model_state.path).is_file():
-        raise InputError(f"model_state must be a file, and {model_state.path} is none: give the one of a training")
-    return resolve_name(options.dataset)
+    known = known_classifier(model_state)
+    if known and known.settings.get("dataset") == "image_folder":
+        raise InputError(
+            f"model_state must be of a built-in dataset, and {known.data['name']} is a folder of images: run "
+            "export_folder_wf, with that folder"
+        )
+    name = known.data["name"] if known and options.dataset == "auto" else options.dataset
+    return resolve_name(name)
+
+
+@task(**small_resources())
+def check_folder_export(
+    model_state: Optional[PythonPickledFile], images: ImageSettings, options: FolderExport
+) -> ImageSettings:
+    """The images as they are; refuses what can be seen without them."""
+    check_formats(options)
+    known = known_classifier(model_state)
+    if known and tuple(known.facts["image_shape"]) != images.shape:
+        channels, size, _ = known.facts["image_shape"]
+        wanted = json.dumps({"image_size": size, "channels": "rgb" if channels == 3 else "grayscale"})
+        raise InputError(
+            f"images must be as those that model_state was trained on, {size} pixels and {channels} channels, got "
+            f"{images.image_size} and {images.shape[0]}: give --images '{wanted}'"
+        )
+    return images
 
 
 @task(enable_deck=True, deck_fields=(), retries=2, **preparation_resources())
@@ -82,12 +108,35 @@ def export_classifier(
     accuracies: of the epochs, where it was trained for this.
     """
     with flyte_retries():
-        weights = Path(model_state.download())
-        known = read_metadata(weights)
-        hp = Hyperparameters(model=options.model, dataset=options.dataset)
-        settings = asdict(hp) if accuracies else {"model": options.model, "dataset": options.dataset}
-        reported = options.reported or ({"accuracy": accuracies[-1]} if accuracies else {})
-        return _exported(image_subject(hp, Path(data.download())), weights, settings, reported, known, options)
+        hp = Hyperparameters(dataset=options.dataset, model=options.network)
+        return _classifier(model_state, Path(data.download()), accuracies, hp, options)
+
+
+@task(enable_deck=True, deck_fields=(), retries=2, **preparation_resources())
+def export_folder_classifier(
+    model_state: PythonPickledFile,
+    index: PreparedDataset,
+    folder: FlyteDirectory,
+    accuracies: List[float],
+    options: FolderExport,
+) -> ExportOutputs:
+    """The same for a classifier of a folder of images, which index describes."""
+    with flyte_retries():
+        hp = FolderHyperparameters(model=options.network)
+        return _classifier(model_state, Path(attach(index, folder).path), accuracies, hp, options)
+
+
+def _classifier(
+    model_state: PythonPickledFile, data: Path, accuracies: List[float], hp: Hyperparameters, options: FolderExport
+) -> ExportOutputs:
+    """hp: of the training, if there was one for this; else what was asked for."""
+    weights = Path(model_state.download())
+    known = read_metadata(weights)
+    if known and options.model == "auto":
+        hp = replace(hp, model=known.facts["network"])
+    settings = asdict(hp) if accuracies else {"model": hp.model, "dataset": hp.dataset}
+    reported = options.reported or ({"accuracy": accuracies[-1]} if accuracies else {})
+    return _exported(image_subject(hp, data), weights, settings, reported, known, options)
 
 
 def export_recipe(
@@ -134,7 +183,7 @@ def _exported(
         headline=metadata.headline,
         measures=measured.measures,
         exported={name: found.measures[metadata.headline] for name, found in exported.formats.items()},
-        classes=measured.classes,
+        classes=exported.written.classes,
         parameters=exported.written.parameters,
     )
     return ExportOutputs(output_folder(place / "model"), summary, report)

@@ -7,20 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Dict, Optional, Tuple
 
-from flyte_ddp.engine.job import Job, Subject, job_of
+from flyte_ddp.engine.job import Job, Measured, Subject, job_of
 from flyte_ddp.errors import InputError, ReportedError
 from flyte_ddp.export import card
-from flyte_ddp.export.settings import FILES, ExportJob, ExportOptions, Measured, VerifyJob, Written, check_formats
-from flyte_ddp.launch import launcher
-from flyte_ddp.launch.environment import World
+from flyte_ddp.export.settings import FILES, ExportJob, ExportOptions, VerifyJob, Written, check_formats
+from flyte_ddp.launch.alone import run_alone
 from flyte_ddp.model_metadata import path_beside
 from flyte_ddp.report.console import open_console, say
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.storage import temporary_beside, writing_to
 
 WRITE, VERIFY = "flyte_ddp.export.rank:write", "flyte_ddp.export.rank:verify"  # names, because they import torch
-# On the CPU, for a program keeps the device that it was made on
-ALONE = World(size=1, local_size=1, backend="gloo", device="cpu")
 
 
 @dataclass(frozen=True)
@@ -79,9 +76,7 @@ def export(source: Source, folder: Path, options: ExportOptions) -> Exported:
 def _export(source: Source, folder: Path, options: ExportOptions) -> Exported:
     job = job_of(source.subject, RunOptions(), model_path=str(source.weights))
     asked = ExportJob(job, tuple(options.names), str(folder), source.settings, source.training)
-    written = _run(WRITE, asked, job, options)
-    if isinstance(written, str):
-        raise InputError(written)
+    written: Written = _run(WRITE, asked, job, options)
     tolerance = options.reported_tolerance
     difference = differing(source.reported, written.measured.measures, tolerance)
     if difference:
@@ -122,10 +117,10 @@ def _verified(name: str, job: Job, folder: Path, written: Written, options: Expo
 
 
 def _run(target: str, argument: Any, job: Job, options: ExportOptions) -> Any:
-    """In a process of its own; its imports are the launcher's."""
-    console, roots = open_console(), [job.root] if job.root else []
+    """In a process of its own, on the CPU, for a program keeps the device that it was made on."""
+    console = open_console()
     try:
-        return launcher.launch(target, ALONE, argument, options.timeout_seconds, console, roots=roots)[0]
+        return run_alone(target, argument, options.timeout_seconds, console, root=job.root)
     finally:
         console.close()
 

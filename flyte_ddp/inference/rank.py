@@ -1,11 +1,10 @@
-"""Batch prediction in a process of its own: a shard's images through a trained network, and a look at its file."""
+"""Batch prediction in a process of its own: a look at the network's file, and a shard's images through it."""
 
 from pathlib import Path
-from typing import Dict, Iterator, List, Sequence, Tuple
+from typing import Iterator, List, Sequence, Tuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from flyte_ddp.data import prepared
 from flyte_ddp.data.description import DatasetDescription
@@ -18,6 +17,14 @@ from flyte_ddp.launch.link import Link
 from flyte_ddp.recipes.images import Normaliser
 from flyte_ddp.recipes.models import MODELS, load_model
 from flyte_ddp.storage import writing_to
+from flyte_ddp.weights import load_weights
+
+REMEDY = "give that of a training, and in options the model and the dataset that it was trained with"
+
+
+def check_model(environment: Environment, link: Link, file: ModelFile) -> None:
+    """InputError where the file does not have the weights of the network."""
+    load_weights(MODELS[file.model](file.image_shape, file.classes), file.path, remedy=REMEDY)
 
 
 @torch.inference_mode()
@@ -61,38 +68,3 @@ def read_images(job: ShardJob, description: DatasetDescription) -> Tuple[np.ndar
 def predicted(rows: Sequence[Row], found: Sequence[Tuple[float, int]], classes: Sequence[str]) -> Iterator[Row]:
     for row, (score, guess) in zip(rows, found, strict=True):
         yield row if row.error else row._replace(prediction=classes[guess], score=f"{score:.6f}")
-
-
-def find_fault(environment: Environment, link: Link, file: ModelFile) -> str:
-    """What keeps a file from being the weights of a network, as the end of 'the file …'; empty where nothing does."""
-    try:
-        found = torch.load(file.path, map_location="cpu", weights_only=True)
-    except Exception as error:  # of zipfile, pickle and torch; their advice would be to trust the file
-        return f"is no file of weights that can be read safely ({type(error).__name__})"
-    if not isinstance(found, dict) or not all(isinstance(value, Tensor) for value in found.values()):
-        return f"holds {type(found).__name__} and not a state_dict, which has a name for each tensor"
-    differences = compare(found, MODELS[file.model](file.image_shape, file.classes).state_dict())
-    if not differences:
-        return ""
-    network = f"{file.model} for images of {file.image_shape} and {file.classes} classes"
-    return f"belongs to another network than {network}: it {', '.join(differences)}"
-
-
-def compare(found: Dict[str, Tensor], expected: Dict[str, Tensor]) -> List[str]:
-    """What differs between two state_dicts in names and shapes, as the end of 'it …'; the first case of each kind."""
-    lacking = [name for name in expected if name not in found]
-    unknown = [name for name in found if name not in expected]
-    other = [name for name in expected if name in found and found[name].shape != expected[name].shape]
-    said = []
-    if lacking:
-        said.append(f"lacks {lacking[0]}{_more(lacking)}")
-    if unknown:
-        said.append(f"has {unknown[0]}{_more(unknown)}, which the network has not")
-    if other:
-        shapes = f"of shape {tuple(found[other[0]].shape)} instead of {tuple(expected[other[0]].shape)}"
-        said.append(f"has {other[0]} {shapes}{_more(other)}")
-    return said
-
-
-def _more(names: Sequence[str]) -> str:
-    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""

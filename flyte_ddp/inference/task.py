@@ -17,11 +17,12 @@ from flytekit.types.file import CSVFile, PythonPickledFile
 from flyte_ddp.data import prepared
 from flyte_ddp.errors import InputError
 from flyte_ddp.inference.shards import InferenceOptions, ModelFile, Shard, ShardJob
-from flyte_ddp.launch import launcher
-from flyte_ddp.launch.environment import World, choose_world, visible_gpus
+from flyte_ddp.launch.alone import run_alone
+from flyte_ddp.launch.environment import choose_world, visible_gpus
 from flyte_ddp.report.console import Console, say
 from flyte_ddp.storage import remove_leftovers, temporary_beside, writing_to
 from flyte_ddp.tasks.execution import flyte_retries, is_local, runs_dir
+from flyte_ddp.tasks.inputs import known_classifier
 from flyte_ddp.tasks.outputs import output_file
 from flyte_ddp.tasks.prepare import PreparedDataset, resolve_name
 from flyte_ddp.tasks.registration import registration
@@ -38,7 +39,7 @@ from flyte_ddp.tasks.versions import NETWORK_SOURCES, CodeVersion, check_registe
 
 # names, because importing them would import torch
 PREDICTOR = "flyte_ddp.inference.rank:predict_shard"
-INSPECTOR = "flyte_ddp.inference.rank:find_fault"
+INSPECTOR = "flyte_ddp.inference.rank:check_model"
 INFERENCE_SOURCES = (
     *NETWORK_SOURCES,
     "flyte_ddp/engine/batches.py",
@@ -46,6 +47,7 @@ INFERENCE_SOURCES = (
     "flyte_ddp/inference/images.py",
     "flyte_ddp/inference/rank.py",
     "flyte_ddp/inference/task.py",
+    "flyte_ddp/weights.py",
 )
 INFERENCE_CODE = CodeVersion(INFERENCE_SOURCES, ("torch", "pillow"))
 
@@ -66,8 +68,7 @@ def check_inputs(
     model_state: Optional[PythonPickledFile], folder: Optional[FlyteDirectory], options: InferenceOptions
 ) -> str:
     """The name of the dataset that the model was trained on; refuses what can be seen without it."""
-    if model_state is not None and is_local() and not Path(model_state.path).is_file():
-        raise InputError(f"model_state must be a file, and {model_state.path} is none: give the one of a training")
+    known_classifier(model_state)
     if folder is not None and not list_files(folder):
         raise InputError(f"{folder.path} holds no files to predict: give a folder of images, with sub-folders or not")
     return resolve_name(options.dataset)
@@ -83,13 +84,7 @@ def plan_shards(
         description = prepared.verify(data.download())
         weights = Path(model_state.download())
         asked = ModelFile(str(weights), options.model, description.image_shape, len(description.classes))
-        alone = World(size=1, local_size=1, backend="gloo", device="cpu")
-        (fault,) = launcher.launch(INSPECTOR, alone, asked, options.timeout_seconds, Console())
-    if fault:
-        raise InputError(
-            f"model_state: the file {weights} {fault}: give the model_state of a training, and in options the model "
-            f"and the dataset that it was trained with"
-        )
+        run_alone(INSPECTOR, asked, options.timeout_seconds, Console())
     files = list(list_files(folder).items()) if folder is not None else []
     decisive = {
         "weights": hashlib.sha256(weights.read_bytes()).hexdigest(),
@@ -148,7 +143,7 @@ def predict_shard(
             output=str(beside),
         )
         try:
-            launcher.launch(PREDICTOR, choose_world("auto", 1, 1), job, options.timeout_seconds, Console())
+            run_alone(PREDICTOR, job, options.timeout_seconds, Console(), choose_world("auto", 1, 1))
             os.replace(beside, part)
         finally:
             beside.unlink(missing_ok=True)

@@ -2,9 +2,9 @@
 
 import math
 from dataclasses import dataclass
-from typing import Dict, Optional, Sequence, Tuple
+from typing import Optional, Sequence
 
-from flyte_ddp.engine.job import Job
+from flyte_ddp.engine.job import Job, Measured
 from flyte_ddp.errors import InputError
 from flyte_ddp.settings import Settings, setting
 
@@ -17,7 +17,7 @@ class PromotionOptions(Settings):
 
     Attributes:
         measure: of the test split that decides; empty is the one that the recipe's trainings are judged by.
-        better: whether a higher or a lower value is better; auto is lower for the loss, higher for shares (accuracy).
+        better: whether a higher or a lower value is better; auto is as the recipe chooses its best epoch.
         margin: by more than this the candidate has to be better than the model that is promoted now.
         timeout_seconds: how long the measuring may go without a batch before it counts as hung.
     """
@@ -30,28 +30,13 @@ class PromotionOptions(Settings):
 
 @dataclass(frozen=True)
 class Comparison:
-    """The models to measure, of which the first one, the candidate, brings data and measures for all of them."""
+    """The models to measure, of which the first one, the candidate, brings data and measures for all of them.
 
-    jobs: Sequence[Job]
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What a model is on the test split.
-
-    Attributes:
-        measures: by name; empty where there is a fault.
-        headline: the measure that the recipe's trainings are judged by.
-        shares: the measures that are shares from 0 to 1.
-        samples: of the test split.
-        fault: what keeps the file from being weights of the network, as the end of 'the file …'.
+    current: the model that is promoted now, in words, for an error.
     """
 
-    measures: Dict[str, float]
-    headline: str
-    shares: Tuple[str, ...]
-    samples: int
-    fault: str = ""
+    jobs: Sequence[Job]
+    current: str
 
 
 @dataclass(frozen=True)
@@ -77,9 +62,12 @@ def judge(candidate: Measured, current: Optional[Measured], options: PromotionOp
     name = options.measure or candidate.headline
     if name not in candidate.measures:
         raise InputError(f"measure must be one of {', '.join(candidate.measures)}, got {name!r}")
-    if options.better == "auto" and name != "loss" and name not in candidate.shares:
-        raise InputError(f'better must be "higher" or "lower" for the measure {name}, got "auto": say which is better')
-    higher = options.better == "higher" or (options.better == "auto" and name != "loss")
+    if options.better == "auto" and name not in candidate.is_lower_better:
+        raise InputError(
+            f'better must be "higher" or "lower" for the measure {name}, got "auto": say so, or add {name} to the '
+            "recipe's higher_is_better or lower_is_better"
+        )
+    higher = options.better == "higher" or (options.better == "auto" and not candidate.is_lower_better[name])
     score = candidate.measures[name]
     if not math.isfinite(score):
         raise InputError(f"the candidate's {name} must be finite, got {score}: give a model that has learnt")

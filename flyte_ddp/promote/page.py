@@ -2,7 +2,8 @@
 
 from typing import List, Sequence, Tuple
 
-from flyte_ddp.promote.job import Measured, Verdict
+from flyte_ddp.engine.job import Measured
+from flyte_ddp.promote.job import Verdict
 from flyte_ddp.promote.place import Pointer
 from flyte_ddp.report.article import Section, article
 from flyte_ddp.report.surroundings import surroundings
@@ -36,10 +37,11 @@ def promotion_page(
         (capitalised(in_words(name)), *(written(name, found.measures[name], found.shares) for _, found in models))
         for name in first.measures
     ]
-    text = f"Both on the same {first.samples:,} samples of the test split, in float32, by the candidate's measures."
+    both = "Both on the same" if len(models) > 1 else "On the"
+    text = f"{both} {first.samples:,} samples of the test split, in float32, by the candidate's measures."
     caution = "What is chosen by a split, again and again, looks better on it than it is: quote what another one says."
     measures = Section("Scores", [text, caution], (), "", ("Measure", *(name for name, _ in models)), lines)
-    setup = Section("Set-up", (), (), "With what, and where", ("", ""), [*facts, *surroundings().items()])
+    setup = Section("Set-up", (), (), "With what, and where", (), [*facts, *surroundings().items()])
     return article(title, capitalised(in_short(verdict, first.shares)), [measures, history(pointer), setup])
 
 

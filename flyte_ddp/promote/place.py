@@ -7,6 +7,7 @@ PLACE/versions/NAME/version.json   what they are and how they were measured; wri
 A reader who takes current.json, and then what it names, has one whole model at any moment.
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -26,6 +27,7 @@ from flyte_ddp.errors import InputError, RecoverableError, ReportedError
 from flyte_ddp.storage import synced_file, temporary_beside, write_whole
 
 FORMAT = 1
+UNWRITABLE = (errno.EDQUOT, errno.ENOSPC, errno.ENOTDIR, errno.EROFS)  # of a disk; trying again would not help
 PROMOTED, ROLLED_BACK = "promoted", "rolled back"
 
 
@@ -65,16 +67,27 @@ class Place:
 
     def read(self) -> Pointer:
         """Raises ReportedError where current.json is damaged, or missing although there are versions."""
-        try:
-            return self._parsed(self._read("current.json"))
-        except FileNotFoundError:
-            if not self.versions():
-                return Pointer()
-            problem = "is missing"
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            problem = f"is damaged ({type(error).__name__}: {error})"
+        problem = "is missing"
+        for _ in range(2):  # somebody may have begun after the first look for it and before that for versions
+            try:
+                return self._parsed(self._read("current.json"))
+            except FileNotFoundError:
+                if not self.versions():
+                    return Pointer()
+            except InputError:  # a ValueError, too
+                raise
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                problem = f"is damaged ({type(error).__name__}: {error})"
         names = ", ".join(self.versions()) or "none"
         raise ReportedError(f"{self.root}/current.json {problem}: put it back, or roll back to a version: {names}")
+
+    def begin(self) -> None:
+        """Writes an empty current.json before the first version, by which a lost one can be told from none."""
+        with self._turn():
+            try:
+                self._read("current.json")
+            except FileNotFoundError:
+                self._write("current.json", _as_json(Pointer()), exclusive=True)
 
     def versions(self) -> List[str]:
         """Names of all whole versions, the oldest first."""
@@ -91,6 +104,8 @@ class Place:
             return {"sha256": facts["sha256"], **facts}
         except FileNotFoundError:
             raise self._damaged(version, "has no version.json") from None
+        except InputError:
+            raise
         except (ValueError, KeyError, TypeError) as error:
             raise self._damaged(version, f"has no version.json that can be read ({error})") from None
 
@@ -114,7 +129,7 @@ class Place:
 
     def add(self, version: str, model: Path, facts: Dict[str, Any]) -> None:
         """Writes a version whole, without promoting it."""
-        self._begin()
+        self.begin()
         told = {"format": FORMAT, "name": version, **facts}
         with self._reaching():
             self._copy(model, f"versions/{version}/model.pt")
@@ -134,8 +149,11 @@ class Place:
 
     def roll_back(self, version: str) -> Pointer:
         """Promotes an earlier version again; mends a current.json that is damaged or missing."""
-        if version not in self.versions():
-            raise InputError(f"name must be one of {', '.join(self.versions()) or 'none yet'}, got {version!r}")
+        versions = self.versions()
+        if not versions:
+            raise InputError(f"place {self.root} must have a version to roll back to, and has none: promote one first")
+        if version not in versions:
+            raise InputError(f"name must be one of {', '.join(versions)}, got {version!r}")
         self.fetch(version, Path(os.devnull))  # for what it finds out
         with self._turn():
             try:
@@ -147,14 +165,6 @@ class Place:
             after = before.to(version, ROLLED_BACK)
             self._write("current.json", _as_json(after))
         return after
-
-    def _begin(self) -> None:
-        """An empty current.json before the first version, by which a lost one can be told from none."""
-        with self._turn():
-            try:
-                self._read("current.json")
-            except FileNotFoundError:
-                self._write("current.json", _as_json(Pointer()), exclusive=True)
 
     def _parsed(self, content: bytes) -> Pointer:
         told = json.loads(content)
@@ -226,6 +236,8 @@ class Place:
         except PermissionError as error:
             raise InputError(f"place {self.root} must be readable and writable here: {error}") from None
         except Exception as error:  # each storage has its own
+            if getattr(error, "errno", None) in UNWRITABLE:
+                raise InputError(f"place {self.root} must be where one can write: {error}") from None
             raise RecoverableError(f"place {self.root} cannot be used: {type(error).__name__}: {error}") from None
 
 

@@ -4,7 +4,7 @@
 def promote_model(model_state: PythonPickledFile, settings: Settings, place: str) -> PromotionOutputs:
     with flyte_retries():
         subject = training.subject(settings, None)
-        return promote(subject, Path(model_state.download()), Place(place), PromotionOptions(better="higher"))
+        return promote(subject, Path(model_state.download()), Place(place), PromotionOptions())
 """
 
 import dataclasses
@@ -17,11 +17,11 @@ from flytekit import current_context
 from flytekit.types.file import FlyteFile, PythonPickledFile
 
 from flyte_ddp.code_version import library_version
-from flyte_ddp.engine.job import Subject, job_of
+from flyte_ddp.engine.job import Measured, Subject, job_of
 from flyte_ddp.errors import InputError, ReportedError
-from flyte_ddp.launch import launcher
+from flyte_ddp.launch.alone import run_alone
 from flyte_ddp.launch.environment import choose_world
-from flyte_ddp.promote.job import Comparison, Measured, PromotionOptions, Verdict, judge
+from flyte_ddp.promote.job import Comparison, PromotionOptions, Verdict, judge
 from flyte_ddp.promote.page import in_short, promotion_page
 from flyte_ddp.promote.place import PROMOTED, Place, now, version_name
 from flyte_ddp.report.console import Console, say
@@ -29,7 +29,7 @@ from flyte_ddp.settings import RunOptions, TrainingSettings
 from flyte_ddp.tasks.execution import is_local, run_dir
 from flyte_ddp.tasks.outputs import output_file, output_page
 
-MEASURE = "flyte_ddp.promote.rank:measure"  # a name, because importing it would import torch
+COMPARE = "flyte_ddp.promote.rank:compare"  # a name, because importing it would import torch
 
 
 @dataclass(frozen=True)
@@ -119,12 +119,8 @@ def compare(
         identity = dataclasses.replace(subject.identity, settings=settings)
         other = dataclasses.replace(subject, identity=identity)
         names, jobs = [*names, against], [*jobs, job_of(other, RunOptions(), model_path=str(former))]
-    world, roots = choose_world("auto", 1, 1), [subject.root] if subject.root else []
-    (found,) = launcher.launch(MEASURE, world, Comparison(jobs), options.timeout_seconds, Console(), roots=roots)
-    if found[0].fault:
-        raise InputError(f"model_state: the file {model} {found[0].fault}: give the weights of such a training")
-    if against and found[1].fault:
-        raise ReportedError(f"version {against} in {place.root}: its file {found[1].fault}: name another place")
+    asked, world = Comparison(jobs, f"version {against} in {place.root}"), choose_world("auto", 1, 1)
+    found = run_alone(COMPARE, asked, options.timeout_seconds, Console(), world, subject.root)
     return list(zip(names, found, strict=True))
 
 

@@ -17,6 +17,7 @@ from flyte_ddp.report.article import article
 from flyte_ddp.report.console import say
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.tasks.execution import flyte_retries, is_local, run_dir, runs_dir
+from flyte_ddp.tasks.inputs import known_classifier
 from flyte_ddp.tasks.outputs import output_page
 from flyte_ddp.tasks.prepare import PreparedDataset, resolve_name
 from flyte_ddp.tasks.registration import registration
@@ -63,11 +64,12 @@ def check_promotion(
     place: str, model_state: Optional[PythonPickledFile], hp: Hyperparameters, options: RunOptions
 ) -> PromotionTarget:
     """Refuses what can be seen before anything is downloaded or trained."""
-    if model_state is not None and is_local() and not Path(model_state.path).is_file():
-        raise InputError(f"model_state must be a file, and {model_state.path} is none: give the one of a training")
+    known_classifier(model_state)
     target = resolve_place(place)
     with flyte_retries():
-        Place(target).read()
+        models = Place(target)
+        models.read()
+        models.begin()  # now, where one cannot write there, and not once a model has been trained
     if is_local() and model_state is None:
         choose_world(hp.backend, options.nproc, hp.batch_size)
     return PromotionTarget(resolve_name(hp.dataset), target)

@@ -11,7 +11,8 @@ from torch.nn import functional as F
 
 from flyte_ddp.errors import InputError
 from flyte_ddp.model_metadata import read_metadata
-from flyte_ddp.recipe import Recipe, load_weights
+from flyte_ddp.recipe import Recipe
+from flyte_ddp.weights import load_weights
 
 OURS = "flyte_ddp.recipes.images:ImageClassifier"  # a name, because its module imports this one
 MNIST = {"network": "mnist_cnn", "image_shape": (1, 28, 28), "classes": range(10)}
@@ -148,9 +149,17 @@ def load_model(
         recipe = pkgutil.resolve_name(metadata.recipe)
         if not (isinstance(recipe, type) and issubclass(recipe, Recipe)):
             raise InputError(f"the metadata of {path} must name a recipe, got {metadata.recipe}")
-        return recipe.load_model(path, data_path=data_path)
+        try:
+            return recipe.load_model(path, data_path=data_path)
+        except InputError:
+            raise
+        except Exception as error:
+            if data_path or not metadata.data["digest"]:
+                raise
+            name = metadata.data["name"]
+            raise InputError(f"{metadata.recipe} makes its network from its data, {name}: give data_path") from error
     known: Dict[str, Any] = {**MNIST, **(metadata.facts if metadata else {})}
     shape = image_shape or tuple(known["image_shape"])
     model = MODELS[name or known["network"]](shape, classes or len(known["classes"]))
-    model.load_state_dict(load_weights(path))
-    return model.eval()
+    remedy = "give the name of its network, and image_shape and classes of what that was trained on"
+    return load_weights(model, path, remedy=remedy).eval()

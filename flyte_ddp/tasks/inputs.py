@@ -1,12 +1,18 @@
-"""Readable answers to unreadable --hp and --options values."""
+"""Readable answers to unreadable --hp and --options values, and to files that are no models."""
 
-from typing import Any
+from pathlib import Path
+from typing import Any, Optional
 
 from flytekit.interaction.click_types import DirParamType, FileParamType, UnionParamType
+from flytekit.types.file import PythonPickledFile
 
+from flyte_ddp.errors import InputError
+from flyte_ddp.model_metadata import ModelMetadata, read_metadata
 from flyte_ddp.reading import read_settings
 from flyte_ddp.settings import Settings
+from flyte_ddp.tasks.execution import is_local
 from flyte_ddp.tasks.flytekit_compat import alternatives, read_json_inputs
+from flyte_ddp.tasks.train import IMAGE_CLASSIFIER
 
 
 def explain_unreadable_settings() -> None:
@@ -30,3 +36,19 @@ def explain_missing_paths() -> None:
 
     convert.explains = True  # type: ignore[attr-defined]
     UnionParamType.convert = convert
+
+
+def known_classifier(model_state: Optional[PythonPickledFile]) -> Optional[ModelMetadata]:
+    """What is known of weights before they are read, on a cluster nothing; InputError where they are of a recipe."""
+    if model_state is None or not is_local():
+        return None
+    path = model_state.path
+    if not Path(path).is_file():
+        raise InputError(f"model_state must be a file, and {path} is none: give the one of a training")
+    known = read_metadata(path)
+    if known and known.recipe != IMAGE_CLASSIFIER:
+        raise InputError(
+            f"model_state must be of a built-in classifier, and {path} is of {known.recipe}: docs/your-own-model.md "
+            "says what there is for recipes"
+        )
+    return known

@@ -18,7 +18,7 @@ from flytekit.types.file import FlyteFile, PythonPickledFile
 from flyte_ddp.code_version import OTHER_CODE
 from flyte_ddp.engine.job import Identity, Subject, job_of
 from flyte_ddp.errors import InputError, ReportedError
-from flyte_ddp.launch import launcher
+from flyte_ddp.launch.alone import run_alone
 from flyte_ddp.launch.environment import choose_world, visible_gpus
 from flyte_ddp.report.console import open_console
 from flyte_ddp.settings import RunOptions, TrainingSettings
@@ -153,8 +153,12 @@ class RecipeTraining:
         with flyte_retries(), run_dir(f"{subject.dataset}-predictions") as folder:
             path = folder / f"predictions-{shard}.npy"
             job = job_of(subject, RunOptions(), model_path=model_state.download(), predictions_path=str(path))
-            world, timeout, listen = choose_world("gloo", 1, 1), RunOptions().timeout_seconds, open_console()
-            launcher.launch(PREDICT, world, (job, split, shard, shards), timeout, listen, roots=[self.code.root])
+            world, timeout, asked = (
+                choose_world("gloo", 1, 1),
+                RunOptions().timeout_seconds,
+                (job, split, shard, shards),
+            )
+            run_alone(PREDICT, asked, timeout, open_console(), world, self.code.root)
         return output_file(path)
 
     def subject(self, settings: TrainingSettings, place: Optional[Path], init: Optional[Path] = None) -> Subject:

@@ -30,6 +30,7 @@ ENGINE_SOURCES = (
     "flyte_ddp/share.py",
     "flyte_ddp/tasks/summaries.py",
     "flyte_ddp/tasks/train.py",
+    "flyte_ddp/weights.py",
 )
 NETWORK_SOURCES = (
     "flyte_ddp/recipes/images.py",

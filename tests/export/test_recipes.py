@@ -4,25 +4,36 @@ import importlib
 import subprocess
 import sys
 from pathlib import Path
+from typing import Dict
 
 import pytest
 import torch
 from flytekit import FlyteContextManager
 from flytekit.core.context_manager import ExecutionState
-from flytekit.types.file import FlyteFile
+from flytekit.types.directory import FlyteDirectory
+from flytekit.types.file import FlyteFile, PythonPickledFile
 
+from flyte_ddp.data.datasets import prepare
+from flyte_ddp.data.image_folder import write_folder
+from flyte_ddp.data.prepared import open_split
 from flyte_ddp.errors import InputError, ReportedError
 from flyte_ddp.export.settings import ExportOptions
 from flyte_ddp.export.task import export_recipe
 from flyte_ddp.model_metadata import path_beside
+from flyte_ddp.recipes.models import load_model
 from flyte_ddp.settings import RunOptions, TrainingSettings
+from flyte_ddp.tasks.inputs import known_classifier
 from flyte_ddp.tasks.recipe import RecipeTraining
 from flyte_ddp.train import train
 
 ROOT = Path(__file__).parents[2]
-SMALL = {
+SMALL: Dict[str, Dict[str, int]] = {
+    "autoencoder:AutoencoderRecipe": {},
     "charlm:CharLM": {"characters": 12_000, "width": 16, "layers": 1},
     "contrastive:Contrastive": {"batch_size": 400},
+    "resnet:ResNet": {"side": 32},
+    "segmentation:Segmentation": {"images": 100},
+    "tabular:Tabular": {},
 }
 
 
@@ -42,12 +53,25 @@ def local_execution():
         yield
 
 
-def trained(recipe, settings, output):
-    return train(recipe, settings, RunOptions(nproc=1), output=output, on_event=lambda event: None)
+def trained(recipe, settings, output, data=None):
+    return train(recipe, settings, RunOptions(nproc=1), data=data, output=output, on_event=lambda event: None)
 
 
-def exported(recipe, settings, model_path, **options):
-    return export_recipe(RecipeTraining(recipe), FlyteFile(str(model_path)), settings, options=ExportOptions(**options))
+def exported(recipe, settings, model_path, data=None, **options):
+    folder = FlyteDirectory(str(data), remote_directory=False) if data else None
+    training, weights = RecipeTraining(recipe), FlyteFile(str(model_path))
+    return export_recipe(training, weights, settings, data=folder, options=ExportOptions(**options))
+
+
+def data_of(example, place):
+    """The folder that an example is trained on, if it takes one."""
+    if example.startswith("autoencoder"):
+        return prepare("digits")
+    if example.startswith("resnet"):
+        images, labels = open_split(prepare("digits"), "test")
+        write_folder(place / "photos", [f"digit {digit}" for digit in range(10)], images, labels)
+        return place / "photos"
+    return None
 
 
 def lines(recipe, folder):
@@ -60,9 +84,9 @@ def lines(recipe, folder):
 def test_every_format_gives_the_measures_that_the_training_reported(example, tmp_path):
     folder, _, name = example.partition(":")
     settings = importlib.import_module(f"{folder}.settings").Settings(epochs=1, precision="float32", **SMALL[example])
-    recipe = f"{folder}.recipe:{name}"
-    result = trained(recipe, settings, tmp_path)
-    outputs = exported(recipe, settings, result.model_path)
+    recipe, data = f"{folder}.recipe:{name}", data_of(example, tmp_path)
+    result = trained(recipe, settings, tmp_path / "trained", data)
+    outputs = exported(recipe, settings, result.model_path, data)
     reported = result.epochs[-1].test
     assert outputs.summary.measures == pytest.approx(reported, abs=1e-4)
     assert set(outputs.summary.exported) == {"safetensors", "pt2", "onnx"}
@@ -71,28 +95,41 @@ def test_every_format_gives_the_measures_that_the_training_reported(example, tmp
     model = Path(outputs.model.path)
     weights = torch.load(result.model_path, weights_only=True)
     for file in (result.model_path, model / "model.safetensors"):
-        assert_loads_by_name_alone(file, weights)
+        assert_loads_by_name_alone(file, weights, data)
     card = (model / "model_card.md").read_text()
-    assert "The files hold the network alone" in card
+    assert ("The files hold the network alone" in card) == (folder in ("autoencoder", "charlm", "contrastive"))
+    assert ("data\\_path=DATA" in card) == (data is not None)
     assert Path(outputs.report.path).read_text() == (model / "model_card.html").read_text()
 
 
-def assert_loads_by_name_alone(file, weights):
+def assert_loads_by_name_alone(file, weights, data):
     program = """if True:
         import sys
         from flyte_ddp.recipes.models import load_model
-        model = load_model(sys.argv[1])
+        model = load_model(sys.argv[1], data_path=sys.argv[2] or None)
         assert not model.training
         print(type(model).__name__, sum(p.double().sum().item() for p in model.state_dict().values()))
     """
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(file)], cwd=ROOT / "examples", env={"PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True,
-    )  # fmt: skip
+    command, place = [sys.executable, "-c", program, str(file), str(data or "")], ROOT / "examples"
+    done = subprocess.run(command, cwd=place, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert float(done.stdout.split()[1]) == pytest.approx(
         sum(value.double().sum().item() for value in weights.values())
     )
+
+
+def test_a_network_that_is_made_from_its_data_asks_for_them(tmp_path):
+    data = data_of("resnet", tmp_path)
+    settings = importlib.import_module("resnet.settings").Settings(epochs=1, side=32)
+    path = trained("resnet.recipe:ResNet", settings, tmp_path / "trained", data).model_path
+    with pytest.raises(InputError, match=r"resnet.recipe:ResNet makes its network from its data, photos: give data_pa"):
+        load_model(path)
+
+
+def test_a_recipes_model_is_none_of_the_built_in_workflows(tmp_path):
+    *_, path = lines("Lines", tmp_path)
+    with pytest.raises(InputError, match=r"must be of a built-in classifier, and .*model.pt is of tests.export.netwo"):
+        known_classifier(PythonPickledFile(str(path)))
 
 
 def test_inputs_by_name_and_nested_outputs_come_through(tmp_path):
@@ -136,7 +173,7 @@ def test_weights_that_are_not_those_of_the_reported_measures_fail_the_export(tmp
 
 def test_weights_of_another_network_are_refused(tmp_path):
     name, settings, path = lines("Lines", tmp_path)
-    with pytest.raises(InputError, match="is no file of weights for this network: RuntimeError"):
+    with pytest.raises(InputError, match=r"must fit the network, and .*model.pt lacks bias, weight and has, which"):
         exported(name.replace("Lines", "Lying"), settings, path)
 
 

@@ -48,7 +48,8 @@ def trained():
 
 @pytest.fixture(scope="module")
 def exported(trained):
-    done = export(trained.model)
+    """Its network and dataset stand in model.json."""
+    done = pyflyte("export.py", "export_wf", "--model_state", str(trained.model))
     assert done.returncode == 0, done.stderr
     return done, Path(re.findall(r"ExportOutputs\(model=([^,]+)", done.stdout)[0])
 

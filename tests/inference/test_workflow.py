@@ -89,7 +89,7 @@ def test_killed_run_keeps_its_finished_shards_and_ends_as_the_evaluation_did(tra
     [
         (["--model_state", "nowhere.pt"], "valid file path, nowhere.pt"),
         (["--folder", "."], "holds no files to predict"),
-        (["--model_state", INFERENCE, "--options", '{"dataset": "digits"}'], "is no file of weights"),
+        (["--model_state", INFERENCE, "--options", '{"dataset": "digits"}'], "model_state must be a state_dict"),
     ],
 )
 def test_bad_input_is_one_error(tmp_path, arguments, words):

@@ -104,8 +104,10 @@ def test_what_is_no_place_is_refused(tmp_path):
     with pytest.raises(InputError, match=r"absolute path or a URL of Flyte's storage .*got 'models'"):
         Place("models")
     (tmp_path / "file").touch()
-    with pytest.raises(Exception, match="cannot be used: NotADirectoryError"):
+    with pytest.raises(InputError, match=r"must be where one can write: .*Not a directory"):
         promote(Place(str(tmp_path / "file")), "first", tmp_path)
+    with pytest.raises(InputError, match="must have a version to roll back to, and has none"):
+        Place(str(tmp_path / "none")).roll_back("first")
 
 
 def test_versions_are_named_by_time_and_content():

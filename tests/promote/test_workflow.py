@@ -16,12 +16,13 @@ from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import PythonPickledFile
 
 from flyte_ddp.data.datasets import prepare
-from flyte_ddp.engine.job import Identity, Subject
+from flyte_ddp.engine.job import Identity, Measured, Subject
 from flyte_ddp.errors import InputError
-from flyte_ddp.promote.job import Measured, PromotionOptions, judge
+from flyte_ddp.promote.job import PromotionOptions, judge
 from flyte_ddp.promote.place import Place
 from flyte_ddp.promote.promotion import promote
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
+from flyte_ddp.settings import RunOptions
 from flyte_ddp.train import train
 from flyte_ddp.user_code import find_code
 from scripts.dry_run import decode
@@ -110,15 +111,21 @@ def test_what_cannot_be_promoted_is_one_error(weak, tmp_path):
     other = to(place, weak.model)
     other[other.index("--hp") + 1] = json.dumps({**HP, "model": "fashion_cnn"})
     network = pyflyte(*other, status=2)
-    words = [" ".join(re.sub("[│╭╮╰╯─]", " ", said.stderr).split()) for said in (damaged, network)]
+    untrained = pyflyte(PROMOTE, "promote_wf", "--place", str(weak.model / "models"), status=2)
+    refused = (damaged, network, untrained)
+    words = [" ".join(re.sub("[│╭╮╰╯─]", " ", said.stderr).split()) for said in refused]
     assert "damaged (JSONDecodeError" in words[0]
-    assert "belongs to another network" in words[1]
+    assert "model_state must fit the network, and" in words[1]
+    assert "must be where one can write: " in words[2]
+    assert "Train Epoch" not in words[2]
     assert not any("Traceback" in text for text in words)
     assert not list(place.glob("versions/*"))
 
 
-ACCURATE = Measured({"loss": 0.1, "accuracy": 0.9, "f1": 0.8}, "accuracy", ("accuracy",), 100)
-BETTER = Measured({"loss": 0.2, "accuracy": 0.92, "f1": 0.8}, "accuracy", ("accuracy",), 100)
+ACCURATE = Measured(
+    {"loss": 0.1, "accuracy": 0.9, "f1": 0.8}, "accuracy", ("accuracy",), 100, {"loss": True, "accuracy": False}
+)
+BETTER = dataclasses.replace(ACCURATE, measures={"loss": 0.2, "accuracy": 0.92, "f1": 0.8})
 
 
 @pytest.mark.parametrize(
@@ -151,7 +158,7 @@ def test_any_model_is_better_than_one_that_has_become_nan():
 
 def test_a_candidate_that_has_diverged_is_not_even_the_first():
     with pytest.raises(InputError, match="accuracy must be finite, got nan"):
-        judge(Measured({"accuracy": math.nan}, "accuracy", ("accuracy",), 1), None, PromotionOptions())
+        judge(dataclasses.replace(ACCURATE, measures={"accuracy": math.nan}), None, PromotionOptions())
 
 
 def test_a_retried_pod_says_what_the_attempt_before_has_done(weak, strong, tmp_path):
@@ -176,25 +183,36 @@ def test_a_retried_pod_says_what_the_attempt_before_has_done(weak, strong, tmp_p
     assert len(Place(str(tmp_path / "models")).read().history) == 2
 
 
-def test_any_recipe_is_promoted_by_a_measure_of_its_own(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("example", "settings", "headline", "other"),
+    [
+        ("tabular.recipe:Tabular", {}, "r2", "loss"),  # of which more is better, and less
+        ("charlm.recipe:CharLM", {"characters": 12_000, "width": 16, "layers": 1}, "perplexity", "accuracy"),
+    ],
+)
+def test_a_recipe_is_promoted_by_its_headline_the_right_way_round(
+    example, settings, headline, other, tmp_path, monkeypatch
+):
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
-    kind = pkgutil.resolve_name("tabular.settings:Settings")
+    kind = pkgutil.resolve_name(f"{example.partition('.')[0]}.settings:Settings")
+    code, place = find_code(example), Place(str(tmp_path / "models"))
 
-    def subject(epochs):
-        settings = kind(epochs=epochs)
-        output = train("tabular.recipe:Tabular", settings, output=tmp_path / str(epochs), on_event=lambda event: None)
-        code = find_code("tabular.recipe:Tabular")
-        return Subject(Identity(code.name, settings, "", ""), "Tabular", None, code.root, code.files), output
+    def candidate(epochs):
+        mine = kind(epochs=epochs, precision="float32", **settings)
+        output = train(example, mine, RunOptions(nproc=1), output=tmp_path / str(epochs), on_event=lambda event: None)
+        return Subject(Identity(code.name, mine, "", ""), "own", None, code.root, code.files), output.model_path, output
 
-    place = Place(str(tmp_path / "models"))
-    (few, output), (many, better) = subject(2), subject(20)
-    with pytest.raises(InputError, match='better must be "higher" or "lower" for the measure r2'):
-        promote(few, output.model_path, place, PromotionOptions())
-    higher, loss = PromotionOptions(better="higher"), PromotionOptions(measure="loss")
-    first = promote(few, output.model_path, place, higher)
-    assert first.summary.candidate == pytest.approx(output.epochs[-1].test["r2"], abs=1e-6)
-    assert promote(many, better.model_path, place, loss).promoted, "a lower loss is better"
-    assert not promote(few, output.model_path, place, higher).promoted
+    (worse, its_model, output), (better, model, _) = candidate(1), candidate(4)
+    first = promote(worse, its_model, place, PromotionOptions())
+    assert (first.promoted, first.summary.measure) == (True, headline)
+    assert first.summary.candidate == pytest.approx(output.epochs[-1].test[headline], abs=1e-4)
+    second = promote(better, model, place, PromotionOptions())
+    assert second.promoted
+    assert (second.summary.candidate > first.summary.candidate) == (headline != "perplexity")
+    assert not promote(worse, its_model, place, PromotionOptions()).promoted
+    assert not promote(worse, its_model, place, PromotionOptions(measure=other)).promoted
+    if headline == "perplexity":
+        assert promote(worse, its_model, place, PromotionOptions(better="higher")).promoted, "it was told so"
 
 
 @pytest.mark.parametrize("variables", [{}, {"DDP_PROMOTE_TO": "s3://bucket/mnist"}])

@@ -1,0 +1,48 @@
+"""What a trained network gives for a split, outside of training: on one rank, in float32."""
+
+from typing import Any, Callable, Dict, Optional, Sequence, Tuple
+
+import torch
+from torch import Tensor, nn
+
+from flyte_ddp.engine.batches import Batch, Split, TestBatches
+from flyte_ddp.engine.choice import is_lower_better
+from flyte_ddp.engine.job import Measured
+from flyte_ddp.engine.measures import headline_of, pairs_of, ratios, sums_of
+from flyte_ddp.launch.link import Link
+from flyte_ddp.recipe import Recipe
+
+Pairs = Dict[str, Tuple[Tensor, Tensor]]
+
+
+@torch.inference_mode()
+def measure(
+    recipe: Recipe,
+    network: nn.Module,
+    split: Split,
+    link: Link,
+    forward: Optional[Callable[[nn.Module, Any], Any]] = None,
+    look: Callable[[Batch, Pairs], None] = lambda batch, pairs: None,
+) -> Measured:
+    """In the batches of a training's own evaluation.
+
+    forward: the recipe's own, or that of another one, by which the network was trained. look: sees each batch.
+    """
+    names: Sequence[str] = ()
+    sums = torch.zeros((), dtype=torch.float64, device=split.device)
+    for batch in TestBatches(split, recipe.settings.test_batch_size, rank=0, world_size=1):
+        vars(recipe.share).update(vars(batch.share), alone=True)
+        outputs = (forward or recipe.forward)(network, batch.tree)
+        pairs = pairs_of(recipe, outputs, batch, names)
+        names, sums = list(pairs), sums + sums_of(pairs)
+        look(batch, pairs)
+        link.alive()
+    measures = ratios(recipe, names, sums.tolist())
+    directions = {name: is_lower_better(recipe, name) for name in measures}
+    return Measured(
+        measures=measures,
+        headline=headline_of(recipe, measures),
+        shares=recipe.shares,
+        samples=len(split),
+        is_lower_better={name: lower for name, lower in directions.items() if lower is not None},
+    )

@@ -1,0 +1,29 @@
+"""A single process beside this one, for what imports torch."""
+
+from typing import Any, Callable
+
+from flyte_ddp.errors import InputError
+from flyte_ddp.events import Event
+from flyte_ddp.launch import launcher
+from flyte_ddp.launch.environment import World
+from flyte_ddp.launch.failures import RankFailed
+
+CPU = World(size=1, local_size=1, backend="gloo", device="cpu")
+
+
+def run_alone(
+    target: str,
+    argument: Any,
+    timeout_seconds: float,
+    on_event: Callable[[Event], None],
+    world: World = CPU,
+    root: str = "",
+) -> Any:
+    """The value of target(environment, link, argument); see launcher.launch, but that an InputError stays one."""
+    try:
+        roots = [root] if root else []
+        return launcher.launch(target, world, argument, timeout_seconds, on_event, roots=roots)[0]
+    except RankFailed as error:
+        if error.failure.cause == InputError.__name__:
+            raise InputError(error.failure.message) from None
+        raise

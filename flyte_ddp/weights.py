@@ -1,0 +1,73 @@
+"""The weights in a file, fitted to a network. Nothing in the file is executed."""
+
+from pathlib import Path
+from typing import Any, Dict, List, Mapping, Sequence, TypeVar, Union
+
+import torch
+from torch import Tensor, nn
+
+from flyte_ddp.errors import InputError
+from flyte_ddp.model_metadata import NO_SAFETENSORS, is_safetensors
+
+MOST_NAMES = 6
+REMEDY = "give the model_state of a training of this network, and the settings that it was trained with"
+Network = TypeVar("Network", bound=nn.Module)
+
+
+def load_weights(model: Network, path: Union[str, Path], called: str = "model_state", remedy: str = REMEDY) -> Network:
+    """Puts the weights of a file into a network, which it returns; InputError where they are not those of the network.
+
+    called, remedy: what the error calls the file, and says is to be done.
+    """
+    given, own = read_weights(path, called, remedy), model.state_dict()
+    if odd := misfits(given, own):
+        raise InputError(f"{called} must fit the network, and {path} {told(odd, given, own)}: {remedy}")
+    model.load_state_dict(given)
+    return model
+
+
+def read_weights(path: Union[str, Path], called: str = "model_state", remedy: str = REMEDY) -> Dict[str, Tensor]:
+    """The state_dict of a model_state or safetensors file, on the CPU; InputError where the file is neither."""
+    try:
+        if is_safetensors(path):
+            found: Any = _read_safetensors(path)
+        else:
+            found = torch.load(path, map_location="cpu", weights_only=True)
+        problem = f"holds something else ({type(found).__name__})"
+    except InputError:  # a library is missing
+        raise
+    except Exception as error:  # of zipfile, pickle, torch and safetensors; their advice would be to trust the file
+        found, problem = None, f"cannot be read safely ({getattr(error, 'strerror', None) or type(error).__name__})"
+    if not isinstance(found, dict) or not all(isinstance(value, Tensor) for value in found.values()):
+        raise InputError(f"{called} must be a state_dict, a tensor for each name, and {path} {problem}: {remedy}")
+    return found
+
+
+def misfits(given: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> List[str]:
+    """The names of tensors that only one has, or that have other shapes."""
+    shapes = [{name: value.shape for name, value in weights.items()} for weights in (given, own)]
+    return [name for name in sorted({*given, *own}) if shapes[0].get(name) != shapes[1].get(name)]
+
+
+def told(names: Sequence[str], given: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> str:
+    """What is wrong with given weights, as the end of 'the file …'."""
+    both = [name for name in names if name in given and name in own]
+    said = {
+        "lacks ": [name for name in names if name not in given],
+        "has, which the network has not, ": [name for name in names if name not in own],
+        "has ": [f"{name} of {tuple(given[name].shape)} instead of {tuple(own[name].shape)}" for name in both],
+    }
+    return " and ".join(start + listed(found) for start, found in said.items() if found)
+
+
+def listed(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:MOST_NAMES])
+    return shown + (f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else "")
+
+
+def _read_safetensors(path: Union[str, Path]) -> Dict[str, Tensor]:
+    try:
+        from safetensors.torch import load_file
+    except ImportError:
+        raise InputError(NO_SAFETENSORS) from None
+    return load_file(path)

@@ -1,0 +1,124 @@
+"""Export of a classifier of image files, as pyflyte runs it; its files, as those use them who have only these."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from flyte_ddp.data.datasets import prepare
+from flyte_ddp.data.image_folder import write_folder
+from flyte_ddp.data.prepared import open_split
+
+ROOT = Path(__file__).parents[2]
+CLASSES = [f"<{digit}> & so on" for digit in range(10)]
+IMAGES = '{"image_size": 28, "channels": "rgb"}'
+HP = '{"epochs": 1, "batch_size": 16, "model": "fashion_cnn"}'
+
+
+class Exported(NamedTuple):
+    photos: Path
+    model: Path
+    accuracy: float
+    said: str
+    folder: Path
+
+
+def pyflyte(workflow, *arguments, status=0):
+    file = "image_folder.py" if workflow == "image_folder_wf" else "export.py"
+    command = ["pyflyte", "run", str(ROOT / "workflows" / file), workflow, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == status, done.stderr
+    assert "Traceback" not in done.stderr
+    return done
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """Digits as PNG files; a network with batch norm for them, which nobody names to the export."""
+    photos = tmp_path_factory.mktemp("files") / "photos"
+    photos.mkdir()
+    for split in ("train", "test"):
+        images, labels = open_split(prepare("digits"), split)
+        write_folder(photos / split, CLASSES, images[:600], labels[:600])
+    inputs = ["--folder", str(photos), "--images", IMAGES]
+    said = pyflyte("image_folder_wf", *inputs, "--hp", HP).stdout
+    model, accuracy = (re.findall(rf"{name}=([^,)]+)", said)[0] for name in ("model_state", r"\baccuracy"))
+    done = pyflyte("export_folder_wf", *inputs, "--model_state", model)
+    folder = re.findall(r"ExportOutputs\(model=([^,]+)", done.stdout)[0]
+    return Exported(photos, Path(model), float(accuracy), done.stderr, Path(folder))
+
+
+PROGRAM = """
+import json, sys
+from pathlib import Path
+import numpy as np
+import torch
+from PIL import Image
+{imports}
+model, folder, photos = map(Path, sys.argv[1:])
+facts = json.loads((folder / "model.json").read_text())["facts"]
+mean, std = (torch.tensor(facts[name]).view(-1, 1, 1) for name in ("mean", "std"))
+files = sorted((photos / "test").glob("*/*.png"))
+pixels = [torch.from_numpy(np.array(Image.open(file).convert("RGB"))).permute(2, 0, 1) for file in files]
+images = (torch.stack(pixels) / 255 - mean) / std
+assert images.shape[1:] == tuple(facts["image_shape"])
+network = {load}
+with torch.inference_mode():
+    found = torch.cat([network(part) for part in (images[:1], images[1:])]).argmax(1)
+print(np.mean([facts["classes"][guess] == file.parent.name for guess, file in zip(found, files)]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("imports", "load"),
+    [
+        ("", 'torch.export.load(folder / "model.pt2").module()'),
+        (
+            "from onnxruntime import InferenceSession as Session",
+            'lambda images: torch.tensor(Session(folder / "model.onnx").run(None, {"images": images.numpy()})[0])',
+        ),
+        ("from flyte_ddp.recipes.models import load_model", 'load_model(folder / "model.safetensors")'),
+        ("from flyte_ddp.recipes.models import load_model", "load_model(model)"),
+    ],
+)
+def test_each_file_gives_the_accuracy_of_the_training_from_pixels_alone(exported, imports, load):
+    program = PROGRAM.format(imports=imports, load=load)
+    command = [sys.executable, "-c", program, str(exported.model), str(exported.folder), str(exported.photos)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) == pytest.approx(exported.accuracy, abs=1e-4)
+
+
+def test_the_card_names_the_classes_and_what_the_images_are(exported):
+    for file in ("model.safetensors", "model.pt2", "model.onnx"):
+        assert f"{file}: accuracy {exported.accuracy:.6g} on the test split, as the model itself" in exported.said
+    text = (exported.folder / "model_card.md").read_text().replace("\\", "")
+    assert text.startswith("# fashion_cnn, trained on photos\n")
+    assert ", ".join(CLASSES) in text
+    for words in ("images: (batch, 3, 28, 28) float32", "epochs 1,", *(f"| {name} | " for name in CLASSES)):
+        assert words in text
+    assert json.loads((exported.folder / "model.json").read_text())["facts"]["classes"] == CLASSES
+
+
+@pytest.mark.parametrize(
+    ("workflow", "arguments", "words"),
+    [
+        ("export_folder_wf", ["--folder", "PHOTOS"], """give --images '{"image_size": 28, "channels": "rgb"}'"""),
+        ("export_wf", [], "and photos is a folder of images: run export_folder_wf, with that folder"),
+        (
+            "export_folder_wf",
+            ["--folder", "PHOTOS/train", "--images", IMAGES],
+            "give the weights, settings and data of one training",
+        ),
+    ],
+)
+def test_what_the_model_was_not_trained_on_is_one_error(exported, workflow, arguments, words):
+    arguments = [argument.replace("PHOTOS", str(exported.photos)) for argument in arguments]
+    done = pyflyte(workflow, *arguments, "--model_state", str(exported.model), status=2)
+    assert words in " ".join(re.sub("[│╭╮╰╯─]", " ", done.stderr).split())

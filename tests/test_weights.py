@@ -1,0 +1,53 @@
+"""What keeps a file from being the weights of a network."""
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from flyte_ddp.errors import InputError
+from flyte_ddp.weights import load_weights
+
+OWN = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)).state_dict()
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (
+            {**OWN, "1.bias": torch.zeros(5)},
+            "must fit the network, and {path} has 1.bias of (5,) instead of (2,): give",
+        ),
+        ({"1.bias": OWN["1.bias"]}, "{path} lacks 0.bias, 0.weight, 1.weight: give"),
+        (
+            {f"more{number}": torch.zeros(1) for number in range(9)} | OWN,
+            "{path} has, which the network has not, more0, more1, more2, more3, more4, more5 and 3 more: give",
+        ),
+        ([1, 2], "must be a state_dict, a tensor for each name, and {path} holds something else (list): give"),
+        ({"epoch": 3}, "{path} holds something else (dict): give"),
+        (nn.Linear(2, 2), "{path} cannot be read safely (UnpicklingError): give"),
+        (b"", "{path} cannot be read safely (EOFError): give"),
+        (b"no weights", "{path} cannot be read safely (UnpicklingError): give"),
+        (b'\x40\0\0\0\0\0\0\0{"0.bias": {', "{path} cannot be read safely (SafetensorError): give"),
+        (None, "{path} cannot be read safely (No such file or directory): give"),
+    ],
+)
+def test_a_file_that_is_not_of_the_network_is_one_error_that_names_it(tmp_path, content, words):
+    path = tmp_path / "model.pt"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    elif content is not None:
+        torch.save(content, path)
+    with pytest.raises(InputError) as refused:
+        load_weights(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)), path)
+    said = str(refused.value)
+    assert "\n" not in said
+    assert said.startswith("model_state must ")
+    assert words.format(path=path) in said
+
+
+def test_a_file_is_known_by_its_content(tmp_path):
+    path = tmp_path / "model.pt"
+    save_file(OWN, path)
+    network = load_weights(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)), path)
+    assert torch.equal(network.state_dict()["1.weight"], OWN["1.weight"])
