@@ -27,6 +27,7 @@ import flyte_ddp.train
 from benchmarks import engine
 from flyte_ddp.data import prepared
 from flyte_ddp.data.datasets import prepare
+from flyte_ddp.data.writer import write_prepared
 from flyte_ddp.events import Event, RunStarted, StepLogged
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
@@ -49,7 +50,7 @@ def small_dataset(folder: Path) -> Path:
     digits = prepare("digits")
     (train, train_labels), (test, test_labels) = (prepared.open_split(digits, split) for split in ("train", "test"))
     names = [str(digit) for digit in range(10)]
-    prepared.write_prepared(folder, "small", names, train[:1270], train_labels[:1270], test, test_labels)
+    write_prepared(folder, "small", names, train[:1270], train_labels[:1270], test, test_labels)
     return folder
 
 

@@ -8,7 +8,7 @@ from typing import Tuple
 
 import numpy as np
 
-from flyte_ddp.data.prepared import write_prepared
+from flyte_ddp.data.writer import write_prepared
 
 CLASSES = [str(number) for number in range(10)]
 

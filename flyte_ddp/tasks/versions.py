@@ -11,6 +11,7 @@ from flyte_ddp.errors import ReportedError
 # tasks/summaries.py and train.py because a cached result must have the outputs that are declared there
 ENGINE_SOURCES = (
     "flyte_ddp/engine/arithmetic.py",
+    "flyte_ddp/engine/average.py",
     "flyte_ddp/engine/batches.py",
     "flyte_ddp/engine/choice.py",
     "flyte_ddp/engine/layers.py",
@@ -37,7 +38,12 @@ NETWORK_SOURCES = (
     "flyte_ddp/recipes/models.py",
 )
 TRAINING_SOURCES = (*ENGINE_SOURCES, *NETWORK_SOURCES)
-DATA_SOURCES = ("flyte_ddp/data/datasets.py", "flyte_ddp/data/description.py", "flyte_ddp/data/prepared.py")
+DATA_SOURCES = (
+    "flyte_ddp/data/datasets.py",
+    "flyte_ddp/data/description.py",
+    "flyte_ddp/data/prepared.py",
+    "flyte_ddp/data/writer.py",
+)
 CODE_VARIABLE = "DDP_TRAINING_CODE"
 
 
