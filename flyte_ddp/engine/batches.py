@@ -64,7 +64,7 @@ class Resident:
         lengths = [len(leaf) if leaf.ndim else 0 for leaf in leaves]
         if not lengths or min(lengths) < 1 or len(set(lengths)) > 1:
             shapes = ", ".join(str(tuple(leaf.shape)) for leaf in leaves) or "no tensors"
-            raise InputError(f"the first dimension has to be the samples, the same number in all tensors, got {shapes}")
+            raise InputError(f"the first dimension has to be the samples, as many in all tensors, got {shapes}")
         for leaf in leaves:
             if isinstance(leaf, Tensor) and leaf.is_floating_point() and not bool(leaf.isfinite().all()):
                 bad = int(leaf.isfinite().logical_not().nonzero()[0, 0])
