@@ -59,7 +59,7 @@ def train_as_rank(
                 return run_rank(environment, DirectLink(on_event), job)
 
             outputs = outputs_of(train_by(start, environment.world, fetch, options))
-            # The plugin pickles the outputs, and PythonPickledFile, a class that flytekit makes on use, cannot be pickled
+            # The plugin pickles the outputs; PythonPickledFile, a class that flytekit makes on use, cannot be pickled
             return outputs._replace(model_state=FlyteFile(outputs.model_state.path))
         run_rank(environment, DirectLink(None), job_of(fetch(), options))
     return None
