@@ -53,13 +53,13 @@ AUTOENCODER_CODE = CodeVersion(AUTOENCODER_SOURCES, ("torch", "lightning"))
 
 @dataclass(frozen=True)
 class AutoencoderSummary:
-    """What came out, in figures.
+    """The figures of a run.
 
     Attributes:
         dataset: what the network was trained on (digits where it stood in for MNIST).
-        train_samples, validation_samples: the shares of the training images.
-        test_loss: mean squared error per pixel, from 0 to 1, on the test images, which nothing else looked at.
-        train_seconds: of the epochs, with their validation.
+        train_samples, validation_samples: how the training images were divided.
+        test_loss: mean squared error per pixel (from 0 to 1) on the test images, which are used for nothing else.
+        train_seconds: of the epochs, including validation.
         total_seconds: of the whole task.
         world_size: number of ranks.
         backend: nccl or gloo.

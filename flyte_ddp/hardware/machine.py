@@ -157,7 +157,7 @@ def _about_host(machine: Machine, torch: Capabilities) -> Iterator[str]:
         free, _ = machine.shared_memory
         if free < SHARED_MEMORY:
             yield (
-                f"/dev/shm, which NCCL uses between ranks, has {gib(free)} free: give the container at least 1 GiB "
+                f"/dev/shm has {gib(free)} free, and NCCL uses it between ranks: give the container at least 1 GiB "
                 "(docker run --shm-size=1g; shared_memory=True of a Flyte task)"
             )
     if torch.plan.precision == "float32":
