@@ -18,7 +18,7 @@ BLOCK = 20  # steps between two changes of side: a third of a second, so that bo
 
 
 class Cost(NamedTuple):
-    """What one rank took for its last epoch: seconds by the clock, seconds of processors, memory that it has alone."""
+    """What one rank needed for its last epoch: seconds, CPU seconds, private memory."""
 
     seconds: float
     processor_seconds: float
@@ -49,7 +49,7 @@ def count_cost(environment: Environment, link: Link, job: Job) -> Cost:
 
 
 def own_bytes() -> int:
-    """Memory that this process alone has written to: what all ranks share (torch's code, the images) is not in it."""
+    """Memory that only this process has written to, without what all ranks share (torch's code, the images)."""
     with open("/proc/self/smaps_rollup") as file:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith("Private_Dirty:"))
 

@@ -79,7 +79,7 @@ def train(
 ) -> TrainingResult:
     """Trains as this rank; rank 0 leaves the weights in output, and says what happens.
 
-    init: a model_state or checkpoint to begin with.
+    init: a model_state or checkpoint to start from.
     """
     checkpoint = output / "checkpoint"
     with process_group(environment, options.timeout_seconds) as device:

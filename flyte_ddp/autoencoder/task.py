@@ -151,7 +151,7 @@ def train_autoencoder(
     check_registered_code()
     check_gpus(visible_gpus())
     world = check_machine(hp, options)
-    launcher.warm_up([*launcher.PRELOAD, "lightning.pytorch"])  # takes seconds, meanwhile the data are downloaded
+    launcher.warm_up([*launcher.PRELOAD, "lightning.pytorch"])  # takes seconds, while the data are downloaded
     data_folder = Path(data.download())
     description = prepared.read_description(data_folder)
     held_out = held_out_count(description.train_samples)

@@ -76,8 +76,8 @@ class RunInfo:
 
     @property
     def is_stand_in(self) -> bool:
-        wished = getattr(self.settings, "dataset", "")
-        return wished == "auto" and self.description is not None and self.description.name == "digits"
+        asked = getattr(self.settings, "dataset", "")
+        return asked == "auto" and self.description is not None and self.description.name == "digits"
 
     @property
     def recipe_name(self) -> str:
