@@ -6,22 +6,22 @@ ENV PYTHONUNBUFFERED=1 \
     PIP_DISABLE_PIP_VERSION_CHECK=1 \
     PIP_ROOT_USER_ACTION=ignore
 
-# The lock alone decides this layer; wheels only, so no compiler is needed.
+# This layer depends only on the lock; wheels only, so no compiler is needed.
 COPY requirements.txt /tmp/requirements.txt
 RUN pip install --no-cache-dir --no-deps --only-binary=:all: --require-hashes -r /tmp/requirements.txt
 
-# What another lock has besides: --build-arg LOCK=requirements-tensorflow.txt makes the image of the Keras workflow.
+# Additions from another lock: --build-arg LOCK=requirements-tensorflow.txt builds the image of the Keras workflow.
 ARG LOCK=requirements.txt
 COPY ${LOCK} /tmp/lock.txt
 RUN pip install --no-cache-dir --no-deps --only-binary=:all: --require-hashes -r /tmp/lock.txt
 
-# Flytekit leaves s3fs's sessions open until each of its processes ends, and then logs that as an error. Here, because
-# the first of a pod's processes is flytekit's alone and loads nothing of ours.
+# Flytekit leaves s3fs's sessions open until its processes end, which is then logged as an error. This is done here
+# because a pod's first process is flytekit's own and loads none of our code.
 RUN echo 'import logging; logging.getLogger("flytekit").addFilter(lambda line: "Unclosed c" not in str(line.msg))' \
     > "$(python -c 'import site; print(site.getsitepackages()[0])')/flytekit_open_sessions.pth"
 
-# By number, so that Kubernetes can tell that it isn't root. Flyte unpacks a code archive into /root, or with
-# --destination-dir . into the working directory: they are one here, as in Flyte's own images, and the user's.
+# A numeric user, so that Kubernetes can tell that it isn't root. Flyte unpacks a code archive into /root, or with
+# --destination-dir . into the working directory: here both are the same, as in Flyte's own images, and owned by the user.
 RUN useradd --create-home --uid 1000 flyte && chown flyte:flyte /root
 USER 1000
 ENV HOME=/home/flyte \

@@ -1,7 +1,7 @@
-# Everything is made inside this folder: .venv from the lock files, for those who ask for them .venv-keras with TensorFlow
-# and .venv-compare with Accelerate and, where uv is missing, .tools with uv in it.
+# Everything is created inside this folder: .venv from the lock files, if needed .venv-keras with TensorFlow and
+# .venv-compare with Accelerate and, where uv is missing, .tools with uv.
 
-# The first of these that runs and is in range makes .venv. 3.13 comes late because flytekit 1.16 declares 3.10 to 3.12.
+# The first of these that runs and is in range creates .venv. 3.13 comes late because flytekit 1.16 declares 3.10 to 3.12.
 PYTHON ?= python3.12 python3.11 python3.10 python3.13 python3
 UV_VERSION ?= 0.13.8
 IMAGE ?= flyte-ddp-training:latest
@@ -10,8 +10,8 @@ IMAGE ?= flyte-ddp-training:latest
 FLYTE_INTERNAL_IMAGE ?= $(IMAGE)
 export FLYTE_INTERNAL_IMAGE
 
-# Prints a command as one would type it and runs it with .venv (or the one named second) first on PATH: pyflyte called
-# by a relative path would pack itself into the code archive.
+# Prints a command as you would type it and runs it with .venv (or the second argument) first on PATH: pyflyte called by a
+# relative path would pack itself into the code archive.
 typed = printf '%s\n' '+ $(subst ','\'',$(1))'; PATH="$(CURDIR)/$(or $(2),.venv)/bin:$$PATH" $(1)
 
 .DEFAULT_GOAL := help
@@ -44,7 +44,7 @@ bench: .venv/dev.stamp ## Run the benchmarks, in about half an hour; once each: 
 bench-trainers: .venv-compare/stamp ## Compare with Lightning and Accelerate on two jobs; once: make bench-trainers ARGS="--runs 1"
 	@$(call typed,python -m benchmarks.against_trainers$(if $(ARGS), $(ARGS)),.venv-compare)
 
-gpu-check: .venv/run.stamp ## Check on this machine's GPUs what we say of them: make gpu-check ARGS="--data FOLDER"
+gpu-check: .venv/run.stamp ## Check our claims about GPUs on this machine's: make gpu-check ARGS="--data FOLDER"
 	@$(call typed,python -m benchmarks.gpu_check$(if $(ARGS), $(ARGS)))
 
 faults: .venv/dev.stamp ## Break training on purpose and show the outcome, in about fifteen minutes
@@ -66,7 +66,7 @@ package: .venv/run.stamp ## Write what would be registered to flyte-package.tgz,
 register: .venv/run.stamp ## Register: make register IMAGE=registry/name:tag CLUSTER_CONFIG=~/.flyte/config.yaml
 	@$(call typed,python -m scripts.register $(cluster) $(images)$(if $(ARGS), $(ARGS)))
 
-smoke: .venv/run.stamp ## Register, and run every workflow small: make smoke IMAGE=registry/name:tag CLUSTER_CONFIG=…
+smoke: .venv/run.stamp ## Register, and run every workflow with small inputs: make smoke IMAGE=registry/name:tag CLUSTER_CONFIG=…
 	@$(call typed,python -m scripts.smoke --config $(cluster) $(images)$(if $(ARGS), $(ARGS)))
 
 cluster = $(or $(CLUSTER_CONFIG),$(error CLUSTER_CONFIG is not set: the file that names your cluster))
@@ -79,11 +79,11 @@ lock: .venv/pyvenv.cfg ## Compile the lock files from pyproject.toml; newer vers
 	@$(find_uv); $(call compile,requirements-tensorflow.txt --extra tensorflow --constraints requirements.txt $(ARGS))
 	@$(find_uv); $(call compile,requirements-compare.txt --extra compare --constraints requirements-dev.txt $(ARGS))
 
-clean: ## Remove what make and the tools have made here
+clean: ## Remove what make and the tools have created here
 	rm -rf .venv .venv-keras .venv-compare .tools .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
-# One lock for Python 3.10 to 3.13 on every platform; it names no index, so each site's own settings hold.
+# One lock for Python 3.10 to 3.13 on every platform; it names no index, so each site's own settings apply.
 compile = "$$uv" pip compile --quiet --universal --python-version 3.10 --generate-hashes \
 	--custom-compile-command 'make lock' pyproject.toml --output-file $(1)
 
@@ -108,7 +108,7 @@ sync = $(find_uv); echo "+ uv pip sync $(1)"; "$$uv" pip sync --quiet --compile-
 	@$(call sync,requirements-dev.txt)
 	@touch $@
 
-# What the tests need is in it too.
+# With what the tests need.
 .venv-keras/stamp: requirements-tensorflow.txt requirements-dev.txt .venv-keras/pyvenv.cfg
 	@$(call sync,requirements-tensorflow.txt requirements-dev.txt)
 	@touch $@

@@ -1,6 +1,6 @@
-"""Runs the benchmarks one after the other and prints what RESULTS.md is made of: `python -m benchmarks --runs 3`.
+"""Runs the benchmarks one after the other and prints the tables for RESULTS.md: `python -m benchmarks --runs 3`.
 
-Not among them are benchmarks.faults, which measures no speed, benchmarks.best_preset, which takes three quarters of an
+Not included are benchmarks.faults, which measures no speed, benchmarks.best_preset, which takes three quarters of an
 hour, and benchmarks.against_trainers, which needs Accelerate: make bench-trainers.
 """
 
@@ -13,11 +13,11 @@ BENCHMARKS = {
     "Recipes": "training --runs {runs}",
     "Overheads": "overheads --runs {runs}",
     "What the engine costs": "engine_cost --runs {runs}",
-    "Against images and ranks": "scaling --runs {runs} --plot benchmarks/scaling.svg",
-    "Looking on": "observers_cost --dataset mnist --runs {runs}",
-    "Against the tutorial": "against_tutorial --runs {runs}",
-    "Against Lightning": "against_lightning --runs {runs}",
-    "Many GPUs on paper": "paper_model --measure",
+    "Scaling with images and ranks": "scaling --runs {runs} --plot benchmarks/scaling.svg",
+    "Cost of the observers": "observers_cost --dataset mnist --runs {runs}",
+    "Compared with the tutorial": "against_tutorial --runs {runs}",
+    "Compared with Lightning": "against_lightning --runs {runs}",
+    "Many GPUs, predicted": "paper_model --measure",
 }
 
 

@@ -1,8 +1,8 @@
-"""How much sooner MNIST is learnt than by Lightning with the same recipe: `python -m benchmarks.against_lightning`.
+"""Compares the time to train MNIST with that of Lightning, same recipe: `python -m benchmarks.against_lightning`.
 
-One epoch on one rank per GPU, or on two without one. Each training is a process of its own, the two take turns, and
-each pair has a seed of its own. Training seconds are those of the loop alone, evaluation not counted; in all is the
-whole process.
+One epoch on one rank per GPU, or on two ranks without GPUs. Each training is a process of its own, the two alternate,
+and each pair has its own seed. Training seconds are those of the loop alone, without evaluation; the total is the whole
+process.
 """
 
 import argparse
@@ -21,7 +21,7 @@ MODULES = {"Lightning": "benchmarks.lightning_mnist", "ours": "benchmarks.agains
 
 
 def measure(name: str, seed: int) -> Dict[str, float]:
-    """One training in a new process: seconds of its loop, seconds in all, accuracy."""
+    """One training in a new process: seconds of its loop, total seconds, accuracy."""
     started = time.perf_counter()
     command = [sys.executable, "-m", MODULES[name], "--seed", str(seed)]
     result = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
@@ -44,13 +44,13 @@ def main() -> None:
             runs[name].append(measure(name, seed))
     world = choose_world("auto", 0, Hyperparameters().batch_size)
     print(f"{hardware()}; n = {arguments.runs}, {world.size} ranks, {world.backend}\n")
-    print("| | training seconds, median [range] | seconds in all | test accuracy, % |")
+    print("| | training seconds, median [range] | total seconds | test accuracy, % |")
     print("|---|---|---|---|")
     for name, measured in runs.items():
         accuracies = spread([100 * run["accuracy"] for run in measured])
         seconds, whole = (spread([run[what] for run in measured]) for what in ("seconds", "all"))
         print(f"| {name} | {seconds} | {whole} | {accuracies} |")
-    for what, key in (("training seconds", "seconds"), ("seconds in all", "all")):
+    for what, key in (("training seconds", "seconds"), ("total seconds", "all")):
         ratios = [theirs[key] / ours[key] for theirs, ours in zip(*runs.values(), strict=True)]
         print(f"\nLightning / ours, {what}: {spread(ratios)}")
 

@@ -3,12 +3,12 @@
 Network, data, initial weights, global batch, optimizer and schedule are the same; the rest is benchmarks/trainers, each
 file as a user of that trainer writes it. The trainers take turns, with a seed for each run.
 
-- lines: without comments, docstrings and blank lines, beside network, data and settings. Ours are those of the recipe
-  and of the call.
-- training seconds: from the first to the last optimizer step of each epoch, by one clock for all. In all: the command.
+- lines: without comments, docstrings and blank lines, and without network, data and settings. Ours are those of the
+  recipe and of the call.
+- training seconds: from the first to the last optimizer step of each epoch, by one clock for all. Total: the command.
 - SIGKILL: of the last rank, in the middle of the epoch after half of them; then the same command is run again, and its
-  weights are compared with those of a run that nobody disturbed.
-- 1 and 2 ranks: relative Euclidean distance of their weights, batch norm's statistics among them.
+  weights are compared with those of an uninterrupted run.
+- 1 and 2 ranks: relative Euclidean distance of their weights, including batch norm's statistics.
 """
 
 import argparse
@@ -48,7 +48,7 @@ class Training:
 
     def start(self, folder: Path, kill: str = "") -> "subprocess.Popen[str]":
         """Runs the user's command in the folder; kill is "rank step"."""
-        # Accelerate's own launcher starts several processes without GPUs by MPI alone
+        # Without GPUs, Accelerate's own launcher starts several processes only with MPI
         torchrun = ["torch.distributed.run", "--standalone", f"--nproc-per-node={self.ranks}", "-m"]
         launcher = torchrun if self.trainer == "accelerate" and self.ranks > 1 else []
         numbers = map(str, (self.ranks, self.epochs, self.seed))
@@ -64,7 +64,7 @@ class Training:
         )
 
     def run(self, folder: Path) -> "Trained":
-        """Raises SystemExit with the trainer's last lines where it fails."""
+        """Raises SystemExit with the trainer's last lines if it fails."""
         folder.mkdir(exist_ok=True)
         started = time.perf_counter()
         running = self.start(folder)
@@ -77,8 +77,8 @@ class Training:
         return Trained(seconds, steps, measures, torch.load(folder / "model.pt", weights_only=True))
 
     def kill_and_run_again(self, folder: Path, undisturbed: "Trained") -> Tuple[float, str]:
-        """Seconds until the command and all its processes have ended, infinite where they don't; what then becomes of
-        the same command."""
+        """Seconds until the command and all its processes have ended, infinite if they don't, and what the same command
+        does then."""
         folder.mkdir()
         steps = len(undisturbed.steps)
         steps_per_epoch = steps // self.epochs
@@ -129,9 +129,9 @@ def lines_written(job: str, trainer: str) -> int:
 
 
 def count_lines(source: str, without_network_and_data: bool = False) -> int:
-    """Lines that have code on them.
+    """Number of lines with code.
 
-    Of a recipe's module, network and data are its functions, its other classes, and the recipe's method data.
+    In a recipe's module, its functions, its other classes and the method data count as network and data.
     """
     tree = ast.parse(source)
     left_out = list(_docstrings(tree))
@@ -218,7 +218,7 @@ def main() -> None:
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("lightning", "accelerate"))
     print(f"{hardware()}, {versions}; n = {arguments.runs}, {arguments.epochs} epochs; median [range]\n")
     print(
-        "| job | ranks | trainer | lines | training seconds | seconds in all | test loss | test measure "
+        "| job | ranks | trainer | lines | training seconds | total seconds | test loss | test measure "
         "| seconds from SIGKILL to the command's end | the same command then | 1 and 2 ranks apart, at most |"
     )
     print("|---|---|---|---|---|---|---|---|---|---|---|")

@@ -2,9 +2,9 @@
 
     python -m benchmarks.best_preset FOLDER [--runs 3] [--test-runs 5]
 
-Every candidate is trained on 55,000 of MNIST's training images, and the 5,000 held out of them choose, by the mean over
-the seeds. Only then is the chosen one trained on all 60,000 and looks at the test images. Trainings are kept in the
-folder: the same command resumes where it was interrupted. Give a new folder once the code has changed.
+Every candidate is trained on 55,000 of MNIST's training images, and the one with the best mean accuracy over the seeds
+on the other 5,000 is chosen. Only that one is then trained on all 60,000 and evaluated on the test images. Trainings
+are kept in the folder: the same command resumes where it was interrupted. Use a new folder after changing the code.
 """
 
 import argparse

@@ -1,7 +1,7 @@
-"""CIFAR-10 by the recipe of Oracle's example and by ours, side by side: `python -m benchmarks.cifar10 --runs 1`.
+"""CIFAR-10 with the recipe of Oracle's example and with ours, side by side: `python -m benchmarks.cifar10 --runs 1`.
 
 The example's recipe: three convolutions, SGD 0.001 with momentum 0.9, batches of 16, no augmentation, float32. Ours
-trains the same network, then the default one, by the one-cycle schedule. Seconds are those of the training loops alone.
+trains the same network, then the default one, with the one-cycle schedule. Seconds are those of the training loops.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""The least that `pyflyte run` can do: what start-up times are compared with."""
+"""The smallest possible `pyflyte run`, to compare start-up times with."""
 
 from flytekit import task, workflow
 

@@ -1,4 +1,4 @@
-"""Runs the training engine without Flyte, and says on what it ran."""
+"""Runs the training engine without Flyte, and describes the hardware."""
 
 import os
 import platform
@@ -31,9 +31,9 @@ def train(
     loader_workers: int = 0,
     recipe: str = RECIPE,
 ) -> List[Any]:
-    """One training by real ranks; returns what the worker returns on each, of the engine's own a TrainingResult.
+    """One training by real ranks; returns what the worker returns on each, by default a TrainingResult.
 
-    Model and checkpoint go to folder, and training resumes from there; without one they are thrown away.
+    Model and checkpoint are written to folder, and a later training resumes from there; without it they are discarded.
     """
     with tempfile.TemporaryDirectory() as temporary:
         place, description = Path(folder or temporary), read_description(data)
@@ -56,7 +56,7 @@ def train(
 
 
 def hardware() -> str:
-    """One line: processor, cores, GPUs, and the versions that decide the speed."""
+    """One line: processor, cores, GPUs, and the versions that affect the speed."""
     model = platform.processor() or platform.machine()
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -78,6 +78,6 @@ def spread(values: Sequence[float], digits: int = 2) -> str:
 
 
 def percent(values: Sequence[float]) -> str:
-    """Mean, standard deviation (0 of a single one) and range of accuracies in per cent."""
+    """Mean, standard deviation (0 for a single one) and range of accuracies in per cent."""
     deviation = statistics.stdev(values) if len(values) > 1 else 0.0
     return f"{statistics.mean(values):.2f} ± {deviation:.2f} % [{min(values):.2f}-{max(values):.2f}]"

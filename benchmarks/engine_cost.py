@@ -1,9 +1,9 @@
-"""What the engine costs beside the step itself, and whether ranks do as well as threads.
+"""What the engine costs besides the step itself, and whether ranks are as fast as threads.
 
     python -m benchmarks.engine_cost --runs 5
 
-Each run trains an epoch of MNIST whose every 20 steps are followed by 20 on one fixed batch in memory, in the same
-processes: see benchmarks.stopwatch. One rank with all cores and one rank per GPU, or two without a GPU, take turns.
+Each run trains an epoch of MNIST in which every 20 steps are followed by 20 on one fixed batch in memory, in the same
+processes: see benchmarks.stopwatch. One rank with all cores alternates with one rank per GPU, or two without GPUs.
 """
 
 import argparse

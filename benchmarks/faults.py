@@ -1,8 +1,8 @@
 """Breaks training on purpose and prints the outcome: `make faults`, or `make faults ARGS="--kills 10"`.
 
 Kills: at a random step, a random rank or the parent gets SIGKILL or SIGTERM; then the same training is started again
-and its weights are compared, bit by bit, with those of a run that nobody disturbed. All other rows are the tests of
-the same name, run with more random inputs than `make test` takes.
+and its weights are compared, bit by bit, with those of an uninterrupted run. All other rows are the tests of the same
+name, run with more random inputs than in `make test`.
 """
 
 import argparse
@@ -27,6 +27,7 @@ import flyte_ddp.train
 from benchmarks import engine
 from flyte_ddp.data import prepared
 from flyte_ddp.data.datasets import prepare
+from flyte_ddp.data.writer import write_prepared
 from flyte_ddp.events import Event, RunStarted, StepLogged
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
@@ -49,12 +50,12 @@ def small_dataset(folder: Path) -> Path:
     digits = prepare("digits")
     (train, train_labels), (test, test_labels) = (prepared.open_split(digits, split) for split in ("train", "test"))
     names = [str(digit) for digit in range(10)]
-    prepared.write_prepared(folder, "small", names, train[:1270], train_labels[:1270], test, test_labels)
+    write_prepared(folder, "small", names, train[:1270], train_labels[:1270], test, test_labels)
     return folder
 
 
 def train(job: str, data: str, folder: str) -> None:
-    """The victim: trains with a checkpoint as often as one can be written, and says where it stands."""
+    """The victim: trains with checkpoints as often as possible, and prints its progress."""
     steps = 0  # of an epoch
 
     def on_event(event: Event) -> None:
@@ -112,7 +113,7 @@ def run_victim(job: str, data: Path, folder: Path, kill_at: int = -1, victim: in
 
 
 def has_ended(pid: int, seconds: float = 5.0) -> bool:
-    """Whether the process has ended, or does so within the time that a killed one needs to give back its memory."""
+    """Whether the process has ended, or ends within the time that a killed one needs to release its memory."""
     try:
         handle = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -137,7 +138,7 @@ class Row:
 
 
 def kill_at_random_moments(job: str, kills: int, seed: int) -> Dict[str, Row]:
-    """Kills the victim that often; a row for each kind of process and signal."""
+    """Kills the victim `kills` times; a row for each kind of process and signal."""
     rows: Dict[str, Row] = defaultdict(Row)
     chance = random.Random(seed)
     with tempfile.TemporaryDirectory(prefix="ddp-faults-") as name:
@@ -162,7 +163,7 @@ def kill_at_random_moments(job: str, kills: int, seed: int) -> Dict[str, Row]:
 
 
 def run_tests() -> List[Tuple[str, Row]]:
-    """A row for each test of the files in TESTS; its parameters are so many tries."""
+    """A row for each test of the files in TESTS; each of its parameters is one try."""
     with tempfile.TemporaryDirectory(prefix="ddp-faults-") as place:
         report = Path(place, "report.xml")
         command = [sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", "--hypothesis-profile=faults", *TESTS]
@@ -184,7 +185,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=54, help="how many times a process of each job is killed")
     parser.add_argument("--jobs", nargs="*", default=JOBS, choices=JOBS, help="what is trained")
     parser.add_argument("--no-tests", action="store_true", help="leave the other rows out")
-    parser.add_argument("--seed", type=int, default=0, help="of the moments")
+    parser.add_argument("--seed", type=int, default=0, help="of the random moments")
     parser.add_argument("--victim", nargs=3, metavar=("JOB", "DATA", "FOLDER"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.victim:

@@ -1,8 +1,8 @@
-"""Checks what this project says of GPUs on those that are here: `python -m benchmarks.gpu_check --data FOLDER`.
+"""Checks what this project says about GPUs on this machine's: `python -m benchmarks.gpu_check --data FOLDER`.
 
-It needs torch, numpy and this folder, no Flyte and no network, and ten minutes. The folder holds the original files of
-MNIST (MNIST/raw/*.gz) and of CIFAR-10 (CIFAR10/cifar-10-batches-py); rows that lack anything say what. The exit status
-is 1 where a row fails.
+It takes ten minutes and needs torch, numpy and this folder, but no Flyte and no network. FOLDER has the original files
+of MNIST (MNIST/raw/*.gz) and of CIFAR-10 (CIFAR10/cifar-10-batches-py); rows that lack something say what. The exit
+status is 1 if a row fails.
 """
 
 import argparse
@@ -41,7 +41,7 @@ def main() -> None:
                 mark, result = "passed", row.check(machine)
             except Missing as missing:
                 mark, result = "left out", str(missing)
-            except Exception as error:  # whatever it is, the other rows count as well
+            except Exception as error:  # whatever it is, the other rows still run
                 mark, result = "FAILED", f"{type(error).__name__}: {error}".splitlines()[0]
                 print(f"{row.title}: {error}", file=sys.stderr)
                 failed += 1

@@ -1,6 +1,6 @@
-"""Has ranks hang, and counts how often the right ones are named: `python -m benchmarks.hangs --tries 20`.
+"""Makes ranks hang, and counts how often the right ones are named: `python -m benchmarks.hangs --tries 20`.
 
-By turns they are stopped in a step, stopped from outside at any moment, or sleep in a step or in their data.
+They take turns being stopped in a step, stopped from outside at any moment, or sleeping in a step or in their data.
 """
 
 import argparse
@@ -29,7 +29,7 @@ class TooSlow(Exception):
 
 
 def hang(way: str, ranks: Tuple[int, ...], chance: random.Random, world: World, timeout_seconds: float) -> Failure:
-    """What is said of the hang of these ranks; raises TooSlow where the machine was."""
+    """The failure reported for the hang of these ranks; raises TooSlow if the machine was too slow."""
     at, seen = chance.randint(2, 12), 0
 
     def stop(event: Event) -> None:
@@ -55,7 +55,7 @@ def hang(way: str, ranks: Tuple[int, ...], chance: random.Random, world: World, 
 
 
 def hang_in_time(way: str, ranks: Tuple[int, ...], chance: random.Random, world: World = TWO_RANKS) -> Failure:
-    """The same, with as much time as it takes."""
+    """The same, with as much time as needed."""
     seconds = TIMEOUT_SECONDS
     while True:
         try:
@@ -78,7 +78,7 @@ def main() -> None:
             found = named(hang_in_time(way, ranks, chance))
             counts[ranks, way] += found == ranks
             print(f"{way}: {ranks} hang, {found} named", file=sys.stderr, flush=True)
-    print("| hangs | by | named rightly |\n|---|---|---|")
+    print("| hanging | how | named correctly |\n|---|---|---|")
     for (ranks, way), count in sorted(counts.items()):
         tried = len(range(WAYS.index(way), tries, len(WAYS)))
         print(f"| rank {' and '.join(map(str, ranks))} | {way} | {count} of {tried} |")

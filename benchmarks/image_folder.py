@@ -1,6 +1,6 @@
 """Accuracy and seconds on MNIST written out as 70,000 PNG files: `python -m benchmarks.image_folder --runs 3`.
 
-The recipe is that of workflows/mnist.py, so what differs is that every image is decoded in every epoch.
+The recipe is that of workflows/mnist.py; the only difference is that every image is decoded in every epoch.
 """
 
 import argparse

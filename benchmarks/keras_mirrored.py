@@ -1,6 +1,6 @@
 """Accuracy and seconds of the Keras network on one device, two devices and two workers, on a CPU.
 
-`.venv-keras/bin/python -m benchmarks.keras_mirrored --runs 5`; each run has a seed of its own.
+`.venv-keras/bin/python -m benchmarks.keras_mirrored --runs 5`; each run has its own seed.
 """
 
 import argparse

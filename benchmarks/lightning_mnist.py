@@ -1,6 +1,6 @@
-"""The opponent: our recipe as a careful user of Lightning writes it, on one rank per GPU, or on two without one.
+"""Our recipe as a careful user of Lightning writes it, on one rank per GPU, or on two ranks without GPUs.
 
-Network, initial weights, loss, clipping, optimizer, schedule, global batch and precision are ours; the way of the data
+Network, initial weights, loss, clipping, optimizer, schedule, global batch and precision are ours; data loading
 (normalised tensors in memory, TensorDataset, DataLoader, DistributedSampler), the loop and DDP are Lightning's, with
 logger, checkpoints and progress bar switched off. `python -m benchmarks.lightning_mnist --seed 1` prints what train
 returns.
@@ -68,7 +68,7 @@ def tensors(data: Path, split: str) -> TensorDataset:
 
 
 def train(seed: int) -> Dict[str, float]:
-    """Trains one epoch; seconds of the loop alone, and the accuracy on exactly the test images."""
+    """Trains one epoch; returns seconds of the loop alone, and the accuracy on exactly the test images."""
     hp = Hyperparameters(epochs=1, seed=seed)
     seed_everything(seed)
     data = prepare("mnist")

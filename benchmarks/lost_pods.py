@@ -1,9 +1,9 @@
 """Takes pods away from trainings on a cluster, and prints what happened to them and to their logs.
 
 CLUSTER_CONFIG=~/.flyte/config.yaml python -m benchmarks.lost_pods VERSION, after make register ARGS="--version VERSION"
-with DDP_PROFILE=sandbox and DDP_NPROC_PER_NODE=1. The cluster's pods have to be containers of the docker daemon here,
-with the pods' names. Its storage is read with what FLYTE_AWS_ENDPOINT, FLYTE_AWS_ACCESS_KEY_ID and
-FLYTE_AWS_SECRET_ACCESS_KEY say.
+with DDP_PROFILE=sandbox and DDP_NPROC_PER_NODE=1. The cluster's pods must be containers of the local docker daemon,
+with the pods' names. Its storage is read with FLYTE_AWS_ENDPOINT, FLYTE_AWS_ACCESS_KEY_ID and
+FLYTE_AWS_SECRET_ACCESS_KEY.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from flyte_ddp.settings import RunOptions
 PATIENCE_SECONDS = 3600
 LOST_SECONDS = 10.0  # of its logs, at most, with a pod
 
-# All other processes of the container are made the first ones that the kernel takes, and then its memory is taken
+# Makes the kernel kill all other processes of the container first, and then uses up its memory
 EXHAUST = """
 import glob, os
 for path in glob.glob("/proc/[0-9]*/oom_score_adj"):
@@ -93,7 +93,7 @@ class Cluster:
 
 
 def strike(cluster: Cluster, victim: Victim, blow: str) -> List[str]:
-    """Loses the pod of a training that is past its first checkpoint; returns what is said about it in the table."""
+    """Takes away the pod of a training that is past its first checkpoint; returns the table's cells about it."""
     execution = cluster.start(victim)
 
     def far_enough() -> str:
@@ -112,7 +112,7 @@ def strike(cluster: Cluster, victim: Victim, blow: str) -> List[str]:
     last_kept = datetime.fromisoformat(logs[attempt].splitlines()[-1][:19])
     behind = max(0.0, (last_said - last_kept).total_seconds())
     later = logs.get(f"{attempt[:-1]}1", "")
-    resumed = re.findall(r"oing on from the checkpoint: (.*)", later)
+    resumed = re.findall(r"resuming from the checkpoint: (.*)", later)
     good = phase == "SUCCEEDED" and behind <= LOST_SECONDS and resumed and f"{attempt}/logs" in later
     return [
         phase.split("\n")[0],
@@ -143,7 +143,7 @@ def wait_for(found: Any) -> Any:
 
 
 def missing() -> str:
-    """Why there is nothing to take pods from here."""
+    """Why there is no cluster to take pods from; empty if there is one."""
     if not os.environ.get("CLUSTER_CONFIG"):
         return "CLUSTER_CONFIG names no cluster"
     if not shutil.which("docker") or subprocess.run(["docker", "info"], capture_output=True).returncode:
@@ -164,7 +164,7 @@ def main() -> None:
         print(f"Skipped: {reason}")
         return
     cluster = Cluster(asked.version, asked.project, asked.domain, asked.storage)
-    print("| lost | by | execution | logs are behind by | next attempt resumes from | seconds to the end | |")
+    print("| lost | by | execution | logs lag by | next attempt resumes from | seconds to the end | |")
     print("|---|---|---|---|---|---|---|")
     all_good = True
     for name, blow in product(victims(1, 0), BLOWS):

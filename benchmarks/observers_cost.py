@@ -1,9 +1,9 @@
-"""What looking on costs: the same training with every observer on, and with none.
+"""What observers cost: the same training with every observer on, and with none.
 
     python -m benchmarks.observers_cost [--dataset mnist] [--epochs 2] [--runs 5]
 
-On is the console, the live report and an offline Weights & Biases run. Each training is a process of its own, so that
-it pays for its imports; on and off take turns, so that a change in the machine's other load falls on both.
+The observers are the console, the live report and an offline Weights & Biases run. Each training is a process of its
+own, so that imports count; on and off alternate, so that a change in the machine's other load affects both.
 """
 
 import argparse
@@ -85,7 +85,7 @@ def main() -> None:
     print(f"{engine.hardware()}; {options.dataset}, {options.epochs} epochs; n = {options.runs}\n")
     print("| seconds, median [range] | off | on | on / off |")
     print("|---|---|---|---|")
-    for what, name in (("train", "training"), ("total", "in all")):
+    for what, name in (("train", "training"), ("total", "total")):
         off, on = ([pair[mode][what] for pair in pairs] for mode in ("off", "on"))
         ratios = [with_all / without for with_all, without in zip(on, off, strict=True)]
         print(f"| {name} | {spread(off)} | {spread(on)} | {spread(ratios, 3)} |")

@@ -1,7 +1,7 @@
-"""What surrounds training: start-up, caching, memory, each against the least that is possible.
+"""Overheads of a training: start-up, caching and memory, each compared with the minimum possible.
 
-`python -m benchmarks.overheads --runs 5`. The things compared take turns, so that a machine that slows down for a while
-slows all of them; ratios are taken within each round.
+`python -m benchmarks.overheads --runs 5`. What is compared alternates, so that a machine that slows down for a while
+affects everything alike; ratios are taken within each round.
 """
 
 import argparse
@@ -28,11 +28,11 @@ IMPORT = "import torch, resource; print(resource.getrusage(resource.RUSAGE_SELF)
 
 
 class FirstStep(Exception):
-    """Ends a training as soon as its first step is done."""
+    """Ends a training right after its first step."""
 
 
 def seconds_to_first_step(data: Path) -> float:
-    """From the launch of the ranks, in a process that has started nothing before, to the end of their first step."""
+    """Seconds from the launch of the ranks, in a fresh process, to the end of their first step."""
     started = time.perf_counter()
 
     def stop(event: Event) -> None:
@@ -62,10 +62,10 @@ def main() -> None:
         print(seconds_to_first_step(data))
         return
     print(f"{hardware()}; n = {arguments.runs}\n")
-    print("| what | seconds, median [range] | against | seconds | ratio, median [range] |")
+    print("| what | seconds, median [range] | compared with | seconds | ratio, median [range] |")
     print("|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as home:
-        # a home of its own, so that the user's cache is neither asked nor filled
+        # a home of its own, so that the user's cache is neither read nor written
         environment = {**os.environ, "HOME": home, "DDP_DATA_DIR": str(data.parents[1]), "DDP_RUNS_DIR": f"{home}/runs"}
         pyflyte, least = partial(timed, EMPTY, environment), partial(timed, REMEMBERED, environment)
         timed(RUN, environment)

@@ -1,7 +1,7 @@
-"""What of the paper model's constants can be measured here, and how well it foretells the steps of this machine.
+"""Measures the constants of paper_model that this machine can give, and how well the model predicts its steps.
 
-The computing is measured with one rank (on CPUs: on one core) at two batch sizes, the all-reduce with two ranks at two
-sizes. From these the model foretells steps of 128 images with 2 and 4 ranks, which are then measured too.
+Computing is measured with one rank (on CPUs: on one core) at two batch sizes, the all-reduce with two ranks at two
+sizes. From these the model predicts steps of 128 images with 2 and 4 ranks, which are then measured too.
 """
 
 import os
@@ -30,11 +30,11 @@ class Enough(Exception):
 
 
 def measure() -> Tuple[Network, Links, str]:
-    """Network and links, with what was measured on GPUs in place of what is cited, and a text on all of it."""
+    """Network and links, with values measured on GPUs in place of cited ones, and a text about all of them."""
     gpus, cores = visible_gpus(), available_cores()
     batches = (128, 1024) if gpus else (TOTAL // 4, TOTAL // 2)
     worlds = [ranks for ranks in (2, 4) if not gpus or ranks <= gpus]
-    rounds = [  # in turns, so that a machine that slows down for a while slows all of it
+    rounds = [  # in turns, so that a machine that slows down for a while affects everything alike
         (
             [seconds_alone(batch) for batch in batches],
             [seconds_of_a_step(TOTAL, ranks) for ranks in worlds],
@@ -44,7 +44,7 @@ def measure() -> Tuple[Network, Links, str]:
     ]
     alone, together, reduced = (list(zip(*part, strict=True)) for part in zip(*rounds, strict=True))
     network, links = fit_network(batches, alone), fit_links(H100 if gpus else Links(0, 1), reduced) if worlds else H100
-    if not gpus:  # gloo needs the cores that compute, so that nothing is hidden
+    if not gpus:  # gloo needs the cores that compute, so no communication is hidden
         network = replace(network, buckets=((SIZES[1], 1.0),))
     taken = zip(batches, alone, strict=True)
     lines = [
@@ -55,24 +55,24 @@ def measure() -> Tuple[Network, Links, str]:
     ]
     if worlds:
         lines.append(f"- all-reduce of two ranks: {1e6 * links.latency:.0f} us and {links.bandwidth / 1e9:.2f} GB/s\n")
-        lines += foretold_and_measured(network, links, dict(zip(worlds, together, strict=True)), gpus or cores)
+        lines += predicted_and_measured(network, links, dict(zip(worlds, together, strict=True)), gpus or cores)
     if not gpus:
         return MNIST, H100, "\n".join(lines)
-    return network, links, "\n".join([*lines, "", "The table has these in place of what it would assume or cite."])
+    return network, links, "\n".join([*lines, "", "The table uses these in place of assumed or cited values."])
 
 
-def foretold_and_measured(
+def predicted_and_measured(
     network: Network, links: Links, together: Dict[int, Tuple[float, ...]], places: int
 ) -> Iterator[str]:
     """Lines of a table; together: for each number of ranks, the steps' seconds; places: GPUs, or cores."""
-    yield "| ranks | images each | foretold ms | measured ms, median [range] | foretold / measured |"
+    yield "| ranks | images each | predicted ms | measured ms, median [range] | predicted / measured |"
     yield "|---|---|---|---|---|"
     for ranks, seconds in together.items():
         crowd = max(1, ranks / places)  # ranks that take turns
         crowded = replace(network, fixed=crowd * network.fixed, per_image=crowd * network.per_image)
-        foretold = step(ranks, TOTAL / ranks, crowded, links)
-        ratio = foretold / statistics.median(seconds)
-        yield f"| {ranks} | {TOTAL // ranks} | {1e3 * foretold:.2f} | {spread(_ms(seconds))} | {ratio:.2f} |"
+        predicted = step(ranks, TOTAL / ranks, crowded, links)
+        ratio = predicted / statistics.median(seconds)
+        yield f"| {ranks} | {TOTAL // ranks} | {1e3 * predicted:.2f} | {spread(_ms(seconds))} | {ratio:.2f} |"
 
 
 def fit_network(batches: Tuple[int, int], seconds: Sequence[Tuple[float, ...]]) -> Network:
@@ -82,19 +82,19 @@ def fit_network(batches: Tuple[int, int], seconds: Sequence[Tuple[float, ...]]) 
 
 
 def fit_links(links: Links, seconds: Sequence[Tuple[float, ...]]) -> Links:
-    """Of two ranks, for which 2 (N - 1) / N is 1."""
+    """The links between two ranks, for which 2 (N - 1) / N is 1."""
     small, large = map(statistics.median, seconds)
     return replace(links, latency=small, bandwidth=(SIZES[1] - SIZES[0]) / max(1e-9, large - small))
 
 
 def seconds_alone(batch: int) -> float:
-    """A step of one rank, on one core where there is no GPU."""
+    """A step of one rank, on one core if there is no GPU."""
     command = [sys.executable, "-m", "benchmarks.paper_measured", str(batch)]
     return float(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
 
 
 def seconds_of_a_step(batch: int, ranks: int) -> float:
-    """Of the project's own training, on digits: the median of some tens of steps."""
+    """Step time of the project's own training, on digits: the median of some tens of steps."""
     taken: List[float] = []
 
     def note(event: Event) -> None:

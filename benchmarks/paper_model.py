@@ -1,10 +1,10 @@
-"""More GPUs than we have, on paper: step time and efficiency of data-parallel training on 1 to 1,024 GPUs.
+"""A model of step time and efficiency of data-parallel training on 1 to 1,024 GPUs.
 
-`python -m benchmarks.paper_model` prints the table from the constants below; with --measure they are measured here as
-far as this machine goes (GPUs, or CPU ranks with gloo), and the model's steps are put beside measured ones; --plot FILE
+`python -m benchmarks.paper_model` prints the table from the constants below; with --measure they are measured as far as
+this machine allows (GPUs, or CPU ranks with gloo), and predicted steps are compared with measured ones; --plot FILE
 draws it as SVG. On N GPUs:
 
-    step = max(data, forward + backward + optimizer + what of the all-reduces outlasts the backward pass)
+    step = max(data, forward + backward + optimizer + the part of the all-reduces that outlasts the backward pass)
     all-reduce of a bucket = latency(N) + 2 (N - 1) / N * bytes / bandwidth(N)
 
 Left out: stragglers and jitter, congestion, all-reduces that slow the backward pass down, the lower bandwidth of small
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Sequence, Tuple
 
 GPUS = [2**power for power in range(11)]
-BACKWARD = 0.6  # of a step's computing, assumed
+BACKWARD = 0.6  # share of a step's computing, assumed
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,8 @@ class Network:
 
     Attributes:
         buckets: bytes that DDP reduces at a time, and the share of the backward pass after which they are ready.
-        batch: images per GPU where that is fixed; total: of all GPUs together where that is.
-        data: seconds to fetch an image, beside the computing.
+        batch: images per GPU for weak scaling; total: of all GPUs together for strong scaling.
+        data: seconds to fetch an image, in parallel with computing.
     """
 
     name: str
@@ -81,7 +81,7 @@ def all_reduce(gpus: int, size: float, links: Links) -> float:
 
 
 def exposed(gpus: int, backward: float, network: Network, links: Links) -> float:
-    """What of the all-reduces, one after the other, outlasts the backward pass."""
+    """How much longer the all-reduces, one after the other, take than the backward pass."""
     end = 0.0
     for size, ready in network.buckets:
         end = max(end, ready * backward) + all_reduce(gpus, size, links)
@@ -89,25 +89,25 @@ def exposed(gpus: int, backward: float, network: Network, links: Links) -> float
 
 
 def step(gpus: int, batch: float, network: Network, links: Links) -> float:
-    """Seconds of a step with so many images on each GPU."""
+    """Seconds of a step with this many images on each GPU."""
     compute = network.fixed + network.per_image * batch
     return max(network.data * batch, compute + exposed(gpus, BACKWARD * compute, network, links))
 
 
 def weak(gpus: int, network: Network, links: Links) -> Tuple[float, float]:
-    """Seconds and efficiency where the batch of each GPU stays the same."""
+    """Seconds and efficiency if the batch of each GPU stays the same."""
     seconds = step(gpus, network.batch, network, links)
     return seconds, step(1, network.batch, network, links) / seconds
 
 
 def strong(gpus: int, network: Network, links: Links) -> Tuple[float, float]:
-    """Seconds and efficiency where the batch of all GPUs together stays the same."""
+    """Seconds and efficiency if the batch of all GPUs together stays the same."""
     seconds = step(gpus, network.total / gpus, network, links)
     return seconds, step(1, network.total, network, links) / (gpus * seconds)
 
 
 def table(networks: Sequence[Network], links: Links) -> str:
-    heads = [f"{n.name}, {text}" for n in networks for text in (f"{n.batch} per GPU", f"{n.total:,} in all")]
+    heads = [f"{n.name}, {text}" for n in networks for text in (f"{n.batch} per GPU", f"{n.total:,} in total")]
     lines = [f"| GPUs | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
     for gpus in GPUS:
         cells = [kind(gpus, network, links) for network in networks for kind in (weak, strong)]
@@ -135,7 +135,7 @@ def plot(path: Path, networks: Sequence[Network], links: Links) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--measure", action="store_true", help="measure the constants that this machine can give")
+    parser.add_argument("--measure", action="store_true", help="measure the constants as far as this machine allows")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the efficiencies as SVG")
     arguments = parser.parse_args()
     mnist, links, measured = MNIST, H100, ""

@@ -1,4 +1,4 @@
-"""The least that `pyflyte run` can do with a dataclass for input and a task that is cached."""
+"""The smallest possible `pyflyte run` with a dataclass as input and a cached task."""
 
 from dataclasses import dataclass
 

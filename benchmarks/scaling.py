@@ -1,10 +1,10 @@
-"""What an epoch of MNIST costs against the number of images and of gloo ranks, which should be linear.
+"""How the cost of an epoch of MNIST grows with the number of images and of gloo ranks; it should be linear.
 
     python -m benchmarks.scaling --runs 3 [--plot FILE.svg]
 
-The images are MNIST's first ones, or all of them several times over. Ranks that share a core cannot be faster than one
-that has it alone: what can be compared on any machine is the processor time of all ranks together, and their memory.
-Linux only.
+The images are MNIST's first ones, or all of them several times over. Ranks that share a core cannot be faster than a
+single rank on it: what can be compared on any machine is the CPU time of all ranks together, and their memory. Linux
+only.
 """
 
 import argparse
@@ -18,7 +18,8 @@ import numpy as np
 from benchmarks.engine import hardware, spread, train
 from benchmarks.stopwatch import Cost
 from flyte_ddp.data.datasets import prepare
-from flyte_ddp.data.prepared import open_split, read_description, write_prepared
+from flyte_ddp.data.prepared import open_split, read_description
+from flyte_ddp.data.writer import write_prepared
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 
 WORKER = "benchmarks.stopwatch:count_cost"
@@ -32,28 +33,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--images", type=int, nargs=3, default=IMAGES, help="the second number on all numbers of ranks")
-    parser.add_argument("--plot", help="file for a picture of it")
+    parser.add_argument("--plot", help="file to plot to")
     arguments = parser.parse_args()
     by_images: List[Cell] = [(images, USUAL_RANKS) for images in arguments.images]
     by_ranks: List[Cell] = [(arguments.images[1], ranks) for ranks in RANKS]
     costs = measure(sorted({*by_images, *by_ranks}), arguments.runs)
     print(f"{hardware()}; n = {arguments.runs}\n")
-    print("| images | ranks | seconds, median [range] | processor seconds, all ranks | own MiB of a rank |")
+    print("| images | ranks | seconds, median [range] | CPU seconds, all ranks | private MiB per rank |")
     print("|---|---|---|---|---|")
     for (images, ranks), runs in costs.items():
         seconds, processor_seconds, own_bytes = zip(*runs, strict=True)
         mebibytes = spread([total / ranks / 2**20 for total in own_bytes], 0)
         print(f"| {images:,} | {ranks} | {spread(seconds)} | {spread(processor_seconds)} | {mebibytes} |")
     sizes, numbers = (spread(ratios(costs, cells[-1], cells[0])) for cells in (by_images, by_ranks))
-    print(f"\nProcessor time of an image, {by_images[-1][0]:,} / {by_images[0][0]:,} images: {sizes}")
-    print(f"\nProcessor time of an image, {RANKS[-1]} ranks / {RANKS[0]} rank: {numbers}")
+    print(f"\nCPU time per image, {by_images[-1][0]:,} / {by_images[0][0]:,} images: {sizes}")
+    print(f"\nCPU time per image, {RANKS[-1]} ranks / {RANKS[0]} rank: {numbers}")
     if arguments.plot:
         plot(costs, by_images, by_ranks, arguments.plot)
         print(f"\n![The same, plotted]({Path(arguments.plot).name})")
 
 
 def measure(cells: List[Cell], runs: int) -> Costs:
-    """One epoch in each cell, and that several times, there and back again."""
+    """One epoch in each cell, several times, forwards and backwards through the cells."""
     costs: Costs = {cell: [] for cell in cells}
     with tempfile.TemporaryDirectory() as folder:
         for images in {images for images, _ in cells}:
@@ -68,7 +69,7 @@ def measure(cells: List[Cell], runs: int) -> Costs:
 
 
 def write_resized(folder: Path, count: int) -> None:
-    """MNIST with so many training images."""
+    """MNIST with this many training images."""
     data = prepare("mnist")
     images, labels = open_split(data, "train")
     resized = np.resize(images, (count, *images.shape[1:])), np.resize(labels, count)
@@ -76,7 +77,7 @@ def write_resized(folder: Path, count: int) -> None:
 
 
 def ratios(costs: Costs, cell: Cell, other: Cell) -> List[float]:
-    """Processor time of an image in a cell, relative to another one; run by run."""
+    """CPU time per image in a cell, relative to another one; run by run."""
     of_cell, of_other = ([run.processor_seconds / images for run in costs[images, n]] for images, n in (cell, other))
     return [mine / theirs for mine, theirs in zip(of_cell, of_other, strict=True)]
 
@@ -94,14 +95,14 @@ def plot(costs: Costs, by_images: List[Cell], by_ranks: List[Cell], path: str) -
         of_images, of_ranks, memory = figure.subplots(1, 3)
         sizes = [images for images, _ in by_images]
         for axes, x, cells in ((of_images, sizes, by_images), (of_ranks, RANKS, by_ranks)):
-            axes.plot(x, medians("processor_seconds", cells), "o-", label="processor seconds, all ranks")
+            axes.plot(x, medians("processor_seconds", cells), "o-", label="CPU seconds, all ranks")
             axes.plot(x, medians("seconds", cells), "s--", label="seconds")
             axes.legend(frameon=False)
         memory.plot(RANKS, [total / 2**20 for total in medians("own_bytes", by_ranks)], "o-")
         of_images.set(title=f"An epoch on {USUAL_RANKS} ranks", xlabel="images", xticks=sizes)
         of_images.xaxis.set_major_formatter("{x:,.0f}")
         of_ranks.set(title=f"An epoch of {by_ranks[0][0]:,} images", xlabel="ranks", xticks=RANKS)
-        memory.set(title="All ranks' own memory, MiB", xlabel="ranks", xticks=RANKS)
+        memory.set(title="All ranks' private memory, MiB", xlabel="ranks", xticks=RANKS)
         for axes in (of_images, of_ranks, memory):
             axes.set(xlim=(0, None), ylim=(0, None))
             axes.grid(color="#dddddd")

@@ -1,11 +1,11 @@
-"""How far the recipes are from not learning: `python -m benchmarks.stability FOLDER [--suites digits "digits, long"]`.
+"""The margin by which the recipes learn: `python -m benchmarks.stability FOLDER [--suites digits "digits, 24 epochs"]`.
 
-Each suite trains a recipe with its defaults on many seeds, by turns on one rank and on two, and counts the runs that
-end no better than guessing and those whose loss leapt, as flyte_ddp/engine/watch.py tells them. Then the edge: the
-learning rate is raised, factor by factor, until one of ten seeds breaks.
+Each suite trains a recipe with its defaults on many seeds, alternating between one rank and two, and counts the runs
+that end no better than guessing and those whose loss leapt, as defined by flyte_ddp/engine/watch.py. Then the margin:
+the learning rate is raised, factor by factor, until one of ten seeds fails.
 
-Every run is kept in the folder: the same command resumes where it was interrupted, and several that are started at the
-same time share the work. Give a new folder once the code has changed.
+Every run is kept in the folder: the same command resumes where it was interrupted, and several that run at the same
+time share the work. Use a new folder after changing the code.
 """
 
 import argparse
@@ -47,7 +47,7 @@ EDGE_SEEDS = 10
 
 @dataclass(frozen=True)
 class Suite:
-    """So many seeds of a recipe; hp are those that differ from the defaults."""
+    """A recipe and a number of seeds; hp are the hyperparameters that differ from the defaults."""
 
     dataset: str
     seeds: int
@@ -87,11 +87,11 @@ EDGES = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one run.
+    """The outcome of one run.
 
     Attributes:
-        score: test accuracy in per cent, of the autoencoder the mean squared error; of a run that failed 0.
-        rise: the most by which a logged training loss was above the lowest before it.
+        score: test accuracy in per cent, of the autoencoder the mean squared error; 0 if the run failed.
+        rise: the largest difference between a logged training loss and the lowest before it.
         guessing: whether it ended no better than guessing, or failed.
         leaps: how often its loss leapt.
     """
@@ -136,7 +136,7 @@ def counts(outcomes: List[Outcome]) -> str:
 
 
 def run_all(suite: Suite, folder: Path, factor: float = 1.0) -> List[Outcome]:
-    """The outcomes of those of a suite's runs that are not under way in another process."""
+    """The outcomes of a suite's runs, except those that another process is working on."""
     data, outcomes = data_of(suite.dataset), []
     for seed in range(1, suite.seeds + 1):
         hp = suite.hyperparameters(seed, factor)
@@ -150,7 +150,7 @@ def run_all(suite: Suite, folder: Path, factor: float = 1.0) -> List[Outcome]:
 
 
 def data_of(dataset: str) -> Path:
-    """Of image_folder, the digits as PNG files."""
+    """The prepared dataset; for image_folder, the digits as PNG files."""
     if dataset != "image_folder":
         return prepare(dataset)
     digits, folder = prepare("digits"), data_dir() / "digits-as-files"

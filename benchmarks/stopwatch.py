@@ -18,7 +18,7 @@ BLOCK = 20  # steps between two changes of side: a third of a second, so that bo
 
 
 class Cost(NamedTuple):
-    """What one rank took for its last epoch: seconds by the clock, seconds of processors, memory that it has alone."""
+    """What one rank needed for its last epoch: seconds, CPU seconds, private memory."""
 
     seconds: float
     processor_seconds: float
@@ -49,22 +49,22 @@ def count_cost(environment: Environment, link: Link, job: Job) -> Cost:
 
 
 def own_bytes() -> int:
-    """Memory that this process alone has written to: what all ranks share (torch's code, the images) is not in it."""
+    """Memory that only this process has written to, without what all ranks share (torch's code, the images)."""
     with open("/proc/self/smaps_rollup") as file:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith("Private_Dirty:"))
 
 
 def compare_with_fixed_batch(environment: Environment, link: Link, job: Job) -> Rates:
-    """Trains as the engine does, but each epoch stands still every few steps for as many steps on one fixed batch.
+    """Trains as the engine does, but pauses each epoch every few steps for as many steps on one fixed batch.
 
-    Either side does TrainingState.train_step: forward, backward, all-reduce, optimizer, schedule. What the epoch has
-    beyond that is the engine: making batches, metrics, log lines, signs of life, gradient statistics, checkpoints.
+    Both sides call TrainingState.train_step: forward, backward, all-reduce, optimizer, schedule. What the epoch does
+    besides is the engine: making batches, metrics, log lines, heartbeats, gradient statistics, checkpoints.
     """
     rates = []
 
     def alternating(state: TrainingState, train: TrainBatches, *arguments: Any) -> Sums:
         batch = next(train.epoch(state.epoch))
-        FixedBatch(state, batch).block()  # the first steps of a process are slow, on whichever side
+        FixedBatch(state, batch).block()  # warm-up: the first steps of a process are slow
         fixed, epoch = FixedBatch(state, batch), train.epoch
         with patch.object(train, "epoch", lambda *position: fixed.between(epoch(*position))):
             started = clock(state.device)
@@ -79,11 +79,11 @@ def compare_with_fixed_batch(environment: Environment, link: Link, job: Job) -> 
 
 
 class FixedBatch:
-    """Blocks of steps on one batch in memory, after each of which the training is put back to where it was.
+    """Blocks of steps on one batch in memory, after each of which the training state is restored.
 
     Attributes:
         samples, seconds: of the steps.
-        away_seconds: beside these the time for saving the state and putting it back.
+        away_seconds: the same plus the time to save and restore the state.
     """
 
     def __init__(self, state: TrainingState, batch: Batch):
@@ -109,7 +109,7 @@ class FixedBatch:
 
 
 def clock(device: torch.device) -> float:
-    """Seconds, once the device has done all that it was given."""
+    """The clock in seconds, once the device has finished all its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

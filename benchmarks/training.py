@@ -1,6 +1,6 @@
 """Seconds and accuracy of the recipes on MNIST: `python -m benchmarks.training --runs 5`.
 
-Each run has a seed of its own. Seconds are those of the training loops, on whatever else the machine is doing.
+Each run has its own seed. Seconds are those of the training loops, and depend on what else the machine is doing.
 """
 
 import argparse
@@ -44,7 +44,7 @@ def measure(
 ) -> float:
     """Trains the recipe with the seeds from 1 to runs and prints its row; returns the mean accuracy in per cent.
 
-    Trainings that are found in the folder, finished or not, are not begun anew.
+    Trainings that are found in the folder are resumed, or reused if they are finished.
     """
     seconds, accuracies = [], []
     for seed in range(1, runs + 1):

@@ -1,8 +1,8 @@
-"""The opponent: the training of the tutorial 'Single Node, Multi GPU Training', on GPUs or CPU ranks.
+"""The training of the tutorial 'Single Node, Multi GPU Training', on GPUs or CPU ranks, to compare with.
 
 Its network, transforms per sample, DataLoader, DistributedSampler without set_epoch, batch of 128 per rank, SGD
-0.01/0.5 and evaluation by rank 0 alone are kept. Written anew; changed: gloo ranks where there is no GPU, and a file to
-meet at instead of port 8888.
+0.01/0.5 and evaluation by rank 0 alone are kept. The code is rewritten; changed are gloo ranks if there is no GPU, and
+a file for the rendezvous instead of port 8888.
 """
 
 import sys

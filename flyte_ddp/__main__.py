@@ -1,11 +1,11 @@
-"""The library's own commands, beside those of pyflyte: python -m flyte_ddp COMMAND."""
+"""The library's own commands, besides those of pyflyte: python -m flyte_ddp COMMAND."""
 
 import pkgutil
 from typing import List, Optional
 
 import click
 
-# By name, so that a command loads what it needs itself, and nothing of the others
+# By name, so that each command imports only what it needs
 COMMANDS = {"new": "flyte_ddp.new.command:new", "watch": "flyte_ddp.watch.command:watch"}
 
 
@@ -20,7 +20,7 @@ class Commands(click.Group):
 
 @click.group(cls=Commands)
 def main() -> None:
-    """What flyte_ddp offers beside pyflyte."""
+    """Commands of flyte_ddp, besides those of pyflyte."""
 
 
 if __name__ == "__main__":

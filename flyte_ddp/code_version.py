@@ -1,4 +1,4 @@
-"""A name for code that changes whenever the code does."""
+"""A version of code that changes whenever the code does."""
 
 import hashlib
 from contextlib import suppress
@@ -14,7 +14,7 @@ OTHER_CODE = "leave out --copy none, so that the code is sent, or rebuild the im
 
 
 def code_version(sources: Sequence[str], distributions: Sequence[str]) -> str:
-    """A hash over files, named from the folder that holds flyte_ddp, and the versions of installed distributions."""
+    """A hash of files, named relative to the folder that holds flyte_ddp, and of installed distributions' versions."""
     digest, root = hashlib.sha256(), Path(flyte_ddp.__path__[0]).parent
     for name in sources:
         try:
@@ -28,7 +28,7 @@ def code_version(sources: Sequence[str], distributions: Sequence[str]) -> str:
 
 
 def library_version() -> str:
-    """Of all that the ranks may import from here, and of torch: the same checkpoint needs the same code."""
+    """The version of all code here that ranks may import, and of torch: checkpoints are valid only for the same one."""
     root = Path(flyte_ddp.__path__[0])
     files = sorted(file for pattern in LIBRARY for file in root.glob(pattern))
     return code_version([str(file.relative_to(root.parent)) for file in files], ["torch"])

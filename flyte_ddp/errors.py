@@ -1,4 +1,4 @@
-"""What can go wrong, told apart by what should happen next: mend the input, try again, or give up."""
+"""Errors by what should happen next: fix the input, try again, or give up."""
 
 try:
     from click import ClickException, UsageError
@@ -14,14 +14,14 @@ except ModuleNotFoundError:  # torch and this library are enough to train
 
 
 class InputError(UsageError, ValueError):
-    """The user can mend this: the message names the value, the rule and the remedy.
+    """The user can fix this: the message names the value, the rule and the remedy.
 
     A ValueError to Python callers; as a click.UsageError it ends `pyflyte run` with a short message and exit status 2.
     """
 
 
 class ReportedError(ClickException, RuntimeError):
-    """A failure whose message is the whole report: `pyflyte run` prints it without a traceback of the parent's own."""
+    """A failure whose message says everything: `pyflyte run` prints it without the parent's traceback."""
 
 
 class RecoverableError(ReportedError):
@@ -45,7 +45,7 @@ class StopRequested(Exception):
 
 
 class NonFinite(ArithmeticError):
-    """The loss or the gradient became NaN or infinite; the weights are those from before that step."""
+    """The loss or the gradient became NaN or infinite; the weights are those before that step."""
 
     def __init__(self, what: str, ranks: "list[int]", epoch: int, step: int):
         causes = {
@@ -59,4 +59,4 @@ class NonFinite(ArithmeticError):
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be used; the message says what is wrong with it, as the end of 'the checkpoint …'."""
+    """A checkpoint cannot be used; the message completes the sentence 'the checkpoint …'."""

@@ -1,4 +1,4 @@
-"""What the ranks, nearly always rank 0, tell the parent: small, plain values; big things stay in files."""
+"""What the ranks, nearly always rank 0, send to the parent: small, plain values; large data stays in files."""
 
 from dataclasses import dataclass, field
 from typing import Dict, List, Tuple, Union
@@ -10,11 +10,11 @@ class RunStarted:
 
     Attributes:
         samples: what the samples are called, in the plural: images.
-        headline: the name of the measure that a run is judged by, after its loss.
+        headline: the name of the run's main measure besides its loss.
         shares: names of the measures that are shares from 0 to 1, to be shown in per cent.
         layers: name, type and number of parameters of each module that has parameters of its own.
         validation_samples: 0 where each epoch is evaluated on the test split.
-        remarks: on how it begins: with which weights, and which of them stay.
+        remarks: which weights training starts with, and which of them are frozen.
     """
 
     dataset: str
@@ -40,7 +40,7 @@ class RunStarted:
 
 @dataclass(frozen=True)
 class StepLogged:
-    """State after a step: the measures, "loss" among them, are of all training samples since the last such event."""
+    """State after a step: the measures, including "loss", cover all training samples since the last such event."""
 
     epoch: int
     step: int
@@ -53,8 +53,8 @@ class StepLogged:
 
 @dataclass(frozen=True)
 class EpochFinished:
-    """An epoch's training and evaluation: the measures of the training samples, by name, and either of the test samples
-    or, where there are some, of the validation samples."""
+    """An epoch's training and evaluation: measures by name, of the training samples, and of the validation samples or,
+    where there are none, of the test samples."""
 
     epoch: int
     samples: int
@@ -76,12 +76,12 @@ class EpochFinished:
 
 @dataclass(frozen=True)
 class EpochChosen:
-    """The one look at the test split, by the weights of the best epoch on the validation split, where there is one.
+    """The single evaluation on the test split, with the weights of the best epoch on the validation split.
 
     Attributes:
-        epoch: the chosen one, from 0.
-        epochs: that were trained.
-        stopped_early: whether more were planned, and waiting for a better one had to end.
+        epoch: the best one, from 0.
+        epochs: how many were trained.
+        stopped_early: whether training ended before settings.epochs because patience ran out.
     """
 
     epoch: int
@@ -103,7 +103,7 @@ class EpochLosses:
 
 @dataclass(frozen=True)
 class NotLearning:
-    """At this step of this epoch training does not learn as it should, and continues. The reason ends with remedies."""
+    """At this step training does not learn as it should, but continues. The reason ends with remedies."""
 
     epoch: int
     step: int
@@ -120,7 +120,7 @@ class GradientsSeen:
 
 @dataclass(frozen=True)
 class CheckpointWritten:
-    """A complete checkpoint of the state before this step of this epoch lies at path.
+    """There is a complete checkpoint of the state before this step at path.
 
     Training stood still for stall_seconds; the write itself, in the background, took write_seconds.
     """
@@ -148,7 +148,7 @@ class CheckpointRefused:
 
 @dataclass(frozen=True)
 class Printed:
-    """A line that a rank's code, or a library's, has printed or warned."""
+    """A line that a rank's code, or a library, has printed."""
 
     rank: int
     text: str

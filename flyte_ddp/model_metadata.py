@@ -1,6 +1,6 @@
-"""What a file of weights says of itself, so that the network can be made from it alone. Imports no torch.
+"""Metadata of a weights file, from which its network can be rebuilt. Imports no torch.
 
-model.json beside model.pt has it; of a safetensors file it is in the header.
+It is in model.json beside model.pt, or in the header of a safetensors file.
 """
 
 import json
@@ -14,21 +14,21 @@ from flyte_ddp.settings import Settings
 from flyte_ddp.storage import write_whole
 
 FORMAT = 1
-HEADER = "flyte_ddp"  # its entry in the header of a safetensors file
+HEADER = "flyte_ddp"  # the metadata's entry in the header of a safetensors file
 NO_SAFETENSORS = 'safetensors is not installed: pip install "flyte-ddp-training[export]", or load a .pt file'
 
 
 @dataclass(frozen=True)
 class ModelMetadata:
-    """Of a trained network.
+    """Metadata of a trained network.
 
     Attributes:
-        recipe: "package.module:Name" of what it was trained by.
-        settings_class: "package.module:Name" of the settings; their values are settings.
-        data: their name, and their digest where a file or folder was given.
-        facts: what the recipe says, see Recipe.facts.
-        headline: the measure that it is judged by.
-        measures: of the test split, as the training reported them, by name.
+        recipe: "package.module:Name" of the recipe that trained it.
+        settings_class: "package.module:Name" of the class of the settings.
+        data: the name of the data, and their digest where a file or folder was given.
+        facts: what Recipe.facts returned.
+        headline: the name of its main measure.
+        measures: on the test split, as the training reported them, by name.
         training: world_size, hardware and precision.
         versions: of Python and torch.
     """
@@ -48,7 +48,7 @@ class ModelMetadata:
         return json.dumps(asdict(self), indent=2, default=str)  # a recipe's facts may be anything
 
     def load_settings(self) -> Settings:
-        """The settings of the training; imports the module that their class is in."""
+        """The settings of the training; imports the module of their class."""
         kind = pkgutil.resolve_name(self.settings_class)
         if not (isinstance(kind, type) and issubclass(kind, Settings)):
             raise InputError(f"settings_class must name a class of settings, got {self.settings_class}")
@@ -60,7 +60,7 @@ def path_beside(weights: Union[str, Path]) -> Path:
 
 
 def read_metadata(weights: Union[str, Path]) -> Optional[ModelMetadata]:
-    """What is known of a file of weights; None where nothing is."""
+    """The metadata of a weights file; None where there is none."""
     beside = path_beside(weights)
     if Path(weights).is_file() and is_safetensors(weights):
         text = _header(weights)
@@ -84,10 +84,10 @@ def write_metadata(weights: Path, metadata: ModelMetadata) -> None:
 
 
 def needs_metadata(weights: Union[str, Path], remedy: str) -> ModelMetadata:
-    """Raises InputError where nothing is known of the file."""
+    """Raises InputError where the file has no metadata."""
     metadata = read_metadata(weights)
     if metadata is None:
-        raise InputError(f"{weights} has no {path_beside(weights).name} beside it, as a training leaves it: {remedy}")
+        raise InputError(f"{weights} has no {path_beside(weights).name} beside it, as training writes it: {remedy}")
     return metadata
 
 

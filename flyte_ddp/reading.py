@@ -11,7 +11,7 @@ from flyte_ddp.settings import read_json, refuse_repeated
 
 
 def read_settings(text: str) -> Any:
-    """What JSON text, or a .json or .yaml file at a path, holds; raises InputError with the place and the reason."""
+    """Parses JSON text, or the .json or .yaml file at a path; raises InputError with the place and the reason."""
     try:
         if text.lstrip()[:1] in ("{", "["):
             return read_json(text)
@@ -30,7 +30,7 @@ def read_settings(text: str) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """yaml's own loader silently takes the last of several values of a key."""
+    """Refuses repeated keys, of which yaml's own loader silently takes the last."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)

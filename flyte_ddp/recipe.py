@@ -1,7 +1,7 @@
-"""What a user brings: data, a network and measures; and, if they want, augmentation, an optimizer and a schedule.
+"""What a user provides: data, a network and measures; optionally augmentation, an optimizer, a schedule and more.
 
-The library's front door. A workflow file names a recipe, "package.module:Name"; the ranks alone load it, since it
-imports torch. docs/your-own-model.md goes from an empty folder to an own model, dataset and loss.
+A workflow file names a recipe, "package.module:Name"; only the ranks load it, since it imports torch.
+docs/your-own-model.md goes from an empty folder to a model, dataset and loss of your own.
 """
 
 from pathlib import Path
@@ -14,7 +14,7 @@ from flyte_ddp.model_metadata import needs_metadata
 from flyte_ddp.share import Share, gather_rows
 from flyte_ddp.weights import load_weights
 
-# A tensor, or a tuple, list or dict of such, nested at will; the first dimension of each tensor is the samples
+# A tensor, or a tuple, list or dict of Trees; the first dimension of each tensor is the samples
 Tree = Any
 # By name, for each sample: values (n,), or values (n,) and weights (n,)
 Measures = Dict[str, Union[Tensor, Tuple[Tensor, Tensor]]]
@@ -47,29 +47,30 @@ class Random:
 
 
 class Recipe:
-    """A training by its parts. A subclass has to give data, model and measure; the rest has defaults.
+    """The parts of a training. A subclass must define data, model and measure; the rest has defaults.
 
-    Each method sees this rank's n samples of a global batch, n being 0 on some ranks in a short last batch. What it
-    returns must not depend on how many ranks share the batch: a look at the start of each training finds out.
+    Each method sees this rank's n samples of a global batch; n is 0 on some ranks if the last batch is short. What it
+    returns must not depend on how many ranks share the batch; this is checked before each training.
 
     Attributes:
-        settings: the dataclass that the workflow was given. A recipe that imports its class, if only as a type, has the
-            cache follow the code of it.
+        settings: the dataclass that the workflow was given. The code of its class counts for the cache if the recipe's
+            module imports it, even just as a type.
         data_path: the file or folder that the task was given; None without one.
-        device: where the batches, and tensors of the recipe's own, belong.
-        samples: what one calls the samples, in the plural.
-        headline: the measure that a run is judged by; empty is the first beside the loss.
+        device: where batches, and the recipe's own tensors, belong.
+        samples: what to call the samples, in the plural.
+        headline: the name of the main measure; empty is the first one besides the loss.
         shares: the measures that are shares from 0 to 1, to be shown in per cent.
-        lower_is_better, higher_is_better: the measures of which the least, or the most, is the best, where an epoch is
-            chosen, or a model promoted, by one; of the loss it is the least, of shares the most.
-        has_validation: that data("validation") gives samples to choose the best epoch by.
-        clip_norm: to which the gradient is shortened where its Euclidean norm, over all weights, is larger; 0 is off.
-        micro_batch: samples of a rank that are computed at a time, to save memory: the result is the same; 0 is all.
-        ema_decay: per step, of the exponential moving average of the weights that is evaluated and returned; 0 is off.
+        lower_is_better, higher_is_better: measures other than the loss (lower is better) and shares (higher is better),
+            for choosing an epoch, or promoting a model, by one of them.
+        has_validation: whether data("validation") returns samples to choose the best epoch by.
+        clip_norm: gradient clipping by Euclidean norm over all weights; 0 is off.
+        micro_batch: how many of a rank's samples are computed at a time; saves memory, with the same result; 0 is all.
+        ema_decay: decay per step of the exponential moving average of the weights, which is evaluated and returned; 0
+            is off.
         passes_per_epoch: how often an epoch goes over the training samples.
-        train_fraction: share of these that an epoch takes, each epoch others.
-        couples_samples: that the loss of a sample depends on the others of its batch, by way of everyone().
-        may_depend_on_ranks: lets a training pass whose result depends on the number of ranks; its outputs then say so.
+        train_fraction: share of the training samples that each epoch uses, different ones in each epoch.
+        couples_samples: whether the loss of a sample depends on others of its batch, through everyone().
+        may_depend_on_ranks: allows a result that depends on the number of ranks; the outputs then carry a warning.
     """
 
     device = torch.device("cpu")
@@ -96,45 +97,45 @@ class Recipe:
         """The trained network from a model_state or safetensors file, in evaluation mode on the CPU; nothing in the
         file is executed.
 
-        settings: that the network was trained with; without them, those that the file's metadata name.
-        data_path: that it was trained with, where model() needs it.
+        settings: those of the training; by default those in the file's metadata.
+        data_path: that of the training, where model() needs it.
         """
         if settings is None:
             settings = needs_metadata(path, "give the settings of the training").load_settings()
         return load_weights(cls(settings, data_path).model(), path).eval()
 
     def data(self, split: str) -> Any:
-        """The samples of "train" or "test", and where has_validation says so of "validation".
+        """The samples of "train" or "test", and of "validation" if has_validation is set.
 
-        Tensors and arrays, as one or in tuples, lists and dicts, are kept on the device; memory maps (numpy.memmap)
+        Tensors and arrays, single or in tuples, lists and dicts, are kept on the device; memory maps (numpy.memmap)
         stay on disk and are read batch by batch; a torch.utils.data.Dataset with a length is read sample by sample, by
-        options.loader_workers processes of each rank.
+        options.loader_workers processes per rank.
         """
         raise NotImplementedError
 
     def model(self) -> nn.Module:
-        """The network, with weights from torch's random numbers, which settings.seed decides; it returns no softmax.
+        """The network, its weights drawn from torch's random numbers, seeded by settings.seed; it returns no softmax.
 
         Plain Dropout and BatchNorm layers, and MultiheadAttention, will see the whole global batch.
         """
         raise NotImplementedError
 
     def measure(self, outputs: Any, batch: Tree) -> Measures:
-        """The measures of each sample, with "loss" among them, which is trained, or "objective" in its stead.
+        """The measures of each sample, including "loss", which is minimized, unless there is an "objective".
 
-        Each is reported as the sum of its values over the sum of its weights, 1 where there are none, over the whole
-        split; the trained one is normalised so over the global batch.
+        Each is reported as the sum of its values over the sum of its weights (1 by default), over the whole split; what
+        is minimized is the same ratio over the global batch.
         """
         raise NotImplementedError
 
     def forward(self, model: nn.Module, batch: Tree) -> Any:
-        """What the network makes of a batch: a Tree."""
+        """The network's outputs for a batch: a Tree."""
         return model(batch[0] if isinstance(batch, (tuple, list)) else batch)
 
     def facts(self) -> Dict[str, Any]:
-        """What to say of the network beside its settings, as JSON, in its metadata and its model card.
+        """What the metadata and the model card should say of the network besides its settings; values that fit JSON.
 
-        "classes", a list of names, is what a classifier's measures by class are called by.
+        "classes", a list of names, names a classifier's measures by class.
         """
         return {}
 
@@ -143,36 +144,37 @@ class Recipe:
         return batch
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """Any of torch.optim. The engine normalises, clips and guards the gradients, and restores it on resume."""
+        """Any optimizer of torch.optim. The engine normalises, clips and checks the gradients, and restores the
+        optimizer on resume."""
         return torch.optim.AdamW(model.parameters(), getattr(self.settings, "learning_rate", 1e-3), fused=True)
 
     def factor(self, step: int, steps: int) -> float:
-        """The factor on the learning rate at this step of `steps`; see flyte_ddp.schedules."""
+        """What the learning rate is multiplied by at this step of `steps`; see flyte_ddp.schedules."""
         return 1.0
 
     def derive(self, measures: Dict[str, float]) -> Dict[str, float]:
-        """The measures to report: what is computed from others, such as a perplexity, is added here."""
+        """The measures to report: add here what is computed from others, such as a perplexity."""
         return measures
 
     def constant_loss(self) -> float:
-        """The mean loss, on the split that each epoch is evaluated on, of the best prediction that is the same for all
-        samples; 0 where it is not known.
+        """The mean loss, on the split that epochs are evaluated on, of the best constant prediction; 0 if unknown.
 
-        A training that is no better is warned of. Where it is not known, its outputs are tried on other samples.
+        A training that is no better gets a warning. If it is unknown, the loss of outputs paired with other samples
+        stands in for it.
         """
         return 0.0
 
     def predictions(self, outputs: Any, batch: Tree) -> Optional[Tensor]:
-        """(n, ...) what to keep of each test sample, in predictions.npy; None keeps nothing."""
+        """(n, ...) what to save for each test sample in predictions.npy; None saves nothing."""
         return None
 
     def pictures(self, outputs: Any, batch: Tree) -> Sequence[Tuple[str, Tensor]]:
-        """(caption, (C, H, W) from 0 to 1) for the report, C being 1 or 3, of some test samples."""
+        """(caption, image (C, H, W) from 0 to 1, C being 1 or 3) of some test samples, for the report."""
         return ()
 
     def everyone(self, mine: Tensor) -> Tensor:
-        """(N, ...) of the whole global batch, with gradients, from this rank's (n, ...); all ranks have to call it.
+        """(N, ...) of the whole global batch, with gradients, from this rank's (n, ...); all ranks must call it.
 
-        For losses that compare samples with one another. self.share.first is the place of the rank's first sample.
+        For losses that compare samples with one another. self.share.first is the position of the rank's first sample.
         """
         return gather_rows(mine, self.share)

@@ -1,4 +1,4 @@
-"""Learning rates over a training, as factors of the peak. Standard library only."""
+"""Learning rate schedules, as factors of the peak rate. Standard library only."""
 
 import math
 
@@ -8,7 +8,7 @@ def constant(step: int, steps: int) -> float:
 
 
 def one_cycle(step: int, steps: int, warmup_fraction: float = 0.25, start: float = 0.1, end: float = 0.001) -> float:
-    """Linear up from start to 1 in the share warmup_fraction of all steps, then linear down to end."""
+    """Linear from start up to 1 over the share warmup_fraction of all steps, then linear down to end."""
     warmup = warmup_fraction * steps
     if step < warmup:
         return start + (1 - start) * step / warmup
@@ -16,7 +16,7 @@ def one_cycle(step: int, steps: int, warmup_fraction: float = 0.25, start: float
 
 
 def cosine(step: int, steps: int, warmup_fraction: float = 0.05, end: float = 0.0) -> float:
-    """Linear up to 1 in the share warmup_fraction of all steps, then half a cosine down to end."""
+    """Linear up to 1 over the share warmup_fraction of all steps, then half a cosine down to end."""
     warmup = warmup_fraction * steps
     if step < warmup:
         return (step + 1) / (warmup + 1)

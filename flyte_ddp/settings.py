@@ -1,9 +1,9 @@
-"""The inputs of a training: what decides its result, and how to run it. The base of a recipe's own settings.
+"""The inputs of a training: what determines its result, and how to run it. The base of a recipe's own settings.
 
-Frozen dataclasses, whose every value is checked, whichever way it came: CLI, UI, file or Python.
+Frozen dataclasses whose values are always checked, whether they come from the CLI, the UI, a file or Python.
 
-A field's checks stand in its declaration: `epochs: int = setting(2, minimum=1)`; without setting(), its type is checked
-alone. What fails raises InputError.
+A field's rules are in its declaration: `epochs: int = setting(2, minimum=1)`; without setting(), only its type is
+checked. A broken rule raises InputError.
 """
 
 import dataclasses
@@ -43,17 +43,17 @@ def setting(
     below: float = math.inf,
     choices: Sequence[str] = (),
 ) -> Any:
-    """Declares a field: its default, and the range (minimum and maximum included, above and below not) or choices."""
+    """Declares a field: its default, and its range (minimum and maximum inclusive, above and below not) or choices."""
     rules = {"minimum": minimum, "above": above, "maximum": maximum, "below": below, "choices": tuple(choices)}
     if isinstance(default, dict):
         return dataclasses.field(default_factory=default.copy, metadata=rules)
-    # By a factory, because for Flyte's JSON schema a class is generated and compiled for each plain default: a quarter
-    # of a second in all, for a run that may have nothing else to do
+    # A factory, because for each plain default Flyte's JSON schema generates and compiles a class: a quarter second in
+    # total, for a run that may have nothing else to do
     return dataclasses.field(default_factory=lambda: default, metadata=rules)
 
 
 def read_json(text: str) -> Any:
-    """What the text holds; raises InputError for a name that an object has twice, ValueError where it is no JSON."""
+    """Parses the text; raises InputError for a name that an object has twice, ValueError if it is not JSON."""
 
     def read_object(pairs: List[Tuple[str, Any]]) -> Dict[str, Any]:
         refuse_repeated([name for name, _ in pairs])
@@ -63,14 +63,14 @@ def read_json(text: str) -> Any:
 
 
 def refuse_repeated(names: Sequence[str]) -> None:
-    """Raises InputError for a name that is there twice, of whose values all but the last would be lost."""
+    """Raises InputError for a name that appears twice: all its values but the last would be lost."""
     for number, name in enumerate(names):
         if name in names[:number]:
             raise InputError(f"{_shown(name)} is given twice: leave one of them out")
 
 
 class Settings(DataClassJsonMixin):
-    """Base of all settings: strict partial JSON in, InputError for whatever breaks a field's rule."""
+    """Base of all settings: strict, possibly partial JSON in, InputError for whatever breaks a field's rule."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
@@ -111,7 +111,7 @@ class Settings(DataClassJsonMixin):
 def _checked(owner: str, field: "dataclasses.Field[Any]", value: Any) -> Any:
     """Returns the value in the field's own type (1 becomes 1.0 for a float), or raises InputError."""
     name, rules = f"{owner}.{field.name}", {**UNRULED, **field.metadata}
-    # from __future__ import annotations leaves the type's name
+    # with `from __future__ import annotations` it is the type's name
     expected: Any = BY_NAME.get(field.type, field.type) if isinstance(field.type, str) else field.type
     if expected not in TYPE_NAMES:
         raise InputError(f"{name} must be declared as one of {', '.join(BY_NAME)}, got {_shown(field.type)}")
@@ -148,7 +148,7 @@ def _range(rules: Any) -> str:
 
 
 def _shown(value: Any) -> str:
-    """The value as JSON, on one line and never longer than a glance."""
+    """The value as JSON, on one line and cut to 80 characters."""
     try:
         text = json.dumps(value)
     except (TypeError, ValueError):
@@ -158,7 +158,7 @@ def _shown(value: Any) -> str:
 
 @dataclass(frozen=True)
 class TrainingSettings(Settings):
-    """What decides the result of any training, and therefore the cache key; a recipe's own settings derive from it.
+    """What determines the result of any training, and so the cache key; a recipe's own settings derive from it.
 
     Attributes:
         backend: process group backend; auto is nccl where a GPU is visible, else gloo.
@@ -167,15 +167,15 @@ class TrainingSettings(Settings):
         batch_size: samples of one optimizer step, all ranks together.
         test_batch_size: samples of one evaluation batch, all ranks together.
         epochs: passes over the training samples.
-        precision: of the forward and backward pass; auto is bfloat16 where the hardware computes in it.
-        validation_fraction: share of the training samples that are held out of the training, the same ones for each
-            seed, to choose the best epoch by; 0 is none, and then each epoch is reported on the test split.
-        choose_by: what makes an epoch the best: the measure that a run is judged by, or the loss.
-        patience: epochs without an improvement on the validation split, after which training ends; 0 is off.
-        minimum_delta: what counts as an improvement, beyond equality.
-        freeze: patterns (fnmatch) of the names of layers or parameters that stay as they are, separated by commas.
-        init_leave_out: the same, of tensors that are not taken from init, where a training is given one: they begin
-            anew. "mismatching" stands for all that are missing in it or have another shape.
+        precision: of the forward and backward pass; auto is bfloat16 where the hardware supports it.
+        validation_fraction: share of the training samples that are held out, the same ones for any seed, to choose the
+            best epoch by; with 0 there is no validation split, and each epoch is evaluated on the test split.
+        choose_by: what the best epoch is chosen by: the headline measure or the loss.
+        patience: training ends after this many epochs without an improvement on the validation split; 0 is off.
+        minimum_delta: an improvement counts only if it is greater than this.
+        freeze: patterns (fnmatch) of the names of layers or parameters that are not trained, separated by commas.
+        init_leave_out: patterns like these of the tensors that are not taken from init but initialised anew;
+            "mismatching" stands for all that init lacks or has in another shape.
     """
 
     backend: str = setting("auto", choices=BACKENDS)
@@ -193,7 +193,7 @@ class TrainingSettings(Settings):
     init_leave_out: str = setting("")
 
     def check_validation(self) -> None:
-        """Raises InputError for what has no meaning without a validation split."""
+        """Raises InputError for settings that make no sense without a validation split."""
         if self.patience:
             raise InputError(
                 f"{type(self).__name__}.patience must be 0 without a validation split, got {self.patience}: set "
@@ -208,17 +208,18 @@ class RunOptions(Settings):
     Attributes:
         nproc: ranks to spawn; 0 is one per visible GPU, or two where there is none.
         timeout_seconds: how long the ranks may go without a step before the run counts as hung.
-        checkpoint_seconds: time between two checkpoints within an epoch (each epoch's end has one anyway).
+        checkpoint_seconds: time between two checkpoints within an epoch (there is always one at its end).
         resume: whether to resume from the checkpoint of an unfinished run of the same training.
         tracking: online and offline are Weights & Biases; auto is online where it has a key, else off; tensorboard
             writes event files.
         wandb_project: the W&B project; empty is WANDB_PROJECT, else flyte-ddp.
         wandb_entity: the W&B user or team; empty is WANDB_ENTITY, else the key's own.
-        profile: whether torch.profiler looks at some steps of every rank.
-        keep_checkpoint: whether the last checkpoint stays, as final-checkpoint, for a later training to go on from.
-        loader_workers: processes of each rank that read samples ahead of their use, where these are not in memory; 0 is
-            the rank itself.
-        pin_memory: whether a GPU fetches such batches from page-locked memory; without a GPU this does nothing.
+        profile: whether torch.profiler records some steps of every rank.
+        keep_checkpoint: whether to keep the last checkpoint, as final-checkpoint, so that a later training can continue
+            from it.
+        loader_workers: processes per rank that read ahead samples that are not in memory; with 0 the rank reads them
+            itself.
+        pin_memory: whether such batches are copied to a GPU from page-locked memory; without a GPU it has no effect.
     """
 
     nproc: int = setting(0, minimum=0, maximum=1024)

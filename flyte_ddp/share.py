@@ -1,4 +1,4 @@
-"""Where a rank's samples stand in the global batch, and how it gets hold of the others'."""
+"""A rank's share of the global batch, and how it gets the other ranks' rows."""
 
 from dataclasses import dataclass
 from typing import Any, Callable, Optional, Tuple
@@ -9,14 +9,14 @@ from torch import Tensor, distributed
 
 @dataclass
 class Share:
-    """Where in the global batch the samples stand that this rank is at. All layers of a network share one of these.
+    """Which samples of the global batch this rank is working on. All layers of a network share one of these.
 
     Attributes:
         first: position of the rank's first sample.
-        count: its samples.
-        size: samples of the whole global batch.
-        alone: that no other ranks take part, and nothing is to be remembered: a trial.
-        stand_in: for gather_rows, where alone; without one, the rank's own rows are all there are.
+        count: the number of the rank's samples.
+        size: the number of samples in the whole global batch.
+        alone: whether this is a trial without the other ranks, which must leave no trace.
+        stand_in: what gather_rows calls if alone; without it, the rank's own rows are returned.
     """
 
     first: int = 0
@@ -45,5 +45,5 @@ class _GatherRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tuple[Optional[Tensor], ...]:
         gradient = gradient.contiguous()
-        distributed.all_reduce(gradient)  # each rank's loss has its own
+        distributed.all_reduce(gradient)  # the sum of the gradients of all ranks' losses
         return gradient[ctx.first : ctx.first + ctx.count], None, None

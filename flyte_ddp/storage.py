@@ -17,9 +17,9 @@ LEFTOVER_SECONDS = 3600.0
 
 @contextmanager
 def writing_to(directory: Union[str, Path], variable: str) -> Iterator[None]:
-    """Turns what a full, read-only or forbidden disk raises into one InputError that names the folder.
+    """Turns the errors of a full, read-only or forbidden disk into one InputError that names the folder.
 
-    variable is the environment variable by which the user can choose another one.
+    variable is the environment variable with which the user can choose another folder.
     """
     try:
         yield
@@ -31,12 +31,12 @@ def writing_to(directory: Union[str, Path], variable: str) -> Iterator[None]:
 
 
 def temporary_beside(path: Path) -> Path:
-    """A name in the same folder that no other process uses (for os.replace), and that remove_leftovers knows."""
+    """A name in the same folder that no other process uses (for os.replace) and that remove_leftovers recognises."""
     return path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
 
 
 def remove_leftovers(directory: Union[str, Path]) -> None:
-    """Removes what killed processes left half-written here: temporary names untouched for an hour."""
+    """Removes what killed processes left half-written here: temporary files untouched for an hour."""
     for path in Path(directory).glob(".*.partial"):
         with suppress(OSError):
             if time.time() - path.stat().st_mtime > LEFTOVER_SECONDS:
@@ -45,7 +45,7 @@ def remove_leftovers(directory: Union[str, Path]) -> None:
 
 @contextmanager
 def synced_file(path: Path) -> Iterator[io.BufferedWriter]:
-    """A new file that is on the disk, not only in its cache, when the block ends."""
+    """A new file that is on disk, not just in the cache, when the block ends."""
     with open(path, "xb") as file:
         yield file
         file.flush()
@@ -53,7 +53,7 @@ def synced_file(path: Path) -> Iterator[io.BufferedWriter]:
 
 
 def write_whole(path: Path, *pieces: Union[bytes, memoryview]) -> None:
-    """Writes a file beside and renames it: path holds the old or the new content at any moment. Raises OSError."""
+    """Writes a file beside path and renames it: path always holds either the old or the new content. Raises OSError."""
     beside = temporary_beside(path)
     try:
         with synced_file(beside) as file:

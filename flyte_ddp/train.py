@@ -1,4 +1,4 @@
-"""Training without Flyte: in a plain Python call, in a notebook, or as the ranks that torchrun starts.
+"""Training without Flyte: in a plain Python call, in a notebook, or as one of the ranks that torchrun starts.
 
 result = train("my_project.model:CharLM", Settings(epochs=3), output="trained")
 
@@ -28,16 +28,16 @@ JOINED = "flyte_ddp.engine.joined:join_and_train"
 
 @dataclass(frozen=True)
 class Result:
-    """What a training without Flyte gives back.
+    """What a training without Flyte returns.
 
     Attributes:
-        epochs: with the measures of the training samples, and of the test or validation samples as `evaluated`.
-        warnings: when and why the training did not go as it should; empty if all went well.
-        model_path: the trained weights, a CPU state_dict; on the first node. They are those of the best epoch where a
-            validation split chose it; last.pt beside it then has those of the last.
+        epochs: with the measures of the training samples, and of the validation or test samples as `evaluated`.
+        warnings: when and why training did not go as it should; empty if all went well.
+        model_path: the trained weights, a CPU state_dict; on the first node. With a validation split they are those of
+            the best epoch, and last.pt beside it has those of the last.
         output: the folder of all that was written; on the first node.
-        tested: measures of the test samples, by the weights at model_path.
-        best_epoch: whose weights these are, from 1; 0 without a validation split.
+        tested: measures of the test samples, with the weights at model_path.
+        best_epoch: the epoch of these weights, from 1; 0 without a validation split.
     """
 
     epochs: List[EpochFinished]
@@ -58,25 +58,25 @@ def train(
     on_event: Optional[Callable[[Event], None]] = None,
     init: Union[str, Path, None] = None,
 ) -> Result:
-    """Trains a recipe with options.nproc ranks that it starts, or as one of those that it finds itself among.
+    """Trains a recipe with options.nproc ranks that it starts, or as one rank if a launcher has set WORLD_SIZE.
 
     Args:
         recipe: "package.module:Name", or the class itself.
-        data: file or folder that the recipe is given.
+        data: file or folder, passed to the recipe as data_path.
         output: folder for model.pt, predictions.npy, pictures.npz and the checkpoint that the same call resumes from.
-        data_files: which the recipe reads, relative to its module's file: a checkpoint follows their content.
+        data_files: files that the recipe reads, relative to its module's file; a checkpoint is only valid for the same.
         on_event: receives every event; without it, lines go to standard error.
-        init: what to begin with: the model_state of an earlier training, or a checkpoint, final-checkpoint in output if
-            options.keep_checkpoint was set, to go on from it to settings.epochs in all.
+        init: what to start with: the model_state of an earlier training, or a checkpoint (final-checkpoint in its
+            output, if options.keep_checkpoint was set), from which training continues up to settings.epochs in total.
 
-    Raises InputError for what the caller can mend, RankFailed where a rank fails, ReportedError after a SIGTERM.
+    Raises InputError for what the caller can fix, RankFailed if a rank fails, ReportedError after a SIGTERM.
     """
     name = recipe if isinstance(recipe, str) else name_of(recipe)
     code = find_code(name, data_files)
     place = Path(output).expanduser().absolute()
     source, first = (Path(path).expanduser().absolute() if path else None for path in (data, init))
     if source and not source.exists():
-        raise InputError(f"data must be a file or folder that is there, got {source}")
+        raise InputError(f"data must be an existing file or folder, got {source}")
     if first and not first.is_file():
         raise InputError(f"init must be a file that is there, got {first}")
     with writing_to(place, "output"):
@@ -123,7 +123,7 @@ def run(job: Job, options: RunOptions, on_event: Optional[Callable[[Event], None
 
 
 def name_of(recipe: type) -> str:
-    """By which the ranks find the class; InputError for one that only this process has."""
+    """The name by which ranks find the class; InputError for a class that only this process has."""
     if recipe.__module__ == "__main__" or "<locals>" in recipe.__qualname__:
         raise InputError(
             f"recipe must be a class at the top level of a module that can be imported, got {recipe.__qualname__} of "

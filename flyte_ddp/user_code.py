@@ -1,7 +1,7 @@
-"""The user's own code behind a recipe's name: found, hashed and checked without being imported.
+"""Finds, hashes and checks the user's own code behind a recipe's name, without importing it.
 
-The parent of a training run knows a recipe by name alone, "package.module:Name", because importing it would import
-torch. What the cache and the shipping of code need to know of it is read from its source.
+The parent of a training run knows a recipe only by its name, "package.module:Name", because importing it would import
+torch. What caching and shipping need to know about its code is read from the source.
 """
 
 import ast
@@ -18,9 +18,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Collection, Dict, Iterator, List, Optional, Sequence, Set, Tuple
 
+from flyte_ddp.code_hash import hash_of_code
 from flyte_ddp.errors import InputError
 
-LIBRARY = "flyte_ddp"  # its code is hashed and shipped by other means than as the user's
+LIBRARY = "flyte_ddp"  # its code is hashed and shipped separately from the user's
 EXAMPLE = '"package.module:Name", as in "recipes.flowers:Flowers"'
 
 
@@ -28,24 +29,24 @@ EXAMPLE = '"package.module:Name", as in "recipes.flowers:Flowers"'
 class UserCode:
     """The first-party code behind a recipe's name.
 
-    First party is what lies below root, is not installed (site-packages) and not part of this library. A recipe that is
-    itself installed, or part of this library, is alone with its own top-level package.
+    First party is what is below root, not installed (site-packages) and not part of this library. For a recipe that is
+    itself installed, or part of this library, it is only its own top-level package.
     """
 
     name: str  # "package.module:Name"
-    root: str  # the folder that has to be on sys.path so that package.module is found
-    files: Tuple[str, ...]  # the modules that it imports, itself among them, and the data files: absolute paths, sorted
-    packages: Tuple[str, ...]  # top-level names of its other imports, but for the standard library and this library
-    version: str  # 16 hex digits: a hash over the files, not over the packages, which differ between hosts
+    root: str  # the folder that must be on sys.path to import package.module
+    files: Tuple[str, ...]  # its module, those that it imports, and the data files: absolute paths, sorted
+    packages: Tuple[str, ...]  # top-level names of its other imports, except the standard library and this one
+    version: str  # 16 hex digits: a hash of the files, not of the packages, which differ between hosts
 
 
 def find_code(name: str, data_files: Sequence[str] = ()) -> UserCode:
-    """Reads from the source what code a recipe consists of; imports nothing, not even a parent package.
+    """Finds the code that a recipe consists of, from its source; imports nothing, not even a parent package.
 
-    Modules are searched on sys.path. Import statements are found wherever they stand, and import_module("a.b") with
-    its name written out; check_imports reports the others. data_files are relative to the folder that the recipe's
-    module lies in. The version stays the same when comments, docstrings or formatting are edited, and on every Python
-    from 3.10 to 3.13. Raises InputError.
+    Modules are searched for on sys.path. Import statements are found anywhere, and so is import_module("a.b") with a
+    literal name; check_imports reports other imports. data_files are relative to the folder of the recipe's module. The
+    version does not change when comments, docstrings or formatting are edited, nor between Python 3.10 and 3.13. Raises
+    InputError.
     """
     module, colon, attribute = name.partition(":")
     if not (colon and attribute.isidentifier() and all(part.isidentifier() for part in module.split("."))):
@@ -61,7 +62,7 @@ def find_code(name: str, data_files: Sequence[str] = ()) -> UserCode:
     root = str(Path(file).parents[module.count(".") + is_package])
     modules, packages = _imported(module, root)
     _check_defined(name, file, modules[file])
-    versions = {one: _hash_of_code(tree) for one, tree in modules.items()}
+    versions = {one: hash_of_code(tree) for one, tree in modules.items()}
     for one in data_files:
         path = os.path.abspath(os.path.join(os.path.dirname(file), one))
         if not os.path.isfile(path):
@@ -77,9 +78,9 @@ def find_code(name: str, data_files: Sequence[str] = ()) -> UserCode:
 
 
 def check_imports(root: str, files: Collection[str], before: Collection[str] = ()) -> None:
-    """Raises InputError where a rank has imported first-party modules that are not among the files of find_code.
+    """Raises InputError if a rank has imported first-party modules that find_code has not found.
 
-    before: names of the modules that were imported before the recipe, by others (torchrun's script, Flyte's entry).
+    before: names of modules that were imported before the recipe, by others (torchrun's script, Flyte's entry point).
     """
     known = {"__main__", *before}
     missed = {
@@ -96,21 +97,21 @@ def check_imports(root: str, files: Collection[str], before: Collection[str] = (
 
 
 def loaded_files() -> Dict[str, str]:
-    """The names of the imported modules and their files' absolute paths."""
-    # not modules of other types: to be asked for its __file__ makes a lazily imported one import itself
+    """Absolute paths of the imported modules' files, by module name."""
+    # not modules of other types: reading __file__ would make lazily imported ones import themselves
     modules = {name: module for name, module in list(sys.modules.items()) if type(module) is ModuleType}
     files = {name: vars(module).get("__file__") for name, module in modules.items()}
     return {name: os.path.abspath(file) for name, file in files.items() if isinstance(file, str)}
 
 
 def is_installed(path: str) -> bool:
-    """Whether it is in the standard library or came by pip. sys.prefix doesn't tell: /usr/src/app is below /usr."""
+    """Whether it is in the standard library or installed by pip. sys.prefix can't tell: /usr/src/app is below /usr."""
     standard_library = os.path.dirname(os.__file__)
     return bool({"site-packages", "dist-packages"} & {*Path(path).parts}) or _is_below(path, standard_library)
 
 
 def _is_below(path: str, folder: str) -> bool:
-    """Or the folder itself."""
+    """Whether the path is below the folder, or the folder itself."""
     return os.path.join(path, "").startswith(os.path.join(folder, ""))
 
 
@@ -125,7 +126,7 @@ def _is_first_party(module: str, file: str, root: str, recipe: str = "") -> bool
 
 
 def _find_parts(module: str, path: Sequence[str]) -> List[ModuleSpec]:
-    """What a dotted name's parts are, as far as they are found; importlib.util.find_spec would import the parents."""
+    """The specs of a dotted name's parts, as far as found; importlib.util.find_spec would import the parents."""
     found: List[ModuleSpec] = []
     for part in module.split("."):
         spec = PathFinder.find_spec(part, path)
@@ -168,7 +169,7 @@ def _check_defined(name: str, file: str, tree: ast.Module) -> None:
         table = symtable.symtable(Path(file).read_bytes(), file, "exec")  # type: ignore[arg-type] # bytes: its coding
     names = {symbol.get_name() for symbol in table.get_symbols() if symbol.is_assigned() or symbol.is_imported()}
     stars = (node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.names[0].name == "*")
-    # where more names may come from than the source says, the rank finds out
+    # if names may come from elsewhere too, the rank finds out
     if attribute not in names and "__getattr__" not in names and not any(stars):
         raise InputError(f"recipe {name}: {file} defines no {attribute}{_hint(attribute, names)} at its top level")
 
@@ -186,7 +187,7 @@ def _faults_named(file: str) -> Iterator[None]:
 
 
 def _imported(module: str, root: str) -> Tuple[Dict[str, ast.Module], Tuple[str, ...]]:
-    """The first-party files that a module imports, itself among them, and the top-level names of its other imports."""
+    """The first-party files that a module imports, including its own, and the top-level names of its other imports."""
     files: Dict[str, ast.Module] = {}
     others: Set[str] = set()
     seen, todo = {module}, [module]
@@ -210,12 +211,12 @@ def _imported(module: str, root: str) -> Tuple[Dict[str, ast.Module], Tuple[str,
 
 
 def _imports(tree: ast.Module, package: str) -> Iterator[str]:
-    """Full names of what may be modules: what a from-import names can be an attribute as well."""
+    """Full names of possible modules: a name in a from-import may also be an attribute."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            # beyond the top-level package it fails in the rank too, with Python's own message
+            # a relative import beyond the top-level package fails in the rank, with Python's own message
             with suppress(ImportError):
                 origin = resolve_name("." * node.level + (node.module or ""), package)
                 yield from (origin if alias.name == "*" else f"{origin}.{alias.name}" for alias in node.names)
@@ -224,34 +225,3 @@ def _imports(tree: ast.Module, package: str) -> Iterator[str]:
             if called in ("import_module", "__import__") and isinstance(literal, str):
                 with suppress(ImportError):
                     yield resolve_name(literal, package)
-
-
-def _hash_of_code(tree: ast.Module) -> str:
-    """A hash that comments, formatting and docstrings don't change, nor the Python that has read the source.
-
-    ast.dump and ast.unparse differ between Python 3.10 and 3.13. So each node is written with its fields, in the order
-    of ast.walk, which goes level by level: fields that are empty are left out, for newer versions have more of them.
-    """
-    digest = hashlib.sha256()
-    _normalise(tree)
-    for node in ast.walk(tree):
-        fields = [(key, _outline(value)) for key, value in ast.iter_fields(node) if value is not None and value != []]
-        digest.update(ascii((type(node).__name__, fields)).encode())
-    return digest.hexdigest()
-
-
-def _normalise(tree: ast.Module) -> None:
-    """Removes docstrings, and what not every Python reads."""
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-            if ast.get_docstring(node, clean=False) is not None:
-                del node.body[0]
-        elif isinstance(node, ast.JoinedStr):  # Python 3.12.1 ends f"{x:{width}}" with an empty string, others don't
-            node.values = [value for value in node.values if getattr(value, "value", None) != ""]
-
-
-def _outline(value: object) -> object:
-    """A field of a node without what lies below, which is written later: of a node there, its type."""
-    if isinstance(value, list):
-        return [_outline(one) for one in value]
-    return type(value).__name__ if isinstance(value, ast.AST) else value

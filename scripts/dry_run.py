@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 class Package(NamedTuple):
-    """What `pyflyte package` made, by name, in the order of registration."""
+    """The content of a package made by `pyflyte package`, by name, in the order of registration."""
 
     tasks: Dict[str, TaskTemplate]
     workflows: Dict[str, WorkflowSpec]
@@ -37,8 +37,8 @@ def build_package(
     package: str = "workflows",
     place: Path = ROOT,
 ) -> Package:
-    """Packages the workflows of a package in the folder place as for this image, and reads the result; raises
-    RuntimeError with what pyflyte said."""
+    """Packages a Python package's workflows, found in the folder place, for this image, and reads the result; raises
+    RuntimeError with pyflyte's output."""
     with tempfile.TemporaryDirectory() as folder:
         archive = Path(folder, "package.tgz")
         command = ["pyflyte", "--pkgs", package, "package", "--image", f"trainer={image}", "--output", str(archive)]
@@ -95,7 +95,7 @@ def describe_task(task: TaskTemplate) -> Iterator[Tuple[str, str]]:
 
 
 def describe_launch_plan(spec: LaunchPlanSpec, defaults: LaunchPlanSpec) -> Iterator[Tuple[str, str]]:
-    """The facts of a launch plan; of its inputs what differs from the workflow's own defaults."""
+    """The facts of a launch plan, including inputs that differ from the workflow's own defaults."""
     yield "workflow", spec.workflow_id.name
     for name, parameter in spec.default_inputs.parameters.items():
         value, default = decode(parameter.default), decode(defaults.default_inputs.parameters[name].default)
@@ -116,7 +116,7 @@ def amounts(resources: List[Resources.ResourceEntry]) -> str:
 
 
 def decode(literal: Literal) -> Any:
-    """The value of a scalar literal; a dataclass comes as a dictionary."""
+    """The value of a scalar literal; a dataclass becomes a dictionary."""
     if literal.scalar.HasField("binary"):
         return msgpack.unpackb(literal.scalar.binary.value)
     primitive = literal.scalar.primitive

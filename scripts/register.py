@@ -1,4 +1,4 @@
-"""Registers with pyflyte, and says what a refusal means: python -m scripts.register CONFIG [ARGUMENT ...]."""
+"""Registers with pyflyte, and explains refusals: python -m scripts.register CONFIG [ARGUMENT ...]."""
 
 import re
 import shlex
@@ -18,7 +18,7 @@ REGISTERED = re.compile(r"\[✔\] (Task|Workflow): (\S+)")
 
 
 class Registered(NamedTuple):
-    """What was registered under a version, by name, and whether that was all."""
+    """What was registered under a version, by name, and whether it was everything."""
 
     version: str
     tasks: List[str]
@@ -27,10 +27,10 @@ class Registered(NamedTuple):
 
 
 def register(config: str, arguments: Sequence[str]) -> Registered:
-    """Registers workflows/ on the cluster that the file names, each time as a version of its own, unless one is given.
+    """Registers workflows/ on the cluster that the file names, each time as a new version unless one is given.
 
-    flytekit writes some lists in random order, and sizes do not count in its version: the same version again would be
-    refused.
+    flytekit's own version ignores sizes, and it writes some lists in random order, so that registering the same version
+    again would be refused.
     """
     try:
         asked = registration()
@@ -58,10 +58,10 @@ def register(config: str, arguments: Sequence[str]) -> Registered:
 
 
 def explain(shown: str, result: Registered, asked: Registration) -> str:
-    """What a registration that has failed means: which sizes were refused, by which variables, and what is left."""
+    """Explains a failed registration: which sizes were refused, which variables set them, and what has been stored."""
     parts = []
     if refused := REFUSED.search(shown):
-        parts += [f"Refused for its size: {refused[0]}.", sizes(asked, refused[1])]
+        parts += [f"Refused because of its size: {refused[0]}.", sizes(asked, refused[1])]
     elif "different structure" in shown:
         parts += [f'Version {result.version} is taken: give another one (ARGS="--version NAME"), or none.']
     if result.tasks:
@@ -71,7 +71,7 @@ def explain(shown: str, result: Registered, asked: Registration) -> str:
 
 
 def sizes(asked: Registration, resource: str) -> str:
-    """All sizes by their variables; those of the resource that Flyte has named come first."""
+    """All sizes by their variables, those of the refused resource first."""
     names = {"CPU": "cpu", "MEMORY": "memory", "GPU": "gpus", "EPHEMERAL_STORAGE": "disk", "STORAGE": "disk"}
     values = {name: str(value) for name, value in asdict(asked).items() if name.endswith((*names.values(), "disk"))}
     limits = training_sizes(asked.training_gpus)["limits"]
@@ -81,7 +81,7 @@ def sizes(asked: Registration, resource: str) -> str:
     first = [f"{name}={value}" for name, value in shown.items() if name.lower().endswith(wanted)]
     rest = [f"{name}={value}" for name, value in shown.items() if not name.lower().endswith(wanted)]
     return (
-        f"Now {', '.join(first)}: lower what is too large, or set DDP_PROFILE=sandbox, for a cluster without GPUs.\n"
+        f"Now {', '.join(first)}: lower what is too large, or set DDP_PROFILE=sandbox for a cluster without GPUs.\n"
         f"The other sizes: {', '.join(rest)}"
     )
 

@@ -1,6 +1,7 @@
-"""Registers everything and runs every workflow, small, by name, on a cluster: make smoke IMAGE=… CLUSTER_CONFIG=…
+"""Registers everything and runs every workflow with small inputs on a cluster: make smoke IMAGE=… CLUSTER_CONFIG=…
 
-What has cached tasks runs twice. The exit status is 0 where all runs succeeded, and each second one from the cache.
+Workflows with cached tasks run twice. The exit status is 0 if all runs succeeded and every second run came from the
+cache.
 """
 
 import argparse
@@ -40,7 +41,7 @@ ENDED = (WorkflowExecution.SUCCEEDED, WorkflowExecution.FAILED, WorkflowExecutio
 
 
 def small_inputs(seed: int) -> Dict[str, Dict[str, Any]]:
-    """Inputs that make each workflow take seconds, on data that are in the image; a new seed keeps the cache out."""
+    """Inputs with which each workflow takes seconds, on data in the image; a new seed avoids cache hits."""
     once: Dict[str, Any] = {"epochs": 1, "train_fraction": 0.04}  # of digits an epoch makes 25
     digits = {"dataset": "digits", "seed": seed, **once}
     mnist, cifar10 = Hyperparameters(**digits), CIFAR10Hyperparameters(**digits)
@@ -50,7 +51,7 @@ def small_inputs(seed: int) -> Dict[str, Dict[str, Any]]:
         "workflows.cifar10.cifar10_wf": {"hp": cifar10},
         "workflows.gpus.training_on_gpus_wf": {
             "gpus": registration().training_gpus,
-            "hp": Hyperparameters(**{**digits, "batch_size": 64}),  # or it would be the first one's twin
+            "hp": Hyperparameters(**{**digits, "batch_size": 64}),  # else it would have the first one's cache key
         },
         "workflows.multinode.pytorch_multinode_wf": {"hp": mnist},
         "workflows.multinode.cifar10_multinode_wf": {"hp": cifar10},
@@ -67,7 +68,7 @@ def small_inputs(seed: int) -> Dict[str, Dict[str, Any]]:
         "workflows.inference.inference_timing_wf": {
             "options": TimingOptions(dataset="digits", device_batch_sizes="8", repeats=1, seconds=0.05)
         },
-        # a folder of the pod, which goes with it: that a place can be written to is not looked at
+        # a folder in the pod, which vanishes with it: writing to a real place is not tried
         "workflows.promote.promote_wf": {"place": "/var/tmp/promoted", "hp": mnist},
         "workflows.promote.roll_back_wf": {"place": "/var/tmp/promoted"},
         "workflows.keras_mirrored.keras_mirrored_wf": {"hp": MirroredHyperparameters(epochs=1)},
@@ -80,7 +81,7 @@ def small_inputs(seed: int) -> Dict[str, Dict[str, Any]]:
 
 
 class Run(NamedTuple):
-    """What came of an execution; cached are the statuses of its tasks that have a cache."""
+    """The outcome of an execution; cached has the statuses of its cached tasks."""
 
     workflow: str
     execution: str
@@ -102,7 +103,7 @@ class Cluster:
         self.remote = FlyteRemote(Config.auto(config), project, domain)
 
     def run_all(self, inputs: Dict[str, Dict[str, Any]], version: str, minutes: float) -> List[Run]:
-        """Starts all at once and waits for them; what has not ended by then, or on Ctrl-C, is ended."""
+        """Starts all at once and waits for them; terminates what is still running then, or on Ctrl-C."""
         running: Dict[str, Any] = {}
         ended: List[Run] = []
         deadline = time.monotonic() + 60 * minutes
@@ -140,7 +141,7 @@ class Cluster:
         )
 
     def nodes(self, execution: WorkflowExecutionIdentifier, parent: str) -> Iterator[NodeExecution]:
-        """All nodes, those within dynamic ones and sub-workflows too."""
+        """All nodes, including those in dynamic tasks and sub-workflows."""
         asked = NodeExecutionListRequest(
             workflow_execution_id=execution.to_flyte_idl(), limit=100, unique_parent_id=parent
         )
@@ -155,7 +156,7 @@ class Cluster:
                 return
 
     def count(self, node: NodeExecution) -> Tuple[int, List[int]]:
-        """How many pods a node has had, and the cache statuses of its tasks that have a cache."""
+        """How many pods a node has had, and the cache statuses of its cached tasks."""
         asked = TaskExecutionListRequest(node_execution_id=node.id, limit=100)
         attempts = RawSynchronousFlyteClient.list_task_executions_paginated(self.remote.client, asked).task_executions
         if node.metadata.is_array:
@@ -187,8 +188,8 @@ def main() -> None:
     parser.add_argument("-p", "--project", default="flytesnacks")
     parser.add_argument("-d", "--domain", default="development")
     parser.add_argument("--only", action="append", help="run the workflows whose names contain this")
-    parser.add_argument("--skip", action="append", default=[], help="leave out those whose names contain this")
-    parser.add_argument("--minutes", type=float, default=60, help="after which what still runs is ended (60)")
+    parser.add_argument("--skip", action="append", default=[], help="leave out workflows whose names contain this")
+    parser.add_argument("--minutes", type=float, default=60, help="after which running workflows are terminated (60)")
     asked, others = parser.parse_known_args()
     place = ["--project", asked.project, "--domain", asked.domain]
     version = time.strftime("smoke-%Y%m%d-%H%M%S", time.gmtime())
@@ -202,11 +203,11 @@ def main() -> None:
     first = cluster.run_all(chosen, version, asked.minutes)
     cached = {run.workflow: small[run.workflow] for run in first if run.cached and run.phase == "SUCCEEDED"}
     second = cluster.run_all(cached, version, asked.minutes)
-    print(f"\n{table(first)}\n\nAgain, where something is cached:\n{table(second)}")
+    print(f"\n{table(first)}\n\nAgain, with cached tasks:\n{table(second)}")
     bad = [run for run in first + second if run.phase != "SUCCEEDED"] + [run for run in second if not run.remembered]
     for run in bad:
         print(f"\n{run.workflow} ({run.execution}): {run.phase}, {run.error or 'not everything came from the cache'}")
-    print(f"\n{len(first + second) - len(bad)} of {len(first + second)} runs as they should be, version {version}")
+    print(f"\n{len(first + second) - len(bad)} of {len(first + second)} runs were as expected, version {version}")
     sys.exit(bool(bad))
 
 

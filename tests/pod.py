@@ -22,6 +22,7 @@ from flytekit.core.type_engine import TypeEngine
 
 from flyte_ddp.data import prepared
 from flyte_ddp.data.datasets import prepare
+from flyte_ddp.data.writer import write_prepared
 from flyte_ddp.launch.environment import visible_gpus
 from scripts.dry_run import ROOT, Package, build_package
 
@@ -54,7 +55,7 @@ def small_dataset(folder: Path) -> Literal:
     digits = prepare("digits")
     (images, labels), (test_images, test_labels) = (prepared.open_split(digits, split) for split in ("train", "test"))
     names = [str(digit) for digit in range(10)]
-    prepared.write_prepared(folder, "small", names, images[:1000], labels[:1000], test_images, test_labels)
+    write_prepared(folder, "small", names, images[:1000], labels[:1000], test_images, test_labels)
     blob = Blob(uri=str(folder), metadata=BlobMetadata(type=BlobType(dimensionality=BlobType.MULTIPART)))
     return Literal(scalar=Scalar(blob=blob))
 

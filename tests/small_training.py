@@ -8,6 +8,7 @@ import pytest
 
 from flyte_ddp.data import prepared
 from flyte_ddp.data.datasets import prepare
+from flyte_ddp.data.writer import write_prepared
 from flyte_ddp.engine.job import Identity, Job, TrainingResult
 from flyte_ddp.events import Event
 from flyte_ddp.launch import launcher
@@ -32,7 +33,7 @@ def small_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     train_images, train_labels = prepared.open_split(digits, "train")
     test_images, test_labels = prepared.open_split(digits, "test")
     folder = tmp_path_factory.mktemp("data") / "small"
-    prepared.write_prepared(
+    write_prepared(
         folder, "small", [str(digit) for digit in range(10)],
         train_images[:1270], train_labels[:1270], test_images[:200], test_labels[:200],
     )  # fmt: skip

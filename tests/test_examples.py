@@ -22,6 +22,7 @@ from sklearn.datasets import load_digits
 
 from flyte_ddp.data import prepared
 from flyte_ddp.data.datasets import prepare
+from flyte_ddp.data.writer import write_prepared
 from flyte_ddp.events import CheckpointWritten, Event, StepLogged
 from flyte_ddp.launch.failures import RecoverableRankFailed
 from flyte_ddp.settings import RunOptions
@@ -83,7 +84,7 @@ def data(project):
     """What a recipe is given, by its name."""
     folder = project / "prepared"
     images, labels = prepared.open_split(prepare("digits"), "train")
-    prepared.write_prepared(folder, "small", list("0123456789"), images[:300], labels[:300], images[:50], labels[:50])
+    write_prepared(folder, "small", list("0123456789"), images[:300], labels[:300], images[:50], labels[:50])
     return {"autoencoder": str(folder), "resnet": str(project / "images")}
 
 

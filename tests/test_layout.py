@@ -1,12 +1,13 @@
-"""The house's own rules of who may import whom: see docs/architecture.md."""
+"""Which layer may import which: see docs/architecture.md."""
 
 import ast
 from pathlib import Path
 
 LIBRARY = Path(__file__).parents[1] / "flyte_ddp"
-# From the ground up: a room imports from itself and from those before it. "" is the library's own folder.
-ROOMS = ("ground", "launch", "data", "recipe", "engine", "recipes", "report", "train", "tasks")
+# From the ground up: a layer imports from itself and from those before it
+LAYERS = ("ground", "launch", "data", "recipe", "engine", "recipes", "report", "train", "tasks")
 GROUND = (
+    "code_hash",
     "code_version",
     "errors",
     "events",
@@ -42,13 +43,13 @@ def _modules() -> dict[str, Path]:
     }
 
 
-def _room(module: str) -> str:
-    room = module.partition(".")[0]
-    return "ground" if room in GROUND else "recipe" if room in ("share", "weights") else room
+def _layer(module: str) -> str:
+    layer = module.partition(".")[0]
+    return "ground" if layer in GROUND else "recipe" if layer in ("share", "weights") else layer
 
 
 def _imports(path: Path) -> set[str]:
-    """Modules of this library, and whatever else starts with its name."""
+    """The modules of this library that a file imports."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module:
@@ -60,16 +61,16 @@ def _imports(path: Path) -> set[str]:
     return {name if name in modules else name.rpartition(".")[0] for name in parts}
 
 
-def test_every_module_has_its_room():
-    assert {_room(module) for module in _modules()} == {*ROOMS, *FEATURES}
+def test_every_module_has_its_layer():
+    assert {_layer(module) for module in _modules()} == {*LAYERS, *FEATURES}
 
 
-def test_no_arrow_leads_up():
+def test_no_layer_imports_from_one_above():
     wrong = {}
     for module, path in _modules().items():
-        room = _room(module)
-        allowed = (*ROOMS, room) if room in FEATURES else ROOMS[: ROOMS.index(room) + 1]
-        upwards = {name for name in _imports(path) if _room(name) not in allowed}
+        layer = _layer(module)
+        allowed = (*LAYERS, layer) if layer in FEATURES else LAYERS[: LAYERS.index(layer) + 1]
+        upwards = {name for name in _imports(path) if _layer(name) not in allowed}
         if upwards:
             wrong[module] = upwards
     assert not wrong

@@ -91,7 +91,7 @@ def test_logs_of_a_killed_pod_are_in_storage_and_the_next_attempt_says_where(pla
     first.kill_when(lambda: report.exists() and "Epoch 2 of 1000000" in stored.read_text())
     second = training_pod(small, place / "after", RunOptions(), previous=first)
     second.run()
-    assert f"; those of the attempt before: {stored.parent}\n" in second.log
+    assert f"; those of the previous attempt: {stored.parent}\n" in second.log
 
 
 def test_failure_begins_with_rank_host_and_cause_and_says_where_the_logs_are(place, small):

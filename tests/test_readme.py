@@ -11,6 +11,7 @@ import pytest
 
 from flyte_ddp.data import prepared
 from flyte_ddp.data.datasets import prepare
+from flyte_ddp.data.writer import write_prepared
 from tests.environment import make_environment
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -60,7 +61,7 @@ def user(tmp_path_factory) -> Dict[str, str]:
     names = [str(digit) for digit in range(10)]
     for name, channels in {"mnist": 1, "fashion_mnist": 1, "cifar10": 3}.items():
         train, test = (pictures.repeat(channels, axis=1) for pictures in (images[:600], test_images))
-        prepared.write_prepared(data / "prepared" / name, name, names, train, labels[:600], test, test_labels)
+        write_prepared(data / "prepared" / name, name, names, train, labels[:600], test, test_labels)
     # `make test ARGS=...` hands ARGS down to every make that it starts
     mine = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MFLAGS", "ARGS")}
     return {

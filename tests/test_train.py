@@ -22,5 +22,5 @@ def test_a_class_that_ranks_cannot_import_is_refused_with_the_remedy(tmp_path):
 
 
 def test_data_that_are_not_there_are_refused(tmp_path):
-    with pytest.raises(InputError, match=r"data must be a file or folder that is there, got .*nowhere"):
+    with pytest.raises(InputError, match=r"data must be an existing file or folder, got .*nowhere"):
         train(Sound, TrainingSettings(), data=tmp_path / "nowhere", output=tmp_path)

@@ -30,7 +30,7 @@ PREPARATION = CodeVersion((*DATA_SOURCES, "flyte_ddp/tasks/prepare.py", "workflo
 def autoencoder_task(
     hp: AutoencoderHyperparameters, data: PreparedDataset, options: AutoencoderOptions
 ) -> AutoencoderOutputs:
-    """Trains on the prepared dataset, with as many ranks as options.nproc says."""
+    """Trains on the prepared dataset, with options.nproc ranks."""
     return train_autoencoder(hp, data, options)
 
 
@@ -40,7 +40,7 @@ def autoencoder_task(
     **dynamic_resources(),
 )
 def train_on_gpus(gpus: int, hp: AutoencoderHyperparameters, options: AutoencoderOptions) -> AutoencoderOutputs:
-    """Prepares the data and trains, in a pod with that many GPUs."""
+    """Prepares the data and trains, in a pod with this many GPUs."""
     if not 0 <= gpus <= 64:
         raise InputError(f"gpus must be at least 0 and at most 64, got {gpus}")
     data = prepare_dataset(name=resolve_for_autoencoder(hp=hp, options=options))
@@ -56,9 +56,9 @@ def autoencoder_wf(
     """Trains an autoencoder on the dataset that hp names.
 
     Args:
-        gpus: of the training's pod, 0 for none; the default is the registration's. A local run uses what there is.
-        hp: what decides the result, in part or whole; the rest takes its defaults.
-        options: how to run it; the cache does not look at this.
+        gpus: of the training's pod, 0 for none; the default is the registration's. Ignored in a local run.
+        hp: what determines the result; omitted fields keep their defaults.
+        options: how to run it; ignored by the cache.
     """
     return train_on_gpus(gpus=gpus, hp=hp, options=options)
 

@@ -1,4 +1,4 @@
-"""A trained image classifier as safetensors, torch.export and ONNX files that were verified, with a model card.
+"""A trained image classifier as verified safetensors, torch.export and ONNX files, with a model card.
 
 pyflyte run workflows/export.py export_wf --model_state model.pt
 pyflyte run workflows/export.py export_folder_wf --folder FOLDER --model_state model.pt --images '{"image_size": 64}'
@@ -33,7 +33,7 @@ explain_missing_paths()
 
 
 class Model(NamedTuple):
-    """Weights, and what their training reported; nothing where they were given."""
+    """Weights, and what their training reported; nothing if they were given."""
 
     model_state: PythonPickledFile
     epoch_accuracies: List[float]
@@ -43,7 +43,7 @@ class Model(NamedTuple):
 def model_to_export(
     model_state: Optional[PythonPickledFile], data: PreparedDataset, options: ClassifierExport
 ) -> Model:
-    """The weights that were given, else those of a default training; the data are awaited, not used."""
+    """The given weights, else those of a default training; data is only waited for."""
     if model_state is not None:
         return Model(model_state, [])
     hp = Hyperparameters(dataset=options.dataset, model=options.network)
@@ -55,12 +55,12 @@ def model_to_export(
 def export_wf(
     model_state: Optional[PythonPickledFile] = None, options: ClassifierExport = ClassifierExport()
 ) -> ExportOutputs:
-    """Writes a model in several formats, each of which has to give the test accuracy of the model.
+    """Writes a model in several formats, each of which must reproduce the test accuracy of the model.
 
     Args:
-        model_state: the weights, as a training gives them; without one, such a training comes first.
-        options: the network, the dataset that it was trained on, and how to export; model.json beside the weights says
-            the first two.
+        model_state: the output of a training; without it, a model is trained first.
+        options: the network, the dataset that it was trained on, and how to export; the first two may be left out if
+            model.json lies beside the weights.
     """
     data = prepare_dataset(name=check_export(model_state=model_state, options=options))
     model = model_to_export(model_state=model_state, data=data, options=options)

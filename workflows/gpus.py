@@ -1,4 +1,4 @@
-"""The same training with the number of GPUs as an input of each run instead of a setting of the registration."""
+"""The same training, with the number of GPUs as an input of each run instead of a setting of the registration."""
 
 from flytekit import Cache, dynamic, workflow
 
@@ -23,7 +23,7 @@ PREPARATION = CodeVersion((*DATA_SOURCES, "flyte_ddp/tasks/prepare.py", "workflo
     **dynamic_resources(),
 )
 def train_on_gpus(gpus: int, hp: Hyperparameters, options: RunOptions) -> TrainingOutputs:
-    """Trains in a pod with that many GPUs; 0 is a small pod without any. A local run uses what the machine has."""
+    """Trains in a pod with this many GPUs; 0 is a small pod without any. A local run uses what the machine has."""
     data = prepare_dataset(name=resolve_dataset(hp=hp, options=options))
     return pytorch_mnist_task(hp=hp, data=data, options=options).with_overrides(**resize(pytorch_mnist_task, gpus))
 
@@ -34,5 +34,5 @@ def training_on_gpus_wf(
     hp: Hyperparameters = Hyperparameters(),
     options: RunOptions = RunOptions(),
 ) -> TrainingOutputs:
-    """As workflows.mnist.pytorch_training_wf, in a pod with that many GPUs (0 for none)."""
+    """Like workflows.mnist.pytorch_training_wf, in a pod with this many GPUs (0 for none)."""
     return train_on_gpus(gpus=gpus, hp=hp, options=options)

@@ -1,4 +1,4 @@
-"""What is here to train on: GPUs, interconnect, processor, memory, and what a training would make of it.
+"""Inspects a machine: GPUs, interconnect, processor, memory, and how a training would use them.
 
 pyflyte run workflows/hardware.py hardware_wf --options '{"nproc": 4}'
 """
@@ -26,16 +26,16 @@ set_up_pyflyte()
 
 @dataclass(frozen=True)
 class HardwareFacts:
-    """What a program may go by.
+    """The findings, for programs.
 
     Attributes:
-        gpus: that torch can use.
-        cores: that this process may use.
-        memory: bytes that this process and its children may hold; 0 where that is not known.
-        world_size: ranks that a training would have; 0 where it would be refused, or torch does not answer.
-        backend, device, precision: of such a training; empty where it would be refused.
-        warnings: what is likely to stop or slow a training.
-        lines: all that the text says, label to value.
+        gpus: number of GPUs that torch can use.
+        cores: number of cores that this process may use.
+        memory: bytes that this process and its children may use; 0 if unknown.
+        world_size: number of ranks that a training would have; 0 if it would be refused, or torch does not answer.
+        backend, device, precision: of such a training; empty if it would be refused.
+        warnings: what is likely to stop or slow down a training.
+        lines: everything in the text, label to value.
     """
 
     gpus: int
@@ -50,7 +50,7 @@ class HardwareFacts:
 
 
 class HardwareOutputs(NamedTuple):
-    """What was found, for programs, for the terminal, and as a page in one file."""
+    """The findings for programs, as text for the terminal, and as a page in one file."""
 
     facts: HardwareFacts
     text: str
@@ -59,7 +59,7 @@ class HardwareOutputs(NamedTuple):
 
 @task(enable_deck=True, deck_fields=(), **training_resources())  # where training runs, and never cached
 def inspect_hardware(hp: Hyperparameters, options: RunOptions) -> HardwareOutputs:
-    """Looks at the machine that a training task would get."""
+    """Inspects the machine that a training task would get."""
     host, machine = platform.node(), look(hp, options)
     text, fragment = as_text(host, machine), as_page(host, machine)
     with run_dir("hardware") as folder:
@@ -86,11 +86,11 @@ def summarise(machine: Machine) -> HardwareFacts:
 
 @workflow
 def hardware_wf(hp: Hyperparameters = Hyperparameters(), options: RunOptions = RunOptions()) -> HardwareOutputs:
-    """Says what a node for training has, and what a training with these inputs would make of it.
+    """Shows what a training node has, and how a training with these inputs would use it.
 
     Args:
-        hp: of the training; backend, batch_size and precision count here.
-        options: of the training; nproc counts here.
+        hp: of the training; only backend, batch_size and precision matter here.
+        options: of the training; only nproc matters here.
     """
     return inspect_hardware(hp=hp, options=options)
 

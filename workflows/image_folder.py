@@ -1,4 +1,4 @@
-"""Training on a folder of image files that need not fit into memory: one sub-folder per class, decoded while it trains.
+"""Training on a folder of image files, which need not fit into memory: one sub-folder per class, decoded on the fly.
 
 pyflyte run workflows/image_folder.py image_folder_wf --folder FOLDER --images '{"image_size": 64}'
 pyflyte run workflows/image_folder.py loading_study_wf --folder FOLDER
@@ -24,12 +24,12 @@ from flyte_ddp.tasks.train import TrainingOutputs, train, training_arguments
 set_up_pyflyte()
 
 
-# the folder's content is in the index; its place decides nothing
+# the index has the folder's content; its place does not affect the result
 @task(**training_arguments(ignored_inputs=("options", "folder")))
 def image_folder_task(
     hp: FolderHyperparameters, index: PreparedDataset, folder: FlyteDirectory, options: RunOptions
 ) -> TrainingOutputs:
-    """Trains hp.model on the images of the folder, with as many ranks as options.nproc says."""
+    """Trains hp.model on the images of the folder, with options.nproc ranks."""
     return train(hp, attach(index, folder), options)
 
 
@@ -43,10 +43,11 @@ def image_folder_wf(
     """Reads every image of the folder once, then trains on them, decoding them again in each epoch.
 
     Args:
-        folder: path or URI; one sub-folder of image files per class, or train and test with such. Without it, digits.
+        folder: path or URI, with one sub-folder of image files per class, or train and test folders of that form. By
+            default the digits.
         images: which images to use, and their size.
-        hp: what else decides the result.
-        options: how to run it; the cache does not look at this.
+        hp: what else determines the result.
+        options: how to run it; ignored by the cache.
     """
     found = find_images(folder=folder, images=images, backend=hp.backend, nproc=options.nproc, batch_size=hp.batch_size)
     index = index_images(folder=found.folder, stamp=found.stamp, images=images)
@@ -54,7 +55,7 @@ def image_folder_wf(
 
 
 class LoadingOutputs(NamedTuple):
-    """recommended: by the rule that the report states. report: a page to look at, in one file."""
+    """recommended: by the rule stated in the report. report: an HTML page in one file."""
 
     recommended: LoadingChoice
     report: FlyteFile["html"]  # noqa: F821
@@ -76,9 +77,9 @@ def loading_study_wf(
     """Finds out how many loader workers suit this folder on this machine.
 
     Args:
-        folder: as image_folder_wf has it.
-        images: as image_folder_wf has it.
-        study: what is tried.
+        folder: see image_folder_wf.
+        images: see image_folder_wf.
+        study: what to try.
     """
     found = find_images(folder=folder, images=images)
     index = index_images(folder=found.folder, stamp=found.stamp, images=images)

@@ -1,4 +1,4 @@
-"""Batch prediction with a trained model, over a dataset or a folder of image files; and how fast it can be.
+"""Batch prediction with a trained model, for a dataset or a folder of image files; and a study of its speed.
 
 pyflyte run workflows/inference.py inference_wf --model_state model.pt
 pyflyte run workflows/inference.py inference_timing_wf
@@ -33,7 +33,7 @@ explain_missing_paths()
 def given_or_trained(
     model_state: Optional[PythonPickledFile], data: PreparedDataset, options: InferenceOptions
 ) -> PythonPickledFile:
-    """The weights that were given, else those of a default training; the data are awaited, not used."""
+    """The given weights, else those of a default training; data is only waited for."""
     if model_state is not None:
         return model_state
     hp = Hyperparameters(dataset=options.dataset, model=options.model)
@@ -49,9 +49,9 @@ def inference_wf(
     """Predicts in shards, each retried and cached on its own.
 
     Args:
-        model_state: the weights, as a training gives them; without one, such a training comes first.
-        folder: of image files, which are brought to the size and channels of the dataset; a sub-folder may be named
-            after a class's name or number. Without one, the images are those of a split of the dataset.
+        model_state: the output of a training; without it, a model is trained first.
+        folder: of image files, which are converted to the size and channels of the dataset; a sub-folder may have the
+            name or number of a class. Without it, the images are those of a split of the dataset.
         options: the network, the dataset that it was trained on, and how to predict.
     """
     data = prepare_dataset(name=check_inputs(model_state=model_state, folder=folder, options=options))
@@ -64,7 +64,7 @@ def inference_wf(
 
 @workflow
 def inference_timing_wf(options: TimingOptions = TimingOptions()) -> TimingOutputs:
-    """Times one device against nn.DataParallel against one process per device.
+    """Compares the speed of one device, nn.DataParallel and one process per device.
 
     Args:
         options: what to time, with which batch sizes, and how often.

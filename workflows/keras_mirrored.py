@@ -14,10 +14,10 @@ from flyte_ddp.tasks.resources import KERAS_IMAGE, is_named, training_resources
 set_up_pyflyte()
 
 if is_named("keras"):
-    # Not cached: the version of TensorFlow belongs into the key, and where tasks are registered there need not be one
+    # Not cached: the cache key would need TensorFlow's version, and it need not be installed where tasks are registered
     @task(retries=2, enable_deck=True, deck_fields=(), **{**training_resources(), "container_image": KERAS_IMAGE})
     def keras_mirrored_task(hp: MirroredHyperparameters) -> MirroredOutputs:
-        """Trains in a pod of an image of its own: TensorFlow is as large as all the rest."""
+        """Trains in a pod with an image of its own: TensorFlow is as large as everything else together."""
         return train_mirrored(hp)
 
     @workflow

@@ -1,4 +1,4 @@
-"""Ready-made runs, to be started from Flyte's console or by name; none of them is active when registered."""
+"""Launch plans, to be started from Flyte's console or by name; none of them is active when registered."""
 
 from flytekit import CronSchedule, LaunchPlan
 
@@ -25,7 +25,7 @@ cifar10 = LaunchPlan.get_or_create(
     cifar10_wf, "cifar10", {"hp": CIFAR10Hyperparameters(dataset="cifar10")}, notifications=notifications()
 )
 
-# Seconds long, and the data are in the image: shows that a cluster can run it at all
+# Takes seconds, with data from the image: shows whether a cluster can run a training at all
 digits_smoke = LaunchPlan.get_or_create(
     pytorch_training_wf,
     "digits_smoke",

@@ -16,7 +16,7 @@ set_up_pyflyte()
 
 @task(**training_arguments())
 def pytorch_mnist_task(hp: Hyperparameters, data: PreparedDataset, options: RunOptions) -> TrainingOutputs:
-    """Trains hp.model on the prepared dataset, with as many ranks as options.nproc says."""
+    """Trains hp.model on the prepared dataset, with options.nproc ranks."""
     return train(hp, data, options)
 
 
@@ -28,8 +28,8 @@ def pytorch_training_wf(
     """Prepares the dataset that hp names and trains on it.
 
     Args:
-        hp: what decides the result, in part or whole; the rest takes its defaults.
-        options: how to run it; the cache does not look at this.
+        hp: what determines the result; omitted fields keep their defaults.
+        options: how to run it; ignored by the cache.
     """
     name = resolve_dataset(hp=hp, options=options)
     return pytorch_mnist_task(hp=hp, data=prepare_dataset(name=name), options=options)

@@ -1,7 +1,7 @@
 """MNIST and CIFAR-10 on many nodes: the same ranks, started by Flyte's PyTorchJob engine.
 
-DDP_NNODES=4 pyflyte ... register workflows is one main node and three workers. It needs flytekitplugins-kfpytorch here
-and in the image, and on the cluster Kubeflow's training operator and Flyte's pytorch plugin.
+DDP_NNODES=4 pyflyte ... register workflows registers four nodes. It needs flytekitplugins-kfpytorch here and in the
+image, and on the cluster Kubeflow's training operator and Flyte's pytorch plugin.
 """
 
 from flytekit import task, workflow
@@ -26,15 +26,15 @@ else:
 
     @task(**on_many_nodes(training_arguments()))
     def pytorch_multinode_task(hp: Hyperparameters, data: PreparedDataset, options: RunOptions) -> TrainingOutputs:
-        """Trains hp.model on the prepared dataset on all nodes; options.nproc is what was registered."""
-        return train_rank(hp, data, options)  # type: ignore[return-value]  # only rank 0's is looked at
+        """Trains hp.model on the prepared dataset on all nodes, with the registered number of ranks."""
+        return train_rank(hp, data, options)  # type: ignore[return-value]  # only rank 0's value is used
 
     @workflow
     def pytorch_multinode_wf(
         hp: Hyperparameters = Hyperparameters(),
         options: RunOptions = RunOptions(),
     ) -> TrainingOutputs:
-        """As workflows.mnist.pytorch_training_wf, on many nodes."""
+        """Like workflows.mnist.pytorch_training_wf, on many nodes."""
         data = prepare_dataset(name=resolve_for_nodes(hp=hp))
         return pytorch_multinode_task(hp=hp, data=data, options=options)
 
@@ -43,6 +43,6 @@ else:
         hp: CIFAR10Hyperparameters = CIFAR10Hyperparameters(),
         options: RunOptions = RunOptions(),
     ) -> TrainingOutputs:
-        """As workflows.cifar10.cifar10_wf, on many nodes."""
+        """Like workflows.cifar10.cifar10_wf, on many nodes."""
         data = prepare_dataset(name=resolve_for_nodes(hp=hp, auto="cifar10"))
         return pytorch_multinode_task(hp=hp, data=data, options=options)

@@ -1,4 +1,4 @@
-"""Trains a model, or takes one, and promotes it to a place if it is better than the model that is promoted there.
+"""Trains a model, or takes a given one, and promotes it if it is better than the model that is promoted so far.
 
 pyflyte run workflows/promote.py promote_wf --place models --promotion '{"margin": 0.001}'
 pyflyte run workflows/promote.py roll_back_wf --place models --name 20261122-030412-1f2e3d4c
@@ -30,7 +30,7 @@ explain_missing_paths()
 def candidate(
     model_state: Optional[PythonPickledFile], hp: Hyperparameters, name: str, options: RunOptions
 ) -> PythonPickledFile:
-    """The weights that were given, else those of a training, the very one that workflows/mnist.py has."""
+    """The given weights, else those of the same training as in workflows/mnist.py."""
     if model_state is not None:
         return model_state
     data = prepare_dataset(name=name)  # from the cache: as an input, Flyte would hash what is not downloaded here
@@ -49,10 +49,10 @@ def promote_wf(
 
     Args:
         place: folder, or URL of Flyte's storage, that models are promoted to; a local run has one of its own.
-        model_state: the candidate's weights, as a training with hp gives them; without them such a training is run.
-        hp: what decides the result of the training; of a given model, the network and the dataset.
-        promotion: by which measure, and by how much, the candidate has to be better.
-        options: how to train; the cache does not look at this.
+        model_state: the candidate's weights, the output of a training with hp; by default one is trained.
+        hp: what determines the result of the training; for a given model, its network and dataset.
+        promotion: by which measure, and by how much, the candidate must be better.
+        options: how to train; ignored by the cache.
     """
     target = check_promotion(place=place, model_state=model_state, hp=hp, options=options)
     data = prepare_dataset(name=target.dataset)
@@ -66,7 +66,7 @@ def roll_back_wf(place: str = registration().promote_to, name: str = "") -> Roll
     """Promotes an earlier version again.
 
     Args:
-        place: as promote_wf has it.
+        place: see promote_wf.
         name: of the version; without one, the history is shown and nothing changes.
     """
     return roll_back(place=place, name=name)

@@ -5,8 +5,8 @@ python -m workflows.without_flyte --output OUT --hp '{"epochs": 1}'
 torchrun --nproc-per-node 2 -m workflows.without_flyte --output OUT
 torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m workflows.without_flyte
 
-Others than torchrun set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and where a node has several ranks also
-LOCAL_RANK and LOCAL_WORLD_SIZE.
+Other launchers must set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and with several ranks per node also LOCAL_RANK
+and LOCAL_WORLD_SIZE.
 """
 
 import json
@@ -35,19 +35,21 @@ OPTIONS = ("checkpoint_seconds", "keep_checkpoint", "profile", "resume", "timeou
 
 
 @click.command(help=__doc__)
-@click.option("--hp", default="{}", help="Hyperparameters, in part or whole: JSON, or a .json or .yaml file.")
-@click.option("--options", default="{}", help=f"Of RunOptions {', '.join(OPTIONS)}, likewise.")
+@click.option(
+    "--hp", default="{}", help="Hyperparameters that differ from the defaults: JSON, or a .json or .yaml file."
+)
+@click.option("--options", default="{}", help=f"Any of {', '.join(OPTIONS)} of RunOptions, likewise.")
 @click.option(
     "--output",
     default="without-flyte",
     type=click.Path(path_type=Path),
-    help="The folder, on the first node, for model.pt, predictions.npy, and the checkpoint that the same command goes "
-    "on from.",
+    help="The folder, on the first node, for model.pt, predictions.npy, and the checkpoint that the same command "
+    "resumes from.",
 )
 @click.option(
     "--init",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="What to begin with, on each node: a model.pt, or a checkpoint to go on from.",
+    help="What to start from, on each node: a model.pt, or a checkpoint to continue from.",
 )
 @record  # so that torchrun's report has the error of the rank that failed first
 def main(hp: str, options: str, output: Path, init: Optional[Path]) -> None:
@@ -60,7 +62,7 @@ def main(hp: str, options: str, output: Path, init: Optional[Path]) -> None:
 
 
 def read_options(text: str) -> RunOptions:
-    """Raises InputError for what has no meaning without Flyte's parent of the ranks."""
+    """Raises InputError for options that have no effect without Flyte."""
     given = read_settings(text)
     options = RunOptions.from_dict(given)
     others = sorted(set(given) - set(OPTIONS))
@@ -77,7 +79,7 @@ def train(
 ) -> TrainingResult:
     """Trains as this rank; rank 0 leaves the weights in output, and says what happens.
 
-    init: a model_state or checkpoint to begin with.
+    init: a model_state or checkpoint to start from.
     """
     checkpoint = output / "checkpoint"
     with process_group(environment, options.timeout_seconds) as device:

@@ -1,4 +1,4 @@
-"""Rows on results: by which ranks they come, and that they come again."""
+"""Rows on results: on which ranks training works, and that its results are reproducible."""
 
 import hashlib
 import importlib.util

@@ -11,7 +11,7 @@ SAMPLES = 512
 
 @dataclass(frozen=True)
 class Settings(TrainingSettings):
-    """ranks: that break, with commas between them; step: of the first epoch, from 1; source: of the samples."""
+    """ranks: those that break, separated by commas; step: of the first epoch, from 1; source: of the samples."""
 
     batch_size: int = setting(32, minimum=1)
     epochs: int = setting(4, minimum=1)

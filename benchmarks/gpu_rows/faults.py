@@ -1,4 +1,4 @@
-"""Rows on what goes wrong: who is named, and whether it is worth a retry."""
+"""Rows on failures: which rank is named, and whether it is retried."""
 
 import random
 from typing import Any, Callable

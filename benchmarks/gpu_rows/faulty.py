@@ -1,4 +1,4 @@
-"""A small training that breaks on purpose: on the ranks and at the step that its settings say."""
+"""A small training that breaks on purpose, on the ranks and at the step given by its settings."""
 
 import os
 import signal
@@ -56,7 +56,7 @@ class Faulty(Classifier):
         return nn.Sequential(nn.Linear(FEATURES, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 2))
 
     def augment(self, batch: Any, random: Random) -> Any:
-        self.steps += not self.share.alone  # a look at the recipe is no step
+        self.steps += not self.share.alone  # the probe's trials are not steps
         if self.fault == "sleep in the data" and self.is_due():
             threading.Event().wait()
         return batch
@@ -68,7 +68,7 @@ class Faulty(Classifier):
         if self.is_due():
             self.break_step()
         scores: Tensor = model(batch[0])
-        # from then on, so that it is there again when the step is made again; behind batch norm, which spreads it
+        # from then on, so that it recurs when the step is repeated; after batch norm, which would spread it
         is_broken = self.fault == "nan" and self.steps >= self.settings.step and not self.share.alone
         return scores * torch.nan if is_broken else scores
 

@@ -1,4 +1,4 @@
-"""Images to train on, from a folder with the original files or made up, in the form that the ranks read."""
+"""Prepared datasets to train on, from a folder with the original files or made up."""
 
 import gzip
 import lzma
@@ -8,7 +8,7 @@ from typing import Tuple
 
 import numpy as np
 
-from flyte_ddp.data.prepared import write_prepared
+from flyte_ddp.data.writer import write_prepared
 
 CLASSES = [str(number) for number in range(10)]
 
@@ -45,7 +45,7 @@ def cifar10(data: Path) -> Tuple[Tuple[np.ndarray, np.ndarray], ...]:
 
 
 def made_up(shape: Tuple[int, int, int], samples: int, place: Path) -> Path:
-    """Noise, on which the class can be seen: the row of pixels that is bright."""
+    """Noise with one bright row of pixels, whose position is the class."""
     random = np.random.default_rng(0)
     labels = np.arange(samples) % 10
     images = random.integers(0, 128, (samples, *shape), dtype=np.uint8)

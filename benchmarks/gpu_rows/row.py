@@ -1,4 +1,4 @@
-"""What a row of the table is: a function of the machine, whose answer is its result."""
+"""A row of the table: a function of the machine that returns its result as text."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +12,7 @@ class Missing(Exception):
 
 
 class Wrong(Exception):
-    """A row found something else than it should."""
+    """A row found something other than expected."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Machine:
 
 
 class Row(NamedTuple):
-    """is_quick: whether it takes seconds where there is no GPU."""
+    """is_quick: whether it takes only seconds without a GPU."""
 
     title: str
     check: Callable[[Machine], str]

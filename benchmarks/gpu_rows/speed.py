@@ -27,7 +27,7 @@ GOALS: Dict[str, Any] = {
 
 
 def steps_of(machine: Machine, network: str, target: str, samples: int, **settings: Any) -> Any:
-    """What the target finds out on the one rank of a training on images that are made up."""
+    """What the target returns on the only rank of a training on made-up images."""
     shape, hp = NETWORKS[network]["shape"], {key: one for key, one in NETWORKS[network].items() if key != "shape"}
     world = machine.world(1, "nccl" if machine.gpus else "gloo")
     data = images.made_up(shape, samples, machine.place)
@@ -109,7 +109,7 @@ def prepared(machine: Machine, name: str) -> Path:
 
 
 def against(benchmark: str, package: str) -> Callable[[Machine], str]:
-    """Another benchmark of this folder, once; needs what Flyte brings, too."""
+    """Another benchmark of this folder, run once; also needs what is installed with Flyte."""
 
     def check(machine: Machine) -> str:
         machine.need_gpus()
@@ -129,7 +129,7 @@ def against(benchmark: str, package: str) -> Callable[[Machine], str]:
 
 
 ROWS = [
-    Row("the GPU, and that torch has code for it", gpu),
+    Row("the GPU, and whether torch supports it", gpu),
     *(Row(f"operations of a step, {network}", operations(network)) for network in NETWORKS),
     *(Row(f"launches of a step, {network}", launches(network)) for network in NETWORKS),
     *(Row(f"a step, {network}", milliseconds(network), is_quick=False) for network in NETWORKS),

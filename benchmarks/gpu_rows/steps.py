@@ -1,4 +1,4 @@
-"""What ranks run to have the steps of their training looked at, one by one: operations, launches, waits, seconds."""
+"""What ranks run to inspect the steps of their training one by one: operations, launches, waits, seconds."""
 
 import time
 from collections import Counter
@@ -16,11 +16,11 @@ from flyte_ddp.engine.torch_compat import TorchDispatchMode, inductor_left_out
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
 
-FIRST = 4  # steps that are not looked at: algorithms are chosen in them, and memory is taken
+FIRST = 4  # steps that are not inspected: algorithms are chosen in them, and memory is allocated
 
 
 class Operations(TorchDispatchMode):
-    """Counts the operations that compute something, and the others: views, and what torch writes down of itself."""
+    """Counts the operations that compute something, and the others: views and torch's own bookkeeping."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Operations(TorchDispatchMode):
 
 @contextmanager
 def looked_at(look: ContextManager[Any], steps: List[int]) -> Iterator[None]:
-    """Meanwhile all but the first steps of a training are made within look, and with each the fetching of its batch."""
+    """While the block runs, all but the first steps of a training, each with fetching its batch, run within `look`."""
     train_step, epoch = TrainingState.train_step, TrainBatches.epoch
 
     def stepped(state: TrainingState, batch: Batch, stop: bool) -> None:
@@ -61,7 +61,7 @@ def looked_at(look: ContextManager[Any], steps: List[int]) -> Iterator[None]:
 
 
 def count_operations(environment: Environment, link: Link, job: Job) -> Tuple[float, List[str]]:
-    """The operations of a step on average, and the names of all."""
+    """The average number of operations per step, and all their names."""
     operations = Operations()
     steps: List[int] = []
     with looked_at(operations, steps):
@@ -87,7 +87,7 @@ def count_launches(environment: Environment, link: Link, job: Job) -> float:
 
 
 class Unwaiting:
-    """Meanwhile what has the host wait for the GPU raises."""
+    """While the block runs, whatever makes the host wait for the GPU raises an error."""
 
     def __enter__(self) -> None:
         torch.cuda.set_sync_debug_mode("error")
@@ -97,7 +97,7 @@ class Unwaiting:
 
 
 def find_waits(environment: Environment, link: Link, job: Job) -> int:
-    """How many steps were made in which anything that has the host wait for the GPU would have raised."""
+    """How many steps ran in which anything that makes the host wait for the GPU would have raised an error."""
     steps: List[int] = []
     with looked_at(Unwaiting(), steps):
         worker.run(environment, link, job)
@@ -105,7 +105,7 @@ def find_waits(environment: Environment, link: Link, job: Job) -> int:
 
 
 def describe(environment: Environment, link: Link, argument: Any) -> str:
-    """The GPU, the versions, and whether torch has code for it."""
+    """The GPU and the versions; raises RuntimeError if torch does not support it."""
     major, minor = torch.cuda.get_device_capability()
     codes = [int(name.removeprefix("sm_")) for name in torch.cuda.get_arch_list() if name.startswith("sm_")]
     if not any(code // 10 == major and code % 10 <= minor for code in codes):

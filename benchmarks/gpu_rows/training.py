@@ -1,4 +1,4 @@
-"""Trainings for the rows: the engine by its launcher, without Flyte and what comes with it."""
+"""Trainings for the rows: the engine started by its launcher, without Flyte."""
 
 import tempfile
 import time
@@ -27,7 +27,7 @@ def train(
     checkpoint_seconds: float = 1e9,
     loader_workers: int = 0,
 ) -> List[Any]:
-    """What the target returns on each rank; model and checkpoint are left in folder, if there is one."""
+    """What the target returns on each rank; model and checkpoint are written to folder, if given."""
     with tempfile.TemporaryDirectory() as temporary:
         place = Path(folder or temporary)
         job = Job(

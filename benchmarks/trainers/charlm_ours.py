@@ -1,4 +1,4 @@
-"""The language model by our train; the recipe of examples/charlm is the rest of what its user writes."""
+"""The language model with our train; the rest of what its user writes is the recipe in examples/charlm."""
 
 from typing import Dict
 

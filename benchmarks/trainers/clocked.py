@@ -18,8 +18,8 @@ from flyte_ddp.launch.link import Link
 
 @contextmanager
 def clocked_steps(rank: int) -> Iterator[None]:
-    """Leaves the times of rank 0's steps in steps.json. With KILL="rank step" in the environment, that rank gets a
-    SIGKILL after so many steps, and the moment stands in killed."""
+    """Writes the times of rank 0's steps to steps.json. With KILL="rank step" in the environment, that rank gets a
+    SIGKILL after this many steps, and the time is written to killed."""
     times: List[float] = []
     victim, last = (int(number) for number in os.environ.get("KILL", "-1 0").split())
 

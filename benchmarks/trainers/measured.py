@@ -1,6 +1,6 @@
 """One training of benchmarks.against_trainers: `python -m benchmarks.trainers.measured JOB TRAINER RANKS EPOCHS SEED`.
 
-It leaves measures.json, steps.json and model.pt in the working directory, beside the trainer's own checkpoints.
+It writes measures.json, steps.json and model.pt to the working directory, beside the trainer's own checkpoints.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""The U-Net by our train; the recipe of examples/segmentation is the rest of what its user writes."""
+"""The U-Net with our train; the rest of what its user writes is the recipe in examples/segmentation."""
 
 from typing import Dict
 

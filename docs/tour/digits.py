@@ -24,12 +24,12 @@ def network() -> nn.Module:
 
 
 def shuffled(epoch: int) -> Tensor:
-    """The order in which an epoch goes through the training images: every process comes to the same one."""
+    """The order in which an epoch goes through the training images, the same in every process."""
     return torch.randperm(TRAIN_IMAGES, generator=torch.Generator().manual_seed(epoch))
 
 
 def fingerprint(weights: dict[str, Tensor]) -> str:
-    """Differs where a single bit of the weights does."""
+    """A hash that changes with every bit of the weights."""
     digest = hashlib.sha256()
     for tensor in weights.values():
         digest.update(tensor.numpy().tobytes())

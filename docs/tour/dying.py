@@ -1,4 +1,4 @@
-"""Step 6: the training of two_processes.py, of which rank 1 is killed after two epochs."""
+"""Step 6: the training of two_processes.py, with rank 1 killed after two epochs."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Step 5: two ways to share out the test images, of which one counts some of them twice."""
+"""Step 5: two ways to share out the test images, one of which counts some of them twice."""
 
 import torch
 from torch import Tensor, distributed, nn

@@ -1,4 +1,4 @@
-"""Step 8: runs a task as its pod would, by the command that is registered for it, with a folder for Flyte's storage."""
+"""Step 8: runs a task as its pod would, with the registered command and a folder in place of Flyte's storage."""
 
 import os
 import subprocess

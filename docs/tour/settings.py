@@ -1,4 +1,4 @@
-"""Steps 6 to 8: what decides the result."""
+"""Steps 6 to 8: what determines the result."""
 
 from dataclasses import dataclass
 

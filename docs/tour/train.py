@@ -1,4 +1,4 @@
-"""Steps 6 to 8: the library starts the ranks and watches over them, or is itself one of torchrun's ranks."""
+"""Steps 6 to 8: the library starts and watches the ranks, or is itself one of torchrun's ranks."""
 
 import multiprocessing
 import os
@@ -31,7 +31,7 @@ def main(output: str, kill: bool) -> None:
 
 
 def print_weights(path: str) -> None:
-    import torch  # here, because the parent of ranks starts sooner without it
+    import torch  # here, because the parent of the ranks starts faster without it
 
     from digits import fingerprint
 

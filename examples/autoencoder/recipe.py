@@ -27,7 +27,7 @@ class AutoencoderRecipe(Recipe):
 
     def __init__(self, settings: Any, data_path: Optional[Path] = None):
         super().__init__(settings, data_path)
-        if data_path:  # load_model does without
+        if data_path:  # load_model needs none
             self.passes_per_epoch = prepared.read_description(data_path).passes_per_epoch
 
     def data(self, split: str) -> Tensor:
@@ -49,7 +49,7 @@ class AutoencoderRecipe(Recipe):
         return torch.optim.Adam(model.parameters(), self.settings.learning_rate, fused=True)
 
     def constant_loss(self) -> float:
-        """Of the mean image in place of each."""
+        """Of always predicting the mean image."""
         return float(np.var(self.data("test").numpy() / np.float32(255), axis=0).mean())
 
     def pictures(self, outputs: Tensor, batch: Tensor) -> List[Tuple[str, Tensor]]:

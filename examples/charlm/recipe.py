@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from flyte_ddp import schedules
 from flyte_ddp.recipe import Measures, Recipe
 
-LENGTH, CHARACTERS = 64, 128  # of a window; of ASCII, whose 0 fills up short windows
+LENGTH, CHARACTERS = 64, 128  # length of a window; number of ASCII characters, of which 0 pads short windows
 
 
 class Transformer(nn.Module):

@@ -29,7 +29,7 @@ class Contrastive(Recipe):
         chosen = images[(torch.arange(len(images)) % 5 == 0) == (split == "test")]
         if split == "train":
             return chosen, chosen
-        # Test samples are not augmented: their views are made here, always the same
+        # Test samples are not augmented: their views are made here, always the same ones
         random = Random(torch.Generator().manual_seed(0), Share(0, len(chosen), len(chosen)))
         return view(chosen, random), view(chosen, random)
 

@@ -18,7 +18,7 @@ class ResNet(Classifier):
     samples, clip_norm = "images", 1.0
 
     def folder(self) -> ImageFolder:
-        # Nothing random here, or it would depend on the loader workers: that is for augment()
+        # Nothing random here, or it would depend on the loader workers: use augment() for that
         side, grey = (self.settings.side, self.settings.side), [0.5, 0.5, 0.5]
         return ImageFolder(str(self.data_path), Compose([Resize(side), ToTensor(), Normalize(grey, grey)]))
 

@@ -10,4 +10,4 @@ class Settings(TrainingSettings):
     epochs: int = setting(10, minimum=1)
     learning_rate: float = setting(1e-3, above=0)
     weight_decay: float = setting(1e-2, minimum=0)
-    side: int = setting(64, minimum=32)  # pixels, to which the images are scaled
+    side: int = setting(64, minimum=32)  # pixels, the size that images are scaled to

@@ -1,4 +1,4 @@
-"""Regression on a table: how far a patient's diabetes has gone a year on, from ten measurements."""
+"""Regression on a table: how far a patient's diabetes has progressed after a year, from ten measurements."""
 
 from typing import Tuple
 

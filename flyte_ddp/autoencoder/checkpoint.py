@@ -1,4 +1,4 @@
-"""Checkpoints of a training under Lightning, in files like those of our own: written whole, verified when read."""
+"""Checkpoints of a training under Lightning, in files like our own: written whole, verified when read."""
 
 import time
 from pathlib import Path
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def checkpoint_files(key: str, emit: Callable[[Event], None]) -> "CheckpointIO":
-    """What Lightning's Trainer saves with and resumes from; key stands for all that decides the training's result."""
+    """Saves and loads the checkpoints of Lightning's Trainer; key identifies all that determines the result."""
     from lightning.fabric.plugins import CheckpointIO
 
     class OwnFiles(CheckpointIO):
@@ -21,7 +21,7 @@ def checkpoint_files(key: str, emit: Callable[[Event], None]) -> "CheckpointIO":
             started = time.monotonic()
             try:
                 write_checkpoint(Path(path), {"identity": {"training": key}, "state": checkpoint})
-            except OSError as error:  # training need not end with a disk
+            except OSError as error:  # training need not fail because a disk does
                 emit(CheckpointFailed(f"{path}: {error.strerror}"))
             else:
                 seconds = time.monotonic() - started
@@ -38,7 +38,7 @@ def checkpoint_files(key: str, emit: Callable[[Event], None]) -> "CheckpointIO":
 
 
 def usable_checkpoint(path: Path, key: str, emit: Callable[[Event], None]) -> Optional[Path]:
-    """The path, if a checkpoint of this training lies there; all ranks of a host find the same."""
+    """The path, if there is a checkpoint of this training; all ranks of a host get the same answer."""
     if not path.exists():
         return None
     try:

@@ -1,4 +1,4 @@
-"""The inputs of an autoencoder's training, the message to its ranks, and what comes back. Standard library only."""
+"""The inputs of an autoencoder's training, the message to its ranks, and the result. Standard library only."""
 
 from dataclasses import dataclass
 from typing import Any, Dict, List, Tuple
@@ -18,15 +18,15 @@ STRATEGIES = ("auto", "ddp")
 
 @dataclass(frozen=True)
 class AutoencoderHyperparameters(Settings):
-    """What decides the result, and therefore the cache key.
+    """What determines the result, and so the cache key.
 
     Attributes:
-        dataset: auto is mnist or, only in a local run that cannot get it, digits.
+        dataset: auto is mnist, or digits in a local run that cannot download it.
         epochs: passes over the training images.
         batch_size: images of one step, all ranks together.
         learning_rate: of Adam.
-        limit_train_batches: what an epoch takes of its batches: up to 1 a share, above 1 a number of them.
-        precision: of the arithmetic; bfloat16 and float16 are mixed with float32, and float16 needs a GPU.
+        limit_train_batches: how many of its batches an epoch uses: up to 1 a share, above 1 a number.
+        precision: bfloat16 and float16 are mixed with float32; float16 needs a GPU.
         seed: of the initial weights and the shuffling.
     """
 
@@ -47,7 +47,7 @@ class AutoencoderHyperparameters(Settings):
             )
 
     def steps_per_epoch(self, train_samples: int) -> int:
-        """Optimizer steps; raises InputError where limit_train_batches leaves none."""
+        """Number of optimizer steps; raises InputError if limit_train_batches leaves none."""
         batches = -(-train_samples // self.batch_size)
         limit = self.limit_train_batches
         steps = int(batches * limit) if limit <= 1 else min(batches, int(limit))
@@ -68,7 +68,8 @@ class AutoencoderOptions(Settings):
         strategy: Lightning's; auto is ddp for several ranks, and none for one.
         tracking: Lightning's logger: online and offline are Weights & Biases; auto is online where it has a key, else
             off; tensorboard writes event files.
-        resume: from the checkpoint of an unfinished run of the same training; each epoch ends with one.
+        resume: whether to resume from the checkpoint of an unfinished run of the same training; each epoch ends with
+            one.
         timeout_seconds: how long the ranks may go without a step before the run counts as hung.
     """
 
@@ -84,12 +85,12 @@ class AutoencoderJob:
     """One training run, as the ranks need to know it.
 
     Attributes:
-        name: of the run, for people.
+        name: of the run, for people to read.
         data: folder of the prepared dataset.
-        model_path: where rank 0 puts the trained weights.
-        encoded_path: where rank 0 puts what the network makes of the test images: see autoencoder.encode_test_images.
+        model_path: where rank 0 writes the trained weights.
+        encoded_path: where rank 0 writes the codes of the test images, see network.encode_test_images.
         checkpoint_path: where rank 0 keeps the checkpoint; training resumes from an earlier one there.
-        key: of all that decides the result; a checkpoint with another key is ignored.
+        key: identifies all that determines the result; a checkpoint with another key is ignored.
         logs: folder for Lightning's logger.
         tracking: online, offline, tensorboard or off.
         steps_per_epoch: optimizer steps.
@@ -116,9 +117,9 @@ class AutoencoderResult:
 
     Attributes:
         steps: (epochs so far, mean loss of that step's batch), every few steps.
-        warnings: in which epochs training did not learn as it should.
-        test_loss: mean squared error per pixel on the test images; pixels go from 0 to 1.
-        strategy: the class of Lightning's that it was trained by.
+        warnings: where training did not learn as it should.
+        test_loss: mean squared error per pixel on the test images; pixels are from 0 to 1.
+        strategy: the name of Lightning's strategy class.
     """
 
     epochs: List[EpochLosses]

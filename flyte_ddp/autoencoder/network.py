@@ -1,6 +1,6 @@
 """The autoencoder: its network, and the LightningModule and LightningDataModule that train it.
 
-Lightning is optional and takes seconds to import, so what derives from its classes is made inside functions.
+Lightning is optional and takes seconds to import, so subclasses of its classes are defined inside functions.
 """
 
 from pathlib import Path
@@ -24,7 +24,7 @@ EVALUATION_BATCH = 1000
 
 
 class Autoencoder(nn.Module):
-    """784-64-3-64-784, the autoencoder of Lightning's introduction: images (N, 1, 28, 28) from 0 to 1, to (N, 784)."""
+    """784-64-3-64-784, the autoencoder of Lightning's introduction: images (N, 1, 28, 28) from 0 to 1 to (N, 784)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Autoencoder(nn.Module):
 
 
 def build_autoencoder(seed: int) -> Autoencoder:
-    """The network with the initial weights that belong to the seed."""
+    """The network with initial weights drawn from the seed."""
     torch.manual_seed(seed)
     return Autoencoder()
 
@@ -52,9 +52,9 @@ def squared_errors(network: nn.Module, images: Tensor) -> Tensor:
 
 
 class Loader:
-    """What Lightning goes over once in each epoch: this rank's images, and of how many the loss is to be the mean.
+    """What Lightning iterates over in each epoch: this rank's images, and the number to average the loss over.
 
-    These are the samples of the global batch where count is 0.
+    That number is count or, if 0, the size of the global batch.
     """
 
     def __init__(self, steps: int, batches: Callable[[], Iterable[Batch]], count: int = 0):
@@ -79,7 +79,7 @@ def lightning_module(network: Autoencoder, learning_rate: float) -> "LightningMo
 
         def training_step(self, batch: Tuple[Tensor, int], _: int) -> Tensor:
             images, size = batch
-            # DDP averages the ranks' gradients: that of the global batch's mean comes out, however it was shared out
+            # DDP averages the ranks' gradients, which gives that of the global mean, however the batch was shared out
             loss = squared_errors(self.network, images).sum() * self.trainer.world_size / (size * PIXELS)
             self.log("train_loss_step", loss, on_step=True, on_epoch=False)  # of this rank: no wait for the others
             self.log("train_loss_epoch", loss, on_step=False, on_epoch=True, sync_dist=True, batch_size=size)
@@ -88,7 +88,7 @@ def lightning_module(network: Autoencoder, learning_rate: float) -> "LightningMo
         def validation_step(self, batch: Tuple[Tensor, int], _: int) -> None:
             images, size = batch
             share = squared_errors(self.network, images).sum() / (size * PIXELS)
-            # A sum, because of a mean Lightning divides by the ranks' mean batch size cut to a whole number
+            # A sum, because Lightning divides a mean by the ranks' mean batch size rounded down to an integer
             self.log("validation_loss", share, sync_dist=True, reduce_fx="sum", batch_size=size)
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -100,19 +100,19 @@ def lightning_module(network: Autoencoder, learning_rate: float) -> "LightningMo
 def lightning_data(
     folder: Path, batch_size: int, seed: int, environment: Environment, device: torch.device
 ) -> "LightningDataModule":
-    """The training images of a prepared dataset: eleven of twelve to train on, the others for validation."""
+    """The training images of a prepared dataset: eleven twelfths to train on, the others for validation."""
     from lightning.pytorch import LightningDataModule
 
     class PreparedImages(LightningDataModule):
         def prepare_data(self) -> None:
-            """Once per host: reads every byte; Lightning has the other ranks wait."""
+            """Verifies the data once per host, while Lightning makes the other ranks wait."""
             prepared.verify(folder)
 
         def setup(self, stage: str) -> None:
             passes = prepared.read_description(folder).passes_per_epoch
             images, labels = prepared.open_split(folder, "train")
             chosen, place = held_out(labels), (environment.rank, environment.world.size)
-            # of the mean image in place of each
+            # of always predicting the mean image
             self.constant_loss = float(np.var(images[chosen] / np.float32(255), axis=0).mean())
             train, validation = (Resident(images[rows], device) for rows in (~chosen, chosen))
             self.train = TrainBatches(train, batch_size, seed, *place, passes)
@@ -128,8 +128,8 @@ def lightning_data(
 
 
 def encode_test_images(network: Autoencoder, folder: Path, path: Path) -> float:
-    """Leaves an .npz at path: codes (N, 3) float32 of all test images, and `shown` (K,), the index of the first image
-    of each class, with `reconstructed` (K, 28, 28) uint8. Returns the mean squared error on the test images."""
+    """Writes an .npz to path: `codes` (N, 3) float32 of all test images, `shown` (K,), the index of the first image of
+    each class, and its `reconstructed` (K, 28, 28) uint8. Returns the mean squared error on the test images."""
     images, labels = prepared.open_split(folder, "test")
     codes, error = [], 0.0
     with torch.inference_mode():

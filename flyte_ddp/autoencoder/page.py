@@ -1,4 +1,4 @@
-"""What an autoencoder's training shows to people: lines while it runs, and a page."""
+"""What an autoencoder's training prints, and its page."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -45,7 +45,7 @@ def page(job: AutoencoderJob, result: AutoencoderResult, setup: Dict[str, Any]) 
     notice = []
     if job.hp.dataset == "auto" and description.name != "mnist":
         notice = [
-            f"Stand-in data: MNIST could not be downloaded; this is {description.name} and says nothing about MNIST."
+            f"Stand-in data: MNIST could not be downloaded; this is {description.name}, which says nothing about MNIST."
         ]
     notice += [f"Warning: {warning.reason}" for warning in result.warnings]
     settings = {**asdict(job.hp), **asdict(job.options), **setup}
@@ -86,7 +86,7 @@ def _losses(job: AutoencoderJob, result: AutoencoderResult) -> Section:
 
 
 def _test_images(job: AutoencoderJob, result: AutoencoderResult, about: DatasetDescription) -> List[Section]:
-    """What the network makes of the test images."""
+    """Reconstructions and codes of the test images."""
     images, labels = prepared.open_split(job.data, "test")
     with np.load(Path(job.encoded_path)) as encoded:
         codes, shown, reconstructed = encoded["codes"], encoded["shown"], encoded["reconstructed"]
@@ -98,7 +98,7 @@ def _test_images(job: AutoencoderJob, result: AutoencoderResult, about: DatasetD
         for index, pixels in zip(shown, reconstructed, strict=True)
     ]
     some = slice(MOST_POINTS)
-    what = f"Codes of {len(codes[some]):,} test images in space, coloured by class"
+    what = f"Codes of {len(codes[some]):,} test images in 3D, coloured by class"
     names = [name.partition(" - ")[0] for name in about.classes]  # MNIST's are "0 - zero" and so on
     views = {turned: cloud(codes[some], labels[some], names, turned, what) for turned in VIEWS}
     drawings = [Drawing(f"Seen from {turned}°", svg) for turned, svg in views.items()]
@@ -107,10 +107,10 @@ def _test_images(job: AutoencoderJob, result: AutoencoderResult, about: DatasetD
             "Reconstructions",
             [
                 f"Mean squared error on the {len(images):,} test images: {result.test_loss:.4f}.",
-                f"With the mean training image in place of each it would be {baseline:.4f}.",
-                "The first test image of each class, and to its right what came back from three numbers:",
+                f"Always predicting the mean training image would give {baseline:.4f}.",
+                "The first test image of each class, and to its right the image reconstructed from three numbers:",
             ],
             pictures=pictures,
         ),
-        Section("The three numbers", [f"{what}, which the network was never told."], drawings),
+        Section("The three numbers", [f"{what}. The network never saw the classes."], drawings),
     ]

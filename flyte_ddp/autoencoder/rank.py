@@ -30,19 +30,19 @@ from flyte_ddp.launch.link import Link
 from flyte_ddp.launch.process_group import process_group
 from flyte_ddp.storage import writing_to
 
-WANDB_SECONDS = 15.0  # that a run waits for it at its beginning, and again at its end
-LOOK_STEPS = 10  # between two looks at the loss, which on a GPU the host has to wait for
+WANDB_SECONDS = 15.0  # how long a run waits for W&B at its start, and again at its end
+LOOK_STEPS = 10  # steps between two checks of the loss, which on a GPU make the host wait
 
 
 def run(environment: Environment, link: Link, job: AutoencoderJob) -> AutoencoderResult:
-    """Trains the autoencoder as this rank; rank 0 leaves the weights and the test images' codes where the job says."""
+    """Trains the autoencoder as this rank; rank 0 writes the weights and the test images' codes to the job's paths."""
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)  # no word on the accelerators that there are not
     warnings.filterwarnings("ignore", category=FutureWarning, module="lightning")  # between it and torch
     warnings.filterwarnings("ignore", ".*sync_dist=True")  # which is set; a lone rank is warned all the same
     torch.set_num_threads(environment.threads)
     hp, world = job.hp, environment.world
-    # Lightning finds the ranks already met
+    # Lightning finds the process group already initialised
     with (
         process_group(environment, job.options.timeout_seconds) as device,
         open_logger(job, environment) as logger,
@@ -60,7 +60,7 @@ def run(environment: Environment, link: Link, job: AutoencoderJob) -> Autoencode
             logger=logger,
             log_every_n_steps=LOOK_STEPS,
             callbacks=[observer],
-            use_distributed_sampler=False,  # the batches are shared out already
+            use_distributed_sampler=False,  # batches are already shared out
             num_sanity_val_steps=0,
             enable_checkpointing=False,  # the observer does it
             enable_progress_bar=False,
@@ -83,10 +83,10 @@ def run(environment: Environment, link: Link, job: AutoencoderJob) -> Autoencode
 
 
 class SpawnedRanks(ClusterEnvironment):
-    """Tells Lightning who this process is, and that it has none to start itself."""
+    """Tells Lightning which rank this process is, and that all ranks have been started."""
 
     creates_processes_externally = True
-    main_address, main_port = "", 0  # not asked for: the ranks have met
+    main_address, main_port = "", 0  # not needed: the process group exists
 
     def __init__(self, environment: Environment):
         self._environment = environment
@@ -113,7 +113,7 @@ class SpawnedRanks(ClusterEnvironment):
 
 
 class Observer(Callback):
-    """Tells the parent what happens, and the ranks to stop; keeps the losses, and a checkpoint."""
+    """Sends events to the parent, stops the ranks on request, and keeps the losses and a checkpoint."""
 
     def __init__(self, environment: Environment, link: Link, job: AutoencoderJob) -> None:
         self._environment, self._link, self._job = environment, link, job
@@ -132,7 +132,7 @@ class Observer(Callback):
         self.watch.load_state_dict(state_dict["watch"])
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
-        # Lightning's own handler broadcasts, which hangs where not all ranks get the signal
+        # Lightning's own handler broadcasts, which hangs if not all ranks get the signal
         signal.signal(signal.SIGTERM, self.on_sigterm)
         self.watch.constant_loss = trainer.datamodule.constant_loss  # type: ignore[attr-defined]
         self._link.emit(run_started(self._environment, self._job, trainer.current_epoch))
@@ -142,7 +142,7 @@ class Observer(Callback):
 
     def on_before_optimizer_step(self, trainer: Trainer, module: LightningModule, _: torch.optim.Optimizer) -> None:
         gradients = [weight.grad for weight in module.parameters() if weight.grad is not None]
-        # float16 overflows now and then, and Lightning's scaler then leaves the step out
+        # float16 overflows now and then, and Lightning's scaler then skips the step
         if self._job.hp.precision != "float16" and not norms(gradients).isfinite().all():
             steps = trainer.fit_loop.epoch_loop.batch_idx
             raise NonFinite("gradient", list(range(self._environment.world.size)), trainer.current_epoch, steps)
@@ -202,8 +202,8 @@ def run_started(environment: Environment, job: AutoencoderJob, first_epoch: int)
 
 @contextmanager
 def open_logger(job: AutoencoderJob, environment: Environment) -> Iterator[Union[Logger, bool]]:
-    """Lightning's logger for the job's tracking, on rank 0, else False; W&B's is left out with a word if it cannot
-    begin, and finished here, since the process will end without its exit handlers."""
+    """Lightning's logger for the job's tracking, on rank 0, else False; W&B's is dropped with a warning if it cannot
+    start, and finished here, since the process will end without exit handlers."""
     if environment.rank or job.tracking == "off":
         yield False
         return

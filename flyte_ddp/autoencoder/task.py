@@ -53,19 +53,19 @@ AUTOENCODER_CODE = CodeVersion(AUTOENCODER_SOURCES, ("torch", "lightning"))
 
 @dataclass(frozen=True)
 class AutoencoderSummary:
-    """What came out, in figures.
+    """The figures of a run.
 
     Attributes:
         dataset: what the network was trained on (digits where it stood in for MNIST).
-        train_samples, validation_samples: the shares of the training images.
-        test_loss: mean squared error per pixel, from 0 to 1, on the test images, which nothing else looked at.
-        train_seconds: of the epochs, with their validation.
+        train_samples, validation_samples: how the training images were divided.
+        test_loss: mean squared error per pixel (from 0 to 1) on the test images, which are used for nothing else.
+        train_seconds: of the epochs, including validation.
         total_seconds: of the whole task.
         world_size: number of ranks.
         backend: nccl or gloo.
         device: cuda or cpu.
-        strategy: the class of Lightning's that trained it.
-        warnings: when and why the training did not learn as it should; empty if all went well.
+        strategy: the name of Lightning's strategy class.
+        warnings: when and why training did not learn as it should; empty if all went well.
     """
 
     dataset: str
@@ -82,15 +82,15 @@ class AutoencoderSummary:
 
 
 class AutoencoderOutputs(NamedTuple):
-    """What a run gives back.
+    """The outputs of a run.
 
     Attributes:
         train_losses: mean squared error per pixel over each epoch's training.
         validation_losses: the same on the held-out training images after each epoch.
         model_state: the weights as a plain CPU state_dict, see flyte_ddp.autoencoder.network.load_autoencoder.
         summary: the figures.
-        report: a page to look at, in one file.
-        logs: a folder with the test images' codes, and what the ranks and Lightning's logger have written.
+        report: an HTML page in one file.
+        logs: a folder with the test images' codes, and what the ranks and Lightning's logger wrote.
     """
 
     train_losses: List[float]
@@ -110,7 +110,7 @@ class AutoencoderOutputs(NamedTuple):
     **small_resources(),
 )
 def resolve_for_autoencoder(hp: AutoencoderHyperparameters, options: AutoencoderOptions) -> str:
-    """The name of the dataset to train on; a stand-in, of local runs alone, is not cached.
+    """The name of the dataset to train on; not cached in local runs, which may need a stand-in.
 
     A local run finds out here, before anything is downloaded or spawned, whether this machine can do what is asked.
     """
@@ -120,20 +120,20 @@ def resolve_for_autoencoder(hp: AutoencoderHyperparameters, options: Autoencoder
 
 
 def check_machine(hp: AutoencoderHyperparameters, options: AutoencoderOptions) -> World:
-    """The ranks that this host should run; raises InputError where it cannot do what is asked."""
+    """The ranks to run on this host; raises InputError if it cannot do what is asked."""
     if find_spec("lightning") is None:
         raise InputError('the autoencoder trains under Lightning, which is not installed: pip install ".[lightning]"')
     world = choose_world("auto", options.nproc, hp.batch_size)
     if hp.precision == "float16" and world.device == "cpu":
         raise InputError(
-            "precision float16 needs a GPU (Lightning has no 16-mixed for a CPU) and none is visible here: "
+            "precision float16 needs a GPU (Lightning's 16-mixed does not run on a CPU) and none is visible here: "
             "use bfloat16 or float32"
         )
     return world
 
 
 def choose_logger(wish: str) -> str:
-    """online, offline, tensorboard or off. Lightning's own wait for W&B would be long, and its end that of the run."""
+    """online, offline, tensorboard or off. Lightning itself would wait long for W&B, and fail the run if it fails."""
     tracking = choose_tracking(wish)
     reason = wandb_run.unreachable() if tracking == "online" else ""
     if reason:
@@ -146,12 +146,12 @@ def choose_logger(wish: str) -> str:
 def train_autoencoder(
     hp: AutoencoderHyperparameters, data: FlyteDirectory, options: AutoencoderOptions
 ) -> AutoencoderOutputs:
-    """Trains on a prepared dataset with one process per rank; see launcher.launch for what it raises."""
+    """Trains on a prepared dataset with one process per rank; raises what launcher.launch raises."""
     started = time.time()
     check_registered_code()
     check_gpus(visible_gpus())
     world = check_machine(hp, options)
-    launcher.warm_up([*launcher.PRELOAD, "lightning.pytorch"])  # seconds, once for all ranks, while the data arrive
+    launcher.warm_up([*launcher.PRELOAD, "lightning.pytorch"])  # takes seconds, while the data are downloaded
     data_folder = Path(data.download())
     description = prepared.read_description(data_folder)
     held_out = held_out_count(description.train_samples)

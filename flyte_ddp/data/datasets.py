@@ -1,4 +1,4 @@
-"""Datasets by name: where the originals come from, and how they become the prepared form."""
+"""Datasets by name: where the original files come from, and how they become prepared datasets."""
 
 import json
 import logging
@@ -13,18 +13,20 @@ from typing import Callable, Dict, List, NamedTuple, Optional, Tuple
 
 import numpy as np
 
-from flyte_ddp.data.download import Mirrors, OpenStored, Progress, mirror_from_environment
-from flyte_ddp.data.prepared import verify, write_prepared
+from flyte_ddp.data.download import Mirrors, Progress, mirror_from_environment
+from flyte_ddp.data.open_url import Opener, OpenStored
+from flyte_ddp.data.prepared import verify
+from flyte_ddp.data.writer import write_prepared
 from flyte_ddp.errors import DataError, DownloadError, InputError
 from flyte_ddp.storage import remove_leftovers, write_whole, writing_to
 
 logger = logging.getLogger(__name__)
 
-Ask = Callable[[List[str]], Mirrors]  # makes the mirrors to ask of the URLs of folders
+Ask = Callable[[List[str]], Mirrors]  # takes the URLs of folders
 
 
 class Originals(NamedTuple):
-    """What a source delivers: images (N, C, H, W) uint8, labels (N,) integers."""
+    """A dataset from its source: images (N, C, H, W) uint8, labels (N,) integers."""
 
     classes: Tuple[str, ...]
     train_images: np.ndarray
@@ -46,14 +48,14 @@ def data_dir() -> Path:
 
 
 def prepared_dir(name: str) -> Path:
-    """Where the prepared form of a dataset is, or will be."""
+    """Where the prepared dataset is, or will be."""
     if name not in SOURCES:
         raise InputError(f"dataset must be one of {', '.join(SOURCES)}, got {name!r}")
     return data_dir() / "prepared" / name
 
 
 def discard_damaged(name: str) -> None:
-    """Removes the prepared dataset if it is there but not intact."""
+    """Removes the prepared dataset if it exists but is not intact."""
     directory = prepared_dir(name)
     if directory.exists():
         try:
@@ -64,11 +66,11 @@ def discard_damaged(name: str) -> None:
 
 
 def prepare(name: str, progress: Optional[Progress] = None, open_stored: Optional[OpenStored] = None) -> Path:
-    """Returns the folder of the prepared dataset, getting and writing whatever is missing or damaged.
+    """Returns the folder of the prepared dataset, downloading and writing whatever is missing or damaged.
 
-    open_stored is for a DDP_DATA_MIRROR in a storage, such as s3://bucket/folder.
-    Any number of processes may do so at once. DownloadError if the originals cannot be downloaded, InputError for an
-    unknown name, a bad DDP_DATA_MIRROR or a folder that cannot be written to.
+    open_stored is for a DDP_DATA_MIRROR in object storage, such as s3://bucket/folder.
+    Any number of processes may do this at once. Raises DownloadError if the original files cannot be downloaded,
+    InputError for an unknown name, a bad DDP_DATA_MIRROR or a folder that cannot be written to.
     """
     directory = prepared_dir(name)
     discard_damaged(name)
@@ -78,20 +80,20 @@ def prepare(name: str, progress: Optional[Progress] = None, open_stored: Optiona
         directory.parent.mkdir(parents=True, exist_ok=True)
         for folder in (data_dir(), directory.parent):
             remove_leftovers(folder)
-        originals = SOURCES[name](partial(Mirrors, progress=progress, open_stored=open_stored))
+        originals = SOURCES[name](lambda urls: Mirrors(urls, progress, Opener(open_stored=open_stored)))
     write_prepared(directory, name, *originals)
     return directory
 
 
 class Catalogue(NamedTuple):
-    """What torchvision knows of a dataset: folders that hold it, and its files with their MD5."""
+    """What torchvision knows of a dataset: the URLs of folders that have it, and its files with their MD5."""
 
     mirrors: List[str]
     resources: List[Tuple[str, str]]
 
 
 def _catalogue(class_name: str) -> Catalogue:
-    """The class's own catalogue, kept in a file: importing torchvision takes seconds, too long for an offline run."""
+    """The catalogue of torchvision's class, cached in a file: importing torchvision takes seconds."""
     path = data_dir() / class_name / f"torchvision-{version('torchvision')}.json"
     with suppress(OSError, ValueError, TypeError):
         return Catalogue(**json.loads(path.read_text()))
@@ -105,10 +107,10 @@ def _catalogue(class_name: str) -> Catalogue:
 
 
 def _torchvision_mnist(class_name: str, ask: Ask) -> Originals:
-    """MNIST or a dataset of its form, by torchvision's class: it knows mirrors, checksums and file format."""
+    """MNIST or a dataset in its format, read by torchvision's class, which knows mirrors, checksums and file format."""
     mirror = mirror_from_environment()
     catalogue = _catalogue(class_name)
-    # One folder can't hold both: MNIST and Fashion-MNIST have the same file names. So torchvision's layout comes first.
+    # MNIST and Fashion-MNIST have the same file names, so torchvision's layout, with a folder for each, comes first
     own = [f"{mirror.rstrip('/')}/{class_name}/raw", mirror] if mirror else []
     mirrors = ask([*own, *catalogue.mirrors])
     raw = data_dir() / class_name / "raw"
@@ -117,8 +119,8 @@ def _torchvision_mnist(class_name: str, ask: Ask) -> Originals:
     from torchvision import datasets
 
     dataset = getattr(datasets, class_name)
-    # In a fresh folder each time: the class trusts unpacked files that it finds, and would fetch what it misses.
-    offline = type(class_name, (dataset,), {"mirrors": [""]})  # no address at all: unpack what is there, or fail
+    # In a fresh folder each time: the class trusts unpacked files that it finds, and would download missing ones
+    offline = type(class_name, (dataset,), {"mirrors": [""]})  # no address: unpack what is there, or fail
     with tempfile.TemporaryDirectory(dir=data_dir(), prefix=".unpack.", suffix=".partial") as root:
         unpacked = Path(root, class_name, "raw")
         unpacked.mkdir(parents=True)
@@ -135,7 +137,7 @@ def _torchvision_mnist(class_name: str, ask: Ask) -> Originals:
 
 
 def _cifar10(ask: Ask) -> Originals:
-    """CIFAR-10: the unpacked files, as torchvision leaves them, where one's own mirror has them, else the archive."""
+    """CIFAR-10: from the files that torchvision unpacks, if the user's own mirror has them, else from the archive."""
     from torchvision import datasets
 
     dataset, mirror = datasets.CIFAR10, mirror_from_environment()
@@ -164,7 +166,8 @@ def _cifar10(ask: Ask) -> Originals:
 def _digits(ask: Ask) -> Originals:
     """scikit-learn's 1,797 handwritten digits (UCI optdigits, test part), 1,501 for training and 296 for testing.
 
-    The 8 x 8 images are brought to 24 x 24, amid 28 x 28: of the sizes tried, the tutorial's network learns it best.
+    The 8 x 8 images are enlarged to 24 x 24 and padded to 28 x 28: of the sizes tried, the tutorial's network learns
+    this one best.
     """
     from sklearn.datasets import load_digits
 
@@ -174,15 +177,15 @@ def _digits(ask: Ask) -> Originals:
     within_class = np.zeros(len(labels), np.int64)
     for label in range(10):
         within_class[labels == label] = np.arange((labels == label).sum())
-    test = within_class % 6 == 5  # every sixth of each class: no random generator whose numbers could change
+    test = within_class % 6 == 5  # every sixth of each class: a random generator's numbers could change
     names = tuple(digits.target_names.astype(str))
-    # With 8 passes an epoch has 94 steps, and two of them are enough for the default recipe: benchmarks/stability.py
+    # With 8 passes an epoch has 94 steps, and the default recipe needs only two epochs: benchmarks/stability.py
     return Originals(names, images[~test], labels[~test], images[test], labels[test], passes_per_epoch=8)
 
 
 def _enlarge(images: np.ndarray) -> np.ndarray:
-    """(N, 8, 8) values 0..16 to (N, 1, 28, 28) uint8, bilinear: in whole numbers, so the same bits on every machine."""
-    thirds = np.clip(np.arange(24) - 1, 0, 21)  # of a source pixel: where the centre of each new pixel lies
+    """(N, 8, 8) values 0..16 to (N, 1, 28, 28) uint8, bilinear; in integers, so the bits are the same everywhere."""
+    thirds = np.clip(np.arange(24) - 1, 0, 21)  # the centre of each new pixel, in thirds of a source pixel
     left, part = np.divmod(thirds, 3)
     weights = np.zeros((24, 8), np.int64)
     weights[np.arange(24), left] += 3 - part

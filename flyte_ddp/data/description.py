@@ -1,4 +1,4 @@
-"""What a dataset says of itself."""
+"""The description of a prepared dataset: dataset.json."""
 
 import dataclasses
 import hashlib
@@ -8,11 +8,11 @@ from typing import Any, Mapping, Tuple
 
 @dataclasses.dataclass(frozen=True)
 class DatasetDescription:
-    """What dataset.json says.
+    """The content of dataset.json.
 
     Attributes:
-        format: version of this form.
-        name: the dataset's name among the hyperparameters.
+        format: version of the file format.
+        name: the dataset's name, as in the hyperparameters.
         classes: names, in the order of the labels.
         mean, std: per channel over the training images, for pixels from 0 to 1, rounded to 4 decimals.
         train_samples, test_samples: images per split.
@@ -39,21 +39,21 @@ class DatasetDescription:
 
     @property
     def remarks(self) -> Mapping[str, str]:
-        """What else there is to say of it, by label."""
+        """Further remarks for the report, by label."""
         return {}
 
 
 @dataclasses.dataclass(frozen=True)
 class FolderDescription(DatasetDescription):
-    """What dataset.json says of a folder of image files, which stay where they are.
+    """The content of dataset.json for a folder of image files, which stay where they are.
 
     Attributes:
-        image_shape: that each image is brought to when it is decoded.
-        split_by: how the images were shared out between training and test.
-        unreadable: files that are left out because they cannot be decoded.
-        unreadable_named: the first of them, each with its reason.
-        left_out: classes that are left out because they have too few images.
-        content_sha256: over the name and content of every image.
+        image_shape: the shape of each decoded image.
+        split_by: how the images were divided between training and test.
+        unreadable: number of files left out because they cannot be decoded.
+        unreadable_named: the first of them, each with the reason.
+        left_out: number of classes left out because they have too few images.
+        content_sha256: hash of the name and content of every image.
     """
 
     split_by: str

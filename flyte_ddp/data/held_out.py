@@ -1,11 +1,12 @@
-"""A validation split, held out of the training images: what is chosen by it has not seen the test images."""
+"""A validation split held out of the training images, so that choices need not be made on the test images."""
 
 from pathlib import Path
 
 import numpy as np
 
 from flyte_ddp.data.description import DatasetDescription
-from flyte_ddp.data.prepared import open_split, read_description, write_prepared
+from flyte_ddp.data.prepared import open_split, read_description
+from flyte_ddp.data.writer import write_prepared
 from flyte_ddp.errors import InputError
 
 SHARE = 1 / 12  # of MNIST: 55,000 images to train on, 5,000 to choose by
@@ -13,7 +14,7 @@ SEED = 0
 
 
 def held_out_count(samples: int, share: float = SHARE) -> int:
-    """How many of the training images are held out; InputError if that would be none of them, or all."""
+    """How many of the training images are held out; InputError if that would be none or all of them."""
     count = round(share * samples)
     if not 0 < count < samples:
         raise InputError(f"share must leave an image on either side of {samples}, got {share:g}")
@@ -21,7 +22,7 @@ def held_out_count(samples: int, share: float = SHARE) -> int:
 
 
 def held_out(labels: np.ndarray, share: float = SHARE) -> np.ndarray:
-    """(N,) bool: which training images are held out, the classes in the same proportions. The same on every machine."""
+    """(N,) bool: which training images are held out, with the classes in proportion. The same on every machine."""
     count = held_out_count(len(labels), share)
     # RandomState is the one generator whose numbers numpy never changes
     shuffled = np.random.RandomState(SEED).permutation(len(labels))
@@ -32,10 +33,10 @@ def held_out(labels: np.ndarray, share: float = SHARE) -> np.ndarray:
 
 
 def hold_out(data: Path, directory: Path, share: float = SHARE) -> DatasetDescription:
-    """Writes a prepared dataset of the training images of another one, whose test images it leaves out altogether.
+    """Writes a prepared dataset made from the training images of another one, without any of its test images.
 
-    What is held out of them becomes the new test split; the rest stays the training split, in its order. Raises
-    InputError where either would be empty.
+    The held-out images become the new test split; the rest stays the training split, in the same order. Raises
+    InputError if either would be empty.
     """
     description = read_description(data)
     images, labels = open_split(data, "train")

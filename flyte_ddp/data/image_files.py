@@ -1,4 +1,4 @@
-"""Image files that stay files: decoded one by one, when they are asked for, to the same size and channels."""
+"""Image files as a dataset: decoded one by one, when needed, to the same size and channels."""
 
 import json
 import os
@@ -17,10 +17,10 @@ MODES = {1: "L", 3: "RGB"}  # Pillow's names, by channels
 
 @dataclass(frozen=True)
 class Access:
-    """How a run comes to its images; what it learns of them does not depend on this.
+    """How a run finds its images; the result does not depend on this.
 
     Attributes:
-        root: the folder that the names of the images are relative to.
+        root: the folder that the images' names are relative to.
     """
 
     root: str
@@ -35,7 +35,7 @@ def read_access(directory: Path) -> Access:
 
 
 class ImageFiles:
-    """The images of a split by index, each (C, H, W) uint8, as an array of them would give.
+    """The images of a split by index, each (C, H, W) uint8, as in an array of images.
 
     names: (N,) bytes, relative to access.root.
     """
@@ -47,7 +47,7 @@ class ImageFiles:
         return len(self.names)
 
     def __getitem__(self, index: int) -> np.ndarray:
-        """Raises DataError, naming the file, where it cannot be decoded: it could when the folder was examined."""
+        """Raises DataError naming the file if it cannot be decoded, although it could when the folder was indexed."""
         path = os.path.join(self.access.root, os.fsdecode(self.names[index]))
         try:
             return decode(path, self.shape)
@@ -58,19 +58,19 @@ class ImageFiles:
 
 
 def decode(file: Union[str, Path, BinaryIO], shape: Tuple[int, int, int]) -> np.ndarray:
-    """The image as (C, H, W) uint8: made as small as it may be, and cut to shape around its centre."""
+    """The image as (C, H, W) uint8: scaled to cover that shape, and cropped around its centre."""
     from PIL import Image, ImageOps
 
     channels, height, width = shape
     with Image.open(file) as image:
-        image.draft(MODES[channels], (width, height))  # a large JPEG is decoded at a half, a quarter or an eighth
+        image.draft(MODES[channels], (width, height))  # decodes a large JPEG at 1/2, 1/4 or 1/8 of its size
         upright = ImageOps.exif_transpose(image).convert(MODES[channels])
         fitted = ImageOps.fit(upright, (width, height), Image.Resampling.BILINEAR)
     return np.asarray(fitted).reshape(height, width, channels).transpose(2, 0, 1)
 
 
 def reason(error: Exception) -> str:
-    """Why a file cannot be decoded, in a few words and without its path, which the message names already."""
+    """Why a file cannot be decoded, in a few words and without its path, which the message has already."""
     if type(error).__name__ == "UnidentifiedImageError":
         return "not an image"
     return " ".join(str(getattr(error, "strerror", None) or error or type(error).__name__).split())[:100]

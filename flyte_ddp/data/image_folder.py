@@ -1,4 +1,4 @@
-"""A folder with one sub-folder of image files per class: found, read once file by file, and described for training."""
+"""Indexes a folder with one sub-folder of image files per class: finds, reads and describes every image."""
 
 import hashlib
 import io
@@ -15,28 +15,29 @@ from flyte_ddp.data.datasets import data_dir
 from flyte_ddp.data.description import DatasetDescription, FolderDescription
 from flyte_ddp.data.image_files import decode, reason
 from flyte_ddp.data.image_settings import ImageSettings
-from flyte_ddp.data.prepared import FOLDER_FILES, FORMAT, SPLITS, mean_and_std, pixel_counts, write_dataset
+from flyte_ddp.data.prepared import FOLDER_FILES, FORMAT, SPLITS
+from flyte_ddp.data.writer import mean_and_std, pixel_counts, write_dataset
 from flyte_ddp.errors import InputError
 from flyte_ddp.launch.environment import available_cores
 from flyte_ddp.storage import temporary_beside
 
 EXTENSIONS = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 TEST_EVERY = 5
-MOST_NAMED = 5  # of the files that cannot be read
-BLOCK = 256  # files whose decoded images are held at once
+MOST_NAMED = 5  # how many of the unreadable files are listed
+BLOCK = 256  # how many decoded images are held in memory at once
 
-Files = Dict[str, Dict[str, List[str]]]  # split -> class -> names; the split is "" where the folder does not say it
+Files = Dict[str, Dict[str, List[str]]]  # split -> class -> names; the split is "" if the folder is not divided
 
 
 class Sound(NamedTuple):
-    """A file that can be decoded: SHA-256 of its bytes, and how often each value occurs in its image (C, 256)."""
+    """A file that can be decoded: SHA-256 of its bytes, and a histogram of its image's values, (C, 256)."""
 
     sha256: bytes
     counts: np.ndarray
 
 
 def find_images(folder: Path) -> Files:
-    """Names relative to folder, sorted, by split and class; InputError where that is nothing to train on."""
+    """Names relative to folder, sorted, by split and class; InputError if there is nothing to train on."""
     if not folder.is_dir():
         what = "is a file" if folder.exists() else "does not exist"
         raise InputError(f"folder {folder} {what}: give a folder with one sub-folder of image files per class")
@@ -62,21 +63,21 @@ def find_images(folder: Path) -> Files:
 
 
 def stamp(folder: Path) -> str:
-    """Another one after any image file was added, removed or written to; by names, sizes and times alone."""
+    """Changes when an image file is added, removed or written to; looks only at names, sizes and times."""
     digest = hashlib.sha256()
     names = (name for classes in find_images(folder).values() for files in classes.values() for name in files)
     for name in names:
         digest.update(os.fsencode(name) + b"\0")
-        with suppress(OSError):  # a link to nowhere is found out, and counted, when it is to be read
+        with suppress(OSError):  # a broken link is counted when index_folder tries to read it
             status = (folder / name).stat()
             digest.update(f"{status.st_size}\0{status.st_mtime_ns}\0".encode())
     return digest.hexdigest()
 
 
 def index_folder(folder: Path, name: str, images: ImageSettings, say: Callable[[str], None]) -> Path:
-    """Reads every image once and writes what training needs to know of them; returns the folder of that.
+    """Reads every image once and writes what training needs to know about them; returns the folder of that index.
 
-    name: of the dataset. InputError where too many files cannot be read, or too few are left.
+    name: the dataset's name. Raises InputError if too many files cannot be read, or too few are left.
     """
     found = find_images(folder)
     splits, left_out = _divide(found, images.least_images)
@@ -117,8 +118,8 @@ def index_folder(folder: Path, name: str, images: ImageSettings, say: Callable[[
 def _sound_images(
     folder: Path, splits: Mapping[str, Sequence[Tuple[int, str]]], images: ImageSettings
 ) -> Tuple[Dict[str, List[Tuple[int, str]]], List[str], str, np.ndarray]:
-    """The images of each split that can be read, what is wrong with the others, a digest of the former, and how often
-    the training images have each value: (C, 256)."""
+    """The readable images of each split, what is wrong with the others, a digest of the former, and a histogram of the
+    training images' values, (C, 256)."""
     kept: Dict[str, List[Tuple[int, str]]] = {split: [] for split in SPLITS}
     bad: List[str] = []
     content, counts = hashlib.sha256(), np.zeros((images.shape[0], 256), np.int64)
@@ -135,7 +136,7 @@ def _sound_images(
 
 
 def write_folder(folder: Path, classes: Sequence[str], images: np.ndarray, labels: np.ndarray) -> None:
-    """Writes images (N, C, H, W) as PNG files, a sub-folder per class; the folder appears whole or not at all."""
+    """Writes images (N, C, H, W) as PNG files, with a sub-folder per class; the folder appears whole or not at all."""
     from PIL import Image
 
     beside = temporary_beside(folder)
@@ -147,7 +148,7 @@ def write_folder(folder: Path, classes: Sequence[str], images: np.ndarray, label
             Image.fromarray(pixels).save(beside / classes[label] / f"{number:06}.png")
         os.rename(beside, folder)
     except OSError:
-        if not folder.is_dir():  # else another process has written it meanwhile
+        if not folder.is_dir():  # else another process has written it in the meantime
             raise
     finally:
         shutil.rmtree(beside, ignore_errors=True)
@@ -158,7 +159,7 @@ def _classes(found: Files, least_images: int) -> List[str]:
 
 
 def _divide(found: Files, least_images: int) -> Tuple[Dict[str, List[Tuple[int, str]]], int]:
-    """(label, name) of the images of train and test, and how many classes have too few images to be among them.
+    """(label, name) of the images of train and test, and how many classes are left out for having too few images.
 
     Classes alternate, so that any part of a split contains all of them.
     """
@@ -172,7 +173,7 @@ def _divide(found: Files, least_images: int) -> Tuple[Dict[str, List[Tuple[int, 
     for label, name in enumerate(classes):
         for split, named in found.items():
             for turn, file in enumerate(named.get(name, [])):
-                # the second of a class is for testing: one that has only two is met in both
+                # the second image of a class is for testing, so that a class with only two is in both splits
                 rows[split or SPLITS[turn % TEST_EVERY == 1]].append((turn, label, file))
     left_out = len(next(iter(found.values()))) - len(classes)
     return {split: [(label, file) for _, label, file in sorted(rows[split])] for split in SPLITS}, left_out
@@ -181,7 +182,7 @@ def _divide(found: Files, least_images: int) -> Tuple[Dict[str, List[Tuple[int, 
 def _read_all(
     folder: Path, rows: Sequence[Tuple[int, str]], shape: Tuple[int, int, int]
 ) -> Iterator[Union[Sound, str]]:
-    """What reading each file gave, in this order."""
+    """What is known of each file, or why it cannot be read, in this order."""
 
     def read(row: Tuple[int, str]) -> Union[Sound, str]:
         try:
@@ -190,7 +191,7 @@ def _read_all(
         except Exception as error:  # Pillow raises half a dozen types for a broken file
             return reason(error)
 
-    with ThreadPoolExecutor(available_cores()) as pool:  # Pillow decodes beside Python, not within its lock
+    with ThreadPoolExecutor(available_cores()) as pool:  # Pillow releases Python's lock while it decodes
         for start in range(0, len(rows), BLOCK):
             yield from pool.map(read, rows[start : start + BLOCK])
 

@@ -8,15 +8,15 @@ from flyte_ddp.settings import Settings, setting
 
 @dataclass(frozen=True)
 class ImageSettings(Settings):
-    """Which images to use, and how each is prepared; decides the result.
+    """Which images to use, and how each is prepared; determines the result.
 
     Attributes:
-        source: folder is the one that is given, or digits where none is; lfw is Labeled Faces in the Wild, where
+        source: "folder" is the given folder, or digits if none is given; "lfw" is Labeled Faces in the Wild, if
             torchvision finds it.
-        image_size: pixels; images are resized and cut around their centre to squares of this side.
+        image_size: pixels; images are resized and cropped around their centre to squares of this size.
         channels: rgb or grayscale.
-        unreadable_share: of the image files, at most, that may be impossible to decode; they are named and left out.
-        least_images: classes with fewer of them are left out.
+        unreadable_share: the largest allowed share of files that cannot be decoded; these are named and left out.
+        least_images: classes with fewer images are left out.
     """
 
     source: str = setting("folder", choices=("folder", "lfw"))

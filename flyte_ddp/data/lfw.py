@@ -1,4 +1,4 @@
-"""Labeled Faces in the Wild, as torchvision keeps it."""
+"""Labeled Faces in the Wild, as torchvision stores it."""
 
 from importlib.metadata import version
 from pathlib import Path

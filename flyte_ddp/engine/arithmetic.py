@@ -1,14 +1,14 @@
-"""What a GPU's float32 is, and that the same inputs give the same bits."""
+"""Float32 arithmetic on GPUs: IEEE precision and reproducible bits."""
 
 import torch
 
 
 def settle_arithmetic() -> None:
-    """Has float32 mean IEEE's, and cuDNN compute the same bits each time; a recipe may set the flags otherwise.
+    """Turns TF32 off and makes cuDNN deterministic; a recipe may set the flags otherwise.
 
-    cuDNN's convolutions would else take TF32, of 10 bits of mantissa, on GPUs that have it, and algorithms that add in
-    any order. What torch itself has no deterministic operation for on a GPU (torch.use_deterministic_algorithms lists
-    them) stays as it is: the same bits are promised for a CPU, and for those GPU trainings that do without.
+    By default cuDNN's convolutions use TF32, with its 10-bit mantissa, on GPUs that have it, and algorithms that add in
+    any order. Operations for which torch has no deterministic version on a GPU (see torch.use_deterministic_algorithms)
+    stay as they are: the same bits are promised on CPUs, and on GPUs for trainings without such operations.
     """
     torch.backends.cudnn.allow_tf32 = False
     torch.backends.cudnn.deterministic = True

@@ -17,9 +17,9 @@ class Batch:
     """One rank's share of one global batch.
 
     Attributes:
-        tree: tensors (n, ...), as one or nested; n may be 0 in a last short batch.
-        share: where they stand in the global batch.
-        seed: of the random numbers of the training step.
+        tree: tensors (n, ...), single or nested; n may be 0 in a short last batch.
+        share: where they are in the global batch.
+        seed: of the training step's random numbers.
     """
 
     tree: Any
@@ -27,7 +27,7 @@ class Batch:
     seed: int = 0
 
     def parts(self, most: int) -> List["Batch"]:
-        """The batch in parts of at most this many samples; 0 means all at once."""
+        """The batch in parts of at most this many samples; 0 means a single part."""
         count = self.share.count
         if not most or count <= most:
             return [self]
@@ -49,15 +49,15 @@ class Split(Protocol):
     def __len__(self) -> int: ...
 
     def fetch(self, order: Tensor, parts: Sequence[slice]) -> Iterator[Any]:
-        """The tensors on the device of each part of the order (N,) int64 of samples, which is the host's: trees of
-        (n, ...)."""
+        """For each part of the order, (N,) int64 sample indices on the host: its tensors (n, ...), as a tree on the
+        device."""
 
 
 class Resident:
-    """Tensors (N, ...) on a device, as one or nested; memory maps among them stay where they are."""
+    """Tensors (N, ...) on a device, single or nested; memory maps among them stay on disk."""
 
     def __init__(self, data: Any, device: torch.device):
-        """Raises InputError if the data cannot be trained on; its message continues 'it …'."""
+        """Raises InputError if the data cannot be trained on; the caller says which data."""
         self.device = device
         leaves, self._structure = pytree.tree_flatten(data)
         leaves = [leaf if isinstance(leaf, np.memmap) else _as_tensor(leaf) for leaf in leaves]
@@ -68,7 +68,7 @@ class Resident:
         for leaf in leaves:
             if isinstance(leaf, Tensor) and leaf.is_floating_point() and not bool(leaf.isfinite().all()):
                 bad = int(leaf.isfinite().logical_not().nonzero()[0, 0])
-                raise InputError(f"sample {bad} has a NaN or infinite value: mend the data, or leave it out")
+                raise InputError(f"sample {bad} has a NaN or infinite value: fix it, or leave it out")
         self._leaves = [leaf.to(device) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self._length = lengths[0]
 
@@ -76,7 +76,7 @@ class Resident:
         return self._length
 
     def fetch(self, order: Tensor, parts: Sequence[slice]) -> Iterator[Any]:
-        mine = order.to(self.device)  # once: a copy for each part would have the host wait for the device
+        mine = order.to(self.device)  # once: copying each part would make the host wait for the device
         for part in parts:
             leaves = [
                 leaf[mine[part]] if isinstance(leaf, Tensor) else self._read(leaf, order[part]) for leaf in self._leaves
@@ -85,19 +85,19 @@ class Resident:
 
     def _read(self, leaf: np.memmap, indices: Tensor) -> Tensor:
         read = torch.from_numpy(leaf[indices.numpy()])
-        # from page-locked memory alone does the copy go on while the host does
+        # only from page-locked memory is the copy asynchronous
         read = read.pin_memory() if self.device.type == "cuda" else read
         return read.to(self.device, non_blocking=True)
 
 
 def _as_tensor(leaf: Any) -> Tensor:
     if not isinstance(leaf, (Tensor, np.ndarray)):
-        raise InputError(f"data are tensors, arrays or a torch Dataset, got {type(leaf).__name__}")
+        raise InputError(f"data must be tensors, arrays or a torch Dataset, got {type(leaf).__name__}")
     return torch.as_tensor(leaf)
 
 
 class Part:
-    """Some samples of a split, by their numbers (n,) int64."""
+    """Some samples of a split, by their indices (n,) int64."""
 
     def __init__(self, split: Split, chosen: Tensor):
         self.split, self.chosen, self.device = split, chosen.to(split.device), split.device
@@ -110,9 +110,9 @@ class Part:
 
 
 def hold_out(split: Split, fraction: float) -> Tuple[Part, Part]:
-    """What is left to train on, and the share that is held out; the same on every machine, whatever settings.seed.
+    """The samples left to train on, and the held-out ones; the same on every machine and for any settings.seed.
 
-    So runs compare, and a training that goes on from another one's weights has not seen what it is validated on.
+    So runs can be compared, and a training that starts from another one's weights has not seen its validation samples.
     """
     count = round(fraction * len(split))
     if not 0 < count < len(split):
@@ -139,11 +139,11 @@ class _Batches:
         return -(-self.samples // self.batch_size)
 
     def samples_until(self, step: int) -> int:
-        """Samples in the first `step` steps."""
+        """Number of samples in the first `step` steps."""
         return min(self.samples, step * self.batch_size)
 
     def mine(self, step: int) -> slice:
-        """This rank's share of a step's global batch, as places in the order."""
+        """This rank's share of a step's global batch, as a slice of the order."""
         return slice(*share(self.samples_until(step), self.samples_until(step + 1), self.rank, self.world_size))
 
     def _fetch(self, order: Tensor, first_step: int = 0) -> Iterator[Tuple[int, Any, Share]]:
@@ -157,9 +157,9 @@ class _Batches:
 class TrainBatches(_Batches):
     """A rank's shares of the shuffled global batches; a pure function of seed, epoch and step.
 
-    Nothing depends on what ran before or on the number of ranks, so a resume in the middle of an epoch and a change of
-    world size continue with the very samples that an undisturbed run would see. augment(tree, generator, share) changes
-    each batch, with the generator of the device, in the same state on all ranks.
+    Nothing depends on what ran before or on the number of ranks, so a run that resumes in the middle of an epoch, even
+    with another world size, sees the same samples as an uninterrupted one. augment(tree, generator, share) changes each
+    batch, using the device's generator, which is in the same state on all ranks.
     """
 
     def __init__(
@@ -188,21 +188,21 @@ class TrainBatches(_Batches):
 
 
 def seed_of(*position: int) -> int:
-    """For the random numbers of one place in one training. torch's generator on a CPU takes no more than 32 bits, in
-    which seed, epoch and step would not fit side by side."""
+    """A seed for the random numbers at one position of a training. It is hashed, because torch's CPU generator takes
+    only 32 bits, too few for seed, epoch and step side by side."""
     return int(np.random.SeedSequence(position).generate_state(1)[0])
 
 
 def device_generator(device: torch.device) -> torch.Generator:
-    """The device's default one. Not by torch.manual_seed, which without a GPU formats tracebacks, by which a step on
-    the CPU takes 2 to 4 % longer."""
+    """The device's default generator. Seeding it directly avoids torch.manual_seed, which without a GPU formats
+    tracebacks, so that a step takes 2 to 4 % longer."""
     return torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
 
 
 class TestBatches(_Batches):
-    """A rank's shares of global batches of the whole test or validation split; no sample twice on any rank.
+    """A rank's shares of the global batches of the whole test or validation split; no sample comes twice.
 
-    mixed: in an order of chance, always the same, instead of their own.
+    mixed: shuffles the samples, always in the same way.
     """
 
     def __init__(self, split: Split, batch_size: int, rank: int, world_size: int, mixed: bool = False):
@@ -215,5 +215,5 @@ class TestBatches(_Batches):
             yield Batch(tree, place)
 
     def mine_all(self) -> Tensor:
-        """(n,) int64: this rank's samples, in the order in which they come."""
+        """(n,) int64: this rank's sample indices, in the order in which they come."""
         return torch.cat([self.order[self.mine(step)] for step in range(len(self))])

@@ -19,7 +19,7 @@ DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 def write_checkpoint(path: Path, content: Dict[str, Any]) -> None:
-    """Writes beside and renames, so that path holds the old or the new checkpoint at any moment. Raises OSError."""
+    """Writes a temporary file and renames it: path always holds the old or the new checkpoint. Raises OSError."""
     buffer = io.BytesIO()
     torch.save({"format": FORMAT, **content}, buffer)
     payload = buffer.getbuffer()
@@ -27,7 +27,7 @@ def write_checkpoint(path: Path, content: Dict[str, Any]) -> None:
 
 
 def read_checkpoint(path: Path, identity: Mapping[str, Any]) -> Dict[str, Any]:
-    """The content of a checkpoint of the training with this identity; raises CheckpointError with the reason if not."""
+    """The content of a checkpoint; raises CheckpointError if it is damaged or of a training with another identity."""
     try:
         raw = path.read_bytes()
     except OSError as error:
@@ -46,9 +46,9 @@ def read_checkpoint(path: Path, identity: Mapping[str, Any]) -> Dict[str, Any]:
 
 
 class CheckpointWriter:
-    """Rank 0's checkpoints: a copy of the state is taken at once, a thread writes it while training continues.
+    """Rank 0's checkpoints: the state is copied at once, and a thread writes the copy while training continues.
 
-    Disks fail where training need not: a checkpoint that cannot be written is reported and otherwise left out.
+    A checkpoint that cannot be written is reported and skipped: training need not fail because a disk does.
     """
 
     def __init__(self, path: Path, identity: Mapping[str, Any], seconds: float, emit: Callable[[Event], None]):
@@ -69,7 +69,7 @@ class CheckpointWriter:
         self._thread.start()
 
     def close(self) -> None:
-        """Waits until the checkpoint under way is complete."""
+        """Waits until the current checkpoint is written."""
         if self._thread:
             self._thread.join()
 
@@ -85,7 +85,7 @@ class CheckpointWriter:
 
 
 class NoCheckpoints:
-    """The other ranks' part in saving: none, since all ranks have the same state."""
+    """Does nothing, for the other ranks: all ranks have the same state."""
 
     def due(self) -> bool:
         return False

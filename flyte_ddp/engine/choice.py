@@ -1,4 +1,4 @@
-"""Which of two values of a measure is better, which epoch's weights are the best, and when to stop waiting."""
+"""Which of two values of a measure is better, which epoch's weights are the best, and when to stop early."""
 
 import math
 from dataclasses import dataclass
@@ -20,17 +20,17 @@ def is_lower_better(recipe: Recipe, measure: str) -> Optional[bool]:
 
 @dataclass
 class Choice:
-    """The best epoch on the validation split. The same on all ranks, since they share the measures.
+    """The best epoch so far; the same on all ranks, since they share the measures.
 
     Attributes:
-        measure: by which epochs are compared; the earliest of equals is the best.
-        is_lower_better: whether the least of it is best.
-        patience: epochs without an improvement, after which training ends; 0 is never.
-        minimum_delta: by which the measure has to be better than at the last improvement, to be one.
-        epoch: the best so far, from 0; -1 where none has a measure that is a number.
-        score: its measure; with the sign turned where the least is best, so that more is better.
-        improved: the same at the last improvement.
-        waited: epochs since then.
+        measure: the measure to compare epochs by; the earliest of equals is the best.
+        is_lower_better: whether lower values of the measure are better.
+        patience: training ends after this many epochs without an improvement; 0 is never.
+        minimum_delta: an improvement must beat the last one by more than this.
+        epoch: the best so far, from 0; -1 if the measure has always been NaN.
+        score: its measure, negated if lower is better.
+        improved: the score at the last improvement.
+        waited: epochs since the last improvement.
         weights: of the best epoch, on the CPU; never changed in place.
     """
 
@@ -50,7 +50,7 @@ class Choice:
         return 0 < self.patience <= self.waited
 
     def after_epoch(self, epoch: int, measures: Mapping[str, float], model: nn.Module) -> None:
-        """Takes in the measures of the validation split, and a copy of the weights where they are the best so far."""
+        """Records the measures of the validation split, and copies the weights if they are the best so far."""
         value = measures.get(self.measure, math.nan)
         score = -value if self.is_lower_better else value
         if score > self.score:
@@ -61,11 +61,11 @@ class Choice:
             self.improved, self.waited = score, 0
 
     def chosen(self, last: int) -> int:
-        """The epoch whose weights are given back; the last, where none has a measure that is a number."""
+        """The epoch whose weights are returned; the last one if the measure has always been NaN."""
         return last if self.weights is None else self.epoch
 
     def restore(self, model: nn.Module) -> None:
-        """Puts the weights of the chosen epoch into the network."""
+        """Loads the weights of the best epoch into the network."""
         if self.weights is not None:
             model.load_state_dict(self.weights)
 

@@ -1,4 +1,4 @@
-"""A look at a recipe's data before its training: has each rank the same samples, and the same each time?"""
+"""Checks a recipe's data before training: do all ranks have the same samples, and are they the same each time?"""
 
 import hashlib
 from typing import Any, List, Tuple
@@ -14,17 +14,17 @@ from flyte_ddp.engine.measures import place
 from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.recipe import Recipe
 
-SAMPLES = 4  # that are read twice
-COMPARED = 16  # samples by which the ranks compare their data
+SAMPLES = 4  # how many samples are read twice
+COMPARED = 16  # how many samples the ranks compare
 
 
 def unequal_data(recipe: Recipe, split: Split) -> str:
-    """Whether the ranks have other samples under the same numbers, or a Dataset gives others each time; a collective,
+    """What is wrong if the ranks' samples differ, or a Dataset returns other samples each time, else ""; a collective,
     which returns the same on all ranks."""
     chosen = torch.linspace(0, len(split) - 1, min(COMPARED, len(split))).long()
     is_unsteady = False
     if isinstance(split, Streamed):
-        # In a loader worker, as in the training: a file that the Dataset opens at first use must not be shared with it
+        # In a loader worker, as in training, because a file that the Dataset opens at first use must not be shared
         twice = Streamed(_Twice(split.dataset), torch.device("cpu"), min(1, split.workers))
         is_unsteady = bool(next(iter(twice.fetch(chosen[:SAMPLES], [slice(0, SAMPLES)])))[0])
     (tree,) = split.fetch(chosen, [slice(0, len(chosen))])
@@ -44,10 +44,10 @@ def unequal_data(recipe: Recipe, split: Split) -> str:
 
 
 class _Twice:
-    """A Dataset whose only answer is whether another one gives other samples the second time.
+    """A Dataset that reads another one twice and returns whether the samples differ.
 
-    It compares the states of the random numbers, too: a flip of half the images may leave these few as they are. A
-    Dataset that sets a seed for each sample ends both times in the same state.
+    It compares the states of the random number generators, too: flipping half of the images may leave these few as they
+    are. A Dataset that sets a seed for each sample ends up in the same state both times.
     """
 
     def __init__(self, dataset: Any):

@@ -1,4 +1,4 @@
-"""Random numbers that are drawn while a recipe is looked at, and the places in the user's code that draw them."""
+"""Finds the random numbers that a recipe draws, and the lines of the user's code that draw them."""
 
 import random
 import sys
@@ -20,7 +20,7 @@ DRAWN = "torch draws, in augment() from its argument random; in the network use 
 
 
 class Draws(TorchDispatchMode):
-    """Counts the random numbers that torch's operations draw, but for those of our own layers and of Random."""
+    """Counts the random numbers that torch's operations draw, except in our own layers and in Random."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -39,7 +39,7 @@ class Draws(TorchDispatchMode):
 
 
 def _really_draws(func: Any, args: Sequence[Any], kwargs: Dict[str, Any]) -> bool:
-    """Attention and recurrent layers always call operations that could draw: their dropout says whether they do."""
+    """Attention and recurrent layers always call operations that may draw; their dropout says whether they do."""
     given = {**dict(zip(argument_names(func), args, strict=False)), **kwargs}
     probability = next((given[name] for name in ("dropout_p", "dropout", "p") if name in given), 1.0)
     is_training = next((given[name] for name in ("train", "training") if name in given), True)
@@ -47,8 +47,8 @@ def _really_draws(func: Any, args: Sequence[Any], kwargs: Dict[str, Any]) -> boo
 
 
 def _caller(operation: str) -> Optional[Tuple[str, str]]:
-    """'file, line n' of the user's code that the call comes from, and the layer or operation that draws; None where
-    that is our own."""
+    """'file, line n' of the user's code that the call comes from, and the layer or operation that draws; None if that
+    is our own."""
     ours, frame, lines = str(Path(flyte_ddp.__path__[0], "recipe.py")), sys._getframe(1), []
     while frame:
         owner = frame.f_locals.get("self")
@@ -62,7 +62,7 @@ def _caller(operation: str) -> Optional[Tuple[str, str]]:
 
 
 def users_line(lines: Iterator[Tuple[str, int]]) -> str:
-    """The innermost line that is neither installed nor ours; empty where all are."""
+    """The innermost line of code that is neither installed nor ours; empty if there is none."""
     ours = str(Path(flyte_ddp.__path__[0], "engine"))
     found = (
         f"{file}, line {line}" for file, line in lines if not file.startswith((ours, "<")) and not is_installed(file)
@@ -71,6 +71,6 @@ def users_line(lines: Iterator[Tuple[str, int]]) -> str:
 
 
 def host_state() -> Any:
-    """Of numpy's and Python's random numbers: what draws from them changes it."""
+    """The state of numpy's and Python's random number generators, which changes when something draws from them."""
     _, keys, position, *_ = np.random.get_state(legacy=True)
     return random.getstate(), keys.tobytes(), position  # type: ignore[union-attr]

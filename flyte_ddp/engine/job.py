@@ -1,4 +1,4 @@
-"""What one training run is: the message from the parent to its ranks, and what comes back. Standard library only."""
+"""A training run: the message from the parent to its ranks, and the result. Standard library only."""
 
 import hashlib
 import json
@@ -14,9 +14,9 @@ from flyte_ddp.settings import RunOptions, TrainingSettings
 
 @dataclass(frozen=True)
 class Identity:
-    """What decides the result of a training: recipe, settings, the data's content, and the code (each by its hash).
+    """What determines the result of a training: recipe, settings, and hashes of the data and the code.
 
-    init_digest: of the content of the file that it begins with, if there is one.
+    init_digest: hash of the weights or checkpoint to start from, if there is one.
     """
 
     recipe: str
@@ -26,7 +26,7 @@ class Identity:
     init_digest: str = ""
 
     def as_dict(self) -> Dict[str, Any]:
-        """What must match for one run to resume from the checkpoint of another."""
+        """What must be equal for one run to resume from the checkpoint of another."""
         return {
             **asdict(self.settings),
             "recipe": self.recipe,
@@ -42,16 +42,16 @@ class Identity:
 
 @dataclass(frozen=True)
 class Subject:
-    """What is trained on what.
+    """What is trained, and on which data.
 
     Attributes:
-        identity: what decides the result.
-        dataset: what the data are called.
-        data: folder or file that the recipe is given; None for none.
-        root: folder that the recipe's module is found from; empty where it is part of this library.
-        files: of its code; empty where it is part of this library.
-        description: of the prepared dataset; None where the data are anything else.
-        init: a model_state or checkpoint to begin with; None for none.
+        identity: what determines the result.
+        dataset: the name of the data.
+        data: the recipe's data_path, a folder or file.
+        root: folder to import the recipe's module from; empty if it is part of this library.
+        files: the files of its code; empty if it is part of this library.
+        description: of a prepared dataset; None for other data.
+        init: the model_state or checkpoint to start from, if any.
     """
 
     identity: Identity
@@ -68,24 +68,24 @@ class Job:
     """One training run, as the ranks need to know it.
 
     Attributes:
-        identity: what decides its result.
-        dataset: what the data are called.
-        data: folder or file that the recipe is given; empty is none.
-        model_path: where rank 0 puts the trained weights; those of the best epoch where a validation split chooses it.
-        last_path: where it then puts those of the last epoch; empty is nowhere.
-        predictions_path: where rank 0 puts what the recipe keeps of the test samples, an .npy of (N, ...).
-        pictures_path: where rank 0 puts the recipe's pictures, an .npz.
-        final_path: where rank 0 puts the checkpoint of the finished training; empty is nowhere.
-        init: a model_state or checkpoint to begin with, on each host; empty is none.
+        identity: what determines its result.
+        dataset: the name of the data.
+        data: the recipe's data_path, a folder or file; empty is none.
+        model_path: where rank 0 writes the trained weights; with a validation split those of the best epoch.
+        last_path: where it then writes those of the last epoch; empty is nowhere.
+        predictions_path: where rank 0 writes the recipe's predictions on the test samples, an .npy of (N, ...).
+        pictures_path: where rank 0 writes the recipe's pictures, an .npz.
+        final_path: where rank 0 writes the checkpoint of the finished training; empty is nowhere.
+        init: the model_state or checkpoint to start from, on each host; empty is none.
         checkpoint_path: where rank 0 keeps the checkpoint; training resumes from an earlier one there.
         checkpoint_seconds: time between two checkpoints within an epoch.
         timeout_seconds: how long the ranks may go without a step before the run counts as hung.
         launched: time.time() of the launch.
         profile_path: folder for each rank's profile; empty is none.
-        root: folder that the recipe's module is found from; empty where it is found anyway.
-        code_files: all that the recipe may import from there.
-        loader_workers: processes of each rank that read samples of a Dataset; 0 is the rank itself.
-        pin_memory: whether a GPU fetches these from page-locked memory.
+        root: folder to import the recipe's module from; empty if it can be imported anyway.
+        code_files: all files that the recipe may import from there.
+        loader_workers: processes per rank that read samples of a Dataset; with 0 the rank reads them itself.
+        pin_memory: whether these are copied to a GPU from page-locked memory.
     """
 
     identity: Identity
@@ -109,7 +109,7 @@ class Job:
 
 
 def job_of(subject: Subject, options: RunOptions, **paths: str) -> Job:
-    """The message to the ranks; the paths are Job's own, of which ranks other than the first need none."""
+    """The message to the ranks; paths are fields of Job, which only rank 0 needs."""
     return Job(
         identity=subject.identity,
         dataset=subject.dataset,
@@ -150,18 +150,18 @@ class TrainingResult:
     """What one rank knows at the end; the epochs are the same on every rank.
 
     Attributes:
-        warnings: in which epochs training did not learn as it should.
-        headline: the measure that the run is judged by.
-        train_samples, test_samples, validation_samples: of the splits.
+        warnings: where training did not learn as it should.
+        headline: the name of the main measure.
+        train_samples, test_samples, validation_samples: sizes of the splits.
         precision: float32 or bfloat16.
-        samples_per_second: training images of this rank alone, per second of training in this attempt.
-        peak_bytes: the most memory that the process has held.
-        peak_gpu_bytes: the most memory that its tensors have held on the GPU; 0 on a CPU.
-        tested: measures of the test split, by the weights at model_path.
-        chosen_epoch: whose weights these are, from 0, where a validation split has chosen one.
-        parameters: of the network.
+        samples_per_second: training samples of this rank alone, per second of training in this attempt.
+        peak_bytes: peak memory of the process.
+        peak_gpu_bytes: peak memory of its tensors on the GPU; 0 on a CPU.
+        tested: measures of the test split, with the weights at model_path.
+        chosen_epoch: the epoch of these weights, from 0; None without a validation split.
+        parameters: number of the network's parameters.
         sample_flops: floating-point operations of a training step, forward and backward, per sample.
-        hardware: name of the GPU, or the CPU's instructions.
+        hardware: name of the GPU, or the CPU's instruction set.
     """
 
     epochs: List[EpochFinished]

@@ -1,4 +1,4 @@
-"""A training as one of the ranks that others have started: torchrun, a cluster's scheduler, or a plain Python call."""
+"""Trains as one of the ranks that torchrun or a cluster's scheduler has started, or as the only rank."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ from flyte_ddp.settings import RunOptions, TrainingSettings
 
 @contextmanager
 def own_environment(settings: TrainingSettings) -> Iterator[Environment]:
-    """This process's place in the world that its starter tells of, or alone in one of its own."""
+    """This process's place in the world that its launcher describes, or in a world of its own."""
     if "WORLD_SIZE" in os.environ:
         environment = environment_from_variables(settings.backend)
         size = environment.world.size
@@ -39,9 +39,9 @@ def own_environment(settings: TrainingSettings) -> Iterator[Environment]:
 def train(
     environment: Environment, device: torch.device, job: Job, on_event: Optional[Callable[[Event], None]]
 ) -> TrainingResult:
-    """Trains as this rank of a process group, and tells on_event what happens, where there is one.
+    """Trains as this rank of a process group; passes events to on_event, if given.
 
-    A request to stop ends it, after a checkpoint, with ReportedError.
+    A request to stop ends it with ReportedError, after a checkpoint.
     """
     link = DirectLink(on_event)
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -56,7 +56,7 @@ def train(
 
 
 def join_and_train(job: Job, options: RunOptions, on_event: Callable[[Event], None]) -> TrainingResult:
-    """Joins the other ranks, and trains as one of them; rank 0 tells on_event what happens."""
+    """Joins the other ranks and trains as one of them; rank 0 passes events to on_event."""
     with (
         own_environment(job.identity.settings) as environment,
         process_group(environment, options.timeout_seconds) as device,

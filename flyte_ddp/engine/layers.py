@@ -1,4 +1,4 @@
-"""Makes torch's own layers independent of how many ranks share a batch: each then sees the global batch as one."""
+"""Makes torch's layers independent of how many ranks share a batch: each layer sees the global batch."""
 
 from contextlib import contextmanager
 from typing import Any, Dict, Iterator, Optional, Tuple
@@ -12,9 +12,9 @@ from flyte_ddp.share import Share
 
 
 def convert(model: nn.Module, share: Share) -> nn.Module:
-    """Has the network's Dropout, BatchNorm and MultiheadAttention layers see the global batch; names stay as they are.
+    """Makes the network's Dropout, BatchNorm and MultiheadAttention layers see the global batch; names don't change.
 
-    Before each training step the ranks' generators have to be in the same state, and share be set.
+    Before each training step, the ranks' generators must be in the same state and share must be set.
     """
     for layer in model.modules():
         layer.__class__ = CONVERTED.get(type(layer), type(layer))
@@ -28,7 +28,7 @@ def has_batch_norm(model: nn.Module) -> bool:
 
 
 def dropout(features: Tensor, p: float, shape: Tuple[int, ...], share: Share) -> Tensor:
-    """Zeroes a share p of features (n, ...), or (n * k, ...) with k rows of each sample, and scales up the rest.
+    """Zeroes a share p of features (n, ...), or (n * k, ...) with k rows per sample, and scales up the rest.
 
     shape: of a row of the mask, which is drawn for the whole global batch.
     """
@@ -65,7 +65,7 @@ class ChannelDropout(nn.Dropout):
 
 
 class Attention(nn.MultiheadAttention):
-    """MultiheadAttention, whose dropout is a function's, not a layer's."""
+    """MultiheadAttention, whose dropout is a function call, not a layer."""
 
     share: Share
 
@@ -78,9 +78,9 @@ class Attention(nn.MultiheadAttention):
 
 @contextmanager
 def _global_dropout(share: Share) -> Iterator[None]:
-    """Meanwhile torch.nn.functional's dropout, and that of its attention, are drawn for the global batch.
+    """While the block runs, torch.nn.functional's dropout and attention draw their masks for the global batch.
 
-    multi_head_attention_forward offers no other way in: torch's function modes get hold of it as a whole.
+    There is no other way into multi_head_attention_forward: torch's function modes intercept it only as a whole.
     """
     theirs = F.dropout, F.scaled_dot_product_attention
 
@@ -112,8 +112,8 @@ def _global_dropout(share: Share) -> Iterator[None]:
 class BatchNorm(AnyBatchNorm):
     """Batch norm over the global batch: the ranks add up their sums, forward and backward.
 
-    torch's own SyncBatchNorm does the same on GPUs, and on them alone. A frozen one takes its running statistics for
-    those of the batch, and leaves them as they are.
+    torch's own SyncBatchNorm does the same, but only on GPUs. A frozen layer uses its running statistics in place of
+    the batch's, and does not change them.
     """
 
     share: Share
@@ -123,19 +123,19 @@ class BatchNorm(AnyBatchNorm):
         if not (self.training or self.running_mean is None):
             return super().forward(features)
         if self.is_frozen and self.running_mean is not None:
-            assert self.running_var is not None  # for the type checker: they are there together
+            assert self.running_var is not None  # for the type checker: there are both or neither
             return _fixed(features, self.weight, self.bias, self.running_mean, self.running_var, self.eps)
         rows = features.numel() // self.num_features
-        # torch's own kernel does all at once, but refuses a lone row
+        # torch's own kernel does everything at once, but refuses a single row
         if not self.share.alone and rows > 1 and distributed.get_world_size() == 1:
             return super().forward(features)
         weight = self.weight if self.affine else torch.ones(self.num_features, device=features.device)
         bias = self.bias if self.affine else torch.zeros(self.num_features, device=features.device)
-        if self.share.alone:  # without any statistics of the batch, so that its samples can be told apart
+        if self.share.alone:  # without statistics of the batch, so that samples do not affect each other
             return _fixed(features, weight, bias, torch.zeros_like(bias), torch.ones_like(bias), self.eps)
         normalised, mean, variance, count = _Normalise.apply(features, weight, bias, self.eps)
         if self.training and self.running_mean is not None:
-            assert self.running_var is not None  # for the type checker: they are there together
+            assert self.running_var is not None  # for the type checker: there are all or none
             assert self.num_batches_tracked is not None
             with torch.no_grad():
                 self.num_batches_tracked += 1
@@ -158,10 +158,10 @@ CONVERTED: Dict[type, Any] = {
 
 
 class _Normalise(torch.autograd.Function):
-    """Batch norm (Ioffe and Szegedy, 2015) with statistics of all ranks; also gives these, and what they are of.
+    """Batch norm (Ioffe and Szegedy, 2015) with the statistics of all ranks; also returns mean, variance and count.
 
-    Written out, because autograd takes twice as long for it. torch's kernels for fixed statistics do the work: with
-    those of the batch the gradient is theirs and a share of the same features, channel by channel.
+    The backward pass is written out, because autograd takes twice as long. torch's kernels for fixed statistics do the
+    work: the gradient through the batch's statistics adds a linear function of the features, channel by channel.
     """
 
     @staticmethod
@@ -169,11 +169,11 @@ class _Normalise(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         rows = features.numel() // len(weight)
         if rows:
-            # by a kernel of torch's, though not in its documentation: one launch, and on a CPU faster than sums
+            # an undocumented kernel of torch: a single launch, and on a CPU faster than sums
             mine = torch.stack(torch.batch_norm_update_stats(features.float(), None, None, 0.0)).double()
         else:
             mine = torch.zeros(2, len(weight), dtype=torch.float64, device=weight.device)
-        # in float64: of features far from 0, the difference of mean squares and squared mean has few digits left
+        # in float64: for features far from 0, the mean square minus the squared mean has few digits left
         mine[1].addcmul_(mine[0], mine[0])
         sums = torch.cat([mine.flatten(), mine.new_ones(1)]).mul_(rows)
         distributed.all_reduce(sums)

@@ -1,4 +1,4 @@
-"""Samples that are not in memory: read from a Dataset by processes of the rank's own, ahead of their use."""
+"""Samples that are not in memory: read ahead from a Dataset by the rank's own worker processes."""
 
 import multiprocessing
 import os
@@ -16,15 +16,16 @@ from torch.utils.data import DataLoader, Dataset
 from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.errors import DataError
 
-# Forked, a worker has its first batch after 0.04 s; it must not touch CUDA, and does not. A forkserver would be one of
-# the rank's own and import torch once more (6 s on two busy cores). macOS's libraries don't survive a fork.
+# A forked worker has its first batch after 0.04 s; it must not use CUDA, and does not. A forkserver would belong to the
+# rank and import torch once more (6 s on two busy cores). macOS's libraries don't survive a fork.
 START_METHOD = "fork" if sys.platform == "linux" else "spawn"
 
 
 class Streamed:
-    """The samples of a map-style Dataset; a few batches of them at a time are in memory.
+    """The samples of a map-style Dataset, of which a few batches at a time are in memory.
 
-    A dataset with a method read_batch(indices (n,) int64 array) gives a whole batch by it, a tree of arrays (n, ...).
+    If the dataset has a method read_batch(indices (n,) int64 array), it returns a whole batch, a tree of arrays
+    (n, ...).
     """
 
     def __init__(self, dataset: Any, device: torch.device, workers: int = 0, pin_memory: bool = False):
@@ -34,9 +35,9 @@ class Streamed:
         return len(self.dataset)
 
     def fetch(self, order: Tensor, parts: Sequence[slice]) -> Iterator[Any]:
-        """As Split has it. The workers start with the first part and end with the last, or with this generator."""
+        """See Split. The workers start with the first part and end with the last, or with this generator."""
         workers = min(self.workers, len(parts))
-        # A rank's process is daemonic, and those may have no children; these end with it all the same: see _begin
+        # A rank's process is daemonic, and daemons may have no children; these end with it anyway: see _begin
         multiprocessing.current_process().daemon = False
         indices: Any = [order[part].numpy() for part in parts]
         loader = DataLoader(
@@ -47,9 +48,9 @@ class Streamed:
             worker_init_fn=_begin if workers else None,
             collate_fn=_as_it_is,
             pin_memory=self.pin_memory and self.device.type == "cuda",
-            generator=torch.Generator(),  # it draws a seed for the workers: not from the ranks' numbers
+            generator=torch.Generator(),  # DataLoader draws a seed for the workers: not from the ranks' generator
         )
-        # Sent to the whole group, SIGTERM asks the rank for one more step: the workers, too, have to live on for that
+        # After a SIGTERM to the whole process group the rank finishes its step, for which the workers must live on
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         try:
             batches = iter(loader)
@@ -64,15 +65,15 @@ class Streamed:
 class _Read:
     """The arrays (n, ...) of a batch on their way to the rank, or what is wrong with one of its samples.
 
-    As arrays they come through a pipe. A tensor would come in shared memory, of which containers have little, and
-    torch's book-keeping of that scatters the heap: 0.5 GB more for batches of 128 x 3 x 64 x 64 after 200 batches.
+    Arrays are sent through a pipe. Tensors would be sent in shared memory, of which containers have little, and whose
+    bookkeeping fragments the heap: 0.5 GB more after 200 batches of 128 x 3 x 64 x 64.
     """
 
     def __init__(self, tree: Any, problem: str = ""):
         self.tree, self.problem = tree, problem
 
     def pin_memory(self) -> "_Read":
-        """DataLoader calls this, in a thread of the rank, where page-locked memory is asked for."""
+        """DataLoader calls this in a thread of the rank, if page-locked memory was requested."""
         return _Read(pytree.tree_map(lambda leaf: leaf.pin_memory(), self.tensors()), self.problem)
 
     def tensors(self) -> Any:
@@ -80,7 +81,7 @@ class _Read:
 
 
 class _Reader(Dataset[Any]):
-    """What DataLoader takes for a dataset: it gives the samples of a whole batch at once."""
+    """A Dataset for DataLoader that returns the samples of a whole batch at once."""
 
     def __init__(self, dataset: Any):
         self.dataset = dataset
@@ -88,7 +89,7 @@ class _Reader(Dataset[Any]):
     def __getitems__(self, indices: np.ndarray) -> _Read:
         try:
             return _Read(read_samples(self.dataset, indices))
-        except DataError as error:  # raised here, it would come out wrapped in two tracebacks
+        except DataError as error:  # raised here, it would be wrapped in two tracebacks
             return _Read((), str(error))
         except Exception:
             return _Read((), f"a sample could not be read:\n{traceback.format_exc()}")
@@ -99,7 +100,7 @@ def read_samples(dataset: Any, indices: np.ndarray) -> Any:
     if hasattr(dataset, "read_batch"):
         return dataset.read_batch(indices)
     samples = [dataset[int(index)] for index in indices] or [dataset[0]]
-    # not by torch's default_collate, which in a worker puts tensors into shared memory
+    # without torch's default_collate, which in a worker puts tensors into shared memory
     return pytree.tree_map(
         lambda *leaves: torch.as_tensor(np.stack([np.asarray(leaf) for leaf in leaves]))[: len(indices)].numpy(),
         *samples,
@@ -111,9 +112,9 @@ def _as_it_is(batch: Any) -> Any:
 
 
 def _begin(_: int) -> None:
-    """Undoes what a loader worker has from its rank, and makes it end when the rank ends, however that happens."""
-    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # the rank's lead to its parent, by a line it has to itself
-    sys.excepthook = lambda *_: None  # multiprocessing's own thread would print what it loses with a killed rank
+    """Undoes what a loader worker has inherited from its rank, and makes it end when the rank ends, in whatever way."""
+    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # the rank's own go through its pipe to the parent
+    sys.excepthook = lambda *_: None  # multiprocessing's own thread would print an error when the rank is killed
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 

@@ -22,12 +22,12 @@ class Checkpoints(Protocol):
 
 
 class Evaluated(NamedTuple):
-    """Of the whole test or validation split.
+    """The evaluation of a whole test or validation split.
 
     Attributes:
         measures: by name.
-        mismatched: mean loss of the outputs for other samples; 0 where that was not looked at.
-        predictions: (n, ...) of this rank's samples alone; None where the recipe gives none.
+        mismatched: mean loss of outputs paired with other samples; 0 if it was not computed.
+        predictions: (n, ...) of this rank's samples only; None if the recipe returns none.
     """
 
     measures: Dict[str, float]
@@ -44,10 +44,10 @@ def fit(
     link: Link,
     checkpoints: Checkpoints,
 ) -> Optional[Evaluated]:
-    """Trains from where the state stands to the end of the last epoch; the measures end up in state.history.
+    """Trains from the state's position to the end of the last epoch; the measures end up in state.history.
 
-    split: to evaluate each epoch on, the validation split where there is one, else the test split. Returns what the
-    last epoch gave on it; None where the training had been finished before.
+    split: what to evaluate each epoch on: the validation split if there is one, else the test split. Returns the last
+    epoch's evaluation; None if the training had already been finished.
     """
     evaluated = None
     while state.epoch < epochs and not (state.choice and state.choice.is_over):
@@ -73,7 +73,7 @@ def fit(
 
 
 def look_at_test(state: TrainingState, test: TestBatches, epochs: int, link: Link) -> Evaluated:
-    """Evaluates on the test split what the training gives back: its best epoch, where a validation split chose one."""
+    """Evaluates the weights that training returns (with a validation split, the best epoch's) on the test split."""
     choice, started = state.choice, time.perf_counter()
     if choice:
         choice.restore(state.evaluated)
@@ -87,12 +87,12 @@ def look_at_test(state: TrainingState, test: TestBatches, epochs: int, link: Lin
 def train_epoch(
     state: TrainingState, train: TrainBatches, log_interval: int, link: Link, checkpoints: Checkpoints
 ) -> Sums:
-    """Steps through what is left of the epoch; returns its sums.
+    """Steps through the rest of the epoch; returns its sums.
 
-    Raises StopRequested, after a checkpoint, where any rank was asked to stop, and NonFinite, the weights being those
-    from before the bad step; either on all ranks at the same step.
+    Raises StopRequested, after a checkpoint, if any rank was asked to stop, and NonFinite, with the weights as before
+    the bad step; both on all ranks at the same step.
     """
-    # A CPU can look at the sums after every step; a look at a GPU makes the host wait for it, so it has to be rare
+    # A CPU can check the sums after every step; checking those on a GPU makes the host wait, so it must be rare
     look_interval = 1 if state.device.type == "cpu" else log_interval
     state.ddp.train()
     sums = logged = state.sums()
@@ -141,7 +141,7 @@ def _logged(state: TrainingState, train: TrainBatches, before: Sums, now: Sums, 
 
 @torch.inference_mode()
 def evaluate(state: TrainingState, test: TestBatches, link: Link) -> Evaluated:
-    """The measures over the whole split, in float32: each rank takes its share, the sums are exact."""
+    """The measures over the whole split, computed in float32: each rank evaluates its share, and sums are added up."""
     recipe, model = state.recipe, state.evaluated
     model.eval()
     mismatches = not (state.watch.constant_loss or recipe.couples_samples)
@@ -165,7 +165,7 @@ def evaluate(state: TrainingState, test: TestBatches, link: Link) -> Evaluated:
 
 @torch.inference_mode()
 def gather(mine: Tensor, test: TestBatches) -> Tensor:
-    """The rows (N, ...) of the whole test split, on every rank, from each rank's rows (n, ...) of its own share."""
+    """The rows (N, ...) of the whole test split, on every rank, from the rows (n, ...) of each rank's share."""
     everyone = mine.new_zeros(len(test.split), *mine.shape[1:])
     everyone[test.mine_all().to(mine.device)] = mine
     distributed.all_reduce(everyone)  # the others' rows are zeros

@@ -1,4 +1,4 @@
-"""What a recipe gives for a batch: what it has to be, and how measures become the figures that are reported."""
+"""Checks what a recipe returns for a batch, and turns its measures into the reported figures."""
 
 import inspect
 import math
@@ -15,7 +15,7 @@ from flyte_ddp.share import Share
 
 
 def place(recipe: Any, method: str) -> str:
-    """'Name.method (file, line n)' of what the user wrote."""
+    """'Name.method (file, line n)' of the user's code."""
     function = inspect.unwrap(getattr(type(recipe), method))
     code = getattr(function, "__code__", None)
     where = f" ({code.co_filename}, line {code.co_firstlineno})" if code else ""
@@ -23,7 +23,7 @@ def place(recipe: Any, method: str) -> str:
 
 
 def augment(recipe: Recipe, tree: Any, generator: torch.Generator, share: Share) -> Any:
-    """A batch as the recipe changes it; InputError where it has another number of samples then."""
+    """The batch as the recipe augments it; InputError if that changes the number of samples."""
     vars(recipe.share).update(vars(share))
     changed = recipe.augment(tree, Random(generator, recipe.share))
     if any(not isinstance(leaf, Tensor) or len(leaf) != share.count for leaf in pytree.tree_leaves(changed)):
@@ -36,9 +36,9 @@ def trained_measure(names: Sequence[str]) -> str:
 
 
 def pairs_of(recipe: Recipe, outputs: Any, batch: Batch, names: Sequence[str] = ()) -> Dict[str, Tuple[Tensor, Tensor]]:
-    """Values (n,) and weights (n,) of each measure, by name, in the order of names; "loss" comes first without them.
+    """Values (n,) and weights (n,) of each measure, in the order of names, or else with "loss" first.
 
-    Raises InputError, naming the place in the recipe, where they are anything else.
+    Raises InputError, naming the place in the recipe, if measure() returns anything else.
     """
     measured = recipe.measure(outputs, batch.tree)
     if not isinstance(measured, dict) or "loss" not in measured:
@@ -74,7 +74,7 @@ def sums_of(pairs: Dict[str, Tuple[Tensor, Tensor]]) -> Tensor:
 
 
 def ratios(recipe: Recipe, names: Sequence[str], pairs: Sequence[float]) -> Dict[str, float]:
-    """The measures to report; NaN where no sample has any weight."""
+    """The measures to report; NaN if the weights add up to 0."""
     found = {
         name: value / weight if weight else math.nan
         for name, value, weight in zip(names, pairs[::2], pairs[1::2], strict=True)
@@ -84,7 +84,7 @@ def ratios(recipe: Recipe, names: Sequence[str], pairs: Sequence[float]) -> Dict
 
 
 def headline_of(recipe: Recipe, measures: Dict[str, float]) -> str:
-    """The measure that a run is judged by; InputError where the recipe names one that there is not."""
+    """The name of the main measure; InputError if the recipe names one that does not exist."""
     if recipe.headline and recipe.headline not in measures:
         raise InputError(
             f"{type(recipe).__name__}.headline must be one of {', '.join(measures)}, got {recipe.headline!r}"

@@ -1,4 +1,4 @@
-"""What a trained network of any recipe gives for a part of its samples, in a process of its own."""
+"""Predictions of any recipe's trained network for a shard of a split, in a process of its own."""
 
 from pathlib import Path
 from typing import List, Tuple
@@ -21,9 +21,9 @@ from flyte_ddp.weights import load_weights
 
 @torch.inference_mode()
 def run(environment: Environment, link: Link, argument: Tuple[Job, str, int, int]) -> int:
-    """Leaves the predictions (n, ...) of a shard of a split at job.predictions_path, in float32; returns n.
+    """Writes the predictions (n, ...) for a shard of a split to job.predictions_path, in float32; returns n.
 
-    argument: the job, the name of the split, the shard's number from 0, and how many shards there are.
+    argument: the job, the name of the split, the shard's index from 0, and the number of shards.
     """
     job, split, number, count = argument
     torch.set_num_threads(environment.threads)
@@ -39,7 +39,7 @@ def run(environment: Environment, link: Link, argument: Tuple[Job, str, int, int
     for tree in source.fetch(torch.arange(len(source)), parts):
         predictions = recipe.predictions(recipe.forward(model, tree), tree)
         if predictions is None:
-            raise InputError(f"{place(recipe, 'predictions')} must return a tensor to predict with, got None")
+            raise InputError(f"{place(recipe, 'predictions')} must return a tensor, got None")
         found.append(predictions.cpu())
         link.alive()
     rows = torch.cat(found).numpy() if found else np.empty(0, np.float32)

@@ -11,21 +11,21 @@ from torch.optim import Optimizer
 
 from flyte_ddp.engine.torch_compat import inductor_left_out
 
-# Steps to let pass, to warm up the profiler, and to record: the first ones are not like the rest
+# Steps to skip, to warm up the profiler with, and to record: the first ones are not typical
 WAIT, WARMUP, ACTIVE = 2, 2, 6
 MOST_OPERATORS = 50
 
 
 @contextmanager
 def profiling(folder: str, rank: int, optimizer: Optimizer) -> Iterator[None]:
-    """Profiles some of the block's optimizer steps into folder; without a folder it does nothing at all.
+    """Profiles some of the block's optimizer steps into folder; without a folder it does nothing.
 
     rank<n>.pt.trace.json opens in Perfetto, and in TensorBoard with its profiler plugin. Rank 0 adds operators.json.
     """
     if not folder:
         yield
         return
-    os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # else the profiler's library tells standard error about itself
+    os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # else the profiler's library logs to standard error
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
 
@@ -52,7 +52,7 @@ def profiling(folder: str, rank: int, optimizer: Optimizer) -> Iterator[None]:
 
 
 def operators(profiler: Any) -> List[Dict[str, Any]]:
-    """The most expensive operators, by the time spent in themselves on the GPU where there is one, else the CPU."""
+    """The most expensive operators, by their own time on the GPU if there is one, else on the CPU."""
     rows = [
         {
             "name": row.key,

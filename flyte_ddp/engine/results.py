@@ -1,4 +1,4 @@
-"""What a training leaves: weights, predictions and pictures in files, and the figures of each rank."""
+"""The results of a training: weights, predictions and pictures in files, and the figures of each rank."""
 
 import io
 import platform
@@ -25,7 +25,7 @@ MOST_PICTURES = 24
 
 
 def write_last(parts: Parts, job: Job) -> None:
-    """Rank 0 keeps how the last epoch ended, which may not be the best: its weights, and if wished its checkpoint."""
+    """Rank 0 writes the weights after the last epoch, if another one may be best, and its checkpoint if requested."""
     with writing_to(Path(job.model_path).parent, "DDP_RUNS_DIR"):
         if parts.validation and job.last_path:
             export_model(parts.state.evaluated, Path(job.last_path))
@@ -35,11 +35,11 @@ def write_last(parts: Parts, job: Job) -> None:
 
 
 def write_results(parts: Parts, tested: Dict[str, float], predictions: Optional[Tensor], job: Job) -> None:
-    """Rank 0's part of it. tested: measures of the test split. predictions: (N, ...) of it, if the recipe gives any."""
+    """Rank 0 writes the results. tested: measures of the test split. predictions: (N, ...), if the recipe has any."""
     path, recipe, size = Path(job.model_path), parts.state.recipe, distributed.get_world_size()
     training = {"world_size": size, "hardware": hardware(parts.state.device), "precision": parts.precision}
     with writing_to(path.parent, "DDP_RUNS_DIR"):
-        path_beside(path).unlink(missing_ok=True)  # of other weights: at no moment shall it stand beside these
+        path_beside(path).unlink(missing_ok=True)  # metadata of other weights must never be beside these
         export_model(parts.state.evaluated, path)
         write_metadata(path, metadata_of(recipe, job, parts.found.headline, tested, training))
         if predictions is not None:
@@ -98,7 +98,7 @@ def result_of(
 
 @torch.inference_mode()
 def draw_pictures(state: TrainingState, test: Split, path: Path) -> None:
-    """Leaves what the recipe shows of the first test samples, if anything, as an .npz for the report."""
+    """Writes the recipe's pictures of the first test samples, if any, as an .npz for the report."""
     recipe, count = state.recipe, min(len(test), MOST_PICTURES)
     (tree,) = test.fetch(torch.arange(count), [slice(0, count)])
     vars(recipe.share).update(first=0, count=count, size=count, alone=True)

@@ -1,4 +1,4 @@
-"""The parts of a training as one rank has them: the recipe with its data, batches, and all that a step changes."""
+"""Sets up a training on one rank: the recipe, its batches, and the state that steps change."""
 
 import pkgutil
 import random
@@ -32,7 +32,7 @@ SPLITS = ("train", "test")
 
 @dataclass(frozen=True)
 class Parts:
-    """found: by the look at the recipe. precision: float32 or bfloat16. remarks: on how the training begins."""
+    """found: what the probe found. precision: float32 or bfloat16. remarks: which weights training starts with."""
 
     state: TrainingState
     train: TrainBatches
@@ -44,7 +44,7 @@ class Parts:
 
 
 def set_up(environment: Environment, device: torch.device, job: Job) -> Parts:
-    """The same on all ranks; InputError for an invalid recipe, or one whose result would depend on their number."""
+    """A collective; InputError for an invalid recipe, or one whose result would depend on the number of ranks."""
     settings, rank, world_size = job.identity.settings, environment.rank, environment.world.size
     precision = choose_precision(settings.precision, device)
     recipe = load_recipe(job, device)
@@ -74,7 +74,7 @@ def set_up(environment: Environment, device: torch.device, job: Job) -> Parts:
         state.choice = choice_of(recipe, found.headline, settings)
     reasons = [f"the result depends on the number of ranks: {reason}" for reason in found.reasons]
     state.watch.warnings += [NotLearning(0, 0, reason) for reason in reasons]
-    mixed = not (constant_loss or recipe.couples_samples)  # then outputs are tried on other samples
+    mixed = not (constant_loss or recipe.couples_samples)  # then outputs are also paired with other samples
     if job.init and is_checkpoint(Path(job.init)):
         remarks.append(train_on(state, Path(job.init), job, len(batches)))
     place_in_world = settings.test_batch_size, rank, world_size, mixed
@@ -83,7 +83,7 @@ def set_up(environment: Environment, device: torch.device, job: Job) -> Parts:
 
 
 def first_model(recipe: Recipe, job: Job) -> Tuple[nn.Module, List[str]]:
-    """The network as training begins with it, unless it goes on from a checkpoint, and remarks on that."""
+    """The network with its initial weights, unless training continues from a checkpoint, and remarks on these."""
     settings: TrainingSettings = job.identity.settings
     torch.manual_seed(settings.seed)
     model, remarks = convert(recipe.model().to(recipe.device), recipe.share), []
@@ -95,7 +95,7 @@ def first_model(recipe: Recipe, job: Job) -> Tuple[nn.Module, List[str]]:
 
 
 def validation_of(recipe: Recipe, train: Split, job: Job) -> Tuple[Split, Optional[Split]]:
-    """The training samples to train on, and those to choose the best epoch by, if there are to be any."""
+    """The samples to train on, and those to choose the best epoch by, if there is a validation split."""
     settings: TrainingSettings = job.identity.settings
     if recipe.has_validation:
         if settings.validation_fraction:
@@ -111,7 +111,7 @@ def validation_of(recipe: Recipe, train: Split, job: Job) -> Tuple[Split, Option
 
 
 def choice_of(recipe: Recipe, headline: str, settings: TrainingSettings) -> Choice:
-    """What chooses the best epoch; InputError where it is not known whether more or less of the measure is better."""
+    """What chooses the best epoch; InputError if it is unknown whether higher or lower values are better."""
     measure = headline if settings.choose_by == "headline" else "loss"
     lower = is_lower_better(recipe, measure)
     if lower is None:
@@ -123,11 +123,9 @@ def choice_of(recipe: Recipe, headline: str, settings: TrainingSettings) -> Choi
 
 
 def load_recipe(job: Job, device: torch.device) -> Recipe:
-    """The recipe that the job names, with its settings and data, and the random numbers of its training.
-
-    InputError where there is none.
+    """The recipe that the job names, with its settings and data; InputError if that is not a recipe. Seeds all sources
+    of random numbers, since the recipe's data and weights may be drawn from any of them.
     """
-    # Data and weights may be drawn by any of these
     seed = job.identity.settings.seed
     torch.manual_seed(seed)
     np.random.seed(seed)
@@ -148,7 +146,7 @@ def load_recipe(job: Job, device: torch.device) -> Recipe:
 
 
 def open_split(recipe: Recipe, split: str, job: Job) -> Split:
-    """The samples of a split; InputError, naming the place in the recipe, where they are not such."""
+    """The samples of a split; InputError, naming the place in the recipe, if the data are invalid."""
     data = recipe.data(split)
     try:
         if isinstance(data, torch.utils.data.Dataset) and not isinstance(data, torch.utils.data.TensorDataset):
@@ -162,7 +160,7 @@ def open_split(recipe: Recipe, split: str, job: Job) -> Split:
 
 
 def choose_precision(precision: str, device: torch.device) -> str:
-    """bfloat16 for auto where the hardware computes in it: elsewhere it is emulated, slower than float32."""
+    """For auto, bfloat16 if the hardware supports it: emulated, it is slower than float32."""
     if precision != "auto":
         return precision
     if device.type == "cuda":

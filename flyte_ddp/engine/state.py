@@ -1,6 +1,5 @@
-"""All that changes while training: weights, optimizer, schedule, average, position and measures so far."""
+"""The state of a training: weights, optimizer, schedule, average, position and measures so far; and its step."""
 
-import copy
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any, Dict, List, Optional, Sequence, Tuple
@@ -12,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 
 from flyte_ddp.engine import torch_compat
+from flyte_ddp.engine.average import Average
 from flyte_ddp.engine.batches import Batch, device_generator
 from flyte_ddp.engine.choice import Choice
 from flyte_ddp.engine.layers import convert
@@ -24,10 +24,10 @@ from flyte_ddp.recipe import Recipe
 class Step(nn.Module):
     """Forward pass and measures of one rank's share of a batch, in a form that DDP reduces in one go.
 
-    DDP averages gradients over the ranks, here those of sums: multiplied by the number of ranks they are the gradients
-    of the sum over the global batch, however uneven the shares, and by its weight one normalises afterwards. The sums
-    of the measures take the same way, as the gradient of a parameter that is never trained: that spares a second
-    all-reduce, and all ranks learn the same things at the same step.
+    DDP averages the ranks' gradients. Here these are gradients of sums, so multiplied by the number of ranks they give
+    the gradient of the sum over the global batch, however uneven the shares; it is divided by the global weight
+    afterwards. The sums of the measures travel with them, as the gradient of a parameter that is never trained: that
+    saves a second all-reduce, and all ranks know the same sums at the same step.
     """
 
     def __init__(self, model: nn.Module, recipe: Recipe, names: Sequence[str], world_size: int, autocast: bool):
@@ -45,15 +45,20 @@ class Step(nn.Module):
         with torch.no_grad():
             sums = torch.empty_like(self.sums)
             torch.sum(torch.stack([part for pair in pairs.values() for part in pair]), 1, out=sums[:-1])
-            sums[-1:].fill_(stop)  # a tensor of it would have to be copied to the device, and waited for
-        # backward(gradient) would spare this product, but imports sympy
+            sums[-1:].fill_(stop)  # a new tensor would have to be copied to the device, which makes the host wait
+        # backward(gradient) would save this product, but imports sympy
         return self.world_size * (trained + self.sums @ sums)
 
 
 @dataclass(frozen=True)
 class Sums:
-    """Of the epoch so far, all ranks together: value and weight of each measure, alternating; steps counts those before
-    any that was not finite."""
+    """Sums of the epoch so far, all ranks together.
+
+    Attributes:
+        pairs: value and weight of each measure, alternating.
+        steps: number of steps before the first that was not finite.
+        stop: whether any rank was asked to stop.
+    """
 
     pairs: Tuple[float, ...]
     steps: int
@@ -85,31 +90,30 @@ class TrainingState:
             Step(self.model, recipe, self.names, world_size, autocast).to(device),
             gradient_as_bucket_view=True,
         )
-        # They are the same on all ranks, see layers.py (not as an argument, whose name depends on torch's version)
+        # Buffers are the same on all ranks, see layers.py (as an argument its name would depend on torch's version)
         self.ddp.broadcast_buffers = False
         self.optimizer = recipe.optimizer(self.model)
         self.schedule = LambdaLR(self.optimizer, lambda step: recipe.factor(step, total_steps))
         self.average = Average(self.model, recipe.ema_decay) if recipe.ema_decay else None
         if self.average:
-            convert(self.average.model, recipe.share)  # its layers' share is a copy
-        # A loss or gradient that is not finite raises this flag for good. An optimizer that cannot heed it is not asked
-        # to step
+            convert(self.average.model, recipe.share)  # its layers have a copy of the share
+        # A loss or gradient that is not finite sets this flag for good. An optimizer that ignores it isn't called then
         self.flag = torch.zeros((), device=device)
         self._is_guarded = torch_compat.guard_steps(self.optimizer, self.flag)
         self.epoch = self.step = 0
         self.epoch_seconds = 0.0
-        # Step's sums, then steps that were not finite
+        # Step's sums, then the number of steps that were not finite
         self._sums = torch.zeros(2 * len(names) + 2, dtype=torch.float64, device=device)
         self._trained = 2 * self.names.index(trained_measure(names))
         self._norms = torch.zeros(0, device=device)
         self._generator = device_generator(device)
         self.history: List[EpochFinished] = []
         self.watch = Watch(constant_loss)
-        self.choice: Optional[Choice] = None  # where there is a validation split
+        self.choice: Optional[Choice] = None  # None without a validation split
 
     @property
     def evaluated(self) -> nn.Module:
-        """The network that is evaluated and returned: the average where there is one."""
+        """The network that is evaluated and returned: the average if there is one."""
         return self.average.model if self.average else self.model
 
     @property
@@ -118,22 +122,22 @@ class TrainingState:
 
     def train_step(self, batch: Batch, stop: bool) -> None:
         """One optimizer update from this rank's share of a global batch; a collective."""
-        self.ddp.zero_grad()  # here rather than at the end, so that the gradients can be looked at until the next step
+        self.ddp.zero_grad()  # here rather than at the end, so that gradients can be inspected until the next step
         parts = batch.parts(self.recipe.micro_batch)
         for part in parts:
-            # Layers draw from the device's generator: its state, too, follows from the position alone
+            # Layers draw from the device's generator, whose state depends only on the position
             self._generator.manual_seed(batch.seed)
             is_last = part is parts[-1]
             with nullcontext() if is_last else self.ddp.no_sync():
                 self.ddp(part, stop and is_last).backward()
         new = self.ddp.module.sums.grad
         self._sums[:-1].add_(new)
-        scale = new[self._trained + 1].reciprocal().nan_to_num_(posinf=0.0)  # 0 where no sample has any weight
+        scale = new[self._trained + 1].reciprocal().nan_to_num_(posinf=0.0)  # 0 if the weights add up to 0
         gradients = self._gradients()[1]
         self._norms = torch_compat.norms(gradients) * scale
         norm = torch.linalg.vector_norm(self._norms)
         total = norm + new[self._trained]
-        self.flag.logical_or_(total - total)  # 0, or of what is not finite NaN, which is not 0
+        self.flag.logical_or_(total - total)  # 0 if finite, else NaN, which counts as true
         self._sums[-1].add_(self.flag)
         if self.recipe.clip_norm:
             scale = scale * (self.recipe.clip_norm / norm).clamp(max=1)
@@ -146,9 +150,9 @@ class TrainingState:
         self.step += 1
 
     def find_non_finite(self, batch: Batch) -> Tuple[str, List[int]]:
-        """Does a bad step again, to say what is not finite, loss or gradient, and on which ranks; a collective.
+        """Repeats a bad step to find what is not finite, loss or gradient, and on which ranks; a collective.
 
-        A step itself does not know: its gradients are those of all ranks together.
+        The step itself cannot tell: its gradients are those of all ranks together.
         """
         weights = [weight for weight in self.model.parameters() if weight.requires_grad]
         bad = [False, False]
@@ -164,14 +168,14 @@ class TrainingState:
             ranks = [rank for rank, flag in enumerate(flags) if flag]
             if ranks:
                 return what, ranks
-        return "gradient", list(range(len(everyone)))  # finite on each rank, but not their sum
+        return "gradient", list(range(len(everyone)))  # finite on each rank, but not in sum
 
     def gradient_norms(self) -> Dict[str, float]:
-        """Euclidean norm of each parameter's gradient of the last step, before clipping; the host waits for it."""
+        """Euclidean norm of each parameter's gradient in the last step, before clipping; makes the host wait."""
         return dict(zip(self._gradients()[0], self._norms.tolist(), strict=True))
 
     def gradient_histograms(self, bins: int = 64) -> Dict[str, Tuple[List[float], List[float]]]:
-        """For each parameter's gradient of the last step, after clipping: counts of equal bins, and the bins' edges."""
+        """For each parameter's gradient in the last step, after clipping: counts of equal bins, and the bins' edges."""
         names, gradients = self._gradients()
         histograms = (np.histogram(gradient.float().cpu().numpy(), bins) for gradient in gradients)
         return {
@@ -183,7 +187,7 @@ class TrainingState:
         return [name for name, _ in found], [gradient for _, gradient in found]
 
     def sums(self) -> Sums:
-        """Of the epoch so far; makes the host wait for the device."""
+        """The sums of the epoch so far; makes the host wait for the device."""
         *pairs, stop, bad_steps = self._sums.tolist()
         return Sums(tuple(pairs), self.step - round(bad_steps), stop > 0)
 
@@ -198,7 +202,7 @@ class TrainingState:
         self.epoch, self.step, self.epoch_seconds = self.epoch + 1, 0, 0.0
 
     def state_dict(self) -> Dict[str, Any]:
-        """Copies of everything that a resume needs, on the CPU: the training may go on while they are written."""
+        """Copies of all that a resume needs, on the CPU, so that training can continue while they are written."""
         return {
             "model": _cpu_copy(self.model.state_dict()),
             "average": _cpu_copy(self.average.model.state_dict()) if self.average else None,
@@ -214,38 +218,18 @@ class TrainingState:
         }
 
     def load_state_dict(self, saved: Dict[str, Any]) -> None:
-        """Restores what state_dict gave, whatever the number of ranks was then."""
+        """Restores what state_dict returned, on any number of ranks."""
         self.model.load_state_dict(saved["model"])
         if self.average:
             self.average.model.load_state_dict(saved["average"])
         self.optimizer.load_state_dict(saved["optimizer"])
         self.schedule.load_state_dict(saved["schedule"])
-        self._sums[:-2] = saved["sums"][:-2]  # requests to stop belong to the run that was stopped
+        self._sums[:-2] = saved["sums"][:-2]  # without the old run's requests to stop
         self.epoch, self.step, self.epoch_seconds = saved["epoch"], saved["step"], saved["epoch_seconds"]
         self.history = [EpochFinished(**finished) for finished in saved["history"]]
         self.watch.load_state_dict(saved["watch"])
         if self.choice:
             self.choice.load_state_dict(saved["choice"])
-
-
-class Average:
-    """The exponential moving average of a network's weights and statistics.
-
-    torch.optim.swa_utils has one, which makes the host wait for the device at every step.
-    """
-
-    def __init__(self, model: nn.Module, decay: float):
-        self.model, self.decay = copy.deepcopy(model).requires_grad_(False), decay
-
-    @torch.no_grad()
-    def update(self, model: nn.Module, is_first: bool) -> None:
-        mine, theirs = list(self.model.state_dict().values()), list(model.state_dict().values())
-        floats = [index for index, value in enumerate(mine) if value.is_floating_point()]
-        share = 1.0 if is_first else 1 - self.decay
-        torch_compat.move_towards([mine[i] for i in floats], [theirs[i] for i in floats], share)
-        counts = sorted(set(range(len(mine))) - set(floats))
-        if counts:
-            torch_compat.copy([mine[i] for i in counts], [theirs[i] for i in counts])
 
 
 def _cpu_copy(value: Optional[Any]) -> Any:

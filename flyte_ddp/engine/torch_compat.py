@@ -1,4 +1,4 @@
-"""The private parts of torch that this package touches, read from version 2.15.0: see tests/test_compat.py."""
+"""The private parts of torch that this package uses, as of version 2.15.0: see tests/compat."""
 
 import importlib
 import sys
@@ -14,27 +14,27 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # pytree: nested tuples, lists and dicts of tensors, as DataLoader and DDP take them; torch has no public module for it.
-# TorchDispatchMode: sees each operation, those within layers too; torch's notes tell of it, and it is here alone.
+# TorchDispatchMode: sees each operation, even within layers; torch's notes describe it, but it has no public module.
 __all__ = ["TorchDispatchMode", "pytree"]
 
 
 class AnyBatchNorm(_BatchNorm):
-    """Parameters and statistics of a batch norm of any number of dimensions, which each public class has for one."""
+    """Batch norm for any number of dimensions; each public class allows only one."""
 
     def _check_input_dim(self, features: Tensor) -> None:
         pass
 
 
 def argument_names(operation: Any) -> List[str]:
-    """Of an operation that a TorchDispatchMode sees, in order; it is told most of its arguments by place."""
+    """Of an operation that a TorchDispatchMode sees, in order; it gets most arguments by position."""
     return [argument.name for argument in operation._schema.arguments]
 
 
 def guard_steps(optimizer: Optimizer, flag: Tensor) -> bool:
-    """Has an optimizer leave the weights as they are from when flag is 1, or says that this one cannot.
+    """Makes an optimizer leave the weights unchanged once flag is 1; returns False if this one cannot.
 
-    Fused ones can, without the host having to look: the means by which torch.amp.GradScaler skips a step, which is
-    public but scales the loss and waits for the device.
+    Fused optimizers can, without making the host wait. torch.amp.GradScaler skips steps in this way; it is public, but
+    scales the loss and waits for the device.
     """
     can = getattr(optimizer, "_step_supports_amp_scaling", False)
     if not (can and all(group.get("fused") for group in optimizer.param_groups)):
@@ -43,11 +43,11 @@ def guard_steps(optimizer: Optimizer, flag: Tensor) -> bool:
     return True
 
 
-# Of many tensors in one call. One at a time, a GPU waits for the host: a small network has dozens of them.
+# Many tensors in one call: one at a time, a GPU would wait for the host, and a small network has dozens of them
 
 
 def norms(tensors: List[Tensor]) -> Tensor:
-    """(N,): the Euclidean norm of each tensor; torch.nn.utils.get_total_norm gives that of all."""
+    """(N,): the Euclidean norm of each tensor; torch.nn.utils.get_total_norm returns only that of all."""
     return torch.stack(torch._foreach_norm(tensors))
 
 
@@ -57,20 +57,20 @@ def scale(tensors: List[Tensor], factor: Tensor) -> None:
 
 
 def move_towards(tensors: List[Tensor], targets: List[Tensor], share: float) -> None:
-    """Changes each tensor in place by a share of its way to its target."""
+    """Moves each tensor in place by a share of the way to its target."""
     torch._foreach_lerp_(tensors, targets, share)
 
 
 def copy(tensors: List[Tensor], sources: List[Tensor]) -> None:
-    """Gives each tensor the content of its source."""
+    """Copies each source into its tensor."""
     torch._foreach_copy_(tensors, sources)
 
 
 @contextmanager
 def inductor_left_out() -> Iterator[None]:
-    """A stand-in for the compiler, which the profiler imports only to ask whether it records CUDA graphs.
+    """Puts in a stand-in for the compiler, which the profiler imports only to ask whether it records CUDA graphs.
 
-    That import takes longer than torch's own, and wants the torch._dynamo that leave_dynamo_out replaces.
+    That import takes longer than torch's own, and needs the torch._dynamo that leave_dynamo_out replaces.
     """
     if "torch._inductor" in sys.modules:
         yield
@@ -86,11 +86,11 @@ def inductor_left_out() -> Iterator[None]:
 
 
 def leave_dynamo_out() -> None:
-    """Puts a stand-in in the place of torch._dynamo, unless it is there already.
+    """Puts in a stand-in for torch._dynamo, unless that is already imported.
 
     DistributedDataParallel and torch.optim import torch._dynamo only to tell it to leave them alone. That import takes
     longer than torch's own (3.6 s after 2.7 s on two EPYC cores, torch 2.15) and every rank would wait for it.
-    The stand-in answers what those two ask; whoever asks for more gets the real module.
+    The stand-in has what these two need; any other attribute loads the real module.
     """
     if "torch._dynamo" not in sys.modules:
         sys.modules["torch._dynamo"] = torch._dynamo = _Dynamo("torch._dynamo")
@@ -112,6 +112,6 @@ class _Dynamo(ModuleType):
         if name.startswith("__") and name != "__path__":  # the import system, which wants a path before a submodule
             raise AttributeError(name)
         if sys.modules.get("torch._dynamo") is self:
-            del sys.modules["torch._dynamo"], torch._dynamo  # its own parts look for it in both places
+            del sys.modules["torch._dynamo"], torch._dynamo  # its submodules look for it in both places
         torch._dynamo = importlib.import_module("torch._dynamo")
         return getattr(torch._dynamo, name)

@@ -1,4 +1,4 @@
-"""Notices a training that does not learn, by its losses alone. Standard library only."""
+"""Detects a training that does not learn, from its losses. Standard library only."""
 
 import math
 from dataclasses import asdict, dataclass, field
@@ -6,24 +6,24 @@ from typing import Any, Dict, List
 
 from flyte_ddp.events import NotLearning
 
-GUESSING = 0.99  # of a constant prediction's loss, from which on a model counts as no better than that
-LEAP = 0.3  # of the same, by which the loss has to rise above its lowest to have leapt
-WINDOW = 1000  # samples at least that a loss is the mean of: a few hard ones among fewer look like a leap
+GUESSING = 0.99  # above this share of a constant prediction's loss, a model counts as no better than guessing
+LEAP = 0.3  # a rise of the loss above its lowest by this share of a constant prediction's loss is a leap
+WINDOW = 1000  # least number of samples to average a loss over: among fewer, some hard ones would look like a leap
 
 
 @dataclass
 class Watch:
-    """What to know of a training to tell whether it learns; the same on all ranks, since they share the losses.
+    """The losses of a training, as far as needed to tell whether it learns; the same on all ranks.
 
     Attributes:
-        constant_loss: mean loss of the best prediction that is the same for all samples: of classes the entropy of
-            their frequencies. 0 where it is not known.
-        scale: what a leap is measured by: constant_loss, or where it is not known the mean loss of the first window.
+        constant_loss: mean loss of the best constant prediction; for classes, the entropy of their frequencies. 0 if
+            unknown.
+        scale: what a leap is measured by: constant_loss or, if unknown, the mean loss of the first window.
         lowest: the lowest mean training loss of any window since the last leap.
-        loss_sum, samples: of the window under way.
+        loss_sum, samples: of the current window.
         guessing: whether the last epoch ended no better than the constant prediction.
-        warnings: all that were given.
-        remedies: how they end.
+        warnings: all warnings so far.
+        remedies: the end of each warning.
     """
 
     constant_loss: float = 0.0
@@ -33,10 +33,10 @@ class Watch:
     samples: int = 0
     guessing: bool = False
     warnings: List[NotLearning] = field(default_factory=list)
-    remedies: str = "lower learning_rate, shorten gradients by clip_norm, or raise warmup_fraction"
+    remedies: str = "lower learning_rate, clip gradients by clip_norm, or raise warmup_fraction"
 
     def after_steps(self, epoch: int, step: int, loss: float, samples: int) -> List[NotLearning]:
-        """Notes the mean loss of the latest samples; returns a warning if the loss has leapt."""
+        """Records the mean loss of the latest samples; returns a warning if the loss has leapt."""
         self.loss_sum, self.samples = self.loss_sum + loss * samples, self.samples + samples
         if self.samples < WINDOW:
             return []
@@ -54,9 +54,9 @@ class Watch:
         return []
 
     def after_epoch(self, epoch: int, step: int, loss: float, mismatched: float = 0.0) -> List[NotLearning]:
-        """Takes in the mean loss of the test or validation split; a warning where it became no better than guessing.
+        """Records the mean loss of the test or validation split; returns a warning once it is no better than guessing.
 
-        mismatched: of the outputs for other samples, which stands in for constant_loss where that is not known.
+        mismatched: mean loss of outputs paired with other samples, which stands in for an unknown constant_loss.
         """
         bound = self.constant_loss or mismatched
         was_guessing, self.guessing = self.guessing, bound != 0 and loss >= bound - (1 - GUESSING) * abs(bound)

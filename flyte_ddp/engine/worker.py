@@ -25,13 +25,13 @@ from flyte_ddp.launch.process_group import process_group
 
 
 def run(environment: Environment, link: Link, job: Job) -> TrainingResult:
-    """One rank from its meeting with the others to their parting; see train."""
+    """Joins the process group, trains, and leaves it; see train."""
     with process_group(environment, job.timeout_seconds) as device:
         return train(environment, device, link, job)
 
 
 def train(environment: Environment, device: torch.device, link: Link, job: Job) -> TrainingResult:
-    """Trains as this rank of the process group; rank 0 leaves the weights at job.model_path."""
+    """Trains as this rank of the process group; rank 0 writes the weights to job.model_path."""
     leave_dynamo_out()
     keep_freed_memory()
     settle_arithmetic()
@@ -49,7 +49,7 @@ def train(environment: Environment, device: torch.device, link: Link, job: Job) 
         with profiling(job.profile_path, environment.rank, state.optimizer):
             split = parts.validation or parts.test
             tested = fit(state, parts.train, split, settings.epochs, settings.log_interval, link, checkpoints)
-    except NonFinite:  # on all ranks at once, and the first report of it ends them all
+    except NonFinite:  # raised on all ranks at once; the first report of it ends them all
         checkpoints.close()
         distributed.barrier()
         raise
@@ -57,7 +57,7 @@ def train(environment: Environment, device: torch.device, link: Link, job: Job) 
         checkpoints.close()
     if environment.rank == 0:
         write_last(parts, job)
-    if parts.validation or tested is None:  # the second: a finished training, gone on from
+    if parts.validation or tested is None:  # None: resumed after the last epoch
         tested = look_at_test(state, parts.test, settings.epochs, link)
     predictions = None if tested.predictions is None else gather(tested.predictions, parts.test)
     if environment.rank == 0:
@@ -93,17 +93,17 @@ def run_started(parts: Parts, environment: Environment, job: Job) -> RunStarted:
 
 
 def keep_freed_memory() -> None:
-    """Has glibc keep freed memory for the next step, rather than give it to the kernel and get it back page by page.
+    """Makes glibc keep freed memory for the next step, instead of returning it to the kernel page by page.
 
-    Once a block of its own mapping is freed, blocks up to that size come from the heap, of which twice as much may lie
-    idle (mallopt(3), M_MMAP_THRESHOLD). Without it a step of mnist_cnn has 1,000 to 2,000 page faults, which take a
-    tenth of its time. Elsewhere than in glibc it does nothing.
+    Once a mapped block is freed, blocks up to its size are allocated on the heap, which may keep twice as much free
+    (mallopt(3), M_MMAP_THRESHOLD). Without this, a step of mnist_cnn has 1,000 to 2,000 page faults, which take a tenth
+    of its time. Has no effect without glibc.
     """
-    torch.empty(31 << 20, dtype=torch.uint8)  # bytes; 32 MiB is the most that counts
+    torch.empty(31 << 20, dtype=torch.uint8)  # bytes; the threshold grows to 32 MiB at most
 
 
 def resume(state: TrainingState, job: Job, environment: Environment, link: Link) -> None:
-    """Puts all ranks where an earlier run's checkpoint left rank 0, if there is one that belongs to this training."""
+    """Restores the state on all ranks from rank 0's checkpoint, if there is one that belongs to this training."""
     found: List[Any] = [None]
     if environment.rank == 0 and os.path.exists(job.checkpoint_path):
         try:
@@ -122,7 +122,7 @@ def checkpoints_of(environment: Environment, link: Link, job: Job) -> Union[Chec
 
 
 def samples_of(parts: Parts) -> int:
-    """That have been trained on so far, all ranks together."""
+    """Samples trained on so far, all ranks together."""
     return parts.state.epoch * parts.train.samples + parts.train.samples_until(parts.state.step)
 
 

@@ -1,4 +1,4 @@
-"""What torch can do on a machine, and what a training would do there: a survey's answer. Standard library only."""
+"""What torch can do on a machine, and how a training would use it. Standard library only."""
 
 from dataclasses import dataclass
 from typing import List, Optional, Tuple
@@ -26,14 +26,14 @@ class Plan:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What torch says.
+    """What torch reports.
 
     Attributes:
         cuda, nccl: versions that this torch was built with; empty without.
-        no_gpu: why torch can use no GPU; empty where it can.
-        complaints: warnings on the way to the GPUs.
-        peers: of the pairs of GPUs, how many can reach each other's memory directly, and how many there are.
-        cpu_bfloat16: the processor's instructions for bfloat16.
+        no_gpu: why torch cannot use a GPU; empty if it can.
+        complaints: warnings while initialising the GPUs.
+        peers: how many pairs of GPUs can access each other's memory directly, and how many pairs there are.
+        cpu_bfloat16: the CPU's instructions for bfloat16.
         plan, refusal: what a training would do, or else why it would be refused.
     """
 

@@ -1,4 +1,4 @@
-"""The machine as a training finds it: its facts, any of which may be not known, and what of them stands in the way."""
+"""The machine that a training finds: facts, any of which may be unknown, and warnings that follow from them."""
 
 import os
 from dataclasses import dataclass
@@ -21,22 +21,22 @@ T = TypeVar("T")
 SURVEY = "flyte_ddp.hardware.rank:survey"  # a name, because importing it would import torch
 SURVEY_SECONDS = 120.0  # until torch counts as hung; CUDA takes seconds for each GPU
 GIB = 2**30
-SHARED_MEMORY = GIB  # what NVIDIA's documentation gives to containers with NCCL in them
-# Bytes of host memory for each rank. cpu: measured on MNIST, two ranks and their parent hold 0.8 GB;
+SHARED_MEMORY = GIB  # what NVIDIA's documentation recommends for containers with NCCL
+# Bytes of host memory for each rank. cpu: measured on MNIST, where two ranks and their parent take 0.8 GB;
 # cuda: an estimate, for the CUDA context and its libraries
 RANK_MEMORY = {"cpu": GIB // 2, "cuda": 4 * GIB}
 
 
 @dataclass(frozen=True)
 class Machine:
-    """The facts; NotKnown, with the reason, stands for what could not be found out.
+    """The facts; NotKnown, with the reason, replaces what could not be found out.
 
     Attributes:
         gpus: all that the driver knows; torch has those that it can use.
         cuda: the newest version that the driver can run.
         links: for each GPU its connections to all of them in order, as `nvidia-smi topo -m` names them.
         devices: number of the driver's device files.
-        visible: CUDA_VISIBLE_DEVICES; None where it is not set.
+        visible: CUDA_VISIBLE_DEVICES; None if it is not set.
         ports: InfiniBand and RoCE, rate and state of each.
         nccl: NCCL's settings in the environment.
         cores: usable ones and the machine's.
@@ -61,7 +61,7 @@ class Machine:
 
 
 def look(hp: Hyperparameters, options: RunOptions) -> Machine:
-    """The machine that this process runs on, and what a training with these inputs would make of it."""
+    """The machine that this process runs on, and how a training with these inputs would use it."""
     return Machine(
         gpus=known(lambda: nvidia.answer(nvidia.gpus)),
         cuda=known(lambda: nvidia.answer(nvidia.cuda)),
@@ -109,7 +109,7 @@ def shared_memory() -> Tuple[int, int]:
 
 
 def warnings(machine: Machine) -> List[str]:
-    """What is likely to stop a training here or to slow it down, and what to do about it."""
+    """What is likely to stop a training here or slow it down, and what to do about it."""
     torch = machine.torch
     if isinstance(torch, NotKnown):
         return [f"what torch can do here is {torch}"]
@@ -130,8 +130,8 @@ def _about_gpus(machine: Machine, torch: Capabilities) -> Iterator[str]:
     divided = [gpu.index for gpu in gpus if gpu.mig == "Enabled"]
     if divided:
         yield (
-            f"MIG divides GPU {', '.join(divided)}: a process sees one instance only, and NCCL cannot join two of one "
-            "GPU, so train with one rank, or without MIG"
+            f"MIG partitions GPU {', '.join(divided)}: a process sees only one instance, and NCCL cannot connect two "
+            "instances of one GPU, so train with one rank, or without MIG"
         )
     if len({(gpu.name, gpu.memory) for gpu in torch.gpus}) > 1:
         yield "the GPUs differ, and the slowest sets the pace: choose equal ones with CUDA_VISIBLE_DEVICES"
@@ -157,11 +157,11 @@ def _about_host(machine: Machine, torch: Capabilities) -> Iterator[str]:
         free, _ = machine.shared_memory
         if free < SHARED_MEMORY:
             yield (
-                f"/dev/shm has {gib(free)} free, through which NCCL's ranks speak: give the container at least 1 GiB "
+                f"/dev/shm has {gib(free)} free, and NCCL uses it between ranks: give the container at least 1 GiB "
                 "(docker run --shm-size=1g; shared_memory=True of a Flyte task)"
             )
     if torch.plan.precision == "float32":
-        yield "no bfloat16 in hardware here, or not asked for: training computes in float32, which takes longer"
+        yield "no bfloat16 in hardware here, or not requested: training computes in float32, which takes longer"
 
 
 def gib(count: float) -> str:

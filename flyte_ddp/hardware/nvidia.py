@@ -1,4 +1,4 @@
-"""What NVIDIA's driver says of the GPUs, which shows all of them, whatever CUDA is allowed."""
+"""What NVIDIA's driver says about the GPUs: all of them, whatever CUDA_VISIBLE_DEVICES says."""
 
 import re
 import threading
@@ -11,7 +11,7 @@ from flyte_ddp.launch.nvml import NvmlFailed, handles, open_nvml
 
 T = TypeVar("T")
 
-SECONDS = 30.0  # for an answer: it takes one or two where no persistence daemon runs, for ever where a GPU is broken
+SECONDS = 30.0  # for an answer: without a persistence daemon it takes one or two, with a broken GPU forever
 ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 MIB = 2**20
 SWITCH = "switch"
@@ -26,7 +26,7 @@ class NotKnown(Exception):
 
 @dataclass(frozen=True)
 class DriverGpu:
-    """A GPU as the driver knows it; text, because each may be what the driver says instead, as "[Not Supported]"."""
+    """A GPU as the driver knows it; all text, because each may be an answer such as "[Not Supported]"."""
 
     index: str
     name: str
@@ -37,9 +37,9 @@ class DriverGpu:
 
 
 def answer(question: Callable[[Any], T]) -> T:
-    """What a question has for an answer, asked with NVML (module pynvml); raises NotKnown.
+    """The answer to a question that is called with NVML (module pynvml); raises NotKnown.
 
-    In a thread of its own, which is left behind where a broken GPU keeps NVML from coming back.
+    It runs in a thread of its own, which is abandoned if a broken GPU keeps NVML from returning.
     """
     answered: Future[T] = Future()
 
@@ -70,7 +70,7 @@ def _gpu(nvml: Any, index: int, handle: Any) -> DriverGpu:
         except nvml.NVMLError as error:
             return f"[{error}]"
 
-    def memory() -> Any:  # whose first version takes what the driver keeps for itself for used
+    def memory() -> Any:  # the first version of this call counts what the driver reserves as used
         return nvml.nvmlDeviceGetMemoryInfo(handle, nvml.nvmlMemory_v2)
 
     return DriverGpu(
@@ -117,13 +117,13 @@ def _nvlinks(nvml: Any, handle: Any) -> List[Any]:
             kind = nvml.nvmlDeviceGetNvLinkRemoteDeviceType(handle, number)
             is_switch = kind == nvml.NVML_NVLINK_DEVICE_TYPE_SWITCH
             found.append(SWITCH if is_switch else nvml.nvmlDeviceGetNvLinkRemotePciInfo(handle, number).busId)
-        except (nvml.NVMLError_NotSupported, nvml.NVMLError_InvalidArgument):  # no NVLink, or none of this number
+        except (nvml.NVMLError_NotSupported, nvml.NVMLError_InvalidArgument):  # no NVLink, or not one with this number
             continue
     return found
 
 
 def _pcie(nvml: Any, ancestor: int) -> str:
-    """The way between two GPUs by the nearest thing that they have in common."""
+    """The connection between two GPUs, named by their nearest common ancestor."""
     return {
         nvml.NVML_TOPOLOGY_INTERNAL: "PIX",
         nvml.NVML_TOPOLOGY_SINGLE: "PIX",
@@ -140,6 +140,6 @@ def pairs(links: Dict[str, List[str]]) -> List[str]:
 
 
 def first_line(text: str) -> str:
-    """The first line that is not empty, no longer than a glance."""
+    """The first line that is not empty, shortened."""
     line = next((line.strip() for line in ESCAPES.sub("", text).splitlines() if line.strip()), "")
     return line if len(line) <= 160 else line[:157] + "..."

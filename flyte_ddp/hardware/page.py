@@ -37,7 +37,7 @@ def as_text(host: str, machine: Machine) -> str:
 
 
 def as_page(host: str, machine: Machine) -> str:
-    """A fragment, as article gives it."""
+    """The content of <body>, see article.article."""
     sections = [Section("", paragraphs=[f"Warning: {text}" for text in warnings(machine)] or ["No warnings."])]
     sections += [Section(title, lines=lines) for title, lines in facts(machine).items()]
     if not isinstance(machine.links, NotKnown):
@@ -82,7 +82,7 @@ def _gpus(machine: Machine) -> Lines:
     return [
         *lines,
         ("torch can use", counted(usable) if usable else f"none: {first_line(torch.no_gpu)}"),
-        ("torch", f"{torch.torch}, built for {f'CUDA {torch.cuda}' if torch.cuda else 'the CPU alone'}"),
+        ("torch", f"{torch.torch}, built for {f'CUDA {torch.cuda}' if torch.cuda else 'CPUs only'}"),
         ("NCCL", torch.nccl or "not in this torch"),
     ]
 
@@ -123,5 +123,5 @@ def _amount(amount: Any, word: str) -> str:
 
 
 def counted(names: Sequence[str]) -> str:
-    """Equal ones once, with their number."""
+    """Each distinct name once, with its number."""
     return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))

@@ -1,4 +1,4 @@
-"""Asks torch what it can do here: in a process of its own, started as a rank is, which it may take down with it."""
+"""Asks torch what it can do here, in a process of its own, started like a rank: torch may crash it."""
 
 import warnings
 from itertools import combinations
@@ -24,7 +24,7 @@ def survey(environment: Any, link: Any, inputs: Tuple[Hyperparameters, RunOption
     pairs = list(combinations(range(len(gpus)), 2))
     can = torch.cuda.can_device_access_peer
     return Capabilities(
-        torch=str(torch.__version__),  # its own type would bring torch to whoever unpickles it
+        torch=str(torch.__version__),  # unpickling its own type would import torch
         cuda=torch.version.cuda or "",
         nccl=".".join(map(str, torch.cuda.nccl.version())) if distributed.is_nccl_available() else "",
         gpus=gpus,

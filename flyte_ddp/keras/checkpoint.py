@@ -1,4 +1,4 @@
-"""Checkpoints of a Keras training: everything that changes, in one file that is verified when it is read."""
+"""Checkpoints of a Keras training: its whole state, in one file that is verified when it is read."""
 
 import hashlib
 import io
@@ -18,7 +18,7 @@ DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 def save(path: Path, key: str, variables: Sequence[Any], history: List[EpochFinished], link: Link) -> None:
-    """Leaves the variables' values and the epochs so far at path; a disk that cannot take them is only reported."""
+    """Writes the variables' values and the epochs so far to path; a disk error is only reported."""
     started = time.monotonic()
     buffer = io.BytesIO()
     told = json.dumps({"key": key, "history": [asdict(epoch) for epoch in history]})
@@ -33,7 +33,7 @@ def save(path: Path, key: str, variables: Sequence[Any], history: List[EpochFini
 
 
 def restore(path: Path, key: str, variables: Sequence[Any], link: Link) -> List[EpochFinished]:
-    """Gives the variables the values of a checkpoint of this training, if there is one, and returns its epochs."""
+    """Restores the variables from a checkpoint of this training, if there is one, and returns its epochs."""
     if not path.exists():
         return []
     raw = path.read_bytes()

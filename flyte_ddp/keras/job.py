@@ -1,4 +1,4 @@
-"""What one Keras training under tf.distribute is: its input, the message to its processes, and what comes back."""
+"""A Keras training under tf.distribute: its input, the message to its processes, and the result."""
 
 from dataclasses import dataclass
 from typing import List, Tuple
@@ -16,9 +16,9 @@ class MirroredHyperparameters(Settings):
 
     Attributes:
         strategy: mirrored is one process with a replica per device; multi_worker is one process per worker.
-        devices: of strategy mirrored, as GPU:0,GPU:1; empty is all GPUs, or where there is none all of the CPU's.
+        devices: for strategy mirrored, such as GPU:0,GPU:1; empty is all GPUs or, without GPUs, all CPU devices.
         logical_devices: how many devices the CPU is divided into.
-        workers: of strategy multi_worker, on this host; each has its share of the GPUs, or a CPU.
+        workers: for strategy multi_worker, on this host; each has its share of the GPUs, or a CPU.
         epochs: passes over the training samples.
         batch_size: samples of one step, all replicas together.
         learning_rate: of Adam.
@@ -62,9 +62,9 @@ class MirroredJob:
     """One training run, as its processes need to know it.
 
     Attributes:
-        model_path: where rank 0 puts the trained network, a .keras file.
+        model_path: where rank 0 writes the trained network, a .keras file.
         checkpoint_path: where rank 0 keeps the checkpoint; training resumes from an earlier one there; empty is none.
-        key: of all that decides the result; a checkpoint with another key is ignored.
+        key: identifies all that determines the result; a checkpoint with another key is ignored.
         ports: of 127.0.0.1, one per worker; none with a single process.
     """
 
@@ -77,11 +77,11 @@ class MirroredJob:
 
 @dataclass(frozen=True)
 class MirroredResult:
-    """What came out, the same from every process.
+    """The result, the same from every process.
 
     Attributes:
         devices: of this process.
-        replicas: of the network, all processes together.
+        replicas: number of replicas of the network, all processes together.
         confusion: test samples by class [actual][predicted].
         layers: name, type and number of parameters of each.
     """

@@ -11,10 +11,10 @@ from flyte_ddp.report.surroundings import surroundings
 
 
 def mirrored_page(hp: MirroredHyperparameters, result: MirroredResult) -> Tuple[str, str]:
-    """The title of a training's page, and what stands below."""
+    """The title of a training's page, and its content."""
     last = result.epochs[-1]
     strategy = "MultiWorkerMirroredStrategy" if hp.strategy == "multi_worker" else "MirroredStrategy"
-    title = f"Keras network: {last.test['accuracy']:.1%} of the test samples right"
+    title = f"Keras network: {last.test['accuracy']:.1%} of the test samples correct"
     where = ", ".join(result.devices) + (f" in each of {hp.processes} workers" if hp.processes > 1 else "")
     fragment = article(
         title,
@@ -31,7 +31,7 @@ def mirrored_page(hp: MirroredHyperparameters, result: MirroredResult) -> Tuple[
             Section(
                 "Test samples",
                 caption="By diagnosis",
-                heads=("Diagnosis", *(f"said to be {name}" for name in CLASSES)),
+                heads=("Diagnosis", *(f"predicted {name}" for name in CLASSES)),
                 lines=[(actual, *map(str, said)) for actual, said in zip(CLASSES, result.confusion, strict=True)],
             ),
             Section(
@@ -48,7 +48,7 @@ def mirrored_page(hp: MirroredHyperparameters, result: MirroredResult) -> Tuple[
 
 
 def curves(result: MirroredResult, title: str, measure: str, percent: bool) -> Drawing:
-    """A measure of the training and of the test samples over the epochs."""
+    """A measure of the training and test samples over the epochs."""
     series = {
         "training": [(epoch.epoch + 1, epoch.train[measure]) for epoch in result.epochs],
         "test": [(epoch.epoch + 1, epoch.test[measure]) for epoch in result.epochs],

@@ -1,4 +1,4 @@
-"""Ports of this host for processes that have to know each other's before they start. Standard library only."""
+"""Ports on this host for processes that must know each other's ports before they start. Standard library only."""
 
 import socket
 import sys
@@ -8,10 +8,10 @@ from typing import Iterator, List
 
 @contextmanager
 def free_ports(count: int) -> Iterator[List[int]]:
-    """Ports of 127.0.0.1 that nobody else is given while the block runs.
+    """Ports of 127.0.0.1 that no other process is given while the block runs.
 
-    They are bound but not listened on; on Linux a worker can bind them all the same, because gRPC sets SO_REUSEADDR
-    too. Elsewhere it could not, and they are let go at once.
+    They are bound but not listened on; on Linux a worker can bind them anyway, because gRPC sets SO_REUSEADDR too.
+    Elsewhere it could not, so they are released at once.
     """
     with ExitStack() as held:
         sockets = [held.enter_context(socket.socket()) for _ in range(count)]

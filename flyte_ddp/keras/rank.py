@@ -1,4 +1,4 @@
-"""A Keras network for a table, trained under tf.distribute; TensorFlow is only imported by the processes that train."""
+"""A Keras network for tabular data, trained under tf.distribute; only the training processes import TensorFlow."""
 
 import json
 import math
@@ -21,7 +21,7 @@ MEASURES = ("loss", "accuracy")
 
 
 class Samples(NamedTuple):
-    """Split of a table: features (N, 30) float32 as measured, labels (N,) int64, indices into CLASSES."""
+    """A split: features (N, 30) float32 as measured, labels (N,) int64, indices into CLASSES."""
 
     train: np.ndarray
     train_labels: np.ndarray
@@ -64,7 +64,7 @@ def run(environment: Environment, link: Link, job: MirroredJob) -> MirroredResul
 
 
 def import_tensorflow() -> Any:
-    """The module, without its native code's remarks about CPU and CUDA: no log level stops those from its start."""
+    """The module, imported without its native code's messages about CPU and CUDA, which no log level suppresses."""
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
     standard_error = os.dup(2)
     with open(os.devnull, "w") as nowhere:
@@ -78,7 +78,7 @@ def import_tensorflow() -> Any:
 
 
 def mirror(tf: Any, wished: List[str]) -> Any:
-    """MirroredStrategy over the wished devices; InputError that lists those there are if one does not exist."""
+    """MirroredStrategy over the given devices; InputError listing the existing ones if one does not exist."""
     gpus, cpus = ([short_name(one.name) for one in tf.config.list_logical_devices(kind)] for kind in ("GPU", "CPU"))
     missing = [name for name in wished if name not in gpus + cpus]
     if missing:
@@ -95,7 +95,7 @@ def short_name(device: str) -> str:
 
 
 def join_workers(tf: Any, rank: int, ports: List[int]) -> Any:
-    """MultiWorkerMirroredStrategy with a worker behind each port of this host; each has its share of the GPUs."""
+    """MultiWorkerMirroredStrategy with a worker at each port of this host; each has its share of the GPUs."""
     gpus = tf.config.list_physical_devices("GPU")
     share = len(gpus) // len(ports)
     tf.config.set_visible_devices(gpus[rank * share : (rank + 1) * share], "GPU")
@@ -120,12 +120,12 @@ def breast_cancer() -> Samples:
     features, labels = load_breast_cancer(return_X_y=True)
     features, labels = features.astype(np.float32), labels.astype(np.int64)
     within_class = np.where(labels == 1, np.cumsum(labels == 1), np.cumsum(labels == 0)) - 1
-    test = within_class % 5 == 4  # every fifth of each class: no random generator whose numbers could change
+    test = within_class % 5 == 4  # every fifth of each class: a random generator's numbers could change
     return Samples(features[~test], labels[~test], features[test], labels[test])
 
 
 def build_network(tf: Any, hp: MirroredHyperparameters, train: np.ndarray) -> Any:
-    """Features (N, 30) as measured to probabilities (N, 2); it knows the training samples' mean and variance."""
+    """Features (N, 30) as measured to probabilities (N, 2); normalises by the training samples' mean and variance."""
     layers = tf.keras.layers
     return tf.keras.Sequential(
         [
@@ -143,7 +143,7 @@ def build_network(tf: Any, hp: MirroredHyperparameters, train: np.ndarray) -> An
 def fit(
     tf: Any, strategy: Any, model: Any, samples: Samples, job: MirroredJob, rank: int, link: Link
 ) -> List[EpochFinished]:
-    """Trains for hp.epochs, each of the whole batches that the training samples give in an order of its own.
+    """Trains for hp.epochs, each with its own order of the training samples, in full batches only.
 
     Each epoch ends with a checkpoint; training resumes from one that exists at the start.
     """
@@ -152,7 +152,7 @@ def fit(
         adam = tf.keras.optimizers.Adam(hp.learning_rate)
         adam.build(model.trainable_variables)
     step = compile_step(tf, strategy, model, adam, samples, hp)
-    variables = [*model.variables, *adam.variables]  # the state of the random generators too
+    variables = [*model.variables, *adam.variables]  # including the state of the random number generators
     history = restore(Path(job.checkpoint_path), job.key, variables, link) if job.checkpoint_path else []
     if history and rank == 0:
         print(f"resuming from the checkpoint: epoch {len(history) + 1}")
@@ -184,8 +184,8 @@ def compile_step(
 ) -> Callable:
     """One update of the weights on all replicas: from indices of training samples to mean loss and accuracy.
 
-    Our own, because Keras 3 cannot fit() under MultiWorkerMirroredStrategy. Every replica is given the whole batch and
-    takes its part, so that batches and gradients are the same whatever the number of replicas.
+    Our own, because Keras 3's fit() does not support MultiWorkerMirroredStrategy. Every replica gets the whole batch
+    and takes its part, so that batches and gradients are the same for any number of replicas.
     """
     features, labels = tf.constant(samples.train), tf.constant(samples.train_labels)
 
@@ -209,7 +209,7 @@ def compile_step(
 
 
 def evaluate(model: Any, samples: Samples) -> Tuple[float, float]:
-    """Mean loss and accuracy on the test samples, all of them in every process: 113 are not worth sharing out."""
+    """Mean loss and accuracy on the test samples, computed in every process: 113 samples are not worth sharing out."""
     probabilities = np.asarray(model(samples.test, training=False))
     of_label = probabilities[np.arange(len(probabilities)), samples.test_labels]
     accuracy = np.mean(np.argmax(probabilities, axis=1) == samples.test_labels)

@@ -35,11 +35,11 @@ TIMEOUT_SECONDS = 300.0  # without a step, after which the run counts as hung
 
 @dataclass(frozen=True)
 class MirroredSummary:
-    """What came out, in figures.
+    """The figures of a training.
 
     Attributes:
-        devices: of one process, as CPU:0,CPU:1.
-        replicas: of the network, all processes together.
+        devices: of one process, such as CPU:0,CPU:1.
+        replicas: number of replicas of the network, all processes together.
         test_loss: mean cross-entropy of the test samples after the last epoch.
         accuracy: share of the test samples classified correctly after the last epoch, from 0 to 1.
         train_seconds: in the training loop alone.
@@ -58,13 +58,13 @@ class MirroredSummary:
 
 
 class MirroredOutputs(NamedTuple):
-    """What a training run gives back.
+    """The outputs of a training.
 
     Attributes:
         epoch_accuracies: on the test samples after each epoch, from 0 to 1.
-        model: the network, for keras.models.load_model: features (N, 30) as measured to probabilities (N, 2).
+        model: the network, for keras.models.load_model; maps features (N, 30) as measured to probabilities (N, 2).
         summary: the figures.
-        report: a page to look at, in one file.
+        report: an HTML page in one file.
     """
 
     epoch_accuracies: List[float]
@@ -77,7 +77,7 @@ class MirroredOutputs(NamedTuple):
 def train_mirrored(hp: MirroredHyperparameters) -> MirroredOutputs:
     """Trains the network on scikit-learn's breast-cancer data in processes of their own."""
     started = time.time()
-    check_gpus(nvidia_devices())  # TensorFlow, which could count better, is for the processes to import
+    check_gpus(nvidia_devices())  # TensorFlow would count better, but only the training processes import it
     if find_spec("tensorflow") is None:
         raise ReportedError('TensorFlow is missing: make keras, or pip install -e ".[tensorflow]"')
     key = training_key(hp, KERAS_CODE.version)
@@ -120,7 +120,7 @@ def train(
     checkpoint_path: str = "",
     key: str = "",
 ) -> MirroredResult:
-    """Trains in hp.processes processes; raises InputError for what only they could find out, else as launch does.
+    """Trains in hp.processes processes; raises InputError for what only they can find out, and what launch raises.
 
     The others receive all events; see MirroredJob for the rest.
     """

@@ -1,4 +1,4 @@
-"""Who a rank is, and how many ranks a host should have. Standard library only: the parent decides without torch."""
+"""Which rank a process is, and how many ranks a host runs. Standard library only: the parent decides without torch."""
 
 import importlib.util
 import os
@@ -39,8 +39,8 @@ class Environment:
     Attributes:
         rank: from 0 to world.size - 1.
         local_rank: from 0 to world.local_size - 1 on this host.
-        init_method: where the ranks meet, as torch.distributed.init_process_group takes it.
-        threads: for the arithmetic of this rank.
+        init_method: the rendezvous, as torch.distributed.init_process_group takes it.
+        threads: number of torch threads of this rank.
     """
 
     world: World
@@ -55,10 +55,10 @@ class Environment:
 
 
 def choose_world(backend: str, nproc: int, batch_size: int) -> World:
-    """The ranks that this host should run for a backend (auto, gloo, nccl); nproc 0 leaves their number to it.
+    """The ranks to run on this host for a backend (auto, gloo, nccl).
 
-    One rank per visible GPU with nccl, else two with gloo. Ranks under gloo may share a GPU.
-    Raises InputError if this machine cannot provide it.
+    With nproc 0 there is one rank per visible GPU, or two where there is none. Ranks under gloo may share a GPU.
+    Raises InputError if this machine cannot run them.
     """
     gpus = visible_gpus()
     if backend == "nccl" and gpus == 0:
@@ -75,9 +75,10 @@ def choose_world(backend: str, nproc: int, batch_size: int) -> World:
 
 
 def environment_from_torchrun(backend: str, nodes: Tuple[int, int], ranks_per_node: int) -> Environment:
-    """This process's place in a world that torchrun, or Flyte's Elastic plugin, has created on so many nodes.
+    """This process's place in the world that torchrun or Flyte's Elastic plugin has created.
 
-    Raises InputError where that world is another one: a lone node would train on, and be taken for the result of all.
+    Raises InputError if that world does not have this number of nodes and ranks: a node training alone would return
+    its result as that of all.
     """
     environment = environment_from_variables(backend)
     size, local_size = environment.world.size, environment.world.local_size
@@ -92,10 +93,10 @@ def environment_from_torchrun(backend: str, nodes: Tuple[int, int], ranks_per_no
 
 
 def environment_from_variables(backend: str) -> Environment:
-    """This process's place in the world that whoever started it tells of, in torchrun's variables.
+    """This process's place in the world, from torchrun's environment variables.
 
-    Where only RANK and WORLD_SIZE are set, with MASTER_ADDR and MASTER_PORT, each node has one rank. Raises InputError
-    where there is no world, or too few GPUs for it.
+    If only RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set, each node has one rank. Raises InputError if RANK or
+    WORLD_SIZE is missing, or there are too few GPUs.
     """
     try:
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -113,9 +114,10 @@ def environment_from_variables(backend: str) -> Environment:
 
 
 def visible_gpus(devices: Path = Path("/dev")) -> int:
-    """Number of GPUs that a rank started here can use; counted without torch, seconds to import, and without CUDA.
+    """Number of GPUs that a rank started here can use; counted without CUDA and without torch, which takes seconds to
+    import.
 
-    Only where NVIDIA's device files are here and its driver does not answer, torch is asked.
+    torch is asked only if there are NVIDIA device files but the driver does not answer.
     """
     if not nvidia_devices(devices) or not _torch_has_cuda():
         return 0
@@ -128,23 +130,23 @@ def visible_gpus(devices: Path = Path("/dev")) -> int:
 
 
 def nvidia_devices(devices: Path = Path("/dev")) -> int:
-    """Number of device files of NVIDIA's driver: one per GPU, or one in all under Windows."""
+    """Number of device files of NVIDIA's driver: one per GPU, or a single one under Windows (WSL)."""
     return len([*devices.glob("nvidia[0-9]*"), *devices.glob("dxg")])
 
 
 def _torch_has_cuda() -> bool:
-    """Whether the installed torch is built for CUDA; read without importing it."""
+    """Whether the installed torch is built for CUDA; does not import it."""
     found = importlib.util.find_spec("torch")
     folders = (found and found.submodule_search_locations) or []
     return any(runpy.run_path(str(Path(folder, "version.py")))["cuda"] for folder in folders)
 
 
 def available_cores() -> int:
-    """Cores that this process may use: the affinity mask, less where a container's CPU limit is lower."""
+    """Number of cores that this process may use, by its affinity mask and the container's CPU limit."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
     return max(1, int(min(cores, cpu_limit())))
 
 
 def threads_per_rank(local_size: int) -> int:
-    """Arithmetic threads for each rank on this host."""
+    """Number of torch threads for each rank on this host."""
     return max(1, available_cores() // local_size)

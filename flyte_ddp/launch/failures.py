@@ -1,4 +1,4 @@
-"""Which rank failed, of what, and whether trying again can help. Imports no torch."""
+"""Which rank failed, why, and whether trying again can help. Imports no torch."""
 
 import re
 import signal
@@ -9,35 +9,35 @@ from typing import Sequence, Tuple
 
 from flyte_ddp.errors import RecoverableError, ReportedError
 
-# What a rank says when another one has gone or does not answer: an effect, never the cause
+# What a rank reports when another one is gone or does not answer: an effect, never the cause
 PEER_ERRORS = {"DistBackendError", "DistNetworkError", "DistStoreError", "DistError", "DistQueueEmptyError"}
 PEER_MESSAGE = re.compile(
     r"gloo|NCCL|connection (closed|reset|refused)|broken pipe|timed out (after|waiting)|wait timeout", re.IGNORECASE
 )
-# What CUDA says of broken hardware, or of a fault that need not come again; NCCL passes it on
+# What CUDA reports of broken hardware, or of a fault that may not recur; NCCL passes it on
 HARDWARE_MESSAGE = re.compile(
     r"\bECC\b|\bXid\b|uncorrectable|unspecified launch failure|launch timed out|hardware error|NVLink error"
     r"|CUDA error: unknown error|busy or unavailable|fallen off the bus|GPU is lost|system not yet initialized",
     re.IGNORECASE,
 )
 MEMORY_MESSAGE = re.compile(r"out of memory|can't allocate memory|_ALLOC_FAILED")
-# Of mistakes that the next attempt would make again, though NCCL reports them as it does the loss of a peer
+# Mistakes that the next attempt would repeat, although NCCL reports them like the loss of a peer
 SETUP_MESSAGE = re.compile(r"Duplicate GPU|no kernel image|invalid device ordinal")
 MORE_MEMORY = " (lower batch_size, or train on more GPUs)"
 LESS_LOADING = " (out of memory, or of shared memory? lower loader_workers or batch_size)"
 OTHER_RANKS = ' (under nccl each rank needs a GPU of its own: lower the number of ranks, or set backend to "gloo")'
-# From the cause to its effects, as far as the kind of a failure tells
+# From causes to effects
 KINDS = ("error", "killed", "hang", "aborted", "peer")
 
 
 @dataclass(frozen=True)
 class Failure:
-    """One rank's end.
+    """How one rank failed.
 
     Attributes:
-        kind: error (an exception of its own), killed (by a signal), hang, aborted (by native code, which may have lost
-            another rank), or peer (it lost another rank).
-        others: ranks that hang as this one does.
+        kind: error (an exception of its own), killed (by a signal), hang, aborted (by native code, perhaps because it
+            lost another rank), or peer (it lost another rank).
+        others: ranks that hang like this one.
         cause: the exception's type, or the signal's name.
         details: the traceback, or the stacks of a hang.
     """
@@ -72,16 +72,16 @@ class RankFailed(ReportedError):
 
 
 class RecoverableRankFailed(RankFailed, RecoverableError):
-    """Training ended because of one rank, for a reason that may not come again."""
+    """Training ended because of the failure of one rank, for a reason that may not recur."""
 
 
 class Preempted(RecoverableError):
-    """The process was asked to end (SIGTERM); where a checkpoint was possible, it has been written."""
+    """The process was asked to end (SIGTERM); a checkpoint has been written if that was possible."""
 
 
 def from_exception(error: BaseException, rank: int, host: str) -> Failure:
-    """Sorts an exception that ended a rank."""
-    kind, recoverable, remedy = _sorted(error)
+    """Classifies the exception that ended a rank."""
+    kind, recoverable, remedy = _classify(error)
     return Failure(
         rank=rank,
         host=host,
@@ -93,8 +93,8 @@ def from_exception(error: BaseException, rank: int, host: str) -> Failure:
     )
 
 
-def _sorted(error: BaseException) -> Tuple[str, bool, str]:
-    """Kind, whether trying again can help, and a remedy: by the type, and where torch has but one by the message."""
+def _classify(error: BaseException) -> Tuple[str, bool, str]:
+    """The kind, whether trying again can help, and a remedy: by type, or by message where torch has just one type."""
     message, types = str(error), {base.__name__ for base in type(error).__mro__}
     is_plain = type(error) is RuntimeError
     if not (is_plain or types & {"AcceleratorError", "OutOfMemoryError", *PEER_ERRORS}):
@@ -114,13 +114,13 @@ def _sorted(error: BaseException) -> Tuple[str, bool, str]:
 
 HINTS = {
     "SIGKILL": ("killed", "probably out of memory"),
-    # So NCCL's watchdog ends a rank, without an exception
+    # This is how NCCL's watchdog ends a rank, without an exception
     "SIGABRT": ("aborted", "ended by native code, as NCCL ends a rank that has lost another one: look at the others"),
 }
 
 
 def from_exit_code(code: int, rank: int, host: str, peak_bytes: int = 0) -> Failure:
-    """A rank that ended without a report: by a signal, or by a call of os._exit."""
+    """The failure of a rank that ended without a report: by a signal, or by a call of os._exit."""
     memory = f"; peak memory {peak_bytes / 2**20:.0f} MiB" if peak_bytes else ""
     if code >= 0:
         return Failure(rank, host, "killed", f"exit status {code}", f"ended without a report{memory}")
@@ -130,6 +130,6 @@ def from_exit_code(code: int, rank: int, host: str, peak_bytes: int = 0) -> Fail
 
 
 def name_the_cause(failures: Sequence[Failure]) -> RankFailed:
-    """The exception for a failed run: the first failure that is not just the loss of a peer, or may be."""
+    """The exception for a failed run: its first failure, those that may be just the loss of a peer coming last."""
     cause = min(failures, key=lambda failure: (max(0, KINDS.index(failure.kind) - 2), failure.at))
     return (RecoverableRankFailed if cause.recoverable else RankFailed)(cause)

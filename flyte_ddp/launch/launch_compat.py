@@ -1,7 +1,4 @@
-"""The private parts of multiprocessing and torch that the launcher touches, without importing torch.
-
-See tests/test_compat.py.
-"""
+"""The private parts of multiprocessing and torch that the launcher uses, without importing torch: see tests/compat."""
 
 import multiprocessing.process
 import sys
@@ -9,9 +6,9 @@ from typing import Any, Tuple
 
 
 def standing(local_rank: int) -> Tuple[int, bool]:
-    """How many collectives this rank has come to, and whether its GPU has done all that it was given.
+    """How many collectives this rank has reached, and whether its GPU is idle (always true on a CPU).
 
-    torch counts them itself, DistributedDataParallel's own among them. On a CPU all has always been done.
+    torch itself counts them, including those of DistributedDataParallel.
     """
     torch: Any = sys.modules.get("torch")
     if torch is None or not torch.distributed.is_initialized():
@@ -23,5 +20,5 @@ def standing(local_rank: int) -> Tuple[int, bool]:
 
 
 def leave_behind(process: Any) -> None:
-    """Has this process, when it exits, not wait for one that does not end."""
+    """Keeps this process from waiting, when it exits, for a child that does not end."""
     multiprocessing.process._children.discard(process)  # type: ignore[attr-defined]

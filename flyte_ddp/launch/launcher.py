@@ -23,24 +23,24 @@ from flyte_ddp.launch.failures import Failure, Preempted, RankFailed, from_exit_
 from flyte_ddp.launch.launch_compat import leave_behind
 from flyte_ddp.launch.rank import serve
 
-# forkserver: one process imports torch, every rank is forked from it in a few milliseconds and shares its memory.
-# macOS's own libraries don't survive a fork, so there each rank starts from nothing.
+# forkserver: one process imports torch; every rank is forked from it in a few milliseconds and shares its memory.
+# macOS's own libraries don't survive a fork, so there each rank starts from scratch.
 START_METHOD = "forkserver" if sys.platform == "linux" else "spawn"
 PRELOAD = ["torch", "numpy", "dataclasses_json", "click"]  # what the ranks import from outside this package
 
-STOP_SECONDS = 10.0  # from a request to stop until the ranks are ended without a checkpoint
+STOP_SECONDS = 10.0  # from a request to stop until ranks are killed without a checkpoint
 GRACE_SECONDS = 3.0  # for the other ranks' reports once one has failed: the first to arrive may not be the cause
 POLL_SECONDS = 0.2
-ANSWER_SECONDS = 5.0  # for all ranks of a hang to say where they stand: those that are stopped never do
-END_SECONDS = 10.0  # from SIGKILL until a rank is left behind: stuck in a driver, it may never end
+ANSWER_SECONDS = 5.0  # for the ranks of a hang to report their progress; stopped ones never do
+END_SECONDS = 10.0  # after SIGKILL, until a rank is abandoned: stuck in a driver, it may never end
 
 
 def warm_up(preload: Sequence[str] = PRELOAD) -> None:
     """Starts the process that imports preload for all ranks, and returns at once; a second call does nothing."""
     if START_METHOD == "forkserver":
-        # SIGTERM may come to the whole process group: the ranks take it as a request to stop (rank.py lets it in
-        # again), and this one has to live as long as they
-        resource_tracker.ensure_running()  # forkserver would start it, and it unblocks the signal
+        # SIGTERM may be sent to the whole process group: the ranks take it as a request to stop (rank.py unblocks it),
+        # and the forkserver must live as long as they do
+        resource_tracker.ensure_running()  # else forkserver would start it, which unblocks the signal
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         try:
             with _importable():
@@ -62,11 +62,10 @@ def launch(
 ) -> List[Any]:
     """Runs target(environment, link, argument) as every rank of a world on this host; returns their values by rank.
 
-    target is "module:function"; the ranks import it, the parent doesn't. preload is what all of them import, once if
-    this is the first launch; the rest they import themselves. roots are more folders to import from, such as
-    UserCode.root: they come first on the ranks' sys.path. Raises RankFailed (or its recoverable kind)
-    naming the rank that failed first, Preempted after SIGTERM, KeyboardInterrupt after Ctrl-C. All processes have
-    ended when it returns or raises.
+    target is "module:function"; the ranks import it, the parent doesn't. preload is imported once for all ranks, if
+    this is the first launch. roots are folders that come first on the ranks' sys.path, such as UserCode.root. Raises
+    RankFailed (or its recoverable kind) naming the rank that failed first, Preempted after SIGTERM, KeyboardInterrupt
+    after Ctrl-C. All processes have ended when it returns or raises.
     """
     warm_up(preload)
     private = tempfile.mkdtemp(prefix="ddp-")
@@ -84,11 +83,11 @@ def launch(
         shutil.rmtree(private, ignore_errors=True)
 
 
-SILENT = -1, False  # standing of a rank that has not told: below all others
+SILENT = -1, False  # standing of a rank that has not answered: below all others
 
 
 class _Rank:
-    """The parent's side of one rank: its process, its line, and what it has said so far."""
+    """The parent's side of one rank: its process, the pipe to it, and what it has sent so far."""
 
     def __init__(self, environment: Environment, target: str, argument: Any, private: str, roots: Sequence[str]):
         context: Any = multiprocessing.get_context(START_METHOD)
@@ -98,7 +97,7 @@ class _Rank:
             target=serve, args=(child_line, environment, target, argument, private), daemon=True
         )
         self.stacks = Path(private, f"stack-{self.rank}")
-        self.stacks.touch()  # a rank that hangs as it starts has not come to it
+        self.stacks.touch()  # a rank that hangs while starting has not created it
         self.outcome = ""  # done, stopped or failed
         self.value: Any = None
         self.peak_bytes = 0
@@ -109,8 +108,8 @@ class _Rank:
         child_line.close()
 
     def receive(self, on_event: Callable[[Event], None]) -> None:
-        """Takes in all that the rank has said; a process that ended without an outcome has failed."""
-        ended = not self.process.is_alive()  # asked first: what it said before is then in the line
+        """Reads all that the rank has sent; a process that ended without an outcome has failed."""
+        ended = not self.process.is_alive()  # asked first: whatever it sent before it ended can now be read
         while not self.outcome and self.line.poll():
             try:
                 kind, content = self.line.recv()
@@ -132,8 +131,8 @@ class _Rank:
             self.value = from_exit_code(self.process.exitcode or 0, self.rank, self.host, self.peak_bytes)
 
     def request(self, what: str) -> None:
-        """stop, or standing: to say where it stands."""
-        with suppress(OSError):  # it may have ended meanwhile
+        """Asks the rank to stop ("stop"), or to report its progress ("standing")."""
+        with suppress(OSError):  # it may have ended in the meantime
             self.line.send(what)
 
     def end(self) -> None:
@@ -186,10 +185,10 @@ def _stopped(ranks: List[_Rank], signals: List[int]) -> BaseException:
 
 
 def _hung(ranks: List[_Rank], timeout_seconds: float, on_event: Callable[[Event], None]) -> RankFailed:
-    """Names the ranks that the others wait for, and shows where in Python every rank stands.
+    """Names the ranks that the others wait for, with the Python stacks of every rank.
 
-    All ranks come to the same collectives in the same order, and wait there for those that have come to fewer, or whose
-    GPU is not done with what comes before.
+    All ranks reach the same collectives in the same order, and wait there for the ranks that have reached fewer, or
+    whose GPU is still busy with earlier work.
     """
     running = [rank for rank in ranks if not rank.outcome]
     for rank in running:
@@ -212,10 +211,10 @@ def _hung(ranks: List[_Rank], timeout_seconds: float, on_event: Callable[[Event]
 
 @contextmanager
 def _stop_signals() -> Iterator[List[int]]:
-    """Collects SIGINT and SIGTERM instead of dying of them; a second one interrupts at once."""
+    """Collects SIGINT and SIGTERM instead of dying from them; a second one interrupts at once."""
     received: List[int] = []
     if threading.current_thread() is not threading.main_thread():
-        yield received  # Python delivers signals to the main thread alone
+        yield received  # Python delivers signals only to the main thread
         return
 
     def note(signum: int, _: Any) -> None:
@@ -233,8 +232,8 @@ def _stop_signals() -> Iterator[List[int]]:
 
 @contextmanager
 def _importable(roots: Sequence[str] = ()) -> Iterator[None]:
-    """While processes start: lets them import this package and what lies in roots, and keeps them from re-running the
-    parent's main module. A rank takes over sys.path as it is when it starts, even if it is forked from another process.
+    """While processes start, lets them import this package and modules in roots, and keeps them from re-running the
+    parent's main module. A rank inherits sys.path as it is when it starts, even if it is forked from another process.
 
     `pyflyte run` has the project root on sys.path only while it loads the workflow, and a child would import flytekit
     (2 s) because its parent's main module is the pyflyte script.

@@ -1,4 +1,4 @@
-"""What a container may use of its host: the limits of control groups, version 1 and 2. Standard library only."""
+"""A container's CPU and memory limits, from control groups version 1 and 2. Standard library only."""
 
 import math
 import os
@@ -9,7 +9,7 @@ ROOT = Path("/")
 
 
 def cpu_limit(root: Path = ROOT) -> float:
-    """Seconds of processor time per second; infinity where nothing limits it."""
+    """CPU seconds per second; infinity where there is no limit."""
     limits = [math.inf]
     for group in _groups("cpu", root):
         version_1 = _numbers(group / "cpu.cfs_quota_us") + _numbers(group / "cpu.cfs_period_us")
@@ -20,7 +20,7 @@ def cpu_limit(root: Path = ROOT) -> float:
 
 
 def usable_memory(root: Path = ROOT) -> int:
-    """Bytes that this process and its children may hold: the machine's memory, or less where a limit is lower."""
+    """Bytes that this process and its children may use: the machine's memory, or the lowest limit."""
     limits: List[float] = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for group in _groups("memory", root):
         limits += _numbers(group / "memory.limit_in_bytes") + _numbers(group / "memory.max")
@@ -28,9 +28,9 @@ def usable_memory(root: Path = ROOT) -> int:
 
 
 def _groups(controller: str, root: Path) -> Iterator[Path]:
-    """Folders of the groups that this process is in, up to the outermost that is mounted here; some may not exist.
+    """Folders of the groups that this process is in, up to the outermost one mounted here; some may not exist.
 
-    A container often sees its own group as the root, and at the same time its host's path to it.
+    A container often sees its own group as the root, but under the path that it has on the host.
     """
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
@@ -43,13 +43,13 @@ def _groups(controller: str, root: Path) -> Iterator[Path]:
         if names and controller not in names.split(","):
             continue
         inner = Path(path.lstrip("/"))
-        # version 2 has no names; beside version 1 it is mounted at unified, and limits neither of ours
+        # version 2 has no names; alongside version 1 it is mounted at "unified", and limits neither CPU nor memory
         base = mounts / controller if names else mounts
         yield from (base / folder for folder in (inner, *inner.parents))
 
 
 def _numbers(file: Path) -> List[float]:
-    """The numbers in a file, of which "max" is one; none where it is missing or holds something else."""
+    """The numbers in a file, "max" being infinity; none if the file is missing or holds something else."""
     try:
         return [math.inf if word == "max" else int(word) for word in file.read_text().split()]
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""The line from a rank to the world outside: to the parent that launched it, or straight to observers."""
+"""The connection from a rank to the outside: to the parent that launched it, or directly to observers."""
 
 import os
 import resource
@@ -11,14 +11,14 @@ from typing import Any, Callable, Optional, Protocol
 from flyte_ddp.events import Event, Printed
 from flyte_ddp.launch.launch_compat import standing
 
-ALIVE_SECONDS = 1.0  # between two signs of life, which cost a system call
+ALIVE_SECONDS = 1.0  # between two heartbeats, which cost a system call each
 
 
 class Link(Protocol):
-    """What every job of a rank is given. Whether its events arrive anywhere is not the job's concern."""
+    """What every rank's job is given. Whether its events arrive anywhere is not the job's concern."""
 
     stop_requested: bool
-    is_heard: bool  # whether events of this rank arrive anywhere: what is dear need not be computed for others
+    is_heard: bool  # whether events of this rank arrive anywhere; if not, expensive ones need not be computed
 
     def emit(self, event: Event) -> None: ...
 
@@ -27,7 +27,7 @@ class Link(Protocol):
 
 
 class ParentLink:
-    """The line to the parent: events from rank 0, signs of life from every rank, requests to stop from the parent."""
+    """The pipe to the parent: events from rank 0, heartbeats from every rank, requests from the parent."""
 
     def __init__(self, connection: Connection, rank: int):
         self.stop_requested, self.is_heard = False, rank == 0
@@ -50,7 +50,7 @@ class ParentLink:
             self._connection.send((kind, content))
 
     def listen(self, private: str) -> None:
-        """Answers the parent's requests; when the parent is gone, so is this process, and its traces."""
+        """Answers the parent's requests; when the parent is gone, removes its folder and ends this process."""
         try:
             while True:
                 if self._connection.recv() == "standing":
@@ -69,7 +69,7 @@ class ParentLink:
 
 
 class DirectLink:
-    """Leads events to observers in this process, if any, of a rank that others than the launcher have started."""
+    """Passes events to observers in this process, if any; for ranks that another launcher has started."""
 
     def __init__(self, on_event: Optional[Callable[[Event], None]]):
         self.stop_requested, self.is_heard = False, on_event is not None

@@ -1,4 +1,4 @@
-"""NVIDIA's driver, asked through its management library NVML: neither CUDA nor torch is touched. Light to import."""
+"""Queries to NVIDIA's driver through its management library NVML, without CUDA or torch. Light to import."""
 
 import re
 from contextlib import contextmanager
@@ -7,7 +7,7 @@ from typing import Any, Iterator, List, Optional, Sequence, Tuple
 
 
 class NvmlFailed(Exception):
-    """NVML cannot be loaded, or refuses an answer; the message is the reason."""
+    """NVML cannot be loaded or refuses to answer; the message is the reason."""
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,7 @@ class Gpu:
     """A GPU that this process may open.
 
     Attributes:
-        instances: names of its MIG devices; None where MIG does not divide it.
+        instances: UUIDs of its MIG devices; None if MIG does not partition it.
     """
 
     uuid: str
@@ -24,7 +24,7 @@ class Gpu:
 
 @contextmanager
 def open_nvml() -> Iterator[Any]:
-    """The module pynvml, ready for use while the block runs; raises NvmlFailed, also for its errors in the block."""
+    """The module pynvml, initialised while the block runs; raises NvmlFailed, also for NVML errors in the block."""
     try:
         import pynvml
     except ModuleNotFoundError:  # torch and numpy are enough to train
@@ -43,7 +43,7 @@ def open_nvml() -> Iterator[Any]:
 
 
 def handles(nvml: Any) -> Iterator[Tuple[int, Any]]:
-    """Index and handle of each GPU that this process may open: a container is refused those of others."""
+    """Index and handle of each GPU that this process may open: a container may not open those of others."""
     for index in range(nvml.nvmlDeviceGetCount()):
         try:
             handle = nvml.nvmlDeviceGetHandleByIndex(index)
@@ -53,7 +53,7 @@ def handles(nvml: Any) -> Iterator[Tuple[int, Any]]:
 
 
 def is_divided(nvml: Any, handle: Any) -> bool:
-    """Whether MIG divides the GPU."""
+    """Whether MIG partitions the GPU."""
     try:
         return bool(nvml.nvmlDeviceGetMigMode(handle)[0] == nvml.NVML_DEVICE_MIG_ENABLE)
     except nvml.NVMLError_NotSupported:  # most kinds of GPU have no MIG
@@ -79,9 +79,9 @@ def _instances(nvml: Any, handle: Any) -> Iterator[str]:
 
 
 def count_cuda_devices(gpus: Sequence[Gpu], visible: Optional[str]) -> int:
-    """How many devices CUDA gives a process for this CUDA_VISIBLE_DEVICES (None where it is not set).
+    """How many devices CUDA offers a process for this CUDA_VISIBLE_DEVICES (None if it is not set).
 
-    A process gets one MIG device at most, and no whole GPU beside it (MIG User Guide, "CUDA Device Enumeration").
+    A process gets at most one MIG device, and no whole GPU besides it (MIG User Guide, "CUDA Device Enumeration").
     """
     chosen = [gpu.uuid for gpu in gpus] if visible is None else _chosen(gpus, visible)
     divided = {gpu.uuid: gpu.instances for gpu in gpus if gpu.instances is not None}
@@ -91,10 +91,11 @@ def count_cuda_devices(gpus: Sequence[Gpu], visible: Optional[str]) -> int:
 
 
 def _chosen(gpus: Sequence[Gpu], visible: str) -> List[str]:
-    """The names of the devices in a CUDA_VISIBLE_DEVICES: indices, or else beginnings of UUIDs, or of MIG devices'.
+    """The UUIDs of the devices in CUDA_VISIBLE_DEVICES, which lists indices, or prefixes of the UUIDs of GPUs or MIG
+    devices.
 
-    As CUDA reads it: what comes after an unknown one, or one of another kind, is ignored; a device given twice means
-    none at all.
+    As CUDA reads it: everything after an unknown entry, or an entry of another kind, is ignored; a device listed twice
+    means none at all.
     """
     chosen: List[str] = []
     words = [word.strip() for word in visible.split(",")]

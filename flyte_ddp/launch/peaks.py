@@ -1,9 +1,9 @@
-"""What accelerators can compute at most, by the names that torch gives them."""
+"""The peak FLOPS of accelerators, by the names that torch gives them."""
 
 from typing import Dict, Optional
 
-# Floating-point operations per second, dense, from NVIDIA's data sheets of these products: bfloat16 on tensor cores,
-# float32 off them. Names are matched as a whole or up to a hyphen (A100-SXM4-80GB); what is not listed is not known
+# Floating-point operations per second, dense, from NVIDIA's data sheets: bfloat16 on tensor cores, float32 off them.
+# Names must match entirely or up to a hyphen (A100-SXM4-80GB)
 PEAKS: Dict[str, Dict[str, float]] = {
     "NVIDIA A100": {"bfloat16": 312e12, "float32": 19.5e12},
     "NVIDIA A10": {"bfloat16": 125e12, "float32": 31.2e12},
@@ -16,7 +16,7 @@ PEAKS: Dict[str, Dict[str, float]] = {
 
 
 def peak(device: str, precision: str) -> Optional[float]:
-    """Of one accelerator; None where it is not known, as for all CPUs."""
+    """Peak FLOPS of one accelerator; None if unknown, as for all CPUs."""
     for name, by_precision in PEAKS.items():
         if device == name or device.startswith(f"{name}-"):
             return by_precision.get(precision)

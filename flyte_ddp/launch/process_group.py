@@ -1,4 +1,4 @@
-"""The ranks' meeting: one process group, with a time-out, cleaned up on every path that ends well."""
+"""The process group of all ranks, with a time-out, destroyed again if all goes well."""
 
 import itertools
 import os
@@ -13,15 +13,15 @@ from torch.distributed.rendezvous import rendezvous
 
 from flyte_ddp.launch.environment import Environment
 
-MEETINGS = itertools.count()  # of this process; its ranks come to all of them in the same order
-BEYOND_SECONDS = 60.0  # that a collective outwaits the launcher, which can still ask all ranks where they hang
+RENDEZVOUS = itertools.count()  # of this process; all ranks go through them in the same order
+BEYOND_SECONDS = 60.0  # how much longer a collective waits than the launcher, which then can still query hanging ranks
 
 
 @contextmanager
 def process_group(environment: Environment, timeout_seconds: float) -> Iterator[torch.device]:
-    """Joins all ranks; yields this rank's device. A rank that fails leaves without goodbye: its process ends anyway.
+    """Joins all ranks; yields this rank's device. A rank that fails leaves the group as it is: its process ends anyway.
 
-    timeout_seconds: without a step, after which the launcher ends the ranks; collectives wait a little longer.
+    timeout_seconds: how long the launcher waits for a step before it ends the ranks; collectives wait a little longer.
     """
     device = torch.device(environment.world.device)
     if device.type == "cuda":
@@ -32,8 +32,8 @@ def process_group(environment: Environment, timeout_seconds: float) -> Iterator[
         store = next(rendezvous(environment.init_method, rank, size, timeout=timeout))[0]
         distributed.init_process_group(
             environment.world.backend,
-            # torchrun's store outlives a process group, and the next one would meet at the addresses of the last
-            store=PrefixStore(f"meeting {next(MEETINGS)}", store),
+            # torchrun's store outlives a process group, and the next one would find the addresses of the last
+            store=PrefixStore(f"rendezvous {next(RENDEZVOUS)}", store),
             rank=rank,
             world_size=size,
             timeout=timeout,
@@ -45,7 +45,7 @@ def process_group(environment: Environment, timeout_seconds: float) -> Iterator[
 
 @contextmanager
 def _on_loopback() -> Iterator[None]:
-    """One host: stays off the network, whose name service or firewall can make gloo hang."""
+    """For one host: keeps gloo off the network, whose name service or firewall can make it hang."""
     name = "GLOO_SOCKET_IFNAME"
     if name in os.environ:
         yield

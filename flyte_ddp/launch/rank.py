@@ -1,4 +1,4 @@
-"""The child's side of the launcher: one rank's process, what it prints, and its end."""
+"""The child's side of the launcher: the process of one rank, its output and its end."""
 
 import faulthandler
 import io
@@ -17,9 +17,9 @@ from flyte_ddp.launch.link import ParentLink
 
 
 class PrintedLines(io.TextIOBase):
-    """Replaces standard output or error, and passes on what is printed, line by line.
+    """Replaces standard output or error and passes on what is printed, line by line.
 
-    What native code writes goes past this, straight to the file.
+    Output of native code bypasses this and goes straight to the file.
     """
 
     def __init__(self, hand_on: Callable[[str], None], file: TextIO):
@@ -39,9 +39,9 @@ class PrintedLines(io.TextIOBase):
 
 
 def serve(connection: Connection, environment: Environment, target: str, argument: Any, private: str) -> None:
-    """The main function of a rank's process; reports the function's value or failure, and ends the process."""
+    """The main function of a rank's process: reports the target's return value or failure, and ends the process."""
     link = ParentLink(connection, environment.rank)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the parent decides
     signal.signal(signal.SIGTERM, link.on_signal)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # blocked in the process that this one was forked from
     stacks = open(os.path.join(private, f"stack-{environment.rank}"), "w")  # noqa: SIM115 open until the end

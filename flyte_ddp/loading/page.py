@@ -1,4 +1,4 @@
-"""The loading study as a page: what was measured, what to set, and one batch to look at."""
+"""The loading study's page: what was measured, what to set, and one batch to look at."""
 
 from typing import List, Sequence
 
@@ -16,7 +16,7 @@ HEADS = ("Workers, memory", "Images/s, median", "Least", "Most", "Seconds per pa
 def loading_page(
     description: DatasetDescription, times: LoadingTimes, best: Measured, images: np.ndarray, labels: np.ndarray
 ) -> str:
-    """What belongs between <body> and </body>. images: (n, C, H, W) uint8, of one batch; labels: (n,)."""
+    """The content of <body>. images: (n, C, H, W) uint8, of one batch; labels: (n,)."""
     first = times.measured[0]
     shape = " x ".join(map(str, description.image_shape))
     kinds = {kind: [one for one in times.measured if _memory(one) == kind] for kind in ("pageable", "pinned")}
@@ -31,17 +31,17 @@ def loading_page(
     decoded = description.train_samples * int(np.prod(description.image_shape))
     advice = (
         f'Train with --options \'{{"loader_workers": {best.workers}, "pin_memory": {str(best.pin_memory).lower()}}}\': '
-        f"{best.rate:,.0f} images per second, by the fewest workers whose median lies within the range of the fastest "
+        f"{best.rate:,.0f} images per second, with the fewest workers whose median is within the range of the fastest "
         "setting's passes."
     )
     how = (
-        f"Each pass decodes {first.images:,} of {description.train_samples:,} training images to {shape} by one rank "
-        f"and brings them to the device ({times.device}); the start and end of its workers count. The settings took "
-        "turns, after a first pass that did not count. Nothing else ran in the rank: where training computes on the "
-        "same cores, the workers have less of them."
+        f"In each pass, one rank decodes {first.images:,} of {description.train_samples:,} training images to {shape} "
+        f"and copies them to the device ({times.device}); starting and ending its workers is included. The settings "
+        "took turns, after a first pass that was not counted. Nothing else ran in the rank: during training on the "
+        "same cores, the workers get less of them."
     )
     memory = (
-        f"Decoded, all training images would take {decoded / 2**20:,.0f} MiB; no process held more than "
+        f"Decoded, all training images would take {decoded / 2**20:,.0f} MiB; no process used more than "
         f"{times.peak_bytes / 2**20:,.0f} MiB."
     )
     shown = [

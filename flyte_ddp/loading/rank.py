@@ -18,8 +18,8 @@ from flyte_ddp.recipes.images import ImageClassifier, Normaliser
 
 
 def run(environment: Environment, link: Link, job: LoadingJob) -> LoadingTimes:
-    """Times every setting in every round, so that what else the machine does strikes them alike."""
-    warnings.filterwarnings("ignore", "This DataLoader will create")  # more workers than cores: that is the question
+    """Times every setting in every round, so that other load on the machine affects them equally."""
+    warnings.filterwarnings("ignore", "This DataLoader will create")  # trying more workers than cores is intended
     torch.set_num_threads(environment.threads)
     device, settings = torch.device(environment.world.device), job.settings
     recipe = ImageClassifier(Hyperparameters(), Path(job.data))
@@ -33,7 +33,7 @@ def run(environment: Environment, link: Link, job: LoadingJob) -> LoadingTimes:
     ]
     for turn in range(settings.passes + 1):
         order = torch.randperm(len(files), generator=torch.Generator().manual_seed(turn))[:images]
-        if turn == 0:  # not counted: it brings the files into memory, where they fit
+        if turn == 0:  # not counted: it loads the files into the page cache, if they fit
             keep_batch(Streamed(files, device), order[: settings.batch_size], job.batch_path)
         for one in measured if turn else measured[:1]:
             split = Streamed(files, device, one.workers, one.pin_memory)

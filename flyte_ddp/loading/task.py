@@ -1,4 +1,4 @@
-"""The loading study's body: from a folder of images to the setting to train with, and a page that shows why."""
+"""The loading study as a Flyte task: from a folder of images to the recommended setting and a page that shows why."""
 
 import tempfile
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ class LoadingChoice:
 
 
 def study_loading(data: FlyteDirectory, study: LoadingSettings) -> Tuple[LoadingChoice, FlyteFile]:
-    """Times the loading by one rank; returns the recommended setting, and the page."""
+    """Times loading in one rank; returns the recommended setting and the page."""
     check_gpus(visible_gpus())
     folder = Path(data.download())
     description = prepared.verify(folder)

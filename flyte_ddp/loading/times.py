@@ -1,4 +1,4 @@
-"""What the loading study asks of a rank, and what it learns. Standard library only."""
+"""The inputs and results of the loading study. Standard library only."""
 
 from dataclasses import dataclass
 from statistics import median
@@ -13,7 +13,7 @@ class LoadingSettings(Settings):
 
     Attributes:
         passes: over the images, for each setting.
-        most_images: of a pass; of a larger folder each pass takes others.
+        most_images: per pass; in a larger folder each pass takes different ones.
         most_workers: 0, 1, 2, 4 and so on up to this many are tried; 0 is twice the cores, at most 16.
         batch_size: images of one batch.
     """
@@ -26,7 +26,7 @@ class LoadingSettings(Settings):
 
 @dataclass(frozen=True)
 class LoadingJob:
-    """data: folder of the dataset, with its access; batch_path: where one batch goes, an .npz of images and labels."""
+    """data: folder of the dataset, with its access. batch_path: where one batch is written, as .npz."""
 
     data: str
     batch_path: str
@@ -35,7 +35,7 @@ class LoadingJob:
 
 @dataclass(frozen=True)
 class Measured:
-    """One setting's passes: seconds of each over `images` images, from the start of the workers to their end."""
+    """One setting's passes: seconds of each, over `images` images, from the start of the workers to their end."""
 
     workers: int
     pin_memory: bool
@@ -54,7 +54,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class LoadingTimes:
-    """peak_bytes: the most memory that the rank, or any one of its workers, has held."""
+    """peak_bytes: peak memory of the rank or of any one of its workers."""
 
     measured: List[Measured]
     device: str

@@ -1,4 +1,4 @@
-"""python -m flyte_ddp new NAME: a project of one's own, ready to train."""
+"""python -m flyte_ddp new NAME: creates a project, ready to train."""
 
 import shlex
 from pathlib import Path
@@ -14,14 +14,14 @@ from flyte_ddp.new.project import write_project
 @click.option(
     "--library",
     metavar="REQUIREMENT",
-    help="What pip shall install this library by, as in 'flyte-ddp-training @ git+https://HOST/REPOSITORY@COMMIT'. "
-    "Without it, the place that it is installed from here.",
+    help="The requirement to install this library with, such as "
+    "'flyte-ddp-training @ git+https://HOST/REPOSITORY@COMMIT'. By default, where it is installed from here.",
 )
 def new(name: Path, library: str) -> None:
-    """Write a project of your own into a new folder.
+    """Create a project in a new folder.
 
     NAME is the folder, and its last part the name of the Python package in it. The project has a recipe, its settings,
-    a workflow, a test, a Makefile and a Dockerfile, and trains as it is.
+    a workflow, a test, a Makefile and a Dockerfile, and trains without changes.
     """
     requirement = check_requirement(library) if library else installed_from()
     write_project(name, requirement)

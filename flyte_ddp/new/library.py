@@ -1,4 +1,4 @@
-"""Where pip finds this library. It is on no public index, so a project that uses it has to say."""
+"""Where pip finds this library: it is on no public index, so a project that uses it must say so."""
 
 import json
 import re
@@ -14,15 +14,15 @@ REMEDY = f"write it as '{DISTRIBUTION} @ git+https://HOST/REPOSITORY@COMMIT'"
 
 
 def check_requirement(text: str) -> str:
-    """Returns the text if it is a requirement of this library, else raises InputError; whether it can be had is for pip
-    to find out."""
+    """Returns the text if it is a requirement of this library, else raises InputError; pip finds out whether it can be
+    installed."""
     if not re.fullmatch(rf"{DISTRIBUTION} *(@|[=<>~!]=?) *[^\s\"\\]+", text):
         raise InputError(f"--library must be a requirement of {DISTRIBUTION}, got {text!r}: {REMEDY}")
     return text
 
 
 def installed_from() -> str:
-    """The requirement that gives the library as it is here: its checkout, or what pip installed it from (PEP 610)."""
+    """The requirement for the library that is used here: its checkout, or what pip installed it from (PEP 610)."""
     source = Path(flyte_ddp.__path__[0]).absolute().parent
     project = source / "pyproject.toml"
     if project.is_file() and f'name = "{DISTRIBUTION}"' in project.read_text():  # an editable installation, too
@@ -31,7 +31,7 @@ def installed_from() -> str:
         installed = distribution(DISTRIBUTION)
     except PackageNotFoundError:
         raise InputError(
-            f"--library must be given where the library was not installed by pip, as in {source}: {REMEDY}"
+            f"--library must be given if the library was not installed by pip, as in {source}: {REMEDY}"
         ) from None
     origin = installed.read_text("direct_url.json")
     return f"{DISTRIBUTION} @ {_url(json.loads(origin))}" if origin else f"{DISTRIBUTION}=={installed.version}"

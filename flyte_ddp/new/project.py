@@ -1,7 +1,7 @@
-"""A project of a user's own, made from the template beside this file.
+"""Creates a user's project from the template beside this file.
 
-The template is itself a working project. Its package is called my_project, and wherever that name stands, in a path or
-in a file, the new one's takes its place.
+The template is itself a working project. Its package is called my_project, and that name is replaced in all paths and
+files.
 """
 
 import keyword
@@ -23,14 +23,14 @@ TEMPLATE_NAME = "my_project"
 
 
 def write_project(folder: Path, library: str) -> None:
-    """Writes the whole project or nothing; raises InputError for a name that will not do and a folder that is there.
+    """Writes the whole project or nothing; raises InputError for an invalid name or an existing folder.
 
-    library: the requirement by which the project's pyproject.toml has pip install this library.
+    library: the requirement for this library in the project's pyproject.toml.
     """
     folder = folder.absolute()
     check_name(folder.name)
     if os.path.lexists(folder):
-        raise InputError(f"NAME must be a new folder, got {folder}, which is there: choose another name or place")
+        raise InputError(f"NAME must be a new folder, got {folder}, which exists: choose another name or place")
     beside = temporary_beside(folder)
     with writing_to(folder.parent, "NAME"):
         try:
@@ -54,15 +54,13 @@ def project_files(name: str, library: str) -> Iterator[Tuple[Path, str]]:
 
 
 def check_name(name: str) -> None:
-    """Raises InputError for what cannot be a Python package, a distribution and an image alike, or hides another."""
+    """Raises InputError for a name that is not valid for a package, a distribution and an image, or hides another."""
     if not re.fullmatch("[a-z][a-z0-9]*(_[a-z0-9]+)*", name) or keyword.iskeyword(name):
         raise InputError(
-            "NAME must be a name for a Python package, of small letters, digits and single underscores, no keyword, "
+            "NAME must be a Python package name of lower-case letters, digits and single underscores, not a keyword, "
             f"got {name!r}: choose one like flower_images"
         )
     installed = [place for place in sys.path if is_installed(place)]
     is_taken = name in sys.stdlib_module_names or name in (LIBRARY, "tests") or PathFinder.find_spec(name, installed)
     if is_taken:
-        raise InputError(
-            f"NAME must not be that of a package which is there already, got {name!r}: choose one like my_{name}"
-        )
+        raise InputError(f"NAME must not be the name of an existing package, got {name!r}: choose one like my_{name}")

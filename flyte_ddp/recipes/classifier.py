@@ -1,4 +1,4 @@
-"""Classification of samples of any kind: a recipe lacks data and model alone."""
+"""Classification of any samples: subclasses only add data and model."""
 
 from typing import Any, Dict
 
@@ -10,7 +10,7 @@ from flyte_ddp.recipe import Measures, Recipe
 
 
 class Classifier(Recipe):
-    """Samples (inputs (n, ...), labels (n,) int64), and a network that gives each class a score: (n, classes).
+    """Batches (inputs (n, ...), labels (n,) int64), and a network that returns logits (n, classes).
 
     Attributes:
         label_smoothing: share of the target that is spread evenly over all classes.
@@ -29,5 +29,5 @@ class Classifier(Recipe):
         return measures
 
     def predictions(self, outputs: Tensor, batch: Any) -> Tensor:
-        """(n, classes) logarithms of the probabilities."""
+        """(n, classes) log-probabilities."""
         return F.log_softmax(outputs.float(), dim=1)

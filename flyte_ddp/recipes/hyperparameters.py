@@ -1,4 +1,4 @@
-"""The settings of our own image classifiers: what decides the result of their training."""
+"""The settings of the built-in image classifiers."""
 
 from dataclasses import dataclass
 
@@ -11,23 +11,24 @@ SCHEDULES = ("onecycle", "constant")
 
 @dataclass(frozen=True)
 class Hyperparameters(TrainingSettings):
-    """What decides the result of our own image classifiers.
+    """What determines the result of the built-in image classifiers.
 
     Attributes:
         sgd_momentum: momentum of SGD.
-        learning_rate: of SGD; the peak where the schedule is onecycle.
+        learning_rate: of SGD; the peak rate if the schedule is onecycle.
         model: name of the network, see flyte_ddp/recipes/models.py.
-        dataset: auto is the workflow's own or, only in a local run that cannot get it, digits.
+        dataset: auto is the workflow's own dataset, or digits in a local run that cannot download it.
         schedule: onecycle (linear up from a tenth, linear down to a thousandth of the peak) or constant.
-        warmup_fraction: share of all steps in which onecycle rises.
-        weight_decay: L2 penalty, by SGD.
-        nesterov: whether the momentum is Nesterov's.
-        clip_norm: to which a gradient is shortened whose Euclidean norm, over all weights, is larger; 0 is off.
-        train_fraction: share of the training images that an epoch sees, each epoch others.
-        shift_pixels: training images are shifted by up to this many pixels, padded with zeros (a random crop).
-        flip: whether every other training image, at random, is mirrored left to right.
+        warmup_fraction: share of all steps in which the onecycle rate rises.
+        weight_decay: of SGD (an L2 penalty).
+        nesterov: whether to use Nesterov momentum.
+        clip_norm: gradient clipping by Euclidean norm over all weights; 0 is off.
+        train_fraction: share of the training images that each epoch uses, different ones in each epoch.
+        shift_pixels: training images are shifted at random by up to this many pixels, padded with zeros.
+        flip: whether training images are mirrored left to right at random.
         label_smoothing: share of the target that is spread evenly over all classes.
-        ema_decay: per step, of the exponential moving average of the weights that is evaluated and returned; 0 is off.
+        ema_decay: decay per step of the exponential moving average of the weights, which is evaluated and returned; 0
+            is off.
     """
 
     sgd_momentum: float = setting(0.9, minimum=0, below=1)
@@ -74,7 +75,7 @@ class CIFAR10Hyperparameters(Hyperparameters):
 
 @dataclass(frozen=True)
 class FolderHyperparameters(Hyperparameters):
-    """Hyperparameters with other defaults: folders tend to have fewer images, and larger ones, than MNIST."""
+    """Hyperparameters with other defaults: image folders tend to have fewer and larger images than MNIST."""
 
     dataset: str = setting("image_folder", choices=("image_folder",))
     batch_size: int = setting(64, minimum=1)

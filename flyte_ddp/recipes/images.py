@@ -1,4 +1,4 @@
-"""The built-in recipe: classifying images, those of a prepared dataset or of a folder of files."""
+"""The built-in recipe: classifies the images of a prepared dataset or of a folder of files."""
 
 from pathlib import Path
 from typing import Any, Dict, Optional, Tuple, Union
@@ -35,7 +35,7 @@ class ImageClassifier(Classifier):
 
     @classmethod
     def load_model(cls, path: Union[str, Path], settings: Any = None, data_path: Optional[Path] = None) -> nn.Module:
-        """As flyte_ddp.recipes.models.load_model; the file's metadata say all that is asked for here."""
+        """See flyte_ddp.recipes.models.load_model; all that it needs is in the file's metadata."""
         return models.load_model(path)
 
     def facts(self) -> Dict[str, Any]:
@@ -84,12 +84,12 @@ class ImageClassifier(Classifier):
         return schedules.one_cycle(step, steps, self.settings.warmup_fraction)
 
     def constant_loss(self) -> float:
-        split = "train" if self.settings.validation_fraction else "test"  # which are not to be looked at then
+        split = "train" if self.settings.validation_fraction else "test"  # with validation, test labels are for the end
         return entropy(torch.from_numpy(prepared.open_images(self.folder, split)[1]))
 
 
 class Normaliser:
-    """Pixels (n, C, H, W) uint8 to what a network takes, float32: of mean 0 and standard deviation 1 by channel."""
+    """Pixels (n, C, H, W) uint8 to float32 with mean 0 and standard deviation 1 by channel."""
 
     def __init__(self, description: DatasetDescription, device: torch.device):
         mean, std = torch.tensor(description.mean), torch.tensor(description.std)
@@ -111,7 +111,7 @@ class LabelledFiles(torch.utils.data.Dataset[Any]):
         return len(self.labels)
 
     def read_batch(self, indices: np.ndarray) -> Tuple[np.ndarray, np.ndarray]:
-        """Images (n, C, H, W) uint8 and labels (n,) int64; DataError, naming the file, where one cannot be decoded."""
+        """Images (n, C, H, W) uint8 and labels (n,) int64; DataError naming the file if one cannot be decoded."""
         images = np.empty((len(indices), *self.files.shape), np.uint8)
         for image, index in zip(images, indices, strict=True):
             image[:] = self.files[index]
@@ -119,7 +119,7 @@ class LabelledFiles(torch.utils.data.Dataset[Any]):
 
 
 def shift(images: Tensor, offsets: Tensor, reach: int) -> Tensor:
-    """Moves each image (n, C, H, W) by its own (down, right) of at most reach pixels; zeros follow."""
+    """Shifts each image (n, C, H, W) by its own offset (down, right) of at most reach pixels, and pads with zeros."""
     n, _, height, width = images.shape
     padded = F.pad(images, (reach, reach, reach, reach))
     rows = torch.arange(height, device=images.device) + reach - offsets[:, :1]
@@ -129,6 +129,6 @@ def shift(images: Tensor, offsets: Tensor, reach: int) -> Tensor:
 
 
 def entropy(labels: Tensor) -> float:
-    """Of the frequencies of labels (N,) int64: the least mean loss of a prediction that is the same for all of them."""
+    """Of the frequencies of labels (N,) int64: the lowest mean loss of a constant prediction."""
     counts = labels.bincount().double()
     return torch.special.entr(counts / counts.sum()).sum().item()

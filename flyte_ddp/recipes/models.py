@@ -1,4 +1,4 @@
-"""The networks, by name. Each maps images (N, C, H, W), float and normalised, to scores (N, classes), logits."""
+"""The networks, by name. Each maps images (N, C, H, W), float and normalised, to logits (N, classes)."""
 
 import pkgutil
 from functools import partial
@@ -22,7 +22,7 @@ Shape = Tuple[int, int, int]  # of an image: channels, height, width
 class MnistCNN(nn.Module):
     """The tutorial's network (PyTorch's basic MNIST example): 431,080 parameters for (1, 28, 28) and ten classes.
 
-    Pooling comes before the ReLU: the same values, for a quarter of the ReLU's work.
+    Pooling comes before the ReLU: the result is the same, and the ReLU has a quarter of the work.
     """
 
     def __init__(self, image_shape: Shape, classes: int) -> None:
@@ -38,7 +38,7 @@ class MnistCNN(nn.Module):
         features = F.relu(F.max_pool2d(self.conv1(images), 2))
         features = F.relu(F.max_pool2d(self.conv2(features), 2))
         features = F.relu(self.fc1(features.flatten(1)))
-        # float() because under bfloat16 autocast the scores have 8 bits of precision, too few for a softmax
+        # float() because under bfloat16 autocast the logits have 8 bits of precision, too few for a softmax
         return self.fc2(features).float()
 
 
@@ -87,9 +87,9 @@ class CifarCNN(nn.Module):
 
 
 class ResNet9(nn.Module):
-    """The nine-layer residual network of the DAWNBench entries for CIFAR-10 (David Page, 2018); 64 channels wide there.
+    """The nine-layer residual network of the DAWNBench entries for CIFAR-10 (David Page, 2018), which are 64 wide.
 
-    Its width at the first layer doubles three times; the cost grows with the square of it.
+    The number of channels starts at width and doubles three times; the cost grows with its square.
     """
 
     def __init__(self, image_shape: Shape, classes: int, width: int) -> None:
@@ -108,7 +108,7 @@ class ResNet9(nn.Module):
         features = F.max_pool2d(self.layer2(features), 2)
         features = F.max_pool2d(self.layer3(features), 2)
         features = features + self.residual3(features)
-        # Page scales the scores by an eighth, so that the softmax starts out flat
+        # Page scales the logits by an eighth, so that the softmax starts out flat
         return self.fc(features.amax((2, 3))).float() / 8
 
 
@@ -126,7 +126,7 @@ MODELS: Dict[str, Callable[[Shape, int], nn.Module]] = {
 
 
 def build_model(name: str, seed: int, image_shape: Shape, classes: int) -> nn.Module:
-    """The named network with the initial weights that belong to the seed."""
+    """The named network with initial weights drawn from the seed."""
     torch.manual_seed(seed)
     return MODELS[name](image_shape, classes)
 
@@ -140,9 +140,9 @@ def load_model(
 ) -> nn.Module:
     """The trained network from a model_state or safetensors file, in evaluation mode on the CPU.
 
-    What is not given is taken from the file's metadata, of any recipe; without any, the network is MNIST's. Nothing in
-    the file is executed, but the module of a recipe of one's own is imported: it makes the network, from data_path too
-    if it needs that.
+    What is not given is taken from the file's metadata; without metadata, the network is MNIST's. Nothing in the file
+    is executed, but if another recipe trained it, that recipe's module is imported to build the network, from data_path
+    too if needed.
     """
     metadata = read_metadata(path)
     if metadata and metadata.recipe != OURS and name is None:

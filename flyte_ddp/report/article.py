@@ -1,4 +1,4 @@
-"""Pages of headings, text, tables, curves and pictures, in the look of the training report; each is one file."""
+"""Pages of headings, text, tables, curves and pictures in the style of the training report; each is one file."""
 
 from dataclasses import dataclass
 from typing import Any, List, Sequence, Tuple
@@ -38,7 +38,7 @@ BODY = """
 
 @dataclass(frozen=True)
 class Drawing:
-    """A figure: an SVG element, as figures.draw and figures.inline make it."""
+    """A figure: an SVG element, as returned by figures.draw and figures.inline."""
 
     title: str
     svg: str
@@ -49,9 +49,9 @@ class Section:
     """A part of an article, in this order: paragraphs, figures, a table, pictures; each may be left out.
 
     Attributes:
-        heads, lines: of the table; the first column names the line, the others stand to the right. Lines without
-            heads are (label, text).
-        pictures: (data URI, label), as figures.picture makes them.
+        heads, lines: of the table; the first column names the line, the others are right-aligned. Without heads, lines
+            are (label, text).
+        pictures: (data URI, label), with URIs from figures.picture.
     """
 
     title: str
@@ -64,7 +64,7 @@ class Section:
 
 
 def article(title: str, subtitle: str, sections: Sequence[Section]) -> str:
-    """What belongs between <body> and </body>, for a Deck: everything in it but the figures is escaped."""
+    """The content of <body>, for a Deck; everything except the figures is escaped."""
     from markupsafe import Markup
 
     shown: List[Any] = [
@@ -76,7 +76,7 @@ def article(title: str, subtitle: str, sections: Sequence[Section]) -> str:
 
 
 def document(title: str, fragment: str) -> str:
-    """The whole page around a fragment; it asks nothing from any network."""
+    """The whole page around a fragment; it loads nothing from the network."""
     from markupsafe import Markup
 
     return render(page.PAGE, title=title, fragment=Markup(fragment), live=False)

@@ -1,4 +1,4 @@
-"""Gives a slow observer a thread of its own, so that looking on never stops, fails or noticeably slows training."""
+"""Runs a slow observer in a thread of its own, so that it never stops, fails or noticeably slows training."""
 
 import contextvars
 import os
@@ -22,13 +22,13 @@ class Observer(Protocol):
 
 
 class Incomplete(Exception):
-    """Its message says all that there is to say."""
+    """An error whose message is the whole explanation, without the type's name."""
 
 
 class Background:
-    """An observer in front of a slow one, which is made, told and closed in a thread of its own.
+    """Passes events to a slow observer, which is created, called and closed in a thread of its own.
 
-    Events that the slow one fails on, and those that come while its queue is full, are lost; close() says so, once.
+    Events that the observer fails on, or that arrive while the queue is full, are lost; close() says so once.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Background:
         capacity: int = 10_000,
         abandon: Callable[[], None] = lambda: None,
     ):
-        """make is called in the thread, so that imports and connections are waited for there; close() waits at most
+        """make is called in the thread, which then waits for imports and connections; close() waits at most
         close_seconds for what is still queued, then calls abandon."""
         self.name, self._close_seconds, self._capacity, self._abandon = name, close_seconds, capacity, abandon
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -55,8 +55,8 @@ class Background:
             self._reason = self._reason or "too slow"
 
     def close(self, *last: Any) -> None:
-        """Tells the last events and waits for all to be done, but not for ever: as a daemon no thread of this keeps the
-        process from ending. Training being over, the end is not left to the thread that gives way to it."""
+        """Passes the last events and waits until all are handled, within close_seconds; a daemon thread does not keep
+        the process from ending. The rest runs in a new thread of normal priority, because training is over."""
         deadline = time.monotonic() + self._close_seconds
         self._events.put(None)
         self._thread.join(self._close_seconds)
@@ -77,7 +77,7 @@ class Background:
             )
 
     def _start(self, work: Callable[..., None], *arguments: Any) -> threading.Thread:
-        # Flyte's context, without which a Deck cannot be published, goes with the thread
+        # With Flyte's context, without which a Deck cannot be published
         run = contextvars.copy_context().run
         thread = threading.Thread(target=run, args=(work, *arguments), name=self.name, daemon=True)
         thread.start()
@@ -115,14 +115,14 @@ class Background:
 
 
 def give_way() -> None:
-    """Lets this thread, and the processes that it starts, have only what the ranks leave of the processor."""
-    if sys.platform == "linux":  # elsewhere a thread has no priority of its own: this would be the whole process's
+    """Gives this thread, and the processes that it starts, the lowest CPU priority, so that the ranks come first."""
+    if sys.platform == "linux":  # elsewhere this would change the priority of the whole process
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
 
 
 def one_line(error: BaseException) -> str:
-    """The message, short, and without the W&B key, whatever put it there."""
+    """The message, shortened, on one line and without the W&B key."""
     text = " ".join(str(error).split())
     key = os.environ.get("WANDB_API_KEY")
     return (text.replace(key, "(key)") if key else text)[:400]

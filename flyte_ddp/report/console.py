@@ -1,4 +1,4 @@
-"""What a training run says on the terminal or in a pod's log."""
+"""What a training run prints on the terminal or in a pod's log."""
 
 import os
 import sys
@@ -23,13 +23,13 @@ from flyte_ddp.report.words import counted, in_words, written
 
 
 def say(text: str) -> None:
-    # Standard output is the workflow's own: its result. By name, for with err=True click writes past rich, which puts
-    # lines above the live one
+    # Standard output is for the workflow's result. With err=True click would bypass rich, which keeps lines above the
+    # live one
     click.echo(text, file=sys.stderr)
 
 
 def say_remark(event: Event) -> None:
-    """Messages common to every training: warnings, a rank's own prints, and failed or refused checkpoints."""
+    """Prints the messages common to all trainings: warnings, output of ranks, and failed or refused checkpoints."""
     if isinstance(event, NotLearning):
         say(f"Warning: {event.reason}")
     elif isinstance(event, Printed):
@@ -45,12 +45,12 @@ def on_terminal() -> bool:
 
 
 def open_console() -> "Console":
-    """One live line where somebody watches, plain lines elsewhere."""
+    """One live line on a terminal, plain lines elsewhere."""
     return LiveConsole() if on_terminal() else Console()
 
 
 class Console:
-    """Prints a line per logged step and per epoch, in the tutorial's manner."""
+    """Prints a line per logged step and per epoch, in the tutorial's format."""
 
     def __init__(self) -> None:
         self._run: RunStarted
@@ -80,7 +80,7 @@ class Console:
             say_remark(event)
 
     def _measured(self, split: str, measures: Mapping[str, float]) -> List[str]:
-        # A recipe's headline may be its loss, which is then said once
+        # A recipe's headline may be its loss, which is then printed once
         return [
             f"{split} {in_words(name)} {written(name, measures[name], self._run.shares)}"
             for name in dict.fromkeys((self._run.headline, "loss"))
@@ -99,7 +99,7 @@ class Console:
 
 
 class LiveConsole(Console):
-    """Keeps one line up to date instead of printing one per logged step; everything else scrolls by above it."""
+    """Updates one line instead of printing one per logged step; everything else scrolls above it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class LiveConsole(Console):
     def __call__(self, event: Event) -> None:
         super().__call__(event)
         if isinstance(event, RunStarted):
-            # restarted, so that the time left does not count the start
+            # restarted, so that the estimate of the time left excludes the start-up
             self._progress.remove_task(self._task)
             self._task = self._progress.add_task(
                 f"Epoch {event.first_epoch + 1}/{event.epochs}",
@@ -141,7 +141,7 @@ class LiveConsole(Console):
 
 @contextmanager
 def download_progress() -> Iterator[Progress]:
-    """Shows what datasets.prepare downloads: a live line per file where somebody watches, else one when it begins."""
+    """Shows what datasets.prepare downloads: on a terminal a live line per file, elsewhere a line when it begins."""
     if not on_terminal():
         yield _plain_download
         return
@@ -165,9 +165,9 @@ def _plain_download(filename: str, done: int, total: Optional[int]) -> None:
 
 
 def _progress(*columns: Any) -> Any:
-    """A live display on standard error that vanishes at its end. rich is there: pyflyte itself imports it."""
+    """A live display on standard error that vanishes at the end. rich is always installed: pyflyte needs it."""
     from rich.console import Console as Terminal
     from rich.progress import Progress as Display
 
-    # Four times a second: each refresh takes a millisecond from the ranks
+    # Four times per second: each refresh costs the ranks a millisecond
     return Display(*columns, console=Terminal(stderr=True), transient=True, refresh_per_second=4, expand=True)

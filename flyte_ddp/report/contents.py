@@ -1,25 +1,21 @@
-"""What the report says, part by part, as plain values for its template: the figures' curves, and tables."""
+"""The report's tiles and tables, as plain values for its template."""
 
 import dataclasses
 import json
-import math
 from typing import Any, Dict, List, Mapping, Tuple
 
-from flyte_ddp.report.figures import Curves
 from flyte_ddp.report.record import Record
 from flyte_ddp.report.words import capitalised, in_words
 from flyte_ddp.settings import Settings
 
 MOST_BARS = 40
-MOST_CURVES = 6  # of measures beside the loss
 MOST_MEASURES = 4  # in a table
 MOST_EPOCHS = 20  # lines in a table
 MOST_OPERATORS = 15
-MOST_LAYERS = 12  # curves in a figure
 
 
 def tiles(record: Record) -> List[Dict[str, str]]:
-    """The headline's figures, the most important first."""
+    """The figures at the top, the most important first."""
     run, description = record.started, record.info.description
     shown = []
     tested, split = record.tested, record.split
@@ -44,62 +40,8 @@ def tiles(record: Record) -> List[Dict[str, str]]:
         ranks = f"{run.world_size} rank" + "s" * (run.world_size != 1)
         shown.append((ranks, f"{run.backend}, {run.device}, {run.precision}"))
     if record.finished:
-        shown.append((duration(record.finished.total_seconds), "in all"))
+        shown.append((duration(record.finished.total_seconds), "total"))
     return [{"value": value, "label": label} for value, label in shown]
-
-
-def progress_curves(record: Record) -> List[Curves]:
-    """Loss, the other measures and learning rate over epochs."""
-    loss = _measure_curves(record, "loss")
-    losses = [value for points in loss.series.values() for _, value in points if math.isfinite(value)]
-    least, most = min(losses, default=1.0), max(losses, default=1.0)
-    others = [name for name in record.measures if name != "loss"][:MOST_CURVES]
-    rates = [(record.position(step), step.learning_rate) for step in record.steps]
-    return [
-        dataclasses.replace(loss, logarithmic=least > 0 and 30 < most / least < 1e9),
-        *(_measure_curves(record, name) for name in others),
-        Curves("Learning rate", {"": rates}),
-    ]
-
-
-def _measure_curves(record: Record, name: str) -> Curves:
-    at, epochs, tested = record.position, record.epochs, record.tested
-    remark, series = (
-        "",
-        {"training": [(at(step), step.measures[name]) for step in record.steps if name in step.measures]},
-    )
-    for split in dict.fromkeys(epoch.split for epoch in epochs):
-        points = [(e.epoch + 1.0, e.evaluated[name]) for e in epochs if e.split == split and name in e.evaluated]
-        series[split] = points
-        if points:
-            last = record.written(name, points[-1][1])
-            remark = f"{capitalised(split)} {in_words(name)} {last} after epoch {len(epochs)}."
-    return Curves(
-        capitalised(in_words(name)),
-        series,
-        remark,
-        percent=record.started is not None and name in record.started.shares,
-        marks=[at(warning) for warning in record.warnings],
-        chosen=tested.epoch + 1.0 if tested else None,
-    )
-
-
-def speed_curves(record: Record) -> List[Curves]:
-    """Throughput over epochs, and the norm of each weight's gradient."""
-    at, steps = record.position, record.steps
-    names = list(steps[-1].gradient_norms) if steps else []
-    names = ([name for name in names if name.endswith("weight")] or names)[:MOST_LAYERS]
-    norms = {
-        name: [(at(step), norm) for step in steps if (norm := step.gradient_norms.get(name, 0)) > 0] for name in names
-    }
-    return [
-        Curves(
-            f"{capitalised(record.samples)} per second, all ranks",
-            {"": [(at(step), step.samples_per_second) for step in steps]},
-            from_zero=True,
-        ),
-        Curves("Gradient norm by layer", norms, logarithmic=True),
-    ]
 
 
 def epoch_heads(record: Record) -> List[str]:
@@ -134,7 +76,7 @@ def rank_heads(record: Record) -> List[str]:
 
 
 def rank_bars(record: Record) -> List[Dict[str, Any]]:
-    """Throughput and peak memory of each rank; known when it has ended."""
+    """Throughput and peak memory of each rank, known once training has finished."""
     ranks = record.finished.results if record.finished else []
     has_gpu = _has_gpu(record)
     return _bars(
@@ -158,12 +100,12 @@ def _cost(record: Record) -> List[Tuple[str, str]]:
     if not record.finished:
         return []
     result = record.finished.results[0]
-    flops = [("A training step", f"{result.sample_flops:,.3g} FLOPs a sample")] if result.sample_flops else []
+    flops = [("A training step", f"{result.sample_flops:,.3g} FLOPs per sample")] if result.sample_flops else []
     return [("All", f"{result.parameters:,} parameters"), *flops]
 
 
 def data_lines(record: Record) -> List[Any]:
-    """What the images are, and which ones exactly; of other recipes' samples, how many there are."""
+    """A description of the images and their digest; for other recipes, the number of samples."""
     run, description = record.started, record.info.description
     if description is None:
         if run is None:
@@ -175,7 +117,7 @@ def data_lines(record: Record) -> List[Any]:
     lines = [
         ("Name", description.name + (" (stand-in)" if record.info.is_stand_in else "")),
         ("Training images", f"{description.train_samples:,}"),
-        *([("Held out to validate", f"{run.validation_samples:,}")] if run and run.validation_samples else []),
+        *([("Held out for validation", f"{run.validation_samples:,}")] if run and run.validation_samples else []),
         ("Test images", f"{description.test_samples:,}"),
         ("Image", " x ".join(map(str, description.image_shape)) + " (channels, height, width)"),
         ("Classes", len(description.classes)),
@@ -187,7 +129,7 @@ def data_lines(record: Record) -> List[Any]:
 
 
 def setup_tables(record: Record) -> List[Dict[str, Any]]:
-    """Hyperparameters and options, what differs from the default marked; the network; the machine; the run."""
+    """Hyperparameters and options, with differences from the defaults marked; the network; the machine; the run."""
     info, run = record.info, record.started
     tables = [
         {"title": "Hyperparameters", "lines": _settings(info.settings)},
@@ -213,7 +155,7 @@ def setup_tables(record: Record) -> List[Dict[str, Any]]:
 
 
 def operator_table(record: Record) -> Dict[str, Any]:
-    """What rank 0's profiler left, if it was on."""
+    """What rank 0's profiler wrote, if it was on."""
     try:
         profile = json.loads((record.info.logs / "profile" / "operators.json").read_text())
     except FileNotFoundError:
@@ -231,7 +173,7 @@ def operator_table(record: Record) -> Dict[str, Any]:
 
 
 def _settings(values: Settings) -> List[Any]:
-    """Name, value, and the default where the value is another."""
+    """Name, value, and the default if the value differs from it."""
     return [
         (name, _text(value), _text(default) if value != default else "")
         for name, default in dataclasses.asdict(type(values)()).items()  # type: ignore[call-overload]
@@ -240,7 +182,7 @@ def _settings(values: Settings) -> List[Any]:
 
 
 def _plain(lines: Any) -> List[Any]:
-    """Name and value, and no default to differ from."""
+    """Name and value, without a default."""
     return [(name, value, "") for name, value in lines]
 
 

@@ -1,4 +1,4 @@
-"""Curves and pictures that stand in the page itself: SVG whose colours are the page's, PNG as data URIs."""
+"""Curves and pictures embedded in the page: SVG in the page's colours, PNG as data URIs."""
 
 import base64
 import io
@@ -10,12 +10,12 @@ from typing import Any, List, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
 
-# Stand for the page's colours while matplotlib draws: the page has others by day than by night
+# Placeholders for the page's colours while matplotlib draws: the page has a light and a dark theme
 INK, GRID, BAD, SERIES = "#010101", "#020202", "#040404", [f"#0{number}0303" for number in range(1, 9)]
 COLOURS = {INK: "var(--ink)", GRID: "var(--line)", BAD: "var(--bad)"}
 COLOURS.update({name: f"var(--c{n})" for n, name in enumerate(SERIES, 1)})
 SIZE = (4.6, 2.9)  # inches of 72 units, so that the text is readable on a page 360 pixels wide
-MOST_LETTERS = 24  # of a name in a legend, whose end tells it from others: longer ones leave no room for curves
+MOST_LETTERS = 24  # of a name in a legend, of which the end is kept: longer names leave no room for curves
 MOST_POINTS = 300
 LINES = ("-", "--", ":", "-.")  # colours alone don't tell series apart for everyone
 
@@ -25,14 +25,15 @@ Points = Sequence[Tuple[float, float]]
 
 @dataclass(frozen=True)
 class Curves:
-    """Named series of (x, value), and what to tell those who cannot see them besides first and last values.
+    """Named series of (x, value).
 
     Attributes:
-        x: what the horizontal axis counts.
-        ranges: for a series, (least, most) of each of its points, shown as error bars.
-        marks: values of x at which there was a warning.
+        remark: added to the text alternative, after the first and last values.
+        x: what the horizontal axis shows.
+        ranges: for a series, (lowest, highest) of each of its points, shown as error bars.
+        marks: values of x with a warning.
         chosen: the value of x that was the best.
-        ticks: the only values of x to be named, on an axis of equal ratios rather than equal steps.
+        ticks: if given, the only labelled values of x, on a logarithmic axis.
     """
 
     title: str
@@ -60,8 +61,8 @@ class Curves:
 
 
 def load_matplotlib() -> None:
-    """What every figure needs, and takes 0.3 s the first time."""
-    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it tells of its font cache, which helps nobody
+    """Imports what every figure needs, which takes 0.3 s the first time."""
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it logs about its font cache, which helps nobody
     import_module("matplotlib.figure")
 
 
@@ -111,8 +112,8 @@ def draw(curves: Curves) -> str:
 
 
 def cloud(points: np.ndarray, labels: np.ndarray, names: Sequence[str], turned: float, description: str) -> str:
-    """Points (N, 3) in space, seen from that many degrees around the vertical, as an SVG element; those of one label
-    (N,) have one colour, and the label's name in their midst."""
+    """A 3D scatter plot of points (N, 3), rotated by `turned` degrees around the vertical, as an SVG element; points
+    with the same label (N,) have one colour, with the label's name in their middle."""
     load_matplotlib()
     import matplotlib
     from matplotlib.figure import Figure
@@ -132,7 +133,7 @@ def cloud(points: np.ndarray, labels: np.ndarray, names: Sequence[str], turned: 
 
 
 def thinned(points: Points) -> List[Tuple[float, float]]:
-    """At most MOST_POINTS of them, the last one always."""
+    """At most MOST_POINTS of the points, always including the last one."""
     every = -(-len(points) // MOST_POINTS)
     return list(reversed(list(points)[::-1][::every]))
 
@@ -187,9 +188,9 @@ def _style() -> Any:
 
 
 def scatter(x_name: str, x: Sequence[Any], y_name: str, y: Sequence[Optional[float]]) -> str:
-    """Shares over numbers or names as an SVG element, the lowest marked; a cross at the top where there is none.
+    """Values over numbers or names as an SVG element, with the lowest marked, and a cross at the top for a missing one.
 
-    The shares, which are above 0, stand on an axis of equal ratios, and so do numbers that differ widely.
+    The values, which are above 0, are on a logarithmic axis, and so are numbers that differ widely.
     """
     load_matplotlib()
     import matplotlib

@@ -1,4 +1,4 @@
-"""The report's page, as a Jinja template. A Python string, because Flyte ships modules and nothing else."""
+"""The report's page, as a Jinja template. A Python string, because Flyte ships only modules."""
 
 STYLE = """
 .ddp { --ground: #fff; --card: #f6f7f9; --ink: #1b1f24; --soft: #57606a; --line: #d8dee4;
@@ -134,7 +134,7 @@ MACROS = """
 </tr>
 {% endfor %}
 </tbody></table></div>
-<p class="soft">Rows: the truth. Columns: the network's guess. What is off the diagonal is wrong.</p></figure>
+<p class="soft">Rows: the true class. Columns: the predicted class. Everything off the diagonal is wrong.</p></figure>
 {% endmacro %}
 """
 
@@ -147,7 +147,7 @@ BODY = """
 {% for warning in warnings %}<p class="notice"><b>Warning:</b> {{ warning }}</p>{% endfor %}
 {% if stand_in %}
 <p class="notice"><b>Stand-in data.</b> The workflow's own data could not be downloaded, so this model was trained on
-{{ stand_in }}. Its accuracy says nothing about the other.</p>
+{{ stand_in }}. Its accuracy says nothing about that on the workflow's own data.</p>
 {% endif %}
 <div class="tiles">
 {% for tile in tiles %}
@@ -156,7 +156,7 @@ BODY = """
 </div>
 {% if url %}<p>Weights &amp; Biases: <a href="{{ url }}" rel="noreferrer">{{ url }}</a></p>{% endif %}
 {% if notes %}
-<div class="notice long"><b>On the way</b>{% for note in notes %}<p>{{ note }}</p>{% endfor %}</div>
+<div class="notice long"><b>Notes</b>{% for note in notes %}<p>{{ note }}</p>{% endfor %}</div>
 {% endif %}
 
 {% if curves %}

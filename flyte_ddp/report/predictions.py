@@ -1,4 +1,4 @@
-"""What a trained network says of the test images: where it is right, where it is wrong, and how sure it is."""
+"""A trained network's predictions on the test images: where it is right, where it is wrong, and how sure it is."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,13 +13,13 @@ from flyte_ddp.report.record import RunFinished, RunInfo
 
 @dataclass(frozen=True)
 class Predictions:
-    """Those of N test images.
+    """Predictions on N test images.
 
     Attributes:
         classes: names, in the order of the labels.
         images: (N, C, H, W) uint8, memory-mapped or decoded by index.
-        labels: (N,), the truth.
-        scores: (N, classes), logarithms of probabilities.
+        labels: (N,), the true classes.
+        scores: (N, classes), log-probabilities.
     """
 
     classes: Sequence[str]
@@ -36,38 +36,38 @@ class Predictions:
         return float(np.exp(self.scores[index].max()))
 
     def confusion(self) -> np.ndarray:
-        """(classes, classes) counts: the truth by row, the guess by column."""
+        """(classes, classes) counts, with true classes as rows and predicted ones as columns."""
         classes = self.scores.shape[1]
         return np.bincount(self.labels * classes + self.guesses, minlength=classes**2).reshape(classes, classes)
 
     def class_accuracies(self) -> List[Tuple[int, int]]:
-        """For each class: how many of its images were recognised, and how many there are."""
+        """For each class: how many of its images were classified correctly, and how many there are."""
         confusion = self.confusion()
         return list(zip(confusion.diagonal().tolist(), confusion.sum(axis=1).tolist(), strict=True))
 
     def confident_mistakes(self, count: int) -> List[int]:
-        """Indices of wrong guesses, the surest first."""
+        """Indices of wrongly classified images, the most confident first."""
         wrong = np.flatnonzero(self.guesses != self.labels)
         return wrong[np.argsort(-self.scores[wrong].max(axis=1), kind="stable")][:count].tolist()
 
 
 def read_predictions(path: Path, data: Path) -> Predictions:
-    """What rank 0 left at path, together with the test split of the prepared dataset in the folder data."""
+    """The predictions that rank 0 wrote to path, with the test split of the prepared dataset in the folder data."""
     images, labels = open_images(data, "test")
     return Predictions(read_description(data).classes, images, labels, np.load(path))
 
 
 def predictions_of(info: RunInfo, finished: RunFinished) -> Optional[Predictions]:
-    """Those of an image classifier's run; None for other recipes, whatever they keep of their test samples."""
+    """The predictions of an image classifier's run; None for other recipes."""
     if info.data is None or finished.predictions_path is None:
         return None
     return read_predictions(finished.predictions_path, info.data)
 
 
 def samples_by_class(data: Path, classes: int, most: int) -> List[Tuple[int, np.ndarray]]:
-    """(label, image) of a few training images, class by class, as many of each as fit into most."""
+    """(label, image) of a few training images, class by class, the same number of each, at most `most` in total."""
     images, labels = open_images(data, "train")
-    labels = labels[:10_000]  # enough to meet each class
+    labels = labels[:10_000]  # enough to find every class
     each = max(1, most // max(1, classes))
     found = [(label, index) for label in range(classes) for index in np.flatnonzero(labels == label)[:each]]
     return [(label, images[index]) for label, index in found[:most]]

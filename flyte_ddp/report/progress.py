@@ -1,4 +1,4 @@
-"""A training's progress as JSON lines, for other programs: docs/progress.md says what may be relied on."""
+"""A training's progress as JSON lines, for other programs: docs/progress.md documents them."""
 
 import dataclasses
 import json
@@ -33,9 +33,9 @@ EVENTS: Dict[str, Type[Any]] = {
     "started_afresh": CheckpointRefused,
     "printed": Printed,
 }
-# Too long for a line, or of this machine alone; with what a reader has in their stead
+# Too long for a line, or specific to this machine; with what readers get instead
 LEFT_OUT: Dict[str, Any] = {"layers": [], "gradient_norms": {}, "path": ""}
-MOST_STEPS = 1000  # written one by one; from then on a step is, for each further thousandth of the run so far
+MOST_STEPS = 1000  # so many steps are all written; after them, one for each further thousandth of the elapsed time
 
 
 class Progress:
@@ -86,7 +86,7 @@ def fields_of(event: Any) -> Dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """As JSON has it: NaN and infinity become null."""
+    """The value as strict JSON: NaN and infinity become null."""
     if isinstance(value, dict):
         return {name: plain(one) for name, one in value.items()}
     if isinstance(value, (list, tuple)):
@@ -95,11 +95,11 @@ def plain(value: Any) -> Any:
 
 
 def event_of(line: Dict[str, Any]) -> Any:
-    """The event that a line was written of; None for finished, failed, and what a newer program may say beside."""
+    """The event that a line was written for; None for finished, failed, and what a newer program may have added."""
     kind = EVENTS.get(line["event"])
     if kind is None:
         return None
-    known = {**LEFT_OUT, **line}  # what an older program has not said takes its default
+    known = {**LEFT_OUT, **line}  # what an older program did not write takes its default
     given = {field.name: known[field.name] for field in dataclasses.fields(kind) if field.name in known}
     for name in ("measures", "train", "test", "validation"):
         if name in given:

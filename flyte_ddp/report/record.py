@@ -1,4 +1,4 @@
-"""What a report shows of one training run: collected from its events, computed where the events don't say it."""
+"""What a report shows of a training run, collected from its events and computed from them."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,18 +20,18 @@ from flyte_ddp.events import (
 from flyte_ddp.report.words import written
 from flyte_ddp.settings import RunOptions, TrainingSettings
 
-MOST_STEPS = 1024  # kept of a long run, evenly spread: more than a curve can show
+MOST_STEPS = 1024  # how many steps of a long run are kept, evenly spread: more than a curve can show
 MOST_NOTES = 50
 
 
 @dataclass(frozen=True)
 class RunFinished:
-    """The parent's own event: training has succeeded; its files are in place.
+    """The parent's own event: training has succeeded, and its files are in place.
 
     Attributes:
         results: by rank.
-        predictions_path: .npy of what was kept of each test sample, an image classifier's log-probabilities
-            (N, classes); None where nothing was kept.
+        predictions_path: .npy of the recipe's predictions, an image classifier's log-probabilities (N, classes); None
+            if there are none.
         total_seconds: of the task so far.
     """
 
@@ -52,14 +52,14 @@ class RunInfo:
     """What is known of a run before it starts.
 
     Attributes:
-        name: of the run, for people.
-        tracking_id: the same for all attempts at this training, so that they continue one another.
-        attempt: 0, or how often the cluster has tried before.
+        name: of the run, for people to read.
+        tracking_id: the same for all attempts at this training, so that they continue the same run.
+        attempt: the number of earlier attempts on the cluster.
         recipe: what is trained, as package.module:Name.
-        data: folder of the prepared dataset; None, like its description, for all but this library's image classifiers.
-        data_seconds: that fetching and checking it took.
-        logs: folder for whatever a tracker or profiler wants to leave.
-        surroundings: versions, hardware and such, to be shown as they are.
+        data: folder of the prepared dataset; only for this library's image classifiers, like its description.
+        data_seconds: how long fetching and checking the data took.
+        logs: folder for the files of trackers and profiler.
+        surroundings: versions, hardware and the like, to be shown as they are.
     """
 
     name: str
@@ -76,8 +76,8 @@ class RunInfo:
 
     @property
     def is_stand_in(self) -> bool:
-        wished = getattr(self.settings, "dataset", "")
-        return wished == "auto" and self.description is not None and self.description.name == "digits"
+        asked = getattr(self.settings, "dataset", "")
+        return asked == "auto" and self.description is not None and self.description.name == "digits"
 
     @property
     def recipe_name(self) -> str:
@@ -148,7 +148,7 @@ class Record:
 
     @property
     def subject(self) -> str:
-        """What the training is on or, while that is not known, of."""
+        """What is trained on: "on DATASET" or, while that is unknown, "of RECIPE"."""
         if self.info.description:
             return f"on {self.info.description.name}"
         return f"on {self.started.dataset}" if self.started else f"of {self.info.recipe_name}"
@@ -169,22 +169,22 @@ class Record:
 
     @property
     def measures(self) -> List[str]:
-        """Names of all that is measured: the headline, the loss, and the others as the recipe has them."""
+        """Names of all measures: the headline, the loss, and the others in the recipe's order."""
         measured = [step.measures for step in self.steps[-1:]]
         for epoch in self.epochs[-1:]:
             measured += [epoch.evaluated, epoch.train]
         return list(dict.fromkeys([self.headline, "loss", *(name for one in measured for name in one)]))
 
     def written(self, name: str, value: float) -> str:
-        """A measure's value, as people read it."""
+        """A measure's value, formatted for people."""
         return written(name, value, self.started.shares if self.started else ())
 
     def position(self, step: Union[StepLogged, NotLearning]) -> float:
-        """Epochs of training at a step, with fractions."""
+        """The position of a step in epochs, with fractions."""
         return step.epoch + step.step / self.started.steps_per_epoch if self.started else 0.0
 
     def phases(self) -> List[Tuple[str, float]]:
-        """Seconds by phase; what the phases leave of the total comes last. Checkpoints count while training waited."""
+        """Seconds by phase, the rest of the total last. Of checkpoints only the time that training waited counts."""
         train = sum(epoch.train_seconds for epoch in self.epochs)
         evaluate = sum(epoch.evaluate_seconds for epoch in self.epochs) + (self.tested.seconds if self.tested else 0)
         start = self.started.startup_seconds if self.started else 0.0

@@ -1,4 +1,4 @@
-"""The report: one HTML file that shows a run, written again after each epoch, at each warning and at the end."""
+"""The report: one HTML file that shows a run, rewritten after each epoch, at each warning and at the end."""
 
 import os
 import time
@@ -6,23 +6,23 @@ from pathlib import Path
 from typing import Any, Callable
 
 from flyte_ddp.events import EpochFinished, NotLearning, RunStarted
-from flyte_ddp.report import contents, page
+from flyte_ddp.report import contents, curves, page
 from flyte_ddp.report.figures import Curves, draw, load_matplotlib
 from flyte_ddp.report.predictions import predictions_of
 from flyte_ddp.report.record import Record, RunFailed, RunFinished, RunInfo
 from flyte_ddp.report.verdict import drawn_pictures, sample_pictures, verdict
 
-SHARE = 0.05  # of the time, at most, that goes into pages which only live until the next one
+SHARE = 0.05  # the largest share of the time to spend on pages that the next one replaces
 
 
 class Report:
-    """Keeps the page at path up to date, and hands what belongs between <body> and </body> to publish."""
+    """Keeps the page at path up to date, and passes the content of its <body> to publish."""
 
     def __init__(self, info: RunInfo, path: Path, publish: Callable[[str], None], tracking_url: Callable[[], str]):
         self._record, self._path, self._publish = Record(info), path, publish
         self._tracking_url = tracking_url
         self._next_page = 0.0
-        load_matplotlib()  # while the ranks train rather than after an epoch
+        load_matplotlib()  # now, while the ranks train, rather than after an epoch
 
     def __call__(self, event: Any) -> None:
         self._record(event)
@@ -30,7 +30,7 @@ class Report:
         is_due = isinstance(event, (RunStarted, EpochFinished)) and time.monotonic() >= self._next_page
         ends_training = isinstance(event, EpochFinished) and event.epoch + 1 == self._record.info.settings.epochs
         is_urgent = is_last or isinstance(event, NotLearning)
-        if is_urgent or (is_due and not ends_training):  # the last page follows at once
+        if is_urgent or (is_due and not ends_training):  # after the last epoch the final page follows at once
             self._write(is_last)
 
     def close(self) -> None:
@@ -49,7 +49,7 @@ class Report:
 
 
 def document(record: Record, body: str, live: bool) -> str:
-    """The whole page, which asks nothing from any network; a live one loads itself again every few seconds."""
+    """The whole page, which loads nothing from the network; a live one reloads itself every few seconds."""
     from markupsafe import Markup
 
     title = f"{record.status}: training {record.subject}"
@@ -57,7 +57,7 @@ def document(record: Record, body: str, live: bool) -> str:
 
 
 def fragment(record: Record) -> str:
-    """The page without its frame, for a Deck: everything in it is escaped."""
+    """The content of <body>, for a Deck; all values are escaped."""
     info = record.info
     parts = {
         "confusion": None,
@@ -74,13 +74,13 @@ def fragment(record: Record) -> str:
         "url": record.tracking_url,
         "notes": record.notes,
         "tiles": contents.tiles(record),
-        "curves": _figures(contents.progress_curves(record)),
+        "curves": _figures(curves.progress_curves(record)),
         "epoch_heads": contents.epoch_heads(record),
         "epochs": contents.epoch_lines(record),
         "phases": contents.phase_bars(record),
         "ranks": contents.rank_bars(record),
         "rank_heads": contents.rank_heads(record),
-        "speed": _figures(contents.speed_curves(record)),
+        "speed": _figures(curves.speed_curves(record)),
         "pictures": drawn_pictures(info.logs),
         "data": {"title": "Dataset", "lines": contents.data_lines(record)},
         "setup": contents.setup_tables(record),

@@ -1,4 +1,4 @@
-"""The last words of a run: what came out, where the time went, where things lie, and what to try next."""
+"""The closing summary of a run: results, times, files, and a command to try next."""
 
 import math
 from pathlib import Path
@@ -11,7 +11,7 @@ MOST_EPOCHS = 10
 
 
 def say_summary(record: Record, model: Path, report: Path, show_paths: bool) -> None:
-    """Of a run that has finished. show_paths: whether its files stay where they are, as those of a local run do."""
+    """Prints the summary of a finished run. show_paths: whether its files stay where they are, as in a local run."""
     info, run = record.info, record.started
     name = record.headline
     tested = [record.written(name, epoch.evaluated.get(name, math.nan)) for epoch in record.epochs]

@@ -1,4 +1,4 @@
-"""Where a run took place: versions, hardware, git commit. Whatever cannot be found out is left out."""
+"""Where a run took place: versions, hardware, git commit. Whatever is unknown is left out."""
 
 import os
 import platform
@@ -16,7 +16,7 @@ SHOWN_VERSIONS = ("torch", "torchvision", "flytekit", "numpy", "wandb")
 
 
 def surroundings() -> Dict[str, str]:
-    """Label to value, to be shown as they are; takes milliseconds, since it asks neither torch nor the network."""
+    """Label to value, to be shown as they are; takes milliseconds, since it uses neither torch nor the network."""
     found = {"Python": platform.python_version()}
     for name in SHOWN_VERSIONS:
         with suppress(PackageNotFoundError):
@@ -53,7 +53,7 @@ def _gpus() -> str:
 
 
 def _commit() -> str:
-    """The commit of this code, and whether it was changed since; an image has it as GIT_COMMIT at best."""
+    """The commit of this code, and whether it has been changed since; in an image it can come only from GIT_COMMIT."""
     root = Path(flyte_ddp.__path__[0]).parent
     try:
         command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]

@@ -1,4 +1,4 @@
-"""TensorBoard event files, by TensorBoard's own writer, which needs no torch."""
+"""TensorBoard event files, written by TensorBoard's own writer, which needs no torch."""
 
 import io
 import time
@@ -56,7 +56,7 @@ class TensorBoard:
         self._write(step, [value(tag=f"{group}/{name}", simple_value=x) for name, x in values.items()])
 
     def _histogram(self, name: str, counts: List[float], edges: List[float]) -> Any:
-        """Moments are taken from the bins' centres, since the gradients themselves stay with the ranks."""
+        """Moments are computed from the bins' centres, since the gradients themselves stay in the ranks."""
         from tensorboard.compat.proto.summary_pb2 import HistogramProto
 
         centres = [(low + high) / 2 for low, high in pairwise(edges)]

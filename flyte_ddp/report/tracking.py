@@ -1,4 +1,4 @@
-"""Which tracker a run's options ask for."""
+"""Opens the tracker that a run's options ask for."""
 
 import os
 from typing import Callable, Optional
@@ -11,11 +11,11 @@ from flyte_ddp.report.tensorboard import TensorBoard
 from flyte_ddp.report.wandb_compat import kill_service
 from flyte_ddp.report.wandb_run import WandbRun
 
-CLOSE_SECONDS = 30.0  # that the end of a run waits for its tracker
+CLOSE_SECONDS = 30.0  # how long the end of a run waits for its tracker
 
 
 def open_tracker(info: RunInfo, on_url: Callable[[str], None]) -> Optional[Background]:
-    """The tracker, already at work in a thread of its own, or None."""
+    """The tracker, already running in a thread of its own, or None."""
     wish = choose_tracking(info.options.tracking)
     if wish == "tensorboard":
         return Background("TensorBoard", lambda: TensorBoard(info), CLOSE_SECONDS)
@@ -25,7 +25,7 @@ def open_tracker(info: RunInfo, on_url: Callable[[str], None]) -> Optional[Backg
 
 
 def choose_tracking(wish: str) -> str:
-    """online, offline, tensorboard or off: auto is online where W&B has a key, else off with a line that says so."""
+    """online, offline, tensorboard or off: auto is online if W&B has a key, else off with a line that says so."""
     if wish != "auto":
         return wish
     if wandb_run.has_key():

@@ -1,4 +1,4 @@
-"""What the report shows of images: which were recognised, which were not, and what they look like."""
+"""What the report shows of images: which were classified correctly, which were not, and what they look like."""
 
 from pathlib import Path
 from typing import Any, Dict, List, Sequence
@@ -43,7 +43,7 @@ def verdict(predictions: Predictions) -> Dict[str, Any]:
 
 
 def _confusion(names: Sequence[str], counts: np.ndarray) -> Dict[str, Any]:
-    """Cells shaded by their share of the row, mistakes far more strongly than hits, or none would be seen."""
+    """Cells shaded by their share of the row; mistakes much more strongly, or they would not be visible."""
     columns = range(len(names))
     shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
     heats = np.where(np.eye(len(names), dtype=bool), shares, np.minimum(1, 4 * np.sqrt(shares)))
@@ -55,19 +55,19 @@ def _confusion(names: Sequence[str], counts: np.ndarray) -> Dict[str, Any]:
 
 
 def _cell(count: int, heat: float, right: bool) -> Dict[str, str]:
-    # A medium shade would go with neither dark nor light text
+    # A medium shade would contrast with neither dark nor light text
     heat, look = (max(heat, 0.85), "hot") if heat > 0.5 else (heat, "" if count else "none")
     return {"count": str(count), "heat": f"{heat:.2f}", "kind": "right" if right else "wrong", "look": look}
 
 
 def sample_pictures(data: Path, names: Sequence[str]) -> List[Dict[str, str]]:
-    """A few training images of each class, by the names of the classes."""
+    """A few training images of each class, with the names of the classes."""
     samples = samples_by_class(data, len(names), MOST_SAMPLES)
     return [{"picture": picture(image), "name": names[label]} for label, image in samples]
 
 
 def drawn_pictures(logs: Path) -> List[Dict[str, str]]:
-    """What a recipe has drawn, if it has: pictures.npz holds n captions, and as "0", "1", … (C, H, W) uint8."""
+    """A recipe's pictures, if any: pictures.npz has n captions, and images (C, H, W) uint8 as "0", "1", …"""
     path = logs / "pictures.npz"
     if not path.exists():
         return []

@@ -1,16 +1,17 @@
-"""The private parts of wandb that this package touches, read from version 0.31.0: see tests/test_compat.py."""
+"""The private parts of wandb that this package uses, as of version 0.31.0: see tests/compat."""
 
 from typing import Any
 
 
 def kill_service() -> None:
-    """Ends W&B's own process, where there is one, with all that it has not sent.
+    """Kills W&B's own process, if there is one, with everything that it has not sent.
 
-    wandb.teardown waits until all is sent, and wandb calls it when the interpreter ends; nothing public gives up.
+    wandb.teardown waits until everything is sent, and wandb calls it when the interpreter exits; no public function
+    gives up.
     """
     from wandb.sdk import wandb_setup
 
     connection: Any = wandb_setup.singleton()._connection
     if connection and connection.owns_service:
-        connection._cleanup()  # takes that call back
+        connection._cleanup()  # unregisters that call
         connection._proc._process.kill()

@@ -1,4 +1,4 @@
-"""A Weights & Biases run, owned by the parent: one run, whatever the number of ranks and of attempts."""
+"""A Weights & Biases run, owned by the parent: one run, whatever the number of ranks and attempts."""
 
 import netrc
 import os
@@ -24,17 +24,17 @@ IMAGES_PER_BATCH = 32
 
 PROBE_SECONDS = (4.0, 6.0)  # to connect to W&B, and for an answer
 INIT_SECONDS = 12.0
-FINISH_SECONDS = 15.0  # together with the above less than the tracker may take at the end
+FINISH_SECONDS = 15.0  # together with the above less than tracking.CLOSE_SECONDS
 
 
 class WandbRun:
-    """Logs what the tutorial logs. If W&B cannot be reached the run is stored offline, for `wandb sync`."""
+    """Logs what the tutorial logs. If W&B cannot be reached, the run is stored offline for `wandb sync`."""
 
     def __init__(self, info: RunInfo, mode: str, on_url: Callable[[str], None]):
-        """mode: online or offline. on_url: is told the run's address once it is known."""
+        """mode: online or offline. on_url: called with the run's URL once it is known."""
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
-        os.environ.setdefault("WANDB_SILENT", "true")  # it speaks before it knows its settings
-        # an offline run's table stays here too, not in a folder of the user's where it is soon forgotten
+        os.environ.setdefault("WANDB_SILENT", "true")  # wandb prints before it reads its settings
+        # keeps an offline run's table here too, not in the user's folder, where it would be forgotten
         os.environ["WANDB_DATA_DIR"] = str(info.logs / "wandb")
         import wandb
 
@@ -45,9 +45,9 @@ class WandbRun:
         if mode == "online" and not reason:
             try:
                 self._run = self._init("online")
-            except Exception as error:  # wandb raises of its own, and what the network raises
+            except Exception as error:  # wandb raises its own errors and those of the network
                 reason = one_line(error)
-                wandb.teardown()  # it would refuse to begin the same run again
+                wandb.teardown()  # else it would refuse to start the same run again
                 for begun in info.logs.glob("wandb/run-*"):
                     shutil.rmtree(begun)
         if mode == "offline" or reason:
@@ -93,10 +93,10 @@ class WandbRun:
             self._run.finish(exit_code=self._exit_code)
         except Exception as error:
             reason = one_line(error) or type(error).__name__
-            raise Incomplete(f"{reason} What is missing can be sent by: wandb sync {self._folder}") from error
+            raise Incomplete(f"{reason} To send what is missing: wandb sync {self._folder}") from error
         finally:
             with suppress(Exception):
-                self._wandb.teardown()  # here, where it can be left behind, rather than when the process ends
+                self._wandb.teardown()  # here, where it can be abandoned, rather than when the process ends
 
     def _init(self, mode: str) -> Any:
         info, wandb = self._info, self._wandb
@@ -109,7 +109,7 @@ class WandbRun:
             x_service_wait=INIT_SECONDS,
             x_graphql_timeout_seconds=PROBE_SECONDS[1],
             x_stats_track_process_tree=True,  # the ranks, not this process, do the work
-            symlink=False,  # whoever uploads the folder would take their targets twice
+            symlink=False,  # an upload of the folder would include their targets twice
             console="off",
             silent=True,
             quiet=True,
@@ -130,11 +130,11 @@ class WandbRun:
         )
 
     def _log(self, values: Dict[str, Any]) -> None:
-        # By the step, not in order: what a resumed training does again is then not logged twice
+        # With the step, so that steps which a resumed training repeats are not logged twice
         self._run.log(values, step=self._step)
 
     def _graph(self, event: RunStarted) -> Any:
-        """The topology as wandb.watch would show it, without the network itself, which the parent has not."""
+        """The topology as wandb.watch would show it; made without the network, which the parent does not have."""
         graph = self._wandb.Graph("torch")
         for name, kind, parameters in event.layers:
             graph.add_node(id=name, name=name, class_name=kind, num_parameters=[parameters])
@@ -156,7 +156,7 @@ class WandbRun:
         self._exit_code = 0
 
     def _table(self, predictions: Predictions) -> Any:
-        """Picture, guess, truth and the score of each class."""
+        """Picture, predicted and true class, and the score of each class."""
         classes = predictions.classes
         table = self._wandb.Table(columns=["id", "image", "guess", "truth", *(f"score_{name}" for name in classes)])
         guesses = predictions.guesses
@@ -169,7 +169,7 @@ class WandbRun:
 
 
 def _of_test(measures: Dict[str, float]) -> Dict[str, float]:
-    """By the tutorial's names."""
+    """The measures under the tutorial's names."""
     return {"test_loss" if name == "loss" else name: value for name, value in measures.items()}
 
 
@@ -194,7 +194,7 @@ def unreachable() -> str:
 
 
 def has_key() -> bool:
-    """Whether W&B has a key here: in WANDB_API_KEY, or in the netrc file where `wandb login` leaves it."""
+    """Whether W&B has a key here: in WANDB_API_KEY, or in the netrc file that `wandb login` writes."""
     if os.environ.get("WANDB_API_KEY"):
         return True
     host = urllib.parse.urlsplit(base_url()).hostname or ""

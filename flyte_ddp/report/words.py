@@ -1,4 +1,4 @@
-"""How measures are named and written, whatever a recipe measures."""
+"""How measures are named and formatted."""
 
 import math
 from typing import Container
@@ -12,7 +12,7 @@ def in_words(name: str) -> str:
 
 
 def capitalised(text: str) -> str:
-    """Its first letter alone, so that BLEU stays BLEU."""
+    """Changes only the first letter, so that BLEU stays BLEU."""
     return text[:1].upper() + text[1:]
 
 
@@ -27,7 +27,7 @@ def counted(run: RunStarted) -> str:
 def written(name: str, value: float, shares: Container[str], decimals: int = 4) -> str:
     """A measure's value: shares in per cent, the loss with a fixed number of decimals, others with four digits.
 
-    The decimals are those of the value itself: 4 of them are 2 of a percentage.
+    decimals counts those of the value itself: 4 are 2 decimals of a percentage.
     """
     if not math.isfinite(value):
         return str(value)

@@ -1,4 +1,4 @@
-"""Tasks that a cluster remembers and a local run does not."""
+"""Tasks that are cached on a cluster but not in a local run."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,10 +11,10 @@ from flyte_ddp.tasks.flytekit_compat import metadata_of
 
 @dataclass(frozen=True)
 class OnClustersOnly:
-    """The task_config of a task, or dynamic, whose cache is that of the cluster alone.
+    """The task_config of a task, or dynamic, that is cached only on a cluster.
 
-    For what a local run has to find out each time: whether this machine can do what is asked, which dataset is to be
-    had here. On a cluster the same inputs have the same answer, and a remembered one needs no pod.
+    For what a local run must find out each time: whether this machine can do what is asked, and which dataset is
+    available here. On a cluster the same inputs have the same answer, and a cached one needs no pod.
     """
 
 

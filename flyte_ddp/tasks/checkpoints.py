@@ -21,7 +21,7 @@ from flyte_ddp.tasks.flytekit_compat import checkpoint_destination
 
 
 class LocalStore:
-    """Checkpoints stay where rank 0 writes them."""
+    """Leaves checkpoints where rank 0 writes them."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -31,9 +31,9 @@ class LocalStore:
 
 
 class FlyteStore:
-    """Sends each checkpoint to Flyte's storage, from where the next attempt takes it.
+    """Uploads checkpoints to Flyte's storage, from which the next attempt restores them.
 
-    A thread uploads, so that training never waits; while it is busy, only the newest checkpoint is waiting.
+    A thread uploads, so that training never waits; while it is busy, only the newest checkpoint is kept for upload.
     """
 
     def __init__(self, path: Path, checkpoint: SyncCheckpoint):
@@ -44,14 +44,14 @@ class FlyteStore:
         self._thread.start()
 
     def restore(self, resume: bool) -> None:
-        """Brings the newest checkpoint there is: this attempt's own, if only its processes were restarted, else
-        (if resume is wished) that of the attempt before. That one is saved as this attempt's own at once: the next
-        attempt would find nothing if this one ended before its first checkpoint."""
+        """Downloads the newest checkpoint: this attempt's own, if only its processes were restarted, else, with resume,
+        that of the previous attempt. The latter is saved as this attempt's own at once: otherwise the next attempt
+        would find nothing if this one ended before its first checkpoint."""
         own = checkpoint_destination(self._checkpoint)
         for checkpoint in [SyncCheckpoint(own, checkpoint_src=own), *([self._checkpoint] if resume else [])]:
             try:
                 content = checkpoint.read()
-            except Exception:  # each storage has its own for a place where nothing is
+            except Exception:  # each storage has its own error for a missing file
                 continue
             if content:
                 self.path.write_bytes(content)
@@ -76,20 +76,20 @@ class FlyteStore:
             try:
                 if self.path.exists():
                     self._checkpoint.save(self.path)
-            except Exception as error:  # each storage has its own; training continues, and the next one may succeed
+            except Exception as error:  # each storage has its own errors; the next upload may succeed
                 say(f"Warning: a checkpoint was not uploaded: {type(error).__name__}: {error}")
             if closing:
                 return
 
 
 def training_key(*decisive: Any) -> str:
-    """Short name of a training by all that decides its result; each of these shows it in its repr."""
+    """Short name of a training, hashed from the repr of everything that determines its result."""
     return hashlib.sha256(repr(decisive).encode()).hexdigest()[:16]
 
 
 @contextmanager
 def checkpoint_store(key: str, resume: bool) -> Iterator["LocalStore | FlyteStore"]:
-    """The place of this training's checkpoint, with the one of an earlier attempt in it if resume is wished."""
+    """The place of this training's checkpoint; with resume, an earlier attempt's checkpoint is already there."""
     if is_local():
         with _local_folder(key) as folder:
             path = folder / "checkpoint"
@@ -108,11 +108,11 @@ def checkpoint_store(key: str, resume: bool) -> Iterator["LocalStore | FlyteStor
 
 @contextmanager
 def _local_folder(key: str) -> Iterator[Path]:
-    """The folder for the checkpoint of this training, or one for this process if another is at the same training."""
+    """The folder for this training's checkpoint, or a private one if another process runs the same training."""
     folder = runs_dir() / "checkpoints" / key
     with writing_to(runs_dir(), "DDP_RUNS_DIR"):
         folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder / "lock")  # the system ends it with its holder, however that ends
+    lock = FileLock(folder / "lock")  # the system releases it when the holder ends, in whatever way
     try:
         lock.acquire(blocking=False)
     except (Timeout, FileNotFoundError):  # another holds it, or has just finished and removed the folder

@@ -1,4 +1,4 @@
-"""A user's own data and weights as inputs of a training: Flyte's cache goes by a path, these by what is there.
+"""A user's own data and weights as inputs of a training, cached by content; Flyte's own cache key is the path.
 
 @workflow
 def flowers_wf(folder: FlyteDirectory, settings: Settings = Settings(), ...) -> RecipeOutputs:
@@ -19,7 +19,7 @@ from flyte_ddp.tasks.stored_images import describe_file, list_files
 
 
 def of_folder(folder: FlyteDirectory) -> str:
-    """Another one after a file was added, removed or written to: by names, sizes, times and what else storage tells."""
+    """A hash that changes when a file is added, removed or written to; of names, sizes, times and other metadata."""
     return hashlib.sha256(json.dumps(list_files(folder)).encode()).hexdigest()
 
 
@@ -28,7 +28,7 @@ def of_file(file: FlyteFile) -> str:
 
 
 def of_content(file: FlyteFile) -> str:
-    """SHA-256 over what is in it, read where it is."""
+    """SHA-256 of the content, read from where the file is."""
     digest = hashlib.sha256()
     with FlyteFile(str(file.remote_source or file.path)).open("rb") as content:
         while piece := content.read(2**20):
@@ -43,20 +43,20 @@ KnownWeights = Annotated[FlyteFile, HashMethod(of_content)]
 
 @task(**small_resources())
 def known_folder(folder: FlyteDirectory) -> KnownFolder:
-    """The same folder, where it is; read again in each run, never taken from a cache."""
+    """Returns the same folder, where it is; looks at it in each run, never cached."""
     place = str(folder.remote_source or folder.path)
     return FlyteDirectory(place, remote_directory=False) if is_local() else FlyteDirectory.from_source(place)
 
 
 @task(**small_resources())
 def known_file(file: FlyteFile) -> KnownFile:
-    """The same file, where it is; read again in each run, never taken from a cache."""
+    """Returns the same file, where it is; looks at it in each run, never cached."""
     place = str(file.remote_source or file.path)
     return FlyteFile(place, remote_path=False) if is_local() else FlyteFile.from_source(place)
 
 
 @task(**small_resources())
 def known_weights(file: FlyteFile) -> KnownWeights:
-    """The same file, a model_state or checkpoint to begin with, where it is; by its content, wherever it lies."""
+    """Returns the same file, a model_state or checkpoint to start from, where it is; its content is the cache key."""
     place = str(file.remote_source or file.path)
     return FlyteFile(place, remote_path=False) if is_local() else FlyteFile.from_source(place)

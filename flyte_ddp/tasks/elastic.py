@@ -1,4 +1,4 @@
-"""One rank of a training on many nodes, in a process that Flyte's Elastic plugin (torchrun within) has started."""
+"""One rank of a training on many nodes, in a process that Flyte's Elastic plugin (torchrun inside) has started."""
 
 import hashlib
 import os
@@ -33,7 +33,7 @@ from flyte_ddp.tasks.registration import registration
 from flyte_ddp.tasks.resources import check_gpus
 from flyte_ddp.tasks.train import Trained, TrainingOutputs, image_subject, outputs_of, train_by
 
-GRACE_SECONDS = 5.0  # for the rank that is the cause of a failure to be the first to report one
+GRACE_SECONDS = 5.0  # lets the rank that caused a failure be the first to report it
 
 
 def train_rank(hp: Hyperparameters, data: FlyteDirectory, options: RunOptions) -> Optional[TrainingOutputs]:
@@ -44,7 +44,7 @@ def train_rank(hp: Hyperparameters, data: FlyteDirectory, options: RunOptions) -
 def train_as_rank(
     settings: TrainingSettings, options: RunOptions, fetch: Callable[[], Subject], outputs_of: Callable[[Trained], Any]
 ) -> Any:
-    """Trains as one rank; returns the outputs on rank 0, which alone observes and keeps checkpoints, else None."""
+    """Trains as one rank; returns the outputs on rank 0, which alone has observers and checkpoints, else None."""
     asked = registration()
     check_gpus(visible_gpus())
     environment = environment_from_torchrun(settings.backend, asked.node_range, asked.ranks_per_node)
@@ -59,7 +59,7 @@ def train_as_rank(
                 return run_rank(environment, DirectLink(on_event), job)
 
             outputs = outputs_of(train_by(start, environment.world, fetch, options))
-            # On its way to the plugin's process it is pickled, and flytekit makes PythonPickledFile where it is used
+            # The plugin pickles the outputs; PythonPickledFile, a class that flytekit makes on use, cannot be pickled
             return outputs._replace(model_state=FlyteFile(outputs.model_state.path))
         run_rank(environment, DirectLink(None), job_of(fetch(), options))
     return None
@@ -85,7 +85,7 @@ def run_rank(environment: Environment, link: DirectLink, job: Job) -> List[Train
 
 
 def failure_of_node(failed: ChildFailedError, recoverable: bool) -> TaskFailed:
-    """The first failure of a node's ranks, in its own words: torchrun's begin with a banner."""
+    """The first failure of a node's ranks, without torchrun's banner."""
     rank, first = failed.get_first_failure()
     at = first.timestamp
     if first.exitcode < 0:
@@ -93,7 +93,7 @@ def failure_of_node(failed: ChildFailedError, recoverable: bool) -> TaskFailed:
         message = f"{failure}\nLogs: {place_of_logs()}"
         recoverable = True
         if failure.is_effect:
-            at += int(GRACE_SECONDS)  # of all nodes' failures Flyte shows the first
+            at += int(GRACE_SECONDS)  # Flyte shows the earliest of all nodes' failures
     else:
         told = first.message["message"] if isinstance(first.message, dict) else first.message
         message = re.sub(rf"^({TaskFailed.__name__}|{TaskInterrupted.__name__}): ", "", told)
@@ -101,7 +101,7 @@ def failure_of_node(failed: ChildFailedError, recoverable: bool) -> TaskFailed:
 
 
 def download_once(data: Union[FlyteFile, FlyteDirectory]) -> Path:
-    """A copy of the file or folder that all ranks of this host share; the first one to come brings it."""
+    """A copy of the file or folder that all ranks of this host share; the first one to ask downloads it."""
     source = str(data.remote_source or data.path)
     name = Path(source).name if isinstance(data, FlyteFile) else ""
     folder = Path(tempfile.gettempdir(), f"dataset-{hashlib.sha256(source.encode()).hexdigest()[:16]}")

@@ -24,14 +24,14 @@ def is_local() -> bool:
 
 
 def runs_dir() -> Path:
-    """Where local runs keep what they made: DDP_RUNS_DIR, else a folder of the user's."""
+    """Where local runs store their results: DDP_RUNS_DIR, else a folder in the user's home."""
     default = Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local/share") / "flyte-ddp" / "runs"
     return Path(os.environ.get("DDP_RUNS_DIR") or default).expanduser().absolute()
 
 
 @contextmanager
 def run_dir(name: str) -> Iterator[Path]:
-    """A folder for the outputs of one run: lasting and new for a local one, removed again if nothing came of it."""
+    """A folder for the outputs of one run; that of a local run is new and permanent, but removed if the run fails."""
     if not is_local():
         yield Path(current_context().working_directory)
         return
@@ -47,9 +47,9 @@ def run_dir(name: str) -> Iterator[Path]:
 
 @with_error_code_of(FlyteUserRuntimeException)
 class TaskFailed(FlyteUserException):
-    """A task's end, which Flyte's console shows from the first line of its message on.
+    """A task's failure, for which Flyte's console shows the message first.
 
-    Other exceptions' messages come after their stack, which here is that of the parent, where nothing is wrong.
+    For other exceptions the message follows the stack, here that of the parent, where nothing is wrong.
     """
 
     __traceback__: Any = property(lambda self: None, lambda self, value: None)
@@ -58,13 +58,13 @@ class TaskFailed(FlyteUserException):
 
 @with_error_code_of(FlyteRecoverableException)
 class TaskInterrupted(TaskFailed, FlyteRecoverableException):
-    """The same, worth a retry."""
+    """A task's failure that Flyte retries."""
 
 
 @contextmanager
 def flyte_retries() -> Iterator[None]:
-    """Tells a cluster how a task failed in the words of its error, and whether that is worth a retry: Flyte takes every
-    exception but of this type as final."""
+    """On a cluster, raises TaskFailed or TaskInterrupted instead of our own errors: Flyte retries only after a
+    FlyteRecoverableException."""
     try:
         yield
     except click.ClickException as error:
@@ -74,7 +74,7 @@ def flyte_retries() -> Iterator[None]:
 
 
 def told(error: click.ClickException, logs: str = "") -> TaskFailed:
-    """An error in the words that Flyte shows; the second line names the place of the logs."""
+    """The exception that Flyte shows for an error; the second line of its message says where the logs are."""
     headline, separator, details = error.message.partition("\n")
     place = f"\nLogs: {logs}" if logs else ""
     failed = TaskInterrupted if isinstance(error, RecoverableError) else TaskFailed
@@ -82,7 +82,7 @@ def told(error: click.ClickException, logs: str = "") -> TaskFailed:
 
 
 def forget_lost_results() -> None:
-    """Drops local cache entries whose files have gone, so that the tasks run again instead of failing.
+    """Drops local cache entries whose files are gone, so that the tasks run again instead of failing.
 
     Flyte's local cache stores paths, never contents, and offers no such check.
     """

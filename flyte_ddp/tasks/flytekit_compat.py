@@ -1,4 +1,4 @@
-"""The private parts of flytekit that this package touches, read from version 1.16.31: see tests/test_compat.py."""
+"""The private parts of flytekit that this package uses, as of version 1.16.31: see tests/compat."""
 
 from contextlib import contextmanager
 from typing import Any, Callable, Iterator, MutableMapping, Optional, Sequence, Type, TypeVar
@@ -15,11 +15,11 @@ E = TypeVar("E", bound=Type[FlyteException])
 
 
 def read_json_inputs(kind: type, read: Callable[[str], Any]) -> None:
-    """Has `pyflyte run` read the text of inputs of a kind, subclasses included, by a function of ours.
+    """Makes `pyflyte run` read inputs of a kind, including subclasses, with a function of ours.
 
-    JsonParamType._parse is the one place that text passes before flytekit takes it for JSON or a path.
+    JsonParamType._parse is the only place that the text passes before flytekit treats it as JSON or a path.
     """
-    # set up twice, it is not wrapped twice
+    # a second call does not wrap it again
     flytekits = getattr(JsonParamType._parse, "flytekits", JsonParamType._parse)
 
     def parse(self: JsonParamType, value: Any, param: Any) -> Any:
@@ -31,35 +31,35 @@ def read_json_inputs(kind: type, read: Callable[[str], Any]) -> None:
 
 
 def alternatives(parameter: UnionParamType) -> Sequence[click.ParamType]:
-    """What an input that may be one of several is tried as. Flytekit has no public name for it."""
+    """The types that a union input is tried as, in order. Flytekit has no public name for them."""
     return list(parameter._types)
 
 
 def local_cache() -> MutableMapping[str, bytes]:
-    """The local cache by key; a value is a serialised LiteralMap. LocalTaskCache itself can neither list nor forget."""
+    """The local cache by key, with serialised LiteralMaps. LocalTaskCache itself cannot list or delete entries."""
     LocalTaskCache.initialize()
     cache: MutableMapping[str, bytes] = LocalTaskCache._cache
     return cache
 
 
 def checkpoint_destination(checkpoint: SyncCheckpoint) -> str:
-    """Where this attempt's checkpoint goes. The class can read from the attempt before alone, not what it has saved."""
+    """Where this attempt's checkpoint goes. The class can read only the previous attempt's, not what it has saved."""
     return str(checkpoint._checkpoint_dest)
 
 
 def checkpoint_source(checkpoint: SyncCheckpoint) -> Optional[str]:
-    """Where the attempt before left its checkpoint; None for the first. The class tells only that there is one."""
+    """Where the previous attempt left its checkpoint; None for the first. The class says only whether there is one."""
     source: Optional[str] = checkpoint._checkpoint_src
     return source
 
 
 def replace_html(deck: Deck, html: str) -> None:
-    """Puts HTML in the place of what a Deck has. By its own methods it can only grow."""
+    """Replaces the HTML of a Deck, whose own methods can only append."""
     deck._html = html
 
 
 def with_error_code_of(other: Type[FlyteException]) -> Callable[[E], E]:
-    """Decorates an exception that Flyte shall know by the error code of another; a subclass inherits it.
+    """Decorates an exception class so that Flyte sees the error code of another one; subclasses inherit it.
 
     The public error_code is a property that reads _ERROR_CODE.
     """
@@ -73,7 +73,7 @@ def with_error_code_of(other: Type[FlyteException]) -> Callable[[E], E]:
 
 @contextmanager
 def metadata_of(task: PythonFunctionTask, metadata: TaskMetadata) -> Iterator[None]:
-    """Gives a task other metadata while the block runs: a task has them from its decorator, for good."""
+    """Gives a task other metadata while the block runs; otherwise they are fixed by its decorator."""
     registered = task.metadata
     task._metadata = metadata
     try:

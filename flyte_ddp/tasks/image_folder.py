@@ -32,12 +32,13 @@ FOLDER_SOURCES = (*DATA_SOURCES, "flyte_ddp/data/image_files.py", "flyte_ddp/dat
 
 
 def origin(folder: FlyteDirectory) -> str:
-    """Where the images were found: what goes by this forgets that each pod puts those of its own in another place."""
+    """Where the images come from, as cache key: a local copy is in a different place in each pod."""
     return str(folder.remote_source or folder.path)
 
 
 class FoundImages(NamedTuple):
-    """folder: of the image files. stamp: of their names, sizes and times; empty on a cluster, whose places say it."""
+    """folder: of the image files. stamp: hash of their names, sizes and times; empty on a cluster, where the folder's
+    place is enough."""
 
     folder: Annotated[FlyteDirectory, HashMethod(origin)]
     stamp: str
@@ -54,9 +55,9 @@ class FoundImages(NamedTuple):
 def find_images(
     folder: str, images: ImageSettings, backend: str = "auto", nproc: int = 0, batch_size: int = 1
 ) -> FoundImages:
-    """The folder to read; a local run looks every time, because its content may have changed.
+    """The folder to read; not cached in local runs, because its content may have changed.
 
-    A local run finds out here whether there is something to train on, and whether this machine can train on it.
+    A local run finds out here whether there is anything to train on, and whether this machine can do so.
     """
     if folder and images.source != "folder":
         raise InputError(f'ImageSettings.source must be "folder" where a folder is given, got "{images.source}"')
@@ -65,7 +66,7 @@ def find_images(
     if FileAccessProvider.is_remote(folder):
         return FoundImages(FlyteDirectory.from_source(folder), "")
     if folder and not is_local():
-        raise InputError(f"folder must be where the cluster can read it (such as s3://…), got {folder}: put it there")
+        raise InputError(f"folder must be where the cluster can read it (such as s3://…), got {folder}: upload it")
     if folder:
         place = Path(folder).expanduser().absolute()
     else:
@@ -82,14 +83,14 @@ def find_images(
     **preparation_resources(),
 )
 def index_images(folder: FlyteDirectory, stamp: str, images: ImageSettings) -> PreparedDataset:
-    """Reads every image once; what training needs to know of them, without the images."""
+    """Reads every image once, and returns what training needs to know about them, without the images."""
     name = Path(str(folder.remote_source or folder.path)).name
     index = index_folder(Path(folder.download()), name, images, say)
     return output_folder(index)
 
 
 def digit_images() -> Path:
-    """scikit-learn's 1,797 handwritten digits as PNG files, for where no folder is given."""
+    """scikit-learn's 1,797 handwritten digits as PNG files, for runs without a folder."""
     folder = data_dir() / "digit_images"
     say(f"No folder was given, so this run reads scikit-learn's 1,797 handwritten digits, as PNG files in {folder}.")
     if not folder.exists():
@@ -101,7 +102,7 @@ def digit_images() -> Path:
 
 
 def attach(index: FlyteDirectory, folder: FlyteDirectory) -> FlyteDirectory:
-    """What the ranks read: the index, and where they find the images themselves."""
+    """A folder for the ranks: the index, and where the images themselves are."""
     place = Path(tempfile.mkdtemp(dir=current_context().working_directory, prefix="images-"))
     for file in Path(index.download()).iterdir():
         os.symlink(file, place / file.name)

@@ -1,4 +1,4 @@
-"""Readable answers to unreadable --hp and --options values, and to files that are no models."""
+"""Readable errors for invalid command-line inputs, and for files that are not models."""
 
 from pathlib import Path
 from typing import Any, Optional
@@ -16,14 +16,14 @@ from flyte_ddp.tasks.train import IMAGE_CLASSIFIER
 
 
 def explain_unreadable_settings() -> None:
-    """Makes `pyflyte run` read our inputs with read_settings; flytekit's own reader ends in a traceback for a broken
-    file and takes the name of a missing one for JSON. All other inputs stay flytekit's."""
+    """Makes `pyflyte run` read settings with read_settings: flytekit's own reader shows a traceback for a broken file
+    and takes the name of a missing file for JSON. Other inputs are still read by flytekit."""
     read_json_inputs(Settings, read_settings)
 
 
 def explain_missing_paths() -> None:
-    """Makes `pyflyte run` say that an optional file or folder is missing; flytekit ends in a traceback, having tried to
-    take its path for a None. All other optional inputs stay flytekit's."""
+    """Makes `pyflyte run` say that an optional file or folder is missing: flytekit tries to convert the path to None,
+    and shows a traceback. Other optional inputs are still converted by flytekit."""
     if getattr(UnionParamType.convert, "explains", False):
         return
     flytekits = UnionParamType.convert

@@ -1,4 +1,4 @@
-"""What a run writes for people, sent to Flyte's storage while it lasts: a pod that is lost leaves nothing else."""
+"""Uploads a run's logs to Flyte's storage while it runs: nothing else remains of a lost pod."""
 
 import contextvars
 import os
@@ -22,17 +22,17 @@ from flyte_ddp.report.console import say
 from flyte_ddp.tasks.execution import is_local, told
 from flyte_ddp.tasks.flytekit_compat import checkpoint_source
 
-UPLOAD_SECONDS = 5.0  # between two rounds of uploads, each of which takes 17 ms of a processor for three files
-BYTES_PER_SECOND = 4e6  # at most, for each file: storage cannot append, so a file that has grown is sent as a whole
-CLOSE_SECONDS = 10.0  # the end of a run waits this long for the last round: a pod that is told to stop has 30 in all
+UPLOAD_SECONDS = 5.0  # between two rounds of uploads, each of which takes 17 ms of CPU time for three files
+BYTES_PER_SECOND = 4e6  # at most, per file: storage cannot append, so a file that has grown is uploaded as a whole
+CLOSE_SECONDS = 10.0  # how long the end of a run waits for the last round: a pod has 30 s to stop
 
 
 @dataclass(frozen=True)
 class Logs:
-    """A run's folder for people.
+    """A run's folder of logs.
 
     Attributes:
-        folder: here.
+        folder: on this machine.
         place: in Flyte's storage, as remote_directory of a FlyteDirectory; False for a local run.
     """
 
@@ -44,18 +44,18 @@ class Logs:
         return FlyteDirectory(str(self.folder), remote_directory=self.place)
 
     def on_event(self, event: Event) -> None:
-        """Keeps what a rank prints in a file of its own."""
+        """Writes what each rank prints to a file of its own."""
         if isinstance(event, Printed):
             append(self.folder / f"rank-{event.rank}.log", event.text)
 
 
 @contextmanager
 def kept_logs(run: Path, name: str = "console", prefix: str = "") -> Iterator[Logs]:
-    """The folder `logs` in that of a run, which on a cluster is in Flyte's storage too while the block runs.
+    """The folder `logs` in a run's folder; on a cluster, it and the report beside it are uploaded while the block runs.
 
-    So is the report beside it. NAME.log has all that this process prints, which the pod's output has with the prefix,
-    and the error that ends the block; the error tells where that is. Files come after at most ten seconds, above 40 MB
-    later: see BYTES_PER_SECOND.
+    NAME.log has everything that this process prints, and the error that ends the block, to which the place of the logs
+    is added; in the pod's own output each line starts with the prefix. Files are uploaded within ten seconds, those
+    above 40 MB later: see BYTES_PER_SECOND.
     """
     folder = run / "logs"
     folder.mkdir(parents=True)
@@ -78,9 +78,9 @@ def kept_logs(run: Path, name: str = "console", prefix: str = "") -> Iterator[Lo
 
 
 class Uploads:
-    """Sends the files of a run's logs, and its report, to a place in Flyte's storage whenever they have changed.
+    """Uploads a run's logs and report to a place in Flyte's storage whenever they have changed.
 
-    A thread does it. What it cannot send it tries again in the next round.
+    Runs in a thread of its own. Failed uploads are tried again in the next round.
     """
 
     def __init__(self, run: Path, place: str):
@@ -95,7 +95,7 @@ class Uploads:
         self._thread.start()
 
     def close(self) -> None:
-        """Waits for a last round, but not for ever: a daemon's thread keeps no process from ending."""
+        """Waits for a last round, at most CLOSE_SECONDS: a daemon thread does not keep the process from ending."""
         self._closing.set()
         self._thread.join(CLOSE_SECONDS)
 
@@ -107,13 +107,13 @@ class Uploads:
 
     def _round(self) -> None:
         try:
-            # the small ones first: what the ranks have said is not to wait for a profile
+            # small files first: the ranks' output must not wait for a profile
             files = sorted((file.stat().st_size, file) for file in self._files())
             for _, file in files:
                 self._send(file)
             self._failing = False
         except FileNotFoundError:
-            pass  # somebody's temporary file has gone meanwhile
+            pass  # a temporary file has been removed in the meantime
         except Exception as error:  # each storage has its own
             if not self._failing:
                 say(f"Warning: the logs are not in {self._place} yet: {type(error).__name__}: {one_line(error)}")
@@ -130,7 +130,7 @@ class Uploads:
         if state == self._sent.get(file) or time.monotonic() < self._due.get(file, 0.0):
             return
         copy = self._run / ".upload"
-        shutil.copyfile(file, copy)  # the storage's client takes it amiss when a file grows under its hands
+        shutil.copyfile(file, copy)  # the storage's client fails if a file grows during the upload
         access = FlyteContextManager.current_context().file_access
         access.put_data(str(copy), f"{self._place}/{file.relative_to(self._run).as_posix()}")
         self._sent[file], self._due[file] = state, time.monotonic() + state[1] / BYTES_PER_SECOND
@@ -138,7 +138,7 @@ class Uploads:
 
 @contextmanager
 def copied_output(path: Path, prefix: str) -> Iterator[None]:
-    """Has what this process prints in a file as well, with the time of each line; see rank.PrintedLines."""
+    """Copies what this process prints to a file, with the time of each line; see rank.PrintedLines."""
 
     def copying(stream: "Callable[[str], int]") -> Callable[[str], None]:
         def hand_on(line: str) -> None:
@@ -155,18 +155,18 @@ def copied_output(path: Path, prefix: str) -> Iterator[None]:
 
 
 def place_of_logs() -> str:
-    """Of this attempt in Flyte's storage, the same for all of its pods."""
+    """The place of this attempt's logs in Flyte's storage, the same for all of its pods."""
     return FlyteContextManager.current_context().file_access.raw_output_prefix.rstrip("/") + "/logs"
 
 
 def append(path: Path, text: str) -> None:
-    """Adds lines with the time before them; a disk that has no room for them costs these lines, not the run."""
+    """Appends lines, each with the time before it; on a full disk these lines are lost, but the run continues."""
     now = time.strftime("%Y-%m-%d %H:%M:%S")
     with suppress(OSError), open(path, "a", encoding="utf-8") as file:
         file.writelines(f"{now} {line}\n" for line in text.splitlines() or [""])
 
 
 def _earlier_attempt() -> str:
-    """Where the logs of the attempt before are: beside its checkpoint."""
+    """Says where the previous attempt's logs are: beside its checkpoint."""
     earlier = checkpoint_source(current_context().checkpoint)
-    return f"; those of the attempt before: {earlier.rpartition('/')[0]}/logs" if earlier else ""
+    return f"; those of the previous attempt: {earlier.rpartition('/')[0]}/logs" if earlier else ""

@@ -24,7 +24,7 @@ from flyte_ddp.tasks.webhook import telling_webhook
 
 
 class Nodes(Elastic):
-    """Elastic, on whose nodes the loss of the first one, where they meet, is worth a retry."""
+    """Elastic, except that losing the first node, which hosts the rendezvous, is retried."""
 
 
 class NodesTask(PytorchElasticFunctionTask):
@@ -33,7 +33,7 @@ class NodesTask(PytorchElasticFunctionTask):
         try:
             return super().execute(**inputs)
         except (RendezvousError, DistError) as error:
-            lost = RecoverableError(f"node {platform.node()}: the meeting place of the nodes is lost: {error}")
+            lost = RecoverableError(f"node {platform.node()}: the rendezvous of the nodes is lost: {error}")
             raise told(lost, place_of_logs()) from None
         except (FlyteRecoverableException, FlyteUserRuntimeException) as error:
             if not isinstance(error.__context__, ChildFailedError):
@@ -46,28 +46,27 @@ TaskPlugins.register_pythontask_plugin(Nodes, NodesTask)
 
 
 def on_many_nodes(arguments: Dict[str, Any]) -> Dict[str, Any]:
-    """Arguments of a @task that trains, for one whose function is run by each rank of all nodes."""
+    """Changes the arguments of a @task that trains so that every rank of all nodes runs its function."""
     asked = registration()
     rendezvous = dict.fromkeys(("timeout", "join_timeout", "read_timeout"), asked.join_minutes * 60)
     nodes = Nodes(
         nnodes="{}:{}".format(*asked.node_range),
         nproc_per_node=asked.ranks_per_node,
         monitor_interval=1,
-        max_restarts=2,  # of all ranks, within an attempt: when one dies, and its pod lives
+        max_restarts=2,  # of all ranks, within an attempt, when one dies but its pod lives
         rdzv_configs=rendezvous,
-        # A lost pod is the end of Flyte's PyTorchJob. The others would wait for it and keep their GPUs, which the next
-        # attempt needs
+        # A lost pod ends Flyte's PyTorchJob. The others would wait for it and hold their GPUs, which the next attempt
+        # needs
         run_policy=RunPolicy(clean_pod_policy=CleanPodPolicy.RUNNING),
         increase_shared_mem=False,  # deprecated; the resources ask for it
     )
     environment = {
         **arguments["environment"],
-        # Each pod imports the workflow's file: what was asked for goes with it, or it would take itself for something
-        # else
+        # Each pod imports the workflow's file, and must see the same registration there
         **registered_environment(),
-        # A node that rejoins would wait in vain for the address of a store that the nodes have shared before
+        # Otherwise a node that rejoins would wait in vain for the address of the store that the nodes shared before
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-        # A rank whose peers have gone ends at once, instead of waiting in NCCL until the job's time-out
+        # A rank whose peers are gone ends at once, instead of waiting in NCCL until the job's time-out
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
     }
     return {**arguments, "task_config": nodes, "environment": environment}

@@ -1,4 +1,4 @@
-"""What can be said of a training on many nodes before they meet. No torch: it would not fit into a small pod."""
+"""Checks a training on many nodes before they start. No torch: it would not fit into a small pod."""
 
 import json
 
@@ -19,9 +19,9 @@ from flyte_ddp.tasks.versions import CodeVersion
     **dynamic_resources(),
 )
 def resolve_for_nodes(hp: Hyperparameters, auto: str = "mnist") -> str:
-    """The name of the dataset to train on; refuses what the nodes would only find out after they have met."""
+    """The name of the dataset to train on; refuses inputs that the nodes would refuse only after they have started."""
     if is_local():
-        raise InputError("many nodes need a cluster: register this workflow, or run its twin for one machine here")
+        raise InputError("many nodes need a cluster: register this workflow, or run the one for a single machine here")
     asked = registration()
     ranks = asked.node_range[1] * asked.ranks_per_node
     if hp.batch_size < ranks:

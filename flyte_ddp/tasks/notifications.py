@@ -1,4 +1,4 @@
-"""Who is told, by Flyte itself, how the executions of a launch plan ended."""
+"""Flyte's own notifications of how the executions of a launch plan ended."""
 
 from typing import Any, List
 
@@ -11,7 +11,7 @@ KINDS: Any = {"slack": Slack, "email": Email}
 
 
 def notifications() -> List[Any]:
-    """The argument of a LaunchPlan, as DDP_NOTIFY and DDP_NOTIFY_PHASES have it; empty without them."""
+    """The notifications of a LaunchPlan, from DDP_NOTIFY and DDP_NOTIFY_PHASES; empty without them."""
     asked = registration()
     if not asked.notify:
         return []

@@ -1,4 +1,4 @@
-"""Who looks on while a training runs: console, tracker and report, put together for one run."""
+"""The observers of a run: console, tracker, report and progress file."""
 
 import hashlib
 import os
@@ -19,11 +19,11 @@ from flyte_ddp.report.tracking import open_tracker
 from flyte_ddp.tasks.execution import is_local
 from flyte_ddp.tasks.flytekit_compat import replace_html
 
-REPORT_SECONDS = 60.0  # that the end of a run waits for its last page
+REPORT_SECONDS = 60.0  # how long the end of a run waits for its final page
 
 
 class Observers:
-    """Tells all observers of a run. One that raises is left out from then on: looking on must not stop training."""
+    """Passes events to all observers of a run. One that raises is dropped: observing must not stop training."""
 
     def __init__(self, info: RunInfo, report_path: Path, *others: Callable[[Any], None]):
         self.tracking_url = ""
@@ -47,7 +47,7 @@ class Observers:
                 say(f"Warning: {type(observer).__name__} gave up: {type(error).__name__}: {one_line(error)}")
 
     def end(self, event: "RunFinished | RunFailed") -> None:
-        """Tells how it ended; all observers have finished, or been given up, when this returns."""
+        """Passes the last event; all observers have finished, or been abandoned, when this returns."""
         self._console.close()
         self.record(event)
         if self._progress in self._listening:
@@ -56,10 +56,10 @@ class Observers:
         closing = threading.Thread(target=self._close_tracker, args=(event,), daemon=True)
         closing.start()
         if self.record.info.options.tracking in ("auto", "online") and not self.tracking_url:
-            closing.join()  # the address may still come, and belongs in the report
+            closing.join()  # the run's URL may still come, and belongs in the report
         self._report.close(event)
         closing.join()
-        if not self._report_path.exists():  # a task whose output is missing fails
+        if not self._report_path.exists():  # without its output the task would fail
             self._report_path.write_text("<!doctype html><title>No report</title><p>The report could not be made.")
 
     def _close_tracker(self, event: Any) -> None:
@@ -75,7 +75,7 @@ class Observers:
 
 @contextmanager
 def observing(info: RunInfo, report_path: Path, *others: Callable[[Any], None]) -> Iterator[Observers]:
-    """Observers for as long as the block runs; an exception that ends it reaches them as a failure.
+    """Observers while the block runs; they see an exception that ends it as a failure.
 
     The block itself calls end() when it succeeds.
     """
@@ -88,7 +88,7 @@ def observing(info: RunInfo, report_path: Path, *others: Callable[[Any], None]) 
 
 
 def all_of(*listeners: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Tells each event to all of them."""
+    """Passes each event to all listeners."""
 
     def tell(event: Any) -> None:
         for listener in listeners:
@@ -98,22 +98,22 @@ def all_of(*listeners: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 def deck_publisher(title: str = "Training") -> Callable[[str], None]:
-    """Shows HTML in the task's Deck at once, where a Flyte console can show it."""
+    """A function that shows HTML in the task's Deck at once; does nothing in a local run."""
     if is_local() or not current_context().enable_deck:
-        return lambda html: None  # a local run's file is there to be opened
+        return lambda html: None  # a local run's page is a file that one can open
     deck = Deck(title, "")
 
     def publish(html: str) -> None:
         replace_html(deck, html)
-        if current_context().enable_deck:  # not in a process of Flyte's Elastic plugin: it shows decks at the end
+        if current_context().enable_deck:  # not in a process of Flyte's Elastic plugin, which shows Decks at the end
             Deck.publish()
 
     return publish
 
 
 def tracking_id(key: str, beside: Path) -> str:
-    """The same for every attempt at one training, another for the next: on a cluster by the execution, locally by a
-    file beside the checkpoint, which goes with it when training has succeeded."""
+    """An id shared by all attempts at one training, and by no other: on a cluster from the execution, locally from a
+    file beside the checkpoint, which is removed with it when training has succeeded."""
     if is_local():
         file = beside.with_name("tracking-id")
         if not beside.exists() or not file.exists():
@@ -125,5 +125,5 @@ def tracking_id(key: str, beside: Path) -> str:
 
 
 def attempt() -> int:
-    """How often the cluster has tried this task before."""
+    """The number of earlier attempts at this task on the cluster."""
     return int(os.environ.get("FLYTE_ATTEMPT_NUMBER") or 0)

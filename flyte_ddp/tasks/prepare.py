@@ -32,7 +32,8 @@ PreparedDataset = Annotated[FlyteDirectory, HashMethod(content_digest)]
     **small_resources(),
 )
 def resolve_dataset(hp: Hyperparameters, options: RunOptions, auto: str = "mnist") -> str:
-    """The name of the dataset to train on, auto being the workflow's; a stand-in, of local runs alone, is not cached.
+    """The name of the dataset to train on, auto being the workflow's own; not cached in local runs, which may need a
+    stand-in.
 
     A local run finds out here, before anything is downloaded or spawned, whether this machine can do what is asked.
     """
@@ -42,20 +43,20 @@ def resolve_dataset(hp: Hyperparameters, options: RunOptions, auto: str = "mnist
 
 
 def resolve_name(asked: str, auto: str = "mnist") -> str:
-    """The dataset that a name or auto stands for; in a local run, what is damaged or lost is forgotten here."""
+    """The dataset that a name or auto stands for; a local run also discards damaged data and lost cache entries."""
     name = auto if asked == "auto" else asked
     if not is_local():
         return name
     datasets.discard_damaged(name)
-    if asked == "auto" and not is_to_be_had(name):
+    if asked == "auto" and not is_available(name):
         name = "digits"
         datasets.discard_damaged(name)
     forget_lost_results()
     return name
 
 
-def is_to_be_had(name: str) -> bool:
-    """Whether a dataset is prepared, or could be prepared now; says so if not."""
+def is_available(name: str) -> bool:
+    """Whether a dataset is prepared, or can be prepared now; if not, prints why."""
     if datasets.prepared_dir(name).exists():
         return True
     try:
@@ -68,7 +69,7 @@ def is_to_be_had(name: str) -> bool:
 
 
 def open_stored(url: str) -> BinaryIO:
-    """A file of Flyte's storage, or of another one, as Flyte's settings for it say."""
+    """Opens a file in object storage, with Flyte's settings for it."""
     file: BinaryIO = FlyteContextManager.current_context().file_access.get_filesystem_for_path(url).open(url, "rb")
     return file
 
@@ -79,7 +80,7 @@ def open_stored(url: str) -> BinaryIO:
     **preparation_resources(),
 )
 def prepare_dataset(name: str) -> PreparedDataset:
-    """Downloads and prepares the named dataset (see flyte_ddp.data.prepared for its form)."""
+    """Downloads and prepares the named dataset (for the format see flyte_ddp.data.prepared)."""
     with flyte_retries(), download_progress() as progress:
         folder = datasets.prepare(name, progress, open_stored)
     # A local run uses the folder where it is: a copy would only land in a temporary place

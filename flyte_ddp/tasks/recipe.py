@@ -46,12 +46,12 @@ Data = Union[FlyteFile, FlyteDirectory, None]
 
 @dataclass(frozen=True)
 class RecipeSummary(RunSummary):
-    """What came out of training a recipe, in figures.
+    """The figures of a recipe's training.
 
     Attributes:
         recipe: its name.
-        measures: of the test samples by the weights that are given back, by name.
-        validation_measures: of the validation samples by the same weights; empty where there are none.
+        measures: of the test samples with the returned weights, by name.
+        validation_measures: of the validation samples with the same weights; empty without a validation split.
     """
 
     recipe: str
@@ -60,16 +60,15 @@ class RecipeSummary(RunSummary):
 
 
 class RecipeOutputs(NamedTuple):
-    """What training a recipe gives back.
+    """The outputs of a recipe's training.
 
     Attributes:
-        epoch_measures: of the test samples after each epoch, or of the validation samples where there are any, by name.
-        model_state: the trained weights, a CPU state_dict; the recipe's load_model makes the network of it. They are
-            those of the best epoch where validation samples chose it; logs then has last.pt, those of the last.
+        epoch_measures: after each epoch, by name; of the validation samples if there are any, else of the test samples.
+        model_state: the trained weights, a CPU state_dict, from which the recipe's load_model rebuilds the network.
+            With a validation split they are those of the best epoch, and logs has those of the last one as last.pt.
         summary: the figures.
-        report: a page to look at, in one file.
-        logs: a folder with what the recipe keeps of the test samples, and what the ranks, trackers and the profiler
-            have written.
+        report: an HTML page in one file.
+        logs: a folder with the recipe's predictions on the test samples, and what ranks, trackers and profiler wrote.
     """
 
     epoch_measures: List[Dict[str, float]]
@@ -80,15 +79,15 @@ class RecipeOutputs(NamedTuple):
 
 
 class RecipeTraining:
-    """A recipe, known by its name alone: its module, which imports torch, is for the ranks.
+    """A recipe, known only by its name: its module, which imports torch, is for the ranks.
 
-    Its first-party code and data files go to the pods with the workflow's, and decide the cache version.
+    Its first-party code and data files are shipped to the pods with the workflow's, and determine the cache version.
     """
 
     def __init__(self, recipe: str, data_files: Sequence[str] = ()):
-        """recipe: "package.module:Name". data_files: that it reads, relative to its module's file.
+        """recipe: "package.module:Name". data_files: files that it reads, relative to its module's file.
 
-        To be made at the top level of the workflow file, after its imports. Raises InputError where there is no such
+        Create it at the top level of the workflow file, after the imports. Raises InputError if there is no such
         recipe.
         """
         set_up_pyflyte()
@@ -104,11 +103,11 @@ class RecipeTraining:
     def run(
         self, settings: TrainingSettings, options: RunOptions, data: Data = None, init: Optional[FlyteFile] = None
     ) -> RecipeOutputs:
-        """Trains with one process per rank, on the file or folder data, if the recipe takes one.
+        """Trains with one process per rank, on the file or folder data, if the recipe uses one.
 
-        init: what to begin with: the model_state of an earlier training, or a checkpoint, final-checkpoint in its logs
-        if options.keep_checkpoint was set, to go on from it to settings.epochs in all. See launcher.launch for what it
-        raises.
+        init: what to start from: the model_state of an earlier training, or a checkpoint (final-checkpoint in its logs,
+        if options.keep_checkpoint was set), from which training continues up to settings.epochs in total. Raises what
+        launcher.launch raises.
         """
         check_gpus(visible_gpus())
         world = choose_world(settings.backend, options.nproc, settings.batch_size)
@@ -123,7 +122,7 @@ class RecipeTraining:
     def run_as_rank(
         self, settings: TrainingSettings, options: RunOptions, data: Data = None, init: Optional[FlyteFile] = None
     ) -> RecipeOutputs:
-        """Trains as one rank of many nodes, in a task with arguments that on_many_nodes has changed."""
+        """Trains as one rank of many nodes, in a task whose arguments come from on_many_nodes."""
         from flyte_ddp.tasks.elastic import download_once, train_as_rank  # they import torch
 
         def fetch() -> Subject:
@@ -142,10 +141,9 @@ class RecipeTraining:
         data: Data = None,
         split: str = "test",
     ) -> FlyteFile:
-        """The predictions (n, ...) of a trained network for a shard of a split, an .npy file.
+        """The predictions (n, ...) of a trained network for a shard of a split, as an .npy file.
 
-        settings: that it was trained with. shard: from 0; to be mapped over, in a task whose arguments are
-        arguments(ignored_inputs=()).
+        settings: those of the training. shard: from 0; map over it, in a task with arguments(ignored_inputs=()).
         """
         if not 0 <= shard < shards:
             raise InputError(f"shard must be at least 0 and below shards ({shards}), got {shard}")
@@ -162,7 +160,7 @@ class RecipeTraining:
         return output_file(path)
 
     def subject(self, settings: TrainingSettings, place: Optional[Path], init: Optional[Path] = None) -> Subject:
-        """The recipe and its data; ReportedError where this pod has other code than was registered."""
+        """The recipe and its data; ReportedError if this pod's code is not what was registered."""
         if os.environ.get(CODE_VARIABLE, self.code.version) != self.code.version:
             raise ReportedError(
                 f"this pod's code of {self.code.name} is not the code that was registered: {OTHER_CODE}"

@@ -1,7 +1,7 @@
-"""What a registration asks of a cluster, read from the environment of the process that registers.
+"""What a registration requests of a cluster, read from the environment of the process that registers.
 
-Each field of Registration is a variable, its name in capitals behind DDP_: DDP_PROFILE=gpu DDP_GPUS=4 pyflyte ...
-register workflows. In a pod these variables are missing, and nothing there depends on them.
+Each field of Registration is a variable, its name in capitals after DDP_: DDP_PROFILE=gpu DDP_GPUS=4 pyflyte ...
+register workflows. In a pod these variables are not set, and nothing there depends on them.
 """
 
 import dataclasses
@@ -26,42 +26,42 @@ ACCELERATORS = {
     for name, value in vars(accelerators).items()
     if isinstance(value, accelerators.BaseAccelerator) and value.to_flyte_idl().device.startswith("nvidia-")
 }
-# Their compute capability; the lock's torch has code for 7.5, 8.0, 8.6, 9.0, 10.0 and 12.0, and what these run
+# With their compute capabilities; the locked torch has code for 7.5, 8.0, 8.6, 9.0, 10.0, 12.0 and compatible ones
 TOO_OLD = {"K80": "3.7", "M60": "5.2", "P100": "6.0", "P4": "6.1", "V100": "7.0"}
 GPUS_VARIABLE = "DDP_POD_GPUS"
 
 
 @dataclass(frozen=True)
 class Registration(Settings):
-    """What the tasks ask for.
+    """What the tasks request.
 
     Attributes:
-        profile: gpu, or sandbox for a cluster without GPUs, as small as a laptop's.
-        gpus: of the training task (of each node, where there are many) under profile gpu; one rank each.
-        training_cpu, training_memory, training_disk: of a training pod, whatever its GPUs: a quantity, or
-            REQUEST:LIMIT. Empty leaves them to profile and gpus, see training_sizes.
+        profile: gpu, or sandbox for a small cluster without GPUs, such as one on a laptop.
+        gpus: of the training task (of each node, if there are many) with profile gpu; one rank each.
+        training_cpu, training_memory, training_disk: of a training pod, however many GPUs it has: a quantity, or
+            REQUEST:LIMIT. If empty, they depend on profile and gpus, see training_sizes.
         preparation_cpu, preparation_memory, preparation_disk: of a pod that prepares data. torchvision, which unpacks
             them, imports torch: MNIST takes 0.9 GB of memory.
-        small_cpu, small_memory, small_disk: of a pod that computes nothing. It imports for 9 s with a quarter of a CPU
-            and for 2 s with one, so it asks for little and may take more.
+        small_cpu, small_memory, small_disk: of a pod that computes nothing. Its imports take 9 s with a quarter of a
+            CPU and 2 s with one, so it requests little and is allowed more.
         accelerator: the kind of GPU; none leaves it to the cluster.
-        interruptible: whether training may run on machines that can be taken away; it resumes from its checkpoint.
-        attempt_seconds: after which Flyte ends an attempt at training.
+        interruptible: whether training may run on preemptible machines; it resumes from its checkpoint.
+        attempt_seconds: time limit of a training attempt.
         wandb_secret: GROUP/KEY of the Flyte secret with the Weights & Biases API key. A pod whose secret the cluster
-            lacks never starts, so none is asked for unless named.
-        nnodes: number of nodes of workflows/multinode.py, or the range of it as MIN:MAX.
-        nproc_per_node: ranks per node there; 0 is one per GPU, or two under profile sandbox.
+            lacks never starts, so none is requested unless named.
+        nnodes: number of nodes of workflows/multinode.py, or a range MIN:MAX.
+        nproc_per_node: ranks per node there; 0 is one per GPU, or two with profile sandbox.
         join_minutes: how long the first nodes wait for the last: one has the image, another must be created.
-        concurrency: shards of workflows/inference.py that are predicted at a time; 0 leaves it to the cluster.
-        promote_to: where workflows/promote.py promotes models to, and that the launch plan nightly does so: a URL of
-            Flyte's storage, or the path of a folder that all pods have.
-        notify: whom Flyte tells how an execution of a launch plan has ended, as slack:ADDRESS or email:ADDRESS, or more
-            addresses with commas between them.
-        notify_phases: at which ends.
-        webhook: URL that is told of a failed training; everybody who sees the tasks in Flyte sees it.
-        webhook_secret: GROUP/KEY of the Flyte secret with that URL, where it is one.
-        console: URL of Flyte's console, for the link that the webhook is given.
-        env: variables of the user's for all pods, by name. Everybody who sees the tasks in Flyte sees them.
+        concurrency: how many shards of workflows/inference.py run at a time; 0 leaves it to the cluster.
+        promote_to: where workflows/promote.py, and then also the launch plan nightly, promotes models to: a URL of
+            Flyte's storage, or the path of a folder that all pods can access.
+        notify: whom Flyte notifies of how an execution of a launch plan ended, as slack:ADDRESS or email:ADDRESS, or
+            several addresses separated by commas.
+        notify_phases: the phases to notify of.
+        webhook: URL to notify of failed trainings; everybody who can see the tasks in Flyte can see it.
+        webhook_secret: GROUP/KEY of the Flyte secret with that URL, if it is secret.
+        console: URL of Flyte's console, for the link in the webhook's message.
+        env: the user's own variables for all pods, by name. Everybody who can see the tasks in Flyte can see them.
     """
 
     profile: str = setting("gpu", choices=("gpu", "sandbox"))
@@ -95,7 +95,7 @@ class Registration(Settings):
         super().__post_init__()
         if self.accelerator in TOO_OLD:
             raise InputError(
-                f"Registration.accelerator must be a kind that torch has code for, compute capability 7.5 or more, got "
+                f"Registration.accelerator must be a GPU that torch supports, of compute capability 7.5 or more, got "
                 f"{self.accelerator} ({TOO_OLD[self.accelerator]}): name another one, or build an image with an older "
                 "torch"
             )
@@ -107,16 +107,16 @@ class Registration(Settings):
         for name, value in self.env.items():
             if not (re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name) and isinstance(value, str)):
                 raise InputError(
-                    f"Registration.env must have names of variables and strings for them, got {json.dumps(name)} with "
+                    f"Registration.env must map names of variables to strings, got {json.dumps(name)} with "
                     f'{json.dumps(value)}: write it as {{"NAME": "value"}}'
                 )
             if name in ours:
-                raise InputError(f"Registration.env must not have {name}, got {json.dumps(value)}: set it beside this")
+                raise InputError(f"Registration.env must not have {name}, got {json.dumps(value)}: set {name} itself")
         for size in (f"{pod}_{of}" for pod in ("training", "preparation", "small") for of in ("cpu", "memory", "disk")):
             value = getattr(self, size)
             if not re.fullmatch(f"{QUANTITY}(:{QUANTITY})?", value) and (value or not size.startswith("training")):
                 raise InputError(
-                    f"{size} must be a quantity as 500m, 2 or 4Gi, or REQUEST:LIMIT, got {json.dumps(value)}"
+                    f"{size} must be a quantity such as 500m, 2 or 4Gi, or REQUEST:LIMIT, got {json.dumps(value)}"
                 )
 
     @property
@@ -129,7 +129,7 @@ class Registration(Settings):
 
     @property
     def node_range(self) -> Tuple[int, int]:
-        """The least and the largest number of nodes; raises InputError if nnodes is not of that form."""
+        """The smallest and the largest number of nodes; raises InputError if nnodes is neither a number nor MIN:MAX."""
         least, _, most = self.nnodes.partition(":")
         most = most or least
         if not (least.isdecimal() and most.isdecimal() and 2 <= int(least) <= int(most)):
@@ -141,7 +141,7 @@ class Registration(Settings):
 
 
 def registration() -> Registration:
-    """Reads the environment; raises InputError that names the variable."""
+    """Reads the environment; raises InputError naming the variable."""
     values: Dict[str, Any] = {}
     for field in dataclasses.fields(Registration):
         variable = variable_of(field)

@@ -1,4 +1,4 @@
-"""What the tasks ask of a cluster, as arguments of @task, by what the registration says."""
+"""The resources that tasks request of a cluster, as arguments of @task, from the registration's settings."""
 
 import dataclasses
 import json
@@ -23,8 +23,8 @@ IMAGE, KERAS_IMAGE = "{{.image.trainer}}", "{{.image.keras}}"  # named in flyte.
 
 
 def pod_environment() -> Dict[str, str]:
-    """The variables of every pod: the user's own, and where the originals of datasets are, unless that holds a
-    password, which everybody who sees the tasks in Flyte would see."""
+    """The variables of every pod: the user's own, and the data mirror, unless its URL has a password, which everybody
+    who can see the tasks in Flyte could see."""
     mirror = mirror_from_environment()
     parts = urlsplit(mirror or "")
     has_password = parts.scheme in ("http", "https") and "@" in parts.netloc
@@ -32,32 +32,32 @@ def pod_environment() -> Dict[str, str]:
 
 
 def registered_environment() -> Dict[str, str]:
-    """All settings as variables, for tasks whose pods import the decorators and use what these say."""
+    """All settings as variables, for tasks in whose pods the decorators are evaluated again."""
     values = {variable_of(field): getattr(registration(), field.name) for field in dataclasses.fields(Registration)}
     texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in values.items()}
     return {**pod_environment(), **texts}
 
 
 def training_environment(gpus: int, code: Optional[CodeVersion] = None) -> Dict[str, str]:
-    """What a training pod with this many GPUs and this code has to know."""
+    """The variables of a training pod with this many GPUs and this code."""
     return {**pod_environment(), **(code.environment if code else {}), GPUS_VARIABLE: str(gpus)}
 
 
 def check_gpus(visible: int) -> None:
-    """Refuses to go on, so that Flyte tries another pod, where this one sees other GPUs than it asked for: with fewer
-    the result would be remembered all the same. A local run has not asked."""
+    """Raises an error, so that Flyte tries another pod, if this one sees another number of GPUs than it asked for: the
+    result with fewer would be cached all the same. A local run has asked for none."""
     asked = os.environ.get(GPUS_VARIABLE)
     with flyte_retries():
         if asked is not None and int(asked) != visible:
             raise RecoverableError(
                 f"this pod must have as many GPUs as were registered ({asked}), got {visible} on {platform.node()}: "
-                "look at that node's driver and device plugin and at the platform's limits, or register with DDP_GPUS "
-                "(or give --gpus) as the cluster can have them, DDP_PROFILE=sandbox for none"
+                "check that node's driver and device plugin and the platform's limits, or register with a DDP_GPUS "
+                "(or give a --gpus) that the cluster can provide, or with DDP_PROFILE=sandbox for none"
             )
 
 
 def sizes(cpu: str, memory: str, disk: str, gpus: int = 0) -> Dict[str, Any]:
-    """Arguments of @task or with_overrides for sizes as Registration has them; a lone quantity is request and limit."""
+    """Arguments of @task or with_overrides for sizes in Registration's form; a single quantity is request and limit."""
     requests, limits = (
         Resources(
             cpu=cpu.split(":")[which],
@@ -73,10 +73,10 @@ def sizes(cpu: str, memory: str, disk: str, gpus: int = 0) -> Dict[str, Any]:
 def training_sizes(gpus: int) -> Dict[str, Any]:
     """What a training pod with this many GPUs needs, as arguments of @task or with_overrides.
 
-    Without a GPU: two ranks, their parent and the process they are forked from hold 0.5 GB on digits and 0.7 GB on
-    MNIST together (0.8 GB with the pages of torch's libraries); two ranks of many nodes, which share nothing, 1.7 GB.
-    With (not measured): each rank's CUDA context and libraries take some GB of host memory, and NCCL's ranks speak
-    through /dev/shm, where a container gets 64 MB.
+    Without GPUs, two ranks, their parent and the process they are forked from take 0.5 GB on digits and 0.7 GB on MNIST
+    (0.8 GB with the pages of torch's libraries); two ranks of many nodes, which share nothing, 1.7 GB. With GPUs (not
+    measured), each rank's CUDA context and libraries take a few GB of host memory, and NCCL uses /dev/shm, of which a
+    container by default has 64 MB.
     """
     asked = registration()
     defaults = (str(2 * gpus), f"{8 * gpus}Gi", "10Gi") if gpus else ("500m:2", "1Gi:3Gi", "500Mi:2Gi")
@@ -93,7 +93,7 @@ def resize(task: PythonTask, gpus: int) -> Dict[str, Any]:
 
 
 def training_resources(code: Optional[CodeVersion] = None) -> Dict[str, Any]:
-    """Arguments of @task for training, with the code that decides its result where that is cached."""
+    """Arguments of @task for training; code is what determines the result, if that is cached."""
     asked = registration()
     told = {WEBHOOK_VARIABLE: asked.webhook, CONSOLE_VARIABLE: asked.console}
     secrets = {"WANDB_API_KEY": asked.wandb_secret, WEBHOOK_SECRET_VARIABLE: asked.webhook_secret}
@@ -112,7 +112,7 @@ def training_resources(code: Optional[CodeVersion] = None) -> Dict[str, Any]:
 
 
 def preparation_resources() -> Dict[str, Any]:
-    """Arguments of @task for downloading and preparing a dataset, and for what else needs torch but no ranks."""
+    """Arguments of @task for downloading and preparing a dataset, and for other tasks that need torch but no ranks."""
     asked = registration()
     needed = sizes(asked.preparation_cpu, asked.preparation_memory, asked.preparation_disk)
     return {
@@ -131,13 +131,13 @@ def small_resources() -> Dict[str, Any]:
 
 
 def dynamic_resources() -> Dict[str, Any]:
-    """Arguments of @dynamic: what it starts is compiled in its pod, which has to know the settings of the registration
-    for that."""
+    """Arguments of @dynamic: its pod compiles the tasks that it starts, and needs the registration's settings for
+    that."""
     return {**small_resources(), "environment": registered_environment()}
 
 
 def is_named(image: str) -> bool:
-    """Whether the registration that is under way names this image; True where none is, as in a pod or a local run."""
+    """Whether the current registration names this image; True if there is none, as in a pod or a local run."""
     context = FlyteContextManager.current_context()
     settings, state = context.serialization_settings, context.execution_state
     if settings is None or (state is not None and state.mode == ExecutionState.Mode.TASK_EXECUTION):

@@ -1,4 +1,4 @@
-"""Folders of image files, here or in Flyte's storage: what is in them, and the files of one shard."""
+"""Folders of image files, local or in Flyte's storage: their content, and the files of one shard."""
 
 from pathlib import Path
 from typing import Any, Dict, List, Sequence, Tuple, Union
@@ -11,7 +11,7 @@ from fsspec.core import strip_protocol
 
 
 def list_files(folder: FlyteDirectory) -> Dict[str, str]:
-    """Each file's name below the folder, in order, with what changes when the file does; hidden ones are left out."""
+    """Each file's name below the folder, sorted, with details that change when the file does; without hidden files."""
     source, storage = _open(folder)
     root = str(strip_protocol(source)).rstrip("/")
     found = {path[len(root) + 1 :]: str(details) for path, details in storage.find(root, detail=True).items()}
@@ -19,7 +19,7 @@ def list_files(folder: FlyteDirectory) -> Dict[str, str]:
 
 
 def fetch(folder: FlyteDirectory, names: Sequence[str], into: Path) -> List[Tuple[str, str]]:
-    """Each name with the path of its file on this machine: where it is, or below into, which must be there."""
+    """Each name with the path of its file on this machine: where it is, or a copy in the existing folder into."""
     source, storage = _open(folder)
     if not FileAccessProvider.is_remote(source):
         return [(name, str(Path(source, name))) for name in names]
@@ -29,7 +29,7 @@ def fetch(folder: FlyteDirectory, names: Sequence[str], into: Path) -> List[Tupl
 
 
 def describe_file(file: FlyteFile) -> str:
-    """What changes when the file does."""
+    """Details of the file that change when it does."""
     source, storage = _open(file)
     return str(storage.info(source))
 

@@ -1,4 +1,4 @@
-"""What came out of a training, in figures: the typed summaries among a task's outputs."""
+"""The figures of a training: the typed summaries among a task's outputs."""
 
 from dataclasses import dataclass
 from typing import Dict, List, Optional
@@ -11,7 +11,7 @@ from flyte_ddp.report.record import RunFinished
 
 @dataclass(frozen=True)
 class RunSummary:
-    """What came out of any training, in figures.
+    """The figures of any training.
 
     Attributes:
         train_samples: number of training samples.
@@ -24,14 +24,14 @@ class RunSummary:
         device: cuda or cpu.
         precision: float32 or bfloat16.
         tracking_url: of the Weights & Biases run; empty without one.
-        warnings: when and why the training did not go as it should; empty if all went well.
-        validation_samples: number of samples held out to choose the best epoch by.
-        best_epoch: the one that they chose, from 1, whose weights are given back; 0 without them, and then the last is.
-        parameters: of the network.
+        warnings: when and why training did not go as it should; empty if all went well.
+        validation_samples: size of the validation split; 0 if there is none.
+        best_epoch: the epoch of the returned weights, from 1; 0 without a validation split, when it is the last.
+        parameters: number of the network's parameters.
         sample_flops: floating-point operations of a training step, forward and backward, per sample, as counted.
-        peak_memory: the most bytes that each rank's process has held, by rank.
-        utilization: model FLOPs utilization: the share of the GPUs' peak that training has made use of; None where the
-            peak is not known, see flyte_ddp.launch.peaks.
+        peak_memory: peak memory of each rank's process, in bytes, by rank.
+        utilization: model FLOPs utilization, as a share of the GPUs' peak; None if the peak is unknown, see
+            flyte_ddp.launch.peaks.
     """
 
     train_samples: int
@@ -55,12 +55,12 @@ class RunSummary:
 
 @dataclass(frozen=True)
 class TrainingSummary(RunSummary):
-    """What came out of training an image classifier, in figures.
+    """The figures of an image classifier's training.
 
     Attributes:
-        dataset: what the model was trained on (digits where it stood in for MNIST).
-        test_loss: mean loss on the test images, by the weights that are given back.
-        accuracy: share of the test images classified correctly by these, from 0 to 1.
+        dataset: what the model was trained on (digits if it stood in for MNIST).
+        test_loss: mean loss on the test images, with the returned weights.
+        accuracy: share of the test images that these classify correctly, from 0 to 1.
         class_accuracies: the same for each class that has test images, by name.
     """
 
@@ -96,8 +96,8 @@ def summarise(world: World, finished: RunFinished, tracking_url: str) -> RunSumm
 
 
 def utilization(result: TrainingResult, samples_per_second: float, world: World) -> Optional[float]:
-    """Of the GPUs, one for each rank, as PaLM's authors define it (Chowdhery et al., 2022, appendix B), by what is
-    counted rather than estimated."""
-    # Ranks under gloo may share a GPU, and then nobody knows how many there are
+    """Model FLOPs utilization of the GPUs, one per rank, as defined for PaLM (Chowdhery et al., 2022, appendix B), but
+    with counted rather than estimated FLOPs."""
+    # Ranks under gloo may share a GPU, so the number of GPUs is unknown
     most = peak(result.hardware, result.precision) if world.backend == "nccl" else None
     return result.sample_flops * samples_per_second / (most * world.size) if most else None

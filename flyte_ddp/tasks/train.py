@@ -38,15 +38,15 @@ Start = Callable[[Job, Callable[[Event], None]], List[TrainingResult]]
 
 
 class TrainingOutputs(NamedTuple):
-    """What training an image classifier gives back.
+    """The outputs of an image classifier's training.
 
     Attributes:
-        epoch_accuracies: on the test split after each epoch, or on the validation split where there is one; 0 to 1.
-        model_state: the trained weights, a CPU state_dict; those of the best epoch where a validation split chose it.
+        epoch_accuracies: after each epoch, on the validation split if there is one, else on the test split; 0 to 1.
+        model_state: the trained weights, a CPU state_dict; with a validation split those of the best epoch.
         summary: the figures.
-        report: a page to look at, in one file.
-        logs: a folder with the test split's predictions, and what the ranks, trackers and the profiler have written;
-            where model_state is of the best epoch, last.pt has the weights of the last.
+        report: an HTML page in one file.
+        logs: a folder with predictions on the test split, and what ranks, trackers and profiler wrote; with a
+            validation split also last.pt, the weights of the last epoch.
     """
 
     epoch_accuracies: List[float]
@@ -74,13 +74,13 @@ def training_arguments(
     salt: str = "",
     ignored_inputs: Sequence[str] = ("options",),
 ) -> Dict[str, Any]:
-    """Arguments of a @task that trains: cache, whose version the code and the salt decide, retries, live report,
+    """Arguments of a @task that trains: cache (its version depends on code and salt), retries, live report,
     resources."""
     return {
         "cache": Cache(policies=code, salt=salt, ignored_inputs=tuple(ignored_inputs), serialize=True),
         "retries": 2,
         "enable_deck": True,
-        "deck_fields": (),  # the report alone, live
+        "deck_fields": (),  # only the report, live
         **training_resources(code),
     }
 
@@ -89,9 +89,9 @@ def training_arguments(
 def train(
     hp: Hyperparameters, data: FlyteDirectory, options: RunOptions, init: Optional[FlyteFile] = None
 ) -> TrainingOutputs:
-    """Trains hp.model on a prepared dataset with one process per rank; see launcher.launch for what it raises.
+    """Trains hp.model on a prepared dataset with one process per rank; raises what launcher.launch raises.
 
-    init: a model_state or checkpoint to begin with.
+    init: a model_state or checkpoint to start from.
     """
     check_gpus(visible_gpus())
     world = choose_world(hp.backend, options.nproc, hp.batch_size)
@@ -103,7 +103,7 @@ def train(
 
 
 def image_subject(hp: Hyperparameters, folder: Path, init: Optional[Path] = None) -> Subject:
-    """An image classifier and the prepared dataset in the folder, of which every byte is read."""
+    """An image classifier and the prepared dataset in the folder, which is verified byte by byte."""
     description = prepared.verify(folder)
     first = content_digest(init) if init else ""
     identity = Identity(IMAGE_CLASSIFIER, hp, description.digest, TRAINING_CODE.version, first)
@@ -111,7 +111,7 @@ def image_subject(hp: Hyperparameters, folder: Path, init: Optional[Path] = None
 
 
 def outputs_of(trained: Trained) -> TrainingOutputs:
-    """Of an image classifier."""
+    """The outputs of an image classifier."""
     result, predictions = trained.results[0], trained.predictions
     assert predictions is not None  # a classifier has them
     by_class = zip(predictions.classes, predictions.class_accuracies(), strict=True)
@@ -127,7 +127,7 @@ def outputs_of(trained: Trained) -> TrainingOutputs:
 
 
 def spawn(world: World, options: RunOptions, roots: Sequence[str] = ()) -> Start:
-    """Has this process start the ranks; these import torch while the data arrive and are verified."""
+    """Lets this process start the ranks, which import torch while the data are downloaded and verified."""
     launcher.warm_up()
 
     def start(job: Job, on_event: Callable[[Event], None]) -> List[TrainingResult]:
@@ -138,9 +138,9 @@ def spawn(world: World, options: RunOptions, roots: Sequence[str] = ()) -> Start
 
 @telling_webhook()
 def train_by(start: Start, world: World, fetch: Callable[[], Subject], options: RunOptions) -> Trained:
-    """All that surrounds the ranks of a run, which start(job, on_event) runs; it returns their results by rank.
+    """Does everything around the ranks of a run.
 
-    fetch: brings the data here.
+    start: runs the ranks for (job, on_event), and returns their results by rank. fetch: downloads the data.
     """
     started = time.time()
     check_registered_code()

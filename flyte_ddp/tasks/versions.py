@@ -8,9 +8,10 @@ from flytekit.core.cache import CachePolicy, VersionParameters
 from flyte_ddp.code_version import OTHER_CODE, code_version
 from flyte_ddp.errors import ReportedError
 
-# tasks/summaries.py and train.py because a cached result must have the outputs that are declared there
+# tasks/summaries.py and train.py, because a cached result must have the outputs declared there
 ENGINE_SOURCES = (
     "flyte_ddp/engine/arithmetic.py",
+    "flyte_ddp/engine/average.py",
     "flyte_ddp/engine/batches.py",
     "flyte_ddp/engine/choice.py",
     "flyte_ddp/engine/layers.py",
@@ -38,12 +39,17 @@ NETWORK_SOURCES = (
     "flyte_ddp/recipes/models.py",
 )
 TRAINING_SOURCES = (*ENGINE_SOURCES, *NETWORK_SOURCES)
-DATA_SOURCES = ("flyte_ddp/data/datasets.py", "flyte_ddp/data/description.py", "flyte_ddp/data/prepared.py")
+DATA_SOURCES = (
+    "flyte_ddp/data/datasets.py",
+    "flyte_ddp/data/description.py",
+    "flyte_ddp/data/prepared.py",
+    "flyte_ddp/data/writer.py",
+)
 CODE_VARIABLE = "DDP_TRAINING_CODE"
 
 
 class CodeVersion(CachePolicy):
-    """The cache version of a task whose result these files and distributions decide."""
+    """The cache version of a task whose result depends on these files and distributions."""
 
     def __init__(self, sources: Sequence[str], distributions: Sequence[str]):
         self.sources, self.distributions = sources, distributions
@@ -57,13 +63,13 @@ class CodeVersion(CachePolicy):
 
     @property
     def environment(self) -> Dict[str, str]:
-        """A variable for the task's pods, which check_registered_code reads there: the files, and what they were."""
+        """A variable for the task's pods, with the files and their hash, which check_registered_code reads there."""
         return {CODE_VARIABLE: " ".join([code_version(self.sources, ()), *self.sources])}
 
 
 def check_registered_code() -> None:
-    """Raises where this pod would train with other code than was registered, and the result be cached as that code's:
-    with --copy none it has the code of its image."""
+    """Raises ReportedError if this pod's code is not what was registered: with --copy none it has the code of its
+    image, and the result would be cached as that of the registered code."""
     registered, *sources = os.environ.get(CODE_VARIABLE, "").split() or [""]
     if registered and code_version(sources, ()) != registered:
         raise ReportedError(f"this pod's training code is not the code that was registered: {OTHER_CODE}")

@@ -1,4 +1,4 @@
-"""Tells a webhook of a training that has failed: a POST of JSON, which can neither fail nor hold up a run."""
+"""Notifies a webhook of a failed training: a JSON POST, which cannot fail a run and delays it by seconds at most."""
 
 import json
 import os
@@ -23,18 +23,18 @@ from flyte_ddp.tasks.execution import TaskFailed, is_local
 from flyte_ddp.tasks.observing import attempt
 
 FORMAT = 1
-RANK_FAILED = re.compile(r"(?:rank (\d+)|all ranks) on ([^:]+): ([^:]+): (.*)")  # as failures.Failure says it
-POST_SECONDS = 8.0  # for all of it: the name's look-up, the connection, a server that drips its answer
+RANK_FAILED = re.compile(r"(?:rank (\d+)|all ranks) on ([^:]+): ([^:]+): (.*)")  # the form of failures.Failure
+POST_SECONDS = 8.0  # in total: for name look-up, connection and a slow answer
 
 
 @contextmanager
 def telling_webhook() -> Iterator[None]:
-    """Tells it of an error that ends the block; not of Ctrl-C, nor of a pod that was told to stop."""
+    """Notifies the webhook of an error that ends the block, but not of Ctrl-C, nor if the pod was asked to stop."""
     try:
         yield
     except Exception as error:
         url = os.environ.get(WEBHOOK_SECRET_VARIABLE) or os.environ.get(WEBHOOK_VARIABLE)
-        # Of many nodes, the parent of a node's ranks does it, which knows the first of them to fail
+        # With many nodes, the parent of each node's ranks does this, because it knows which rank failed first
         if url and "TORCHELASTIC_RUN_ID" not in os.environ:
             failure = failure_of(error)
             if failure["cause"] != "SIGTERM":
@@ -43,7 +43,7 @@ def telling_webhook() -> Iterator[None]:
 
 
 def tell(url: str, failure: Dict[str, Any]) -> None:
-    """Posts it, and waits no longer than POST_SECONDS; what went wrong is said without the URL, which may be secret."""
+    """Posts the failure, for at most POST_SECONDS; a warning does not show the URL, which may be secret."""
     problems = ["no answer in time"]
     thread = threading.Thread(target=post, args=(url, failure, problems), daemon=True)
     thread.start()
@@ -53,10 +53,10 @@ def tell(url: str, failure: Dict[str, Any]) -> None:
 
 
 def post(url: str, content: Dict[str, Any], problems: "list[str]") -> None:
-    """Empties problems where the server has taken it."""
+    """Clears problems once the server has accepted the content, or adds what went wrong."""
     try:
         if urlsplit(url).scheme not in ("http", "https"):
-            raise ValueError("it is no URL of a web server")
+            raise ValueError
         body = json.dumps(content).encode()
         request = Request(url, body, {"Content-Type": "application/json", "User-Agent": "flyte-ddp"})
         with build_opener(NoRedirects).open(request, timeout=POST_SECONDS):
@@ -68,14 +68,14 @@ def post(url: str, content: Dict[str, Any], problems: "list[str]") -> None:
 
 
 class NoRedirects(HTTPRedirectHandler):
-    """A POST that is sent elsewhere becomes a GET without its content."""
+    """Refuses redirects: a redirected POST becomes a GET without its content."""
 
     def redirect_request(self, *_: Any, **__: Any) -> None:
         return None
 
 
 def failure_of(error: BaseException) -> Dict[str, Any]:
-    """What is posted: docs/on-a-cluster.md."""
+    """What is posted, see docs/on-a-cluster.md."""
     headline = (str(error).splitlines() or [""])[0]
     of_rank = RANK_FAILED.match(headline)
     original = error.__context__ if isinstance(error, TaskFailed) and error.__context__ else error
@@ -102,7 +102,7 @@ def failure_of(error: BaseException) -> Dict[str, Any]:
 
 
 def execution_of_this() -> "tuple[str, str]":
-    """The execution as project/domain/name, and its page in Flyte's console; empty for a local run, and not known."""
+    """The execution as project/domain/name, and its page in Flyte's console; empty in a local run or if unknown."""
     if is_local():
         return "", ""
     found = current_context().execution_id

@@ -1,4 +1,4 @@
-"""What the timing study of inference is asked, and what it measures. No torch."""
+"""The inputs and measurements of the timing study of inference. No torch."""
 
 from dataclasses import dataclass
 from typing import Tuple
@@ -9,7 +9,7 @@ from flyte_ddp.settings import Settings, setting
 
 ONE_DEVICE, DATA_PARALLEL, PROCESSES = "one device", "nn.DataParallel", "one process per device"
 METHODS = (ONE_DEVICE, DATA_PARALLEL, PROCESSES)
-MOST_IMAGES = 100_000  # of a batch: far above what any device gains from
+MOST_IMAGES = 100_000  # per batch: far more than any device benefits from
 
 
 @dataclass(frozen=True)
@@ -17,13 +17,13 @@ class TimingOptions(Settings):
     """What to time, and how often.
 
     Attributes:
-        model: name of the network, which has its initial weights: they do not change its speed.
+        model: name of the network, which keeps its initial weights: they do not affect its speed.
         dataset: whose test images are predicted; auto as in training.
-        device_batch_sizes: images that each device gets at a time, as numbers with commas between them.
+        device_batch_sizes: numbers of images that each device gets at a time, separated by commas.
         nproc: processes of the third method; 0 is one per visible GPU, or two where there is none.
-        repeats: times that everything is measured, in new processes each time.
-        seconds: that one measurement should take.
-        timeout_seconds: how long a process may go without finishing one.
+        repeats: how often everything is measured, each time in new processes.
+        seconds: how long one measurement should take.
+        timeout_seconds: how long a process may take for one measurement.
     """
 
     model: str = setting("mnist_cnn", choices=MODELS)
@@ -50,7 +50,7 @@ class TimingOptions(Settings):
 
 @dataclass(frozen=True)
 class TimingJob:
-    """Which methods a world's ranks measure, on the test images of the prepared dataset in the folder data."""
+    """Which methods the ranks of a world measure, on the test images of the prepared dataset in the folder data."""
 
     data: str
     model: str
@@ -62,11 +62,11 @@ class TimingJob:
 
 @dataclass(frozen=True)
 class Measurement:
-    """One method once.
+    """One measurement of one method.
 
     Attributes:
-        devices: that worked at the same time; without GPUs, processes.
-        threads: of each process's arithmetic.
+        devices: how many worked at the same time; without GPUs, the number of processes.
+        threads: torch threads of each process.
         batch_size: images of one forward pass on each device.
         images_per_second: of all devices together.
     """

@@ -1,4 +1,4 @@
-"""The timing study's page: curves, a table, and what they mean, said from the figures that were measured."""
+"""The timing study's page: curves, a table, and an explanation that depends on the measured figures."""
 
 from statistics import median
 from typing import Dict, List, NamedTuple, Sequence
@@ -20,7 +20,7 @@ class Spread(NamedTuple):
     most: float
 
     def compared(self, other: "Spread") -> int:
-        """1 or -1 where every repeat was faster or slower than every one of the other's, 0 where they overlap."""
+        """1 or -1 if all repeats were faster or slower than all of the other's, 0 if the ranges overlap."""
         return (self.least > other.most) - (self.most < other.least)
 
     def __str__(self) -> str:
@@ -74,7 +74,7 @@ def timing_article(
 
 
 def explain(table: Table, gpus: int, processes: int, threads: Dict[str, int]) -> List[str]:
-    """What is seen, and why; a difference is called one only where the ranges do not overlap."""
+    """What was measured, and why; differences count only if the ranges do not overlap."""
     method, size, best = max(
         ((method, size, spread) for method, line in table.items() for size, spread in line.items()),
         key=lambda entry: entry[2].median,
@@ -93,7 +93,7 @@ def explain_batches(one: Dict[int, Spread]) -> str:
     if smallest == largest:
         return ""
     if one[largest].compared(one[smallest]) <= 0:
-        return "On one device a larger batch is not faster than a smaller one, image by image: none of these is small."
+        return "On one device, larger batches are no faster per image than smaller ones: none of these sizes is small."
     return (
         f"On one device an image takes {_milliseconds(one, smallest) / smallest:.3g} ms in batches of {smallest} and "
         f"{_milliseconds(one, largest) / largest:.3g} ms in batches of {largest}. Each forward pass costs the same "
@@ -108,20 +108,20 @@ def explain_data_parallel(one: Dict[int, Spread], parallel: Dict[int, Spread], g
         seen = f"differ with {_listed(different)} images a batch" if different else "overlap with every batch size"
         if gpus == 1:
             return (
-                "There is one GPU here, so nn.DataParallel has nothing to share a batch out to: it moves the batch to "
-                f"the GPU and calls the network, with a little more Python than that takes. The ranges {seen}."
+                "There is one GPU here, so nn.DataParallel cannot share out a batch: it moves the batch to the GPU and "
+                f"calls the network, with slightly more Python code. The ranges {seen}."
             )
         return (
             "There is no GPU here, so nn.DataParallel runs the network itself and can be neither faster nor slower "
-            f"than one device. The ranges {seen}" + (": so noisy is this machine." if different else ".")
+            f"than one device. The ranges {seen}" + (", because this machine is noisy." if different else ".")
         )
     smallest = min(one)
     cost = _milliseconds(parallel, smallest, gpus) - _milliseconds(one, smallest)
     return (
-        f"nn.DataParallel gives {gpus} GPUs {_ratios(parallel, one)} of what one does. For every batch a single Python "
-        "process copies the weights to each GPU, deals the images out, runs a thread per GPU, of which only one at a "
-        "time holds the interpreter's lock while it launches kernels, and collects the scores on the first GPU. "
-        f"With {smallest} images per GPU that makes a batch {cost:.3g} ms longer."
+        f"With nn.DataParallel, {gpus} GPUs reach {_ratios(parallel, one)} the throughput of one. For every batch a "
+        "single Python process copies the weights to each GPU, deals out the images, runs a thread per GPU, of which "
+        "only the one that holds the interpreter's lock can launch kernels, and collects the scores on the first GPU. "
+        f"With {smallest} images per GPU, this adds {cost:.3g} ms to a batch."
     )
 
 
@@ -129,12 +129,12 @@ def explain_processes(
     one: Dict[int, Spread], many: Dict[int, Spread], gpus: int, processes: int, threads: Dict[str, int]
 ) -> str:
     if processes == 1:
-        return "One process per device is one process here, as there is one device: it is what one device is."
-    seen = f"{processes} processes give {_ratios(many, one)} of what one does. "
+        return "There is one device here, so one process per device is the same as one device."
+    seen = f"{processes} processes reach {_ratios(many, one)} the throughput of one. "
     if gpus:
         return seen + (
-            "Each has an interpreter, a GPU and its weights for itself, and waits for none of the others; all they "
-            "share is the host: its cores, its memory and the way to the GPUs."
+            "Each has its own interpreter, GPU and weights, and waits for no other; they share only the host: its "
+            "cores, its memory and the connections to the GPUs."
         )
     seen += (
         f"They share the same cores: one process computes with {threads[ONE_DEVICE]} threads, each of {processes} with "
@@ -144,18 +144,18 @@ def explain_processes(
     slower = [size for size in one if many[size].compared(one[size]) < 0]
     if faster:
         seen += (
-            f"With {_listed(faster)} images a batch processes are faster: the threads of one process meet after every "
-            "operator, and what lies between operators runs on one core alone; processes wait for nobody. "
+            f"With {_listed(faster)} images a batch processes are faster: the threads of one process synchronise after "
+            "every operator, and between operators only one core works; processes do not wait for each other. "
         )
     if slower:
         seen += (
-            f"With {_listed(slower)} images a batch they are slower: each has activations and weights of its own, and "
-            "they compete for the same caches and the same memory. "
+            f"With {_listed(slower)} images a batch they are slower: each has its own activations and weights, and "
+            "they compete for the same caches and memory. "
         )
     if any(many[size].least > processes * one[size].most for size in one):
         seen += (
-            f"More than {processes} times is more than the cores can give: where something else runs on the machine, a "
-            "thread of one process that waits for a core holds up the others. "
+            f"More than {processes} times is more than the cores can provide: if other programs run on the machine, a "
+            "thread that waits for a core delays the other threads of its process. "
         )
     same = [size for size in one if size not in (*faster, *slower)]
     if same:
@@ -164,7 +164,7 @@ def explain_processes(
 
 
 def _milliseconds(line: Dict[int, Spread], size: int, devices: int = 1) -> float:
-    """That one batch takes on all devices together."""
+    """The time that one batch takes on all devices together."""
     return 1000 * devices * size / line[size].median
 
 

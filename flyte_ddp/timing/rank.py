@@ -15,7 +15,7 @@ from flyte_ddp.recipes.images import Normaliser
 from flyte_ddp.recipes.models import build_model
 from flyte_ddp.timing.measurement import DATA_PARALLEL, Measurement, TimingJob
 
-WARM_UP = 3  # forward passes: the first ones choose algorithms and take memory
+WARM_UP = 3  # forward passes: the first ones choose algorithms and allocate memory
 
 
 @torch.inference_mode()
@@ -59,12 +59,12 @@ def passes_per_second(forward: Callable[[], Tensor], device: torch.device, secon
 
 
 def seconds_of(forward: Callable[[], Tensor], count: int, device: torch.device) -> float:
-    """From when all ranks begin to when all have finished."""
+    """The time from when all ranks start to when all have finished."""
     distributed.barrier()
     started = time.perf_counter()
     for _ in range(count):
         forward()
     if device.type == "cuda":
-        torch.cuda.synchronize(device)  # where nn.DataParallel, too, gathers what the other GPUs give
+        torch.cuda.synchronize(device)  # where nn.DataParallel, too, gathers the outputs of the other GPUs
     distributed.barrier()
     return time.perf_counter() - started

@@ -24,7 +24,7 @@ TIMER = "flyte_ddp.timing.rank:run"  # a name, because importing it would import
 
 
 class TimingOutputs(NamedTuple):
-    """What the timing study gives back.
+    """The outputs of the timing study.
 
     Attributes:
         measurements: a line for each, see flyte_ddp.timing.measurement.Measurement.
@@ -45,7 +45,7 @@ def check_timing(options: TimingOptions) -> str:
 
 @task(retries=2, enable_deck=True, deck_fields=(), **training_resources())
 def time_inference(data: PreparedDataset, options: TimingOptions) -> TimingOutputs:
-    """Times all methods with each batch size as often as options say; never cached: a clock's answer is of its day."""
+    """Times all methods with each batch size, options.repeats times; never cached, because timings vary."""
     check_gpus(visible_gpus())
     with flyte_retries(), run_dir("inference-timing") as place:
         description = prepared.verify(data.download())
@@ -61,11 +61,11 @@ def time_inference(data: PreparedDataset, options: TimingOptions) -> TimingOutpu
 
 
 def processes_of(options: TimingOptions) -> World:
-    return choose_world("auto", options.nproc, batch_size=1024)  # nproc at most: each process has batches of its own
+    return choose_world("auto", options.nproc, batch_size=1024)  # the largest nproc: batches are not shared out
 
 
 def measure_all(data: str, options: TimingOptions) -> List[Measurement]:
-    """Methods take turns at going first, so that a machine that becomes faster or slower favours none."""
+    """Methods take turns going first, so that a machine that becomes faster or slower favours none."""
     many = processes_of(options)
     alone = dataclasses.replace(many, size=1, local_size=1)
     found: List[Measurement] = []

@@ -1,4 +1,4 @@
-"""python -m flyte_ddp watch PLACE: shows a training of any execution here, as if it ran here."""
+"""python -m flyte_ddp watch PLACE: shows a training in this terminal, as if it ran here."""
 
 import json
 import time
@@ -15,14 +15,14 @@ POLL_SECONDS = 1.0
 
 
 class File:
-    """A file that grows, here or in Flyte's storage."""
+    """A growing file, local or in Flyte's storage."""
 
     def __init__(self, place: str):
         self.place, self._seen = place, False
         if "://" in place:
-            from flytekit import FlyteContextManager  # takes seconds, which a local file need not wait for
+            from flytekit import FlyteContextManager  # takes seconds, and a local file does not need it
 
-            access = FlyteContextManager.current_context().file_access  # knows what Flyte's settings say of the storage
+            access = FlyteContextManager.current_context().file_access  # with Flyte's settings for the storage
             self._storage: Any = access.get_filesystem_for_path(place)
         else:
             self._storage = fsspec.filesystem("file")
@@ -31,7 +31,7 @@ class File:
         try:
             self._storage.invalidate_cache()
             size = int(self._storage.info(self.place)["size"])
-        except Exception as error:  # each storage has its own
+        except Exception as error:  # each storage has its own errors
             kind = type(error).__name__
             if self._seen:
                 raise ReportedError(
@@ -48,12 +48,12 @@ class File:
 
 @click.command()
 @click.argument("place")
-@click.option("--timeout", type=click.FloatRange(min=0), help="Give up after so many seconds without anything new.")
+@click.option("--timeout", type=click.FloatRange(min=0), help="Give up after this many seconds without anything new.")
 def watch(place: str, timeout: Optional[float]) -> None:
     """Show the training whose logs are at PLACE, a folder or a URL of Flyte's storage, until it ends.
 
-    PLACE is what a run names behind "Logs:", its output `logs`, or the progress.jsonl in there. The exit status is 0 if
-    the training has succeeded, and 1 if it has failed, or nothing new came.
+    PLACE is what a run prints after "Logs:", its output `logs`, or the progress.jsonl in it. The exit status is 0 if
+    the training has succeeded, and 1 if it has failed or nothing new has come.
     """
     file = File(place if place.endswith(".jsonl") else f"{place.rstrip('/')}/{FILE}")
     console = open_console()
@@ -67,24 +67,24 @@ def watch(place: str, timeout: Optional[float]) -> None:
 
 
 def show(file: File, console: Any, timeout: Optional[float]) -> Dict[str, Any]:
-    """Hands each event to the console; returns the line that says how the training ended."""
+    """Passes each event to the console; returns the line that says how the training ended."""
     for line in lines_of(file, timeout):
         if line["event"] in ("finished", "failed"):
             return line
         if line.get("format", FORMAT) > FORMAT:
-            raise ReportedError(f"{file.place} has format {line['format']}, and this program knows {FORMAT}: update it")
+            raise ReportedError(f"{file.place} has format {line['format']}, but this program knows {FORMAT}: update it")
         if event := event_of(line):
             console(event)
     raise ReportedError(f"{file.place} has nothing new for {timeout:g} s: the training may have been killed")
 
 
 def lines_of(file: File, timeout: Optional[float]) -> Iterator[Dict[str, Any]]:
-    """Each line as it comes, until nothing has come for so many seconds."""
+    """Each line as it comes, until nothing has come for `timeout` seconds."""
     read, begun, heard = 0, b"", time.monotonic()
     while True:
         size = file.size()
         if size < read:
-            raise ReportedError(f"{file.place} has been begun anew by another run: watch it again")
+            raise ReportedError(f"{file.place} has been restarted by another run: watch it again")
         if size > read:
             *whole, begun = (begun + file.part(read, size)).split(b"\n")
             read, heard = size, time.monotonic()
@@ -92,7 +92,7 @@ def lines_of(file: File, timeout: Optional[float]) -> Iterator[Dict[str, Any]]:
                 try:
                     yield dict(json.loads(line), event=json.loads(line)["event"])
                 except (ValueError, KeyError, TypeError):
-                    raise ReportedError(f"{file.place} is no progress of a training: {line[:100]!r}") from None
+                    raise ReportedError(f"{file.place} is not the progress of a training: {line[:100]!r}") from None
         if timeout is not None and time.monotonic() - heard >= timeout:
             return
         time.sleep(POLL_SECONDS)

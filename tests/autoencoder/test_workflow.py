@@ -90,7 +90,7 @@ def test_the_report_shows_reconstructions_and_codes_and_lightnings_logger_has_st
     folder = folder_of(by_pyflyte)
     report = (folder / "report.html").read_text()
     assert report.count("<img") == 10
-    assert "Codes of 296 test images in space, coloured by class" in report
+    assert "Codes of 296 test images in 3D, coloured by class" in report
     assert len(report) < 1_000_000
     assert not re.search(r'(src|href)="https?:', report)
 

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from flyte_ddp.data.download import Limits, Mirrors, mirror_from_environment
+from flyte_ddp.data.download import Mirrors, mirror_from_environment
+from flyte_ddp.data.open_url import Limits, Opener
 from flyte_ddp.errors import DownloadError, InputError
 
 CONTENT = bytes(range(256)) * 1000
@@ -134,7 +135,7 @@ def no_proxy(monkeypatch):
 def test_file_arrives_with_progress_and_is_not_fetched_again(folder):
     reports = []
     with served(good) as (url, asked):
-        mirrors = Mirrors([url], lambda *report: reports.append(report), QUICK)
+        mirrors = Mirrors([url], lambda *report: reports.append(report), Opener(QUICK))
         path = mirrors.fetch(NAME, MD5, folder)
         assert mirrors.fetch(NAME, MD5, folder) == path
         assert asked == [f"/{NAME}"]
@@ -148,7 +149,7 @@ def test_file_arrives_with_progress_and_is_not_fetched_again(folder):
 def test_hostile_server_ends_in_one_clear_error(kind, folder):
     behave, reason = HOSTILE[kind]
     with served(behave) as (url, _), pytest.raises(DownloadError) as caught:
-        Mirrors([url], limits=QUICK).fetch(NAME, MD5, folder)
+        Mirrors([url], opener=Opener(QUICK)).fetch(NAME, MD5, folder)
     lines = str(caught.value).splitlines()
     assert len(lines) == 3
     assert lines[1].startswith(f"  {url}")
@@ -161,7 +162,7 @@ def test_hostile_server_ends_in_one_clear_error(kind, folder):
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_hostile_server_is_survived_with_the_next_mirror(kind, folder):
     with served(HOSTILE[kind][0]) as (bad, _), served(good) as (url, _):
-        assert Mirrors([bad, url], limits=QUICK).fetch(NAME, MD5, folder).read_bytes() == CONTENT
+        assert Mirrors([bad, url], opener=Opener(QUICK)).fetch(NAME, MD5, folder).read_bytes() == CONTENT
     assert os.listdir(folder) == [NAME]
 
 
@@ -174,17 +175,17 @@ def test_slow_but_alive_connection_outlasts_every_limit(folder):
 
     with served(slow) as (url, _):
         limits = Limits(answer_seconds=0.5, window_seconds=0.3, window_bytes=2000, silence_seconds=0.6)
-        assert Mirrors([url], limits=limits).fetch(NAME, MD5, folder).read_bytes() == CONTENT
+        assert Mirrors([url], opener=Opener(limits)).fetch(NAME, MD5, folder).read_bytes() == CONTENT
 
 
 def test_gz_arrives_as_stored_whatever_the_server_calls_it(folder):
     with served(lambda request, ended: answer(request, CONTENT, Content_Encoding="gzip")) as (url, _):
-        assert Mirrors([url], limits=QUICK).fetch(NAME, MD5, folder).read_bytes() == CONTENT
+        assert Mirrors([url], opener=Opener(QUICK)).fetch(NAME, MD5, folder).read_bytes() == CONTENT
 
 
 def test_unreachable_host_is_asked_once_and_listed_once(folder):
     with served(silent) as (bad, asked), served(good) as (url, _):
-        mirrors = Mirrors([f"{bad}/MNIST/raw", bad, url], limits=QUICK)
+        mirrors = Mirrors([f"{bad}/MNIST/raw", bad, url], opener=Opener(QUICK))
         for name in ("a", "b", "c"):
             mirrors.fetch(name, MD5, folder)
         assert asked == ["/MNIST/raw/a"]
@@ -198,7 +199,7 @@ def test_refused_connection_and_unknown_host_are_named_plainly(folder):
         unused.bind(("127.0.0.1", 0))  # bound, but nobody listens
         refused = f"http://127.0.0.1:{unused.getsockname()[1]}"
         with pytest.raises(DownloadError) as caught:
-            Mirrors([refused, "http://host.invalid"], limits=Limits()).fetch(NAME, MD5, folder)
+            Mirrors([refused, "http://host.invalid"], opener=Opener(Limits())).fetch(NAME, MD5, folder)
     assert f"  {refused}: connection refused\n" in str(caught.value)
     assert "  http://host.invalid: host name not found\n" in str(caught.value)
 
@@ -207,13 +208,15 @@ def test_name_look_up_without_end_is_given_up(folder, monkeypatch):
     ended = threading.Event()
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: ended.wait())
     with pytest.raises(DownloadError, match=r"http://a\.example: no answer in time"):
-        Mirrors(["http://a.example"], limits=QUICK).fetch(NAME, MD5, folder)
+        Mirrors(["http://a.example"], opener=Opener(QUICK)).fetch(NAME, MD5, folder)
     ended.set()
 
 
 def test_all_silence_together_is_bounded(folder):
     with served(silent) as (first, _), served(silent) as (second, asked), pytest.raises(DownloadError) as caught:
-        Mirrors([first, second], limits=Limits(answer_seconds=0.3, silence_seconds=0.3)).fetch(NAME, MD5, folder)
+        Mirrors([first, second], opener=Opener(Limits(answer_seconds=0.3, silence_seconds=0.3))).fetch(
+            NAME, MD5, folder
+        )
     assert asked == []
     assert f"{second}: not asked" in str(caught.value)
 
@@ -222,7 +225,7 @@ def test_credentials_are_used_and_never_shown(folder, monkeypatch):
     with served(lambda request, ended: request.send_error(403)) as (url, _):
         secret = url.replace("//", "//me:pa%40ss@")
         with pytest.raises(DownloadError) as caught:
-            Mirrors([secret], limits=QUICK).fetch(NAME, MD5, folder)
+            Mirrors([secret], opener=Opener(QUICK)).fetch(NAME, MD5, folder)
     assert "pa%40ss" not in str(caught.value)
     for value in ("ftp://me:secret@host/", "http://me:secret@host:port/", "http://me:sec/ret@host", "http://h/?secret"):
         monkeypatch.setenv("DDP_DATA_MIRROR", value)
@@ -252,18 +255,18 @@ def test_mirrors_in_a_storage(folder):
 
     told = []
     urls = ["s3://empty", "s3://mirror/"]
-    mirrors = Mirrors(urls, lambda *report: told.append(report), open_stored=open_stored)
+    mirrors = Mirrors(urls, lambda *report: told.append(report), opener=Opener(open_stored=open_stored))
     assert mirrors.fetch(NAME, MD5, folder).read_bytes() == CONTENT
     assert told[-1] == (NAME, len(CONTENT), len(CONTENT))
-    for opener, reason in ((open_stored, "no such file"), (None, "only Flyte's tasks")):
+    for way, reason in ((open_stored, "no such file"), (None, "only Flyte's tasks")):
         with pytest.raises(DownloadError, match=reason):
-            Mirrors(["s3://empty"], open_stored=opener).fetch("other", MD5, folder)
+            Mirrors(["s3://empty"], opener=Opener(open_stored=way)).fetch("other", MD5, folder)
 
     def refused(url):
         raise PermissionError("Forbidden\nfor you")
 
     with pytest.raises(DownloadError, match="s3://mirror: PermissionError: Forbidden for you"):
-        Mirrors(["s3://mirror"], open_stored=refused).fetch("other", MD5, folder)
+        Mirrors(["s3://mirror"], opener=Opener(open_stored=refused)).fetch("other", MD5, folder)
 
 
 @pytest.mark.parametrize("value", ["ftp://host/x", "/some/folder", "host", "http:///x", "http://[", "file://host/x"])
@@ -289,14 +292,14 @@ def test_interrupt_leaves_nothing_behind(folder):
         raise KeyboardInterrupt
 
     with served(good) as (url, _), pytest.raises(KeyboardInterrupt):
-        Mirrors([url], interrupt, QUICK).fetch(NAME, MD5, folder)
+        Mirrors([url], interrupt, Opener(QUICK)).fetch(NAME, MD5, folder)
     assert os.listdir(folder) == []
 
 
 def test_folder_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").touch()
     with served(good) as (url, _), pytest.raises(InputError, match=r"cannot write to .*file/data.*DDP_DATA_DIR"):
-        Mirrors([url], limits=QUICK).fetch(NAME, MD5, tmp_path / "file" / "data")
+        Mirrors([url], opener=Opener(QUICK)).fetch(NAME, MD5, tmp_path / "file" / "data")
 
 
 def test_full_disk_is_one_clear_error(folder, tmp_path):

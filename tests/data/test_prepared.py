@@ -17,8 +17,8 @@ from flyte_ddp.data.prepared import (
     open_split,
     read_description,
     verify,
-    write_prepared,
 )
+from flyte_ddp.data.writer import write_prepared
 from flyte_ddp.errors import DataError, InputError
 from flyte_ddp.storage import remove_leftovers, temporary_beside
 
@@ -180,7 +180,8 @@ def test_four_writers_at_once_leave_one_intact_folder(damaged, folder):
     code = """
         import sys
         import numpy as np
-        from flyte_ddp.data.prepared import verify, write_prepared
+        from flyte_ddp.data.prepared import verify
+        from flyte_ddp.data.writer import write_prepared
         images, labels = np.zeros((500, 3, 32, 32), np.uint8), np.zeros(500, int)
         print("ready", flush=True)
         sys.stdin.readline()
@@ -207,7 +208,7 @@ def test_full_disk_is_one_clear_error_and_nothing_stays(folder):
         import resource, sys
         import numpy as np
         from flyte_ddp.errors import InputError
-        from flyte_ddp.data.prepared import write_prepared
+        from flyte_ddp.data.writer import write_prepared
         resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
         images, labels = np.zeros((500, 1, 8, 8), np.uint8), np.zeros(500, int)
         try:

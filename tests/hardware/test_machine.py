@@ -158,7 +158,7 @@ REFUSED = capabilities(0, plan=None, refusal="nproc must be at most 1")
         (machine(torch=capabilities(7)), "torch uses 7 of the 8 GPUs"),
         (machine(torch=OLD), "driver on your system is too old (found version 11040)."),
         (machine(gpus=NotKnown("there is no driver here"), torch=OLD), "is too old"),
-        (machine(1, gpus=MIG), "MIG divides GPU 0"),
+        (machine(1, gpus=MIG), "MIG partitions GPU 0"),
         (machine(2, torch=capabilities(2, gpus=UNEQUAL)), "the slowest sets the pace"),
         (
             machine(1, torch=capabilities(1, complaints=["\nsm_120 is not compatible\nmore"])),

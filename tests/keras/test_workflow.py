@@ -106,7 +106,7 @@ def test_two_workers_learn_behind_a_proxy_and_leave_a_network_that_keras_reads(t
     assert "Epoch 30 of 30: test accuracy" in run.stderr
     assert "absl" not in run.stderr, "TensorFlow's native code has spoken"
     (folder,) = tmp_path.glob("*-keras-*")
-    assert f"{accuracy:.1%} of the test samples right" in (folder / "report.html").read_text()
+    assert f"{accuracy:.1%} of the test samples correct" in (folder / "report.html").read_text()
 
     program = """if True:
         import sys, keras

@@ -167,7 +167,7 @@ def test_a_name_that_cannot_be_a_package_is_refused(tmp_path, name):
     done = new(name, cwd=tmp_path)
     assert done.returncode == 2
     said = done.stderr.splitlines()[-1]
-    assert said.startswith("Error: NAME must be a name for a Python package")
+    assert said.startswith("Error: NAME must be a Python package name")
     assert said.endswith(f"got {name!r}: choose one like flower_images")
     assert not any(tmp_path.iterdir())
 
@@ -197,4 +197,4 @@ def test_where_writing_fails_nothing_is_left(tmp_path):
 
 def test_the_commands_are_listed():
     done = subprocess.run([sys.executable, "-m", "flyte_ddp", "--help"], cwd=ROOT, capture_output=True, text=True)
-    assert re.search(r"new +Write a project of your own into a new folder\.", done.stdout)
+    assert re.search(r"new +Create a project in a new folder\.", done.stdout)

@@ -9,6 +9,7 @@ import pytest
 
 from flyte_ddp.data import prepared
 from flyte_ddp.data.datasets import prepare
+from flyte_ddp.data.writer import write_prepared
 from flyte_ddp.engine.job import Identity, Job
 from flyte_ddp.launch import launcher
 from flyte_ddp.launch.environment import choose_world
@@ -44,7 +45,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
     digits = prepare("digits")
     (images, labels), (test_images, test_labels) = (prepared.open_split(digits, split) for split in prepared.SPLITS)
     classes = [*map(str, range(9)), HOSTILE_CLASS]
-    description = prepared.write_prepared(
+    description = write_prepared(
         folder / "data", HOSTILE, classes, images[:640], labels[:640], test_images[:96], test_labels[:96]
     )
     hp = Hyperparameters(

@@ -17,7 +17,8 @@ import pytest
 from flyte_ddp.engine.job import TrainingResult
 from flyte_ddp.events import EpochFinished, RunStarted, StepLogged
 from flyte_ddp.report.console import Console
-from flyte_ddp.report.contents import MOST_CURVES, epoch_heads, epoch_lines, progress_curves, tiles
+from flyte_ddp.report.contents import epoch_heads, epoch_lines, tiles
+from flyte_ddp.report.curves import MOST_CURVES, progress_curves
 from flyte_ddp.report.record import Record, RunFailed, RunFinished, RunInfo
 from flyte_ddp.report.report import document, fragment
 from flyte_ddp.report.summary import say_summary

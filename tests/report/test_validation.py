@@ -11,7 +11,8 @@ import pytest
 
 from flyte_ddp.events import EpochChosen, EpochFinished, RunStarted
 from flyte_ddp.report.console import Console
-from flyte_ddp.report.contents import epoch_heads, epoch_lines, progress_curves, tiles
+from flyte_ddp.report.contents import epoch_heads, epoch_lines, tiles
+from flyte_ddp.report.curves import progress_curves
 from flyte_ddp.report.record import Record, RunFinished
 from flyte_ddp.report.report import document, fragment
 from flyte_ddp.report.summary import say_summary
@@ -71,7 +72,7 @@ def test_the_report_has_the_validation_curves_and_the_chosen_epoch(validated):
     assert epoch_heads(record)[1] == "Validation accuracy"
     assert epoch_lines(record)[0][1] == f"{record.epochs[0].validation['accuracy']:.2%}"
     page = document(record, fragment(record), live=False)
-    assert "Held out to validate" in page
+    assert "Held out for validation" in page
     assert " The best: 1. Validation loss" in page
     assert ">chosen</text>" in page
 

@@ -92,8 +92,8 @@ def test_what_cannot_be_watched_is_one_error(recorded, progress, tmp_path):
     assert "has nothing new for 0 s: the training may have been killed" in said
     file = tmp_path / "progress.jsonl"
     for content, words in [
-        (b"<html>\n", "is no progress of a training"),
-        (json.dumps({"event": "started", "format": 2}).encode() + b"\n", "has format 2, and this program knows 1"),
+        (b"<html>\n", "is not the progress of a training"),
+        (json.dumps({"event": "started", "format": 2}).encode() + b"\n", "has format 2, but this program knows 1"),
     ]:
         file.write_bytes(content)
         status, said = watch(file)

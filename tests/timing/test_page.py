@@ -47,17 +47,17 @@ def test_data_parallel_without_a_gpu_is_the_network_itself():
     assert "no GPU here, so nn.DataParallel runs the network itself" in text
     assert "overlap with every batch size" in text
     noisy = said(ONE, {**ONE, 64: [3000, 3100, 3200]}, ONE)
-    assert "differ with 64 images a batch: so noisy is this machine" in noisy
+    assert "differ with 64 images a batch, because this machine is noisy" in noisy
 
 
 def test_data_parallel_on_gpus_is_told_by_what_it_adds_to_a_batch():
     text = said(ONE, {1: [500, 500, 500], 64: [8000, 8200, 8400]}, {1: [3900] * 3, 64: [16000] * 3}, gpus=4, count=4)
-    assert "gives 4 GPUs from 0.50 times (with 1 images a batch) to 2.00 times (with 64)" in text
-    assert "makes a batch 7 ms longer" in text, "4 images at 500 a second, less one at 1000 a second"
-    assert "4 processes give from 3.90 times" in text
+    assert "4 GPUs reach from 0.50 times (with 1 images a batch) to 2.00 times (with 64)" in text
+    assert "adds 7 ms to a batch" in text, "4 images at 500 a second, less one at 1000 a second"
+    assert "4 processes reach from 3.90 times" in text
 
 
 def test_larger_batches_are_called_faster_only_where_they_are():
     assert "an image takes 1 ms in batches of 1 and 0.244 ms in batches of 64" in said(ONE, ONE, ONE)
     flat = {1: [900, 1000, 1100], 64: [950, 1000, 1050]}
-    assert "a larger batch is not faster" in said(flat, flat, flat)
+    assert "larger batches are no faster per image" in said(flat, flat, flat)

@@ -1,4 +1,4 @@
-"""What is trained: data, network and measures. What else a recipe can say stands in flyte_ddp/recipe.py."""
+"""What is trained: data, network and measures. See flyte_ddp/recipe.py for what else a recipe can have."""
 
 import torch
 from sklearn.datasets import load_digits
@@ -11,7 +11,7 @@ from my_project.settings import Settings
 
 
 class Network(nn.Module):
-    """Images (n, 64) to a score for each class, (n, 10)."""
+    """Maps images (n, 64) to logits (n, 10)."""
 
     def __init__(self, width: int, dropout: float):
         super().__init__()

@@ -1,4 +1,4 @@
-"""What decides the result. Read before any rank starts, so it imports no torch."""
+"""What determines the result. Read before any rank starts, so it imports no torch."""
 
 from dataclasses import dataclass
 

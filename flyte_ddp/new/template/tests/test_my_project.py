@@ -1,4 +1,4 @@
-"""Trains small, with two ranks, and looks at what comes out."""
+"""Trains a small run with two ranks and checks the result."""
 
 from pathlib import Path
 

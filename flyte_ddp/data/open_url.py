@@ -1,0 +1,185 @@
+"""Opens URLs as pieces of bytes: http, https, file, and object storage; a dead network is given up in seconds."""
+
+import queue
+import re
+import socket
+import threading
+import time
+import urllib.parse
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Callable, Generator, Optional, Tuple
+
+import requests
+import urllib3.exceptions
+
+OpenStored = Callable[[str], BinaryIO]  # opens a file in object storage by its URL
+Pieces = Generator[bytes, None, None]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long there may be no data; a download itself may take any time.
+
+    Attributes:
+        connect_seconds: for one network address; a host can have several.
+        answer_seconds: from the request to the first line of the answer, including name look-up and redirects.
+        window_seconds, window_bytes: this many bytes must arrive in each window; the default is 1 KiB/s.
+        silence_seconds: for all of an Opener's failed waits together.
+        max_bytes: for one file; the largest original file here, CIFAR-10, has 170 MB.
+    """
+
+    connect_seconds: float = 4.0
+    answer_seconds: float = 8.0
+    window_seconds: float = 6.0
+    window_bytes: int = 6 * 1024
+    silence_seconds: float = 26.0
+    max_bytes: int = 256 * 2**20
+
+
+class Refused(Exception):
+    """This URL cannot be read; the message is the reason, on one line."""
+
+
+class Unreachable(Refused):
+    """This URL's host is not worth asking again."""
+
+
+@dataclass
+class Opener:
+    """Opens URLs, and adds up how long it has waited in vain.
+
+    Attributes:
+        open_stored: for URLs of object storage, which this module knows nothing about; the limits don't apply to them.
+        waited_seconds: without data, so far.
+    """
+
+    limits: Limits = Limits()
+    open_stored: Optional[OpenStored] = None
+    waited_seconds: float = 0.0
+
+    def open(self, url: str) -> Tuple[Pieces, Optional[int]]:
+        """The content and, if known, its size; raises Refused or Unreachable, also while the pieces are read."""
+        if url.startswith("file:"):
+            return _open_file(url)
+        if not url.startswith("http"):
+            return self._open_stored(url)
+        response = self._answer(url)
+        if response.status_code != 200:
+            response.close()
+            raise Refused(f"HTTP status {response.status_code} {response.reason or ''}".strip())
+        length = response.headers.get("Content-Length", "")
+        return self._pieces(response), int(length) if length.isdecimal() else None
+
+    def _open_stored(self, url: str) -> Tuple[Pieces, Optional[int]]:
+        if self.open_stored is None:
+            raise Refused("only Flyte's tasks read from there")
+        try:
+            file = self.open_stored(url)
+        except FileNotFoundError:
+            raise Refused("no such file") from None
+        except Exception as error:  # each storage has its own
+            raise Unreachable(_on_one_line(error)) from None
+
+        def pieces() -> Pieces:
+            try:
+                with file:
+                    while piece := file.read(2**20):
+                        yield piece
+            except Exception as error:
+                raise Refused(f"cut midway: {_on_one_line(error)}") from None
+
+        return pieces(), getattr(file, "size", None)
+
+    def _answer(self, url: str) -> requests.Response:
+        """Asks in a thread of its own, because name look-up, several addresses, redirects and slowly arriving headers
+        would each outlast the time-outs of requests."""
+        outcome: queue.SimpleQueue[requests.Response | Exception] = queue.SimpleQueue()
+        limits = self.limits
+        seconds = min(limits.answer_seconds, limits.silence_seconds - self.waited_seconds)
+        if seconds < 0.1:
+            raise Unreachable(f"not asked, after {self.waited_seconds:.0f} s without data from others")
+
+        def ask() -> None:
+            try:
+                timeouts = (limits.connect_seconds, limits.window_seconds)
+                # identity: a .gz file must arrive as it is stored
+                outcome.put(requests.get(url, stream=True, timeout=timeouts, headers={"Accept-Encoding": "identity"}))
+            except Exception as error:
+                outcome.put(error)
+
+        started = time.monotonic()
+        threading.Thread(target=ask, daemon=True).start()
+        try:
+            answer = outcome.get(timeout=seconds)
+        except queue.Empty:
+            answer = TimeoutError()
+        if isinstance(answer, requests.Response):
+            return answer
+        self.waited_seconds += time.monotonic() - started
+        if isinstance(answer, requests.TooManyRedirects):
+            raise Refused("redirects in a circle")
+        raise Unreachable(_network_reason(answer))
+
+    def _pieces(self, response: requests.Response) -> Pieces:
+        """The body as it is sent, without decoding; raises Unreachable if a window brings too few bytes."""
+        window_start, window_bytes = time.monotonic(), 0
+        try:
+            while piece := response.raw.read1(2**16, decode_content=False):
+                yield piece
+                window_bytes += len(piece)
+                seconds = time.monotonic() - window_start
+                if seconds > self.limits.window_seconds:
+                    if window_bytes < self.limits.window_bytes:
+                        self.waited_seconds += seconds
+                        raise Unreachable(f"too slow: {window_bytes} bytes in {seconds:.0f} s")
+                    window_start, window_bytes = time.monotonic(), 0
+        except urllib3.exceptions.ReadTimeoutError:
+            self.waited_seconds += self.limits.window_seconds
+            raise Unreachable(f"fell silent midway for {self.limits.window_seconds:g} s") from None
+        except (urllib3.exceptions.HTTPError, OSError):
+            raise Refused("connection cut midway") from None
+        finally:
+            response.close()
+
+
+def _open_file(url: str) -> Tuple[Pieces, int]:
+    path = Path(urllib.request.url2pathname(urllib.parse.urlsplit(url).path))
+    if not path.is_file():
+        raise Refused("no such file" if path.parent.is_dir() else "no such folder")
+
+    def pieces() -> Pieces:
+        try:
+            with open(path, "rb") as file:
+                while piece := file.read(2**16):
+                    yield piece
+        except OSError as error:
+            raise Refused(str(error.strerror).lower()) from None
+
+    return pieces(), path.stat().st_size
+
+
+def _network_reason(error: Optional[BaseException]) -> str:
+    """The system's own message beneath what requests and urllib3 wrap around it."""
+    if isinstance(error, (TimeoutError, requests.Timeout)):
+        return "no answer in time"
+    if isinstance(error, (requests.exceptions.InvalidSchema, requests.exceptions.InvalidURL)):
+        return "leads to an address that is not http or https"
+    where = "the proxy: " if isinstance(error, requests.exceptions.ProxyError) else ""
+    while error is not None:
+        if isinstance(error, socket.gaierror):
+            return f"{where}host name not found"
+        if isinstance(error, OSError) and error.strerror:
+            return f"{where}{error.strerror.lower()}"
+        error = error.__cause__ or error.__context__
+    return f"{where}connection closed without an answer"
+
+
+def _on_one_line(error: Exception) -> str:
+    return without_password(" ".join(f"{type(error).__name__}: {error}".split())[:200])
+
+
+def without_password(url: str) -> str:
+    """The URL without what may be its user name and password."""
+    return re.sub("//.*@", "//***@", url)

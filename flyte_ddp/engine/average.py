@@ -1,0 +1,25 @@
+"""The exponential moving average of a network's weights and statistics."""
+
+import copy
+
+import torch
+from torch import nn
+
+from flyte_ddp.engine import torch_compat
+
+
+class Average:
+    """torch.optim.swa_utils has one, too, but it makes the host wait for the device at every step."""
+
+    def __init__(self, model: nn.Module, decay: float):
+        self.model, self.decay = copy.deepcopy(model).requires_grad_(False), decay
+
+    @torch.no_grad()
+    def update(self, model: nn.Module, is_first: bool) -> None:
+        mine, theirs = list(self.model.state_dict().values()), list(model.state_dict().values())
+        floats = [index for index, value in enumerate(mine) if value.is_floating_point()]
+        share = 1.0 if is_first else 1 - self.decay
+        torch_compat.move_towards([mine[i] for i in floats], [theirs[i] for i in floats], share)
+        counts = sorted(set(range(len(mine))) - set(floats))
+        if counts:
+            torch_compat.copy([mine[i] for i in counts], [theirs[i] for i in counts])

@@ -1,0 +1,99 @@
+"""The private parts of torch that we use exist, and do what they are used for."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from flyte_ddp.engine import torch_compat
+from flyte_ddp.engine.torch_compat import TorchDispatchMode, pytree
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_trees_are_taken_apart_and_put_together():
+    tree = {"b": (torch.ones(2), [torch.zeros(3)]), "a": torch.ones(4)}
+    leaves, structure = pytree.tree_flatten(tree)
+    assert [len(leaf) for leaf in leaves] == [len(leaf) for leaf in pytree.tree_leaves(tree)] == [2, 3, 4]
+    assert pytree.tree_unflatten([1, 2, 3], structure) == {"b": (1, [2]), "a": 3}
+    assert pytree.tree_map(lambda one, other: len(one) + len(other), tree, tree) == {"b": (4, [6]), "a": 8}
+    (path, _), *_ = pytree.tree_flatten_with_path(tree)[0]
+    assert isinstance(path[0], pytree.MappingKey)
+    assert path[0].key == "b"
+
+
+def test_a_dispatch_mode_sees_the_operations_within_a_layer_by_their_arguments():
+    seen = {}
+
+    class Seeing(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen[func.name()] = torch_compat.argument_names(func)
+            return func(*args, **(kwargs or {}))
+
+    with Seeing():
+        nn.RNN(2, 2, num_layers=2, dropout=0.5)(torch.ones(3, 1, 2))
+    assert seen["aten::bernoulli_.float"] == ["self", "p", "generator"]
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
+def test_a_fused_optimizer_heeds_the_flag_and_another_says_that_it_does_not(kind):
+    weight, flag = nn.Parameter(torch.ones(3)), torch.zeros(())
+    weight.grad = torch.ones(3)
+    fused = kind([weight], lr=0.1, fused=True)
+    assert torch_compat.guard_steps(fused, flag)
+    fused.step()
+    assert weight.max() < 1
+    before = weight.detach().clone()
+    flag.fill_(1)
+    fused.step()
+    assert torch.equal(weight, before)
+    assert not torch_compat.guard_steps(kind([weight], lr=0.1, fused=False), flag)
+
+
+def test_many_tensors_are_measured_and_changed_in_one_call():
+    tensors, targets = [torch.tensor([3.0, 4.0]), torch.full((2, 2), 2.0)], [torch.zeros(2), torch.zeros(2, 2)]
+    assert torch_compat.norms(tensors).tolist() == [5, 4]
+    torch_compat.scale(tensors, torch.tensor(2.0))
+    assert torch_compat.norms(tensors).tolist() == [10, 8]
+    torch_compat.move_towards(tensors, targets, 0.25)
+    assert torch_compat.norms(tensors).tolist() == [7.5, 6]
+    torch_compat.copy(tensors, targets)
+    assert torch_compat.norms(tensors).tolist() == torch_compat.norms(targets).tolist()
+
+
+@pytest.mark.parametrize("shape", [(4, 3), (4, 3, 2), (4, 3, 2, 2), (4, 3, 2, 2, 2)])
+def test_any_batch_norm_takes_any_number_of_dimensions(shape):
+    layer = torch_compat.AnyBatchNorm(3)
+    assert abs(layer(torch.rand(shape)).mean()) < 1e-6
+    assert set(layer.state_dict()) == set(nn.BatchNorm1d(3).state_dict())
+
+
+COMPILER = """if True:
+    import sys, torch
+    from torch import distributed, nn
+    from torch.nn.parallel import DistributedDataParallel
+    from flyte_ddp.engine import torch_compat
+    torch_compat.leave_dynamo_out()
+    distributed.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=0, world_size=1)
+    model = DistributedDataParallel(nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with torch_compat.inductor_left_out(), torch.profiler.profile() as profiler:
+        for _ in range(2):
+            model(torch.ones(2)).sum().backward()
+            optimizer.step()
+            profiler.step()
+    distributed.destroy_process_group()
+    print([name for name in sys.modules if name.startswith(("torch._dynamo", "torch._inductor"))])
+"""
+
+
+def test_neither_ddp_nor_optimizers_nor_the_profiler_bring_the_compiler(tmp_path):
+    command = [sys.executable, "-c", COMPILER, str(tmp_path / "store")]
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=300
+    )
+    assert done.stdout == "['torch._dynamo']\n", done.stderr
