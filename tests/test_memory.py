@@ -3,13 +3,14 @@
 import lzma
 import re
 import socket
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, Dict, List, Optional
 
 import pytest
 from flyteidl.core.literals_pb2 import Literal, LiteralCollection
 from flytekit.types.directory import FlyteDirectory
-from flytekit.types.file import PythonPickledFile
+from flytekit.types.file import FlyteFile, PythonPickledFile
 
 from flyte_ddp.autoencoder.job import AutoencoderHyperparameters, AutoencoderOptions
 from flyte_ddp.data.image_settings import ImageSettings
@@ -72,6 +73,14 @@ def test_other_trainings(run, digits):
     run("cifar10.cifar10_task", hp=cifar10, data=digits, options=OPTIONS)
     run("gpus.train_on_gpus", gpus=0, hp=HP, options=OPTIONS)
     run("hardware.inspect_hardware", hp=HP, options=OPTIONS)
+
+
+def test_beginning_with_given_weights(run, digits, trained):
+    place = trained["model_state"].scalar.blob.uri
+    given = literal(FlyteFile(place, remote_path=False), Optional[FlyteFile])
+    init = run("tasks.init.known_init", init=given)["o0"]
+    assert init.hash == sha256(Path(place).read_bytes()).hexdigest()
+    run("mnist.pytorch_mnist_task", hp=HP, data=digits, options=OPTIONS, init=init)
 
 
 def test_many_nodes(run, digits, tmp_path):

@@ -12,14 +12,12 @@ from flyte_ddp.export.settings import ClassifierExport
 from flyte_ddp.export.task import ExportOutputs, check_export, export_classifier
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
-from flyte_ddp.tasks.inputs import explain_missing_paths
 from flyte_ddp.tasks.prepare import PreparedDataset, prepare_dataset
 from flyte_ddp.tasks.pyflyte import set_up_pyflyte
 from flyte_ddp.tasks.resources import dynamic_resources
 from workflows.mnist import pytorch_training_wf
 
 set_up_pyflyte()
-explain_missing_paths()
 
 
 class Model(NamedTuple):

@@ -167,7 +167,7 @@ def sweep_wf(
     trials >> name  # nothing is downloaded for what cannot be tried
     results = run_trials(sweep=sweep, trials=trials, name=name, options=options)
     compared = compare(sweep=sweep, trials=trials, name=name, results=results)
-    final = pytorch_mnist_task(hp=compared.best, data=prepare_dataset(name=name), options=options)
+    final = pytorch_mnist_task(hp=compared.best, data=prepare_dataset(name=name), options=options, init=None)
     return SweepOutputs(
         compared.best, compared.table, compared.report, final.model_state, final.summary, final.report, final.logs
     )

@@ -49,8 +49,9 @@ def load_weights(model: nn.Module, path: Path, leave_out: str) -> str:
     odd = [name for name in sorted({*own, *given}) if not _fits(own, given, name) and name not in left_out]
     if odd and MISMATCHING not in patterns:
         raise InputError(
-            f"init does not fit the network: {_differences(own, given, odd)}; to begin anew with such tensors, name "
-            f'them in init_leave_out, as "{odd[0].rpartition(".")[0] or odd[0]}", or set it to "{MISMATCHING}"'
+            f"init ({path.name}) does not fit the network: {_differences(own, given, odd)}; to begin anew with such "
+            f'tensors, name them in init_leave_out, as "{odd[0].rpartition(".")[0] or odd[0]}", or set it to '
+            f'"{MISMATCHING}"'
         )
     taken = {name: value for name, value in given.items() if name not in {*left_out, *odd}}
     if not taken:
@@ -88,7 +89,10 @@ def train_on(state: TrainingState, path: Path, job: Job, steps_per_epoch: int) -
         name for name in sorted({*fresh["model"], *saved["model"]}) if not _fits(fresh["model"], saved["model"], name)
     ]
     if odd:
-        raise InputError(f"init does not fit the network: {_differences(fresh['model'], saved['model'], odd)}")
+        raise InputError(
+            f"init ({path.name}) does not fit the network: {_differences(fresh['model'], saved['model'], odd)}; for "
+            "another network, take its model_state"
+        )
     bases = zip(state.schedule.base_lrs, state.schedule.lr_lambdas, strict=True)
     rates = [float(base * factor(position)) for base, factor in bases]
     state.load_state_dict(

@@ -76,7 +76,9 @@ def test_a_continuation_has_its_own_rates(train, tmp_path):
     assert {event.learning_rate for event in on.events if isinstance(event, StepLogged)} == {0.01}
     with pytest.raises(RankFailed, match=r"epochs must be above 1, which init has behind it and which count, got 1"):
         train(name="none", epochs=1, init=init, **CONSTANT)
-    with pytest.raises(RankFailed, match=r"init does not fit the network: conv1.bias is not in the network, conv1.w"):
+    with pytest.raises(
+        RankFailed, match=r"init \(final-checkpoint\) does not fit the network: conv1.bias is not in the"
+    ):
         train(name="other", epochs=2, init=init, model="fashion_cnn", **CONSTANT)
 
 
@@ -115,8 +117,8 @@ def test_weights_that_do_not_fit_are_refused_or_left_out(tmp_path):
     with pytest.raises(InputError) as refused:
         load_weights(own, path, "")
     assert str(refused.value) == (
-        "init does not fit the network: 1.bias is (5,) there and (2,) in the network, 1.weight is (5, 3) there and "
-        "(2, 3) in the network, spare is not in the network; to begin anew with such tensors, name them in "
+        "init (model.pt) does not fit the network: 1.bias is (5,) there and (2,) in the network, 1.weight is (5, 3) "
+        "there and (2, 3) in the network, spare is not in the network; to begin anew with such tensors, name them in "
         'init_leave_out, as "1", or set it to "mismatching"'
     )
     for leave_out in ("mismatching", "1 spare", "1.*,spare"):
