@@ -109,7 +109,10 @@ class Job:
 
 
 def job_of(subject: Subject, options: RunOptions, **paths: str) -> Job:
-    """The message to the ranks; the paths are Job's own, of which ranks other than the first need none."""
+    """The message to the ranks; the paths are Job's own, of which ranks other than the first need none. That of the
+    final checkpoint counts where one is wished, or the training is to go on from it."""
+    if not (options.keep_checkpoint or subject.identity.settings.stop_after):
+        paths["final_path"] = ""
     return Job(
         identity=subject.identity,
         dataset=subject.dataset,
