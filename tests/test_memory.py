@@ -3,6 +3,7 @@
 import lzma
 import re
 import socket
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Dict, List, Optional
@@ -162,8 +163,11 @@ def test_sweep(run, digits):
     held_out = run("sweep.held_out.hold_out_validation", data=digits)["o0"]
     run("sweep.run_trials", sweep=sweep, trials=trials, name="digits", options=OPTIONS)
     run("sweep.train_trial", hp=HP, held_out=held_out, options=OPTIONS)
-    results = literal([TrialResult(HP, 0.9, 296), TrialResult(HP, 0.8, 296)], List[Optional[TrialResult]])
-    run("sweep.compare", sweep=sweep, trials=trials, name="digits", results=results)
+    results = [TrialResult(HP, 0.9, 296), TrialResult(HP, 0.8, 296)]
+    rungs = literal([results], List[List[Optional[TrialResult]]])
+    run("sweep.compare", sweep=sweep, trials=trials, name="digits", rungs=rungs)
+    halving, cut = replace(sweep, reduction_factor=2), literal([replace(HP, epochs=2)] * 2, List[Hyperparameters])
+    run("sweep.next_rung", sweep=halving, trials=cut, rungs=rungs)
 
 
 def test_no_task_is_left_out():
