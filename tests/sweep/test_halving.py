@@ -19,6 +19,7 @@ from flyte_ddp.settings import RunOptions, TrainingSettings
 from flyte_ddp.sweep.halving import check_rungs, entrants, rungs_of, saving, standings
 from flyte_ddp.sweep.search import Sweep, TrialResult, trials_of
 from scripts.dry_run import ROOT, decode
+from tests.object_storage import object_storage
 from tests.pod import Pod, literal, package_for_here, small_dataset
 
 RATES = [0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7]
@@ -210,9 +211,11 @@ def test_a_pod_goes_on_from_where_one_of_the_rung_before_ended(tmp_path):
     (hp,), (checkpoint,) = going["trials"].collection.literals, going["checkpoints"].collection.literals
     assert decode(checkpoint).startswith(str(tmp_path / "first" / "raw")), "Flyte's storage"
     assert (decode(hp)["learning_rate"], decode(hp)["stop_after"]) == (0.05, 0)
-    second = Pod(
-        tasks["workflows.sweep.train_trial"], {"hp": hp, "checkpoint": checkpoint, **given}, tmp_path / "second"
-    )
-    result = decode(second.run()["o0"])
+    with object_storage() as storage:
+        storage.objects["bucket/rung/final-checkpoint"] = Path(decode(checkpoint)).read_bytes()
+        going_on = {"hp": hp, "checkpoint": literal("s3://bucket/rung/final-checkpoint"), **given}
+        task = tasks["workflows.sweep.train_trial"]
+        second = Pod(task, going_on, tmp_path / "second", environment=storage.environment)
+        result = decode(second.run()["o0"])
     assert "Goes on where final-checkpoint ended: epoch 1" in second.log
     assert (result["failure"], result["checkpoint"]) == ("", "")
