@@ -58,7 +58,7 @@ def check_rungs(sweep: Sweep, trials: Sequence[Hyperparameters]) -> None:
 
 
 def standings(sweep: Sweep, trials: Sequence[Hyperparameters], results: Sequence[Results]) -> List[TrialResult]:
-    """What came of each trial in the last rung that it was in, of the rungs with these results."""
+    """What came of each trial in the last rung that it was in, of the rungs with these results; seconds are of all."""
     latest = [TrialResult(hp) for hp in trials]
     for rung, found in zip(rungs_of(sweep, trials), results, strict=False):
         for entrant, result in zip(_entrants(rung, trials, latest), found, strict=True):
