@@ -167,6 +167,8 @@ class TrainingSettings(Settings):
         batch_size: samples of one optimizer step, all ranks together.
         test_batch_size: samples of one evaluation batch, all ranks together.
         epochs: passes over the training samples.
+        stop_after: training stops after this many epochs, although its schedule goes on to epochs; 0 is off. It leaves
+            final-checkpoint in its logs, from which the same settings with a later stop, or none, continue.
         precision: of the forward and backward pass; auto is bfloat16 where the hardware supports it.
         validation_fraction: share of the training samples that are held out, the same ones for any seed, to choose the
             best epoch by; with 0 there is no validation split, and each epoch is evaluated on the test split.
@@ -184,6 +186,7 @@ class TrainingSettings(Settings):
     batch_size: int = setting(128, minimum=1)
     test_batch_size: int = setting(1000, minimum=1)
     epochs: int = setting(2, minimum=1)
+    stop_after: int = setting(0, minimum=0)
     precision: str = setting("auto", choices=PRECISIONS)
     validation_fraction: float = setting(0.0, minimum=0, below=1)
     choose_by: str = setting("headline", choices=("headline", "loss"))
@@ -191,6 +194,19 @@ class TrainingSettings(Settings):
     minimum_delta: float = setting(0.0, minimum=0)
     freeze: str = setting("")
     init_leave_out: str = setting("")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.stop_after > self.epochs:
+            raise InputError(
+                f"{type(self).__name__}.stop_after must be at most epochs ({self.epochs}), got {self.stop_after}: "
+                "lower it, or set it to 0 for all of them"
+            )
+
+    @property
+    def last_epoch(self) -> int:
+        """The epoch, from 1, that training ends with, unless early stopping ends it before."""
+        return self.stop_after or self.epochs
 
     def check_validation(self) -> None:
         """Raises InputError for settings that make no sense without a validation split."""

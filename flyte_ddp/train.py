@@ -89,7 +89,7 @@ def train(
         options,
         model_path=str(place / "model.pt"),
         last_path=str(place / "last.pt"),
-        final_path=str(place / "final-checkpoint") if options.keep_checkpoint else "",
+        final_path=str(place / "final-checkpoint"),
         predictions_path=str(place / "predictions.npy"),
         pictures_path=str(place / "pictures.npz"),
         checkpoint_path=str(place / "checkpoint"),

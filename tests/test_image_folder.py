@@ -47,7 +47,9 @@ def test_it_trains_on_a_folder_and_follows_what_becomes_of_it(digits):
     again = pyflyte("image_folder_wf", *arguments, "--options", '{"loader_workers": 0}')
     assert "Train Epoch" not in again, "the same images give the same result"
     (digits / "digit 3" / "broken.png").unlink()
-    said = pyflyte("image_folder_wf", *arguments[:-1], '{"epochs": 1}')
+    (model,) = set(re.findall(r"model_state=([^,]+)", again))
+    said = pyflyte("image_folder_wf", *arguments[:-1], '{"epochs": 1}', "--init", model)
+    assert "Begins with 8 of 8 tensors of model.pt" in said
     assert "1,200" not in said
     assert "cannot be read" not in said
     assert "Train Epoch" in said

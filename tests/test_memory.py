@@ -3,13 +3,15 @@
 import lzma
 import re
 import socket
+from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, Dict, List, Optional
 
 import pytest
 from flyteidl.core.literals_pb2 import Literal, LiteralCollection
 from flytekit.types.directory import FlyteDirectory
-from flytekit.types.file import PythonPickledFile
+from flytekit.types.file import FlyteFile, PythonPickledFile
 
 from flyte_ddp.autoencoder.job import AutoencoderHyperparameters, AutoencoderOptions
 from flyte_ddp.data.image_settings import ImageSettings
@@ -72,6 +74,14 @@ def test_other_trainings(run, digits):
     run("cifar10.cifar10_task", hp=cifar10, data=digits, options=OPTIONS)
     run("gpus.train_on_gpus", gpus=0, hp=HP, options=OPTIONS)
     run("hardware.inspect_hardware", hp=HP, options=OPTIONS)
+
+
+def test_beginning_with_given_weights(run, digits, trained):
+    place = trained["model_state"].scalar.blob.uri
+    given = literal(FlyteFile(place, remote_path=False), Optional[FlyteFile])
+    init = run("tasks.init.known_init", init=given)["o0"]
+    assert init.hash == sha256(Path(place).read_bytes()).hexdigest()
+    run("mnist.pytorch_mnist_task", hp=HP, data=digits, options=OPTIONS, init=init)
 
 
 def test_many_nodes(run, digits, tmp_path):
@@ -153,8 +163,11 @@ def test_sweep(run, digits):
     held_out = run("sweep.held_out.hold_out_validation", data=digits)["o0"]
     run("sweep.run_trials", sweep=sweep, trials=trials, name="digits", options=OPTIONS)
     run("sweep.train_trial", hp=HP, held_out=held_out, options=OPTIONS)
-    results = literal([TrialResult(HP, 0.9, 296), TrialResult(HP, 0.8, 296)], List[Optional[TrialResult]])
-    run("sweep.compare", sweep=sweep, trials=trials, name="digits", results=results)
+    results = [TrialResult(HP, 0.9, 296), TrialResult(HP, 0.8, 296)]
+    rungs = literal([results], List[List[Optional[TrialResult]]])
+    run("sweep.compare", sweep=sweep, trials=trials, name="digits", rungs=rungs)
+    halving, cut = replace(sweep, reduction_factor=2), literal([replace(HP, epochs=2)] * 2, List[Hyperparameters])
+    run("sweep.next_rung", sweep=halving, trials=cut, rungs=rungs)
 
 
 def test_no_task_is_left_out():

@@ -8,14 +8,17 @@ import shutil
 import signal
 import socket
 import subprocess
+from typing import Optional
 
 import pytest
 import torch
 from flyteidl.core.errors_pb2 import ContainerError
+from flytekit.types.file import FlyteFile
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from flyte_ddp.errors import InputError
 from flyte_ddp.launch.environment import environment_from_torchrun
+from flyte_ddp.recipes import models
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.tasks.elastic import failure_of_node
@@ -130,6 +133,16 @@ def test_two_hosts_train_as_one_does(node, one_node, hosts):
         port = pods[-1].environment["PET_RDZV_ENDPOINT"].rpartition(":")[2]
         pods[-1].environment["PET_RDZV_ENDPOINT"] = f"{next(iter(hosts))}:{port}"
     assert same(weights(run_together(*pods)), one_node)
+
+
+def test_two_nodes_begin_with_given_weights(node, tmp_path, small):
+    model = tmp_path / "model.pt"
+    torch.save(models.build_model(HP.model, 1, (1, 28, 28), 10).state_dict(), model)
+    given = {"data": small, "init": literal(FlyteFile(str(model), remote_path=False), Optional[FlyteFile])}
+    inputs = {"hp": literal(dataclasses.replace(HP, epochs=1)), "options": literal(RunOptions()), **given}
+    pods = [node(name, inputs=inputs) for name in ("a", "b")]
+    run_together(*pods)
+    assert any("Begins with 8 of 8 tensors of model.pt" in pod.log for pod in pods)
 
 
 def test_lost_node_comes_back_and_all_go_on(node, one_node):

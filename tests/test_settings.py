@@ -29,6 +29,7 @@ WRONG = [
     ('{"learning_rate": Infinity}', ["learning_rate", "Infinity", "a number"]),
     ('{"learning_rate": 1e999}', ["learning_rate", "a number"]),
     ('{"epochs": 0}', ["epochs", "at least 1", "got 0"]),
+    ('{"stop_after": 3}', ["stop_after", "at most epochs (2)", "got 3"]),
     ('{"batch_size": -1}', ["batch_size", "at least 1", "got -1"]),
     ('{"learning_rate": 0}', ["learning_rate", "above 0", "got 0"]),
     ('{"sgd_momentum": 1.5}', ["sgd_momentum", "at least 0 and below 1", "got 1.5"]),

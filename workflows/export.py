@@ -21,7 +21,6 @@ from flyte_ddp.export.task import (
 from flyte_ddp.recipes.hyperparameters import FolderHyperparameters, Hyperparameters
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.tasks.image_folder import find_images, index_images
-from flyte_ddp.tasks.inputs import explain_missing_paths
 from flyte_ddp.tasks.prepare import PreparedDataset, prepare_dataset
 from flyte_ddp.tasks.pyflyte import set_up_pyflyte
 from flyte_ddp.tasks.resources import dynamic_resources
@@ -29,7 +28,6 @@ from workflows.image_folder import image_folder_wf
 from workflows.mnist import pytorch_training_wf
 
 set_up_pyflyte()
-explain_missing_paths()
 
 
 class Model(NamedTuple):

@@ -1,10 +1,14 @@
 """The same training, with the number of GPUs as an input of each run instead of a setting of the registration."""
 
+from typing import Optional
+
 from flytekit import Cache, dynamic, workflow
+from flytekit.types.file import FlyteFile
 
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.tasks.caching import OnClustersOnly
+from flyte_ddp.tasks.init import known_init
 from flyte_ddp.tasks.prepare import prepare_dataset, resolve_dataset
 from flyte_ddp.tasks.pyflyte import set_up_pyflyte
 from flyte_ddp.tasks.resources import dynamic_resources, resize
@@ -22,10 +26,13 @@ PREPARATION = CodeVersion((*DATA_SOURCES, "flyte_ddp/tasks/prepare.py", "workflo
     cache=Cache(policies=[TRAINING_CODE, PREPARATION], ignored_inputs=("gpus", "options")),
     **dynamic_resources(),
 )
-def train_on_gpus(gpus: int, hp: Hyperparameters, options: RunOptions) -> TrainingOutputs:
+def train_on_gpus(
+    gpus: int, hp: Hyperparameters, options: RunOptions, init: Optional[FlyteFile] = None
+) -> TrainingOutputs:
     """Trains in a pod with this many GPUs; 0 is a small pod without any. A local run uses what the machine has."""
     data = prepare_dataset(name=resolve_dataset(hp=hp, options=options))
-    return pytorch_mnist_task(hp=hp, data=data, options=options).with_overrides(**resize(pytorch_mnist_task, gpus))
+    training = pytorch_mnist_task(hp=hp, data=data, options=options, init=known_init(init=init))
+    return training.with_overrides(**resize(pytorch_mnist_task, gpus))
 
 
 @workflow
@@ -33,6 +40,7 @@ def training_on_gpus_wf(
     gpus: int = 1,
     hp: Hyperparameters = Hyperparameters(),
     options: RunOptions = RunOptions(),
+    init: Optional[FlyteFile] = None,
 ) -> TrainingOutputs:
     """Like workflows.mnist.pytorch_training_wf, in a pod with this many GPUs (0 for none)."""
-    return train_on_gpus(gpus=gpus, hp=hp, options=options)
+    return train_on_gpus(gpus=gpus, hp=hp, options=options, init=init)

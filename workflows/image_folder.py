@@ -4,7 +4,7 @@ pyflyte run workflows/image_folder.py image_folder_wf --folder FOLDER --images '
 pyflyte run workflows/image_folder.py loading_study_wf --folder FOLDER
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, Optional
 
 from flytekit import task, workflow
 from flytekit.types.directory import FlyteDirectory
@@ -16,6 +16,7 @@ from flyte_ddp.loading.times import LoadingSettings
 from flyte_ddp.recipes.hyperparameters import FolderHyperparameters
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.tasks.image_folder import attach, find_images, index_images
+from flyte_ddp.tasks.init import known_init
 from flyte_ddp.tasks.prepare import PreparedDataset
 from flyte_ddp.tasks.pyflyte import set_up_pyflyte
 from flyte_ddp.tasks.resources import training_resources
@@ -27,10 +28,14 @@ set_up_pyflyte()
 # the index has the folder's content; its place does not affect the result
 @task(**training_arguments(ignored_inputs=("options", "folder")))
 def image_folder_task(
-    hp: FolderHyperparameters, index: PreparedDataset, folder: FlyteDirectory, options: RunOptions
+    hp: FolderHyperparameters,
+    index: PreparedDataset,
+    folder: FlyteDirectory,
+    options: RunOptions,
+    init: Optional[FlyteFile] = None,
 ) -> TrainingOutputs:
     """Trains hp.model on the images of the folder, with options.nproc ranks."""
-    return train(hp, attach(index, folder), options)
+    return train(hp, attach(index, folder), options, init)
 
 
 @workflow
@@ -39,6 +44,7 @@ def image_folder_wf(
     images: ImageSettings = ImageSettings(),
     hp: FolderHyperparameters = FolderHyperparameters(),
     options: RunOptions = RunOptions(),
+    init: Optional[FlyteFile] = None,
 ) -> TrainingOutputs:
     """Reads every image of the folder once, then trains on them, decoding them again in each epoch.
 
@@ -48,10 +54,12 @@ def image_folder_wf(
         images: which images to use, and their size.
         hp: what else determines the result.
         options: how to run it; ignored by the cache.
+        init: what to start from: the model_state of an earlier training, or its final-checkpoint to continue from.
     """
     found = find_images(folder=folder, images=images, backend=hp.backend, nproc=options.nproc, batch_size=hp.batch_size)
     index = index_images(folder=found.folder, stamp=found.stamp, images=images)
-    return image_folder_task(hp=hp, index=index, folder=found.folder, options=options)
+    first = known_init(init=init)
+    return image_folder_task(hp=hp, index=index, folder=found.folder, options=options, init=first)
 
 
 class LoadingOutputs(NamedTuple):

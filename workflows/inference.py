@@ -16,7 +16,6 @@ from flyte_ddp.inference.shards import InferenceOptions
 from flyte_ddp.inference.task import check_inputs, plan_shards, predict_shard
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
-from flyte_ddp.tasks.inputs import explain_missing_paths
 from flyte_ddp.tasks.prepare import PreparedDataset, prepare_dataset
 from flyte_ddp.tasks.pyflyte import set_up_pyflyte
 from flyte_ddp.tasks.registration import registration
@@ -26,7 +25,6 @@ from flyte_ddp.timing.task import TimingOutputs, check_timing, time_inference
 from workflows.mnist import pytorch_training_wf
 
 set_up_pyflyte()
-explain_missing_paths()
 
 
 @dynamic(**dynamic_resources())

@@ -3,10 +3,14 @@
 pyflyte run workflows/mnist.py pytorch_training_wf --hp '{"epochs": 1}'
 """
 
+from typing import Optional
+
 from flytekit import task, workflow
+from flytekit.types.file import FlyteFile
 
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
+from flyte_ddp.tasks.init import known_init
 from flyte_ddp.tasks.prepare import PreparedDataset, prepare_dataset, resolve_dataset
 from flyte_ddp.tasks.pyflyte import set_up_pyflyte
 from flyte_ddp.tasks.train import TrainingOutputs, train, training_arguments
@@ -15,24 +19,28 @@ set_up_pyflyte()
 
 
 @task(**training_arguments())
-def pytorch_mnist_task(hp: Hyperparameters, data: PreparedDataset, options: RunOptions) -> TrainingOutputs:
+def pytorch_mnist_task(
+    hp: Hyperparameters, data: PreparedDataset, options: RunOptions, init: Optional[FlyteFile] = None
+) -> TrainingOutputs:
     """Trains hp.model on the prepared dataset, with options.nproc ranks."""
-    return train(hp, data, options)
+    return train(hp, data, options, init)
 
 
 @workflow
 def pytorch_training_wf(
     hp: Hyperparameters = Hyperparameters(),
     options: RunOptions = RunOptions(),
+    init: Optional[FlyteFile] = None,
 ) -> TrainingOutputs:
     """Prepares the dataset that hp names and trains on it.
 
     Args:
         hp: what determines the result; omitted fields keep their defaults.
         options: how to run it; ignored by the cache.
+        init: what to start from: the model_state of an earlier training, or its final-checkpoint to continue from.
     """
     name = resolve_dataset(hp=hp, options=options)
-    return pytorch_mnist_task(hp=hp, data=prepare_dataset(name=name), options=options)
+    return pytorch_mnist_task(hp=hp, data=prepare_dataset(name=name), options=options, init=known_init(init=init))
 
 
 if __name__ == "__main__":

@@ -4,12 +4,16 @@ DDP_NNODES=4 pyflyte ... register workflows registers four nodes. It needs flyte
 image, and on the cluster Kubeflow's training operator and Flyte's pytorch plugin.
 """
 
+from typing import Optional
+
 from flytekit import task, workflow
+from flytekit.types.file import FlyteFile
 
 from flyte_ddp.recipes.hyperparameters import CIFAR10Hyperparameters, Hyperparameters
 from flyte_ddp.report.console import say
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.tasks.elastic import train_rank
+from flyte_ddp.tasks.init import known_init
 from flyte_ddp.tasks.nodes import resolve_for_nodes
 from flyte_ddp.tasks.prepare import PreparedDataset, prepare_dataset
 from flyte_ddp.tasks.pyflyte import set_up_pyflyte
@@ -25,24 +29,28 @@ else:
     set_up_pyflyte()
 
     @task(**on_many_nodes(training_arguments()))
-    def pytorch_multinode_task(hp: Hyperparameters, data: PreparedDataset, options: RunOptions) -> TrainingOutputs:
+    def pytorch_multinode_task(
+        hp: Hyperparameters, data: PreparedDataset, options: RunOptions, init: Optional[FlyteFile] = None
+    ) -> TrainingOutputs:
         """Trains hp.model on the prepared dataset on all nodes, with the registered number of ranks."""
-        return train_rank(hp, data, options)  # type: ignore[return-value]  # only rank 0's value is used
+        return train_rank(hp, data, options, init)  # type: ignore[return-value]  # only rank 0's value is used
 
     @workflow
     def pytorch_multinode_wf(
         hp: Hyperparameters = Hyperparameters(),
         options: RunOptions = RunOptions(),
+        init: Optional[FlyteFile] = None,
     ) -> TrainingOutputs:
         """Like workflows.mnist.pytorch_training_wf, on many nodes."""
         data = prepare_dataset(name=resolve_for_nodes(hp=hp))
-        return pytorch_multinode_task(hp=hp, data=data, options=options)
+        return pytorch_multinode_task(hp=hp, data=data, options=options, init=known_init(init=init))
 
     @workflow
     def cifar10_multinode_wf(
         hp: CIFAR10Hyperparameters = CIFAR10Hyperparameters(),
         options: RunOptions = RunOptions(),
+        init: Optional[FlyteFile] = None,
     ) -> TrainingOutputs:
         """Like workflows.cifar10.cifar10_wf, on many nodes."""
         data = prepare_dataset(name=resolve_for_nodes(hp=hp, auto="cifar10"))
-        return pytorch_multinode_task(hp=hp, data=data, options=options)
+        return pytorch_multinode_task(hp=hp, data=data, options=options, init=known_init(init=init))

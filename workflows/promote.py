@@ -15,7 +15,6 @@ from flyte_ddp.promote.promotion import PromotionOutputs
 from flyte_ddp.promote.task import RollBackOutputs, check_promotion, promote_images, roll_back
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
-from flyte_ddp.tasks.inputs import explain_missing_paths
 from flyte_ddp.tasks.prepare import prepare_dataset
 from flyte_ddp.tasks.pyflyte import set_up_pyflyte
 from flyte_ddp.tasks.registration import registration
@@ -23,7 +22,6 @@ from flyte_ddp.tasks.resources import dynamic_resources
 from workflows.mnist import pytorch_mnist_task
 
 set_up_pyflyte()
-explain_missing_paths()
 
 
 @dynamic(**dynamic_resources())
@@ -34,7 +32,7 @@ def candidate(
     if model_state is not None:
         return model_state
     data = prepare_dataset(name=name)  # from the cache: as an input, Flyte would hash what is not downloaded here
-    return pytorch_mnist_task(hp=replace(hp, dataset=name), data=data, options=options).model_state
+    return pytorch_mnist_task(hp=replace(hp, dataset=name), data=data, options=options, init=None).model_state
 
 
 @workflow

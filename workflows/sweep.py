@@ -7,20 +7,23 @@ import math
 import time
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, List, NamedTuple, Optional
 
 from flytekit import Cache, FlyteContextManager, dynamic, map_task, task, workflow
+from flytekit.core.type_engine import TypeEngine
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile, PythonPickledFile
 
-from flyte_ddp.errors import RecoverableError, ReportedError
+from flyte_ddp.errors import RecoverableError
 from flyte_ddp.launch.environment import choose_world
 from flyte_ddp.launch.failures import RankFailed
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.report.console import say
 from flyte_ddp.settings import RunOptions
+from flyte_ddp.sweep.halving import all_failed, check_rungs, entrants, rungs_of, saving, standings
 from flyte_ddp.sweep.held_out import hold_out_validation
-from flyte_ddp.sweep.page import chosen, comparison, failures, ranked, write_table
+from flyte_ddp.sweep.page import chosen, comparison, ranked, write_table
 from flyte_ddp.sweep.search import Sweep, TrialResult, trials_of
 from flyte_ddp.tasks.execution import TaskFailed, is_local, run_dir
 from flyte_ddp.tasks.outputs import output_file, output_page
@@ -35,7 +38,7 @@ from workflows.mnist import pytorch_mnist_task
 set_up_pyflyte()
 
 TRIAL_CODE = CodeVersion((*TRAINING_SOURCES, "flyte_ddp/sweep/search.py", "workflows/sweep.py"), ("torch",))
-NO_RESULT = "no result even after Flyte's retries: the log of its pod says why"
+Rungs = List[List[Optional[TrialResult]]]
 
 
 class Comparison(NamedTuple):
@@ -72,6 +75,7 @@ class SweepOutputs(NamedTuple):
 def list_trials(sweep: Sweep, hp: Hyperparameters, options: RunOptions) -> List[Hyperparameters]:
     """The hyperparameters of each trial, all of them checked before anything is downloaded or spawned."""
     trials = trials_of(sweep, hp)
+    check_rungs(sweep, trials)
     if is_local():
         for trial in trials:
             choose_world(trial.backend, options.nproc, trial.batch_size)
@@ -83,21 +87,28 @@ def list_trials(sweep: Sweep, hp: Hyperparameters, options: RunOptions) -> List[
     retries=2,
     **training_resources(TRIAL_CODE),
 )
-def train_trial(hp: Hyperparameters, held_out: PreparedDataset, options: RunOptions) -> TrialResult:
-    """Trains on what hold_out_validation has left and measures on the rest; a failure for good is a result too."""
-    started = time.time()
+def train_trial(
+    hp: Hyperparameters, held_out: PreparedDataset, options: RunOptions, checkpoint: str = ""
+) -> TrialResult:
+    """Trains on what hold_out_validation has left and measures on the rest; a failure for good is a result too.
+
+    checkpoint: to go on from. Where it has gone, training begins at the start, and comes to the same.
+    """
+    started, storage = time.time(), FlyteContextManager.current_context().file_access
+    init = FlyteFile(checkpoint) if checkpoint and storage.exists(checkpoint) else None
     try:
-        outputs = train(hp, held_out, options)
+        outputs = train(hp, held_out, options, init)
     except (RankFailed, TaskFailed) as error:
         cause = error.__context__ if isinstance(error, TaskFailed) else error  # as Flyte will see it
         if not isinstance(cause, RankFailed) or isinstance(cause, RecoverableError):
             raise
         return failed(hp, cause, time.time() - started)
     summary, report = outputs.summary, outputs.report.path
+    left = str(Path(outputs.logs.path, "final-checkpoint")) if hp.stop_after else ""
     if not is_local():  # a map task shows no Deck
-        report = FlyteContextManager.current_context().file_access.put_raw_data(report)
+        report, left = (path and storage.put_raw_data(path) for path in (report, left))
     diverged = "" if math.isfinite(summary.test_loss) else "diverged: the loss on the held-out images is not finite"
-    return TrialResult(hp, summary.accuracy, summary.test_samples, summary.total_seconds, report, diverged)
+    return TrialResult(hp, summary.accuracy, summary.test_samples, summary.total_seconds, report, diverged, left)
 
 
 def failed(hp: Hyperparameters, error: RankFailed, seconds: float = 0.0) -> TrialResult:
@@ -106,47 +117,79 @@ def failed(hp: Hyperparameters, error: RankFailed, seconds: float = 0.0) -> Tria
     return TrialResult(hp, seconds=seconds, failure=reason)
 
 
+class Entrants(NamedTuple):
+    """What a rung trains, and what each goes on from."""
+
+    trials: List[Hyperparameters]
+    checkpoints: List[str]
+
+
+@task(**small_resources())
+def next_rung(sweep: Sweep, trials: List[Hyperparameters], rungs: Rungs) -> Entrants:
+    """The trials that go on after these rungs."""
+    _, hps, checkpoints = zip(*entrants(sweep, trials, rungs), strict=True)
+    return Entrants(list(hps), list(checkpoints))
+
+
 @dynamic(**dynamic_resources())
-def run_trials(
-    sweep: Sweep, trials: List[Hyperparameters], name: str, options: RunOptions
-) -> List[Optional[TrialResult]]:
+def run_trials(sweep: Sweep, trials: List[Hyperparameters], name: str, options: RunOptions) -> Rungs:
     """Holds out a validation split of the named dataset and runs each trial; None where its pod has failed for good."""
     held_out = hold_out_validation(data=prepare_dataset(name=name))
     trials = [replace(hp, dataset=name) for hp in trials]
     if is_local():
         return run_locally(sweep, trials, held_out, options)
-    # Without a ratio below 1, one pod that fails for good would be the end of all; above 0, the least that Flyte takes
     each = partial(train_trial, held_out=held_out, options=options)
-    return map_task(each, concurrency=sweep.concurrency, min_success_ratio=1e-3)(hp=trials)
+    # Without a ratio below 1, one pod that fails for good would be the end of all; above 0, the least that Flyte takes
+    run_all = map_task(each, concurrency=sweep.concurrency, min_success_ratio=1e-3)
+    first = entrants(sweep, trials, [])
+    rungs = [run_all(hp=[entrant.hp for entrant in first], checkpoint=[entrant.checkpoint for entrant in first])]
+    for _ in rungs_of(sweep, trials)[1:]:
+        going_on = next_rung(sweep=sweep, trials=trials, rungs=rungs)
+        rungs.append(run_all(hp=going_on.trials, checkpoint=going_on.checkpoints))
+    return rungs
 
 
-def run_locally(sweep: Sweep, trials: List[Hyperparameters], held_out: Any, options: RunOptions) -> Any:
+def run_locally(sweep: Sweep, trials: List[Hyperparameters], held_out: Any, options: RunOptions) -> Rungs:
     """One trial after the other, each cached, so that an interrupted sweep resumes: flytekit's local
     map task caches all of them together or none."""
-    results: List[Any] = []
-    for number, hp in enumerate(trials, 1):
-        say(f"\nTrial {number} of {len(trials)}: {chosen(hp, sweep.values)}; tested on held-out training images")
-        try:
-            results.append(train_trial(hp=hp, held_out=held_out, options=options))
-        except RankFailed as error:  # that may go well the next time, and so isn't cached
-            results.append(failed(hp, error))
-    return results
+    rungs: Rungs = []
+    for _ in rungs_of(sweep, trials):
+        rungs.append([])
+        for number, hp, checkpoint in entrants(sweep, trials, rungs[:-1]):
+            until = f", to epoch {hp.last_epoch} of {hp.epochs}" if sweep.reduction_factor > 1 else ""
+            values = chosen(hp, sweep.values)
+            say(f"\nTrial {number} of {len(trials)}: {values}{until}; tested on held-out training images")
+            try:
+                result = train_trial(hp=hp, held_out=held_out, options=options, checkpoint=checkpoint)
+                rungs[-1].append(value_of(result))
+            except RankFailed as error:  # that may go well the next time, and so isn't cached
+                rungs[-1].append(failed(hp, error))
+    return rungs
+
+
+def value_of(result: Any) -> TrialResult:
+    """What a task has given in a local run, whose outputs flytekit keeps as literals."""
+    value: TrialResult = TypeEngine.to_python_value(FlyteContextManager.current_context(), result.val, TrialResult)
+    return value
 
 
 @task(enable_deck=True, deck_fields=(), **small_resources())
-def compare(sweep: Sweep, trials: List[Hyperparameters], name: str, results: List[Optional[TrialResult]]) -> Comparison:
+def compare(sweep: Sweep, trials: List[Hyperparameters], name: str, rungs: Rungs) -> Comparison:
     """Ranks the trials by their validation accuracy; raises ReportedError if none has one."""
-    names = list(sweep.values)
-    ranking = ranked([one or TrialResult(hp, failure=NO_RESULT) for hp, one in zip(trials, results, strict=True)])
-    best = ranking[0].result
+    names, results = list(sweep.values), standings(sweep, trials, rungs)
+    ranking = ranked(results)
+    number, best = ranking[0]
     if best.failure:
-        raise ReportedError("\n".join(["Every trial of the sweep failed:", *failures(ranking, names)]))
+        raise all_failed(sweep, results)
+    cut = saving(sweep, trials, results)
     with run_dir(f"sweep-{name}") as folder:
         write_table(ranking, names, folder / "trials.csv")
-        report = output_page(folder, f"Sweep on {name}", comparison(ranking, names))
+        report = output_page(folder, f"Sweep on {name}", comparison(ranking, names, cut))
     where = f"\nTrials:   {folder / 'trials.csv'}\nReport:   {report.path}" if is_local() else ""
-    say(f"\nBest:     {chosen(best.hp, names)}: {best.accuracy:.2%} validation accuracy{where}\n")
-    return Comparison(best.hp, output_file(folder / "trials.csv"), report)
+    spared = f"\nTrained:  {cut}" if cut else ""
+    say(f"\nBest:     {chosen(best.hp, names)}: {best.accuracy:.2%} validation accuracy{spared}{where}\n")
+    hp = replace(best.hp, stop_after=trials[number - 1].stop_after)
+    return Comparison(hp, output_file(folder / "trials.csv"), report)
 
 
 @workflow
@@ -165,9 +208,9 @@ def sweep_wf(
     trials = list_trials(sweep=sweep, hp=hp, options=options)
     name = resolve_dataset(hp=hp, options=options)
     trials >> name  # nothing is downloaded for what cannot be tried
-    results = run_trials(sweep=sweep, trials=trials, name=name, options=options)
-    compared = compare(sweep=sweep, trials=trials, name=name, results=results)
-    final = pytorch_mnist_task(hp=compared.best, data=prepare_dataset(name=name), options=options)
+    rungs = run_trials(sweep=sweep, trials=trials, name=name, options=options)
+    compared = compare(sweep=sweep, trials=trials, name=name, rungs=rungs)
+    final = pytorch_mnist_task(hp=compared.best, data=prepare_dataset(name=name), options=options, init=None)
     return SweepOutputs(
         compared.best, compared.table, compared.report, final.model_state, final.summary, final.report, final.logs
     )

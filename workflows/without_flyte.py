@@ -97,7 +97,7 @@ def train(
             options,
             model_path=str(output / "model.pt"),
             last_path=str(output / "last.pt"),
-            final_path=str(output / "final-checkpoint") if options.keep_checkpoint else "",
+            final_path=str(output / "final-checkpoint"),
             predictions_path=str(output / "predictions.npy"),
             pictures_path=str(output / "pictures.npz"),
             checkpoint_path=str(checkpoint),

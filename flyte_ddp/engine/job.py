@@ -109,7 +109,10 @@ class Job:
 
 
 def job_of(subject: Subject, options: RunOptions, **paths: str) -> Job:
-    """The message to the ranks; paths are fields of Job, which only rank 0 needs."""
+    """The message to the ranks; paths are fields of Job, which only rank 0 needs. final_path counts only if the options
+    ask for that checkpoint, or the training stops early, to be continued."""
+    if not (options.keep_checkpoint or subject.identity.settings.stop_after):
+        paths["final_path"] = ""
     return Job(
         identity=subject.identity,
         dataset=subject.dataset,

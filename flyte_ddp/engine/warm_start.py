@@ -17,7 +17,9 @@ from flyte_ddp.weights import listed, misfits, read_weights, told
 ZIP = b"PK\x03\x04"  # how a file of torch.save begins
 MISMATCHING = "mismatching"
 # What may be another within an epoch: the rest decides which samples are left of it, or what the sums so far mean
-FREE_WITHIN_EPOCH = ("backend", "choose_by", "code", "epochs", "init", "log_interval", "minimum_delta", "patience")
+FREE_WITHIN_EPOCH = (
+    "backend", "choose_by", "code", "epochs", "init", "log_interval", "minimum_delta", "patience", "stop_after",
+)  # fmt: skip
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -64,10 +66,12 @@ def train_on(state: TrainingState, path: Path, job: Job, steps_per_epoch: int) -
     except CheckpointError as error:
         raise InputError(f"init: the checkpoint {path} {error}") from None
     saved, theirs, ours = content["state"], content["identity"], job.identity.as_dict()
-    epochs = job.identity.settings.epochs
-    if saved["epoch"] >= epochs:
+    settings = job.identity.settings
+    if saved["epoch"] >= settings.last_epoch:
+        name = "stop_after" if settings.stop_after else "epochs"
         raise InputError(
-            f"epochs must be above {saved['epoch']}, which init has behind it and which count, got {epochs}"
+            f"{name} must be above {saved['epoch']}, which init has behind it and which count, got "
+            f"{settings.last_epoch}"
         )
     differing = [name for name in ours if name not in FREE_WITHIN_EPOCH and theirs.get(name) != ours[name]]
     if saved["step"] and differing:
@@ -97,7 +101,7 @@ def train_on(state: TrainingState, path: Path, job: Job, steps_per_epoch: int) -
         same = all(theirs.get(name) == ours[name] for name in ("choose_by", "data", "validation_fraction"))
         if not same:  # what was the best by another measure, or on other samples, says nothing here
             state.choice.load_state_dict(fresh["choice"])
-        elif state.choice.is_over:
+        elif state.choice.is_over and not theirs.get("stop_after"):  # which was cut, not ended, to go on as it was
             state.choice.waited = 0
     where = f"epoch {saved['epoch'] + 1}, step {saved['step'] + 1}" if saved["step"] else f"epoch {saved['epoch']}"
     return f"Goes on where {path.name} {'stands' if saved['step'] else 'ended'}: {where}"

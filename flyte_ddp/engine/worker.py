@@ -48,7 +48,7 @@ def train(environment: Environment, device: torch.device, link: Link, job: Job) 
     try:
         with profiling(job.profile_path, environment.rank, state.optimizer):
             split = parts.validation or parts.test
-            tested = fit(state, parts.train, split, settings.epochs, settings.log_interval, link, checkpoints)
+            tested = fit(state, parts.train, split, settings.last_epoch, settings.log_interval, link, checkpoints)
     except NonFinite:  # raised on all ranks at once; the first report of it ends them all
         checkpoints.close()
         distributed.barrier()
@@ -58,7 +58,7 @@ def train(environment: Environment, device: torch.device, link: Link, job: Job) 
     if environment.rank == 0:
         write_last(parts, job)
     if parts.validation or tested is None:  # None: resumed after the last epoch
-        tested = look_at_test(state, parts.test, settings.epochs, link)
+        tested = look_at_test(state, parts.test, settings.last_epoch, link)
     predictions = None if tested.predictions is None else gather(tested.predictions, parts.test)
     if environment.rank == 0:
         write_results(parts, tested.measures, predictions, job)
@@ -81,7 +81,7 @@ def run_started(parts: Parts, environment: Environment, job: Job) -> RunStarted:
         backend=world.backend,
         device=str(state.device),
         precision=parts.precision,
-        epochs=job.identity.settings.epochs,
+        epochs=job.identity.settings.last_epoch,
         steps_per_epoch=len(parts.train),
         first_epoch=state.epoch,
         first_step=state.step,

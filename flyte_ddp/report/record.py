@@ -143,7 +143,7 @@ class Record:
         if self.finished:
             return "Finished"
         if self.started:
-            return f"Training, epoch {len(self.epochs) + 1} of {self.info.settings.epochs}"
+            return f"Training, epoch {len(self.epochs) + 1} of {self.info.settings.last_epoch}"
         return "Starting"
 
     @property

@@ -28,7 +28,7 @@ class Report:
         self._record(event)
         is_last = isinstance(event, (RunFinished, RunFailed))
         is_due = isinstance(event, (RunStarted, EpochFinished)) and time.monotonic() >= self._next_page
-        ends_training = isinstance(event, EpochFinished) and event.epoch + 1 == self._record.info.settings.epochs
+        ends_training = isinstance(event, EpochFinished) and event.epoch + 1 == self._record.info.settings.last_epoch
         is_urgent = is_last or isinstance(event, NotLearning)
         if is_urgent or (is_due and not ends_training):  # after the last epoch the final page follows at once
             self._write(is_last)

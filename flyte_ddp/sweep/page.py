@@ -2,8 +2,9 @@
 
 import csv
 import json
+import math
 from pathlib import Path
-from typing import Any, Iterable, List, NamedTuple, Sequence
+from typing import Any, Iterable, List, NamedTuple, Sequence, Tuple
 
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.report.article import Drawing, Section, article
@@ -19,9 +20,18 @@ class Trial(NamedTuple):
 
 
 def ranked(results: Sequence[TrialResult]) -> List[Trial]:
-    """The most accurate first, the earlier of equals before the later, and those that failed last."""
-    trials = [Trial(number, result) for number, result in enumerate(results, 1)]
-    return sorted(trials, key=lambda trial: (bool(trial.result.failure), -trial.result.accuracy))
+    """Those that came furthest first, of these the most accurate, the earlier of equals before the later; and those
+    that failed last."""
+
+    def order(trial: Trial) -> Tuple[bool, float, float]:
+        result = trial.result
+        return bool(result.failure), -(result.hp.stop_after or math.inf), -result.accuracy
+
+    return sorted((Trial(number, result) for number, result in enumerate(results, 1)), key=order)
+
+
+def are_cut(trials: Sequence[Trial]) -> bool:
+    return any(trial.result.hp.stop_after for trial in trials)
 
 
 def chosen(hp: Hyperparameters, names: Iterable[str]) -> str:
@@ -40,15 +50,19 @@ def write_table(trials: Sequence[Trial], names: Sequence[str], path: Path) -> No
     """One line per trial, best first; accuracy from 0 to 1, empty where the trial failed."""
     with open(path, "w", newline="", encoding="utf-8") as file:
         table = csv.writer(file)
-        table.writerow(["trial", *names, "validation_accuracy", "seconds", "report", "failure"])
+        far = ["trained_epochs"] if are_cut(trials) else []
+        table.writerow(["trial", *names, *far, "validation_accuracy", "seconds", "report", "failure"])
         for number, result in trials:
-            values = [getattr(result.hp, name) for name in names]
+            values = [getattr(result.hp, name) for name in names] + [result.hp.last_epoch for _ in far]
             accuracy = "" if result.failure else result.accuracy
             table.writerow([number, *values, accuracy, f"{result.seconds:.1f}", result.report, result.failure])
 
 
-def comparison(trials: Sequence[Trial], names: Sequence[str]) -> str:
-    """What belongs between <body> and </body>; the first trial is the best and has not failed."""
+def comparison(trials: Sequence[Trial], names: Sequence[str], saving: str = "") -> str:
+    """What belongs between <body> and </body>; the first trial is the best and has not failed.
+
+    saving: how trials were cut on the way; empty where none were to be.
+    """
     best, failed = trials[0].result, failures(trials, names)
     accuracy, images = best.accuracy, best.held_out
     share = (accuracy * images + 1) / (images + 2)  # so that no mistake at all does not count as certainty
@@ -62,11 +76,14 @@ def comparison(trials: Sequence[Trial], names: Sequence[str]) -> str:
         "No trial has seen the test images. The best one's hyperparameters train once more, on all training images, "
         "and that run's report has the accuracy on the test images, which is the one to quote."
     )
-    heads, lines = ["Trial", *names, "validation accuracy", "seconds"], [_line(trial, names) for trial in trials]
+    texts = [meaning, f"Trained: {saving}.", advice] if saving else [meaning, advice]
+    far = ["trained epochs"] if are_cut(trials) else []
+    heads = ["Trial", *names, *far, "validation accuracy", "seconds"]
+    lines = [_line(trial, names, bool(far)) for trial in trials]
     figures = [_figure(name, trials) for name in names]
     others = [(name, _shown(value)) for name, value in vars(best.hp).items() if name not in names]
     sections = [
-        Section("Validation accuracy", [meaning, advice], figures, "Trials, best first", heads, lines),
+        Section("Validation accuracy", texts, figures, "Trials, best first", heads, lines),
         *([Section("Failed", failed)] if failed else []),
         Section("Set-up", (), (), "Common to all trials", ["Hyperparameter", "value"], others),
     ]
@@ -74,9 +91,10 @@ def comparison(trials: Sequence[Trial], names: Sequence[str]) -> str:
     return article(title, f"Best: {chosen(best.hp, names)}, with {accuracy:.2%} validation accuracy", sections)
 
 
-def _line(trial: Trial, names: Sequence[str]) -> List[str]:
+def _line(trial: Trial, names: Sequence[str], has_epochs: bool) -> List[str]:
     result = trial.result
     values = [_shown(getattr(result.hp, name)) for name in names]
+    values += [str(result.hp.last_epoch)] if has_epochs else []
     return [
         str(trial.number),
         *values,

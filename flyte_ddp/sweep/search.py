@@ -25,6 +25,8 @@ class Sweep(Settings):
         search: grid tries every combination, random draws them.
         trials: drawn by a random search; what is drawn twice is tried once.
         seed: of the draws.
+        reduction_factor: of successive halving (see flyte_ddp.sweep.halving): one trial of so many goes on, the others
+            are cut. 1 cuts none; with 4 or more, all together train for less than half of their epochs.
         concurrency: trials at the same time on a cluster, each in a pod of its own. A local run makes one after the
             other: the ranks of one take all cores.
     """
@@ -33,6 +35,7 @@ class Sweep(Settings):
     search: str = setting("grid", choices=("grid", "random"))
     trials: int = setting(8, minimum=1, maximum=MOST_TRIALS)
     seed: int = setting(1, minimum=0, maximum=2**32 - 1)
+    reduction_factor: int = setting(1, minimum=1, maximum=MOST_TRIALS)
     concurrency: int = setting(4, minimum=1, maximum=MOST_TRIALS)
 
 
@@ -57,11 +60,13 @@ class TrialResult:
     """What came of one trial.
 
     Attributes:
+        hp: with the epochs that it was trained for, in all, as hp.last_epoch.
         accuracy: share of the held-out images classified correctly after the last epoch, from 0 to 1.
         held_out: number of these images.
-        seconds: of the whole training.
+        seconds: of the training, since the checkpoint that it went on from.
         report: path or address of its page.
         failure: why there is no accuracy; empty where there is one.
+        checkpoint: path or address, to go on from; empty where it was trained to the end.
     """
 
     hp: Hyperparameters
@@ -70,12 +75,18 @@ class TrialResult:
     seconds: float = 0.0
     report: str = ""
     failure: str = ""
+    checkpoint: str = ""
 
 
 def trials_of(sweep: Sweep, base: T) -> List[T]:
     """What to train with; the same sweep gives the same trials. InputError for whatever cannot be tried."""
     if not sweep.values:
         raise InputError('Sweep.values must name what to try, as in {"learning_rate": [0.05, 0.1]}')
+    if sweep.reduction_factor > 1 and not isinstance(base, Hyperparameters):
+        raise InputError(
+            f"Sweep.reduction_factor must be 1 in a sweep over a recipe's settings, got {sweep.reduction_factor}: only "
+            "workflows/sweep.py cuts trials"
+        )
     for name, given in sweep.values.items():
         _check(sweep, base, name, given)
     chosen = _grid(sweep) if sweep.search == "grid" else _draws(sweep, base)

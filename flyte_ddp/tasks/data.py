@@ -14,6 +14,7 @@ from flytekit.types.file import FlyteFile
 from typing_extensions import Annotated
 
 from flyte_ddp.tasks.execution import is_local
+from flyte_ddp.tasks.init import in_place, of_content
 from flyte_ddp.tasks.resources import small_resources
 from flyte_ddp.tasks.stored_images import describe_file, list_files
 
@@ -25,15 +26,6 @@ def of_folder(folder: FlyteDirectory) -> str:
 
 def of_file(file: FlyteFile) -> str:
     return hashlib.sha256(describe_file(file).encode()).hexdigest()
-
-
-def of_content(file: FlyteFile) -> str:
-    """SHA-256 of the content, read from where the file is."""
-    digest = hashlib.sha256()
-    with FlyteFile(str(file.remote_source or file.path)).open("rb") as content:
-        while piece := content.read(2**20):
-            digest.update(piece)
-    return digest.hexdigest()
 
 
 KnownFolder = Annotated[FlyteDirectory, HashMethod(of_folder)]
@@ -51,12 +43,10 @@ def known_folder(folder: FlyteDirectory) -> KnownFolder:
 @task(**small_resources())
 def known_file(file: FlyteFile) -> KnownFile:
     """Returns the same file, where it is; looks at it in each run, never cached."""
-    place = str(file.remote_source or file.path)
-    return FlyteFile(place, remote_path=False) if is_local() else FlyteFile.from_source(place)
+    return in_place(file)
 
 
 @task(**small_resources())
 def known_weights(file: FlyteFile) -> KnownWeights:
     """Returns the same file, a model_state or checkpoint to start from, where it is; its content is the cache key."""
-    place = str(file.remote_source or file.path)
-    return FlyteFile(place, remote_path=False) if is_local() else FlyteFile.from_source(place)
+    return in_place(file)

@@ -36,9 +36,15 @@ from flyte_ddp.tasks.train import Trained, TrainingOutputs, image_subject, outpu
 GRACE_SECONDS = 5.0  # lets the rank that caused a failure be the first to report it
 
 
-def train_rank(hp: Hyperparameters, data: FlyteDirectory, options: RunOptions) -> Optional[TrainingOutputs]:
+def train_rank(
+    hp: Hyperparameters, data: FlyteDirectory, options: RunOptions, init: Optional[FlyteFile] = None
+) -> Optional[TrainingOutputs]:
     """Trains an image classifier as one rank of many nodes; see train_as_rank."""
-    return train_as_rank(hp, options, lambda: image_subject(hp, download_once(data)), outputs_of)
+
+    def fetch() -> Subject:
+        return image_subject(hp, download_once(data), None if init is None else download_once(init))
+
+    return train_as_rank(hp, options, fetch, outputs_of)
 
 
 def train_as_rank(

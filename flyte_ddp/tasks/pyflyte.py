@@ -7,7 +7,7 @@ from typing import Iterable
 
 import flyte_ddp
 from flyte_ddp.errors import ReportedError
-from flyte_ddp.tasks.inputs import explain_unreadable_settings
+from flyte_ddp.tasks.inputs import explain_missing_paths, explain_unreadable_settings
 from flyte_ddp.user_code import is_installed, loaded_files
 
 
@@ -15,6 +15,7 @@ def set_up_pyflyte() -> None:
     """Raises ReportedError under Flyte 2's shim; calling it again does no harm."""
     refuse_shim()
     explain_unreadable_settings()
+    explain_missing_paths()
     ship_whole_package()
 
 

@@ -156,7 +156,7 @@ def train_by(start: Start, world: World, fetch: Callable[[], Subject], options: 
                 options,
                 model_path=str(folder / "model.pt"),
                 last_path=str(logs.folder / "last.pt"),
-                final_path=str(logs.folder / "final-checkpoint") if options.keep_checkpoint else "",
+                final_path=str(logs.folder / "final-checkpoint"),
                 predictions_path=str(logs.folder / "predictions.npy"),
                 pictures_path=str(logs.folder / "pictures.npz"),
                 profile_path=str(logs.folder / "profile") if options.profile else "",

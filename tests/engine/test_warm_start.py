@@ -36,6 +36,27 @@ def test_two_and_three_epochs_equal_five_bit_for_bit(train, tmp_path, more):
     assert on.result.chosen_epoch == whole.result.chosen_epoch
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"ema_decay": 0.9, "shift_pixels": 1, "validation_fraction": 0.2},
+        {"validation_fraction": 0.2, "patience": 2, "minimum_delta": 0.9},  # which ends it after three epochs
+    ],
+)
+def test_a_training_that_stops_on_the_way_goes_on_with_the_same_bits(train, tmp_path, more):
+    whole = train(name="whole", epochs=5, **more)
+    first = train(name="first", epochs=5, stop_after=1, **more)
+    assert started(first).epochs == len(first.result.epochs) == 1
+    middle = train(name="middle", epochs=5, stop_after=4, init=tmp_path / "first" / "final-checkpoint", **more)
+    assert started(middle).remarks == ["Goes on where final-checkpoint ended: epoch 1"]
+    last = train(name="last", epochs=5, init=tmp_path / "middle" / "final-checkpoint", **more)
+    assert len(last.result.epochs) == (3 if "patience" in more else 5)
+    assert identical(whole, last)
+    assert last.result.tested == whole.result.tested
+    assert last.result.chosen_epoch == whole.result.chosen_epoch
+
+
 def test_a_continuation_that_is_cut_off_goes_on_with_the_same_bits(train, tmp_path):
     train(name="first", epochs=1, **CONSTANT)
     settings = {**CONSTANT, "epochs": 3, "init": tmp_path / "first" / "final-checkpoint", "log_interval": 5}
@@ -76,6 +97,10 @@ def test_a_continuation_has_its_own_rates(train, tmp_path):
     assert {event.learning_rate for event in on.events if isinstance(event, StepLogged)} == {0.01}
     with pytest.raises(RankFailed, match=r"epochs must be above 1, which init has behind it and which count, got 1"):
         train(name="none", epochs=1, init=init, **CONSTANT)
+    with pytest.raises(
+        RankFailed, match=r"stop_after must be above 1, which init has behind it and which count, got 1"
+    ):
+        train(name="none", epochs=2, stop_after=1, init=init, **CONSTANT)
     with pytest.raises(
         RankFailed, match=r"init must fit the network, and .*final-checkpoint lacks norm1.bias, .* has conv1.w"
     ):

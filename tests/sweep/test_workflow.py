@@ -92,6 +92,7 @@ def test_a_sweep_that_was_cut_off_goes_on_and_shows_the_best_and_the_failed():
     [
         ('{"values": {"learning_rat": [0.1]}}', "did you mean learning_rate?"),
         ('{"values": {"batch_size": [1, 3]}}', "at least the number of ranks (2), got 1"),
+        ('{"reduction_factor": 3}', "must be at most the epochs (1) and the trials (3), got 3"),
     ],
 )
 def test_a_wrong_sweep_is_a_usage_error_before_anything_is_done(sweep, said, tmp_path, monkeypatch):
@@ -115,6 +116,11 @@ def literals(values: List[Any]) -> Literal:
     return Literal(collection=LiteralCollection(literals=[literal(value) for value in values]))
 
 
+def rungs(*results: List[Literal]) -> Literal:
+    found = [Literal(collection=LiteralCollection(literals=of_one)) for of_one in results]
+    return Literal(collection=LiteralCollection(literals=found))
+
+
 def test_pods_of_a_map_task_report_what_came_of_their_trial(place):
     inputs = {
         "sweep": literal(Sweep(concurrency=3)),
@@ -132,7 +138,14 @@ def test_pods_of_a_map_task_report_what_came_of_their_trial(place):
     registered = package_for_here().tasks["workflows.sweep.train_trial"]
     assert (mapped.metadata, mapped.container.resources) == (registered.metadata, registered.container.resources)
 
-    inputs = {"hp": inputs["trials"], "held_out": small_dataset(place / "small"), "options": literal(RunOptions())}
+    gone = literal(str(place / "gone" / "final-checkpoint"))  # without it the training begins at the start
+    places = Literal(collection=LiteralCollection(literals=[literal(""), gone]))
+    inputs = {
+        "hp": inputs["trials"],
+        "checkpoint": places,
+        "held_out": small_dataset(place / "small"),
+        "options": literal(RunOptions()),
+    }
     number = {"BATCH_JOB_ARRAY_INDEX_VAR_NAME": "INDEX"}
     diverged = Pod(mapped, inputs, place / "diverged", environment={**number, "INDEX": "0"}).run()["o0"]
     trial = Pod(mapped, inputs, place / "trial", environment={**number, "INDEX": "1"})
@@ -144,7 +157,7 @@ def test_pods_of_a_map_task_report_what_came_of_their_trial(place):
         "sweep": literal(Sweep()),
         "name": literal("digits"),
         "trials": literals([HP] * 4),
-        "results": Literal(collection=LiteralCollection(literals=results)),
+        "rungs": rungs(results),
     }
     pod = Pod(package_for_here().tasks["workflows.sweep.compare"], inputs, place / "compare")
     best, *others = table(pod.run()["table"].scalar.blob.uri)
@@ -158,9 +171,10 @@ def test_pods_of_a_map_task_report_what_came_of_their_trial(place):
 
 
 def test_a_sweep_without_any_result_is_not_worth_a_retry(place):
-    results = literals([TrialResult(HP, failure="this"), TrialResult(DIVERGES, failure="that")])
+    results = [literal(TrialResult(HP, failure="this")), literal(TrialResult(DIVERGES, failure="that"))]
     inputs = {"sweep": literal(Sweep()), "name": literal("digits"), "trials": literals([HP, DIVERGES])}
-    pod = Pod(package_for_here().tasks["workflows.sweep.compare"], {**inputs, "results": results}, place / "nothing")
+    inputs["rungs"] = rungs(results)
+    pod = Pod(package_for_here().tasks["workflows.sweep.compare"], inputs, place / "nothing")
     pod.start().wait()
     assert pod.error.error.kind == ContainerError.NON_RECOVERABLE
     for line in ("Trial 1 (learning_rate 0.05): this", "Trial 2 (learning_rate 1e+06): that"):

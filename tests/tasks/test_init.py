@@ -1,5 +1,6 @@
 """A task that begins with given weights: a training that is remembered by their content."""
 
+import json
 import os
 import re
 import shutil
@@ -33,12 +34,12 @@ def tune_wf(init: FlyteFile, settings: Settings = Settings(), options: RunOption
 """
 
 
-def run(project: Path, *arguments: str) -> "tuple[str, str]":
+def run(project: Path, *arguments: str, status: int = 0) -> "tuple[str, str]":
     done = subprocess.run(
         ["pyflyte", "run", *arguments], cwd=project, env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True, text=True, timeout=300,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == status, done.stderr
     return done.stdout, done.stderr
 
 
@@ -71,3 +72,35 @@ def test_a_task_begins_with_weights_and_goes_on_from_a_checkpoint(tmp_path):
     _, log = run(tmp_path, "tune.py", "tune_wf", "--settings", '{"epochs": 4}', "--init", str(checkpoint))
     assert "Goes on where final-checkpoint ended: epoch 3\n" in log
     assert re.findall(r"^Epoch (\d) of 4", log, re.MULTILINE) == ["4"]
+
+
+def test_a_built_in_training_begins_with_weights_and_goes_on_from_a_checkpoint(tmp_path):
+    def train(*arguments: str, status: int = 0, **hp: object) -> "tuple[str, str]":
+        small = {"dataset": "digits", "epochs": 1, "batch_size": 512, "train_fraction": 0.1, "schedule": "constant"}
+        workflow = [str(ROOT / "workflows" / "mnist.py"), "pytorch_training_wf"]
+        return run(tmp_path, *workflow, "--hp", json.dumps({**small, **hp}), *arguments, status=status)
+
+    first, log = train("--options", '{"keep_checkpoint": true}')
+    assert "Begins with" not in log
+    model, checkpoint = output(first, "model_state"), output(first, "logs") / "final-checkpoint"
+
+    tuned, log = train("--init", str(model), freeze="conv1")
+    assert "Begins with 8 of 8 tensors of model.pt\nFrozen: conv1.weight, conv1.bias\n" in log
+    shutil.copy(model, tmp_path / "copy.pt")
+    again, log = train("--init", "copy.pt", freeze="conv1")
+    assert (output(again, "model_state"), "Epoch" in log) == (output(tuned, "model_state"), False)
+    assert output(train()[0], "model_state") == model, "without a file it is the same training as before"
+
+    _, log = train("--init", str(checkpoint), epochs=2)
+    assert "Goes on where final-checkpoint ended: epoch 1\n" in log
+    assert re.findall(r"^Epoch (\d) of 2", log, re.MULTILINE) == ["2"]
+
+    _, log = train("--init", str(model), model="fashion_cnn", status=1)
+    assert "InputError: init (model.pt) does not fit the network: conv1.bias is not in the network" in words(log)
+    assert 'name them in init_leave_out, as "conv1", or set it to "mismatching"' in words(log)
+    _, log = train("--init", "nowhere.pt", status=2)
+    assert "Invalid value for '--init': parameter should be a valid file path, nowhere.pt" in words(log)
+
+
+def words(text: str) -> str:
+    return " ".join(re.sub("[│╭╮╰╯─]", " ", text).split())

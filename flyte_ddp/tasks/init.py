@@ -1,0 +1,46 @@
+"""The file that a built-in training starts from, whose content is part of the cache key."""
+
+import hashlib
+from typing import Optional
+
+from flytekit import Cache, HashMethod, task
+from flytekit.types.file import FlyteFile
+from typing_extensions import Annotated
+
+from flyte_ddp.tasks.caching import OnClustersOnly
+from flyte_ddp.tasks.execution import is_local
+from flyte_ddp.tasks.resources import small_resources
+from flyte_ddp.tasks.versions import CodeVersion
+
+
+def of_content(file: FlyteFile) -> str:
+    """SHA-256 of the content, read from where the file is."""
+    digest = hashlib.sha256()
+    with FlyteFile(str(file.remote_source or file.path)).open("rb") as content:
+        while piece := content.read(2**20):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def of_init(init: Optional[FlyteFile]) -> Optional[str]:
+    """None stays None: the cache key is then that of a training without this input."""
+    return None if init is None else of_content(init)
+
+
+KnownInit = Annotated[Optional[FlyteFile], HashMethod(of_init)]
+
+
+@task(
+    task_config=OnClustersOnly(),
+    cache=Cache(policies=CodeVersion(["flyte_ddp/tasks/init.py"], [])),
+    **small_resources(),
+)
+def known_init(init: Optional[FlyteFile]) -> KnownInit:
+    """Returns the same file, a model_state or checkpoint, where it is. A cluster reads each place only once, so that a
+    cached training starts no pod: other weights need another place."""
+    return None if init is None else in_place(init)
+
+
+def in_place(file: FlyteFile) -> FlyteFile:
+    place = str(file.remote_source or file.path)
+    return FlyteFile(place, remote_path=False) if is_local() else FlyteFile.from_source(place)

@@ -1,0 +1,221 @@
+"""Successive halving: which trials go on, and that those that do end where they would have without a stop."""
+
+import csv
+import re
+import signal
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from typing import Dict, List
+
+import pytest
+import torch
+from flyteidl.core.dynamic_job_pb2 import DynamicJobSpec
+from flyteidl.core.literals_pb2 import Literal, LiteralCollection
+
+from flyte_ddp.errors import InputError, ReportedError
+from flyte_ddp.recipes.hyperparameters import Hyperparameters
+from flyte_ddp.settings import RunOptions, TrainingSettings
+from flyte_ddp.sweep.halving import check_rungs, entrants, rungs_of, saving, standings
+from flyte_ddp.sweep.search import Sweep, TrialResult, trials_of
+from scripts.dry_run import ROOT, decode
+from tests.object_storage import object_storage
+from tests.pod import Pod, literal, package_for_here, small_dataset
+
+RATES = [0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7]
+EIGHT = [Hyperparameters(dataset="digits", epochs=4, learning_rate=rate) for rate in RATES]
+NINE = trials_of(Sweep({"seed": list(range(9))}), Hyperparameters(epochs=9))
+BY_TWO = Sweep({"learning_rate": RATES}, reduction_factor=2)
+
+
+# --- which go on ---
+
+
+def test_rungs_are_those_of_a_hyperband_bracket():
+    assert rungs_of(Sweep(reduction_factor=3), NINE) == [(9, 1), (3, 3), (1, 0)]
+    assert rungs_of(Sweep(reduction_factor=3), NINE[:8]) == [(8, 3), (2, 0)]
+    assert rungs_of(BY_TWO, EIGHT) == [(8, 1), (4, 2), (2, 0)]
+    assert rungs_of(Sweep(), EIGHT) == [(8, 0)]
+
+
+@pytest.mark.parametrize("factor", [4, 5, 10])
+def test_from_four_on_less_than_half_of_the_epochs_are_trained(factor):
+    for epochs in range(factor, 60):
+        for count in range(factor, 60):
+            trials = [Hyperparameters(epochs=epochs)] * count
+            trained, before = 0, 0
+            for entered, stop in rungs_of(Sweep(reduction_factor=factor), trials):
+                trained += entered * ((stop or epochs) - before)
+                before = stop
+            assert trained < epochs * count / 2
+
+
+def after(stop: int, accuracies: Dict[int, float]) -> List[TrialResult]:
+    """Results of the trials with these numbers; those without an accuracy have failed."""
+    return [
+        TrialResult(replace(EIGHT[number - 1], stop_after=stop), accuracy, 125, 1.0, checkpoint=f"{number} at {stop}")
+        if accuracy
+        else TrialResult(replace(EIGHT[number - 1], stop_after=stop), seconds=1.0, failure="NonFinite")
+        for number, accuracy in accuracies.items()
+    ]
+
+
+def test_the_better_ones_go_on_from_their_checkpoints():
+    first = after(1, {1: 0.1, 2: 0.8, 3: 0.3, 4: 0.7, 5: 0.6, 6: 0.6, 7: 0.6, 8: 0})
+    going = entrants(BY_TWO, EIGHT, [first])
+    assert [entrant.number for entrant in going] == [2, 4, 5, 6], "of equals the earlier"
+    assert [entrant.checkpoint for entrant in going] == ["2 at 1", "4 at 1", "5 at 1", "6 at 1"]
+    assert [entrant.hp for entrant in going] == [replace(EIGHT[number], stop_after=2) for number in (1, 3, 4, 5)]
+
+    second = after(2, {2: 0.81, 4: 0.9, 5: 0.82, 6: 0.7})
+    finalists = entrants(BY_TWO, EIGHT, [first, second])
+    assert [(entrant.hp, entrant.checkpoint) for entrant in finalists] == [(EIGHT[3], "4 at 2"), (EIGHT[4], "5 at 2")]
+
+    latest = standings(BY_TWO, EIGHT, [first, second, after(0, {4: 0.95, 5: 0.96})])
+    assert [result.hp.last_epoch for result in latest] == [1, 2, 1, 4, 4, 2, 1, 1]
+    assert [result.seconds for result in latest] == [1, 2, 1, 3, 3, 2, 1, 1]
+    assert saving(BY_TWO, EIGHT, latest) == (
+        "16 epochs instead of 32: all 8 trials went to epoch 1, the best 4 to epoch 2, the best 2 to epoch 4"
+    )
+
+
+def test_one_that_was_cut_takes_the_place_of_one_that_failed():
+    first = after(1, {1: 0.1, 2: 0.8, 3: 0.3, 4: 0.7, 5: 0.6, 6: 0.5, 7: 0.4, 8: 0})
+    lost = [*after(2, {2: 0, 4: 0.7, 5: 0}), None]
+    going = entrants(BY_TWO, EIGHT, [first, lost])
+    assert [(entrant.number, entrant.checkpoint) for entrant in going] == [(4, "4 at 2"), (7, "7 at 1")]
+    with pytest.raises(
+        ReportedError, match=r"^Every trial of the sweep failed:\nTrial 1 \(learning_rate 0.05\): NonFin"
+    ):
+        entrants(BY_TWO, EIGHT, [after(1, dict.fromkeys(range(1, 9), 0))])
+
+
+@pytest.mark.parametrize(
+    ("values", "base", "said"),
+    [
+        ({"learning_rate": [0.1, 0.2]}, {"epochs": 9}, "at most the epochs (9) and the trials (2), got 3: with fewer"),
+        ({"learning_rate": RATES}, {"epochs": 2}, "at most the epochs (2) and the trials (8), got 3: with fewer"),
+        ({"epochs": [3, 6, 9]}, {}, "must be 1 where trials have epochs or a stop_after of their own, got 3: leave"),
+        (
+            {"learning_rate": RATES},
+            {"epochs": 9, "stop_after": 3},
+            "must be 1 where trials have epochs or a stop_after",
+        ),
+    ],
+)
+def test_where_nothing_can_be_cut_it_is_refused(values, base, said):
+    sweep, hp = Sweep(values, reduction_factor=3), Hyperparameters(**base)
+    with pytest.raises(InputError) as refused:
+        check_rungs(sweep, trials_of(sweep, hp))
+    assert said in str(refused.value)
+    check_rungs(replace(sweep, reduction_factor=1), trials_of(sweep, hp))
+
+
+def test_a_sweep_over_a_recipes_settings_cuts_nothing():
+    with pytest.raises(InputError, match=r"reduction_factor must be 1 in a sweep over a recipe's settings, got 3: "):
+        trials_of(Sweep({"seed": [1, 2, 3]}, reduction_factor=3), TrainingSettings())
+
+
+# --- locally ---
+
+
+def sweep(values: str, factor: int = 1) -> List[str]:
+    hp = '{"dataset": "digits", "epochs": 4, "batch_size": 512, "train_fraction": 0.25}'
+    text = f'{{"values": {{"learning_rate": {values}}}, "reduction_factor": {factor}}}'
+    return ["pyflyte", "run", "workflows/sweep.py", "sweep_wf", "--hp", hp, "--sweep", text]
+
+
+def done(command: List[str]) -> "subprocess.CompletedProcess[str]":
+    finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert finished.returncode == 0, finished.stderr
+    return finished
+
+
+def table(said: str) -> List[Dict[str, str]]:
+    with open(re.findall(r"table=([^,]+)", said)[0], newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def weights(row: Dict[str, str]) -> Dict[str, torch.Tensor]:
+    found: Dict[str, torch.Tensor] = torch.load(Path(row["report"]).with_name("model.pt"), weights_only=True)
+    return found
+
+
+def epochs_of(log: str) -> List[str]:
+    """Those that trials have trained."""
+    return re.findall(r"^Epoch (\d of \d)", log.partition("\nBest: ")[0], re.MULTILINE)
+
+
+def test_an_interrupted_sweep_goes_on_and_its_winner_has_the_bits_of_an_uninterrupted_training():
+    command = sweep("[0.02, 1e20, 0.1, 0.2]", factor=4)
+    running = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    assert running.stderr is not None
+    log = ""
+    for line in running.stderr:
+        log += line
+        if line.startswith("Goes on where"):
+            break
+    running.send_signal(signal.SIGINT)
+    running.communicate(timeout=120)
+    assert epochs_of(log) == ["1 of 1"] * 3, "and one that failed in its first"
+
+    halved = done(command)
+    assert set(epochs_of(halved.stderr)) <= {"2 of 4", "3 of 4", "4 of 4"}, "the first rung is remembered"
+    spared = "7 epochs instead of 16: all 4 trials went to epoch 1, the best 1 to epoch 4"
+    assert f"\nTrained:  {spared}\n" in halved.stderr
+    winner, *others = table(halved.stdout)
+    assert [row["trained_epochs"] for row in (winner, *others)] == ["4", "1", "1", "1"]
+    assert (others[-1]["learning_rate"], "NonFinite" in others[-1]["failure"]) == ("1e+20", True)
+    assert "stop_after=0" in halved.stdout
+    page = Path(re.findall(r" report=([^,]+)", halved.stdout)[0]).read_text()
+    assert f"Trained: {spared}." in page
+    assert "trained epochs" in page
+
+    whole = done(sweep(f"[{winner['learning_rate']}]"))
+    assert epochs_of(whole.stderr) == ["1 of 4", "2 of 4", "3 of 4", "4 of 4"]
+    (uninterrupted,) = table(whole.stdout)
+    assert "trained_epochs" not in uninterrupted
+    assert uninterrupted["validation_accuracy"] == winner["validation_accuracy"]
+    ours, theirs = weights(winner), weights(uninterrupted)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+# --- in pods ---
+
+
+def listed(*values: object) -> Literal:
+    found = [value if isinstance(value, Literal) else literal(value) for value in values]
+    return Literal(collection=LiteralCollection(literals=found))
+
+
+def test_a_pod_goes_on_from_where_one_of_the_rung_before_ended(tmp_path):
+    tasks = package_for_here().tasks
+    hps = [Hyperparameters(epochs=2, batch_size=100, learning_rate=rate) for rate in (0.05, 0.1)]
+    trials, halving = listed(*hps), literal(Sweep(reduction_factor=2))
+    inputs = {"sweep": halving, "trials": trials, "name": literal("digits"), "options": literal(RunOptions())}
+    pod = Pod(tasks["workflows.sweep.run_trials"], inputs, tmp_path / "run")
+    assert pod.start().wait() == 0, pod.log
+    job = DynamicJobSpec.FromString((pod.folder / "futures.pb").read_bytes())
+    mapped = [node for node in job.nodes if node.HasField("array_node")]
+    assert [node.task_node.reference_id.name for node in job.nodes].count("workflows.sweep.next_rung") == 1
+    assert len(mapped) == 2
+    assert len(job.outputs[0].binding.collection.bindings) == 2
+
+    given = {"held_out": small_dataset(tmp_path / "small"), "options": literal(RunOptions())}
+    cut = {"hp": literal(replace(hps[0], stop_after=1)), "checkpoint": literal(""), **given}
+    first = Pod(tasks["workflows.sweep.train_trial"], cut, tmp_path / "first").run()["o0"]
+    other = literal(TrialResult(replace(hps[1], stop_after=1), 0.01, 296))
+    rungs = {"sweep": halving, "trials": trials, "rungs": listed(listed(first, other))}
+    going = Pod(tasks["workflows.sweep.next_rung"], rungs, tmp_path / "next").run()
+    (hp,), (checkpoint,) = going["trials"].collection.literals, going["checkpoints"].collection.literals
+    assert decode(checkpoint).startswith(str(tmp_path / "first" / "raw")), "Flyte's storage"
+    assert (decode(hp)["learning_rate"], decode(hp)["stop_after"]) == (0.05, 0)
+    with object_storage() as storage:
+        storage.objects["bucket/rung/final-checkpoint"] = Path(decode(checkpoint)).read_bytes()
+        going_on = {"hp": hp, "checkpoint": literal("s3://bucket/rung/final-checkpoint"), **given}
+        task = tasks["workflows.sweep.train_trial"]
+        second = Pod(task, going_on, tmp_path / "second", environment=storage.environment)
+        result = decode(second.run()["o0"])
+    assert "Goes on where final-checkpoint ended: epoch 1" in second.log
+    assert (result["failure"], result["checkpoint"]) == ("", "")
