@@ -74,8 +74,8 @@ def small_inputs(seed: int) -> Dict[str, Dict[str, Any]]:
         "workflows.keras_mirrored.keras_mirrored_wf": {"hp": MirroredHyperparameters(epochs=1)},
         "workflows.hardware.hardware_wf": {},
         "workflows.sweep.sweep_wf": {
-            "sweep": Sweep(values={"learning_rate": [0.03, 0.1]}),
-            "hp": Hyperparameters(**{**digits, "batch_size": 256}),
+            "sweep": Sweep(values={"learning_rate": [0.03, 0.1]}, reduction_factor=2),
+            "hp": Hyperparameters(**{**digits, "batch_size": 256, "epochs": 2}),
         },
     }
 
