@@ -1,4 +1,4 @@
-"""Trains a model, or takes a given one, and promotes it if it is better than the model that is promoted so far.
+"""Trains a model, or takes a given one, and promotes it if it is better than the promoted model.
 
 pyflyte run workflows/promote.py promote_wf --place models --promotion '{"margin": 0.001}'
 pyflyte run workflows/promote.py roll_back_wf --place models --name 20261122-030412-1f2e3d4c
@@ -31,7 +31,7 @@ def candidate(
     """The given weights, else those of the same training as in workflows/mnist.py."""
     if model_state is not None:
         return model_state
-    data = prepare_dataset(name=name)  # from the cache: as an input, Flyte would hash what is not downloaded here
+    data = prepare_dataset(name=name)  # from the cache: Flyte would hash an input, which is not downloaded here
     return pytorch_mnist_task(hp=replace(hp, dataset=name), data=data, options=options, init=None).model_state
 
 
@@ -46,7 +46,7 @@ def promote_wf(
     """Measures the candidate and the promoted model on the same test images, and promotes the better one.
 
     Args:
-        place: folder, or URL of Flyte's storage, that models are promoted to; a local run has one of its own.
+        place: folder, or URL of Flyte's storage, that models are promoted to; a local run has a default.
         model_state: the candidate's weights, the output of a training with hp; by default one is trained.
         hp: what determines the result of the training; for a given model, its network and dataset.
         promotion: by which measure, and by how much, the candidate must be better.
@@ -65,7 +65,7 @@ def roll_back_wf(place: str = registration().promote_to, name: str = "") -> Roll
 
     Args:
         place: see promote_wf.
-        name: of the version; without one, the history is shown and nothing changes.
+        name: of the version; without it, the history is shown and nothing changes.
     """
     return roll_back(place=place, name=name)
 

@@ -1,4 +1,4 @@
-"""Hyperparameters tried out on training images that are held out; the best then train on all of them.
+"""Compares hyperparameters on held-out training images, then trains with the best on all training images.
 
 pyflyte run workflows/sweep.py sweep_wf --sweep '{"values": {"learning_rate": [0.05, 0.1, 0.2]}}' --hp '{"epochs": 1}'
 """
@@ -45,9 +45,9 @@ class Comparison(NamedTuple):
     """The trials side by side.
 
     Attributes:
-        best: the hyperparameters of the highest validation accuracy.
-        table: of all trials, best first.
-        report: a page to look at, in one file.
+        best: the hyperparameters with the highest validation accuracy.
+        table: all trials, best first.
+        report: an HTML page in a single file.
     """
 
     best: Hyperparameters
@@ -56,7 +56,7 @@ class Comparison(NamedTuple):
 
 
 class SweepOutputs(NamedTuple):
-    """What a sweep gives back: a Comparison, and what training with the best on all training images gave.
+    """The outputs of a sweep: a Comparison, and the outputs of training with the best on all training images.
 
     Attributes:
         model_state, summary, training_report, logs: see flyte_ddp.tasks.train.TrainingOutputs.
@@ -73,7 +73,7 @@ class SweepOutputs(NamedTuple):
 
 @task(**small_resources())
 def list_trials(sweep: Sweep, hp: Hyperparameters, options: RunOptions) -> List[Hyperparameters]:
-    """The hyperparameters of each trial, all of them checked before anything is downloaded or spawned."""
+    """The hyperparameters of each trial, all checked before anything is downloaded or spawned."""
     trials = trials_of(sweep, hp)
     check_rungs(sweep, trials)
     if is_local():
@@ -90,9 +90,9 @@ def list_trials(sweep: Sweep, hp: Hyperparameters, options: RunOptions) -> List[
 def train_trial(
     hp: Hyperparameters, held_out: PreparedDataset, options: RunOptions, checkpoint: str = ""
 ) -> TrialResult:
-    """Trains on what hold_out_validation has left and measures on the rest; a failure for good is a result too.
+    """Trains without the held-out images and measures on them; a permanent failure is a result too.
 
-    checkpoint: to go on from. Where it has gone, training begins at the start, and comes to the same.
+    checkpoint: to continue from. If it is gone, training starts over, with the same result.
     """
     started, storage = time.time(), FlyteContextManager.current_context().file_access
     init = FlyteFile(checkpoint) if checkpoint and storage.exists(checkpoint) else None
@@ -104,11 +104,11 @@ def train_trial(
             raise
         return failed(hp, cause, time.time() - started)
     summary, report = outputs.summary, outputs.report.path
-    left = str(Path(outputs.logs.path, "final-checkpoint")) if hp.stop_after else ""
+    final = str(Path(outputs.logs.path, "final-checkpoint")) if hp.stop_after else ""
     if not is_local():  # a map task shows no Deck
-        report, left = (path and storage.put_raw_data(path) for path in (report, left))
+        report, final = (path and storage.put_raw_data(path) for path in (report, final))
     diverged = "" if math.isfinite(summary.test_loss) else "diverged: the loss on the held-out images is not finite"
-    return TrialResult(hp, summary.accuracy, summary.test_samples, summary.total_seconds, report, diverged, left)
+    return TrialResult(hp, summary.accuracy, summary.test_samples, summary.total_seconds, report, diverged, final)
 
 
 def failed(hp: Hyperparameters, error: RankFailed, seconds: float = 0.0) -> TrialResult:
@@ -118,7 +118,7 @@ def failed(hp: Hyperparameters, error: RankFailed, seconds: float = 0.0) -> Tria
 
 
 class Entrants(NamedTuple):
-    """What a rung trains, and what each goes on from."""
+    """The trials of a rung, and the checkpoints that they continue from."""
 
     trials: List[Hyperparameters]
     checkpoints: List[str]
@@ -126,32 +126,32 @@ class Entrants(NamedTuple):
 
 @task(**small_resources())
 def next_rung(sweep: Sweep, trials: List[Hyperparameters], rungs: Rungs) -> Entrants:
-    """The trials that go on after these rungs."""
+    """The trials of the rung after these."""
     _, hps, checkpoints = zip(*entrants(sweep, trials, rungs), strict=True)
     return Entrants(list(hps), list(checkpoints))
 
 
 @dynamic(**dynamic_resources())
 def run_trials(sweep: Sweep, trials: List[Hyperparameters], name: str, options: RunOptions) -> Rungs:
-    """Holds out a validation split of the named dataset and runs each trial; None where its pod has failed for good."""
+    """Holds out a validation split of the named dataset and runs each trial; None if its pod has failed permanently."""
     held_out = hold_out_validation(data=prepare_dataset(name=name))
     trials = [replace(hp, dataset=name) for hp in trials]
     if is_local():
         return run_locally(sweep, trials, held_out, options)
     each = partial(train_trial, held_out=held_out, options=options)
-    # Without a ratio below 1, one pod that fails for good would be the end of all; above 0, the least that Flyte takes
+    # With a ratio of 1, a single pod that fails permanently would fail the map task; Flyte requires more than 0
     run_all = map_task(each, concurrency=sweep.concurrency, min_success_ratio=1e-3)
     first = entrants(sweep, trials, [])
     rungs = [run_all(hp=[entrant.hp for entrant in first], checkpoint=[entrant.checkpoint for entrant in first])]
     for _ in rungs_of(sweep, trials)[1:]:
-        going_on = next_rung(sweep=sweep, trials=trials, rungs=rungs)
-        rungs.append(run_all(hp=going_on.trials, checkpoint=going_on.checkpoints))
+        survivors = next_rung(sweep=sweep, trials=trials, rungs=rungs)
+        rungs.append(run_all(hp=survivors.trials, checkpoint=survivors.checkpoints))
     return rungs
 
 
 def run_locally(sweep: Sweep, trials: List[Hyperparameters], held_out: Any, options: RunOptions) -> Rungs:
-    """One trial after the other, each cached, so that an interrupted sweep resumes: flytekit's local
-    map task caches all of them together or none."""
+    """Runs one trial after another, each cached, so that an interrupted sweep resumes: flytekit's local map task caches
+    either all or none."""
     rungs: Rungs = []
     for _ in rungs_of(sweep, trials):
         rungs.append([])
@@ -162,13 +162,13 @@ def run_locally(sweep: Sweep, trials: List[Hyperparameters], held_out: Any, opti
             try:
                 result = train_trial(hp=hp, held_out=held_out, options=options, checkpoint=checkpoint)
                 rungs[-1].append(value_of(result))
-            except RankFailed as error:  # that may go well the next time, and so isn't cached
+            except RankFailed as error:  # not cached, because it may succeed next time
                 rungs[-1].append(failed(hp, error))
     return rungs
 
 
 def value_of(result: Any) -> TrialResult:
-    """What a task has given in a local run, whose outputs flytekit keeps as literals."""
+    """A task's output in a local run, where flytekit keeps outputs as literals."""
     value: TrialResult = TypeEngine.to_python_value(FlyteContextManager.current_context(), result.val, TrialResult)
     return value
 
@@ -186,8 +186,8 @@ def compare(sweep: Sweep, trials: List[Hyperparameters], name: str, rungs: Rungs
         write_table(ranking, names, folder / "trials.csv")
         report = output_page(folder, f"Sweep on {name}", comparison(ranking, names, cut))
     where = f"\nTrials:   {folder / 'trials.csv'}\nReport:   {report.path}" if is_local() else ""
-    spared = f"\nTrained:  {cut}" if cut else ""
-    say(f"\nBest:     {chosen(best.hp, names)}: {best.accuracy:.2%} validation accuracy{spared}{where}\n")
+    trained = f"\nTrained:  {cut}" if cut else ""
+    say(f"\nBest:     {chosen(best.hp, names)}: {best.accuracy:.2%} validation accuracy{trained}{where}\n")
     hp = replace(best.hp, stop_after=trials[number - 1].stop_after)
     return Comparison(hp, output_file(folder / "trials.csv"), report)
 
@@ -198,16 +198,16 @@ def sweep_wf(
     hp: Hyperparameters = Hyperparameters(),
     options: RunOptions = RunOptions(),
 ) -> SweepOutputs:
-    """Tries hyperparameters out on one training image of twelve, held out, and trains with the best on all.
+    """Compares hyperparameters on one in twelve training images, held out, and trains with the best on all.
 
     Args:
         sweep: which hyperparameters to try, and which values of them.
         hp: the other hyperparameters of every trial.
-        options: how to run each training; the cache does not look at this.
+        options: how to run each training; ignored by the cache.
     """
     trials = list_trials(sweep=sweep, hp=hp, options=options)
     name = resolve_dataset(hp=hp, options=options)
-    trials >> name  # nothing is downloaded for what cannot be tried
+    trials >> name  # checks the trials before anything is downloaded
     rungs = run_trials(sweep=sweep, trials=trials, name=name, options=options)
     compared = compare(sweep=sweep, trials=trials, name=name, rungs=rungs)
     final = pytorch_mnist_task(hp=compared.best, data=prepare_dataset(name=name), options=options, init=None)

@@ -1,4 +1,4 @@
-"""What a promotion is asked for, what its rank measures, and who is better. No torch."""
+"""A promotion's options, the models that its rank measures, and the verdict. No torch."""
 
 import math
 from dataclasses import dataclass
@@ -16,9 +16,9 @@ class PromotionOptions(Settings):
     """When a candidate is promoted.
 
     Attributes:
-        measure: of the test split that decides; empty is the one that the recipe's trainings are judged by.
-        better: whether a higher or a lower value is better; auto is as the recipe chooses its best epoch.
-        margin: by more than this the candidate has to be better than the model that is promoted now.
+        measure: name of the measure on the test split that decides; empty is the recipe's headline.
+        better: whether a higher or a lower value is better; auto is as for the recipe's best epoch.
+        margin: the candidate must be better than the promoted model by more than this.
         timeout_seconds: how long the measuring may go without a batch before it counts as hung.
     """
 
@@ -30,9 +30,9 @@ class PromotionOptions(Settings):
 
 @dataclass(frozen=True)
 class Comparison:
-    """The models to measure, of which the first one, the candidate, brings data and measures for all of them.
+    """The models to measure; the first one, the candidate, determines data and measures for all.
 
-    current: the model that is promoted now, in words, for an error.
+    current: the promoted model in words, for an error.
     """
 
     jobs: Sequence[Job]
@@ -41,7 +41,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether the candidate is better, by which measure, and both scores; current is None where there is none."""
+    """Whether the candidate is better, by which measure, and both scores; current is None if there is none."""
 
     measure: str
     higher: bool
@@ -58,17 +58,17 @@ class Verdict:
 
 
 def judge(candidate: Measured, current: Optional[Measured], options: PromotionOptions) -> Verdict:
-    """Raises InputError where the measure is none, or its better direction is not known, or it is not finite."""
+    """Raises InputError if the measure or its better direction is unknown, or the candidate's value is not finite."""
     name = options.measure or candidate.headline
     if name not in candidate.measures:
         raise InputError(f"measure must be one of {', '.join(candidate.measures)}, got {name!r}")
     if options.better == "auto" and name not in candidate.is_lower_better:
         raise InputError(
-            f'better must be "higher" or "lower" for the measure {name}, got "auto": say so, or add {name} to the '
+            f'better must be "higher" or "lower" for the measure {name}, got "auto": set it, or add {name} to the '
             "recipe's higher_is_better or lower_is_better"
         )
     higher = options.better == "higher" or (options.better == "auto" and not candidate.is_lower_better[name])
     score = candidate.measures[name]
     if not math.isfinite(score):
-        raise InputError(f"the candidate's {name} must be finite, got {score}: give a model that has learnt")
+        raise InputError(f"the candidate's {name} must be finite, got {score}: use a model that has not diverged")
     return Verdict(name, higher, options.margin, score, current.measures[name] if current else None)

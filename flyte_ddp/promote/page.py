@@ -1,4 +1,4 @@
-"""What came of a promotion, or of a roll-back, as a page."""
+"""The outcome of a promotion or roll-back as a page."""
 
 from typing import List, Sequence, Tuple
 
@@ -12,16 +12,16 @@ from flyte_ddp.report.words import capitalised, in_words, written
 MOST_EVENTS = 50
 
 
-def in_short(verdict: Verdict, shares: Sequence[str]) -> str:
-    """Both scores, and what they came to, on one line."""
+def outcome(verdict: Verdict, shares: Sequence[str]) -> str:
+    """Both scores and the decision, on one line."""
     candidate = written(verdict.measure, verdict.candidate, shares)
     if verdict.current is None:
-        return f"promoted with {in_words(verdict.measure)} {candidate}, as nothing was there"
+        return f"promoted with {in_words(verdict.measure)} {candidate}, as the first model"
     current = written(verdict.measure, verdict.current, shares)
     by = f" by more than {verdict.margin:g}" if verdict.margin else ""
-    said = "promoted" if verdict.is_better else "not promoted"
+    decision = "promoted" if verdict.is_better else "not promoted"
     needed = "higher" if verdict.higher else "lower"
-    return f"{said}: {in_words(verdict.measure)} {candidate}, before {current}; it has to be {needed}{by}"
+    return f"{decision}: {in_words(verdict.measure)} {candidate}, before {current}; had to be {needed}{by}"
 
 
 def promotion_page(
@@ -31,7 +31,7 @@ def promotion_page(
     pointer: Pointer,
     facts: Sequence[Sequence[str]],
 ) -> str:
-    """models: the candidate and, where there is one, the model that was promoted before, each with a name."""
+    """models: the candidate and, if there is one, the model that was promoted before, each with a name."""
     first = models[0][1]
     lines = [
         (capitalised(in_words(name)), *(written(name, found.measures[name], found.shares) for _, found in models))
@@ -39,15 +39,15 @@ def promotion_page(
     ]
     both = "Both on the same" if len(models) > 1 else "On the"
     text = f"{both} {first.samples:,} samples of the test split, in float32, by the candidate's measures."
-    caution = "What is chosen by a split, again and again, looks better on it than it is: quote what another one says."
+    caution = "Models chosen repeatedly on one split look better on it than they are: quote their measures on another."
     measures = Section("Scores", [text, caution], (), "", ("Measure", *(name for name, _ in models)), lines)
-    setup = Section("Set-up", (), (), "With what, and where", (), [*facts, *surroundings().items()])
-    return article(title, capitalised(in_short(verdict, first.shares)), [measures, history(pointer), setup])
+    setup = Section("Set-up", (), (), "Inputs and environment", (), [*facts, *surroundings().items()])
+    return article(title, capitalised(outcome(verdict, first.shares)), [measures, history(pointer), setup])
 
 
 def history(pointer: Pointer) -> Section:
     lines: List[Tuple[str, ...]] = [(event.time, event.how, event.name) for event in reversed(pointer.history)]
     left_out = f", the last {MOST_EVENTS} of {len(lines):,}" if len(lines) > MOST_EVENTS else ""
     text = [] if lines else ["Nothing has been promoted yet."]
-    caption = f"The newest first{left_out}" if lines else ""
+    caption = f"Newest first{left_out}" if lines else ""
     return Section("History", text, (), caption, ("Time (UTC)", "", "Version") if lines else (), lines[:MOST_EVENTS])

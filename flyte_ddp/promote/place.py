@@ -1,10 +1,10 @@
 """Where promoted models are kept: a folder, or a URL of Flyte's storage.
 
-PLACE/current.json                 the version that is promoted, and every promotion so far, the oldest first
+PLACE/current.json                 the promoted version, and all promotions so far, oldest first
 PLACE/versions/NAME/model.pt       its weights
-PLACE/versions/NAME/version.json   what they are and how they were measured; written last: what lacks it is unfinished
+PLACE/versions/NAME/version.json   metadata and measures; written last, so a version without it is incomplete
 
-A reader who takes current.json, and then what it names, has one whole model at any moment.
+Reading current.json, and then the version that it names, gives a complete model at any time.
 """
 
 import errno
@@ -27,7 +27,7 @@ from flyte_ddp.errors import InputError, RecoverableError, ReportedError
 from flyte_ddp.storage import synced_file, temporary_beside, write_whole
 
 FORMAT = 1
-UNWRITABLE = (errno.EDQUOT, errno.ENOSPC, errno.ENOTDIR, errno.EROFS)  # of a disk; trying again would not help
+UNWRITABLE = (errno.EDQUOT, errno.ENOSPC, errno.ENOTDIR, errno.EROFS)  # of a disk; a retry would not help
 PROMOTED, ROLLED_BACK = "promoted", "rolled back"
 
 
@@ -42,7 +42,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Pointer:
-    """What current.json says; version is empty where nothing has been promoted yet."""
+    """The content of current.json; version is empty if nothing has been promoted yet."""
 
     version: str = ""
     history: Tuple[Event, ...] = ()
@@ -54,11 +54,11 @@ class Pointer:
 class Place:
     """A place of promoted models.
 
-    In a folder, those who promote at the same time take turns. A storage has no such turns: see point.
+    In a folder, a lock makes simultaneous promotions take turns. Object storage has no lock: see point.
     """
 
     def __init__(self, root: str):
-        """Raises InputError for what is neither an absolute path nor a URL."""
+        """Raises InputError if root is neither an absolute path nor a URL."""
         self.root = root.removeprefix("file://").rstrip("/")
         self._in_storage = FileAccessProvider.is_remote(self.root)
         if not self._in_storage and not os.path.isabs(self.root):
@@ -66,9 +66,9 @@ class Place:
         self._files = FlyteContextManager.current_context().file_access.get_filesystem_for_path(self.root)
 
     def read(self) -> Pointer:
-        """Raises ReportedError where current.json is damaged, or missing although there are versions."""
+        """Raises ReportedError if current.json is damaged, or missing although there are versions."""
         problem = "is missing"
-        for _ in range(2):  # somebody may have begun after the first look for it and before that for versions
+        for _ in range(2):  # another process may write both between the two looks
             try:
                 return self._parsed(self._read("current.json"))
             except FileNotFoundError:
@@ -82,22 +82,22 @@ class Place:
         raise ReportedError(f"{self.root}/current.json {problem}: put it back, or roll back to a version: {names}")
 
     def begin(self) -> None:
-        """Writes an empty current.json before the first version, by which a lost one can be told from none."""
-        with self._turn():
+        """Writes an empty current.json before the first version, so that a lost one is noticed later."""
+        with self._locked():
             try:
                 self._read("current.json")
             except FileNotFoundError:
                 self._write("current.json", _as_json(Pointer()), exclusive=True)
 
     def versions(self) -> List[str]:
-        """Names of all whole versions, the oldest first."""
-        with self._reaching():
+        """Names of all complete versions, oldest first."""
+        with self._own_errors():
             self._files.invalidate_cache()
             found = self._files.glob(f"{self.root}/versions/*/version.json")
         return sorted(str(path).split("/")[-2] for path in found)
 
     def facts(self, version: str) -> Dict[str, Any]:
-        """What version.json says; raises ReportedError where there is none that can be read."""
+        """The content of version.json; raises ReportedError if it is missing or unreadable."""
         try:
             facts: Dict[str, Any] = json.loads(self._read(f"versions/{version}/version.json"))
             check_format(facts["format"])
@@ -107,14 +107,14 @@ class Place:
         except InputError:
             raise
         except (ValueError, KeyError, TypeError) as error:
-            raise self._damaged(version, f"has no version.json that can be read ({error})") from None
+            raise self._damaged(version, f"has an unreadable version.json ({error})") from None
 
     def fetch(self, version: str, into: Path) -> Dict[str, Any]:
-        """Brings a version's weights to a file, and returns its facts; ReportedError where they are not as written."""
+        """Copies a version's weights to a file, and returns its facts; ReportedError if the weights have changed."""
         facts, digest = self.facts(version), hashlib.sha256()
         try:
             with (
-                self._reaching(reading=True),
+                self._own_errors(reading=True),
                 self._files.open(f"{self.root}/versions/{version}/model.pt", "rb") as source,
                 open(into, "wb") as copy,
             ):
@@ -124,38 +124,38 @@ class Place:
         except FileNotFoundError:
             raise self._damaged(version, "has no model.pt") from None
         if digest.hexdigest() != facts["sha256"]:
-            raise self._damaged(version, "has another model.pt than was promoted")
+            raise self._damaged(version, "has a different model.pt than was promoted")
         return facts
 
     def add(self, version: str, model: Path, facts: Dict[str, Any]) -> None:
-        """Writes a version whole, without promoting it."""
+        """Writes a complete version, without promoting it."""
         self.begin()
-        told = {"format": FORMAT, "name": version, **facts}
-        with self._reaching():
+        content = {"format": FORMAT, "name": version, **facts}
+        with self._own_errors():
             self._copy(model, f"versions/{version}/model.pt")
-        self._write(f"versions/{version}/version.json", told)
+        self._write(f"versions/{version}/version.json", content)
 
     def point(self, seen: Pointer, version: str, how: str) -> bool:
-        """Makes a version the promoted one, at one moment; False, and no change, where somebody has changed seen.
+        """Promotes a version atomically; returns False, without a change, if the pointer is no longer `seen`.
 
-        In a folder that is exact. In a storage, of two who change it between each other's last look and write, the
-        later stays and the earlier is lost from the history; its version stays.
+        In a folder this is exact. In object storage, if two promotions write after both have read, the last write wins,
+        and the other is missing from the history; its version stays.
         """
-        with self._turn():
+        with self._locked():
             if self.read() != seen:
                 return False
             self._write("current.json", _as_json(seen.to(version, how)))
             return True
 
     def roll_back(self, version: str) -> Pointer:
-        """Promotes an earlier version again; mends a current.json that is damaged or missing."""
+        """Promotes an earlier version again; replaces a current.json that is damaged or missing."""
         versions = self.versions()
         if not versions:
-            raise InputError(f"place {self.root} must have a version to roll back to, and has none: promote one first")
+            raise InputError(f"place {self.root} must have a version to roll back to, but has none: promote one first")
         if version not in versions:
             raise InputError(f"name must be one of {', '.join(versions)}, got {version!r}")
-        self.fetch(version, Path(os.devnull))  # for what it finds out
-        with self._turn():
+        self.fetch(version, Path(os.devnull))  # verifies the weights
+        with self._locked():
             try:
                 before = self.read()
             except RecoverableError:
@@ -167,12 +167,12 @@ class Place:
         return after
 
     def _parsed(self, content: bytes) -> Pointer:
-        told = json.loads(content)
-        check_format(told["format"])
-        history = tuple(Event(**event) for event in told["history"])
-        if told["version"] != (history[-1].name if history else ""):
-            raise ValueError("its version is not the last one of its history")
-        return Pointer(told["version"], history)
+        parsed = json.loads(content)
+        check_format(parsed["format"])
+        history = tuple(Event(**event) for event in parsed["history"])
+        if parsed["version"] != (history[-1].name if history else ""):
+            raise ValueError("its version is not the last one in its history")
+        return Pointer(parsed["version"], history)
 
     def _damaged(self, version: str, problem: str) -> ReportedError:
         others = ", ".join(name for name in self.versions() if name != version) or "none"
@@ -181,14 +181,14 @@ class Place:
         )
 
     def _read(self, path: str) -> bytes:
-        with self._reaching(reading=True):
+        with self._own_errors(reading=True):
             content: bytes = self._files.cat_file(f"{self.root}/{path}")
             return content
 
     def _write(self, path: str, content: Dict[str, Any], exclusive: bool = False) -> None:
         text = json.dumps(content, indent=2).encode()
-        with self._reaching(), suppress(FileExistsError):
-            if self._in_storage:  # one put, which is there as a whole or not at all
+        with self._own_errors(), suppress(FileExistsError):
+            if self._in_storage:  # a single put, which is atomic
                 self._files.pipe_file(f"{self.root}/{path}", text, mode="create" if exclusive else "overwrite")
             else:
                 write_whole(self._local(path), text)
@@ -209,12 +209,12 @@ class Place:
         return final
 
     @contextmanager
-    def _turn(self) -> Iterator[None]:
-        """Nobody else changes the pointer of a folder meanwhile."""
+    def _locked(self) -> Iterator[None]:
+        """While the block runs, no other process changes the pointer of a folder."""
         if self._in_storage:
             yield
             return
-        with self._reaching():
+        with self._own_errors():
             lock = FileLock(self._local(".lock"))
             lock.acquire()
         try:
@@ -223,8 +223,8 @@ class Place:
             lock.release()
 
     @contextmanager
-    def _reaching(self, reading: bool = False) -> Iterator[None]:
-        """One error for whatever a storage or a disk raises; a reader is told that there is no such file."""
+    def _own_errors(self, reading: bool = False) -> Iterator[None]:
+        """Turns errors of storage and disk into ours; with reading, FileNotFoundError is passed on."""
         try:
             yield
         except click.ClickException:
@@ -232,12 +232,12 @@ class Place:
         except FileNotFoundError as error:
             if reading:
                 raise
-            raise InputError(f"place {self.root} must be where one can write: {error}") from None
+            raise InputError(f"place {self.root} must be writable: {error}") from None
         except PermissionError as error:
             raise InputError(f"place {self.root} must be readable and writable here: {error}") from None
-        except Exception as error:  # each storage has its own
+        except Exception as error:  # each storage has its own errors
             if getattr(error, "errno", None) in UNWRITABLE:
-                raise InputError(f"place {self.root} must be where one can write: {error}") from None
+                raise InputError(f"place {self.root} must be writable: {error}") from None
             raise RecoverableError(f"place {self.root} cannot be used: {type(error).__name__}: {error}") from None
 
 
@@ -256,5 +256,5 @@ def now() -> str:
 
 
 def version_name(digest: str) -> str:
-    """By time, and by content: 20261122-030412-1f2e3d4c."""
+    """The time and the start of the hash: 20261122-030412-1f2e3d4c."""
     return f"{datetime.now(timezone.utc):%Y%m%d-%H%M%S}-{digest[:8]}"

@@ -1,4 +1,4 @@
-"""The candidate is measured beside the promoted model, and takes its place if it is better; for any recipe:
+"""Measures a candidate beside the promoted model, and promotes it if it is better; for any recipe:
 
 @task(**promotion_arguments())  # of flyte_ddp.promote.task
 def promote_model(model_state: PythonPickledFile, settings: Settings, place: str) -> PromotionOutputs:
@@ -22,7 +22,7 @@ from flyte_ddp.errors import InputError, ReportedError
 from flyte_ddp.launch.alone import run_alone
 from flyte_ddp.launch.environment import choose_world
 from flyte_ddp.promote.job import Comparison, PromotionOptions, Verdict, judge
-from flyte_ddp.promote.page import in_short, promotion_page
+from flyte_ddp.promote.page import outcome, promotion_page
 from flyte_ddp.promote.place import PROMOTED, Place, now, version_name
 from flyte_ddp.report.console import Console, say
 from flyte_ddp.settings import RunOptions, TrainingSettings
@@ -34,17 +34,17 @@ COMPARE = "flyte_ddp.promote.rank:compare"  # a name, because importing it would
 
 @dataclass(frozen=True)
 class PromotionSummary:
-    """What came of it, in figures.
+    """The outcome in figures.
 
     Attributes:
         place: where models are promoted to.
-        version: the one that is promoted now, in the folder versions of the place.
+        version: the promoted version, a folder in the place's folder versions.
         promoted: whether that is the candidate.
-        measure: that decided, on the test split.
+        measure: the measure that decided, on the test split.
         candidate: its value for the candidate.
-        current: the same for the model that was promoted before; None where there was none.
-        margin: by more than which the candidate had to be better.
-        samples: of the test split.
+        current: its value for the model that was promoted before; None if there was none.
+        margin: the candidate had to be better by more than this.
+        samples: number of samples of the test split.
     """
 
     place: str
@@ -58,13 +58,13 @@ class PromotionSummary:
 
 
 class PromotionOutputs(NamedTuple):
-    """What a promotion gives back.
+    """The outputs of a promotion.
 
     Attributes:
-        promoted: whether the candidate is the promoted model now.
-        model_state: the weights that are promoted now, the candidate's or still the former ones.
+        promoted: whether the candidate is now the promoted model.
+        model_state: the promoted weights, either the candidate's or still the previous ones.
         summary: the figures.
-        report: a page to look at, in one file.
+        report: an HTML page in a single file.
     """
 
     promoted: bool
@@ -74,10 +74,10 @@ class PromotionOutputs(NamedTuple):
 
 
 def promote(subject: Subject, model: Path, place: Place, options: PromotionOptions) -> PromotionOutputs:
-    """subject: as RecipeTraining.subject(settings, data) gives it; model: the weights of such a training.
+    """subject: from RecipeTraining.subject(settings, data); model: the weights of such a training.
 
-    Somebody else's promotion meanwhile is no error: the candidate is then measured beside theirs. See
-    launcher.launch, Place and judge for what it raises.
+    If another promotion happens in the meantime, the candidate is compared again, with that model. Raises the errors of
+    launcher.launch, Place and judge.
     """
     digest = hashlib.sha256(model.read_bytes()).hexdigest()
     with run_dir(f"{subject.dataset}-promotion") as folder:
@@ -85,7 +85,7 @@ def promote(subject: Subject, model: Path, place: Place, options: PromotionOptio
         while True:
             pointer = place.read()
             before = place.facts(pointer.version) if pointer.version else {}
-            done = (before.get("run"), before.get("sha256")) == (run, digest)  # by the attempt before this one
+            done = (before.get("run"), before.get("sha256")) == (run, digest)  # by the previous attempt
             against = before["against"] if done else pointer.version
             models = compare(subject, model, place, against, folder / "before.pt", options)
             verdict = judge(models[0][1], models[1][1] if against else None, options)
@@ -96,7 +96,7 @@ def promote(subject: Subject, model: Path, place: Place, options: PromotionOptio
             if place.point(pointer, version, PROMOTED):
                 pointer, done = place.read(), True
                 break
-            say(f"{place.root} has changed meanwhile: comparing with what is promoted now")
+            say(f"{place.root} has changed in the meantime: comparing with the model that is promoted now")
         promoted = model if done else folder / "before.pt"
         summary = PromotionSummary(
             place.root, pointer.version, done, verdict.measure, verdict.candidate, verdict.current, verdict.margin,
@@ -105,43 +105,43 @@ def promote(subject: Subject, model: Path, place: Place, options: PromotionOptio
         facts = [("Place", place.root), ("Version", pointer.version), ("Data", subject.dataset)]
         fragment = promotion_page(f"Promotion on {subject.dataset}", verdict, models, pointer, facts)
         report = output_page(folder, "Promotion", fragment)
-        say(f"{place.root}: {in_short(verdict, models[0][1].shares)}")
+        say(f"{place.root}: {outcome(verdict, models[0][1].shares)}")
         return PromotionOutputs(done, output_file(promoted, PythonPickledFile), summary, report)
 
 
 def compare(
-    subject: Subject, model: Path, place: Place, against: str, former: Path, options: PromotionOptions
+    subject: Subject, model: Path, place: Place, against: str, copy: Path, options: PromotionOptions
 ) -> List[Tuple[str, Measured]]:
-    """The candidate, and the version that it is up against, if any, whose weights are brought to the file former."""
+    """Measures the candidate and, if any, the version `against`, whose weights are copied to the file `copy`."""
     names, jobs = ["Candidate"], [job_of(subject, RunOptions(), model_path=str(model))]
     if against:
-        settings = settings_of(subject, place, against, place.fetch(against, former))
+        settings = settings_of(subject, place, against, place.fetch(against, copy))
         identity = dataclasses.replace(subject.identity, settings=settings)
         other = dataclasses.replace(subject, identity=identity)
-        names, jobs = [*names, against], [*jobs, job_of(other, RunOptions(), model_path=str(former))]
+        names, jobs = [*names, against], [*jobs, job_of(other, RunOptions(), model_path=str(copy))]
     asked, world = Comparison(jobs, f"version {against} in {place.root}"), choose_world("auto", 1, 1)
     found = run_alone(COMPARE, asked, options.timeout_seconds, Console(), world, subject.root)
     return list(zip(names, found, strict=True))
 
 
 def settings_of(subject: Subject, place: Place, version: str, facts: Dict[str, Any]) -> TrainingSettings:
-    """That a version was trained with; InputError where it is a model of something else."""
+    """The settings of a version's training; InputError if its recipe or data differ from the candidate's."""
     mine = facts_of_data(subject)
     theirs = {name: facts.get(name) for name in mine}
     if mine != theirs:
         name = next(name for name in mine if mine[name] != theirs[name])
         raise InputError(
-            f"{place.root} holds a model whose {name} is {theirs[name]}, got one with {mine[name]}: name another place"
+            f"{place.root} has a model whose {name} is {theirs[name]}, got one with {mine[name]}: choose another place"
         )
     try:
         settings: TrainingSettings = type(subject.identity.settings).from_dict(facts["settings"])
         return settings
     except (InputError, KeyError) as error:
-        raise ReportedError(f"version {version} in {place.root} has other settings than this code: {error}") from None
+        raise ReportedError(f"version {version} in {place.root} has settings unknown to this code: {error}") from None
 
 
 def facts_of(subject: Subject, verdict: Verdict, against: str) -> Dict[str, Any]:
-    """What version.json says of a model beside its hash."""
+    """The content of version.json, without hash and run."""
     return {
         "time": now(),
         **facts_of_data(subject),
@@ -158,7 +158,7 @@ def facts_of(subject: Subject, verdict: Verdict, against: str) -> Dict[str, Any]
 
 
 def facts_of_data(subject: Subject) -> Dict[str, Any]:
-    """What all models of a place have in common, as JSON has it."""
+    """The facts that all models of a place have in common, as JSON values."""
     facts: Dict[str, Any] = {"recipe": subject.identity.recipe}
     if about := subject.description:
         facts |= {"data": about.name, "classes": list(about.classes), "image_shape": list(about.image_shape)}

@@ -15,8 +15,8 @@ from flyte_ddp.weights import load_weights
 
 
 def compare(environment: Environment, link: Link, comparison: Comparison) -> List[Measured]:
-    """In the order of the jobs. The candidate's recipe gives the samples and measures what every network makes of them,
-    so that a change of either since the last promotion counts for both."""
+    """Measures the jobs' models, in order. The candidate's recipe provides samples and measures for all, so that a
+    change since the last promotion affects all alike."""
     torch.set_num_threads(environment.threads)
     settle_arithmetic()
     device = torch.device(environment.world.device)
@@ -27,7 +27,7 @@ def compare(environment: Environment, link: Link, comparison: Comparison) -> Lis
     found = [measure(recipe, network, test, link)]
     for job in others:
         other = load_recipe(job, device)
-        other.share = recipe.share  # measure() knows one recipe, which has to tell where the samples stand
-        network = load_weights(other.model(), job.model_path, comparison.current, "name another place")
+        other.share = recipe.share  # measure() updates the share of one recipe only
+        network = load_weights(other.model(), job.model_path, comparison.current, "choose another place")
         found.append(measure(recipe, network.to(device).eval(), test, link, other.forward))
     return found

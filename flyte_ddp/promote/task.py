@@ -1,4 +1,4 @@
-"""Promotion, and the way back, as Flyte tasks."""
+"""Promotion and roll-back as Flyte tasks."""
 
 from pathlib import Path
 from typing import Any, Dict, NamedTuple, Optional
@@ -63,23 +63,23 @@ def promotion_arguments() -> Dict[str, Any]:
 def check_promotion(
     place: str, model_state: Optional[PythonPickledFile], hp: Hyperparameters, options: RunOptions
 ) -> PromotionTarget:
-    """Refuses what can be seen before anything is downloaded or trained."""
+    """Refuses invalid inputs before anything is downloaded or trained."""
     known_classifier(model_state)
     target = resolve_place(place)
     with flyte_retries():
         models = Place(target)
         models.read()
-        models.begin()  # now, where one cannot write there, and not once a model has been trained
+        models.begin()  # fails now, rather than after training, if it is not writable
     if is_local() and model_state is None:
         choose_world(hp.backend, options.nproc, hp.batch_size)
     return PromotionTarget(resolve_name(hp.dataset), target)
 
 
 def resolve_place(place: str) -> str:
-    """As Place takes it: a local run has a place of its own, and relative paths."""
+    """The root of a Place: a local run has a default, and may use relative paths."""
     if not is_local():
         if not place:
-            raise InputError("place must be a URL of Flyte's storage, such as s3://bucket/mnist, got none: name it")
+            raise InputError("place must be a URL of Flyte's storage, such as s3://bucket/mnist, got none: set it")
         return place
     return place if "://" in place else str(Path(place or runs_dir().with_name("promoted")).expanduser().absolute())
 
@@ -88,7 +88,7 @@ def resolve_place(place: str) -> str:
 def promote_images(
     model_state: PythonPickledFile, data: PreparedDataset, hp: Hyperparameters, place: str, options: PromotionOptions
 ) -> PromotionOutputs:
-    """Promotes the weights of hp.model, if they are better than those that are promoted at the place."""
+    """Promotes the weights of hp.model, if they are better than those promoted at the place."""
     with flyte_retries():
         check_gpus(visible_gpus())
         subject = image_subject(hp, Path(data.download()))
@@ -97,11 +97,11 @@ def promote_images(
 
 @task(enable_deck=True, deck_fields=(), **small_resources())
 def roll_back(place: str, name: str) -> RollBackOutputs:
-    """Promotes an earlier version again; without a name it shows what there is, and changes nothing."""
+    """Promotes an earlier version again; without a name it only shows the history and the versions."""
     with flyte_retries(), run_dir("roll-back") as folder:
         models = Place(resolve_place(place))
         pointer = models.roll_back(name) if name else models.read()
-        told = f"Promoted: {pointer.version or 'nothing yet'}"
-        report = output_page(folder, f"Models in {models.root}", article(models.root, told, [history(pointer)]))
-    say(f"{told}\nVersions: {', '.join(models.versions()) or 'none'}")
+        current = f"Promoted: {pointer.version or 'nothing yet'}"
+        report = output_page(folder, f"Models in {models.root}", article(models.root, current, [history(pointer)]))
+    say(f"{current}\nVersions: {', '.join(models.versions()) or 'none'}")
     return RollBackOutputs(pointer.version, report)

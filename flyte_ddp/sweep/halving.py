@@ -1,7 +1,7 @@
-"""Successive halving: trials are cut on the way, and the better ones go on from where they were.
+"""Successive halving: after each rung only the best trials continue, from their checkpoints.
 
 As in a bracket of Hyperband (Li et al., 2018): with a reduction factor of 3, nine trials of nine epochs train for one
-epoch, the best three of them for two more, and the best one of these for the other six.
+epoch, the best three of them for two more, and the best of those for the remaining six.
 """
 
 from dataclasses import replace
@@ -17,14 +17,14 @@ Results = Sequence[Optional[TrialResult]]
 
 
 class Rung(NamedTuple):
-    """trials: how many it has. stop_after: the epochs, from the start on, that it takes them to; 0 is all."""
+    """trials: how many run in it. stop_after: the number of epochs, from the start, after which they stop; 0 is all."""
 
     trials: int
     stop_after: int
 
 
 class Entrant(NamedTuple):
-    """What a rung trains. checkpoint: what it goes on from; empty is the start."""
+    """A trial in a rung. checkpoint: what it continues from; empty to train from the start."""
 
     number: int
     hp: Hyperparameters
@@ -32,7 +32,7 @@ class Entrant(NamedTuple):
 
 
 def rungs_of(sweep: Sweep, trials: Sequence[Hyperparameters]) -> List[Rung]:
-    """As many as the epochs and the trials allow; a single one where nothing is cut."""
+    """As many rungs as the numbers of epochs and trials allow; a single one if no trials are cut."""
     factor, epochs, last = sweep.reduction_factor, trials[0].epochs, 0
     while factor > 1 and factor ** (last + 1) <= min(epochs, len(trials)):
         last += 1
@@ -41,24 +41,24 @@ def rungs_of(sweep: Sweep, trials: Sequence[Hyperparameters]) -> List[Rung]:
 
 
 def check_rungs(sweep: Sweep, trials: Sequence[Hyperparameters]) -> None:
-    """Raises InputError where trials cannot be compared on the way, or none would be cut."""
+    """Raises InputError if trials cannot be compared after a rung, or if none would be cut."""
     factor, epochs = sweep.reduction_factor, trials[0].epochs
     if factor == 1:
         return
     if any(hp.epochs != epochs or hp.stop_after for hp in trials):
         raise InputError(
-            f"Sweep.reduction_factor must be 1 where trials have epochs or a stop_after of their own, got {factor}: "
-            "leave these out, for it decides how far each trial goes"
+            f"Sweep.reduction_factor must be 1 if trials differ in epochs or set stop_after, got {factor}: leave these "
+            "out, because the factor decides how long each trial trains"
         )
     if len(rungs_of(sweep, trials)) == 1:
         raise InputError(
-            f"Sweep.reduction_factor must be at most the epochs ({epochs}) and the trials ({len(trials)}), got "
-            f"{factor}: with fewer nothing can be cut, so raise them, or lower it"
+            f"Sweep.reduction_factor must be at most the numbers of epochs ({epochs}) and trials ({len(trials)}), got "
+            f"{factor}: otherwise no trials can be cut, so raise these or lower the factor"
         )
 
 
 def standings(sweep: Sweep, trials: Sequence[Hyperparameters], results: Sequence[Results]) -> List[TrialResult]:
-    """What came of each trial in the last rung that it was in, of the rungs with these results; seconds are of all."""
+    """The latest result of each trial, given the results of the rungs so far; seconds are the sum over its rungs."""
     latest = [TrialResult(hp) for hp in trials]
     for rung, found in zip(rungs_of(sweep, trials), results, strict=False):
         for entrant, result in zip(_entrants(rung, trials, latest), found, strict=True):
@@ -68,7 +68,7 @@ def standings(sweep: Sweep, trials: Sequence[Hyperparameters], results: Sequence
 
 
 def entrants(sweep: Sweep, trials: Sequence[Hyperparameters], results: Sequence[Results]) -> List[Entrant]:
-    """Those of the rung after the ones with these results; raises ReportedError where all trials have failed."""
+    """The trials of the next rung, given the results of the rungs so far; ReportedError if all trials have failed."""
     latest = standings(sweep, trials, results)
     found = _entrants(rungs_of(sweep, trials)[len(results)], trials, latest)
     if not found:
@@ -77,7 +77,7 @@ def entrants(sweep: Sweep, trials: Sequence[Hyperparameters], results: Sequence[
 
 
 def _entrants(rung: Rung, trials: Sequence[Hyperparameters], latest: Sequence[TrialResult]) -> List[Entrant]:
-    """The best that have not failed, in the order of the trials; one that was cut takes the place of one that has."""
+    """The best trials that have not failed, in their original order; a trial cut earlier can replace a failed one."""
     best = {number for number, result in ranked(latest)[: rung.trials] if not result.failure}
     return [
         Entrant(number, replace(hp, stop_after=rung.stop_after or hp.stop_after), result.checkpoint)
@@ -92,7 +92,7 @@ def all_failed(sweep: Sweep, results: Sequence[TrialResult]) -> ReportedError:
 
 
 def saving(sweep: Sweep, trials: Sequence[Hyperparameters], results: Sequence[TrialResult]) -> str:
-    """How the trials were cut, and what that has spared, in words; empty where none was to be."""
+    """How the trials were cut, and how many epochs that saved, in words; empty without successive halving."""
     first, *others = rungs_of(sweep, trials)
     if not others:
         return ""
@@ -100,6 +100,6 @@ def saving(sweep: Sweep, trials: Sequence[Hyperparameters], results: Sequence[Tr
     steps = [f"the best {trials} to epoch {stop or epochs}" for trials, stop in others]
     trained = sum(result.hp.last_epoch for result in results)
     return (
-        f"{trained} epochs instead of {epochs * len(trials)}: all {first.trials} trials went to epoch "
+        f"{trained} epochs instead of {epochs * len(trials)}: all {first.trials} trials trained to epoch "
         f"{first.stop_after}, {', '.join(steps)}"
     )

@@ -13,15 +13,14 @@ from flyte_ddp.sweep.search import TrialResult
 
 
 class Trial(NamedTuple):
-    """A trial's place in the order of trying, from 1, and what came of it."""
+    """A trial's number in the sweep, from 1, and its result."""
 
     number: int
     result: TrialResult
 
 
 def ranked(results: Sequence[TrialResult]) -> List[Trial]:
-    """Those that came furthest first, of these the most accurate, the earlier of equals before the later; and those
-    that failed last."""
+    """The trials that trained longest first, then by accuracy, then by number; failed ones last."""
 
     def order(trial: Trial) -> Tuple[bool, float, float]:
         result = trial.result
@@ -35,7 +34,7 @@ def are_cut(trials: Sequence[Trial]) -> bool:
 
 
 def chosen(hp: Hyperparameters, names: Iterable[str]) -> str:
-    """What makes a trial differ from the others, in words."""
+    """The values that a trial has for these hyperparameters, in words."""
     return ", ".join(f"{name} {_shown(getattr(hp, name))}" for name in names)
 
 
@@ -47,7 +46,7 @@ def failures(trials: Sequence[Trial], names: Iterable[str]) -> List[str]:
 
 
 def write_table(trials: Sequence[Trial], names: Sequence[str], path: Path) -> None:
-    """One line per trial, best first; accuracy from 0 to 1, empty where the trial failed."""
+    """One line per trial, best first; accuracy from 0 to 1, empty if the trial failed."""
     with open(path, "w", newline="", encoding="utf-8") as file:
         table = csv.writer(file)
         far = ["trained_epochs"] if are_cut(trials) else []
@@ -59,22 +58,22 @@ def write_table(trials: Sequence[Trial], names: Sequence[str], path: Path) -> No
 
 
 def comparison(trials: Sequence[Trial], names: Sequence[str], saving: str = "") -> str:
-    """What belongs between <body> and </body>; the first trial is the best and has not failed.
+    """The content of <body>; the first trial is the best and has not failed.
 
-    saving: how trials were cut on the way; empty where none were to be.
+    saving: how trials were cut; empty without successive halving.
     """
     best, failed = trials[0].result, failures(trials, names)
     accuracy, images = best.accuracy, best.held_out
-    share = (accuracy * images + 1) / (images + 2)  # so that no mistake at all does not count as certainty
+    share = (accuracy * images + 1) / (images + 2)  # otherwise zero errors would mean certainty
     chance = 2 * (share * (1 - share) / images) ** 0.5
     meaning = (
         f"Share of the {images:,} held-out training images that each trial classified correctly after its last epoch; "
-        "the figures show those that it did not. "
-        f"Trials within {chance:.1%} of each other may well differ by chance alone."
+        "the figures show the share of errors. "
+        f"Trials within {chance:.1%} of each other may differ by chance alone."
     )
     advice = (
-        "No trial has seen the test images. The best one's hyperparameters train once more, on all training images, "
-        "and that run's report has the accuracy on the test images, which is the one to quote."
+        "No trial has seen the test images. The best hyperparameters are then used to train on all training images; "
+        "that run's report has the accuracy on the test images, which is the one to quote."
     )
     texts = [meaning, f"Trained: {saving}.", advice] if saving else [meaning, advice]
     far = ["trained epochs"] if are_cut(trials) else []
@@ -108,7 +107,7 @@ def _figure(name: str, trials: Sequence[Trial]) -> Drawing:
     numeric = all(type(value) in (int, float) for value in values)
     x = values if numeric else [_shown(value) for value in values]
     errors = [
-        None if result.failure else max(1 - result.accuracy, 0.5 / result.held_out)  # less than one image is none
+        None if result.failure else max(1 - result.accuracy, 0.5 / result.held_out)  # the axis is logarithmic
         for _, result in trials
     ]
     return Drawing(f"By {name}", scatter(name, x, "validation errors", errors))

@@ -29,9 +29,9 @@ class RunComparison(NamedTuple):
     """The trials of a sweep side by side.
 
     Attributes:
-        best: the settings of the best one, as JSON.
-        table: of all trials, best first.
-        report: a page to look at, in one file.
+        best: the settings of the best trial, as JSON.
+        table: all trials, best first.
+        report: an HTML page in a single file.
     """
 
     best: str
@@ -47,8 +47,8 @@ def as_json(trials: Sequence[TrainingSettings]) -> List[str]:
 def compare_runs(
     sweep: Sweep, trials: List[str], summaries: List[RecipeSummary], measure: str, largest: bool
 ) -> RunComparison:
-    """Ranks the trials by a measure, the largest or the smallest first: of the validation samples where all have such,
-    else of the test samples."""
+    """Ranks the trials by a measure, largest or smallest first: on the validation samples if all trials have them, else
+    on the test samples."""
     is_validated = all(summary.validation_measures for summary in summaries)
     measured = [summary.validation_measures if is_validated else summary.measures for summary in summaries]
     missing = [one for one in measured if measure not in one]
@@ -70,17 +70,15 @@ def compare_runs(
     ]
     recipe, best = summaries[0].recipe, ranking[0]
     chosen = ", ".join(f"{name} {value}" for name, value in zip(names, lines[0][1:], strict=False))
-    told = f"{chosen}: {measure} {best[3][measure]:.6g}"
+    summary = f"{chosen}: {measure} {best[3][measure]:.6g}"
     with run_dir(f"sweep-{recipe.rpartition(':')[2]}") as folder:
         with open(folder / "trials.csv", "w", newline="", encoding="utf-8") as file:
             csv.writer(file).writerows([heads, *lines])
-        order = "the largest" if largest else "the smallest"
+        order = "largest" if largest else "smallest"
         split = "validation" if is_validated else "test"
-        text = (
-            f"By {measure} on the {split} split, {order} first. What is chosen by a split has to be tested on another."
-        )
+        text = f"By {measure} on the {split} split, {order} first. Test the best trial on another split."
         section = Section("Trials", [text], (), "Best first", heads, lines)
-        fragment = article(f"Sweep of {recipe}: {len(trials)} trials", f"Best: {told}", [section])
+        fragment = article(f"Sweep of {recipe}: {len(trials)} trials", f"Best: {summary}", [section])
         report = output_page(folder, f"Sweep of {recipe}", fragment)
-    say(f"\nBest:     {told}" + (f"\nTrials:   {folder / 'trials.csv'}\n" if is_local() else ""))
+    say(f"\nBest:     {summary}" + (f"\nTrials:   {folder / 'trials.csv'}\n" if is_local() else ""))
     return RunComparison(best[1], output_file(folder / "trials.csv"), report)

@@ -1,4 +1,4 @@
-"""What a sweep tries: every combination of some values, or combinations drawn at random; and what came of each."""
+"""The trials of a sweep: every combination of some values, or combinations drawn at random; and their results."""
 
 import dataclasses
 import itertools
@@ -21,14 +21,14 @@ class Sweep(Settings):
     """Which hyperparameters to try; all others are those of the base.
 
     Attributes:
-        values: hyperparameter -> list of the values to try; in a random search also a Range to draw from.
+        values: hyperparameter -> list of the values to try or, in a random search, a Range to draw from.
         search: grid tries every combination, random draws them.
-        trials: drawn by a random search; what is drawn twice is tried once.
-        seed: of the draws.
-        reduction_factor: of successive halving (see flyte_ddp.sweep.halving): one trial of so many goes on, the others
-            are cut. 1 cuts none; with 4 or more, all together train for less than half of their epochs.
-        concurrency: trials at the same time on a cluster, each in a pod of its own. A local run makes one after the
-            other: the ranks of one take all cores.
+        trials: number of draws in a random search; duplicates are tried once.
+        seed: of the random search.
+        reduction_factor: of successive halving (see flyte_ddp.sweep.halving): after each rung one trial in this many
+            continues, the others are cut. 1 cuts none; 4 or more trains less than half of all epochs.
+        concurrency: number of trials that run at a time on a cluster, each in its own pod. A local run trains one after
+            another, because the ranks of each use all cores.
     """
 
     values: dict = setting({"learning_rate": [0.05, 0.1, 0.2]})  # noqa: RUF009 copied
@@ -41,7 +41,7 @@ class Sweep(Settings):
 
 @dataclass(frozen=True)
 class Range(Settings):
-    """Where to draw from, both ends included: by equal steps or, with log, by equal ratios."""
+    """A range to draw from, both ends included: uniformly or, with log, uniformly in the logarithm."""
 
     minimum: float = setting(0.0)
     maximum: float = setting(0.0)
@@ -52,21 +52,21 @@ class Range(Settings):
         if not self.minimum < self.maximum:
             raise InputError(f"Range.maximum must be above minimum ({self.minimum:g}), got {self.maximum:g}")
         if self.scale == "log" and self.minimum <= 0:
-            raise InputError(f'Range.minimum must be above 0 where the scale is "log", got {self.minimum:g}')
+            raise InputError(f'Range.minimum must be above 0 if scale is "log", got {self.minimum:g}')
 
 
 @dataclass(frozen=True)
 class TrialResult:
-    """What came of one trial.
+    """The result of one trial.
 
     Attributes:
-        hp: with the epochs that it was trained for, in all, as hp.last_epoch.
+        hp: its hyperparameters; hp.last_epoch is the total number of epochs trained.
         accuracy: share of the held-out images classified correctly after the last epoch, from 0 to 1.
         held_out: number of these images.
-        seconds: of the training, since the checkpoint that it went on from.
+        seconds: of training, from the checkpoint that it continued from.
         report: path or address of its page.
-        failure: why there is no accuracy; empty where there is one.
-        checkpoint: path or address, to go on from; empty where it was trained to the end.
+        failure: why there is no accuracy; empty if there is one.
+        checkpoint: path or address of the checkpoint to continue from; empty if training is complete.
     """
 
     hp: Hyperparameters
@@ -79,13 +79,13 @@ class TrialResult:
 
 
 def trials_of(sweep: Sweep, base: T) -> List[T]:
-    """What to train with; the same sweep gives the same trials. InputError for whatever cannot be tried."""
+    """The settings of each trial, the same for the same sweep; InputError for values that cannot be tried."""
     if not sweep.values:
         raise InputError('Sweep.values must name what to try, as in {"learning_rate": [0.05, 0.1]}')
     if sweep.reduction_factor > 1 and not isinstance(base, Hyperparameters):
         raise InputError(
-            f"Sweep.reduction_factor must be 1 in a sweep over a recipe's settings, got {sweep.reduction_factor}: only "
-            "workflows/sweep.py cuts trials"
+            f"Sweep.reduction_factor must be 1 in a sweep over a recipe's settings, got {sweep.reduction_factor}: "
+            "successive halving exists only in workflows/sweep.py"
         )
     for name, given in sweep.values.items():
         _check(sweep, base, name, given)
@@ -94,7 +94,7 @@ def trials_of(sweep: Sweep, base: T) -> List[T]:
 
 
 def _check(sweep: Sweep, base: TrainingSettings, name: str, given: Any) -> None:
-    """Raises InputError unless every value that can come of it is one that the hyperparameter can have."""
+    """Raises InputError unless every value that the trials can get is valid for the hyperparameter."""
     ends = given
     if sweep.search == "random" and isinstance(given, dict):
         drawn = Range.from_dict(given)
@@ -106,11 +106,11 @@ def _check(sweep: Sweep, base: TrainingSettings, name: str, given: Any) -> None:
     for value in ends:
         _with(base, {name: value})
     if name == "dataset":
-        raise InputError("Sweep.values must not name dataset: accuracies compare on one alone, which hp names")
+        raise InputError("Sweep.values must not name dataset: accuracies compare only on one dataset, named in hp")
 
 
-# scikit-learn's ParameterGrid and ParameterSampler would do for the next two. Their import takes a pod of 400Mi, which
-# computes nothing, 1.1 s and 75 MB more (1.6 s and 102 MB without; scikit-learn 1.9), and they know no whole numbers.
+# scikit-learn's ParameterGrid and ParameterSampler could replace the next two functions. But importing them adds 1.1 s
+# and 75 MB to the 1.6 s and 102 MB of a pod that has 400Mi (scikit-learn 1.9), and they do not draw whole numbers.
 
 
 def _grid(sweep: Sweep) -> Iterable[Any]:
@@ -131,14 +131,14 @@ def _draws(sweep: Sweep, base: TrainingSettings) -> Iterable[Any]:
 
 
 def _drawn(share: float, given: Any, whole: bool) -> Any:
-    """The value at a share, from 0 to 1, of a list or range."""
+    """The value at a position, from 0 to 1, of a list or range."""
     if isinstance(given, list):
         return given[int(share * len(given))]
     drawn = Range.from_dict(given)
-    margin = 0.5 if whole else 0.0  # a whole number stands for all that is rounded to it
+    margin = 0.5 if whole else 0.0  # gives the end values a full share
     least, most = drawn.minimum - margin, drawn.maximum + margin
     value = least * (most / least) ** share if drawn.scale == "log" else least + (most - least) * share
-    value = round(value) if whole else float(f"{value:.4g}")  # which can be read, and typed again
+    value = round(value) if whole else float(f"{value:.4g}")  # short enough to read and retype
     return min(max(value, drawn.minimum), drawn.maximum)
 
 

@@ -82,13 +82,13 @@ def test_a_version_that_is_not_whole_is_refused(place, tmp_path):
     for name in ("first", "second"):
         promote(place, name, tmp_path)
     write(place, "versions/second/model.pt", b"other")
-    with pytest.raises(ReportedError, match=r"second .* has another model.pt .* roll back to another: first"):
+    with pytest.raises(ReportedError, match=r"second .* has a different model.pt .* roll back to another: first"):
         place.fetch("second", tmp_path / "fetched")
     remove(place, "versions/second/model.pt")
     with pytest.raises(ReportedError, match=r"second .* has no model.pt"):
         place.roll_back("second")
     write(place, "versions/second/version.json", b"{}")
-    with pytest.raises(ReportedError, match=r"second .* has no version.json that can be read"):
+    with pytest.raises(ReportedError, match=r"second .* has an unreadable version.json"):
         place.facts("second")
 
 
@@ -104,9 +104,9 @@ def test_what_is_no_place_is_refused(tmp_path):
     with pytest.raises(InputError, match=r"absolute path or a URL of Flyte's storage .*got 'models'"):
         Place("models")
     (tmp_path / "file").touch()
-    with pytest.raises(InputError, match=r"must be where one can write: .*Not a directory"):
+    with pytest.raises(InputError, match=r"must be writable: .*Not a directory"):
         promote(Place(str(tmp_path / "file")), "first", tmp_path)
-    with pytest.raises(InputError, match="must have a version to roll back to, and has none"):
+    with pytest.raises(InputError, match="must have a version to roll back to, but has none"):
         Place(str(tmp_path / "none")).roll_back("first")
 
 

@@ -115,8 +115,8 @@ def test_what_cannot_be_promoted_is_one_error(weak, tmp_path):
     refused = (damaged, network, untrained)
     words = [" ".join(re.sub("[│╭╮╰╯─]", " ", said.stderr).split()) for said in refused]
     assert "damaged (JSONDecodeError" in words[0]
-    assert "model_state must fit the network, and" in words[1]
-    assert "must be where one can write: " in words[2]
+    assert "model_state must fit the network, got" in words[1]
+    assert "must be writable: " in words[2]
     assert "Train Epoch" not in words[2]
     assert not any("Traceback" in text for text in words)
     assert not list(place.glob("versions/*"))

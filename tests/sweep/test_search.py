@@ -65,7 +65,7 @@ RANGE = {"minimum": 0.1, "maximum": 1}
         ("random", {"learning_rate": {"minimun": 0.1}}, "did you mean minimum?"),
         ("random", {"learning_rate": {"minimum": 0.1}}, "Range.maximum must be above minimum (0.1), got 0"),
         ("random", {"learning_rate": {"minimum": 0, "maximum": 1}}, "Hyperparameters.learning_rate must be above 0"),
-        ("random", {"sgd_momentum": {"minimum": 0, "maximum": 0.9, "scale": "log"}}, "must be above 0 where"),
+        ("random", {"sgd_momentum": {"minimum": 0, "maximum": 0.9, "scale": "log"}}, "must be above 0 if"),
         ("random", {"shift_pixels": {"minimum": 0, "maximum": 9}}, "Hyperparameters.shift_pixels must be"),
         ("random", {"epochs": {"minimum": 1, "maximum": 2.5}}, "Hyperparameters.epochs must be a whole number"),
         ("random", {"schedule": RANGE}, "Hyperparameters.schedule must be a string, got 0.1"),

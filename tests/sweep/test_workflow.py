@@ -92,7 +92,7 @@ def test_a_sweep_that_was_cut_off_goes_on_and_shows_the_best_and_the_failed():
     [
         ('{"values": {"learning_rat": [0.1]}}', "did you mean learning_rate?"),
         ('{"values": {"batch_size": [1, 3]}}', "at least the number of ranks (2), got 1"),
-        ('{"reduction_factor": 3}', "must be at most the epochs (1) and the trials (3), got 3"),
+        ('{"reduction_factor": 3}', "must be at most the numbers of epochs (1) and trials (3), got 3"),
     ],
 )
 def test_a_wrong_sweep_is_a_usage_error_before_anything_is_done(sweep, said, tmp_path, monkeypatch):
