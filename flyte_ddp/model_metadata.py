@@ -25,7 +25,7 @@ class ModelMetadata:
     Attributes:
         recipe: "package.module:Name" of the recipe that trained it.
         settings_class: "package.module:Name" of the class of the settings.
-        data: the name of the data, and their digest where a file or folder was given.
+        data: the name of the data, and their digest if a file or folder was given.
         facts: what Recipe.facts returned.
         headline: the name of its main measure.
         measures: on the test split, as the training reported them, by name.
@@ -60,7 +60,7 @@ def path_beside(weights: Union[str, Path]) -> Path:
 
 
 def read_metadata(weights: Union[str, Path]) -> Optional[ModelMetadata]:
-    """The metadata of a weights file; None where there is none."""
+    """The metadata of a weights file; None if it has none."""
     beside = path_beside(weights)
     if Path(weights).is_file() and is_safetensors(weights):
         text = _header(weights)
@@ -68,12 +68,12 @@ def read_metadata(weights: Union[str, Path]) -> Optional[ModelMetadata]:
         text = beside.read_text(encoding="utf-8") if beside.is_file() else ""
     try:
         return ModelMetadata(**_of_our_format(json.loads(text)))
-    except (ValueError, TypeError):  # somebody else's file
+    except (ValueError, TypeError):  # not written by us
         return None
 
 
 def is_safetensors(weights: Union[str, Path]) -> bool:
-    """By its content: eight bytes for the length of the JSON that follows. Raises OSError."""
+    """Whether it is a safetensors file, by its content: eight bytes with a length, then JSON. Raises OSError."""
     with open(weights, "rb") as file:
         return file.read(9)[8:] == b"{"
 
@@ -84,10 +84,10 @@ def write_metadata(weights: Path, metadata: ModelMetadata) -> None:
 
 
 def needs_metadata(weights: Union[str, Path], remedy: str) -> ModelMetadata:
-    """Raises InputError where the file has no metadata."""
+    """The metadata of a weights file; InputError if it has none."""
     metadata = read_metadata(weights)
     if metadata is None:
-        raise InputError(f"{weights} has no {path_beside(weights).name} beside it, as training writes it: {remedy}")
+        raise InputError(f"{weights} has no {path_beside(weights).name} beside it, which training writes: {remedy}")
     return metadata
 
 
@@ -105,5 +105,5 @@ def _header(path: Union[str, Path]) -> str:
     try:
         with safe_open(path, framework="numpy") as file:
             return str((file.metadata() or {}).get(HEADER, ""))
-    except SafetensorError:  # damaged, of which its reader tells
+    except SafetensorError:  # damaged; loading the weights reports it
         return ""

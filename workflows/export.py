@@ -1,4 +1,4 @@
-"""A trained image classifier as verified safetensors, torch.export and ONNX files, with a model card.
+"""Exports a trained image classifier as verified safetensors, torch.export and ONNX files, with a model card.
 
 pyflyte run workflows/export.py export_wf --model_state model.pt
 pyflyte run workflows/export.py export_folder_wf --folder FOLDER --model_state model.pt --images '{"image_size": 64}'
@@ -31,7 +31,7 @@ set_up_pyflyte()
 
 
 class Model(NamedTuple):
-    """Weights, and what their training reported; nothing if they were given."""
+    """Weights, and the accuracies that their training reported; none if the weights were given."""
 
     model_state: PythonPickledFile
     epoch_accuracies: List[float]
@@ -41,7 +41,7 @@ class Model(NamedTuple):
 def model_to_export(
     model_state: Optional[PythonPickledFile], data: PreparedDataset, options: ClassifierExport
 ) -> Model:
-    """The given weights, else those of a default training; data is only waited for."""
+    """The given weights, else those of a default training; only waits for data."""
     if model_state is not None:
         return Model(model_state, [])
     hp = Hyperparameters(dataset=options.dataset, model=options.network)
@@ -58,7 +58,7 @@ def export_wf(
     Args:
         model_state: the output of a training; without it, a model is trained first.
         options: the network, the dataset that it was trained on, and how to export; the first two may be left out if
-            model.json lies beside the weights.
+            model.json is beside the weights.
     """
     data = prepare_dataset(name=check_export(model_state=model_state, options=options))
     model = model_to_export(model_state=model_state, data=data, options=options)
@@ -75,7 +75,7 @@ def folder_model_to_export(
     images: ImageSettings,
     options: FolderExport,
 ) -> Model:
-    """The same for a folder of images, whose index is awaited, not used."""
+    """The same for a folder of images; only waits for its index."""
     if model_state is not None:
         return Model(model_state, [])
     hp = FolderHyperparameters(model=options.network)
@@ -90,13 +90,13 @@ def export_folder_wf(
     model_state: Optional[PythonPickledFile] = None,
     options: FolderExport = FolderExport(),
 ) -> ExportOutputs:
-    """The same for a model of image_folder_wf, of whose classes, image size and colours the files tell.
+    """The same for a model of image_folder_wf; model.json and the card name its classes, image size and channels.
 
     Args:
-        folder: that the model was trained on, as image_folder_wf has it.
+        folder: that the model was trained on, see image_folder_wf.
         images: likewise.
-        model_state: the weights, as image_folder_wf gives them; without one, such a training comes first.
-        options: the network, and how to export; model.json beside the weights says the first.
+        model_state: the output of image_folder_wf; without it, a model is trained first.
+        options: the network, which may be left out if model.json is beside the weights, and how to export.
     """
     checked = check_folder_export(model_state=model_state, images=images, options=options)
     found = find_images(folder=folder, images=checked)

@@ -31,7 +31,7 @@ set_up_pyflyte()
 def given_or_trained(
     model_state: Optional[PythonPickledFile], data: PreparedDataset, options: InferenceOptions
 ) -> PythonPickledFile:
-    """The given weights, else those of a default training; data is only waited for."""
+    """The given weights, else those of a default training; only waits for data."""
     if model_state is not None:
         return model_state
     hp = Hyperparameters(dataset=options.dataset, model=options.model)

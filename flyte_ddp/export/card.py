@@ -1,4 +1,4 @@
-"""The model card: what a model is, was trained on, gives and takes, in Markdown and as a page."""
+"""The model card: a model's training, measures, inputs and outputs, in Markdown and as a page."""
 
 import re
 from dataclasses import dataclass
@@ -83,11 +83,11 @@ def measures_section(
     return Section(
         "Measures",
         [
-            "Of the test split, in float32: of the weights and of each file, opened in a process of its own. "
-            f"Those of the files had to agree with those of the weights within {options.tolerance:g}"
-            + (f", and these with the training's own within {options.reported_tolerance:g}." if reported else ".")
+            "On the test split, in float32, for the weights and for each file, opened in a process of its own. "
+            f"The files had to reproduce the measures of the weights within {options.tolerance:g}"
+            + (f", and the weights the reported ones within {options.reported_tolerance:g}." if reported else ".")
         ],
-        caption="Measures of the test split",
+        caption="Measures on the test split",
         heads=("Measure", *columns),
         lines=[
             (name, *(f"{found[name]:.6g}" if name in found else "-" for found in columns.values()))
@@ -117,17 +117,17 @@ def inputs_section(written: Written) -> Section:
 
 
 def before_section(written: Written) -> Section:
-    """With spaces that neither HTML nor Markdown takes away."""
+    """With spaces that HTML and Markdown preserve."""
     source = enumerate(written.before.splitlines(), start=1)
     return Section(
         "Around the network",
-        ["The files hold the network alone. What the recipe does to a batch before it, and to the outputs after it:"],
+        ["The files contain only the network. This is what the recipe does before and after it:"],
         lines=[(str(number), line.replace("    ", 4 * "\N{NO-BREAK SPACE}")) for number, line in source],
     )
 
 
 def loading_section(written: Written, formats: Sequence[str], needs_data: bool) -> Section:
-    """needs_data: that the network may be made from the data of the training."""
+    """needs_data: whether building the network may need the data of the training."""
     names = [spec.name for spec in written.inputs]
     given, by_name = ", ".join(names), ", ".join(f'"{name}": {name}' for name in names)
     how = {
@@ -137,7 +137,7 @@ def loading_section(written: Written, formats: Sequence[str], needs_data: bool) 
     }
     return Section(
         "How to load it",
-        ["model.json has what is said here, for programs. torch takes tensors, ONNX Runtime numpy arrays."],
+        ["model.json has the same facts for programs. torch takes tensors, ONNX Runtime NumPy arrays."],
         lines=[(FILES[name], how[name]) for name in formats],
     )
 
@@ -157,7 +157,7 @@ def _table(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> List[str]:
 
 
 def _escaped(text: str) -> str:
-    """So that Markdown shows it as it is, on one line."""
+    """The text on one line, escaped for Markdown."""
     shown = re.sub(r"[ \t\r\n]+", " ", text)
     for character in "\\`*_{}[]<>|#":
         shown = shown.replace(character, f"\\{character}")

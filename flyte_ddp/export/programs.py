@@ -18,12 +18,12 @@ from flyte_ddp.model_metadata import HEADER
 from flyte_ddp.recipe import Recipe
 from flyte_ddp.weights import load_weights
 
-MOST_ONNX_BYTES = 2**30  # of weights in the file itself: protobuf ends at 2 GiB. Larger ones go to a file beside it
-FEW, MORE = 2, 3  # samples, to see what in the shapes depends on their number
+MOST_ONNX_BYTES = 2**30  # of weights in the file: protobuf's limit is 2 GiB. Larger ones go to a file beside it
+FEW, MORE = 2, 3  # samples, to see which dimensions depend on their number
 
 
 class Call(NamedTuple):
-    """What a network was called with for so many samples, and what it returned."""
+    """A call of a network with this many samples: its arguments and what it returned."""
 
     samples: int
     args: Tuple[Any, ...]
@@ -32,7 +32,7 @@ class Call(NamedTuple):
 
 
 def call_of(recipe: Recipe, model: nn.Module, tree: Any, samples: int) -> Call:
-    """The recipe's first call of its network for a batch; InputError where it does not call it."""
+    """The recipe's first call of its network for a batch; InputError if it does not call it."""
     calls: List[Call] = []
 
     def note(_: nn.Module, args: Any, kwargs: Any, outputs: Any) -> None:
@@ -44,15 +44,15 @@ def call_of(recipe: Recipe, model: nn.Module, tree: Any, samples: int) -> Call:
     hook.remove()
     if not calls:
         raise InputError(
-            f"{type(recipe).__name__}.forward must call the network, model(...), for it to be exported: what it calls "
-            "of it instead is to be called in the network's own forward"
+            f"{type(recipe).__name__}.forward must call the network as model(...), for export: if it calls methods or "
+            "layers of the network instead, move these calls to the network's own forward"
         )
     call: Call = pytree.tree_map_only(Tensor, lambda leaf: leaf.detach().contiguous(), calls[0])
     return call
 
 
 def trace(model: nn.Module, few: Call, more: Call) -> torch.export.ExportedProgram:
-    """torch.export's program of the network, for any number of samples: what differs in the shapes is dynamic."""
+    """torch.export's program of the network: dimensions that differ between the two calls are dynamic."""
     batch = torch.export.Dim("batch")
 
     def dynamic(one: Any, other: Any) -> Any:
@@ -68,27 +68,27 @@ def trace(model: nn.Module, few: Call, more: Call) -> torch.export.ExportedProgr
     kwargs = pytree.tree_map(dynamic, few.kwargs, more.kwargs)
     names = list(inspect.signature(model.forward).parameters)
     shapes = (*args, *kwargs.values()) if not kwargs else {**dict(zip(names, args, strict=False)), **kwargs}
-    # with gradients, as the fast paths of inference are operations that no other format knows
+    # with gradients, because the fast paths of inference use operations that other formats do not support
     return torch.export.export(model, more.args, more.kwargs or None, dynamic_shapes=shapes)
 
 
 def write(
     name: str, path: Path, model: nn.Module, program: "torch.export.ExportedProgram | None", few: Call, header: str
 ) -> None:
-    """header: JSON, for the safetensors'. program: for the other formats."""
+    """header: JSON, for safetensors. program: for the other formats."""
     if program is None:
         from safetensors.torch import save_file
 
-        # each in memory of its own, or tied weights would be refused
+        # copies, because tied weights would be refused
         weights = {key: value.detach().clone().contiguous() for key, value in model.state_dict().items()}
         save_file(weights, path, metadata={HEADER: header})
         return
-    with suppress(ImportError):  # torch shows progress by it, where it is there
+    with suppress(ImportError):  # torch shows progress with it if it is installed
         from tqdm import tqdm
 
-        tqdm.set_lock(threading.RLock())  # its own is a semaphore of the system, which would outlive this process
+        tqdm.set_lock(threading.RLock())  # the default is a system semaphore, which would outlive this process
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's, of its own doings
+        warnings.simplefilter("ignore")  # torch's, about its own code
         if name == "pt2":
             torch.export.save(program, path)
             return
@@ -100,9 +100,9 @@ def write(
 
 
 def open_network(name: str, path: Path, model: nn.Module, outputs: str) -> nn.Module:
-    """The network that is in the file, to be called as the recipe calls its own.
+    """The network in the file, to be called in the same way as the recipe's own.
 
-    model: an untrained one. outputs: how a program's outputs are nested, as Written has it.
+    model: an untrained one. outputs: Written.structure.
     """
     if name == "safetensors":
         return load_weights(model, path).eval()
@@ -114,7 +114,7 @@ def open_network(name: str, path: Path, model: nn.Module, outputs: str) -> nn.Mo
 
 
 class OnnxNetwork(nn.Module):
-    """A network that ONNX Runtime computes, on the CPU."""
+    """A network that ONNX Runtime runs on the CPU."""
 
     def __init__(self, path: Path, outputs: str):
         super().__init__()
@@ -131,7 +131,7 @@ class OnnxNetwork(nn.Module):
 
 
 def specs_of(model: nn.Module, few: Call, more: Call) -> Tuple[Tuple[TensorSpec, ...], Tuple[TensorSpec, ...]]:
-    """Of inputs and outputs, in their order; the inputs' names are those of the network's forward."""
+    """The specs of inputs and outputs, in order; inputs are named as in the network's forward."""
     parameters = inspect.signature(model.forward).parameters.values()
     names = [one.name for one in parameters if one.kind is not one.VAR_POSITIONAL]
     names += [f"input_{place}" for place in range(len(names), len(few.args))]

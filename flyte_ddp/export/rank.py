@@ -1,4 +1,4 @@
-"""Export in processes of its own: one measures a model and writes it, and one for each file reads that and measures."""
+"""Export in separate processes: one measures a model and writes it, then one for each file opens and measures it."""
 
 import dataclasses
 import inspect
@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 
 
 def write(environment: Environment, link: Link, asked: ExportJob) -> Written:
-    """Measures the weights of the job in float32 and writes them in each format; InputError where that cannot be."""
+    """Measures the weights of the job in float32 and writes them in each format; InputError if that fails."""
     torch.set_num_threads(environment.threads)
     job, recipe = asked.job, load_recipe(asked.job, CPU)
     test = open_split(recipe, "test", job)
@@ -57,7 +57,7 @@ def write(environment: Environment, link: Link, asked: ExportJob) -> Written:
                 programs.write(name, path, model, None if name == "safetensors" else program, few, metadata.as_json())
         except InputError:  # a full disk
             raise
-        except Exception as error:  # torch's own, of a hundred types
+        except Exception as error:  # torch's, of many types
             raise InputError(
                 f"the network cannot be exported to {name}: {_first_lines(error)}: change its forward, or leave {name} "
                 "out of formats"
@@ -78,7 +78,7 @@ def write(environment: Environment, link: Link, asked: ExportJob) -> Written:
 
 
 def verify(environment: Environment, link: Link, asked: VerifyJob) -> Union[Measured, str]:
-    """What a file gives for the test split, also one sample at a time; or what keeps it from that."""
+    """The measures of a file on the test split, or why it cannot be used; also tries a batch of one sample."""
     torch.set_num_threads(environment.threads)
     recipe = load_recipe(asked.job, CPU)
     test = open_split(recipe, "test", asked.job)
@@ -103,20 +103,20 @@ def class_shares(recipe: Recipe, seen: Sequence[Tuple[Tensor, Tensor]]) -> Dict[
 
 
 def batch_of(recipe: Recipe, test: Split, count: int) -> Any:
-    """The first so many test samples; from the start again where there are fewer."""
+    """The first `count` test samples, repeated if there are fewer."""
     (tree,) = test.fetch(torch.arange(count) % len(test), [slice(0, count)])
     vars(recipe.share).update(vars(Share(0, count, count, alone=True)))
     return tree
 
 
 def source_before(recipe: Recipe) -> str:
-    """The recipe's own forward, if it has one: what it does to a batch before the network sees it is in no program."""
+    """The source of the recipe's own forward, if it has one: the exported files contain only the network."""
     if type(recipe).forward is Recipe.forward:
         return ""
     return textwrap.dedent(inspect.getsource(type(recipe).forward)).strip()
 
 
 def _first_lines(error: Exception) -> str:
-    """Of what torch says on a hundred lines."""
+    """The start of the message: torch's can have a hundred lines."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {' '.join(lines[:2])[:300]}"

@@ -1,4 +1,4 @@
-"""What to export and in which formats, a rank's jobs, and what comes of them. No torch."""
+"""An export's options, its ranks' jobs, and their results. No torch."""
 
 import importlib.util
 from dataclasses import dataclass
@@ -19,13 +19,13 @@ class ExportOptions(Settings):
     """How to export.
 
     Attributes:
-        formats: some of safetensors (the weights), pt2 (torch.export) and onnx, with commas between.
+        formats: some of safetensors (the weights), pt2 (torch.export) and onnx, separated by commas.
         tolerance: by how much a measure of an exported file may differ from that of the weights: absolute up to 1,
             relative above.
-        reported_tolerance: by how much that may differ from the reported one, likewise.
-        reported: measures that the training reported, by name, {"accuracy": 0.99}; empty where they are not known, or
-            stand beside the weights.
-        timeout_seconds: how long any one step of it may take before it counts as hung.
+        reported_tolerance: by how much a measure of the weights may differ from the reported one, likewise.
+        reported: measures that the training reported, by name, {"accuracy": 0.99}; empty if they are unknown, or in
+            model.json beside the weights.
+        timeout_seconds: how long a single step of the export may take before it counts as hung.
     """
 
     formats: str = setting("safetensors,pt2,onnx")
@@ -39,7 +39,7 @@ class ExportOptions(Settings):
         unknown = [name for name in self.names if name not in FILES]
         if unknown or not self.names:
             got = unknown[0] if unknown else ""
-            raise InputError(f"formats must be some of {', '.join(FILES)}, with commas between, got {got!r}")
+            raise InputError(f"formats must be some of {', '.join(FILES)}, separated by commas, got {got!r}")
         for name, value in self.reported.items():
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 raise InputError(f"reported must have a number for each measure, got {value!r} for {name!r}")
@@ -54,7 +54,7 @@ class FolderExport(ExportOptions):
     """The same for a classifier of a folder of images.
 
     Attributes:
-        model: name of the network, see flyte_ddp/recipes/models.py; auto is what model.json beside the weights says,
+        model: name of the network, see flyte_ddp/recipes/models.py; auto is as in model.json beside the weights,
             else mnist_cnn.
     """
 
@@ -62,7 +62,7 @@ class FolderExport(ExportOptions):
 
     @property
     def network(self) -> str:
-        """Where nothing is known of the weights."""
+        """The network if the weights have no metadata."""
         return "mnist_cnn" if self.model == "auto" else self.model
 
 
@@ -71,14 +71,14 @@ class ClassifierExport(FolderExport):
     """The same for a classifier of a built-in dataset.
 
     Attributes:
-        dataset: that the model was trained on; auto is what model.json says, else as in training.
+        dataset: that the model was trained on; auto is as in model.json, else as in training.
     """
 
     dataset: str = setting("auto", choices=DATASETS)
 
 
 def check_formats(options: ExportOptions) -> None:
-    """InputError where a format lacks its library."""
+    """Raises InputError if a format's libraries are not installed."""
     for name in options.names:
         missing = [library for library in NEEDED[name] if importlib.util.find_spec(library) is None]
         if missing:
@@ -90,11 +90,11 @@ def check_formats(options: ExportOptions) -> None:
 
 @dataclass(frozen=True)
 class ExportJob:
-    """What is to be written: job names recipe, data and, as its model_path, the weights; folder is where it goes.
+    """A model to write to a folder; job has the recipe, the data and, as model_path, the weights.
 
     Attributes:
         settings: of the training, as far as they are known.
-        training: as ModelMetadata has it; empty where nothing is known of it.
+        training: see ModelMetadata; empty if unknown.
     """
 
     job: Job
@@ -106,7 +106,7 @@ class ExportJob:
 
 @dataclass(frozen=True)
 class VerifyJob:
-    """A file that is to be measured in a process of its own; structure as Written has it."""
+    """An exported file to measure; for structure see Written."""
 
     job: Job
     format: str
@@ -128,12 +128,12 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Written:
-    """What a model is, and what it gives for the test split before it is exported.
+    """The facts of a model, and its measures on the test split before it is exported.
 
     Attributes:
-        classes: the share of each class's samples that is predicted correctly; empty where there are no classes.
-        samples: what one calls the samples, in the plural.
-        before: the source of the recipe's own forward; empty where it has none.
+        classes: the share of each class's samples that is predicted correctly; empty if there are no classes.
+        samples: what the samples are called, in the plural.
+        before: the source of the recipe's own forward; empty if it has none.
         structure: how the network's outputs are nested, in torch's notation.
     """
 

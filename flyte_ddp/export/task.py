@@ -1,4 +1,4 @@
-"""Verified export as Flyte tasks of the built-in classifiers, and as a function for the task of a recipe of one's own:
+"""Verified export, as Flyte tasks for the built-in classifiers and as a function for a task of your own recipe:
 
 @task(**training.arguments(ignored_inputs=()))
 def export_model(model_state: FlyteFile, settings: Settings, reported: Dict[str, float]) -> ExportOutputs:
@@ -38,12 +38,12 @@ class ExportSummary:
     """What was exported, in figures.
 
     Attributes:
-        recipe: by which the model was trained.
-        headline: the measure that it is judged by.
-        measures: of the test split, of the weights themselves.
-        exported: the headline, of each format.
-        classes: the share of each class's test samples that is predicted correctly; empty where there are no classes.
-        parameters: number of trained values.
+        recipe: the one that trained the model.
+        headline: the name of its main measure.
+        measures: of the weights, on the test split.
+        exported: the main measure of each format.
+        classes: the share of each class's test samples that is predicted correctly; empty if there are no classes.
+        parameters: their number.
     """
 
     recipe: str
@@ -55,7 +55,7 @@ class ExportSummary:
 
 
 class ExportOutputs(NamedTuple):
-    """What an export gives back.
+    """The outputs of an export.
 
     Attributes:
         model: a folder with the files, model.json and the model card.
@@ -70,13 +70,13 @@ class ExportOutputs(NamedTuple):
 
 @task(**small_resources())
 def check_export(model_state: Optional[PythonPickledFile], options: ClassifierExport) -> str:
-    """The name of the dataset that the model was trained on; refuses what can be seen without it."""
+    """The name of the dataset that the model was trained on; refuses invalid inputs before it is downloaded."""
     check_formats(options)
     known = known_classifier(model_state)
     if known and known.settings.get("dataset") == "image_folder":
         raise InputError(
-            f"model_state must be of a built-in dataset, and {known.data['name']} is a folder of images: run "
-            "export_folder_wf, with that folder"
+            f"model_state must be of a built-in dataset, but {known.data['name']} is a folder of images: run "
+            "export_folder_wf with that folder"
         )
     name = known.data["name"] if known and options.dataset == "auto" else options.dataset
     return resolve_name(name)
@@ -86,15 +86,15 @@ def check_export(model_state: Optional[PythonPickledFile], options: ClassifierEx
 def check_folder_export(
     model_state: Optional[PythonPickledFile], images: ImageSettings, options: FolderExport
 ) -> ImageSettings:
-    """The images as they are; refuses what can be seen without them."""
+    """Returns `images` unchanged; refuses invalid inputs before the images are read."""
     check_formats(options)
     known = known_classifier(model_state)
     if known and tuple(known.facts["image_shape"]) != images.shape:
         channels, size, _ = known.facts["image_shape"]
         wanted = json.dumps({"image_size": size, "channels": "rgb" if channels == 3 else "grayscale"})
         raise InputError(
-            f"images must be as those that model_state was trained on, {size} pixels and {channels} channels, got "
-            f"{images.image_size} and {images.shape[0]}: give --images '{wanted}'"
+            f"images must be like those that model_state was trained on, {size} pixels and {channels} channels, got "
+            f"{images.image_size} and {images.shape[0]}: set --images '{wanted}'"
         )
     return images
 
@@ -103,9 +103,9 @@ def check_folder_export(
 def export_classifier(
     model_state: PythonPickledFile, data: PreparedDataset, accuracies: List[float], options: ClassifierExport
 ) -> ExportOutputs:
-    """Exports a built-in classifier, in all formats or none; never cached: files are verified where they are made.
+    """Exports a built-in classifier, in all formats or none; never cached: files are verified where they are written.
 
-    accuracies: of the epochs, where it was trained for this.
+    accuracies: of the epochs, if it was trained for this export.
     """
     with flyte_retries():
         hp = Hyperparameters(dataset=options.dataset, model=options.network)
@@ -129,7 +129,7 @@ def export_folder_classifier(
 def _classifier(
     model_state: PythonPickledFile, data: Path, accuracies: List[float], hp: Hyperparameters, options: FolderExport
 ) -> ExportOutputs:
-    """hp: of the training, if there was one for this; else what was asked for."""
+    """hp: of the training, if it was for this export; else from the options."""
     weights = Path(model_state.download())
     known = read_metadata(weights)
     if known and options.model == "auto":
@@ -149,15 +149,14 @@ def export_recipe(
 ) -> ExportOutputs:
     """Exports a trained network of a recipe, in all formats or none.
 
-    settings, data: that it was trained with. reported: the measures of its summary; see flyte_ddp.export.verified for
-    what they are good for.
+    settings, data: those of its training. reported: the measures in its summary, which the weights must reproduce.
     """
     with flyte_retries():
         check_formats(options)
         subject = training.subject(settings, None if data is None else Path(data.download()))
         weights = Path(model_state.download())
-        told = reported or options.reported
-        return _exported(subject, weights, asdict(settings), told, read_metadata(weights), options)
+        known = read_metadata(weights)
+        return _exported(subject, weights, asdict(settings), reported or options.reported, known, options)
 
 
 def _exported(
@@ -168,7 +167,7 @@ def _exported(
     known: Optional[ModelMetadata],
     options: ExportOptions,
 ) -> ExportOutputs:
-    """known: what stands beside the weights; it fills in what was not given."""
+    """known: the metadata beside the weights; they fill in what was not given."""
     if known and known.recipe == subject.identity.recipe:
         settings, reported = known.settings, {**known.measures, **reported}
     source = Source(subject, weights, settings, reported, known.training if known else {})

@@ -1,4 +1,4 @@
-"""A trained model as files of several formats, each of which has given the test measures of the model again."""
+"""Exports a trained model to files in several formats, each verified to reproduce the model's test measures."""
 
 import math
 import os
@@ -26,10 +26,10 @@ class Source:
 
     Attributes:
         subject: recipe, settings and data of its training.
-        weights: its file.
-        settings: those to be stated, as far as they are known; the subject's may be defaults.
-        reported: measures of its training, by name; empty where they are not known.
-        training: as ModelMetadata has it.
+        weights: the file of its weights.
+        settings: those to record, as far as they are known; the subject's may be defaults.
+        reported: measures of its training, by name; empty if unknown.
+        training: see ModelMetadata.
     """
 
     subject: Subject
@@ -41,7 +41,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Exported:
-    """What has been written: of the model itself, and of each format."""
+    """The model as written, the measures of each format, and the card."""
 
     written: Written
     formats: Dict[str, Measured]
@@ -49,13 +49,13 @@ class Exported:
 
 
 def export(source: Source, folder: Path, options: ExportOptions) -> Exported:
-    """Writes, measures and describes a model in a folder that appears whole or not at all; there must be none yet.
+    """Writes, measures and describes a model in a new folder, which is created complete or not at all.
 
-    The model is first measured from its weights, in float32 on the CPU. If the training's own measures are known, the
-    two have to agree, which finds weights, settings or data of another training. Then each file is opened in a process
-    of its own and has to agree with the weights. Two runtimes' float32 differ by some 1e-6 in the loss; 1e-4, the
-    default, leaves room for that, and for one sample in 10,000 that was on the brink, while a wrong weight or a lost
-    operation shows. A training's measures get 1e-3: on a GPU torch's convolutions are in TF32, of 10 bits.
+    The weights are measured first, in float32 on the CPU. If the training's measures are known, they must agree, which
+    detects weights, settings or data of another training. Then each file is opened in a process of its own and must
+    agree with the weights. In float32 the losses of two runtimes differ by about 1e-6; the default tolerance of 1e-4
+    allows for that and for one borderline sample in 10,000, but a wrong weight or a missing operation exceeds it. For
+    the training's measures it is 1e-3: on a GPU, torch computes convolutions in TF32, with 10 bits.
     """
     check_formats(options)
     beside = temporary_beside(folder)
@@ -82,8 +82,8 @@ def _export(source: Source, folder: Path, options: ExportOptions) -> Exported:
     if difference:
         name, reported, found = difference
         raise InputError(
-            f"model_state gives {name} {found:.6g} on the test split, the training reported {reported:.6g}, and they "
-            f"may differ by {tolerance:g}: give the weights, settings and data of one training, or raise "
+            f"model_state gives {name} {found:.6g} on the test split, but the training reported {reported:.6g} "
+            f"(tolerance {tolerance:g}): use weights, settings and data of the same training, or raise "
             "reported_tolerance"
         )
     formats = {name: _verified(name, job, folder, written, options) for name in options.names}
@@ -93,12 +93,12 @@ def _export(source: Source, folder: Path, options: ExportOptions) -> Exported:
         (folder / "model_card.md").write_text(described.markdown, encoding="utf-8")
         (folder / "model_card.html").write_text(described.page, encoding="utf-8")
         for file in folder.iterdir():
-            shutil.copymode(folder / "model_card.md", file)  # safetensors' are its writer's alone
+            shutil.copymode(folder / "model_card.md", file)  # safetensors makes its files private
     return Exported(written, formats, described)
 
 
 def _verified(name: str, job: Job, folder: Path, written: Written, options: ExportOptions) -> Measured:
-    """What the file gives; ReportedError where that is not what the model gives."""
+    """The measures of the file; ReportedError if they differ from the model's."""
     file = FILES[name]
     found = _run(VERIFY, VerifyJob(job, name, str(folder / file), written.structure), job, options)
     if isinstance(found, str):
@@ -107,17 +107,17 @@ def _verified(name: str, job: Job, folder: Path, written: Written, options: Expo
     if difference:
         measure, expected, got = difference
         raise ReportedError(
-            f"{file} gives {measure} {got:.6g} on the test split, the model {expected:.6g}, and they may differ by "
-            f"{options.tolerance:g}: leave {name} out of formats, or raise tolerance"
+            f"{file} gives {measure} {got:.6g} on the test split, but the model {expected:.6g} (tolerance "
+            f"{options.tolerance:g}): leave {name} out of formats, or raise tolerance"
         )
     headline = written.metadata.headline
-    say(f"{file}: {headline} {found.measures[headline]:.6g} on the test split, as the model itself")
+    say(f"{file}: {headline} {found.measures[headline]:.6g} on the test split, the same as the model")
     measured: Measured = found
     return measured
 
 
 def _run(target: str, argument: Any, job: Job, options: ExportOptions) -> Any:
-    """In a process of its own, on the CPU, for a program keeps the device that it was made on."""
+    """In a process of its own, on the CPU, because an exported program keeps its device."""
     console = open_console()
     try:
         return run_alone(target, argument, options.timeout_seconds, console, root=job.root)
@@ -128,7 +128,7 @@ def _run(target: str, argument: Any, job: Job, options: ExportOptions) -> Any:
 def differing(
     expected: Dict[str, float], found: Dict[str, float], tolerance: float
 ) -> Optional[Tuple[str, float, float]]:
-    """The first measure that differs, with both values; InputError for one that there is not."""
+    """The first measure that differs, with both values; InputError if `found` lacks one."""
     for name, value in expected.items():
         if name not in found:
             raise InputError(f"reported must name measures of the recipe, {', '.join(found)}, got {name!r}")

@@ -1,4 +1,4 @@
-"""The end of batch prediction: the shards' rows in one file, counted, and shown on a page."""
+"""The last step of batch prediction: joins the rows of all shards in one file, counts them, and writes a page."""
 
 import tempfile
 from dataclasses import dataclass
@@ -24,14 +24,14 @@ from flyte_ddp.tasks.stored_images import fetch, list_files
 
 @dataclass(frozen=True)
 class InferenceSummary:
-    """What came out, in figures.
+    """The result in figures.
 
     Attributes:
-        dataset: that the model was trained on, as options have it.
+        dataset: that the model was trained on, according to the options.
         images: number of rows.
         unreadable: image files without a prediction.
         labelled: images with a prediction whose class is known.
-        accuracy: share of these that is predicted correctly, from 0 to 1; None where there are none.
+        accuracy: share of these that is predicted correctly, from 0 to 1; None if there are none.
     """
 
     dataset: str
@@ -42,12 +42,12 @@ class InferenceSummary:
 
 
 class InferenceOutputs(NamedTuple):
-    """What batch prediction gives back.
+    """The outputs of batch prediction.
 
     Attributes:
         predictions: a row for each image, see flyte_ddp.inference.shards.Row.
         summary: the figures.
-        report: a page to look at, in one file.
+        report: an HTML page in a single file.
     """
 
     predictions: CSVFile
@@ -62,7 +62,7 @@ def gather_shards(
     folder: Optional[FlyteDirectory],
     options: InferenceOptions,
 ) -> InferenceOutputs:
-    """All rows in one file, in the images' order, and what they come to."""
+    """Joins all rows in one file, in the order of the images, and summarises them."""
     description = prepared.read_description(data.download())
     with run_dir("inference") as place:
         predictions = place / "predictions.csv"

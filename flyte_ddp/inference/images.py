@@ -1,4 +1,4 @@
-"""Image files as a network takes them: decoded as for training on a folder, each by itself, with what is wrong."""
+"""Decodes image files as for training on a folder, but reports unreadable files instead of raising errors."""
 
 from pathlib import Path
 from typing import Sequence, Tuple
@@ -10,9 +10,9 @@ from flyte_ddp.errors import InputError
 
 
 def decode_all(paths: Sequence[Path], image_shape: Tuple[int, int, int]) -> Tuple[np.ndarray, Sequence[str]]:
-    """Images (N, C, H, W) uint8 and for each what is wrong with its file, empty where nothing is.
+    """Images (N, C, H, W) uint8, and for each the problem with its file, empty if it was read.
 
-    A file that cannot be read leaves zeros. InputError if Pillow has no images with that many channels.
+    A file that cannot be read gives zeros. InputError if Pillow does not support that many channels.
     """
     if image_shape[0] not in MODES:
         raise InputError(

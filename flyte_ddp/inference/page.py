@@ -1,4 +1,4 @@
-"""What batch prediction found: counted from the rows, and as a page."""
+"""The results of batch prediction: counts of its rows, and a page."""
 
 import heapq
 from collections import Counter
@@ -24,7 +24,7 @@ class Tally(NamedTuple):
         predicted: by predicted class.
         known: by true class, of images with a prediction.
         right: the same, of those predicted correctly.
-        least_certain: (place, row), the lowest score first.
+        least_certain: (index, row), lowest score first.
         errors: the first images without a prediction.
     """
 
@@ -48,12 +48,12 @@ class Tally(NamedTuple):
         return self.right.total() / self.labelled if self.labelled else None
 
     def __str__(self) -> str:
-        said = [f"{self.images:,} images"]
+        parts = [f"{self.images:,} images"]
         if self.accuracy is not None:
-            said.append(f"{self.accuracy:.2%} of the {self.labelled:,} whose class is known predicted correctly")
+            parts.append(f"{self.accuracy:.2%} of the {self.labelled:,} labelled ones predicted correctly")
         if self.unreadable:
-            said.append(f"{self.unreadable:,} could not be read")
-        return ", ".join(said)
+            parts.append(f"{self.unreadable:,} could not be read")
+        return ", ".join(parts)
 
 
 def tally(path: Path) -> Tally:
@@ -79,27 +79,27 @@ def predicted_article(
     by_class = Section(
         "By class",
         caption="Images by class",
-        heads=("Class", "Predicted", "Known", "Right", "Share of known"),
+        heads=("Class", "Predicted", "Labelled", "Correct", "Accuracy"),
         lines=[_line(name, found) for name in description.classes if found.predicted[name] or found.known[name]],
     )
     least_certain = Section(
-        "The least certain",
+        "Least certain",
         ["The images whose predicted class has the lowest probability, as the network saw them."],
         pictures=[(picture(image), _words(row)) for image, (_, row) in zip(images, found.least_certain, strict=True)],
     )
     unreadable = Section(
-        "Without a prediction",
+        "Unreadable files",
         caption=f"The first of {found.unreadable:,} files that could not be read",
         heads=("File", "Reason"),
         lines=[(row.image, row.error) for row in found.errors],
     )
     setup = Section(
         "Set-up",
-        caption="With what, and where",
+        caption="Inputs and environment",
         heads=("", ""),
         lines=[
             ("Network", f"{options.model}, trained on {description.name}"),
-            ("Shards, images of a batch", f"{options.shards}, {options.batch_size}"),
+            ("Shards, batch size", f"{options.shards}, {options.batch_size}"),
             *surroundings().items(),
         ],
     )
@@ -113,5 +113,5 @@ def _line(name: str, found: Tally) -> Tuple[str, ...]:
 
 
 def _words(row: Row) -> str:
-    truth = f", is {row.label}" if row.label and row.label != row.prediction else ""
+    truth = f", labelled {row.label}" if row.label and row.label != row.prediction else ""
     return f"{row.image}: {row.prediction} ({float(row.score):.1%}){truth}"

@@ -1,4 +1,4 @@
-"""Batch prediction in a process of its own: a look at the network's file, and a shard's images through it."""
+"""Batch prediction in a process of its own: checks a file of weights, and predicts a shard."""
 
 from pathlib import Path
 from typing import Iterator, List, Sequence, Tuple
@@ -19,17 +19,17 @@ from flyte_ddp.recipes.models import MODELS, load_model
 from flyte_ddp.storage import writing_to
 from flyte_ddp.weights import load_weights
 
-REMEDY = "give that of a training, and in options the model and the dataset that it was trained with"
+REMEDY = "use that of a training, and set the model and dataset of that training in options"
 
 
 def check_model(environment: Environment, link: Link, file: ModelFile) -> None:
-    """InputError where the file does not have the weights of the network."""
+    """Raises InputError if the file does not have the weights of the network."""
     load_weights(MODELS[file.model](file.image_shape, file.classes), file.path, remedy=REMEDY)
 
 
 @torch.inference_mode()
 def predict_shard(environment: Environment, link: Link, job: ShardJob) -> None:
-    """Writes a row for each image of the shard to job.output; in float32, as training evaluates."""
+    """Writes a row for each image of the shard to job.output; in float32, as in the evaluations of training."""
     torch.set_num_threads(environment.threads)
     settle_arithmetic()
     device = torch.device(environment.world.device)

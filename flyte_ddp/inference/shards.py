@@ -1,4 +1,4 @@
-"""What batch prediction works on: its options, a shard, a rank's job, and the rows that come out. No torch."""
+"""The options of batch prediction, its shards, a rank's job, and the rows it writes. No torch."""
 
 import csv
 from dataclasses import dataclass
@@ -18,10 +18,10 @@ class InferenceOptions(Settings):
 
     Attributes:
         model: name of the network, see flyte_ddp/recipes/models.py.
-        dataset: that the model was trained on, which says shape, classes and normalisation; auto as in training.
-        split: of the dataset, where no folder is given.
-        shards: parts that are predicted, and retried, each for itself; a shard's images are in memory at once.
-        batch_size: images of one forward pass.
+        dataset: that the model was trained on, which determines shape, classes and normalisation; auto as in training.
+        split: of the dataset, if no folder is given.
+        shards: number of parts, each predicted and retried on its own, with all of its images in memory.
+        batch_size: images per forward pass.
         timeout_seconds: how long a shard may go without a batch before it counts as hung.
     """
 
@@ -35,12 +35,12 @@ class InferenceOptions(Settings):
 
 @dataclass(frozen=True)
 class Shard:
-    """One part of the images: the cache goes by this alone.
+    """One part of the images; it alone is the cache key.
 
     Attributes:
         number, count: this is shard `number`, from 0, of `count`.
         first, last: its images, the last one not included.
-        key: hash of all that decides the predictions: weights, network, images, code.
+        key: hash of everything that determines the predictions: weights, network, images, code.
     """
 
     number: int
@@ -56,12 +56,12 @@ class Shard:
 
 @dataclass(frozen=True)
 class ShardJob:
-    """One shard, as the rank needs to know it.
+    """One shard, as a rank's job.
 
     Attributes:
         data: folder of the prepared dataset that the model was trained on.
-        files: (name, where it lies) of each image file; empty for images first..last of the dataset's split.
-        output: where the rows go.
+        files: (name, path) of each image file; empty for images first..last of the dataset's split.
+        output: file for the rows.
     """
 
     model_path: str
@@ -77,7 +77,7 @@ class ShardJob:
 
 @dataclass(frozen=True)
 class ModelFile:
-    """A file that should hold the weights of a network for such images."""
+    """A file that should contain the weights of a network for such images."""
 
     path: str
     model: str
@@ -86,13 +86,13 @@ class ModelFile:
 
 
 class Row(NamedTuple):
-    """What is said of one image, as text.
+    """The result for one image, as text.
 
     Attributes:
-        image: its place in the split, from 0, or its file below the folder.
-        label: the class it is of, empty where not known.
-        prediction: the class that the network takes it for.
-        score: the probability that the network gives this class.
+        image: its index in the split, from 0, or its path below the folder.
+        label: its class, empty if unknown.
+        prediction: the predicted class.
+        score: the predicted probability of this class.
         error: why there is no prediction.
     """
 
@@ -104,7 +104,7 @@ class Row(NamedTuple):
 
 
 def write_rows(path: Path, rows: Iterator[Row]) -> None:
-    # file names need not be text everywhere
+    # file names may be invalid Unicode
     with open(path, "w", newline="", encoding="utf-8", errors="backslashreplace") as file:
         writer = csv.writer(file)
         writer.writerow(Row._fields)

@@ -1,4 +1,4 @@
-"""Batch prediction as Flyte tasks: look at the inputs, share the images out, predict each shard."""
+"""Batch prediction as Flyte tasks: check the inputs, split the images into shards, predict each shard."""
 
 import hashlib
 import json
@@ -67,10 +67,10 @@ def one_device() -> Dict[str, Any]:
 def check_inputs(
     model_state: Optional[PythonPickledFile], folder: Optional[FlyteDirectory], options: InferenceOptions
 ) -> str:
-    """The name of the dataset that the model was trained on; refuses what can be seen without it."""
+    """The name of the dataset that the model was trained on; refuses invalid inputs before it is downloaded."""
     known_classifier(model_state)
     if folder is not None and not list_files(folder):
-        raise InputError(f"{folder.path} holds no files to predict: give a folder of images, with sub-folders or not")
+        raise InputError(f"folder must contain image files, got {folder.path} without any: choose another folder")
     return resolve_name(options.dataset)
 
 
@@ -78,7 +78,7 @@ def check_inputs(
 def plan_shards(
     model_state: PythonPickledFile, data: PreparedDataset, folder: Optional[FlyteDirectory], options: InferenceOptions
 ) -> List[Shard]:
-    """Shares the images out, once the model is known to be one for them; never cached, as it looks at contents."""
+    """Splits the images into shards, if the model fits them; never cached, because contents may have changed."""
     check_registered_code()
     with flyte_retries():
         description = prepared.verify(data.download())
@@ -123,7 +123,7 @@ def predict_shard(
     part = part_path(shard)
     settings = LocalConfig.auto()
     if part.exists() and settings.cache_enabled and not settings.cache_overwrite:
-        say(f"{shard.name}: as it was predicted before")
+        say(f"{shard.name}: already predicted")
         return output_file(part, CSVFile)
     check_registered_code()
     check_gpus(visible_gpus())
@@ -152,7 +152,7 @@ def predict_shard(
 
 
 def part_path(shard: Shard) -> Path:
-    """Where the rows of a shard go; a local run keeps them for the next one, by the shard's key."""
+    """The file for a shard's rows, which later local runs find by the shard's key."""
     if not is_local():
         return Path(current_context().working_directory) / "part.csv"
     folder = runs_dir() / "shards"

@@ -97,7 +97,7 @@ def test_each_file_gives_the_accuracy_of_the_training_from_pixels_alone(exported
 
 def test_the_card_names_the_classes_and_what_the_images_are(exported):
     for file in ("model.safetensors", "model.pt2", "model.onnx"):
-        assert f"{file}: accuracy {exported.accuracy:.6g} on the test split, as the model itself" in exported.said
+        assert f"{file}: accuracy {exported.accuracy:.6g} on the test split, the same as the model" in exported.said
     text = (exported.folder / "model_card.md").read_text().replace("\\", "")
     assert text.startswith("# fashion_cnn, trained on photos\n")
     assert ", ".join(CLASSES) in text
@@ -109,12 +109,12 @@ def test_the_card_names_the_classes_and_what_the_images_are(exported):
 @pytest.mark.parametrize(
     ("workflow", "arguments", "words"),
     [
-        ("export_folder_wf", ["--folder", "PHOTOS"], """give --images '{"image_size": 28, "channels": "rgb"}'"""),
-        ("export_wf", [], "and photos is a folder of images: run export_folder_wf, with that folder"),
+        ("export_folder_wf", ["--folder", "PHOTOS"], """set --images '{"image_size": 28, "channels": "rgb"}'"""),
+        ("export_wf", [], "but photos is a folder of images: run export_folder_wf with that folder"),
         (
             "export_folder_wf",
             ["--folder", "PHOTOS/train", "--images", IMAGES],
-            "give the weights, settings and data of one training",
+            "use weights, settings and data of the same training",
         ),
     ],
 )

@@ -65,7 +65,7 @@ def test_killed_run_keeps_its_finished_shards_and_ends_as_the_evaluation_did(tra
     running.communicate()
 
     again = pyflyte(*command, cwd=tmp_path)
-    assert "Shard 1 of 8: as it was predicted before" in again.stderr
+    assert "Shard 1 of 8: already predicted" in again.stderr
     assert "Shard 8 of 8: 37 images in" in again.stderr, "it was killed before that"
     assert len(re.findall("^Shard ", again.stderr, re.MULTILINE)) == 8
     assert f"labelled=296, accuracy={trained.accuracy}" in again.stdout
@@ -79,7 +79,7 @@ def test_killed_run_keeps_its_finished_shards_and_ends_as_the_evaluation_did(tra
     part = max((Path(os.environ["DDP_RUNS_DIR"]) / "shards").iterdir())
     part.unlink()
     lost_one = pyflyte(*command, cwd=tmp_path)
-    assert len(re.findall("as it was predicted before", lost_one.stderr)) == 7
+    assert len(re.findall("already predicted", lost_one.stderr)) == 7
     assert len(re.findall("images in", lost_one.stderr)) == 1
     assert part.exists()
 
@@ -88,7 +88,7 @@ def test_killed_run_keeps_its_finished_shards_and_ends_as_the_evaluation_did(tra
     ("arguments", "words"),
     [
         (["--model_state", "nowhere.pt"], "valid file path, nowhere.pt"),
-        (["--folder", "."], "holds no files to predict"),
+        (["--folder", "."], "folder must contain image files"),
         (["--model_state", INFERENCE, "--options", '{"dataset": "digits"}'], "model_state must be a state_dict"),
     ],
 )
