@@ -21,11 +21,11 @@ from flyte_ddp.launch.failures import Failure, RankFailed
 WAYS = ("stop", "sleep", "sleep in the data", "stopped from outside")
 TWO_RANKS = World(2, 2, "gloo", "cpu")
 VICTIMS: Tuple[Tuple[int, ...], ...] = ((0,), (1,), (0, 1))
-TIMEOUT_SECONDS = 6.0  # longer than the start of the ranks, on a machine that has nothing else to do
+TIMEOUT_SECONDS = 6.0  # longer than ranks take to start on an idle machine
 
 
 class TooSlow(Exception):
-    """The time-out came before the ranks were to hang."""
+    """The time-out came before the ranks had been made to hang."""
 
 
 def hang(way: str, ranks: Tuple[int, ...], chance: random.Random, world: World, timeout_seconds: float) -> Failure:
@@ -55,7 +55,7 @@ def hang(way: str, ranks: Tuple[int, ...], chance: random.Random, world: World, 
 
 
 def hang_in_time(way: str, ranks: Tuple[int, ...], chance: random.Random, world: World = TWO_RANKS) -> Failure:
-    """The same, with as much time as needed."""
+    """Like hang, with as much time as needed."""
     seconds = TIMEOUT_SECONDS
     while True:
         try:

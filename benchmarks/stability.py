@@ -1,8 +1,8 @@
-"""The margin by which the recipes learn: `python -m benchmarks.stability FOLDER [--suites digits "digits, 24 epochs"]`.
+"""Measures how robust the recipes are: `python -m benchmarks.stability FOLDER [--suites digits "digits, 24 epochs"]`.
 
 Each suite trains a recipe with its defaults on many seeds, alternating between one rank and two, and counts the runs
-that end no better than guessing and those whose loss leapt, as defined by flyte_ddp/engine/watch.py. Then the margin:
-the learning rate is raised, factor by factor, until one of ten seeds fails.
+that end no better than guessing and those whose loss leapt, as defined by flyte_ddp/engine/watch.py. Then, as
+margin, the learning rate is raised, factor by factor, until one of ten seeds fails.
 
 Every run is kept in the folder: the same command resumes where it was interrupted, and several that run at the same
 time share the work. Use a new folder after changing the code.

@@ -10,24 +10,25 @@ from flyte_ddp.errors import InputError
 from flyte_ddp.model_metadata import NO_SAFETENSORS, is_safetensors
 
 MOST_NAMES = 6
-REMEDY = "give the model_state of a training of this network, and the settings that it was trained with"
+REMEDY = "use the model_state of a training of this network, with the settings of that training"
 Network = TypeVar("Network", bound=nn.Module)
 
 
 def load_weights(model: Network, path: Union[str, Path], called: str = "model_state", remedy: str = REMEDY) -> Network:
-    """Puts the weights of a file into a network, which it returns; InputError where they are not those of the network.
+    """Loads the weights of a file into a network and returns it; InputError if they do not fit.
 
-    called, remedy: what the error calls the file, and says is to be done.
+    called, remedy: how the error names the file, and what it advises.
     """
     given, own = read_weights(path, called, remedy), model.state_dict()
-    if odd := misfits(given, own):
-        raise InputError(f"{called} must fit the network, and {path} {told(odd, given, own)}: {remedy}")
+    if names := misfits(given, own):
+        problem = describe_misfits(names, given, own)
+        raise InputError(f"{called} must fit the network, got {path} with {problem}: {remedy}")
     model.load_state_dict(given)
     return model
 
 
 def read_weights(path: Union[str, Path], called: str = "model_state", remedy: str = REMEDY) -> Dict[str, Tensor]:
-    """The state_dict of a model_state or safetensors file, on the CPU; InputError where the file is neither."""
+    """The state_dict of a model_state or safetensors file, on the CPU; InputError if the file is neither."""
     try:
         if is_safetensors(path):
             found: Any = _read_safetensors(path)
@@ -36,28 +37,28 @@ def read_weights(path: Union[str, Path], called: str = "model_state", remedy: st
         problem = f"holds something else ({type(found).__name__})"
     except InputError:  # a library is missing
         raise
-    except Exception as error:  # of zipfile, pickle, torch and safetensors; their advice would be to trust the file
+    except Exception as error:  # of zipfile, pickle, torch and safetensors, which would advise to trust the file
         found, problem = None, f"cannot be read safely ({getattr(error, 'strerror', None) or type(error).__name__})"
     if not isinstance(found, dict) or not all(isinstance(value, Tensor) for value in found.values()):
-        raise InputError(f"{called} must be a state_dict, a tensor for each name, and {path} {problem}: {remedy}")
+        raise InputError(f"{called} must be a state_dict of tensors, but {path} {problem}: {remedy}")
     return found
 
 
 def misfits(given: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> List[str]:
-    """The names of tensors that only one has, or that have other shapes."""
+    """The names of tensors that only one of the two has, or whose shapes differ."""
     shapes = [{name: value.shape for name, value in weights.items()} for weights in (given, own)]
     return [name for name in sorted({*given, *own}) if shapes[0].get(name) != shapes[1].get(name)]
 
 
-def told(names: Sequence[str], given: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> str:
-    """What is wrong with given weights, as the end of 'the file …'."""
+def describe_misfits(names: Sequence[str], given: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> str:
+    """Why tensors of given weights do not fit, in torch's words."""
     both = [name for name in names if name in given and name in own]
-    said = {
-        "lacks ": [name for name in names if name not in given],
-        "has, which the network has not, ": [name for name in names if name not in own],
-        "has ": [f"{name} of {tuple(given[name].shape)} instead of {tuple(own[name].shape)}" for name in both],
+    kinds = {
+        "missing keys": [name for name in names if name not in given],
+        "unexpected keys": [name for name in names if name not in own],
+        "wrong shapes": [f"{name} {tuple(given[name].shape)} instead of {tuple(own[name].shape)}" for name in both],
     }
-    return " and ".join(start + listed(found) for start, found in said.items() if found)
+    return "; ".join(f"{kind} {listed(found)}" for kind, found in kinds.items() if found)
 
 
 def listed(names: Sequence[str]) -> str:

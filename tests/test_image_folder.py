@@ -49,7 +49,7 @@ def test_it_trains_on_a_folder_and_follows_what_becomes_of_it(digits):
     (digits / "digit 3" / "broken.png").unlink()
     (model,) = set(re.findall(r"model_state=([^,]+)", again))
     said = pyflyte("image_folder_wf", *arguments[:-1], '{"epochs": 1}', "--init", model)
-    assert "Begins with 8 of 8 tensors of model.pt" in said
+    assert "Starts from 8 of 8 tensors of model.pt" in said
     assert "1,200" not in said
     assert "cannot be read" not in said
     assert "Train Epoch" in said

@@ -142,7 +142,7 @@ def test_two_nodes_begin_with_given_weights(node, tmp_path, small):
     inputs = {"hp": literal(dataclasses.replace(HP, epochs=1)), "options": literal(RunOptions()), **given}
     pods = [node(name, inputs=inputs) for name in ("a", "b")]
     run_together(*pods)
-    assert any("Begins with 8 of 8 tensors of model.pt" in pod.log for pod in pods)
+    assert any("Starts from 8 of 8 tensors of model.pt" in pod.log for pod in pods)
 
 
 def test_lost_node_comes_back_and_all_go_on(node, one_node):

@@ -16,20 +16,20 @@ OWN = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)).state_dict()
     [
         (
             {**OWN, "1.bias": torch.zeros(5)},
-            "must fit the network, and {path} has 1.bias of (5,) instead of (2,): give",
+            "must fit the network, got {path} with wrong shapes 1.bias (5,) instead of (2,): use",
         ),
-        ({"1.bias": OWN["1.bias"]}, "{path} lacks 0.bias, 0.weight, 1.weight: give"),
+        ({"1.bias": OWN["1.bias"]}, "{path} with missing keys 0.bias, 0.weight, 1.weight: use"),
         (
             {f"more{number}": torch.zeros(1) for number in range(9)} | OWN,
-            "{path} has, which the network has not, more0, more1, more2, more3, more4, more5 and 3 more: give",
+            "{path} with unexpected keys more0, more1, more2, more3, more4, more5 and 3 more: use",
         ),
-        ([1, 2], "must be a state_dict, a tensor for each name, and {path} holds something else (list): give"),
-        ({"epoch": 3}, "{path} holds something else (dict): give"),
-        (nn.Linear(2, 2), "{path} cannot be read safely (UnpicklingError): give"),
-        (b"", "{path} cannot be read safely (EOFError): give"),
-        (b"no weights", "{path} cannot be read safely (UnpicklingError): give"),
-        (b'\x40\0\0\0\0\0\0\0{"0.bias": {', "{path} cannot be read safely (SafetensorError): give"),
-        (None, "{path} cannot be read safely (No such file or directory): give"),
+        ([1, 2], "must be a state_dict of tensors, but {path} holds something else (list): use"),
+        ({"epoch": 3}, "{path} holds something else (dict): use"),
+        (nn.Linear(2, 2), "{path} cannot be read safely (UnpicklingError): use"),
+        (b"", "{path} cannot be read safely (EOFError): use"),
+        (b"no weights", "{path} cannot be read safely (UnpicklingError): use"),
+        (b'\x40\0\0\0\0\0\0\0{"0.bias": {', "{path} cannot be read safely (SafetensorError): use"),
+        (None, "{path} cannot be read safely (No such file or directory): use"),
     ],
 )
 def test_a_file_that_is_not_of_the_network_is_one_error_that_names_it(tmp_path, content, words):

@@ -24,7 +24,7 @@ class Unplugged(Exception):
 
 def counted_without_torch(machine: Machine) -> str:
     if machine.gpus and importlib.util.find_spec("pynvml") is None:
-        raise Missing("nvidia-ml-py is not installed: torch has counted them")
+        raise Missing("nvidia-ml-py is not installed, so torch counted them")
     count = visible_gpus()
     expect("torch" not in sys.modules, "the process that starts the ranks has imported torch")
     return f"{count}"

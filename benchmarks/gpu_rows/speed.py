@@ -1,4 +1,4 @@
-"""Rows on time: of a step, to an accuracy, and against others on the same GPU."""
+"""Rows on speed: of a step, to an accuracy, and compared with others on the same GPU."""
 
 import importlib.util
 import os
@@ -79,7 +79,7 @@ def tf32(machine: Machine) -> str:
     machine.need_gpus()
     world = World(1, 1, "nccl", "cuda")
     (found,) = launcher.launch(f"{STEPS}compare_tf32", world, None, 120, lambda event: None)
-    expect(found[1] < 1e-5, f"IEEE's has an error of {found[1]:.1e}")
+    expect(found[1] < 1e-5, f"IEEE float32 has an error of {found[1]:.1e}")
     return f"errors {found[0]:.1e} and {found[1]:.1e}, {found[2]:.2f} and {found[3]:.2f} ms"
 
 

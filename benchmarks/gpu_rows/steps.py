@@ -35,7 +35,7 @@ class Operations(TorchDispatchMode):
 
 
 @contextmanager
-def looked_at(look: ContextManager[Any], steps: List[int]) -> Iterator[None]:
+def inspected(look: ContextManager[Any], steps: List[int]) -> Iterator[None]:
     """While the block runs, all but the first steps of a training, each with fetching its batch, run within `look`."""
     train_step, epoch = TrainingState.train_step, TrainBatches.epoch
 
@@ -64,19 +64,19 @@ def count_operations(environment: Environment, link: Link, job: Job) -> Tuple[fl
     """The average number of operations per step, and all their names."""
     operations = Operations()
     steps: List[int] = []
-    with looked_at(operations, steps):
+    with inspected(operations, steps):
         worker.run(environment, link, job)
     return operations.computing.total() / len(steps), sorted(operations.computing | operations.others)
 
 
 def count_launches(environment: Environment, link: Link, job: Job) -> float:
-    """Launches of a step on a GPU, on average."""
+    """The average number of kernel launches per step on a GPU."""
     kinds = torch.profiler.ProfilerActivity
     steps: List[int] = []
     with (
         inductor_left_out(),
         torch.profiler.profile(activities=[kinds.CPU, kinds.CUDA]) as profiler,
-        looked_at(torch.profiler.record_function("a step"), steps),
+        inspected(torch.profiler.record_function("a step"), steps),
     ):
         worker.run(environment, link, job)
     events = profiler.events()
@@ -99,7 +99,7 @@ class Unwaiting:
 def find_waits(environment: Environment, link: Link, job: Job) -> int:
     """How many steps ran in which anything that makes the host wait for the GPU would have raised an error."""
     steps: List[int] = []
-    with looked_at(Unwaiting(), steps):
+    with inspected(Unwaiting(), steps):
         worker.run(environment, link, job)
     return len(steps)
 
@@ -109,13 +109,13 @@ def describe(environment: Environment, link: Link, argument: Any) -> str:
     major, minor = torch.cuda.get_device_capability()
     codes = [int(name.removeprefix("sm_")) for name in torch.cuda.get_arch_list() if name.startswith("sm_")]
     if not any(code // 10 == major and code % 10 <= minor for code in codes):
-        raise RuntimeError(f"torch has code for {codes}, the GPU is of {major}.{minor}")
+        raise RuntimeError(f"torch supports compute capabilities {codes}, the GPU has {major}{minor}")
     nccl = ".".join(map(str, torch.cuda.nccl.version()))
     return f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}, NCCL {nccl}"
 
 
 def compare_tf32(environment: Environment, link: Link, argument: Any) -> Tuple[float, float, float, float]:
-    """Of a convolution: the relative errors with TF32 and with IEEE's float32, and the milliseconds of each."""
+    """For a convolution with TF32 and with IEEE float32: both relative errors, then both times in milliseconds."""
     features, weights = torch.randn(256, 64, 32, 32, device="cuda"), torch.randn(64, 64, 3, 3, device="cuda")
     exact = torch.nn.functional.conv2d(features.double(), weights.double(), padding=1)
     errors, milliseconds = [], []

@@ -1,4 +1,4 @@
-"""What a trained network gives for a split, outside of training: on one rank, in float32."""
+"""Measures a trained network on a split, outside of training: on one rank, in float32."""
 
 from typing import Any, Callable, Dict, Optional, Sequence, Tuple
 
@@ -24,9 +24,9 @@ def measure(
     forward: Optional[Callable[[nn.Module, Any], Any]] = None,
     look: Callable[[Batch, Pairs], None] = lambda batch, pairs: None,
 ) -> Measured:
-    """In the batches of a training's own evaluation.
+    """Uses the same batches as the evaluations of a training.
 
-    forward: the recipe's own, or that of another one, by which the network was trained. look: sees each batch.
+    forward: by default the recipe's own; for a network of another recipe, that one's. look: is called with each batch.
     """
     names: Sequence[str] = ()
     sums = torch.zeros((), dtype=torch.float64, device=split.device)

@@ -19,7 +19,7 @@ from flyte_ddp.engine.loading import Streamed
 from flyte_ddp.engine.measures import augment, place
 from flyte_ddp.engine.probe import Probed, probe
 from flyte_ddp.engine.state import TrainingState
-from flyte_ddp.engine.warm_start import begin_with, freeze, is_checkpoint, train_on
+from flyte_ddp.engine.warm_start import continue_from, freeze, is_checkpoint, start_from
 from flyte_ddp.errors import InputError
 from flyte_ddp.events import NotLearning
 from flyte_ddp.launch.environment import Environment
@@ -76,7 +76,7 @@ def set_up(environment: Environment, device: torch.device, job: Job) -> Parts:
     state.watch.warnings += [NotLearning(0, 0, reason) for reason in reasons]
     mixed = not (constant_loss or recipe.couples_samples)  # then outputs are also paired with other samples
     if job.init and is_checkpoint(Path(job.init)):
-        remarks.append(train_on(state, Path(job.init), job, len(batches)))
+        remarks.append(continue_from(state, Path(job.init), job, len(batches)))
     place_in_world = settings.test_batch_size, rank, world_size, mixed
     validated = TestBatches(validation, *place_in_world) if validation else None
     return Parts(state, batches, validated, TestBatches(test, *place_in_world), found, precision, remarks)
@@ -88,7 +88,7 @@ def first_model(recipe: Recipe, job: Job) -> Tuple[nn.Module, List[str]]:
     torch.manual_seed(settings.seed)
     model, remarks = convert(recipe.model().to(recipe.device), recipe.share), []
     if job.init and not is_checkpoint(Path(job.init)):
-        remarks.append(begin_with(model, Path(job.init), settings.init_leave_out))
+        remarks.append(start_from(model, Path(job.init), settings.init_leave_out))
     if settings.freeze:
         remarks.append(freeze(model, settings.freeze))
     return model, remarks

@@ -1,4 +1,4 @@
-"""A single process beside this one, for what imports torch."""
+"""Runs a function that imports torch in a single separate process."""
 
 from typing import Any, Callable
 
@@ -19,7 +19,7 @@ def run_alone(
     world: World = CPU,
     root: str = "",
 ) -> Any:
-    """The value of target(environment, link, argument); see launcher.launch, but that an InputError stays one."""
+    """Returns target(environment, link, argument). Raises as launcher.launch does, but an InputError stays one."""
     try:
         roots = [root] if root else []
         return launcher.launch(target, world, argument, timeout_seconds, on_event, roots=roots)[0]

@@ -70,10 +70,10 @@ def flyte_retries() -> Iterator[None]:
     except click.ClickException as error:
         if is_local():
             raise
-        raise told(error) from None
+        raise as_task_error(error) from None
 
 
-def told(error: click.ClickException, logs: str = "") -> TaskFailed:
+def as_task_error(error: click.ClickException, logs: str = "") -> TaskFailed:
     """The exception that Flyte shows for an error; the second line of its message says where the logs are."""
     headline, separator, details = error.message.partition("\n")
     place = f"\nLogs: {logs}" if logs else ""

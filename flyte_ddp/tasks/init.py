@@ -36,8 +36,8 @@ KnownInit = Annotated[Optional[FlyteFile], HashMethod(of_init)]
     **small_resources(),
 )
 def known_init(init: Optional[FlyteFile]) -> KnownInit:
-    """Returns the same file, a model_state or checkpoint, where it is. A cluster reads each place only once, so that a
-    cached training starts no pod: other weights need another place."""
+    """Returns the same file, a model_state or checkpoint, where it is. A cluster reads each path only once, so that a
+    cached training starts no pod: other weights need another path."""
     return None if init is None else in_place(init)
 
 

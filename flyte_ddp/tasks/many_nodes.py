@@ -16,7 +16,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 from flyte_ddp.errors import RecoverableError
 from flyte_ddp.tasks.elastic import failure_of_node
-from flyte_ddp.tasks.execution import told
+from flyte_ddp.tasks.execution import as_task_error
 from flyte_ddp.tasks.logs import place_of_logs
 from flyte_ddp.tasks.registration import registration
 from flyte_ddp.tasks.resources import registered_environment
@@ -34,7 +34,7 @@ class NodesTask(PytorchElasticFunctionTask):
             return super().execute(**inputs)
         except (RendezvousError, DistError) as error:
             lost = RecoverableError(f"node {platform.node()}: the rendezvous of the nodes is lost: {error}")
-            raise told(lost, place_of_logs()) from None
+            raise as_task_error(lost, place_of_logs()) from None
         except (FlyteRecoverableException, FlyteUserRuntimeException) as error:
             if not isinstance(error.__context__, ChildFailedError):
                 raise

@@ -38,18 +38,18 @@ def telling_webhook() -> Iterator[None]:
         if url and "TORCHELASTIC_RUN_ID" not in os.environ:
             failure = failure_of(error)
             if failure["cause"] != "SIGTERM":
-                tell(url, failure)
+                notify(url, failure)
         raise
 
 
-def tell(url: str, failure: Dict[str, Any]) -> None:
+def notify(url: str, failure: Dict[str, Any]) -> None:
     """Posts the failure, for at most POST_SECONDS; a warning does not show the URL, which may be secret."""
     problems = ["no answer in time"]
     thread = threading.Thread(target=post, args=(url, failure, problems), daemon=True)
     thread.start()
     thread.join(POST_SECONDS)
     if problems:
-        say(f"Warning: the webhook was not told of the failure: {problems[-1]}")
+        say(f"Warning: the webhook was not notified of the failure: {problems[-1]}")
 
 
 def post(url: str, content: Dict[str, Any], problems: "list[str]") -> None:

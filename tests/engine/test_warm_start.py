@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from flyte_ddp.engine.warm_start import begin_with, freeze, matching
+from flyte_ddp.engine.warm_start import freeze, matching, start_from
 from flyte_ddp.errors import InputError
 from flyte_ddp.events import EpochFinished, RunStarted, StepLogged
 from flyte_ddp.launch.failures import RankFailed
@@ -30,7 +30,7 @@ def test_two_and_three_epochs_equal_five_bit_for_bit(train, tmp_path, more):
     train(name="first", epochs=2, **settings)
     on = train(name="second", epochs=5, init=tmp_path / "first" / "final-checkpoint", **settings)
     assert (started(on).first_epoch, started(on).first_step) == (2, 0)
-    assert started(on).remarks == ["Goes on where final-checkpoint ended: epoch 2"]
+    assert started(on).remarks == ["Continues from final-checkpoint, after epoch 2"]
     assert [event.epoch for event in on.events if isinstance(event, EpochFinished)] == [2, 3, 4]
     assert identical(whole, on)
     assert on.result.chosen_epoch == whole.result.chosen_epoch
@@ -49,7 +49,7 @@ def test_a_training_that_stops_on_the_way_goes_on_with_the_same_bits(train, tmp_
     first = train(name="first", epochs=5, stop_after=1, **more)
     assert started(first).epochs == len(first.result.epochs) == 1
     middle = train(name="middle", epochs=5, stop_after=4, init=tmp_path / "first" / "final-checkpoint", **more)
-    assert started(middle).remarks == ["Goes on where final-checkpoint ended: epoch 1"]
+    assert started(middle).remarks == ["Continues from final-checkpoint, after epoch 1"]
     last = train(name="last", epochs=5, init=tmp_path / "middle" / "final-checkpoint", **more)
     assert len(last.result.epochs) == (3 if "patience" in more else 5)
     assert identical(whole, last)
@@ -86,7 +86,7 @@ def test_a_checkpoint_from_within_an_epoch_goes_on_with_the_same_settings_alone(
     on = train(name="on", epochs=2, log_interval=5, init=init, **CONSTANT)
     assert started(on).first_step > 0
     assert identical(whole, on)
-    with pytest.raises(RankFailed, match=r"within an epoch, .* but other are batch_size, learning_rate"):
+    with pytest.raises(RankFailed, match=r"within an epoch, .* but these differ: batch_size, learning_rate"):
         train(name="other", epochs=2, init=init, **{**CONSTANT, "learning_rate": 0.1, "batch_size": 32})
 
 
@@ -95,14 +95,13 @@ def test_a_continuation_has_its_own_rates(train, tmp_path):
     init = tmp_path / "first" / "final-checkpoint"
     on = train(name="on", epochs=2, init=init, schedule="constant", learning_rate=0.01)
     assert {event.learning_rate for event in on.events if isinstance(event, StepLogged)} == {0.01}
-    with pytest.raises(RankFailed, match=r"epochs must be above 1, which init has behind it and which count, got 1"):
+    with pytest.raises(RankFailed, match=r"epochs must be above 1, because it includes the epochs of init, got 1"):
         train(name="none", epochs=1, init=init, **CONSTANT)
-    with pytest.raises(
-        RankFailed, match=r"stop_after must be above 1, which init has behind it and which count, got 1"
-    ):
+    with pytest.raises(RankFailed, match=r"stop_after must be above 1, because it includes the epochs of init, got 1"):
         train(name="none", epochs=2, stop_after=1, init=init, **CONSTANT)
     with pytest.raises(
-        RankFailed, match=r"init must fit the network, and .*final-checkpoint lacks norm1.bias, .* has conv1.w"
+        RankFailed,
+        match=r"init must fit the network, got .*final-checkpoint with missing keys norm1.b.*shapes conv1.w",
     ):
         train(name="other", epochs=2, init=init, model="fashion_cnn", **CONSTANT)
 
@@ -124,14 +123,14 @@ def test_a_training_begins_with_anothers_weights_and_a_new_head_while_frozen_lay
     one, two = (train(nproc, name=f"{nproc}", init=init, **settings) for nproc in (1, 2))
     assert relative_difference(one, two) < 1e-4
     assert started(one).remarks == [
-        "Begins with 14 of 16 tensors of model.pt; begin anew: fc2.weight, fc2.bias",
+        "Starts from 14 of 16 tensors of model.pt; newly initialised: fc2.weight, fc2.bias",
         "Frozen: conv1.weight, norm1.weight, norm1.bias, conv2.weight, norm2.weight, fc2.weight",
     ]
     same = {name for name, weight in one.weights.items() if torch.equal(weight, first.weights[name])}
     stays = {"conv1.weight", "norm1.weight", "norm1.bias", "conv2.weight", "norm2.weight"}
     assert same == stays | {f"norm1.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")}
     plain = train(name="plain", init=init, model="fashion_cnn", learning_rate=1e-9)
-    assert started(plain).remarks == ["Begins with 16 of 16 tensors of model.pt"]
+    assert started(plain).remarks == ["Starts from 16 of 16 tensors of model.pt"]
     assert torch.allclose(plain.weights["fc1.weight"], first.weights["fc1.weight"], atol=1e-6)
 
 
@@ -140,18 +139,18 @@ def test_weights_that_do_not_fit_are_refused_or_left_out(tmp_path):
     torch.save({**given.state_dict(), "spare": torch.zeros(1)}, path)
     own = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
     with pytest.raises(InputError) as refused:
-        begin_with(own, path, "")
+        start_from(own, path, "")
     assert str(refused.value) == (
-        f"init must fit the network, and {path} has, which the network has not, spare and has 1.bias of (5,) instead "
-        "of (2,), 1.weight of (5, 3) instead of (2, 3): to begin anew with such tensors, name them in init_leave_out, "
-        'as "1", or set it to "mismatching"'
+        f"init must fit the network, got {path} with unexpected keys spare; wrong shapes 1.bias (5,) instead of (2,), "
+        "1.weight (5, 3) instead of (2, 3): to leave such tensors out, set init_leave_out to their names, as "
+        '"1", or to "mismatching"'
     )
     for leave_out in ("mismatching", "1 spare", "1.*,spare"):
-        said = begin_with(own, path, leave_out)
-        assert said == "Begins with 2 of 4 tensors of model.pt; begin anew: 1.weight, 1.bias"
+        said = start_from(own, path, leave_out)
+        assert said == "Starts from 2 of 4 tensors of model.pt; newly initialised: 1.weight, 1.bias"
         assert torch.equal(own.state_dict()["0.weight"], given.state_dict()["0.weight"])
-    with pytest.raises(InputError, match="init_leave_out leaves nothing of init"):
-        begin_with(own, path, "*")
+    with pytest.raises(InputError, match="init_leave_out must leave some tensors of init"):
+        start_from(own, path, "*")
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path):
@@ -167,7 +166,7 @@ def test_a_pattern_fits_tensors_and_layers():
     assert matching("freeze", ["body.0"], names) == names[:2]
     assert matching("freeze", ["body"], names) == names[:3]
     assert matching("freeze", ["*.weight", "body.0.*"], names) == names
-    with pytest.raises(InputError, match=r"freeze: no tensor is called 'neck'; there are body.0.weight, body.0.bias, "):
+    with pytest.raises(InputError, match=r"freeze must match names of tensors, got 'neck': choose from body.0.weight"):
         matching("freeze", ["body", "neck"], names)
 
 

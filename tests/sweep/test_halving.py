@@ -75,7 +75,7 @@ def test_the_better_ones_go_on_from_their_checkpoints():
     assert [result.hp.last_epoch for result in latest] == [1, 2, 1, 4, 4, 2, 1, 1]
     assert [result.seconds for result in latest] == [1, 2, 1, 3, 3, 2, 1, 1]
     assert saving(BY_TWO, EIGHT, latest) == (
-        "16 epochs instead of 32: all 8 trials went to epoch 1, the best 4 to epoch 2, the best 2 to epoch 4"
+        "16 epochs instead of 32: all 8 trials trained to epoch 1, the best 4 to epoch 2, the best 2 to epoch 4"
     )
 
 
@@ -93,13 +93,13 @@ def test_one_that_was_cut_takes_the_place_of_one_that_failed():
 @pytest.mark.parametrize(
     ("values", "base", "said"),
     [
-        ({"learning_rate": [0.1, 0.2]}, {"epochs": 9}, "at most the epochs (9) and the trials (2), got 3: with fewer"),
-        ({"learning_rate": RATES}, {"epochs": 2}, "at most the epochs (2) and the trials (8), got 3: with fewer"),
-        ({"epochs": [3, 6, 9]}, {}, "must be 1 where trials have epochs or a stop_after of their own, got 3: leave"),
+        ({"learning_rate": [0.1, 0.2]}, {"epochs": 9}, "at most the numbers of epochs (9) and trials (2), got 3"),
+        ({"learning_rate": RATES}, {"epochs": 2}, "at most the numbers of epochs (2) and trials (8), got 3"),
+        ({"epochs": [3, 6, 9]}, {}, "must be 1 if trials differ in epochs or set stop_after, got 3: leave"),
         (
             {"learning_rate": RATES},
             {"epochs": 9, "stop_after": 3},
-            "must be 1 where trials have epochs or a stop_after",
+            "must be 1 if trials differ in epochs or set stop_after",
         ),
     ],
 )
@@ -153,7 +153,7 @@ def test_an_interrupted_sweep_goes_on_and_its_winner_has_the_bits_of_an_uninterr
     log = ""
     for line in running.stderr:
         log += line
-        if line.startswith("Goes on where"):
+        if line.startswith("Continues from"):
             break
     running.send_signal(signal.SIGINT)
     running.communicate(timeout=120)
@@ -161,7 +161,7 @@ def test_an_interrupted_sweep_goes_on_and_its_winner_has_the_bits_of_an_uninterr
 
     halved = done(command)
     assert set(epochs_of(halved.stderr)) <= {"2 of 4", "3 of 4", "4 of 4"}, "the first rung is remembered"
-    spared = "7 epochs instead of 16: all 4 trials went to epoch 1, the best 1 to epoch 4"
+    spared = "7 epochs instead of 16: all 4 trials trained to epoch 1, the best 1 to epoch 4"
     assert f"\nTrained:  {spared}\n" in halved.stderr
     winner, *others = table(halved.stdout)
     assert [row["trained_epochs"] for row in (winner, *others)] == ["4", "1", "1", "1"]
@@ -217,5 +217,5 @@ def test_a_pod_goes_on_from_where_one_of_the_rung_before_ended(tmp_path):
         task = tasks["workflows.sweep.train_trial"]
         second = Pod(task, going_on, tmp_path / "second", environment=storage.environment)
         result = decode(second.run()["o0"])
-    assert "Goes on where final-checkpoint ended: epoch 1" in second.log
+    assert "Continues from final-checkpoint, after epoch 1" in second.log
     assert (result["failure"], result["checkpoint"]) == ("", "")

@@ -57,7 +57,7 @@ def test_a_task_begins_with_weights_and_goes_on_from_a_checkpoint(tmp_path):
     settings = '{"epochs": 2, "freeze": "0", "validation_fraction": 0.2}'
 
     tuned, log = run(tmp_path, "tune.py", "tune_wf", "--settings", settings, "--init", str(model))
-    assert "Begins with 6 of 6 tensors of model.pt\nFrozen: 0.weight, 0.bias\n" in log
+    assert "Starts from 6 of 6 tensors of model.pt\nFrozen: 0.weight, 0.bias\n" in log
     assert "282 training, 71 validation and 89 test patients" in log
     assert "Epoch 1 of 2: validation r2 " in log
     first, second = (torch.load(path, weights_only=True) for path in (model, output(tuned, "model_state")))
@@ -70,7 +70,7 @@ def test_a_task_begins_with_weights_and_goes_on_from_a_checkpoint(tmp_path):
     assert (same_model, "Epoch" in log) == (True, False), "the same content, and so a cache hit"
 
     _, log = run(tmp_path, "tune.py", "tune_wf", "--settings", '{"epochs": 4}', "--init", str(checkpoint))
-    assert "Goes on where final-checkpoint ended: epoch 3\n" in log
+    assert "Continues from final-checkpoint, after epoch 3\n" in log
     assert re.findall(r"^Epoch (\d) of 4", log, re.MULTILINE) == ["4"]
 
 
@@ -81,23 +81,24 @@ def test_a_built_in_training_begins_with_weights_and_goes_on_from_a_checkpoint(t
         return run(tmp_path, *workflow, "--hp", json.dumps({**small, **hp}), *arguments, status=status)
 
     first, log = train("--options", '{"keep_checkpoint": true}')
-    assert "Begins with" not in log
+    assert "Starts from" not in log
     model, checkpoint = output(first, "model_state"), output(first, "logs") / "final-checkpoint"
 
     tuned, log = train("--init", str(model), freeze="conv1")
-    assert "Begins with 8 of 8 tensors of model.pt\nFrozen: conv1.weight, conv1.bias\n" in log
+    assert "Starts from 8 of 8 tensors of model.pt\nFrozen: conv1.weight, conv1.bias\n" in log
     shutil.copy(model, tmp_path / "copy.pt")
     again, log = train("--init", "copy.pt", freeze="conv1")
     assert (output(again, "model_state"), "Epoch" in log) == (output(tuned, "model_state"), False)
     assert output(train()[0], "model_state") == model, "without a file it is the same training as before"
 
     _, log = train("--init", str(checkpoint), epochs=2)
-    assert "Goes on where final-checkpoint ended: epoch 1\n" in log
+    assert "Continues from final-checkpoint, after epoch 1\n" in log
     assert re.findall(r"^Epoch (\d) of 2", log, re.MULTILINE) == ["2"]
 
     _, log = train("--init", str(model), model="fashion_cnn", status=1)
-    assert "InputError: init (model.pt) does not fit the network: conv1.bias is not in the network" in words(log)
-    assert 'name them in init_leave_out, as "conv1", or set it to "mismatching"' in words(log)
+    assert "InputError: init must fit the network, got" in words(log)
+    assert "unexpected keys conv1.bias" in words(log)
+    assert 'set init_leave_out to their names, as "conv1", or to "mismatching"' in words(log)
     _, log = train("--init", "nowhere.pt", status=2)
     assert "Invalid value for '--init': parameter should be a valid file path, nowhere.pt" in words(log)
 

@@ -16,7 +16,7 @@ from flyte_ddp.launch.failures import Failure, Preempted, RankFailed
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.tasks import webhook
-from flyte_ddp.tasks.execution import told
+from flyte_ddp.tasks.execution import as_task_error
 from scripts import dry_run
 from tests.pod import Pod, literal, package, package_for_here, small_dataset
 
@@ -113,9 +113,9 @@ def test_a_failed_training_is_told_with_rank_host_cause_and_the_link(server, tmp
 
 @pytest.mark.parametrize("status", [404, 500, 302])
 def test_a_server_that_refuses_fails_nothing_and_the_url_is_not_shown(server, capsys, status):
-    webhook.tell(f"{server.url}/{status}/{TOKEN}", {})
+    webhook.notify(f"{server.url}/{status}/{TOKEN}", {})
     said = capsys.readouterr().err
-    assert f"the webhook was not told of the failure: its server answered {status}" in said
+    assert f"the webhook was not notified of the failure: its server answered {status}" in said
     assert TOKEN not in said
     assert len(server.posted) == 1, "no redirect is followed"
 
@@ -123,17 +123,17 @@ def test_a_server_that_refuses_fails_nothing_and_the_url_is_not_shown(server, ca
 @pytest.mark.parametrize("drip", [False, True])
 def test_a_server_that_hangs_is_given_up(capsys, drip):
     with bad_server(drip) as url:
-        webhook.tell(url, {})
+        webhook.notify(url, {})
     said = capsys.readouterr().err
-    assert "the webhook was not told of the failure: " in said
+    assert "the webhook was not notified of the failure: " in said
     assert TOKEN not in said
 
 
 @pytest.mark.parametrize("url", [f"http://127.0.0.1:1/{TOKEN}", f"ftp://host/{TOKEN}", f"http://a b/{TOKEN}\n", TOKEN])
 def test_what_cannot_be_reached_is_said_without_the_url(capsys, url):
-    webhook.tell(url, {})
+    webhook.notify(url, {})
     said = capsys.readouterr().err
-    assert "the webhook was not told of the failure: " in said
+    assert "the webhook was not notified of the failure: " in said
     assert TOKEN not in said
 
 
@@ -141,9 +141,9 @@ def test_what_cannot_be_reached_is_said_without_the_url(capsys, url):
     ("error", "is_told"),
     [
         (RankFailed(Failure(1, "host", "error", "LookupError", "no such word")), True),
-        (told(RankFailed(Failure(1, "host", "error", "LookupError", "no such word"))), True),
+        (as_task_error(RankFailed(Failure(1, "host", "error", "LookupError", "no such word"))), True),
         (Preempted("all ranks on host: SIGTERM: stopped"), False),
-        (told(Preempted("all ranks on host: SIGTERM: stopped"), "place"), False),
+        (as_task_error(Preempted("all ranks on host: SIGTERM: stopped"), "place"), False),
         (KeyboardInterrupt(), False),
     ],
 )
