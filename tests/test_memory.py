@@ -15,7 +15,7 @@ from flytekit.types.file import FlyteFile, PythonPickledFile
 
 from flyte_ddp.autoencoder.job import AutoencoderHyperparameters, AutoencoderOptions
 from flyte_ddp.data.image_settings import ImageSettings
-from flyte_ddp.export.settings import ClassifierExport
+from flyte_ddp.export.settings import ClassifierExport, FolderExport
 from flyte_ddp.inference.shards import InferenceOptions
 from flyte_ddp.loading.times import LoadingSettings
 from flyte_ddp.promote.job import PromotionOptions
@@ -108,14 +108,24 @@ def test_autoencoder(run, digits):
     run("autoencoder.autoencoder_task", hp=hp, data=digits, options=options)
 
 
-def test_image_folder(run):
+@pytest.fixture(scope="module")
+def images(run):
+    """The inputs of tasks that read image files."""
     found = run("tasks.image_folder.find_images", folder="", images=ImageSettings())
     folder, stamp = found["folder"], found["stamp"]
     index = run("tasks.image_folder.index_images", folder=folder, stamp=stamp, images=ImageSettings())["o0"]
+    return {"index": index, "folder": folder}
+
+
+@pytest.fixture(scope="module")
+def trained_on_images(run, images):
     hp = FolderHyperparameters(epochs=1, train_fraction=0.1)
-    run("image_folder.image_folder_task", hp=hp, index=index, folder=folder, options=OPTIONS)
+    return run("image_folder.image_folder_task", hp=hp, options=OPTIONS, **images)
+
+
+def test_image_folder(run, images):
     study = LoadingSettings(passes=2, most_images=256, most_workers=2)
-    run("image_folder.loading_study_task", index=index, folder=folder, study=study)
+    run("image_folder.loading_study_task", study=study, **images)
 
 
 def test_inference(run, digits, trained):
@@ -138,6 +148,15 @@ def test_export(run, digits, trained):
     outputs = run("export.task.export_classifier", options=options, **given)
     model = Path(outputs["model"].scalar.blob.uri)
     assert {"model.safetensors", "model.pt2", "model.onnx", "model_card.md"} <= {file.name for file in model.iterdir()}
+
+
+def test_export_of_a_folder(run, images, trained_on_images):
+    no_model, options = literal(None, Optional[PythonPickledFile]), FolderExport()
+    run("export.task.check_folder_export", model_state=no_model, images=ImageSettings(), options=options)
+    as_given = {"index": images["index"], "folder": "", "images": ImageSettings()}
+    run("export.folder_model_to_export", model_state=no_model, options=options, **as_given)
+    given = {"model_state": trained_on_images["model_state"], "accuracies": trained_on_images["epoch_accuracies"]}
+    run("export.task.export_folder_classifier", options=options, **given, **images)
 
 
 def test_timing(run, digits):

@@ -32,4 +32,4 @@ def test_a_workflow_differs_from_mnist_in_what_differs():
     for name in WORKFLOWS:
         other = (ROOT / "workflows" / f"{name}.py").read_text().splitlines()
         assert len(other) == len(mnist)
-        assert sum(ours != theirs for ours, theirs in zip(mnist, other, strict=True)) < 10
+        assert sum(ours != theirs for ours, theirs in zip(mnist, other, strict=True)) <= 10
