@@ -1,5 +1,5 @@
 # Everything is created inside this folder: .venv from the lock files, if needed .venv-keras with TensorFlow and
-# .venv-compare with Accelerate and, where uv is missing, .tools with uv.
+# .venv-compare with Accelerate and .venv-oldest-torch and, where uv is missing, .tools with uv.
 
 # The first of these that runs and is in range creates .venv. 3.13 comes late because flytekit 1.16 declares 3.10 to 3.12.
 PYTHON ?= python3.12 python3.11 python3.10 python3.13 python3
@@ -15,7 +15,7 @@ export FLYTE_INTERNAL_IMAGE
 typed = printf '%s\n' '+ $(subst ','\'',$(1))'; PATH="$(CURDIR)/$(or $(2),.venv)/bin:$$PATH" $(1)
 
 .DEFAULT_GOAL := help
-.PHONY: help run test lint keras test-keras bench bench-trainers gpu-check faults image keras-image dry-run package register smoke
+.PHONY: help run test lint keras test-keras test-oldest-torch bench bench-trainers gpu-check faults image keras-image dry-run package register smoke
 .PHONY: lock clean
 
 help: ## List the targets
@@ -37,6 +37,9 @@ keras: .venv-keras/stamp ## Train the Keras network of workflows/keras_mirrored.
 
 test-keras: .venv-keras/stamp ## Run the tests that need TensorFlow
 	@$(call typed,pytest tests/keras/test_workflow.py$(if $(ARGS), $(ARGS)),.venv-keras)
+
+test-oldest-torch: .venv-oldest-torch/stamp ## Run the tests of the engine with the oldest torch that is supported
+	@$(call typed,pytest tests/compat tests/engine tests/launch$(if $(ARGS), $(ARGS)),.venv-oldest-torch)
 
 bench: .venv/dev.stamp ## Run the benchmarks, in about half an hour; once each: make bench ARGS="--runs 1"
 	@$(call typed,python -m benchmarks$(if $(ARGS), $(ARGS)))
@@ -77,10 +80,11 @@ lock: .venv/pyvenv.cfg ## Compile the lock files from pyproject.toml; newer vers
 	@$(find_uv); $(call compile,requirements.txt --extra export --extra lightning --extra multinode $(ARGS))
 	@$(find_uv); $(call compile,requirements-dev.txt --extra dev --constraints requirements.txt $(ARGS))
 	@$(find_uv); $(call compile,requirements-tensorflow.txt --extra tensorflow --constraints requirements.txt $(ARGS))
+	@$(find_uv); $(call compile,requirements-oldest-torch.txt --extra oldest-torch $(ARGS))
 	@$(find_uv); $(call compile,requirements-compare.txt --extra compare --constraints requirements-dev.txt $(ARGS))
 
 clean: ## Remove what make and the tools have created here
-	rm -rf .venv .venv-keras .venv-compare .tools .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf .venv .venv-keras .venv-compare .venv-oldest-torch .tools .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # One lock for Python 3.10 to 3.13 on every platform; it names no index, so each site's own settings apply.
@@ -113,11 +117,15 @@ sync = $(find_uv); echo "+ uv pip sync $(1)"; "$$uv" pip sync --quiet --compile-
 	@$(call sync,requirements-tensorflow.txt requirements-dev.txt)
 	@touch $@
 
+.venv-oldest-torch/stamp: requirements-oldest-torch.txt .venv-oldest-torch/pyvenv.cfg
+	@$(call sync,requirements-oldest-torch.txt)
+	@touch $@
+
 .venv-compare/stamp: requirements-compare.txt .venv-compare/pyvenv.cfg
 	@$(call sync,requirements-compare.txt)
 	@touch $@
 
-.venv-keras/pyvenv.cfg .venv-compare/pyvenv.cfg: .venv/pyvenv.cfg
+.venv-keras/pyvenv.cfg .venv-compare/pyvenv.cfg .venv-oldest-torch/pyvenv.cfg: .venv/pyvenv.cfg
 	.venv/bin/python -m venv --clear --without-pip $(@D)
 
 # A .venv whose interpreter is gone is recreated.

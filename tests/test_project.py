@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-LOCKS = ("requirements.txt", "requirements-dev.txt", "requirements-tensorflow.txt", "requirements-compare.txt")
+EXTRAS = ("dev", "tensorflow", "compare", "oldest-torch")
+LOCKS = ("requirements.txt", *(f"requirements-{extra}.txt" for extra in EXTRAS))
 
 
 def _project_files() -> list[Path]:
