@@ -54,7 +54,8 @@ def measure(
         results = train(Hyperparameters(**{**recipe, "seed": seed}), data, nproc, str(place or ""))
         seconds.append(sum(epoch.train_seconds for epoch in results[0].epochs))
         accuracies.append(100 * results[0].epochs[-1].test["accuracy"])
-        print(f"{name}, seed {seed}: {accuracies[-1]:.2f} %, {seconds[-1]:.1f} s", file=sys.stderr)
+        by_epoch = ", ".join(f"{100 * epoch.test['accuracy']:.2f}" for epoch in results[0].epochs)
+        print(f"{name}, seed {seed}: {by_epoch} %, {seconds[-1]:.1f} s", file=sys.stderr)
     print(f"| {name} | {len(results)} | {spread(seconds)} | {percent(accuracies)} |", flush=True)
     return statistics.mean(accuracies)
 

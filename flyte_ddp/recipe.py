@@ -21,10 +21,14 @@ Measures = Dict[str, Union[Tensor, Tuple[Tensor, Tensor]]]
 
 
 class Random:
-    """Random numbers for a step, drawn for the whole global batch; a rank gets the rows of its own n samples."""
+    """Random numbers for a step, drawn for the whole global batch; a rank gets the rows of its own n samples.
 
-    def __init__(self, generator: torch.Generator, share: Share):
-        self._generator, self._share = generator, share
+    Attributes:
+        epoch: of the step, from 0, for what alternates or changes gradually.
+    """
+
+    def __init__(self, generator: torch.Generator, share: Share, epoch: int = 0):
+        self._generator, self._share, self.epoch = generator, share, epoch
 
     def uniform(self, *shape: int) -> Tensor:
         """(n, *shape) float32, from 0 to below 1."""

@@ -20,9 +20,25 @@ NETWORKS: Dict[str, Any] = {
     "mnist_cnn": {"shape": (1, 28, 28)},
     "resnet9_small": {"shape": (3, 32, 32), "flip": True, "shift_pixels": 2, "ema_decay": 0.99},
 }
+# presets/cifar10-94.yaml, for a machine without a reader of YAML
+CIFAR10_94: Dict[str, Any] = {
+    "model": "airbench94",
+    "epochs": 10,
+    "batch_size": 1024,
+    "learning_rate": 1.5,
+    "sgd_momentum": 0.85,
+    "weight_decay": 0.0013,
+    "norm_bias_factor": 64,
+    "warmup_fraction": 0.23,
+    "label_smoothing": 0.2,
+    "clip_norm": 0,
+    "shift_pixels": 2,
+    "flip": True,
+    "alternate_flips": True,
+}
 GOALS: Dict[str, Any] = {
     "mnist": (0.99, {"model": "mnist_cnn", "epochs": 5}),
-    "cifar10": (0.94, {"model": "resnet9", "epochs": 24, "batch_size": 512, "flip": True, "shift_pixels": 4}),
+    "cifar10": (0.94, CIFAR10_94),
 }
 
 
@@ -136,7 +152,7 @@ ROWS = [
     *(Row(f"the host never waits in a step, {network}", waits(network)) for network in NETWORKS),
     Row("a convolution in TF32 and in IEEE's float32", tf32),
     Row("MNIST to 99 %", to_accuracy("mnist")),
-    Row("CIFAR-10 to 94 %, resnet9", to_accuracy("cifar10")),
+    Row("CIFAR-10 to 94 %, airbench94", to_accuracy("cifar10")),
     Row("the tutorial, and us", against("against_tutorial", "torch")),
     Row("Lightning, and us", against("against_lightning", "lightning")),
 ]

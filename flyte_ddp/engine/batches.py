@@ -158,8 +158,8 @@ class TrainBatches(_Batches):
     """A rank's shares of the shuffled global batches; a pure function of seed, epoch and step.
 
     Nothing depends on what ran before or on the number of ranks, so a run that resumes in the middle of an epoch, even
-    with another world size, sees the same samples as an uninterrupted one. augment(tree, generator, share) changes each
-    batch, using the device's generator, which is in the same state on all ranks.
+    with another world size, sees the same samples as an uninterrupted one. augment(tree, generator, share, epoch)
+    changes each batch, using the device's generator, which is in the same state on all ranks.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class TrainBatches(_Batches):
         world_size: int,
         passes: int = 1,
         fraction: float = 1.0,
-        augment: Callable[[Any, torch.Generator, Share], Any] = lambda tree, generator, share: tree,
+        augment: Callable[[Any, torch.Generator, Share, int], Any] = lambda tree, *_: tree,
     ):
         super().__init__(split, max(1, round(len(split) * passes * fraction)), batch_size, rank, world_size)
         self.seed, self.passes, self.augment = seed, passes, augment
@@ -184,7 +184,8 @@ class TrainBatches(_Batches):
         for step, tree, place in self._fetch(order[: self.samples], first_step):
             # Augmentation must not draw the numbers that the network's dropout draws
             self.generator.manual_seed(seed_of(self.seed, epoch, step, 1))
-            yield Batch(self.augment(tree, self.generator, place), place, seed_of(self.seed, epoch, step, 0))
+            augmented = self.augment(tree, self.generator, place, epoch)
+            yield Batch(augmented, place, seed_of(self.seed, epoch, step, 0))
 
 
 def seed_of(*position: int) -> int:

@@ -4,6 +4,7 @@ import pkgutil
 import random
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import List, Optional, Tuple
 
@@ -58,7 +59,7 @@ def set_up(environment: Environment, device: torch.device, job: Job) -> Parts:
         world_size,
         recipe.passes_per_epoch,
         recipe.train_fraction,
-        lambda tree, generator, share: augment(recipe, tree, generator, share),
+        partial(augment, recipe),
     )
     model, remarks = first_model(recipe, job)
     last_batches = [(batches.samples, settings.batch_size)]

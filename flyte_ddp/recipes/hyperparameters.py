@@ -2,10 +2,11 @@
 
 from dataclasses import dataclass
 
+from flyte_ddp.errors import InputError
 from flyte_ddp.settings import TrainingSettings, setting
 
 DATASETS = ("auto", "mnist", "fashion_mnist", "cifar10", "digits")
-MODELS = ("mnist_cnn", "fashion_cnn", "cifar_cnn", "resnet9", "resnet9_small")
+MODELS = ("mnist_cnn", "fashion_cnn", "cifar_cnn", "resnet9", "resnet9_small", "airbench94")
 SCHEDULES = ("onecycle", "constant")
 
 
@@ -21,11 +22,13 @@ class Hyperparameters(TrainingSettings):
         schedule: onecycle (linear up from a tenth, linear down to a thousandth of the peak) or constant.
         warmup_fraction: share of all steps in which the onecycle rate rises.
         weight_decay: of SGD (an L2 penalty).
+        norm_bias_factor: factor of the learning rate of batch norm's biases, whose weight decay is divided by it.
         nesterov: whether to use Nesterov momentum.
         clip_norm: gradient clipping by Euclidean norm over all weights; 0 is off.
         train_fraction: share of the training images that each epoch uses, different ones in each epoch.
         shift_pixels: training images are shifted at random by up to this many pixels, padded with zeros.
         flip: whether training images are mirrored left to right at random.
+        alternate_flips: whether each image is instead mirrored in every other epoch; needs flip.
         label_smoothing: share of the target that is spread evenly over all classes.
         ema_decay: decay per step of the exponential moving average of the weights, which is evaluated and returned; 0
             is off.
@@ -38,11 +41,13 @@ class Hyperparameters(TrainingSettings):
     schedule: str = setting("onecycle", choices=SCHEDULES)
     warmup_fraction: float = setting(0.25, above=0, below=1)
     weight_decay: float = setting(5e-5, minimum=0)
+    norm_bias_factor: float = setting(1.0, above=0)
     nesterov: bool = setting(True)
     clip_norm: float = setting(0.5, minimum=0)
     train_fraction: float = setting(1.0, above=0, maximum=1)
     shift_pixels: int = setting(0, minimum=0, maximum=8)
     flip: bool = setting(False)
+    alternate_flips: bool = setting(False)
     label_smoothing: float = setting(0.1, minimum=0, below=1)
     ema_decay: float = setting(0.0, minimum=0, below=1)
 
@@ -50,6 +55,8 @@ class Hyperparameters(TrainingSettings):
         super().__post_init__()
         if not self.validation_fraction:
             self.check_validation()
+        if self.alternate_flips and not self.flip:
+            raise InputError(f"{type(self).__name__}.flip must be true where alternate_flips is, got false: set it")
 
 
 @dataclass(frozen=True)

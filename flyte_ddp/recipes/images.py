@@ -1,7 +1,7 @@
 """The built-in recipe: classifies the images of a prepared dataset or of a folder of files."""
 
 from pathlib import Path
-from typing import Any, Dict, Optional, Tuple, Union
+from typing import Any, Dict, List, Optional, Tuple, Union
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from flyte_ddp.data.description import DatasetDescription
 from flyte_ddp.data.image_files import ImageFiles
 from flyte_ddp.recipe import Random
 from flyte_ddp.recipes import models
+from flyte_ddp.recipes.airbench import SAMPLES, Airbench94
 from flyte_ddp.recipes.classifier import Classifier
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 
@@ -57,6 +58,10 @@ class ImageClassifier(Classifier):
     def model(self) -> nn.Module:
         self.normalise = Normaliser(self.description, self.device)
         model = models.MODELS[self.settings.model](self.description.image_shape, len(self.description.classes))
+        if isinstance(model, Airbench94):
+            images = prepared.open_images(self.folder, "train")[0]
+            some = [images[index] for index in np.linspace(0, len(images) - 1, SAMPLES, dtype=int)]
+            model.whiten(self.normalise(torch.from_numpy(np.stack(some)).to(self.device)).cpu())
         return model.to(memory_format=torch.channels_last)
 
     def forward(self, model: nn.Module, batch: Tuple[Tensor, Tensor]) -> Tensor:
@@ -65,17 +70,24 @@ class ImageClassifier(Classifier):
 
     def augment(self, batch: Tuple[Tensor, Tensor], random: Random) -> Tuple[Tensor, Tensor]:
         images, reach = batch[0], self.settings.shift_pixels
+        if self.settings.flip:
+            images = torch.where(self.mirrored(images, random), images.flip(3), images)
         if reach:
             images = shift(images, random.integers(-reach, reach + 1, 2), reach)
-        if self.settings.flip:
-            images = torch.where(random.integers(0, 2, 1, 1, 1).bool(), images.flip(3), images)
         return images, batch[1]
+
+    def mirrored(self, images: Tensor, random: Random) -> Tensor:
+        """(n, 1, 1, 1) bool: which images to mirror."""
+        if not self.settings.alternate_flips:
+            return random.integers(0, 2, 1, 1, 1).bool()
+        # The parity of its pixels' sum is like a coin toss for each image, always with the same outcome
+        return (images.sum((1, 2, 3), keepdim=True, dtype=torch.int64) + random.epoch) % 2 == 1
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         hp = self.settings
         return torch.optim.SGD(
-            model.parameters(), hp.learning_rate, hp.sgd_momentum, nesterov=hp.nesterov and hp.sgd_momentum > 0,
-            weight_decay=hp.weight_decay, fused=True,
+            parameter_groups(model, hp), hp.learning_rate, hp.sgd_momentum, weight_decay=hp.weight_decay,
+            nesterov=hp.nesterov and hp.sgd_momentum > 0, fused=True,
         )  # fmt: skip
 
     def factor(self, step: int, steps: int) -> float:
@@ -86,6 +98,16 @@ class ImageClassifier(Classifier):
     def constant_loss(self) -> float:
         split = "train" if self.settings.validation_fraction else "test"  # with validation, test labels are for the end
         return entropy(torch.from_numpy(prepared.open_images(self.folder, split)[1]))
+
+
+def parameter_groups(model: nn.Module, hp: Hyperparameters) -> List[Dict[str, Any]]:
+    """For the optimizer: batch norm's biases are a group of their own if their learning rate has a factor."""
+    biases = [layer.bias for layer in model.modules() if hasattr(layer, "running_mean")]
+    if hp.norm_bias_factor == 1 or not biases:
+        return [{"params": list(model.parameters())}]
+    others = [parameter for parameter in model.parameters() if all(parameter is not bias for bias in biases)]
+    rate, decay = hp.learning_rate * hp.norm_bias_factor, hp.weight_decay / hp.norm_bias_factor
+    return [{"params": others}, {"params": biases, "lr": rate, "weight_decay": decay}]
 
 
 class Normaliser:

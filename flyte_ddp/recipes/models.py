@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from flyte_ddp.errors import InputError
 from flyte_ddp.model_metadata import read_metadata
 from flyte_ddp.recipe import Recipe
+from flyte_ddp.recipes.airbench import Airbench94
 from flyte_ddp.weights import load_weights
 
 OURS = "flyte_ddp.recipes.images:ImageClassifier"  # a name, because its module imports this one
@@ -122,6 +123,7 @@ MODELS: Dict[str, Callable[[Shape, int], nn.Module]] = {
     "cifar_cnn": CifarCNN,
     "resnet9": partial(ResNet9, width=64),
     "resnet9_small": partial(ResNet9, width=16),
+    "airbench94": Airbench94,
 }
 
 
