@@ -6,11 +6,15 @@ import sys
 import tempfile
 from multiprocessing.util import Finalize
 from pathlib import Path
+from typing import List
 
 import pytest
 from hypothesis import settings
 
 pytest_plugins = ["tests.small_training"]
+
+# They take minutes each, so they come first: at the end, one worker would wait for the other
+LONG = ("test_readme", "test_examples", "test_multinode", "test_tour", "export/test_recipes", "engine/test_training")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -35,9 +39,14 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ[name] = str(place / folder)
     tempfile.tempdir = None
     # `pyflyte` is the one beside this interpreter, also where the environment isn't activated.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # or each process that is started compiles our modules again
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     if sys.version_info >= (3, 13):  # flytekit 1.16 has no default image for it
         os.environ["FLYTE_INTERNAL_IMAGE"] = "flyte-ddp-training:latest"
+
+
+def pytest_collection_modifyitems(items: List[pytest.Item]) -> None:
+    items.sort(key=lambda item: not item.nodeid.partition(".py")[0].endswith(LONG))
 
 
 @pytest.fixture(scope="session")

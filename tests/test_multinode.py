@@ -176,7 +176,8 @@ def test_loss_of_the_meeting_place_is_worth_a_retry(node):
 
 
 def test_failure_begins_with_its_rank_and_says_where_the_logs_of_each_rank_are(node):
-    pods = [node(name, hp=dataclasses.replace(HP, learning_rate=1e30)) for name in ("a", "b")]
+    hp, once = dataclasses.replace(HP, learning_rate=1e30), {"PET_MAX_RESTARTS": "0"}
+    pods = [node(name, hp=hp, environment=once) for name in ("a", "b")]
     processes = [pod.start() for pod in pods]
     try:
         for process in processes:
@@ -186,7 +187,7 @@ def test_failure_begins_with_its_rank_and_says_where_the_logs_of_each_rank_are(n
     causes = []
     for pod in pods:
         logs = pod.folder / "raw" / "logs"
-        (own,) = logs.glob("rank-?.log")  # before any restart
+        (own,) = logs.glob("rank-?.log")
         assert "NonFinite" in own.read_text()
         assert f"[rank {own.name[5]}] Logs: {logs}" in pod.log
         _, _, first, second, *_ = pod.error.error.message.splitlines()

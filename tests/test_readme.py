@@ -60,8 +60,8 @@ def user(tmp_path_factory) -> Dict[str, str]:
     (images, labels), (test_images, test_labels) = (prepared.open_split(digits, name) for name in ("train", "test"))
     names = [str(digit) for digit in range(10)]
     for name, channels in {"mnist": 1, "fashion_mnist": 1, "cifar10": 3}.items():
-        train, test = (pictures.repeat(channels, axis=1) for pictures in (images[:600], test_images))
-        write_prepared(data / "prepared" / name, name, names, train, labels[:600], test, test_labels)
+        train, test = (pictures.repeat(channels, axis=1) for pictures in (images[:256], test_images[:100]))
+        write_prepared(data / "prepared" / name, name, names, train, labels[:256], test, test_labels[:100])
     # `make test ARGS=...` hands ARGS down to every make that it starts
     mine = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MFLAGS", "ARGS")}
     return {
