@@ -170,8 +170,8 @@ def test_loss_of_the_meeting_place_is_worth_a_retry(node):
             end(process)
             other.wait(PATIENCE_SECONDS)
     assert second.error.error.kind == ContainerError.RECOVERABLE, second.log
-    _, _, told, logs, *_ = second.error.error.message.splitlines()
-    assert f" on {platform.node()}: " in told or f"node {platform.node()}: " in told
+    _, _, reported, logs, *_ = second.error.error.message.splitlines()
+    assert f" on {platform.node()}: " in reported or f"node {platform.node()}: " in reported
     assert logs.strip() == f"Logs: {second.folder / 'raw' / 'logs'}"
 
 
@@ -199,9 +199,9 @@ def test_failure_begins_with_its_rank_and_says_where_the_logs_of_each_rank_are(n
 
 def test_killed_rank_is_worth_a_retry():
     first = ProcessFailure(local_rank=0, pid=1, exitcode=-signal.SIGKILL, error_file="")
-    told = failure_of_node(ChildFailedError("ranks", {3: first}), recoverable=False)
-    assert isinstance(told, TaskInterrupted)
-    assert str(told).startswith(f"rank 3 on {platform.node()}: SIGKILL: probably out of memory\nLogs: ")
+    reported = failure_of_node(ChildFailedError("ranks", {3: first}), recoverable=False)
+    assert isinstance(reported, TaskInterrupted)
+    assert str(reported).startswith(f"rank 3 on {platform.node()}: SIGKILL: probably out of memory\nLogs: ")
 
 
 @pytest.mark.parametrize(("world", "local"), [(1, 1), (6, 2), (4, 1)])

@@ -1,4 +1,4 @@
-"""docs/tour.md as its reader follows it: every block is run, in order, and what is told of its output has to be so."""
+"""docs/tour.md as its reader follows it: every block is run, in order, and its output has to be as shown."""
 
 import functools
 import os

@@ -21,8 +21,8 @@ def save(path: Path, key: str, variables: Sequence[Any], history: List[EpochFini
     """Writes the variables' values and the epochs so far to path; a disk error is only reported."""
     started = time.monotonic()
     buffer = io.BytesIO()
-    told = json.dumps({"key": key, "history": [asdict(epoch) for epoch in history]})
-    np.savez(buffer, *[np.asarray(variable) for variable in variables], told=np.array(told))
+    progress = json.dumps({"key": key, "history": [asdict(epoch) for epoch in history]})
+    np.savez(buffer, *[np.asarray(variable) for variable in variables], progress=np.array(progress))
     try:
         write_whole(path, hashlib.sha256(buffer.getbuffer()).digest(), buffer.getbuffer())
     except OSError as error:
@@ -42,10 +42,10 @@ def restore(path: Path, key: str, variables: Sequence[Any], link: Link) -> List[
         link.emit(CheckpointRefused("the checkpoint is damaged: its content does not match its checksum"))
         return []
     with np.load(io.BytesIO(payload)) as values:
-        told = json.loads(str(values["told"]))
-        if told["key"] != key:
+        progress = json.loads(str(values["progress"]))
+        if progress["key"] != key:
             link.emit(CheckpointRefused("the checkpoint belongs to another training"))
             return []
         for number, variable in enumerate(variables):
             variable.assign(values[f"arr_{number}"])
-    return [EpochFinished(**epoch) for epoch in told["history"]]
+    return [EpochFinished(**epoch) for epoch in progress["history"]]

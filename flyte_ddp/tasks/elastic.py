@@ -101,8 +101,8 @@ def failure_of_node(failed: ChildFailedError, recoverable: bool) -> TaskFailed:
         if failure.is_effect:
             at += int(GRACE_SECONDS)  # Flyte shows the earliest of all nodes' failures
     else:
-        told = first.message["message"] if isinstance(first.message, dict) else first.message
-        message = re.sub(rf"^({TaskFailed.__name__}|{TaskInterrupted.__name__}): ", "", told)
+        text = first.message["message"] if isinstance(first.message, dict) else first.message
+        message = re.sub(rf"^({TaskFailed.__name__}|{TaskInterrupted.__name__}): ", "", text)
     return (TaskInterrupted if recoverable else TaskFailed)(message, timestamp=at)
 
 

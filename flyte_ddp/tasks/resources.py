@@ -95,7 +95,7 @@ def resize(task: PythonTask, gpus: int) -> Dict[str, Any]:
 def training_resources(code: Optional[CodeVersion] = None) -> Dict[str, Any]:
     """Arguments of @task for training; code is what determines the result, if that is cached."""
     asked = registration()
-    told = {WEBHOOK_VARIABLE: asked.webhook, CONSOLE_VARIABLE: asked.console}
+    variables = {WEBHOOK_VARIABLE: asked.webhook, CONSOLE_VARIABLE: asked.console}
     secrets = {"WANDB_API_KEY": asked.wandb_secret, WEBHOOK_SECRET_VARIABLE: asked.webhook_secret}
     return {
         "container_image": IMAGE,
@@ -106,7 +106,7 @@ def training_resources(code: Optional[CodeVersion] = None) -> Dict[str, Any]:
         "secret_requests": [_secret(name, variable) for variable, name in secrets.items() if name] or None,
         "environment": {
             **training_environment(asked.training_gpus, code),
-            **{name: value for name, value in told.items() if value},
+            **{name: value for name, value in variables.items() if value},
         },
     }
 

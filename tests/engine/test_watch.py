@@ -34,8 +34,8 @@ def test_a_few_hard_samples_are_no_leap():
 
 def test_guessing_is_told_when_it_begins():
     watch = Watch(LOG10)
-    told = [bool(watch.after_epoch(epoch, 100, loss)) for epoch, loss in enumerate([2.35, LOG10, 0.5, 2.3, 0.5])]
-    assert told == [True, False, False, True, False]
+    reported = [bool(watch.after_epoch(epoch, 100, loss)) for epoch, loss in enumerate([2.35, LOG10, 0.5, 2.3, 0.5])]
+    assert reported == [True, False, False, True, False]
 
 
 def test_a_resumed_watch_goes_on_where_it_was():
