@@ -189,6 +189,7 @@ def main() -> None:
     parser.add_argument("-d", "--domain", default="development")
     parser.add_argument("--only", action="append", help="run the workflows whose names contain this")
     parser.add_argument("--skip", action="append", default=[], help="leave out workflows whose names contain this")
+    parser.add_argument("--once", action="append", default=[], help="run workflows whose names contain this only once")
     parser.add_argument("--minutes", type=float, default=60, help="after which running workflows are terminated (60)")
     asked, others = parser.parse_known_args()
     place = ["--project", asked.project, "--domain", asked.domain]
@@ -201,8 +202,9 @@ def main() -> None:
     chosen = {name: small[name] for name in names if not any(word in name for word in asked.skip)}
     cluster = Cluster(asked.config, asked.project, asked.domain)
     first = cluster.run_all(chosen, version, asked.minutes)
-    cached = {run.workflow: small[run.workflow] for run in first if run.cached and run.phase == "SUCCEEDED"}
-    second = cluster.run_all(cached, version, asked.minutes)
+    cached = [run.workflow for run in first if run.cached and run.phase == "SUCCEEDED"]
+    again = {name: small[name] for name in cached if not any(word in name for word in asked.once)}
+    second = cluster.run_all(again, version, asked.minutes)
     print(f"\n{table(first)}\n\nAgain, with cached tasks:\n{table(second)}")
     bad = [run for run in first + second if run.phase != "SUCCEEDED"] + [run for run in second if not run.remembered]
     for run in bad:

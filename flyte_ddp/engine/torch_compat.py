@@ -88,16 +88,41 @@ def inductor_left_out() -> Iterator[None]:
 def leave_dynamo_out() -> None:
     """Puts in a stand-in for torch._dynamo, unless that is already imported.
 
-    DistributedDataParallel and torch.optim import torch._dynamo only to tell it to leave them alone. That import takes
-    longer than torch's own (3.6 s after 2.7 s on two EPYC cores, torch 2.15) and every rank would wait for it.
-    The stand-in has what these two need; any other attribute loads the real module.
+    DistributedDataParallel and torch.optim import torch._dynamo only to tell it to leave them alone, and torchvision's
+    models for a question that they hardly ever ask. That import takes longer than torch's own (3.6 s after 2.7 s on two
+    EPYC cores, torch 2.15) and every rank would wait for it. The stand-in has what these need; any other attribute
+    loads the real module.
     """
     if "torch._dynamo" not in sys.modules:
         sys.modules["torch._dynamo"] = torch._dynamo = _Dynamo("torch._dynamo")
+        sys.modules["torch._dynamo.utils"] = _Dynamo.utils = _Utils("torch._dynamo.utils")
+
+
+def _real_dynamo() -> Any:
+    if isinstance(sys.modules.get("torch._dynamo"), _Dynamo):
+        # its submodules look for it in both places
+        del sys.modules["torch._dynamo.utils"], sys.modules["torch._dynamo"], torch._dynamo
+    torch._dynamo = importlib.import_module("torch._dynamo")
+    return torch._dynamo
+
+
+class _Utils(ModuleType):
+    @staticmethod
+    def get_optimize_ddp_mode() -> str:
+        return "ddp_optimizer"
+
+    @staticmethod
+    def is_compile_supported(device_type: str) -> Any:
+        return _real_dynamo().utils.is_compile_supported(device_type)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(_real_dynamo().utils, name)
 
 
 class _Dynamo(ModuleType):
-    utils = SimpleNamespace(get_optimize_ddp_mode=lambda: "ddp_optimizer")
+    utils: _Utils
     trace_rules = SimpleNamespace(clear_lru_cache=lambda: None)
 
     @staticmethod
@@ -111,7 +136,4 @@ class _Dynamo(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name != "__path__":  # the import system, which wants a path before a submodule
             raise AttributeError(name)
-        if sys.modules.get("torch._dynamo") is self:
-            del sys.modules["torch._dynamo"], torch._dynamo  # its submodules look for it in both places
-        torch._dynamo = importlib.import_module("torch._dynamo")
-        return getattr(torch._dynamo, name)
+        return getattr(_real_dynamo(), name)

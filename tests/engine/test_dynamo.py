@@ -4,19 +4,27 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PROGRAM = """if True:
     import sys, torch
     from flyte_ddp.engine.torch_compat import leave_dynamo_out
     leave_dynamo_out()
     torch.optim.SGD([torch.ones(1, requires_grad=True)], 0.1)
-    assert "torch._dynamo.utils" not in sys.modules
-    twice = torch.compile(lambda x: 2 * x, backend="eager")
-    assert twice(torch.ones(2)).tolist() == [2, 2]
-    assert "torch._dynamo.utils" in sys.modules
+    import torchvision.models
+    assert "torch._dynamo.convert_frame" not in sys.modules
+    {}
+    assert "torch._dynamo.convert_frame" in sys.modules
 """
+NEEDS = [
+    'assert torch.compile(lambda x: 2 * x, backend="eager")(torch.ones(2)).tolist() == [2, 2]',
+    "from torch._dynamo.utils import counters",
+    'from torchvision.ops.roi_align import is_compile_supported; assert is_compile_supported("cpu")',
+]
 
 
-def test_the_real_compiler_comes_when_it_is_needed():
+@pytest.mark.parametrize("need", NEEDS)
+def test_the_real_compiler_comes_when_it_is_needed(need):
     root = Path(__file__).parents[2]
-    done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=root, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", PROGRAM.format(need)], cwd=root, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

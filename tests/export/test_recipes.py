@@ -1,6 +1,8 @@
 """Export of recipes: trained for real, each format opened again in a process of its own."""
 
+import functools
 import importlib
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -74,18 +76,53 @@ def data_of(example, place):
     return None
 
 
-def lines(recipe, folder):
-    """A short training of a recipe of tests/export/networks.py: its name, settings and weights."""
-    name, settings = f"tests.export.networks:{recipe}", TrainingSettings(epochs=2, batch_size=20)
-    return name, settings, trained(name, settings, folder).model_path
+@pytest.fixture(scope="module")
+def trained_example(tmp_path_factory):
+    """trained_example(example): its recipe, settings, result and data, after a short training."""
+
+    @functools.cache
+    def train_once(example):
+        folder, _, name = example.partition(":")
+        place = tmp_path_factory.mktemp(folder)
+        settings = importlib.import_module(f"{folder}.settings").Settings(
+            epochs=1, precision="float32", **SMALL[example]
+        )
+        recipe, data = f"{folder}.recipe:{name}", data_of(example, place)
+        return recipe, settings, trained(recipe, settings, place / "trained", data), data
+
+    return train_once
+
+
+@pytest.fixture(scope="module")
+def trained_lines(tmp_path_factory):
+    """trained_lines(recipe): the folder of a short training of a recipe of tests/export/networks.py."""
+
+    @functools.cache
+    def train_once(recipe):
+        name, settings = lines(recipe)
+        return trained(name, settings, tmp_path_factory.mktemp(recipe)).model_path.parent
+
+    return train_once
+
+
+def lines(recipe):
+    return f"tests.export.networks:{recipe}", TrainingSettings(epochs=2, batch_size=20)
+
+
+@pytest.fixture
+def short(trained_lines, tmp_path):
+    """short(recipe): the name, settings and weights of such a training, in a copy that a test may change."""
+
+    def copy(recipe):
+        shutil.copytree(trained_lines(recipe), tmp_path / recipe)
+        return *lines(recipe), tmp_path / recipe / "model.pt"
+
+    return copy
 
 
 @pytest.mark.parametrize("example", SMALL)
-def test_every_format_gives_the_measures_that_the_training_reported(example, tmp_path):
-    folder, _, name = example.partition(":")
-    settings = importlib.import_module(f"{folder}.settings").Settings(epochs=1, precision="float32", **SMALL[example])
-    recipe, data = f"{folder}.recipe:{name}", data_of(example, tmp_path)
-    result = trained(recipe, settings, tmp_path / "trained", data)
+def test_every_format_gives_the_measures_that_the_training_reported(example, trained_example):
+    recipe, settings, result, data = trained_example(example)
     outputs = exported(recipe, settings, result.model_path, data)
     reported = result.epochs[-1].test
     assert outputs.summary.measures == pytest.approx(reported, abs=1e-4)
@@ -94,46 +131,44 @@ def test_every_format_gives_the_measures_that_the_training_reported(example, tmp
         assert found == pytest.approx(reported[outputs.summary.headline], abs=1e-4)
     model = Path(outputs.model.path)
     weights = torch.load(result.model_path, weights_only=True)
-    for file in (result.model_path, model / "model.safetensors"):
-        assert_loads_by_name_alone(file, weights, data)
+    assert_load_by_name_alone([result.model_path, model / "model.safetensors"], weights, data)
+    folder = example.partition(":")[0]
     card = (model / "model_card.md").read_text()
     assert ("The files contain only the network" in card) == (folder in ("autoencoder", "charlm", "contrastive"))
     assert ("data\\_path=DATA" in card) == (data is not None)
     assert Path(outputs.report.path).read_text() == (model / "model_card.html").read_text()
 
 
-def assert_loads_by_name_alone(file, weights, data):
+def assert_load_by_name_alone(files, weights, data):
     program = """if True:
         import sys
         from flyte_ddp.recipes.models import load_model
-        model = load_model(sys.argv[1], data_path=sys.argv[2] or None)
-        assert not model.training
-        print(type(model).__name__, sum(p.double().sum().item() for p in model.state_dict().values()))
+        for file in sys.argv[2:]:
+            model = load_model(file, data_path=sys.argv[1] or None)
+            assert not model.training
+            print(sum(p.double().sum().item() for p in model.state_dict().values()))
     """
-    command, place = [sys.executable, "-c", program, str(file), str(data or "")], ROOT / "examples"
+    command, place = [sys.executable, "-c", program, str(data or ""), *map(str, files)], ROOT / "examples"
     done = subprocess.run(command, cwd=place, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert float(done.stdout.split()[1]) == pytest.approx(
-        sum(value.double().sum().item() for value in weights.values())
-    )
+    total = sum(value.double().sum().item() for value in weights.values())
+    assert [float(line) for line in done.stdout.split()] == [pytest.approx(total)] * len(files)
 
 
-def test_a_network_that_is_made_from_its_data_asks_for_them(tmp_path):
-    data = data_of("resnet", tmp_path)
-    settings = importlib.import_module("resnet.settings").Settings(epochs=1, side=32)
-    path = trained("resnet.recipe:ResNet", settings, tmp_path / "trained", data).model_path
+def test_a_network_that_is_made_from_its_data_asks_for_them(trained_example):
+    path = trained_example("resnet:ResNet")[2].model_path
     with pytest.raises(InputError, match=r"resnet.recipe:ResNet makes its network from its data, photos: give data_pa"):
         load_model(path)
 
 
-def test_a_recipes_model_is_none_of_the_built_in_workflows(tmp_path):
-    *_, path = lines("Lines", tmp_path)
+def test_a_recipes_model_is_none_of_the_built_in_workflows(short):
+    *_, path = short("Lines")
     with pytest.raises(InputError, match=r"must be of a built-in classifier, and .*model.pt is of tests.export.netwo"):
         known_classifier(PythonPickledFile(str(path)))
 
 
-def test_inputs_by_name_and_nested_outputs_come_through(tmp_path):
-    name, settings, path = lines("Nested", tmp_path)
+def test_inputs_by_name_and_nested_outputs_come_through(short):
+    name, settings, path = short("Nested")
     outputs = exported(name, settings, path)
     assert len(outputs.summary.exported) == 3
     assert set(outputs.summary.classes) == {"below", "above"}
@@ -142,16 +177,16 @@ def test_inputs_by_name_and_nested_outputs_come_through(tmp_path):
     assert "| Output | output_scores_1: (batch, 2) float32 |" in card
 
 
-def test_a_format_that_computes_something_else_fails_the_export(tmp_path):
-    name, settings, path = lines("Lying", tmp_path)
+def test_a_format_that_computes_something_else_fails_the_export(short):
+    name, settings, path = short("Lying")
     with pytest.raises(
         ReportedError, match=r"model.pt2 gives loss \d\.\d+ on the test split, but the model \d\.\d+ \(tolerance"
     ):
         exported(name, settings, path, formats="safetensors,pt2")
 
 
-def test_a_network_that_no_program_can_hold_is_exported_as_weights_alone(tmp_path):
-    name, settings, path = lines("Choosing", tmp_path)
+def test_a_network_that_no_program_can_hold_is_exported_as_weights_alone(short):
+    name, settings, path = short("Choosing")
     with pytest.raises(InputError, match=r"cannot be exported to onnx: .*leave onnx out of formats"):
         exported(name, settings, path, formats="safetensors,onnx")
     outputs = exported(name, settings, path, formats="safetensors")
@@ -159,8 +194,8 @@ def test_a_network_that_no_program_can_hold_is_exported_as_weights_alone(tmp_pat
     assert found == {"model.json", "model.safetensors", "model_card.html", "model_card.md"}
 
 
-def test_weights_that_are_not_those_of_the_reported_measures_fail_the_export(tmp_path):
-    name, settings, path = lines("Lines", tmp_path)
+def test_weights_that_are_not_those_of_the_reported_measures_fail_the_export(short):
+    name, settings, path = short("Lines")
     torch.save({key: -value for key, value in torch.load(path, weights_only=True).items()}, path)
     with pytest.raises(InputError, match=r"model_state gives loss \d\.\d+ on the test split, but the training rep"):
         exported(name, settings, path, formats="safetensors")
@@ -171,8 +206,8 @@ def test_weights_that_are_not_those_of_the_reported_measures_fail_the_export(tmp
         exported(name, settings, path, formats="safetensors", reported={"f1": 0.99})
 
 
-def test_weights_of_another_network_are_refused(tmp_path):
-    name, settings, path = lines("Lines", tmp_path)
+def test_weights_of_another_network_are_refused(short):
+    name, settings, path = short("Lines")
     with pytest.raises(InputError, match=r"must fit the network, got .*model.pt with missing keys bias, weight; un"):
         exported(name.replace("Lines", "Lying"), settings, path)
 
@@ -185,8 +220,8 @@ def test_unknown_formats_are_refused(formats, words):
         ExportOptions(formats=formats)
 
 
-def test_without_the_libraries_it_says_which_and_how_to_get_them(tmp_path):
-    name, settings, path = lines("Lines", tmp_path)
+def test_without_the_libraries_it_says_which_and_how_to_get_them(short):
+    name, settings, path = short("Lines")
     model = exported(name, settings, path, formats="safetensors").model.path
     program = """if True:
         import sys
