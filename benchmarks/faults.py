@@ -177,7 +177,8 @@ def run_tests() -> List[Tuple[str, Row]]:
                 row = rows[f"{TESTS[file]}: {name}"]
                 row.tried += 1
                 row.survived += case.find("failure") is None and case.find("error") is None
-    return list(rows.items())
+    order = list(TESTS.values())  # several files are tested at a time
+    return sorted(rows.items(), key=lambda row: order.index(row[0].partition(":")[0]))
 
 
 def main() -> None:
