@@ -198,6 +198,20 @@ def test_relative_links_resolve():
     assert not broken
 
 
+def test_our_files_that_pages_name_exist():
+    files = _project_files()
+    names = {file.name for file in files}
+    folders = "flyte_ddp|tests|benchmarks|scripts|docs|examples|workflows|presets"
+    missing = []
+    for page in files:
+        if page.suffix == ".md" and "template" not in page.parts:
+            text = page.read_text()
+            paths = re.findall(rf"(?<![\w/.])((?:{folders})/[\w/.-]*\w)", text)
+            missing += [path for path in paths if not (ROOT / path).exists() and not (ROOT / f"{path}.py").exists()]
+            missing += [name for name in re.findall(r"\btest_\w+\.py\b", text) if name not in names]
+    assert not missing
+
+
 def test_files_are_small():
     big = [str(file.relative_to(ROOT)) for file in _project_files() if file.stat().st_size > 1_000_000]
     assert not big
