@@ -8,12 +8,13 @@ import yaml
 
 from benchmarks.gpu_rows.speed import CIFAR10_94
 from flyte_ddp.errors import InputError
+from flyte_ddp.events import CheckpointWritten
 from flyte_ddp.recipe import Random
 from flyte_ddp.recipes.airbench import Airbench94
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.recipes.images import ImageClassifier
 from flyte_ddp.share import Share
-from tests.engine.test_training import identical
+from tests.engine.test_training import Unplugged, identical
 
 PRESET = yaml.safe_load((Path(__file__).parents[2] / "presets" / "cifar10-94.yaml").read_text())
 # Two epochs of two steps: on flat backgrounds, the maxima in pooling are ties, which rounding decides sooner or later
@@ -87,7 +88,14 @@ def test_it_learns_resumes_and_does_not_depend_on_the_ranks(train):
     assert one.result.epochs[0].train["loss"] == pytest.approx(two.result.epochs[0].train["loss"], rel=1e-5)
     mine, theirs = (torch.cat([w.double().flatten() for w in run.weights.values()]) for run in (one, two))
     assert (mine - theirs).norm() < 1e-4 * mine.norm()
-    first = train(2, name="stopped", **SETTINGS, stop_after=1)
-    assert not identical(first, two)
-    assert identical(train(2, name="stopped", **SETTINGS), two)
+
+    def unplug(event):
+        if isinstance(event, CheckpointWritten):
+            raise Unplugged
+
+    with pytest.raises(Unplugged):
+        train(2, name="cut", **SETTINGS, checkpoint_seconds=0, on_event=unplug)
+    resumed = train(2, name="cut", **SETTINGS)
+    assert (resumed.events[0].first_epoch, resumed.events[0].first_step) > (0, 0)
+    assert identical(resumed, two)
     assert two.result.epochs[1].train["loss"] < two.result.epochs[0].train["loss"]
