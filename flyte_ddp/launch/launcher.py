@@ -32,6 +32,7 @@ STOP_SECONDS = 10.0  # from a request to stop until ranks are killed without a c
 GRACE_SECONDS = 3.0  # for the other ranks' reports once one has failed: the first to arrive may not be the cause
 POLL_SECONDS = 0.2
 ANSWER_SECONDS = 5.0  # for the ranks of a hang to report their progress; stopped ones never do
+SETTLE_SECONDS = 0.5  # their stacks, which they write piece by piece, are whole when they have not grown for so long
 END_SECONDS = 10.0  # after SIGKILL, until a rank is abandoned: stuck in a driver, it may never end
 
 
@@ -195,12 +196,14 @@ def _hung(ranks: List[_Rank], timeout_seconds: float, on_event: Callable[[Event]
         os.kill(rank.process.pid or 0, signal.SIGUSR1)
         rank.request("standing")
     deadline = time.monotonic() + ANSWER_SECONDS
-    while time.monotonic() < deadline and any(
-        rank.standing == SILENT or not rank.stacks.stat().st_size for rank in running
-    ):
-        time.sleep(0.05)
+    sizes: List[int] = []
+    while time.monotonic() < deadline:
+        time.sleep(SETTLE_SECONDS)
         for rank in running:
             rank.receive(on_event)
+        before, sizes = sizes, [rank.stacks.stat().st_size for rank in running]
+        if sizes == before and all(sizes) and all(rank.standing != SILENT for rank in running):
+            break
     silent = "does not answer (stopped, or stuck in the kernel)\n"
     stacks = "\n".join(f"rank {rank.rank}:\n{rank.stacks.read_text() or silent}" for rank in running)
     least = min(rank.standing for rank in running)

@@ -61,8 +61,16 @@ def die_on_rank_one(environment: Environment, link: Link, argument: Any) -> None
 def hang_on_rank_one(environment: Environment, link: Link, argument: Any) -> None:
     with process_group(environment, 60):
         if environment.rank == 1:
+            for _ in range(80):  # their stacks come first, and take time to write
+                threading.Thread(target=wait_deep_down, args=(90,), daemon=True).start()
             wait_for_ever()
         distributed.barrier()
+
+
+def wait_deep_down(frames: int) -> None:
+    if frames:
+        wait_deep_down(frames - 1)
+    threading.Event().wait()
 
 
 def wait_for_ever() -> None:
