@@ -41,6 +41,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # `pyflyte` is the one beside this interpreter, also where the environment isn't activated.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # or each process that is started compiles our modules again
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    # The tests share the cores: threads that spin until the others of their rank get one would waste most of the time
+    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
     if sys.version_info >= (3, 13):  # flytekit 1.16 has no default image for it
         os.environ["FLYTE_INTERNAL_IMAGE"] = "flyte-ddp-training:latest"
 
