@@ -7,7 +7,7 @@ import traceback
 from dataclasses import dataclass, field
 from typing import Sequence, Tuple
 
-from flyte_ddp.errors import RecoverableError, ReportedError
+from flyte_ddp.errors import InputError, RecoverableError, ReportedError
 
 # What a rank reports when another one is gone or does not answer: an effect, never the cause
 PEER_ERRORS = {"DistBackendError", "DistNetworkError", "DistStoreError", "DistError", "DistQueueEmptyError"}
@@ -39,7 +39,7 @@ class Failure:
             lost another rank), or peer (it lost another rank).
         others: ranks that hang like this one.
         cause: the exception's type, or the signal's name.
-        details: the traceback, or the stacks of a hang.
+        details: the traceback, or the stacks of a hang; empty where the message says everything.
     """
 
     rank: int
@@ -82,13 +82,14 @@ class Preempted(RecoverableError):
 def from_exception(error: BaseException, rank: int, host: str) -> Failure:
     """Classifies the exception that ended a rank."""
     kind, recoverable, remedy = _classify(error)
+    says_everything = isinstance(error, (InputError, ReportedError))
     return Failure(
         rank=rank,
         host=host,
         kind=kind,
         cause=type(error).__name__,
         message=str(error) + remedy,
-        details="".join(traceback.format_exception(type(error), error, error.__traceback__)),
+        details="" if says_everything else "".join(traceback.format_exception(error)),
         recoverable=recoverable,
     )
 

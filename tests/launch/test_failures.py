@@ -64,6 +64,11 @@ def test_errors_are_sorted_by_type_and_message(error, kind, recoverable, says):
     assert failure.message.startswith(str(error))
 
 
+def test_a_traceback_follows_what_no_message_of_ours_explains():
+    assert from_exception(InputError("init must fit the network"), 1, "host").details == ""
+    assert "LookupError: no such word" in from_exception(LookupError("no such word"), 1, "host").details
+
+
 def test_the_cause_is_named_before_what_may_be_its_effect():
     lost = from_exception(nccl("remote process exited", ""), 0, "host")
     aborted = from_exit_code(-signal.SIGABRT, 1, "host")
