@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional, Sequence, Union
 
 from flyte_ddp.code_version import library_version
-from flyte_ddp.engine.job import Identity, Job, Subject, TrainingResult, job_of
+from flyte_ddp.engine.job import Identity, Job, Subject, TrainingResult, job_of, paths_in
 from flyte_ddp.errors import InputError
 from flyte_ddp.events import EpochFinished, Event
 from flyte_ddp.launch import launcher
@@ -84,17 +84,8 @@ def train(
     digests = [content_digest(path) if path else "" for path in (source, first)]
     identity = Identity(name, settings, digests[0], code.version + library_version(), digests[1])
     dataset = source.name if source else name.rpartition(":")[2]
-    job = job_of(
-        Subject(identity, dataset, source, code.root, code.files, init=first),
-        options,
-        model_path=str(place / "model.pt"),
-        last_path=str(place / "last.pt"),
-        final_path=str(place / "final-checkpoint"),
-        predictions_path=str(place / "predictions.npy"),
-        pictures_path=str(place / "pictures.npz"),
-        checkpoint_path=str(place / "checkpoint"),
-        profile_path=str(place / "profile") if options.profile else "",
-    )
+    subject = Subject(identity, dataset, source, code.root, code.files, init=first)
+    job = job_of(subject, options, **paths_in(place, options))
     result = run(job, options, on_event)
     warnings = [one.reason for one in result.warnings]
     best_epoch = 0 if result.chosen_epoch is None else result.chosen_epoch + 1

@@ -20,7 +20,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from flyte_ddp.code_version import library_version
 from flyte_ddp.data import datasets, prepared
 from flyte_ddp.engine import joined
-from flyte_ddp.engine.job import Identity, Subject, TrainingResult, job_of
+from flyte_ddp.engine.job import Identity, Subject, TrainingResult, job_of, paths_in
 from flyte_ddp.errors import InputError
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.process_group import process_group
@@ -81,28 +81,18 @@ def train(
 
     init: a model_state or checkpoint to start from.
     """
-    checkpoint = output / "checkpoint"
     with process_group(environment, options.timeout_seconds) as device:
         data = prepare(environment, hp.dataset)
         if environment.rank == 0:
             with writing_to(output, "--output"):
                 output.mkdir(parents=True, exist_ok=True)
                 if not options.resume:
-                    checkpoint.unlink(missing_ok=True)
+                    (output / "checkpoint").unlink(missing_ok=True)
         description = prepared.read_description(data)
         first = content_digest(init) if init else ""
         identity = Identity(IMAGE_CLASSIFIER, hp, description.digest, library_version(), first)
-        job = job_of(
-            Subject(identity, description.name, data, init=init.absolute() if init else None),
-            options,
-            model_path=str(output / "model.pt"),
-            last_path=str(output / "last.pt"),
-            final_path=str(output / "final-checkpoint"),
-            predictions_path=str(output / "predictions.npy"),
-            pictures_path=str(output / "pictures.npz"),
-            checkpoint_path=str(checkpoint),
-            profile_path=str(output / "profile") if options.profile else "",
-        )
+        subject = Subject(identity, description.name, data, init=init.absolute() if init else None)
+        job = job_of(subject, options, **paths_in(output, options))
         result = joined.train(environment, device, job, Console() if environment.rank == 0 else None)
     if environment.rank == 0:
         say(f"Model: {job.model_path}")

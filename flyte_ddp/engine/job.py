@@ -129,6 +129,19 @@ def job_of(subject: Subject, options: RunOptions, **paths: str) -> Job:
     )
 
 
+def paths_in(output: Path, options: RunOptions) -> Dict[str, str]:
+    """The paths for job_of of a training that leaves everything in one folder."""
+    return {
+        "model_path": str(output / "model.pt"),
+        "last_path": str(output / "last.pt"),
+        "final_path": str(output / "final-checkpoint"),
+        "predictions_path": str(output / "predictions.npy"),
+        "pictures_path": str(output / "pictures.npz"),
+        "checkpoint_path": str(output / "checkpoint"),
+        "profile_path": str(output / "profile") if options.profile else "",
+    }
+
+
 @dataclass(frozen=True)
 class Measured:
     """What a network gives for a split.

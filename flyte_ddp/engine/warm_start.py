@@ -66,20 +66,8 @@ def continue_from(state: TrainingState, path: Path, job: Job, steps_per_epoch: i
         content = read_checkpoint(path, {"recipe": job.identity.recipe})
     except CheckpointError as error:
         raise InputError(f"init: the checkpoint {path} {error}") from None
-    saved, theirs, ours = content["state"], content["identity"], job.identity.as_dict()
-    settings = job.identity.settings
-    if saved["epoch"] >= settings.last_epoch:
-        name = "stop_after" if settings.stop_after else "epochs"
-        raise InputError(
-            f"{name} must be above {saved['epoch']}, because it includes the epochs of init, got "
-            f"{settings.last_epoch}: raise it"
-        )
-    differing = [name for name in ours if name not in FREE_WITHIN_EPOCH and theirs.get(name) != ours[name]]
-    if saved["step"] and differing:
-        raise InputError(
-            "init is a checkpoint from within an epoch, which needs the same settings and data, but these differ: "
-            f"{', '.join(differing)}"
-        )
+    saved, theirs = content["state"], content["identity"]
+    _check_settings(saved, theirs, job)
     fresh, position = state.state_dict(), saved["epoch"] * steps_per_epoch + saved["step"]
     if unfit := misfits(saved["model"], fresh["model"]):
         problem = describe_misfits(unfit, saved["model"], fresh["model"])
@@ -98,15 +86,38 @@ def continue_from(state: TrainingState, path: Path, job: Job, steps_per_epoch: i
             "choice": saved["choice"] or fresh["choice"],
         }
     )
-    if state.choice:
-        same = all(theirs.get(name) == ours[name] for name in ("choose_by", "data", "validation_fraction"))
-        if not same:  # the best by another measure, or on other samples, does not count here
-            state.choice.load_state_dict(fresh["choice"])
-        elif state.choice.is_over and not theirs.get("stop_after"):  # stopped by patience, not by stop_after
-            state.choice.waited = 0
+    _judge_choice(state, fresh["choice"], theirs, job.identity.as_dict())
     epoch, step = saved["epoch"], saved["step"]
     where = f"at epoch {epoch + 1}, step {step + 1}" if step else f"after epoch {epoch}"
     return f"Continues from {path.name}, {where}"
+
+
+def _check_settings(saved: Dict[str, Any], theirs: Dict[str, Any], job: Job) -> None:
+    """Raises InputError if nothing is left to train, or an epoch would end with other settings than it began with."""
+    settings, ours = job.identity.settings, job.identity.as_dict()
+    if saved["epoch"] >= settings.last_epoch:
+        name = "stop_after" if settings.stop_after else "epochs"
+        raise InputError(
+            f"{name} must be above {saved['epoch']}, because it includes the epochs of init, got "
+            f"{settings.last_epoch}: raise it"
+        )
+    differing = [name for name in ours if name not in FREE_WITHIN_EPOCH and theirs.get(name) != ours[name]]
+    if saved["step"] and differing:
+        raise InputError(
+            "init is a checkpoint from within an epoch, which needs the same settings and data, but these differ: "
+            f"{', '.join(differing)}"
+        )
+
+
+def _judge_choice(state: TrainingState, fresh: Any, theirs: Dict[str, Any], ours: Dict[str, Any]) -> None:
+    """Drops the other training's best epoch if it does not count here; patience that ran out there begins anew."""
+    if not state.choice:
+        return
+    same = all(theirs.get(name) == ours[name] for name in ("choose_by", "data", "validation_fraction"))
+    if not same:  # the best by another measure, or on other samples
+        state.choice.load_state_dict(fresh)
+    elif state.choice.is_over and not theirs.get("stop_after"):  # stopped by patience, not by stop_after
+        state.choice.waited = 0
 
 
 def freeze(model: nn.Module, patterns: str) -> str:
