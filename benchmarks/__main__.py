@@ -14,6 +14,7 @@ BENCHMARKS = {
     "Overheads": "overheads --runs {runs}",
     "What the engine costs": "engine_cost --runs {runs}",
     "Scaling with images and ranks": "scaling --runs {runs} --plot benchmarks/scaling.svg",
+    "Beside other programs": "spinning --runs {runs}",
     "Cost of the observers": "observers_cost --dataset mnist --runs {runs}",
     "Compared with the tutorial": "against_tutorial --runs {runs}",
     "Compared with Lightning": "against_lightning --runs {runs}",

@@ -17,7 +17,7 @@ from flyte_ddp.data.datasets import data_dir, prepare
 from flyte_ddp.launch.environment import choose_world
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 
-FRACTION = 0.45
+FRACTION = 0.42
 
 
 def main() -> None:

@@ -4,15 +4,19 @@ import importlib.util
 import os
 import platform
 import runpy
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Tuple
+from typing import Iterator, Tuple
 
 from flyte_ddp.errors import InputError
 from flyte_ddp.launch import nvml
 from flyte_ddp.launch.limits import cpu_limit
 
 DEFAULT_CPU_RANKS = 2
+# OpenMP's threads wait for one another by turning in a loop, GNU's for 300,000 turns. Beside other programs these take
+# cores from the thread that is waited for. Fewer turns cost nothing where cores are free: see benchmarks/spinning.py.
+SPIN_COUNT = "10000"
 
 
 @dataclass(frozen=True)
@@ -150,3 +154,16 @@ def available_cores() -> int:
 def threads_per_rank(local_size: int) -> int:
     """Number of torch threads for each rank on this host."""
     return max(1, available_cores() // local_size)
+
+
+@contextmanager
+def short_spins() -> Iterator[None]:
+    """Sets SPIN_COUNT for processes that start meanwhile, unless the user has chosen how threads wait."""
+    if "GOMP_SPINCOUNT" in os.environ or "OMP_WAIT_POLICY" in os.environ:
+        yield
+        return
+    os.environ["GOMP_SPINCOUNT"] = SPIN_COUNT
+    try:
+        yield
+    finally:
+        del os.environ["GOMP_SPINCOUNT"]

@@ -18,7 +18,7 @@ from typing import Any, Callable, Dict, Iterator, List, Sequence
 
 import flyte_ddp
 from flyte_ddp.events import Event, RunStarted
-from flyte_ddp.launch.environment import Environment, World, threads_per_rank
+from flyte_ddp.launch.environment import Environment, World, short_spins, threads_per_rank
 from flyte_ddp.launch.failures import Failure, Preempted, RankFailed, from_exit_code, name_the_cause
 from flyte_ddp.launch.launch_compat import leave_behind
 from flyte_ddp.launch.rank import serve
@@ -44,7 +44,7 @@ def warm_up(preload: Sequence[str] = PRELOAD) -> None:
         resource_tracker.ensure_running()  # else forkserver would start it, which unblocks the signal
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         try:
-            with _importable():
+            with _importable(), short_spins():
                 forkserver.set_forkserver_preload(list(preload))
                 forkserver.ensure_running()
         finally:

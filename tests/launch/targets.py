@@ -6,7 +6,7 @@ import resource
 import signal
 import sys
 import threading
-from typing import Any, List
+from typing import Any, List, Optional
 from unittest.mock import patch
 
 from torch import Tensor, distributed, nn
@@ -22,6 +22,10 @@ from flyte_ddp.recipes.images import ImageClassifier
 
 def report_rank(environment: Environment, link: Link, argument: Any) -> Any:
     return environment.rank, environment.world.size, environment.threads, argument
+
+
+def read_variable(environment: Environment, link: Link, name: str) -> Optional[str]:
+    return os.environ.get(name)
 
 
 def list_modules(environment: Environment, link: Link, job: Job) -> List[str]:

@@ -50,6 +50,18 @@ def test_a_step_does_not_fetch_its_memory_from_the_kernel(train):
         assert statistics.median(faults) < 300, "without worker.keep_freed_memory over a thousand"
 
 
+@pytest.mark.parametrize(("chosen", "turns"), [({}, "10000"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "None")])
+def test_threads_spin_briefly_unless_the_user_wants_otherwise(chosen, turns):
+    program = (
+        "import os; from tests.launch.test_launcher import launch\n"
+        "print(*launch('read_variable', 1, 'GOMP_SPINCOUNT'), 'GOMP_SPINCOUNT' in os.environ)"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    environment.update(chosen, PYTHONPATH=os.pathsep.join(sys.path))
+    shown = subprocess.run([sys.executable, "-c", program], env=environment, check=True, stdout=subprocess.PIPE).stdout
+    assert shown.decode().split() == [turns, "False"]
+
+
 def test_the_failure_of_a_rank_is_reported_with_its_type_message_and_traceback():
     with pytest.raises(RankFailed) as failed:
         launch("fail_on_rank_one", 3, "xyzzy")
