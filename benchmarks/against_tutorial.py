@@ -3,6 +3,9 @@
 The tutorial trains its ten epochs on one rank per GPU, or on two ranks without GPUs; its final accuracy is the target.
 Ours trains once on FRACTION of the images and must reach the target: on the same number of ranks, and on one rank with
 all cores. Seconds are those of the training loops alone, without evaluation. The trainings alternate.
+
+With --held-out it shows instead how FRACTION was chosen, without the test images: after one pass over as many images,
+every seed has to reach the target on held-out training images.
 """
 
 import argparse
@@ -11,9 +14,11 @@ import tempfile
 from pathlib import Path
 from typing import Dict, List, Tuple
 
-from benchmarks.engine import hardware, spread, train
+from benchmarks.engine import hardware, percent, spread, train
 from benchmarks.tutorial import BATCH_SIZE, train_tutorial
 from flyte_ddp.data.datasets import data_dir, prepare
+from flyte_ddp.data.held_out import hold_out
+from flyte_ddp.data.prepared import read_description
 from flyte_ddp.launch.environment import choose_world
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 
@@ -24,9 +29,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=10, help="of the tutorial")
+    parser.add_argument("--held-out", action="store_true", help="measure the accuracy on held-out images alone")
     arguments = parser.parse_args()
     data = prepare("mnist")
     world = choose_world("auto", 0, BATCH_SIZE)
+    if arguments.held_out:
+        measure_held_out(data, arguments.runs, world.size)
+        return
     tutorial = f"the tutorial, {arguments.epochs} epochs, {ranks_of(world.size)}"
     found: Dict[str, List[Tuple[float, float]]] = {tutorial: []}
     with tempfile.TemporaryDirectory() as root:
@@ -49,6 +58,21 @@ def main() -> None:
         ratios = [theirs / ours for (theirs, _), (ours, _) in zip(found[tutorial], runs, strict=True)]
         of_seconds, of_accuracy = (spread(values) for values in zip(*runs, strict=True))
         print(f"| {name} | {of_seconds} | {of_accuracy} | {spread(ratios, 1)} |")
+
+
+def measure_held_out(data: Path, runs: int, ranks: int) -> None:
+    with tempfile.TemporaryDirectory() as root:
+        split = hold_out(data, Path(root, "held out"))
+        print("| images | trainings | accuracy on held-out images, mean ± standard deviation [range] |")
+        print("|---|---|---|")
+        for fraction in (FRACTION - 0.02, FRACTION):
+            images = round(fraction * read_description(data).train_samples)
+            accuracies = []
+            for seed in range(1, runs + 1):
+                hp = Hyperparameters(epochs=1, train_fraction=images / split.train_samples, seed=seed)
+                epoch = train(hp, Path(root, "held out"), ranks)[0].epochs[-1]
+                accuracies.append(100 * epoch.test["accuracy"])
+            print(f"| {images:,} | {runs} | {percent(accuracies)} |", flush=True)
 
 
 def ranks_of(number: int) -> str:
