@@ -1,4 +1,7 @@
-"""Which rank a process is, and how many ranks a host runs. Standard library only: the parent decides without torch."""
+"""Which rank a process is, how many ranks a host runs, and with how many threads.
+
+Standard library only: the parent decides without torch.
+"""
 
 import importlib.util
 import os
