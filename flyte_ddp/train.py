@@ -7,16 +7,18 @@ In a script that `torchrun --nproc-per-node 2 script.py` runs, the same call tra
 
 import os
 import pkgutil
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Optional, Sequence, Union
+from typing import Callable, Dict, List, Optional, Sequence, Union
 
 from flyte_ddp.code_version import library_version
 from flyte_ddp.engine.job import Identity, Job, Subject, TrainingResult, job_of, paths_in
 from flyte_ddp.errors import InputError
 from flyte_ddp.events import EpochFinished, Event
 from flyte_ddp.launch import launcher
-from flyte_ddp.launch.environment import choose_world
+from flyte_ddp.launch.environment import choose_world, is_first_rank
+from flyte_ddp.launch.failures import Preempted
 from flyte_ddp.report.console import Console, open_console
 from flyte_ddp.settings import RunOptions, TrainingSettings
 from flyte_ddp.storage import content_digest, writing_to
@@ -69,7 +71,7 @@ def train(
         init: what to start with: the model_state of an earlier training, or a checkpoint (final-checkpoint in its
             output, if options.keep_checkpoint was set), from which training continues up to settings.epochs in total.
 
-    Raises InputError for what the caller can fix, RankFailed if a rank fails, ReportedError after a SIGTERM.
+    Raises InputError for what the caller can fix, RankFailed if a rank fails, Preempted after a SIGTERM.
     """
     name = recipe if isinstance(recipe, str) else name_of(recipe)
     code = find_code(name, data_files)
@@ -93,23 +95,29 @@ def train(
 
 
 def run(job: Job, options: RunOptions, on_event: Optional[Callable[[Event], None]]) -> TrainingResult:
-    if "WORLD_SIZE" in os.environ:
-        joined: TrainingResult = pkgutil.resolve_name(JOINED)(job, options, on_event or Console())
-        return joined
-    checkpoint = Path(job.checkpoint_path)
-    if not options.resume:
+    """Trains with ranks of its own, or as one of its launcher's; the checkpoint is removed when training has ended."""
+    is_first, checkpoint = is_first_rank(), Path(job.checkpoint_path)
+    if is_first and not options.resume:
         checkpoint.unlink(missing_ok=True)
+    try:
+        if "WORLD_SIZE" in os.environ:
+            result: TrainingResult = pkgutil.resolve_name(JOINED)(job, on_event or Console())
+        else:
+            result = launch(job, options, on_event)
+    except Preempted as stopped:
+        raise Preempted(f"{stopped}; the same command resumes from {checkpoint}") from None
+    if is_first:
+        checkpoint.unlink(missing_ok=True)
+    return result
+
+
+def launch(job: Job, options: RunOptions, on_event: Optional[Callable[[Event], None]]) -> TrainingResult:
     settings = job.identity.settings
     world = choose_world(settings.backend, options.nproc, settings.batch_size)
-    console = None if on_event else open_console()
-    try:
-        listen: Any = on_event or console
-        results = launcher.launch(WORKER, world, job, options.timeout_seconds, listen, roots=[job.root])
-    finally:
-        if console:
-            console.close()
-    checkpoint.unlink(missing_ok=True)
-    result: TrainingResult = results[0]
+    with nullcontext(on_event) if on_event else closing(open_console()) as listen:
+        result: TrainingResult = launcher.launch(WORKER, world, job, options.timeout_seconds, listen, roots=[job.root])[
+            0
+        ]
     return result
 
 

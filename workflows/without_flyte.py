@@ -1,4 +1,4 @@
-"""The training of workflows/mnist.py without Flyte: as one process, or as the ranks that torchrun starts.
+"""The training of workflows/mnist.py without Flyte: with ranks of its own, or as one of the ranks that torchrun starts.
 
 \b
 python -m workflows.without_flyte --output OUT --hp '{"epochs": 1}'
@@ -10,28 +10,23 @@ and LOCAL_WORLD_SIZE.
 """
 
 import json
+import os
 from pathlib import Path
 from typing import Optional
 
 import click
-from torch import distributed
-from torch.distributed.elastic.multiprocessing.errors import record
 
-from flyte_ddp.code_version import library_version
-from flyte_ddp.data import datasets, prepared
-from flyte_ddp.engine import joined
-from flyte_ddp.engine.job import Identity, Subject, TrainingResult, job_of, paths_in
+from flyte_ddp.data import datasets
 from flyte_ddp.errors import InputError
-from flyte_ddp.launch.environment import Environment
-from flyte_ddp.launch.process_group import process_group
+from flyte_ddp.launch.environment import is_first_rank
 from flyte_ddp.reading import read_settings
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
-from flyte_ddp.report.console import Console, download_progress, say
+from flyte_ddp.report.console import download_progress
 from flyte_ddp.settings import RunOptions
-from flyte_ddp.storage import content_digest, writing_to
+from flyte_ddp.train import train
 
 IMAGE_CLASSIFIER = "flyte_ddp.recipes.images:ImageClassifier"
-OPTIONS = ("checkpoint_seconds", "keep_checkpoint", "profile", "resume", "timeout_seconds")
+OPTIONS = ("checkpoint_seconds", "keep_checkpoint", "nproc", "profile", "resume", "timeout_seconds")
 
 
 @click.command(help=__doc__)
@@ -51,63 +46,29 @@ OPTIONS = ("checkpoint_seconds", "keep_checkpoint", "profile", "resume", "timeou
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="What to start from, on each node: a model.pt, or a checkpoint to continue from.",
 )
-@record  # so that torchrun's report has the error of the rank that failed first
 def main(hp: str, options: str, output: Path, init: Optional[Path]) -> None:
-    chosen = Hyperparameters.from_dict(read_settings(hp))
-    with joined.own_environment(chosen) as environment:
-        result = train(environment, chosen, read_options(options), output.absolute(), init)
-    if environment.rank == 0:
+    chosen, how = Hyperparameters.from_dict(read_settings(hp)), read_options(options)
+    # There is no stand-in: the nodes might choose different ones
+    with download_progress() as progress:
+        data = datasets.prepare("mnist" if chosen.dataset == "auto" else chosen.dataset, progress)
+    result = train(IMAGE_CLASSIFIER, chosen, how, data, output, init=init)
+    if is_first_rank():
         accuracies = [epoch.evaluated["accuracy"] for epoch in result.epochs]
-        click.echo(json.dumps({"epoch_accuracies": accuracies, "model_state": str(output.absolute() / "model.pt")}))
+        click.echo(json.dumps({"epoch_accuracies": accuracies, "model_state": str(result.model_path)}))
 
 
 def read_options(text: str) -> RunOptions:
-    """Raises InputError for options that have no effect without Flyte."""
+    """Raises InputError for options that have no effect here."""
     given = read_settings(text)
     options = RunOptions.from_dict(given)
-    others = sorted(set(given) - set(OPTIONS))
-    if others:
+    if others := sorted(set(given) - set(OPTIONS)):
         raise InputError(
-            f"options must be of {', '.join(OPTIONS)} here, got {', '.join(others)}: torchrun's --nproc-per-node says "
-            "how many ranks there are, and trackers and the report come with pyflyte"
+            f"options must be of {', '.join(OPTIONS)} here, got {', '.join(others)}: trackers and the report come with "
+            "pyflyte"
         )
+    if "nproc" in given and "WORLD_SIZE" in os.environ:
+        raise InputError(f"nproc must be left out under torchrun, got {options.nproc}: --nproc-per-node says it")
     return options
-
-
-def train(
-    environment: Environment, hp: Hyperparameters, options: RunOptions, output: Path, init: Optional[Path] = None
-) -> TrainingResult:
-    """Trains as this rank; rank 0 leaves the weights in output, and says what happens.
-
-    init: a model_state or checkpoint to start from.
-    """
-    with process_group(environment, options.timeout_seconds) as device:
-        data = prepare(environment, hp.dataset)
-        if environment.rank == 0:
-            with writing_to(output, "--output"):
-                output.mkdir(parents=True, exist_ok=True)
-                if not options.resume:
-                    (output / "checkpoint").unlink(missing_ok=True)
-        description = prepared.read_description(data)
-        first = content_digest(init) if init else ""
-        identity = Identity(IMAGE_CLASSIFIER, hp, description.digest, library_version(), first)
-        subject = Subject(identity, description.name, data, init=init.absolute() if init else None)
-        job = job_of(subject, options, **paths_in(output, options))
-        result = joined.train(environment, device, job, Console() if environment.rank == 0 else None)
-    if environment.rank == 0:
-        say(f"Model: {job.model_path}")
-    return result
-
-
-def prepare(environment: Environment, name: str) -> Path:
-    """The prepared dataset, for which the first rank of each node sees to it, while the others wait. There is no
-    stand-in: the nodes might choose different ones."""
-    name = "mnist" if name == "auto" else name
-    if environment.local_rank == 0:
-        with download_progress() as progress:
-            datasets.prepare(name, progress)
-    distributed.barrier()
-    return datasets.prepared_dir(name)
 
 
 if __name__ == "__main__":

@@ -120,6 +120,11 @@ def environment_from_variables(backend: str) -> Environment:
     return Environment(world, rank, local_rank, "env://", threads=threads_per_rank(local_size))
 
 
+def is_first_rank() -> bool:
+    """Whether this process is rank 0 of those that a launcher has started; True if there is no launcher."""
+    return "WORLD_SIZE" not in os.environ or os.environ.get("RANK") == "0"
+
+
 def visible_gpus(devices: Path = Path("/dev")) -> int:
     """Number of GPUs that a rank started here can use; counted without CUDA and without torch, which takes seconds to
     import.
