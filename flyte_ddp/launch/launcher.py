@@ -26,7 +26,8 @@ from flyte_ddp.launch.rank import serve
 # forkserver: one process imports torch; every rank is forked from it in a few milliseconds and shares its memory.
 # macOS's own libraries don't survive a fork, so there each rank starts from scratch.
 START_METHOD = "forkserver" if sys.platform == "linux" else "spawn"
-PRELOAD = ["torch", "numpy", "dataclasses_json", "click"]  # what the ranks import from outside this package
+# What the ranks import from outside this package; the flop counter imports triton
+PRELOAD = ["torch", "torch.utils.flop_counter", "numpy", "dataclasses_json", "click"]
 
 STOP_SECONDS = 10.0  # from a request to stop until ranks are killed without a checkpoint
 GRACE_SECONDS = 3.0  # for the other ranks' reports once one has failed: the first to arrive may not be the cause
