@@ -79,7 +79,7 @@ class Pod:
         checkpoints: Optional[Path] = None,
         cores: int = 0,
     ):
-        self.task, self.folder, self.peak = task, folder, 0
+        self.task, self.folder = task, folder
         # in Flyte the pods of one PyTorchJob have one place
         self.checkpoints = checkpoints or folder / "raw" / "_flytecheckpoints"
         self.outputs_file, self.errors_file = folder / "outputs.pb", folder / "error.pb"
@@ -154,15 +154,18 @@ class Pod:
         return ErrorDocument.FromString(self.errors_file.read_bytes() if self.errors_file.exists() else b"")
 
 
-def run_together(*pods: Pod) -> Dict[str, Literal]:
-    """Starts all pods, waits for their ends, notes the memory that each takes, and returns the outputs that one has."""
+def run_together(*pods: Pod, watch: Callable[[Pod, int], None] = lambda pod, session: None) -> Dict[str, Literal]:
+    """Starts all pods, waits for their ends, and returns the outputs that one has.
+
+    Meanwhile `watch` gets each pod and the session of its processes, ten times a second.
+    """
     processes, deadline = [pod.start() for pod in pods], time.monotonic() + PATIENCE_SECONDS
     try:
         while any(process.poll() is None for process in processes):
             assert time.monotonic() < deadline, "\n".join(pod.log for pod in pods)
             for pod, process in zip(pods, processes, strict=True):
-                pod.peak = max(pod.peak, memory_of(process.pid))
-            time.sleep(0.05)
+                watch(pod, process.pid)
+            time.sleep(0.1)
     finally:
         end(*processes)
     assert [process.returncode for process in processes] == [0] * len(pods), "\n".join(pod.log for pod in pods)
@@ -171,10 +174,15 @@ def run_together(*pods: Pod) -> Dict[str, Literal]:
 
 def run_within_limits(*pods: Pod) -> Dict[str, Literal]:
     """As run_together; a pod that takes more of the memory that it may have than LARGEST_SHARE is an error."""
-    outputs = run_together(*pods)
-    for pod in pods:
+    peaks = dict.fromkeys(pods, 0)
+
+    def measure(pod: Pod, session: int) -> None:
+        peaks[pod] = max(peaks[pod], memory_of(session))
+
+    outputs = run_together(*pods, watch=measure)
+    for pod, peak in peaks.items():
         (text,) = (entry.value for entry in pod.task.container.resources.limits if entry.name == Resources.MEMORY)
-        limit, peak = int(text[:-2]) * {"Mi": 2**20, "Gi": 2**30}[text[-2:]], pod.peak + STORAGE_CLIENT
+        limit, peak = int(text[:-2]) * {"Mi": 2**20, "Gi": 2**30}[text[-2:]], peak + STORAGE_CLIENT
         assert peak < LARGEST_SHARE * limit, f"{pod.task.id.name} took {peak / 2**20:.0f} MiB of {text}"
     return outputs
 

@@ -30,7 +30,7 @@ from tests.pod import IMAGE, PATIENCE_SECONDS, Pod, end, literal, package, run_t
 
 pytest.importorskip("flytekitplugins.kfpytorch", reason="needs flytekitplugins-kfpytorch")
 
-HP = Hyperparameters(epochs=6, batch_size=50, learning_rate=0.02, precision="float32")
+HP = Hyperparameters(epochs=4, batch_size=50, learning_rate=0.02, precision="float32")
 SETTINGS = {"DDP_PROFILE": "sandbox", "DDP_NNODES": "2", "DDP_NPROC_PER_NODE": "1", "DDP_JOIN_MINUTES": "5"}
 
 
@@ -50,13 +50,20 @@ def small(place):
 
 
 @pytest.fixture(scope="module")
-def one_node(tasks, place, small):
-    inputs = {"hp": literal(HP), "data": small, "options": literal(RunOptions(nproc=2))}
+def init(place):
+    model = place / "model.pt"
+    torch.save(models.build_model(HP.model, 1, (1, 28, 28), 10).state_dict(), model)
+    return literal(FlyteFile(str(model), remote_path=False), Optional[FlyteFile])
+
+
+@pytest.fixture(scope="module")
+def one_node(tasks, place, small, init):
+    inputs = {"hp": literal(HP), "data": small, "options": literal(RunOptions(nproc=2)), "init": init}
     return weights(Pod(tasks["workflows.mnist.pytorch_mnist_task"], inputs, place / "one", cores=2).run())
 
 
 @pytest.fixture
-def node(tasks, small, tmp_path):
+def node(tasks, small, init, tmp_path):
     """A function that makes a node's pod; all of a test's nodes meet."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -66,7 +73,6 @@ def node(tasks, small, tmp_path):
         "PET_RDZV_BACKEND": "c10d",
         "PET_NNODES": "2:2",
         "PET_NPROC_PER_NODE": "1",
-        "PET_MAX_RESTARTS": "2",
         "FLYTE_INTERNAL_EXECUTION_ID": tmp_path.name,
     }
 
@@ -74,7 +80,8 @@ def node(tasks, small, tmp_path):
 
     def make(name, checkpoints=None, hp=HP, task=ours, inputs=None, environment=None):
         if inputs is None:
-            inputs = {"hp": literal(hp), "data": small, "options": literal(RunOptions(checkpoint_seconds=0.4))}
+            options = literal(RunOptions(checkpoint_seconds=0.4))
+            inputs = {"hp": literal(hp), "data": small, "options": options, "init": init}
         environment = {**kubeflow, "TMPDIR": str(tmp_path / f"{name}-tmp"), **(environment or {})}
         (tmp_path / f"{name}-tmp").mkdir()
         return Pod(task, inputs, tmp_path / name, environment=environment, checkpoints=checkpoints, cores=1)
@@ -125,7 +132,7 @@ def hosts(tmp_path):
             subprocess.run(["ip", "netns", "delete", name], capture_output=True)
 
 
-def test_two_hosts_train_as_one_does(node, one_node, hosts):
+def test_two_hosts_begin_with_given_weights_and_train_as_one_does(node, one_node, hosts):
     pods = []
     for name, host in hosts.items():
         pods.append(node(name))
@@ -133,15 +140,6 @@ def test_two_hosts_train_as_one_does(node, one_node, hosts):
         port = pods[-1].environment["PET_RDZV_ENDPOINT"].rpartition(":")[2]
         pods[-1].environment["PET_RDZV_ENDPOINT"] = f"{next(iter(hosts))}:{port}"
     assert same(weights(run_together(*pods)), one_node)
-
-
-def test_two_nodes_begin_with_given_weights(node, tmp_path, small):
-    model = tmp_path / "model.pt"
-    torch.save(models.build_model(HP.model, 1, (1, 28, 28), 10).state_dict(), model)
-    given = {"data": small, "init": literal(FlyteFile(str(model), remote_path=False), Optional[FlyteFile])}
-    inputs = {"hp": literal(dataclasses.replace(HP, epochs=1)), "options": literal(RunOptions()), **given}
-    pods = [node(name, inputs=inputs) for name in ("a", "b")]
-    run_together(*pods)
     assert any("Starts from 8 of 8 tensors of model.pt" in pod.log for pod in pods)
 
 
@@ -176,8 +174,7 @@ def test_loss_of_the_meeting_place_is_worth_a_retry(node):
 
 
 def test_failure_begins_with_its_rank_and_says_where_the_logs_of_each_rank_are(node):
-    hp, once = dataclasses.replace(HP, learning_rate=1e30), {"PET_MAX_RESTARTS": "0"}
-    pods = [node(name, hp=hp, environment=once) for name in ("a", "b")]
+    pods = [node(name, hp=dataclasses.replace(HP, learning_rate=1e30)) for name in ("a", "b")]
     processes = [pod.start() for pod in pods]
     try:
         for process in processes:
