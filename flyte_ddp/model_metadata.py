@@ -1,20 +1,22 @@
-"""Metadata of a weights file, from which its network can be rebuilt. Imports no torch.
+"""Metadata in a weights file, from which its network can be rebuilt. Imports no torch.
 
-It is in model.json beside model.pt, or in the header of a safetensors file.
+It is one more entry in the zip archive that torch.save writes, which torch.load ignores; in a safetensors file it is in
+the header.
 """
 
 import json
 import pkgutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Dict, Optional, Union
+from typing import IO, Any, Dict, Optional, Union
+from zipfile import BadZipFile, ZipFile, ZipInfo
 
 from flyte_ddp.errors import InputError
 from flyte_ddp.settings import Settings
-from flyte_ddp.storage import write_whole
 
 FORMAT = 1
 HEADER = "flyte_ddp"  # the metadata's entry in the header of a safetensors file
+ENTRY = "flyte_ddp.json"  # and in a zip archive
 NO_SAFETENSORS = 'safetensors is not installed: pip install "flyte-ddp-training[export]", or load a .pt file'
 
 
@@ -55,17 +57,12 @@ class ModelMetadata:
         return kind.from_dict(self.settings)
 
 
-def path_beside(weights: Union[str, Path]) -> Path:
-    return Path(weights).with_suffix(".json")
-
-
 def read_metadata(weights: Union[str, Path]) -> Optional[ModelMetadata]:
-    """The metadata of a weights file; None if it has none."""
-    beside = path_beside(weights)
-    if Path(weights).is_file() and is_safetensors(weights):
-        text = _header(weights)
-    else:
-        text = beside.read_text(encoding="utf-8") if beside.is_file() else ""
+    """The metadata of a weights file; None if it has none, or cannot be read, which loading the weights will report."""
+    try:
+        text = _header(weights) if is_safetensors(weights) else _entry(weights)
+    except OSError:
+        return None
     try:
         return ModelMetadata(**_of_our_format(json.loads(text)))
     except (ValueError, TypeError):  # not written by us
@@ -78,16 +75,18 @@ def is_safetensors(weights: Union[str, Path]) -> bool:
         return file.read(9)[8:] == b"{"
 
 
-def write_metadata(weights: Path, metadata: ModelMetadata) -> None:
-    """Raises OSError."""
-    write_whole(path_beside(weights), metadata.as_json().encode())
+def add_metadata(weights: Union[Path, IO[bytes]], metadata: ModelMetadata) -> None:
+    """Adds them to a file of torch.save that has none."""
+    with ZipFile(weights, "a") as archive:
+        folder = archive.namelist()[0].partition("/")[0]  # torch's entries are all in one
+        archive.writestr(ZipInfo(f"{folder}/{ENTRY}"), metadata.as_json())  # no date: equal trainings, equal files
 
 
 def needs_metadata(weights: Union[str, Path], remedy: str) -> ModelMetadata:
     """The metadata of a weights file; InputError if it has none."""
     metadata = read_metadata(weights)
     if metadata is None:
-        raise InputError(f"{weights} has no {path_beside(weights).name} beside it, which training writes: {remedy}")
+        raise InputError(f"{weights} has no metadata, which training writes into it: {remedy}")
     return metadata
 
 
@@ -95,6 +94,15 @@ def _of_our_format(content: Any) -> Dict[str, Any]:
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError
     return {name: value for name, value in content.items() if name in ModelMetadata.__dataclass_fields__}
+
+
+def _entry(path: Union[str, Path]) -> str:
+    try:
+        with ZipFile(path) as archive:
+            (name,) = (name for name in archive.namelist() if name.endswith(f"/{ENTRY}"))
+            return archive.read(name).decode()
+    except (BadZipFile, ValueError):  # damaged, or without metadata
+        return ""
 
 
 def _header(path: Union[str, Path]) -> str:
@@ -105,5 +113,5 @@ def _header(path: Union[str, Path]) -> str:
     try:
         with safe_open(path, framework="numpy") as file:
             return str((file.metadata() or {}).get(HEADER, ""))
-    except SafetensorError:  # damaged; loading the weights reports it
+    except SafetensorError:  # damaged
         return ""

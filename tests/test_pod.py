@@ -12,6 +12,7 @@ from flyteidl.core.errors_pb2 import ContainerError
 from flyteidl.core.tasks_pb2 import Resources
 
 from flyte_ddp.autoencoder.job import AutoencoderHyperparameters, AutoencoderOptions
+from flyte_ddp.model_metadata import read_metadata
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
 from tests.pod import Pod, is_whole, literal, package, package_for_here, small_dataset
@@ -63,6 +64,9 @@ def test_pods_train_as_a_local_run_does(place, prepared):
     uri = outputs["model_state"].scalar.blob.uri
     assert uri.startswith(str(pod.folder / "raw")), "Flyte's storage"
     assert os.path.getsize(uri) > 1_000_000
+    known = read_metadata(uri)
+    assert known is not None, "it can be loaded wherever it is copied"
+    assert (known.settings["dataset"], known.measures["accuracy"]) == ("digits", accuracies(outputs)[-1])
     assert (pod.folder / "deck.html").exists()
     assert outputs["logs"].scalar.blob.uri == str(pod.folder / "raw" / "logs"), "where the logs of a lost pod are too"
     assert (pod.folder / "raw" / "logs" / "predictions.npy").exists()

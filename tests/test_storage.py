@@ -46,7 +46,7 @@ def test_a_full_disk_for_checkpoints_does_not_stop_training(small_data, tmp_path
     assert CheckpointFailed.__name__ in done.stdout
     assert "File too large" in done.stdout
     assert (tmp_path / "model.pt").is_file()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.json", "model.pt", "predictions.npy"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.pt", "predictions.npy"]
 
 
 def test_a_full_disk_for_the_model_is_one_clear_error(small_data, tmp_path):

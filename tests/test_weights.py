@@ -1,4 +1,4 @@
-"""What keeps a file from being the weights of a network."""
+"""Files of weights: what is in them besides, and what keeps them from being those of a network."""
 
 import pytest
 import torch
@@ -6,9 +6,42 @@ from safetensors.torch import save_file
 from torch import nn
 
 from flyte_ddp.errors import InputError
+from flyte_ddp.model_metadata import ModelMetadata, add_metadata, read_metadata
 from flyte_ddp.weights import load_weights
 
+KNOWN = ModelMetadata(
+    recipe="a:Recipe",
+    settings_class="a:Settings",
+    settings={"epochs": 1},
+    data={"name": "digits", "digest": ""},
+    facts={"classes": ["été", "hiver"]},
+    headline="accuracy",
+    measures={"accuracy": 0.9},
+    training={"world_size": 2},
+    versions={"torch": "2.15"},
+)
 OWN = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)).state_dict()
+
+
+@pytest.mark.parametrize("memory_map", [False, True])
+def test_metadata_in_a_file_leave_its_weights_as_they_are(tmp_path, memory_map):
+    path = tmp_path / "model.pt"
+    torch.save(OWN, path)
+    assert read_metadata(path) is None
+    add_metadata(path, KNOWN)
+    assert read_metadata(path) == KNOWN
+    found = torch.load(path, weights_only=True, mmap=memory_map)
+    assert all(torch.equal(found[name], value) for name, value in OWN.items())
+
+
+def test_metadata_of_a_damaged_file_are_none(tmp_path):
+    path = tmp_path / "model.pt"
+    torch.save(OWN, path)
+    add_metadata(path, KNOWN)
+    content = path.read_bytes()
+    for damaged in (content[:-100], content.replace(b"a:Recipe", b"b:Recipe")):
+        path.write_bytes(damaged)
+        assert read_metadata(path) is None
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ def export_wf(
     Args:
         model_state: the output of a training; without it, a model is trained first.
         options: the network, the dataset that it was trained on, and how to export; the first two may be left out if
-            model.json is beside the weights.
+            the weights have metadata, as training writes them.
     """
     data = prepare_dataset(name=check_export(model_state=model_state, options=options))
     model = model_to_export(model_state=model_state, data=data, options=options)
@@ -96,7 +96,7 @@ def export_folder_wf(
         folder: that the model was trained on, see image_folder_wf.
         images: likewise.
         model_state: the output of image_folder_wf; without it, a model is trained first.
-        options: the network, which may be left out if model.json is beside the weights, and how to export.
+        options: the network, which may be left out if the weights have metadata, and how to export.
     """
     checked = check_folder_export(model_state=model_state, images=images, options=options)
     found = find_images(folder=folder, images=checked)

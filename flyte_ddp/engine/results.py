@@ -17,7 +17,7 @@ from flyte_ddp.engine.job import Job, TrainingResult
 from flyte_ddp.engine.set_up import Parts
 from flyte_ddp.engine.state import TrainingState
 from flyte_ddp.launch.environment import Environment
-from flyte_ddp.model_metadata import ModelMetadata, path_beside, write_metadata
+from flyte_ddp.model_metadata import ModelMetadata, add_metadata
 from flyte_ddp.recipe import Recipe
 from flyte_ddp.storage import write_whole, writing_to
 
@@ -39,9 +39,7 @@ def write_results(parts: Parts, tested: Dict[str, float], predictions: Optional[
     path, recipe, size = Path(job.model_path), parts.state.recipe, distributed.get_world_size()
     training = {"world_size": size, "hardware": hardware(parts.state.device), "precision": parts.precision}
     with writing_to(path.parent, "DDP_RUNS_DIR"):
-        path_beside(path).unlink(missing_ok=True)  # metadata of other weights must never be beside these
-        export_model(parts.state.evaluated, path)
-        write_metadata(path, metadata_of(recipe, job, parts.found.headline, tested, training))
+        export_model(parts.state.evaluated, path, metadata_of(recipe, job, parts.found.headline, tested, training))
         if predictions is not None:
             np.save(job.predictions_path, predictions.cpu().numpy())
         draw_pictures(parts.state, parts.test.split, Path(job.pictures_path))
@@ -120,9 +118,11 @@ def layers_of(model: nn.Module) -> List[Tuple[str, str, int]]:
     return [layer for layer in counted if layer[2]]
 
 
-def export_model(model: nn.Module, path: Path) -> None:
+def export_model(model: nn.Module, path: Path, metadata: Optional[ModelMetadata] = None) -> None:
     """Writes the weights as a plain CPU state_dict of contiguous tensors; path appears whole or not at all."""
     weights = {name: value.detach().cpu().contiguous() for name, value in model.state_dict().items()}
     buffer = io.BytesIO()
     torch.save(weights, buffer)
+    if metadata:
+        add_metadata(buffer, metadata)
     write_whole(path, buffer.getbuffer())

@@ -24,7 +24,7 @@ class ExportOptions(Settings):
             relative above.
         reported_tolerance: by how much a measure of the weights may differ from the reported one, likewise.
         reported: measures that the training reported, by name, {"accuracy": 0.99}; empty if they are unknown, or in
-            model.json beside the weights.
+            the metadata of the weights.
         timeout_seconds: how long a single step of the export may take before it counts as hung.
     """
 
@@ -54,7 +54,7 @@ class FolderExport(ExportOptions):
     """The same for a classifier of a folder of images.
 
     Attributes:
-        model: name of the network, see flyte_ddp/recipes/models.py; auto is as in model.json beside the weights,
+        model: name of the network, see flyte_ddp/recipes/models.py; auto is as in the metadata of the weights,
             else mnist_cnn.
     """
 
@@ -71,7 +71,7 @@ class ClassifierExport(FolderExport):
     """The same for a classifier of a built-in dataset.
 
     Attributes:
-        dataset: that the model was trained on; auto is as in model.json, else as in training.
+        dataset: that the model was trained on; auto is as in their metadata, else as in training.
     """
 
     dataset: str = setting("auto", choices=DATASETS)

@@ -167,7 +167,7 @@ def _exported(
     known: Optional[ModelMetadata],
     options: ExportOptions,
 ) -> ExportOutputs:
-    """known: the metadata beside the weights; they fill in what was not given."""
+    """known: the metadata of the weights; they fill in what was not given."""
     if known and known.recipe == subject.identity.recipe:
         settings, reported = known.settings, {**known.measures, **reported}
     source = Source(subject, weights, settings, reported, known.training if known else {})

@@ -12,7 +12,6 @@ from flyte_ddp.errors import InputError, ReportedError
 from flyte_ddp.export import card
 from flyte_ddp.export.settings import FILES, ExportJob, ExportOptions, VerifyJob, Written, check_formats
 from flyte_ddp.launch.alone import run_alone
-from flyte_ddp.model_metadata import path_beside
 from flyte_ddp.report.console import open_console, say
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.storage import temporary_beside, writing_to
@@ -89,7 +88,7 @@ def _export(source: Source, folder: Path, options: ExportOptions) -> Exported:
     formats = {name: _verified(name, job, folder, written, options) for name in options.names}
     described = card.describe(source.subject, written, formats, source.reported, options)
     with writing_to(folder, "DDP_RUNS_DIR"):
-        path_beside(folder / "model").write_text(written.metadata.as_json(), encoding="utf-8")
+        (folder / "model.json").write_text(written.metadata.as_json(), encoding="utf-8")
         (folder / "model_card.md").write_text(described.markdown, encoding="utf-8")
         (folder / "model_card.html").write_text(described.page, encoding="utf-8")
         for file in folder.iterdir():

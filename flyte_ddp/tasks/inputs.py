@@ -39,13 +39,13 @@ def explain_missing_paths() -> None:
 
 
 def known_classifier(model_state: Optional[PythonPickledFile]) -> Optional[ModelMetadata]:
-    """What is known of weights before they are read, on a cluster nothing; InputError where they are of a recipe."""
-    if model_state is None or not is_local():
+    """The metadata of given weights, if there are any; InputError where they are of a recipe."""
+    if model_state is None:
         return None
     path = model_state.path
-    if not Path(path).is_file():
+    if is_local() and not Path(path).is_file():
         raise InputError(f"model_state must be a file, and {path} is none: give the one of a training")
-    known = read_metadata(path)
+    known = read_metadata(model_state.download())
     if known and known.recipe != IMAGE_CLASSIFIER:
         raise InputError(
             f"model_state must be of a built-in classifier, and {path} is of {known.recipe}: docs/your-own-model.md "

@@ -21,7 +21,7 @@ from flyte_ddp.data.prepared import open_split
 from flyte_ddp.errors import InputError, ReportedError
 from flyte_ddp.export.settings import ExportOptions
 from flyte_ddp.export.task import export_recipe
-from flyte_ddp.model_metadata import path_beside
+from flyte_ddp.model_metadata import add_metadata, needs_metadata
 from flyte_ddp.recipes.models import load_model
 from flyte_ddp.settings import RunOptions, TrainingSettings
 from flyte_ddp.tasks.inputs import known_classifier
@@ -196,10 +196,12 @@ def test_a_network_that_no_program_can_hold_is_exported_as_weights_alone(short):
 
 def test_weights_that_are_not_those_of_the_reported_measures_fail_the_export(short):
     name, settings, path = short("Lines")
-    torch.save({key: -value for key, value in torch.load(path, weights_only=True).items()}, path)
+    known, weights = needs_metadata(path, ""), torch.load(path, weights_only=True)
+    torch.save({key: -value for key, value in weights.items()}, path)
+    add_metadata(path, known)
     with pytest.raises(InputError, match=r"model_state gives loss \d\.\d+ on the test split, but the training rep"):
         exported(name, settings, path, formats="safetensors")
-    path_beside(path).unlink()
+    torch.save({key: -value for key, value in weights.items()}, path)
     with pytest.raises(InputError, match="model_state gives accuracy"):
         exported(name, settings, path, formats="safetensors", reported={"accuracy": 0.99})
     with pytest.raises(InputError, match="reported must name measures of the recipe, loss, accuracy, got 'f1'"):

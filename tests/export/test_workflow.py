@@ -15,6 +15,7 @@ import torch
 
 from flyte_ddp.data import prepared
 from flyte_ddp.data.datasets import prepare
+from flyte_ddp.model_metadata import add_metadata, needs_metadata
 
 ROOT = Path(__file__).parents[2]
 OPTIONS = {"dataset": "digits", "model": "fashion_cnn"}
@@ -48,7 +49,7 @@ def trained():
 
 @pytest.fixture(scope="module")
 def exported(trained):
-    """Its network and dataset stand in model.json."""
+    """Its network and dataset stand in its metadata."""
     done = pyflyte("export.py", "export_wf", "--model_state", str(trained.model))
     assert done.returncode == 0, done.stderr
     return done, Path(re.findall(r"ExportOutputs\(model=([^,]+)", done.stdout)[0])
@@ -119,7 +120,7 @@ def test_a_wrong_model_is_one_error_with_both_numbers(trained, tmp_path):
         {name: value.roll(1, 0) if name == "fc2.bias" else value for name, value in weights.items()},
         tmp_path / "model.pt",
     )
-    (tmp_path / "model.json").write_text(trained.model.with_suffix(".json").read_text())
+    add_metadata(tmp_path / "model.pt", needs_metadata(trained.model, ""))
     before = runs()
     done = export(tmp_path / "model.pt", formats="safetensors")
     said = " ".join(re.sub("[│╭╮╰╯─]", " ", done.stderr).split())
