@@ -11,6 +11,7 @@ import pytest
 
 from flyte_ddp.data import prepared
 from flyte_ddp.data.datasets import prepare
+from flyte_ddp.data.image_folder import write_folder
 from flyte_ddp.data.writer import write_prepared
 from tests.environment import make_environment
 
@@ -44,7 +45,7 @@ def commands() -> List[str]:
 
 @pytest.fixture(scope="module")
 def user(tmp_path_factory) -> Dict[str, str]:
-    """A copy of the project, an environment to install it into, and small datasets under the names of the real ones.
+    """A copy of the project, an environment to install it into, and small datasets in place of the real ones.
 
     The environment has what this one has, and the project's make targets find it complete.
     """
@@ -62,6 +63,7 @@ def user(tmp_path_factory) -> Dict[str, str]:
     for name, channels in {"mnist": 1, "fashion_mnist": 1, "cifar10": 3}.items():
         train, test = (pictures.repeat(channels, axis=1) for pictures in (images[:256], test_images[:100]))
         write_prepared(data / "prepared" / name, name, names, train, labels[:256], test, test_labels[:100])
+    write_folder(data / "digit_images", names, images[:256], labels[:256])
     # `make test ARGS=...` hands ARGS down to every make that it starts
     mine = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MFLAGS", "ARGS")}
     return {
