@@ -129,7 +129,7 @@ def test_image_folder(run, images):
 
 
 def test_inference(run, digits, trained):
-    nothing, options = literal(None, Optional[FlyteDirectory]), InferenceOptions(dataset="digits", shards=1)
+    nothing, options = literal(None, Optional[FlyteDirectory]), InferenceOptions("mnist_cnn", "digits", shards=1)
     no_model = literal(None, Optional[PythonPickledFile])
     run("inference.task.check_inputs", model_state=no_model, folder=nothing, options=options)
     run("inference.given_or_trained", model_state=no_model, data=digits, options=options)

@@ -50,14 +50,16 @@ def inference_wf(
         model_state: the output of a training; without it, a model is trained first.
         folder: of image files, which are converted to the size and channels of the dataset; a sub-folder may have the
             name or number of a class. Without it, the images are those of a split of the dataset.
-        options: the network, the dataset that it was trained on, and how to predict.
+        options: the network, the dataset that it was trained on, and how to predict; the first two may be left out if
+            the weights have metadata, as training writes them.
     """
-    data = prepare_dataset(name=check_inputs(model_state=model_state, folder=folder, options=options))
-    weights = given_or_trained(model_state=model_state, data=data, options=options)
-    shards = plan_shards(model_state=weights, data=data, folder=folder, options=options)
-    fixed = partial(predict_shard, model_state=weights, data=data, folder=folder, options=options)
+    checked = check_inputs(model_state=model_state, folder=folder, options=options)
+    data = prepare_dataset(name=checked.dataset)
+    weights = given_or_trained(model_state=model_state, data=data, options=checked.options)
+    shards = plan_shards(model_state=weights, data=data, folder=folder, options=checked.options)
+    fixed = partial(predict_shard, model_state=weights, data=data, folder=folder, options=checked.options)
     parts = map_task(fixed, concurrency=registration().concurrency or None)(shard=shards)
-    return gather_shards(parts=parts, data=data, folder=folder, options=options)
+    return gather_shards(parts=parts, data=data, folder=folder, options=checked.options)
 
 
 @workflow

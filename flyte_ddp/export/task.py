@@ -25,9 +25,9 @@ from flyte_ddp.report.console import say
 from flyte_ddp.settings import TrainingSettings
 from flyte_ddp.tasks.execution import flyte_retries, is_local, run_dir
 from flyte_ddp.tasks.image_folder import attach
-from flyte_ddp.tasks.inputs import known_classifier
+from flyte_ddp.tasks.inputs import dataset_of, known_classifier
 from flyte_ddp.tasks.outputs import output_folder, output_page
-from flyte_ddp.tasks.prepare import PreparedDataset, resolve_name
+from flyte_ddp.tasks.prepare import PreparedDataset
 from flyte_ddp.tasks.recipe import Data, RecipeTraining
 from flyte_ddp.tasks.resources import preparation_resources, small_resources
 from flyte_ddp.tasks.train import image_subject
@@ -72,14 +72,7 @@ class ExportOutputs(NamedTuple):
 def check_export(model_state: Optional[PythonPickledFile], options: ClassifierExport) -> str:
     """The name of the dataset that the model was trained on; refuses invalid inputs before it is downloaded."""
     check_formats(options)
-    known = known_classifier(model_state)
-    if known and known.settings.get("dataset") == "image_folder":
-        raise InputError(
-            f"model_state must be of a built-in dataset, but {known.data['name']} is a folder of images: run "
-            "export_folder_wf with that folder"
-        )
-    name = known.data["name"] if known and options.dataset == "auto" else options.dataset
-    return resolve_name(name)
+    return dataset_of(known_classifier(model_state), options.dataset, "run export_folder_wf with that folder")
 
 
 @task(**small_resources())

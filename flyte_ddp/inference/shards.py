@@ -17,15 +17,17 @@ class InferenceOptions(Settings):
     """What to predict, and how.
 
     Attributes:
-        model: name of the network, see flyte_ddp/recipes/models.py.
-        dataset: that the model was trained on, which determines shape, classes and normalisation; auto as in training.
+        model: name of the network, see flyte_ddp/recipes/models.py; auto is as in the metadata of the weights, else
+            mnist_cnn.
+        dataset: that the model was trained on, which determines shape, classes and normalisation; auto is as in their
+            metadata, else as in training.
         split: of the dataset, if no folder is given.
         shards: number of parts, each predicted and retried on its own, with all of its images in memory.
         batch_size: images per forward pass.
         timeout_seconds: how long a shard may go without a batch before it counts as hung.
     """
 
-    model: str = setting("mnist_cnn", choices=MODELS)
+    model: str = setting("auto", choices=("auto", *MODELS))
     dataset: str = setting("auto", choices=DATASETS)
     split: str = setting("test", choices=SPLITS)
     shards: int = setting(4, minimum=1, maximum=MOST_SHARDS)

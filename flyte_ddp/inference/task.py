@@ -5,9 +5,10 @@ import json
 import os
 import tempfile
 import time
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Dict, List, Optional
+from typing import Any, Dict, List, NamedTuple, Optional
 
 from flytekit import Cache, current_context, task
 from flytekit.configuration import LocalConfig
@@ -22,9 +23,9 @@ from flyte_ddp.launch.environment import choose_world, visible_gpus
 from flyte_ddp.report.console import Console, say
 from flyte_ddp.storage import remove_leftovers, temporary_beside, writing_to
 from flyte_ddp.tasks.execution import flyte_retries, is_local, runs_dir
-from flyte_ddp.tasks.inputs import known_classifier
+from flyte_ddp.tasks.inputs import dataset_of, known_classifier
 from flyte_ddp.tasks.outputs import output_file
-from flyte_ddp.tasks.prepare import PreparedDataset, resolve_name
+from flyte_ddp.tasks.prepare import PreparedDataset
 from flyte_ddp.tasks.registration import registration
 from flyte_ddp.tasks.resources import (
     check_gpus,
@@ -63,15 +64,25 @@ def one_device() -> Dict[str, Any]:
     }
 
 
+class Checked(NamedTuple):
+    """The name of the dataset that the model was trained on, and options with the name of the model's network."""
+
+    dataset: str
+    options: InferenceOptions
+
+
 @task(**small_resources())
 def check_inputs(
     model_state: Optional[PythonPickledFile], folder: Optional[FlyteDirectory], options: InferenceOptions
-) -> str:
-    """The name of the dataset that the model was trained on; refuses invalid inputs before it is downloaded."""
-    known_classifier(model_state)
+) -> Checked:
+    """Fills in what the weights say of themselves; refuses invalid inputs before the dataset is downloaded."""
+    known = known_classifier(model_state)
     if folder is not None and not list_files(folder):
         raise InputError(f"folder must contain image files, got {folder.path} without any: choose another folder")
-    return resolve_name(options.dataset)
+    dataset = dataset_of(known, options.dataset, "load it with load_model, see the README")
+    if options.model == "auto":
+        options = replace(options, model=known.facts["network"] if known else "mnist_cnn")
+    return Checked(dataset, options)
 
 
 @task(retries=2, **preparation_resources() | {"environment": training_environment(0, INFERENCE_CODE)})

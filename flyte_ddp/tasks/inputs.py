@@ -12,6 +12,7 @@ from flyte_ddp.reading import read_settings
 from flyte_ddp.settings import Settings
 from flyte_ddp.tasks.execution import is_local
 from flyte_ddp.tasks.flytekit_compat import alternatives, read_json_inputs
+from flyte_ddp.tasks.prepare import resolve_name
 from flyte_ddp.tasks.train import IMAGE_CLASSIFIER
 
 
@@ -52,3 +53,15 @@ def known_classifier(model_state: Optional[PythonPickledFile]) -> Optional[Model
             "says what there is for recipes"
         )
     return known
+
+
+def dataset_of(known: Optional[ModelMetadata], asked: str, remedy: str) -> str:
+    """The name of the dataset that weights with this metadata were trained on, unless another one is asked for.
+
+    remedy: for weights that were trained on a folder of images.
+    """
+    if known and known.settings.get("dataset") == "image_folder":
+        raise InputError(
+            f"model_state must be of a built-in dataset, but {known.data['name']} is a folder of images: {remedy}"
+        )
+    return resolve_name(known.data["name"] if known and asked == "auto" else asked)

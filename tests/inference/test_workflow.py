@@ -25,7 +25,7 @@ from tests.pod import Pod, literal, package_for_here
 
 ROOT = Path(__file__).parents[2]
 INFERENCE = str(ROOT / "workflows" / "inference.py")
-HP = '{"dataset": "digits", "epochs": 1}'
+HP = '{"dataset": "digits", "epochs": 1, "model": "fashion_cnn"}'  # neither is the default
 
 
 def pyflyte(*arguments, **options):
@@ -53,7 +53,7 @@ def rows_of(path):
 
 
 def test_killed_run_keeps_its_finished_shards_and_ends_as_the_evaluation_did(trained, tmp_path):
-    options = '{"dataset": "digits", "shards": 8}'
+    options = '{"shards": 8}'
     command = [INFERENCE, "inference_wf", "--model_state", str(trained.model), "--options", options]
     running = subprocess.Popen(
         ["pyflyte", "run", *command], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
@@ -136,11 +136,11 @@ def test_failed_shard_is_retried_alone(trained, photos, tmp_path):
     tasks = registered().tasks
     data = literal(FlyteDirectory(str(prepare("digits")), remote_directory=False))
     model = literal(PythonPickledFile(str(trained.model), remote_path=False))
-    fixed = {
-        "data": data,
-        "folder": literal(FlyteDirectory(str(photos), remote_directory=False), Optional[FlyteDirectory]),
-        "options": literal(InferenceOptions(dataset="digits", shards=2)),
-    }
+    folder = literal(FlyteDirectory(str(photos), remote_directory=False), Optional[FlyteDirectory])
+    given = {"model_state": model, "folder": folder, "options": literal(InferenceOptions(shards=2))}
+    checked = Pod(tasks["flyte_ddp.inference.task.check_inputs"], given, tmp_path / "check").run()
+    assert checked["dataset"].scalar.primitive.string_value == "digits"
+    fixed = {"data": data, "folder": folder, "options": checked["options"]}
     inputs = {"model_state": model, **fixed}
     shards = Pod(tasks["flyte_ddp.inference.task.plan_shards"], inputs, tmp_path / "plan").run()["o0"]
     assert [decode(shard)["last"] for shard in shards.collection.literals] == [4, 8]
