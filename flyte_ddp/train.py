@@ -115,10 +115,10 @@ def launch(job: Job, options: RunOptions, on_event: Optional[Callable[[Event], N
     settings = job.identity.settings
     world = choose_world(settings.backend, options.nproc, settings.batch_size)
     with nullcontext(on_event) if on_event else closing(open_console()) as listen:
-        result: TrainingResult = launcher.launch(WORKER, world, job, options.timeout_seconds, listen, roots=[job.root])[
-            0
-        ]
-    return result
+        results: List[TrainingResult] = launcher.launch(
+            WORKER, world, job, options.timeout_seconds, listen, roots=[job.root]
+        )
+    return results[0]
 
 
 def name_of(recipe: type) -> str:

@@ -35,4 +35,4 @@ def join_and_train(job: Job, on_event: Callable[[Event], None]) -> TrainingResul
         try:
             return worker.train(environment, device, link, job)
         except StopRequested as stopped:
-            raise Preempted(f"rank {environment.rank} on {environment.host}: SIGTERM: {stopped}") from None
+            raise Preempted(f"rank {environment.rank} on {environment.host}: {stopped}") from None
