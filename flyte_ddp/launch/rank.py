@@ -1,6 +1,8 @@
 """The child's side of the launcher: the process of one rank, its output and its end."""
 
+import atexit
 import faulthandler
+import gc
 import io
 import os
 import pkgutil
@@ -40,6 +42,9 @@ class PrintedLines(io.TextIOBase):
 
 def serve(connection: Connection, environment: Environment, target: str, argument: Any, private: str) -> None:
     """The main function of a rank's process: reports the target's return value or failure, and ends the process."""
+    atexit.unregister(os._exit)  # see fork_server.py
+    gc.freeze()  # what the ranks share stays: a collection need not look at it
+    gc.enable()
     link = ParentLink(connection, environment.rank)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the parent decides
     signal.signal(signal.SIGTERM, link.on_signal)

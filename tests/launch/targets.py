@@ -1,12 +1,13 @@
 """What tests have ranks do: each function is a worker's."""
 
+import gc
 import itertools
 import os
 import resource
 import signal
 import sys
 import threading
-from typing import Any, List, Optional
+from typing import Any, List, Optional, Tuple
 from unittest.mock import patch
 
 from torch import Tensor, distributed, nn
@@ -26,6 +27,10 @@ def report_rank(environment: Environment, link: Link, argument: Any) -> Any:
 
 def read_variable(environment: Environment, link: Link, name: str) -> Optional[str]:
     return os.environ.get(name)
+
+
+def count_frozen(environment: Environment, link: Link, argument: Any) -> Tuple[bool, int]:
+    return gc.isenabled(), gc.get_freeze_count()
 
 
 def list_modules(environment: Environment, link: Link, job: Job) -> List[str]:

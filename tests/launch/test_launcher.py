@@ -44,6 +44,13 @@ def test_workers_import_no_flyte_no_trackers_no_plots_and_no_compiler(train):
         assert "torch._dynamo.convert_frame" not in modules
 
 
+@pytest.mark.skipif(launcher.START_METHOD != "forkserver", reason="only forked ranks share what has been imported")
+def test_ranks_collect_their_garbage_but_never_look_at_what_they_share():
+    for collects, shared in launch("count_frozen"):
+        assert collects
+        assert shared > 100_000, "torch has more objects"
+
+
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="it is glibc that gives memory back")
 def test_a_step_does_not_fetch_its_memory_from_the_kernel(train):
     for faults in train(target=f"{TARGETS}:count_page_faults", batch_size=256, epochs=3):
