@@ -11,10 +11,19 @@ from typing import List
 import pytest
 from hypothesis import settings
 
+from flyte_ddp.launch.environment import available_cores
+
 pytest_plugins = ["tests.small_training"]
 
 # They take minutes each, so they come first: at the end, one worker would wait for the other
 LONG = ("test_readme", "test_examples", "test_multinode", "test_tour", "export/test_recipes", "engine/test_training")
+# Whole commands, pods and examples: most of the time
+SLOW = (
+    *(f"tests/test_{name}" for name in ("docs", "end_to_end", "examples", "gpu_check", "image_folder", "memory")),
+    *(f"tests/test_{name}" for name in ("multinode", "other_datasets", "pod", "readme", "recipe_pod", "tour")),
+    *("tests/test_without_flyte", "/test_workflow", "export/test_recipes", "export/test_folder"),
+    *("new/test_new", "recipes/test_airbench", "sweep/test_halving", "tasks/test_init"),
+)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -47,8 +56,16 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["FLYTE_INTERNAL_IMAGE"] = "flyte-ddp-training:latest"
 
 
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than there are cores, up to 8: most tests wait for processes to start."""
+    return min(available_cores() + 1, 8)
+
+
 def pytest_collection_modifyitems(items: List[pytest.Item]) -> None:
     items.sort(key=lambda item: not item.nodeid.partition(".py")[0].endswith(LONG))
+    for item in items:
+        if item.nodeid.partition(".py")[0].endswith(SLOW):
+            item.add_marker("slow")
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,8 @@
-"""Each task's pod command, small, against the memory that its pod may have: a cluster kills what takes more."""
+"""Each task's pod command, small, against the memory that its pod may have: a cluster kills what takes more.
 
-import lzma
+Preparing real datasets takes more: see tests/data/test_datasets.py.
+"""
+
 import re
 import socket
 from dataclasses import replace
@@ -193,15 +195,3 @@ def test_no_task_is_left_out():
     """A map task's items are the task that it maps."""
     named = set(re.findall(r"(?:run\(|tasks\(\)\[)\"([\w.]+)\"", Path(__file__).read_text()))
     assert named == {name for name in tasks() if ".map_" not in name}
-
-
-@pytest.mark.parametrize("name", ["mnist", "cifar10"])
-def test_real_data_are_prepared(run, test_data, tmp_path, name):
-    if name == "cifar10":
-        unpacked = tmp_path / "mirror" / "cifar-10-batches-py"
-        unpacked.mkdir(parents=True)
-        for packed in (test_data / "CIFAR10" / "cifar-10-batches-py").glob("*.xz"):
-            (unpacked / packed.stem).write_bytes(lzma.decompress(packed.read_bytes()))
-        test_data = unpacked.parent
-    place = {"DDP_DATA_MIRROR": test_data.as_uri(), "DDP_DATA_DIR": str(tmp_path / "data")}
-    run("tasks.prepare.prepare_dataset", environment=place, name=name)

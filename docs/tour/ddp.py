@@ -35,14 +35,15 @@ def train(model: nn.Module, batch_size: int, learning_rate: float) -> tuple[int,
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--batch-size", type=int, default=BATCH_SIZE // 2, help="images of a step, of each rank")
-    parser.add_argument("--learning-rate", type=float, default=LEARNING_RATE)
+    parser.add_argument("--learning-rate", type=float, nargs="+", default=[LEARNING_RATE], help="one training for each")
     arguments = parser.parse_args()
     distributed.init_process_group("gloo")
-    model, ranks = network(), distributed.get_world_size()
-    steps, loss = train(model, arguments.batch_size, arguments.learning_rate)
-    if distributed.get_rank() == 0:
-        print(f"{ranks} x {arguments.batch_size} images, rate {arguments.learning_rate}: ", end="")
-        print(f"{steps} steps, loss {loss:.4f}, weights {fingerprint(model.state_dict())}")
+    for learning_rate in arguments.learning_rate:
+        model, ranks = network(), distributed.get_world_size()
+        steps, loss = train(model, arguments.batch_size, learning_rate)
+        if distributed.get_rank() == 0:
+            print(f"{ranks} x {arguments.batch_size} images, rate {learning_rate}: ", end="")
+            print(f"{steps} steps, loss {loss:.4f}, weights {fingerprint(model.state_dict())}")
     distributed.destroy_process_group()
 
 

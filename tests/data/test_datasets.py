@@ -14,6 +14,7 @@ from flyte_ddp.data.datasets import SOURCES, data_dir, prepare, prepared_dir
 from flyte_ddp.data.prepared import open_split, read_description, verify
 from flyte_ddp.errors import DownloadError, InputError
 from flyte_ddp.recipes.hyperparameters import DATASETS
+from tests.pod import Pod, literal, package, run_within_limits
 
 ROOT = Path(__file__).resolve().parents[2]
 PREPARE = "import sys; from flyte_ddp.data.datasets import prepare; print(prepare(sys.argv[1]))"
@@ -25,6 +26,16 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("DDP_DATA_DIR", str(folder))
     monkeypatch.delenv("DDP_DATA_MIRROR", raising=False)
     return folder
+
+
+@pytest.fixture(scope="module")
+def mirror(test_data, tmp_path_factory):
+    """The original files of CIFAR-10, unpacked."""
+    unpacked = tmp_path_factory.mktemp("mirror") / "cifar-10-batches-py"
+    unpacked.mkdir()
+    for packed in (test_data / "CIFAR10" / "cifar-10-batches-py").glob("*.xz"):
+        (unpacked / packed.stem).write_bytes(lzma.decompress(packed.read_bytes()))
+    return unpacked.parent
 
 
 def prepare_at_once(name, times):
@@ -143,12 +154,8 @@ def test_real_mnist_and_fashion_mnist_from_one_mirror(test_data, folder, monkeyp
     assert read_description(prepare("mnist")) == mnist
 
 
-def test_real_cifar10_from_unpacked_files(test_data, folder, tmp_path, monkeypatch):
-    unpacked = tmp_path / "mirror" / "cifar-10-batches-py"
-    unpacked.mkdir(parents=True)
-    for packed in (test_data / "CIFAR10" / "cifar-10-batches-py").glob("*.xz"):
-        (unpacked / packed.stem).write_bytes(lzma.decompress(packed.read_bytes()))
-    monkeypatch.setenv("DDP_DATA_MIRROR", unpacked.parent.as_uri())
+def test_real_cifar10_from_unpacked_files(mirror, folder, monkeypatch):
+    monkeypatch.setenv("DDP_DATA_MIRROR", mirror.as_uri())
     cifar10 = read_description(prepare("cifar10"))
     assert (cifar10.mean, cifar10.std) == ((0.4914, 0.4822, 0.4465), (0.247, 0.2435, 0.2616))
     assert (cifar10.train_samples, cifar10.test_samples, cifar10.image_shape) == (50_000, 10_000, (3, 32, 32))
@@ -170,3 +177,11 @@ def test_real_mnist_by_two_runs_at_once(test_data, folder, monkeypatch):
     prepare_at_once("mnist", 2)
     assert sorted(os.listdir(folder)) == ["MNIST", "prepared"]
     assert len(os.listdir(folder / "MNIST" / "raw")) == 4
+
+
+@pytest.mark.parametrize("name", ["mnist", "cifar10"])
+def test_a_pod_prepares_real_data_within_its_memory(request, folder, tmp_path, name):
+    files = request.getfixturevalue("mirror" if name == "cifar10" else "test_data")
+    task = package(DDP_PROFILE="sandbox").tasks["flyte_ddp.tasks.prepare.prepare_dataset"]
+    environment = {"DDP_DATA_MIRROR": files.as_uri(), "DDP_DATA_DIR": str(folder)}
+    run_within_limits(Pod(task, {"name": literal(name)}, tmp_path / "pod", environment=environment))
