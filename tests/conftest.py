@@ -15,9 +15,7 @@ from flyte_ddp.launch.environment import available_cores
 
 pytest_plugins = ["tests.small_training"]
 
-# They take minutes each, so they come first: at the end, one worker would wait for the other
-LONG = ("test_readme", "test_examples", "test_multinode", "test_tour", "export/test_recipes", "engine/test_training")
-# Whole commands, pods and examples: most of the time
+# Whole commands, pods and examples: most of the time. They come first, or at the end one worker would do them alone
 SLOW = (
     *(f"tests/test_{name}" for name in ("docs", "end_to_end", "examples", "gpu_check", "image_folder", "memory")),
     *(f"tests/test_{name}" for name in ("multinode", "other_datasets", "pod", "readme", "recipe_pod", "tour")),
@@ -62,10 +60,10 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 def pytest_collection_modifyitems(items: List[pytest.Item]) -> None:
-    items.sort(key=lambda item: not item.nodeid.partition(".py")[0].endswith(LONG))
     for item in items:
         if item.nodeid.partition(".py")[0].endswith(SLOW):
             item.add_marker("slow")
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
 @pytest.fixture(scope="session")

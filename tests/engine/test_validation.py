@@ -122,7 +122,7 @@ def test_a_recipes_validation_that_contradicts_its_settings_is_refused(tmp_path,
 def test_the_best_epoch_is_given_back_and_tested_once(train, tmp_path):
     trained = train(**WAVERING)
     started, (tested,) = of(trained, RunStarted)[0], of(trained, EpochChosen)
-    assert (started.train_samples, started.validation_samples, started.test_samples) == (1016, 254, 200)
+    assert (started.train_samples, started.validation_samples, started.test_samples) == (254, 64, 50)
     accuracies = [epoch.validation["accuracy"] for epoch in trained.result.epochs]
     assert tested.epoch == accuracies.index(max(accuracies)) == trained.result.chosen_epoch
     assert tested.epoch < 5, "else this test shows nothing: choose another rate"

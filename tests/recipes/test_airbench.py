@@ -18,7 +18,7 @@ from tests.engine.test_training import Unplugged, identical
 
 PRESET = yaml.safe_load((Path(__file__).parents[2] / "presets" / "cifar10-94.yaml").read_text())
 # Two epochs of two steps: on flat backgrounds, the maxima in pooling are ties, which rounding decides sooner or later
-SETTINGS = {**PRESET, "epochs": 2, "batch_size": 200, "learning_rate": 0.02, "train_fraction": 400 / 1270}
+SETTINGS = {**PRESET, "epochs": 2, "batch_size": 159, "learning_rate": 0.02}
 
 
 def recipe_for(data, **settings):
@@ -54,14 +54,14 @@ def test_evaluation_is_the_same_for_an_image_and_its_mirror_image():
 
 def test_flips_alternate(small_data):
     recipe = recipe_for(small_data, flip=True, alternate_flips=True)
-    images, labels = (tensor[:400] for tensor in recipe.data("train"))
+    images, labels = (tensor[:300] for tensor in recipe.data("train"))
     changed = []
     for epoch in range(4):
-        augmented = recipe.augment((images, labels), Random(torch.Generator(), Share(0, 400, 400), epoch))[0]
+        augmented = recipe.augment((images, labels), Random(torch.Generator(), Share(0, 300, 300), epoch))[0]
         mirrored = (augmented == images.flip(3)).flatten(1).all(1)
         assert torch.all(mirrored | (augmented == images).flatten(1).all(1))
         changed.append(mirrored)
-    assert 100 < changed[0].sum() < 300
+    assert 75 < changed[0].sum() < 225
     assert torch.equal(changed[0], changed[2])
     assert torch.equal(changed[1], changed[3])
     assert torch.equal(changed[0], ~changed[1])
