@@ -26,7 +26,7 @@ from flyte_ddp.launch.rank import serve
 # forkserver: one process imports torch; every rank is forked from it in a few milliseconds and shares its memory.
 # macOS's own libraries don't survive a fork, so there each rank starts from scratch.
 START_METHOD = "forkserver" if sys.platform == "linux" else "spawn"
-FIRST = "flyte_ddp.launch.fork_server"  # where it is not found, a launch takes a little longer
+FORK_SERVER = "flyte_ddp.launch.fork_server"  # where it is not found, a launch takes a little longer
 # What the ranks import from outside this package; the flop counter imports triton
 PRELOAD = ["torch", "torch.utils.flop_counter", "numpy", "dataclasses_json", "click"]
 
@@ -47,7 +47,7 @@ def warm_up(preload: Sequence[str] = PRELOAD) -> None:
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         try:
             with _importable(), short_spins():
-                forkserver.set_forkserver_preload([FIRST, *preload])
+                forkserver.set_forkserver_preload([FORK_SERVER, *preload])
                 forkserver.ensure_running()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
