@@ -9,14 +9,20 @@ ENV PYTHONUNBUFFERED=1 \
 # of the standard library, which is half of the time in which flytekit is imported.
 RUN python -m compileall -q -x tests "$(python -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')"
 
+# As in the Makefile; takes half of pip's time.
+RUN pip install --no-cache-dir uv==0.13.8
+ENV UV_SYSTEM_PYTHON=1 \
+    UV_NO_CACHE=1 \
+    UV_COMPILE_BYTECODE=1
+
 # This layer depends only on the lock; wheels only, so no compiler is needed.
 COPY requirements.txt /tmp/requirements.txt
-RUN pip install --no-cache-dir --no-deps --only-binary=:all: --require-hashes -r /tmp/requirements.txt
+RUN uv pip install --no-deps --only-binary=:all: --require-hashes -r /tmp/requirements.txt
 
 # Additions from another lock: --build-arg LOCK=requirements-tensorflow.txt builds the image of the Keras workflow.
 ARG LOCK=requirements.txt
 COPY ${LOCK} /tmp/lock.txt
-RUN pip install --no-cache-dir --no-deps --only-binary=:all: --require-hashes -r /tmp/lock.txt
+RUN uv pip install --no-deps --only-binary=:all: --require-hashes -r /tmp/lock.txt
 
 # Flytekit leaves s3fs's sessions open until its processes end, which is then logged as an error. This is done here
 # because a pod's first process is flytekit's own and loads none of our code.

@@ -106,6 +106,11 @@ def test_the_lock_of_an_extra_fits_beside_the_dev_lock(extra, package):
     assert {pin for pin in own if pin.partition("==")[0] in names} <= dev, "compile all locks with `make lock`"
 
 
+def test_the_image_is_installed_with_the_same_uv_as_everything_else():
+    (ours,) = re.findall(r"^UV_VERSION \?= (\S+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert f" uv=={ours}\n" in (ROOT / "Dockerfile").read_text()
+
+
 # --- make ---
 
 needs_make = pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
