@@ -11,8 +11,6 @@ from typing import List
 import pytest
 from hypothesis import settings
 
-from flyte_ddp.launch.environment import available_cores
-
 pytest_plugins = ["tests.small_training"]
 
 # Whole commands, pods and examples: most of the time. They come first, or at the end one worker would do them alone
@@ -52,11 +50,6 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
     if sys.version_info >= (3, 13):  # flytekit 1.16 has no default image for it
         os.environ["FLYTE_INTERNAL_IMAGE"] = "flyte-ddp-training:latest"
-
-
-def pytest_xdist_auto_num_workers() -> int:
-    """One more than there are cores, up to 8: most tests wait for processes to start."""
-    return min(available_cores() + 1, 8)
 
 
 def pytest_collection_modifyitems(items: List[pytest.Item]) -> None:

@@ -157,7 +157,7 @@ class Pod:
 def run_together(*pods: Pod, watch: Callable[[Pod, int], None] = lambda pod, session: None) -> Dict[str, Literal]:
     """Starts all pods, waits for their ends, and returns the outputs that one has.
 
-    Meanwhile `watch` gets each pod and the session of its processes, ten times a second.
+    Meanwhile `watch` gets each pod and the session of its processes, five times a second.
     """
     processes, deadline = [pod.start() for pod in pods], time.monotonic() + PATIENCE_SECONDS
     try:
@@ -165,7 +165,7 @@ def run_together(*pods: Pod, watch: Callable[[Pod, int], None] = lambda pod, ses
             assert time.monotonic() < deadline, "\n".join(pod.log for pod in pods)
             for pod, process in zip(pods, processes, strict=True):
                 watch(pod, process.pid)
-            time.sleep(0.1)
+            time.sleep(0.2)
     finally:
         end(*processes)
     assert [process.returncode for process in processes] == [0] * len(pods), "\n".join(pod.log for pod in pods)
