@@ -11,8 +11,8 @@ from typing import Any, Callable, Optional, Protocol
 
 from flyte_ddp.report.console import say
 
-# As nice(1) counts: the scheduler weighs a rank's thread three times as much. At 19, seventy times as much, W&B is still
-# starting when a short training has ended, and wherever other programs use the cores it then takes minutes.
+# As nice(1) counts: the scheduler weighs a rank's thread three times as much. At 19 it is seventy times, and where
+# other programs use the cores, W&B is still starting long after the end of a short training.
 NICENESS = 5
 
 
