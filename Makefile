@@ -102,7 +102,12 @@ find_uv = uv=uv; if ! uv --version >/dev/null 2>&1; then \
 	fi; \
 	fi
 
-sync = $(find_uv); echo "+ uv pip sync $(1)"; "$$uv" pip sync --quiet --compile-bytecode --python $(@D)/bin/python --require-hashes $(1)
+sync = $(find_uv); echo "+ uv pip sync $(1)"; "$$uv" pip sync --quiet $(compiled) --python $(@D)/bin/python --require-hashes $(1)
+
+# Where PYTHONDONTWRITEBYTECODE is set, as in many containers, each start of Python would compile torch and flytekit anew.
+# Compiling everything takes half a minute, though, which the tests with TensorFlow or an old torch do not make up for.
+compiled = --compile-bytecode
+.venv-keras/stamp .venv-oldest-torch/stamp: compiled =
 
 .venv/run.stamp: requirements.txt .venv/pyvenv.cfg
 	@$(call sync,requirements.txt)
