@@ -41,11 +41,10 @@ def run(image, *command, timeout=300):
 
 
 def test_whole_workflow_runs_without_a_network(image):
-    hp = '{"dataset": "digits", "epochs": 2}'
-    shown = run(image, "pyflyte", "run", "workflows/mnist.py", "pytorch_training_wf", "--hp", hp)
+    shown = run(image, "pyflyte", "run", "workflows/mnist.py", "pytorch_training_wf", "--hp", '{"dataset": "digits"}')
     accuracies = re.search(r"epoch_accuracies=\[([^\]]*)\]", shown)
     assert accuracies, shown
-    assert float(accuracies.group(1).split(", ")[-1]) >= 0.95
+    assert float(accuracies.group(1).split(", ")[-1]) >= 0.97
 
 
 def test_every_registered_task_is_found(image):
