@@ -82,6 +82,7 @@ def test_the_readme_has_commands():
     assert set(NOT_RUN) <= set(commands()), "NOT_RUN names a command that the README does not have"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [command for command in commands() if command not in NOT_RUN])
 def test_a_command_of_the_readme(user, command):
     done = subprocess.run(

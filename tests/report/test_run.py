@@ -52,6 +52,7 @@ def test_local_run_shows_itself_and_keeps_the_key(tmp_path):
     assert not files_with(KEY, tmp_path), "not in the report, the logs, W&B's files, nor Flyte's cache"
 
 
+@pytest.mark.slow
 def test_pod_shows_its_report_while_it_trains(tmp_path):
     data = small_dataset(tmp_path / "small")
     hp = Hyperparameters(epochs=3, batch_size=50, learning_rate=0.02, precision="float32")
@@ -61,8 +62,7 @@ def test_pod_shows_its_report_while_it_trains(tmp_path):
     with Server("answers") as server:
         pod = Pod(task, inputs, tmp_path / "pod", {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": server.url})
         with pod.running() as process:
-            while not deck.exists():
-                assert process.poll() is None, pod.log
+            pod.wait_until(deck.exists, process)
             live = not pod.outputs_file.exists()
             process.wait(timeout=300)
         outputs = pod.outputs()
