@@ -15,7 +15,7 @@ export FLYTE_INTERNAL_IMAGE
 typed = printf '%s\n' '+ $(subst ','\'',$(1))'; PATH="$(CURDIR)/$(or $(2),.venv)/bin:$$PATH" $(1)
 
 .DEFAULT_GOAL := help
-.PHONY: help run test lint keras test-keras test-oldest-torch bench bench-trainers gpu-check faults image keras-image dry-run package register smoke
+.PHONY: help run test test-all lint keras test-keras test-oldest-torch bench bench-trainers gpu-check faults image keras-image dry-run package register smoke
 .PHONY: lock clean
 
 help: ## List the targets
@@ -24,7 +24,10 @@ help: ## List the targets
 run: .venv/run.stamp ## Train; more arguments: make run ARGS="--hp '{\"epochs\": 1}'"
 	@$(call typed,pyflyte run workflows/mnist.py pytorch_training_wf$(if $(ARGS), $(ARGS)))
 
-test: .venv/dev.stamp ## Run the tests; a part of them: make test ARGS=tests/engine
+test: .venv/dev.stamp ## Run the tests that a change needs, in about five minutes; a part: make test ARGS=tests/engine
+	@$(call typed,pytest -m "not slow"$(if $(ARGS), $(ARGS)))
+
+test-all: .venv/dev.stamp ## Run all tests, with commands, pods and examples as their users run them
 	@$(call typed,pytest$(if $(ARGS), $(ARGS)))
 
 lint: .venv/dev.stamp ## Check style and types with ruff and mypy
