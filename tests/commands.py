@@ -19,7 +19,7 @@ OFFLINE = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY
 Done = subprocess.CompletedProcess
 
 
-def pyflyte(*arguments: str, status: int = 0, cwd: Path = ROOT, **environment: str) -> "Done[str]":
+def pyflyte(*arguments: str, status: int = 0, cwd: Path = ROOT, environment: Mapping[str, str] = {}) -> "Done[str]":
     """`pyflyte run` in the test's own process, which costs a tenth; fails if it ends otherwise.
 
     What is read while modules are imported, like the settings of a registration, needs a process of its own.
@@ -32,7 +32,9 @@ def pyflyte(*arguments: str, status: int = 0, cwd: Path = ROOT, **environment: s
     return _checked(Done(arguments, done.exit_code, done.stdout, done.stderr), status)
 
 
-def pyflyte_process(*arguments: str, status: int = 0, cwd: Path = ROOT, **environment: str) -> "Done[str]":
+def pyflyte_process(
+    *arguments: str, status: int = 0, cwd: Path = ROOT, environment: Mapping[str, str] = {}
+) -> "Done[str]":
     """`pyflyte run` as a user types it; fails if it ends otherwise."""
     command, environment = ["pyflyte", "run", *arguments], {**os.environ, **environment}
     return _checked(

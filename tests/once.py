@@ -41,7 +41,7 @@ def trained_classifier(**hp: Any) -> Classifier:
 
     def train(folder: Path) -> None:
         arguments = ("workflows/mnist.py", "pytorch_training_wf", "--hp", settings)
-        (folder / "said").write_text(pyflyte(*arguments, DDP_RUNS_DIR=str(folder)).stdout)
+        (folder / "said").write_text(pyflyte(*arguments, environment={"DDP_RUNS_DIR": str(folder)}).stdout)
 
     said = (made_once(f"classifier-{digest(settings)}", train) / "said").read_text()
     model, accuracy = (re.findall(rf"{name}=([^,)]+)", said)[0] for name in ("model_state", r"\baccuracy"))

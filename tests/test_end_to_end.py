@@ -97,7 +97,7 @@ def test_an_explicit_name_never_falls_back(tmp_path):
     empty = tmp_path / "empty mirror"
     empty.mkdir()
     places = {"DDP_DATA_MIRROR": empty.as_uri(), "DDP_DATA_DIR": str(tmp_path / "data")}
-    run = pyflyte(*WORKFLOW, "--hp", '{"dataset": "mnist"}', status=1, **places, **OFFLINE)
+    run = pyflyte(*WORKFLOW, "--hp", '{"dataset": "mnist"}', status=1, environment={**places, **OFFLINE})
     report = words(run.stderr + run.stdout)
     assert "no mirror delivered train-images-idx3-ubyte.gz" in report
     assert "no such file" in report
@@ -115,7 +115,7 @@ def test_an_explicit_name_never_falls_back(tmp_path):
 )
 def test_a_wrong_input_is_a_usage_error_before_anything_is_done(tmp_path, arguments, said):
     places = {"DDP_DATA_MIRROR": (tmp_path / "nowhere").as_uri(), "DDP_DATA_DIR": str(tmp_path / "data")}
-    report = words(pyflyte(*WORKFLOW, *arguments, status=2, cwd=tmp_path, **places).stderr)
+    report = words(pyflyte(*WORKFLOW, *arguments, status=2, cwd=tmp_path, environment=places).stderr)
     assert all(text in report for text in said), report
     assert not (tmp_path / "data").exists()
 

@@ -13,7 +13,7 @@ WORKFLOWS = {"fashion_mnist": "fashion_cnn", "cifar10": "resnet9_small"}
 def test_without_network_it_trains_on_the_stand_in_with_its_own_recipe(name, tmp_path):
     places = {"DDP_RUNS_DIR": str(tmp_path / "runs"), "DDP_DATA_DIR": str(tmp_path / "data")}
     command = [f"workflows/{name}.py", f"{name}_wf", "--hp", '{"epochs": 1, "train_fraction": 0.3, "flip": false}']
-    run = pyflyte(*command, **places, **OFFLINE)
+    run = pyflyte(*command, environment={**places, **OFFLINE})
     assert f"{name} cannot be downloaded here: this run trains on digits" in run.stderr
     (accuracy,) = re.findall(r"epoch_accuracies=\[([\d.]+)]", run.stdout)
     assert float(accuracy) > 0.4  # after 30 steps; by chance it would be 0.1

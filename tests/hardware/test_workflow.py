@@ -32,7 +32,7 @@ def test_gpus_that_torch_cannot_use_are_named_and_an_impossible_training_is_told
     library = stand_in(tmp_path / "library")["LD_LIBRARY_PATH"]
     with_eight = {"LD_LIBRARY_PATH": library, "NVML_GPUS": "8", "NVML_LINKS": "switch", "CUDA_VISIBLE_DEVICES": ""}
     arguments = (str(ROOT / "workflows/hardware.py"), "hardware_wf", "--hp", '{"backend": "nccl"}')
-    done = pyflyte_process(*arguments, cwd=tmp_path, **with_eight)
+    done = pyflyte_process(*arguments, cwd=tmp_path, environment=with_eight)
     for text in (
         "7 x NVIDIA H100 80GB HBM3, 81559 MiB, 1 x NVIDIA H100 80GB HBM3, [GPU is lost] MiB",
         "570.86, runs CUDA up to 12.8",

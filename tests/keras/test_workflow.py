@@ -49,7 +49,9 @@ def test_without_tensorflow_it_says_in_one_line_what_to_install(tmp_path):
         "find = util.find_spec\n"
         "util.find_spec = lambda name, package=None: None if name == 'tensorflow' else find(name, package)\n"
     )
-    run = pyflyte_process(*WORKFLOW, "--hp", '{"devices": "GPU:7"}', status=1, PYTHONPATH=str(tmp_path))
+    run = pyflyte_process(
+        *WORKFLOW, "--hp", '{"devices": "GPU:7"}', status=1, environment={"PYTHONPATH": str(tmp_path)}
+    )
     assert words(run.stderr).endswith('TensorFlow is missing: make keras, or pip install -e ".[tensorflow]"')
 
 
@@ -83,7 +85,9 @@ def test_a_free_port_is_kept_for_us_and_can_be_listened_on():
 @needs_tensorflow
 def test_two_workers_learn_behind_a_proxy_and_leave_a_network_that_keras_reads(tmp_path):
     proxy = dict.fromkeys(("http_proxy", "https_proxy"), "http://127.0.0.1:9")  # refuses, and must not be asked
-    run = pyflyte_process(*WORKFLOW, "--hp", '{"strategy": "multi_worker"}', DDP_RUNS_DIR=str(tmp_path), **proxy)
+    run = pyflyte_process(
+        *WORKFLOW, "--hp", '{"strategy": "multi_worker"}', environment={"DDP_RUNS_DIR": str(tmp_path), **proxy}
+    )
     accuracy = float(output(run, "accuracy"))
     assert accuracy >= 0.95
     assert "devices='CPU:0', replicas=2" in run.stdout
@@ -113,7 +117,9 @@ def test_its_pod_has_room_for_it(tmp_path, strategy):
 
 @needs_tensorflow
 def test_a_device_that_is_not_there_is_a_usage_error_that_lists_those_that_are(tmp_path):
-    run = pyflyte_process(*WORKFLOW, "--hp", '{"devices": "CPU:0,GPU:7"}', status=2, DDP_RUNS_DIR=str(tmp_path))
+    run = pyflyte_process(
+        *WORKFLOW, "--hp", '{"devices": "CPU:0,GPU:7"}', status=2, environment={"DDP_RUNS_DIR": str(tmp_path)}
+    )
     assert 'there is no "GPU:7" here, but CPU:0, CPU:1' in words(run.stderr)
     assert list(tmp_path.glob("*-keras-*")) == []
 

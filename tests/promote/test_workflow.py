@@ -55,19 +55,19 @@ def test_only_a_better_model_is_promoted_and_an_earlier_one_comes_back(weak, str
     assert weak.accuracy < strong.accuracy
     with object_storage() as storage:
         objects = storage.objects
-        first = pyflyte_process(*to(place, weak.model), **storage.environment)
+        first = pyflyte_process(*to(place, weak.model), environment=storage.environment)
         assert (output(first, "promoted"), output(first, "current")) == ("True", "None")
         version = output(first, "version")
         assert objects[f"bucket/models/versions/{version}/model.pt"] == weak.model.read_bytes()
 
         # no model can be better by more than 1
-        refused = pyflyte_process(*to(place, strong.model, margin=1), **storage.environment)
+        refused = pyflyte_process(*to(place, strong.model, margin=1), environment=storage.environment)
         assert (output(refused, "promoted"), output(refused, "version")) == ("False", version)
         assert Path(output(refused, "model_state")).read_bytes() == weak.model.read_bytes(), (
             "it is still the promoted one"
         )
 
-        better = pyflyte_process(*to(place, strong.model), **storage.environment)
+        better = pyflyte_process(*to(place, strong.model), environment=storage.environment)
         assert output(better, "promoted") == "True"
         assert (float(output(better, "candidate")), float(output(better, "current"))) == (
             strong.accuracy,
@@ -77,7 +77,9 @@ def test_only_a_better_model_is_promoted_and_an_earlier_one_comes_back(weak, str
         assert f"{strong.accuracy:.2%}, before {weak.accuracy:.2%}" in page
         assert version in page, "in the history"
 
-        back = pyflyte_process(PROMOTE, "roll_back_wf", "--place", place, "--name", version, **storage.environment)
+        back = pyflyte_process(
+            PROMOTE, "roll_back_wf", "--place", place, "--name", version, environment=storage.environment
+        )
         assert f"Promoted: {version}" in back.stderr
         pointer = json.loads(objects["bucket/models/current.json"])
         assert pointer["version"] == version

@@ -27,7 +27,7 @@ def test_local_run_shows_itself_and_keeps_the_key(tmp_path):
     with Server("answers") as server:
         key = {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": server.url}
         for _ in range(2):
-            result = pyflyte_process(*command, cwd=tmp_path, **place, **key)
+            result = pyflyte_process(*command, cwd=tmp_path, environment={**place, **key})
             said += [result.stdout, result.stderr]
         assert server.operations.count("RunResumeStatus") == 1, (
             "one run, whatever the number of ranks and of cache hits"
