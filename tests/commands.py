@@ -20,7 +20,7 @@ Done = subprocess.CompletedProcess
 
 
 def pyflyte(*arguments: str, status: int = 0, cwd: Path = ROOT, environment: Mapping[str, str] = {}) -> "Done[str]":
-    """`pyflyte run` in the test's own process, which costs a tenth; fails if it ends otherwise.
+    """`pyflyte run` in the test's own process, which has imported flytekit and torch; fails if it ends otherwise.
 
     What is read while modules are imported, like the settings of a registration, needs a process of its own.
     """
