@@ -9,6 +9,7 @@ from torch import Tensor
 
 from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.errors import InputError
+from flyte_ddp.random_numbers import key_of
 from flyte_ddp.share import Share
 
 
@@ -158,8 +159,8 @@ class TrainBatches(_Batches):
     """A rank's shares of the shuffled global batches; a pure function of seed, epoch and step.
 
     Nothing depends on what ran before or on the number of ranks, so a run that resumes in the middle of an epoch, even
-    with another world size, sees the same samples as an uninterrupted one. augment(tree, generator, share, epoch)
-    changes each batch, using the device's generator, which is in the same state on all ranks.
+    with another world size, sees the same samples as an uninterrupted one. augment(tree, seed, share, epoch) changes
+    each batch.
     """
 
     def __init__(
@@ -171,27 +172,19 @@ class TrainBatches(_Batches):
         world_size: int,
         passes: int = 1,
         fraction: float = 1.0,
-        augment: Callable[[Any, torch.Generator, Share, int], Any] = lambda tree, *_: tree,
+        augment: Callable[[Any, int, Share, int], Any] = lambda tree, *_: tree,
     ):
         super().__init__(split, max(1, round(len(split) * passes * fraction)), batch_size, rank, world_size)
         self.seed, self.passes, self.augment = seed, passes, augment
-        self.generator = device_generator(split.device)
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Batch]:
         """The batches of an epoch from first_step on; the last one may be short."""
-        generator = torch.Generator().manual_seed(seed_of(self.seed, epoch))
+        generator = torch.Generator().manual_seed(key_of(self.seed, epoch))
         order = torch.cat([torch.randperm(len(self.split), generator=generator) for _ in range(self.passes)])
         for step, tree, place in self._fetch(order[: self.samples], first_step):
             # Augmentation must not draw the numbers that the network's dropout draws
-            self.generator.manual_seed(seed_of(self.seed, epoch, step, 1))
-            augmented = self.augment(tree, self.generator, place, epoch)
-            yield Batch(augmented, place, seed_of(self.seed, epoch, step, 0))
-
-
-def seed_of(*position: int) -> int:
-    """A seed for the random numbers at one position of a training. It is hashed, because torch's CPU generator takes
-    only 32 bits, too few for seed, epoch and step side by side."""
-    return int(np.random.SeedSequence(position).generate_state(1)[0])
+            augmented = self.augment(tree, key_of(self.seed, epoch, step, 1), place, epoch)
+            yield Batch(augmented, place, key_of(self.seed, epoch, step, 0))
 
 
 def device_generator(device: torch.device) -> torch.Generator:

@@ -22,10 +22,10 @@ def place(recipe: Any, method: str) -> str:
     return f"{type(recipe).__name__}.{method}{where}"
 
 
-def augment(recipe: Recipe, tree: Any, generator: torch.Generator, share: Share, epoch: int = 0) -> Any:
+def augment(recipe: Recipe, tree: Any, seed: int, share: Share, epoch: int = 0) -> Any:
     """The batch as the recipe augments it; InputError if that changes the number of samples."""
     vars(recipe.share).update(vars(share))
-    changed = recipe.augment(tree, Random(generator, recipe.share, epoch))
+    changed = recipe.augment(tree, Random(seed, recipe.share, recipe.device, epoch))
     if any(not isinstance(leaf, Tensor) or len(leaf) != share.count for leaf in pytree.tree_leaves(changed)):
         raise InputError(f"{place(recipe, 'augment')} must return tensors of the same {share.count} samples")
     return changed

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from flyte_ddp.engine.batches import Split
+from flyte_ddp.engine.by_row import ByRow
 from flyte_ddp.engine.data_probe import SAMPLES, unequal_data
 from flyte_ddp.engine.draws import DRAWN, users_line
-from flyte_ddp.engine.layers import has_batch_norm
 from flyte_ddp.engine.measures import headline_of, place, ratios, trained_measure
 from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.engine.trials import Trial, Trials
@@ -42,12 +42,14 @@ class Probed:
         headline: the name of the main measure.
         reasons: why the result depends on the number of ranks; only if the recipe allows that.
         sample_flops: floating-point operations of a training step, forward and backward, per sample.
+        rows: what draws by row, having seen where samples are in what is drawn.
     """
 
     names: Tuple[str, ...]
     headline: str
     reasons: List[str]
     sample_flops: float
+    rows: ByRow
 
 
 def probe(recipe: Recipe, model: nn.Module, split: Split, may_be_empty: bool = False) -> Probed:
@@ -55,15 +57,15 @@ def probe(recipe: Recipe, model: nn.Module, split: Split, may_be_empty: bool = F
 
     A collective. may_be_empty: whether some rank will have no sample of some batch.
     """
-    _refuse_micro_batch(recipe, model)
     count = min(SAMPLES, len(split))
     unequal = unequal_data(recipe, split)
     reasons = [unequal] if unequal else []
     (tree,) = split.fetch(torch.arange(count), [slice(0, count)])
-    trial = Trials(recipe, model, tree)
     try:
+        trial = Trials(recipe, model, tree)
         with FlopCounterMode(display=False) as counter:
             whole = trial(0, count)
+            _refuse_micro_batch(recipe, trial.rows)
             _refuse_without_gradients(recipe, trial.model, whole.pairs)
         if trial.everyones and not recipe.couples_samples:
             raise InputError(f"{place(recipe, 'measure')}: a recipe that calls everyone() needs couples_samples = True")
@@ -79,17 +81,17 @@ def probe(recipe: Recipe, model: nn.Module, split: Split, may_be_empty: bool = F
     names = tuple(whole.pairs)
     totals = [float(part.detach().double().sum()) for pair in whole.pairs.values() for part in pair]
     headline = headline_of(recipe, ratios(recipe, names, totals))
-    return Probed(names, headline, reasons, counter.get_total_flops() / count)
+    return Probed(names, headline, reasons, counter.get_total_flops() / count, trial.rows)
 
 
 # --- what is never trained ---
 
 
-def _refuse_micro_batch(recipe: Recipe, model: nn.Module) -> None:
+def _refuse_micro_batch(recipe: Recipe, rows: ByRow) -> None:
     if not recipe.micro_batch:
         return
     why = ""
-    if has_batch_norm(model):
+    if rows.normalised:
         why = "with batch norm, whose statistics are those of whole batches (or use nn.GroupNorm)"
     elif recipe.couples_samples:
         why = "with couples_samples, which needs whole batches"

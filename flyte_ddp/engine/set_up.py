@@ -15,7 +15,6 @@ from torch import nn
 from flyte_ddp.engine.batches import Resident, Split, TestBatches, TrainBatches, hold_out
 from flyte_ddp.engine.choice import Choice, is_lower_better
 from flyte_ddp.engine.job import Job
-from flyte_ddp.engine.layers import convert
 from flyte_ddp.engine.loading import Streamed
 from flyte_ddp.engine.measures import augment, place
 from flyte_ddp.engine.probe import Probed, probe
@@ -68,7 +67,7 @@ def set_up(environment: Environment, device: torch.device, job: Job) -> Parts:
     found = probe(recipe, model, train, may_be_empty)
     constant_loss, total_steps = recipe.constant_loss(), settings.epochs * len(batches)
     state = TrainingState(
-        recipe, model, found.names, device, world_size,
+        recipe, model, found.rows, found.names, device, world_size,
         autocast=precision == "bfloat16", total_steps=total_steps, constant_loss=constant_loss,
     )  # fmt: skip
     if validation:
@@ -87,7 +86,7 @@ def first_model(recipe: Recipe, job: Job) -> Tuple[nn.Module, List[str]]:
     """The network with its initial weights, unless training continues from a checkpoint, and remarks on these."""
     settings: TrainingSettings = job.identity.settings
     torch.manual_seed(settings.seed)
-    model, remarks = convert(recipe.model().to(recipe.device), recipe.share), []
+    model, remarks = recipe.model().to(recipe.device), []
     if job.init and not is_checkpoint(Path(job.init)):
         remarks.append(start_from(model, Path(job.init), settings.init_leave_out))
     if settings.freeze:

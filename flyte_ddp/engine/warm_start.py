@@ -9,8 +9,8 @@ from torch import nn
 
 from flyte_ddp.engine.checkpoint import DIGEST_BYTES, read_checkpoint
 from flyte_ddp.engine.job import Job
-from flyte_ddp.engine.layers import BatchNorm
 from flyte_ddp.engine.state import TrainingState
+from flyte_ddp.engine.torch_compat import is_batch_norm
 from flyte_ddp.errors import CheckpointError, InputError
 from flyte_ddp.weights import describe_misfits, listed, misfits, read_weights
 
@@ -130,9 +130,14 @@ def freeze(model: nn.Module, patterns: str) -> str:
         if name in names:
             parameter.requires_grad_(False)
     for layer in model.modules():
-        if isinstance(layer, BatchNorm):
-            layer.is_frozen = bool(names) and layer.affine and not any(p.requires_grad for p in layer.parameters())
+        weights = list(layer.parameters(recurse=False))
+        if is_batch_norm(layer) and weights and not any(weight.requires_grad for weight in weights):
+            layer.register_forward_pre_hook(_keep_statistics)
     return f"Frozen: {listed(names)}"
+
+
+def _keep_statistics(layer: nn.Module, _: Any) -> None:
+    layer.eval()  # again before each forward pass, since each epoch begins with train()
 
 
 def matching(setting: str, patterns: Sequence[str], names: Sequence[str]) -> List[str]:

@@ -17,7 +17,7 @@ from flyte_ddp.engine.results import layers_of, result_of, write_last, write_res
 from flyte_ddp.engine.set_up import Parts, set_up
 from flyte_ddp.engine.state import TrainingState
 from flyte_ddp.engine.torch_compat import leave_dynamo_out
-from flyte_ddp.errors import CheckpointError, NonFinite
+from flyte_ddp.errors import CheckpointError, NonFinite, UnevenShapes
 from flyte_ddp.events import CheckpointRefused, RunStarted
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
@@ -49,7 +49,7 @@ def train(environment: Environment, device: torch.device, link: Link, job: Job) 
         with profiling(job.profile_path, environment.rank, state.optimizer):
             split = parts.validation or parts.test
             tested = fit(state, parts.train, split, settings.last_epoch, settings.log_interval, link, checkpoints)
-    except NonFinite:  # raised on all ranks at once; the first report of it ends them all
+    except (NonFinite, UnevenShapes):  # raised on all ranks at once; the first report of it ends them all
         checkpoints.close()
         distributed.barrier()
         raise

@@ -14,7 +14,7 @@ ENGINE_SOURCES = (
     "flyte_ddp/engine/average.py",
     "flyte_ddp/engine/batches.py",
     "flyte_ddp/engine/choice.py",
-    "flyte_ddp/engine/layers.py",
+    "flyte_ddp/engine/by_row.py",
     "flyte_ddp/engine/loading.py",
     "flyte_ddp/engine/loop.py",
     "flyte_ddp/engine/measures.py",

@@ -20,12 +20,7 @@ from tests.engine.probe_recipes import Settings
 
 FILE = str(Path(probe_recipes.__file__))
 REFUSED = {
-    "FunctionalDropout": ["draws random numbers of its own (", "use a layer nn.Dropout"],
-    "RandnLike": ["randn_like", "in augment() from its argument random"],
-    "DropPath": ["(rand)", "in augment() from its argument random"],
-    "TorchvisionDropPath": ["bernoulli_", "use a layer nn.Dropout"],
     "RandomLeakyReLU": ["rrelu_with_noise", "let torch draw"],
-    "LSTM": ["(LSTM)", "give LSTM no dropout, and put nn.Dropout between layers of one nn.LSTM each"],
     "AugmentByTorch": ["(randn)", "in augment() from its argument random"],
     "AugmentByNumpy": ["AugmentByNumpy.augment", "numpy's or Python's random numbers", "its argument random"],
     "ForwardByPython": ["ForwardByPython.forward", "numpy's or Python's random numbers"],
@@ -55,7 +50,11 @@ REFUSED = {
 WITHOUT_LINE = {"Headline", "MicroBatchNorm", "MicroEveryone", "NotARecipe"}
 SOUND = [
     "Sound",
-    "LSTMWithout",
+    "FunctionalDropout",
+    "RandnLike",
+    "DropPath",
+    "TorchvisionDropPath",
+    "LSTM",
     "Transformer",
     "OneForTheBatch",
     "Everyone",
@@ -123,7 +122,7 @@ def test_a_recipe_can_let_it_pass_and_the_result_says_so(tmp_path):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("FunctionalDropout", ["InputError", "draws random numbers of its own", f"{FILE}, line "]),
+        ("MeanOfBatch", ["InputError", "depends on the others of its batch", f"{FILE}, line "]),
         ("Unseeded", ["Unseeded.data", "gives each rank other samples", "default_rng(0)"]),
         ("OneRankRaises", ["rank ", "ZeroDivisionError", "only where the share begins later"]),
         ("NeverEmpty", [f"{FILE}, line ", "without any sample of a short last batch"]),

@@ -1,19 +1,20 @@
-"""torch's own layers over a global batch: the same for any number of ranks, and on one what torch's own give."""
+"""What a network draws and normalises is that of the global batch, on any number of ranks."""
 
 import numpy as np
 import pytest
 import torch
 
-from flyte_ddp.engine.layers import dropout
+from flyte_ddp.engine.by_row import ByRow
+from flyte_ddp.errors import InputError
 from flyte_ddp.launch import launcher
 from flyte_ddp.launch.environment import World
 from flyte_ddp.share import Share
-from tests.engine.layer_targets import CASES, KINDS
+from tests.engine.by_row_targets import CASES, KINDS
 
 
 def launch(function, argument, ranks=1):
     world = World(size=ranks, local_size=ranks, backend="gloo", device="cpu")
-    return launcher.launch(f"tests.engine.layer_targets:{function}", world, argument, 60, lambda event: None)
+    return launcher.launch(f"tests.engine.by_row_targets:{function}", world, argument, 60, lambda event: None)
 
 
 def assert_near(found, expected, about=""):
@@ -42,7 +43,7 @@ def test_a_global_batch_gives_the_same_on_any_number_of_ranks(computed, name, ra
             assert_near(one.state[key], value)
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if "batch norm" not in name])
+@pytest.mark.parametrize("name", [name for name in CASES if "batch norm" not in name and "of the batch" not in name])
 def test_dropout_drops(computed, name):
     build, shape = CASES[name]
     torch.manual_seed(0)  # as compute has it
@@ -72,6 +73,61 @@ def test_batch_norm_of_bfloat16_where_ranks_have_no_sample():
         np.testing.assert_allclose(found, expected, rtol=0.05, atol=0.2, err_msg=name)
 
 
-def test_samples_that_are_not_in_the_first_dimension_are_refused():
-    with pytest.raises(ValueError, match=r"first dimension has to be the 3 samples.* got \(7, 2\): use batch_first"):
-        dropout(torch.ones(7, 2), 0.5, (2,), Share(first=0, count=3, size=6))
+def rows_of(first, count, size):
+    return ByRow(Share(first, count, size))
+
+
+def test_outside_of_a_block_torch_draws_as_ever():
+    rows_of(0, 4, 4)
+    torch.manual_seed(0)
+    drawn = [torch.rand(3), torch.nn.functional.dropout(torch.ones(3)), torch.empty(3).normal_()]
+    torch.manual_seed(0)
+    assert torch.equal(drawn[0], torch.rand(3))
+    with rows_of(0, 3, 3).block(0):
+        theirs = torch.rand(3, generator=torch.Generator().manual_seed(0))  # nor with a generator of the user's own
+    assert torch.equal(drawn[0], theirs)
+
+
+def test_what_all_samples_share_is_equal_on_all_ranks():
+    drawn = []
+    for first, count in ((0, 4), (0, 3), (3, 1)):
+        with rows_of(first, count, 4).block(7):
+            drawn.append((torch.rand([]), torch.rand(5), torch.rand(4 * count, 2)[:4]))
+    (whole, five, rows), (first_rank, its_five, _), (last_rank, _, last_rows) = drawn
+    assert whole == first_rank == last_rank
+    assert torch.equal(five, its_five)
+    assert not torch.equal(rows, last_rows)
+
+
+def test_each_call_draws_other_numbers_and_each_seed_does():
+    with (rows := rows_of(0, 4, 4)).block(1):
+        one, other = torch.rand(4, 2), torch.rand(4, 2)
+    with rows.block(2):
+        next_step = torch.rand(4, 2)
+    with rows.block(1):
+        assert torch.equal(torch.rand(4, 2), one)
+    assert not torch.equal(one, other)
+    assert not torch.equal(one, next_step)
+
+
+def test_a_single_sample_whose_place_cannot_be_told_is_refused():
+    rows = rows_of(0, 2, 2)
+    drawn = []
+    for count in (2, 1):
+        rows.share.count = count
+        with rows.block(0):
+            drawn.append((torch.rand(count, 1), torch.rand(1, 1), rows.drawn)[-1])
+    rows.learn(*drawn, 2)
+    with rows.block(0), pytest.raises(InputError, match=r"shape \(1, 1\).* at least 2 samples"):
+        torch.rand(1, 1)
+
+
+def test_digests_tell_shapes_apart():
+    digests = []
+    for shape in ((2, 3), (2, 4)):
+        with (rows := rows_of(0, 2, 8)).block(0):
+            torch.rand(shape)
+        digests.append(rows.digest)
+    with (rows := rows_of(2, 6, 8)).block(0):
+        torch.rand(6, 3)
+    assert digests[0] == rows.digest != digests[1]
