@@ -97,16 +97,16 @@ def _as_tensor(leaf: Any) -> Tensor:
 
 
 class Part:
-    """Some samples of a split, by their indices (n,) int64."""
+    """Some samples of a split, by their indices (n,) int64, on the host like the order that they are fetched in."""
 
     def __init__(self, split: Split, chosen: Tensor):
-        self.split, self.chosen, self.device = split, chosen.to(split.device), split.device
+        self.split, self.chosen, self.device = split, chosen, split.device
 
     def __len__(self) -> int:
         return len(self.chosen)
 
     def fetch(self, order: Tensor, parts: Sequence[slice]) -> Iterator[Any]:
-        return self.split.fetch(self.chosen[order.to(self.device)], parts)
+        return self.split.fetch(self.chosen[order], parts)
 
 
 def hold_out(split: Split, fraction: float) -> Tuple[Part, Part]:

@@ -82,6 +82,9 @@ def test_nothing_is_fetched_back_from_a_device(tmp_path, workers):
         assert {leaf.device for leaf in leaves} == {device}
         assert [batch.share.count for batch in found] == [2, 2, 2, 1, 2, 2]
         assert [len(batch.tree["x" if split is resident else "row"]) for batch in found] == [2, 2, 2, 1, 2, 2]
+        for part in batches.hold_out(split, 0.3):
+            (tree,) = part.fetch(torch.tensor([1, 0]), [slice(0, 2)])
+            assert {(len(leaf), leaf.device) for leaf in pytree.tree_leaves(tree)} == {(2, device)}
 
 
 @pytest.mark.parametrize("workers", [0, 2])
