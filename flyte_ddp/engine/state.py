@@ -136,7 +136,7 @@ class TrainingState:
         gradients = self._gradients()[1]
         self._norms = torch_compat.norms(gradients) * scale
         norm = torch.linalg.vector_norm(self._norms)
-        total = norm + new[self._trained]
+        total = norm + new[self._trained] + new[self._trained + 1]
         self.flag.logical_or_(total - total)  # 0 if finite, else NaN, which counts as true
         self._sums[-1].add_(self.flag)
         if self.recipe.clip_norm:

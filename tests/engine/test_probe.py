@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from torch import distributed
 
-from flyte_ddp.errors import InputError
+from flyte_ddp.errors import InputError, NonFinite
 from flyte_ddp.events import Printed
 from flyte_ddp.launch.failures import RankFailed
 from flyte_ddp.settings import RunOptions
@@ -104,11 +104,17 @@ def test_what_does_not_depend_on_it_passes(alone, tmp_path, name):
     assert not any("the number of ranks" in warning for warning in run(name, tmp_path).warnings)
 
 
+@pytest.mark.parametrize("name", ["NaNWeights", "InfiniteWeights"])
+def test_weights_of_the_loss_that_are_not_finite_end_the_run(alone, tmp_path, name):
+    with pytest.raises(NonFinite, match="loss is not finite in epoch 1, step 1, on rank 0"):
+        run(name, tmp_path)
+
+
 def test_every_recipe_of_the_module_is_tested():
     kinds = [kind for kind in vars(probe_recipes).values() if isinstance(kind, type)]
     recipes = {kind.__name__ for kind in kinds if issubclass(kind, probe_recipes.Sound)}
     assert recipes - {*REFUSED, *SOUND} == {
-        "Permitted", "OneRankRaises", "Chatty", "Unseeded", "NeverEmpty"
+        "Permitted", "OneRankRaises", "Chatty", "Unseeded", "NeverEmpty", "NaNWeights", "InfiniteWeights"
     }  # fmt: skip
 
 
