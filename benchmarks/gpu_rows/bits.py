@@ -60,7 +60,7 @@ def from_source(source: str, fraction: float = 0.0) -> Callable[[Machine], str]:
     return check
 
 
-def empty_share(machine: Machine) -> str:
+def borrowed_share(machine: Machine) -> str:
     size = next(size for size in range(50, SAMPLES) if SAMPLES % size == 1)
     settings = Settings(batch_size=size, precision="bfloat16")
     return described(train(FAULTY, settings, machine.world(2)))
@@ -103,7 +103,7 @@ ROWS = [
     Row("samples from a memory map", from_source("memory map")),
     Row("samples from a Dataset, by loader workers", from_source("dataset"), is_quick=False),
     Row("validation samples held out of a memory map", from_source("memory map", 0.25), is_quick=False),
-    Row("a rank without a sample, batch norm in bfloat16", empty_share),
+    Row("a rank that borrows a sample, batch norm in bfloat16", borrowed_share),
     Row("same seed, same bits", same_bits),
     Row("interrupted and resumed, same bits", resumed_bits),
 ]

@@ -17,7 +17,7 @@ class Batch:
     """One rank's share of one global batch.
 
     Attributes:
-        tree: tensors (n, ...), single or nested; n may be 0 in a short last batch.
+        tree: tensors (n, ...), single or nested.
         share: where they are in the global batch.
         seed: of the training step's random numbers.
     """
@@ -148,10 +148,11 @@ class _Batches:
 
     def _fetch(self, order: Tensor, first_step: int = 0) -> Iterator[Tuple[int, Any, Share]]:
         steps = range(first_step, len(self))
-        parts = [self.mine(step) for step in steps]
-        for step, part, tree in zip(steps, parts, self.split.fetch(order, parts), strict=True):
+        mine = [self.mine(step) for step in steps]
+        parts = [slice(part.start, max(part.stop, part.start + 1)) for part in mine]  # borrows the next rank's first
+        for step, own, part, tree in zip(steps, mine, parts, self.split.fetch(order, parts), strict=True):
             start, stop = self.samples_until(step), self.samples_until(step + 1)
-            yield step, tree, Share(part.start - start, part.stop - part.start, stop - start)
+            yield step, tree, Share(part.start - start, part.stop - part.start, stop - start, own != part)
 
 
 class TrainBatches(_Batches):

@@ -33,14 +33,14 @@ def dropout(features: Tensor, p: float, shape: Tuple[int, ...], share: Share) ->
     shape: of a row of the mask, which is drawn for the whole global batch.
     """
     rows = len(features)
-    if share.count and rows % share.count:
+    if rows % share.count:
         raise ValueError(
             f"dropout: the first dimension has to be the {share.count} samples, or a multiple, got "
             f"{tuple(features.shape)}: use batch_first=True, or move the samples to the front"
         )
-    each = rows // share.count if share.count else 1
+    each = rows // share.count
     mask = torch.rand(share.size * each, *shape, device=features.device) >= p
-    return features * mask[share.first * each : share.first * each + rows] / (1 - p)
+    return features * mask[share.first * each : share.first * each + rows] / (1 - p or 1)
 
 
 class Dropout(nn.Dropout):
@@ -133,7 +133,7 @@ class BatchNorm(AnyBatchNorm):
         bias = self.bias if self.affine else torch.zeros(self.num_features, device=features.device)
         if self.share.alone:  # without statistics of the batch, so that samples do not affect each other
             return _fixed(features, weight, bias, torch.zeros_like(bias), torch.ones_like(bias), self.eps)
-        normalised, mean, variance, count = _Normalise.apply(features, weight, bias, self.eps)
+        normalised, mean, variance, count = _Normalise.apply(features, weight, bias, self.eps, self.share.borrowed)
         if self.training and self.running_mean is not None:
             assert self.running_var is not None  # for the type checker: there are all or none
             assert self.num_batches_tracked is not None
@@ -161,13 +161,16 @@ class _Normalise(torch.autograd.Function):
     """Batch norm (Ioffe and Szegedy, 2015) with the statistics of all ranks; also returns mean, variance and count.
 
     The backward pass is written out, because autograd takes twice as long. torch's kernels for fixed statistics do the
-    work: the gradient through the batch's statistics adds a linear function of the features, channel by channel.
+    work: the gradient through the batch's statistics adds a linear function of the features, channel by channel. To
+    these statistics a borrowed sample adds nothing, neither forward nor backward.
     """
 
     @staticmethod
-    def forward(ctx: Any, features: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, features: Tensor, weight: Tensor, bias: Tensor, eps: float, borrowed: bool
+    ) -> Tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        rows = features.numel() // len(weight)
+        rows = 0 if borrowed else features.numel() // len(weight)
         if rows:
             # an undocumented kernel of torch: a single launch, and on a CPU faster than sums
             mine = torch.stack(torch.batch_norm_update_stats(features.float(), None, None, 0.0)).double()
@@ -181,7 +184,7 @@ class _Normalise(torch.autograd.Function):
         moments[1].addcmul_(moments[0], moments[0], value=-1)
         mean, variance = moments.float()
         ctx.save_for_backward(features, weight, mean, variance, count)
-        ctx.eps = eps
+        ctx.eps, ctx.borrowed = eps, borrowed
         normalised = _fixed(features, weight, bias, mean, variance, eps)
         ctx.mark_non_differentiable(mean, variance, count)
         return normalised, mean, variance, count
@@ -198,8 +201,9 @@ class _Normalise(torch.autograd.Function):
         sums = torch.stack([to_weight, to_bias])
         distributed.all_reduce(sums)
         slope, offset = sums * (weight * (variance + ctx.eps).rsqrt() / -count)
-        by_statistics = _fixed(features, slope, offset, mean, variance, ctx.eps)
-        return by_statistics.add_(through), to_weight, to_bias, None
+        if not ctx.borrowed:
+            through = _fixed(features, slope, offset, mean, variance, ctx.eps).add_(through)
+        return through, to_weight, to_bias, None, None
 
 
 def _fixed(features: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, variance: Tensor, eps: float) -> Tensor:

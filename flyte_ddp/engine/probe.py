@@ -5,7 +5,6 @@ of its own, is reported with its place in the recipe and with what to write inst
 """
 
 import math
-import traceback
 from dataclasses import dataclass
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
@@ -15,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from flyte_ddp.engine.batches import Split
 from flyte_ddp.engine.data_probe import SAMPLES, unequal_data
-from flyte_ddp.engine.draws import DRAWN, users_line
+from flyte_ddp.engine.draws import DRAWN
 from flyte_ddp.engine.layers import has_batch_norm
 from flyte_ddp.engine.measures import headline_of, place, ratios, trained_measure
 from flyte_ddp.engine.torch_compat import pytree
@@ -50,10 +49,10 @@ class Probed:
     sample_flops: float
 
 
-def probe(recipe: Recipe, model: nn.Module, split: Split, may_be_empty: bool = False) -> Probed:
+def probe(recipe: Recipe, model: nn.Module, split: Split) -> Probed:
     """Raises InputError, with place and remedy, for whatever makes the result depend on the number of ranks.
 
-    A collective. may_be_empty: whether some rank will have no sample of some batch.
+    A collective.
     """
     _refuse_micro_batch(recipe, model)
     count = min(SAMPLES, len(split))
@@ -70,8 +69,6 @@ def probe(recipe: Recipe, model: nn.Module, split: Split, may_be_empty: bool = F
         if count > 1:
             halves = [trial(0, count // 2), trial(count // 2, count)]
             reasons += _draws(recipe, whole, halves) or _differences(recipe, trial, whole, halves)
-        if may_be_empty:
-            _refuse_unless_empty_passes(trial, count)
     finally:
         vars(recipe.share).update(alone=False, stand_in=None)
     if reasons and not recipe.may_depend_on_ranks:
@@ -114,19 +111,6 @@ def _refuse_without_gradients(recipe: Recipe, model: nn.Module, pairs: Dict[str,
             "call requires_grad_(False) on them in model()"
         )
     model.zero_grad()
-
-
-def _refuse_unless_empty_passes(trial: Trials, count: int) -> None:
-    try:
-        trial(count, count)
-    except Exception as error:
-        frames = [(frame, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-        where = users_line(reversed([(frame.f_code.co_filename, line) for frame, line in frames]))
-        raise InputError(
-            f"{where or place(trial.recipe, 'forward')}: a rank without any sample of a short last batch fails here "
-            f"({type(error).__name__}: {error}): make it work for n = 0, or choose batch_size and test_batch_size so "
-            "that each rank has samples of the last batch"
-        ) from error
 
 
 # --- what depends on the number of ranks ---

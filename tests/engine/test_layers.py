@@ -22,7 +22,7 @@ def assert_near(found, expected, about=""):
 
 @pytest.fixture(scope="module")
 def computed():
-    """By samples of the global batch and number of ranks: what each rank computed. One of three has none of two."""
+    """By samples of the global batch and number of ranks: what each rank computed. One of three borrows one of two."""
     return {(size, ranks): launch("compute", size, ranks) for size in (10, 2) for ranks in (1, 2, 3)}
 
 
@@ -70,6 +70,15 @@ def test_batch_norm_of_bfloat16_where_ranks_have_no_sample():
         of_ranks = [one[name] for one in shares]
         found = of_ranks[0] if name.startswith("1.") and ("running" in name or "num" in name) else sum(of_ranks)
         np.testing.assert_allclose(found, expected, rtol=0.05, atol=0.2, err_msg=name)
+
+
+def test_dropout_of_everything_is_torchs():
+    features = torch.ones(3, 2, requires_grad=True)
+    dropped = dropout(features, 1.0, (2,), Share(first=0, count=3, size=3))
+    dropped.sum().backward()
+    assert not dropped.any()
+    assert features.grad is not None
+    assert not features.grad.any()
 
 
 def test_samples_that_are_not_in_the_first_dimension_are_refused():
