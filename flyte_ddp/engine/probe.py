@@ -6,7 +6,7 @@ of its own, is reported with its place in the recipe and with what to write inst
 
 import math
 from dataclasses import dataclass
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Optional, Sequence, Set, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from flyte_ddp.engine.trials import Trial, Trials
 from flyte_ddp.errors import InputError
 from flyte_ddp.recipe import Recipe
 
+MORE_SAMPLES, PART = 1024, 64  # how many samples are looked through for gradients, and how many at a time
 TOLERANCE = {"rtol": 1e-3, "atol": 1e-5}
 REMEDY = "docs/your-own-model.md has an example of each. If it is meant, set may_depend_on_ranks = True in the recipe"
 OTHERS = "to compare samples, call everyone(); to normalise, use nn.BatchNorm, nn.GroupNorm or nn.LayerNorm"
@@ -63,7 +64,9 @@ def probe(recipe: Recipe, model: nn.Module, split: Split) -> Probed:
     try:
         with FlopCounterMode(display=False) as counter:
             whole = trial(0, count)
-            _refuse_without_gradients(recipe, trial.model, whole.pairs)
+            unreached = _unreached(recipe, trial.model, whole.pairs)
+        if unreached:
+            _refuse_unreached(recipe, model, split, unreached)
         if trial.everyones and not recipe.couples_samples:
             raise InputError(f"{place(recipe, 'measure')}: a recipe that calls everyone() needs couples_samples = True")
         if count > 1:
@@ -94,7 +97,8 @@ def _refuse_micro_batch(recipe: Recipe, model: nn.Module) -> None:
         raise InputError(f"{type(recipe).__name__}.micro_batch must be 0 {why}, got {recipe.micro_batch}")
 
 
-def _refuse_without_gradients(recipe: Recipe, model: nn.Module, pairs: Dict[str, Tuple[Tensor, Tensor]]) -> None:
+def _unreached(recipe: Recipe, model: nn.Module, pairs: Dict[str, Tuple[Tensor, Tensor]]) -> Set[str]:
+    """The trainable parameters that get no gradient from these samples; InputError if none does."""
     name = trained_measure(list(pairs))
     if not pairs[name][0].requires_grad:
         raise InputError(
@@ -103,14 +107,26 @@ def _refuse_without_gradients(recipe: Recipe, model: nn.Module, pairs: Dict[str,
         )
     model.zero_grad()
     pairs[name][0].sum().backward()
-    unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
-    if unused:
-        named = ", ".join(unused[:3]) + (f" and {len(unused) - 3} more" if len(unused) > 3 else "")
-        raise InputError(
-            f"{place(recipe, 'forward')}: no gradient reaches the parameters {named}: use them, remove them, or "
-            "call requires_grad_(False) on them in model()"
-        )
+    unreached = {name for name, p in model.named_parameters() if p.requires_grad and p.grad is None}
     model.zero_grad()
+    return unreached
+
+
+def _refuse_unreached(recipe: Recipe, model: nn.Module, split: Split, unreached: Set[str]) -> None:
+    """A few samples need not reach every expert of a network: only what many more do not reach either is refused."""
+    order = torch.linspace(0, len(split) - 1, min(MORE_SAMPLES, len(split))).long()
+    parts = [slice(start, start + PART) for start in range(0, len(order), PART)]
+    for tree in split.fetch(order, parts):
+        trial = Trials(recipe, model, tree)
+        unreached = unreached & _unreached(recipe, trial.model, trial(0, trial.size).pairs)
+        if not unreached:
+            return
+    names = [name for name, _ in model.named_parameters() if name in unreached]
+    named = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    raise InputError(
+        f"{place(recipe, 'forward')}: no gradient reaches the parameters {named} from any of {len(order)} samples: use "
+        "them, remove them, or call requires_grad_(False) on them in model()"
+    )
 
 
 # --- what depends on the number of ranks ---

@@ -21,6 +21,23 @@ from flyte_ddp.events import EpochFinished
 from flyte_ddp.recipe import Recipe
 
 
+class _Reaching(torch.autograd.Function):
+    """A loss as it is, that reaches all parameters on the way back.
+
+    One that no sample has used, such as an expert's, has no gradient otherwise; DDP would wait for it, and fail. So it
+    gets 0, whether its samples are on other ranks or there are none, and an optimizer treats it alike on any number.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.count = len(parameters)
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tuple[Optional[Tensor], ...]:
+        return gradient, *[None] * ctx.count  # adds nothing to a gradient that there is
+
+
 class Step(nn.Module):
     """Forward pass and measures of one rank's share of a batch, in a form that DDP reduces in one go.
 
@@ -34,6 +51,7 @@ class Step(nn.Module):
         super().__init__()
         self.model, self.recipe, self.names = model, recipe, names
         self.world_size, self.autocast = world_size, autocast
+        self.trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.sums = nn.Parameter(torch.zeros(2 * len(names) + 1))  # values and weights by name, requests to stop
 
     def forward(self, batch: Batch, stop: bool) -> Tensor:
@@ -47,7 +65,7 @@ class Step(nn.Module):
             torch.sum(torch.stack([part for pair in pairs.values() for part in pair]), 1, out=sums[:-1])
             sums[-1:].fill_(stop)  # a new tensor would have to be copied to the device, which makes the host wait
         # backward(gradient) would save this product, but imports sympy
-        return self.world_size * (trained + self.sums @ sums)
+        return _Reaching.apply(self.world_size * (trained + self.sums @ sums), *self.trainable)
 
 
 @dataclass(frozen=True)

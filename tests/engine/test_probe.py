@@ -61,6 +61,7 @@ SOUND = [
     "Transformer",
     "OneForTheBatch",
     "Everyone",
+    "Experts",
     "SpectralNorm",
     "SeededDataset",
     "Validated",
