@@ -56,8 +56,8 @@ class Random:
 class Recipe:
     """The parts of a training. A subclass must define data, model and measure; the rest has defaults.
 
-    Each method sees this rank's n samples of a global batch; n is 0 on some ranks if the last batch is short. What it
-    returns must not depend on how many ranks share the batch; this is checked before each training.
+    Each method sees this rank's n samples of a global batch, at least one. What it returns must not depend on how many
+    ranks share the batch; this is checked before each training.
 
     Attributes:
         settings: the dataclass that the workflow was given. The code of its class counts for the cache if the recipe's

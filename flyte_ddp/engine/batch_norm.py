@@ -38,7 +38,7 @@ def batch_norm(
     bias = torch.zeros(channels, device=features.device) if bias is None else bias
     if share.alone:  # without statistics of the batch, so that samples do not affect each other
         return _fixed(features, weight, bias, torch.zeros_like(bias), torch.ones_like(bias), eps)
-    normalised, mean, variance, count = _Normalise.apply(features, weight, bias, eps)
+    normalised, mean, variance, count = _Normalise.apply(features, weight, bias, eps, share.borrowed)
     if running_mean is not None and running_var is not None:
         with torch.no_grad():
             running_mean.lerp_(mean, momentum)
@@ -50,13 +50,16 @@ class _Normalise(torch.autograd.Function):
     """Batch norm (Ioffe and Szegedy, 2015) with the statistics of all ranks; also returns mean, variance and count.
 
     The backward pass is written out, because autograd takes twice as long. torch's kernels for fixed statistics do the
-    work: the gradient through the batch's statistics adds a linear function of the features, channel by channel.
+    work: the gradient through the batch's statistics adds a linear function of the features, channel by channel. To
+    these statistics a borrowed sample adds nothing, neither forward nor backward.
     """
 
     @staticmethod
-    def forward(ctx: Any, features: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, features: Tensor, weight: Tensor, bias: Tensor, eps: float, borrowed: bool
+    ) -> Tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        rows = features.numel() // len(weight)
+        rows = 0 if borrowed else features.numel() // len(weight)
         if rows:
             # an undocumented kernel of torch: a single launch, and on a CPU faster than sums
             mine = torch.stack(torch.batch_norm_update_stats(features.float(), None, None, 0.0)).double()
@@ -70,7 +73,7 @@ class _Normalise(torch.autograd.Function):
         moments[1].addcmul_(moments[0], moments[0], value=-1)
         mean, variance = moments.float()
         ctx.save_for_backward(features, weight, mean, variance, count)
-        ctx.eps = eps
+        ctx.eps, ctx.borrowed = eps, borrowed
         normalised = _fixed(features, weight, bias, mean, variance, eps)
         ctx.mark_non_differentiable(mean, variance, count)
         return normalised, mean, variance, count
@@ -87,8 +90,9 @@ class _Normalise(torch.autograd.Function):
         sums = torch.stack([to_weight, to_bias])
         distributed.all_reduce(sums)
         slope, offset = sums * (weight * (variance + ctx.eps).rsqrt() / -count)
-        by_statistics = _fixed(features, slope, offset, mean, variance, ctx.eps)
-        return by_statistics.add_(through), to_weight, to_bias, None
+        if not ctx.borrowed:
+            through = _fixed(features, slope, offset, mean, variance, ctx.eps).add_(through)
+        return through, to_weight, to_bias, None, None
 
 
 def _fixed(features: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, variance: Tensor, eps: float) -> Tensor:

@@ -18,7 +18,7 @@ class Batch:
     """One rank's share of one global batch.
 
     Attributes:
-        tree: tensors (n, ...), single or nested; n may be 0 in a short last batch.
+        tree: tensors (n, ...), single or nested.
         share: where they are in the global batch.
         seed: of the training step's random numbers.
     """
@@ -98,16 +98,16 @@ def _as_tensor(leaf: Any) -> Tensor:
 
 
 class Part:
-    """Some samples of a split, by their indices (n,) int64."""
+    """Some samples of a split, by their indices (n,) int64, on the host like the order that they are fetched in."""
 
     def __init__(self, split: Split, chosen: Tensor):
-        self.split, self.chosen, self.device = split, chosen.to(split.device), split.device
+        self.split, self.chosen, self.device = split, chosen, split.device
 
     def __len__(self) -> int:
         return len(self.chosen)
 
     def fetch(self, order: Tensor, parts: Sequence[slice]) -> Iterator[Any]:
-        return self.split.fetch(self.chosen[order.to(self.device)], parts)
+        return self.split.fetch(self.chosen[order], parts)
 
 
 def hold_out(split: Split, fraction: float) -> Tuple[Part, Part]:
@@ -149,10 +149,11 @@ class _Batches:
 
     def _fetch(self, order: Tensor, first_step: int = 0) -> Iterator[Tuple[int, Any, Share]]:
         steps = range(first_step, len(self))
-        parts = [self.mine(step) for step in steps]
-        for step, part, tree in zip(steps, parts, self.split.fetch(order, parts), strict=True):
+        mine = [self.mine(step) for step in steps]
+        parts = [slice(part.start, max(part.stop, part.start + 1)) for part in mine]  # borrows the next rank's first
+        for step, own, part, tree in zip(steps, mine, parts, self.split.fetch(order, parts), strict=True):
             start, stop = self.samples_until(step), self.samples_until(step + 1)
-            yield step, tree, Share(part.start - start, part.stop - part.start, stop - start)
+            yield step, tree, Share(part.start - start, part.stop - part.start, stop - start, own != part)
 
 
 class TrainBatches(_Batches):

@@ -96,14 +96,13 @@ class _Reader(Dataset[Any]):
 
 
 def read_samples(dataset: Any, indices: np.ndarray) -> Any:
-    """A tree of arrays (n, ...) of these samples; n may be 0."""
+    """A tree of arrays (n, ...) of these samples."""
     if hasattr(dataset, "read_batch"):
         return dataset.read_batch(indices)
-    samples = [dataset[int(index)] for index in indices] or [dataset[0]]
+    samples = [dataset[int(index)] for index in indices]
     # without torch's default_collate, which in a worker puts tensors into shared memory
     return pytree.tree_map(
-        lambda *leaves: torch.as_tensor(np.stack([np.asarray(leaf) for leaf in leaves]))[: len(indices)].numpy(),
-        *samples,
+        lambda *leaves: torch.as_tensor(np.stack([np.asarray(leaf) for leaf in leaves])).numpy(), *samples
     )
 
 

@@ -158,7 +158,7 @@ def evaluate(state: TrainingState, test: TestBatches, link: Link) -> Evaluated:
             sums[-2:] += sums_of({"loss": pairs_of(recipe, others, batch, state.names)["loss"]})
         predictions = recipe.predictions(outputs, batch.tree)
         if predictions is not None:
-            mine.append(predictions)
+            mine.append(batch.share.own(predictions))
         link.alive()
     distributed.all_reduce(sums)
     *pairs, loss, weight = sums.tolist()

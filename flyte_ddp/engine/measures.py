@@ -36,7 +36,7 @@ def trained_measure(names: Sequence[str]) -> str:
 
 
 def pairs_of(recipe: Recipe, outputs: Any, batch: Batch, names: Sequence[str] = ()) -> Dict[str, Tuple[Tensor, Tensor]]:
-    """Values (n,) and weights (n,) of each measure, in the order of names, or else with "loss" first.
+    """Values and weights of each measure for the rank's own samples, in the order of names, or else with "loss" first.
 
     Raises InputError, naming the place in the recipe, if measure() returns anything else.
     """
@@ -63,8 +63,8 @@ def pairs_of(recipe: Recipe, outputs: Any, batch: Batch, names: Sequence[str] = 
                     f"{place(recipe, 'measure')}: {part} of {name!r} must have one entry for each sample, shape "
                     f"({count},), got {found}: use reduction='none', and mean over all dimensions but the first"
                 )
-        values = values.float()
-        pairs[name] = values, ones if weights is None else weights.float()
+        pair = values.float(), ones if weights is None else weights.float()
+        pairs[name] = batch.share.own(pair[0]), batch.share.own(pair[1])
     return pairs
 
 

@@ -20,7 +20,7 @@ def shuffled(positions: np.ndarray, size: int, key: int) -> np.ndarray:
 
 
 def _permuted(numbers: np.ndarray, size: int, key: int) -> np.ndarray:
-    """A permutation of the numbers of (size - 1).bit_length() bits, at least 2: their halves change one another in turn."""
+    """A permutation of the numbers of as many bits as size has, whose halves change one another in turn."""
     bits = max(2, (size - 1).bit_length())
     low_bits = np.uint64(bits // 2)
     low_mask, high_mask = np.uint64((1 << bits // 2) - 1), np.uint64((1 << bits - bits // 2) - 1)

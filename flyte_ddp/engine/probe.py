@@ -5,9 +5,8 @@ of its own, is reported with its place in the recipe and with what to write inst
 """
 
 import math
-import traceback
 from dataclasses import dataclass
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Optional, Sequence, Set, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -16,13 +15,14 @@ from torch.utils.flop_counter import FlopCounterMode
 from flyte_ddp.engine.batches import Split
 from flyte_ddp.engine.by_row import ByRow
 from flyte_ddp.engine.data_probe import SAMPLES, unequal_data
-from flyte_ddp.engine.draws import DRAWN, users_line
+from flyte_ddp.engine.draws import DRAWN
 from flyte_ddp.engine.measures import headline_of, place, ratios, trained_measure
 from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.engine.trials import Trial, Trials
 from flyte_ddp.errors import InputError
 from flyte_ddp.recipe import Recipe
 
+MORE_SAMPLES, PART = 1024, 64  # how many samples are looked through for gradients, and how many at a time
 TOLERANCE = {"rtol": 1e-3, "atol": 1e-5}
 REMEDY = "docs/your-own-model.md has an example of each. If it is meant, set may_depend_on_ranks = True in the recipe"
 OTHERS = "to compare samples, call everyone(); to normalise, use nn.BatchNorm, nn.GroupNorm or nn.LayerNorm"
@@ -52,10 +52,10 @@ class Probed:
     rows: ByRow
 
 
-def probe(recipe: Recipe, model: nn.Module, split: Split, may_be_empty: bool = False) -> Probed:
+def probe(recipe: Recipe, model: nn.Module, split: Split) -> Probed:
     """Raises InputError, with place and remedy, for whatever makes the result depend on the number of ranks.
 
-    A collective. may_be_empty: whether some rank will have no sample of some batch.
+    A collective.
     """
     count = min(SAMPLES, len(split))
     unequal = unequal_data(recipe, split)
@@ -66,14 +66,14 @@ def probe(recipe: Recipe, model: nn.Module, split: Split, may_be_empty: bool = F
         with FlopCounterMode(display=False) as counter:
             whole = trial(0, count)
             _refuse_micro_batch(recipe, trial.rows)
-            _refuse_without_gradients(recipe, trial.model, whole.pairs)
+            unreached = _unreached(recipe, trial.model, whole.pairs)
+        if unreached:
+            _refuse_unreached(recipe, model, split, unreached)
         if trial.everyones and not recipe.couples_samples:
             raise InputError(f"{place(recipe, 'measure')}: a recipe that calls everyone() needs couples_samples = True")
         if count > 1:
             halves = [trial(0, count // 2), trial(count // 2, count)]
             reasons += _draws(recipe, whole, halves) or _differences(recipe, trial, whole, halves)
-        if may_be_empty:
-            _refuse_unless_empty_passes(trial, count)
     finally:
         vars(recipe.share).update(alone=False, stand_in=None)
     if reasons and not recipe.may_depend_on_ranks:
@@ -99,7 +99,8 @@ def _refuse_micro_batch(recipe: Recipe, rows: ByRow) -> None:
         raise InputError(f"{type(recipe).__name__}.micro_batch must be 0 {why}, got {recipe.micro_batch}")
 
 
-def _refuse_without_gradients(recipe: Recipe, model: nn.Module, pairs: Dict[str, Tuple[Tensor, Tensor]]) -> None:
+def _unreached(recipe: Recipe, model: nn.Module, pairs: Dict[str, Tuple[Tensor, Tensor]]) -> Set[str]:
+    """The trainable parameters that get no gradient from these samples; InputError if none does."""
     name = trained_measure(list(pairs))
     if not pairs[name][0].requires_grad:
         raise InputError(
@@ -108,27 +109,26 @@ def _refuse_without_gradients(recipe: Recipe, model: nn.Module, pairs: Dict[str,
         )
     model.zero_grad()
     pairs[name][0].sum().backward()
-    unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
-    if unused:
-        named = ", ".join(unused[:3]) + (f" and {len(unused) - 3} more" if len(unused) > 3 else "")
-        raise InputError(
-            f"{place(recipe, 'forward')}: no gradient reaches the parameters {named}: use them, remove them, or "
-            "call requires_grad_(False) on them in model()"
-        )
+    unreached = {name for name, p in model.named_parameters() if p.requires_grad and p.grad is None}
     model.zero_grad()
+    return unreached
 
 
-def _refuse_unless_empty_passes(trial: Trials, count: int) -> None:
-    try:
-        trial(count, count)
-    except Exception as error:
-        frames = [(frame, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-        where = users_line(reversed([(frame.f_code.co_filename, line) for frame, line in frames]))
-        raise InputError(
-            f"{where or place(trial.recipe, 'forward')}: a rank without any sample of a short last batch fails here "
-            f"({type(error).__name__}: {error}): make it work for n = 0, or choose batch_size and test_batch_size so "
-            "that each rank has samples of the last batch"
-        ) from error
+def _refuse_unreached(recipe: Recipe, model: nn.Module, split: Split, unreached: Set[str]) -> None:
+    """A few samples need not reach every expert of a network: only what many more do not reach either is refused."""
+    order = torch.linspace(0, len(split) - 1, min(MORE_SAMPLES, len(split))).long()
+    parts = [slice(start, start + PART) for start in range(0, len(order), PART)]
+    for tree in split.fetch(order, parts):
+        trial = Trials(recipe, model, tree)
+        unreached = unreached & _unreached(recipe, trial.model, trial(0, trial.size).pairs)
+        if not unreached:
+            return
+    names = [name for name, _ in model.named_parameters() if name in unreached]
+    named = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    raise InputError(
+        f"{place(recipe, 'forward')}: no gradient reaches the parameters {named} from any of {len(order)} samples: use "
+        "them, remove them, or call requires_grad_(False) on them in model()"
+    )
 
 
 # --- what depends on the number of ranks ---

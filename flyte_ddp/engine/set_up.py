@@ -61,10 +61,7 @@ def set_up(environment: Environment, device: torch.device, job: Job) -> Parts:
         partial(augment, recipe),
     )
     model, remarks = first_model(recipe, job)
-    last_batches = [(batches.samples, settings.batch_size)]
-    last_batches += [(len(split), settings.test_batch_size) for split in (test, validation) if split]
-    may_be_empty = any((samples % size or size) < world_size for samples, size in last_batches)
-    found = probe(recipe, model, train, may_be_empty)
+    found = probe(recipe, model, train)
     constant_loss, total_steps = recipe.constant_loss(), settings.epochs * len(batches)
     state = TrainingState(
         recipe, model, found.rows, found.names, device, world_size,

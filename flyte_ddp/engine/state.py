@@ -24,6 +24,23 @@ from flyte_ddp.recipe import Recipe
 BITS = 16  # of the digest: two that differ are alike in these once in 65,536 times
 
 
+class _Reaching(torch.autograd.Function):
+    """A loss as it is, that reaches all parameters on the way back.
+
+    One that no sample has used, such as an expert's, has no gradient otherwise; DDP would wait for it, and fail. So it
+    gets 0, whether its samples are on other ranks or there are none, and an optimizer treats it alike on any number.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.count = len(parameters)
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tuple[Optional[Tensor], ...]:
+        return gradient, *[None] * ctx.count  # adds nothing to a gradient that there is
+
+
 class Step(nn.Module):
     """Forward pass and measures of one rank's share of a batch, in a form that DDP reduces in one go.
 
@@ -40,6 +57,7 @@ class Step(nn.Module):
         super().__init__()
         self.model, self.recipe, self.rows, self.names = model, recipe, rows, names
         self.world_size, self.autocast = world_size, autocast
+        self.trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         # values and weights by name, bits, requests to stop
         self.sums = nn.Parameter(torch.zeros(2 * len(names) + BITS + 1))
 
@@ -58,7 +76,7 @@ class Step(nn.Module):
                 stop and is_last
             )  # a new tensor would have to be copied to the device, which makes the host wait
         # backward(gradient) would save this product, but imports sympy
-        return self.world_size * (trained + self.sums @ sums)
+        return _Reaching.apply(self.world_size * (trained + self.sums @ sums), *self.trainable)
 
 
 @functools.lru_cache(maxsize=1000)  # copying them to a device would make the host wait at each step
@@ -159,8 +177,8 @@ class TrainingState:
         gradients = self._gradients()[1]
         self._norms = torch_compat.norms(gradients) * scale
         norm = torch.linalg.vector_norm(self._norms)
-        total = norm + new[self._trained]
-        self.flag.logical_or_(uneven | (total != total) | total.isinf())
+        total = norm + new[self._trained] + new[self._trained + 1]
+        self.flag.logical_or_(uneven.logical_or(total - total))  # 0 if finite, else NaN, which counts as true
         self._sums[-1].add_(self.flag)
         if self.recipe.clip_norm:
             scale = scale * (self.recipe.clip_norm / norm).clamp(max=1)

@@ -9,12 +9,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torchvision.ops import StochasticDepth
 
-from flyte_ddp.engine.batches import share
+from flyte_ddp.engine.batches import Resident, TestBatches
 from flyte_ddp.engine.by_row import ByRow
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
 from flyte_ddp.launch.process_group import process_group
 from flyte_ddp.share import Share
+
+CPU = torch.device("cpu")
 
 
 class RowsOfASample(nn.Module):
@@ -25,7 +27,7 @@ class RowsOfASample(nn.Module):
         self.dropout = nn.Dropout(0.5)
 
     def forward(self, features: Tensor) -> Tensor:
-        return self.dropout(features.flatten(0, 1)).unflatten(0, (-1, 3)) if len(features) else features
+        return self.dropout(features.flatten(0, 1)).unflatten(0, (-1, 3))
 
 
 class SelfAttention(nn.Module):
@@ -132,24 +134,24 @@ class Computed(NamedTuple):
 
 def compute(environment: Environment, link: Link, size: int) -> Dict[str, Computed]:
     """A training step with each case, on this rank's share of a global batch of so many samples."""
-    first, last = share(0, size, environment.rank, environment.world.size)
     found = {}
+    share, mine = share_of(environment, size)
     with process_group(environment, 60):
         for name, (build, shape) in CASES.items():
             torch.manual_seed(0)
             model = build().train()
             inputs, slopes = torch.randn(2, size, *shape)
-            rows = ByRow(Share(first, last - first, size))
+            rows = ByRow(share)
             if name in UNUSUAL:
                 learn(rows, model, inputs)
-            inputs, slopes = inputs[first:last].requires_grad_(), slopes[first:last]
+            inputs, slopes = inputs[mine].requires_grad_(), slopes[mine]
             with rows.block(1):
                 outputs = model(inputs)
-            (outputs.flatten(1).cumsum(1) * slopes.flatten(1)[:, :1]).sum().backward()
+            share.own(outputs.flatten(1).cumsum(1) * slopes.flatten(1)[:, :1]).sum().backward()
             assert inputs.grad is not None
             found[name] = Computed(
-                outputs.detach().numpy(),
-                inputs.grad.numpy(),
+                share.own(outputs).detach().numpy(),
+                share.own(inputs.grad).numpy(),
                 {key: np.asarray(weight.grad) for key, weight in model.named_parameters()},
                 {key: value.numpy() for key, value in model.state_dict().items()},
             )
@@ -170,6 +172,13 @@ def learn(rows: ByRow, model: nn.Module, inputs: Tensor) -> None:
         drawn.append(rows.drawn)
     rows.learn(*drawn, size)
     vars(share).update(mine)
+
+
+def share_of(environment: Environment, size: int) -> Tuple[Share, Tensor]:
+    """This rank's share of a global batch, and where its samples are in it; one of many ranks borrows a sample."""
+    batches = TestBatches(Resident(torch.arange(size), CPU), size, environment.rank, environment.world.size)
+    (batch,) = batches
+    return batch.share, batch.tree
 
 
 KINDS: List[Dict[str, Any]] = [
@@ -218,14 +227,14 @@ def normalise_one_sample(environment: Environment, link: Link, argument: Any) ->
 
 
 def normalise_in_bfloat16(environment: Environment, link: Link, size: int) -> Dict[str, np.ndarray]:
-    """A training step of convolution and batch norm under autocast, of which ranks may have no sample."""
-    first, last = share(0, size, environment.rank, environment.world.size)
+    """A training step of convolution and batch norm under autocast, of which ranks may have to borrow a sample."""
+    share, mine = share_of(environment, size)
     with process_group(environment, 60):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Conv2d(2, 5, 3), nn.BatchNorm2d(5))
-        inputs, slopes = torch.randn(2, size, 2, 6, 6)[0, first:last], torch.randn(size, 5, 4, 4)[first:last]
-        with ByRow(Share(first, last - first, size)).block(0), torch.autocast("cpu", torch.bfloat16):
+        inputs, slopes = torch.randn(2, size, 2, 6, 6)[0, mine], torch.randn(size, 5, 4, 4)[mine]
+        with ByRow(share).block(0), torch.autocast("cpu", torch.bfloat16):
             outputs = model(inputs)
-        (outputs.float() * slopes).sum().backward()
+        share.own(outputs.float() * slopes).sum().backward()
     gradients = {name: np.asarray(weight.grad) for name, weight in model.named_parameters()}
     return {**gradients, **{name: buffer.numpy() for name, buffer in model.named_buffers()}}

@@ -23,7 +23,7 @@ def assert_near(found, expected, about=""):
 
 @pytest.fixture(scope="module")
 def computed():
-    """By samples of the global batch and number of ranks: what each rank computed. One of three has none of two."""
+    """By samples of the global batch and number of ranks: what each rank computed. One of three borrows one of two."""
     return {(size, ranks): launch("compute", size, ranks) for size in (10, 2) for ranks in (1, 2, 3)}
 
 

@@ -7,16 +7,18 @@ import signal
 import socket
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from torch import distributed
 
-from flyte_ddp.errors import InputError
+from flyte_ddp.errors import InputError, NonFinite
 from flyte_ddp.events import Printed
 from flyte_ddp.launch.failures import RankFailed
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.train import train
 from tests.engine import probe_recipes
-from tests.engine.probe_recipes import Settings
+from tests.engine.probe_recipes import SIZE, Settings
 
 FILE = str(Path(probe_recipes.__file__))
 REFUSED = {
@@ -58,6 +60,7 @@ SOUND = [
     "Transformer",
     "OneForTheBatch",
     "Everyone",
+    "Experts",
     "SpectralNorm",
     "SeededDataset",
     "Validated",
@@ -103,11 +106,17 @@ def test_what_does_not_depend_on_it_passes(alone, tmp_path, name):
     assert not any("the number of ranks" in warning for warning in run(name, tmp_path).warnings)
 
 
+@pytest.mark.parametrize("name", ["NaNWeights", "InfiniteWeights"])
+def test_weights_of_the_loss_that_are_not_finite_end_the_run(alone, tmp_path, name):
+    with pytest.raises(NonFinite, match="loss is not finite in epoch 1, step 1, on rank 0"):
+        run(name, tmp_path)
+
+
 def test_every_recipe_of_the_module_is_tested():
     kinds = [kind for kind in vars(probe_recipes).values() if isinstance(kind, type)]
     recipes = {kind.__name__ for kind in kinds if issubclass(kind, probe_recipes.Sound)}
     assert recipes - {*REFUSED, *SOUND} == {
-        "Permitted", "OneRankRaises", "Chatty", "Unseeded", "NeverEmpty"
+        "Permitted", "OneRankRaises", "Chatty", "Unseeded", "Borrowing", "NaNWeights", "InfiniteWeights"
     }  # fmt: skip
 
 
@@ -125,16 +134,28 @@ def test_a_recipe_can_let_it_pass_and_the_result_says_so(tmp_path):
         ("MeanOfBatch", ["InputError", "depends on the others of its batch", f"{FILE}, line "]),
         ("Unseeded", ["Unseeded.data", "gives each rank other samples", "default_rng(0)"]),
         ("OneRankRaises", ["rank ", "ZeroDivisionError", "only where the share begins later"]),
-        ("NeverEmpty", [f"{FILE}, line ", "without any sample of a short last batch"]),
     ],
 )
 def test_ranks_that_refuse_end_the_run_with_their_reason_and_leave_no_process(tmp_path, name, words):
-    # the last batch has one sample
     with pytest.raises(RankFailed) as caught:
-        run(name, tmp_path, nproc=2, test_batch_size=11)
+        run(name, tmp_path, nproc=2)
     first_line = str(caught.value).partition("\n")[0]
     assert all(word in first_line for word in words), first_line
     assert multiprocessing.active_children() == []
+
+
+def test_ranks_without_a_sample_of_the_last_batch_borrow_one_that_counts_for_nothing(tmp_path, request):
+    def trained(nproc):
+        folder = tmp_path / f"{nproc}"
+        result = run("Borrowing", folder, nproc, batch_size=SIZE - 2, test_batch_size=SIZE - 1, epochs=3)
+        weights = torch.load(result.model_path, weights_only=True)
+        measures = [value for epoch in result.epochs for value in (epoch.train["loss"], epoch.test["loss"])]
+        return [*weights.values(), np.load(folder / "predictions.npy"), np.array(measures)]
+
+    of_three = trained(3)
+    request.getfixturevalue("alone")
+    for found, expected in zip(of_three, trained(1), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-4)
 
 
 def test_a_recipe_may_print_start_threads_and_shuffle_by_numpy(tmp_path):
