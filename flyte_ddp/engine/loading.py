@@ -37,8 +37,6 @@ class Streamed:
     def fetch(self, order: Tensor, parts: Sequence[slice]) -> Iterator[Any]:
         """See Split. The workers start with the first part and end with the last, or with this generator."""
         workers = min(self.workers, len(parts))
-        # A rank's process is daemonic, and daemons may have no children; these end with it anyway: see _begin
-        multiprocessing.current_process().daemon = False
         indices: Any = [order[part].numpy() for part in parts]
         loader = DataLoader(
             _Reader(self.dataset),
@@ -111,8 +109,7 @@ def _as_it_is(batch: Any) -> Any:
 
 
 def _begin(_: int) -> None:
-    """Undoes what a loader worker has inherited from its rank, and makes it end when the rank ends, in whatever way."""
-    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # the rank's own go through its pipe to the parent
+    """Makes a loader worker end when its rank ends, in whatever way."""
     sys.excepthook = lambda *_: None  # multiprocessing's own thread would print an error when the rank is killed
     threading.Thread(target=_end_with_parent, daemon=True).start()
 

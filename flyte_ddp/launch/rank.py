@@ -4,6 +4,7 @@ import atexit
 import faulthandler
 import gc
 import io
+import multiprocessing
 import os
 import pkgutil
 import signal
@@ -40,11 +41,20 @@ class PrintedLines(io.TextIOBase):
         return len(text)
 
 
+def _let_go() -> None:
+    """Undoes in a forked child of the rank what keeps it from ending on SIGTERM, and from printing on its own."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
+
+
 def serve(connection: Connection, environment: Environment, target: str, argument: Any, private: str) -> None:
     """The main function of a rank's process: reports the target's return value or failure, and ends the process."""
     atexit.unregister(os._exit)  # see fork_server.py
     gc.freeze()  # what the ranks share stays: a collection need not look at it
     gc.enable()
+    # It ends with its parent as a daemon does, see listen, but may have children, such as loader workers and pools
+    multiprocessing.current_process().daemon = False
+    os.register_at_fork(after_in_child=_let_go)
     link = ParentLink(connection, environment.rank)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the parent decides
     signal.signal(signal.SIGTERM, link.on_signal)
@@ -56,7 +66,11 @@ def serve(connection: Connection, environment: Environment, target: str, argumen
         link.alive()
         # to the parent, the only one that writes to the terminal
         sys.stdout, sys.stderr = (PrintedLines(link.on_line, file) for file in (sys.stdout, sys.stderr))
-        value = pkgutil.resolve_name(target)(environment, link, argument)
+        try:
+            value = pkgutil.resolve_name(target)(environment, link, argument)
+        finally:
+            for child in multiprocessing.active_children():  # the recipe's own, such as a pool's that was left open
+                child.kill()
         link.send("done", value)
     except StopRequested as stopped:
         link.send("stopped", str(stopped))

@@ -1,5 +1,6 @@
 """Recipes with one fault each, and some that only look like one."""
 
+import multiprocessing
 import os
 import random as python_random
 import threading
@@ -401,10 +402,28 @@ class OneRankRaises(Sound):
         return super().measure(outputs, batch)
 
 
+def wait(ready):
+    ready.set()
+    threading.Event().wait()
+
+
 class Chatty(Sound):
+    """Leaves a thread and a process behind."""
+
     def data(self, split):
         print("a word on standard output", flush=True)
         threading.Thread(target=threading.Event().wait, daemon=True).start()
+        with multiprocessing.Pool(1) as pool:
+            assert pool.map(abs, [-1]) == [1]
+        context = multiprocessing.get_context("fork")
+        for _ in range(2):
+            ready = context.Event()
+            child = context.Process(target=wait, args=(ready,))
+            child.start()
+            ready.wait()
+            print("child", child.pid, flush=True)
+        child.terminate()
+        child.join()  # as the end of a pool does, which asks its processes by SIGTERM to end
         # settings.seed decides numpy's random numbers, too, outside of steps
         return torch.from_numpy(np.random.permutation(table()))
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import distributed
 
+from benchmarks.faults import has_ended
 from flyte_ddp.errors import InputError, NonFinite
 from flyte_ddp.events import Printed
 from flyte_ddp.launch.failures import RankFailed
@@ -158,12 +159,15 @@ def test_ranks_without_a_sample_of_the_last_batch_borrow_one_that_counts_for_not
         np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-4)
 
 
-def test_a_recipe_may_print_start_threads_and_shuffle_by_numpy(tmp_path):
+def test_a_recipe_may_print_start_threads_and_processes_and_shuffle_by_numpy(tmp_path):
     events: list[object] = []
     run("Chatty", tmp_path, nproc=2, on_event=events.append)
     printed = {(event.rank, event.text) for event in events if isinstance(event, Printed)}
-    assert printed == {(0, "a word on standard output"), (1, "a word on standard output")}
+    children = {(rank, text) for rank, text in printed if text.startswith("child ")}
+    assert printed - children == {(0, "a word on standard output"), (1, "a word on standard output")}
     assert multiprocessing.active_children() == []
+    assert len(children) == 2 * 2 * 2  # ranks, splits, children
+    assert all(has_ended(int(text.split()[1])) for _, text in children)
 
 
 @pytest.mark.parametrize(
