@@ -1,15 +1,14 @@
 """The training loop: the file to read first. The same code for one CPU process, one GPU or N GPUs on M nodes."""
 
 import time
-from typing import Any, Dict, List, NamedTuple, Optional, Protocol
+from typing import Dict, List, NamedTuple, Optional, Protocol
 
 import torch
 from torch import Tensor, distributed
 
 from flyte_ddp.engine.batches import TestBatches, TrainBatches
-from flyte_ddp.engine.measures import pairs_of, sums_of
+from flyte_ddp.engine.measures import mismatched, pairs_of, sums_of
 from flyte_ddp.engine.state import Sums, TrainingState
-from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.errors import NonFinite, StopRequested
 from flyte_ddp.events import EpochChosen, EpochFinished, GradientsSeen, StepLogged
 from flyte_ddp.launch.link import Link
@@ -152,8 +151,8 @@ def evaluate(state: TrainingState, test: TestBatches, link: Link) -> Evaluated:
         outputs = recipe.forward(model, batch.tree)
         sums[:-2] += sums_of(pairs_of(recipe, outputs, batch, state.names))
         if mismatches and batch.share.count > 1:
-            others: Any = pytree.tree_map(lambda leaf: leaf.roll(1, 0), outputs)
-            sums[-2:] += sums_of({"loss": pairs_of(recipe, others, batch, state.names)["loss"]})
+            others = pairs_of(recipe, mismatched(outputs), batch, state.names)
+            sums[-2:] += sums_of({"loss": others["loss"]})
         predictions = recipe.predictions(outputs, batch.tree)
         if predictions is not None:
             mine.append(predictions)
@@ -168,5 +167,5 @@ def gather(mine: Tensor, test: TestBatches) -> Tensor:
     """The rows (N, ...) of the whole test split, on every rank, from the rows (n, ...) of each rank's share."""
     everyone = mine.new_zeros(len(test.split), *mine.shape[1:])
     everyone[test.mine_all().to(mine.device)] = mine
-    distributed.all_reduce(everyone)  # the others' rows are zeros
+    distributed.all_reduce(everyone.view(torch.uint8))  # the others' rows are zeros; not all types can be added up
     return everyone

@@ -3,11 +3,12 @@
 import importlib
 import sys
 from contextlib import contextmanager
+from copy import deepcopy
 from types import ModuleType, SimpleNamespace
 from typing import Any, Iterator, List
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
@@ -28,6 +29,18 @@ class AnyBatchNorm(_BatchNorm):
 def argument_names(operation: Any) -> List[str]:
     """Of an operation that a TorchDispatchMode sees, in order; it gets most arguments by position."""
     return [argument.name for argument in operation._schema.arguments]
+
+
+def copy_with_hooks(model: nn.Module) -> nn.Module:
+    """A copy of a network with the hooks on its parameters' gradients, which deepcopy leaves out."""
+    copied = deepcopy(model)
+    for new, old in zip(copied.parameters(), model.parameters(), strict=True):
+        if old.requires_grad:
+            for hook in (old._backward_hooks or {}).values():
+                new.register_hook(hook)
+            for hook in (old._post_accumulate_grad_hooks or {}).values():
+                new.register_post_accumulate_grad_hook(hook)
+    return copied
 
 
 def guard_steps(optimizer: Optimizer, flag: Tensor) -> bool:
