@@ -93,6 +93,8 @@ class Resident:
 def _as_tensor(leaf: Any) -> Tensor:
     if not isinstance(leaf, (Tensor, np.ndarray)):
         raise InputError(f"data must be tensors, arrays or a torch Dataset, got {type(leaf).__name__}")
+    if isinstance(leaf, np.ndarray) and leaf.dtype.kind not in "biufc":
+        raise InputError(f"data must be numbers, got {leaf.dtype.name}: leave it out, or encode it as numbers")
     return torch.as_tensor(leaf)
 
 

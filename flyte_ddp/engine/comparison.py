@@ -56,13 +56,13 @@ def _remedy(operation: str) -> str:
 
 def _differences(recipe: Recipe, trials: Trials, whole: Trial, parts: Sequence[Trial]) -> List[str]:
     """The first method that returns something else for two parts; else gradients and buffers that differ."""
-    for stage, result in whole.stages.items():
-        gaps = _gaps(result, [part.stages[stage] for part in parts])
+    for stage in whole.stages:
+        gaps = _gaps(stage, whole, parts)
         if gaps is None:
             continue
-        if _gaps(result, [trials(0, trials.size).stages[stage]]) is not None:
+        if _gaps(stage, whole, [trials(0, trials.size)]) is not None:
             return [f"{place(recipe, stage)}: returns something else each time: let {DRAWN}"]
-        if _gaps(result, [trials(0, trials.size, as_second=True).stages[stage]]) is not None:
+        if _gaps(stage, whole, [trials(0, trials.size, as_second=True)]) is not None:
             return [f"{place(recipe, stage)}: {gaps} depends on the rank or the number of ranks: read neither"]
         return [
             f"{place(recipe, stage)}: {gaps} of a sample depends on the others of its batch: {STAGE_REMEDIES[stage]}"
@@ -94,17 +94,18 @@ def _coupled_gradients(recipe: Recipe, whole: Trial, parts: Sequence[Trial]) -> 
     return []
 
 
-def _gaps(whole: Any, parts: Sequence[Any]) -> Optional[str]:
+def _gaps(stage: str, whole: Trial, parts: Sequence[Trial]) -> Optional[str]:
     """The name of what differs between the whole and the joined parts; None if nothing does or can be compared, such
-    as samples that are padded to the longest of their part."""
-    leaves, others = pytree.tree_flatten_with_path(whole)[0], [pytree.tree_leaves(part) for part in parts]
+    as rows that are padded to the longest of their part."""
+    leaves = pytree.tree_flatten_with_path(whole.stages[stage])[0]
+    others = [pytree.tree_leaves(part.stages[stage]) for part in parts]
     if any(len(part) != len(leaves) for part in others):
         return None
     for (path, leaf), *pieces in zip(leaves, *others, strict=True):
         if not all(isinstance(one, Tensor) and one.ndim and one.shape[1:] == leaf.shape[1:] for one in (leaf, *pieces)):
             continue
-        if sum(map(len, pieces)) != len(leaf):
-            continue
+        if any(len(one) * whole.count != len(leaf) * part.count for one, part in zip(pieces, parts, strict=True)):
+            continue  # not as many rows for each sample
         joined = torch.cat(pieces)
         if not _is_close(leaf, joined):
             first = path[0] if path else None

@@ -70,9 +70,11 @@ def probe(
         tests = Trials(recipe, model, splits["test"], _count(recipe, splits["test"], is_training=False), False)
         tested = tests(0, tests.size)
         _try_results(recipe, tested, mixed)
-        reasons = reasons or dependences(recipe, tests, tested) or _disagreement(recipe, whole, tested)
+        reasons = reasons or dependences(recipe, tests, tested)
+        disagreement = _disagreement(recipe, whole, tested)
     finally:
         vars(recipe.share).update(alone=False, stand_in=None)
+    reasons = reasons or disagreement
     if reasons and not recipe.may_depend_on_ranks:
         raise InputError(f"the result would depend on the number of ranks: {'; '.join(reasons)}. {REMEDY}")
     names = tuple(whole.pairs)
@@ -163,10 +165,8 @@ def _try_results(recipe: Recipe, tested: Trial, mixed: bool) -> None:
     outputs, tree, predictions = (tested.stages[stage] for stage in ("forward", "data", "predictions"))
     batch = Batch(tree, recipe.share)
     if mixed:
-        what = "fails for outputs that are paired with other samples, as evaluation does to tell what guessing costs"
-        with _fault_named(
-            f"{place(recipe, 'measure')}: {what}", "define constant_loss(), which makes that unnecessary"
-        ):
+        what = f"{place(recipe, 'measure')}: fails for outputs that are paired with other samples, as guesses would be"
+        with _fault_named(what, "define constant_loss(), the loss of guessing"):
             pairs_of(recipe, mismatched(outputs), batch)
     if predictions is not None:
         where, count = place(recipe, "predictions"), batch.share.count
@@ -187,6 +187,8 @@ def _try_results(recipe: Recipe, tested: Trial, mixed: bool) -> None:
 def _fault_named(what: str, remedy: str) -> Iterator[None]:
     try:
         yield
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:
         cause = f"{type(error).__name__}: {error}".partition("\n")[0]
         raise InputError(f"{what} ({cause}): {remedy}") from error

@@ -22,6 +22,7 @@ class Trial:
     """The outcome for some samples.
 
     Attributes:
+        count: of the samples.
         stages: what each method of the recipe was given ("data") and returned, by name.
         pairs: values and weights of each measure.
         draws: how many random numbers were drawn, by place and operation, except in our own layers.
@@ -30,6 +31,7 @@ class Trial:
         gradients: of the sum of what is trained, by parameter; none in evaluation.
     """
 
+    count: int
     stages: Dict[str, Any]
     pairs: Dict[str, Tuple[Tensor, Tensor]]
     draws: "Counter[Tuple[str, str]]"
@@ -90,7 +92,7 @@ class Trials:
         strays = [stage for stage, before, after in zip(methods, host, host[1:], strict=False) if before != after]
         buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         gradients = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
-        return Trial(stages, pairs, draws.found, strays, buffers, gradients)
+        return Trial(last - first, stages, pairs, draws.found, strays, buffers, gradients)
 
     def _start_afresh(self) -> None:
         self.model.zero_grad()

@@ -39,6 +39,19 @@ def test_a_dispatch_mode_sees_the_operations_within_a_layer_by_their_arguments()
     assert seen["aten::bernoulli_.float"] == ["self", "p", "generator"]
 
 
+def test_a_copy_of_a_network_has_the_hooks_on_its_gradients():
+    layer = nn.Linear(1, 1)
+    layer.weight.register_hook(lambda gradient: gradient + 1)
+    layer.bias.register_post_accumulate_grad_hook(add_two)
+    copied = torch_compat.copy_with_hooks(layer)
+    copied(torch.ones(1)).backward()
+    assert (copied.weight.grad.item(), copied.bias.grad.item(), layer.weight.grad) == (2, 3, None)
+
+
+def add_two(parameter):
+    parameter.grad += 2
+
+
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
 def test_a_fused_optimizer_heeds_the_flag_and_another_says_that_it_does_not(kind):
     weight, flag = nn.Parameter(torch.ones(3)), torch.zeros(())
