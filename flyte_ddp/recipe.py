@@ -169,7 +169,7 @@ class Recipe:
         return 0.0
 
     def predictions(self, outputs: Any, batch: Tree) -> Optional[Tensor]:
-        """(n, ...), of a type that NumPy has: what to save for each test sample in predictions.npy; None saves nothing."""
+        """(n, ...) what to save for each test sample in predictions.npy, in a type of NumPy's; None saves nothing."""
         return None
 
     def pictures(self, outputs: Any, batch: Tree) -> Sequence[Tuple[str, Tensor]]:

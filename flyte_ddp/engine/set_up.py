@@ -69,7 +69,9 @@ def set_up(environment: Environment, device: torch.device, job: Job) -> Parts:
     may_be_empty = any((samples % size or size) < world_size for samples, size in last_batches)
     constant_loss, total_steps = recipe.constant_loss(), settings.epochs * len(batches)
     mixed = not (constant_loss or recipe.couples_samples)  # then outputs are also paired with other samples
-    splits = {"train": train, "test": test, **({"validation": validation} if recipe.has_validation else {})}
+    splits = {"train": train, "test": test}
+    if validation and recipe.has_validation:
+        splits["validation"] = validation
     found = probe(recipe, model, splits, total_steps, mixed, may_be_empty)
     state = TrainingState(
         recipe, model, found.names, device, world_size,

@@ -112,15 +112,16 @@ class Trials:
 @contextmanager
 def among_ranks(rank: int, size: int) -> Iterator[None]:
     """While the block runs, torch.distributed and torchrun's variables say that this is that rank of so many."""
-    group = distributed.group.WORLD
+    groups: Any = distributed.group  # the type checker would insist on a group's own class
+    group = groups.WORLD
     before = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE") if name in os.environ}
     now = {"RANK": str(rank), "WORLD_SIZE": str(size)}
     try:
-        distributed.group.WORLD = _Group(group, rank, size)
+        groups.WORLD = _Group(group, rank, size)
         os.environ.update({name: now[name] for name in before})
         yield
     finally:
-        distributed.group.WORLD = group
+        groups.WORLD = group
         os.environ.update(before)
 
 

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -43,7 +44,7 @@ def test_a_copy_of_a_network_has_the_hooks_on_its_gradients():
     layer = nn.Linear(1, 1)
     layer.weight.register_hook(lambda gradient: gradient + 1)
     layer.bias.register_post_accumulate_grad_hook(add_two)
-    copied = torch_compat.copy_with_hooks(layer)
+    copied: Any = torch_compat.copy_with_hooks(layer)
     copied(torch.ones(1)).backward()
     assert (copied.weight.grad.item(), copied.bias.grad.item(), layer.weight.grad) == (2, 3, None)
 

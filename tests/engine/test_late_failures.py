@@ -1,6 +1,7 @@
 """What would fail in the first step, after an epoch or at the very end is refused before training, or works."""
 
 import re
+from typing import Any
 
 import numpy as np
 import pytest
@@ -92,6 +93,6 @@ def test_an_attribute_that_breaks_its_rule_is_refused(name, value, rule):
 
 
 def test_attributes_may_be_numbers_of_numpy():
-    recipe = Sound(Settings())
+    recipe: Any = Sound(Settings())
     recipe.ema_decay, recipe.micro_batch = np.float64(0.9), np.int64(4)
     check_attributes(recipe)
