@@ -131,7 +131,7 @@ class Recipe:
         """The measures of each sample, including "loss", which is minimized, unless there is an "objective".
 
         Each is reported as the sum of its values over the sum of its weights (1 by default), over the whole split; what
-        is minimized is the same ratio over the global batch.
+        is minimized is the same ratio over the global batch, by its values: its weights must not need a gradient.
         """
         raise NotImplementedError
 
@@ -151,8 +151,8 @@ class Recipe:
         return batch
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """Any optimizer of torch.optim. The engine normalises, clips and checks the gradients, and restores the
-        optimizer on resume."""
+        """Any optimizer of torch.optim whose step needs no closure and takes dense gradients: all but LBFGS and
+        SparseAdam. The engine normalises, clips and checks the gradients, and restores the optimizer on resume."""
         return torch.optim.AdamW(model.parameters(), getattr(self.settings, "learning_rate", 1e-3), fused=True)
 
     def factor(self, step: int, steps: int) -> float:
@@ -172,7 +172,7 @@ class Recipe:
         return 0.0
 
     def predictions(self, outputs: Any, batch: Tree) -> Optional[Tensor]:
-        """(n, ...) what to save for each test sample in predictions.npy; None saves nothing."""
+        """(n, ...) what to save for each test sample in predictions.npy, in a type of NumPy's; None saves nothing."""
         return None
 
     def pictures(self, outputs: Any, batch: Tree) -> Sequence[Tuple[str, Tensor]]:

@@ -20,7 +20,7 @@ class Batch:
     Attributes:
         tree: tensors (n, ...), single or nested.
         share: where they are in the global batch.
-        seed: of the training step's random numbers.
+        seed: of the step's random numbers.
     """
 
     tree: Any
@@ -94,6 +94,8 @@ class Resident:
 def _as_tensor(leaf: Any) -> Tensor:
     if not isinstance(leaf, (Tensor, np.ndarray)):
         raise InputError(f"data must be tensors, arrays or a torch Dataset, got {type(leaf).__name__}")
+    if isinstance(leaf, np.ndarray) and leaf.dtype.kind not in "biufc":
+        raise InputError(f"data must be numbers, got {leaf.dtype.name}: leave it out, or encode it as numbers")
     return torch.as_tensor(leaf)
 
 
@@ -206,8 +208,8 @@ class TestBatches(_Batches):
         self.order = torch.randperm(count, generator=generator) if mixed else torch.arange(count)
 
     def __iter__(self) -> Iterator[Batch]:
-        for _, tree, place in self._fetch(self.order):
-            yield Batch(tree, place)
+        for step, tree, place in self._fetch(self.order):
+            yield Batch(tree, place, key_of(step))
 
     def mine_all(self) -> Tensor:
         """(n,) int64: this rank's sample indices, in the order in which they come."""

@@ -67,7 +67,7 @@ class ByRow:
         self.digest = 0
         self.normalised = False
         self._seed = 0
-        self._layouts: Dict[str, List[Layout]] = {}
+        self._layouts: Dict[Tuple[str, int], List[Layout]] = {}  # by operation and number of dimensions
         self._found: Dict[Tuple[str, Shape, int], Layout] = {}
 
     @contextmanager
@@ -97,7 +97,7 @@ class ByRow:
                 continue
             each = 1 if index is None else all_rows[index] // size
             rest = rows if index is None else rows[:index] + rows[index + 1 :]
-            layout, known = Layout(index, each, rest), self._layouts.setdefault(operation, [])
+            layout, known = Layout(index, each, rest), self._layouts.setdefault((operation, len(rows)), [])
             if layout not in known:
                 known.append(layout)
         self._found.clear()
@@ -121,14 +121,12 @@ class ByRow:
         return layout, key, 0 if layout.dimension is None else self.share.first * layout.each * math.prod(layout.rest)
 
     def _layout(self, operation: str, shape: Shape) -> Layout:
-        known, count = self._layouts.get(operation, []), self.share.count
+        known, count = self._layouts.get((operation, len(shape)), []), self.share.count
         fitting = [layout for layout in known if layout.fits(shape, count)]
         if len(fitting) == 1:
             return fitting[0]
-        # Of shapes that the probe has not seen: as in the others of the operation, or else in the first dimension
-        indices = {
-            layout.dimension for layout in fitting or known if layout.dimension is None or layout.dimension < len(shape)
-        }
+        # Of shapes that the probe has not seen: as in the operation's others, or else in the first dimension
+        indices = {layout.dimension for layout in known}
         if fitting or len(indices) > 1:
             raise InputError(
                 f"{operation} of shape {shape} may have the samples in more than one dimension, or in none: choose "

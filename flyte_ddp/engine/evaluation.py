@@ -15,7 +15,7 @@ from flyte_ddp.recipe import Recipe
 Pairs = Dict[str, Tuple[Tensor, Tensor]]
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def measure(
     recipe: Recipe,
     network: nn.Module,

@@ -99,9 +99,17 @@ def read_samples(dataset: Any, indices: np.ndarray) -> Any:
         return dataset.read_batch(indices)
     samples = [dataset[int(index)] for index in indices]
     # without torch's default_collate, which in a worker puts tensors into shared memory
-    return pytree.tree_map(
-        lambda *leaves: torch.as_tensor(np.stack([np.asarray(leaf) for leaf in leaves])).numpy(), *samples
-    )
+    return pytree.tree_map(lambda *leaves: _stack(dataset, leaves), *samples)
+
+
+def _stack(dataset: Any, leaves: Sequence[Any]) -> np.ndarray:
+    rows = np.stack([np.asarray(leaf) for leaf in leaves])
+    if rows.dtype.kind not in "biufc":
+        raise DataError(
+            f"{type(dataset).__name__}: samples must be numbers, got {type(leaves[0]).__name__}: leave it out, or "
+            "encode it as a number"
+        )
+    return rows
 
 
 def _as_it_is(batch: Any) -> Any:

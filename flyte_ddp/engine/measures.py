@@ -68,6 +68,11 @@ def pairs_of(recipe: Recipe, outputs: Any, batch: Batch, names: Sequence[str] = 
     return pairs
 
 
+def mismatched(outputs: Any) -> Any:
+    """The outputs, each moved on to the next sample of the batch; what has no rows stays as it is."""
+    return pytree.tree_map(lambda leaf: leaf.roll(1, 0) if isinstance(leaf, Tensor) and leaf.ndim else leaf, outputs)
+
+
 def sums_of(pairs: Dict[str, Tuple[Tensor, Tensor]]) -> Tensor:
     """(2 k,) float64: value and weight of each measure, alternating."""
     return torch.stack([part.double() for pair in pairs.values() for part in pair]).sum(1)

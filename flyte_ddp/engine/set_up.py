@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from flyte_ddp.engine.attributes import check_attributes
 from flyte_ddp.engine.batches import Resident, Split, TestBatches, TrainBatches, hold_out
 from flyte_ddp.engine.choice import Choice, is_lower_better
 from flyte_ddp.engine.job import Job
@@ -49,6 +50,7 @@ def set_up(environment: Environment, device: torch.device, job: Job) -> Parts:
     precision = choose_precision(settings.precision, device)
     recipe = load_recipe(job, device)
     train, test = (open_split(recipe, split, job) for split in SPLITS)
+    check_attributes(recipe)
     kept, validation = validation_of(recipe, train, job)
     batches = TrainBatches(
         kept,
@@ -61,8 +63,12 @@ def set_up(environment: Environment, device: torch.device, job: Job) -> Parts:
         partial(augment, recipe),
     )
     model, remarks = first_model(recipe, job)
-    found = probe(recipe, model, train)
     constant_loss, total_steps = recipe.constant_loss(), settings.epochs * len(batches)
+    mixed = not (constant_loss or recipe.couples_samples)  # then outputs are also paired with other samples
+    splits = {"train": train, "test": test}
+    if validation and recipe.has_validation:
+        splits["validation"] = validation
+    found = probe(recipe, model, splits, total_steps, mixed)
     state = TrainingState(
         recipe, model, found.rows, found.names, device, world_size,
         autocast=precision == "bfloat16", total_steps=total_steps, constant_loss=constant_loss,
@@ -71,7 +77,6 @@ def set_up(environment: Environment, device: torch.device, job: Job) -> Parts:
         state.choice = choice_of(recipe, found.headline, settings)
     reasons = [f"the result depends on the number of ranks: {reason}" for reason in found.reasons]
     state.watch.warnings += [NotLearning(0, 0, reason) for reason in reasons]
-    mixed = not (constant_loss or recipe.couples_samples)  # then outputs are also paired with other samples
     if job.init and is_checkpoint(Path(job.init)):
         remarks.append(continue_from(state, Path(job.init), job, len(batches)))
     place_in_world = settings.test_batch_size, rank, world_size, mixed
@@ -83,7 +88,14 @@ def first_model(recipe: Recipe, job: Job) -> Tuple[nn.Module, List[str]]:
     """The network with its initial weights, unless training continues from a checkpoint, and remarks on these."""
     settings: TrainingSettings = job.identity.settings
     torch.manual_seed(settings.seed)
-    model, remarks = recipe.model().to(recipe.device), []
+    model, remarks = recipe.model(), []
+    lazy = [name for name, parameter in model.named_parameters() if nn.parameter.is_lazy(parameter)]
+    if lazy:
+        raise InputError(
+            f"{place(recipe, 'model')}: {lazy[0]} has no shape yet: call the network once in model(), on zeros of a "
+            "batch's shape, or name the layer's size"
+        )
+    model = model.to(recipe.device)
     if job.init and not is_checkpoint(Path(job.init)):
         remarks.append(start_from(model, Path(job.init), settings.init_leave_out))
     if settings.freeze:

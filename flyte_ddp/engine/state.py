@@ -123,7 +123,7 @@ class TrainingState:
     ):
         """names: of the measures, "loss" first."""
         self.recipe, self.names, self.device = recipe, tuple(names), device
-        self.model = model
+        self.model, self.rows = model, rows
         self.ddp = DistributedDataParallel(
             Step(self.model, recipe, rows, self.names, world_size, autocast).to(device),
             gradient_as_bucket_view=True,

@@ -4,6 +4,7 @@ import functools
 import importlib
 import sys
 from contextlib import contextmanager
+from copy import deepcopy
 from types import ModuleType, SimpleNamespace
 from typing import Any, Callable, Dict, Iterator, List, Sequence
 
@@ -67,6 +68,18 @@ def arguments_of(operation: Any, args: Sequence[Any], kwargs: Dict[str, Any]) ->
     declared = operation._schema.arguments
     defaults = {argument.name: argument.default_value for argument in declared if argument.has_default_value()}
     return {**defaults, **dict(zip((argument.name for argument in declared), args, strict=False)), **kwargs}
+
+
+def copy_with_hooks(model: nn.Module) -> nn.Module:
+    """A copy of a network with the hooks on its parameters' gradients, which deepcopy leaves out."""
+    copied = deepcopy(model)
+    for new, old in zip(copied.parameters(), model.parameters(), strict=True):
+        if old.requires_grad:
+            for hook in (old._backward_hooks or {}).values():
+                new.register_hook(hook)
+            for hook in (old._post_accumulate_grad_hooks or {}).values():
+                new.register_post_accumulate_grad_hook(hook)
+    return copied
 
 
 def guard_steps(optimizer: Optimizer, flag: Tensor) -> bool:

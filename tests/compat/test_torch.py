@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -39,6 +40,19 @@ def test_a_dispatch_mode_sees_the_operations_within_a_layer_by_their_arguments()
     found = seen["aten::bernoulli_.float"]
     assert found.pop("self").shape == (3, 1, 2)
     assert found == {"p": 0.5, "generator": None}  # the last of which nobody gave
+
+
+def test_a_copy_of_a_network_has_the_hooks_on_its_gradients():
+    layer = nn.Linear(1, 1)
+    layer.weight.register_hook(lambda gradient: gradient + 1)
+    layer.bias.register_post_accumulate_grad_hook(add_two)
+    copied: Any = torch_compat.copy_with_hooks(layer)
+    copied(torch.ones(1)).backward()
+    assert (copied.weight.grad.item(), copied.bias.grad.item(), layer.weight.grad) == (2, 3, None)
+
+
+def add_two(parameter):
+    parameter.grad += 2
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
