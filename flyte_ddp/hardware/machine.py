@@ -34,7 +34,7 @@ class Machine:
     Attributes:
         gpus: all that the driver knows; torch has those that it can use.
         cuda: the newest version that the driver can run.
-        links: for each GPU its connections to all of them in order, as `nvidia-smi topo -m` names them.
+        topology: what `nvidia-smi topo -m` prints.
         devices: number of the driver's device files.
         visible: CUDA_VISIBLE_DEVICES; None if it is not set.
         ports: InfiniBand and RoCE, rate and state of each.
@@ -47,7 +47,7 @@ class Machine:
 
     gpus: Union[List[DriverGpu], NotKnown]
     cuda: Union[str, NotKnown]
-    links: Union[Dict[str, List[str]], NotKnown]
+    topology: Union[str, NotKnown]
     torch: Union[Capabilities, NotKnown]
     devices: int
     visible: Optional[str]
@@ -65,7 +65,7 @@ def look(hp: Hyperparameters, options: RunOptions) -> Machine:
     return Machine(
         gpus=known(lambda: nvidia.answer(nvidia.gpus)),
         cuda=known(lambda: nvidia.answer(nvidia.cuda)),
-        links=known(lambda: nvidia.answer(nvidia.links)),
+        topology=known(lambda: nvidia.answer(nvidia.topology)),
         torch=known(lambda: ask_torch(hp, options)),
         devices=nvidia_devices(),
         visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
