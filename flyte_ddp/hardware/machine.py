@@ -8,8 +8,8 @@ from typing import Callable, Dict, Iterator, List, Optional, Tuple, TypeVar, Uni
 from flyte_ddp.hardware import nvidia
 from flyte_ddp.hardware.capabilities import Capabilities
 from flyte_ddp.hardware.nvidia import DriverGpu, NotKnown, first_line
-from flyte_ddp.launch import launcher
-from flyte_ddp.launch.environment import World, available_cores, nvidia_devices
+from flyte_ddp.launch.alone import run_alone
+from flyte_ddp.launch.environment import available_cores, nvidia_devices
 from flyte_ddp.launch.failures import RankFailed
 from flyte_ddp.launch.limits import cpu_limit, usable_memory
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
@@ -91,8 +91,7 @@ def known(ask: Callable[[], T]) -> Union[T, NotKnown]:
 
 def ask_torch(hp: Hyperparameters, options: RunOptions) -> Capabilities:
     try:
-        alone = World(size=1, local_size=1, backend="gloo", device="cpu")
-        (found,) = launcher.launch(SURVEY, alone, (hp, options), SURVEY_SECONDS, lambda event: None)
+        found: Capabilities = run_alone(SURVEY, (hp, options), SURVEY_SECONDS, lambda event: None)
     except RankFailed as failed:
         raise NotKnown(f"torch ended with {failed.failure.cause}: {failed.failure.message}") from None
     return found
