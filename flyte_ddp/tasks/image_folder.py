@@ -22,7 +22,7 @@ from flyte_ddp.launch.environment import choose_world
 from flyte_ddp.report.console import say
 from flyte_ddp.storage import writing_to
 from flyte_ddp.tasks.caching import OnClustersOnly
-from flyte_ddp.tasks.execution import forget_lost_results, is_local
+from flyte_ddp.tasks.execution import flyte_retries, forget_lost_results, is_local
 from flyte_ddp.tasks.outputs import output_folder
 from flyte_ddp.tasks.prepare import PreparedDataset
 from flyte_ddp.tasks.resources import preparation_resources
@@ -85,7 +85,8 @@ def find_images(
 def index_images(folder: FlyteDirectory, stamp: str, images: ImageSettings) -> PreparedDataset:
     """Reads every image once, and returns what training needs to know about them, without the images."""
     name = Path(str(folder.remote_source or folder.path)).name
-    index = index_folder(Path(folder.download()), name, images, say)
+    with flyte_retries():
+        index = index_folder(Path(folder.download()), name, images, say)
     return output_folder(index)
 
 
@@ -102,9 +103,12 @@ def digit_images() -> Path:
 
 
 def attach(index: FlyteDirectory, folder: FlyteDirectory) -> FlyteDirectory:
-    """A folder for the ranks: the index, and where the images themselves are."""
+    """A folder for the ranks, filled when it is downloaded: the index, and where the images themselves are."""
     place = Path(tempfile.mkdtemp(dir=current_context().working_directory, prefix="images-"))
-    for file in Path(index.download()).iterdir():
-        os.symlink(file, place / file.name)
-    write_access(place, Access(str(folder.download())))
-    return FlyteDirectory(str(place))
+
+    def fill() -> None:
+        for file in Path(index.download()).iterdir():
+            os.symlink(file, place / file.name)
+        write_access(place, Access(str(folder.download())))
+
+    return FlyteDirectory(str(place), downloader=fill)
