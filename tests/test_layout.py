@@ -24,7 +24,6 @@ FEATURES = (
     "export",
     "hardware",
     "inference",
-    "keras",
     "loading",
     "new",
     "promote",

@@ -38,8 +38,7 @@ HP, OPTIONS = Hyperparameters(**ONCE), RunOptions()
 
 
 def tasks():
-    """As registered for a cluster without GPUs, whose pods are the smallest; the Keras task is measured where
-    TensorFlow is, in tests/keras/test_workflow.py."""
+    """As registered for a cluster without GPUs, whose pods are the smallest."""
     return {
         name.removeprefix("workflows.").removeprefix("flyte_ddp."): task
         for name, task in package(**SETTINGS).tasks.items()

@@ -170,7 +170,6 @@ class TrainingResult:
         headline: the name of the main measure.
         train_samples, test_samples, validation_samples: sizes of the splits.
         precision: float32 or bfloat16.
-        samples_per_second: training samples of this rank alone, per second of training in this attempt.
         peak_bytes: peak memory of the process.
         peak_gpu_bytes: peak memory of its tensors on the GPU; 0 on a CPU.
         tested: measures of the test split, with the weights at model_path.
@@ -186,9 +185,6 @@ class TrainingResult:
     train_samples: int
     test_samples: int
     precision: str
-    rank: int
-    host: str
-    samples_per_second: float
     peak_bytes: int
     peak_gpu_bytes: int
     validation_samples: int = 0

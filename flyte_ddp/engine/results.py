@@ -16,7 +16,6 @@ from flyte_ddp.engine.checkpoint import write_checkpoint
 from flyte_ddp.engine.job import Job, TrainingResult
 from flyte_ddp.engine.set_up import Parts
 from flyte_ddp.engine.state import TrainingState
-from flyte_ddp.launch.environment import Environment
 from flyte_ddp.model_metadata import ModelMetadata, add_metadata
 from flyte_ddp.recipe import Recipe
 from flyte_ddp.share import Share
@@ -69,9 +68,7 @@ def hardware(device: torch.device) -> str:
     return f"CPU, {torch.backends.cpu.get_cpu_capability()}"
 
 
-def result_of(
-    parts: Parts, tested: Dict[str, float], environment: Environment, samples_per_second: float
-) -> TrainingResult:
+def result_of(parts: Parts, tested: Dict[str, float]) -> TrainingResult:
     """tested: measures of the test split."""
     state, choice = parts.state, parts.state.choice
     return TrainingResult(
@@ -81,9 +78,6 @@ def result_of(
         train_samples=len(parts.train.split),
         test_samples=len(parts.test.split),
         precision=parts.precision,
-        rank=environment.rank,
-        host=environment.host,
-        samples_per_second=samples_per_second,
         peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         peak_gpu_bytes=torch.cuda.max_memory_allocated(state.device) if state.device.type == "cuda" else 0,
         validation_samples=len(parts.validation.split) if parts.validation else 0,

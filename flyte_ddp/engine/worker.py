@@ -42,8 +42,6 @@ def train(environment: Environment, device: torch.device, link: Link, job: Job) 
     link.emit(run_started(parts, environment, job))
     for warning in state.watch.warnings if not state.history else ():
         link.emit(warning)
-    samples_before = samples_of(parts)
-    seconds_before = train_seconds(state)
     checkpoints = checkpoints_of(environment, link, job)
     try:
         with profiling(job.profile_path, environment.rank, state.optimizer):
@@ -62,9 +60,7 @@ def train(environment: Environment, device: torch.device, link: Link, job: Job) 
     predictions = None if tested.predictions is None else gather(tested.predictions, parts.test)
     if environment.rank == 0:
         write_results(parts, tested.measures, predictions, job)
-    mine = (samples_of(parts) - samples_before) / environment.world.size
-    rate = mine / max(train_seconds(state) - seconds_before, 1e-9)
-    return result_of(parts, tested.measures, environment, rate)
+    return result_of(parts, tested.measures)
 
 
 def run_started(parts: Parts, environment: Environment, job: Job) -> RunStarted:
@@ -119,12 +115,3 @@ def checkpoints_of(environment: Environment, link: Link, job: Job) -> Union[Chec
     if environment.rank == 0:
         return CheckpointWriter(Path(job.checkpoint_path), job.identity.as_dict(), job.checkpoint_seconds, link.emit)
     return NoCheckpoints()
-
-
-def samples_of(parts: Parts) -> int:
-    """Samples trained on so far, all ranks together."""
-    return parts.state.epoch * parts.train.samples + parts.train.samples_until(parts.state.step)
-
-
-def train_seconds(state: TrainingState) -> float:
-    return sum(epoch.train_seconds for epoch in state.history) + state.epoch_seconds

@@ -78,8 +78,6 @@ def fragment(record: Record) -> str:
         "epoch_heads": contents.epoch_heads(record),
         "epochs": contents.epoch_lines(record),
         "phases": contents.phase_bars(record),
-        "ranks": contents.rank_bars(record),
-        "rank_heads": contents.rank_heads(record),
         "speed": _figures(curves.speed_curves(record)),
         "pictures": drawn_pictures(info.logs),
         "data": {"title": "Dataset", "lines": contents.data_lines(record)},
