@@ -6,7 +6,7 @@ import shutil
 import sys
 import threading
 import time
-from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Callable, Dict, Iterator, Tuple, Union
@@ -16,7 +16,7 @@ from flytekit import FlyteContextManager, current_context
 from flytekit.types.directory import FlyteDirectory
 
 from flyte_ddp.events import Event, Printed
-from flyte_ddp.launch.rank import PrintedLines
+from flyte_ddp.launch.rank import printed_lines
 from flyte_ddp.report.background import one_line
 from flyte_ddp.report.console import say
 from flyte_ddp.tasks.execution import as_task_error, is_local
@@ -138,7 +138,7 @@ class Uploads:
 
 @contextmanager
 def copied_output(path: Path, prefix: str) -> Iterator[None]:
-    """Copies what this process prints to a file, with the time of each line; see rank.PrintedLines."""
+    """Copies what this process prints to a file, with the time of each line; see rank.printed_lines."""
 
     def copying(stream: "Callable[[str], int]") -> Callable[[str], None]:
         def hand_on(line: str) -> None:
@@ -147,10 +147,7 @@ def copied_output(path: Path, prefix: str) -> Iterator[None]:
 
         return hand_on
 
-    with (
-        redirect_stdout(PrintedLines(copying(sys.stdout.write), sys.stdout)),
-        redirect_stderr(PrintedLines(copying(sys.stderr.write), sys.stderr)),
-    ):
+    with printed_lines(copying(sys.stdout.write), copying(sys.stderr.write)):
         yield
 
 
@@ -162,7 +159,7 @@ def place_of_logs() -> str:
 def append(path: Path, text: str) -> None:
     """Appends lines, each with the time before it; on a full disk these lines are lost, but the run continues."""
     now = time.strftime("%Y-%m-%d %H:%M:%S")
-    with suppress(OSError), open(path, "a", encoding="utf-8") as file:
+    with suppress(OSError), open(path, "a", encoding="utf-8", errors="backslashreplace") as file:
         file.writelines(f"{now} {line}\n" for line in text.splitlines() or [""])
 
 
