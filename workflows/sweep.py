@@ -8,14 +8,14 @@ import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, List, NamedTuple, Optional
+from typing import Any, List, NamedTuple, Optional, Union
 
 from flytekit import Cache, FlyteContextManager, dynamic, map_task, task, workflow
 from flytekit.core.type_engine import TypeEngine
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile, PythonPickledFile
 
-from flyte_ddp.errors import RecoverableError
+from flyte_ddp.errors import InputError, RecoverableError
 from flyte_ddp.launch.environment import choose_world
 from flyte_ddp.launch.failures import RankFailed
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
@@ -98,9 +98,9 @@ def train_trial(
     init = FlyteFile(checkpoint) if checkpoint and storage.exists(checkpoint) else None
     try:
         outputs = train(hp, held_out, options, init)
-    except (RankFailed, TaskFailed) as error:
+    except (RankFailed, InputError, TaskFailed) as error:
         cause = error.__context__ if isinstance(error, TaskFailed) else error  # as Flyte will see it
-        if not isinstance(cause, RankFailed) or isinstance(cause, RecoverableError):
+        if not isinstance(cause, (RankFailed, InputError)) or isinstance(cause, RecoverableError):
             raise
         return failed(hp, cause, time.time() - started)
     summary, report = outputs.summary, outputs.report.path
@@ -111,8 +111,8 @@ def train_trial(
     return TrialResult(hp, summary.accuracy, summary.test_samples, summary.total_seconds, report, diverged, final)
 
 
-def failed(hp: Hyperparameters, error: RankFailed, seconds: float = 0.0) -> TrialResult:
-    reason = f"{error.failure.cause}: {error.failure.message}"
+def failed(hp: Hyperparameters, error: Union[RankFailed, InputError], seconds: float = 0.0) -> TrialResult:
+    reason = error.message if isinstance(error, InputError) else f"{error.failure.cause}: {error.failure.message}"
     say(f"This trial failed, the sweep continues: {reason}")
     return TrialResult(hp, seconds=seconds, failure=reason)
 
