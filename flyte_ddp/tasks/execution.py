@@ -16,6 +16,10 @@ from flytekit.exceptions.user import FlyteRecoverableException, FlyteUserExcepti
 from flyte_ddp.errors import RecoverableError
 from flyte_ddp.storage import writing_to
 from flyte_ddp.tasks.flytekit_compat import local_cache, with_error_code_of
+from flyte_ddp.text import encodable, shortened
+
+# Flyte does not read an error file above its storage's limit, 2 MB by default, and then knows neither cause nor retry
+MOST_CHARACTERS = 50_000
 
 
 def is_local() -> bool:
@@ -41,7 +45,9 @@ def run_dir(name: str) -> Iterator[Path]:
     try:
         yield folder
     except BaseException:
-        shutil.rmtree(folder)
+        gone = folder.with_name(f".{folder.name}")
+        os.rename(folder, gone)  # an observer that is still at work writes no more to it
+        shutil.rmtree(gone, ignore_errors=True)
         raise
 
 
@@ -75,10 +81,10 @@ def flyte_retries() -> Iterator[None]:
 
 def as_task_error(error: click.ClickException, logs: str = "") -> TaskFailed:
     """The exception that Flyte shows for an error; the second line of its message says where the logs are."""
-    headline, separator, details = error.message.partition("\n")
+    headline, separator, details = encodable(error.message).partition("\n")
     place = f"\nLogs: {logs}" if logs else ""
     failed = TaskInterrupted if isinstance(error, RecoverableError) else TaskFailed
-    return failed(f"{headline}{place}{separator}{details}")
+    return failed(f"{shortened(headline, MOST_CHARACTERS)}{place}{separator}{shortened(details, MOST_CHARACTERS)}")
 
 
 def forget_lost_results() -> None:

@@ -16,6 +16,7 @@ from flytekit import FlyteContextManager, current_context
 from flytekit.types.directory import FlyteDirectory
 
 from flyte_ddp.events import Event, Printed
+from flyte_ddp.launch.failures import message_of
 from flyte_ddp.launch.rank import printed_lines
 from flyte_ddp.report.background import one_line
 from flyte_ddp.report.console import say
@@ -69,7 +70,7 @@ def kept_logs(run: Path, name: str = "console", prefix: str = "") -> Iterator[Lo
             say(f"Logs: {logs.place}{_earlier_attempt()}")
             yield logs
     except BaseException as error:
-        append(folder / f"{name}.log", f"{type(error).__name__}: {error}")
+        append(folder / f"{name}.log", f"{type(error).__name__}: {message_of(error)}")
         if isinstance(error, click.ClickException):
             raise as_task_error(error, place_of_logs()) from None
         raise
