@@ -8,7 +8,8 @@ from typing import Iterator
 
 import torch
 from torch import distributed
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed import FileStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from flyte_ddp.launch.environment import Environment
@@ -43,10 +44,10 @@ def process_group(environment: Environment, timeout_seconds: float) -> Iterator[
     distributed.destroy_process_group()
 
 
-def _meet(environment: Environment, timeout: timedelta) -> distributed.Store:
+def _meet(environment: Environment, timeout: timedelta) -> Store:
     size, (scheme, _, path) = environment.world.size, environment.init_method.partition("://")
     if scheme == "file":  # no URL: torch would take a "#" or "?" in the path for its end
-        store: distributed.Store = distributed.FileStore(path, size)
+        store: Store = FileStore(path, size)
         store.set_timeout(timeout)
         return store
     return next(rendezvous(environment.init_method, environment.rank, size, timeout=timeout))[0]

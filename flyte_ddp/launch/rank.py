@@ -19,12 +19,16 @@ from flyte_ddp.launch.failures import from_exception
 from flyte_ddp.launch.link import ParentLink
 
 
-class _Lines(io.RawIOBase):
+class _Lines(io.BufferedIOBase):
     """Passes on what is written to it, line by line. Safe to write to from any thread, and from a finalizer."""
 
     def __init__(self, hand_on: Callable[[str], None], file: TextIO):
         self._hand_on, self._file = hand_on, file
         self._lock, self._begun = threading.RLock(), [b""]  # the pieces of an unfinished line
+
+    @property
+    def name(self) -> str:
+        return self._file.name
 
     def writable(self) -> bool:
         return True

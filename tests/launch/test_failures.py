@@ -93,6 +93,6 @@ def test_the_cause_is_named_before_what_may_be_its_effect():
     lost = from_exception(nccl("remote process exited", ""), 0, "host")
     aborted = from_exit_code(-signal.SIGABRT, 1, "host")
     killed = from_exit_code(-signal.SIGKILL, 2, "host")
-    assert name_the_cause([lost, aborted, killed]).failure is killed
-    assert name_the_cause([lost, aborted]).failure is aborted
+    assert str(name_the_cause([lost, aborted, killed])) == str(killed)
+    assert str(name_the_cause([lost, aborted])) == str(aborted)
     assert "look at the others" in str(aborted)

@@ -1,6 +1,9 @@
 """What a process prints, line by line."""
 
+import io
 import sys
+import tracemalloc
+from typing import List
 
 import pytest
 
@@ -9,12 +12,11 @@ from flyte_ddp.launch.rank import printed_lines
 
 def lines_of(*printed):
     """What is passed on of text and bytes that are written one after the other."""
-    out, err = [], []
-    with printed_lines(out.append, err.append):
+    lines: List[str] = []
+    with printed_lines(lines.append, lines.append):
         for piece in printed:
             (sys.stdout if isinstance(piece, str) else sys.stdout.buffer).write(piece)
-    assert err == []
-    return out
+    return lines
 
 
 @pytest.mark.parametrize(
@@ -34,22 +36,26 @@ def test_lines_are_those_that_a_terminal_would_show(printed, lines):
 
 
 def test_a_progress_bar_that_never_ends_its_line_is_not_kept():
-    with printed_lines(lambda line: None, lambda line: None):
-        sink = sys.stdout.buffer
-        for step in range(1000):
-            sys.stdout.write(f"\rstep {step}")
-        assert sum(map(len, sink._begun)) < 100
+    tracemalloc.start()
+    lines: List[str] = []
+    with printed_lines(lines.append, lines.append):
+        for _ in range(1000):
+            sys.stdout.write("\r" + 1000 * "=")
+        assert tracemalloc.get_traced_memory()[0] < 500_000
+    tracemalloc.stop()
 
 
 def test_standard_output_is_a_text_stream_as_libraries_expect_it():
-    with printed_lines(print, print):
+    lines: List[str] = []
+    with printed_lines(lines.append, lines.append):
         assert (sys.stdout.encoding, sys.stdout.errors) == ("utf-8", "backslashreplace")
+        assert isinstance(sys.stdout, io.TextIOWrapper)
         sys.stdout.reconfigure(line_buffering=True)
         assert not sys.stdout.isatty()
 
 
 def test_a_finalizer_prints_while_its_thread_prints():
-    lines = []
+    lines: List[str] = []
 
     class Finalized:
         def __del__(self):

@@ -12,7 +12,7 @@ class Finalized:
     """Prints whenever the garbage collector finds it, be it while its rank prints."""
 
     def __init__(self) -> None:
-        self.itself = self
+        self.itself: Any = self
 
     def __del__(self) -> None:
         print("finalized")
@@ -23,7 +23,7 @@ def run(environment: Environment, *_: Any) -> None:
     print("lines")
     warnings.warn("mind this", stacklevel=1)
     gc.set_threshold(1)
-    for _ in range(200):
+    for _turn in range(200):
         Finalized()
         print("made")
     gc.collect()
