@@ -16,6 +16,7 @@ GROUND = (
     "schedules",
     "settings",
     "storage",
+    "text",
     "user_code",
 )
 FEATURES = (

@@ -79,13 +79,17 @@ def sums_of(pairs: Dict[str, Tuple[Tensor, Tensor]]) -> Tensor:
 
 
 def ratios(recipe: Recipe, names: Sequence[str], pairs: Sequence[float]) -> Dict[str, float]:
-    """The measures to report; NaN if the weights add up to 0."""
+    """The measures to report; NaN if the weights add up to 0. InputError if derive() returns anything but numbers."""
     found = {
         name: value / weight if weight else math.nan
         for name, value, weight in zip(names, pairs[::2], pairs[1::2], strict=True)
         if name != "objective"
     }
-    return recipe.derive(found)
+    derived = recipe.derive(found)
+    try:
+        return {name: float(value) for name, value in derived.items()}
+    except (AttributeError, TypeError, ValueError, RuntimeError) as error:  # torch's, for a tensor of several elements
+        raise InputError(f"{place(recipe, 'derive')} must return a dict of names and numbers: {error}") from None
 
 
 def headline_of(recipe: Recipe, measures: Dict[str, float]) -> str:

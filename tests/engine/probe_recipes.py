@@ -329,6 +329,11 @@ class InfiniteWeights(NaNWeights):
     weight = torch.inf
 
 
+class DerivedTensor(Sound):
+    def derive(self, measures):
+        return {**measures, "both": torch.zeros(2)}
+
+
 class NoLoss(Sound):
     def measure(self, outputs, batch):
         return {"error": (outputs - batch).square().mean(1)}

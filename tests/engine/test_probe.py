@@ -40,6 +40,7 @@ REFUSED = {
     "Unused": ["Unused.forward", "spare.weight, spare.bias", "requires_grad_(False)"],
     "Detached": ["Detached.measure", "no gradient comes from 'loss'", "detach()"],
     "ScalarLoss": ["ScalarLoss.measure", "shape (8,), got ()", "reduction='none'"],
+    "DerivedTensor": ["DerivedTensor.derive", "must return a dict of names and numbers: "],
     "NoLoss": ["NoLoss.measure", 'must return a dict with "loss"', "['error']"],
     "Headline": ["Headline.headline must be one of loss, got 'acuracy'"],
     "AugmentDrops": ["AugmentDrops.augment", "must return tensors of the same 8 samples"],
@@ -128,7 +129,7 @@ def test_a_recipe_can_let_it_pass_and_the_result_says_so(tmp_path):
     ],
 )
 def test_ranks_that_refuse_end_the_run_with_their_reason_and_leave_no_process(tmp_path, name, words):
-    with pytest.raises(RankFailed) as caught:
+    with pytest.raises((InputError, RankFailed)) as caught:
         run(name, tmp_path, nproc=2)
     first_line = str(caught.value).partition("\n")[0]
     assert all(word in first_line for word in words), first_line

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from flyte_ddp.errors import InputError
 from flyte_ddp.launch import launcher
 from flyte_ddp.launch.environment import World
-from flyte_ddp.launch.failures import RankFailed
 from flyte_ddp.user_code import find_code
 from tests.test_user_code import REPOSITORY, write
 
@@ -55,7 +55,7 @@ def test_ranks_import_from_a_root_that_the_parent_does_not_know_and_from_its_own
 
 def test_an_import_by_a_computed_name_is_refused_in_the_rank(code):
     with pytest.raises(
-        RankFailed, match=r"imported by a computed name: plain.folder.deep \(plain/folder/deep.py\)\. The"
+        InputError, match=r"imported by a computed name: plain.folder.deep \(plain/folder/deep.py\)\. The"
     ):
         launch("of_mine:check", (code.root, code.files, "plain.folder.deep"), code.root)
     declared = (*code.files, str(Path(code.root, "plain/folder/deep.py")))
