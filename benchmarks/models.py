@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from flyte_ddp.recipe import Recipe
+from flyte_ddp.recipe import Measures, Recipe
 from flyte_ddp.settings import TrainingSettings, setting
 
 SAMPLES, CLASSES, LENGTH, WORDS = 60, 4, 16, 100
@@ -84,7 +84,7 @@ MODELS: Dict[str, Tuple[Callable[[], nn.Module], Callable[..., Tensor], Tuple[in
                      num_layers=2, num_heads=2), translated, (),
     ),
     "Whisper's encoder": (
-        lambda: transformers("WhisperConfig", "WhisperModel", **SPEECH)().encoder, speech, (8, 3000),
+        lambda: transformers("WhisperConfig", "WhisperModel", **SPEECH)().get_submodule("encoder"), speech, (8, 3000),
     ),
     "ViT": (transformers("ViTConfig", "ViTForImageClassification", **VISION), image, (3, 32, 32)),
     "CLIP's vision": (transformers("CLIPVisionConfig", "CLIPVisionModel", **VISION), pooled, (3, 32, 32)),
@@ -135,7 +135,7 @@ class Classified(Recipe):
     def forward(self, model: nn.Module, batch: Any) -> Tensor:
         return MODELS[self.settings.model][1](model, batch)
 
-    def measure(self, outputs: Tensor, batch: Any) -> Dict[str, Tensor]:
+    def measure(self, outputs: Tensor, batch: Any) -> Measures:
         return {"loss": F.cross_entropy(outputs, batch[1], reduction="none")}
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:

@@ -4,18 +4,20 @@ import os
 import subprocess
 import sys
 from functools import partial
+from typing import Callable, Dict
 
 import numpy as np
 import pytest
 import torch
 from sklearn.feature_selection import f_regression
+from torch import Tensor
 
 from flyte_ddp import random_numbers
 from flyte_ddp.random_numbers import integers, kept, key_of, normal, split_mix, uniform, words
 
 CPU = torch.device("cpu")
 COUNT = 1 << 16
-DRAWS = {
+DRAWS: Dict[str, Callable[..., Tensor]] = {
     "words": words,
     "uniform": uniform,
     "uniform bfloat16": partial(uniform, dtype=torch.bfloat16),

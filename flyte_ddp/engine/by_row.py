@@ -206,7 +206,8 @@ def _fill(numbers: Callable[..., Numbers]) -> Callable[..., Tensor]:
 
 
 def _uniform(dtype: torch.dtype, low: float = 0.0, high: float = 1.0) -> Numbers:
-    return lambda *position: random_numbers.uniform(*position, dtype=dtype).mul_(high - low).add_(low)
+    drawn = functools.partial(random_numbers.uniform, dtype=dtype)
+    return lambda *position: drawn(*position).mul_(high - low).add_(low)
 
 
 def _normal(dtype: torch.dtype, mean: float = 0.0, std: float = 1.0) -> Numbers:

@@ -30,7 +30,7 @@ def is_batch_norm(layer: nn.Module) -> bool:
 @contextmanager
 def any_batch_size() -> Iterator[None]:
     """Lets batch norm have a single row on this rank; torch refuses that before it calls the operator."""
-    check = F._verify_batch_size
+    check = F._verify_batch_size  # type: ignore[attr-defined]
     F._verify_batch_size = lambda size: None  # type: ignore[attr-defined]
     try:
         yield

@@ -170,7 +170,7 @@ def learn(rows: ByRow, model: nn.Module, inputs: Tensor) -> None:
         with rows.block(0), torch.no_grad():
             model(inputs[:count])
         drawn.append(rows.drawn)
-    rows.learn(*drawn, size)
+    rows.learn(drawn[0], drawn[1], size)
     vars(share).update(mine)
 
 

@@ -116,7 +116,6 @@ def test_a_recipe_can_let_it_pass_and_the_result_says_so(tmp_path):
         (
             "Unseeded",
             [
-                "InputError",
                 "Unseeded.data",
                 f"{FILE}, line ",
                 'split "test"',
