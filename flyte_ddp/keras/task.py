@@ -8,6 +8,7 @@ from typing import Callable, List, NamedTuple
 
 from flytekit.types.file import FlyteFile
 
+from flyte_ddp.code_version import code_version
 from flyte_ddp.errors import InputError, ReportedError
 from flyte_ddp.events import EpochFinished, Event
 from flyte_ddp.keras import rank as mirrored
@@ -19,17 +20,17 @@ from flyte_ddp.launch.environment import World, nvidia_devices
 from flyte_ddp.launch.failures import RankFailed
 from flyte_ddp.report.console import say, say_remark
 from flyte_ddp.storage import writing_to
+from flyte_ddp.tasks.caching import CodeVersion
 from flyte_ddp.tasks.checkpoints import checkpoint_store, training_key
 from flyte_ddp.tasks.execution import flyte_retries, is_local, run_dir
 from flyte_ddp.tasks.logs import kept_logs
 from flyte_ddp.tasks.observing import all_of
 from flyte_ddp.tasks.outputs import output_file, output_page
 from flyte_ddp.tasks.resources import check_gpus
-from flyte_ddp.tasks.versions import CodeVersion
 from flyte_ddp.tasks.webhook import telling_webhook
 
 WORKER = f"{mirrored.__name__}:run"  # imported here, so that Flyte ships it; TensorFlow is not
-KERAS_CODE = CodeVersion(("flyte_ddp/keras/rank.py", "flyte_ddp/keras/checkpoint.py"), ("tensorflow", "keras"))
+KERAS_CODE = CodeVersion(code_version(mirrored.__name__), ("tensorflow", "keras"))
 TIMEOUT_SECONDS = 300.0  # without a step, after which the run counts as hung
 
 

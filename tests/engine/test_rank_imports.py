@@ -13,18 +13,17 @@ from tests.test_user_code import REPOSITORY, write
 
 RECIPE = """
         import workflows.shared
-        from flyte_ddp.user_code import check_imports
+        from flyte_ddp.user_code import checked_imports
         def report(environment, link, argument):
             import sys
             return workflows.shared.WHOSE, sys.path[0]
         def check(environment, link, argument):
             from importlib import import_module
             root, files, name = argument
-            check_imports(root, files)
-            before = set(__import__("sys").modules)
-            import_module(name)
-            check_imports(root, files, before | {name})
-            check_imports(root, files)
+            with checked_imports(root, files):
+                import_module(name)
+            with checked_imports(root, files):  # imported before, by others
+                import_module(name)
         """
 
 
