@@ -113,9 +113,11 @@ def test_what_decides_imports_nothing_by_a_computed_name_that_is_not_stated():
 
 
 def test_a_cache_version_follows_code_distributions_and_the_types_of_outputs():
-    def task(x: int) -> int: ...
+    def task(x: int) -> int:
+        return x
 
-    def other(x: int) -> float: ...
+    def other(x: int) -> float:
+        return x
 
     def version(code: str, distributions: "list[str]", function: object) -> str:
         return CodeVersion(code, distributions).get_version("", VersionParameters(function))

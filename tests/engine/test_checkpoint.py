@@ -40,7 +40,7 @@ class Marked(Sound):
 
 def run(recipe, output):
     """The result of a training in this process, and its events."""
-    events = []
+    events: list[object] = []
     options = RunOptions(keep_checkpoint=True)
     return train(recipe, Settings(), options, output=output, on_event=events.append), events
 
