@@ -7,7 +7,6 @@ LIBRARY = Path(__file__).parents[1] / "flyte_ddp"
 # From the ground up: a layer imports from itself and from those before it
 LAYERS = ("ground", "launch", "data", "recipe", "engine", "recipes", "report", "train", "tasks")
 GROUND = (
-    "code_hash",
     "code_version",
     "errors",
     "events",

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import flyte_ddp
+from flyte_ddp.code_version import is_installed
 from flyte_ddp.engine.by_row import draws_so_far
 from flyte_ddp.engine.torch_compat import TorchDispatchMode, arguments_of, pytree
-from flyte_ddp.user_code import is_installed
 
 # The remedy for other random numbers
 DRAWN = "torch draws, in augment() from its argument random; in the network use nn.Dropout"

@@ -26,7 +26,7 @@ from flyte_ddp.events import NotLearning
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.recipe import Recipe
 from flyte_ddp.settings import TrainingSettings
-from flyte_ddp.user_code import check_imports
+from flyte_ddp.user_code import checked_imports
 
 SPLITS = ("train", "test")
 
@@ -141,16 +141,15 @@ def load_recipe(job: Job, device: torch.device) -> Recipe:
     random.seed(seed)
     if job.root and job.root not in sys.path:
         sys.path.insert(0, job.root)
-    name, before = job.identity.recipe, set(sys.modules)
-    kind = pkgutil.resolve_name(name)
-    if not (isinstance(kind, type) and issubclass(kind, Recipe)):
-        raise InputError(f"{name} must be a subclass of flyte_ddp.recipe.Recipe, got {kind!r}")
-    recipe = kind(job.identity.settings, Path(job.data) if job.data else None)
+    name = job.identity.recipe
+    with checked_imports(job.root, job.code_files):
+        kind = pkgutil.resolve_name(name)
+        if not (isinstance(kind, type) and issubclass(kind, Recipe)):
+            raise InputError(f"{name} must be a subclass of flyte_ddp.recipe.Recipe, got {kind!r}")
+        recipe = kind(job.identity.settings, Path(job.data) if job.data else None)
     if not hasattr(recipe, "share"):
         raise InputError(f"{place(recipe, '__init__')} must call super().__init__(settings, data_path)")
     recipe.device = device
-    if job.root:
-        check_imports(job.root, job.code_files, before)
     return recipe
 
 

@@ -242,21 +242,25 @@ class TrainingState:
         self._sums.zero_()
         self.epoch, self.step, self.epoch_seconds = self.epoch + 1, 0, 0.0
 
-    def state_dict(self) -> Dict[str, Any]:
-        """Copies of all that a resume needs, on the CPU, so that training can continue while they are written."""
+    def content(self) -> Dict[str, Any]:
+        """All that a resume needs, except the choice; tensors are those of the training itself."""
         return {
-            "model": _cpu_copy(self.model.state_dict()),
-            "average": _cpu_copy(self.average.model.state_dict()) if self.average else None,
-            "optimizer": _cpu_copy(self.optimizer.state_dict()),
+            "model": self.model.state_dict(),
+            "average": self.average.model.state_dict() if self.average else None,
+            "optimizer": self.optimizer.state_dict(),
             "schedule": self.schedule.state_dict(),
-            "sums": _cpu_copy(self._sums),
+            "sums": self._sums,
             "epoch": self.epoch,
             "step": self.step,
             "epoch_seconds": self.epoch_seconds,
             "history": [asdict(finished) for finished in self.history],
             "watch": self.watch.state_dict(),
-            "choice": self.choice.state_dict() if self.choice else None,
         }
+
+    def state_dict(self) -> Dict[str, Any]:
+        """Copies of all that a resume needs, on the CPU, so that training can continue while they are written."""
+        copied: Dict[str, Any] = torch_compat.pytree.tree_map_only(Tensor, _cpu_copy, self.content())
+        return {**copied, "choice": self.choice.state_dict() if self.choice else None}
 
     def load_state_dict(self, saved: Dict[str, Any]) -> None:
         """Restores what state_dict returned, on any number of ranks."""
@@ -273,11 +277,5 @@ class TrainingState:
             self.choice.load_state_dict(saved["choice"])
 
 
-def _cpu_copy(value: Optional[Any]) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().to("cpu", copy=True)
-    if isinstance(value, dict):
-        return {key: _cpu_copy(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_cpu_copy(item) for item in value)
-    return value
+def _cpu_copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)

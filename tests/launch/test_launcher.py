@@ -13,9 +13,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks.faults import has_ended
+from flyte_ddp.code_version import imported
 from flyte_ddp.launch import launcher
 from flyte_ddp.launch.environment import World, available_cores
 from flyte_ddp.launch.failures import RankFailed, RecoverableRankFailed
+from flyte_ddp.user_code import ENGINE
 
 TARGETS = "tests.launch.targets"
 
@@ -55,6 +57,10 @@ for modules in train(hp, {str(small_data)!r}, 2, worker="{TARGETS}:list_modules"
         roots = {name.split(".")[0] for name in names}
         assert not roots & {"flytekit", "wandb", "torchvision", "matplotlib", "sklearn", "rich", "sympy", "tensorboard"}
         assert "torch._dynamo.convert_frame" not in names
+        ours = {name for name in names if name.startswith("flyte_ddp.")}
+        decisive = set(imported([*ENGINE, "flyte_ddp.recipes.images"]))
+        around = {name for name in ours - decisive if not name.startswith("flyte_ddp.launch.")}
+        assert not around, "they do not count, though ranks import them: state here why"
 
 
 @pytest.mark.skipif(launcher.START_METHOD != "forkserver", reason="only forked ranks share what has been imported")
