@@ -22,6 +22,7 @@ from flyte_ddp.errors import InputError
 from flyte_ddp.launch.environment import choose_world
 from flyte_ddp.report.console import say
 from flyte_ddp.storage import writing_to
+from flyte_ddp.tasks.caching import CodeVersion
 from flyte_ddp.tasks.data import of_folder
 from flyte_ddp.tasks.execution import flyte_retries, forget_lost_results, is_local
 from flyte_ddp.tasks.outputs import output_folder

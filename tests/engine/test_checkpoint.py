@@ -15,7 +15,6 @@ from flyte_ddp.settings import RunOptions
 from flyte_ddp.tasks.recipe import RecipeTraining
 from flyte_ddp.train import train
 from tests.engine.probe_recipes import Settings, Sound
-from tests.engine.test_probe import alone  # noqa: F401 # a fixture
 
 
 class NumpyNumbers(Sound):
