@@ -19,11 +19,6 @@ ENV UV_SYSTEM_PYTHON=1 \
 COPY requirements.txt /tmp/requirements.txt
 RUN uv pip install --no-deps --only-binary=:all: --require-hashes -r /tmp/requirements.txt
 
-# Additions from another lock: --build-arg LOCK=requirements-tensorflow.txt builds the image of the Keras workflow.
-ARG LOCK=requirements.txt
-COPY ${LOCK} /tmp/lock.txt
-RUN uv pip install --no-deps --only-binary=:all: --require-hashes -r /tmp/lock.txt
-
 # Flytekit leaves s3fs's sessions open until its processes end, which is then logged as an error. This is done here
 # because a pod's first process is flytekit's own and loads none of our code.
 RUN echo 'import logging; logging.getLogger("flytekit").addFilter(lambda line: "Unclosed c" not in str(line.msg))' \

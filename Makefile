@@ -1,5 +1,5 @@
-# Everything is created inside this folder: .venv from the lock files, if needed .venv-keras with TensorFlow and
-# .venv-compare with Accelerate and .venv-oldest-torch and, where uv is missing, .tools with uv.
+# Everything is created inside this folder: .venv from the lock files, if needed .venv-compare with Accelerate and
+# .venv-oldest-torch and, where uv is missing, .tools with uv.
 
 # The first of these that runs and is in range creates .venv. 3.13 comes late because flytekit 1.16 declares 3.10 to 3.12.
 PYTHON ?= python3.12 python3.11 python3.10 python3.13 python3
@@ -15,7 +15,7 @@ export FLYTE_INTERNAL_IMAGE
 typed = printf '%s\n' '+ $(subst ','\'',$(1))'; PATH="$(CURDIR)/$(or $(2),.venv)/bin:$$PATH" $(1)
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-all lint keras test-keras test-oldest-torch bench bench-trainers gpu-check faults image keras-image dry-run package register smoke
+.PHONY: help run test test-all lint test-oldest-torch bench bench-trainers gpu-check faults image dry-run package register smoke
 .PHONY: lock clean
 
 help: ## List the targets
@@ -35,12 +35,6 @@ lint: .venv/dev.stamp ## Check style and types with ruff and mypy
 	@$(call typed,ruff format --check)
 	@$(call typed,mypy)
 
-keras: .venv-keras/stamp ## Train the Keras network of workflows/keras_mirrored.py; installs TensorFlow into .venv-keras
-	@$(call typed,pyflyte run workflows/keras_mirrored.py keras_mirrored_wf$(if $(ARGS), $(ARGS)),.venv-keras)
-
-test-keras: .venv-keras/stamp ## Run the tests that need TensorFlow
-	@$(call typed,pytest tests/keras/test_workflow.py$(if $(ARGS), $(ARGS)),.venv-keras)
-
 test-oldest-torch: .venv-oldest-torch/stamp ## Run the tests of the engine with the oldest torch that is supported
 	@$(call typed,pytest tests/compat tests/engine tests/launch$(if $(ARGS), $(ARGS)),.venv-oldest-torch)
 
@@ -59,12 +53,8 @@ faults: .venv/dev.stamp ## Break training on purpose and show the outcome, in ab
 image: ## Build the image that the pods run: make image IMAGE=registry/name:tag
 	@$(call typed,docker build --tag $(IMAGE) --build-arg FLYTE_INTERNAL_IMAGE=$(IMAGE) $(if $(ARGS),$(ARGS) ).)
 
-keras-image: ## Build the image of the Keras workflow: make keras-image KERAS_IMAGE=registry/name:tag
-	@$(call typed,docker build --tag $(or $(KERAS_IMAGE),$(error KERAS_IMAGE is not set: the name that the image gets)) \
-		--build-arg LOCK=requirements-tensorflow.txt --build-arg FLYTE_INTERNAL_IMAGE=$(KERAS_IMAGE) $(if $(ARGS),$(ARGS) ).)
-
 dry-run: .venv/run.stamp ## Show, without a cluster, what would be registered
-	@$(call typed,python scripts/dry_run.py $(strip $(IMAGE) $(keras_image)))
+	@$(call typed,python scripts/dry_run.py $(IMAGE))
 
 package: .venv/run.stamp ## Write what would be registered to flyte-package.tgz, for flytectl
 	@$(call typed,pyflyte --pkgs workflows package $(images) --output flyte-package.tgz --force)
@@ -76,18 +66,16 @@ smoke: .venv/run.stamp ## Register, and run every workflow with small inputs: ma
 	@$(call typed,python -m scripts.smoke --config $(cluster) $(images)$(if $(ARGS), $(ARGS)))
 
 cluster = $(or $(CLUSTER_CONFIG),$(error CLUSTER_CONFIG is not set: the file that names your cluster))
-keras_image = $(if $(KERAS_IMAGE),--image keras=$(KERAS_IMAGE))
-images = $(strip --image trainer=$(IMAGE) $(keras_image))
+images = --image trainer=$(IMAGE)
 
 lock: .venv/pyvenv.cfg ## Compile the lock files from pyproject.toml; newer versions: make lock ARGS=--upgrade
 	@$(find_uv); $(call compile,requirements.txt --extra export --extra lightning --extra multinode $(ARGS))
 	@$(find_uv); $(call compile,requirements-dev.txt --extra dev --constraints requirements.txt $(ARGS))
-	@$(find_uv); $(call compile,requirements-tensorflow.txt --extra tensorflow --constraints requirements.txt $(ARGS))
 	@$(find_uv); $(call compile,requirements-oldest-torch.txt --extra oldest-torch $(ARGS))
 	@$(find_uv); $(call compile,requirements-compare.txt --extra compare --constraints requirements-dev.txt $(ARGS))
 
 clean: ## Remove what make and the tools have created here
-	rm -rf .venv .venv-keras .venv-compare .venv-oldest-torch .tools .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf .venv .venv-compare .venv-oldest-torch .tools .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # One lock for Python 3.10 to 3.13 on every platform; it names no index, so each site's own settings apply.
@@ -108,9 +96,9 @@ find_uv = uv=uv; if ! uv --version >/dev/null 2>&1; then \
 sync = $(find_uv); echo "+ uv pip sync $(1)"; "$$uv" pip sync --quiet $(compiled) --python $(@D)/bin/python --require-hashes $(1)
 
 # Where PYTHONDONTWRITEBYTECODE is set, as in many containers, each start of Python would compile torch and flytekit anew.
-# Compiling everything takes half a minute, though, which the tests with TensorFlow or an old torch do not make up for.
+# Compiling everything takes half a minute, though, which the tests with an old torch do not make up for.
 compiled = --compile-bytecode
-.venv-keras/stamp .venv-oldest-torch/stamp: compiled =
+.venv-oldest-torch/stamp: compiled =
 
 .venv/run.stamp: requirements.txt .venv/pyvenv.cfg
 	@$(call sync,requirements.txt)
@@ -118,11 +106,6 @@ compiled = --compile-bytecode
 
 .venv/dev.stamp: requirements-dev.txt .venv/run.stamp
 	@$(call sync,requirements-dev.txt)
-	@touch $@
-
-# With what the tests need.
-.venv-keras/stamp: requirements-tensorflow.txt requirements-dev.txt .venv-keras/pyvenv.cfg
-	@$(call sync,requirements-tensorflow.txt requirements-dev.txt)
 	@touch $@
 
 .venv-oldest-torch/stamp: requirements-oldest-torch.txt .venv-oldest-torch/pyvenv.cfg
@@ -133,7 +116,7 @@ compiled = --compile-bytecode
 	@$(call sync,requirements-compare.txt)
 	@touch $@
 
-.venv-keras/pyvenv.cfg .venv-compare/pyvenv.cfg .venv-oldest-torch/pyvenv.cfg: .venv/pyvenv.cfg
+.venv-compare/pyvenv.cfg .venv-oldest-torch/pyvenv.cfg: .venv/pyvenv.cfg
 	.venv/bin/python -m venv --clear --without-pip $(@D)
 
 # A .venv whose interpreter is gone is recreated.

@@ -18,7 +18,6 @@ BENCHMARKS = {
     "Cost of the observers": "observers_cost --dataset mnist --runs {runs}",
     "Compared with the tutorial": "against_tutorial --runs {runs}",
     "Compared with Lightning": "against_lightning --runs {runs}",
-    "Many GPUs, predicted": "paper_model --measure",
 }
 
 

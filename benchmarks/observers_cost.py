@@ -17,6 +17,7 @@ from typing import Dict, List
 
 from benchmarks import engine
 from benchmarks.engine import spread
+from benchmarks.gpu_rows.training import IMAGES
 from flyte_ddp.data import datasets, prepared
 from flyte_ddp.launch import launcher
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
@@ -48,7 +49,7 @@ def info_of(hp: Hyperparameters, data: Path, logs: Path) -> RunInfo:
         name="benchmark",
         tracking_id="benchmark",
         attempt=0,
-        recipe=engine.RECIPE,
+        recipe=IMAGES,
         settings=hp,
         options=RunOptions(tracking="offline"),
         data=data,

@@ -20,7 +20,8 @@ from typing import Any, Dict, List, Mapping, Type, Union
 import yaml
 from filelock import FileLock, Timeout
 
-from benchmarks.engine import RECIPE, hardware, percent, spread, train
+from benchmarks.engine import hardware, percent, spread, train
+from benchmarks.gpu_rows.training import IMAGES
 from examples.autoencoder.settings import Settings as AutoencoderSettings
 from flyte_ddp.data.datasets import data_dir, prepare
 from flyte_ddp.data.image_files import Access, write_access
@@ -53,7 +54,7 @@ class Suite:
     seeds: int
     hp: Mapping[str, Any] = field(default_factory=dict)
     kind: Type[Union[Hyperparameters, AutoencoderSettings]] = Hyperparameters
-    recipe: str = RECIPE
+    recipe: str = IMAGES
 
     def hyperparameters(self, seed: int, factor: float = 1.0) -> TrainingSettings:
         rate = self.kind(**self.hp).learning_rate * factor
@@ -128,7 +129,7 @@ def main() -> None:
 
 def shown(suite: Suite, outcomes: List[Outcome]) -> str:
     scores = [one.score for one in outcomes]
-    return percent(scores) if suite.recipe == RECIPE else f"squared error {spread(scores, 4)}"
+    return percent(scores) if suite.recipe == IMAGES else f"squared error {spread(scores, 4)}"
 
 
 def counts(outcomes: List[Outcome]) -> str:

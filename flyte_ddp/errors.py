@@ -29,11 +29,15 @@ class RecoverableError(ReportedError):
 
 
 class DownloadError(RecoverableError):
-    """No mirror delivered a file; the message lists each mirror with its reason."""
+    """A file was not delivered, or damaged; where there are mirrors, the message lists each with its reason."""
 
 
 class DataError(ReportedError):
-    """A prepared dataset is damaged, incomplete or of another format."""
+    """A prepared dataset is damaged, incomplete or of another format; the remedy is that of a local run."""
+
+    def __init__(self, problem: str, remedy: str = ""):
+        super().__init__(f"{problem}: {remedy}" if remedy else problem)
+        self.problem = problem
 
 
 class StopRequested(Exception):
@@ -55,6 +59,17 @@ class NonFinite(ArithmeticError):
         super().__init__(
             f"{what} is not finite in epoch {epoch + 1}, step {step + 1}, on rank {', '.join(map(str, ranks))}: "
             f"lower learning_rate, or look for {causes[what]}; the last good checkpoint is kept"
+        )
+
+
+class UnevenShapes(ReportedError):
+    """In a step, the ranks' random numbers were for samples of different shapes; the weights are those before it."""
+
+    def __init__(self, epoch: int, step: int, drawn: "list[tuple[str, tuple[int, ...]]]"):
+        super().__init__(
+            f"in epoch {epoch + 1}, step {step + 1}, the ranks' samples had different shapes where random numbers are "
+            f"drawn, so that these would depend on the number of ranks: pad all samples to the same length; on this "
+            f"rank: {', '.join(f'{operation} {shape}' for operation, shape in drawn[:3])}"
         )
 
 

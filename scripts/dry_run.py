@@ -1,4 +1,4 @@
-"""Shows, without a cluster, what would be registered: python scripts/dry_run.py [IMAGE [--image keras=NAME]]."""
+"""Shows, without a cluster, what would be registered: python scripts/dry_run.py [IMAGE]."""
 
 import io
 import os

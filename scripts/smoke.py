@@ -23,7 +23,6 @@ from flytekit.types.file import PythonPickledFile
 from flyte_ddp.autoencoder.job import AutoencoderHyperparameters
 from flyte_ddp.export.settings import ClassifierExport
 from flyte_ddp.inference.shards import InferenceOptions
-from flyte_ddp.keras.job import MirroredHyperparameters
 from flyte_ddp.loading.times import LoadingSettings
 from flyte_ddp.recipes.hyperparameters import (
     CIFAR10Hyperparameters,
@@ -78,7 +77,6 @@ def small_inputs(seed: int) -> Dict[str, Dict[str, Any]]:
         # a folder in the pod, which vanishes with it: writing to a real place is not tried
         "workflows.promote.promote_wf": {"place": "/var/tmp/promoted", "hp": mnist},
         "workflows.promote.roll_back_wf": {"place": "/var/tmp/promoted"},
-        "workflows.keras_mirrored.keras_mirrored_wf": {"hp": MirroredHyperparameters(epochs=1)},
         "workflows.hardware.hardware_wf": {},
         "workflows.sweep.sweep_wf": {
             "sweep": Sweep(values={"learning_rate": [0.03, 0.1]}, reduction_factor=2),

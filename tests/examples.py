@@ -62,7 +62,7 @@ def project() -> Path:
 
 
 def _make_project(place: Path) -> None:
-    shutil.copytree(ROOT / "examples", place, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
+    shutil.copytree(ROOT / "examples", place, ignore=shutil.ignore_patterns("__pycache__", ".venv"), dirs_exist_ok=True)
     digits = load_digits()
     for label in (0, 1):
         (place / "images" / str(label)).mkdir(parents=True)

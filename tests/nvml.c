@@ -1,19 +1,12 @@
 /* A stand-in for NVIDIA's libnvidia-ml.so.1 with what the library asks of it. Its variables, all optional:
    NVML_GPUS: how many. NVML_INIT: what the start answers, "hang" for nothing. NVML_DENIED: index of a GPU of others.
-   NVML_MIG: MIG devices of each GPU in a row, as "0230"; "-" where one has MIG off. NVML_LINKS: "direct" joins GPU 0
-   and 1 by 12 NVLinks, "switch" all GPUs by 18, "apart" the same behind a switch that keeps them apart. */
+   NVML_MIG: MIG devices of each GPU in a row, as "0230"; "-" where one has MIG off. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
-enum { OK = 0, NOT_SUPPORTED = 3, NO_PERMISSION = 4, INVALID_ARGUMENT = 2, NOT_FOUND = 6, GPU = 0, SWITCH = 2 };
-
-typedef struct {
-    char old_address[16];
-    unsigned domain, bus, device, id, subsystem;
-    char address[32];
-} Pci;
+enum { OK = 0, NOT_SUPPORTED = 3, NO_PERMISSION = 4, INVALID_ARGUMENT = 2, NOT_FOUND = 6 };
 
 typedef struct {
     unsigned version;
@@ -31,8 +24,6 @@ static char mig(size_t handle) {
     int index = index_of(handle);
     return index < (int)strlen(variable("NVML_MIG")) ? variable("NVML_MIG")[index] : 0;
 }
-
-static int is_switched(void) { return !strcmp(variable("NVML_LINKS"), "switch") || !strcmp(variable("NVML_LINKS"), "apart"); }
 
 int nvmlInitWithFlags(unsigned flags) {
     while (!strcmp(variable("NVML_INIT"), "hang")) pause();
@@ -84,35 +75,4 @@ int nvmlDeviceGetMaxMigDeviceCount(size_t handle, unsigned *count) { *count = 7;
 int nvmlDeviceGetMigDeviceHandleByIndex(size_t handle, unsigned index, size_t *device) {
     *device = handle + 100 * (index + 1);
     return (int)index < mig(handle) - '0' ? OK : NOT_FOUND;
-}
-
-int nvmlDeviceGetPciInfo_v3(size_t handle, Pci *pci) {
-    snprintf(pci->address, sizeof pci->address, "00000000:%02X:00.0", index_of(handle));
-    return OK;
-}
-
-int nvmlDeviceGetTopologyCommonAncestor(size_t one, size_t other, unsigned *level) {
-    *level = index_of(one) / 2 == index_of(other) / 2 ? 20 : 50;
-    return OK;
-}
-
-int nvmlDeviceGetNvLinkState(size_t handle, unsigned link, unsigned *is_active) {
-    if (!*variable("NVML_LINKS")) return NOT_SUPPORTED;
-    if (link >= 18) return INVALID_ARGUMENT;
-    *is_active = is_switched() || (index_of(handle) < 2 && link < 12);
-    return OK;
-}
-
-int nvmlDeviceGetNvLinkRemoteDeviceType(size_t handle, unsigned link, unsigned *kind) {
-    *kind = is_switched() ? SWITCH : GPU;
-    return OK;
-}
-
-int nvmlDeviceGetNvLinkRemotePciInfo_v2(size_t handle, unsigned link, Pci *pci) {
-    return nvmlDeviceGetPciInfo_v3(2 - index_of(handle), pci);
-}
-
-int nvmlDeviceGetP2PStatus(size_t one, size_t other, unsigned kind, unsigned *status) {
-    *status = strcmp(variable("NVML_LINKS"), "apart") ? 0 : 5;
-    return OK;
 }

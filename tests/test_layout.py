@@ -7,15 +7,16 @@ LIBRARY = Path(__file__).parents[1] / "flyte_ddp"
 # From the ground up: a layer imports from itself and from those before it
 LAYERS = ("ground", "launch", "data", "recipe", "engine", "recipes", "report", "train", "tasks")
 GROUND = (
-    "code_hash",
     "code_version",
     "errors",
     "events",
     "model_metadata",
+    "random_numbers",
     "reading",
     "schedules",
     "settings",
     "storage",
+    "text",
     "user_code",
 )
 FEATURES = (
@@ -24,7 +25,6 @@ FEATURES = (
     "export",
     "hardware",
     "inference",
-    "keras",
     "loading",
     "new",
     "promote",

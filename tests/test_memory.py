@@ -31,8 +31,7 @@ OPTIONS = RunOptions()
 
 
 def tasks():
-    """As registered for a cluster without GPUs, whose pods are the smallest; the Keras task is measured where
-    TensorFlow is, in tests/keras/test_workflow.py."""
+    """As registered for a cluster without GPUs, whose pods are the smallest."""
     return package(DDP_PROFILE="sandbox").tasks
 
 

@@ -15,6 +15,7 @@ def test_without_network_it_trains_on_the_stand_in_with_its_own_recipe(name, tmp
     command = [f"workflows/{name}.py", f"{name}_wf", "--hp", '{"epochs": 1, "train_fraction": 0.3, "flip": false}']
     run = pyflyte(*command, environment={**places, **OFFLINE})
     assert f"{name} cannot be downloaded here: this run trains on digits" in run.stderr
+    assert re.search(r"Data: +digits, .* \(stand-in\)\n", run.stderr), "of its own dataset, not of MNIST"
     (accuracy,) = re.findall(r"epoch_accuracies=\[([\d.]+)]", run.stdout)
     assert float(accuracy) > 0.4  # after 30 steps; by chance it would be 0.1
     assert len(re.findall(r"'\d': [\d.]+", run.stdout.partition("class_accuracies={")[2].partition("}")[0])) == 10

@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-EXTRAS = ("dev", "tensorflow", "compare", "oldest-torch")
-LOCKS = ("requirements.txt", *(f"requirements-{extra}.txt" for extra in EXTRAS))
+LOCKS = [str(lock.relative_to(ROOT)) for pattern in ("*.txt", "examples/*/*.txt") for lock in ROOT.glob(pattern)]
 
 
 def _project_files() -> list[Path]:
@@ -97,10 +96,12 @@ def test_dev_lock_has_the_runtime_versions():
     assert not missing, "the tests would run other versions than `make run`: compile both with `make lock`"
 
 
-@pytest.mark.parametrize(("extra", "package"), [("tensorflow", "tensorflow"), ("compare", "accelerate")])
-def test_the_lock_of_an_extra_fits_beside_the_dev_lock(extra, package):
-    """`make test-keras` installs both into one environment; the comparison is of the versions that are tested."""
-    dev, own = _pins("requirements-dev.txt"), _pins(f"requirements-{extra}.txt")
+@pytest.mark.parametrize(
+    ("lock", "package"), [("requirements-compare.txt", "accelerate"), ("examples/keras/requirements.txt", "tensorflow")]
+)
+def test_another_lock_fits_beside_the_dev_lock(lock, package):
+    """The comparison is of the versions that are tested; an image based on ours gets nothing twice."""
+    dev, own = _pins("requirements-dev.txt"), _pins(lock)
     names = {pin.partition("==")[0] for pin in dev}
     assert any(pin.startswith(f"{package}==") for pin in own)
     assert {pin for pin in own if pin.partition("==")[0] in names} <= dev, "compile all locks with `make lock`"

@@ -19,7 +19,6 @@ ROOT = Path(__file__).resolve().parents[1]
 CLUSTER = "needs a cluster or a container engine; tests/test_registration.py and test_image.py go as far as they can"
 NOT_RUN = {
     "make test": "it is what runs this",
-    'make keras ARGS="--hp \'{\\"strategy\\": \\"multi_worker\\"}\'"': "installs TensorFlow; make test-keras runs it",
     "make image IMAGE=registry.example.org/me/trainer:1": CLUSTER,
     "docker push registry.example.org/me/trainer:1": CLUSTER,
     "make register IMAGE=registry.example.org/me/trainer:1 CLUSTER_CONFIG=~/.flyte/config.yaml": CLUSTER,

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 def project(tmp_path, monkeypatch):
     """A copy of the examples, as a user's repository that can be imported from."""
     place = tmp_path / "project"
-    shutil.copytree(ROOT / "examples", place, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "examples", place, ignore=shutil.ignore_patterns("__pycache__", ".venv"))
     monkeypatch.syspath_prepend(str(place))
     return place
 

@@ -8,16 +8,17 @@ import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, List, NamedTuple, Optional
+from typing import Any, List, NamedTuple, Optional, Union
 
 from flytekit import Cache, FlyteContextManager, dynamic, map_task, task, workflow
 from flytekit.core.type_engine import TypeEngine
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile, PythonPickledFile
 
-from flyte_ddp.errors import RecoverableError
+from flyte_ddp.code_version import code_version
+from flyte_ddp.errors import NonFinite
 from flyte_ddp.launch.environment import choose_world
-from flyte_ddp.launch.failures import RankFailed
+from flyte_ddp.launch.failures import Failure, RankFailed
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.report.console import say
 from flyte_ddp.settings import RunOptions
@@ -25,19 +26,19 @@ from flyte_ddp.sweep.halving import all_failed, check_rungs, entrants, rungs_of,
 from flyte_ddp.sweep.held_out import hold_out_validation
 from flyte_ddp.sweep.page import chosen, comparison, ranked, write_table
 from flyte_ddp.sweep.search import Sweep, TrialResult, trials_of
+from flyte_ddp.tasks.caching import CodeVersion
 from flyte_ddp.tasks.execution import TaskFailed, is_local, run_dir
 from flyte_ddp.tasks.outputs import output_file, output_page
 from flyte_ddp.tasks.prepare import PreparedDataset, prepare_dataset, resolve_dataset
 from flyte_ddp.tasks.pyflyte import set_up_pyflyte
 from flyte_ddp.tasks.resources import dynamic_resources, small_resources, training_resources
 from flyte_ddp.tasks.summaries import TrainingSummary
-from flyte_ddp.tasks.train import train
-from flyte_ddp.tasks.versions import TRAINING_SOURCES, CodeVersion
+from flyte_ddp.tasks.train import TRAINING_CODE, train
 from workflows.mnist import pytorch_mnist_task
 
 set_up_pyflyte()
 
-TRIAL_CODE = CodeVersion((*TRAINING_SOURCES, "flyte_ddp/sweep/search.py", "workflows/sweep.py"), ("torch",))
+TRIAL_CODE = CodeVersion(code_version("workflows.sweep"), ())
 Rungs = List[List[Optional[TrialResult]]]
 
 
@@ -83,14 +84,14 @@ def list_trials(sweep: Sweep, hp: Hyperparameters, options: RunOptions) -> List[
 
 
 @task(
-    cache=Cache(policies=TRIAL_CODE, ignored_inputs=("options",), serialize=True),
+    cache=Cache(policies=[TRAINING_CODE, TRIAL_CODE], ignored_inputs=("options",), serialize=True),
     retries=2,
-    **training_resources(TRIAL_CODE),
+    **training_resources(TRAINING_CODE),
 )
 def train_trial(
     hp: Hyperparameters, held_out: PreparedDataset, options: RunOptions, checkpoint: str = ""
 ) -> TrialResult:
-    """Trains without the held-out images and measures on them; a permanent failure is a result too.
+    """Trains without the held-out images and measures on them; for those that fail see as_result.
 
     checkpoint: to continue from. If it is gone, training starts over, with the same result.
     """
@@ -99,10 +100,7 @@ def train_trial(
     try:
         outputs = train(hp, held_out, options, init)
     except (RankFailed, TaskFailed) as error:
-        cause = error.__context__ if isinstance(error, TaskFailed) else error  # as Flyte will see it
-        if not isinstance(cause, RankFailed) or isinstance(cause, RecoverableError):
-            raise
-        return failed(hp, cause, time.time() - started)
+        return as_result(hp, error, time.time() - started)
     summary, report = outputs.summary, outputs.report.path
     final = str(Path(outputs.logs.path, "final-checkpoint")) if hp.stop_after else ""
     if not is_local():  # a map task shows no Deck
@@ -111,8 +109,16 @@ def train_trial(
     return TrialResult(hp, summary.accuracy, summary.test_samples, summary.total_seconds, report, diverged, final)
 
 
-def failed(hp: Hyperparameters, error: RankFailed, seconds: float = 0.0) -> TrialResult:
-    reason = f"{error.failure.cause}: {error.failure.message}"
+def as_result(hp: Hyperparameters, error: Union[RankFailed, TaskFailed], seconds: float) -> TrialResult:
+    """The result of a trial whose loss is not finite. Raises any other error: the result would be cached, but not all
+    failures, such as a full disk or GPU memory, follow from the hyperparameters."""
+    if error.failure.cause != NonFinite.__name__:
+        raise error
+    return failed(hp, error.failure, seconds)
+
+
+def failed(hp: Hyperparameters, failure: Failure, seconds: float = 0.0) -> TrialResult:
+    reason = f"{failure.cause}: {failure.message}"
     say(f"This trial failed, the sweep continues: {reason}")
     return TrialResult(hp, seconds=seconds, failure=reason)
 
@@ -163,7 +169,7 @@ def run_locally(sweep: Sweep, trials: List[Hyperparameters], held_out: Any, opti
                 result = train_trial(hp=hp, held_out=held_out, options=options, checkpoint=checkpoint)
                 rungs[-1].append(value_of(result))
             except RankFailed as error:  # not cached, because it may succeed next time
-                rungs[-1].append(failed(hp, error))
+                rungs[-1].append(failed(hp, error.failure))
     return rungs
 
 

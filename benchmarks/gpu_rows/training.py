@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 from typing import Any, Callable, List
 
+from flyte_ddp.data.prepared import read_description
 from flyte_ddp.engine.job import Identity, Job
 from flyte_ddp.events import Event
 from flyte_ddp.launch import launcher
@@ -30,9 +31,10 @@ def train(
     """What the target returns on each rank; model and checkpoint are written to folder, if given."""
     with tempfile.TemporaryDirectory() as temporary:
         place = Path(folder or temporary)
+        description = read_description(data) if data else None
         job = Job(
-            identity=Identity(recipe, settings, "", "benchmark"),
-            dataset=Path(data).name or "made up",
+            identity=Identity(recipe, settings, description.digest if description else "", "benchmark"),
+            dataset=description.name if description else "made up",
             data=data,
             model_path=str(place / "model.pt"),
             predictions_path=str(place / "predictions.npy"),

@@ -16,9 +16,9 @@ from flyte_ddp.engine.checkpoint import write_checkpoint
 from flyte_ddp.engine.job import Job, TrainingResult
 from flyte_ddp.engine.set_up import Parts
 from flyte_ddp.engine.state import TrainingState
-from flyte_ddp.launch.environment import Environment
 from flyte_ddp.model_metadata import ModelMetadata, add_metadata
 from flyte_ddp.recipe import Recipe
+from flyte_ddp.share import Share
 from flyte_ddp.storage import write_whole, writing_to
 
 MOST_PICTURES = 24
@@ -68,9 +68,7 @@ def hardware(device: torch.device) -> str:
     return f"CPU, {torch.backends.cpu.get_cpu_capability()}"
 
 
-def result_of(
-    parts: Parts, tested: Dict[str, float], environment: Environment, samples_per_second: float
-) -> TrainingResult:
+def result_of(parts: Parts, tested: Dict[str, float]) -> TrainingResult:
     """tested: measures of the test split."""
     state, choice = parts.state, parts.state.choice
     return TrainingResult(
@@ -80,9 +78,6 @@ def result_of(
         train_samples=len(parts.train.split),
         test_samples=len(parts.test.split),
         precision=parts.precision,
-        rank=environment.rank,
-        host=environment.host,
-        samples_per_second=samples_per_second,
         peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         peak_gpu_bytes=torch.cuda.max_memory_allocated(state.device) if state.device.type == "cuda" else 0,
         validation_samples=len(parts.validation.split) if parts.validation else 0,
@@ -99,7 +94,7 @@ def draw_pictures(state: TrainingState, test: Split, path: Path) -> None:
     """Writes the recipe's pictures of the first test samples, if any, as an .npz for the report."""
     recipe, count = state.recipe, min(len(test), MOST_PICTURES)
     (tree,) = test.fetch(torch.arange(count), [slice(0, count)])
-    vars(recipe.share).update(first=0, count=count, size=count, alone=True)
+    vars(recipe.share).update(vars(Share(0, count, count, alone=True)))
     outputs: Optional[Any] = recipe.forward(state.evaluated.eval(), tree)
     drawn = recipe.pictures(outputs, tree)[:MOST_PICTURES]
     if drawn:

@@ -8,8 +8,8 @@ from typing import Callable, Dict, Iterator, List, Optional, Tuple, TypeVar, Uni
 from flyte_ddp.hardware import nvidia
 from flyte_ddp.hardware.capabilities import Capabilities
 from flyte_ddp.hardware.nvidia import DriverGpu, NotKnown, first_line
-from flyte_ddp.launch import launcher
-from flyte_ddp.launch.environment import World, available_cores, nvidia_devices
+from flyte_ddp.launch.alone import run_alone
+from flyte_ddp.launch.environment import available_cores, nvidia_devices
 from flyte_ddp.launch.failures import RankFailed
 from flyte_ddp.launch.limits import cpu_limit, usable_memory
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
@@ -34,7 +34,7 @@ class Machine:
     Attributes:
         gpus: all that the driver knows; torch has those that it can use.
         cuda: the newest version that the driver can run.
-        links: for each GPU its connections to all of them in order, as `nvidia-smi topo -m` names them.
+        topology: what `nvidia-smi topo -m` prints.
         devices: number of the driver's device files.
         visible: CUDA_VISIBLE_DEVICES; None if it is not set.
         ports: InfiniBand and RoCE, rate and state of each.
@@ -47,7 +47,7 @@ class Machine:
 
     gpus: Union[List[DriverGpu], NotKnown]
     cuda: Union[str, NotKnown]
-    links: Union[Dict[str, List[str]], NotKnown]
+    topology: Union[str, NotKnown]
     torch: Union[Capabilities, NotKnown]
     devices: int
     visible: Optional[str]
@@ -65,7 +65,7 @@ def look(hp: Hyperparameters, options: RunOptions) -> Machine:
     return Machine(
         gpus=known(lambda: nvidia.answer(nvidia.gpus)),
         cuda=known(lambda: nvidia.answer(nvidia.cuda)),
-        links=known(lambda: nvidia.answer(nvidia.links)),
+        topology=known(lambda: nvidia.answer(nvidia.topology)),
         torch=known(lambda: ask_torch(hp, options)),
         devices=nvidia_devices(),
         visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
@@ -91,8 +91,7 @@ def known(ask: Callable[[], T]) -> Union[T, NotKnown]:
 
 def ask_torch(hp: Hyperparameters, options: RunOptions) -> Capabilities:
     try:
-        alone = World(size=1, local_size=1, backend="gloo", device="cpu")
-        (found,) = launcher.launch(SURVEY, alone, (hp, options), SURVEY_SECONDS, lambda event: None)
+        found: Capabilities = run_alone(SURVEY, (hp, options), SURVEY_SECONDS, lambda event: None)
     except RankFailed as failed:
         raise NotKnown(f"torch ended with {failed.failure.cause}: {failed.failure.message}") from None
     return found

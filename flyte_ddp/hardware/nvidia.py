@@ -1,11 +1,11 @@
 """What NVIDIA's driver says about the GPUs: all of them, whatever CUDA_VISIBLE_DEVICES says."""
 
 import re
+import subprocess
 import threading
 from concurrent.futures import Future, TimeoutError
 from dataclasses import dataclass
-from itertools import combinations
-from typing import Any, Callable, Dict, List, TypeVar
+from typing import Any, Callable, List, TypeVar
 
 from flyte_ddp.launch.nvml import NvmlFailed, handles, open_nvml
 
@@ -14,7 +14,6 @@ T = TypeVar("T")
 SECONDS = 30.0  # for an answer: without a persistence daemon it takes one or two, with a broken GPU forever
 ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 MIB = 2**20
-SWITCH = "switch"
 
 
 class NotKnown(Exception):
@@ -89,54 +88,13 @@ def cuda(nvml: Any) -> str:
     return f"{version // 1000}.{version % 1000 // 10}"
 
 
-def links(nvml: Any) -> Dict[str, List[str]]:
-    """For each GPU its connections to all of them in order, in the words of `nvidia-smi topo -m`."""
-    found = dict(handles(nvml))
-    nvlinks = {index: _nvlinks(nvml, handle) for index, handle in found.items()}
-    addresses = {index: nvml.nvmlDeviceGetPciInfo(handle).busId for index, handle in found.items()}
-
-    def link(one: int, other: int) -> str:
-        if one == other:
-            return "X"
-        number = nvlinks[one].count(addresses[other]) or min(nvlinks[i].count(SWITCH) for i in (one, other))
-        at = nvml.NVML_P2P_CAPS_INDEX_NVLINK  # a switch may keep its GPUs apart
-        if number and nvml.nvmlDeviceGetP2PStatus(found[one], found[other], at) == nvml.NVML_P2P_STATUS_OK:
-            return f"NV{number}"
-        return _pcie(nvml, nvml.nvmlDeviceGetTopologyCommonAncestor(found[one], found[other]))
-
-    return {f"GPU{one}": [link(one, other) for other in found] for one in found}
-
-
-def _nvlinks(nvml: Any, handle: Any) -> List[Any]:
-    """Where each active NVLink of a GPU leads: the PCI address of another one, or SWITCH."""
-    found = []
-    for number in range(nvml.NVML_NVLINK_MAX_LINKS):
-        try:
-            if not nvml.nvmlDeviceGetNvLinkState(handle, number):
-                continue
-            kind = nvml.nvmlDeviceGetNvLinkRemoteDeviceType(handle, number)
-            is_switch = kind == nvml.NVML_NVLINK_DEVICE_TYPE_SWITCH
-            found.append(SWITCH if is_switch else nvml.nvmlDeviceGetNvLinkRemotePciInfo(handle, number).busId)
-        except (nvml.NVMLError_NotSupported, nvml.NVMLError_InvalidArgument):  # no NVLink, or not one with this number
-            continue
-    return found
-
-
-def _pcie(nvml: Any, ancestor: int) -> str:
-    """The connection between two GPUs, named by their nearest common ancestor."""
-    return {
-        nvml.NVML_TOPOLOGY_INTERNAL: "PIX",
-        nvml.NVML_TOPOLOGY_SINGLE: "PIX",
-        nvml.NVML_TOPOLOGY_MULTIPLE: "PXB",
-        nvml.NVML_TOPOLOGY_HOSTBRIDGE: "PHB",
-        nvml.NVML_TOPOLOGY_NODE: "NODE",
-        nvml.NVML_TOPOLOGY_SYSTEM: "SYS",
-    }.get(ancestor, f"[level {ancestor}]")
-
-
-def pairs(links: Dict[str, List[str]]) -> List[str]:
-    """The connection of each pair of GPUs."""
-    return [list(links.values())[a][b] for a, b in combinations(range(len(links)), 2)]
+def topology(_: Any) -> str:
+    """What `nvidia-smi topo -m` prints: how the GPUs are connected, with its own legend."""
+    command = ["nvidia-smi", "topo", "-m"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.returncode:
+        raise NotKnown(f"nvidia-smi ended with status {done.returncode}: {done.stdout.strip()}")
+    return ESCAPES.sub("", done.stdout).expandtabs().strip("\n")
 
 
 def first_line(text: str) -> str:

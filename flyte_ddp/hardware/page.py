@@ -4,12 +4,12 @@ from typing import Any, Dict, List, Sequence, Tuple, Union
 
 from flyte_ddp.hardware.capabilities import Capabilities
 from flyte_ddp.hardware.machine import Machine, gib, warnings
-from flyte_ddp.hardware.nvidia import NotKnown, first_line, pairs
+from flyte_ddp.hardware.nvidia import NotKnown, first_line
 from flyte_ddp.report.article import Section, article
 
 Lines = List[Tuple[str, str]]
 
-LEGEND = " (pairs; NV18 is 18 NVLinks; PIX, PXB, PHB, NODE, SYS are PCIe, from near to far)"
+TOPOLOGY = "nvidia-smi topo -m"
 
 
 def facts(machine: Machine) -> Dict[str, Lines]:
@@ -29,9 +29,7 @@ def as_text(host: str, machine: Machine) -> str:
     parts = [f"Hardware of {host}"]
     for title, lines in found.items():
         parts.append("\n".join([title, *(f"  {label:<{width}}{value}" for label, value in lines)]))
-    if not isinstance(machine.links, NotKnown):
-        rows = [["", *machine.links], *([name, *cells] for name, cells in machine.links.items())]
-        parts.append("\n".join("  " + "".join(f"{cell:<7}" for cell in row).rstrip() for row in rows))
+    parts.append(f"{TOPOLOGY}\n{machine.topology}")
     parts.append("\n".join(["Warnings", *(f"  - {warning}" for warning in warnings(machine) or ["none"])]))
     return "\n\n".join(parts)
 
@@ -40,9 +38,7 @@ def as_page(host: str, machine: Machine) -> str:
     """The content of <body>, see article.article."""
     sections = [Section("", paragraphs=[f"Warning: {text}" for text in warnings(machine)] or ["No warnings."])]
     sections += [Section(title, lines=lines) for title, lines in facts(machine).items()]
-    if not isinstance(machine.links, NotKnown):
-        rows = [[name, *cells] for name, cells in machine.links.items()]
-        sections.append(Section("How the GPUs are connected", heads=["", *machine.links], lines=rows))
+    sections.append(Section(TOPOLOGY, output=str(machine.topology)))
     return article("Hardware", host, sections)
 
 
@@ -89,16 +85,11 @@ def _gpus(machine: Machine) -> Lines:
 
 def _interconnect(machine: Machine) -> Lines:
     torch, ports = machine.torch, machine.ports
-    if isinstance(machine.links, NotKnown):
-        links = str(machine.links)
-    else:
-        links = counted(pairs(machine.links)) + LEGEND if len(machine.links) > 1 else "one GPU"
     if isinstance(torch, NotKnown):
         peers = str(torch)
     else:
         peers = "{} of {} pairs".format(*torch.peers) if torch.peers[1] else "no pair of GPUs"
     return [
-        ("Connections", links),
         ("Direct memory access", peers),
         ("InfiniBand, RoCE", str(ports) if isinstance(ports, NotKnown) else counted(ports) or "none"),
         ("NCCL settings", ", ".join(f"{name}={value}" for name, value in machine.nccl.items()) or "none"),

@@ -23,6 +23,10 @@ BODY = """
 {% endfor %}
 </tbody></table></div>
 {% endif %}
+{% if section.output %}
+<div class="card wide"><div class="scroll" tabindex="0" role="region" aria-label="{{ section.title }}"><pre>
+{{ section.output }}</pre></div></div>
+{% endif %}
 </div>
 {% if section.pictures %}
 <ul class="pictures">
@@ -46,11 +50,12 @@ class Drawing:
 
 @dataclass(frozen=True)
 class Section:
-    """A part of an article, in this order: paragraphs, figures, a table, pictures; each may be left out.
+    """A part of an article, in this order: paragraphs, figures, a table, output, pictures; each may be left out.
 
     Attributes:
         heads, lines: of the table; the first column names the line, the others are right-aligned. Without heads, lines
             are (label, text).
+        output: of a command, shown as it is.
         pictures: (data URI, label), with URIs from figures.picture.
     """
 
@@ -60,6 +65,7 @@ class Section:
     caption: str = ""
     heads: Sequence[str] = ()
     lines: Sequence[Sequence[str]] = ()
+    output: str = ""
     pictures: Sequence[Tuple[str, str]] = ()
 
 

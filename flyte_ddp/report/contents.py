@@ -68,32 +68,23 @@ def _written(record: Record, name: str, measures: Mapping[str, float]) -> str:
 
 
 def phase_bars(record: Record) -> List[Dict[str, Any]]:
-    return _bars([(name, [f"{seconds:.2f}"], seconds) for name, seconds in record.phases()])
+    """Each phase's seconds, and them as a share of the longest one's, in percent."""
+    phases = record.phases()
+    most = max((seconds for _, seconds in phases), default=0) or 1
+    return [
+        {"label": name, "values": [f"{seconds:.2f}"], "share": f"{100 * seconds / most:.1f}"}
+        for name, seconds in phases
+    ]
 
 
-def rank_heads(record: Record) -> List[str]:
-    return ["Rank", f"{capitalised(record.samples)}/s", "Memory", *(["GPU memory"] if _has_gpu(record) else [])]
-
-
-def rank_bars(record: Record) -> List[Dict[str, Any]]:
-    """Throughput and peak memory of each rank, known once training has finished."""
-    ranks = record.finished.results if record.finished else []
-    has_gpu = _has_gpu(record)
-    return _bars(
-        [
-            (
-                f"{rank.rank} on {rank.host}",
-                [f"{rank.samples_per_second:,.0f}", gibibytes(rank.peak_bytes)]
-                + ([gibibytes(rank.peak_gpu_bytes)] if has_gpu else []),
-                rank.samples_per_second,
-            )
-            for rank in ranks[:MOST_BARS]
-        ]
-    )
-
-
-def _has_gpu(record: Record) -> bool:
-    return record.finished is not None and any(rank.peak_gpu_bytes for rank in record.finished.results)
+def memory_lines(record: Record) -> List[Tuple[str, str]]:
+    """Known once training has finished."""
+    results = record.finished.results if record.finished else []
+    peaks = {
+        "Memory of a rank, at most": [result.peak_bytes for result in results],
+        "GPU memory of a rank, at most": [result.peak_gpu_bytes for result in results],
+    }
+    return [(label, gibibytes(max(counts))) for label, counts in peaks.items() if any(counts)]
 
 
 def _cost(record: Record) -> List[Tuple[str, str]]:
@@ -150,6 +141,7 @@ def setup_tables(record: Record) -> List[Dict[str, Any]]:
         ("Retries before this attempt", info.attempt),
         ("Resumed", "yes" if resumed else "no"),
         ("Checkpoints", checkpoints),
+        *memory_lines(record),
     ]
     return [*tables, {"title": "This run", "lines": _plain(lines)}]
 
@@ -184,12 +176,6 @@ def _settings(values: Settings) -> List[Any]:
 def _plain(lines: Any) -> List[Any]:
     """Name and value, without a default."""
     return [(name, value, "") for name, value in lines]
-
-
-def _bars(lines: List[Any]) -> List[Dict[str, Any]]:
-    """(label, values, size) with the size as a share of the largest, in percent."""
-    most = max((size for _, _, size in lines), default=0) or 1
-    return [{"label": label, "values": values, "share": f"{100 * size / most:.1f}"} for label, values, size in lines]
 
 
 def duration(seconds: float) -> str:

@@ -201,8 +201,7 @@ BODY = """
 </div>
 {% endif %}
 
-<h2>Speed and memory</h2><div class="columns">{{ bars("Seconds by phase", ("Phase", "Seconds"), phases) }}
-{% if ranks %}{{ bars("Ranks", rank_heads, ranks) }}{% endif %}
+<h2>Speed</h2><div class="columns">{{ bars("Seconds by phase", ("Phase", "Seconds"), phases) }}
 {% for shown in speed %}{{ figure(shown) }}{% endfor %}
 </div>
 {% if operators %}

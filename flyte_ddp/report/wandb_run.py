@@ -149,7 +149,6 @@ class WandbRun:
             {
                 "total_seconds": event.total_seconds,
                 "warnings": [warning.reason for warning in event.results[0].warnings],
-                "rank_samples_per_second": [rank.samples_per_second for rank in event.results],
                 "rank_peak_bytes": [rank.peak_bytes for rank in event.results],
             }
         )

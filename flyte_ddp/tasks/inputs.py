@@ -1,5 +1,6 @@
 """Readable errors for invalid command-line inputs, and for files that are not models."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Optional
 
@@ -9,6 +10,7 @@ from flytekit.types.file import PythonPickledFile
 from flyte_ddp.errors import InputError
 from flyte_ddp.model_metadata import ModelMetadata, read_metadata
 from flyte_ddp.reading import read_settings
+from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import Settings
 from flyte_ddp.tasks.execution import is_local
 from flyte_ddp.tasks.flytekit_compat import alternatives, read_json_inputs
@@ -47,12 +49,21 @@ def known_classifier(model_state: Optional[PythonPickledFile]) -> Optional[Model
     if is_local() and not Path(path).is_file():
         raise InputError(f"model_state must be a file, and {path} is none: give the one of a training")
     known = read_metadata(model_state.download())
-    if known and known.recipe != IMAGE_CLASSIFIER:
+    if known and known.recipe != IMAGE_CLASSIFIER.name:
         raise InputError(
             f"model_state must be of a built-in classifier, and {path} is of {known.recipe}: docs/your-own-model.md "
             "says what there is for recipes"
         )
     return known
+
+
+def settings_of(known: Optional[ModelMetadata], asked: Hyperparameters) -> Hyperparameters:
+    """The settings of the training of weights with this metadata, with those that differ from the defaults in asked."""
+    if known is None:
+        return asked
+    defaults = asdict(type(asked)())
+    own = {name: value for name, value in asdict(asked).items() if value != defaults[name]}
+    return Hyperparameters.from_dict({**known.settings, **own})
 
 
 def dataset_of(known: Optional[ModelMetadata], asked: str, remedy: str) -> str:

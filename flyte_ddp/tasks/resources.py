@@ -8,18 +8,17 @@ from datetime import timedelta
 from typing import Any, Dict, Optional
 from urllib.parse import urlsplit
 
-from flytekit import FlyteContextManager, Resources, Secret
+from flytekit import Resources, Secret
 from flytekit.core.base_task import PythonTask
-from flytekit.core.context_manager import ExecutionState
 
 from flyte_ddp.data.download import MIRROR_VARIABLE, mirror_from_environment
 from flyte_ddp.errors import InputError, RecoverableError
 from flyte_ddp.tasks.addresses import CONSOLE_VARIABLE, WEBHOOK_SECRET_VARIABLE, WEBHOOK_VARIABLE
+from flyte_ddp.tasks.caching import CodeVersion
 from flyte_ddp.tasks.execution import flyte_retries
 from flyte_ddp.tasks.registration import ACCELERATORS, GPUS_VARIABLE, Registration, registration, variable_of
-from flyte_ddp.tasks.versions import CodeVersion
 
-IMAGE, KERAS_IMAGE = "{{.image.trainer}}", "{{.image.keras}}"  # named in flyte.config, or by --image trainer=NAME
+IMAGE = "{{.image.trainer}}"  # named in flyte.config, or by --image trainer=NAME
 
 
 def pod_environment() -> Dict[str, str]:
@@ -134,15 +133,6 @@ def dynamic_resources() -> Dict[str, Any]:
     """Arguments of @dynamic: its pod compiles the tasks that it starts, and needs the registration's settings for
     that."""
     return {**small_resources(), "environment": registered_environment()}
-
-
-def is_named(image: str) -> bool:
-    """Whether the current registration names this image; True if there is none, as in a pod or a local run."""
-    context = FlyteContextManager.current_context()
-    settings, state = context.serialization_settings, context.execution_state
-    if settings is None or (state is not None and state.mode == ExecutionState.Mode.TASK_EXECUTION):
-        return True
-    return settings.image_config.find_image(image) is not None
 
 
 def _secret(name: str, variable: str) -> Secret:

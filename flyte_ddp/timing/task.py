@@ -28,7 +28,7 @@ class TimingOutputs(NamedTuple):
 
     Attributes:
         measurements: a line for each, see flyte_ddp.timing.measurement.Measurement.
-        report: curves, a table, and what they mean, in one file.
+        report: curves and a table, in one file.
     """
 
     measurements: CSVFile
@@ -53,7 +53,7 @@ def time_inference(data: PreparedDataset, options: TimingOptions) -> TimingOutpu
         found = measure_all(data.download(), options)
         measurements = place / "measurements.csv"
         write_measurements(measurements, found)
-        fragment = timing_article(found, visible_gpus(), load, description, options)
+        fragment = timing_article(found, load, description, options)
         report = output_page(place, "Timing of inference", fragment)
     if is_local():
         say(f"\nMeasurements: {measurements}\nReport:       {report.path}")

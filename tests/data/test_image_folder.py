@@ -1,6 +1,7 @@
 """A folder of image files: what is found in it, what is refused, and what is kept of it."""
 
 import os
+import shutil
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from PIL import Image
 from flyte_ddp.data.datasets import prepare
 from flyte_ddp.data.description import FolderDescription
 from flyte_ddp.data.image_files import Access, decode, write_access
-from flyte_ddp.data.image_folder import index_folder, stamp, write_folder
+from flyte_ddp.data.image_folder import index_folder, stamp, verify_images, write_folder
 from flyte_ddp.data.image_settings import ImageSettings
 from flyte_ddp.data.prepared import open_images, open_split, verify
 from flyte_ddp.errors import DataError, InputError
@@ -57,6 +58,19 @@ def test_every_image_is_found_again_by_its_index(folder):
     assert sorted(found) == expected
 
 
+def test_images_that_were_replaced_since_are_noticed(folder, tmp_path):
+    directory = index(folder)
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    verify_images(directory, copy)
+    first, second, *_ = sorted(copy.rglob("*.png"))
+    second.write_bytes(first.read_bytes())
+    with pytest.raises(DataError, match="copy has other images than when it was indexed: run again"):
+        verify_images(directory, copy)
+    second.unlink()
+    with pytest.raises(DataError, match=rf"{second} cannot be read \(No such file"):
+        verify_images(directory, copy)
+
+
 def test_the_digest_follows_the_content_not_the_place(folder, tmp_path):
     digest = verify(index(folder)).digest
     (tmp_path / "elsewhere").mkdir()
@@ -93,6 +107,14 @@ def test_an_image_is_resized_and_cut_around_its_centre(tmp_path):
     assert image.shape == (3, 20, 20)
     assert (image[:, :, 2:-2] == np.array([10, 200, 30])[:, None, None]).all()
     assert decode(str(tmp_path / "stripes.png"), (1, 20, 20)).shape == (1, 20, 20)
+
+
+def test_a_small_file_of_too_many_pixels_is_not_decoded(tmp_path):
+    for name in ("huge.png", "huge.jpeg"):
+        Image.new("1" if name.endswith("png") else "L", (10_000, 6_000)).save(tmp_path / name)
+    with pytest.raises(ValueError, match="10000 x 6000 pixels, more than 50,000,000: scale it down"):
+        decode(tmp_path / "huge.png", (1, 20, 20))
+    assert decode(tmp_path / "huge.jpeg", (1, 20, 20)).shape == (1, 20, 20), "decoded at an eighth of its size"
 
 
 def test_unreadable_files_are_named_and_counted_up_to_the_share(folder):

@@ -13,7 +13,7 @@ import pytest
 
 from flyte_ddp.hardware.capabilities import Capabilities, Plan, TorchGpu
 from flyte_ddp.hardware.machine import GIB, Machine, known, warnings
-from flyte_ddp.hardware.nvidia import DriverGpu, NotKnown, pairs
+from flyte_ddp.hardware.nvidia import DriverGpu, NotKnown
 from flyte_ddp.hardware.page import as_page, as_text
 from flyte_ddp.launch.environment import World, nvidia_devices
 from tests.nvml import stand_in
@@ -21,7 +21,7 @@ from tests.nvml import stand_in
 ROOT = Path(__file__).parents[2]
 
 H100 = "NVIDIA H100 80GB HBM3"
-LINKS = {"GPU0": ["X", "NV12", "SYS"], "GPU1": ["NV12", "X", "SYS"], "GPU2": ["SYS", "SYS", "X"]}
+TOPOLOGY = "\tGPU0\tGPU1\nGPU0\t X \tNV12\nGPU1\tNV12\t X \n\nLegend:\n\n  NV#  = Connection traversing # NVLinks"
 
 ASK = """if True:
     import json, sys
@@ -31,13 +31,13 @@ ASK = """if True:
     nvidia.SECONDS = float(sys.argv[1])
     gpus = known(lambda: nvidia.answer(nvidia.gpus))
     found = gpus if isinstance(gpus, nvidia.NotKnown) else [astuple(gpu) for gpu in gpus]
-    others = (known(lambda question=question: nvidia.answer(question)) for question in (nvidia.cuda, nvidia.links))
+    others = (known(lambda question=question: nvidia.answer(question)) for question in (nvidia.cuda, nvidia.topology))
     print(json.dumps([found, *others], default=str))
 """
 
 
 def asked(environment: Dict[str, str], seconds: float = 30) -> Any:
-    """What a process of that environment is told of GPUs, CUDA and links."""
+    """What a process of that environment is told of GPUs, CUDA and topology."""
     command = [sys.executable, "-c", ASK, str(seconds)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -45,31 +45,17 @@ def asked(environment: Dict[str, str], seconds: float = 30) -> Any:
 
 
 def test_the_driver_tells_with_what_it_does_not_know(tmp_path):
-    gpus, cuda, links = asked(stand_in(tmp_path, NVML_GPUS="8", NVML_MIG="-2", NVML_DENIED="3", NVML_LINKS="direct"))
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text(f'#!/bin/sh\necho "$*"\ncat <<END\n\033[4m{TOPOLOGY}\033[0m\nEND\n')
+    smi.chmod(0o755)
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    gpus, cuda, topology = asked(stand_in(tmp_path, NVML_GPUS="8", NVML_MIG="-2", NVML_DENIED="3", PATH=path))
     assert gpus[0] == ["0", H100, "81559", "4", "Disabled", "570.86"]
     assert [gpu[0] for gpu in gpus] == ["0", "1", "2", "4", "5", "6", "7"], "the fourth belongs to another container"
     assert [gpu[4] for gpu in gpus[1:3]] == ["Enabled", "[Not Supported]"]
     assert gpus[6][1:4] == [H100, "[GPU is lost]", "[GPU is lost]"]
     assert cuda == "12.8"
-    assert links["GPU0"] == ["X", "NV12", "SYS", "SYS", "SYS", "SYS", "SYS"]
-    assert links["GPU4"] == ["SYS", "SYS", "SYS", "X", "PXB", "SYS", "SYS"]
-
-
-@pytest.mark.parametrize(
-    ("number", "kind", "found"),
-    [
-        ("0", "switch", {}),
-        ("1", "switch", {"GPU0": ["X"]}),
-        ("2", "", {"GPU0": ["X", "PXB"], "GPU1": ["PXB", "X"]}),
-        ("3", "direct", LINKS),
-        ("3", "switch", {"GPU0": ["X", "NV18", "NV18"], "GPU1": ["NV18", "X", "NV18"], "GPU2": ["NV18", "NV18", "X"]}),
-        ("3", "apart", {"GPU0": ["X", "PXB", "SYS"], "GPU1": ["PXB", "X", "SYS"], "GPU2": ["SYS", "SYS", "X"]}),
-    ],
-)
-def test_links_are_counted_as_they_are(tmp_path, number, kind, found):
-    links = asked(stand_in(tmp_path, NVML_GPUS=number, NVML_LINKS=kind))[2]
-    assert links == found
-    assert pairs(links) == [cells[b] for a, cells in enumerate(found.values()) for b in range(a + 1, len(found))]
+    assert topology == f"topo -m\n{TOPOLOGY}".expandtabs()
 
 
 @pytest.mark.parametrize(
@@ -126,7 +112,7 @@ def machine(number: int = 8, **changes: Any) -> Machine:
             for index in range(number)
         ],
         cuda="12.8",
-        links=LINKS,
+        topology=TOPOLOGY,
         torch=capabilities(number),
         devices=number,
         visible=None,
@@ -187,17 +173,17 @@ def test_a_node_with_eight_gpus_as_text():
         "570.86, runs CUDA up to 12.8",
         "8 x NVIDIA H100 80GB HBM3, 81559 MiB",
         "8 x NVIDIA H100 80GB HBM3, 80 GiB, compute capability 9.0",
-        "1 x NV12, 2 x SYS (pairs;",
         "28 of 28 pairs",
         "8 x 400 Gb/sec (4X NDR), 4: ACTIVE",
-        "  GPU1   NV12   X      SYS\n",
+        f"nvidia-smi topo -m\n{TOPOLOGY}\n",
     ):
         assert line in text
+    assert f"<pre>\n{TOPOLOGY}</pre>" in as_page("node-1", machine())
 
 
 def test_nothing_known_is_said_and_shown():
     nothing = NotKnown("a <b>reason</b>")
-    found = machine(gpus=nothing, cuda=nothing, links=nothing, torch=nothing, ports=nothing, memory=nothing)
+    found = machine(gpus=nothing, cuda=nothing, topology=nothing, torch=nothing, ports=nothing, memory=nothing)
     assert as_text("host", found).count("not known: a <b>reason</b>") >= 6
     assert "a &lt;b&gt;reason" in as_page("<i>host</i>", found)
     assert "<b>reason" not in as_page("<i>host</i>", found)

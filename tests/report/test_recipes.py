@@ -75,7 +75,7 @@ def told(tmp_path: Path) -> Recorded:
         for step in (5, 10)
     ]
     epochs = [epoch_of(0, measured(2.5), measured(2.25, 0.75)), epoch_of(1, measured(1.5), measured(1.25, math.nan))]
-    result = TrainingResult(epochs, [], "perplexity", 1200, 300, "float32", 0, "host", 600.0, 2**30, 0)
+    result = TrainingResult(epochs, [], "perplexity", 1200, 300, "float32", 2**30, 0)
     place = RunInfo(
         name="20260101-000000-letters",
         tracking_id="0123abcd-4567cdef",
@@ -89,7 +89,7 @@ def told(tmp_path: Path) -> Recorded:
         logs=tmp_path / "logs",
         surroundings={"torch": "2"},
     )
-    finished = RunFinished([result, dataclasses.replace(result, rank=1)], None, 9.0)
+    finished = RunFinished([result, dataclasses.replace(result, peak_bytes=2**31)], None, 9.0)
     return Recorded(place, [STARTED, *steps[:2], epochs[0], *steps[2:], epochs[1], finished])
 
 
@@ -140,6 +140,8 @@ def test_page_shows_what_the_recipe_measures(told):
         "(default 64)",
     ):
         assert shown in text
+    assert re.search(r"Memory of a rank, at most</th><td>\s*2.00 GiB", text)
+    assert "GPU memory" not in text
     assert not re.search("image|accuracy", text.rpartition("</style>")[2], re.IGNORECASE)
     assert text.count('role="img"') == 6  # loss, perplexity, share, learning rate, throughput, gradients
     assert "<h2>Pictures</h2>" not in text

@@ -1,0 +1,29 @@
+"""A training's whole state, in one file that is replaced at once."""
+
+import io
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, List, Sequence
+
+import numpy as np
+
+from flyte_ddp.events import EpochFinished
+from flyte_ddp.storage import write_whole
+
+
+def save(path: Path, variables: Sequence[Any], history: List[EpochFinished]) -> None:
+    buffer = io.BytesIO()
+    epochs = json.dumps([asdict(epoch) for epoch in history])
+    np.savez(buffer, *[np.asarray(variable) for variable in variables], history=np.array(epochs))
+    write_whole(path, buffer.getbuffer())
+
+
+def restore(path: Path, variables: Sequence[Any]) -> List[EpochFinished]:
+    """Restores the variables from the checkpoint, if there is one, and returns its epochs."""
+    if not path.exists():
+        return []
+    with np.load(path) as values:
+        for number, variable in enumerate(variables):
+            variable.assign(values[f"arr_{number}"])
+        return [EpochFinished(**epoch) for epoch in json.loads(str(values["history"]))]

@@ -1,0 +1,41 @@
+"""What the parent and the training processes tell one another."""
+
+from dataclasses import dataclass
+from typing import List
+
+from flyte_ddp.events import EpochFinished
+from mirrored.settings import Hyperparameters
+
+CLASSES = ("malignant", "benign")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training.
+
+    Attributes:
+        ports: of 127.0.0.1, one per worker; none with a single process.
+        model_path: where the first process writes the trained network, a .keras file.
+        checkpoint_path: where it keeps the checkpoint; training resumes from one that is there.
+    """
+
+    hp: Hyperparameters
+    ports: List[int]
+    model_path: str
+    checkpoint_path: str
+
+
+@dataclass(frozen=True)
+class Result:
+    """The result, the same from every process.
+
+    Attributes:
+        devices: of this process.
+        replicas: number of replicas of the network, all processes together.
+        confusion: test samples by class [actual][predicted].
+    """
+
+    epochs: List[EpochFinished]
+    devices: List[str]
+    replicas: int
+    confusion: List[List[int]]

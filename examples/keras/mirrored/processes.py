@@ -1,0 +1,58 @@
+"""The parent's side: it starts the training processes and listens to them."""
+
+import socket
+import sys
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Callable, Iterator, List
+
+from flyte_ddp.events import EpochFinished, Event
+from flyte_ddp.launch import launcher
+from flyte_ddp.launch.environment import World
+from flyte_ddp.report.console import say, say_remark
+from flyte_ddp.user_code import find_code
+from mirrored.job import Job, Result
+from mirrored.settings import Hyperparameters
+
+CODE = find_code("mirrored.training:run")  # a name, because importing it would import TensorFlow
+TIMEOUT_SECONDS = 300.0  # without a step, after which the run counts as hung
+
+
+def train(
+    hp: Hyperparameters, model: Path, checkpoint: Path, listen: Callable[[Event], None] = lambda event: None
+) -> Result:
+    """Trains in hp.processes processes; listen receives their events. Raises what launcher.launch raises."""
+
+    def on_event(event: Event) -> None:
+        if isinstance(event, EpochFinished):
+            say(
+                f"Epoch {event.epoch + 1} of {hp.epochs}: test accuracy {event.test['accuracy']:.2%}, "
+                f"test loss {event.test['loss']:.4f}, {event.train_seconds:.2f} s of training"
+            )
+        else:
+            say_remark(event)
+        listen(event)
+
+    world = World(hp.processes, hp.processes, backend="", device="")  # TensorFlow decides both
+    with free_ports(hp.processes if hp.strategy == "multi_worker" else 0) as ports:
+        job = Job(hp, ports, str(model), str(checkpoint))
+        results = launcher.launch(CODE.name, world, job, TIMEOUT_SECONDS, on_event, preload=(), roots=[CODE.root])
+    return results[0]
+
+
+@contextmanager
+def free_ports(count: int) -> Iterator[List[int]]:
+    """Ports of 127.0.0.1 that no other process is given while the block runs.
+
+    They are bound but not listened on; on Linux a worker can bind them anyway, because gRPC sets SO_REUSEADDR too.
+    Elsewhere it could not, so they are released at once.
+    """
+    with ExitStack() as held:
+        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            one.bind(("127.0.0.1", 0))
+        ports = [one.getsockname()[1] for one in sockets]
+        if sys.platform != "linux":
+            held.close()
+        yield ports

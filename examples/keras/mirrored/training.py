@@ -1,0 +1,168 @@
+"""The training processes' side, the only one that imports TensorFlow."""
+
+import json
+import math
+import os
+import time
+from pathlib import Path
+from typing import Any, Callable, Dict, List, Tuple
+
+import numpy as np
+import tensorflow as tf
+
+from flyte_ddp.errors import InputError
+from flyte_ddp.events import CheckpointWritten, EpochFinished
+from flyte_ddp.launch.environment import Environment
+from flyte_ddp.launch.link import Link
+from mirrored import checkpoint
+from mirrored.data import Samples, breast_cancer
+from mirrored.job import Job, Result
+from mirrored.settings import Hyperparameters
+
+
+def run(environment: Environment, link: Link, job: Job) -> Result:
+    """One process of a training: the only one of MirroredStrategy, or a worker of MultiWorkerMirroredStrategy."""
+    hp, train, test = job.hp, breast_cancer("train"), breast_cancer("test")
+    tf.config.threading.set_intra_op_parallelism_threads(environment.threads)
+    tf.config.threading.set_inter_op_parallelism_threads(environment.threads)
+    tf.config.set_logical_device_configuration(
+        tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * hp.logical_devices
+    )
+    strategy = join_workers(environment.rank, job.ports) if job.ports else mirror(hp.device_names)
+    tf.keras.utils.set_random_seed(hp.seed)
+    tf.config.experimental.enable_op_determinism()
+    replicas = strategy.num_replicas_in_sync
+    if not replicas <= hp.batch_size <= len(train.labels):
+        raise InputError(
+            f"batch_size must be at least the number of replicas ({replicas}) and at most that of training samples "
+            f"({len(train.labels)}), got {hp.batch_size}"
+        )
+    with strategy.scope():
+        model = build_network(hp, train.features)
+    epochs = fit(strategy, model, train, test, job, environment.rank, link)
+    if environment.rank == 0:
+        model.save(job.model_path)
+    confusion = tf.math.confusion_matrix(test.labels, np.argmax(model(test.features), axis=1))
+    devices = [short_name(device) for device in strategy.extended.worker_devices]
+    return Result(epochs, devices, replicas, confusion.numpy().tolist())
+
+
+def mirror(wanted: List[str]) -> tf.distribute.Strategy:
+    """MirroredStrategy over the wanted devices; InputError listing those that exist if one doesn't."""
+    gpus, cpus = ([short_name(one.name) for one in tf.config.list_logical_devices(kind)] for kind in ("GPU", "CPU"))
+    missing = [name for name in wanted if name not in gpus + cpus]
+    if missing:
+        raise InputError(
+            f'devices must exist, got "{missing[0]}" where there are {", ".join(gpus + cpus)}; '
+            f"logical_devices ({len(cpus)}) is the number of CPU devices"
+        )
+    return tf.distribute.MirroredStrategy(wanted or gpus or cpus)
+
+
+def join_workers(rank: int, ports: List[int]) -> tf.distribute.Strategy:
+    """MultiWorkerMirroredStrategy with a worker at each port of this host; each has its part of the GPUs."""
+    gpus = tf.config.list_physical_devices("GPU")
+    each = len(gpus) // len(ports)
+    tf.config.set_visible_devices(gpus[rank * each : (rank + 1) * each], "GPU")
+    addresses = [f"127.0.0.1:{port}" for port in ports]
+    os.environ["no_grpc_proxy"] = "127.0.0.1"  # noqa: SIM112 else gRPC asks the proxy of the environment
+    os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": addresses}, "task": {"type": "worker", "index": rank}})
+    return tf.distribute.MultiWorkerMirroredStrategy()
+
+
+def short_name(device: str) -> str:
+    """CPU:0 of /job:localhost/replica:0/task:0/device:CPU:0."""
+    return device.rpartition("device:")[2]
+
+
+def build_network(hp: Hyperparameters, features: np.ndarray) -> tf.keras.Model:
+    """Features (N, 30) as measured to probabilities (N, 2); normalises by the training samples' mean and variance."""
+    layers = tf.keras.layers
+    return tf.keras.Sequential(
+        [
+            tf.keras.Input((features.shape[1],)),
+            layers.Normalization(mean=features.mean(axis=0), variance=features.var(axis=0)),
+            layers.Dense(64, activation="relu"),
+            layers.Dropout(hp.dropout),
+            layers.Dense(32, activation="relu"),
+            layers.Dropout(hp.dropout),
+            layers.Dense(2, activation="softmax"),
+        ]
+    )
+
+
+def fit(
+    strategy: tf.distribute.Strategy,
+    model: tf.keras.Model,
+    train: Samples,
+    test: Samples,
+    job: Job,
+    rank: int,
+    link: Link,
+) -> List[EpochFinished]:
+    """Trains for hp.epochs, each with its own order of the training samples, in full batches only; a checkpoint ends
+    each epoch."""
+    hp, path = job.hp, Path(job.checkpoint_path)
+    with strategy.scope():
+        adam = tf.keras.optimizers.Adam(hp.learning_rate)
+        adam.build(model.trainable_variables)
+    step = compile_step(strategy, model, adam, train, hp.batch_size)
+    variables = [*model.variables, *adam.variables]  # including the state of the random number generators
+    history = checkpoint.restore(path, variables)
+    order, steps = np.random.default_rng(hp.seed), len(train.labels) // hp.batch_size
+    for epoch in range(hp.epochs):
+        batches = order.permutation(len(train.labels))[: steps * hp.batch_size].reshape(steps, hp.batch_size)
+        if epoch < len(history):
+            continue
+        began, figures = time.perf_counter(), []
+        for batch in batches:
+            figures.append([float(value) for value in step(tf.constant(batch))])
+            link.alive()
+        loss, accuracy = np.mean(figures, axis=0).tolist()
+        if not math.isfinite(loss):
+            raise InputError(f"the loss is not finite in epoch {epoch + 1}: lower learning_rate ({hp.learning_rate:g})")
+        trained = time.perf_counter()
+        measures = {"loss": loss, "accuracy": accuracy}, evaluate(model, test)
+        seconds = trained - began, time.perf_counter() - trained
+        history.append(EpochFinished(epoch, batches.size, *measures, *seconds))
+        link.emit(history[-1])
+        if rank == 0:
+            checkpoint.save(path, variables, history)
+            link.emit(CheckpointWritten(epoch + 1, 0, str(path), stall_seconds=0.0, write_seconds=0.0))
+    return history
+
+
+def compile_step(
+    strategy: tf.distribute.Strategy, model: tf.keras.Model, adam: Any, train: Samples, size: int
+) -> Callable:
+    """One update of the weights on all replicas: from indices of training samples to mean loss and accuracy.
+
+    Our own, because Keras 3's fit() does not support MultiWorkerMirroredStrategy. Every replica gets the whole batch
+    and takes its part, so that batches and gradients are the same for any number of replicas.
+    """
+    features, labels = tf.constant(train.features), tf.constant(train.labels)
+
+    def replica_step(batch: tf.Tensor) -> Tuple[tf.Tensor, tf.Tensor]:
+        mine = batch[tf.distribute.get_replica_context().replica_id_in_sync_group :: strategy.num_replicas_in_sync]
+        wanted = tf.gather(labels, mine)
+        with tf.GradientTape() as tape:
+            probabilities = model(tf.gather(features, mine), training=True)
+            loss = tf.reduce_sum(tf.keras.losses.sparse_categorical_crossentropy(wanted, probabilities)) / size
+        gradients = tape.gradient(loss, model.trainable_variables)
+        adam.apply_gradients(zip(gradients, model.trainable_variables, strict=True))  # adds up those of all replicas
+        right = tf.cast(tf.argmax(probabilities, axis=1) == wanted, tf.float32)
+        return loss, tf.reduce_sum(right) / size
+
+    @tf.function
+    def step(batch: tf.Tensor) -> List[tf.Tensor]:
+        return [strategy.reduce("SUM", value, axis=None) for value in strategy.run(replica_step, args=(batch,))]
+
+    return step
+
+
+def evaluate(model: tf.keras.Model, test: Samples) -> Dict[str, float]:
+    """Computed in every process: 113 samples are not worth sharing out."""
+    probabilities = model(test.features)
+    losses = tf.keras.losses.sparse_categorical_crossentropy(test.labels, probabilities)
+    right = np.argmax(probabilities, axis=1) == test.labels
+    return {"loss": float(np.mean(losses)), "accuracy": float(np.mean(right))}

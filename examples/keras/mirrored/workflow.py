@@ -1,0 +1,60 @@
+"""A Keras network under tf.distribute: one process with a replica per device, or two workers that meet on loopback.
+
+pyflyte run mirrored/workflow.py mirrored_wf --hp '{"strategy": "multi_worker"}'
+"""
+
+from typing import List, NamedTuple
+
+from flytekit import task, workflow
+from flytekit.types.file import FlyteFile
+
+from flyte_ddp.tasks.checkpoints import checkpoint_store, training_key
+from flyte_ddp.tasks.execution import flyte_retries, run_dir
+from flyte_ddp.tasks.outputs import output_file, output_page
+from flyte_ddp.tasks.pyflyte import set_up_pyflyte, ship
+from flyte_ddp.tasks.resources import training_resources
+from mirrored.page import page
+from mirrored.processes import CODE, train
+from mirrored.settings import Hyperparameters
+
+set_up_pyflyte()
+ship(CODE.files)
+
+
+class Outputs(NamedTuple):
+    """The outputs of a training.
+
+    Attributes:
+        epoch_accuracies: on the test samples after each epoch, from 0 to 1.
+        model: the network, for keras.models.load_model; maps features (N, 30) as measured to probabilities (N, 2).
+        report: an HTML page in one file.
+    """
+
+    epoch_accuracies: List[float]
+    model: FlyteFile["keras"]  # noqa: F821
+    report: FlyteFile["html"]  # noqa: F821
+
+
+@task(retries=2, enable_deck=True, deck_fields=(), **training_resources())
+def train_mirrored(hp: Hyperparameters) -> Outputs:
+    """Trains the network; a retry resumes from the last attempt's checkpoint."""
+    key = training_key(hp, CODE.version)
+    with flyte_retries(), run_dir("mirrored") as folder, checkpoint_store(key, resume=True) as store:
+        model = folder / "model.keras"
+        result = train(hp, model, store.path, store.on_event)
+        report = output_page(folder, *page(hp, result))
+        return Outputs([epoch.test["accuracy"] for epoch in result.epochs], output_file(model), report)
+
+
+@workflow
+def mirrored_wf(hp: Hyperparameters = Hyperparameters()) -> Outputs:
+    """Trains a Keras network with two hidden layers on several devices.
+
+    Args:
+        hp: the network, its training and its devices, in part or whole; the rest takes its defaults.
+    """
+    return train_mirrored(hp=hp)
+
+
+if __name__ == "__main__":
+    print(mirrored_wf())
