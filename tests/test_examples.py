@@ -26,7 +26,7 @@ from flyte_ddp.data.writer import write_prepared
 from flyte_ddp.events import CheckpointWritten, Event, StepLogged
 from flyte_ddp.launch.failures import RecoverableRankFailed
 from flyte_ddp.settings import RunOptions
-from flyte_ddp.train import train
+from flyte_ddp.training import train
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = {
@@ -186,7 +186,7 @@ def kill_all(project, name, data, output):
 import os, signal
 from {name}.settings import Settings
 from flyte_ddp.settings import RunOptions
-from flyte_ddp.train import train
+from flyte_ddp.training import train
 
 def kill(event):
     if type(event).__name__ == "CheckpointWritten":

@@ -69,7 +69,9 @@ def test_what_ranks_import_is_light():
 
 
 def test_init_files_are_empty():
-    filled = [file for file in ROOT.glob("[fw]*/**/__init__.py") if file.read_bytes().strip()]
+    """But the library's face, of which tests/test_api.py says that it imports nothing by itself."""
+    filled = {file for file in ROOT.glob("[fw]*/**/__init__.py") if file.read_bytes().strip()}
+    filled -= {ROOT / "flyte_ddp" / "__init__.py"}
     assert not filled, "workers import the packages, and Flyte ships only modules that it saw imported"
 
 

@@ -23,7 +23,7 @@ from flyte_ddp.promote.place import Place
 from flyte_ddp.promote.promotion import promote
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
-from flyte_ddp.train import train
+from flyte_ddp.training import train
 from flyte_ddp.user_code import find_code
 from scripts.dry_run import decode
 from tests.object_storage import object_storage
