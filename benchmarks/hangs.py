@@ -10,7 +10,7 @@ import random
 import signal
 import sys
 from collections import Counter
-from typing import Tuple
+from typing import Optional, Tuple
 
 from benchmarks.gpu_rows.fault_settings import Settings
 from benchmarks.gpu_rows.training import FAULTY, train
@@ -64,7 +64,7 @@ def hang_in_time(way: str, ranks: Tuple[int, ...], chance: random.Random, world:
             seconds *= 2
 
 
-def named(failure: Failure) -> Tuple[int, ...]:
+def named(failure: Failure) -> Tuple[Optional[int], ...]:
     return failure.rank, *failure.others
 
 

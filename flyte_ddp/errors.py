@@ -29,11 +29,15 @@ class RecoverableError(ReportedError):
 
 
 class DownloadError(RecoverableError):
-    """No mirror delivered a file; the message lists each mirror with its reason."""
+    """A file was not delivered, or damaged; where there are mirrors, the message lists each with its reason."""
 
 
 class DataError(ReportedError):
-    """A prepared dataset is damaged, incomplete or of another format."""
+    """A prepared dataset is damaged, incomplete or of another format; the remedy is that of a local run."""
+
+    def __init__(self, problem: str, remedy: str = ""):
+        super().__init__(f"{problem}: {remedy}" if remedy else problem)
+        self.problem = problem
 
 
 class StopRequested(Exception):

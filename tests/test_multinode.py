@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import json
 import os
 import platform
 import shutil
@@ -18,10 +19,11 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from flyte_ddp.errors import InputError
 from flyte_ddp.launch.environment import environment_from_torchrun
+from flyte_ddp.launch.failures import Failure, RankFailed
 from flyte_ddp.recipes import models
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
-from flyte_ddp.tasks.elastic import failure_of_node
+from flyte_ddp.tasks.elastic import error_of_node, handing_on_failure
 from flyte_ddp.tasks.execution import TaskInterrupted
 from flyte_ddp.tasks.registration import registration
 from flyte_ddp.training import train
@@ -194,9 +196,21 @@ def test_failure_begins_with_its_rank_and_says_where_the_logs_of_each_rank_are(n
     assert all(causes)
 
 
+def test_the_failure_of_a_rank_reaches_its_node_as_it_was(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    failure = Failure(3, "host", "error", "KeyError", "a: strange: message", "the stack")
+    with pytest.raises(RankFailed), handing_on_failure():
+        raise RankFailed(failure)
+    (tmp_path / "error.json").write_text('{"message": "what torchrun knows"}')
+    first = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file=str(tmp_path / "error.json"))
+    reported = error_of_node(ChildFailedError("ranks", {3: first}))
+    assert dataclasses.asdict(reported.failure) == json.loads(json.dumps(dataclasses.asdict(failure)))
+    assert str(reported).startswith("rank 3 on host: KeyError: a: strange: message\nLogs: ")
+
+
 def test_killed_rank_is_worth_a_retry():
     first = ProcessFailure(local_rank=0, pid=1, exitcode=-signal.SIGKILL, error_file="")
-    reported = failure_of_node(ChildFailedError("ranks", {3: first}), recoverable=False)
+    reported = error_of_node(ChildFailedError("ranks", {3: first}))
     assert isinstance(reported, TaskInterrupted)
     assert str(reported).startswith(f"rank 3 on {platform.node()}: SIGKILL: probably out of memory\nLogs: ")
 

@@ -20,6 +20,7 @@ def test_without_network_it_trains_on_the_stand_in_with_its_own_recipe(name, tmp
     run = subprocess.run(command, cwd=tmp_path, env={**os.environ, **settings}, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     assert f"{name} cannot be downloaded here: this run trains on digits" in run.stderr
+    assert re.search(r"Data: +digits, .* \(stand-in\)\n", run.stderr), "of its own dataset, not of MNIST"
     (accuracy,) = re.findall(r"epoch_accuracies=\[([\d.]+)]", run.stdout)
     assert float(accuracy) > 0.4  # after 30 steps; by chance it would be 0.1
     assert len(re.findall(r"'\d': [\d.]+", run.stdout.partition("class_accuracies={")[2].partition("}")[0])) == 10

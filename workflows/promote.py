@@ -47,8 +47,9 @@ def promote_wf(
 
     Args:
         place: folder, or URL of Flyte's storage, that models are promoted to; a local run has a default.
-        model_state: the candidate's weights, the output of a training with hp; by default one is trained.
-        hp: what determines the result of the training; for a given model, its network and dataset.
+        model_state: the candidate's weights, the output of a training; by default one is trained.
+        hp: what determines the result of the training; for a given model, only what its file does not say, or what is
+            to be otherwise, such as the dataset to measure it on.
         promotion: by which measure, and by how much, the candidate must be better.
         options: how to train; ignored by the cache.
     """
@@ -56,7 +57,7 @@ def promote_wf(
     data = prepare_dataset(name=target.dataset)
     weights = candidate(model_state=model_state, hp=hp, name=target.dataset, options=options)
     data >> weights
-    return promote_images(model_state=weights, data=data, hp=hp, place=target.place, options=promotion)
+    return promote_images(model_state=weights, data=data, hp=target.hp, place=target.place, options=promotion)
 
 
 @workflow

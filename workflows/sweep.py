@@ -8,16 +8,16 @@ import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, List, NamedTuple, Optional
+from typing import Any, List, NamedTuple, Optional, Union
 
 from flytekit import Cache, FlyteContextManager, dynamic, map_task, task, workflow
 from flytekit.core.type_engine import TypeEngine
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile, PythonPickledFile
 
-from flyte_ddp.errors import RecoverableError
+from flyte_ddp.errors import NonFinite
 from flyte_ddp.launch.environment import choose_world
-from flyte_ddp.launch.failures import RankFailed
+from flyte_ddp.launch.failures import Failure, RankFailed
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.report.console import say
 from flyte_ddp.settings import RunOptions
@@ -90,7 +90,7 @@ def list_trials(sweep: Sweep, hp: Hyperparameters, options: RunOptions) -> List[
 def train_trial(
     hp: Hyperparameters, held_out: PreparedDataset, options: RunOptions, checkpoint: str = ""
 ) -> TrialResult:
-    """Trains without the held-out images and measures on them; a permanent failure is a result too.
+    """Trains without the held-out images and measures on them; for those that fail see as_result.
 
     checkpoint: to continue from. If it is gone, training starts over, with the same result.
     """
@@ -99,10 +99,7 @@ def train_trial(
     try:
         outputs = train(hp, held_out, options, init)
     except (RankFailed, TaskFailed) as error:
-        cause = error.__context__ if isinstance(error, TaskFailed) else error  # as Flyte will see it
-        if not isinstance(cause, RankFailed) or isinstance(cause, RecoverableError):
-            raise
-        return failed(hp, cause, time.time() - started)
+        return as_result(hp, error, time.time() - started)
     summary, report = outputs.summary, outputs.report.path
     final = str(Path(outputs.logs.path, "final-checkpoint")) if hp.stop_after else ""
     if not is_local():  # a map task shows no Deck
@@ -111,8 +108,16 @@ def train_trial(
     return TrialResult(hp, summary.accuracy, summary.test_samples, summary.total_seconds, report, diverged, final)
 
 
-def failed(hp: Hyperparameters, error: RankFailed, seconds: float = 0.0) -> TrialResult:
-    reason = f"{error.failure.cause}: {error.failure.message}"
+def as_result(hp: Hyperparameters, error: Union[RankFailed, TaskFailed], seconds: float) -> TrialResult:
+    """The result of a trial whose loss is not finite. Raises any other error: the result would be cached, but not all
+    failures, such as a full disk or GPU memory, follow from the hyperparameters."""
+    if error.failure.cause != NonFinite.__name__:
+        raise error
+    return failed(hp, error.failure, seconds)
+
+
+def failed(hp: Hyperparameters, failure: Failure, seconds: float = 0.0) -> TrialResult:
+    reason = f"{failure.cause}: {failure.message}"
     say(f"This trial failed, the sweep continues: {reason}")
     return TrialResult(hp, seconds=seconds, failure=reason)
 
@@ -163,7 +168,7 @@ def run_locally(sweep: Sweep, trials: List[Hyperparameters], held_out: Any, opti
                 result = train_trial(hp=hp, held_out=held_out, options=options, checkpoint=checkpoint)
                 rungs[-1].append(value_of(result))
             except RankFailed as error:  # not cached, because it may succeed next time
-                rungs[-1].append(failed(hp, error))
+                rungs[-1].append(failed(hp, error.failure))
     return rungs
 
 

@@ -141,8 +141,8 @@ def choose_logger(wish: str) -> str:
     return "offline" if reason else tracking
 
 
-@flyte_retries()
 @telling_webhook()
+@flyte_retries()
 def train_autoencoder(
     hp: AutoencoderHyperparameters, data: FlyteDirectory, options: AutoencoderOptions
 ) -> AutoencoderOutputs:

@@ -61,7 +61,7 @@ def discard_damaged(name: str) -> None:
         try:
             verify(directory)
         except DataError as error:
-            logger.warning("%s is prepared again: %s", name, str(error).partition(": delete")[0])
+            logger.warning("%s is prepared again: %s", name, error.problem)
             shutil.rmtree(directory)
 
 

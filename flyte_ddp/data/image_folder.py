@@ -2,6 +2,7 @@
 
 import hashlib
 import io
+import json
 import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
@@ -15,9 +16,9 @@ from flyte_ddp.data.datasets import data_dir
 from flyte_ddp.data.description import DatasetDescription, FolderDescription
 from flyte_ddp.data.image_files import decode, reason
 from flyte_ddp.data.image_settings import ImageSettings
-from flyte_ddp.data.prepared import FOLDER_FILES, FORMAT, SPLITS
+from flyte_ddp.data.prepared import DESCRIPTION, FOLDER_FILES, FORMAT, SPLITS
 from flyte_ddp.data.writer import mean_and_std, pixel_counts, write_dataset
-from flyte_ddp.errors import InputError
+from flyte_ddp.errors import DataError, InputError
 from flyte_ddp.launch.environment import available_cores
 from flyte_ddp.storage import temporary_beside
 
@@ -113,6 +114,19 @@ def index_folder(folder: Path, name: str, images: ImageSettings, say: Callable[[
     directory = data_dir() / "folders" / key
     write_dataset(directory, dict(zip(FOLDER_FILES, columns, strict=True)), describe)
     return directory
+
+
+def verify_images(index: Path, folder: Path) -> None:
+    """Reads every image that is in the index; DataError if their names or content are not what they were."""
+    content = hashlib.sha256()
+    try:
+        for split in SPLITS:
+            for name in np.load(index / f"{split}_files.npy"):
+                content.update(name + b"\0" + hashlib.sha256((folder / os.fsdecode(name)).read_bytes()).digest())
+    except OSError as error:
+        raise DataError(f"{error.filename} cannot be read ({error.strerror})", "run again") from None
+    if content.hexdigest() != json.loads((index / DESCRIPTION).read_bytes())["content_sha256"]:
+        raise DataError(f"{folder} has other images than when it was indexed", "run again")
 
 
 def _sound_images(

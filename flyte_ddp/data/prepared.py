@@ -133,4 +133,4 @@ def _os_reason(error: OSError) -> str:
 
 
 def _damaged(path: Path, what: str) -> DataError:
-    return DataError(f"{path} is {what}: delete the folder {path.parent} and run again")
+    return DataError(f"{path} is {what}", f"delete the folder {path.parent} and run again")

@@ -116,7 +116,7 @@ def export_folder_classifier(
     """The same for a classifier of a folder of images, which index describes."""
     with flyte_retries():
         hp = FolderHyperparameters(model=options.network)
-        return _classifier(model_state, Path(attach(index, folder).path), accuracies, hp, options)
+        return _classifier(model_state, Path(attach(index, folder).download()), accuracies, hp, options)
 
 
 def _classifier(

@@ -5,7 +5,7 @@ import signal
 import time
 import traceback
 from dataclasses import dataclass, field
-from typing import Sequence, Tuple
+from typing import Optional, Sequence, Tuple
 
 from flyte_ddp.errors import InputError, RecoverableError, ReportedError
 
@@ -32,9 +32,10 @@ KINDS = ("error", "killed", "hang", "aborted", "peer")
 
 @dataclass(frozen=True)
 class Failure:
-    """How one rank failed.
+    """How one rank failed, or the process that starts them.
 
     Attributes:
+        rank: None outside of the ranks.
         kind: error (an exception of its own), killed (by a signal), hang, aborted (by native code, perhaps because it
             lost another rank), or peer (it lost another rank).
         others: ranks that hang like this one.
@@ -42,7 +43,7 @@ class Failure:
         details: the traceback, or the stacks of a hang; empty where the message says everything.
     """
 
-    rank: int
+    rank: Optional[int]
     host: str
     kind: str
     cause: str
@@ -60,6 +61,8 @@ class Failure:
     def __str__(self) -> str:
         ranks = ", ".join(map(str, (self.rank, *self.others)))
         headline = f"rank{'s' if self.others else ''} {ranks} on {self.host}: {self.cause}: {self.message}"
+        if self.rank is None:
+            headline = f"{self.cause}: {self.message}" if self.details else self.message
         return f"{headline}\n\n{self.details}" if self.details else headline
 
 
@@ -79,8 +82,8 @@ class Preempted(RecoverableError):
     """The process was asked to end (SIGTERM); a checkpoint has been written if that was possible."""
 
 
-def from_exception(error: BaseException, rank: int, host: str) -> Failure:
-    """Classifies the exception that ended a rank."""
+def from_exception(error: BaseException, rank: Optional[int], host: str) -> Failure:
+    """Classifies the exception that ended a rank, or with None the process that starts them."""
     kind, recoverable, remedy = _classify(error)
     says_everything = isinstance(error, (InputError, ReportedError))
     return Failure(

@@ -33,13 +33,14 @@ class LoadingChoice:
     images_per_second: float
 
 
+@flyte_retries()
 def study_loading(data: FlyteDirectory, study: LoadingSettings) -> Tuple[LoadingChoice, FlyteFile]:
     """Times loading in one rank; returns the recommended setting and the page."""
     check_gpus(visible_gpus())
     folder = Path(data.download())
     description = prepared.verify(folder)
     world = choose_world("auto", 1, 1)
-    with flyte_retries(), run_dir("loading") as out, tempfile.TemporaryDirectory(prefix="ddp-") as scratch:
+    with run_dir("loading") as out, tempfile.TemporaryDirectory(prefix="ddp-") as scratch:
         batch_path = str(Path(scratch, "batch.npz"))
         job = LoadingJob(str(folder), batch_path, study)
         times: LoadingTimes = launcher.launch(STUDY, world, job, TIMEOUT_SECONDS, _show)[0]

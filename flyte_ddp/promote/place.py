@@ -11,6 +11,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -28,6 +29,8 @@ from flyte_ddp.storage import synced_file, temporary_beside, write_whole
 
 FORMAT = 1
 UNWRITABLE = (errno.EDQUOT, errno.ENOSPC, errno.ENOTDIR, errno.EROFS)  # of a disk; a retry would not help
+UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, RecursionError)  # of JSON that is not ours
+NAME = re.compile(r"\w[\w.-]*")  # of a version: no path out of the place
 PROMOTED, ROLLED_BACK = "promoted", "rolled back"
 
 
@@ -76,7 +79,7 @@ class Place:
                     return Pointer()
             except InputError:  # a ValueError, too
                 raise
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
+            except UNREADABLE as error:
                 problem = f"is damaged ({type(error).__name__}: {error})"
         names = ", ".join(self.versions()) or "none"
         raise ReportedError(f"{self.root}/current.json {problem}: put it back, or roll back to a version: {names}")
@@ -93,8 +96,8 @@ class Place:
         """Names of all complete versions, oldest first."""
         with self._own_errors():
             self._files.invalidate_cache()
-            found = self._files.glob(f"{self.root}/versions/*/version.json")
-        return sorted(str(path).split("/")[-2] for path in found)
+            found = self._files.find(f"{self.root}/versions")  # for a glob, a root such as models[1] is a pattern
+        return sorted(str(path).split("/")[-2] for path in found if str(path).endswith("/version.json"))
 
     def facts(self, version: str) -> Dict[str, Any]:
         """The content of version.json; raises ReportedError if it is missing or unreadable."""
@@ -106,7 +109,7 @@ class Place:
             raise self._damaged(version, "has no version.json") from None
         except InputError:
             raise
-        except (ValueError, KeyError, TypeError) as error:
+        except UNREADABLE as error:
             raise self._damaged(version, f"has an unreadable version.json ({error})") from None
 
     def fetch(self, version: str, into: Path) -> Dict[str, Any]:
@@ -172,6 +175,8 @@ class Place:
         history = tuple(Event(**event) for event in parsed["history"])
         if parsed["version"] != (history[-1].name if history else ""):
             raise ValueError("its version is not the last one in its history")
+        if history and not NAME.fullmatch(parsed["version"]):
+            raise ValueError("its version is not the name of a folder")
         return Pointer(parsed["version"], history)
 
     def _damaged(self, version: str, problem: str) -> ReportedError:

@@ -17,9 +17,9 @@ from flyte_ddp.report.article import article
 from flyte_ddp.report.console import say
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.tasks.execution import flyte_retries, is_local, run_dir, runs_dir
-from flyte_ddp.tasks.inputs import known_classifier
+from flyte_ddp.tasks.inputs import dataset_of, known_classifier, settings_of
 from flyte_ddp.tasks.outputs import output_page
-from flyte_ddp.tasks.prepare import PreparedDataset, resolve_name
+from flyte_ddp.tasks.prepare import PreparedDataset
 from flyte_ddp.tasks.registration import registration
 from flyte_ddp.tasks.resources import (
     check_gpus,
@@ -32,10 +32,11 @@ from flyte_ddp.tasks.train import image_subject
 
 
 class PromotionTarget(NamedTuple):
-    """The name of the dataset, and where to promote to."""
+    """The name of the dataset, where to promote to, and the hyperparameters of the candidate."""
 
     dataset: str
     place: str
+    hp: Hyperparameters
 
 
 class RollBackOutputs(NamedTuple):
@@ -63,8 +64,8 @@ def promotion_arguments() -> Dict[str, Any]:
 def check_promotion(
     place: str, model_state: Optional[PythonPickledFile], hp: Hyperparameters, options: RunOptions
 ) -> PromotionTarget:
-    """Refuses invalid inputs before anything is downloaded or trained."""
-    known_classifier(model_state)
+    """Fills in what the weights say of themselves; refuses invalid inputs before anything is downloaded or trained."""
+    known = known_classifier(model_state)
     target = resolve_place(place)
     with flyte_retries():
         models = Place(target)
@@ -72,7 +73,8 @@ def check_promotion(
         models.begin()  # fails now, rather than after training, if it is not writable
     if is_local() and model_state is None:
         choose_world(hp.backend, options.nproc, hp.batch_size)
-    return PromotionTarget(resolve_name(hp.dataset), target)
+    dataset = dataset_of(known, hp.dataset, "promote it in a task of your own, see flyte_ddp.promote.promotion")
+    return PromotionTarget(dataset, target, settings_of(known, hp))
 
 
 def resolve_place(place: str) -> str:

@@ -20,7 +20,7 @@ def say_summary(record: Record, model: Path, report: Path, show_paths: bool) -> 
     lines = []
     if run:
         counts = counted(run)
-        stand_in = " (standing in for MNIST)" if info.is_stand_in else ""
+        stand_in = " (stand-in)" if info.is_stand_in else ""
         lines.append(("Data", f"{run.dataset}, {counts}{stand_in}"))
     lines += [
         (capitalised(in_words(name)), f"{', '.join(tested)} on the {record.split} {record.samples}, epoch by epoch"),

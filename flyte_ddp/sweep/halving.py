@@ -12,7 +12,7 @@ from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.sweep.page import failures, ranked
 from flyte_ddp.sweep.search import Sweep, TrialResult
 
-NO_RESULT = "no result even after Flyte's retries: the log of its pod says why"
+NO_RESULT = "no result: the log of its pod says why"
 Results = Sequence[Optional[TrialResult]]
 
 

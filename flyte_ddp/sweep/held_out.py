@@ -7,6 +7,7 @@ from flytekit import Cache, task
 from flyte_ddp.data import prepared
 from flyte_ddp.data.datasets import data_dir
 from flyte_ddp.data.held_out import hold_out
+from flyte_ddp.tasks.execution import flyte_retries
 from flyte_ddp.tasks.outputs import output_folder
 from flyte_ddp.tasks.prepare import PreparedDataset
 from flyte_ddp.tasks.resources import preparation_resources
@@ -20,7 +21,8 @@ from flyte_ddp.tasks.versions import DATA_SOURCES, CodeVersion
 )
 def hold_out_validation(data: PreparedDataset) -> PreparedDataset:
     """The training images of a prepared dataset as a dataset of their own, see flyte_ddp.data.held_out."""
-    original = Path(data.download())
-    folder = data_dir() / "prepared" / f"{prepared.verify(original).name}-held-out"
-    hold_out(original, folder)
+    with flyte_retries():
+        original = Path(data.download())
+        folder = data_dir() / "prepared" / f"{prepared.verify(original).name}-held-out"
+        hold_out(original, folder)
     return output_folder(folder)

@@ -5,19 +5,26 @@ import hashlib
 import shutil
 import tempfile
 import threading
-from contextlib import contextmanager
+import time
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Iterator
 
 from filelock import FileLock, Timeout
-from flytekit import current_context
+from flytekit import FlyteContextManager, current_context
 from flytekit.core.checkpointer import SyncCheckpoint
+from flytekit.exceptions.user import FlyteDataNotFoundException
 
+from flyte_ddp.errors import RecoverableError
 from flyte_ddp.events import CheckpointWritten, Event
+from flyte_ddp.report.background import one_line
 from flyte_ddp.report.console import say
 from flyte_ddp.storage import writing_to
 from flyte_ddp.tasks.execution import is_local, runs_dir
-from flyte_ddp.tasks.flytekit_compat import checkpoint_destination
+from flyte_ddp.tasks.flytekit_compat import checkpoint_destination, checkpoint_source
+
+WAITS = (2.0, 10.0, 60.0)  # seconds before the next try; storage's client has tried several times itself by then
+ELSEWHERE = "elsewhere"  # the file in which an attempt leaves the place of a checkpoint that it could not read
 
 
 class LocalStore:
@@ -46,17 +53,45 @@ class FlyteStore:
     def restore(self, resume: bool) -> None:
         """Downloads the newest checkpoint: this attempt's own, if only its processes were restarted, else, with resume,
         that of the previous attempt. The latter is saved as this attempt's own at once: otherwise the next attempt
-        would find nothing if this one ended before its first checkpoint."""
-        own = checkpoint_destination(self._checkpoint)
-        for checkpoint in [SyncCheckpoint(own, checkpoint_src=own), *([self._checkpoint] if resume else [])]:
+        would find nothing if this one ended before its first checkpoint.
+
+        If storage does not deliver it, the next attempt is told where it is, and this one ends with RecoverableError.
+        """
+        own, previous = checkpoint_destination(self._checkpoint), checkpoint_source(self._checkpoint) or ""
+        places = [own, previous] if resume and previous else [own]
+        for seconds in (*WAITS, None):
             try:
-                content = checkpoint.read()
-            except Exception:  # each storage has its own error for a missing file
-                continue
-            if content:
-                self.path.write_bytes(content)
-                self._new.set()
-                return
+                content = next(filter(None, map(self._read, places)), b"")
+                break
+            except Exception as error:  # each storage has its own errors
+                problem = f"{type(error).__name__}: {one_line(error)}"
+            if seconds is None:
+                if previous:
+                    self._point_to(previous)
+                raise RecoverableError(f"cannot tell whether {places[-1]} has a checkpoint: {problem}: check access")
+            say(f"The checkpoint cannot be read yet, next try in {seconds:g} s: {problem}")
+            time.sleep(seconds)
+        if content:
+            self.path.write_bytes(content)
+            self._new.set()
+
+    def _point_to(self, place: str) -> None:
+        elsewhere = self.path.with_name(ELSEWHERE)
+        elsewhere.write_text(place)
+        with suppress(Exception):  # if storage cannot be written to either, Flyte hears nothing of this attempt at all
+            self._checkpoint.save(elsewhere)
+
+    def _read(self, place: str) -> bytes:
+        """The checkpoint in a folder of Flyte's storage, or where that says; empty if there is none."""
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                FlyteContextManager.current_context().file_access.get_data(place, folder, is_multipart=True)
+            except FlyteDataNotFoundException:
+                return b""
+            checkpoint, elsewhere = Path(folder, self.path.name), Path(folder, ELSEWHERE)
+            if checkpoint.exists():
+                return checkpoint.read_bytes()
+            return self._read(elsewhere.read_text()) if elsewhere.exists() else b""
 
     def on_event(self, event: Event) -> None:
         if isinstance(event, CheckpointWritten):

@@ -1,14 +1,16 @@
 """One rank of a training on many nodes, in a process that Flyte's Elastic plugin (torchrun inside) has started."""
 
+import dataclasses
 import hashlib
+import json
 import os
 import platform
-import re
 import signal
 import tempfile
 import time
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Callable, List, Optional, Union
+from typing import Any, Callable, Iterator, List, Optional, Union
 
 from filelock import FileLock
 from flytekit import FlyteContextManager, current_context
@@ -22,18 +24,19 @@ from flyte_ddp.engine.job import Job, Subject, TrainingResult, job_of
 from flyte_ddp.errors import InputError, StopRequested
 from flyte_ddp.events import Event
 from flyte_ddp.launch.environment import Environment, environment_from_torchrun, visible_gpus
-from flyte_ddp.launch.failures import Preempted, from_exception, from_exit_code, name_the_cause
+from flyte_ddp.launch.failures import Failure, Preempted, from_exception, from_exit_code, name_the_cause
 from flyte_ddp.launch.link import DirectLink
 from flyte_ddp.launch.process_group import process_group
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions, TrainingSettings
-from flyte_ddp.tasks.execution import TaskFailed, TaskInterrupted, flyte_retries
+from flyte_ddp.tasks.execution import TaskFailed, failure_of, flyte_retries, task_error
 from flyte_ddp.tasks.logs import kept_logs, place_of_logs
 from flyte_ddp.tasks.registration import registration
 from flyte_ddp.tasks.resources import check_gpus
 from flyte_ddp.tasks.train import Trained, TrainingOutputs, image_subject, outputs_of, train_by
 
 GRACE_SECONDS = 5.0  # lets the rank that caused a failure be the first to report it
+BESIDE = ".failure"
 
 
 def train_rank(
@@ -47,6 +50,19 @@ def train_rank(
     return train_as_rank(hp, options, fetch, outputs_of)
 
 
+@contextmanager
+def handing_on_failure() -> Iterator[None]:
+    """Leaves the failure of a rank beside torchrun's file of its error, which has only the text."""
+    try:
+        yield
+    except Exception as error:
+        beside = Path(os.environ["TORCHELASTIC_ERROR_FILE"] + BESIDE)
+        beside.write_text(json.dumps(dataclasses.asdict(failure_of(error))))
+        raise
+
+
+@handing_on_failure()
+@flyte_retries()
 def train_as_rank(
     settings: TrainingSettings, options: RunOptions, fetch: Callable[[], Subject], outputs_of: Callable[[Trained], Any]
 ) -> Any:
@@ -58,7 +74,7 @@ def train_as_rank(
     if restarts := int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0):
         name += f"-restart-{restarts}"
     own = Path(current_context().working_directory, name)
-    with flyte_retries(), kept_logs(own, name, prefix=f"[rank {environment.rank}] "):
+    with kept_logs(own, name, prefix=f"[rank {environment.rank}] "):
         if environment.rank == 0:
 
             def start(job: Job, on_event: Callable[[Event], None]) -> List[TrainingResult]:
@@ -90,20 +106,17 @@ def run_rank(environment: Environment, link: DirectLink, job: Job) -> List[Train
         raise name_the_cause([failure]) from error
 
 
-def failure_of_node(failed: ChildFailedError, recoverable: bool) -> TaskFailed:
+def error_of_node(failed: ChildFailedError) -> TaskFailed:
     """The first failure of a node's ranks, without torchrun's banner."""
     rank, first = failed.get_first_failure()
-    at = first.timestamp
-    if first.exitcode < 0:
+    beside, at = Path(first.error_file + BESIDE), first.timestamp
+    if beside.exists():
+        failure = Failure(**json.loads(beside.read_text()))
+    else:  # it was killed
         failure = from_exit_code(first.exitcode, rank, platform.node())
-        message = f"{failure}\nLogs: {place_of_logs()}"
-        recoverable = True
-        if failure.is_effect:
-            at += int(GRACE_SECONDS)  # Flyte shows the earliest of all nodes' failures
-    else:
-        text = first.message["message"] if isinstance(first.message, dict) else first.message
-        message = re.sub(rf"^({TaskFailed.__name__}|{TaskInterrupted.__name__}): ", "", text)
-    return (TaskInterrupted if recoverable else TaskFailed)(message, timestamp=at)
+    if failure.is_effect:
+        at += int(GRACE_SECONDS)  # Flyte shows the earliest of all nodes' failures
+    return task_error(failure, place_of_logs(), at)
 
 
 def download_once(data: Union[FlyteFile, FlyteDirectory]) -> Path:

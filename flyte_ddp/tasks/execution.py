@@ -1,19 +1,22 @@
 """What differs between a local execution and one on a cluster."""
 
 import os
+import platform
 import secrets
 import shutil
 import time
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Iterator
+from typing import Any, Iterator, Optional
 
 import click
 from flyteidl.core.literals_pb2 import LiteralMap
 from flytekit import FlyteContextManager, current_context
+from flytekit.exceptions.system import FlyteDownloadDataException
 from flytekit.exceptions.user import FlyteRecoverableException, FlyteUserException, FlyteUserRuntimeException
 
-from flyte_ddp.errors import RecoverableError
+from flyte_ddp.errors import DataError, DownloadError
+from flyte_ddp.launch.failures import Failure, from_exception
 from flyte_ddp.storage import writing_to
 from flyte_ddp.tasks.flytekit_compat import local_cache, with_error_code_of
 
@@ -52,6 +55,10 @@ class TaskFailed(FlyteUserException):
     For other exceptions the message follows the stack, here that of the parent, where nothing is wrong.
     """
 
+    def __init__(self, message: str, failure: Failure, timestamp: Optional[float] = None):
+        super().__init__(message, timestamp=timestamp)
+        self.failure = failure
+
     __traceback__: Any = property(lambda self: None, lambda self, value: None)
     __str__ = Exception.__str__
 
@@ -63,22 +70,37 @@ class TaskInterrupted(TaskFailed, FlyteRecoverableException):
 
 @contextmanager
 def flyte_retries() -> Iterator[None]:
-    """On a cluster, raises TaskFailed or TaskInterrupted instead of our own errors: Flyte retries only after a
-    FlyteRecoverableException."""
+    """On a cluster, raises TaskFailed or TaskInterrupted instead of our own errors and those of a download: Flyte
+    retries only after a FlyteRecoverableException."""
     try:
         yield
-    except click.ClickException as error:
+    except (click.ClickException, FlyteDownloadDataException) as error:
         if is_local():
             raise
-        raise as_task_error(error) from None
+        raise task_error(failure_of(error)) from None
 
 
-def as_task_error(error: click.ClickException, logs: str = "") -> TaskFailed:
-    """The exception that Flyte shows for an error; the second line of its message says where the logs are."""
-    headline, separator, details = error.message.partition("\n")
+def failure_of(error: BaseException) -> Failure:
+    """The failure that an error carries; else the error itself, outside of the ranks."""
+    carried: Optional[Failure] = getattr(error, "failure", None)
+    return carried or from_exception(_of_a_download(error), None, platform.node())
+
+
+def _of_a_download(error: BaseException) -> BaseException:
+    """An input that was not downloaded, or is damaged in a pod, which has but a copy, is worth another attempt."""
+    if isinstance(error, FlyteDownloadDataException):
+        return DownloadError(" ".join(error.args[0].split()))
+    if isinstance(error, DataError) and not is_local():
+        return DownloadError(f"{error.problem} in this pod: if each attempt ends so, run with --overwrite-cache")
+    return error
+
+
+def task_error(failure: Failure, logs: str = "", timestamp: Optional[float] = None) -> TaskFailed:
+    """The exception that Flyte shows for a failure; the second line of its message says where the logs are."""
+    headline, separator, details = str(failure).partition("\n")
     place = f"\nLogs: {logs}" if logs else ""
-    failed = TaskInterrupted if isinstance(error, RecoverableError) else TaskFailed
-    return failed(f"{headline}{place}{separator}{details}")
+    failed = TaskInterrupted if failure.recoverable else TaskFailed
+    return failed(f"{headline}{place}{separator}{details}", failure, timestamp)
 
 
 def forget_lost_results() -> None:

@@ -13,7 +13,7 @@ from typing_extensions import Annotated
 
 from flyte_ddp.data.datasets import data_dir, prepare
 from flyte_ddp.data.image_files import Access, write_access
-from flyte_ddp.data.image_folder import index_folder, stamp, write_folder
+from flyte_ddp.data.image_folder import index_folder, stamp, verify_images, write_folder
 from flyte_ddp.data.image_settings import ImageSettings
 from flyte_ddp.data.lfw import lfw_folder
 from flyte_ddp.data.prepared import SPLITS, open_split, read_description
@@ -21,8 +21,8 @@ from flyte_ddp.errors import InputError
 from flyte_ddp.launch.environment import choose_world
 from flyte_ddp.report.console import say
 from flyte_ddp.storage import writing_to
-from flyte_ddp.tasks.caching import OnClustersOnly
-from flyte_ddp.tasks.execution import forget_lost_results, is_local
+from flyte_ddp.tasks.data import of_folder
+from flyte_ddp.tasks.execution import flyte_retries, forget_lost_results, is_local
 from flyte_ddp.tasks.outputs import output_folder
 from flyte_ddp.tasks.prepare import PreparedDataset
 from flyte_ddp.tasks.resources import preparation_resources
@@ -37,25 +37,18 @@ def origin(folder: FlyteDirectory) -> str:
 
 
 class FoundImages(NamedTuple):
-    """folder: of the image files. stamp: hash of their names, sizes and times; empty on a cluster, where the folder's
-    place is enough."""
+    """folder: of the image files. stamp: hash of their names, sizes and times; empty for those that come with the image
+    of the pods."""
 
     folder: Annotated[FlyteDirectory, HashMethod(origin)]
     stamp: str
 
 
-@task(
-    task_config=OnClustersOnly(),
-    cache=Cache(
-        policies=CodeVersion((*FOLDER_SOURCES, "flyte_ddp/tasks/image_folder.py"), ["pillow"]),
-        ignored_inputs=("backend", "nproc", "batch_size"),
-    ),
-    **preparation_resources(),
-)
+@task(**preparation_resources())
 def find_images(
     folder: str, images: ImageSettings, backend: str = "auto", nproc: int = 0, batch_size: int = 1
 ) -> FoundImages:
-    """The folder to read; not cached in local runs, because its content may have changed.
+    """The folder to read; never cached, because its content may have changed.
 
     A local run finds out here whether there is anything to train on, and whether this machine can do so.
     """
@@ -64,7 +57,8 @@ def find_images(
     if is_local():
         choose_world(backend, nproc, batch_size)
     if FileAccessProvider.is_remote(folder):
-        return FoundImages(FlyteDirectory.from_source(folder), "")
+        stored = FlyteDirectory.from_source(folder)
+        return FoundImages(stored, of_folder(stored))
     if folder and not is_local():
         raise InputError(f"folder must be where the cluster can read it (such as s3://…), got {folder}: upload it")
     if folder:
@@ -85,7 +79,8 @@ def find_images(
 def index_images(folder: FlyteDirectory, stamp: str, images: ImageSettings) -> PreparedDataset:
     """Reads every image once, and returns what training needs to know about them, without the images."""
     name = Path(str(folder.remote_source or folder.path)).name
-    index = index_folder(Path(folder.download()), name, images, say)
+    with flyte_retries():
+        index = index_folder(Path(folder.download()), name, images, say)
     return output_folder(index)
 
 
@@ -102,9 +97,15 @@ def digit_images() -> Path:
 
 
 def attach(index: FlyteDirectory, folder: FlyteDirectory) -> FlyteDirectory:
-    """A folder for the ranks: the index, and where the images themselves are."""
+    """A folder for the ranks, filled when it is downloaded: the index, and where the images themselves are."""
     place = Path(tempfile.mkdtemp(dir=current_context().working_directory, prefix="images-"))
-    for file in Path(index.download()).iterdir():
-        os.symlink(file, place / file.name)
-    write_access(place, Access(str(folder.download())))
-    return FlyteDirectory(str(place))
+
+    def fill() -> None:
+        for file in Path(index.download()).iterdir():
+            os.symlink(file, place / file.name)
+        images = Path(folder.download())
+        if not is_local():  # where it is a copy, made later than the index
+            verify_images(place, images)
+        write_access(place, Access(str(images)))
+
+    return FlyteDirectory(str(place), downloader=fill)

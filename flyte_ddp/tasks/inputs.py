@@ -1,5 +1,6 @@
 """Readable errors for invalid command-line inputs, and for files that are not models."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Optional
 
@@ -9,6 +10,7 @@ from flytekit.types.file import PythonPickledFile
 from flyte_ddp.errors import InputError
 from flyte_ddp.model_metadata import ModelMetadata, read_metadata
 from flyte_ddp.reading import read_settings
+from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import Settings
 from flyte_ddp.tasks.execution import is_local
 from flyte_ddp.tasks.flytekit_compat import alternatives, read_json_inputs
@@ -53,6 +55,15 @@ def known_classifier(model_state: Optional[PythonPickledFile]) -> Optional[Model
             "says what there is for recipes"
         )
     return known
+
+
+def settings_of(known: Optional[ModelMetadata], asked: Hyperparameters) -> Hyperparameters:
+    """The settings of the training of weights with this metadata, with those that differ from the defaults in asked."""
+    if known is None:
+        return asked
+    defaults = asdict(type(asked)())
+    own = {name: value for name, value in asdict(asked).items() if value != defaults[name]}
+    return Hyperparameters.from_dict({**known.settings, **own})
 
 
 def dataset_of(known: Optional[ModelMetadata], asked: str, remedy: str) -> str:

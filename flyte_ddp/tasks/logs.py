@@ -19,7 +19,7 @@ from flyte_ddp.events import Event, Printed
 from flyte_ddp.launch.rank import PrintedLines
 from flyte_ddp.report.background import one_line
 from flyte_ddp.report.console import say
-from flyte_ddp.tasks.execution import as_task_error, is_local
+from flyte_ddp.tasks.execution import failure_of, is_local, task_error
 from flyte_ddp.tasks.flytekit_compat import checkpoint_source
 
 UPLOAD_SECONDS = 5.0  # between two rounds of uploads, each of which takes 17 ms of CPU time for three files
@@ -71,7 +71,7 @@ def kept_logs(run: Path, name: str = "console", prefix: str = "") -> Iterator[Lo
     except BaseException as error:
         append(folder / f"{name}.log", f"{type(error).__name__}: {error}")
         if isinstance(error, click.ClickException):
-            raise as_task_error(error, place_of_logs()) from None
+            raise task_error(failure_of(error), place_of_logs()) from None
         raise
     finally:
         uploads.close()

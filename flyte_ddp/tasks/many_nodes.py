@@ -15,8 +15,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 from flyte_ddp.errors import RecoverableError
-from flyte_ddp.tasks.elastic import failure_of_node
-from flyte_ddp.tasks.execution import as_task_error
+from flyte_ddp.tasks.elastic import error_of_node
+from flyte_ddp.tasks.execution import failure_of, task_error
 from flyte_ddp.tasks.logs import place_of_logs
 from flyte_ddp.tasks.registration import registration
 from flyte_ddp.tasks.resources import registered_environment
@@ -34,12 +34,11 @@ class NodesTask(PytorchElasticFunctionTask):
             return super().execute(**inputs)
         except (RendezvousError, DistError) as error:
             lost = RecoverableError(f"node {platform.node()}: the rendezvous of the nodes is lost: {error}")
-            raise as_task_error(lost, place_of_logs()) from None
+            raise task_error(failure_of(lost), place_of_logs()) from None
         except (FlyteRecoverableException, FlyteUserRuntimeException) as error:
             if not isinstance(error.__context__, ChildFailedError):
                 raise
-            recoverable = isinstance(error, FlyteRecoverableException)
-            raise failure_of_node(error.__context__, recoverable) from None
+            raise error_of_node(error.__context__) from None
 
 
 TaskPlugins.register_pythontask_plugin(Nodes, NodesTask)

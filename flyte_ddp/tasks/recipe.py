@@ -35,6 +35,7 @@ from flyte_ddp.tasks.train import (
     training_arguments,
 )
 from flyte_ddp.tasks.versions import ENGINE_SOURCES, CodeVersion
+from flyte_ddp.tasks.webhook import telling_webhook
 from flyte_ddp.user_code import find_code
 
 PREDICT = "flyte_ddp.engine.predict:run"  # a name, because importing it would import torch
@@ -100,6 +101,8 @@ class RecipeTraining:
         arguments = training_arguments(RECIPE_CODE, salt, ignored_inputs)
         return {**arguments, "environment": {**arguments["environment"], CODE_VARIABLE: self.code.version}}
 
+    @telling_webhook()
+    @flyte_retries()
     def run(
         self, settings: TrainingSettings, options: RunOptions, data: Data = None, init: Optional[FlyteFile] = None
     ) -> RecipeOutputs:
@@ -132,6 +135,7 @@ class RecipeTraining:
         outputs: RecipeOutputs = train_as_rank(settings, options, fetch, self.outputs_of)
         return outputs
 
+    @flyte_retries()
     def predict(
         self,
         model_state: FlyteFile,
@@ -148,7 +152,7 @@ class RecipeTraining:
         if not 0 <= shard < shards:
             raise InputError(f"shard must be at least 0 and below shards ({shards}), got {shard}")
         subject = self.subject(settings, None if data is None else Path(data.download()))
-        with flyte_retries(), run_dir(f"{subject.dataset}-predictions") as folder:
+        with run_dir(f"{subject.dataset}-predictions") as folder:
             path = folder / f"predictions-{shard}.npy"
             job = job_of(subject, RunOptions(), model_path=model_state.download(), predictions_path=str(path))
             world, timeout, asked = (

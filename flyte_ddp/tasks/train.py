@@ -85,6 +85,7 @@ def training_arguments(
     }
 
 
+@telling_webhook()
 @flyte_retries()
 def train(
     hp: Hyperparameters, data: FlyteDirectory, options: RunOptions, init: Optional[FlyteFile] = None
@@ -136,7 +137,6 @@ def spawn(world: World, options: RunOptions, roots: Sequence[str] = ()) -> Start
     return start
 
 
-@telling_webhook()
 def train_by(start: Start, world: World, fetch: Callable[[], Subject], options: RunOptions) -> Trained:
     """Does everything around the ranks of a run.
 

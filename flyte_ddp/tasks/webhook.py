@@ -2,8 +2,6 @@
 
 import json
 import os
-import platform
-import re
 import threading
 from contextlib import contextmanager
 from datetime import datetime, timezone
@@ -13,17 +11,16 @@ from urllib.parse import urlsplit
 from urllib.request import HTTPRedirectHandler, Request, build_opener
 
 from flytekit import current_context
-from flytekit.exceptions.user import FlyteRecoverableException
+from flytekit.core.base_task import IgnoreOutputs
 
-from flyte_ddp.errors import RecoverableError
+from flyte_ddp.launch.failures import Failure, Preempted
 from flyte_ddp.report.background import one_line
 from flyte_ddp.report.console import say
 from flyte_ddp.tasks.addresses import CONSOLE_VARIABLE, WEBHOOK_SECRET_VARIABLE, WEBHOOK_VARIABLE
-from flyte_ddp.tasks.execution import TaskFailed, is_local
+from flyte_ddp.tasks.execution import failure_of, is_local
 from flyte_ddp.tasks.observing import attempt
 
 FORMAT = 1
-RANK_FAILED = re.compile(r"(?:rank (\d+)|all ranks) on ([^:]+): ([^:]+): (.*)")  # the form of failures.Failure
 POST_SECONDS = 8.0  # in total: for name look-up, connection and a slow answer
 
 
@@ -32,20 +29,22 @@ def telling_webhook() -> Iterator[None]:
     """Notifies the webhook of an error that ends the block, but not of Ctrl-C, nor if the pod was asked to stop."""
     try:
         yield
+    except IgnoreOutputs:  # of a node without rank 0, when all has gone well
+        raise
     except Exception as error:
         url = os.environ.get(WEBHOOK_SECRET_VARIABLE) or os.environ.get(WEBHOOK_VARIABLE)
         # With many nodes, the parent of each node's ranks does this, because it knows which rank failed first
         if url and "TORCHELASTIC_RUN_ID" not in os.environ:
             failure = failure_of(error)
-            if failure["cause"] != "SIGTERM":
-                notify(url, failure)
+            if failure.cause != Preempted.__name__:
+                notify(url, content_of(failure))
         raise
 
 
-def notify(url: str, failure: Dict[str, Any]) -> None:
-    """Posts the failure, for at most POST_SECONDS; a warning does not show the URL, which may be secret."""
+def notify(url: str, content: Dict[str, Any]) -> None:
+    """Posts the content, for at most POST_SECONDS; a warning does not show the URL, which may be secret."""
     problems = ["no answer in time"]
-    thread = threading.Thread(target=post, args=(url, failure, problems), daemon=True)
+    thread = threading.Thread(target=post, args=(url, content, problems), daemon=True)
     thread.start()
     thread.join(POST_SECONDS)
     if problems:
@@ -74,30 +73,24 @@ class NoRedirects(HTTPRedirectHandler):
         return None
 
 
-def failure_of(error: BaseException) -> Dict[str, Any]:
+def content_of(failure: Failure) -> Dict[str, Any]:
     """What is posted, see docs/on-a-cluster.md."""
-    headline = (str(error).splitlines() or [""])[0]
-    of_rank = RANK_FAILED.match(headline)
-    original = error.__context__ if isinstance(error, TaskFailed) and error.__context__ else error
-    rank, host, cause, message = (
-        of_rank.groups() if of_rank else (None, platform.node(), type(original).__name__, headline)
-    )
-    who = f"rank {rank} on {host}" if rank else host
+    who = failure.host if failure.rank is None else f"rank {failure.rank} on {failure.host}"
+    message = one_line(Exception((failure.message.splitlines() or [""])[0]))
     execution, link = execution_of_this()
-    message = one_line(Exception(message))
     return {
         "format": FORMAT,
         "event": "training_failed",
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "rank": int(rank) if rank else None,
-        "host": host,
-        "cause": cause,
+        "rank": failure.rank,
+        "host": failure.host,
+        "cause": failure.cause,
         "message": message,
-        "recoverable": isinstance(error, (RecoverableError, FlyteRecoverableException)),
+        "recoverable": failure.recoverable,
         "attempt": attempt(),
         "execution": execution,
         "link": link,
-        "text": f"Training failed: {who}: {cause}: {message}" + (f"\n{link}" if link else ""),
+        "text": f"Training failed: {who}: {failure.cause}: {message}" + (f"\n{link}" if link else ""),
     }
 
 

@@ -12,7 +12,7 @@ from flytekit.exceptions.user import FlyteRecoverableException, FlyteUserRuntime
 from flytekit.interaction.click_types import FileParamType, JsonParamType, UnionParamType
 
 from flyte_ddp.tasks import flytekit_compat
-from flyte_ddp.tasks.execution import TaskFailed, TaskInterrupted
+from flyte_ddp.tasks.execution import TaskFailed, TaskInterrupted, failure_of
 
 
 @dataclass
@@ -92,4 +92,5 @@ def test_html_of_a_deck_is_replaced():
     ("own", "other"), [(TaskFailed, FlyteUserRuntimeException), (TaskInterrupted, FlyteRecoverableException)]
 )
 def test_an_exception_goes_by_the_error_code_of_another(own, other):
-    assert own.error_code == FlyteUserRuntimeException(own("reason")).error_code == other.error_code
+    error = own("reason", failure_of(ValueError("reason")))
+    assert own.error_code == FlyteUserRuntimeException(error).error_code == other.error_code

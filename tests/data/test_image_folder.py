@@ -1,6 +1,7 @@
 """A folder of image files: what is found in it, what is refused, and what is kept of it."""
 
 import os
+import shutil
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from PIL import Image
 from flyte_ddp.data.datasets import prepare
 from flyte_ddp.data.description import FolderDescription
 from flyte_ddp.data.image_files import Access, decode, write_access
-from flyte_ddp.data.image_folder import index_folder, stamp, write_folder
+from flyte_ddp.data.image_folder import index_folder, stamp, verify_images, write_folder
 from flyte_ddp.data.image_settings import ImageSettings
 from flyte_ddp.data.prepared import open_images, open_split, verify
 from flyte_ddp.errors import DataError, InputError
@@ -55,6 +56,19 @@ def test_every_image_is_found_again_by_its_index(folder):
         assert set(own_labels[:10]) == set(range(10)), "the classes come by turns"
         found += [(int(label), images[index].tobytes()) for index, label in enumerate(own_labels)]
     assert sorted(found) == expected
+
+
+def test_images_that_were_replaced_since_are_noticed(folder, tmp_path):
+    directory = index(folder)
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    verify_images(directory, copy)
+    first, second, *_ = sorted(copy.rglob("*.png"))
+    second.write_bytes(first.read_bytes())
+    with pytest.raises(DataError, match="copy has other images than when it was indexed: run again"):
+        verify_images(directory, copy)
+    second.unlink()
+    with pytest.raises(DataError, match=rf"{second} cannot be read \(No such file"):
+        verify_images(directory, copy)
 
 
 def test_the_digest_follows_the_content_not_the_place(folder, tmp_path):

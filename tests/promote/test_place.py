@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture(params=["folder", "storage"])
 def place(request, tmp_path):
     """A folder, and an object storage, fsspec's own in memory."""
-    return Place(str(tmp_path / "place") if request.param == "folder" else f"memory://{tmp_path.name}/place")
+    return Place(str(tmp_path / "place[1]") if request.param == "folder" else f"memory://{tmp_path.name}/place[1]")
 
 
 def write(place: Place, path: str, content: bytes) -> None:
@@ -29,7 +29,9 @@ def write(place: Place, path: str, content: bytes) -> None:
 
 
 def remove(place: Place, path: str) -> None:
-    FlyteContextManager.current_context().file_access.get_filesystem_for_path(place.root).rm(f"{place.root}/{path}")
+    FlyteContextManager.current_context().file_access.get_filesystem_for_path(place.root).rm_file(
+        f"{place.root}/{path}"
+    )
 
 
 def promote(place: Place, name: str, folder: Path) -> None:
@@ -61,7 +63,16 @@ def test_history_is_kept_and_an_earlier_version_comes_back(place, tmp_path):
         place.roll_back("third")
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"format": 9}', b'{"format": 1, "version": "x"}'])
+OUTSIDE = {"format": 1, "version": "../../secret", "history": [{"name": "../../secret", "time": "", "how": PROMOTED}]}
+
+
+NESTED = b"[" * 100_000
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"[]", NESTED, b'{"format": 9}', b'{"format": 1, "version": "x"}', json.dumps(OUTSIDE).encode()],
+)
 def test_a_damaged_pointer_is_one_error_that_a_roll_back_mends(place, tmp_path, content):
     promote(place, "first", tmp_path)
     write(place, "current.json", content)
@@ -87,9 +98,10 @@ def test_a_version_that_is_not_whole_is_refused(place, tmp_path):
     remove(place, "versions/second/model.pt")
     with pytest.raises(ReportedError, match=r"second .* has no model.pt"):
         place.roll_back("second")
-    write(place, "versions/second/version.json", b"{}")
-    with pytest.raises(ReportedError, match=r"second .* has an unreadable version.json"):
-        place.facts("second")
+    for content in (b"{}", NESTED):
+        write(place, "versions/second/version.json", content)
+        with pytest.raises(ReportedError, match=r"second .* has an unreadable version.json"):
+            place.facts("second")
 
 
 def test_a_change_that_was_not_seen_is_not_overwritten(place, tmp_path):

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any, Dict, NamedTuple
+from zipfile import ZipFile
 
 import pytest
 from flytekit.types.directory import FlyteDirectory
@@ -18,11 +19,14 @@ from flytekit.types.file import PythonPickledFile
 from flyte_ddp.data.datasets import prepare
 from flyte_ddp.engine.job import Identity, Measured, Subject
 from flyte_ddp.errors import InputError
+from flyte_ddp.model_metadata import ModelMetadata, add_metadata
 from flyte_ddp.promote.job import PromotionOptions, judge
 from flyte_ddp.promote.place import Place
 from flyte_ddp.promote.promotion import promote
-from flyte_ddp.recipes.hyperparameters import Hyperparameters
+from flyte_ddp.promote.task import check_promotion
+from flyte_ddp.recipes.hyperparameters import FashionMNISTHyperparameters, Hyperparameters
 from flyte_ddp.settings import RunOptions
+from flyte_ddp.tasks.train import IMAGE_CLASSIFIER
 from flyte_ddp.training import train
 from flyte_ddp.user_code import find_code
 from scripts.dry_run import decode
@@ -67,7 +71,7 @@ def trained(fraction):
 
 
 def to(place, model, **promotion):
-    inputs = ["--model_state", str(model), "--hp", json.dumps(HP), "--promotion", json.dumps(promotion)]
+    inputs = ["--model_state", str(model), "--promotion", json.dumps(promotion)]
     return [PROMOTE, "promote_wf", "--place", str(place), *inputs]
 
 
@@ -108,9 +112,7 @@ def test_what_cannot_be_promoted_is_one_error(weak, tmp_path):
     (place / "current.json").write_text("{")
     damaged = pyflyte(*to(place, weak.model), status=1)
     (place / "current.json").unlink()
-    other = to(place, weak.model)
-    other[other.index("--hp") + 1] = json.dumps({**HP, "model": "fashion_cnn"})
-    network = pyflyte(*other, status=2)
+    network = pyflyte(*to(place, weak.model), "--hp", '{"model": "fashion_cnn"}', status=2)
     untrained = pyflyte(PROMOTE, "promote_wf", "--place", str(weak.model / "models"), status=2)
     refused = (damaged, network, untrained)
     words = [" ".join(re.sub("[│╭╮╰╯─]", " ", said.stderr).split()) for said in refused]
@@ -120,6 +122,26 @@ def test_what_cannot_be_promoted_is_one_error(weak, tmp_path):
     assert "Train Epoch" not in words[2]
     assert not any("Traceback" in text for text in words)
     assert not list(place.glob("versions/*"))
+
+
+def test_a_given_model_says_itself_what_it_is_of(tmp_path):
+    trained = dataclasses.asdict(FashionMNISTHyperparameters(epochs=7))
+    known = ModelMetadata(IMAGE_CLASSIFIER, "", trained, {"name": "fashion_mnist"}, {}, "accuracy", {}, {}, {})
+    model = tmp_path / "model.pt"
+    with ZipFile(model, "w") as archive:
+        archive.writestr("model/version", "3")
+    add_metadata(model, known)
+
+    def checked(**asked):
+        hp, place = Hyperparameters(**asked), str(tmp_path / "models")
+        file = PythonPickledFile(str(model))
+        return check_promotion.task_function(place=place, model_state=file, hp=hp, options=RunOptions())
+
+    target = checked()
+    assert target.dataset == "fashion_mnist"
+    assert dataclasses.asdict(target.hp) == trained
+    target = checked(dataset="digits", model="resnet9")
+    assert (target.dataset, target.hp.model, target.hp.epochs) == ("digits", "resnet9", 7)
 
 
 ACCURATE = Measured(

@@ -13,10 +13,13 @@ from flyteidl.core.dynamic_job_pb2 import DynamicJobSpec
 from flyteidl.core.errors_pb2 import ContainerError
 from flyteidl.core.literals_pb2 import Literal, LiteralCollection, Scalar, Void
 
+from flyte_ddp.launch.failures import Failure
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.sweep.search import Sweep, TrialResult
+from flyte_ddp.tasks.execution import TaskFailed, task_error
 from tests.pod import Pod, literal, package_for_here, small_dataset
+from workflows.sweep import as_result
 
 ROOT = Path(__file__).resolve().parents[2]
 SWEEP = ["pyflyte", "run", "workflows/sweep.py", "sweep_wf"]
@@ -102,6 +105,13 @@ def test_a_wrong_sweep_is_a_usage_error_before_anything_is_done(sweep, said, tmp
     assert done.returncode == 2
     assert said in words(done.stderr)
     assert not (tmp_path / "data").exists()
+
+
+@pytest.mark.parametrize("cause", ["OutOfMemoryError", "InputError", "SIGKILL"])
+def test_what_may_not_follow_from_the_hyperparameters_is_no_result_to_be_cached(cause):
+    error = task_error(Failure(0, "host", "error", cause, "why", recoverable=False))
+    with pytest.raises(TaskFailed, match=f"rank 0 on host: {cause}: why"):
+        as_result(HP, error, 1.0)
 
 
 # --- in pods ---

@@ -1,15 +1,19 @@
-"""Local checkpoints are one training's at a time, and a lost one's are free at once."""
+"""Local checkpoints are one training's at a time, and a lost one's are free at once; those in storage are not lost."""
 
 import subprocess
 import sys
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 import pytest
 from flytekit import FlyteContextManager
+from flytekit.core.checkpointer import SyncCheckpoint
 from flytekit.core.context_manager import ExecutionState
 
-from flyte_ddp.tasks.checkpoints import checkpoint_store
+from flyte_ddp.errors import RecoverableError
+from flyte_ddp.tasks import checkpoints
+from flyte_ddp.tasks.checkpoints import FlyteStore, checkpoint_store
+from tests.unreliable_storage import UnreliableStorage
 
 ROOT = Path(__file__).parents[2]
 HOLDER = """if True:
@@ -71,3 +75,43 @@ def test_one_that_failed_keeps_its_checkpoint(tmp_path, monkeypatch):
         raise KeyError
     with local_store() as again:
         assert again.path.read_text() == "so far"
+
+
+# --- in Flyte's storage ---
+
+
+@pytest.fixture
+def attempt(tmp_path, monkeypatch):
+    """attempt(number, failures): what an attempt restores, that many reads of the storage having failed."""
+
+    def restored(number, failures=0):
+        monkeypatch.setattr(UnreliableStorage, "failures", failures)
+        mine, previous = (f"unreliable://bucket/{tmp_path.name}/{one}" for one in (number, number - 1))
+        folder = tmp_path / str(number)
+        folder.mkdir(exist_ok=True)
+        store = FlyteStore(folder / "checkpoint", SyncCheckpoint(mine, previous))
+        with closing(store):
+            store.restore(resume=True)
+        return store.path.read_text() if store.path.exists() else None
+
+    monkeypatch.setattr(checkpoints, "WAITS", (0.0,))
+    storage = FlyteContextManager.current_context().file_access
+    checkpoint = tmp_path / "checkpoint"
+    checkpoint.write_text("half a training")
+    storage.put_data(str(checkpoint), f"unreliable://bucket/{tmp_path.name}/1/checkpoint")
+    return restored
+
+
+def test_storage_that_fails_once_loses_nothing(attempt):
+    assert attempt(2, failures=1) == attempt(3) == "half a training"
+
+
+def test_an_attempt_that_cannot_read_the_checkpoint_ends_and_the_next_one_can(attempt):
+    for number in (2, 3):
+        with pytest.raises(RecoverableError, match=rf"/{number - 1} has a checkpoint: .*503 Slow Down"):
+            attempt(number, failures=2)
+    assert attempt(4) == "half a training"
+
+
+def test_without_a_checkpoint_training_starts(attempt):
+    assert attempt(7) is None

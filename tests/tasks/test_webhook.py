@@ -11,12 +11,17 @@ from typing import Any, List
 
 import pytest
 from flytekit import Secret
+from flytekit.core.base_task import IgnoreOutputs
+from flytekit.types.directory import FlyteDirectory
 
 from flyte_ddp.launch.failures import Failure, Preempted, RankFailed
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
-from flyte_ddp.settings import RunOptions
+from flyte_ddp.settings import RunOptions, TrainingSettings
 from flyte_ddp.tasks import webhook
-from flyte_ddp.tasks.execution import as_task_error
+from flyte_ddp.tasks.execution import TaskInterrupted, failure_of, task_error
+from flyte_ddp.tasks.recipe import RecipeTraining
+from flyte_ddp.tasks.registration import GPUS_VARIABLE
+from flyte_ddp.tasks.train import train
 from scripts import dry_run
 from tests.pod import Pod, literal, package, package_for_here, small_dataset
 
@@ -141,13 +146,14 @@ def test_what_cannot_be_reached_is_said_without_the_url(capsys, url):
     ("error", "is_told"),
     [
         (RankFailed(Failure(1, "host", "error", "LookupError", "no such word")), True),
-        (as_task_error(RankFailed(Failure(1, "host", "error", "LookupError", "no such word"))), True),
+        (task_error(Failure(1, "host", "error", "LookupError", "no such word"), "place"), True),
         (Preempted("all ranks on host: SIGTERM: stopped"), False),
-        (as_task_error(Preempted("all ranks on host: SIGTERM: stopped"), "place"), False),
+        (task_error(failure_of(Preempted("all ranks on host: SIGTERM: stopped")), "place"), False),
+        (IgnoreOutputs(), False),
         (KeyboardInterrupt(), False),
     ],
 )
-def test_who_was_told_to_stop_has_not_failed(server, monkeypatch, error, is_told):
+def test_who_was_told_to_stop_or_has_no_outputs_has_not_failed(server, monkeypatch, error, is_told):
     monkeypatch.setenv("DDP_WEBHOOK", f"{server.url}/200")
     with pytest.raises(type(error)), webhook.telling_webhook():
         raise error
@@ -163,6 +169,24 @@ def test_an_error_outside_of_the_ranks_names_this_host(server, monkeypatch):
     (posted,) = server.posted
     assert (posted["rank"], posted["host"], posted["cause"]) == (None, platform.node(), "ZeroDivisionError")
     assert posted["message"] == "by zero"
+
+
+@pytest.mark.parametrize(
+    "training",
+    [
+        lambda: train(Hyperparameters(), FlyteDirectory("nowhere"), RunOptions()),
+        lambda: RecipeTraining("tabular.recipe:Tabular").run(TrainingSettings(), RunOptions()),
+    ],
+)
+def test_a_pod_that_lacks_its_gpus_is_told(server, monkeypatch, training):
+    monkeypatch.setenv("DDP_WEBHOOK", f"{server.url}/200")
+    monkeypatch.setenv(GPUS_VARIABLE, "1024")
+    monkeypatch.syspath_prepend(str(dry_run.ROOT / "examples"))
+    with pytest.raises(TaskInterrupted, match="as many GPUs as were registered"):
+        training()
+    (posted,) = server.posted
+    assert (posted["rank"], posted["host"], posted["recoverable"]) == (None, platform.node(), True)
+    assert posted["message"].startswith("this pod must have as many GPUs as were registered (1024)")
 
 
 # --- registration ---
