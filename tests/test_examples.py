@@ -126,7 +126,7 @@ def test_an_example_is_short_and_its_settings_need_no_torch():
         docstring = ast.get_docstring(ast.parse((folder / "workflow.py").read_text()))
         assert docstring is not None
         assert f"pyflyte run {name}/workflow.py {name}_wf" in docstring
-        assert f"pyflyte run {name}/workflow.py {name}_wf" in (ROOT / "examples" / "README.md").read_text()
+        assert f"make example NAME={name}" in (ROOT / "examples" / "README.md").read_text()
         assert "torch" not in (folder / "settings.py").read_text()
 
 
