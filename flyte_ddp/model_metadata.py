@@ -8,8 +8,8 @@ import json
 import pkgutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any, Dict, Optional, Union
-from zipfile import BadZipFile, ZipFile, ZipInfo
+from typing import IO, Any, Dict, Optional, Union, get_origin, get_type_hints
+from zipfile import ZIP_STORED, ZipFile, ZipInfo
 
 from flyte_ddp.errors import InputError
 from flyte_ddp.settings import Settings
@@ -17,6 +17,7 @@ from flyte_ddp.settings import Settings
 FORMAT = 1
 HEADER = "flyte_ddp"  # the metadata's entry in the header of a safetensors file
 ENTRY = "flyte_ddp.json"  # and in a zip archive
+MOST_BYTES = 2**20  # of an entry: ours have a few thousand
 NO_SAFETENSORS = 'safetensors is not installed: pip install "flyte-ddp-training[export]", or load a .pt file'
 
 
@@ -61,11 +62,10 @@ def read_metadata(weights: Union[str, Path]) -> Optional[ModelMetadata]:
     """The metadata of a weights file; None if it has none, or cannot be read, which loading the weights will report."""
     try:
         text = _header(weights) if is_safetensors(weights) else _entry(weights)
-    except OSError:
-        return None
-    try:
         return ModelMetadata(**_of_our_format(json.loads(text)))
-    except (ValueError, TypeError):  # not written by us
+    except InputError:  # safetensors is not installed
+        raise
+    except Exception:  # a damaged file makes zipfile, json and safetensors raise a dozen types
         return None
 
 
@@ -93,25 +93,25 @@ def needs_metadata(weights: Union[str, Path], remedy: str) -> ModelMetadata:
 def _of_our_format(content: Any) -> Dict[str, Any]:
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError
-    return {name: value for name, value in content.items() if name in ModelMetadata.__dataclass_fields__}
+    kinds = {name: get_origin(kind) or kind for name, kind in get_type_hints(ModelMetadata).items()}
+    known = {name: value for name, value in content.items() if name in kinds}
+    if not all(isinstance(value, kinds[name]) for name, value in known.items()):
+        raise ValueError
+    return known
 
 
 def _entry(path: Union[str, Path]) -> str:
-    try:
-        with ZipFile(path) as archive:
-            (name,) = (name for name in archive.namelist() if name.endswith(f"/{ENTRY}"))
-            return archive.read(name).decode()
-    except (BadZipFile, ValueError):  # damaged, or without metadata
-        return ""
+    with ZipFile(path) as archive:
+        (entry,) = (entry for entry in archive.infolist() if entry.filename.endswith(f"/{ENTRY}"))
+        if entry.compress_type != ZIP_STORED or entry.file_size > MOST_BYTES:  # which could fill the memory
+            raise ValueError
+        return archive.read(entry).decode()
 
 
 def _header(path: Union[str, Path]) -> str:
     try:
-        from safetensors import SafetensorError, safe_open
+        from safetensors import safe_open
     except ImportError:
         raise InputError(NO_SAFETENSORS) from None
-    try:
-        with safe_open(path, framework="numpy") as file:
-            return str((file.metadata() or {}).get(HEADER, ""))
-    except SafetensorError:  # damaged
-        return ""
+    with safe_open(path, framework="numpy") as file:
+        return str((file.metadata() or {}).get(HEADER, ""))

@@ -4,16 +4,20 @@ A workflow file names a recipe, "package.module:Name"; only the ranks load it, s
 docs/your-own-model.md goes from an empty folder to a model, dataset and loss of your own.
 """
 
+import math
+from functools import partial
 from pathlib import Path
-from typing import Any, Dict, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, Optional, Sequence, Tuple, Union
 
 import torch
 from torch import Tensor, nn
 
+from flyte_ddp import random_numbers
 from flyte_ddp.model_metadata import needs_metadata
 from flyte_ddp.share import Share, gather_rows
 from flyte_ddp.weights import load_weights
 
+CPU = torch.device("cpu")
 # A tensor, or a tuple, list or dict of Trees; the first dimension of each tensor is the samples
 Tree = Any
 # By name, for each sample: values (n,), or values (n,) and weights (n,)
@@ -21,40 +25,39 @@ Measures = Dict[str, Union[Tensor, Tuple[Tensor, Tensor]]]
 
 
 class Random:
-    """Random numbers for a step, drawn for the whole global batch; a rank gets the rows of its own n samples.
+    """Random numbers for a step: a sample's depend on its position in the global batch, not on who draws them.
 
     Attributes:
         epoch: of the step, from 0, for what alternates or changes gradually.
     """
 
-    def __init__(self, generator: torch.Generator, share: Share, epoch: int = 0):
-        self._generator, self._share, self.epoch = generator, share, epoch
+    def __init__(self, seed: int, share: Share, device: torch.device = CPU, epoch: int = 0):
+        self.epoch = epoch
+        self._seed, self._share, self._device, self._calls = seed, share, device, 0
 
     def uniform(self, *shape: int) -> Tensor:
         """(n, *shape) float32, from 0 to below 1."""
-        return self._mine(torch.rand(self._share.size, *shape, **self._by))
+        return self._mine(random_numbers.uniform, shape)
 
     def normal(self, *shape: int) -> Tensor:
         """(n, *shape) float32, of mean 0 and standard deviation 1."""
-        return self._mine(torch.randn(self._share.size, *shape, **self._by))
+        return self._mine(random_numbers.normal, shape)
 
     def integers(self, low: int, high: int, *shape: int) -> Tensor:
         """(n, *shape) int64, from low to high - 1."""
-        return self._mine(torch.randint(low, high, (self._share.size, *shape), **self._by))
+        return self._mine(partial(random_numbers.integers, low=low, high=high), shape)
 
-    @property
-    def _by(self) -> Dict[str, Any]:
-        return {"generator": self._generator, "device": self._generator.device}
-
-    def _mine(self, everyones: Tensor) -> Tensor:
-        return everyones[self._share.first : self._share.first + self._share.count]
+    def _mine(self, numbers: Callable[..., Tensor], shape: Sequence[int]) -> Tensor:
+        self._calls += 1
+        key, each, share = random_numbers.key_of(self._seed, self._calls), math.prod(shape), self._share
+        return numbers(key, share.first * each, share.count * each, self._device).view(share.count, *shape)
 
 
 class Recipe:
     """The parts of a training. A subclass must define data, model and measure; the rest has defaults.
 
-    Each method sees this rank's n samples of a global batch; n is 0 on some ranks if the last batch is short. What it
-    returns must not depend on how many ranks share the batch; this is checked before each training.
+    Each method sees this rank's n samples of a global batch, at least one. What it returns must not depend on how many
+    ranks share the batch; this is checked before each training.
 
     Attributes:
         settings: the dataclass that the workflow was given. The code of its class counts for the cache if the recipe's
@@ -77,7 +80,7 @@ class Recipe:
         may_depend_on_ranks: allows a result that depends on the number of ranks; the outputs then carry a warning.
     """
 
-    device = torch.device("cpu")
+    device = CPU
     samples = "samples"
     headline = ""
     shares: Tuple[str, ...] = ("accuracy",)
@@ -120,7 +123,7 @@ class Recipe:
     def model(self) -> nn.Module:
         """The network, its weights drawn from torch's random numbers, seeded by settings.seed; it returns no softmax.
 
-        Plain Dropout and BatchNorm layers, and MultiheadAttention, will see the whole global batch.
+        What it draws and normalises by the batch, in whatever way, will be that of the whole global batch.
         """
         raise NotImplementedError
 
@@ -128,7 +131,7 @@ class Recipe:
         """The measures of each sample, including "loss", which is minimized, unless there is an "objective".
 
         Each is reported as the sum of its values over the sum of its weights (1 by default), over the whole split; what
-        is minimized is the same ratio over the global batch.
+        is minimized is the same ratio over the global batch, by its values: its weights must not need a gradient.
         """
         raise NotImplementedError
 
@@ -148,8 +151,8 @@ class Recipe:
         return batch
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """Any optimizer of torch.optim. The engine normalises, clips and checks the gradients, and restores the
-        optimizer on resume."""
+        """Any optimizer of torch.optim whose step needs no closure and takes dense gradients: all but LBFGS and
+        SparseAdam. The engine normalises, clips and checks the gradients, and restores the optimizer on resume."""
         return torch.optim.AdamW(model.parameters(), getattr(self.settings, "learning_rate", 1e-3), fused=True)
 
     def factor(self, step: int, steps: int) -> float:
@@ -169,7 +172,7 @@ class Recipe:
         return 0.0
 
     def predictions(self, outputs: Any, batch: Tree) -> Optional[Tensor]:
-        """(n, ...) what to save for each test sample in predictions.npy; None saves nothing."""
+        """(n, ...) what to save for each test sample in predictions.npy, in a type of NumPy's; None saves nothing."""
         return None
 
     def pictures(self, outputs: Any, batch: Tree) -> Sequence[Tuple[str, Tensor]]:

@@ -74,7 +74,7 @@ class Settings(DataClassJsonMixin):
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
-            object.__setattr__(self, field.name, _checked(type(self).__name__, field, getattr(self, field.name)))
+            object.__setattr__(self, field.name, checked(type(self).__name__, field, getattr(self, field.name)))
 
     @classmethod
     def from_json(cls: Type[S], s: Any, **_: Any) -> S:
@@ -104,11 +104,11 @@ class Settings(DataClassJsonMixin):
                 nearest = difflib.get_close_matches(str(name), fields, n=1)
                 hint = f" (did you mean {nearest[0]}?)" if nearest else ""
                 raise InputError(f"{cls.__name__} has no field {_shown(name)}{hint}; known: {', '.join(fields)}")
-            _checked(cls.__name__, fields[name], value)
+            checked(cls.__name__, fields[name], value)
         return values
 
 
-def _checked(owner: str, field: "dataclasses.Field[Any]", value: Any) -> Any:
+def checked(owner: str, field: "dataclasses.Field[Any]", value: Any) -> Any:
     """Returns the value in the field's own type (1 becomes 1.0 for a float), or raises InputError."""
     name, rules = f"{owner}.{field.name}", {**UNRULED, **field.metadata}
     # with `from __future__ import annotations` it is the type's name

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Callable, Dict, List, Optional, Sequence, Union
 
-from flyte_ddp.code_version import library_version
-from flyte_ddp.engine.job import Identity, Job, Subject, TrainingResult, job_of, paths_in
+from flyte_ddp.engine.job import Job, TrainingResult, job_of, paths_in, subject_of
 from flyte_ddp.errors import InputError
 from flyte_ddp.events import EpochFinished, Event
 from flyte_ddp.launch import launcher
@@ -21,7 +20,7 @@ from flyte_ddp.launch.environment import choose_world, is_first_rank
 from flyte_ddp.launch.failures import Preempted
 from flyte_ddp.report.console import Console, open_console
 from flyte_ddp.settings import RunOptions, TrainingSettings
-from flyte_ddp.storage import content_digest, writing_to
+from flyte_ddp.storage import writing_to
 from flyte_ddp.user_code import find_code
 
 WORKER = "flyte_ddp.engine.worker:run"  # names, because importing them would import torch
@@ -83,11 +82,7 @@ def train(
         raise InputError(f"init must be a file that is there, got {first}")
     with writing_to(place, "output"):
         place.mkdir(parents=True, exist_ok=True)
-    digests = [content_digest(path) if path else "" for path in (source, first)]
-    identity = Identity(name, settings, digests[0], code.version + library_version(), digests[1])
-    dataset = source.name if source else name.rpartition(":")[2]
-    subject = Subject(identity, dataset, source, code.root, code.files, init=first)
-    job = job_of(subject, options, **paths_in(place, options))
+    job = job_of(subject_of(code, settings, source, first), options, **paths_in(place, options))
     result = run(job, options, on_event)
     warnings = [one.reason for one in result.warnings]
     best_epoch = 0 if result.chosen_epoch is None else result.chosen_epoch + 1

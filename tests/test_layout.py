@@ -7,7 +7,6 @@ LIBRARY = Path(__file__).parents[1] / "flyte_ddp"
 # From the ground up: a layer imports from itself and from those before it
 LAYERS = ("ground", "launch", "data", "recipe", "engine", "recipes", "report", "training", "tasks")
 GROUND = (
-    "code_hash",
     "code_version",
     "errors",
     "events",
@@ -16,6 +15,7 @@ GROUND = (
     "schedules",
     "settings",
     "storage",
+    "text",
     "user_code",
 )
 FEATURES = (

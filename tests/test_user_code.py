@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from flyte_ddp.code_version import imported
 from flyte_ddp.errors import InputError
 from flyte_ddp.user_code import find_code
 
@@ -81,7 +82,6 @@ def test_all_first_party_imports_are_found_and_none_is_imported(repository):
     assert (code.name, code.root) == (NAME, str(repository))
     assert relative(code) == IMPORTED
     assert list(code.files) == sorted(code.files)
-    assert code.packages == ("no_torch", "sklearn")
     assert not {name for name in set(sys.modules) - before if name.startswith(("recipes", "plain", "named"))}
 
 
@@ -118,12 +118,6 @@ def test_the_library_beside_it_is_not_the_users(repository):
     assert relative(find_code(NAME)) == IMPORTED
 
 
-def test_a_recipe_of_the_library_comes_with_what_it_imports_of_the_library():
-    code = find_code("flyte_ddp.launch.launcher:launch")
-    assert code.root == str(ROOT)
-    assert {"flyte_ddp/__init__.py", "flyte_ddp/launch/launcher.py", "flyte_ddp/launch/rank.py"} < set(relative(code))
-
-
 def test_an_installed_recipe_is_alone_with_its_own_package(tmp_path, monkeypatch):
     installed = write(
         tmp_path / "lib" / "site-packages",
@@ -132,7 +126,6 @@ def test_an_installed_recipe_is_alone_with_its_own_package(tmp_path, monkeypatch
     monkeypatch.syspath_prepend(installed)
     code = find_code("acme.net:x")
     assert relative(code) == ["acme/__init__.py", "acme/layers.py", "acme/net.py"]
-    assert code.packages == ("other",)
 
 
 def test_the_standard_library_is_installed_too():
@@ -154,7 +147,7 @@ def test_the_version_is_the_same_on_every_python(tmp_path, monkeypatch):
     text = 'class X(a, *b, c=1): y: int\ndef f(a, /, *b): return f"{a:{b}}", None, 1e999, "é🫨"'
     write(tmp_path, {"module.py": text})
     monkeypatch.syspath_prepend(tmp_path)
-    assert find_code("module:X").version == "1498d96a09df2747"
+    assert imported(["module"], str(tmp_path))["module"].hash.startswith("2d19b4b5100091b1")
 
 
 @pytest.mark.parametrize(

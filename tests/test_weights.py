@@ -1,5 +1,10 @@
 """Files of weights: what is in them besides, and what keeps them from being those of a network."""
 
+import json
+import re
+import tracemalloc
+from zipfile import ZIP_DEFLATED, ZIP_STORED, ZipFile
+
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -42,6 +47,34 @@ def test_metadata_of_a_damaged_file_are_none(tmp_path):
     for damaged in (content[:-100], content.replace(b"a:Recipe", b"b:Recipe")):
         path.write_bytes(damaged)
         assert read_metadata(path) is None
+    entries = [match.start() for match in re.finditer(rb"PK\x01\x02", content)]  # of the archive's directory
+    for offset, value in ((8, b"\1"), (10, b"\x63"), (10, b"\x08"), (42, b"\xff\xff\xff\x7f")):  # encrypted, packed, …
+        at = entries[-1] + offset
+        path.write_bytes(content[:at] + value + content[at + len(value) :])
+        assert read_metadata(path) is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[" * 100_000, json.dumps({**vars(KNOWN), "recipe": 5}), json.dumps({**vars(KNOWN), "facts": []}), "0" * 2**21],
+)
+def test_metadata_that_are_not_ours_are_none(tmp_path, text):
+    path = tmp_path / "model.pt"
+    with ZipFile(path, "w", ZIP_STORED) as archive:
+        archive.writestr("archive/flyte_ddp.json", text)
+    assert read_metadata(path) is None
+
+
+def test_packed_metadata_are_not_unpacked(tmp_path):
+    path = tmp_path / "model.pt"
+    padded = {**vars(KNOWN), "facts": {"zeros": "0" * 10**8}}
+    with ZipFile(path, "w", ZIP_DEFLATED) as archive:
+        archive.writestr("archive/flyte_ddp.json", json.dumps(padded))
+    del padded
+    tracemalloc.start()
+    assert read_metadata(path) is None
+    assert tracemalloc.get_traced_memory()[1] < 10**7
+    tracemalloc.stop()
 
 
 @pytest.mark.parametrize(

@@ -12,18 +12,18 @@ from flyte_ddp.autoencoder.task import (
     resolve_for_autoencoder,
     train_autoencoder,
 )
+from flyte_ddp.code_version import code_version
 from flyte_ddp.errors import InputError
-from flyte_ddp.tasks.caching import OnClustersOnly
+from flyte_ddp.tasks.caching import CodeVersion, OnClustersOnly
 from flyte_ddp.tasks.prepare import PreparedDataset, prepare_dataset
 from flyte_ddp.tasks.pyflyte import set_up_pyflyte
 from flyte_ddp.tasks.registration import registration
 from flyte_ddp.tasks.resources import dynamic_resources, resize
 from flyte_ddp.tasks.train import training_arguments
-from flyte_ddp.tasks.versions import DATA_SOURCES, CodeVersion
 
 set_up_pyflyte()
 
-PREPARATION = CodeVersion((*DATA_SOURCES, "flyte_ddp/tasks/prepare.py", "workflows/autoencoder.py"), [])
+PREPARATION = CodeVersion(code_version("flyte_ddp.tasks.prepare", "workflows.autoencoder"), ())
 
 
 @task(**training_arguments(AUTOENCODER_CODE))

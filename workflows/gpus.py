@@ -5,20 +5,20 @@ from typing import Optional
 from flytekit import Cache, dynamic, workflow
 from flytekit.types.file import FlyteFile
 
+from flyte_ddp.code_version import code_version
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
-from flyte_ddp.tasks.caching import OnClustersOnly
+from flyte_ddp.tasks.caching import CodeVersion, OnClustersOnly
 from flyte_ddp.tasks.init import known_init
 from flyte_ddp.tasks.prepare import prepare_dataset, resolve_dataset
 from flyte_ddp.tasks.pyflyte import set_up_pyflyte
 from flyte_ddp.tasks.resources import dynamic_resources, resize
 from flyte_ddp.tasks.train import TRAINING_CODE, TrainingOutputs
-from flyte_ddp.tasks.versions import DATA_SOURCES, CodeVersion
 from workflows.mnist import pytorch_mnist_task
 
 set_up_pyflyte()
 
-PREPARATION = CodeVersion((*DATA_SOURCES, "flyte_ddp/tasks/prepare.py", "workflows/gpus.py"), [])
+PREPARATION = CodeVersion(code_version("flyte_ddp.tasks.prepare", "workflows.gpus"), ())
 
 
 @dynamic(

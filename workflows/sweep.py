@@ -15,6 +15,7 @@ from flytekit.core.type_engine import TypeEngine
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile, PythonPickledFile
 
+from flyte_ddp.code_version import code_version
 from flyte_ddp.errors import NonFinite
 from flyte_ddp.launch.environment import choose_world
 from flyte_ddp.launch.failures import Failure, RankFailed
@@ -25,19 +26,19 @@ from flyte_ddp.sweep.halving import all_failed, check_rungs, entrants, rungs_of,
 from flyte_ddp.sweep.held_out import hold_out_validation
 from flyte_ddp.sweep.page import chosen, comparison, ranked, write_table
 from flyte_ddp.sweep.search import Sweep, TrialResult, trials_of
+from flyte_ddp.tasks.caching import CodeVersion
 from flyte_ddp.tasks.execution import TaskFailed, is_local, run_dir
 from flyte_ddp.tasks.outputs import output_file, output_page
 from flyte_ddp.tasks.prepare import PreparedDataset, prepare_dataset, resolve_dataset
 from flyte_ddp.tasks.pyflyte import set_up_pyflyte
 from flyte_ddp.tasks.resources import dynamic_resources, small_resources, training_resources
 from flyte_ddp.tasks.summaries import TrainingSummary
-from flyte_ddp.tasks.train import train
-from flyte_ddp.tasks.versions import TRAINING_SOURCES, CodeVersion
+from flyte_ddp.tasks.train import TRAINING_CODE, train
 from workflows.mnist import pytorch_mnist_task
 
 set_up_pyflyte()
 
-TRIAL_CODE = CodeVersion((*TRAINING_SOURCES, "flyte_ddp/sweep/search.py", "workflows/sweep.py"), ("torch",))
+TRIAL_CODE = CodeVersion(code_version("workflows.sweep"), ())
 Rungs = List[List[Optional[TrialResult]]]
 
 
@@ -83,9 +84,9 @@ def list_trials(sweep: Sweep, hp: Hyperparameters, options: RunOptions) -> List[
 
 
 @task(
-    cache=Cache(policies=TRIAL_CODE, ignored_inputs=("options",), serialize=True),
+    cache=Cache(policies=[TRAINING_CODE, TRIAL_CODE], ignored_inputs=("options",), serialize=True),
     retries=2,
-    **training_resources(TRIAL_CODE),
+    **training_resources(TRAINING_CODE),
 )
 def train_trial(
     hp: Hyperparameters, held_out: PreparedDataset, options: RunOptions, checkpoint: str = ""

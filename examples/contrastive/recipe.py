@@ -29,7 +29,7 @@ class Contrastive(Recipe):
         if split == "train":
             return chosen, chosen
         # Test samples are not augmented: their views are made here, always the same ones
-        random = Random(torch.Generator().manual_seed(0), Share(0, len(chosen), len(chosen)))
+        random = Random(0, Share(0, len(chosen), len(chosen)))
         return view(chosen, random), view(chosen, random)
 
     def augment(self, batch: Views, random: Random) -> Views:

@@ -65,7 +65,7 @@ class Loader:
 
     def __iter__(self) -> Iterator[Tuple[Tensor, int]]:
         for batch in self._batches():
-            yield batch.tree / 255, self._count or batch.share.size
+            yield batch.share.own(batch.tree) / 255, self._count or batch.share.size
 
 
 def lightning_module(network: Autoencoder, learning_rate: float) -> "LightningModule":

@@ -18,6 +18,7 @@ from flyte_ddp.autoencoder.job import (
     AutoencoderResult,
 )
 from flyte_ddp.autoencoder.page import page, say_event
+from flyte_ddp.code_version import code_version
 from flyte_ddp.data import prepared
 from flyte_ddp.data.held_out import held_out_count
 from flyte_ddp.errors import InputError
@@ -26,7 +27,7 @@ from flyte_ddp.launch.environment import World, choose_world, visible_gpus
 from flyte_ddp.report import wandb_run
 from flyte_ddp.report.console import say
 from flyte_ddp.report.tracking import choose_tracking
-from flyte_ddp.tasks.caching import OnClustersOnly
+from flyte_ddp.tasks.caching import CodeVersion, OnClustersOnly
 from flyte_ddp.tasks.checkpoints import checkpoint_store, training_key
 from flyte_ddp.tasks.execution import flyte_retries, is_local, run_dir
 from flyte_ddp.tasks.logs import Logs, kept_logs
@@ -34,21 +35,10 @@ from flyte_ddp.tasks.observing import all_of
 from flyte_ddp.tasks.outputs import output_file, output_page
 from flyte_ddp.tasks.prepare import resolve_name
 from flyte_ddp.tasks.resources import check_gpus, small_resources
-from flyte_ddp.tasks.versions import CodeVersion, check_registered_code
 from flyte_ddp.tasks.webhook import telling_webhook
 
 WORKER = "flyte_ddp.autoencoder.rank:run"  # a name, because importing it would import torch
-AUTOENCODER_SOURCES = (
-    "flyte_ddp/autoencoder/checkpoint.py",
-    "flyte_ddp/autoencoder/network.py",
-    "flyte_ddp/autoencoder/rank.py",
-    "flyte_ddp/autoencoder/task.py",
-    "flyte_ddp/data/held_out.py",
-    "flyte_ddp/engine/batches.py",
-    "flyte_ddp/engine/torch_compat.py",
-    "flyte_ddp/engine/watch.py",
-)
-AUTOENCODER_CODE = CodeVersion(AUTOENCODER_SOURCES, ("torch", "lightning"))
+AUTOENCODER_CODE = CodeVersion(code_version("flyte_ddp.autoencoder.rank"), ("torch", "lightning"))
 
 
 @dataclass(frozen=True)
@@ -104,7 +94,7 @@ class AutoencoderOutputs(NamedTuple):
 @task(
     task_config=OnClustersOnly(),
     cache=Cache(
-        policies=CodeVersion(["flyte_ddp/autoencoder/task.py", "flyte_ddp/tasks/prepare.py"], []),
+        policies=CodeVersion(code_version(__name__, "flyte_ddp.tasks.prepare"), ()),
         ignored_inputs="options",
     ),
     **small_resources(),
@@ -148,7 +138,7 @@ def train_autoencoder(
 ) -> AutoencoderOutputs:
     """Trains on a prepared dataset with one process per rank; raises what launcher.launch raises."""
     started = time.time()
-    check_registered_code()
+    AUTOENCODER_CODE.check_registered()
     check_gpus(visible_gpus())
     world = check_machine(hp, options)
     launcher.warm_up([*launcher.PRELOAD, "lightning.pytorch"])  # takes seconds, while the data are downloaded

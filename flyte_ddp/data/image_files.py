@@ -12,6 +12,7 @@ from flyte_ddp.errors import DataError
 from flyte_ddp.storage import write_whole
 
 ACCESS = "access.json"
+MOST_PIXELS = 50_000_000  # each thread that decodes so many needs up to 0.5 GB; a file of some KiB can claim them
 MODES = {1: "L", 3: "RGB"}  # Pillow's names, by channels
 
 
@@ -64,6 +65,8 @@ def decode(file: Union[str, Path, BinaryIO], shape: Tuple[int, int, int]) -> np.
     channels, height, width = shape
     with Image.open(file) as image:
         image.draft(MODES[channels], (width, height))  # decodes a large JPEG at 1/2, 1/4 or 1/8 of its size
+        if image.width * image.height > MOST_PIXELS:
+            raise ValueError(f"{image.width} x {image.height} pixels, more than {MOST_PIXELS:,}: scale it down")
         upright = ImageOps.exif_transpose(image).convert(MODES[channels])
         fitted = ImageOps.fit(upright, (width, height), Image.Resampling.BILINEAR)
     return np.asarray(fitted).reshape(height, width, channels).transpose(2, 0, 1)

@@ -16,7 +16,8 @@ class Average:
 
     @torch.no_grad()
     def update(self, model: nn.Module, is_first: bool) -> None:
-        mine, theirs = list(self.model.state_dict().values()), list(model.state_dict().values())
+        # each once: a state_dict lists tied weights under every name that they have
+        mine, theirs = ([*network.parameters(), *network.buffers()] for network in (self.model, model))
         floats = [index for index, value in enumerate(mine) if value.is_floating_point()]
         share = 1.0 if is_first else 1 - self.decay
         torch_compat.move_towards([mine[i] for i in floats], [theirs[i] for i in floats], share)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.errors import InputError
+from flyte_ddp.random_numbers import key_of
 from flyte_ddp.share import Share
 
 
@@ -17,9 +18,9 @@ class Batch:
     """One rank's share of one global batch.
 
     Attributes:
-        tree: tensors (n, ...), single or nested; n may be 0 in a short last batch.
+        tree: tensors (n, ...), single or nested.
         share: where they are in the global batch.
-        seed: of the training step's random numbers.
+        seed: of the step's random numbers.
     """
 
     tree: Any
@@ -93,20 +94,22 @@ class Resident:
 def _as_tensor(leaf: Any) -> Tensor:
     if not isinstance(leaf, (Tensor, np.ndarray)):
         raise InputError(f"data must be tensors, arrays or a torch Dataset, got {type(leaf).__name__}")
+    if isinstance(leaf, np.ndarray) and leaf.dtype.kind not in "biufc":
+        raise InputError(f"data must be numbers, got {leaf.dtype.name}: leave it out, or encode it as numbers")
     return torch.as_tensor(leaf)
 
 
 class Part:
-    """Some samples of a split, by their indices (n,) int64."""
+    """Some samples of a split, by their indices (n,) int64, on the host like the order that they are fetched in."""
 
     def __init__(self, split: Split, chosen: Tensor):
-        self.split, self.chosen, self.device = split, chosen.to(split.device), split.device
+        self.split, self.chosen, self.device = split, chosen, split.device
 
     def __len__(self) -> int:
         return len(self.chosen)
 
     def fetch(self, order: Tensor, parts: Sequence[slice]) -> Iterator[Any]:
-        return self.split.fetch(self.chosen[order.to(self.device)], parts)
+        return self.split.fetch(self.chosen[order], parts)
 
 
 def hold_out(split: Split, fraction: float) -> Tuple[Part, Part]:
@@ -148,18 +151,19 @@ class _Batches:
 
     def _fetch(self, order: Tensor, first_step: int = 0) -> Iterator[Tuple[int, Any, Share]]:
         steps = range(first_step, len(self))
-        parts = [self.mine(step) for step in steps]
-        for step, part, tree in zip(steps, parts, self.split.fetch(order, parts), strict=True):
+        mine = [self.mine(step) for step in steps]
+        parts = [slice(part.start, max(part.stop, part.start + 1)) for part in mine]  # borrows the next rank's first
+        for step, own, part, tree in zip(steps, mine, parts, self.split.fetch(order, parts), strict=True):
             start, stop = self.samples_until(step), self.samples_until(step + 1)
-            yield step, tree, Share(part.start - start, part.stop - part.start, stop - start)
+            yield step, tree, Share(part.start - start, part.stop - part.start, stop - start, own != part)
 
 
 class TrainBatches(_Batches):
     """A rank's shares of the shuffled global batches; a pure function of seed, epoch and step.
 
     Nothing depends on what ran before or on the number of ranks, so a run that resumes in the middle of an epoch, even
-    with another world size, sees the same samples as an uninterrupted one. augment(tree, generator, share, epoch)
-    changes each batch, using the device's generator, which is in the same state on all ranks.
+    with another world size, sees the same samples as an uninterrupted one. augment(tree, seed, share, epoch) changes
+    each batch.
     """
 
     def __init__(
@@ -171,27 +175,19 @@ class TrainBatches(_Batches):
         world_size: int,
         passes: int = 1,
         fraction: float = 1.0,
-        augment: Callable[[Any, torch.Generator, Share, int], Any] = lambda tree, *_: tree,
+        augment: Callable[[Any, int, Share, int], Any] = lambda tree, *_: tree,
     ):
         super().__init__(split, max(1, round(len(split) * passes * fraction)), batch_size, rank, world_size)
         self.seed, self.passes, self.augment = seed, passes, augment
-        self.generator = device_generator(split.device)
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Batch]:
         """The batches of an epoch from first_step on; the last one may be short."""
-        generator = torch.Generator().manual_seed(seed_of(self.seed, epoch))
+        generator = torch.Generator().manual_seed(key_of(self.seed, epoch))
         order = torch.cat([torch.randperm(len(self.split), generator=generator) for _ in range(self.passes)])
         for step, tree, place in self._fetch(order[: self.samples], first_step):
             # Augmentation must not draw the numbers that the network's dropout draws
-            self.generator.manual_seed(seed_of(self.seed, epoch, step, 1))
-            augmented = self.augment(tree, self.generator, place, epoch)
-            yield Batch(augmented, place, seed_of(self.seed, epoch, step, 0))
-
-
-def seed_of(*position: int) -> int:
-    """A seed for the random numbers at one position of a training. It is hashed, because torch's CPU generator takes
-    only 32 bits, too few for seed, epoch and step side by side."""
-    return int(np.random.SeedSequence(position).generate_state(1)[0])
+            augmented = self.augment(tree, key_of(self.seed, epoch, step, 1), place, epoch)
+            yield Batch(augmented, place, key_of(self.seed, epoch, step, 0))
 
 
 def device_generator(device: torch.device) -> torch.Generator:
@@ -212,8 +208,8 @@ class TestBatches(_Batches):
         self.order = torch.randperm(count, generator=generator) if mixed else torch.arange(count)
 
     def __iter__(self) -> Iterator[Batch]:
-        for _, tree, place in self._fetch(self.order):
-            yield Batch(tree, place)
+        for step, tree, place in self._fetch(self.order):
+            yield Batch(tree, place, key_of(step))
 
     def mine_all(self) -> Tensor:
         """(n,) int64: this rank's sample indices, in the order in which they come."""

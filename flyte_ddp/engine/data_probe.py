@@ -1,7 +1,7 @@
 """Checks a recipe's data before training: do all ranks have the same samples, and are they the same each time?"""
 
 import hashlib
-from typing import Any, List, Tuple
+from typing import Any, Dict, List, Sequence, Tuple
 
 import numpy as np
 import torch
@@ -18,29 +18,48 @@ SAMPLES = 4  # how many samples are read twice
 COMPARED = 16  # how many samples the ranks compare
 
 
-def unequal_data(recipe: Recipe, split: Split) -> str:
-    """What is wrong if the ranks' samples differ, or a Dataset returns other samples each time, else ""; a collective,
-    which returns the same on all ranks."""
-    chosen = torch.linspace(0, len(split) - 1, min(COMPARED, len(split))).long()
-    is_unsteady = False
-    if isinstance(split, Streamed):
-        # In a loader worker, as in training, because a file that the Dataset opens at first use must not be shared
-        twice = Streamed(_Twice(split.dataset), torch.device("cpu"), min(1, split.workers))
-        is_unsteady = bool(next(iter(twice.fetch(chosen[:SAMPLES], [slice(0, SAMPLES)])))[0])
-    (tree,) = split.fetch(chosen, [slice(0, len(chosen))])
-    digest = hashlib.sha256(b"".join(leaf.cpu().numpy().tobytes() for leaf in pytree.tree_leaves(tree))).hexdigest()
-    everyones: List[Any] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(everyones, (is_unsteady, len(split), digest))
-    where = place(recipe, "data")
-    if any(unsteady for unsteady, _, _ in everyones):
-        name = type(split.dataset).__name__  # type: ignore[attr-defined]
-        return f"{where}: its {name} gives another sample each time: let {DRAWN}"
-    if len(set(everyones)) > 1:
-        return (
-            f"{where}: gives each rank other samples: sort what it lists, and to shuffle or split, draw from a "
-            "generator with a seed, such as numpy.random.default_rng(0)"
-        )
-    return ""
+def unequal_data(recipe: Recipe, splits: Dict[str, Split]) -> List[str]:
+    """What is wrong if the ranks' samples differ, or a Dataset returns other samples each time; a collective, which
+    returns the same on all ranks."""
+    digests, unsteady = {}, []
+    for name, split in splits.items():
+        chosen = torch.linspace(0, len(split) - 1, min(COMPARED, len(split))).long()
+        if isinstance(split, Streamed):
+            # In a loader worker, as in training, because a file that the Dataset opens at first use must not be shared
+            twice = Streamed(_Twice(split.dataset), torch.device("cpu"), min(1, split.workers))
+            unsteady += [name] if next(iter(twice.fetch(chosen[:SAMPLES], [slice(0, SAMPLES)])))[0] else []
+        (tree,) = split.fetch(chosen, [slice(0, len(chosen))])
+        content = b"".join(leaf.cpu().numpy().tobytes() for leaf in pytree.tree_leaves(tree))
+        digests[name] = len(split), hashlib.sha256(content).hexdigest()
+    first = of_first_rank(digests)
+    changing = on_any_rank([name in unsteady for name in splits], recipe.device)
+    others = on_any_rank([digests[name] != first[name] for name in splits], recipe.device)
+    found = []
+    for (name, split), is_unsteady, is_other in zip(splits.items(), changing, others, strict=True):
+        where = f'{place(recipe, "data")}, split "{name}"'
+        if is_unsteady:
+            dataset = type(split.dataset).__name__  # type: ignore[attr-defined]
+            found.append(f"{where}: its {dataset} gives another sample each time: let {DRAWN}")
+        elif is_other:
+            found.append(
+                f"{where}: gives each rank other samples: sort what it lists, and to shuffle or split, draw from a "
+                "generator with a seed, such as numpy.random.default_rng(0)"
+            )
+    return found
+
+
+def of_first_rank(mine: Any) -> Any:
+    """What rank 0 has given; a collective, which costs a rank the same among any number of them."""
+    found = [mine]
+    distributed.broadcast_object_list(found)
+    return found[0]
+
+
+def on_any_rank(flags: Sequence[bool], device: torch.device) -> List[bool]:
+    """For each flag, whether it is set on any rank; a collective."""
+    counts = torch.tensor(flags, dtype=torch.float32, device=device)
+    distributed.all_reduce(counts)
+    return [count > 0 for count in counts.tolist()]
 
 
 class _Twice:

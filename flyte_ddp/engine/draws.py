@@ -4,57 +4,54 @@ import random
 import sys
 from collections import Counter
 from pathlib import Path
-from typing import Any, Dict, Iterator, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterator, Sequence, Tuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 import flyte_ddp
-from flyte_ddp.engine.layers import Attention, ChannelDropout, Dropout
-from flyte_ddp.engine.torch_compat import TorchDispatchMode, argument_names, pytree
-from flyte_ddp.user_code import is_installed
+from flyte_ddp.code_version import is_installed
+from flyte_ddp.engine.by_row import draws_so_far
+from flyte_ddp.engine.torch_compat import TorchDispatchMode, arguments_of, pytree
 
 # The remedy for other random numbers
 DRAWN = "torch draws, in augment() from its argument random; in the network use nn.Dropout"
 
 
 class Draws(TorchDispatchMode):
-    """Counts the random numbers that torch's operations draw, except in our own layers and in Random."""
+    """Counts the random numbers that torch's operations draw, other than by row."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.found: Counter[Tuple[str, str]] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        kwargs, before = kwargs or {}, draws_so_far()
         result = func(*args, **kwargs)
-        if torch.Tag.nondeterministic_seeded in func.tags and _really_draws(func, args, kwargs):
-            found = _caller(func.name().removeprefix("aten::").partition(".")[0])
-            if found:
-                self.found[found] += sum(
-                    leaf.numel() for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)
-                )
+        if (
+            draws_so_far() == before
+            and torch.Tag.nondeterministic_seeded in func.tags
+            and _really_draws(func, args, kwargs)
+        ):
+            drawn = sum(leaf.numel() for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor))
+            self.found[_caller(func.name().removeprefix("aten::").partition(".")[0])] += drawn
         return result
 
 
 def _really_draws(func: Any, args: Sequence[Any], kwargs: Dict[str, Any]) -> bool:
     """Attention and recurrent layers always call operations that may draw; their dropout says whether they do."""
-    given = {**dict(zip(argument_names(func), args, strict=False)), **kwargs}
+    given = arguments_of(func, args, kwargs)
     probability = next((given[name] for name in ("dropout_p", "dropout", "p") if name in given), 1.0)
     is_training = next((given[name] for name in ("train", "training") if name in given), True)
     return bool(probability) and is_training is not False
 
 
-def _caller(operation: str) -> Optional[Tuple[str, str]]:
-    """'file, line n' of the user's code that the call comes from, and the layer or operation that draws; None if that
-    is our own."""
-    ours, frame, lines = str(Path(flyte_ddp.__path__[0], "recipe.py")), sys._getframe(1), []
+def _caller(operation: str) -> Tuple[str, str]:
+    """'file, line n' of the user's code that the call comes from, and the layer or operation that draws."""
+    frame, lines = sys._getframe(1), []
     while frame:
-        owner = frame.f_locals.get("self")
-        if isinstance(owner, (Dropout, ChannelDropout, Attention)) or frame.f_code.co_filename == ours:
-            return None
-        if isinstance(owner, nn.RNNBase):
+        if isinstance(owner := frame.f_locals.get("self"), nn.RNNBase):
             operation = owner.mode.split("_")[0]
         lines.append((frame.f_code.co_filename, frame.f_lineno))
         frame = frame.f_back  # type: ignore[assignment]

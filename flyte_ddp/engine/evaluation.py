@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from flyte_ddp.engine.batches import Batch, Split, TestBatches
+from flyte_ddp.engine.by_row import ByRow
 from flyte_ddp.engine.choice import is_lower_better
 from flyte_ddp.engine.job import Measured
 from flyte_ddp.engine.measures import headline_of, pairs_of, ratios, sums_of
@@ -15,7 +16,7 @@ from flyte_ddp.recipe import Recipe
 Pairs = Dict[str, Tuple[Tensor, Tensor]]
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def measure(
     recipe: Recipe,
     network: nn.Module,
@@ -29,11 +30,13 @@ def measure(
     forward: by default the recipe's own; for a network of another recipe, that one's. look: is called with each batch.
     """
     names: Sequence[str] = ()
+    rows = ByRow(recipe.share)
     sums = torch.zeros((), dtype=torch.float64, device=split.device)
     for batch in TestBatches(split, recipe.settings.test_batch_size, rank=0, world_size=1):
         vars(recipe.share).update(vars(batch.share), alone=True)
-        outputs = (forward or recipe.forward)(network, batch.tree)
-        pairs = pairs_of(recipe, outputs, batch, names)
+        with rows.block(batch.seed):
+            outputs = (forward or recipe.forward)(network, batch.tree)
+            pairs = pairs_of(recipe, outputs, batch, names)
         names, sums = list(pairs), sums + sums_of(pairs)
         look(batch, pairs)
         link.alive()

@@ -7,9 +7,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Tuple
 
+from flyte_ddp.code_version import with_installed
 from flyte_ddp.data.description import DatasetDescription
 from flyte_ddp.events import EpochFinished, NotLearning
 from flyte_ddp.settings import RunOptions, TrainingSettings
+from flyte_ddp.storage import content_digest
+from flyte_ddp.user_code import UserCode
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,21 @@ class Subject:
     files: Tuple[str, ...] = ()
     description: Optional[DatasetDescription] = None
     init: Optional[Path] = None
+
+
+def subject_of(
+    code: UserCode,
+    settings: TrainingSettings,
+    data: Optional[Path] = None,
+    init: Optional[Path] = None,
+    description: Optional[DatasetDescription] = None,
+) -> Subject:
+    """The training of a recipe; whoever asks for the same one, in whatever way, gets the same identity."""
+    digest = description.digest if description else content_digest(data) if data else ""
+    first = content_digest(init) if init else ""
+    identity = Identity(code.name, settings, digest, with_installed(code.version), first)
+    dataset = description.name if description else data.name if data else code.name.rpartition(":")[2]
+    return Subject(identity, dataset, data, code.root, code.files, description, init)
 
 
 @dataclass(frozen=True)

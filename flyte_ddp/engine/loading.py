@@ -37,8 +37,6 @@ class Streamed:
     def fetch(self, order: Tensor, parts: Sequence[slice]) -> Iterator[Any]:
         """See Split. The workers start with the first part and end with the last, or with this generator."""
         workers = min(self.workers, len(parts))
-        # A rank's process is daemonic, and daemons may have no children; these end with it anyway: see _begin
-        multiprocessing.current_process().daemon = False
         indices: Any = [order[part].numpy() for part in parts]
         loader = DataLoader(
             _Reader(self.dataset),
@@ -96,15 +94,22 @@ class _Reader(Dataset[Any]):
 
 
 def read_samples(dataset: Any, indices: np.ndarray) -> Any:
-    """A tree of arrays (n, ...) of these samples; n may be 0."""
+    """A tree of arrays (n, ...) of these samples."""
     if hasattr(dataset, "read_batch"):
         return dataset.read_batch(indices)
-    samples = [dataset[int(index)] for index in indices] or [dataset[0]]
+    samples = [dataset[int(index)] for index in indices]
     # without torch's default_collate, which in a worker puts tensors into shared memory
-    return pytree.tree_map(
-        lambda *leaves: torch.as_tensor(np.stack([np.asarray(leaf) for leaf in leaves]))[: len(indices)].numpy(),
-        *samples,
-    )
+    return pytree.tree_map(lambda *leaves: _stack(dataset, leaves), *samples)
+
+
+def _stack(dataset: Any, leaves: Sequence[Any]) -> np.ndarray:
+    rows = np.stack([np.asarray(leaf) for leaf in leaves])
+    if rows.dtype.kind not in "biufc":
+        raise DataError(
+            f"{type(dataset).__name__}: samples must be numbers, got {type(leaves[0]).__name__}: leave it out, or "
+            "encode it as a number"
+        )
+    return rows
 
 
 def _as_it_is(batch: Any) -> Any:
@@ -112,8 +117,7 @@ def _as_it_is(batch: Any) -> Any:
 
 
 def _begin(_: int) -> None:
-    """Undoes what a loader worker has inherited from its rank, and makes it end when the rank ends, in whatever way."""
-    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # the rank's own go through its pipe to the parent
+    """Makes a loader worker end when its rank ends, in whatever way."""
     sys.excepthook = lambda *_: None  # multiprocessing's own thread would print an error when the rank is killed
     threading.Thread(target=_end_with_parent, daemon=True).start()
 

@@ -1,16 +1,15 @@
 """The training loop: the file to read first. The same code for one CPU process, one GPU or N GPUs on M nodes."""
 
 import time
-from typing import Any, Dict, List, NamedTuple, Optional, Protocol
+from typing import Dict, List, NamedTuple, Optional, Protocol
 
 import torch
 from torch import Tensor, distributed
 
 from flyte_ddp.engine.batches import TestBatches, TrainBatches
-from flyte_ddp.engine.measures import pairs_of, sums_of
+from flyte_ddp.engine.measures import mismatched, pairs_of, sums_of
 from flyte_ddp.engine.state import Sums, TrainingState
-from flyte_ddp.engine.torch_compat import pytree
-from flyte_ddp.errors import NonFinite, StopRequested
+from flyte_ddp.errors import NonFinite, StopRequested, UnevenShapes
 from flyte_ddp.events import EpochChosen, EpochFinished, GradientsSeen, StepLogged
 from flyte_ddp.launch.link import Link
 
@@ -89,8 +88,8 @@ def train_epoch(
 ) -> Sums:
     """Steps through the rest of the epoch; returns its sums.
 
-    Raises StopRequested, after a checkpoint, if any rank was asked to stop, and NonFinite, with the weights as before
-    the bad step; both on all ranks at the same step.
+    Raises StopRequested, after a checkpoint, if any rank was asked to stop, and NonFinite or UnevenShapes, with the
+    weights as before the bad step; all of them on all ranks at the same step.
     """
     # A CPU can check the sums after every step; checking those on a GPU makes the host wait, so it must be rare
     look_interval = 1 if state.device.type == "cpu" else log_interval
@@ -107,6 +106,8 @@ def train_epoch(
         sums = state.sums()
         state.epoch_seconds = seconds_before + time.perf_counter() - started
         if sums.steps < state.step:
+            if sums.uneven:
+                raise UnevenShapes(state.epoch, sums.steps, state.rows.drawn)
             again = next(train.epoch(state.epoch, sums.steps))
             raise NonFinite(*state.find_non_finite(again), state.epoch, sums.steps)
         if state.step % log_interval == 0 or is_last:
@@ -139,7 +140,7 @@ def _logged(state: TrainingState, train: TrainBatches, before: Sums, now: Sums, 
     )
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def evaluate(state: TrainingState, test: TestBatches, link: Link) -> Evaluated:
     """The measures over the whole split, computed in float32: each rank evaluates its share, and sums are added up."""
     recipe, model = state.recipe, state.evaluated
@@ -149,14 +150,15 @@ def evaluate(state: TrainingState, test: TestBatches, link: Link) -> Evaluated:
     sums = torch.zeros(2 * len(state.names) + 2, dtype=torch.float64, device=state.device)
     for batch in test:
         vars(recipe.share).update(vars(batch.share))
-        outputs = recipe.forward(model, batch.tree)
-        sums[:-2] += sums_of(pairs_of(recipe, outputs, batch, state.names))
-        if mismatches and batch.share.count > 1:
-            others: Any = pytree.tree_map(lambda leaf: leaf.roll(1, 0), outputs)
-            sums[-2:] += sums_of({"loss": pairs_of(recipe, others, batch, state.names)["loss"]})
-        predictions = recipe.predictions(outputs, batch.tree)
+        with state.rows.block(batch.seed):
+            outputs = recipe.forward(model, batch.tree)
+            sums[:-2] += sums_of(pairs_of(recipe, outputs, batch, state.names))
+            if mismatches and batch.share.count > 1:
+                others = pairs_of(recipe, mismatched(outputs), batch, state.names)
+                sums[-2:] += sums_of({"loss": others["loss"]})
+            predictions = recipe.predictions(outputs, batch.tree)
         if predictions is not None:
-            mine.append(predictions)
+            mine.append(batch.share.own(predictions))
         link.alive()
     distributed.all_reduce(sums)
     *pairs, loss, weight = sums.tolist()
@@ -168,5 +170,5 @@ def gather(mine: Tensor, test: TestBatches) -> Tensor:
     """The rows (N, ...) of the whole test split, on every rank, from the rows (n, ...) of each rank's share."""
     everyone = mine.new_zeros(len(test.split), *mine.shape[1:])
     everyone[test.mine_all().to(mine.device)] = mine
-    distributed.all_reduce(everyone)  # the others' rows are zeros
+    distributed.all_reduce(everyone.view(torch.uint8))  # the others' rows are zeros; not all types can be added up
     return everyone

@@ -22,10 +22,10 @@ def place(recipe: Any, method: str) -> str:
     return f"{type(recipe).__name__}.{method}{where}"
 
 
-def augment(recipe: Recipe, tree: Any, generator: torch.Generator, share: Share, epoch: int = 0) -> Any:
+def augment(recipe: Recipe, tree: Any, seed: int, share: Share, epoch: int = 0) -> Any:
     """The batch as the recipe augments it; InputError if that changes the number of samples."""
     vars(recipe.share).update(vars(share))
-    changed = recipe.augment(tree, Random(generator, recipe.share, epoch))
+    changed = recipe.augment(tree, Random(seed, recipe.share, recipe.device, epoch))
     if any(not isinstance(leaf, Tensor) or len(leaf) != share.count for leaf in pytree.tree_leaves(changed)):
         raise InputError(f"{place(recipe, 'augment')} must return tensors of the same {share.count} samples")
     return changed
@@ -36,7 +36,7 @@ def trained_measure(names: Sequence[str]) -> str:
 
 
 def pairs_of(recipe: Recipe, outputs: Any, batch: Batch, names: Sequence[str] = ()) -> Dict[str, Tuple[Tensor, Tensor]]:
-    """Values (n,) and weights (n,) of each measure, in the order of names, or else with "loss" first.
+    """Values and weights of each measure for the rank's own samples, in the order of names, or else with "loss" first.
 
     Raises InputError, naming the place in the recipe, if measure() returns anything else.
     """
@@ -63,9 +63,14 @@ def pairs_of(recipe: Recipe, outputs: Any, batch: Batch, names: Sequence[str] = 
                     f"{place(recipe, 'measure')}: {part} of {name!r} must have one entry for each sample, shape "
                     f"({count},), got {found}: use reduction='none', and mean over all dimensions but the first"
                 )
-        values = values.float()
-        pairs[name] = values, ones if weights is None else weights.float()
+        pair = values.float(), ones if weights is None else weights.float()
+        pairs[name] = batch.share.own(pair[0]), batch.share.own(pair[1])
     return pairs
+
+
+def mismatched(outputs: Any) -> Any:
+    """The outputs, each moved on to the next sample of the batch; what has no rows stays as it is."""
+    return pytree.tree_map(lambda leaf: leaf.roll(1, 0) if isinstance(leaf, Tensor) and leaf.ndim else leaf, outputs)
 
 
 def sums_of(pairs: Dict[str, Tuple[Tensor, Tensor]]) -> Tensor:
@@ -74,13 +79,17 @@ def sums_of(pairs: Dict[str, Tuple[Tensor, Tensor]]) -> Tensor:
 
 
 def ratios(recipe: Recipe, names: Sequence[str], pairs: Sequence[float]) -> Dict[str, float]:
-    """The measures to report; NaN if the weights add up to 0."""
+    """The measures to report; NaN if the weights add up to 0. InputError if derive() returns anything but numbers."""
     found = {
         name: value / weight if weight else math.nan
         for name, value, weight in zip(names, pairs[::2], pairs[1::2], strict=True)
         if name != "objective"
     }
-    return recipe.derive(found)
+    derived = recipe.derive(found)
+    try:
+        return {name: float(value) for name, value in derived.items()}
+    except (AttributeError, TypeError, ValueError, RuntimeError) as error:  # torch's, for a tensor of several elements
+        raise InputError(f"{place(recipe, 'derive')} must return a dict of names and numbers: {error}") from None
 
 
 def headline_of(recipe: Recipe, measures: Dict[str, float]) -> str:

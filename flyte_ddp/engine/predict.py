@@ -16,6 +16,7 @@ from flyte_ddp.errors import InputError
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
 from flyte_ddp.storage import writing_to
+from flyte_ddp.user_code import checked_imports
 from flyte_ddp.weights import load_weights
 
 
@@ -29,9 +30,10 @@ def run(environment: Environment, link: Link, argument: Tuple[Job, str, int, int
     torch.set_num_threads(environment.threads)
     settle_arithmetic()
     settings, device = job.identity.settings, torch.device(environment.world.device)
-    recipe = load_recipe(job, device)
-    source = open_split(recipe, split, job)
-    model = load_weights(recipe.model(), job.model_path).to(device).eval()
+    with checked_imports(job.root, job.code_files):
+        recipe = load_recipe(job, device)
+        source = open_split(recipe, split, job)
+        model = load_weights(recipe.model(), job.model_path).to(device).eval()
     first, last = share(0, len(source), number, count)
     size = settings.test_batch_size
     parts = [slice(start, min(last, start + size)) for start in range(first, last, size)]

@@ -1,36 +1,29 @@
 """Checks a recipe before training: does its result depend on how many ranks share a batch?
 
-A few samples are computed whole and in two halves, as by one rank and by two. Whatever differs, or draws random numbers
+A few samples are computed whole and in two parts, as by one rank and by two. Whatever differs, or draws random numbers
 of its own, is reported with its place in the recipe and with what to write instead.
 """
 
-import math
-import traceback
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import Dict, Iterator, List, Tuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from flyte_ddp.engine.batches import Split
-from flyte_ddp.engine.data_probe import SAMPLES, unequal_data
-from flyte_ddp.engine.draws import DRAWN, users_line
-from flyte_ddp.engine.layers import has_batch_norm
-from flyte_ddp.engine.measures import headline_of, place, ratios, trained_measure
-from flyte_ddp.engine.torch_compat import pytree
+from flyte_ddp.engine.batches import Batch, Part, Split
+from flyte_ddp.engine.by_row import ByRow
+from flyte_ddp.engine.comparison import dependences, optimizer_of, scaled_rates
+from flyte_ddp.engine.data_probe import of_first_rank, on_any_rank, unequal_data
+from flyte_ddp.engine.measures import headline_of, mismatched, pairs_of, place, ratios, trained_measure
 from flyte_ddp.engine.trials import Trial, Trials
 from flyte_ddp.errors import InputError
 from flyte_ddp.recipe import Recipe
 
-TOLERANCE = {"rtol": 1e-3, "atol": 1e-5}
+MORE_SAMPLES, PART = 1024, 64  # how many samples are looked through for gradients, and how many at a time
+SAMPLES, TEST_SAMPLES = 8, 32  # that are computed: as in a training step, and without gradients as in evaluation
 REMEDY = "docs/your-own-model.md has an example of each. If it is meant, set may_depend_on_ranks = True in the recipe"
-OTHERS = "to compare samples, call everyone(); to normalise, use nn.BatchNorm, nn.GroupNorm or nn.LayerNorm"
-STAGE_REMEDIES = {
-    "augment": "draw only from the argument random, and mix no samples: do that in forward, with everyone()",
-    "forward": OTHERS,
-    "measure": "use reduction='none'; " + OTHERS,
-}
 
 
 @dataclass(frozen=True)
@@ -42,54 +35,84 @@ class Probed:
         headline: the name of the main measure.
         reasons: why the result depends on the number of ranks; only if the recipe allows that.
         sample_flops: floating-point operations of a training step, forward and backward, per sample.
+        rows: what draws by row, having seen where samples are in what is drawn.
     """
 
     names: Tuple[str, ...]
     headline: str
     reasons: List[str]
     sample_flops: float
+    rows: ByRow
 
 
-def probe(recipe: Recipe, model: nn.Module, split: Split, may_be_empty: bool = False) -> Probed:
-    """Raises InputError, with place and remedy, for whatever makes the result depend on the number of ranks.
+def probe(recipe: Recipe, model: nn.Module, splits: Dict[str, Split], steps: int, mixed: bool) -> Probed:
+    """Raises InputError, with place and remedy, for whatever makes the result depend on the number of ranks, and for
+    what would fail in the first step, or only after an epoch.
 
-    A collective. may_be_empty: whether some rank will have no sample of some batch.
+    A collective. splits: by name; those that are computed are "train" and "test". steps: of the whole training. mixed:
+    whether evaluation pairs outputs with other samples.
     """
-    _refuse_micro_batch(recipe, model)
-    count = min(SAMPLES, len(split))
-    unequal = unequal_data(recipe, split)
-    reasons = [unequal] if unequal else []
-    (tree,) = split.fetch(torch.arange(count), [slice(0, count)])
-    trial = Trials(recipe, model, tree)
+    reasons, rows = unequal_data(recipe, splits), ByRow(recipe.share)
     try:
+        trials = Trials(recipe, model, rows, splits["train"], _count(recipe, splits["train"]))
         with FlopCounterMode(display=False) as counter:
-            whole = trial(0, count)
-            _refuse_without_gradients(recipe, trial.model, whole.pairs)
-        if trial.everyones and not recipe.couples_samples:
+            whole = trials(0, trials.size)
+        _refuse_micro_batch(recipe, rows)
+        _refuse_without_gradients(recipe, whole)
+        _refuse_unreached(recipe, model, splits["train"], trials, whole)
+        if trials.everyones and not recipe.couples_samples:
             raise InputError(f"{place(recipe, 'measure')}: a recipe that calls everyone() needs couples_samples = True")
-        if count > 1:
-            halves = [trial(0, count // 2), trial(count // 2, count)]
-            reasons += _draws(recipe, whole, halves) or _differences(recipe, trial, whole, halves)
-        if may_be_empty:
-            _refuse_unless_empty_passes(trial, count)
+        reasons += dependences(recipe, trials, whole) or scaled_rates(recipe, trials.model, steps)
+        _try_step(recipe, trials.model)
+        tests = Trials(recipe, model, rows, splits["test"], _count(recipe, splits["test"], is_training=False), False)
+        tested = tests(0, tests.size)
+        _try_results(recipe, tested, mixed)
+        reasons = reasons or dependences(recipe, tests, tested)
+        disagreement = _disagreement(recipe, whole, tested)
     finally:
         vars(recipe.share).update(alone=False, stand_in=None)
+    reasons = reasons or disagreement
     if reasons and not recipe.may_depend_on_ranks:
         raise InputError(f"the result would depend on the number of ranks: {'; '.join(reasons)}. {REMEDY}")
     names = tuple(whole.pairs)
-    totals = [float(part.detach().double().sum()) for pair in whole.pairs.values() for part in pair]
-    headline = headline_of(recipe, ratios(recipe, names, totals))
-    return Probed(names, headline, reasons, counter.get_total_flops() / count)
+    headline = headline_of(recipe, ratios(recipe, names, _totals(whole)))
+    return Probed(names, headline, reasons, counter.get_total_flops() / trials.size, rows)
+
+
+def _count(recipe: Recipe, split: Split, is_training: bool = True) -> int:
+    """How many samples to compute; not more, apart from two, than a rank computes at once, which fits into memory."""
+    settings = recipe.settings
+    size = settings.batch_size if is_training else settings.test_batch_size
+    at_once = -(-size // distributed.get_world_size())
+    if is_training and recipe.micro_batch:
+        at_once = min(at_once, recipe.micro_batch)
+    return min(SAMPLES if is_training else TEST_SAMPLES, len(split), max(2, at_once))
+
+
+def _totals(trial: Trial) -> List[float]:
+    """The sums of values and weights of each measure, alternating."""
+    return [float(part.detach().double().sum()) for pair in trial.pairs.values() for part in pair]
+
+
+def _disagreement(recipe: Recipe, whole: Trial, tested: Trial) -> List[str]:
+    """Whether the ranks measure the same for the same samples; a collective."""
+    mine = torch.tensor([_totals(whole) + _totals(tested)], dtype=torch.float64)
+    first = of_first_rank(mine)
+    unlike = mine.shape != first.shape or not torch.allclose(mine, first, rtol=1e-3, equal_nan=True)
+    if not any(on_any_rank([unlike], recipe.device)):
+        return []
+    remedy = "let nothing, from the initial weights to the measures, depend on the process that computes it"
+    return [f"{place(recipe, 'measure')}: each rank measures something else for the same samples: {remedy}"]
 
 
 # --- what is never trained ---
 
 
-def _refuse_micro_batch(recipe: Recipe, model: nn.Module) -> None:
+def _refuse_micro_batch(recipe: Recipe, rows: ByRow) -> None:
     if not recipe.micro_batch:
         return
     why = ""
-    if has_batch_norm(model):
+    if rows.normalised:
         why = "with batch norm, whose statistics are those of whole batches (or use nn.GroupNorm)"
     elif recipe.couples_samples:
         why = "with couples_samples, which needs whole batches"
@@ -97,106 +120,83 @@ def _refuse_micro_batch(recipe: Recipe, model: nn.Module) -> None:
         raise InputError(f"{type(recipe).__name__}.micro_batch must be 0 {why}, got {recipe.micro_batch}")
 
 
-def _refuse_without_gradients(recipe: Recipe, model: nn.Module, pairs: Dict[str, Tuple[Tensor, Tensor]]) -> None:
-    name = trained_measure(list(pairs))
-    if not pairs[name][0].requires_grad:
+def _refuse_without_gradients(recipe: Recipe, whole: Trial) -> None:
+    name = trained_measure(list(whole.pairs))
+    values, weights = whole.pairs[name]
+    if not values.requires_grad:
         raise InputError(
             f"{place(recipe, 'measure')}: no gradient comes from {name!r}: compute it with torch from outputs, without "
             "detach(), argmax() or no_grad(), and leave some parameters trainable"
         )
-    model.zero_grad()
-    pairs[name][0].sum().backward()
-    unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
-    if unused:
-        named = ", ".join(unused[:3]) + (f" and {len(unused) - 3} more" if len(unused) > 3 else "")
+    if weights.requires_grad:
         raise InputError(
-            f"{place(recipe, 'forward')}: no gradient reaches the parameters {named}: use them, remove them, or "
-            "call requires_grad_(False) on them in model()"
+            f"{place(recipe, 'measure')}: the weights of {name!r} must not need a gradient, since only its values are "
+            "differentiated: call detach() on them"
         )
-    model.zero_grad()
-
-
-def _refuse_unless_empty_passes(trial: Trials, count: int) -> None:
-    try:
-        trial(count, count)
-    except Exception as error:
-        frames = [(frame, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-        where = users_line(reversed([(frame.f_code.co_filename, line) for frame, line in frames]))
+    sparse = [name for name, gradient in whole.gradients.items() if gradient.layout != torch.strided]
+    if sparse:
         raise InputError(
-            f"{where or place(trial.recipe, 'forward')}: a rank without any sample of a short last batch fails here "
-            f"({type(error).__name__}: {error}): make it work for n = 0, or choose batch_size and test_batch_size so "
-            "that each rank has samples of the last batch"
-        ) from error
+            f"{place(recipe, 'model')}: the gradient of {sparse[0]} must not be sparse: create its layer with "
+            "sparse=False"
+        )
 
 
-# --- what depends on the number of ranks ---
+def _refuse_unreached(recipe: Recipe, model: nn.Module, split: Split, trials: Trials, whole: Trial) -> None:
+    """A few samples need not reach every expert of a network: only what many more do not reach either is refused."""
+    trainable = [name for name, parameter in trials.model.named_parameters() if parameter.requires_grad]
+    unreached = [name for name in trainable if name not in whole.gradients]
+    spread = torch.linspace(0, len(split) - 1, min(MORE_SAMPLES, len(split))).long()
+    for chosen in spread.split(PART):
+        if not unreached:
+            return
+        found = Trials(recipe, model, trials.rows, Part(split, chosen), len(chosen))(0, len(chosen))
+        unreached = [name for name in unreached if name not in found.gradients]
+    if unreached:
+        named = ", ".join(unreached[:3]) + (f" and {len(unreached) - 3} more" if len(unreached) > 3 else "")
+        raise InputError(
+            f"{place(recipe, 'forward')}: no gradient reaches the parameters {named} from {len(spread)} samples: "
+            "use them, remove them, or call requires_grad_(False) on them in model()"
+        )
 
 
-def _draws(recipe: Recipe, whole: Trial, halves: Sequence[Trial]) -> List[str]:
-    """Random numbers that each rank draws for itself; those for the whole batch, the same on all ranks, are fine."""
-    found = [
-        f"{where}: draws random numbers of its own ({operation}): {_remedy(operation)}"
-        for (where, operation), drawn in whole.draws.items()
-        if any(half.draws[where, operation] != drawn for half in halves)
-    ]
-    return found + [
-        f"{place(recipe, stage)}: draws numpy's or Python's random numbers, which settings.seed does not control: "
-        f"let {DRAWN}"
-        for stage in whole.strays
-    ]
+def _try_step(recipe: Recipe, model: nn.Module) -> None:
+    """A step of the optimizer with the gradients of the last trial, which changes the weights."""
+    optimizer = optimizer_of(recipe, model)
+    remedy = "choose one that needs no closure and takes dense gradients, such as torch.optim.AdamW"
+    with _fault_named(f"{place(recipe, 'optimizer')}: {type(optimizer).__name__} cannot make a step", remedy):
+        optimizer.step()
 
 
-def _remedy(operation: str) -> str:
-    if operation.startswith(("LSTM", "GRU", "RNN")):
-        return f"give {operation} no dropout, and put nn.Dropout between layers of one nn.{operation} each"
-    if "dropout" in operation or "bernoulli" in operation or "attention" in operation:
-        return "use a layer nn.Dropout, for whole channels nn.Dropout2d, for attention nn.MultiheadAttention"
-    return f"let {DRAWN}"
+@torch.no_grad()
+def _try_results(recipe: Recipe, tested: Trial, mixed: bool) -> None:
+    """What becomes of outputs after an epoch, and after the last one."""
+    outputs, tree, predictions = (tested.stages[stage] for stage in ("forward", "data", "predictions"))
+    batch = Batch(tree, recipe.share)
+    if mixed:
+        what = f"{place(recipe, 'measure')}: fails for outputs that are paired with other samples, as guesses would be"
+        with _fault_named(what, "define constant_loss(), the loss of guessing"):
+            pairs_of(recipe, mismatched(outputs), batch)
+    if predictions is not None:
+        where, count = place(recipe, "predictions"), batch.share.count
+        if not isinstance(predictions, Tensor) or predictions.shape[:1] != (count,):
+            got = tuple(predictions.shape) if isinstance(predictions, Tensor) else type(predictions).__name__
+            raise InputError(f"{where} must return a tensor with a row for each of the {count} samples, got {got}")
+        with _fault_named(f"{where}: NumPy cannot hold what it returns", "call float() on it"):
+            predictions.cpu().numpy()
+    for _, picture in recipe.pictures(outputs, tree):
+        if picture.ndim != 3 or picture.shape[0] not in (1, 3):
+            raise InputError(
+                f"{place(recipe, 'pictures')} must return images (C, H, W) of 1 or 3 channels, got shape "
+                f"{tuple(picture.shape)}"
+            )
 
 
-def _differences(recipe: Recipe, trial: Trials, whole: Trial, halves: Sequence[Trial]) -> List[str]:
-    """The first method that returns something else for two halves, and the buffers that end up different."""
-    for stage, remedy in STAGE_REMEDIES.items():
-        gaps = _gaps(whole.stages[stage], [half.stages[stage] for half in halves])
-        if gaps is None:
-            continue
-        again = trial(0, trial.size)
-        if _gaps(whole.stages[stage], [again.stages[stage]]) is not None:
-            return [f"{place(recipe, stage)}: returns something else each time: let {DRAWN}"]
-        return [f"{place(recipe, stage)}: {gaps} of a sample depends on the others of its batch: {remedy}"]
-    followers = [
-        name
-        for name, buffer in whole.buffers.items()
-        if any(not _is_close(buffer, half.buffers.get(name, buffer)) for half in halves)
-    ]
-    owners = {type(trial.model.get_submodule(name.rpartition(".")[0])).__name__: name for name in followers}
-    return [
-        f"{place(recipe, 'forward')}: the buffer {name} of {owner} depends on the samples of its rank: compute it from "
-        "everyone(), or keep no running statistics"
-        for owner, name in owners.items()
-    ]
-
-
-def _gaps(whole: Any, parts: Sequence[Any]) -> Optional[str]:
-    """The name of what differs between the whole and the joined parts; None if nothing does or can be compared."""
-    leaves, others = pytree.tree_flatten_with_path(whole)[0], [pytree.tree_leaves(part) for part in parts]
-    if any(len(part) != len(leaves) for part in others):
-        return None
-    for (path, leaf), *pieces in zip(leaves, *others, strict=True):
-        if not isinstance(leaf, Tensor) or leaf.ndim == 0 or sum(map(len, pieces)) != len(leaf):
-            continue
-        joined = torch.cat(pieces)
-        if not _is_close(leaf, joined):
-            gap = (leaf.double() - joined.double()).abs().max().item() if joined.shape == leaf.shape else math.nan
-            first = path[0] if path else None
-            name = repr(first.key) if isinstance(first, pytree.MappingKey) else "what it gives"
-            return f"{name} (by {gap:.2g})"
-    return None
-
-
-def _is_close(one: Tensor, other: Tensor) -> bool:
-    if one.shape != other.shape:
-        return False
-    if not one.is_floating_point():
-        return torch.equal(one, other)
-    return torch.allclose(one, other.to(one.dtype), equal_nan=True, **TOLERANCE)
+@contextmanager
+def _fault_named(what: str, remedy: str) -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        cause = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise InputError(f"{what} ({cause}): {remedy}") from error

@@ -18,6 +18,7 @@ from flyte_ddp.engine.set_up import Parts
 from flyte_ddp.engine.state import TrainingState
 from flyte_ddp.model_metadata import ModelMetadata, add_metadata
 from flyte_ddp.recipe import Recipe
+from flyte_ddp.share import Share
 from flyte_ddp.storage import write_whole, writing_to
 
 MOST_PICTURES = 24
@@ -93,7 +94,7 @@ def draw_pictures(state: TrainingState, test: Split, path: Path) -> None:
     """Writes the recipe's pictures of the first test samples, if any, as an .npz for the report."""
     recipe, count = state.recipe, min(len(test), MOST_PICTURES)
     (tree,) = test.fetch(torch.arange(count), [slice(0, count)])
-    vars(recipe.share).update(first=0, count=count, size=count, alone=True)
+    vars(recipe.share).update(vars(Share(0, count, count, alone=True)))
     outputs: Optional[Any] = recipe.forward(state.evaluated.eval(), tree)
     drawn = recipe.pictures(outputs, tree)[:MOST_PICTURES]
     if drawn:

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import nn
 
+from flyte_ddp.engine.attributes import check_attributes
 from flyte_ddp.engine.batches import Resident, Split, TestBatches, TrainBatches, hold_out
 from flyte_ddp.engine.choice import Choice, is_lower_better
 from flyte_ddp.engine.job import Job
-from flyte_ddp.engine.layers import convert
 from flyte_ddp.engine.loading import Streamed
 from flyte_ddp.engine.measures import augment, place
 from flyte_ddp.engine.probe import Probed, probe
@@ -26,7 +26,7 @@ from flyte_ddp.events import NotLearning
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.recipe import Recipe
 from flyte_ddp.settings import TrainingSettings
-from flyte_ddp.user_code import check_imports
+from flyte_ddp.user_code import checked_imports
 
 SPLITS = ("train", "test")
 
@@ -50,6 +50,7 @@ def set_up(environment: Environment, device: torch.device, job: Job) -> Parts:
     precision = choose_precision(settings.precision, device)
     recipe = load_recipe(job, device)
     train, test = (open_split(recipe, split, job) for split in SPLITS)
+    check_attributes(recipe)
     kept, validation = validation_of(recipe, train, job)
     batches = TrainBatches(
         kept,
@@ -62,20 +63,20 @@ def set_up(environment: Environment, device: torch.device, job: Job) -> Parts:
         partial(augment, recipe),
     )
     model, remarks = first_model(recipe, job)
-    last_batches = [(batches.samples, settings.batch_size)]
-    last_batches += [(len(split), settings.test_batch_size) for split in (test, validation) if split]
-    may_be_empty = any((samples % size or size) < world_size for samples, size in last_batches)
-    found = probe(recipe, model, train, may_be_empty)
     constant_loss, total_steps = recipe.constant_loss(), settings.epochs * len(batches)
+    mixed = not (constant_loss or recipe.couples_samples)  # then outputs are also paired with other samples
+    splits = {"train": train, "test": test}
+    if validation and recipe.has_validation:
+        splits["validation"] = validation
+    found = probe(recipe, model, splits, total_steps, mixed)
     state = TrainingState(
-        recipe, model, found.names, device, world_size,
+        recipe, model, found.rows, found.names, device, world_size,
         autocast=precision == "bfloat16", total_steps=total_steps, constant_loss=constant_loss,
     )  # fmt: skip
     if validation:
         state.choice = choice_of(recipe, found.headline, settings)
     reasons = [f"the result depends on the number of ranks: {reason}" for reason in found.reasons]
     state.watch.warnings += [NotLearning(0, 0, reason) for reason in reasons]
-    mixed = not (constant_loss or recipe.couples_samples)  # then outputs are also paired with other samples
     if job.init and is_checkpoint(Path(job.init)):
         remarks.append(continue_from(state, Path(job.init), job, len(batches)))
     place_in_world = settings.test_batch_size, rank, world_size, mixed
@@ -87,7 +88,14 @@ def first_model(recipe: Recipe, job: Job) -> Tuple[nn.Module, List[str]]:
     """The network with its initial weights, unless training continues from a checkpoint, and remarks on these."""
     settings: TrainingSettings = job.identity.settings
     torch.manual_seed(settings.seed)
-    model, remarks = convert(recipe.model().to(recipe.device), recipe.share), []
+    model, remarks = recipe.model(), []
+    lazy = [name for name, parameter in model.named_parameters() if nn.parameter.is_lazy(parameter)]
+    if lazy:
+        raise InputError(
+            f"{place(recipe, 'model')}: {lazy[0]} has no shape yet: call the network once in model(), on zeros of a "
+            "batch's shape, or name the layer's size"
+        )
+    model = model.to(recipe.device)
     if job.init and not is_checkpoint(Path(job.init)):
         remarks.append(start_from(model, Path(job.init), settings.init_leave_out))
     if settings.freeze:
@@ -133,16 +141,15 @@ def load_recipe(job: Job, device: torch.device) -> Recipe:
     random.seed(seed)
     if job.root and job.root not in sys.path:
         sys.path.insert(0, job.root)
-    name, before = job.identity.recipe, set(sys.modules)
-    kind = pkgutil.resolve_name(name)
-    if not (isinstance(kind, type) and issubclass(kind, Recipe)):
-        raise InputError(f"{name} must be a subclass of flyte_ddp.recipe.Recipe, got {kind!r}")
-    recipe = kind(job.identity.settings, Path(job.data) if job.data else None)
+    name = job.identity.recipe
+    with checked_imports(job.root, job.code_files):
+        kind = pkgutil.resolve_name(name)
+        if not (isinstance(kind, type) and issubclass(kind, Recipe)):
+            raise InputError(f"{name} must be a subclass of flyte_ddp.recipe.Recipe, got {kind!r}")
+        recipe = kind(job.identity.settings, Path(job.data) if job.data else None)
     if not hasattr(recipe, "share"):
         raise InputError(f"{place(recipe, '__init__')} must call super().__init__(settings, data_path)")
     recipe.device = device
-    if job.root:
-        check_imports(job.root, job.code_files, before)
     return recipe
 
 

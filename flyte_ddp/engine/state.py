@@ -1,5 +1,6 @@
 """The state of a training: weights, optimizer, schedule, average, position and measures so far; and its step."""
 
+import functools
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any, Dict, List, Optional, Sequence, Tuple
@@ -13,12 +14,31 @@ from torch.optim.lr_scheduler import LambdaLR
 from flyte_ddp.engine import torch_compat
 from flyte_ddp.engine.average import Average
 from flyte_ddp.engine.batches import Batch, device_generator
+from flyte_ddp.engine.by_row import ByRow
 from flyte_ddp.engine.choice import Choice
-from flyte_ddp.engine.layers import convert
 from flyte_ddp.engine.measures import pairs_of, ratios, trained_measure
 from flyte_ddp.engine.watch import Watch
 from flyte_ddp.events import EpochFinished
 from flyte_ddp.recipe import Recipe
+
+BITS = 16  # of the digest: two that differ are alike in these once in 65,536 times
+
+
+class _Reaching(torch.autograd.Function):
+    """A loss as it is, that reaches all parameters on the way back.
+
+    One that no sample has used, such as an expert's, has no gradient otherwise; DDP would wait for it, and fail. So it
+    gets 0, whether its samples are on other ranks or there are none, and an optimizer treats it alike on any number.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.count = len(parameters)
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tuple[Optional[Tensor], ...]:
+        return gradient, *[None] * ctx.count  # adds nothing to a gradient that there is
 
 
 class Step(nn.Module):
@@ -27,27 +47,42 @@ class Step(nn.Module):
     DDP averages the ranks' gradients. Here these are gradients of sums, so multiplied by the number of ranks they give
     the gradient of the sum over the global batch, however uneven the shares; it is divided by the global weight
     afterwards. The sums of the measures travel with them, as the gradient of a parameter that is never trained: that
-    saves a second all-reduce, and all ranks know the same sums at the same step.
+    saves a second all-reduce, and all ranks know the same sums at the same step. So do the bits of a digest of the
+    shapes that random numbers were drawn for: if a bit's sum is neither 0 nor the number of ranks, these shapes differ.
     """
 
-    def __init__(self, model: nn.Module, recipe: Recipe, names: Sequence[str], world_size: int, autocast: bool):
+    def __init__(
+        self, model: nn.Module, recipe: Recipe, rows: ByRow, names: Sequence[str], world_size: int, autocast: bool
+    ):
         super().__init__()
-        self.model, self.recipe, self.names = model, recipe, names
+        self.model, self.recipe, self.rows, self.names = model, recipe, rows, names
         self.world_size, self.autocast = world_size, autocast
-        self.sums = nn.Parameter(torch.zeros(2 * len(names) + 1))  # values and weights by name, requests to stop
+        self.trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        # values and weights by name, bits, requests to stop
+        self.sums = nn.Parameter(torch.zeros(2 * len(names) + BITS + 1))
 
-    def forward(self, batch: Batch, stop: bool) -> Tensor:
+    def forward(self, batch: Batch, stop: bool, is_last: bool) -> Tensor:
+        """is_last: of the parts that the rank's share is computed in."""
         vars(self.recipe.share).update(vars(batch.share))
-        with torch.autocast(self.sums.device.type, torch.bfloat16, enabled=self.autocast):
+        with self.rows.block(batch.seed), torch.autocast(self.sums.device.type, torch.bfloat16, enabled=self.autocast):
             outputs = self.recipe.forward(self.model, batch.tree)
             pairs = pairs_of(self.recipe, outputs, batch, self.names)
         trained = pairs[trained_measure(self.names)][0].sum()
         with torch.no_grad():
             sums = torch.empty_like(self.sums)
-            torch.sum(torch.stack([part for pair in pairs.values() for part in pair]), 1, out=sums[:-1])
-            sums[-1:].fill_(stop)  # a new tensor would have to be copied to the device, which makes the host wait
+            torch.sum(torch.stack([part for pair in pairs.values() for part in pair]), 1, out=sums[: -BITS - 1])
+            sums[-BITS - 1 : -1] = bits_of(self.rows.digest if is_last else 0, sums.device)
+            sums[-1:].fill_(
+                stop and is_last
+            )  # a new tensor would have to be copied to the device, which makes the host wait
         # backward(gradient) would save this product, but imports sympy
-        return self.world_size * (trained + self.sums @ sums)
+        return _Reaching.apply(self.world_size * (trained + self.sums @ sums), *self.trainable)
+
+
+@functools.lru_cache(maxsize=1000)  # copying them to a device would make the host wait at each step
+def bits_of(digest: int, device: torch.device) -> Tensor:
+    """(BITS,) float32: the last bits of a digest."""
+    return torch.tensor([float(digest >> bit & 1) for bit in range(BITS)], device=device)
 
 
 @dataclass(frozen=True)
@@ -56,12 +91,14 @@ class Sums:
 
     Attributes:
         pairs: value and weight of each measure, alternating.
-        steps: number of steps before the first that was not finite.
+        steps: number of steps before the first that was not finite, or whose ranks drew for different shapes.
+        uneven: whether they did.
         stop: whether any rank was asked to stop.
     """
 
     pairs: Tuple[float, ...]
     steps: int
+    uneven: bool
     stop: bool
 
     def since(self, before: "Sums") -> Tuple[float, ...]:
@@ -75,6 +112,7 @@ class TrainingState:
         self,
         recipe: Recipe,
         model: nn.Module,
+        rows: ByRow,
         names: Sequence[str],
         device: torch.device,
         world_size: int,
@@ -85,25 +123,24 @@ class TrainingState:
     ):
         """names: of the measures, "loss" first."""
         self.recipe, self.names, self.device = recipe, tuple(names), device
-        self.model = model
+        self.model, self.rows = model, rows
         self.ddp = DistributedDataParallel(
-            Step(self.model, recipe, self.names, world_size, autocast).to(device),
+            Step(self.model, recipe, rows, self.names, world_size, autocast).to(device),
             gradient_as_bucket_view=True,
         )
-        # Buffers are the same on all ranks, see layers.py (as an argument its name would depend on torch's version)
+        # Buffers are the same on all ranks, see by_row.py (as an argument its name would depend on torch's version)
         self.ddp.broadcast_buffers = False
         self.optimizer = recipe.optimizer(self.model)
         self.schedule = LambdaLR(self.optimizer, lambda step: recipe.factor(step, total_steps))
         self.average = Average(self.model, recipe.ema_decay) if recipe.ema_decay else None
-        if self.average:
-            convert(self.average.model, recipe.share)  # its layers have a copy of the share
         # A loss or gradient that is not finite sets this flag for good. An optimizer that ignores it isn't called then
         self.flag = torch.zeros((), device=device)
         self._is_guarded = torch_compat.guard_steps(self.optimizer, self.flag)
+        self.world_size = world_size
         self.epoch = self.step = 0
         self.epoch_seconds = 0.0
-        # Step's sums, then the number of steps that were not finite
-        self._sums = torch.zeros(2 * len(names) + 2, dtype=torch.float64, device=device)
+        # Step's sums, with the number of steps of uneven ranks instead of the bits; then that of steps that were bad
+        self._sums = torch.zeros(2 * len(names) + 3, dtype=torch.float64, device=device)
         self._trained = 2 * self.names.index(trained_measure(names))
         self._norms = torch.zeros(0, device=device)
         self._generator = device_generator(device)
@@ -125,19 +162,23 @@ class TrainingState:
         self.ddp.zero_grad()  # here rather than at the end, so that gradients can be inspected until the next step
         parts = batch.parts(self.recipe.micro_batch)
         for part in parts:
-            # Layers draw from the device's generator, whose state depends only on the position
+            # For what all samples share and torch draws by itself: the same on all ranks
             self._generator.manual_seed(batch.seed)
             is_last = part is parts[-1]
             with nullcontext() if is_last else self.ddp.no_sync():
-                self.ddp(part, stop and is_last).backward()
+                self.ddp(part, stop, is_last).backward()
         new = self.ddp.module.sums.grad
-        self._sums[:-1].add_(new)
+        bits = new[-BITS - 1 : -1]
+        uneven = (bits * (self.world_size - bits)).amax() > 0.5  # far from 0 whatever the rounding
+        self._sums[:-3].add_(new[: -BITS - 1])
+        self._sums[-3].add_(uneven)
+        self._sums[-2].add_(new[-1])
         scale = new[self._trained + 1].reciprocal().nan_to_num_(posinf=0.0)  # 0 if the weights add up to 0
         gradients = self._gradients()[1]
         self._norms = torch_compat.norms(gradients) * scale
         norm = torch.linalg.vector_norm(self._norms)
-        total = norm + new[self._trained]
-        self.flag.logical_or_(total - total)  # 0 if finite, else NaN, which counts as true
+        total = norm + new[self._trained] + new[self._trained + 1]
+        self.flag.logical_or_(uneven.logical_or(total - total))  # 0 if finite, else NaN, which counts as true
         self._sums[-1].add_(self.flag)
         if self.recipe.clip_norm:
             scale = scale * (self.recipe.clip_norm / norm).clamp(max=1)
@@ -158,7 +199,7 @@ class TrainingState:
         bad = [False, False]
         for part in batch.parts(self.recipe.micro_batch):
             self._generator.manual_seed(batch.seed)
-            loss = self.ddp.module(part, False)
+            loss = self.ddp.module(part, False, False)
             gradients = torch.autograd.grad(loss, weights, allow_unused=True)
             norms = torch_compat.norms([gradient for gradient in gradients if gradient is not None])
             bad = [was or not bool(value.isfinite().all()) for was, value in zip(bad, (loss, norms), strict=True)]
@@ -188,8 +229,8 @@ class TrainingState:
 
     def sums(self) -> Sums:
         """The sums of the epoch so far; makes the host wait for the device."""
-        *pairs, stop, bad_steps = self._sums.tolist()
-        return Sums(tuple(pairs), self.step - round(bad_steps), stop > 0)
+        *pairs, uneven, stop, bad_steps = self._sums.tolist()
+        return Sums(tuple(pairs), self.step - round(bad_steps), uneven > 0, stop > 0)
 
     def measures(self, pairs: Sequence[float]) -> Dict[str, float]:
         return ratios(self.recipe, self.names, pairs)
@@ -201,21 +242,25 @@ class TrainingState:
         self._sums.zero_()
         self.epoch, self.step, self.epoch_seconds = self.epoch + 1, 0, 0.0
 
-    def state_dict(self) -> Dict[str, Any]:
-        """Copies of all that a resume needs, on the CPU, so that training can continue while they are written."""
+    def content(self) -> Dict[str, Any]:
+        """All that a resume needs, except the choice; tensors are those of the training itself."""
         return {
-            "model": _cpu_copy(self.model.state_dict()),
-            "average": _cpu_copy(self.average.model.state_dict()) if self.average else None,
-            "optimizer": _cpu_copy(self.optimizer.state_dict()),
+            "model": self.model.state_dict(),
+            "average": self.average.model.state_dict() if self.average else None,
+            "optimizer": self.optimizer.state_dict(),
             "schedule": self.schedule.state_dict(),
-            "sums": _cpu_copy(self._sums),
+            "sums": self._sums,
             "epoch": self.epoch,
             "step": self.step,
             "epoch_seconds": self.epoch_seconds,
             "history": [asdict(finished) for finished in self.history],
             "watch": self.watch.state_dict(),
-            "choice": self.choice.state_dict() if self.choice else None,
         }
+
+    def state_dict(self) -> Dict[str, Any]:
+        """Copies of all that a resume needs, on the CPU, so that training can continue while they are written."""
+        copied: Dict[str, Any] = torch_compat.pytree.tree_map_only(Tensor, _cpu_copy, self.content())
+        return {**copied, "choice": self.choice.state_dict() if self.choice else None}
 
     def load_state_dict(self, saved: Dict[str, Any]) -> None:
         """Restores what state_dict returned, on any number of ranks."""
@@ -224,7 +269,7 @@ class TrainingState:
             self.average.model.load_state_dict(saved["average"])
         self.optimizer.load_state_dict(saved["optimizer"])
         self.schedule.load_state_dict(saved["schedule"])
-        self._sums[:-2] = saved["sums"][:-2]  # without the old run's requests to stop
+        self._sums[:-3] = saved["sums"][:-3]  # without the old run's requests to stop
         self.epoch, self.step, self.epoch_seconds = saved["epoch"], saved["step"], saved["epoch_seconds"]
         self.history = [EpochFinished(**finished) for finished in saved["history"]]
         self.watch.load_state_dict(saved["watch"])
@@ -232,11 +277,5 @@ class TrainingState:
             self.choice.load_state_dict(saved["choice"])
 
 
-def _cpu_copy(value: Optional[Any]) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().to("cpu", copy=True)
-    if isinstance(value, dict):
-        return {key: _cpu_copy(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_cpu_copy(item) for item in value)
-    return value
+def _cpu_copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)

@@ -1,13 +1,17 @@
 """The private parts of torch that this package uses, as of version 2.15.0: see tests/compat."""
 
+import functools
 import importlib
 import sys
 from contextlib import contextmanager
+from copy import deepcopy
 from types import ModuleType, SimpleNamespace
-from typing import Any, Iterator, List
+from typing import Any, Callable, Dict, Iterator, List, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._C import DispatchKey
+from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
@@ -18,16 +22,64 @@ from torch.utils._python_dispatch import TorchDispatchMode
 __all__ = ["TorchDispatchMode", "pytree"]
 
 
-class AnyBatchNorm(_BatchNorm):
-    """Batch norm for any number of dimensions; each public class allows only one."""
-
-    def _check_input_dim(self, features: Tensor) -> None:
-        pass
+def is_batch_norm(layer: nn.Module) -> bool:
+    """Whether it is one of torch's batch norm layers, or of a class derived from one."""
+    return isinstance(layer, _BatchNorm)
 
 
-def argument_names(operation: Any) -> List[str]:
-    """Of an operation that a TorchDispatchMode sees, in order; it gets most arguments by position."""
-    return [argument.name for argument in operation._schema.arguments]
+@contextmanager
+def any_batch_size() -> Iterator[None]:
+    """Lets batch norm have a single row on this rank; torch refuses that before it calls the operator."""
+    check = F._verify_batch_size  # type: ignore[attr-defined]
+    F._verify_batch_size = lambda size: None  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        F._verify_batch_size = check  # type: ignore[attr-defined]
+
+
+def original(operation: Any) -> Callable[..., Any]:
+    """What an operation does by itself, for a function that replaces it on the CPU or GPU, or in autograd there.
+
+    Operations that are made of others stay differentiable. OpOverload.decompose is this for the first key alone.
+    """
+    for key in (DispatchKey.CompositeImplicitAutograd, DispatchKey.CompositeExplicitAutograd):
+        if operation.has_kernel_for_dispatch_key(key):
+            return functools.partial(operation._op_dk, key)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return operation(*args, **kwargs)
+
+    return call
+
+
+def plain_attention(*args: Any, **kwargs: Any) -> Tensor:
+    """scaled_dot_product_attention by torch's other operations, dropout among them, instead of a fused kernel.
+
+    torch.nn.attention.sdpa_kernel is public, but changes global state, and imports torch._dynamo.
+    """
+    found: Tensor = torch.ops.aten._scaled_dot_product_attention_math(*args, **kwargs)[0]
+    return found
+
+
+def arguments_of(operation: Any, args: Sequence[Any], kwargs: Dict[str, Any]) -> Dict[str, Any]:
+    """By name, with the defaults that the operation declares; a TorchDispatchMode gets no defaults, and no names."""
+    declared = operation._schema.arguments
+    defaults = {argument.name: argument.default_value for argument in declared if argument.has_default_value()}
+    return {**defaults, **dict(zip((argument.name for argument in declared), args, strict=False)), **kwargs}
+
+
+def copy_with_hooks(model: nn.Module) -> nn.Module:
+    """A copy of a network with the hooks on its parameters' gradients, which deepcopy leaves out."""
+    copied = deepcopy(model)
+    for new, old in zip(copied.parameters(), model.parameters(), strict=True):
+        if old.requires_grad:
+            for hook in (old._backward_hooks or {}).values():
+                new.register_hook(hook)
+            for hook in (old._post_accumulate_grad_hooks or {}).values():
+                new.register_post_accumulate_grad_hook(hook)
+    return copied
 
 
 def guard_steps(optimizer: Optimizer, flag: Tensor) -> bool:

@@ -1,21 +1,20 @@
 """Tries a recipe on some samples of a batch, as one rank would compute them, without the other ranks."""
 
-import copy
+import os
 from collections import Counter
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Dict, Iterator, List, Tuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
-from flyte_ddp.engine.batches import Batch, device_generator
+from flyte_ddp.engine.batches import Batch, Split, device_generator
+from flyte_ddp.engine.by_row import ByRow
 from flyte_ddp.engine.draws import Draws, host_state
-from flyte_ddp.engine.layers import convert
-from flyte_ddp.engine.measures import augment, pairs_of
-from flyte_ddp.engine.torch_compat import pytree
+from flyte_ddp.engine.measures import augment, pairs_of, trained_measure
+from flyte_ddp.engine.torch_compat import copy_with_hooks, pytree
 from flyte_ddp.recipe import Recipe
-
-STAGES = ("augment", "forward", "measure")
 
 
 @dataclass(frozen=True)
@@ -23,56 +22,91 @@ class Trial:
     """The outcome for some samples.
 
     Attributes:
-        stages: what each method of the recipe returned, by name.
+        count: of the samples.
+        stages: what each method of the recipe was given ("data") and returned, by name.
         pairs: values and weights of each measure.
-        draws: how many random numbers were drawn, by place and operation, except in our own layers.
+        draws: how many random numbers were drawn, by place and operation, other than by row.
+        drawn: operation and shape of what was drawn by row.
         strays: the methods that drew numpy's or Python's random numbers.
         buffers: of the network, afterwards.
+        gradients: of the sum of what is trained, by parameter; none in evaluation.
     """
 
+    count: int
     stages: Dict[str, Any]
     pairs: Dict[str, Tuple[Tensor, Tensor]]
     draws: "Counter[Tuple[str, str]]"
+    drawn: List[Tuple[str, Tuple[int, ...]]]
     strays: List[str]
     buffers: Dict[str, Tensor]
+    gradients: Dict[str, Tensor]
 
 
 class Trials:
-    """Computes samples first..last of a batch like the rank whose share they are; always from the same state."""
+    """Computes samples first..last of a batch like the rank whose share they are; always from the same state.
 
-    def __init__(self, recipe: Recipe, model: nn.Module, tree: Any):
+    The whole batch, whose samples are spread over the split, is computed as by the only rank, and a part of it as by
+    one of two. is_training: with augmentation and gradients; otherwise as in evaluation, with predictions.
+    """
+
+    def __init__(
+        self, recipe: Recipe, model: nn.Module, rows: ByRow, split: Split, size: int, is_training: bool = True
+    ):
         # A copy: what a trial changes in the network, such as counts of calls, is not kept
-        self.recipe, self.tree = recipe, tree
-        self.model = convert(copy.deepcopy(model), recipe.share).train()
+        self.recipe, self.size, self.device, self.is_training = recipe, size, split.device, is_training
+        self.model, self.rows = copy_with_hooks(model).train(is_training), rows
         self.buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
-        self.size = len(pytree.tree_leaves(tree)[0])
-        self.device = pytree.tree_leaves(tree)[0].device
         self.everyones: List[Tensor] = []  # what everyone() returned for the whole batch, call by call
+        # Both parts are spread over the split too, or of sorted samples each would have a class of its own; and one is
+        # larger, or both might have the mean of the whole
+        spread, cut = torch.linspace(0, len(split) - 1, size).long(), max(1, 3 * size // 8)
+        self.parts = [(0, cut), (cut, size)] if size > 1 else []
+        # Each is read by itself, since what a Dataset returns for a batch may depend on its samples
+        slices = [slice(*part) for part in ((0, size), *self.parts)]
+        whole, *trees = split.fetch(torch.cat([spread[::2], spread[1::2]]), slices)
+        self.trees = {(0, size): whole, **dict(zip(self.parts, trees, strict=True))}
+        if self.parts:
+            self.rows.learn(self(0, size).drawn, self(*self.parts[0]).drawn, size)
 
-    def __call__(self, first: int, last: int) -> Trial:
-        recipe, share = self.recipe, self.recipe.share
+    def __call__(self, first: int, last: int, as_second: bool = False) -> Trial:
+        """as_second: as by the second of two ranks, even if it is the whole batch."""
+        recipe, share, is_whole = self.recipe, self.recipe.share, last - first == self.size
+        rank, world_size = int(as_second or first > 0), 1 if is_whole and not as_second else 2
+        vars(share).update(first=first, count=last - first, size=self.size, alone=True)
+        share.stand_in = self._note if is_whole else self._repeat(iter(self.everyones))
+        self.everyones = [] if is_whole else self.everyones
+        generator, host = device_generator(self.device), [host_state()]
+        part = self.trees.get((first, last))
+        if part is None:
+            part = pytree.tree_map(lambda leaf: leaf[first:last], self.trees[0, self.size])
+        stages = {"data": part}
+        with Draws() as draws, among_ranks(rank, world_size), torch.set_grad_enabled(self.is_training):
+            self._start_afresh()
+            if self.is_training:
+                stages["augment"] = part = augment(recipe, part, 0, share)
+            host.append(host_state())
+            generator.manual_seed(0)
+            with self.rows.block(0):
+                stages["forward"] = recipe.forward(self.model, part)
+                host.append(host_state())
+                stages["measure"] = pairs = pairs_of(recipe, stages["forward"], Batch(part, share))
+                host.append(host_state())
+            if not self.is_training:
+                stages["predictions"] = recipe.predictions(stages["forward"], part)
+            elif pairs[trained_measure(list(pairs))][0].requires_grad:
+                pairs[trained_measure(list(pairs))][0].sum().backward()
+        methods = ("augment", "forward", "measure")
+        strays = [stage for stage, before, after in zip(methods, host, host[1:], strict=False) if before != after]
+        buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+        gradients = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
+        return Trial(last - first, stages, pairs, draws.found, self.rows.drawn, strays, buffers, gradients)
+
+    def _start_afresh(self) -> None:
+        self.model.zero_grad()
         with torch.no_grad():
             for name, buffer in self.model.named_buffers():
                 if name in self.buffers and buffer.shape == self.buffers[name].shape:
                     buffer.copy_(self.buffers[name])
-        vars(share).update(first=first, count=last - first, size=self.size, alone=True)
-        share.stand_in = self._note if last - first == self.size else self._repeat(iter(self.everyones))
-        self.everyones = [] if last - first == self.size else self.everyones
-        part = pytree.tree_map(lambda leaf: leaf[first:last], self.tree)
-        generator = device_generator(self.device)
-        host = [host_state()]
-        with Draws() as draws:
-            part = augment(recipe, part, generator.manual_seed(0), share)
-            host.append(host_state())
-            generator.manual_seed(0)
-            outputs = recipe.forward(self.model, part)
-            host.append(host_state())
-            pairs = pairs_of(recipe, outputs, Batch(part, share))
-            host.append(host_state())
-        strays = [stage for stage, before, after in zip(STAGES, host, host[1:], strict=False) if before != after]
-        stages = {"augment": part, "forward": outputs, "measure": pairs}
-        buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
-        return Trial(stages, pairs, draws.found, strays, buffers)
 
     def _note(self, mine: Tensor) -> Tensor:
         self.everyones.append(mine)
@@ -80,3 +114,29 @@ class Trials:
 
     def _repeat(self, noted: Iterator[Tensor]) -> Any:
         return lambda mine: next(noted, mine).detach()
+
+
+@contextmanager
+def among_ranks(rank: int, size: int) -> Iterator[None]:
+    """While the block runs, torch.distributed and torchrun's variables say that this is that rank of so many."""
+    groups: Any = distributed.group  # the type checker would insist on a group's own class
+    group = groups.WORLD
+    before = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE") if name in os.environ}
+    now = {"RANK": str(rank), "WORLD_SIZE": str(size)}
+    try:
+        groups.WORLD = _Group(group, rank, size)
+        os.environ.update({name: now[name] for name in before})
+        yield
+    finally:
+        groups.WORLD = group
+        os.environ.update(before)
+
+
+class _Group:
+    """The ranks' process group, but of another rank and size; whatever is exchanged goes through the real one."""
+
+    def __init__(self, group: Any, rank: int, size: int):
+        self._group, self.rank, self.size = group, lambda: rank, lambda: size
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._group, name)

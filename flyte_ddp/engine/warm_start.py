@@ -7,10 +7,10 @@ from typing import Any, Dict, List, Sequence, Tuple
 
 from torch import nn
 
-from flyte_ddp.engine.checkpoint import DIGEST_BYTES, read_checkpoint
+from flyte_ddp.engine.checkpoint import DIGEST_BYTES, read_checkpoint, restore
 from flyte_ddp.engine.job import Job
-from flyte_ddp.engine.layers import BatchNorm
 from flyte_ddp.engine.state import TrainingState
+from flyte_ddp.engine.torch_compat import is_batch_norm
 from flyte_ddp.errors import CheckpointError, InputError
 from flyte_ddp.weights import describe_misfits, listed, misfits, read_weights
 
@@ -63,9 +63,13 @@ def continue_from(state: TrainingState, path: Path, job: Job, steps_per_epoch: i
     InputError if this training cannot continue the other one.
     """
     try:
-        content = read_checkpoint(path, {"recipe": job.identity.recipe})
+        return _continue_from(state, path, job, steps_per_epoch)
     except CheckpointError as error:
         raise InputError(f"init: the checkpoint {path} {error}") from None
+
+
+def _continue_from(state: TrainingState, path: Path, job: Job, steps_per_epoch: int) -> str:
+    content = read_checkpoint(path, {"recipe": job.identity.recipe})
     saved, theirs = content["state"], content["identity"]
     _check_settings(saved, theirs, job)
     fresh, position = state.state_dict(), saved["epoch"] * steps_per_epoch + saved["step"]
@@ -76,7 +80,8 @@ def continue_from(state: TrainingState, path: Path, job: Job, steps_per_epoch: i
         )
     bases = zip(state.schedule.base_lrs, state.schedule.lr_lambdas, strict=True)
     rates = [float(base * factor(position)) for base, factor in bases]
-    state.load_state_dict(
+    restore(
+        state,
         {
             **saved,
             "average": saved["average"] or saved["model"],
@@ -84,7 +89,7 @@ def continue_from(state: TrainingState, path: Path, job: Job, steps_per_epoch: i
             "schedule": {**fresh["schedule"], "last_epoch": position, "_step_count": position + 1, "_last_lr": rates},
             "sums": saved["sums"] if saved["step"] else fresh["sums"],
             "choice": saved["choice"] or fresh["choice"],
-        }
+        },
     )
     _judge_choice(state, fresh["choice"], theirs, job.identity.as_dict())
     epoch, step = saved["epoch"], saved["step"]
@@ -130,9 +135,14 @@ def freeze(model: nn.Module, patterns: str) -> str:
         if name in names:
             parameter.requires_grad_(False)
     for layer in model.modules():
-        if isinstance(layer, BatchNorm):
-            layer.is_frozen = bool(names) and layer.affine and not any(p.requires_grad for p in layer.parameters())
+        weights = list(layer.parameters(recurse=False))
+        if is_batch_norm(layer) and weights and not any(weight.requires_grad for weight in weights):
+            layer.register_forward_pre_hook(_keep_statistics)
     return f"Frozen: {listed(names)}"
+
+
+def _keep_statistics(layer: nn.Module, _: Any) -> None:
+    layer.eval()  # again before each forward pass, since each epoch begins with train()
 
 
 def matching(setting: str, patterns: Sequence[str], names: Sequence[str]) -> List[str]:

@@ -9,7 +9,7 @@ import torch
 from torch import distributed
 
 from flyte_ddp.engine.arithmetic import settle_arithmetic
-from flyte_ddp.engine.checkpoint import CheckpointWriter, NoCheckpoints, read_checkpoint
+from flyte_ddp.engine.checkpoint import CheckpointWriter, NoCheckpoints, check_readable, read_checkpoint, restore
 from flyte_ddp.engine.job import Job, TrainingResult
 from flyte_ddp.engine.loop import fit, gather, look_at_test
 from flyte_ddp.engine.profile import profiling
@@ -17,11 +17,12 @@ from flyte_ddp.engine.results import layers_of, result_of, write_last, write_res
 from flyte_ddp.engine.set_up import Parts, set_up
 from flyte_ddp.engine.state import TrainingState
 from flyte_ddp.engine.torch_compat import leave_dynamo_out
-from flyte_ddp.errors import CheckpointError, NonFinite
+from flyte_ddp.errors import CheckpointError, NonFinite, UnevenShapes
 from flyte_ddp.events import CheckpointRefused, RunStarted
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
 from flyte_ddp.launch.process_group import process_group
+from flyte_ddp.user_code import checked_imports
 
 
 def run(environment: Environment, link: Link, job: Job) -> TrainingResult:
@@ -36,9 +37,13 @@ def train(environment: Environment, device: torch.device, link: Link, job: Job) 
     keep_freed_memory()
     settle_arithmetic()
     torch.set_num_threads(environment.threads)
-    parts = set_up(environment, device, job)
+    with checked_imports(job.root, job.code_files):
+        parts = set_up(environment, device, job)
+    check_readable(parts.state)
+    if not resume(parts.state, job, environment, link):
+        del parts  # its memory is needed again
+        parts = set_up(environment, device, job)
     state, settings = parts.state, job.identity.settings
-    resume(state, job, environment, link)
     link.emit(run_started(parts, environment, job))
     for warning in state.watch.warnings if not state.history else ():
         link.emit(warning)
@@ -47,7 +52,7 @@ def train(environment: Environment, device: torch.device, link: Link, job: Job) 
         with profiling(job.profile_path, environment.rank, state.optimizer):
             split = parts.validation or parts.test
             tested = fit(state, parts.train, split, settings.last_epoch, settings.log_interval, link, checkpoints)
-    except NonFinite:  # raised on all ranks at once; the first report of it ends them all
+    except (NonFinite, UnevenShapes):  # raised on all ranks at once; the first report of it ends them all
         checkpoints.close()
         distributed.barrier()
         raise
@@ -98,8 +103,9 @@ def keep_freed_memory() -> None:
     torch.empty(31 << 20, dtype=torch.uint8)  # bytes; the threshold grows to 32 MiB at most
 
 
-def resume(state: TrainingState, job: Job, environment: Environment, link: Link) -> None:
-    """Restores the state on all ranks from rank 0's checkpoint, if there is one that belongs to this training."""
+def resume(state: TrainingState, job: Job, environment: Environment, link: Link) -> bool:
+    """Restores the state on all ranks from rank 0's checkpoint, if there is one that belongs to this training; False if
+    that failed half-way, on all ranks alike."""
     found: List[Any] = [None]
     if environment.rank == 0 and os.path.exists(job.checkpoint_path):
         try:
@@ -107,8 +113,13 @@ def resume(state: TrainingState, job: Job, environment: Environment, link: Link)
         except CheckpointError as error:
             link.emit(CheckpointRefused(f"the checkpoint {error}"))
     distributed.broadcast_object_list(found)  # other hosts do not see rank 0's disk
-    if found[0]:
-        state.load_state_dict(found[0])
+    try:
+        if found[0]:
+            restore(state, found[0])
+    except CheckpointError as error:
+        link.emit(CheckpointRefused(f"the checkpoint {error}"))
+        return False
+    return True
 
 
 def checkpoints_of(environment: Environment, link: Link, job: Job) -> Union[CheckpointWriter, NoCheckpoints]:

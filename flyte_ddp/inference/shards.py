@@ -9,6 +9,7 @@ from flyte_ddp.data.prepared import SPLITS
 from flyte_ddp.recipes.hyperparameters import DATASETS, MODELS
 from flyte_ddp.settings import Settings, setting
 
+FORMULA = ("=", "+", "-", "@", "\t", "\r", "'")
 MOST_SHARDS = 5000  # Flyte's default limit for one map task
 
 
@@ -88,7 +89,7 @@ class ModelFile:
 
 
 class Row(NamedTuple):
-    """The result for one image, as text.
+    """The result for one image, as text; in a file, an apostrophe precedes what a spreadsheet would take for a formula.
 
     Attributes:
         image: its index in the split, from 0, or its path below the folder.
@@ -110,7 +111,7 @@ def write_rows(path: Path, rows: Iterator[Row]) -> None:
     with open(path, "w", newline="", encoding="utf-8", errors="backslashreplace") as file:
         writer = csv.writer(file)
         writer.writerow(Row._fields)
-        writer.writerows(rows)
+        writer.writerows(map(_quoted, rows))
 
 
 def read_rows(*paths: Path) -> Iterator[Row]:
@@ -118,4 +119,13 @@ def read_rows(*paths: Path) -> Iterator[Row]:
         with open(path, newline="", encoding="utf-8") as file:
             lines = csv.reader(file)
             next(lines)
-            yield from map(Row._make, lines)
+            yield from map(_unquoted, lines)
+
+
+def _quoted(row: Row) -> Row:
+    """With an apostrophe before what a spreadsheet would take for a formula: names of files are anyone's."""
+    return Row._make(f"'{cell}" if cell.startswith(FORMULA) else cell for cell in row)
+
+
+def _unquoted(cells: Sequence[str]) -> Row:
+    return Row._make(cell[1:] if cell.startswith("'") else cell for cell in cells)

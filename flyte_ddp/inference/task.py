@@ -15,6 +15,7 @@ from flytekit.configuration import LocalConfig
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import CSVFile, PythonPickledFile
 
+from flyte_ddp.code_version import code_version
 from flyte_ddp.data import prepared
 from flyte_ddp.errors import InputError
 from flyte_ddp.inference.shards import InferenceOptions, ModelFile, Shard, ShardJob
@@ -22,6 +23,7 @@ from flyte_ddp.launch.alone import run_alone
 from flyte_ddp.launch.environment import choose_world, visible_gpus
 from flyte_ddp.report.console import Console, say
 from flyte_ddp.storage import remove_leftovers, temporary_beside, writing_to
+from flyte_ddp.tasks.caching import CodeVersion
 from flyte_ddp.tasks.execution import flyte_retries, is_local, runs_dir
 from flyte_ddp.tasks.inputs import dataset_of, known_classifier
 from flyte_ddp.tasks.outputs import output_file
@@ -36,21 +38,11 @@ from flyte_ddp.tasks.resources import (
     training_sizes,
 )
 from flyte_ddp.tasks.stored_images import fetch, list_files
-from flyte_ddp.tasks.versions import NETWORK_SOURCES, CodeVersion, check_registered_code
 
 # names, because importing them would import torch
 PREDICTOR = "flyte_ddp.inference.rank:predict_shard"
 INSPECTOR = "flyte_ddp.inference.rank:check_model"
-INFERENCE_SOURCES = (
-    *NETWORK_SOURCES,
-    "flyte_ddp/engine/batches.py",
-    "flyte_ddp/engine/torch_compat.py",
-    "flyte_ddp/inference/images.py",
-    "flyte_ddp/inference/rank.py",
-    "flyte_ddp/inference/task.py",
-    "flyte_ddp/weights.py",
-)
-INFERENCE_CODE = CodeVersion(INFERENCE_SOURCES, ("torch", "pillow"))
+INFERENCE_CODE = CodeVersion(code_version("flyte_ddp.inference.rank", __name__), ("torch", "pillow"))
 
 
 def one_device() -> Dict[str, Any]:
@@ -90,7 +82,7 @@ def plan_shards(
     model_state: PythonPickledFile, data: PreparedDataset, folder: Optional[FlyteDirectory], options: InferenceOptions
 ) -> List[Shard]:
     """Splits the images into shards, if the model fits them; never cached, because contents may have changed."""
-    check_registered_code()
+    INFERENCE_CODE.check_registered()
     with flyte_retries():
         description = prepared.verify(data.download())
         weights = Path(model_state.download())
@@ -136,7 +128,7 @@ def predict_shard(
     if part.exists() and settings.cache_enabled and not settings.cache_overwrite:
         say(f"{shard.name}: already predicted")
         return output_file(part, CSVFile)
-    check_registered_code()
+    INFERENCE_CODE.check_registered()
     check_gpus(visible_gpus())
     started = time.perf_counter()
     with flyte_retries(), tempfile.TemporaryDirectory(prefix="ddp-") as copies:

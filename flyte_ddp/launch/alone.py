@@ -2,11 +2,9 @@
 
 from typing import Any, Callable
 
-from flyte_ddp.errors import InputError
 from flyte_ddp.events import Event
 from flyte_ddp.launch import launcher
 from flyte_ddp.launch.environment import World
-from flyte_ddp.launch.failures import RankFailed
 
 CPU = World(size=1, local_size=1, backend="gloo", device="cpu")
 
@@ -19,11 +17,5 @@ def run_alone(
     world: World = CPU,
     root: str = "",
 ) -> Any:
-    """Returns target(environment, link, argument). Raises as launcher.launch does, but an InputError stays one."""
-    try:
-        roots = [root] if root else []
-        return launcher.launch(target, world, argument, timeout_seconds, on_event, roots=roots)[0]
-    except RankFailed as error:
-        if error.failure.cause == InputError.__name__:
-            raise InputError(error.failure.message) from None
-        raise
+    """Returns target(environment, link, argument); raises as launcher.launch does."""
+    return launcher.launch(target, world, argument, timeout_seconds, on_event, roots=[root] if root else [])[0]

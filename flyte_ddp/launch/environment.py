@@ -46,7 +46,7 @@ class Environment:
     Attributes:
         rank: from 0 to world.size - 1.
         local_rank: from 0 to world.local_size - 1 on this host.
-        init_method: the rendezvous, as torch.distributed.init_process_group takes it.
+        init_method: the rendezvous, env:// or file:// and a path as it is.
         threads: number of torch threads of this rank.
     """
 

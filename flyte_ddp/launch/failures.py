@@ -5,14 +5,16 @@ import signal
 import time
 import traceback
 from dataclasses import dataclass, field
-from typing import Optional, Sequence, Tuple
+from typing import Optional, Sequence, Tuple, Union
 
 from flyte_ddp.errors import InputError, RecoverableError, ReportedError
+from flyte_ddp.text import encodable
 
 # What a rank reports when another one is gone or does not answer: an effect, never the cause
 PEER_ERRORS = {"DistBackendError", "DistNetworkError", "DistStoreError", "DistError", "DistQueueEmptyError"}
 PEER_MESSAGE = re.compile(
-    r"gloo|NCCL|connection (closed|reset|refused)|broken pipe|timed out (after|waiting)|wait timeout", re.IGNORECASE
+    r"\b(gloo|NCCL)\b|connection (closed|reset|refused)|broken pipe|timed out (after|waiting)|wait timeout",
+    re.IGNORECASE,
 )
 # What CUDA reports of broken hardware, or of a fault that may not recur; NCCL passes it on
 HARDWARE_MESSAGE = re.compile(
@@ -27,7 +29,7 @@ MORE_MEMORY = " (lower batch_size, or train on more GPUs)"
 LESS_LOADING = " (out of memory, or of shared memory? lower loader_workers or batch_size)"
 OTHER_RANKS = ' (under nccl each rank needs a GPU of its own: lower the number of ranks, or set backend to "gloo")'
 # From causes to effects
-KINDS = ("error", "killed", "hang", "aborted", "peer")
+KINDS = ("input", "error", "killed", "hang", "aborted", "peer")
 
 
 @dataclass(frozen=True)
@@ -36,8 +38,8 @@ class Failure:
 
     Attributes:
         rank: None outside of the ranks.
-        kind: error (an exception of its own), killed (by a signal), hang, aborted (by native code, perhaps because it
-            lost another rank), or peer (it lost another rank).
+        kind: input (an InputError), error (another exception of its own), killed (by a signal), hang, aborted (by
+            native code, perhaps because it lost another rank), or peer (it lost another rank).
         others: ranks that hang like this one.
         cause: the exception's type, or the signal's name.
         details: the traceback, or the stacks of a hang; empty where the message says everything.
@@ -91,16 +93,26 @@ def from_exception(error: BaseException, rank: Optional[int], host: str) -> Fail
         host=host,
         kind=kind,
         cause=type(error).__name__,
-        message=str(error) + remedy,
-        details="" if says_everything else "".join(traceback.format_exception(error)),
+        message=message_of(error) + remedy,
+        details="" if says_everything else encodable("".join(traceback.format_exception(error))),
         recoverable=recoverable,
     )
 
 
+def message_of(error: BaseException) -> str:
+    """The exception's message, even where its own __str__ fails."""
+    try:
+        return encodable(str(error))
+    except Exception as problem:
+        return f"its message cannot be shown: __str__ raises {type(problem).__name__}"
+
+
 def _classify(error: BaseException) -> Tuple[str, bool, str]:
     """The kind, whether trying again can help, and a remedy: by type, or by message where torch has just one type."""
-    message, types = str(error), {base.__name__ for base in type(error).__mro__}
+    message, types = message_of(error), {base.__name__ for base in type(error).__mro__}
     is_plain = type(error) is RuntimeError
+    if isinstance(error, InputError):
+        return "input", False, ""
     if not (is_plain or types & {"AcceleratorError", "OutOfMemoryError", *PEER_ERRORS}):
         return "error", isinstance(error, RecoverableError), ""
     if is_plain and message.startswith("DataLoader worker"):
@@ -128,12 +140,15 @@ def from_exit_code(code: int, rank: int, host: str, peak_bytes: int = 0) -> Fail
     memory = f"; peak memory {peak_bytes / 2**20:.0f} MiB" if peak_bytes else ""
     if code >= 0:
         return Failure(rank, host, "killed", f"exit status {code}", f"ended without a report{memory}")
-    name = signal.Signals(-code).name
+    names = {number.value: number.name for number in signal.Signals}
+    name = names.get(-code, f"signal {-code}")  # most real-time signals have no name
     kind, hint = HINTS.get(name, ("killed", "killed from outside, or a crash in native code"))
     return Failure(rank, host, kind, name, f"{hint}{memory}")
 
 
-def name_the_cause(failures: Sequence[Failure]) -> RankFailed:
+def name_the_cause(failures: Sequence[Failure]) -> Union[InputError, RankFailed]:
     """The exception for a failed run: its first failure, those that may be just the loss of a peer coming last."""
-    cause = min(failures, key=lambda failure: (max(0, KINDS.index(failure.kind) - 2), failure.at))
+    cause = min(failures, key=lambda failure: (max(0, KINDS.index(failure.kind) - KINDS.index("hang")), failure.at))
+    if cause.kind == "input":
+        return InputError(cause.message)
     return (RecoverableRankFailed if cause.recoverable else RankFailed)(cause)

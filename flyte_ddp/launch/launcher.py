@@ -9,7 +9,6 @@ import shutil
 import signal
 import sys
 import tempfile
-import threading
 import time
 from contextlib import contextmanager, suppress
 from multiprocessing import connection, forkserver, resource_tracker
@@ -19,9 +18,10 @@ from typing import Any, Callable, Dict, Iterator, List, Sequence
 import flyte_ddp
 from flyte_ddp.events import Event, RunStarted
 from flyte_ddp.launch.environment import Environment, World, short_spins, threads_per_rank
-from flyte_ddp.launch.failures import Failure, Preempted, RankFailed, from_exit_code, name_the_cause
+from flyte_ddp.launch.failures import Failure, Preempted, from_exit_code, name_the_cause
 from flyte_ddp.launch.launch_compat import leave_behind
 from flyte_ddp.launch.rank import serve
+from flyte_ddp.launch.signals import STOP_SIGNALS, on_signals, stop_requests
 
 # forkserver: one process imports torch; every rank is forked from it in a few milliseconds and shares its memory.
 # macOS's own libraries don't survive a fork, so there each rank starts from scratch.
@@ -41,10 +41,10 @@ END_SECONDS = 10.0  # after SIGKILL, until a rank is abandoned: stuck in a drive
 def warm_up(preload: Sequence[str] = PRELOAD) -> None:
     """Starts the process that imports preload for all ranks, and returns at once; a second call does nothing."""
     if START_METHOD == "forkserver":
-        # SIGTERM may be sent to the whole process group: the ranks take it as a request to stop (rank.py unblocks it),
-        # and the forkserver must live as long as they do
+        # SIGTERM and SIGHUP may be sent to the whole process group, and the forkserver must live as long as the ranks
+        # do, which unblock them
         resource_tracker.ensure_running()  # else forkserver would start it, which unblocks the signal
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGHUP})
         try:
             with _importable(), short_spins():
                 forkserver.set_forkserver_preload([FORK_SERVER, *preload])
@@ -67,23 +67,27 @@ def launch(
 
     target is "module:function"; the ranks import it, the parent doesn't. preload is imported once for all ranks, if
     this is the first launch. roots are folders that come first on the ranks' sys.path, such as UserCode.root. Raises
-    RankFailed (or its recoverable kind) naming the rank that failed first, Preempted after SIGTERM, KeyboardInterrupt
-    after Ctrl-C. All processes have ended when it returns or raises.
+    RankFailed (or its recoverable kind) naming the rank that failed first, InputError if that is what it raised,
+    Preempted after SIGTERM or SIGHUP, KeyboardInterrupt after Ctrl-C. All processes have ended when it returns or
+    raises, also those that ranks have started, unless in a session of their own.
     """
     warm_up(preload)
-    private = tempfile.mkdtemp(prefix="ddp-")
     threads = threads_per_rank(world.local_size)
     ranks: List[_Rank] = []
-    try:
-        with _stop_signals() as signals:
-            for rank in range(world.size):
-                environment = Environment(world, rank, rank, f"file://{private}/rendezvous", threads)
-                ranks.append(_Rank(environment, target, argument, private, roots))
-            return _supervise(ranks, timeout_seconds, on_event, signals)
-    finally:
-        for started in ranks:
-            started.end()
-        shutil.rmtree(private, ignore_errors=True)
+    with on_signals(STOP_SIGNALS, lambda *_: None):  # nothing interrupts the clean-up
+        private = tempfile.mkdtemp(prefix="ddp-")
+        try:
+            with stop_requests() as signals, on_signals([signal.SIGTSTP], lambda *_: _suspend(ranks)):
+                for rank in range(world.size):
+                    environment = Environment(world, rank, rank, f"file://{private}/rendezvous", threads)
+                    ranks.append(_Rank(environment, target, argument, private, roots))
+                return _supervise(ranks, timeout_seconds, on_event, signals)
+        finally:
+            for started in ranks:
+                started.send_signal(signal.SIGKILL)
+            for started in ranks:
+                started.end()
+            shutil.rmtree(private, ignore_errors=True)
 
 
 SILENT = -1, False  # standing of a rank that has not answered: below all others
@@ -105,7 +109,7 @@ class _Rank:
         self.value: Any = None
         self.peak_bytes = 0
         self.standing = SILENT
-        self.last_seen = time.monotonic()
+        self.silent_seconds = 0.0
         with _importable(roots):
             self.process.start()
         child_line.close()
@@ -120,7 +124,7 @@ class _Rank:
                 self.process.join(END_SECONDS)
                 ended = True
                 break
-            self.last_seen = time.monotonic()
+            self.silent_seconds = 0.0
             if kind == "event":
                 on_event(content)
             elif kind == "alive":
@@ -138,6 +142,15 @@ class _Rank:
         with suppress(OSError):  # it may have ended in the meantime
             self.line.send(what)
 
+    def send_signal(self, number: signal.Signals) -> None:
+        """To the rank and all that it has started."""
+        pid = self.process.pid or 0
+        try:
+            os.killpg(pid, number)
+        except ProcessLookupError:
+            if self.process.is_alive():  # but has not got so far as to have a process group
+                os.kill(pid, number)
+
     def end(self) -> None:
         self.process.kill()
         self.process.join(END_SECONDS)
@@ -149,7 +162,7 @@ class _Rank:
 def _supervise(
     ranks: List[_Rank], timeout_seconds: float, on_event: Callable[[Event], None], signals: List[int]
 ) -> List[Any]:
-    started, stop_at, give_up_at = False, 0.0, 0.0
+    started, stop_at, give_up_at, now = False, 0.0, 0.0, time.monotonic()
 
     def note(event: Event) -> None:
         nonlocal started
@@ -159,9 +172,11 @@ def _supervise(
     while True:
         running = [rank for rank in ranks if not rank.outcome]
         connection.wait([rank.line for rank in running] + [r.process.sentinel for r in running], POLL_SECONDS)
+        # A rank is not silent while nobody listens: this process was suspended, or an observer kept it busy
+        turn, now = min(time.monotonic() - now, 2 * POLL_SECONDS), time.monotonic()
         for rank in running:
+            rank.silent_seconds += turn
             rank.receive(note)
-        now = time.monotonic()
         failures = [rank.value for rank in ranks if rank.outcome == "failed"]
         if failures:
             give_up_at = give_up_at or now + GRACE_SECONDS
@@ -175,7 +190,7 @@ def _supervise(
             return [rank.value for rank in ranks]
         if all(rank.outcome for rank in ranks) or (stop_at and now >= stop_at):
             raise _stopped(ranks, signals)
-        if any(not rank.outcome and now - rank.last_seen > timeout_seconds for rank in ranks):
+        if any(not rank.outcome and rank.silent_seconds > timeout_seconds for rank in ranks):
             raise _hung(ranks, timeout_seconds, note)
 
 
@@ -184,10 +199,10 @@ def _stopped(ranks: List[_Rank], signals: List[int]) -> BaseException:
         return KeyboardInterrupt()
     said = [rank.value for rank in ranks if rank.outcome == "stopped"]
     last = said[0] if said else "no step was finished in time for a checkpoint"
-    return Preempted(f"all ranks on {ranks[0].host}: SIGTERM: {last}")
+    return Preempted(f"all ranks on {ranks[0].host}: {signal.Signals(signals[0]).name}: {last}")
 
 
-def _hung(ranks: List[_Rank], timeout_seconds: float, on_event: Callable[[Event], None]) -> RankFailed:
+def _hung(ranks: List[_Rank], timeout_seconds: float, on_event: Callable[[Event], None]) -> Exception:
     """Names the ranks that the others wait for, with the Python stacks of every rank.
 
     All ranks reach the same collectives in the same order, and wait there for the ranks that have reached fewer, or
@@ -214,25 +229,13 @@ def _hung(ranks: List[_Rank], timeout_seconds: float, on_event: Callable[[Event]
     return name_the_cause([Failure(first, ranks[0].host, "hang", "Hang", message, stacks, others=tuple(others))])
 
 
-@contextmanager
-def _stop_signals() -> Iterator[List[int]]:
-    """Collects SIGINT and SIGTERM instead of dying from them; a second one interrupts at once."""
-    received: List[int] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield received  # Python delivers signals only to the main thread
-        return
-
-    def note(signum: int, _: Any) -> None:
-        if received:
-            raise KeyboardInterrupt
-        received.append(signum)
-
-    previous: Dict[int, Any] = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield received
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+def _suspend(ranks: List[_Rank]) -> None:
+    """Ctrl-Z: the ranks, in process groups of their own, stand still with this process, and go on with it."""
+    for rank in ranks:
+        rank.send_signal(signal.SIGSTOP)
+    os.kill(os.getpid(), signal.SIGSTOP)
+    for rank in ranks:
+        rank.send_signal(signal.SIGCONT)
 
 
 @contextmanager

@@ -1,12 +1,15 @@
 """The connection from a rank to the outside: to the parent that launched it, or directly to observers."""
 
 import os
+import pickle
 import resource
 import shutil
+import signal
 import threading
 import time
+from collections import deque
 from multiprocessing.connection import Connection
-from typing import Any, Callable, Optional, Protocol
+from typing import Any, Callable, Deque, Optional, Protocol
 
 from flyte_ddp.events import Event, Printed
 from flyte_ddp.launch.launch_compat import standing
@@ -32,6 +35,7 @@ class ParentLink:
     def __init__(self, connection: Connection, rank: int):
         self.stop_requested, self.is_heard = False, rank == 0
         self._connection, self._rank = connection, rank
+        self._waiting: Deque[bytes] = deque()
         self._lock = threading.Lock()  # the checkpoint thread emits too
         self._next_alive = 0.0
 
@@ -46,11 +50,25 @@ class ParentLink:
             self.send("alive", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 
     def send(self, kind: str, content: Any) -> None:
+        """Leaves it to another sender if there is one: it may be this very thread, in which a finalizer prints."""
+        self._waiting.append(pickle.dumps((kind, content)))
+        while self._waiting and self._lock.acquire(blocking=False):
+            try:
+                self._pass_on()
+            finally:
+                self._lock.release()
+
+    def flush(self) -> None:
+        """Returns when all has been sent."""
         with self._lock:
-            self._connection.send((kind, content))
+            self._pass_on()
+
+    def _pass_on(self) -> None:
+        while self._waiting:
+            self._connection.send_bytes(self._waiting.popleft())
 
     def listen(self, private: str) -> None:
-        """Answers the parent's requests; when the parent is gone, removes its folder and ends this process."""
+        """Answers the parent's requests; when the parent is gone, removes its folder and ends this rank."""
         try:
             while True:
                 if self._connection.recv() == "standing":
@@ -59,7 +77,7 @@ class ParentLink:
                     self.stop_requested = True
         except (EOFError, OSError):
             shutil.rmtree(private, ignore_errors=True)
-            os._exit(1)
+            os.killpg(0, signal.SIGKILL)
 
     def on_line(self, text: str) -> None:
         self.send("event", Printed(self._rank, text))

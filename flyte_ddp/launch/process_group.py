@@ -8,7 +8,8 @@ from typing import Iterator
 
 import torch
 from torch import distributed
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed import FileStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from flyte_ddp.launch.environment import Environment
@@ -29,7 +30,7 @@ def process_group(environment: Environment, timeout_seconds: float) -> Iterator[
         torch.cuda.set_device(device)
     rank, size, timeout = environment.rank, environment.world.size, timedelta(seconds=timeout_seconds + BEYOND_SECONDS)
     with _on_loopback() if size == environment.world.local_size else nullcontext():
-        store = next(rendezvous(environment.init_method, rank, size, timeout=timeout))[0]
+        store = _meet(environment, timeout)
         distributed.init_process_group(
             environment.world.backend,
             # torchrun's store outlives a process group, and the next one would find the addresses of the last
@@ -41,6 +42,15 @@ def process_group(environment: Environment, timeout_seconds: float) -> Iterator[
         )
     yield device
     distributed.destroy_process_group()
+
+
+def _meet(environment: Environment, timeout: timedelta) -> Store:
+    size, (scheme, _, path) = environment.world.size, environment.init_method.partition("://")
+    if scheme == "file":  # no URL: torch would take a "#" or "?" in the path for its end
+        store: Store = FileStore(path, size)
+        store.set_timeout(timeout)
+        return store
+    return next(rendezvous(environment.init_method, environment.rank, size, timeout=timeout))[0]
 
 
 @contextmanager

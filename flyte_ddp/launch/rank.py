@@ -4,13 +4,15 @@ import atexit
 import faulthandler
 import gc
 import io
+import multiprocessing
 import os
 import pkgutil
 import signal
 import sys
 import threading
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from multiprocessing.connection import Connection
-from typing import Any, Callable, TextIO
+from typing import Any, Callable, Iterator, TextIO
 
 from flyte_ddp.errors import StopRequested
 from flyte_ddp.launch.environment import Environment
@@ -18,14 +20,16 @@ from flyte_ddp.launch.failures import from_exception
 from flyte_ddp.launch.link import ParentLink
 
 
-class PrintedLines(io.TextIOBase):
-    """Replaces standard output or error and passes on what is printed, line by line.
-
-    Output of native code bypasses this and goes straight to the file.
-    """
+class _Lines(io.BufferedIOBase):
+    """Passes on what is written to it, line by line. Safe to write to from any thread, and from a finalizer."""
 
     def __init__(self, hand_on: Callable[[str], None], file: TextIO):
-        self._hand_on, self._file, self._begun = hand_on, file, ""
+        self._hand_on, self._file = hand_on, file
+        self._lock, self._begun = threading.RLock(), [b""]  # the pieces of an unfinished line
+
+    @property
+    def name(self) -> str:
+        return self._file.name
 
     def writable(self) -> bool:
         return True
@@ -33,11 +37,49 @@ class PrintedLines(io.TextIOBase):
     def fileno(self) -> int:
         return self._file.fileno()
 
-    def write(self, text: str) -> int:
-        *lines, self._begun = (self._begun + text).split("\n")
+    def write(self, data: Any) -> int:
+        with self._lock:
+            self._begun.append(bytes(data))
+            if b"\n" not in data and b"\r" not in data:
+                return len(data)
+            pieces, self._begun = self._begun, []
+            *lines, begun = map(_without_overwritten, b"".join(pieces).split(b"\n"))
+            self._begun.insert(0, begun)
         for line in lines:
-            self._hand_on(line)
-        return len(text)
+            self._hand_on(line.rstrip(b"\r").decode("utf-8", "backslashreplace"))
+        return len(data)
+
+    def end(self) -> None:
+        """Passes on a last line that has no end."""
+        if any(self._begun):
+            self.write(b"\n")
+
+
+def _without_overwritten(line: bytes) -> bytes:
+    """What a terminal would show of a line: a progress bar goes back to its beginning with a carriage return."""
+    return line[line.rstrip(b"\r").rfind(b"\r") + 1 :]
+
+
+@contextmanager
+def printed_lines(out: Callable[[str], None], err: Callable[[str], None]) -> Iterator[None]:
+    """Passes on what the block prints to standard output and error, line by line, also a last one without an end.
+
+    Output of native code bypasses this and goes straight to the file.
+    """
+    sinks = [_Lines(out, sys.stdout), _Lines(err, sys.stderr)]
+    streams = [io.TextIOWrapper(sink, "utf-8", "backslashreplace", write_through=True) for sink in sinks]
+    with redirect_stdout(streams[0]), redirect_stderr(streams[1]):
+        try:
+            yield
+        finally:
+            for sink in sinks:
+                sink.end()
+
+
+def _let_go() -> None:
+    """Undoes in a forked child of the rank what keeps it from ending on SIGTERM, and from printing on its own."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
 
 
 def serve(connection: Connection, environment: Environment, target: str, argument: Any, private: str) -> None:
@@ -45,23 +87,28 @@ def serve(connection: Connection, environment: Environment, target: str, argumen
     atexit.unregister(os._exit)  # see fork_server.py
     gc.freeze()  # what the ranks share stays: a collection need not look at it
     gc.enable()
+    # It ends with its parent as a daemon does, see listen, but may have children, such as loader workers and pools
+    multiprocessing.current_process().daemon = False
+    os.register_at_fork(after_in_child=_let_go)
+    os.setpgrp()  # with whatever it starts, so that all of it can be ended
     link = ParentLink(connection, environment.rank)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the parent decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     signal.signal(signal.SIGTERM, link.on_signal)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # blocked in the process that this one was forked from
+    # blocked in the process that this one was forked from
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGHUP})
     stacks = open(os.path.join(private, f"stack-{environment.rank}"), "w")  # noqa: SIM115 open until the end
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     threading.Thread(target=link.listen, args=(private,), daemon=True).start()
     try:
         link.alive()
-        # to the parent, the only one that writes to the terminal
-        sys.stdout, sys.stderr = (PrintedLines(link.on_line, file) for file in (sys.stdout, sys.stderr))
-        value = pkgutil.resolve_name(target)(environment, link, argument)
+        with printed_lines(link.on_line, link.on_line):  # to the parent, the only one that writes to the terminal
+            value = pkgutil.resolve_name(target)(environment, link, argument)
         link.send("done", value)
     except StopRequested as stopped:
         link.send("stopped", str(stopped))
     except BaseException as error:
         link.send("failed", from_exception(error, environment.rank, environment.host))
+    link.flush()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # without the exit handlers of CUDA and gloo, which can hang or abort

@@ -13,10 +13,10 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Iterator, Tuple
 
+from flyte_ddp.code_version import LIBRARY, is_installed
 from flyte_ddp.errors import InputError
 from flyte_ddp.new.library import DISTRIBUTION
 from flyte_ddp.storage import temporary_beside, writing_to
-from flyte_ddp.user_code import LIBRARY, is_installed
 
 TEMPLATE = Path(__file__).with_name("template")
 TEMPLATE_NAME = "my_project"

@@ -16,7 +16,6 @@ from typing import Any, Dict, List, NamedTuple, Optional, Tuple
 from flytekit import current_context
 from flytekit.types.file import FlyteFile, PythonPickledFile
 
-from flyte_ddp.code_version import library_version
 from flyte_ddp.engine.job import Measured, Subject, job_of
 from flyte_ddp.errors import InputError, ReportedError
 from flyte_ddp.launch.alone import run_alone
@@ -148,7 +147,7 @@ def facts_of(subject: Subject, verdict: Verdict, against: str) -> Dict[str, Any]
         "settings": dataclasses.asdict(subject.identity.settings),
         "dataset": subject.dataset,
         "data_digest": subject.identity.data_digest,
-        "library": library_version(),
+        "code": subject.identity.code_version,
         "measure": verdict.measure,
         "score": verdict.candidate,
         "against": against,

@@ -9,6 +9,7 @@ import time
 from contextlib import suppress
 from typing import Any, Callable, Optional, Protocol
 
+from flyte_ddp.launch.failures import message_of
 from flyte_ddp.report.console import say
 
 # As nice(1) counts: the scheduler weighs a rank's thread three times as much. At 19 it is seventy times, and where
@@ -127,6 +128,6 @@ def give_way() -> None:
 
 def one_line(error: BaseException) -> str:
     """The message, shortened, on one line and without the W&B key."""
-    text = " ".join(str(error).split())
+    text = " ".join(message_of(error).split())
     key = os.environ.get("WANDB_API_KEY")
     return (text.replace(key, "(key)") if key else text)[:400]

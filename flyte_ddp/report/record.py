@@ -19,9 +19,11 @@ from flyte_ddp.events import (
 )
 from flyte_ddp.report.words import written
 from flyte_ddp.settings import RunOptions, TrainingSettings
+from flyte_ddp.text import shortened
 
 MOST_STEPS = 1024  # how many steps of a long run are kept, evenly spread: more than a curve can show
 MOST_NOTES = 50
+MOST_CHARACTERS = 2000  # of a note, or of the failure: a rank may print a line of any length
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,7 @@ class Record:
             self.finished, self.epochs = event, list(event.results[0].epochs)
             self.warnings = list(event.results[0].warnings)
         elif isinstance(event, RunFailed):
-            self.failure = event.reason
+            self.failure = shortened(event.reason, MOST_CHARACTERS)
 
     @property
     def status(self) -> str:
@@ -209,4 +211,4 @@ class Record:
 
     def _note(self, text: str) -> None:
         if len(self.notes) < MOST_NOTES:
-            self.notes.append(text)
+            self.notes.append(shortened(text, MOST_CHARACTERS))

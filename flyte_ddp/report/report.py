@@ -11,6 +11,7 @@ from flyte_ddp.report.figures import Curves, draw, load_matplotlib
 from flyte_ddp.report.predictions import predictions_of
 from flyte_ddp.report.record import Record, RunFailed, RunFinished, RunInfo
 from flyte_ddp.report.verdict import drawn_pictures, sample_pictures, verdict
+from flyte_ddp.text import encodable
 
 SHARE = 0.05  # the largest share of the time to spend on pages that the next one replaces
 
@@ -99,8 +100,8 @@ def _figures(several: "list[Curves]") -> Any:
 
 
 def render(template: str, **values: Any) -> str:
-    """Fills in a template; whatever is not Markup is escaped."""
+    """Fills in a template; whatever is not Markup is escaped, also what no file could hold."""
     from jinja2 import Environment, StrictUndefined
 
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-    return environment.from_string(template).render(values)
+    return encodable(environment.from_string(template).render(values))

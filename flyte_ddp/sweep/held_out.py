@@ -4,18 +4,19 @@ from pathlib import Path
 
 from flytekit import Cache, task
 
+from flyte_ddp.code_version import code_version
 from flyte_ddp.data import prepared
 from flyte_ddp.data.datasets import data_dir
 from flyte_ddp.data.held_out import hold_out
+from flyte_ddp.tasks.caching import CodeVersion
 from flyte_ddp.tasks.execution import flyte_retries
 from flyte_ddp.tasks.outputs import output_folder
 from flyte_ddp.tasks.prepare import PreparedDataset
 from flyte_ddp.tasks.resources import preparation_resources
-from flyte_ddp.tasks.versions import DATA_SOURCES, CodeVersion
 
 
 @task(
-    cache=Cache(policies=CodeVersion((*DATA_SOURCES, "flyte_ddp/data/held_out.py"), []), serialize=True),
+    cache=Cache(policies=CodeVersion(code_version("flyte_ddp.data.held_out"), ()), serialize=True),
     retries=3,
     **preparation_resources(),
 )

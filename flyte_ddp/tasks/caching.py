@@ -1,12 +1,46 @@
-"""Tasks that are cached on a cluster but not in a local run."""
+"""Which results are reused: those of the same code, and some only on a cluster."""
 
+import os
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Dict, Sequence, get_type_hints
 
 from flytekit import PythonFunctionTask
+from flytekit.core.cache import CachePolicy, VersionParameters
+from flytekit.core.interface import extract_return_annotation
+from flytekit.core.type_engine import TypeEngine
 from flytekit.extend import TaskPlugins
 
+from flyte_ddp.code_version import OTHER_CODE, with_installed
+from flyte_ddp.errors import ReportedError
 from flyte_ddp.tasks.flytekit_compat import metadata_of
+
+CODE_VARIABLE = "DDP_TRAINING_CODE"
+
+
+class CodeVersion(CachePolicy):
+    """The cache version of a task whose result is decided by this code and these distributions.
+
+    It also follows the types of the task's outputs, which a cached result must have.
+    """
+
+    def __init__(self, code: str, distributions: Sequence[str] = ("torch",)):
+        self.code, self.version = code, with_installed(code, distributions)
+
+    def get_version(self, salt: str, params: VersionParameters) -> str:
+        outputs = extract_return_annotation(get_type_hints(params.func, include_extras=True).get("return"))
+        types = {name: TypeEngine.to_literal_type(kind).to_flyte_idl() for name, kind in outputs.items()}
+        return f"{salt}{self.version}{types}"
+
+    @property
+    def environment(self) -> Dict[str, str]:
+        """A variable for the task's pods, which check_registered reads there."""
+        return {CODE_VARIABLE: self.code}
+
+    def check_registered(self) -> None:
+        """Raises ReportedError if this pod's code is not what was registered: with --copy none it has the code of its
+        image, and the result would be cached as that of the registered code."""
+        if os.environ.get(CODE_VARIABLE, self.code) != self.code:
+            raise ReportedError(f"this pod's training code is not the code that was registered: {OTHER_CODE}")
 
 
 @dataclass(frozen=True)

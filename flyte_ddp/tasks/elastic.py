@@ -21,7 +21,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from flyte_ddp.engine import worker
 from flyte_ddp.engine.job import Job, Subject, TrainingResult, job_of
-from flyte_ddp.errors import InputError, StopRequested
+from flyte_ddp.errors import StopRequested
 from flyte_ddp.events import Event
 from flyte_ddp.launch.environment import Environment, environment_from_torchrun, visible_gpus
 from flyte_ddp.launch.failures import Failure, Preempted, from_exception, from_exit_code, name_the_cause
@@ -88,7 +88,7 @@ def train_as_rank(
 
 
 def run_rank(environment: Environment, link: DirectLink, job: Job) -> List[TrainingResult]:
-    """The results of all ranks; raises RankFailed, or its recoverable kind, naming this rank."""
+    """The results of all ranks; raises RankFailed, or its recoverable kind, naming this rank; or its InputError."""
     signal.signal(signal.SIGTERM, link.on_signal)
     try:
         with process_group(environment, job.timeout_seconds) as device:
@@ -97,8 +97,6 @@ def run_rank(environment: Environment, link: DirectLink, job: Job) -> List[Train
             return results
     except StopRequested as stopped:
         raise Preempted(f"rank {environment.rank} on {environment.host}: SIGTERM: {stopped}") from None
-    except InputError:
-        raise
     except Exception as error:
         failure = from_exception(error, environment.rank, environment.host)
         if failure.kind == "peer":

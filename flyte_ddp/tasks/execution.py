@@ -19,6 +19,10 @@ from flyte_ddp.errors import DataError, DownloadError
 from flyte_ddp.launch.failures import Failure, from_exception
 from flyte_ddp.storage import writing_to
 from flyte_ddp.tasks.flytekit_compat import local_cache, with_error_code_of
+from flyte_ddp.text import encodable, shortened
+
+# Flyte does not read an error file above its storage's limit, 2 MB by default, and then knows neither cause nor retry
+MOST_CHARACTERS = 50_000
 
 
 def is_local() -> bool:
@@ -44,7 +48,9 @@ def run_dir(name: str) -> Iterator[Path]:
     try:
         yield folder
     except BaseException:
-        shutil.rmtree(folder)
+        gone = folder.with_name(f".{folder.name}")
+        os.rename(folder, gone)  # an observer that is still at work writes no more to it
+        shutil.rmtree(gone, ignore_errors=True)
         raise
 
 
@@ -97,10 +103,11 @@ def _of_a_download(error: BaseException) -> BaseException:
 
 def task_error(failure: Failure, logs: str = "", timestamp: Optional[float] = None) -> TaskFailed:
     """The exception that Flyte shows for a failure; the second line of its message says where the logs are."""
-    headline, separator, details = str(failure).partition("\n")
+    headline, separator, details = encodable(str(failure)).partition("\n")
     place = f"\nLogs: {logs}" if logs else ""
     failed = TaskInterrupted if failure.recoverable else TaskFailed
-    return failed(f"{headline}{place}{separator}{details}", failure, timestamp)
+    message = f"{shortened(headline, MOST_CHARACTERS)}{place}{separator}{shortened(details, MOST_CHARACTERS)}"
+    return failed(message, failure, timestamp)
 
 
 def forget_lost_results() -> None:

@@ -11,6 +11,7 @@ from flytekit.core.data_persistence import FileAccessProvider
 from flytekit.types.directory import FlyteDirectory
 from typing_extensions import Annotated
 
+from flyte_ddp.code_version import code_version
 from flyte_ddp.data.datasets import data_dir, prepare
 from flyte_ddp.data.image_files import Access, write_access
 from flyte_ddp.data.image_folder import index_folder, stamp, verify_images, write_folder
@@ -21,14 +22,12 @@ from flyte_ddp.errors import InputError
 from flyte_ddp.launch.environment import choose_world
 from flyte_ddp.report.console import say
 from flyte_ddp.storage import writing_to
+from flyte_ddp.tasks.caching import CodeVersion
 from flyte_ddp.tasks.data import of_folder
 from flyte_ddp.tasks.execution import flyte_retries, forget_lost_results, is_local
 from flyte_ddp.tasks.outputs import output_folder
 from flyte_ddp.tasks.prepare import PreparedDataset
 from flyte_ddp.tasks.resources import preparation_resources
-from flyte_ddp.tasks.versions import DATA_SOURCES, CodeVersion
-
-FOLDER_SOURCES = (*DATA_SOURCES, "flyte_ddp/data/image_files.py", "flyte_ddp/data/image_folder.py")
 
 
 def origin(folder: FlyteDirectory) -> str:
@@ -72,7 +71,7 @@ def find_images(
 
 
 @task(
-    cache=Cache(policies=CodeVersion(FOLDER_SOURCES, ["pillow"]), serialize=True),
+    cache=Cache(policies=CodeVersion(code_version("flyte_ddp.data.image_folder"), ["pillow"]), serialize=True),
     retries=3,
     **preparation_resources(),
 )

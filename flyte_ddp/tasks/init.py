@@ -7,10 +7,10 @@ from flytekit import Cache, HashMethod, task
 from flytekit.types.file import FlyteFile
 from typing_extensions import Annotated
 
-from flyte_ddp.tasks.caching import OnClustersOnly
+from flyte_ddp.code_version import code_version
+from flyte_ddp.tasks.caching import CodeVersion, OnClustersOnly
 from flyte_ddp.tasks.execution import is_local
 from flyte_ddp.tasks.resources import small_resources
-from flyte_ddp.tasks.versions import CodeVersion
 
 
 def of_content(file: FlyteFile) -> str:
@@ -32,7 +32,7 @@ KnownInit = Annotated[Optional[FlyteFile], HashMethod(of_init)]
 
 @task(
     task_config=OnClustersOnly(),
-    cache=Cache(policies=CodeVersion(["flyte_ddp/tasks/init.py"], [])),
+    cache=Cache(policies=CodeVersion(code_version(__name__), ())),
     **small_resources(),
 )
 def known_init(init: Optional[FlyteFile]) -> KnownInit:

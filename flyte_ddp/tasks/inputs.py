@@ -49,7 +49,7 @@ def known_classifier(model_state: Optional[PythonPickledFile]) -> Optional[Model
     if is_local() and not Path(path).is_file():
         raise InputError(f"model_state must be a file, and {path} is none: give the one of a training")
     known = read_metadata(model_state.download())
-    if known and known.recipe != IMAGE_CLASSIFIER:
+    if known and known.recipe != IMAGE_CLASSIFIER.name:
         raise InputError(
             f"model_state must be of a built-in classifier, and {path} is of {known.recipe}: docs/your-own-model.md "
             "says what there is for recipes"

@@ -6,7 +6,7 @@ import shutil
 import sys
 import threading
 import time
-from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Callable, Dict, Iterator, Tuple, Union
@@ -16,7 +16,8 @@ from flytekit import FlyteContextManager, current_context
 from flytekit.types.directory import FlyteDirectory
 
 from flyte_ddp.events import Event, Printed
-from flyte_ddp.launch.rank import PrintedLines
+from flyte_ddp.launch.failures import message_of
+from flyte_ddp.launch.rank import printed_lines
 from flyte_ddp.report.background import one_line
 from flyte_ddp.report.console import say
 from flyte_ddp.tasks.execution import failure_of, is_local, task_error
@@ -69,7 +70,7 @@ def kept_logs(run: Path, name: str = "console", prefix: str = "") -> Iterator[Lo
             say(f"Logs: {logs.place}{_earlier_attempt()}")
             yield logs
     except BaseException as error:
-        append(folder / f"{name}.log", f"{type(error).__name__}: {error}")
+        append(folder / f"{name}.log", f"{type(error).__name__}: {message_of(error)}")
         if isinstance(error, click.ClickException):
             raise task_error(failure_of(error), place_of_logs()) from None
         raise
@@ -138,7 +139,7 @@ class Uploads:
 
 @contextmanager
 def copied_output(path: Path, prefix: str) -> Iterator[None]:
-    """Copies what this process prints to a file, with the time of each line; see rank.PrintedLines."""
+    """Copies what this process prints to a file, with the time of each line; see rank.printed_lines."""
 
     def copying(stream: "Callable[[str], int]") -> Callable[[str], None]:
         def hand_on(line: str) -> None:
@@ -147,10 +148,7 @@ def copied_output(path: Path, prefix: str) -> Iterator[None]:
 
         return hand_on
 
-    with (
-        redirect_stdout(PrintedLines(copying(sys.stdout.write), sys.stdout)),
-        redirect_stderr(PrintedLines(copying(sys.stderr.write), sys.stderr)),
-    ):
+    with printed_lines(copying(sys.stdout.write), copying(sys.stderr.write)):
         yield
 
 
@@ -162,7 +160,7 @@ def place_of_logs() -> str:
 def append(path: Path, text: str) -> None:
     """Appends lines, each with the time before it; on a full disk these lines are lost, but the run continues."""
     now = time.strftime("%Y-%m-%d %H:%M:%S")
-    with suppress(OSError), open(path, "a", encoding="utf-8") as file:
+    with suppress(OSError), open(path, "a", encoding="utf-8", errors="backslashreplace") as file:
         file.writelines(f"{now} {line}\n" for line in text.splitlines() or [""])
 
 

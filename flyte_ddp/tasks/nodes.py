@@ -4,18 +4,18 @@ import json
 
 from flytekit import Cache, task
 
+from flyte_ddp.code_version import code_version
 from flyte_ddp.errors import InputError
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
-from flyte_ddp.tasks.caching import OnClustersOnly
+from flyte_ddp.tasks.caching import CodeVersion, OnClustersOnly
 from flyte_ddp.tasks.execution import is_local
 from flyte_ddp.tasks.registration import registration
 from flyte_ddp.tasks.resources import dynamic_resources, registered_environment
-from flyte_ddp.tasks.versions import CodeVersion
 
 
 @task(
     task_config=OnClustersOnly(),
-    cache=Cache(policies=CodeVersion(("flyte_ddp/tasks/nodes.py",), []), salt=json.dumps(registered_environment())),
+    cache=Cache(policies=CodeVersion(code_version(__name__), ()), salt=json.dumps(registered_environment())),
     **dynamic_resources(),
 )
 def resolve_for_nodes(hp: Hyperparameters, auto: str = "mnist") -> str:

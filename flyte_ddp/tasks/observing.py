@@ -10,6 +10,7 @@ from typing import Any, Callable, Iterator, List
 
 from flytekit import Deck, current_context
 
+from flyte_ddp.launch.failures import message_of
 from flyte_ddp.report.background import Background, one_line
 from flyte_ddp.report.console import open_console, say
 from flyte_ddp.report.progress import Progress
@@ -83,7 +84,7 @@ def observing(info: RunInfo, report_path: Path, *others: Callable[[Any], None]) 
     try:
         yield observers
     except BaseException as error:
-        observers.end(RunFailed((str(error).splitlines() or [type(error).__name__])[0]))
+        observers.end(RunFailed((message_of(error).splitlines() or [type(error).__name__])[0]))
         raise
 
 

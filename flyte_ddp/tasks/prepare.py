@@ -6,17 +6,17 @@ from flytekit import Cache, FlyteContextManager, HashMethod, task
 from flytekit.types.directory import FlyteDirectory
 from typing_extensions import Annotated
 
+from flyte_ddp.code_version import code_version
 from flyte_ddp.data import datasets, prepared
 from flyte_ddp.errors import DownloadError
 from flyte_ddp.launch.environment import choose_world
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.report.console import download_progress, say
 from flyte_ddp.settings import RunOptions
-from flyte_ddp.tasks.caching import OnClustersOnly
+from flyte_ddp.tasks.caching import CodeVersion, OnClustersOnly
 from flyte_ddp.tasks.execution import flyte_retries, forget_lost_results, is_local
 from flyte_ddp.tasks.outputs import output_folder
 from flyte_ddp.tasks.resources import preparation_resources, small_resources
-from flyte_ddp.tasks.versions import DATA_SOURCES, CodeVersion
 
 
 def content_digest(directory: FlyteDirectory) -> str:
@@ -28,7 +28,7 @@ PreparedDataset = Annotated[FlyteDirectory, HashMethod(content_digest)]
 
 @task(
     task_config=OnClustersOnly(),
-    cache=Cache(policies=CodeVersion(["flyte_ddp/tasks/prepare.py"], []), ignored_inputs="options"),
+    cache=Cache(policies=CodeVersion(code_version(__name__), ()), ignored_inputs="options"),
     **small_resources(),
 )
 def resolve_dataset(hp: Hyperparameters, options: RunOptions, auto: str = "mnist") -> str:
@@ -75,7 +75,7 @@ def open_stored(url: str) -> BinaryIO:
 
 
 @task(
-    cache=Cache(policies=CodeVersion(DATA_SOURCES, []), serialize=True),
+    cache=Cache(policies=CodeVersion(code_version("flyte_ddp.data.datasets"), ()), serialize=True),
     retries=3,
     **preparation_resources(),
 )

@@ -6,9 +6,10 @@ from types import ModuleType
 from typing import Iterable
 
 import flyte_ddp
+from flyte_ddp.code_version import is_installed
 from flyte_ddp.errors import ReportedError
 from flyte_ddp.tasks.inputs import explain_missing_paths, explain_unreadable_settings
-from flyte_ddp.user_code import is_installed, loaded_files
+from flyte_ddp.user_code import loaded_files
 
 
 def set_up_pyflyte() -> None:

@@ -7,7 +7,6 @@ def train_model(settings: Settings, options: RunOptions) -> RecipeOutputs:
     return training.run(settings, options)
 """
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Union
@@ -15,14 +14,13 @@ from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Union
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile, PythonPickledFile
 
-from flyte_ddp.code_version import OTHER_CODE
-from flyte_ddp.engine.job import Identity, Subject, job_of
-from flyte_ddp.errors import InputError, ReportedError
+from flyte_ddp.engine.job import Subject, job_of, subject_of
+from flyte_ddp.errors import InputError
 from flyte_ddp.launch.alone import run_alone
 from flyte_ddp.launch.environment import choose_world, visible_gpus
 from flyte_ddp.report.console import open_console
 from flyte_ddp.settings import RunOptions, TrainingSettings
-from flyte_ddp.storage import content_digest
+from flyte_ddp.tasks.caching import CodeVersion
 from flyte_ddp.tasks.execution import flyte_retries, run_dir
 from flyte_ddp.tasks.outputs import output_file
 from flyte_ddp.tasks.pyflyte import set_up_pyflyte, ship
@@ -34,14 +32,10 @@ from flyte_ddp.tasks.train import (
     train_by,
     training_arguments,
 )
-from flyte_ddp.tasks.versions import ENGINE_SOURCES, CodeVersion
 from flyte_ddp.tasks.webhook import telling_webhook
 from flyte_ddp.user_code import find_code
 
 PREDICT = "flyte_ddp.engine.predict:run"  # a name, because importing it would import torch
-RECIPE_SOURCES = (*ENGINE_SOURCES, "flyte_ddp/engine/predict.py", "flyte_ddp/tasks/recipe.py")
-RECIPE_CODE = CodeVersion(RECIPE_SOURCES, ("torch",))
-CODE_VARIABLE = "DDP_RECIPE_CODE"
 Data = Union[FlyteFile, FlyteDirectory, None]
 
 
@@ -93,13 +87,12 @@ class RecipeTraining:
         """
         set_up_pyflyte()
         self.code = find_code(recipe, data_files)
+        self.version = CodeVersion(self.code.version)
         ship(self.code.files)
 
     def arguments(self, ignored_inputs: Sequence[str] = ("options",)) -> Dict[str, Any]:
         """Arguments of the @task that trains or predicts: cache, retries, live report, resources."""
-        salt = f"{self.code.name} {self.code.version} "
-        arguments = training_arguments(RECIPE_CODE, salt, ignored_inputs)
-        return {**arguments, "environment": {**arguments["environment"], CODE_VARIABLE: self.code.version}}
+        return training_arguments(self.version, f"{self.code.name} ", ignored_inputs)
 
     @telling_webhook()
     @flyte_retries()
@@ -165,20 +158,8 @@ class RecipeTraining:
 
     def subject(self, settings: TrainingSettings, place: Optional[Path], init: Optional[Path] = None) -> Subject:
         """The recipe and its data; ReportedError if this pod's code is not what was registered."""
-        if os.environ.get(CODE_VARIABLE, self.code.version) != self.code.version:
-            raise ReportedError(
-                f"this pod's code of {self.code.name} is not the code that was registered: {OTHER_CODE}"
-            )
-        version = self.code.version + RECIPE_CODE.version
-        digest = content_digest(place) if place else ""
-        return Subject(
-            identity=Identity(self.code.name, settings, digest, version, content_digest(init) if init else ""),
-            dataset=place.name if place else self.code.name.rpartition(":")[2],
-            data=place,
-            root=self.code.root,
-            files=self.code.files,
-            init=init,
-        )
+        self.version.check_registered()
+        return subject_of(self.code, settings, place, init)
 
     def outputs_of(self, trained: Trained) -> RecipeOutputs:
         result = trained.results[0]

@@ -18,7 +18,7 @@ from flyte_ddp.errors import InputError
 from flyte_ddp.launch.environment import DEFAULT_CPU_RANKS
 from flyte_ddp.settings import Settings, read_json, setting
 from flyte_ddp.tasks.addresses import WEBHOOK_SECRET_VARIABLE, check_notify, check_place, check_urls
-from flyte_ddp.tasks.versions import CODE_VARIABLE
+from flyte_ddp.tasks.caching import CODE_VARIABLE
 
 QUANTITY = r"\d+(\.\d+)?(m|k|M|G|T|Ki|Mi|Gi|Ti)?"  # Kubernetes' notation
 ACCELERATORS = {

@@ -14,9 +14,9 @@ from flytekit.core.base_task import PythonTask
 from flyte_ddp.data.download import MIRROR_VARIABLE, mirror_from_environment
 from flyte_ddp.errors import InputError, RecoverableError
 from flyte_ddp.tasks.addresses import CONSOLE_VARIABLE, WEBHOOK_SECRET_VARIABLE, WEBHOOK_VARIABLE
+from flyte_ddp.tasks.caching import CodeVersion
 from flyte_ddp.tasks.execution import flyte_retries
 from flyte_ddp.tasks.registration import ACCELERATORS, GPUS_VARIABLE, Registration, registration, variable_of
-from flyte_ddp.tasks.versions import CodeVersion
 
 IMAGE = "{{.image.trainer}}"  # named in flyte.config, or by --image trainer=NAME
 

@@ -10,7 +10,7 @@ from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile, PythonPickledFile
 
 from flyte_ddp.data import prepared
-from flyte_ddp.engine.job import Identity, Job, Subject, TrainingResult, job_of
+from flyte_ddp.engine.job import Job, Subject, TrainingResult, job_of, subject_of
 from flyte_ddp.events import Event
 from flyte_ddp.launch import launcher
 from flyte_ddp.launch.environment import World, choose_world, visible_gpus
@@ -20,7 +20,7 @@ from flyte_ddp.report.record import RunFinished, RunInfo
 from flyte_ddp.report.summary import say_summary
 from flyte_ddp.report.surroundings import surroundings
 from flyte_ddp.settings import RunOptions
-from flyte_ddp.storage import content_digest
+from flyte_ddp.tasks.caching import CodeVersion
 from flyte_ddp.tasks.checkpoints import checkpoint_store
 from flyte_ddp.tasks.execution import flyte_retries, is_local, run_dir
 from flyte_ddp.tasks.logs import kept_logs
@@ -28,12 +28,12 @@ from flyte_ddp.tasks.observing import attempt, observing, tracking_id
 from flyte_ddp.tasks.outputs import output_file
 from flyte_ddp.tasks.resources import check_gpus, training_resources
 from flyte_ddp.tasks.summaries import RunSummary, TrainingSummary, summarise
-from flyte_ddp.tasks.versions import TRAINING_SOURCES, CodeVersion, check_registered_code
 from flyte_ddp.tasks.webhook import telling_webhook
+from flyte_ddp.user_code import find_code
 
 WORKER = "flyte_ddp.engine.worker:run"  # a name, because importing it would import torch
-TRAINING_CODE = CodeVersion(TRAINING_SOURCES, ("torch",))
-IMAGE_CLASSIFIER = "flyte_ddp.recipes.images:ImageClassifier"
+IMAGE_CLASSIFIER = find_code("flyte_ddp.recipes.images:ImageClassifier")
+TRAINING_CODE = CodeVersion(IMAGE_CLASSIFIER.version)
 Start = Callable[[Job, Callable[[Event], None]], List[TrainingResult]]
 
 
@@ -105,10 +105,8 @@ def train(
 
 def image_subject(hp: Hyperparameters, folder: Path, init: Optional[Path] = None) -> Subject:
     """An image classifier and the prepared dataset in the folder, which is verified byte by byte."""
-    description = prepared.verify(folder)
-    first = content_digest(init) if init else ""
-    identity = Identity(IMAGE_CLASSIFIER, hp, description.digest, TRAINING_CODE.version, first)
-    return Subject(identity, description.name, folder, description=description, init=init)
+    TRAINING_CODE.check_registered()
+    return subject_of(IMAGE_CLASSIFIER, hp, folder, init, prepared.verify(folder))
 
 
 def outputs_of(trained: Trained) -> TrainingOutputs:
@@ -143,7 +141,6 @@ def train_by(start: Start, world: World, fetch: Callable[[], Subject], options: 
     start: runs the ranks for (job, on_event), and returns their results by rank. fetch: downloads the data.
     """
     started = time.time()
-    check_registered_code()
     with flyte_retries():
         subject = fetch()
         with (

@@ -2,7 +2,7 @@
 
 import json
 import time
-from typing import Any, Dict, Iterator, Optional
+from typing import Any, Iterator, Optional, Union
 
 import click
 import fsspec
@@ -10,8 +10,11 @@ import fsspec
 from flyte_ddp.errors import InputError, ReportedError
 from flyte_ddp.report.console import open_console, say
 from flyte_ddp.report.progress import FILE, FORMAT, event_of
+from flyte_ddp.report.record import RunFailed
+from flyte_ddp.text import encodable
 
 POLL_SECONDS = 1.0
+CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
 
 
 class File:
@@ -42,7 +45,10 @@ class File:
         return size
 
     def part(self, start: int, end: int) -> bytes:
-        content: bytes = self._storage.cat_file(self.place, start=start, end=end)
+        try:
+            content: bytes = self._storage.cat_file(self.place, start=start, end=end)
+        except Exception as error:
+            raise ReportedError(f"{self.place} can no longer be read ({type(error).__name__})") from None
         return content
 
 
@@ -61,24 +67,43 @@ def watch(place: str, timeout: Optional[float]) -> None:
         last = show(file, console, timeout)
     finally:
         console.close()
-    if last["event"] == "failed":
-        raise ReportedError(f"The training failed: {last['reason']}")
-    say(f"The training has finished, after {last['total_seconds']:.1f} s")
+    if isinstance(last, RunFailed):
+        raise ReportedError(f"The training failed: {last.reason}")
+    say(f"The training has finished, after {last:.1f} s")
 
 
-def show(file: File, console: Any, timeout: Optional[float]) -> Dict[str, Any]:
-    """Passes each event to the console; returns the line that says how the training ended."""
-    for line in lines_of(file, timeout):
-        if line["event"] in ("finished", "failed"):
-            return line
-        if line.get("format", FORMAT) > FORMAT:
-            raise ReportedError(f"{file.place} has format {line['format']}, but this program knows {FORMAT}: update it")
-        if event := event_of(line):
-            console(event)
+def show(file: File, console: Any, timeout: Optional[float]) -> Union[RunFailed, float]:
+    """Passes each event to the console; returns how the training failed, or how many seconds it took."""
+    for text in lines_of(file, timeout):
+        try:
+            line = printable(json.loads(text))
+            if line["event"] == "failed":
+                return RunFailed(str(line["reason"]))
+            if line["event"] == "finished":
+                return float(line["total_seconds"])
+            if line.get("format", FORMAT) > FORMAT:
+                raise ReportedError(
+                    f"{file.place} has format {line['format']}, but this program knows {FORMAT}: update it"
+                )
+            if event := event_of(line):
+                console(event)
+        except ReportedError:
+            raise
+        except Exception:  # a line may be anything
+            raise ReportedError(f"{file.place} is not the progress of a training: {text[:100]!r}") from None
     raise ReportedError(f"{file.place} has nothing new for {timeout:g} s: the training may have been killed")
 
 
-def lines_of(file: File, timeout: Optional[float]) -> Iterator[Dict[str, Any]]:
+def printable(value: Any) -> Any:
+    """JSON whose texts cannot steer the terminal: anyone may have written them."""
+    if isinstance(value, dict):
+        return {printable(name): printable(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [printable(one) for one in value]
+    return encodable(value).translate(CONTROLS) if isinstance(value, str) else value
+
+
+def lines_of(file: File, timeout: Optional[float]) -> Iterator[bytes]:
     """Each line as it comes, until nothing has come for `timeout` seconds."""
     read, begun, heard = 0, b"", time.monotonic()
     while True:
@@ -88,11 +113,7 @@ def lines_of(file: File, timeout: Optional[float]) -> Iterator[Dict[str, Any]]:
         if size > read:
             *whole, begun = (begun + file.part(read, size)).split(b"\n")
             read, heard = size, time.monotonic()
-            for line in whole:
-                try:
-                    yield dict(json.loads(line), event=json.loads(line)["event"])
-                except (ValueError, KeyError, TypeError):
-                    raise ReportedError(f"{file.place} is not the progress of a training: {line[:100]!r}") from None
+            yield from whole
         if timeout is not None and time.monotonic() - heard >= timeout:
             return
         time.sleep(POLL_SECONDS)

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -31,12 +32,27 @@ def test_a_dispatch_mode_sees_the_operations_within_a_layer_by_their_arguments()
 
     class Seeing(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            seen[func.name()] = torch_compat.argument_names(func)
+            seen[func.name()] = torch_compat.arguments_of(func, args, kwargs or {})
             return func(*args, **(kwargs or {}))
 
     with Seeing():
         nn.RNN(2, 2, num_layers=2, dropout=0.5)(torch.ones(3, 1, 2))
-    assert seen["aten::bernoulli_.float"] == ["self", "p", "generator"]
+    found = seen["aten::bernoulli_.float"]
+    assert found.pop("self").shape == (3, 1, 2)
+    assert found == {"p": 0.5, "generator": None}  # the last of which nobody gave
+
+
+def test_a_copy_of_a_network_has_the_hooks_on_its_gradients():
+    layer = nn.Linear(1, 1)
+    layer.weight.register_hook(lambda gradient: gradient + 1)
+    layer.bias.register_post_accumulate_grad_hook(add_two)
+    copied: Any = torch_compat.copy_with_hooks(layer)
+    copied(torch.ones(1)).backward()
+    assert (copied.weight.grad.item(), copied.bias.grad.item(), layer.weight.grad) == (2, 3, None)
+
+
+def add_two(parameter):
+    parameter.grad += 2
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
@@ -65,11 +81,44 @@ def test_many_tensors_are_measured_and_changed_in_one_call():
     assert torch_compat.norms(tensors).tolist() == torch_compat.norms(targets).tolist()
 
 
-@pytest.mark.parametrize("shape", [(4, 3), (4, 3, 2), (4, 3, 2, 2), (4, 3, 2, 2, 2)])
-def test_any_batch_norm_takes_any_number_of_dimensions(shape):
-    layer = torch_compat.AnyBatchNorm(3)
-    assert abs(layer(torch.rand(shape)).mean()) < 1e-6
-    assert set(layer.state_dict()) == set(nn.BatchNorm1d(3).state_dict())
+def test_batch_norm_of_one_row_reaches_the_operator_in_a_block():
+    layer, row = nn.BatchNorm1d(3), torch.ones(1, 3)
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        layer(row)
+    with torch_compat.any_batch_size(), pytest.raises(ValueError, match="more than 1 spatial element"):
+        nn.InstanceNorm1d(3)(torch.ones(1, 3, 1))  # checked elsewhere
+    with torch_compat.any_batch_size():
+        assert torch.equal(layer(row), torch.zeros(1, 3))
+    assert torch_compat.is_batch_norm(layer)
+    assert not torch_compat.is_batch_norm(nn.InstanceNorm1d(3))
+
+
+REPLACED = """if True:
+    import torch
+    from flyte_ddp.engine.torch_compat import original, plain_attention
+    library, calls = torch.library.Library("aten", "IMPL"), []
+    def replace(name, overload, key):
+        theirs = original(getattr(getattr(torch.ops.aten, name), overload))
+        def ours(*args, **kwargs):
+            calls.append(name)
+            return theirs(*args, **kwargs)
+        library.impl(f"{name}.{overload}" if overload != "default" else name, ours, key)
+    replace("dropout", "default", "AutogradCPU")
+    replace("bernoulli_", "float", "AutogradCPU")
+    replace("rand", "default", "CPU")
+    features = torch.ones(1, 2, 3, 4, requires_grad=True)
+    plain_attention(features, features, features, None, 0.5).sum().backward()  # made of what can be replaced
+    assert features.grad.abs().sum() > 0, features.grad
+    torch.nn.functional.dropout2d(features, 0.5)
+    torch.rand(3)
+    print(*calls)
+"""
+
+
+def test_operators_are_replaced_and_still_do_what_they_did():
+    found = subprocess.run([sys.executable, "-c", REPLACED], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert found.stdout.split() == ["dropout", "bernoulli_", "bernoulli_", "rand"]
+    assert not found.stderr
 
 
 COMPILER = """if True:

@@ -109,6 +109,14 @@ def test_an_image_is_resized_and_cut_around_its_centre(tmp_path):
     assert decode(str(tmp_path / "stripes.png"), (1, 20, 20)).shape == (1, 20, 20)
 
 
+def test_a_small_file_of_too_many_pixels_is_not_decoded(tmp_path):
+    for name in ("huge.png", "huge.jpeg"):
+        Image.new("1" if name.endswith("png") else "L", (10_000, 6_000)).save(tmp_path / name)
+    with pytest.raises(ValueError, match="10000 x 6000 pixels, more than 50,000,000: scale it down"):
+        decode(tmp_path / "huge.png", (1, 20, 20))
+    assert decode(tmp_path / "huge.jpeg", (1, 20, 20)).shape == (1, 20, 20), "decoded at an eighth of its size"
+
+
 def test_unreadable_files_are_named_and_counted_up_to_the_share(folder):
     good = sorted((folder / "class 1").iterdir())
     (folder / "class 1" / "empty.png").touch()

@@ -1,5 +1,6 @@
 """Recipes with one fault each, and some that only look like one."""
 
+import multiprocessing
 import os
 import random as python_random
 import threading
@@ -10,6 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.data import Dataset
 from torchvision.ops import StochasticDepth
 
@@ -96,17 +98,13 @@ class RandomLeakyReLU(Sound):
 
 
 class LSTM(Sound):
-    dropout = 0.5
+    """Between its layers, torch's C++ draws with time in the first dimension, and the samples in the second."""
 
     def model(self):
-        return nn.LSTM(1, WIDTH, num_layers=2, batch_first=True, dropout=self.dropout)
+        return nn.LSTM(1, WIDTH, num_layers=2, batch_first=True, dropout=0.5)
 
     def forward(self, model, batch):
         return model(batch[:, :, None])[0][:, -1]
-
-
-class LSTMWithout(LSTM):
-    dropout = 0.0
 
 
 class Transformer(Sound):
@@ -143,6 +141,19 @@ class ForwardByGenerator(Sound):
 
     def forward(self, model, batch):
         return model(batch) + torch.from_numpy(np.random.default_rng().normal(size=batch.shape).astype(np.float32))
+
+
+class RarelyLonger(Sound):
+    """Drops what is padded to the longest of a rank's samples, which differs as soon as one that is longer comes."""
+
+    def data(self, split):
+        rows = table()
+        rows[(np.arange(SIZE) != 5) | (split == "test"), -1] = 0  # the fifth is not among those that are tried
+        return torch.from_numpy(rows)
+
+    def forward(self, model, batch):
+        length = WIDTH if batch[:, -1].any() else WIDTH - 1
+        return model(F.pad(F.dropout(batch[:, :length], 0.5), (0, WIDTH - length)))
 
 
 # --- samples that depend on one another ---
@@ -268,7 +279,7 @@ class EmptyDataset(NoisyDataset):
 
 class Unseeded(Sound):
     def data(self, split):
-        return torch.from_numpy(np.random.default_rng().permutation(table()))
+        return torch.from_numpy(table() if split == "train" else np.random.default_rng().permutation(table()))
 
 
 class NotANumber(Sound):
@@ -306,6 +317,23 @@ class ScalarLoss(Sound):
         return {"loss": F.mse_loss(outputs, batch)}
 
 
+class NaNWeights(Sound):
+    weight = torch.nan
+
+    def measure(self, outputs, batch):
+        loss = super().measure(outputs, batch)["loss"]
+        return {"loss": (loss, torch.full_like(loss, self.weight))}
+
+
+class InfiniteWeights(NaNWeights):
+    weight = torch.inf
+
+
+class DerivedTensor(Sound):
+    def derive(self, measures):
+        return {**measures, "both": torch.zeros(2)}
+
+
 class NoLoss(Sound):
     def measure(self, outputs, batch):
         return {"error": (outputs - batch).square().mean(1)}
@@ -328,16 +356,60 @@ class MicroEveryone(Everyone):
     micro_batch = 2
 
 
-class NeverEmpty(Sound):
-    def measure(self, outputs, batch):
-        outputs.max()  # fails without samples
-        return super().measure(outputs, batch)
+class Routed(nn.Module):
+    """Experts, each for some of the samples; the last of them for a single one of the whole table."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, rows):
+        lone = (rows[:, 0] == table()[6, 0]).long()
+        routes, outputs = torch.where(lone == 1, 2, (rows[:, 1] > 0).long()), torch.zeros_like(rows)
+        for number, expert in enumerate(self.experts):
+            if (routes == number).any():
+                outputs[routes == number] = expert(rows[routes == number])
+        return outputs
+
+
+class Experts(Sound):
+    def model(self):
+        return Routed()
+
+
+class NeverEmpty(nn.Module):
+    """Layers that fail without samples, and layers that see the global batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = Routed()
+        self.gru = nn.GRU(1, WIDTH, batch_first=True)
+        self.body = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH, eps=0.01), nn.Dropout(0.2))
+
+    def forward(self, rows):
+        features = F.instance_norm(self.experts(rows).unflatten(1, (2, -1))).flatten(1)
+        packed = pack_padded_sequence(features[:, :, None], torch.full((len(rows),), WIDTH), batch_first=True)
+        return self.body(self.gru(packed)[1][0])
+
+
+class Borrowing(Everyone):
+    def model(self):
+        return NeverEmpty()
+
+    def optimizer(self, model):
+        return torch.optim.SGD(model.parameters(), 0.1, momentum=0.5, weight_decay=0.1)
+
+    def augment(self, batch, random):
+        return batch + 0.1 * random.normal(WIDTH) * (torch.arange(WIDTH) > 0)
+
+    def predictions(self, outputs, batch):
+        return outputs
 
 
 # --- other ways to go wrong, and to be odd ---
 
 
-class Permitted(FunctionalDropout):
+class Permitted(MeanOfBatch):
     may_depend_on_ranks = True
 
 
@@ -348,10 +420,28 @@ class OneRankRaises(Sound):
         return super().measure(outputs, batch)
 
 
+def wait(ready):
+    ready.set()
+    threading.Event().wait()
+
+
 class Chatty(Sound):
+    """Leaves a thread and a process behind."""
+
     def data(self, split):
         print("a word on standard output", flush=True)
         threading.Thread(target=threading.Event().wait, daemon=True).start()
+        with multiprocessing.Pool(1) as pool:
+            assert pool.map(abs, [-1]) == [1]
+        context = multiprocessing.get_context("fork")
+        for _ in range(2):
+            ready = context.Event()
+            child = context.Process(target=wait, args=(ready,))
+            child.start()
+            ready.wait()
+            print("child", child.pid, flush=True)
+        child.terminate()
+        child.join()  # as the end of a pool does, which asks its processes by SIGTERM to end
         # settings.seed decides numpy's random numbers, too, outside of steps
         return torch.from_numpy(np.random.permutation(table()))
 

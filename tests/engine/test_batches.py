@@ -12,7 +12,7 @@ from flyte_ddp.engine.loading import Streamed
 from flyte_ddp.errors import DataError, InputError
 
 CPU = torch.device("cpu")
-PARTS = [slice(0, 3), slice(3, 3), slice(3, 5)]  # a rank has no sample of the second batch
+PARTS = [slice(0, 3), slice(3, 5)]
 
 
 class Squares(Dataset):
@@ -54,8 +54,8 @@ def test_tensors_keep_their_structure():
     split = Resident({"x": torch.arange(10).view(5, 2), "y": [np.arange(5.0)]}, CPU)
     assert len(split) == 5
     batches = list(split.fetch(torch.tensor([4, 0, 2, 1, 3]), PARTS))
-    assert [batch["x"].tolist() for batch in batches] == [[[8, 9], [0, 1], [4, 5]], [], [[2, 3], [6, 7]]]
-    assert [batch["y"][0].tolist() for batch in batches] == [[4, 0, 2], [], [1, 3]]
+    assert [batch["x"].tolist() for batch in batches] == [[[8, 9], [0, 1], [4, 5]], [[2, 3], [6, 7]]]
+    assert [batch["y"][0].tolist() for batch in batches] == [[4, 0, 2], [1, 3]]
 
 
 def test_memory_maps_stay_on_disk(tmp_path):
@@ -82,6 +82,18 @@ def test_nothing_is_fetched_back_from_a_device(tmp_path, workers):
         assert {leaf.device for leaf in leaves} == {device}
         assert [batch.share.count for batch in found] == [2, 2, 2, 1, 2, 2]
         assert [len(batch.tree["x" if split is resident else "row"]) for batch in found] == [2, 2, 2, 1, 2, 2]
+        for part in batches.hold_out(split, 0.3):
+            (tree,) = part.fetch(torch.tensor([1, 0]), [slice(0, 2)])
+            assert {(len(leaf), leaf.device) for leaf in pytree.tree_leaves(tree)} == {(2, device)}
+
+
+def test_a_rank_without_a_sample_of_a_short_batch_borrows_the_one_that_comes_next():
+    ranks = [batches.TestBatches(Resident(torch.arange(6), CPU), 4, rank, 3) for rank in range(3)]
+    last = [list(rank)[-1] for rank in ranks]
+    assert [batch.tree.tolist() for batch in last] == [[4], [4], [5]]
+    assert [(batch.share.first, batch.share.count) for batch in last] == [(0, 1), (0, 1), (1, 1)]
+    assert [batch.share.own(batch.tree).tolist() for batch in last] == [[], [4], [5]]
+    assert sorted(torch.cat([rank.mine_all() for rank in ranks]).tolist()) == list(range(6))
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -89,11 +101,10 @@ def test_a_dataset_is_read_sample_by_sample(workers):
     split = Streamed(Squares(), CPU, workers)
     order = torch.tensor([6, 0, 2, 1, 3])
     batches = list(split.fetch(order, PARTS))
-    assert [batch["row"].tolist() for batch in batches] == [[[36, 36], [0, 0], [4, 4]], [], [[1, 1], [9, 9]]]
-    assert [batch["array"].tolist() for batch in batches] == [[6, 0, 2], [], [1, 3]]
-    assert [batch["number"][0].tolist() for batch in batches] == [[6, 0, 2], [], [1, 3]]
-    assert batches[1]["row"].shape == (0, 2)
-    assert batches[1]["row"].dtype == batches[0]["row"].dtype == torch.int64
+    assert [batch["row"].tolist() for batch in batches] == [[[36, 36], [0, 0], [4, 4]], [[1, 1], [9, 9]]]
+    assert [batch["array"].tolist() for batch in batches] == [[6, 0, 2], [1, 3]]
+    assert [batch["number"][0].tolist() for batch in batches] == [[6, 0, 2], [1, 3]]
+    assert {batch["row"].dtype for batch in batches} == {torch.int64}
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -3,29 +3,24 @@
 import json
 import multiprocessing
 import re
-import signal
-import socket
 from pathlib import Path
 
+import numpy as np
 import pytest
-from torch import distributed
+import torch
 
-from flyte_ddp.errors import InputError
+from benchmarks.faults import has_ended
+from flyte_ddp.errors import InputError, NonFinite
 from flyte_ddp.events import Printed
 from flyte_ddp.launch.failures import RankFailed
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.training import train
 from tests.engine import probe_recipes
-from tests.engine.probe_recipes import Settings
+from tests.engine.probe_recipes import SIZE, Settings
 
 FILE = str(Path(probe_recipes.__file__))
 REFUSED = {
-    "FunctionalDropout": ["draws random numbers of its own (", "use a layer nn.Dropout"],
-    "RandnLike": ["randn_like", "in augment() from its argument random"],
-    "DropPath": ["(rand)", "in augment() from its argument random"],
-    "TorchvisionDropPath": ["bernoulli_", "use a layer nn.Dropout"],
     "RandomLeakyReLU": ["rrelu_with_noise", "let torch draw"],
-    "LSTM": ["(LSTM)", "give LSTM no dropout, and put nn.Dropout between layers of one nn.LSTM each"],
     "AugmentByTorch": ["(randn)", "in augment() from its argument random"],
     "AugmentByNumpy": ["AugmentByNumpy.augment", "numpy's or Python's random numbers", "its argument random"],
     "ForwardByPython": ["ForwardByPython.forward", "numpy's or Python's random numbers"],
@@ -44,10 +39,11 @@ REFUSED = {
     "Lengths": ["Lengths.data", "first dimension has to be the samples", "(12, 8), (13,)"],
     "Unused": ["Unused.forward", "spare.weight, spare.bias", "requires_grad_(False)"],
     "Detached": ["Detached.measure", "no gradient comes from 'loss'", "detach()"],
-    "ScalarLoss": ["ScalarLoss.measure", "shape (4,), got ()", "reduction='none'"],
+    "ScalarLoss": ["ScalarLoss.measure", "shape (8,), got ()", "reduction='none'"],
+    "DerivedTensor": ["DerivedTensor.derive", "must return a dict of names and numbers: "],
     "NoLoss": ["NoLoss.measure", 'must return a dict with "loss"', "['error']"],
     "Headline": ["Headline.headline must be one of loss, got 'acuracy'"],
-    "AugmentDrops": ["AugmentDrops.augment", "must return tensors of the same 4 samples"],
+    "AugmentDrops": ["AugmentDrops.augment", "must return tensors of the same 8 samples"],
     "MicroBatchNorm": ["MicroBatchNorm.micro_batch must be 0", "nn.GroupNorm"],
     "MicroEveryone": ["MicroEveryone.micro_batch must be 0", "couples_samples"],
     "NotARecipe": ["must be a subclass of flyte_ddp.recipe.Recipe"],
@@ -55,32 +51,20 @@ REFUSED = {
 WITHOUT_LINE = {"Headline", "MicroBatchNorm", "MicroEveryone", "NotARecipe"}
 SOUND = [
     "Sound",
-    "LSTMWithout",
+    "FunctionalDropout",
+    "RandnLike",
+    "DropPath",
+    "TorchvisionDropPath",
+    "LSTM",
     "Transformer",
     "OneForTheBatch",
     "Everyone",
+    "Experts",
     "SpectralNorm",
     "SeededDataset",
     "Validated",
     "Undirected",
 ]
-
-
-@pytest.fixture
-def alone(monkeypatch):
-    """This process as the only rank: what a launch has to do with is tested elsewhere."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = str(found.getsockname()[1])
-    for name, value in {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("MASTER_PORT", port)
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    yield
-    if distributed.is_initialized():  # a rank that fails ends without parting from the others
-        distributed.destroy_process_group()
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
 
 
 def run(name, output, nproc=0, on_event=lambda event: None, **settings):
@@ -104,11 +88,17 @@ def test_what_does_not_depend_on_it_passes(alone, tmp_path, name):
     assert not any("the number of ranks" in warning for warning in run(name, tmp_path).warnings)
 
 
+@pytest.mark.parametrize("name", ["NaNWeights", "InfiniteWeights"])
+def test_weights_of_the_loss_that_are_not_finite_end_the_run(alone, tmp_path, name):
+    with pytest.raises(NonFinite, match="loss is not finite in epoch 1, step 1, on rank 0"):
+        run(name, tmp_path)
+
+
 def test_every_recipe_of_the_module_is_tested():
     kinds = [kind for kind in vars(probe_recipes).values() if isinstance(kind, type)]
     recipes = {kind.__name__ for kind in kinds if issubclass(kind, probe_recipes.Sound)}
     assert recipes - {*REFUSED, *SOUND} == {
-        "Permitted", "OneRankRaises", "Chatty", "Unseeded", "NeverEmpty"
+        "Permitted", "OneRankRaises", "RarelyLonger", "Chatty", "Unseeded", "Borrowing", "NaNWeights", "InfiniteWeights"
     }  # fmt: skip
 
 
@@ -123,27 +113,51 @@ def test_a_recipe_can_let_it_pass_and_the_result_says_so(tmp_path):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("FunctionalDropout", ["InputError", "draws random numbers of its own", f"{FILE}, line "]),
-        ("Unseeded", ["Unseeded.data", "gives each rank other samples", "default_rng(0)"]),
+        (
+            "Unseeded",
+            [
+                "Unseeded.data",
+                f"{FILE}, line ",
+                'split "test"',
+                "gives each rank other samples",
+                "default_rng(0)",
+            ],
+        ),
+        ("RarelyLonger", ["epoch 1, step ", "samples had different shapes", "dropout (", "pad all samples"]),
         ("OneRankRaises", ["rank ", "ZeroDivisionError", "only where the share begins later"]),
-        ("NeverEmpty", [f"{FILE}, line ", "without any sample of a short last batch"]),
     ],
 )
 def test_ranks_that_refuse_end_the_run_with_their_reason_and_leave_no_process(tmp_path, name, words):
-    # the last batch has one sample
-    with pytest.raises(RankFailed) as caught:
-        run(name, tmp_path, nproc=2, test_batch_size=11)
+    with pytest.raises((InputError, RankFailed)) as caught:
+        run(name, tmp_path, nproc=2)
     first_line = str(caught.value).partition("\n")[0]
     assert all(word in first_line for word in words), first_line
     assert multiprocessing.active_children() == []
 
 
-def test_a_recipe_may_print_start_threads_and_shuffle_by_numpy(tmp_path):
+def test_ranks_without_a_sample_of_the_last_batch_borrow_one_that_counts_for_nothing(tmp_path, request):
+    def trained(nproc):
+        folder = tmp_path / f"{nproc}"
+        result = run("Borrowing", folder, nproc, batch_size=SIZE - 2, test_batch_size=SIZE - 1, epochs=3)
+        weights = torch.load(result.model_path, weights_only=True)
+        measures = [value for epoch in result.epochs for value in (epoch.train["loss"], epoch.test["loss"])]
+        return [*weights.values(), np.load(folder / "predictions.npy"), np.array(measures)]
+
+    of_three = trained(3)
+    request.getfixturevalue("alone")
+    for found, expected in zip(of_three, trained(1), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-4)
+
+
+def test_a_recipe_may_print_start_threads_and_processes_and_shuffle_by_numpy(tmp_path):
     events: list[object] = []
     run("Chatty", tmp_path, nproc=2, on_event=events.append)
     printed = {(event.rank, event.text) for event in events if isinstance(event, Printed)}
-    assert printed == {(0, "a word on standard output"), (1, "a word on standard output")}
+    children = {(rank, text) for rank, text in printed if text.startswith("child ")}
+    assert printed - children == {(0, "a word on standard output"), (1, "a word on standard output")}
     assert multiprocessing.active_children() == []
+    assert len(children) == 2 * 2 * 2  # ranks, splits, children
+    assert all(has_ended(int(text.split()[1])) for _, text in children)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from PIL import Image
 
 from flyte_ddp.data.image_files import decode
 from flyte_ddp.inference.images import decode_all
+from flyte_ddp.inference.shards import Row, read_rows, write_rows
 
 
 @pytest.mark.parametrize("mode", ["L", "RGB", "RGBA", "P", "1", "CMYK"])
@@ -37,3 +38,11 @@ def test_unreadable_file_is_a_reason_not_an_end(tmp_path):
     images, problems = decode_all([tmp_path / "words.png", tmp_path / "nowhere.png"], (1, 8, 8))
     assert images.shape == (2, 1, 8, 8)
     assert problems == ["not an image", "No such file or directory"]
+
+
+def test_a_table_of_predictions_holds_no_formulas(tmp_path):
+    path = tmp_path / "predictions.csv"
+    rows = [Row("=HYPERLINK(1)/é.png", "+1", "-1", "0.5", ""), Row("'a.png", "@a", "b", "", "\tnot an image")]
+    write_rows(path, iter(rows))
+    assert path.read_text().splitlines()[1] == "'=HYPERLINK(1)/é.png,'+1,'-1,0.5,"
+    assert list(read_rows(path)) == rows

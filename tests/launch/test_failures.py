@@ -52,8 +52,9 @@ def nccl(what, last):
         (RuntimeError("[../gloo/transport/tcp/pair.cc:534] Connection closed by peer"), "peer", True, "gloo"),
         (RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed."), "error", True, "lower loader_workers"),
         (RuntimeError("my own hardware error"), "error", False, "my own"),
+        (RuntimeError("no igloo has a corner"), "error", False, "igloo"),
         (ValueError("NCCL, ECC, out of memory"), "error", False, "NCCL"),
-        (InputError("batch_size"), "error", False, "batch_size"),
+        (InputError("batch_size"), "input", False, "batch_size"),
         (DownloadError("no mirror"), "error", True, "no mirror"),
     ],
 )
@@ -62,6 +63,25 @@ def test_errors_are_sorted_by_type_and_message(error, kind, recoverable, says):
     assert (failure.kind, failure.recoverable) == (kind, recoverable)
     assert says in failure.message
     assert failure.message.startswith(str(error))
+
+
+class Unspeakable(Exception):
+    def __str__(self):
+        raise TypeError
+
+
+def test_any_exception_and_any_signal_becomes_a_failure():
+    failure = from_exception(Unspeakable(), 1, "host")
+    assert str(failure).startswith("rank 1 on host: Unspeakable: its message cannot be shown: __str__ raises TypeError")
+    assert not failure.recoverable
+    str(from_exception(ValueError("no file \udce4.png"), 1, "host")).encode()
+    assert from_exit_code(-40, 1, "host").cause == "signal 40"
+
+
+def test_what_the_caller_can_fix_is_raised_as_such():
+    raised = name_the_cause([from_exception(InputError("lower it"), 1, "host")])
+    assert isinstance(raised, InputError)
+    assert raised.message == "lower it"
 
 
 def test_a_traceback_follows_what_no_message_of_ours_explains():
@@ -73,6 +93,6 @@ def test_the_cause_is_named_before_what_may_be_its_effect():
     lost = from_exception(nccl("remote process exited", ""), 0, "host")
     aborted = from_exit_code(-signal.SIGABRT, 1, "host")
     killed = from_exit_code(-signal.SIGKILL, 2, "host")
-    assert name_the_cause([lost, aborted, killed]).failure is killed
-    assert name_the_cause([lost, aborted]).failure is aborted
+    assert str(name_the_cause([lost, aborted, killed])) == str(killed)
+    assert str(name_the_cause([lost, aborted])) == str(aborted)
     assert "look at the others" in str(aborted)

@@ -7,14 +7,17 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 
 import pytest
 
 from benchmarks.faults import has_ended
+from flyte_ddp.code_version import imported
 from flyte_ddp.launch import launcher
 from flyte_ddp.launch.environment import World, available_cores
 from flyte_ddp.launch.failures import RankFailed, RecoverableRankFailed
+from flyte_ddp.user_code import ENGINE
 
 TARGETS = "tests.launch.targets"
 
@@ -54,6 +57,10 @@ for modules in train(hp, {str(small_data)!r}, 2, worker="{TARGETS}:list_modules"
         roots = {name.split(".")[0] for name in names}
         assert not roots & {"flytekit", "wandb", "torchvision", "matplotlib", "sklearn", "rich", "sympy", "tensorboard"}
         assert "torch._dynamo.convert_frame" not in names
+        ours = {name for name in names if name.startswith("flyte_ddp.")}
+        decisive = set(imported([*ENGINE, "flyte_ddp.recipes.images"]))
+        around = {name for name in ours - decisive if not name.startswith("flyte_ddp.launch.")}
+        assert not around, "they do not count, though ranks import them: state here why"
 
 
 @pytest.mark.skipif(launcher.START_METHOD != "forkserver", reason="only forked ranks share what has been imported")
@@ -115,16 +122,33 @@ def test_an_observer_that_raises_ends_all_ranks(tmp_path):
 
 
 PARENT = """
-import sys
+import os, signal, sys
+
+def interrupt_clean_up(event, arguments):
+    if event == "shutil.rmtree" and "ddp-" in str(arguments[0]):
+        os.kill(os.getpid(), signal.SIGINT)
+
+sys.addaudithook(interrupt_clean_up)
 from tests.launch.test_launcher import launch
 launch("say_pids_and_wait", argument=sys.argv[1], on_event=lambda event: print("waiting", flush=True))
 """
 
 
-@pytest.mark.parametrize("whole_group", [False, True])
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_no_process_outlives_its_parent(tmp_path, number, whole_group):
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(tmp_path)}
+@pytest.mark.parametrize(
+    ("number", "whole_group"),
+    [
+        (signal.SIGKILL, False),
+        (signal.SIGKILL, True),
+        (signal.SIGTERM, False),
+        (signal.SIGTERM, True),
+        (signal.SIGINT, True),
+        (signal.SIGHUP, True),
+    ],
+)
+def test_no_process_and_no_folder_outlives_its_parent(tmp_path, number, whole_group):
+    place = tmp_path / "a#b"  # the end of a path, if that were a URL
+    place.mkdir()
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(place)}
     parent = subprocess.Popen(
         [sys.executable, "-c", PARENT, str(tmp_path)],
         env=environment,
@@ -135,17 +159,42 @@ def test_no_process_outlives_its_parent(tmp_path, number, whole_group):
     )
     assert parent.stdout is not None
     assert parent.stdout.readline() == "waiting\n"
+    assert [path.name for path in tmp_path.glob("a*")] == ["a#b"]
+    if (number, whole_group, sys.platform) == (signal.SIGTERM, False, "linux"):
+        suspend_and_resume(parent.pid, [int((tmp_path / rank).read_text()) for rank in ("0", "1")])
     if whole_group:
         os.killpg(parent.pid, number)
     else:
         parent.send_signal(number)
-    # the ranks and torch's forkserver hold the pipes too: this returns when the last of them has ended
+    # the ranks, what they start, and torch's forkserver hold the pipes too: this returns when the last has ended
     _, errors = parent.communicate(timeout=60)
     assert all(has_ended(int((tmp_path / rank).read_text())) for rank in ("0", "1"))
-    if number != signal.SIGKILL or not whole_group:  # else there is nobody left to clean up
-        assert list(tmp_path.glob("ddp-*")) == []
-    expected = {signal.SIGKILL: "", signal.SIGTERM: "Preempted", signal.SIGINT: "KeyboardInterrupt"}
-    assert expected[number] in errors
+    assert list(place.glob("ddp-*")) == []
+    expected = {signal.SIGKILL: "", signal.SIGINT: "KeyboardInterrupt"}
+    assert expected.get(number, f"{number.name}: no step was finished") in errors
+
+
+def suspend_and_resume(parent, ranks):
+    """As Ctrl-Z and fg do: ranks stand still with their parent, and go on with it."""
+    os.kill(parent, signal.SIGTSTP)
+    os.waitpid(parent, os.WUNTRACED)
+    for stopped in (True, False):
+        for pid in ranks:
+            while (Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] == "T") != stopped:
+                os.sched_yield()
+        os.kill(parent, signal.SIGCONT)
+
+
+def test_a_parent_that_stands_still_takes_no_rank_for_hung(tmp_path):
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+
+    def on_event(event):
+        threading.Event().wait(2 * timeout)
+        fifo.write_text("done")
+
+    timeout = 3 * launcher.POLL_SECONDS
+    assert launch("wait_for_parent", 1, str(fifo), timeout, on_event) == ["done"]
 
 
 def test_two_launches_at_once_on_one_host(tmp_path):

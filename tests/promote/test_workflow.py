@@ -126,7 +126,7 @@ def test_what_cannot_be_promoted_is_one_error(weak, tmp_path):
 
 def test_a_given_model_says_itself_what_it_is_of(tmp_path):
     trained = dataclasses.asdict(FashionMNISTHyperparameters(epochs=7))
-    known = ModelMetadata(IMAGE_CLASSIFIER, "", trained, {"name": "fashion_mnist"}, {}, "accuracy", {}, {}, {})
+    known = ModelMetadata(IMAGE_CLASSIFIER.name, "", trained, {"name": "fashion_mnist"}, {}, "accuracy", {}, {}, {})
     model = tmp_path / "model.pt"
     with ZipFile(model, "w") as archive:
         archive.writestr("model/version", "3")

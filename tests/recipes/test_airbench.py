@@ -57,7 +57,7 @@ def test_flips_alternate(small_data):
     images, labels = (tensor[:300] for tensor in recipe.data("train"))
     changed = []
     for epoch in range(4):
-        augmented = recipe.augment((images, labels), Random(torch.Generator(), Share(0, 300, 300), epoch))[0]
+        augmented = recipe.augment((images, labels), Random(0, Share(0, 300, 300), epoch=epoch))[0]
         mirrored = (augmented == images.flip(3)).flatten(1).all(1)
         assert torch.all(mirrored | (augmented == images).flatten(1).all(1))
         changed.append(mirrored)

@@ -137,6 +137,13 @@ def test_a_failed_run_has_a_page(recorded):
     assert "Rank 1 printed: &lt;b&gt;warned&lt;/b&gt;" in text
 
 
+def test_what_ranks_print_neither_breaks_nor_fills_the_page(recorded):
+    record = Record(recorded.info)
+    for event in [*recorded.events[:4], Printed(1, "\udce4" * 10**6), RunFailed("\udce4" + "a" * 10**6)]:
+        record(event)
+    assert len(page_of(record).encode()) < 10**6
+
+
 def test_a_training_that_does_not_learn_is_marked(recorded):
     record = recorded.record
     record.warnings = [NotLearning(0, 5, "the loss leapt")]

@@ -10,12 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from flyte_ddp.events import EpochFinished, RunStarted
+from flyte_ddp.errors import ReportedError
+from flyte_ddp.events import EpochFinished, Printed, RunStarted
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.report.console import Console
 from flyte_ddp.report.progress import Progress
 from flyte_ddp.report.record import RunFailed
 from flyte_ddp.settings import RunOptions
+from flyte_ddp.watch.command import File, show
 from tests.object_storage import object_storage
 from tests.pod import Pod, literal, package_for_here, small_dataset
 from tests.report.test_console import on_terminal
@@ -100,6 +102,36 @@ def test_what_cannot_be_watched_is_one_error(recorded, progress, tmp_path):
         assert status == 1
         assert words in said
         assert "Traceback" not in said
+
+
+def damaged(lines):
+    """Lines of a progress file, each with one thing wrong, and what came before it."""
+    started, step = (json.loads(line) for line in lines[:2])
+    yield from ([b"\xff\xfe"], [b"{" * 3], [b"[" * 100_000], [b"null"], [b'["started"]'], [b"{}"])
+    yield from ([lines[1]], [json.dumps({**started, "format": "2"}).encode()], [b'{"event": "started", "format": 1}'])
+    yield from ([b'{"event": "failed"}'], [b'{"event": "finished", "total_seconds": null}'])
+    yield [lines[0], json.dumps({**step, "measures": None}).encode()]
+    yield [lines[0], json.dumps({**step, "measures": {"loss": "low"}}).encode()]
+    yield [lines[0], json.dumps({**step, "event": ["step"]}).encode()]
+
+
+def test_a_damaged_file_is_one_error_that_names_the_line(recorded, progress, tmp_path):
+    for event in recorded.events:
+        progress(event)
+    path = tmp_path / "progress.jsonl"
+    for lines in list(damaged(path.read_bytes().splitlines())):
+        path.write_bytes(b"\n".join(lines) + b"\n")
+        with pytest.raises(ReportedError, match="is not the progress of a training") as refused:
+            show(File(str(path)), Console(), 0)
+        assert repr(lines[-1][:100]) in refused.value.message
+
+
+def test_what_is_watched_cannot_steer_the_terminal(progress, tmp_path, capsys):
+    progress(Printed(0, "\x1b[2J\x9bcleared \udce4\ta tab"))
+    progress(RunFailed("\x1b]0;title\x07"))
+    failed = show(File(str(tmp_path / "progress.jsonl")), Console(), 0)
+    assert capsys.readouterr().err == "[rank 0] \\x1b[2J\\x9bcleared \\udce4\ta tab\n"
+    assert failed == RunFailed("\\x1b]0;title\\x07")
 
 
 def test_a_terminal_has_the_live_line(recorded, progress, tmp_path):

@@ -1,11 +1,17 @@
-"""What Flyte is told of a failure: that another attempt can help, or that it cannot."""
+"""What Flyte is told of a failure: that another attempt can help, or that it cannot; and what a failed task leaves."""
+
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import List
 
 import pytest
 from flytekit import FlyteContextManager
+from flytekit.core.context_manager import ExecutionState
 
-from flyte_ddp.errors import InputError
+from flyte_ddp.errors import DataError, InputError, RecoverableError
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
-from flyte_ddp.tasks.execution import TaskFailed, TaskInterrupted, flyte_retries
+from flyte_ddp.tasks.execution import TaskFailed, TaskInterrupted, failure_of, flyte_retries, run_dir, task_error
 from flyte_ddp.tasks.train import image_subject
 from tests.unreliable_storage import UnreliableStorage
 
@@ -36,3 +42,37 @@ def test_a_wrong_input_is_final():
         raise InputError("epochs must be 1, got 2")
     assert not isinstance(failed.value, TaskInterrupted)
     assert (failed.value.failure.rank, failed.value.failure.cause) == (None, "InputError")
+
+
+def test_a_message_of_any_length_and_content_reaches_flyte():
+    failed = task_error(
+        failure_of(RecoverableError("\udce4" + "a" * 10**6 + "\n\n" + "b" * 10**6 + "the cause")), "s3://logs"
+    )
+    message = str(failed)
+    assert isinstance(failed, TaskInterrupted)
+    assert len(message.encode()) < 200_000
+    assert "\\udce4aaa" in message[:200]
+    assert "\nLogs: s3://logs\n" in message
+    assert message.endswith("bthe cause")
+
+
+def test_a_failed_local_run_leaves_no_folder_though_an_observer_still_writes(tmp_path, monkeypatch):
+    monkeypatch.setenv("DDP_RUNS_DIR", str(tmp_path))
+    places: List[Path] = []
+
+    def observe(event, arguments):
+        if event == "os.rmdir" and places:
+            with suppress(FileNotFoundError):
+                (places.pop() / "report.html").write_text("")
+
+    def fail(folder):
+        places.append(folder)
+        raise DataError("broken")
+
+    sys.addaudithook(observe)
+    context = FlyteContextManager.current_context()
+    state = context.new_execution_state().with_params(mode=ExecutionState.Mode.LOCAL_TASK_EXECUTION)
+    local = FlyteContextManager.with_context(context.with_execution_state(state))
+    with pytest.raises(DataError), local, run_dir("digits") as folder:
+        fail(folder)
+    assert list(tmp_path.iterdir()) == []

@@ -1,17 +1,22 @@
-"""What test_layers.py has ranks do: each function is a worker's."""
+"""What test_by_row.py has ranks do: each function is a worker's."""
 
+from contextlib import nullcontext
 from typing import Any, Callable, Dict, List, NamedTuple, Tuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torchvision.ops import StochasticDepth
 
-from flyte_ddp.engine.batches import share
-from flyte_ddp.engine.layers import convert
+from flyte_ddp.engine.batches import Resident, TestBatches
+from flyte_ddp.engine.by_row import ByRow
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
 from flyte_ddp.launch.process_group import process_group
 from flyte_ddp.share import Share
+
+CPU = torch.device("cpu")
 
 
 class RowsOfASample(nn.Module):
@@ -22,7 +27,7 @@ class RowsOfASample(nn.Module):
         self.dropout = nn.Dropout(0.5)
 
     def forward(self, features: Tensor) -> Tensor:
-        return self.dropout(features.flatten(0, 1)).unflatten(0, (-1, 3)) if len(features) else features
+        return self.dropout(features.flatten(0, 1)).unflatten(0, (-1, 3))
 
 
 class SelfAttention(nn.Module):
@@ -48,7 +53,41 @@ class Causal(nn.Module):
         return features
 
 
-# A network of torch's own layers, and the shape of a sample
+class Applied(nn.Module):
+    """A function of features (n, ...), as a layer."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]):
+        super().__init__()
+        self.function = function
+
+    def forward(self, features: Tensor) -> Tensor:
+        return self.function(features)
+
+
+class SamplesSecond(nn.Module):
+    """A layer that returns a tuple and has the samples in the second dimension, behind time."""
+
+    def __init__(self, layer: nn.Module):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, features: Tensor) -> Tensor:
+        found = self.layer(features.transpose(0, 1))
+        return (found[0] if isinstance(found, tuple) else found).transpose(0, 1)
+
+
+class Derived(nn.BatchNorm1d):
+    """As other libraries derive theirs."""
+
+    def forward(self, features: Tensor) -> Tensor:
+        return super().forward(features).relu()
+
+
+def drop_path(features: Tensor) -> Tensor:
+    return features * features.new_empty(len(features), 1, 1).bernoulli_(0.5)
+
+
+# Networks of torch's own layers, and of what other libraries do, and the shape of a sample
 CASES: Dict[str, Tuple[Callable[[], nn.Module], Tuple[int, ...]]] = {
     "dropout": (lambda: nn.Dropout(0.4), (3, 4)),
     "dropout of rows": (RowsOfASample, (3, 4)),
@@ -65,6 +104,22 @@ CASES: Dict[str, Tuple[Callable[[], nn.Module], Tuple[int, ...]]] = {
     "attention with weights": (lambda: SelfAttention(need_weights=True), (5, 8)),
     "attention, samples second": (lambda: SelfAttention(need_weights=False, batch_first=False), (5, 8)),
     "transformer": (Causal, (5, 8)),
+    "transformer, samples second": (lambda: SamplesSecond(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.3)), (5, 8)),
+    "LSTM with dropout": (lambda: SamplesSecond(nn.LSTM(8, 4, num_layers=2, dropout=0.5)), (5, 8)),
+    "derived batch norm": (lambda: Derived(5), (5, 4)),
+    "functional dropout": (lambda: Applied(lambda features: functional.dropout(features, 0.4)), (3, 4)),
+    "all of it dropped": (lambda: nn.Dropout(1.0), (3, 4)),
+    "alpha dropout": (lambda: nn.AlphaDropout(0.4), (3, 4)),
+    "alpha dropout of channels": (lambda: nn.FeatureAlphaDropout(0.4), (3, 4)),
+    "drop path": (lambda: Applied(drop_path), (3, 4)),
+    "stochastic depth": (lambda: StochasticDepth(0.4, "row"), (3, 4)),
+    "stochastic depth of the batch": (lambda: StochasticDepth(0.4, "batch"), (3, 4)),
+    "uniform noise": (lambda: Applied(lambda features: features + torch.rand_like(features)), (3, 4)),
+    "normal noise": (lambda: Applied(lambda features: features + torch.randn(features.shape)), (3, 4)),
+    "integers": (lambda: Applied(lambda features: features * torch.randint(9, features.shape)), (3, 4)),
+    "a mask by sample": (lambda: Applied(lambda features: features * torch.bernoulli(features.sigmoid())), (3, 4)),
+    "Gumbel softmax": (lambda: Applied(functional.gumbel_softmax), (3, 4)),
+    "a distribution": (lambda: Applied(lambda features: torch.distributions.Normal(features, 1.0).rsample()), (3, 4)),
 }
 
 
@@ -79,25 +134,51 @@ class Computed(NamedTuple):
 
 def compute(environment: Environment, link: Link, size: int) -> Dict[str, Computed]:
     """A training step with each case, on this rank's share of a global batch of so many samples."""
-    first, last = share(0, size, environment.rank, environment.world.size)
     found = {}
+    share, mine = share_of(environment, size)
     with process_group(environment, 60):
         for name, (build, shape) in CASES.items():
             torch.manual_seed(0)
-            model = convert(build(), Share(first, last - first, size)).train()
-            inputs, slopes = torch.randn(2, size, *shape)[:, first:last]
-            inputs.requires_grad_()
-            torch.manual_seed(1)
-            outputs = model(inputs)
-            (outputs.flatten(1).cumsum(1) * slopes.flatten(1)[:, :1]).sum().backward()
+            model = build().train()
+            inputs, slopes = torch.randn(2, size, *shape)
+            rows = ByRow(share)
+            if name in UNUSUAL:
+                learn(rows, model, inputs)
+            inputs, slopes = inputs[mine].requires_grad_(), slopes[mine]
+            with rows.block(1):
+                outputs = model(inputs)
+            share.own(outputs.flatten(1).cumsum(1) * slopes.flatten(1)[:, :1]).sum().backward()
             assert inputs.grad is not None
             found[name] = Computed(
-                outputs.detach().numpy(),
-                inputs.grad.numpy(),
+                share.own(outputs).detach().numpy(),
+                share.own(inputs.grad).numpy(),
                 {key: np.asarray(weight.grad) for key, weight in model.named_parameters()},
                 {key: value.numpy() for key, value in model.state_dict().items()},
             )
     return found
+
+
+UNUSUAL = ("attention, samples second", "transformer, samples second", "LSTM with dropout")
+
+
+def learn(rows: ByRow, model: nn.Module, inputs: Tensor) -> None:
+    """Shows rows where the samples are in what the model draws, as a probe does."""
+    drawn, share = [], rows.share
+    mine, size = dict(vars(share)), len(inputs)
+    for count in (size, size // 2):
+        vars(share).update(first=0, count=count, size=size)
+        with rows.block(0), torch.no_grad():
+            model(inputs[:count])
+        drawn.append(rows.drawn)
+    rows.learn(drawn[0], drawn[1], size)
+    vars(share).update(mine)
+
+
+def share_of(environment: Environment, size: int) -> Tuple[Share, Tensor]:
+    """This rank's share of a global batch, and where its samples are in it; one of many ranks borrows a sample."""
+    batches = TestBatches(Resident(torch.arange(size), CPU), size, environment.rank, environment.world.size)
+    (batch,) = batches
+    return batch.share, batch.tree
 
 
 KINDS: List[Dict[str, Any]] = [
@@ -121,13 +202,14 @@ def batch_norm(kind: Dict[str, Any], ours: bool) -> List[np.ndarray]:
     with torch.no_grad():
         for weight in layer.parameters():
             weight.uniform_(0.5, 2)
-    layer = convert(layer, Share(0, 8, 8)) if ours else layer
+    rows = ByRow(Share(0, 8, 8))
     found = []
     for number in range(3):
         layer.train(number < 2)
         # far from 0, as years and prices are
         inputs = (torch.randn(8, 3, 4, 4) + torch.tensor([0.0, 100.0, 3000.0]).view(1, 3, 1, 1)).requires_grad_()
-        outputs = layer(inputs)
+        with rows.block(0) if ours else nullcontext():
+            outputs = layer(inputs)
         (outputs * torch.randn(8, 3, 4, 4)).sum().backward()
         found += [outputs, inputs.grad, *(weight.grad for weight in layer.parameters()), *layer.buffers()]
     return [value.detach().clone().numpy() for value in found if value is not None]
@@ -135,24 +217,24 @@ def batch_norm(kind: Dict[str, Any], ours: bool) -> List[np.ndarray]:
 
 def normalise_one_sample(environment: Environment, link: Link, argument: Any) -> List[float]:
     """Running variance after batches of eight samples, and of a single one in the end."""
-    layer = convert(nn.BatchNorm1d(2), share := Share(0, 8, 8))
+    layer = nn.BatchNorm1d(2)
     with process_group(environment, 60):
-        layer(torch.randn(8, 2))
-        share.count = share.size = 1
-        layer(torch.randn(1, 2))
+        for size in (8, 1):
+            with ByRow(Share(0, size, size)).block(0):
+                layer(torch.randn(size, 2))
     found: List[float] = dict(layer.named_buffers())["running_var"].tolist()
     return found
 
 
 def normalise_in_bfloat16(environment: Environment, link: Link, size: int) -> Dict[str, np.ndarray]:
-    """A training step of convolution and batch norm under autocast, of which ranks may have no sample."""
-    first, last = share(0, size, environment.rank, environment.world.size)
+    """A training step of convolution and batch norm under autocast, of which ranks may have to borrow a sample."""
+    share, mine = share_of(environment, size)
     with process_group(environment, 60):
         torch.manual_seed(0)
-        model = convert(nn.Sequential(nn.Conv2d(2, 5, 3), nn.BatchNorm2d(5)), Share(first, last - first, size)).train()
-        inputs, slopes = torch.randn(2, size, 2, 6, 6)[0, first:last], torch.randn(size, 5, 4, 4)[first:last]
-        with torch.autocast("cpu", torch.bfloat16):
+        model = nn.Sequential(nn.Conv2d(2, 5, 3), nn.BatchNorm2d(5))
+        inputs, slopes = torch.randn(2, size, 2, 6, 6)[0, mine], torch.randn(size, 5, 4, 4)[mine]
+        with ByRow(share).block(0), torch.autocast("cpu", torch.bfloat16):
             outputs = model(inputs)
-        (outputs.float() * slopes).sum().backward()
+        share.own(outputs.float() * slopes).sum().backward()
     gradients = {name: np.asarray(weight.grad) for name, weight in model.named_parameters()}
     return {**gradients, **{name: buffer.numpy() for name, buffer in model.named_buffers()}}

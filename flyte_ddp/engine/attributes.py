@@ -1,0 +1,39 @@
+"""The rules for a recipe's attributes."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from flyte_ddp.errors import InputError
+from flyte_ddp.recipe import Recipe
+from flyte_ddp.settings import checked, setting
+
+
+@dataclass(frozen=True)
+class Attributes:
+    """For their meaning see Recipe."""
+
+    samples: str = setting("")
+    headline: str = setting("")
+    has_validation: bool = setting(False)
+    clip_norm: float = setting(0.0, minimum=0)
+    micro_batch: int = setting(0, minimum=0)
+    ema_decay: float = setting(0.0, minimum=0, below=1)
+    passes_per_epoch: int = setting(1, minimum=1)
+    train_fraction: float = setting(1.0, above=0, maximum=1)
+    couples_samples: bool = setting(False)
+    may_depend_on_ranks: bool = setting(False)
+
+
+def check_attributes(recipe: Recipe) -> None:
+    """Raises InputError for an attribute that breaks its rule."""
+    owner = type(recipe).__name__
+    for field in dataclasses.fields(Attributes):
+        value: Any = getattr(recipe, field.name)
+        checked(owner, field, value.item() if isinstance(value, np.generic) else value)
+    for name in ("shares", "lower_is_better", "higher_is_better"):
+        names = getattr(recipe, name)
+        if not isinstance(names, (tuple, list)) or not all(isinstance(one, str) for one in names):
+            raise InputError(f'{owner}.{name} must be a tuple of names, such as ("accuracy",), got {names!r}')

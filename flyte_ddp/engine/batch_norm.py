@@ -1,0 +1,102 @@
+"""Batch norm over the global batch: the ranks add up their sums, forward and backward."""
+
+from typing import Any, Optional, Tuple
+
+import torch
+from torch import Tensor, distributed
+from torch.nn import functional as F
+
+from flyte_ddp.engine.torch_compat import original
+from flyte_ddp.share import Share
+
+PLAIN = original(torch.ops.aten.batch_norm.default)
+
+
+def batch_norm(
+    share: Share,
+    features: Tensor,
+    weight: Optional[Tensor],
+    bias: Optional[Tensor],
+    running_mean: Optional[Tensor],
+    running_var: Optional[Tensor],
+    training: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> Tensor:
+    """What torch.batch_norm returns, and does to the running statistics, for this rank's samples of the global batch.
+
+    torch's own SyncBatchNorm does the same, but only on GPUs.
+    """
+    channels = features.shape[1]
+    # torch's own kernel does everything at once, but refuses a single row
+    is_plain = not share.alone and features.numel() > channels and distributed.get_world_size() == 1
+    if not training or is_plain:
+        plain: Tensor = PLAIN(features, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled)
+        return plain
+    weight = torch.ones(channels, device=features.device) if weight is None else weight
+    bias = torch.zeros(channels, device=features.device) if bias is None else bias
+    if share.alone:  # without statistics of the batch, so that samples do not affect each other
+        return _fixed(features, weight, bias, torch.zeros_like(bias), torch.ones_like(bias), eps)
+    normalised, mean, variance, count = _Normalise.apply(features, weight, bias, eps, share.borrowed)
+    if running_mean is not None and running_var is not None:
+        with torch.no_grad():
+            running_mean.lerp_(mean, momentum)
+            running_var.lerp_(variance * count / (count - 1).clamp(min=1), momentum)  # one sample has none
+    return normalised
+
+
+class _Normalise(torch.autograd.Function):
+    """Batch norm (Ioffe and Szegedy, 2015) with the statistics of all ranks; also returns mean, variance and count.
+
+    The backward pass is written out, because autograd takes twice as long. torch's kernels for fixed statistics do the
+    work: the gradient through the batch's statistics adds a linear function of the features, channel by channel. To
+    these statistics a borrowed sample adds nothing, neither forward nor backward.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, features: Tensor, weight: Tensor, bias: Tensor, eps: float, borrowed: bool
+    ) -> Tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        rows = 0 if borrowed else features.numel() // len(weight)
+        if rows:
+            # an undocumented kernel of torch: a single launch, and on a CPU faster than sums
+            mine = torch.stack(torch.batch_norm_update_stats(features.float(), None, None, 0.0)).double()
+        else:
+            mine = torch.zeros(2, len(weight), dtype=torch.float64, device=weight.device)
+        # in float64: for features far from 0, the mean square minus the squared mean has few digits left
+        mine[1].addcmul_(mine[0], mine[0])
+        sums = torch.cat([mine.flatten(), mine.new_ones(1)]).mul_(rows)
+        distributed.all_reduce(sums)
+        moments, count = sums[:-1].view(2, -1) / sums[-1:], sums[-1:].float()
+        moments[1].addcmul_(moments[0], moments[0], value=-1)
+        mean, variance = moments.float()
+        ctx.save_for_backward(features, weight, mean, variance, count)
+        ctx.eps, ctx.borrowed = eps, borrowed
+        normalised = _fixed(features, weight, bias, mean, variance, eps)
+        ctx.mark_non_differentiable(mean, variance, count)
+        return normalised, mean, variance, count
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, *_: Any) -> Tuple[Optional[Tensor], ...]:
+        features, weight, mean, variance, count = ctx.saved_tensors
+        if len(features):
+            through, to_weight, to_bias = torch.ops.aten.native_batch_norm_backward(
+                gradient, features, weight, mean, variance, None, None, False, ctx.eps, [True, True, True]
+            )
+        else:
+            through, to_weight, to_bias = gradient, torch.zeros_like(weight), torch.zeros_like(weight)
+        sums = torch.stack([to_weight, to_bias])
+        distributed.all_reduce(sums)
+        slope, offset = sums * (weight * (variance + ctx.eps).rsqrt() / -count)
+        if not ctx.borrowed:
+            through = _fixed(features, slope, offset, mean, variance, ctx.eps).add_(through)
+        return through, to_weight, to_bias, None, None
+
+
+def _fixed(features: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, variance: Tensor, eps: float) -> Tensor:
+    """(features - mean) / sqrt(variance + eps) * weight + bias, by channel."""
+    if not len(features):
+        return features.clone()
+    return F.batch_norm(features, mean, variance, weight, bias, training=False, eps=eps)

@@ -1,0 +1,53 @@
+"""Dropout on a GPU: one kernel that draws and multiplies, forward and backward, so that no mask is stored."""
+
+from typing import Any, Optional, Tuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flyte_ddp import random_numbers
+
+BLOCK = 1024
+INCREMENT = tl.constexpr(random_numbers.INCREMENT)
+(SHIFT, FACTOR), (SECOND_SHIFT, SECOND_FACTOR) = (
+    (tl.constexpr(shift), tl.constexpr(factor)) for shift, factor in random_numbers.ROUNDS
+)
+LAST_SHIFT = tl.constexpr(random_numbers.LAST_SHIFT)
+
+
+class Dropout(torch.autograd.Function):
+    """features with a share p zeroed and the rest scaled up: the numbers are random_numbers.kept's for the position."""
+
+    @staticmethod
+    def forward(ctx: Any, features: Tensor, p: float, key: int, first: int) -> Tensor:
+        ctx.position = p, key, first
+        return _drop(features, *ctx.position)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tuple[Optional[Tensor], ...]:
+        return _drop(gradient, *ctx.position), None, None, None
+
+
+def _drop(features: Tensor, p: float, key: int, first: int) -> Tensor:
+    features = features.contiguous()
+    dropped, (threshold, scale) = torch.empty_like(features), random_numbers.threshold_of(p)
+    blocks = (triton.cdiv(features.numel(), BLOCK),)
+    key = random_numbers.signed(key)
+    _kernel[blocks](features, dropped, key, first, features.numel(), threshold, scale, BLOCK)
+    return dropped
+
+
+@triton.jit(do_not_specialize=["key", "first", "count", "threshold"])  # or it would be compiled for each of them
+def _kernel(features, dropped, key, first, count, threshold, scale, block: tl.constexpr):  # type: ignore[no-untyped-def]
+    index = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    element = (first + index).to(tl.uint64)
+    word = (element // 4 + 1) * INCREMENT + key.to(tl.uint64)
+    word = (word ^ (word >> SHIFT)) * FACTOR
+    word = (word ^ (word >> SECOND_SHIFT)) * SECOND_FACTOR
+    word = word ^ (word >> LAST_SHIFT)
+    # as int16, of which random_numbers compares with the threshold less 2^15
+    piece = ((word >> (element % 4 * 16)) + 0x8000) & 0xFFFF
+    values = tl.load(features + index, index < count)
+    tl.store(dropped + index, tl.where(piece >= threshold, values * scale, 0.0), index < count)

@@ -1,0 +1,39 @@
+"""The signals by which a run is asked to stop, handled in the process that launches ranks."""
+
+import signal
+import threading
+from contextlib import contextmanager
+from typing import Any, Callable, Dict, Iterator, List, Sequence
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # Ctrl-C, the end of a pod, of a terminal
+
+
+@contextmanager
+def stop_requests() -> Iterator[List[int]]:
+    """Collects the signals that ask to stop; a second one interrupts at once."""
+    received: List[int] = []
+
+    def note(signum: int, _: Any) -> None:
+        if received:
+            raise KeyboardInterrupt
+        received.append(signum)
+
+    with on_signals(STOP_SIGNALS, note):
+        yield received
+
+
+@contextmanager
+def on_signals(numbers: Sequence[signal.Signals], handler: Callable[[int, Any], None]) -> Iterator[None]:
+    """Handles signals instead of dying from them; not those that are ignored, as nohup does with SIGHUP."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # Python delivers signals only to the main thread
+        return
+    previous: Dict[int, Any] = {number: signal.getsignal(number) for number in numbers}
+    handled = [number for number in numbers if number == signal.SIGINT or previous[number] != signal.SIG_IGN]
+    for number in handled:
+        signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number in handled:
+            signal.signal(number, previous[number])

@@ -1,0 +1,85 @@
+"""Random numbers by position: elements first, first + 1, … of the stream of a key, without drawing those before them.
+
+So a rank draws for its own samples alone, and what it draws does not depend on how many ranks there are. On a CPU the
+streams are PCG64DXSM's, which numpy can advance to any position in microseconds and whose bits it guarantees; elsewhere
+they are SplitMix64's (Steele, Lea and Flood, OOPSLA 2014), a function of the position by itself.
+"""
+
+import math
+from typing import Tuple
+
+import numpy as np
+import torch
+from numpy.random import PCG64DXSM, SeedSequence
+from torch import Tensor
+
+INCREMENT = 0x9E3779B97F4A7C15  # of SplitMix64; then what the bits are shifted and multiplied by
+ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
+LAST_SHIFT = 31
+
+
+def key_of(*position: int) -> int:
+    """A key (64 bits) for one position of a training, such as seed, epoch and step; 8 µs."""
+    return int(SeedSequence(position).generate_state(1, np.uint64)[0])
+
+
+def words(key: int, first: int, count: int, device: torch.device) -> Tensor:
+    """(count,) int64: 64 random bits each."""
+    if device.type == "cpu":
+        return torch.from_numpy(PCG64DXSM(key).advance(first).random_raw(count).view(np.int64))
+    return split_mix(key, first, count, device)
+
+
+def split_mix(key: int, first: int, count: int, device: torch.device) -> Tensor:
+    """(count,) int64: SplitMix64's words in torch's integer operations, which wrap around and shift in the sign."""
+    found = torch.arange(first + 1, first + count + 1, device=device)
+    found = found.mul_(signed(INCREMENT)).add_(signed(key))
+    for shift, factor in ROUNDS:
+        found = found.bitwise_xor_(found >> shift & (1 << 64 - shift) - 1).mul_(signed(factor))
+    return found.bitwise_xor_(found >> LAST_SHIFT & (1 << 64 - LAST_SHIFT) - 1)
+
+
+def signed(word: int) -> int:
+    """The int64 with the bits of an unsigned word."""
+    return (word + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+def uniform(key: int, first: int, count: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+    """(count,) of the dtype, at least 0 and below 1, a multiple of 2^-24, or of what the dtype can tell apart."""
+    digits = min(24, round(1 - math.log2(torch.finfo(dtype).eps)))
+    bits = _pieces(key, first, count, device, torch.int32).bitwise_and_((1 << digits) - 1)
+    return bits.to(dtype).mul_(2.0**-digits)
+
+
+def normal(key: int, first: int, count: int, device: torch.device) -> Tensor:
+    """(count,) float32 of mean 0 and standard deviation 1, at most 5.8 from 0 (Box and Muller, 1958)."""
+    radius, angle = uniform(key, 2 * first, 2 * count, device).view(-1, 2).unbind(1)
+    return torch.sqrt(-2 * torch.log1p(-radius)) * torch.cos(2 * math.pi * angle)
+
+
+def integers(key: int, first: int, count: int, device: torch.device, low: int, high: int) -> Tensor:
+    """(count,) int64, from low to high - 1."""
+    return words(key, first, count, device).bitwise_and_((1 << 63) - 1).remainder_(high - low).add_(low)
+
+
+def kept(key: int, first: int, count: int, device: torch.device, p: float) -> Tensor:
+    """(count,) bool: False with probability p, to the nearest multiple of 2^-16."""
+    threshold = threshold_of(p)[0]
+    if threshold == 1 << 16:  # which an int16 could not be compared with
+        return torch.zeros(count, dtype=torch.bool, device=device)
+    return _pieces(key, first, count, device, torch.int16) >= threshold - (1 << 15)
+
+
+def threshold_of(p: float) -> Tuple[int, float]:
+    """Of 2^16 equally likely numbers, how many mean a zero; and what dropout multiplies the rest by."""
+    threshold = round(p * (1 << 16))
+    return threshold, (1 << 16) / ((1 << 16) - threshold) if threshold < 1 << 16 else 0.0
+
+
+def _pieces(key: int, first: int, count: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """(count,) of a shorter integer type, of which several come from a word."""
+    if not count:
+        return torch.empty(0, dtype=dtype, device=device)
+    each = 8 // dtype.itemsize
+    start, stop = first // each, -(-(first + count) // each)
+    return words(key, start, stop - start, device).view(dtype)[first - start * each :][:count]

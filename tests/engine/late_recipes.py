@@ -1,0 +1,146 @@
+"""Recipes that would fail in the first step, after an epoch or at the very end, and some that only look like it."""
+
+import numpy as np
+import torch
+from torch import nn
+
+from tests.engine.probe_recipes import SIZE, WIDTH, Rows, Sound, table
+
+# --- outputs ---
+
+
+class MixedOutputs(Sound):
+    def forward(self, model, batch):
+        return {"rows": model(batch), "hidden": None, "temperature": model[0].weight.mean(), "layers": 3}
+
+    def measure(self, outputs, batch):
+        return super().measure(outputs["rows"], batch)
+
+
+class Insisting(Sound):
+    """Refuses outputs that are not those of the batch."""
+
+    def forward(self, model, batch):
+        return {"rows": model(batch), "inputs": batch}
+
+    def measure(self, outputs, batch):
+        assert torch.equal(outputs["inputs"], batch), "other samples"
+        return super().measure(outputs["rows"], batch)
+
+
+class InsistingWithConstantLoss(Insisting):
+    def constant_loss(self):
+        return 1.0
+
+
+class Trimmed(Sound):
+    """Outputs as long as the longest of a rank's own samples, which the measures make up for."""
+
+    def forward(self, model, batch):
+        longest = int((batch.abs() > 1).sum(1).max())
+        return model(batch)[:, :longest]
+
+    def measure(self, outputs, batch):
+        is_there = torch.arange(outputs.shape[1]) < (batch.abs() > 1).sum(1, keepdim=True)
+        return {"loss": ((outputs - batch[:, : outputs.shape[1]]).square() * is_there).sum(1)}
+
+
+# --- predictions and pictures ---
+
+
+class Predicting(Sound):
+    dtype = torch.int16
+
+    def predictions(self, outputs, batch):
+        return (100 * outputs).to(self.dtype)
+
+
+class PredictingBools(Predicting):
+    dtype = torch.bool
+
+
+class PredictingBfloat16(Predicting):
+    dtype = torch.bfloat16
+
+
+class PredictingOne(Sound):
+    def predictions(self, outputs, batch):
+        return outputs.mean()
+
+
+class PredictingAList(Sound):
+    def predictions(self, outputs, batch):
+        return outputs.tolist()
+
+
+class FlatPictures(Sound):
+    def pictures(self, outputs, batch):
+        return [("a row", row) for row in outputs]
+
+
+# --- the step ---
+
+
+class Sparse(Sound):
+    def model(self):
+        return nn.Sequential(nn.Embedding(SIZE, WIDTH, sparse=True), nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, model, batch):
+        return model(batch[:, 0].abs().long())
+
+
+class LBFGS(Sound):
+    def optimizer(self, model):
+        return torch.optim.LBFGS(model.parameters())
+
+
+class SparseAdam(Sound):
+    def optimizer(self, model):
+        return torch.optim.SparseAdam(model.parameters())
+
+
+class TwoOptimizers(Sound):
+    def optimizer(self, model):
+        return [torch.optim.SGD(layer.parameters(), 0.1) for layer in (model[0], model[2])]
+
+
+class LearnedWeights(Sound):
+    def measure(self, outputs, batch):
+        return {"loss": ((outputs - batch).square().mean(1), outputs.mean(1).exp())}
+
+
+class LearnedWeightsElsewhere(Sound):
+    """Only what is trained must not have them."""
+
+    def measure(self, outputs, batch):
+        return {**super().measure(outputs, batch), "mean": (outputs.mean(1), outputs.std(1))}
+
+
+# --- the network and the data ---
+
+
+class Lazy(Sound):
+    def model(self):
+        return nn.Sequential(nn.LazyLinear(WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
+
+
+class LazyButCalled(Lazy):
+    def model(self):
+        model = super().model()
+        model(torch.zeros(1, WIDTH))
+        return model
+
+
+class NamedRows(Rows):
+    def __getitem__(self, index):
+        return {"row": table()[index], "name": f"row {index}"}
+
+
+class NamedSamples(Sound):
+    def data(self, split):
+        return NamedRows()
+
+
+class NamedArrays(Sound):
+    def data(self, split):
+        return table(), np.array([f"row {index}" for index in range(SIZE)])

@@ -1,0 +1,133 @@
+"""What a network draws and normalises is that of the global batch, on any number of ranks."""
+
+import numpy as np
+import pytest
+import torch
+
+from flyte_ddp.engine.by_row import ByRow
+from flyte_ddp.errors import InputError
+from flyte_ddp.launch import launcher
+from flyte_ddp.launch.environment import World
+from flyte_ddp.share import Share
+from tests.engine.by_row_targets import CASES, KINDS
+
+
+def launch(function, argument, ranks=1):
+    world = World(size=ranks, local_size=ranks, backend="gloo", device="cpu")
+    return launcher.launch(f"tests.engine.by_row_targets:{function}", world, argument, 60, lambda event: None)
+
+
+def assert_near(found, expected, about=""):
+    np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-3, err_msg=about)
+
+
+@pytest.fixture(scope="module")
+def computed():
+    """By samples of the global batch and number of ranks: what each rank computed. One of three borrows one of two."""
+    return {(size, ranks): launch("compute", size, ranks) for size in (10, 2) for ranks in (1, 2, 3)}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("size", [10, 2])
+def test_a_global_batch_gives_the_same_on_any_number_of_ranks(computed, name, ranks, size):
+    (alone,) = (rank[name] for rank in computed[size, 1])
+    shares = [rank[name] for rank in computed[size, ranks]]
+    assert_near(np.concatenate([one.outputs for one in shares]), alone.outputs)
+    assert_near(np.concatenate([one.input_gradients for one in shares]), alone.input_gradients)
+    for key, gradient in alone.weight_gradients.items():
+        assert_near(sum(one.weight_gradients[key] for one in shares), gradient)
+    for one in shares:
+        assert list(one.state) == list(alone.state) == list(CASES[name][0]().state_dict())
+        for key, value in alone.state.items():
+            assert_near(one.state[key], value)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "batch norm" not in name and "of the batch" not in name])
+def test_dropout_drops(computed, name):
+    build, shape = CASES[name]
+    torch.manual_seed(0)  # as compute has it
+    model = build().eval()
+    undisturbed = model(torch.randn(2, 10, *shape)[0]).detach().numpy()
+    assert not np.allclose(computed[10, 1][0][name].outputs, undisturbed, atol=1e-3)
+
+
+def test_batch_norm_on_one_rank_is_torchs():
+    for kind, (ours, theirs) in zip(KINDS, launch("compare_with_torch", None)[0], strict=True):
+        assert len(ours) == len(theirs) >= 6
+        for mine, expected in zip(ours, theirs, strict=True):
+            assert_near(mine, expected, str(kind))
+
+
+def test_a_last_batch_of_one_sample_leaves_the_running_variance_finite():
+    (found,) = launch("normalise_one_sample", None)
+    assert np.isfinite(found).all()
+
+
+def test_batch_norm_of_bfloat16_where_ranks_have_no_sample():
+    (alone,) = launch("normalise_in_bfloat16", 2)
+    shares = launch("normalise_in_bfloat16", 2, ranks=3)
+    for name, expected in alone.items():
+        of_ranks = [one[name] for one in shares]
+        found = of_ranks[0] if name.startswith("1.") and ("running" in name or "num" in name) else sum(of_ranks)
+        np.testing.assert_allclose(found, expected, rtol=0.05, atol=0.2, err_msg=name)
+
+
+def rows_of(first, count, size):
+    return ByRow(Share(first, count, size))
+
+
+def test_outside_of_a_block_torch_draws_as_ever():
+    rows_of(0, 4, 4)
+    torch.manual_seed(0)
+    drawn = [torch.rand(3), torch.nn.functional.dropout(torch.ones(3)), torch.empty(3).normal_()]
+    torch.manual_seed(0)
+    assert torch.equal(drawn[0], torch.rand(3))
+    with rows_of(0, 3, 3).block(0):
+        theirs = torch.rand(3, generator=torch.Generator().manual_seed(0))  # nor with a generator of the user's own
+    assert torch.equal(drawn[0], theirs)
+
+
+def test_what_all_samples_share_is_equal_on_all_ranks():
+    drawn = []
+    for first, count in ((0, 4), (0, 3), (3, 1)):
+        with rows_of(first, count, 4).block(7):
+            drawn.append((torch.rand([]), torch.rand(5), torch.rand(4 * count, 2)[:4]))
+    (whole, five, rows), (first_rank, its_five, _), (last_rank, _, last_rows) = drawn
+    assert whole == first_rank == last_rank
+    assert torch.equal(five, its_five)
+    assert not torch.equal(rows, last_rows)
+
+
+def test_each_call_draws_other_numbers_and_each_seed_does():
+    with (rows := rows_of(0, 4, 4)).block(1):
+        one, other = torch.rand(4, 2), torch.rand(4, 2)
+    with rows.block(2):
+        next_step = torch.rand(4, 2)
+    with rows.block(1):
+        assert torch.equal(torch.rand(4, 2), one)
+    assert not torch.equal(one, other)
+    assert not torch.equal(one, next_step)
+
+
+def test_a_single_sample_whose_place_cannot_be_told_is_refused():
+    rows = rows_of(0, 2, 2)
+    drawn = []
+    for count in (2, 1):
+        rows.share.count = count
+        with rows.block(0):
+            drawn.append((torch.rand(count, 1), torch.rand(1, 1), rows.drawn)[-1])
+    rows.learn(*drawn, 2)
+    with rows.block(0), pytest.raises(InputError, match=r"shape \(1, 1\).* at least 2 samples"):
+        torch.rand(1, 1)
+
+
+def test_digests_tell_shapes_apart():
+    digests = []
+    for shape in ((2, 3), (2, 4)):
+        with (rows := rows_of(0, 2, 8)).block(0):
+            torch.rand(shape)
+        digests.append(rows.digest)
+    with (rows := rows_of(2, 6, 8)).block(0):
+        torch.rand(6, 3)
+    assert digests[0] == rows.digest != digests[1]

@@ -1,0 +1,137 @@
+"""What a cache key and a checkpoint follow: the code that decides the result, found by its imports."""
+
+import ast
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from flytekit.core.cache import VersionParameters
+
+from flyte_ddp.code_version import imported
+from flyte_ddp.errors import ReportedError
+from flyte_ddp.tasks.caching import CodeVersion
+from flyte_ddp.user_code import ENGINE
+
+ROOT = Path(__file__).parents[1]
+RECIPES = (
+    "flyte_ddp.recipes.images:ImageClassifier",
+    "contrastive.recipe:Contrastive",
+    "autoencoder.recipe:AutoencoderRecipe",
+)
+OF_ALL = (
+    "flyte_ddp/engine/loop.py", "flyte_ddp/engine/probe.py", "flyte_ddp/engine/predict.py", "flyte_ddp/recipe.py",
+    "flyte_ddp/settings.py", "flyte_ddp/share.py", "flyte_ddp/data/description.py",
+)  # fmt: skip
+OF_NONE = (
+    "flyte_ddp/launch/launcher.py", "flyte_ddp/launch/process_group.py", "flyte_ddp/report/page.py",
+    "flyte_ddp/tasks/train.py", "flyte_ddp/tasks/summaries.py", "flyte_ddp/training.py",
+    "flyte_ddp/autoencoder/rank.py", "flyte_ddp/export/rank.py", "workflows/mnist.py",
+)  # fmt: skip
+OF_SOME = {
+    "flyte_ddp/recipes/airbench.py": RECIPES[:2],
+    "flyte_ddp/recipes/images.py": RECIPES[:2],
+    "flyte_ddp/recipes/models.py": RECIPES[:2],
+    "flyte_ddp/data/image_files.py": RECIPES,
+    "flyte_ddp/data/prepared.py": RECIPES,
+    "flyte_ddp/data/held_out.py": RECIPES[2:],
+    "examples/autoencoder/recipe.py": RECIPES[2:],
+    "examples/contrastive/recipe.py": RECIPES[1:2],
+}
+# What a cached task has a process of its own run, and what only tasks that are not cached do
+CACHED = {"engine.worker", "engine.predict", "recipes.images", "inference.rank", "autoencoder.rank"}
+NOT_CACHED = {"engine.joined", "export.rank", "hardware.rank", "loading.rank", "promote.rank", "timing.rank"}
+# They import by a computed name: a recipe's, from which find_code starts, or that of the class of a file's settings,
+# which only loading without settings needs. code_version itself only computes names
+COMPUTED = {"engine/set_up.py", "recipes/models.py", "model_metadata.py", "code_version.py"}
+
+EDIT = """if True:
+    import json, sys
+    from pathlib import Path
+    from flyte_ddp.user_code import find_code
+    recipes, edits = json.load(sys.stdin)
+    before, changed = {name: find_code(name).version for name in recipes}, []
+    for file, addition in edits:
+        path = Path(file)
+        text = path.read_text()
+        path.write_text(text + addition)
+        changed.append([name for name in recipes if find_code(name).version != before[name]])
+        path.write_text(text)
+    assert "torch" not in sys.modules
+    print(json.dumps(changed))
+"""
+
+
+def test_every_version_follows_just_the_code_that_decides(tmp_path):
+    for folder in ("flyte_ddp", "workflows", "examples"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    expected = {**dict.fromkeys(OF_ALL, RECIPES), **OF_SOME, **dict.fromkeys(OF_NONE, ())}
+    edits = [(file, "\nADDED = 1\n") for file in expected] + [(OF_ALL[0], "\n# a remark\n")]
+    done = subprocess.run(
+        [sys.executable, "-c", EDIT],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(tmp_path / "examples")])},
+        input=json.dumps([RECIPES, edits]),
+        stdout=subprocess.PIPE,
+        check=True,
+        text=True,
+    )
+    *changed, by_remark = (tuple(names) for names in json.loads(done.stdout))
+    assert dict(zip(expected, changed, strict=True)) == expected
+    assert by_remark == ()
+
+
+def _strings_and_imports(file: Path) -> "tuple[set[str], bool]":
+    """The modules of this library that a file names in "module:name", and whether it imports by a computed name."""
+    nodes = list(ast.walk(ast.parse(file.read_text())))
+    strings = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    named = {found[1] for text in strings if (found := re.fullmatch(r"flyte_ddp\.([\w.]+):\w+", text))}
+    calls = [node for node in nodes if isinstance(node, ast.Call) and node.args]
+    names = {
+        getattr(call.func, "attr", getattr(call.func, "id", ""))
+        for call in calls
+        if not isinstance(call.args[0], ast.Constant)
+    }
+    return named, bool(names & {"import_module", "resolve_name", "__import__"})
+
+
+def test_every_module_that_is_started_by_name_is_in_a_version_or_not_cached():
+    files = [*(ROOT / "flyte_ddp").rglob("*.py"), *(ROOT / "workflows").glob("*.py")]
+    named = set().union(*(_strings_and_imports(file)[0] for file in files if "template" not in file.parts))
+    assert named - {"new.command", "watch.command"} == CACHED | NOT_CACHED
+
+
+def test_what_decides_imports_nothing_by_a_computed_name_that_is_not_stated():
+    modules = imported([*ENGINE, *(f"flyte_ddp.{name}" for name in CACHED), "flyte_ddp.keras.rank"])
+    library = ROOT / "flyte_ddp"
+    files = [Path(source.file) for source in modules.values()]
+    assert {str(file.relative_to(library)) for file in files if _strings_and_imports(file)[1]} == COMPUTED
+
+
+def test_a_cache_version_follows_code_distributions_and_the_types_of_outputs():
+    def task(x: int) -> int:
+        return x
+
+    def other(x: int) -> float:
+        return x
+
+    def version(code: str, distributions: "list[str]", function: object) -> str:
+        return CodeVersion(code, distributions).get_version("", VersionParameters(function))
+
+    versions = [version("a", [], task), version("b", [], task), version("a", ["torch"], task), version("a", [], other)]
+    assert len(set(versions)) == 4
+    assert version("a", [], task) == versions[0]
+
+
+def test_a_pod_with_other_code_than_registered_is_refused(monkeypatch):
+    code = CodeVersion("a")
+    code.check_registered()
+    for name, value in code.environment.items():
+        monkeypatch.setenv(name, value)
+    code.check_registered()
+    with pytest.raises(ReportedError, match="leave out --copy none"):
+        CodeVersion("b").check_registered()
