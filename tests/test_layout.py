@@ -11,6 +11,7 @@ GROUND = (
     "errors",
     "events",
     "model_metadata",
+    "random_numbers",
     "reading",
     "schedules",
     "settings",
