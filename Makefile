@@ -15,7 +15,7 @@ export FLYTE_INTERNAL_IMAGE
 typed = printf '%s\n' '+ $(subst ','\'',$(1))'; PATH="$(CURDIR)/$(or $(2),.venv)/bin:$$PATH" $(1)
 
 .DEFAULT_GOAL := help
-.PHONY: help run test lint test-oldest-torch bench bench-trainers gpu-check faults image dry-run package register smoke
+.PHONY: help run example test lint test-oldest-torch bench bench-trainers gpu-check faults image dry-run package register smoke
 .PHONY: lock clean
 
 help: ## List the targets
@@ -23,6 +23,12 @@ help: ## List the targets
 
 run: .venv/run.stamp ## Train; more arguments: make run ARGS="--hp '{\"epochs\": 1}'"
 	@$(call typed,pyflyte run workflows/mnist.py pytorch_training_wf$(if $(ARGS), $(ARGS)))
+
+example: .venv/run.stamp ## Train one of autoencoder, charlm, contrastive, resnet, segmentation, tabular: make example NAME=tabular
+	@$(call typed,PYTHONPATH=. pyflyte run examples/$(example)/workflow.py $(example)_wf$(if $(ARGS), $(ARGS)))
+
+examples = $(sort $(patsubst examples/%/recipe.py,%,$(wildcard examples/*/recipe.py)))
+example = $(or $(filter $(NAME),$(examples)),$(error NAME must be one of $(examples), got '$(NAME)': make example NAME=tabular))
 
 test: .venv/dev.stamp ## Run the tests; a part of them: make test ARGS=tests/engine
 	@$(call typed,pytest$(if $(ARGS), $(ARGS)))

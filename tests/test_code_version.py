@@ -29,8 +29,8 @@ OF_ALL = (
 )  # fmt: skip
 OF_NONE = (
     "flyte_ddp/launch/launcher.py", "flyte_ddp/launch/process_group.py", "flyte_ddp/report/page.py",
-    "flyte_ddp/tasks/train.py", "flyte_ddp/tasks/summaries.py", "flyte_ddp/train.py", "flyte_ddp/autoencoder/rank.py",
-    "flyte_ddp/export/rank.py", "workflows/mnist.py",
+    "flyte_ddp/tasks/train.py", "flyte_ddp/tasks/summaries.py", "flyte_ddp/training.py",
+    "flyte_ddp/autoencoder/rank.py", "flyte_ddp/export/rank.py", "workflows/mnist.py",
 )  # fmt: skip
 OF_SOME = {
     "flyte_ddp/recipes/airbench.py": RECIPES[:2],

@@ -14,7 +14,7 @@ from flyte_ddp.errors import InputError
 from flyte_ddp.events import EpochChosen, EpochFinished, RunStarted, StepLogged
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
-from flyte_ddp.train import train as train_recipe
+from flyte_ddp.training import train as train_recipe
 from tests.engine.probe_recipes import SeededDataset, Settings
 from tests.engine.test_training import Unplugged, identical, relative_difference
 

@@ -26,7 +26,7 @@ from flyte_ddp.recipes.models import load_model
 from flyte_ddp.settings import RunOptions, TrainingSettings
 from flyte_ddp.tasks.inputs import known_classifier
 from flyte_ddp.tasks.recipe import RecipeTraining
-from flyte_ddp.train import train
+from flyte_ddp.training import train
 
 ROOT = Path(__file__).parents[2]
 SMALL: Dict[str, Dict[str, int]] = {
