@@ -85,6 +85,16 @@ def test_every_version_follows_just_the_code_that_decides(tmp_path):
     assert by_remark == ()
 
 
+@pytest.mark.parametrize(
+    "statement", ["from flyte_ddp import Classifier", "from flyte_ddp import *", "import flyte_ddp"]
+)
+def test_what_a_recipe_imports_from_the_library_itself_stands_for_its_module(tmp_path, statement):
+    (tmp_path / "own_recipe.py").write_text(statement)
+    found = imported(["own_recipe"], str(tmp_path))
+    assert "flyte_ddp.recipes.classifier" in found
+    assert "flyte_ddp" not in found, "a name more in it changes no result"
+
+
 def _strings_and_imports(file: Path) -> "tuple[set[str], bool]":
     """The modules of this library that a file names in "module:name", and whether it imports by a computed name."""
     nodes = list(ast.walk(ast.parse(file.read_text())))
