@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import IO, Any, Dict, Optional, Union
 from zipfile import BadZipFile, ZipFile, ZipInfo
 
-from flyte_ddp.errors import InputError
+from flyte_ddp.errors import InputError, not_installed
 from flyte_ddp.settings import Settings
 
 FORMAT = 1
 HEADER = "flyte_ddp"  # the metadata's entry in the header of a safetensors file
 ENTRY = "flyte_ddp.json"  # and in a zip archive
-NO_SAFETENSORS = 'safetensors is not installed: pip install "flyte-ddp-training[export]", or load a .pt file'
+NO_SAFETENSORS = f"this file needs {not_installed('safetensors', 'export')}, or load a .pt file"
 
 
 @dataclass(frozen=True)
