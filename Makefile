@@ -72,7 +72,7 @@ cluster = $(or $(CLUSTER_CONFIG),$(error CLUSTER_CONFIG is not set: the file tha
 images = --image trainer=$(IMAGE)
 
 lock: .venv/pyvenv.cfg ## Compile the lock files from pyproject.toml; newer versions: make lock ARGS=--upgrade
-	@$(find_uv); $(call compile,requirements.txt --extra export --extra lightning --extra multinode $(ARGS))
+	@$(find_uv); $(call compile,requirements.txt $(features) $(ARGS))
 	@$(find_uv); $(call compile,requirements-dev.txt --extra dev --constraints requirements.txt $(ARGS))
 	@$(find_uv); $(call compile,requirements-oldest-torch.txt --extra oldest-torch $(ARGS))
 	@$(find_uv); $(call compile,requirements-compare.txt --extra compare --constraints requirements-dev.txt $(ARGS))
@@ -80,6 +80,9 @@ lock: .venv/pyvenv.cfg ## Compile the lock files from pyproject.toml; newer vers
 clean: ## Remove what make and the tools have created here
 	rm -rf .venv .venv-compare .venv-oldest-torch .tools .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
 	find . -name __pycache__ -prune -exec rm -rf {} +
+
+# The packages of every feature: `make run` shows all of them, and what an image lacks would be missed only on the cluster.
+features = --extra export --extra figures --extra lightning --extra multinode --extra tensorboard
 
 # One lock for Python 3.10 to 3.13 on every platform; it names no index, so each site's own settings apply.
 compile = "$$uv" pip compile --quiet --universal --python-version 3.10 --generate-hashes \

@@ -92,6 +92,18 @@ def test_lock_has_hashes(lock):
     assert not unhashed
 
 
+def test_the_image_has_what_every_feature_needs():
+    """And every message about something that is missing names one of the extras."""
+    table = (ROOT / "pyproject.toml").read_text().partition("[project.optional-dependencies]")[2].partition("\ndev")[0]
+    extras = dict(re.findall(r"^([a-z]+) = \[(.*)\]", table, re.MULTILINE))
+    packages = {name for extra, of in extras.items() if extra != "compare" for name in re.findall('"([a-z-]+)', of)}
+    assert len(packages) >= 8
+    assert packages <= {pin.partition("==")[0] for pin in _pins("requirements.txt")}
+    code = "".join(file.read_text() for file in [*ROOT.glob("flyte_ddp/**/*.py"), *ROOT.glob("workflows/*.py")])
+    named = set(re.findall(r"not_installed\([^()]*'(\w+)'\)", code))
+    assert {"figures", "tensorboard"} <= named <= set(extras)
+
+
 def test_dev_lock_has_the_runtime_versions():
     assert len(_pins("requirements.txt")) > 50
     missing = _pins("requirements.txt") - _pins("requirements-dev.txt")
