@@ -18,7 +18,7 @@ from flyte_ddp.data.datasets import prepare
 from flyte_ddp.data.writer import write_prepared
 from flyte_ddp.events import Event, StepLogged
 from flyte_ddp.settings import RunOptions
-from flyte_ddp.train import train
+from flyte_ddp.training import train
 from tests.commands import ROOT
 from tests.once import made_once
 

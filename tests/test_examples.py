@@ -43,7 +43,7 @@ def test_an_example_is_short_and_its_settings_need_no_torch():
         docstring = ast.get_docstring(ast.parse((folder / "workflow.py").read_text()))
         assert docstring is not None
         assert f"pyflyte run {name}/workflow.py {name}_wf" in docstring
-        assert f"pyflyte run {name}/workflow.py {name}_wf" in (ROOT / "examples" / "README.md").read_text()
+        assert f"make example NAME={name}" in (ROOT / "examples" / "README.md").read_text()
         assert "torch" not in (folder / "settings.py").read_text()
 
 
@@ -94,7 +94,7 @@ def kill_all(name, output):
 import os, signal
 from {name}.settings import Settings
 from flyte_ddp.settings import RunOptions
-from flyte_ddp.train import train
+from flyte_ddp.training import train
 
 def kill(event):
     if type(event).__name__ == "CheckpointWritten":

@@ -21,11 +21,30 @@ from flyte_ddp.events import (
 )
 from flyte_ddp.report.words import counted, in_words, written
 
+_last_words: List[str] = []
+
 
 def say(text: str) -> None:
+    _say_last_words()
     # Standard output is for the workflow's result. With err=True click would bypass rich, which keeps lines above the
     # live one
     click.echo(text, file=sys.stderr)
+
+
+def say_last(text: str) -> None:
+    """Says it below the long line of outputs with which `pyflyte run` ends, unless something else is said before."""
+    command = click.get_current_context(silent=True)
+    if command is None:
+        say(text)
+        return
+    _say_last_words()
+    _last_words.append(text)
+    command.call_on_close(_say_last_words)
+
+
+def _say_last_words() -> None:
+    while _last_words:
+        click.echo(_last_words.pop(), file=sys.stderr)
 
 
 def say_remark(event: Event) -> None:

@@ -29,8 +29,8 @@ class Observers:
     def __init__(self, info: RunInfo, report_path: Path, *others: Callable[[Any], None]):
         self.tracking_url = ""
         self.record, self._report_path = Record(info), report_path
-        self._console = open_console()
         self._tracker = open_tracker(info, self._on_url)
+        self._console = open_console()
         self._report = Background("the report", lambda: self._open_report(info, report_path), REPORT_SECONDS)
         self._progress = Progress(info)
         self._listening: List[Callable[[Any], None]] = [
