@@ -62,7 +62,14 @@ def image(model: nn.Module, batch: Tuple[Tensor, ...]) -> Tensor:
 LLAMA = {**WIDE, "num_key_value_heads": 2, "num_labels": CLASSES, "pad_token_id": 0}
 VISION = {**TEXT, "intermediate_size": 64, "image_size": 32, "patch_size": 8}
 del VISION["vocab_size"]
-SPEECH = {"d_model": 32, "encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 64, "num_mel_bins": 8}
+SPEECH = {
+    "d_model": 32,
+    "encoder_layers": 2,
+    "encoder_attention_heads": 2,
+    "encoder_ffn_dim": 64,
+    "num_mel_bins": 8,
+    "decoder_attention_heads": 2,
+}
 
 # By name: how it is built, how it is called, and the shape of a sample; an empty one means tokens
 MODELS: Dict[str, Tuple[Callable[[], nn.Module], Callable[..., Tensor], Tuple[int, ...]]] = {
