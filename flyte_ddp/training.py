@@ -108,6 +108,7 @@ def run(job: Job, options: RunOptions, on_event: Optional[Callable[[Event], None
 
 def launch(job: Job, options: RunOptions, on_event: Optional[Callable[[Event], None]]) -> TrainingResult:
     settings = job.identity.settings
+    name_of(type(settings), "settings")
     world = choose_world(settings.backend, options.nproc, settings.batch_size)
     with nullcontext(on_event) if on_event else closing(open_console()) as listen:
         results: List[TrainingResult] = launcher.launch(
@@ -116,11 +117,11 @@ def launch(job: Job, options: RunOptions, on_event: Optional[Callable[[Event], N
     return results[0]
 
 
-def name_of(recipe: type) -> str:
+def name_of(kind: type, what: str = "recipe") -> str:
     """The name by which ranks find the class; InputError for a class that only this process has."""
-    if recipe.__module__ == "__main__" or "<locals>" in recipe.__qualname__:
+    if kind.__module__ == "__main__" or "<locals>" in kind.__qualname__:
         raise InputError(
-            f"recipe must be a class at the top level of a module that can be imported, got {recipe.__qualname__} of "
-            f"{recipe.__module__}: put it into a file of its own, which each rank imports"
+            f"{what} must be defined at the top level of a module that can be imported, got {kind.__qualname__} of "
+            f"{kind.__module__}: put it into a file of its own, which each rank imports"
         )
-    return f"{recipe.__module__}:{recipe.__qualname__}"
+    return f"{kind.__module__}:{kind.__qualname__}"
