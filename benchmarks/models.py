@@ -120,6 +120,7 @@ class Settings(TrainingSettings):
     epochs: int = setting(1, minimum=1)
     precision: str = setting("float32", choices=("float32",))
     model: str = setting("BERT", choices=tuple(MODELS))
+    nudge: float = setting(0.0, minimum=0)  # images are multiplied by 1 more than this
 
 
 class Classified(Recipe):
@@ -130,7 +131,11 @@ class Classified(Recipe):
     def data(self, split: str) -> Tuple[Tensor, Tensor]:
         draws = torch.Generator().manual_seed(len(split))
         shape, count = MODELS[self.settings.model][2], SAMPLES if split == "train" else 12
-        samples = torch.randn(count, *shape, generator=draws) if shape else self.tokens(count, draws)
+        samples = (
+            torch.randn(count, *shape, generator=draws) * (1 + self.settings.nudge)
+            if shape
+            else self.tokens(count, draws)
+        )
         return samples, torch.randint(CLASSES, (count,), generator=draws)
 
     def tokens(self, count: int, draws: torch.Generator) -> Tensor:
@@ -147,4 +152,4 @@ class Classified(Recipe):
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """Adam would divide a gradient that is nothing but rounding by its own size."""
-        return torch.optim.SGD(model.parameters(), 0.05, momentum=0.9, fused=True)
+        return torch.optim.SGD(model.parameters(), 0.001, momentum=0.9, fused=True)
