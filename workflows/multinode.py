@@ -10,7 +10,7 @@ from flytekit import task, workflow
 from flytekit.types.file import FlyteFile
 
 from flyte_ddp.recipes.hyperparameters import CIFAR10Hyperparameters, Hyperparameters
-from flyte_ddp.report.console import say
+from flyte_ddp.report.console import say, show_output
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.tasks.elastic import train_rank
 from flyte_ddp.tasks.init import known_init
@@ -24,6 +24,7 @@ try:
 except ModuleNotFoundError as error:
     if not (error.name or "").startswith("flytekitplugins"):
         raise
+    show_output()
     say("workflows/multinode.py defines nothing without its plugin: pip install flytekitplugins-kfpytorch")
 else:
     set_up_pyflyte()

@@ -69,7 +69,8 @@ def test_terminal_has_one_live_line(recorded, recorded_file, columns):
     program = """if True:
         import pickle, sys
         from pathlib import Path
-        from flyte_ddp.report.console import LiveConsole, open_console, say
+        from flyte_ddp.report.console import LiveConsole, open_console, say, show_output
+        show_output()
         console = open_console()
         assert isinstance(console, LiveConsole)
         console._progress.refresh()
