@@ -92,8 +92,10 @@ def train(
         place.mkdir(parents=True, exist_ok=True)
     job = job_of(subject_of(code, settings, source, first), options, **paths_in(place, options))
     own = OwnObservers(watching if is_first_rank() else ())
+    console = Console if "WORLD_SIZE" in os.environ else open_console  # a launcher's ranks share a terminal
     try:
-        results = run(job, options, on_event, own)
+        with nullcontext(on_event) if on_event else closing(console()) as listen:
+            results = run(job, options, all_of(listen, own))
     except BaseException as error:
         own.close(RunFailed.by(error))
         raise
@@ -105,33 +107,23 @@ def train(
     return Result(result.epochs, warnings, Path(job.model_path), place, result.tested, best_epoch)
 
 
-def run(
-    job: Job, options: RunOptions, on_event: Optional[Callable[[Event], None]], own: OwnObservers
-) -> List[TrainingResult]:
+def run(job: Job, options: RunOptions, on_event: Callable[[Event], None]) -> List[TrainingResult]:
     """Trains with ranks of its own, or as one of its launcher's; the checkpoint is removed when training has ended."""
     is_first, checkpoint = is_first_rank(), Path(job.checkpoint_path)
     if is_first and not options.resume:
         checkpoint.unlink(missing_ok=True)
     try:
         if "WORLD_SIZE" in os.environ:
-            results = [pkgutil.resolve_name(JOINED)(job, all_of(on_event or Console(), own))]
+            results = [pkgutil.resolve_name(JOINED)(job, on_event)]
         else:
-            results = launch(job, options, on_event, own)
+            settings = job.identity.settings
+            world = choose_world(settings.backend, options.nproc, settings.batch_size)
+            results = launcher.launch(WORKER, world, job, options.timeout_seconds, on_event, roots=[job.root])
     except Preempted as stopped:
         raise Preempted(f"{stopped}; the same command resumes from {checkpoint}") from None
     if is_first:
         checkpoint.unlink(missing_ok=True)
     return results
-
-
-def launch(
-    job: Job, options: RunOptions, on_event: Optional[Callable[[Event], None]], own: OwnObservers
-) -> List[TrainingResult]:
-    settings = job.identity.settings
-    world = choose_world(settings.backend, options.nproc, settings.batch_size)
-    with nullcontext(on_event) if on_event else closing(open_console()) as listen:
-        on_both = all_of(listen, own)
-        return launcher.launch(WORKER, world, job, options.timeout_seconds, on_both, roots=[job.root])
 
 
 def name_of(recipe: type) -> str:

@@ -23,6 +23,7 @@ from flyte_ddp.events import (
 from flyte_ddp.report.words import counted, in_words, written
 
 logger = logging.getLogger("flyte_ddp")
+say, warn = logger.info, logger.warning
 
 
 class Terminal(logging.Handler):
@@ -42,14 +43,6 @@ def show_output() -> None:
         logger.propagate = False  # or a handler of the root logger would print them again
     if logger.level == logging.NOTSET:
         logger.setLevel(logging.INFO)
-
-
-def say(text: str) -> None:
-    logger.info(text)
-
-
-def warn(text: str) -> None:
-    logger.warning(text)
 
 
 def on_terminal() -> bool:

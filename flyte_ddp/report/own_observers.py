@@ -13,6 +13,7 @@ from flyte_ddp.report.console import warn
 from flyte_ddp.user_code import UserCode
 
 CLOSE_SECONDS = 10.0  # how long the end of a run waits for them
+ERRORS = (Exception, SystemExit)
 
 
 class OwnObservers(Observer):
@@ -28,7 +29,7 @@ class OwnObservers(Observer):
             try:
                 make = partial(OwnObserver, code.name, pkgutil.resolve_name(code.name))
                 self._opened.append(Background(f"observer {code.name}", make, CLOSE_SECONDS))
-            except Exception as error:
+            except ERRORS as error:
                 _give_up(code.name, error)
             finally:
                 sys.path.remove(code.root)
@@ -55,10 +56,10 @@ class OwnObserver(Observer):
     def __call__(self, event: Any) -> None:
         try:
             tell(self._observer, copy.deepcopy(event))  # others read the event too
-        except Exception as error:
+        except ERRORS as error:
             self._observer = None
             _give_up(self._name, error)
 
 
-def _give_up(name: str, error: Exception) -> None:
+def _give_up(name: str, error: BaseException) -> None:
     warn(f"observer {name} gave up: {type(error).__name__}: {one_line(error)}. Training was not affected.")

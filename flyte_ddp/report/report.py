@@ -34,11 +34,10 @@ class Report(Observer):
     def on_not_learning(self, event: NotLearning) -> None:
         self._write(live=True)
 
-    def on_run_finished(self, event: RunFinished) -> None:
+    def on_run_finished(self, event: "RunFinished | RunFailed") -> None:
         self._write(live=False)
 
-    def on_run_failed(self, event: RunFailed) -> None:
-        self._write(live=False)
+    on_run_failed = on_run_finished
 
     def _write_if_due(self) -> None:
         if time.monotonic() >= self._next_page:

@@ -15,7 +15,7 @@ class Notes:
 
 class Fails:
     def on_epoch_finished(self, event: Any) -> None:
-        raise ValueError(f"epoch {event.epoch}")
+        raise SystemExit(f"epoch {event.epoch}")
 
 
 class CannotBeMade:

@@ -17,5 +17,5 @@ def test_own_observers_hear_events_and_one_that_raises_is_said_once_and_dropped(
     assert epochs[0].test == {"loss": 0.5}, "the others' event stays as it is"
     said = capsys.readouterr().err
     assert said.count("observer tests.report.listeners:Fails") == 1
-    assert "Warning: observer tests.report.listeners:Fails gave up: ValueError: epoch 0. Training was not" in said
+    assert "Warning: observer tests.report.listeners:Fails gave up: SystemExit: epoch 0. Training was not" in said
     assert "Warning: observer tests.report.listeners:CannotBeMade is incomplete (TypeError: " in said
