@@ -19,7 +19,7 @@ from benchmarks.models import MODELS, Settings
 from flyte_ddp.errors import InputError
 from flyte_ddp.launch.failures import RankFailed
 from flyte_ddp.settings import RunOptions
-from flyte_ddp.train import train
+from flyte_ddp.training import train
 from flyte_ddp.weights import read_weights
 
 RANKS = (1, 2, 3)

@@ -23,7 +23,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, Dict, List, Tuple
 
-import flyte_ddp.train
+import flyte_ddp.training
 from benchmarks import engine
 from flyte_ddp.data import prepared
 from flyte_ddp.data.datasets import prepare
@@ -75,7 +75,7 @@ def train(job: str, data: str, folder: str) -> None:
     sys.path.insert(0, str(ROOT / "examples"))
     settings = resolve_name("charlm.settings:Settings")(characters=100_000, **common)
     options = RunOptions(nproc=RANKS, checkpoint_seconds=0)
-    flyte_ddp.train.train("charlm.recipe:CharLM", settings, options, output=folder, on_event=on_event)
+    flyte_ddp.training.train("charlm.recipe:CharLM", settings, options, output=folder, on_event=on_event)
 
 
 @dataclass

@@ -1,0 +1,43 @@
+"""What users import: `from flyte_ddp import Recipe`.
+
+Each name is looked up in its module only when it is asked for, so that a workflow file gets no torch and a rank no
+flytekit. __init__.pyi tells type checkers the same.
+"""
+
+from importlib import import_module
+from typing import Any
+
+__version__ = "0.1.0"  # pyproject.toml takes it from here; pods and checkouts have the code, but no installed package
+
+MODULES = {
+    "Classifier": "flyte_ddp.recipes.classifier",
+    "Hyperparameters": "flyte_ddp.recipes.hyperparameters",
+    "Measures": "flyte_ddp.recipe",
+    "PreparedDataset": "flyte_ddp.tasks.prepare",
+    "Random": "flyte_ddp.recipe",
+    "Recipe": "flyte_ddp.recipe",
+    "RecipeOutputs": "flyte_ddp.tasks.recipe",
+    "RecipeSummary": "flyte_ddp.tasks.recipe",
+    "RecipeTraining": "flyte_ddp.tasks.recipe",
+    "RunOptions": "flyte_ddp.settings",
+    "TrainingSettings": "flyte_ddp.settings",
+    "known_file": "flyte_ddp.tasks.data",
+    "known_folder": "flyte_ddp.tasks.data",
+    "known_weights": "flyte_ddp.tasks.data",
+    "load_model": "flyte_ddp.recipes.models",
+    "prepare_dataset": "flyte_ddp.tasks.prepare",
+    "read_metadata": "flyte_ddp.model_metadata",
+    "setting": "flyte_ddp.settings",
+    "train": "flyte_ddp.training",
+}
+__all__ = ["__version__", *MODULES]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(MODULES[name]), name)
+
+
+def __dir__() -> "list[str]":
+    return sorted({*globals(), *MODULES})

@@ -24,6 +24,8 @@ LIBRARY = "flyte_ddp"
 HERE = str(Path(flyte_ddp.__path__[0]).parent)
 # They start ranks, listen to them, show what they found and store it: no result depends on them
 AROUND_RANKS = ("flyte_ddp.launch.", "flyte_ddp.report.", "flyte_ddp.tasks.", "flyte_ddp.sweep.page")
+# What users import from the library itself stands for its module: flyte_ddp/__init__.py only looks it up
+FACE = {f"{LIBRARY}.{name}": module for name, module in flyte_ddp.MODULES.items()}
 OTHER_CODE = "leave out --copy none, so that the code is sent, or rebuild the image"
 WITH_DOCSTRING = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
@@ -73,6 +75,7 @@ def imported(modules: Sequence[str], root: str = HERE) -> Dict[str, Source]:
     seen, todo = set(modules), list(modules)
     while todo:
         name = todo.pop()
+        name = FACE.get(name, name)
         parts = name.split(".")
         if parts[0] in others:
             continue
@@ -82,7 +85,7 @@ def imported(modules: Sequence[str], root: str = HERE) -> Dict[str, Source]:
             continue
         for count, spec in enumerate(specs, start=1):  # parents first: importing a.b runs a/__init__.py
             one, file = ".".join(parts[:count]), source_file(spec)
-            counts = one in modules or not one.startswith(AROUND_RANKS)
+            counts = one in modules or not (one == LIBRARY or one.startswith(AROUND_RANKS))
             if counts and file and one not in found and is_first_party(one, file, root, own):
                 package = one if spec.submodule_search_locations is not None else ".".join(parts[: count - 1])
                 found[one] = _read(file, package, Path(file).read_bytes())
@@ -189,12 +192,17 @@ def _imports(nodes: Sequence[ast.AST], package: str) -> Iterator[str]:
     """Full names of possible modules: a name in a from-import may also be an attribute."""
     for node in nodes:
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names = [alias.name for alias in node.names]
+            yield from names
+            if LIBRARY in names and package.partition(".")[0] != LIBRARY:
+                yield from FACE  # any of it may be used, as an attribute
         elif isinstance(node, ast.ImportFrom):
             # a relative import beyond the top-level package fails in the rank, with Python's own message
             with suppress(ImportError):
                 origin = resolve_name("." * node.level + (node.module or ""), package)
                 yield from (origin if alias.name == "*" else f"{origin}.{alias.name}" for alias in node.names)
+                if origin == LIBRARY and node.names[0].name == "*":
+                    yield from FACE
         elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
             called, literal = getattr(node.func, "attr", getattr(node.func, "id", "")), node.args[0].value
             if called in ("import_module", "__import__") and isinstance(literal, str):

@@ -13,6 +13,11 @@ except ModuleNotFoundError:  # torch and this library are enough to train
         pass
 
 
+def not_installed(packages: str, extra: str) -> str:
+    """How a message ends that says what is missing: with the command that installs an extra of this library."""
+    return f'{packages}, which is not installed: pip install "flyte-ddp-training[{extra}]"'
+
+
 class InputError(UsageError, ValueError):
     """The user can fix this: the message names the value, the rule and the remedy.
 

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import IO, Any, Dict, Optional, Union, get_origin, get_type_hints
 from zipfile import ZIP_STORED, ZipFile, ZipInfo
 
-from flyte_ddp.errors import InputError
+from flyte_ddp.errors import InputError, not_installed
 from flyte_ddp.settings import Settings
 
 FORMAT = 1
 HEADER = "flyte_ddp"  # the metadata's entry in the header of a safetensors file
 ENTRY = "flyte_ddp.json"  # and in a zip archive
 MOST_BYTES = 2**20  # of an entry: ours have a few thousand
-NO_SAFETENSORS = 'safetensors is not installed: pip install "flyte-ddp-training[export]", or load a .pt file'
+NO_SAFETENSORS = f"this file needs {not_installed('safetensors', 'export')}, or load a .pt file"
 
 
 @dataclass(frozen=True)

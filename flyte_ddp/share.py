@@ -1,7 +1,7 @@
 """A rank's share of the global batch, and how it gets the other ranks' rows."""
 
 from dataclasses import dataclass
-from typing import Any, Callable, Optional, Tuple
+from typing import Any, Callable, Optional, Tuple, Union
 
 import torch
 from torch import Tensor, distributed
@@ -39,20 +39,37 @@ def gather_rows(mine: Tensor, share: Share) -> Tensor:
     """(N, ...) of the global batch from each rank's (n, ...); a collective, which carries gradients back."""
     if share.alone:
         return share.stand_in(mine) if share.stand_in else mine
-    return _GatherRows.apply(share.own(mine), share.first, share.size)
+    return _GatherRows.apply(share.own(mine), share.size)
 
 
 class _GatherRows(torch.autograd.Function):
+    """Ranks exchange equally many rows, the last of which is padding where the batch does not divide evenly."""
+
     @staticmethod
-    def forward(ctx: Any, mine: Tensor, first: int, size: int) -> Tensor:
-        ctx.first, ctx.count = first, len(mine)
-        everyones = mine.new_zeros(size, *mine.shape[1:])
-        everyones[first : first + len(mine)] = mine
-        distributed.all_reduce(everyones)  # the others' rows are zeros
-        return everyones
+    def forward(ctx: Any, mine: Tensor, size: int) -> Tensor:
+        world_size = distributed.get_world_size()
+        ctx.size, ctx.count, ctx.most = size, len(mine), -(-size // world_size)
+        everyones = mine.new_empty(world_size * ctx.most, *mine.shape[1:])
+        distributed.all_gather_into_tensor(everyones, _padded(mine, ctx.most, slice(len(mine))))
+        return everyones[_places(size, world_size, mine.device)]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tuple[Optional[Tensor], ...]:
-        gradient = gradient.contiguous()
-        distributed.all_reduce(gradient)  # the sum of the gradients of all ranks' losses
-        return gradient[ctx.first : ctx.first + ctx.count], None, None
+        world_size = distributed.get_world_size()
+        places = _places(ctx.size, world_size, gradient.device)
+        mine = gradient.new_empty(ctx.most, *gradient.shape[1:])  # the sum of the gradients of all ranks' losses
+        distributed.reduce_scatter_tensor(mine, _padded(gradient, world_size * ctx.most, places))
+        return mine[: ctx.count], None
+
+
+def _padded(rows: Tensor, size: int, places: Union[slice, Tensor]) -> Tensor:
+    padded = rows.new_zeros(size, *rows.shape[1:])
+    padded[places] = rows
+    return padded
+
+
+def _places(size: int, world_size: int, device: torch.device) -> Tensor:
+    """(size,) int64: where each row of the global batch is among the ranks' rows with their padding."""
+    rows = torch.arange(size, device=device)
+    ranks = ((rows + 1) * world_size - 1) // size  # see batches.share
+    return ranks * -(-size // world_size) + rows - size * ranks // world_size

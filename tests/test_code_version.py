@@ -29,8 +29,8 @@ OF_ALL = (
 )  # fmt: skip
 OF_NONE = (
     "flyte_ddp/launch/launcher.py", "flyte_ddp/launch/process_group.py", "flyte_ddp/report/page.py",
-    "flyte_ddp/tasks/train.py", "flyte_ddp/tasks/summaries.py", "flyte_ddp/train.py", "flyte_ddp/autoencoder/rank.py",
-    "flyte_ddp/export/rank.py", "workflows/mnist.py",
+    "flyte_ddp/tasks/train.py", "flyte_ddp/tasks/summaries.py", "flyte_ddp/training.py",
+    "flyte_ddp/autoencoder/rank.py", "flyte_ddp/export/rank.py", "workflows/mnist.py",
 )  # fmt: skip
 OF_SOME = {
     "flyte_ddp/recipes/airbench.py": RECIPES[:2],
@@ -83,6 +83,16 @@ def test_every_version_follows_just_the_code_that_decides(tmp_path):
     *changed, by_remark = (tuple(names) for names in json.loads(done.stdout))
     assert dict(zip(expected, changed, strict=True)) == expected
     assert by_remark == ()
+
+
+@pytest.mark.parametrize(
+    "statement", ["from flyte_ddp import Classifier", "from flyte_ddp import *", "import flyte_ddp"]
+)
+def test_what_a_recipe_imports_from_the_library_itself_stands_for_its_module(tmp_path, statement):
+    (tmp_path / "own_recipe.py").write_text(statement)
+    found = imported(["own_recipe"], str(tmp_path))
+    assert "flyte_ddp.recipes.classifier" in found
+    assert "flyte_ddp" not in found, "a name more in it changes no result"
 
 
 def _strings_and_imports(file: Path) -> "tuple[set[str], bool]":

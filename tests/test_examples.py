@@ -26,7 +26,7 @@ from flyte_ddp.data.writer import write_prepared
 from flyte_ddp.events import CheckpointWritten, Event, StepLogged
 from flyte_ddp.launch.failures import RecoverableRankFailed
 from flyte_ddp.settings import RunOptions
-from flyte_ddp.train import train
+from flyte_ddp.training import train
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = {
@@ -126,7 +126,7 @@ def test_an_example_is_short_and_its_settings_need_no_torch():
         docstring = ast.get_docstring(ast.parse((folder / "workflow.py").read_text()))
         assert docstring is not None
         assert f"pyflyte run {name}/workflow.py {name}_wf" in docstring
-        assert f"pyflyte run {name}/workflow.py {name}_wf" in (ROOT / "examples" / "README.md").read_text()
+        assert f"make example NAME={name}" in (ROOT / "examples" / "README.md").read_text()
         assert "torch" not in (folder / "settings.py").read_text()
 
 
@@ -186,7 +186,7 @@ def kill_all(project, name, data, output):
 import os, signal
 from {name}.settings import Settings
 from flyte_ddp.settings import RunOptions
-from flyte_ddp.train import train
+from flyte_ddp.training import train
 
 def kill(event):
     if type(event).__name__ == "CheckpointWritten":

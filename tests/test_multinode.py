@@ -26,7 +26,7 @@ from flyte_ddp.settings import RunOptions
 from flyte_ddp.tasks.elastic import error_of_node, handing_on_failure
 from flyte_ddp.tasks.execution import TaskInterrupted
 from flyte_ddp.tasks.registration import registration
-from flyte_ddp.train import train
+from flyte_ddp.training import train
 from scripts.dry_run import ROOT, build_package
 from tests.pod import IMAGE, PATIENCE_SECONDS, Pod, end, literal, package, run_together, small_dataset
 

@@ -69,7 +69,9 @@ def test_what_ranks_import_is_light():
 
 
 def test_init_files_are_empty():
-    filled = [file for file in ROOT.glob("[fw]*/**/__init__.py") if file.read_bytes().strip()]
+    """But the library's face, of which tests/test_api.py says that it imports nothing by itself."""
+    filled = {file for file in ROOT.glob("[fw]*/**/__init__.py") if file.read_bytes().strip()}
+    filled -= {ROOT / "flyte_ddp" / "__init__.py"}
     assert not filled, "workers import the packages, and Flyte ships only modules that it saw imported"
 
 
@@ -88,6 +90,18 @@ def test_lock_has_hashes(lock):
     blocks = re.split(r"\n(?=[a-z0-9])", (ROOT / lock).read_text())
     unhashed = [block.splitlines()[0] for block in blocks[1:] if "--hash=sha256:" not in block]
     assert not unhashed
+
+
+def test_the_image_has_what_every_feature_needs():
+    """And every message about something that is missing names one of the extras."""
+    table = (ROOT / "pyproject.toml").read_text().partition("[project.optional-dependencies]")[2].partition("\ndev")[0]
+    extras = dict(re.findall(r"^([a-z]+) = \[(.*)\]", table, re.MULTILINE))
+    packages = {name for extra, of in extras.items() if extra != "compare" for name in re.findall('"([a-z-]+)', of)}
+    assert len(packages) >= 8
+    assert packages <= {pin.partition("==")[0] for pin in _pins("requirements.txt")}
+    code = "".join(file.read_text() for file in [*ROOT.glob("flyte_ddp/**/*.py"), *ROOT.glob("workflows/*.py")])
+    named = set(re.findall(r"not_installed\([^()]*'(\w+)'\)", code))
+    assert {"figures", "tensorboard"} <= named <= set(extras)
 
 
 def test_dev_lock_has_the_runtime_versions():
@@ -133,6 +147,7 @@ def test_run_passes_quotes_on_and_installs_nothing_twice(tmp_path):
     installed = tmp_path / ".venv" / "bin"
     for folder in (tools, installed):
         folder.mkdir(parents=True)
+    shutil.copytree(ROOT / "examples", tmp_path / "examples", ignore=shutil.ignore_patterns("__pycache__", ".venv"))
     for name in ("Makefile", "requirements.txt"):
         shutil.copy(ROOT / name, tmp_path)
         os.utime(tmp_path / name, (1, 1))
@@ -145,13 +160,23 @@ def test_run_passes_quotes_on_and_installs_nothing_twice(tmp_path):
 
     arguments = """ARGS=--hp '{"epochs": 1, "dataset": "digits"}'"""
     environment = {**os.environ, "PATH": f"{tools}:{os.environ['PATH']}"}
-    command = ["make", "-s", "run", arguments]
-    result = subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True, text=True)
 
-    line, got = result.stdout.splitlines()
+    def make(*words: str) -> "subprocess.CompletedProcess[str]":
+        command = ["make", "-s", *words, arguments]
+        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+
+    line, got = make("run").stdout.splitlines()
     workflow = "workflows/mnist.py pytorch_training_wf"
     assert line == f"+ pyflyte run {workflow} --hp " + """'{"epochs": 1, "dataset": "digits"}'"""
     assert got == """<run><workflows/mnist.py><pytorch_training_wf><--hp><{"epochs": 1, "dataset": "digits"}>"""
+
+    examples = sorted(recipe.parent.name for recipe in ROOT.glob("examples/*/recipe.py"))
+    for name in examples:
+        line, got = make("example", f"NAME={name}").stdout.splitlines()
+        assert line.startswith(f"+ PYTHONPATH=. pyflyte run examples/{name}/workflow.py {name}_wf --hp ")
+        assert got.startswith(f"<run><examples/{name}/workflow.py><{name}_wf><--hp>")
+    assert f"NAME must be one of {' '.join(examples)}, got 'tabula'" in make("example", "NAME=tabula").stderr
+    assert f"Train one of {', '.join(examples)}: " in make("help").stdout
 
 
 @needs_make

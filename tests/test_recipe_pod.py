@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flyte_ddp.settings import RunOptions
-from flyte_ddp.train import train
+from flyte_ddp.training import train
 from flyte_ddp.user_code import find_code
 from scripts.dry_run import ROOT, build_package
 from tests.pod import IMAGE, Pod, literal

@@ -91,7 +91,7 @@ def test_ranks_of_torchrun_can_train_again_and_again(tmp_path):
     script = tmp_path / "again.py"
     script.write_text(
         "from flyte_ddp.settings import TrainingSettings\n"
-        "from flyte_ddp.train import train\n"
+        "from flyte_ddp.training import train\n"
         "for number in range(3):\n"
         "    settings = TrainingSettings(epochs=1, seed=number)\n"
         "    train('tests.engine.probe_recipes:Sound', settings, output=f'trained-{number}')\n"

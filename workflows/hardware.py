@@ -14,7 +14,7 @@ from flyte_ddp.hardware.machine import Machine, look, warnings
 from flyte_ddp.hardware.nvidia import NotKnown
 from flyte_ddp.hardware.page import as_page, as_text, facts
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
-from flyte_ddp.report.console import say
+from flyte_ddp.report.console import say_last
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.tasks.execution import run_dir
 from flyte_ddp.tasks.outputs import output_page
@@ -64,7 +64,7 @@ def inspect_hardware(hp: Hyperparameters, options: RunOptions) -> HardwareOutput
     text, fragment = as_text(host, machine), as_page(host, machine)
     with run_dir("hardware") as folder:
         report = output_page(folder, "Hardware", fragment)
-    say(text)
+    say_last(text)
     return HardwareOutputs(summarise(machine), text, report)
 
 

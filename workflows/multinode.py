@@ -9,6 +9,7 @@ from typing import Optional
 from flytekit import task, workflow
 from flytekit.types.file import FlyteFile
 
+from flyte_ddp.errors import not_installed
 from flyte_ddp.recipes.hyperparameters import CIFAR10Hyperparameters, Hyperparameters
 from flyte_ddp.report.console import say, show_output
 from flyte_ddp.settings import RunOptions
@@ -25,7 +26,7 @@ except ModuleNotFoundError as error:
     if not (error.name or "").startswith("flytekitplugins"):
         raise
     show_output()
-    say("workflows/multinode.py defines nothing without its plugin: pip install flytekitplugins-kfpytorch")
+    say(f"workflows/multinode.py defines nothing: it needs {not_installed('flytekitplugins-kfpytorch', 'multinode')}")
 else:
     set_up_pyflyte()
 

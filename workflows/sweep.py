@@ -20,7 +20,7 @@ from flyte_ddp.errors import NonFinite
 from flyte_ddp.launch.environment import choose_world
 from flyte_ddp.launch.failures import Failure, RankFailed
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
-from flyte_ddp.report.console import say
+from flyte_ddp.report.console import say, say_last
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.sweep.halving import all_failed, check_rungs, entrants, rungs_of, saving, standings
 from flyte_ddp.sweep.held_out import hold_out_validation
@@ -193,7 +193,7 @@ def compare(sweep: Sweep, trials: List[Hyperparameters], name: str, rungs: Rungs
         report = output_page(folder, f"Sweep on {name}", comparison(ranking, names, cut))
     where = f"\nTrials:   {folder / 'trials.csv'}\nReport:   {report.path}" if is_local() else ""
     trained = f"\nTrained:  {cut}" if cut else ""
-    say(f"\nBest:     {chosen(best.hp, names)}: {best.accuracy:.2%} validation accuracy{trained}{where}\n")
+    say_last(f"\nBest:     {chosen(best.hp, names)}: {best.accuracy:.2%} validation accuracy{trained}{where}\n")
     hp = replace(best.hp, stop_after=trials[number - 1].stop_after)
     return Comparison(hp, output_file(folder / "trials.csv"), report)
 

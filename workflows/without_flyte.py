@@ -23,7 +23,7 @@ from flyte_ddp.reading import read_settings
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.report.console import download_progress, show_output
 from flyte_ddp.settings import RunOptions
-from flyte_ddp.train import train
+from flyte_ddp.training import train
 
 IMAGE_CLASSIFIER = "flyte_ddp.recipes.images:ImageClassifier"
 OPTIONS = ("checkpoint_seconds", "keep_checkpoint", "nproc", "profile", "resume", "timeout_seconds")

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from unittest.mock import patch
 
-from flyte_ddp import train
+from flyte_ddp import training
 
 CLOCKED = "benchmarks.trainers.clocked"  # names, because importing them would import torch, which our parent doesn't
 
@@ -22,7 +22,7 @@ def main() -> None:
     settings = pkgutil.resolve_name(f"{job}.settings:Settings")(epochs=epochs, seed=seed, precision="float32")
     rank = int(os.environ.get("LOCAL_RANK", "0"))  # torchrun and Lightning set it; our ranks don't come by here
     if trainer == "ours":
-        with patch.object(train, "WORKER", f"{CLOCKED}:run"):
+        with patch.object(training, "WORKER", f"{CLOCKED}:run"):
             measures = script(settings, ranks)
     else:
         with pkgutil.resolve_name(f"{CLOCKED}:clocked_steps")(rank):

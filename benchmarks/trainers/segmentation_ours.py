@@ -5,7 +5,7 @@ from typing import Dict
 from segmentation.settings import Settings
 
 from flyte_ddp.settings import RunOptions
-from flyte_ddp.train import train
+from flyte_ddp.training import train
 
 
 def main(settings: Settings, ranks: int) -> Dict[str, float]:

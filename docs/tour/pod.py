@@ -10,7 +10,7 @@ from flyteidl.core.literals_pb2 import Literal, LiteralMap
 from flytekit import FlyteContextManager
 from flytekit.core.type_engine import TypeEngine
 
-from flyte_ddp.settings import RunOptions
+from flyte_ddp import RunOptions
 from scripts.dry_run import build_package
 from settings import Settings
 from train import print_weights

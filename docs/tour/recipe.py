@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from digits import network, split
-from flyte_ddp.recipes.classifier import Classifier
+from flyte_ddp import Classifier
 
 
 class Digits(Classifier):

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from flyte_ddp.settings import TrainingSettings
+from flyte_ddp import TrainingSettings
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,9 @@ import signal
 
 import click
 
+from flyte_ddp import RunOptions, train
 from flyte_ddp.events import EpochFinished, Event
 from flyte_ddp.report.console import Console
-from flyte_ddp.settings import RunOptions
-from flyte_ddp.train import train
 from settings import Settings
 
 

@@ -7,9 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from flyte_ddp import Measures, Recipe
 from flyte_ddp.data import prepared
 from flyte_ddp.data.held_out import held_out
-from flyte_ddp.recipe import Measures, Recipe
 
 
 class Autoencoder(nn.Module):

@@ -6,9 +6,7 @@ pyflyte run autoencoder/workflow.py autoencoder_wf --dataset digits --settings '
 from flytekit import task, workflow
 
 from autoencoder.settings import Settings
-from flyte_ddp.settings import RunOptions
-from flyte_ddp.tasks.prepare import PreparedDataset, prepare_dataset
-from flyte_ddp.tasks.recipe import RecipeOutputs, RecipeTraining
+from flyte_ddp import PreparedDataset, RecipeOutputs, RecipeTraining, RunOptions, prepare_dataset
 
 training = RecipeTraining("autoencoder.recipe:AutoencoderRecipe")
 

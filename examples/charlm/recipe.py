@@ -7,8 +7,7 @@ from typing import Dict
 import torch
 from torch import Tensor, nn
 
-from flyte_ddp import schedules
-from flyte_ddp.recipe import Measures, Recipe
+from flyte_ddp import Measures, Recipe, schedules
 
 LENGTH, CHARACTERS = 64, 128  # length of a window; number of ASCII characters, of which 0 pads short windows
 

@@ -6,8 +6,7 @@ pyflyte run charlm/workflow.py charlm_wf --settings '{"epochs": 2}'
 from flytekit import task, workflow
 
 from charlm.settings import Settings
-from flyte_ddp.settings import RunOptions
-from flyte_ddp.tasks.recipe import RecipeOutputs, RecipeTraining
+from flyte_ddp import RecipeOutputs, RecipeTraining, RunOptions
 
 training = RecipeTraining("charlm.recipe:CharLM")
 

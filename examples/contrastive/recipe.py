@@ -7,8 +7,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from flyte_ddp import schedules
-from flyte_ddp.recipe import Measures, Random, Recipe
+from flyte_ddp import Measures, Random, Recipe, schedules
 from flyte_ddp.recipes.images import shift
 from flyte_ddp.share import Share
 

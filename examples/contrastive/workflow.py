@@ -6,8 +6,7 @@ pyflyte run contrastive/workflow.py contrastive_wf --settings '{"epochs": 10}'
 from flytekit import task, workflow
 
 from contrastive.settings import Settings
-from flyte_ddp.settings import RunOptions
-from flyte_ddp.tasks.recipe import RecipeOutputs, RecipeTraining
+from flyte_ddp import RecipeOutputs, RecipeTraining, RunOptions
 
 training = RecipeTraining("contrastive.recipe:Contrastive")
 

@@ -9,9 +9,7 @@ from torchvision import models
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import Compose, Normalize, Resize, ToTensor
 
-from flyte_ddp import schedules
-from flyte_ddp.recipe import Random
-from flyte_ddp.recipes.images import Classifier
+from flyte_ddp import Classifier, Random, schedules
 
 
 class ResNet(Classifier):

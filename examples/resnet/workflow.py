@@ -6,8 +6,7 @@ pyflyte run resnet/workflow.py resnet_wf --folder path/to/images --settings '{"e
 from flytekit import task, workflow
 from flytekit.types.directory import FlyteDirectory
 
-from flyte_ddp.settings import RunOptions
-from flyte_ddp.tasks.recipe import RecipeOutputs, RecipeTraining
+from flyte_ddp import RecipeOutputs, RecipeTraining, RunOptions
 from resnet.settings import Settings
 
 training = RecipeTraining("resnet.recipe:ResNet")

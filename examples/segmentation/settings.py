@@ -1,6 +1,6 @@
 from dataclasses import dataclass
 
-from flyte_ddp.settings import TrainingSettings, setting
+from flyte_ddp import TrainingSettings, setting
 
 
 @dataclass(frozen=True)

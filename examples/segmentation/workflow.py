@@ -5,8 +5,7 @@ pyflyte run segmentation/workflow.py segmentation_wf --settings '{"epochs": 4}'
 
 from flytekit import task, workflow
 
-from flyte_ddp.settings import RunOptions
-from flyte_ddp.tasks.recipe import RecipeOutputs, RecipeTraining
+from flyte_ddp import RecipeOutputs, RecipeTraining, RunOptions
 from segmentation.settings import Settings
 
 training = RecipeTraining("segmentation.recipe:Segmentation")

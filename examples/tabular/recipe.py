@@ -7,8 +7,7 @@ import torch
 from sklearn.datasets import load_diabetes
 from torch import Tensor, nn
 
-from flyte_ddp import schedules
-from flyte_ddp.recipe import Measures, Recipe
+from flyte_ddp import Measures, Recipe, schedules
 
 
 class Tabular(Recipe):

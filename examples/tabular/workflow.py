@@ -5,8 +5,7 @@ pyflyte run tabular/workflow.py tabular_wf --settings '{"epochs": 30}'
 
 from flytekit import task, workflow
 
-from flyte_ddp.settings import RunOptions
-from flyte_ddp.tasks.recipe import RecipeOutputs, RecipeTraining
+from flyte_ddp import RecipeOutputs, RecipeTraining, RunOptions
 from tabular.settings import Settings
 
 training = RecipeTraining("tabular.recipe:Tabular")

@@ -21,12 +21,12 @@ from flyte_ddp.autoencoder.page import AutoencoderConsole, page
 from flyte_ddp.code_version import code_version
 from flyte_ddp.data import prepared
 from flyte_ddp.data.held_out import held_out_count
-from flyte_ddp.errors import InputError
+from flyte_ddp.errors import InputError, not_installed
 from flyte_ddp.events import all_of
 from flyte_ddp.launch import launcher
 from flyte_ddp.launch.environment import World, choose_world, visible_gpus
 from flyte_ddp.report import wandb_run
-from flyte_ddp.report.console import say
+from flyte_ddp.report.console import say, say_last
 from flyte_ddp.report.tracking import choose_tracking
 from flyte_ddp.tasks.caching import CodeVersion, OnClustersOnly
 from flyte_ddp.tasks.checkpoints import checkpoint_store, training_key
@@ -112,7 +112,7 @@ def resolve_for_autoencoder(hp: AutoencoderHyperparameters, options: Autoencoder
 def check_machine(hp: AutoencoderHyperparameters, options: AutoencoderOptions) -> World:
     """The ranks to run on this host; raises InputError if it cannot do what is asked."""
     if find_spec("lightning") is None:
-        raise InputError('the autoencoder trains under Lightning, which is not installed: pip install ".[lightning]"')
+        raise InputError(f"the autoencoder needs {not_installed('lightning', 'lightning')}")
     world = choose_world("auto", options.nproc, hp.batch_size)
     if hp.precision == "float16" and world.device == "cpu":
         raise InputError(
@@ -190,7 +190,7 @@ def outputs_of(
     job: AutoencoderJob, result: AutoencoderResult, summary: AutoencoderSummary, report: FlyteFile, logs: Logs
 ) -> AutoencoderOutputs:
     if is_local():
-        say(f"Test loss {summary.test_loss:.4f}\nModel:  {job.model_path}\nReport: {report.path}")
+        say_last(f"Test loss {summary.test_loss:.4f}\nModel:  {job.model_path}\nReport: {report.path}")
     return AutoencoderOutputs(
         train_losses=[epoch.train_loss for epoch in result.epochs],
         validation_losses=[epoch.validation_loss for epoch in result.epochs],

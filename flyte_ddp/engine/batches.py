@@ -1,16 +1,20 @@
 """Batches of a split: which samples, in which order, and which of them are this rank's."""
 
 from dataclasses import dataclass
-from typing import Any, Callable, Iterator, List, Protocol, Sequence, Tuple
+from functools import partial
+from typing import Any, Callable, Iterable, Iterator, List, Protocol, Sequence, Tuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from flyte_ddp.engine.order import shuffled
 from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.errors import InputError
 from flyte_ddp.random_numbers import key_of
 from flyte_ddp.share import Share
+
+LOOKED_UP = 1 << 14  # how many of a rank's samples are looked up in the order at once
 
 
 @dataclass(frozen=True)
@@ -49,9 +53,8 @@ class Split(Protocol):
 
     def __len__(self) -> int: ...
 
-    def fetch(self, order: Tensor, parts: Sequence[slice]) -> Iterator[Any]:
-        """For each part of the order, (N,) int64 sample indices on the host: its tensors (n, ...), as a tree on the
-        device."""
+    def fetch(self, parts: Iterable[Tensor]) -> Iterator[Any]:
+        """For each part, (n,) int64 sample indices on the host: its tensors (n, ...), as a tree on the device."""
 
 
 class Resident:
@@ -76,16 +79,16 @@ class Resident:
     def __len__(self) -> int:
         return self._length
 
-    def fetch(self, order: Tensor, parts: Sequence[slice]) -> Iterator[Any]:
-        mine = order.to(self.device)  # once: copying each part would make the host wait for the device
+    def fetch(self, parts: Iterable[Tensor]) -> Iterator[Any]:
         for part in parts:
-            leaves = [
-                leaf[mine[part]] if isinstance(leaf, Tensor) else self._read(leaf, order[part]) for leaf in self._leaves
-            ]
+            mine = self._to_device(part)
+            leaves = [leaf[mine] if isinstance(leaf, Tensor) else self._read(leaf, part) for leaf in self._leaves]
             yield pytree.tree_unflatten(leaves, self._structure)
 
     def _read(self, leaf: np.memmap, indices: Tensor) -> Tensor:
-        read = torch.from_numpy(leaf[indices.numpy()])
+        return self._to_device(torch.from_numpy(leaf[indices.numpy()]))
+
+    def _to_device(self, read: Tensor) -> Tensor:
         # only from page-locked memory is the copy asynchronous
         read = read.pin_memory() if self.device.type == "cuda" else read
         return read.to(self.device, non_blocking=True)
@@ -100,16 +103,16 @@ def _as_tensor(leaf: Any) -> Tensor:
 
 
 class Part:
-    """Some samples of a split, by their indices (n,) int64, on the host like the order that they are fetched in."""
+    """Some samples of a split: `count` of them, at(positions (n,) int64) being their indices in it."""
 
-    def __init__(self, split: Split, chosen: Tensor):
-        self.split, self.chosen, self.device = split, chosen, split.device
+    def __init__(self, split: Split, count: int, at: Callable[[Tensor], Tensor]):
+        self.split, self.count, self.at, self.device = split, count, at, split.device
 
     def __len__(self) -> int:
-        return len(self.chosen)
+        return self.count
 
-    def fetch(self, order: Tensor, parts: Sequence[slice]) -> Iterator[Any]:
-        return self.split.fetch(self.chosen[order], parts)
+    def fetch(self, parts: Iterable[Tensor]) -> Iterator[Any]:
+        return self.split.fetch(self.at(part) for part in parts)
 
 
 def hold_out(split: Split, fraction: float) -> Tuple[Part, Part]:
@@ -117,12 +120,13 @@ def hold_out(split: Split, fraction: float) -> Tuple[Part, Part]:
 
     So runs can be compared, and a training that starts from another one's weights has not seen its validation samples.
     """
-    count = round(fraction * len(split))
-    if not 0 < count < len(split):
-        raise InputError(f"validation_fraction must leave a sample on either side of {len(split)}, got {fraction:g}")
-    # RandomState is the one generator whose numbers numpy never changes
-    shuffled = torch.from_numpy(np.random.RandomState(0).permutation(len(split)))
-    return Part(split, shuffled[count:].sort()[0]), Part(split, shuffled[:count].sort()[0])
+    samples = len(split)
+    count = round(fraction * samples)
+    if not 0 < count < samples:
+        raise InputError(f"validation_fraction must leave a sample on either side of {samples}, got {fraction:g}")
+    key = key_of(0)
+    held = Part(split, count, lambda positions: shuffled(positions, samples, key))
+    return Part(split, samples - count, lambda positions: shuffled(positions + count, samples, key)), held
 
 
 def share(start: int, stop: int, rank: int, world_size: int) -> Tuple[int, int]:
@@ -149,13 +153,26 @@ class _Batches:
         """This rank's share of a step's global batch, as a slice of the order."""
         return slice(*share(self.samples_until(step), self.samples_until(step + 1), self.rank, self.world_size))
 
-    def _fetch(self, order: Tensor, first_step: int = 0) -> Iterator[Tuple[int, Any, Share]]:
+    def _fetch(self, at: Callable[[Tensor], Tensor], first_step: int = 0) -> Iterator[Tuple[int, Any, Share]]:
+        """at(positions (n,) int64): the samples at these positions of the order."""
         steps = range(first_step, len(self))
-        mine = [self.mine(step) for step in steps]
-        parts = [slice(part.start, max(part.stop, part.start + 1)) for part in mine]  # borrows the next rank's first
-        for step, own, part, tree in zip(steps, mine, parts, self.split.fetch(order, parts), strict=True):
+        for step, tree in zip(steps, self.split.fetch(self._parts(at, steps)), strict=True):
             start, stop = self.samples_until(step), self.samples_until(step + 1)
+            own, part = self.mine(step), self._computed(step)
             yield step, tree, Share(part.start - start, part.stop - part.start, stop - start, own != part)
+
+    def _computed(self, step: int) -> slice:
+        """What the rank computes of a step's global batch: its share, or, if that is empty, the next rank's first."""
+        mine = self.mine(step)
+        return slice(mine.start, max(mine.stop, mine.start + 1))
+
+    def _parts(self, at: Callable[[Tensor], Tensor], steps: Sequence[int]) -> Iterator[Tensor]:
+        """The samples that the rank computes, step by step; many steps are looked up at once, which costs less."""
+        at_once = max(1, LOOKED_UP * self.world_size // self.batch_size)
+        for start in range(0, len(steps), at_once):
+            parts = [self._computed(step) for step in steps[start : start + at_once]]
+            positions = torch.cat([torch.arange(part.start, part.stop) for part in parts])
+            yield from at(positions).split([part.stop - part.start for part in parts])
 
 
 class TrainBatches(_Batches):
@@ -182,12 +199,21 @@ class TrainBatches(_Batches):
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Batch]:
         """The batches of an epoch from first_step on; the last one may be short."""
-        generator = torch.Generator().manual_seed(key_of(self.seed, epoch))
-        order = torch.cat([torch.randperm(len(self.split), generator=generator) for _ in range(self.passes)])
-        for step, tree, place in self._fetch(order[: self.samples], first_step):
+        keys = [key_of(self.seed, epoch, number) for number in range(self.passes)]
+        for step, tree, place in self._fetch(partial(self._at, keys), first_step):
             # Augmentation must not draw the numbers that the network's dropout draws
             augmented = self.augment(tree, key_of(self.seed, epoch, step, 1), place, epoch)
             yield Batch(augmented, place, key_of(self.seed, epoch, step, 0))
+
+    def _at(self, keys: Sequence[int], positions: Tensor) -> Tensor:
+        """The samples at these positions of an epoch, each pass over the samples being in the order of its own key."""
+        size = len(self.split)
+        found = torch.empty_like(positions)
+        for number, key in enumerate(keys):
+            of_pass = positions // size == number
+            if of_pass.any():
+                found[of_pass] = shuffled(positions[of_pass] % size, size, key)
+        return found
 
 
 def device_generator(device: torch.device) -> torch.Generator:
@@ -204,13 +230,16 @@ class TestBatches(_Batches):
 
     def __init__(self, split: Split, batch_size: int, rank: int, world_size: int, mixed: bool = False):
         super().__init__(split, len(split), batch_size, rank, world_size)
-        count, generator = len(split), torch.Generator().manual_seed(0)
-        self.order = torch.randperm(count, generator=generator) if mixed else torch.arange(count)
+        self.mixed = mixed
 
     def __iter__(self) -> Iterator[Batch]:
-        for step, tree, place in self._fetch(self.order):
+        for step, tree, place in self._fetch(self._at):
             yield Batch(tree, place, key_of(step))
 
     def mine_all(self) -> Tensor:
         """(n,) int64: this rank's sample indices, in the order in which they come."""
-        return torch.cat([self.order[self.mine(step)] for step in range(len(self))])
+        mine = [self.mine(step) for step in range(len(self))]
+        return self._at(torch.cat([torch.arange(part.start, part.stop) for part in mine]))
+
+    def _at(self, positions: Tensor) -> Tensor:
+        return shuffled(positions, self.samples, key_of(0)) if self.mixed else positions

@@ -27,8 +27,8 @@ def unequal_data(recipe: Recipe, splits: Dict[str, Split]) -> List[str]:
         if isinstance(split, Streamed):
             # In a loader worker, as in training, because a file that the Dataset opens at first use must not be shared
             twice = Streamed(_Twice(split.dataset), torch.device("cpu"), min(1, split.workers))
-            unsteady += [name] if next(iter(twice.fetch(chosen[:SAMPLES], [slice(0, SAMPLES)])))[0] else []
-        (tree,) = split.fetch(chosen, [slice(0, len(chosen))])
+            unsteady += [name] if next(iter(twice.fetch([chosen[:SAMPLES]])))[0] else []
+        (tree,) = split.fetch([chosen])
         content = b"".join(leaf.cpu().numpy().tobytes() for leaf in pytree.tree_leaves(tree))
         digests[name] = len(split), hashlib.sha256(content).hexdigest()
     first = of_first_rank(digests)

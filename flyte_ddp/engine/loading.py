@@ -6,7 +6,7 @@ import signal
 import sys
 import threading
 import traceback
-from typing import Any, Iterator, Sequence
+from typing import Any, Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -34,10 +34,10 @@ class Streamed:
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def fetch(self, order: Tensor, parts: Sequence[slice]) -> Iterator[Any]:
+    def fetch(self, parts: Iterable[Tensor]) -> Iterator[Any]:
         """See Split. The workers start with the first part and end with the last, or with this generator."""
-        workers = min(self.workers, len(parts))
-        indices: Any = [order[part].numpy() for part in parts]
+        workers = self.workers
+        indices: Any = (part.numpy() for part in parts)
         loader = DataLoader(
             _Reader(self.dataset),
             batch_sampler=indices,

@@ -1,22 +1,24 @@
 """A random order that is computed for the positions at hand, so that nobody needs a list of all samples."""
 
 import numpy as np
+import torch
+from torch import Tensor
 
 ROUNDS = 8
 
 
-def shuffled(positions: np.ndarray, size: int, key: int) -> np.ndarray:
+def shuffled(positions: Tensor, size: int, key: int) -> Tensor:
     """The samples (n,) int64 at these positions (n,) of a random order of range(size); each key has its own.
 
     A Feistel network permutes the numbers of as many bits as size has; one that leads out of range(size) is permuted
     again until it does not (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002).
     """
-    found = _permuted(positions.astype(np.uint64), size, key)
+    found = _permuted(positions.numpy().astype(np.uint64), size, key)
     outside = np.flatnonzero(found >= size)
     while len(outside):
         found[outside] = _permuted(found[outside], size, key)
         outside = outside[found[outside] >= size]
-    return found.astype(np.int64)
+    return torch.from_numpy(found.astype(np.int64))
 
 
 def _permuted(numbers: np.ndarray, size: int, key: int) -> np.ndarray:

@@ -36,9 +36,8 @@ def run(environment: Environment, link: Link, argument: Tuple[Job, str, int, int
         model = load_weights(recipe.model(), job.model_path).to(device).eval()
     first, last = share(0, len(source), number, count)
     size = settings.test_batch_size
-    parts = [slice(start, min(last, start + size)) for start in range(first, last, size)]
     found: List[Tensor] = []
-    for tree in source.fetch(torch.arange(len(source)), parts):
+    for tree in source.fetch(torch.arange(first, last).split(size)):
         predictions = recipe.predictions(recipe.forward(model, tree), tree)
         if predictions is None:
             raise InputError(f"{place(recipe, 'predictions')} must return a tensor, got None")

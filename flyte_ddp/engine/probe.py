@@ -149,7 +149,8 @@ def _refuse_unreached(recipe: Recipe, model: nn.Module, split: Split, trials: Tr
     for chosen in spread.split(PART):
         if not unreached:
             return
-        found = Trials(recipe, model, trials.rows, Part(split, chosen), len(chosen))(0, len(chosen))
+        part = Part(split, len(chosen), chosen.__getitem__)
+        found = Trials(recipe, model, trials.rows, part, len(part))(0, len(part))
         unreached = [name for name in unreached if name not in found.gradients]
     if unreached:
         named = ", ".join(unreached[:3]) + (f" and {len(unreached) - 3} more" if len(unreached) > 3 else "")

@@ -93,7 +93,7 @@ def result_of(parts: Parts, tested: Dict[str, float]) -> TrainingResult:
 def draw_pictures(state: TrainingState, test: Split, path: Path) -> None:
     """Writes the recipe's pictures of the first test samples, if any, as an .npz for the report."""
     recipe, count = state.recipe, min(len(test), MOST_PICTURES)
-    (tree,) = test.fetch(torch.arange(count), [slice(0, count)])
+    (tree,) = test.fetch([torch.arange(count)])
     vars(recipe.share).update(vars(Share(0, count, count, alone=True)))
     outputs: Optional[Any] = recipe.forward(state.evaluated.eval(), tree)
     drawn = recipe.pictures(outputs, tree)[:MOST_PICTURES]

@@ -62,8 +62,8 @@ class Trials:
         spread, cut = torch.linspace(0, len(split) - 1, size).long(), max(1, 3 * size // 8)
         self.parts = [(0, cut), (cut, size)] if size > 1 else []
         # Each is read by itself, since what a Dataset returns for a batch may depend on its samples
-        slices = [slice(*part) for part in ((0, size), *self.parts)]
-        whole, *trees = split.fetch(torch.cat([spread[::2], spread[1::2]]), slices)
+        chosen = torch.cat([spread[::2], spread[1::2]])
+        whole, *trees = split.fetch([chosen, *(chosen[first:last] for first, last in self.parts)])
         self.trees = {(0, size): whole, **dict(zip(self.parts, trees, strict=True))}
         if self.parts:
             self.rows.learn(self(0, size).drawn, self(*self.parts[0]).drawn, size)

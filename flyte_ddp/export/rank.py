@@ -104,7 +104,7 @@ def class_shares(recipe: Recipe, seen: Sequence[Tuple[Tensor, Tensor]]) -> Dict[
 
 def batch_of(recipe: Recipe, test: Split, count: int) -> Any:
     """The first `count` test samples, repeated if there are fewer."""
-    (tree,) = test.fetch(torch.arange(count) % len(test), [slice(0, count)])
+    (tree,) = test.fetch([torch.arange(count) % len(test)])
     vars(recipe.share).update(vars(Share(0, count, count, alone=True)))
     return tree
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Dict, List, Tuple
 
 from flyte_ddp.engine.job import Job, Measured
-from flyte_ddp.errors import InputError
+from flyte_ddp.errors import InputError, not_installed
 from flyte_ddp.model_metadata import ModelMetadata
 from flyte_ddp.recipes.hyperparameters import DATASETS, MODELS
 from flyte_ddp.settings import Settings, setting
@@ -83,8 +83,7 @@ def check_formats(options: ExportOptions) -> None:
         missing = [library for library in NEEDED[name] if importlib.util.find_spec(library) is None]
         if missing:
             raise InputError(
-                f"the format {name} needs {', '.join(missing)}, which is not installed: "
-                f'pip install "flyte-ddp-training[export]", or leave {name} out of formats'
+                f"the format {name} needs {not_installed(', '.join(missing), 'export')}, or leave {name} out of formats"
             )
 
 

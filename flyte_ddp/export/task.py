@@ -21,7 +21,7 @@ from flyte_ddp.export.settings import ClassifierExport, ExportOptions, FolderExp
 from flyte_ddp.export.verified import Source, export
 from flyte_ddp.model_metadata import ModelMetadata, read_metadata
 from flyte_ddp.recipes.hyperparameters import FolderHyperparameters, Hyperparameters
-from flyte_ddp.report.console import say
+from flyte_ddp.report.console import say_last
 from flyte_ddp.settings import TrainingSettings
 from flyte_ddp.tasks.execution import flyte_retries, is_local, run_dir
 from flyte_ddp.tasks.image_folder import attach
@@ -169,7 +169,7 @@ def _exported(
         report = output_page(place, exported.card.title, exported.card.fragment)
     metadata, measured = exported.written.metadata, exported.written.measured
     if is_local():
-        say(f"\nExported: {place / 'model'}\nReport:   {report.path}")
+        say_last(f"\nExported: {place / 'model'}\nReport:   {report.path}")
     summary = ExportSummary(
         recipe=metadata.recipe,
         headline=metadata.headline,

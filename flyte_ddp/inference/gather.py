@@ -14,7 +14,7 @@ from flyte_ddp.data import prepared
 from flyte_ddp.data.image_files import decode
 from flyte_ddp.inference.page import Tally, predicted_article, tally
 from flyte_ddp.inference.shards import InferenceOptions, read_rows, write_rows
-from flyte_ddp.report.console import say
+from flyte_ddp.report.console import say_last
 from flyte_ddp.tasks.execution import is_local, run_dir
 from flyte_ddp.tasks.outputs import output_file, output_page
 from flyte_ddp.tasks.prepare import PreparedDataset
@@ -75,7 +75,7 @@ def gather_shards(
         report = output_page(place, title, fragment)
     summary = InferenceSummary(description.name, found.images, found.unreadable, found.labelled, found.accuracy)
     if is_local():
-        say(f"\n{found}\nPredictions: {predictions}\nReport:      {report.path}")
+        say_last(f"\n{found}\nPredictions: {predictions}\nReport:      {report.path}")
     return InferenceOutputs(output_file(predictions, CSVFile), summary, report)
 
 

@@ -71,7 +71,7 @@ def check_inputs(
     known = known_classifier(model_state)
     if folder is not None and not list_files(folder):
         raise InputError(f"folder must contain image files, got {folder.path} without any: choose another folder")
-    dataset = dataset_of(known, options.dataset, "load it with load_model, see the README")
+    dataset = dataset_of(known, options.dataset, "load it with load_model, see docs/reference.md")
     if options.model == "auto":
         options = replace(options, model=known.facts["network"] if known else "mnist_cnn")
     return Checked(dataset, options)

@@ -4,7 +4,6 @@ import resource
 import time
 import warnings
 from pathlib import Path
-from typing import List
 
 import numpy as np
 import torch
@@ -47,9 +46,8 @@ def run(environment: Environment, link: Link, job: LoadingJob) -> LoadingTimes:
 
 def time_pass(split: Streamed, normalise: Normaliser, order: torch.Tensor, batch_size: int, link: Link) -> float:
     """Seconds until all images of the order are on the device, normalised."""
-    parts: List[slice] = [slice(start, start + batch_size) for start in range(0, len(order), batch_size)]
     started = time.perf_counter()
-    for images, _ in split.fetch(order, parts):
+    for images, _ in split.fetch(order.split(batch_size)):
         normalise(images)
         link.alive()
     if split.device.type == "cuda":
@@ -58,5 +56,5 @@ def time_pass(split: Streamed, normalise: Normaliser, order: torch.Tensor, batch
 
 
 def keep_batch(split: Streamed, order: torch.Tensor, path: str) -> None:
-    ((images, labels),) = split.fetch(order, [slice(0, len(order))])
+    ((images, labels),) = split.fetch([order])
     np.savez(path, images=images.cpu().numpy(), labels=labels.cpu().numpy())

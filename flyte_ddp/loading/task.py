@@ -15,7 +15,7 @@ from flyte_ddp.launch import launcher
 from flyte_ddp.launch.environment import choose_world, visible_gpus
 from flyte_ddp.loading.page import loading_page
 from flyte_ddp.loading.times import LoadingJob, LoadingSettings, LoadingTimes, recommended
-from flyte_ddp.report.console import say
+from flyte_ddp.report.console import say, say_last
 from flyte_ddp.tasks.execution import flyte_retries, is_local, run_dir
 from flyte_ddp.tasks.outputs import output_page
 from flyte_ddp.tasks.resources import check_gpus
@@ -48,7 +48,7 @@ def study_loading(data: FlyteDirectory, study: LoadingSettings) -> Tuple[Loading
         with np.load(batch_path) as batch:
             fragment = loading_page(description, times, best, batch["images"], batch["labels"])
         report = output_page(out, "Loading images", fragment)
-    say(
+    say_last(
         f"Recommended: loader_workers {best.workers}, pin_memory {str(best.pin_memory).lower()} "
         f"({best.rate:,.0f} images per second by one rank)" + (f"\nReport: {report.path}" if is_local() else "")
     )

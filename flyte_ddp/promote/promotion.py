@@ -23,7 +23,7 @@ from flyte_ddp.launch.environment import choose_world
 from flyte_ddp.promote.job import Comparison, PromotionOptions, Verdict, judge
 from flyte_ddp.promote.page import outcome, promotion_page
 from flyte_ddp.promote.place import PROMOTED, Place, now, version_name
-from flyte_ddp.report.console import Console, say
+from flyte_ddp.report.console import Console, say, say_last
 from flyte_ddp.settings import RunOptions, TrainingSettings
 from flyte_ddp.tasks.execution import is_local, run_dir
 from flyte_ddp.tasks.outputs import output_file, output_page
@@ -104,7 +104,7 @@ def promote(subject: Subject, model: Path, place: Place, options: PromotionOptio
         facts = [("Place", place.root), ("Version", pointer.version), ("Data", subject.dataset)]
         fragment = promotion_page(f"Promotion on {subject.dataset}", verdict, models, pointer, facts)
         report = output_page(folder, "Promotion", fragment)
-        say(f"{place.root}: {outcome(verdict, models[0][1].shares)}")
+        say_last(f"{place.root}: {outcome(verdict, models[0][1].shares)}")
         return PromotionOutputs(done, output_file(promoted, PythonPickledFile), summary, report)
 
 

@@ -14,7 +14,7 @@ from flyte_ddp.promote.place import Place
 from flyte_ddp.promote.promotion import PromotionOutputs, promote
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.report.article import article
-from flyte_ddp.report.console import say
+from flyte_ddp.report.console import say_last
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.tasks.execution import flyte_retries, is_local, run_dir, runs_dir
 from flyte_ddp.tasks.inputs import dataset_of, known_classifier, settings_of
@@ -105,5 +105,5 @@ def roll_back(place: str, name: str) -> RollBackOutputs:
         pointer = models.roll_back(name) if name else models.read()
         current = f"Promoted: {pointer.version or 'nothing yet'}"
         report = output_page(folder, f"Models in {models.root}", article(models.root, current, [history(pointer)]))
-    say(f"{current}\nVersions: {', '.join(models.versions()) or 'none'}")
+    say_last(f"{current}\nVersions: {', '.join(models.versions()) or 'none'}")
     return RollBackOutputs(pointer.version, report)

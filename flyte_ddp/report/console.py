@@ -23,7 +23,7 @@ from flyte_ddp.events import (
 from flyte_ddp.report.words import counted, in_words, written
 
 logger = logging.getLogger("flyte_ddp")
-say, warn = logger.info, logger.warning
+_last_words: List[str] = []
 
 
 class Terminal(logging.Handler):
@@ -43,6 +43,31 @@ def show_output() -> None:
         logger.propagate = False  # or a handler of the root logger would print them again
     if logger.level == logging.NOTSET:
         logger.setLevel(logging.INFO)
+
+
+def say(text: str, level: int = logging.INFO) -> None:
+    _say_last_words()
+    logger.log(level, text)
+
+
+def warn(text: str) -> None:
+    say(text, logging.WARNING)
+
+
+def say_last(text: str) -> None:
+    """Says it below the long line of outputs with which `pyflyte run` ends, unless something else is said before."""
+    command = click.get_current_context(silent=True)
+    if command is None:
+        say(text)
+        return
+    _say_last_words()
+    _last_words.append(text)
+    command.call_on_close(_say_last_words)
+
+
+def _say_last_words() -> None:
+    while _last_words:
+        logger.info(_last_words.pop())
 
 
 def on_terminal() -> bool:

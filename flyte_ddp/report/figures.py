@@ -1,14 +1,18 @@
-"""Curves and pictures embedded in the page: SVG in the page's colours, PNG as data URIs."""
+"""Curves and pictures embedded in the page: SVG in the page's colours (words without matplotlib), PNG as data URIs."""
 
 import base64
 import io
 import logging
 import re
 from dataclasses import dataclass, field
+from functools import cache
 from importlib import import_module
 from typing import Any, List, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
+
+from flyte_ddp.errors import not_installed
+from flyte_ddp.report.console import say
 
 # Placeholders for the page's colours while matplotlib draws: the page has a light and a dark theme
 INK, GRID, BAD, SERIES = "#010101", "#020202", "#040404", [f"#0{number}0303" for number in range(1, 9)]
@@ -60,15 +64,22 @@ class Curves:
         return f"{self.title} over {self.x}: {'; '.join(said)}.{marked}{best} {self.remark}".strip()
 
 
-def load_matplotlib() -> None:
-    """Imports what every figure needs, which takes 0.3 s the first time."""
+@cache
+def load_matplotlib() -> bool:
+    """Imports what every figure needs, which takes 0.3 s; if it is not installed, says so once and returns False."""
     logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it logs about its font cache, which helps nobody
-    import_module("matplotlib.figure")
+    try:
+        import_module("matplotlib.figure")
+    except ModuleNotFoundError:
+        say(f"The report has words in place of figures, which need {not_installed('matplotlib', 'figures')}")
+        return False
+    return True
 
 
 def draw(curves: Curves) -> str:
-    """The curves as an SVG element; series of few points get markers."""
-    load_matplotlib()
+    """The curves as an SVG element; series of few points get markers. Without matplotlib, in words."""
+    if not load_matplotlib():
+        return text_alternative(curves.description)
     import matplotlib
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter, NullLocator, PercentFormatter
@@ -113,8 +124,9 @@ def draw(curves: Curves) -> str:
 
 def cloud(points: np.ndarray, labels: np.ndarray, names: Sequence[str], turned: float, description: str) -> str:
     """A 3D scatter plot of points (N, 3), rotated by `turned` degrees around the vertical, as an SVG element; points
-    with the same label (N,) have one colour, with the label's name in their middle."""
-    load_matplotlib()
+    with the same label (N,) have one colour, with the label's name in their middle. Without matplotlib, in words."""
+    if not load_matplotlib():
+        return text_alternative(description)
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -148,8 +160,16 @@ def inline(figure: Any, description: str) -> str:
     svg = re.sub(r' id="[A-Za-z0-9.]+_\d+"', "", svg)
     svg = re.sub("|".join(COLOURS), lambda found: COLOURS[found[0]], svg)
     svg = re.sub(r' (width|height)="[\d.]+pt"', "", svg, count=2)
-    label = re.sub(r'[<>&"]', lambda found: f"&#{ord(found[0])};", description)
-    return svg.replace("<svg", f'<svg role="img" aria-label="{label}"', 1)
+    return svg.replace("<svg", f'<svg role="img" aria-label="{_escaped(description)}"', 1)
+
+
+def text_alternative(description: str) -> str:
+    """What stands in place of a figure where matplotlib is not installed."""
+    return f"<p>{_escaped(description)}</p>"
+
+
+def _escaped(text: str) -> str:
+    return re.sub(r'[<>&"]', lambda found: f"&#{ord(found[0])};", text)
 
 
 def picture(image: np.ndarray, most: int = 64) -> str:
@@ -190,16 +210,20 @@ def _style() -> Any:
 def scatter(x_name: str, x: Sequence[Any], y_name: str, y: Sequence[Optional[float]]) -> str:
     """Values over numbers or names as an SVG element, with the lowest marked, and a cross at the top for a missing one.
 
-    The values, which are above 0, are on a logarithmic axis, and so are numbers that differ widely.
+    The values, which are above 0, are on a logarithmic axis, and so are numbers that differ widely. Without matplotlib,
+    in words.
     """
-    load_matplotlib()
+    points = [(place, value) for place, value in zip(x, y, strict=True) if value is not None]
+    missing = [place for place, value in zip(x, y, strict=True) if value is None]
+    best = min(points, key=lambda point: point[1])
+    said = f"{y_name} by {x_name}: {len(points)} values, the lowest {best[1]:.2%} at {best[0]}"
+    said = f"{said}; {len(missing)} without" if missing else said
+    if not load_matplotlib():
+        return text_alternative(said)
     import matplotlib
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
-    points = [(place, value) for place, value in zip(x, y, strict=True) if value is not None]
-    missing = [place for place, value in zip(x, y, strict=True) if value is None]
-    best = min(points, key=lambda point: point[1])
     with matplotlib.rc_context(_style()):
         figure = Figure(figsize=SIZE, layout="constrained")
         axes = figure.subplots()
@@ -223,5 +247,4 @@ def scatter(x_name: str, x: Sequence[Any], y_name: str, y: Sequence[Optional[flo
         axes.set_xlabel(x_name)
         axes.set_ylabel(y_name)
         axes.legend(loc="best")
-        said = f"{y_name} by {x_name}: {len(points)} values, the lowest {best[1]:.2%} at {best[0]}"
-        return inline(figure, f"{said}; {len(missing)} without" if missing else said)
+        return inline(figure, said)

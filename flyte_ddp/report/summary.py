@@ -3,7 +3,7 @@
 import math
 from pathlib import Path
 
-from flyte_ddp.report.console import say
+from flyte_ddp.report.console import say_last
 from flyte_ddp.report.record import Record, RunInfo
 from flyte_ddp.report.words import capitalised, counted, in_words
 
@@ -33,7 +33,7 @@ def say_summary(record: Record, model: Path, report: Path, show_paths: bool) -> 
     if show_paths:
         lines += [("Model", str(model)), ("Report", str(report)), ("Next", next_step(info, report))]
     width = max(len(label) for label, _ in lines) + 2
-    say("\n" + "\n".join(f"{label + ':':<{width}}{text}" for label, text in lines))
+    say_last("\n" + "\n".join(f"{label + ':':<{width}}{text}" for label, text in lines))
 
 
 def next_step(info: RunInfo, report: Path) -> str:

@@ -1,8 +1,10 @@
 """Opens the tracker that a run's options ask for."""
 
 import os
+from importlib.util import find_spec
 from typing import Callable, Optional
 
+from flyte_ddp.errors import InputError, not_installed
 from flyte_ddp.report import wandb_run
 from flyte_ddp.report.background import Background
 from flyte_ddp.report.console import say
@@ -25,7 +27,12 @@ def open_tracker(info: RunInfo, on_url: Callable[[str], None]) -> Optional[Backg
 
 
 def choose_tracking(wish: str) -> str:
-    """online, offline, tensorboard or off: auto is online if W&B has a key, else off with a line that says so."""
+    """online, offline, tensorboard or off: auto is online if W&B has a key, else off with a line that says so.
+
+    Raises InputError if TensorBoard is not installed.
+    """
+    if wish == "tensorboard" and find_spec("tensorboard") is None:
+        raise InputError(f"tracking tensorboard needs {not_installed('tensorboard', 'tensorboard')}")
     if wish != "auto":
         return wish
     if wandb_run.has_key():

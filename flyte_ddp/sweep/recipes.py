@@ -16,7 +16,7 @@ from flytekit.types.file import FlyteFile
 
 from flyte_ddp.errors import InputError
 from flyte_ddp.report.article import Section, article
-from flyte_ddp.report.console import say
+from flyte_ddp.report.console import say_last
 from flyte_ddp.settings import TrainingSettings, read_json
 from flyte_ddp.sweep.search import Sweep
 from flyte_ddp.tasks.execution import is_local, run_dir
@@ -80,5 +80,5 @@ def compare_runs(
         section = Section("Trials", [text], (), "Best first", heads, lines)
         fragment = article(f"Sweep of {recipe}: {len(trials)} trials", f"Best: {summary}", [section])
         report = output_page(folder, f"Sweep of {recipe}", fragment)
-    say(f"\nBest:     {summary}" + (f"\nTrials:   {folder / 'trials.csv'}\n" if is_local() else ""))
+    say_last(f"\nBest:     {summary}" + (f"\nTrials:   {folder / 'trials.csv'}\n" if is_local() else ""))
     return RunComparison(best[1], output_file(folder / "trials.csv"), report)

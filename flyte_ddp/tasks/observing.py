@@ -30,8 +30,8 @@ class Observers:
 
     def __init__(self, info: RunInfo, report_path: Path, *others: Observer, own: Sequence[UserCode] = ()):
         self.record, self._report_path = Record(info), report_path
-        self._console = open_console()
         self._tracker = open_tracker(info, self._on_url)
+        self._console = open_console()
         self._own = OwnObservers(own)
         self._report = Background("the report", self._open_report, REPORT_SECONDS)
         self._progress = Progress(info)

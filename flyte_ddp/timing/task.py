@@ -12,7 +12,7 @@ from flytekit.types.file import CSVFile, FlyteFile
 from flyte_ddp.data import prepared
 from flyte_ddp.launch import launcher
 from flyte_ddp.launch.environment import World, choose_world, visible_gpus
-from flyte_ddp.report.console import Console, say
+from flyte_ddp.report.console import Console, say, say_last
 from flyte_ddp.tasks.execution import flyte_retries, is_local, run_dir
 from flyte_ddp.tasks.outputs import output_file, output_page
 from flyte_ddp.tasks.prepare import PreparedDataset, resolve_name
@@ -56,7 +56,7 @@ def time_inference(data: PreparedDataset, options: TimingOptions) -> TimingOutpu
         fragment = timing_article(found, load, description, options)
         report = output_page(place, "Timing of inference", fragment)
     if is_local():
-        say(f"\nMeasurements: {measurements}\nReport:       {report.path}")
+        say_last(f"\nMeasurements: {measurements}\nReport:       {report.path}")
     return TimingOutputs(output_file(measurements, CSVFile), report)
 
 

@@ -201,4 +201,4 @@ def test_without_lightning_the_module_is_imported_and_says_what_to_install():
             print(error.message)
     """
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert 'pip install ".[lightning]"' in done.stdout, done.stderr
+    assert 'pip install "flyte-ddp-training[lightning]"' in done.stdout, done.stderr

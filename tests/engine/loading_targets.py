@@ -32,8 +32,7 @@ def read_with_little_memory(environment: Environment, link: Link, argument: Tupl
     split = streamed(*argument)
     held = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     resource.setrlimit(resource.RLIMIT_AS, (held + 96 * 2**20,) * 2)
-    parts = [slice(start, start + 2) for start in range(0, len(split), 2)]
-    return sum(len(images) for images, _ in split.fetch(torch.arange(len(split)), parts))
+    return sum(len(images) for images, _ in split.fetch(torch.arange(len(split)).split(2)))
 
 
 def load_and_wait(environment: Environment, link: Link, argument: Tuple[str, int, str]) -> None:
@@ -56,7 +55,7 @@ def signal_a_worker(environment: Environment, link: Link, argument: Tuple[str, i
 
 
 def _single_images(data: str, workers: int) -> Iterator[Any]:
-    return streamed(data, workers).fetch(torch.arange(100), [slice(start, start + 1) for start in range(100)])
+    return streamed(data, workers).fetch(torch.arange(100).split(1))
 
 
 def streamed(data: str, workers: int) -> Streamed:

@@ -12,7 +12,7 @@ from flyte_ddp.engine.loading import Streamed
 from flyte_ddp.errors import DataError, InputError
 
 CPU = torch.device("cpu")
-PARTS = [slice(0, 3), slice(3, 5)]
+PARTS = [3, 2]
 
 
 class Squares(Dataset):
@@ -53,7 +53,7 @@ def test_what_cannot_be_samples_is_refused(data, words):
 def test_tensors_keep_their_structure():
     split = Resident({"x": torch.arange(10).view(5, 2), "y": [np.arange(5.0)]}, CPU)
     assert len(split) == 5
-    batches = list(split.fetch(torch.tensor([4, 0, 2, 1, 3]), PARTS))
+    batches = list(split.fetch(torch.tensor([4, 0, 2, 1, 3]).split(PARTS)))
     assert [batch["x"].tolist() for batch in batches] == [[[8, 9], [0, 1], [4, 5]], [[2, 3], [6, 7]]]
     assert [batch["y"][0].tolist() for batch in batches] == [[4, 0, 2], [1, 3]]
 
@@ -64,7 +64,7 @@ def test_memory_maps_stay_on_disk(tmp_path):
     data[7] = data[rows - 1] = 1.5
     split = Resident((data, np.memmap(tmp_path / "labels", np.int64, "w+", shape=(rows,))), CPU)
     assert len(split) == rows
-    ((found, labels),) = split.fetch(torch.tensor([7, 8, rows - 1]), [slice(0, 3)])
+    ((found, labels),) = split.fetch([torch.tensor([7, 8, rows - 1])])
     assert found.mean(1).tolist() == [1.5, 0, 1.5]
     assert labels.tolist() == [0, 0, 0]
 
@@ -83,7 +83,7 @@ def test_nothing_is_fetched_back_from_a_device(tmp_path, workers):
         assert [batch.share.count for batch in found] == [2, 2, 2, 1, 2, 2]
         assert [len(batch.tree["x" if split is resident else "row"]) for batch in found] == [2, 2, 2, 1, 2, 2]
         for part in batches.hold_out(split, 0.3):
-            (tree,) = part.fetch(torch.tensor([1, 0]), [slice(0, 2)])
+            (tree,) = part.fetch([torch.tensor([1, 0])])
             assert {(len(leaf), leaf.device) for leaf in pytree.tree_leaves(tree)} == {(2, device)}
 
 
@@ -100,7 +100,7 @@ def test_a_rank_without_a_sample_of_a_short_batch_borrows_the_one_that_comes_nex
 def test_a_dataset_is_read_sample_by_sample(workers):
     split = Streamed(Squares(), CPU, workers)
     order = torch.tensor([6, 0, 2, 1, 3])
-    batches = list(split.fetch(order, PARTS))
+    batches = list(split.fetch(order.split(PARTS)))
     assert [batch["row"].tolist() for batch in batches] == [[[36, 36], [0, 0], [4, 4]], [[1, 1], [9, 9]]]
     assert [batch["array"].tolist() for batch in batches] == [[6, 0, 2], [1, 3]]
     assert [batch["number"][0].tolist() for batch in batches] == [[6, 0, 2], [1, 3]]
@@ -111,4 +111,25 @@ def test_a_dataset_is_read_sample_by_sample(workers):
 def test_a_dataset_that_raises_is_named_by_file_and_line(workers):
     line = Broken.__getitem__.__code__.co_firstlineno + 1
     with pytest.raises(DataError, match=rf'test_batches\.py", line {line}, in __getitem__(?s:.)*IndexError'):
-        list(Streamed(Broken(), CPU, workers).fetch(torch.tensor([0, 1, 2, 3, 4]), PARTS))
+        list(Streamed(Broken(), CPU, workers).fetch(torch.arange(5).split(PARTS)))
+
+
+class Numbers(Dataset):
+    """A billion samples."""
+
+    def __len__(self):
+        return 10**9
+
+    def __getitem__(self, index):
+        return index
+
+
+def test_an_epoch_of_a_billion_samples_begins_at_once_wherever_it_begins():
+    kept, held = batches.hold_out(Streamed(Numbers(), CPU), 0.01)
+    assert (len(kept), len(held)) == (990_000_000, 10_000_000)
+    train = batches.TrainBatches(kept, 64, 1, 3, 4, passes=2)
+    first, *_ = (batch.tree for batch, _ in zip(train.epoch(0), range(2), strict=False))
+    later = next(train.epoch(0, first_step=20_000_000)).tree  # in the second pass
+    validation = next(iter(batches.TestBatches(held, 64, 3, 4, mixed=True))).tree
+    assert len({*first.tolist(), *later.tolist(), *validation.tolist()}) == 48
+    assert max(later.tolist()) < 10**9

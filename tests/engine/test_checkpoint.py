@@ -13,7 +13,7 @@ from flyte_ddp.errors import CheckpointError, InputError
 from flyte_ddp.events import CheckpointRefused, EpochFinished
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.tasks.recipe import RecipeTraining
-from flyte_ddp.train import train
+from flyte_ddp.training import train
 from tests.engine.probe_recipes import Settings, Sound
 
 

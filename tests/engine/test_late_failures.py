@@ -9,7 +9,7 @@ import pytest
 from flyte_ddp.engine.attributes import check_attributes
 from flyte_ddp.errors import DataError, InputError
 from flyte_ddp.settings import RunOptions
-from flyte_ddp.train import train
+from flyte_ddp.training import train
 from tests.engine import late_recipes
 from tests.engine.probe_recipes import Settings, Sound
 

@@ -4,9 +4,14 @@ import itertools
 
 import numpy as np
 import pytest
+import torch
 
-from flyte_ddp.engine.order import shuffled
+from flyte_ddp.engine import order
 from flyte_ddp.random_numbers import key_of
+
+
+def shuffled(positions, size, key):
+    return order.shuffled(torch.from_numpy(positions), size, key).numpy()
 
 
 @pytest.mark.parametrize("size", [*range(1, 40), 63, 64, 65, 1000, 4096, 4097, 60_000])

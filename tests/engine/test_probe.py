@@ -14,7 +14,7 @@ from flyte_ddp.errors import InputError, NonFinite
 from flyte_ddp.events import Printed
 from flyte_ddp.launch.failures import RankFailed
 from flyte_ddp.settings import RunOptions
-from flyte_ddp.train import train
+from flyte_ddp.training import train
 from tests.engine import probe_recipes
 from tests.engine.probe_recipes import SIZE, Settings
 

@@ -9,7 +9,7 @@ from flyte_ddp.errors import InputError
 from flyte_ddp.launch import launcher
 from flyte_ddp.launch.environment import World
 from flyte_ddp.settings import RunOptions
-from flyte_ddp.train import train
+from flyte_ddp.training import train
 from flyte_ddp.user_code import find_code
 from tests.engine.probe_recipes import Settings
 from tests.test_user_code import REPOSITORY, write

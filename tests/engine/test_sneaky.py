@@ -13,7 +13,7 @@ from flyte_ddp.engine.trials import Trials
 from flyte_ddp.errors import InputError
 from flyte_ddp.launch.failures import RankFailed
 from flyte_ddp.settings import RunOptions
-from flyte_ddp.train import train
+from flyte_ddp.training import train
 from tests.engine import sneaky_recipes
 from tests.engine.probe_recipes import Settings, Sound
 

@@ -14,7 +14,7 @@ from flyte_ddp.errors import InputError
 from flyte_ddp.events import EpochChosen, EpochFinished, RunStarted, StepLogged
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
-from flyte_ddp.train import train as train_recipe
+from flyte_ddp.training import train as train_recipe
 from tests.engine.probe_recipes import SeededDataset, Settings
 from tests.engine.test_training import Unplugged, identical, relative_difference
 
@@ -68,17 +68,17 @@ def test_a_measure_that_is_no_number_is_never_the_best():
 def test_no_sample_is_held_out_twice_or_lost_and_the_same_ones_each_time():
     split = Resident(torch.arange(100), torch.device("cpu"))
     kept, held = hold_out(split, 0.2)
-    everything = [next(part.fetch(torch.arange(len(part)), [slice(0, len(part))])) for part in (kept, held)]
+    everything = [next(part.fetch([torch.arange(len(part))])) for part in (kept, held)]
     assert [len(part) for part in everything] == [80, 20]
     assert torch.cat(everything).sort()[0].tolist() == list(range(100))
-    assert torch.equal(held.chosen, hold_out(split, 0.2)[1].chosen)
+    assert torch.equal(everything[1], next(hold_out(split, 0.2)[1].fetch([torch.arange(20)])))
 
 
 def test_samples_that_are_read_while_training_are_held_out_too():
     split = Streamed(SeededDataset(Settings()).data("train"), torch.device("cpu"))
     kept, held = hold_out(split, 0.25)
-    (rows,) = held.fetch(torch.tensor([2, 0]), [slice(0, 2)])
-    (expected,) = split.fetch(held.chosen[[2, 0]], [slice(0, 2)])
+    (rows,) = held.fetch([torch.tensor([2, 0])])
+    (expected,) = split.fetch([held.at(torch.tensor([2, 0]))])
     assert (len(kept), len(held)) == (9, 3)
     assert torch.equal(rows, expected)
 

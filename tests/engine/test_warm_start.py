@@ -8,7 +8,7 @@ from flyte_ddp.engine.warm_start import freeze, matching, start_from
 from flyte_ddp.errors import InputError
 from flyte_ddp.events import EpochFinished, RunStarted, StepLogged
 from flyte_ddp.settings import RunOptions
-from flyte_ddp.train import train as train_recipe
+from flyte_ddp.training import train as train_recipe
 from tests.engine.probe_recipes import Settings
 from tests.engine.test_training import Unplugged, identical, relative_difference
 

@@ -26,7 +26,7 @@ from flyte_ddp.recipes.models import load_model
 from flyte_ddp.settings import RunOptions, TrainingSettings
 from flyte_ddp.tasks.inputs import known_classifier
 from flyte_ddp.tasks.recipe import RecipeTraining
-from flyte_ddp.train import train
+from flyte_ddp.training import train
 
 ROOT = Path(__file__).parents[2]
 SMALL: Dict[str, Dict[str, int]] = {
@@ -253,5 +253,5 @@ def test_without_the_libraries_it_says_which_and_how_to_get_them(short):
     hint = 'pip install "flyte-ddp-training[export]"'
     assert done.stdout.splitlines() == [
         "the format onnx needs onnx, onnxruntime, which is not installed: " + hint + ", or leave onnx out of formats",
-        "safetensors is not installed: " + hint + ", or load a .pt file",
+        "this file needs safetensors, which is not installed: " + hint + ", or load a .pt file",
     ]

@@ -120,6 +120,23 @@ def test_its_image_has_what_the_registered_code_is(project):
     assert arguments == set(re.findall(r"--build-arg (\w+)=", (project / "Makefile").read_text()))
 
 
+@pytest.mark.parametrize(("uv", "by_pip"), [("true", False), ("test $1 = --version", True), ("", True)])
+def test_uv_installs_it_or_else_pip(tmp_path, uv, by_pip):
+    """With stand-ins: a Python that lists its calls, and a uv that works, fails, or is missing."""
+    for name in ("Makefile", "pyproject.toml"):
+        shutil.copy(TEMPLATE / name, tmp_path)
+    python = 'echo "$@" >>called; case "$*" in "-m venv"*) mkdir -p .venv/bin && cp "$0" .venv/bin/python;; esac'
+    (tmp_path / "tools").mkdir()
+    for name, program in {"python3": python, "uv": uv}.items():
+        if program:
+            (tmp_path / "tools" / name).write_text(f"#!/bin/sh\n{program}\n")
+            (tmp_path / "tools" / name).chmod(0o755)
+    path = f"{tmp_path}/tools:/usr/bin:/bin"
+    done = subprocess.run(["make", ".venv/stamp"], cwd=tmp_path, env={"PATH": path}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert ("-m pip install --editable .[dev]" in (tmp_path / "called").read_text().splitlines()) == by_pip
+
+
 # --- where the library comes from ---
 
 
@@ -144,8 +161,9 @@ def test_a_checkout_that_is_not_installed_names_itself(tmp_path):
     assert requirement(tmp_path / "flowers") == f"flyte-ddp-training @ {ROOT.as_uri()}"
 
 
-def test_what_the_user_names_is_taken(tmp_path):
-    named = "flyte-ddp-training @ git+https://git.example/flyte-ddp.git@0123abc"
+@pytest.mark.parametrize("extras", ["", "[figures,tensorboard]"])
+def test_what_the_user_names_is_taken(tmp_path, extras):
+    named = f"flyte-ddp-training{extras} @ git+https://git.example/flyte-ddp.git@0123abc"
     done = new("flowers", "--library", named, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert requirement(tmp_path / "flowers") == named

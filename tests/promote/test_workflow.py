@@ -27,7 +27,7 @@ from flyte_ddp.promote.task import check_promotion
 from flyte_ddp.recipes.hyperparameters import FashionMNISTHyperparameters, Hyperparameters
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.tasks.train import IMAGE_CLASSIFIER
-from flyte_ddp.train import train
+from flyte_ddp.training import train
 from flyte_ddp.user_code import find_code
 from scripts.dry_run import decode
 from tests.object_storage import object_storage

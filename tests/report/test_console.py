@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any, List
 
 import pytest
+from click.testing import CliRunner
+from flytekit.clis.sdk_in_container.pyflyte import main as pyflyte
 
 from flyte_ddp.events import EpochFinished, NotLearning, Printed, RunStarted, StepLogged
 from flyte_ddp.launch import launcher
@@ -155,6 +157,24 @@ def test_last_words(recorded, capsys):
     assert "/runs" not in said
     info = dataclasses.replace(recorded.info, options=RunOptions(tracking="tensorboard"))
     assert next_step(info, Path("/runs/report.html")).startswith("tensorboard --logdir ")
+
+
+def test_last_words_follow_the_outputs_that_pyflyte_prints(tmp_path):
+    (tmp_path / "last_words.py").write_text(
+        "from flytekit import task, workflow\n"
+        "from flyte_ddp.report.console import say, say_last\n"
+        "@task\n"
+        "def count() -> int:\n"
+        "    say_last('before something else')\n"
+        "    say('something else')\n"
+        "    say_last('at the end')\n"
+        "    return 42\n"
+        "@workflow\n"
+        "def count_wf() -> int:\n"
+        "    return count()\n"
+    )
+    done = CliRunner().invoke(pyflyte, ["run", str(tmp_path / "last_words.py"), "count_wf"])
+    assert done.output.splitlines()[-4:] == ["before something else", "something else", "42", "at the end"]
 
 
 def test_resumed_run_says_so(recorded, capsys):

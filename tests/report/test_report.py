@@ -1,6 +1,7 @@
 """The report, made from a real run: what it shows, and what a real browser makes of it."""
 
 import re
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any, Iterator, List
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 from flyte_ddp.events import EpochFinished, NotLearning, Printed, RunStarted, StepLogged
-from flyte_ddp.report.figures import Curves, draw, thinned
+from flyte_ddp.report.figures import Curves, cloud, draw, load_matplotlib, scatter, thinned
 from flyte_ddp.report.predictions import read_predictions
 from flyte_ddp.report.record import MOST_STEPS, Record, RunFailed, RunFinished
 from flyte_ddp.report.report import Report, document, fragment
@@ -173,6 +174,24 @@ def test_odd_values_make_a_figure(values, logarithmic):
     svg = draw(Curves("<Odd>", {"$a_b": points, "x&y": points}, logarithmic=logarithmic))
     assert svg.startswith('<svg role="img" aria-label="&#60;Odd&#62; over epochs')
     assert "$a_b" in svg
+
+
+@pytest.fixture
+def no_matplotlib(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    load_matplotlib.cache_clear()
+    yield
+    load_matplotlib.cache_clear()
+
+
+def test_without_matplotlib_words_take_the_place_of_figures(recorded, no_matplotlib, capsys):
+    text = page_of(recorded.record)
+    assert "<svg" not in text
+    assert re.search(r"<figcaption>Gradient norm.*?</figcaption><p>[^<]+ over epochs: .*? to .*?</p>", text)
+    assert scatter("size", [1, 2], "error", [0.5, 0.25]) == "<p>error by size: 2 values, the lowest 25.00% at 2</p>"
+    assert cloud(np.zeros((1, 3)), np.zeros(1), ["0"], 0, "a > b") == "<p>a &#62; b</p>"
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.endswith('matplotlib, which is not installed: pip install "flyte-ddp-training[figures]"')
 
 
 # --- in a browser ---

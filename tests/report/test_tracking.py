@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ import pytest
 from PIL import Image
 
 from flyte_ddp.data.prepared import open_split
+from flyte_ddp.errors import InputError
 from flyte_ddp.events import EpochFinished, GradientsSeen, RunStarted, StepLogged
 from flyte_ddp.report import wandb_run
 from flyte_ddp.report.tracking import CLOSE_SECONDS, choose_tracking
@@ -184,6 +186,12 @@ def test_auto_needs_a_key(monkeypatch, tmp_path, capsys):
     assert choose_tracking("auto") == "offline"
     assert choose_tracking("online") == "online"
     assert KEY not in capsys.readouterr().err
+
+
+def test_tensorboard_that_is_not_installed_is_refused(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    with pytest.raises(InputError, match=re.escape('not installed: pip install "flyte-ddp-training[tensorboard]"')):
+        choose_tracking("tensorboard")
 
 
 def test_tensorboard_files_say_what_was_trained(recorded, track):

@@ -5,8 +5,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from flyte_ddp import schedules
-from flyte_ddp.recipe import Measures, Recipe
+from flyte_ddp import Measures, Recipe, schedules
 from my_project.settings import Settings
 
 

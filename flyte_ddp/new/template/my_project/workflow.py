@@ -2,8 +2,7 @@
 
 from flytekit import task, workflow
 
-from flyte_ddp.settings import RunOptions
-from flyte_ddp.tasks.recipe import RecipeOutputs, RecipeTraining
+from flyte_ddp import RecipeOutputs, RecipeTraining, RunOptions
 from my_project.settings import Settings
 
 training = RecipeTraining("my_project.recipe:Digits")

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import torch
 
-from flyte_ddp.settings import RunOptions
-from flyte_ddp.train import train
+from flyte_ddp import RunOptions, train
 from my_project.recipe import Digits
 from my_project.settings import Settings
 

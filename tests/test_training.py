@@ -5,7 +5,7 @@ import pytest
 from flyte_ddp.errors import InputError
 from flyte_ddp.recipe import Recipe
 from flyte_ddp.settings import TrainingSettings
-from flyte_ddp.train import name_of, train
+from flyte_ddp.training import name_of, train
 from tests.engine.probe_recipes import Sound
 
 
@@ -17,7 +17,7 @@ def test_a_class_that_ranks_cannot_import_is_refused_with_the_remedy(tmp_path):
     class Local(Recipe):
         pass
 
-    with pytest.raises(InputError, match=r"got .*Local of tests.test_train: put it into a file of its own"):
+    with pytest.raises(InputError, match=r"got .*Local of tests.test_training: put it into a file of its own"):
         train(Local, TrainingSettings(), output=tmp_path)
 
 

@@ -1,0 +1,23 @@
+from flyte_ddp.model_metadata import read_metadata as read_metadata
+from flyte_ddp.recipe import Measures as Measures
+from flyte_ddp.recipe import Random as Random
+from flyte_ddp.recipe import Recipe as Recipe
+from flyte_ddp.recipes.classifier import Classifier as Classifier
+from flyte_ddp.recipes.hyperparameters import Hyperparameters as Hyperparameters
+from flyte_ddp.recipes.models import load_model as load_model
+from flyte_ddp.settings import RunOptions as RunOptions
+from flyte_ddp.settings import TrainingSettings as TrainingSettings
+from flyte_ddp.settings import setting as setting
+from flyte_ddp.tasks.data import known_file as known_file
+from flyte_ddp.tasks.data import known_folder as known_folder
+from flyte_ddp.tasks.data import known_weights as known_weights
+from flyte_ddp.tasks.prepare import PreparedDataset as PreparedDataset
+from flyte_ddp.tasks.prepare import prepare_dataset as prepare_dataset
+from flyte_ddp.tasks.recipe import RecipeOutputs as RecipeOutputs
+from flyte_ddp.tasks.recipe import RecipeSummary as RecipeSummary
+from flyte_ddp.tasks.recipe import RecipeTraining as RecipeTraining
+from flyte_ddp.training import train as train
+
+MODULES: dict[str, str]
+__all__: list[str]
+__version__: str
