@@ -15,7 +15,7 @@ export FLYTE_INTERNAL_IMAGE
 typed = printf '%s\n' '+ $(subst ','\'',$(1))'; PATH="$(CURDIR)/$(or $(2),.venv)/bin:$$PATH" $(1)
 
 .DEFAULT_GOAL := help
-.PHONY: help run example test lint test-oldest-torch bench bench-trainers gpu-check faults image dry-run package register smoke
+.PHONY: help run example test test-all lint test-oldest-torch bench bench-trainers gpu-check faults image dry-run package register smoke
 .PHONY: lock clean
 
 help: ## List the targets
@@ -30,7 +30,10 @@ example: .venv/run.stamp ## Train one of autoencoder, charlm, contrastive, resne
 examples = $(sort $(patsubst examples/%/recipe.py,%,$(wildcard examples/*/recipe.py)))
 example = $(or $(filter $(NAME),$(examples)),$(error NAME must be one of $(examples), got '$(NAME)': make example NAME=tabular))
 
-test: .venv/dev.stamp ## Run the tests; a part of them: make test ARGS=tests/engine
+test: .venv/dev.stamp ## Run the tests that a change needs, in about five minutes; a part: make test ARGS=tests/engine
+	@$(call typed,pytest -m "not slow"$(if $(ARGS), $(ARGS)))
+
+test-all: .venv/dev.stamp ## Run all tests, with commands, pods and examples as their users run them
 	@$(call typed,pytest$(if $(ARGS), $(ARGS)))
 
 lint: .venv/dev.stamp ## Check style and types with ruff and mypy

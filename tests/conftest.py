@@ -15,14 +15,6 @@ from flyte_ddp.report.console import show_output
 
 pytest_plugins = ["tests.small_training"]
 
-# Whole commands, pods and examples: most of the time. They come first, or at the end one worker would do them alone
-SLOW = (
-    *(f"tests/test_{name}" for name in ("docs", "end_to_end", "examples", "gpu_check", "image_folder", "memory")),
-    *(f"tests/test_{name}" for name in ("multinode", "other_datasets", "pod", "readme", "recipe_pod", "tour")),
-    *("tests/test_without_flyte", "/test_workflow", "export/test_recipes", "export/test_folder"),
-    *("new/test_new", "recipes/test_airbench", "sweep/test_halving", "tasks/test_init"),
-)
-
 
 def pytest_configure(config: pytest.Config) -> None:
     """Gives the session a home, data, runs and temporary files of its own, before any test module imports flytekit.
@@ -41,6 +33,8 @@ def pytest_configure(config: pytest.Config) -> None:
     folders = {"HOME": "home", "DDP_DATA_DIR": "data", "DDP_RUNS_DIR": "runs", "TMPDIR": "tmp"}
     # Its list of fonts takes seconds to make, also for tests whose runs have homes of their own
     folders["MPLCONFIGDIR"] = "matplotlib"
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # the workers have the session's
+        folders["DDP_TEST_SHARED"] = "shared"
     for name, folder in folders.items():
         (place / folder).mkdir()
         os.environ[name] = str(place / folder)
@@ -55,9 +49,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: List[pytest.Item]) -> None:
-    for item in items:
-        if item.nodeid.partition(".py")[0].endswith(SLOW):
-            item.add_marker("slow")
+    """Slow tests come first, or at the end one worker would do them alone."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 

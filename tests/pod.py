@@ -3,6 +3,7 @@
 import functools
 import hashlib
 import os
+import pickle
 import re
 import signal
 import subprocess
@@ -11,7 +12,7 @@ import tempfile
 import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, Mapping, Optional
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional
 
 from flyteidl.core.errors_pb2 import ErrorDocument
 from flyteidl.core.literals_pb2 import Blob, BlobMetadata, Literal, LiteralMap, Scalar
@@ -25,6 +26,7 @@ from flyte_ddp.data.datasets import prepare
 from flyte_ddp.data.writer import write_prepared
 from flyte_ddp.launch.environment import visible_gpus
 from scripts.dry_run import ROOT, Package, build_package
+from tests.once import digest, made_once
 
 IMAGE = "registry.example/trainer:1"
 LARGEST_SHARE = 0.8  # of the memory limit: other versions of torch want their part too
@@ -34,7 +36,15 @@ PATIENCE_SECONDS = 300  # for what takes some 20 s: a test that fails should say
 
 @functools.cache
 def package(*arguments: str, **environment: str) -> Package:
-    return build_package(IMAGE, *arguments, environment=environment)
+    """What `pyflyte package` makes of the workflows; for reading only."""
+
+    def make(folder: Path) -> None:
+        made = build_package(IMAGE, *arguments, environment=environment)
+        (folder / "package.pickle").write_bytes(pickle.dumps(made))
+
+    folder = made_once(f"package-{digest(arguments, sorted(environment.items()))}", make)
+    found: Package = pickle.loads((folder / "package.pickle").read_bytes())
+    return found
 
 
 def package_for_here(**environment: str) -> Package:
@@ -118,8 +128,12 @@ class Pod:
             )
 
     def run(self) -> Dict[str, Literal]:
-        """Waits for the end and returns the outputs."""
+        """Waits for its success and returns the outputs."""
         return run_together(self)
+
+    def finish(self) -> int:
+        """Waits for the end and returns the status, which is 0 for a task that failed: Flyte reads that from a file."""
+        return finish(self)[0]
 
     def outputs(self) -> Dict[str, Literal]:
         if (self.folder / "futures.pb").exists():  # a dynamic task's, which a cluster runs next
@@ -128,14 +142,27 @@ class Pod:
         return dict(LiteralMap.FromString(self.outputs_file.read_bytes()).literals)
 
     def kill_when(self, reached: Callable[[], bool]) -> None:
-        """Starts, waits until something has come about, and kills all processes at once, as a lost machine does."""
+        """Starts, waits until something has come about, and kills all processes at once, as a lost machine does.
+
+        They stand still while it is looked at again: a checkpoint that was whole may be half of the next one by then.
+        """
         with self.running() as process:
-            self.wait_until(reached, process)
+
+            def has_reached() -> bool:
+                if reached():
+                    os.killpg(process.pid, signal.SIGSTOP)
+                    if reached():
+                        return True
+                    os.killpg(process.pid, signal.SIGCONT)
+                return False
+
+            self.wait_until(has_reached, process)
 
     def wait_until(self, reached: Callable[[], bool], process: "subprocess.Popen[str]") -> None:
         while not reached():
-            assert process.poll() is None, self.log
-            time.sleep(0.01)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(0.01)
+                raise AssertionError(self.log)
 
     @contextmanager
     def running(self) -> Iterator["subprocess.Popen[str]"]:
@@ -154,37 +181,34 @@ class Pod:
         return ErrorDocument.FromString(self.errors_file.read_bytes() if self.errors_file.exists() else b"")
 
 
-def run_together(*pods: Pod, watch: Callable[[Pod, int], None] = lambda pod, session: None) -> Dict[str, Literal]:
-    """Starts all pods, waits for their ends, and returns the outputs that one has.
-
-    Meanwhile `watch` gets each pod and the session of its processes, five times a second.
-    """
-    processes, deadline = [pod.start() for pod in pods], time.monotonic() + PATIENCE_SECONDS
-    try:
-        while any(process.poll() is None for process in processes):
-            assert time.monotonic() < deadline, "\n".join(pod.log for pod in pods)
-            for pod, process in zip(pods, processes, strict=True):
-                watch(pod, process.pid)
-            time.sleep(0.2)
-    finally:
-        end(*processes)
-    assert [process.returncode for process in processes] == [0] * len(pods), "\n".join(pod.log for pod in pods)
+def run_together(*pods: Pod) -> Dict[str, Literal]:
+    """Starts all pods, waits for their success, and returns the outputs that one has."""
+    assert finish(*pods) == [0] * len(pods), "\n".join(pod.log for pod in pods)
     return next((pod for pod in pods if pod.outputs_file.exists()), pods[0]).outputs()
 
 
-def run_within_limits(*pods: Pod) -> Dict[str, Literal]:
-    """As run_together; a pod that takes more of the memory that it may have than LARGEST_SHARE is an error."""
-    peaks = dict.fromkeys(pods, 0)
+def finish(*pods: Pod) -> List[int]:
+    """Starts all pods and waits for their ends. One that takes more than LARGEST_SHARE of its memory is an error."""
+    processes, peaks = [pod.start() for pod in pods], [0] * len(pods)
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    try:
+        for process in processes:
+            while process.poll() is None:
+                assert time.monotonic() < deadline, "\n".join(pod.log for pod in pods)
+                peaks = [max(peak, memory_of(other.pid)) for peak, other in zip(peaks, processes, strict=True)]
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(0.2)
+    finally:
+        end(*processes)
+    for pod, peak in zip(pods, peaks, strict=True):
+        check_memory(pod.task, peak + STORAGE_CLIENT)
+    return [process.returncode for process in processes]
 
-    def measure(pod: Pod, session: int) -> None:
-        peaks[pod] = max(peaks[pod], memory_of(session))
 
-    outputs = run_together(*pods, watch=measure)
-    for pod, peak in peaks.items():
-        (text,) = (entry.value for entry in pod.task.container.resources.limits if entry.name == Resources.MEMORY)
-        limit, peak = int(text[:-2]) * {"Mi": 2**20, "Gi": 2**30}[text[-2:]], peak + STORAGE_CLIENT
-        assert peak < LARGEST_SHARE * limit, f"{pod.task.id.name} took {peak / 2**20:.0f} MiB of {text}"
-    return outputs
+def check_memory(task: TaskTemplate, peak: int) -> None:
+    (text,) = (entry.value for entry in task.container.resources.limits if entry.name == Resources.MEMORY)
+    limit = int(text[:-2]) * {"Mi": 2**20, "Gi": 2**30}[text[-2:]]
+    assert peak < LARGEST_SHARE * limit, f"{task.id.name} took {peak / 2**20:.0f} MiB of {text}: a cluster kills it"
 
 
 def memory_of(session: int) -> int:

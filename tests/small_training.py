@@ -1,5 +1,6 @@
 """Small real trainings: scikit-learn's digits, real processes, real gloo."""
 
+import functools
 import time
 from pathlib import Path
 from typing import Any, Callable, Dict, List, NamedTuple, Optional
@@ -24,6 +25,7 @@ class Trained(NamedTuple):
     result: TrainingResult
     weights: Dict[str, Any]
     events: List[Event]
+    folder: Path
 
 
 @pytest.fixture(scope="session")
@@ -46,7 +48,22 @@ def train(small_data: Path, tmp_path: Path) -> Callable[..., Trained]:
 
     Trainings of the same name share a checkpoint.
     """
+    return trainer(small_data, tmp_path)
 
+
+@pytest.fixture(scope="session")
+def whole(small_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Trained]:
+    """whole(nproc, **hyperparameters): as train, but undisturbed, once for equal arguments, and for reading only."""
+
+    @functools.cache
+    def once(*arguments: Any, **more: Any) -> Trained:
+        trained: Trained = trainer(small_data, tmp_path_factory.mktemp("whole"))(*arguments, **more)
+        return trained
+
+    return once
+
+
+def trainer(small_data: Path, place: Path) -> Callable[..., Any]:
     def run(
         nproc: int = 2,
         on_event: Callable[[Event], None] = lambda event: None,
@@ -61,7 +78,7 @@ def train(small_data: Path, tmp_path: Path) -> Callable[..., Trained]:
     ) -> Any:
         import torch
 
-        folder = tmp_path / name
+        folder = place / name
         folder.mkdir(exist_ok=True)
         hp = Hyperparameters(**{"batch_size": 16, "epochs": 1, "precision": "float32", **hyperparameters})
         first = content_digest(init) if init else ""
@@ -92,6 +109,6 @@ def train(small_data: Path, tmp_path: Path) -> Callable[..., Trained]:
         results = launcher.launch(target, world, job, timeout_seconds, listen)
         if target != WORKER:
             return results
-        return Trained(results[0], torch.load(folder / "model.pt", weights_only=True), events)
+        return Trained(results[0], torch.load(folder / "model.pt", weights_only=True), events, folder)
 
     return run

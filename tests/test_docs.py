@@ -3,11 +3,13 @@
 import os
 import re
 import subprocess
-from pathlib import Path
 
+import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.commands import ROOT
+
+pytestmark = pytest.mark.slow
 
 
 def test_the_guide_to_an_own_model_works_as_it_stands(tmp_path):

@@ -3,9 +3,12 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+import pytest
+
+from tests.commands import ROOT
+
+pytestmark = pytest.mark.slow
 # Python imports it first in every process; it makes this environment one with torch, numpy and what they need
 BARE = """
 import importlib.abc, sys

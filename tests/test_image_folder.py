@@ -1,7 +1,6 @@
-"""Folders of image files through the real pyflyte."""
+"""Folders of image files through pyflyte."""
 
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -10,9 +9,11 @@ from flyte_ddp.data.datasets import prepare
 from flyte_ddp.data.image_folder import write_folder
 from flyte_ddp.data.image_settings import ImageSettings
 from flyte_ddp.data.prepared import open_split
+from tests import commands
+from tests.commands import ROOT, words
 from tests.pod import Pod, literal, package
 
-WORKFLOW = str(Path(__file__).parents[1] / "workflows" / "image_folder.py")
+WORKFLOW = str(ROOT / "workflows" / "image_folder.py")
 IMAGES = '{"image_size": 28, "channels": "grayscale"}'
 
 
@@ -26,13 +27,9 @@ def digits(tmp_path_factory) -> Path:
     return folder
 
 
-def pyflyte(workflow: str, *arguments: str, status: int = 0) -> str:
-    command = ["pyflyte", "run", WORKFLOW, workflow, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    said = done.stdout + done.stderr
-    assert done.returncode == status, said
-    assert "Traceback" not in said
-    return " ".join(re.sub("[│╭╮╰╯─]", " ", said).split())
+def pyflyte(workflow: str, *arguments: str, status: int = 0, cwd: Path = ROOT) -> str:
+    done = commands.pyflyte(WORKFLOW, workflow, *arguments, status=status, cwd=cwd)
+    return words(done.stdout + done.stderr)
 
 
 def test_it_trains_on_a_folder_and_follows_what_becomes_of_it(digits):
@@ -69,7 +66,7 @@ def test_the_loading_study_recommends_a_setting_and_shows_a_batch(digits):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "expected"),
     [
         (["--folder", "nowhere"], ["nowhere does not exist", "one sub-folder of image files per class"]),
         (["--folder", "."], ["has no image files", "sub-folder"]),
@@ -78,15 +75,15 @@ def test_the_loading_study_recommends_a_setting_and_shows_a_batch(digits):
         (["--options", '{"nproc": 3}', "--hp", '{"batch_size": 2}'], ["number of ranks (3)", "got 2", "raise it"]),
     ],
 )
-def test_a_wrong_input_is_a_usage_error_before_anything_is_done(tmp_path, monkeypatch, arguments, words):
-    monkeypatch.chdir(tmp_path)
+def test_a_wrong_input_is_a_usage_error_before_anything_is_done(tmp_path, monkeypatch, arguments, expected):
     monkeypatch.setenv("DDP_DATA_DIR", str(tmp_path / "data"))
-    said = pyflyte("image_folder_wf", *arguments, status=2)
+    said = pyflyte("image_folder_wf", *arguments, status=2, cwd=tmp_path)
     # lines are broken in the middle of a path
-    assert all(word.replace(" ", "") in said.replace(" ", "") for word in words), said
+    assert all(word.replace(" ", "") in said.replace(" ", "") for word in expected), said
     assert not (tmp_path / "data").exists()
 
 
+@pytest.mark.slow
 def test_pods_know_the_digits_again(tmp_path):
     """Each puts them in a place of its own, and what was made of them is to come from the cache all the same."""
     task = package().tasks["flyte_ddp.tasks.image_folder.find_images"]

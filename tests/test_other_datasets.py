@@ -1,24 +1,19 @@
-"""The workflows of the other datasets: the same machinery with recipes of their own, by the real pyflyte."""
+"""The workflows of the other datasets: the same machinery with recipes of their own."""
 
-import os
 import re
-import subprocess
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests.commands import OFFLINE, ROOT, pyflyte
+
 WORKFLOWS = {"fashion_mnist": "fashion_cnn", "cifar10": "resnet9_small"}
 
 
 @pytest.mark.parametrize("name", WORKFLOWS)
 def test_without_network_it_trains_on_the_stand_in_with_its_own_recipe(name, tmp_path):
-    offline = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
-    settings = {**offline, "DDP_RUNS_DIR": str(tmp_path / "runs"), "DDP_DATA_DIR": str(tmp_path / "data")}
-    command = ["pyflyte", "run", str(ROOT / "workflows" / f"{name}.py"), f"{name}_wf"]
-    command += ["--hp", '{"epochs": 1, "train_fraction": 0.3, "flip": false}']
-    run = subprocess.run(command, cwd=tmp_path, env={**os.environ, **settings}, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
+    places = {"DDP_RUNS_DIR": str(tmp_path / "runs"), "DDP_DATA_DIR": str(tmp_path / "data")}
+    command = [f"workflows/{name}.py", f"{name}_wf", "--hp", '{"epochs": 1, "train_fraction": 0.3, "flip": false}']
+    run = pyflyte(*command, environment={**places, **OFFLINE})
     assert f"{name} cannot be downloaded here: this run trains on digits" in run.stderr
     assert re.search(r"Data: +digits, .* \(stand-in\)\n", run.stderr), "of its own dataset, not of MNIST"
     (accuracy,) = re.findall(r"epoch_accuracies=\[([\d.]+)]", run.stdout)

@@ -3,8 +3,6 @@
 import os
 import platform
 import re
-import subprocess
-from pathlib import Path
 
 import pytest
 from flyteidl.core.dynamic_job_pb2 import DynamicJobSpec
@@ -15,9 +13,9 @@ from flyte_ddp.autoencoder.job import AutoencoderHyperparameters, AutoencoderOpt
 from flyte_ddp.model_metadata import read_metadata
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
+from tests.commands import pyflyte
 from tests.pod import Pod, is_whole, literal, package, package_for_here, small_dataset
 
-ROOT = Path(__file__).resolve().parents[1]
 HP = Hyperparameters(dataset="digits", epochs=1, batch_size=512)
 SMALL = Hyperparameters(epochs=5, batch_size=50, learning_rate=0.02, precision="float32")
 
@@ -71,13 +69,12 @@ def test_pods_train_as_a_local_run_does(place, prepared):
     assert outputs["logs"].scalar.blob.uri == str(pod.folder / "raw" / "logs"), "where the logs of a lost pod are too"
     assert (pod.folder / "raw" / "logs" / "predictions.npy").exists()
 
-    command = ["pyflyte", "run", "workflows/mnist.py", "pytorch_training_wf", "--hp", HP.to_json()]
-    local = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    shown = re.search(r"epoch_accuracies=\[([^\]]*)\]", local.stdout)
-    assert shown, local.stderr
-    assert accuracies(outputs) == [float(value) for value in shown.group(1).split(", ")]
+    local = pyflyte("workflows/mnist.py", "pytorch_training_wf", "--hp", HP.to_json())
+    (shown,) = re.findall(r"epoch_accuracies=\[([^\]]*)\]", local.stdout)
+    assert accuracies(outputs) == [float(value) for value in shown.split(", ")]
 
 
+@pytest.mark.slow
 def test_retry_goes_on_from_the_checkpoint_of_a_killed_pod(place, small, undisturbed):
     options = RunOptions(checkpoint_seconds=0.4)  # within an epoch, and so rarely that the last one is whole
     first = training_pod(small, place / "killed", options)
@@ -89,6 +86,7 @@ def test_retry_goes_on_from_the_checkpoint_of_a_killed_pod(place, small, undistu
     assert is_whole(second.checkpoints / "checkpoint"), "for the attempt after this one"
 
 
+@pytest.mark.slow
 def test_logs_of_a_killed_pod_are_in_storage_and_the_next_attempt_says_where(place, small):
     first = training_pod(small, place / "lost", RunOptions(), hp=Hyperparameters(epochs=10**6, batch_size=50))
     stored, report = (place / "lost" / "raw" / name for name in ("logs/console.log", "report.html"))
@@ -98,9 +96,10 @@ def test_logs_of_a_killed_pod_are_in_storage_and_the_next_attempt_says_where(pla
     assert f"; those of the previous attempt: {stored.parent}\n" in second.log
 
 
+@pytest.mark.slow
 def test_failure_begins_with_rank_host_and_cause_and_says_where_the_logs_are(place, small):
     pod = training_pod(small, place / "failed", RunOptions(), hp=Hyperparameters(learning_rate=1e30))
-    assert pod.start().wait() == 0, "Flyte reads the error from the file"
+    assert pod.finish() == 0, "Flyte reads the error from the file"
     _, _, first, second, *_ = pod.error.error.message.splitlines()
     assert re.search(rf"TaskFailed: rank \d on {platform.node()}: NonFinite: loss is not finite in epoch 1", first)
     logs = place / "failed" / "raw" / "logs"
@@ -109,6 +108,7 @@ def test_failure_begins_with_rank_host_and_cause_and_says_where_the_logs_are(pla
     assert "NonFinite" in (logs.parent / "report.html").read_text()
 
 
+@pytest.mark.slow
 def test_attempt_without_a_usable_checkpoint_starts_afresh(place, small, undisturbed):
     never_came_that_far = training_pod(small, place / "nothing", RunOptions())
     damaged = training_pod(small, place / "damaged", RunOptions())
@@ -120,13 +120,15 @@ def test_attempt_without_a_usable_checkpoint_starts_afresh(place, small, undistu
         assert says in pod.log
 
 
+@pytest.mark.slow
 def test_pod_with_other_code_than_registered_refuses(place, small):
     pod = training_pod(small, place / "stale", RunOptions(), environment={"DDP_TRAINING_CODE": "yesterday's"})
-    assert pod.start().wait() == 0, "Flyte reads the error from the file"
+    assert pod.finish() == 0, "Flyte reads the error from the file"
     assert "leave out --copy none" in pod.error.error.message
     assert pod.error.error.kind == ContainerError.NON_RECOVERABLE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", ["mnist.pytorch_mnist_task", "autoencoder.autoencoder_task"])
 def test_pod_without_the_gpus_that_it_asked_for_is_tried_elsewhere(place, small, task):
     hp, options = (
@@ -134,26 +136,28 @@ def test_pod_without_the_gpus_that_it_asked_for_is_tried_elsewhere(place, small,
     )
     inputs = {"hp": literal(hp), "data": small, "options": literal(options)}
     pod = Pod(package(DDP_GPUS="4").tasks[f"workflows.{task}"], inputs, place / task)
-    pod.start().wait()
+    pod.finish()
     assert "as many GPUs as were registered (4), got 0 on " in pod.error.error.message
     assert pod.error.error.kind == ContainerError.RECOVERABLE
 
 
+@pytest.mark.slow
 def test_lost_mirror_is_worth_a_retry(place):
     task = package_for_here().tasks["flyte_ddp.tasks.prepare.prepare_dataset"]
     nowhere = {"DDP_DATA_MIRROR": (place / "no-such-folder").as_uri(), "DDP_DATA_DIR": str(place / "empty")}
     blocked = {"https_proxy": "http://127.0.0.1:9", "http_proxy": "http://127.0.0.1:9"}
     pod = Pod(task, {"name": literal("mnist")}, place / "no-mirror", environment={**nowhere, **blocked})
-    pod.start().wait()
+    pod.finish()
     assert pod.error.error.kind == ContainerError.RECOVERABLE, pod.log
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("gpus", "expected"), [(3, {"GPU": "3", "MEMORY": "24Gi"}), (0, {"MEMORY": "3Gi"})])
 def test_gpus_of_one_run_reach_its_training_pod(place, gpus, expected):
     registered = package(DDP_ACCELERATOR="H100", DDP_ATTEMPT_SECONDS="7200", DDP_WANDB_SECRET="wandb/api_key")
     inputs = {"gpus": literal(gpus), "hp": literal(HP), "options": literal(RunOptions())}
     pod = Pod(registered.tasks["workflows.gpus.train_on_gpus"], inputs, place / f"gpus-{gpus}")
-    assert pod.start().wait() == 0, pod.log
+    assert pod.finish() == 0, pod.log
     job = DynamicJobSpec.FromString((pod.folder / "futures.pb").read_bytes())
     (training,) = (node for node in job.nodes if "pytorch_mnist_task" in node.task_node.reference_id.name)
     limits = {

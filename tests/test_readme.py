@@ -87,6 +87,7 @@ def test_the_pages_have_commands():
     assert set(NOT_RUN) <= set(commands()), "NOT_RUN names a command that no page has"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [command for command in commands() if command not in NOT_RUN])
 def test_a_command_works(user, command):
     done = subprocess.run(

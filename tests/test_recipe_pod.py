@@ -1,6 +1,5 @@
 """A user's own recipe on a cluster: what is registered, and the command that its pod runs."""
 
-import importlib
 import os
 import shutil
 from pathlib import Path
@@ -9,10 +8,13 @@ import pytest
 import torch
 
 from flyte_ddp.settings import RunOptions
-from flyte_ddp.training import train
 from flyte_ddp.user_code import find_code
-from scripts.dry_run import ROOT, build_package
+from scripts.dry_run import build_package
+from tests import examples
+from tests.commands import ROOT, same
 from tests.pod import IMAGE, Pod, literal
+
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
@@ -31,17 +33,13 @@ def registered(place: Path):
     ]
 
 
-def test_a_pod_trains_a_recipe_as_a_plain_call_does(project, tmp_path):
-    settings = importlib.import_module("charlm.settings").Settings(
-        epochs=1, precision="float32", characters=20_000, width=16
-    )
-    inputs = {"settings": literal(settings), "options": literal(RunOptions())}
-    path = os.pathsep.join([str(ROOT), str(project)])
-    outputs = Pod(registered(project), inputs, tmp_path / "pod", {"PYTHONPATH": path}).run()
+def test_a_pod_trains_a_recipe_as_a_plain_call_does(tmp_path):
+    place = examples.project()
+    inputs = {"settings": literal(examples.small_settings("charlm")), "options": literal(RunOptions())}
+    path = os.pathsep.join([str(ROOT), str(place)])
+    outputs = Pod(registered(place), inputs, tmp_path / "pod", {"PYTHONPATH": path}).run()
     theirs = torch.load(outputs["model_state"].scalar.blob.uri, weights_only=True)
-    here = train("charlm.recipe:CharLM", settings, RunOptions(nproc=2), output=tmp_path / "here")
-    ours = torch.load(here.model_path, weights_only=True)
-    assert all(torch.equal(weight, ours[name]) for name, weight in theirs.items())
+    assert same(theirs, examples.trained("charlm", 2).weights)
 
 
 def test_the_cache_follows_the_recipes_code_and_not_its_comments(project):

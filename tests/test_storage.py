@@ -29,13 +29,11 @@ def limited(size: int, *arguments: str) -> "subprocess.CompletedProcess[str]":
 
 TRAIN = """
 import sys
-from benchmarks import faults
-from flyte_ddp.launch import launcher
-launch = launcher.launch
-def with_events(target, world, job, seconds, on_event):
-    return launch(target, world, job, seconds, lambda event: (print(event), on_event(event)))
-launcher.launch = with_events
-faults.train("digits", *sys.argv[1:])
+from pathlib import Path
+from benchmarks.engine import train
+from flyte_ddp.recipes.hyperparameters import Hyperparameters
+hp = Hyperparameters(epochs=2, batch_size=64)
+train(hp, Path(sys.argv[1]), 2, sys.argv[2], checkpoint_seconds=0, on_event=print)
 """
 
 
@@ -63,10 +61,8 @@ def test_a_folder_that_cannot_be_is_one_clear_error():
         Path("/dev/null/here").mkdir(parents=True)
 
 
-def test_a_checkpoint_of_another_format_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("flyte_ddp.engine.checkpoint.FORMAT", 0)
-    write_checkpoint(tmp_path / "old", {"identity": {}, "state": {}})
-    monkeypatch.undo()
+def test_a_checkpoint_of_another_format_is_refused(tmp_path):
+    write_checkpoint(tmp_path / "old", {"format": 0, "identity": {}, "state": {}})
     with pytest.raises(CheckpointError, match="has format 0, this version reads 3"):
         read_checkpoint(tmp_path / "old", {})
     assert [path.name for path in tmp_path.iterdir()] == ["old"]

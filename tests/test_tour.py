@@ -4,14 +4,15 @@ import functools
 import os
 import re
 import shutil
-import socket
 import subprocess
-from pathlib import Path
 from typing import List, Sequence
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.commands import ROOT, free_port
+
+pytestmark = pytest.mark.slow
+
 TEXT = (ROOT / "docs" / "tour.md").read_text()
 SETUP = re.findall(r"^```sh\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)[0]
 BLOCKS = re.findall(r"^```sh\n([^`]*)^```\n\n```text\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
@@ -36,15 +37,12 @@ def said(tmp_path_factory) -> List[str]:
     shutil.copytree(ROOT / "docs" / "tour", project / "docs" / "tour", ignore=ignored)
     for name in ("flyte_ddp", "scripts", "workflows"):
         (project / name).symlink_to(ROOT / name)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
     # Buffered, or two processes may write into each other's lines
     environment = {**os.environ, "PYTHONUNBUFFERED": ""}
     run = functools.partial(subprocess.run, cwd=project, env=environment, text=True, timeout=300)
     printed = []
     for block, _ in BLOCKS:
-        command = ["bash", "-ec", SETUP + block.replace("29500", port)]
+        command = ["bash", "-ec", SETUP + block.replace("29500", str(free_port()))]
         done = run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         assert done.returncode == 0, done.stdout
         printed.append(done.stdout)

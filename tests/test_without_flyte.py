@@ -5,15 +5,14 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.commands import ROOT, free_port, same
+
 HP = '{"dataset": "digits", "epochs": 1, "batch_size": 512, "train_fraction": 0.2, "precision": "float32"}'
 MODULE = ("-m", "workflows.without_flyte")
 
@@ -47,13 +46,9 @@ def weights(output, *processes):
     return torch.load(output / "model.pt", weights_only=True)
 
 
-def same(ours, others):
-    return ours.keys() == others.keys() and all(torch.equal(ours[name], others[name]) for name in ours)
-
-
 @pytest.fixture(scope="module")
 def by_pyflyte():
-    """The weights."""
+    """The weights of a run that starts cold, as its user has it."""
     command = ["pyflyte", "run", "workflows/mnist.py", "pytorch_training_wf", "--hp", HP]
     command += ["--options", '{"nproc": 2, "tracking": "off"}']
     done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, preexec_fn=on_cores(2))
@@ -63,11 +58,10 @@ def by_pyflyte():
 
 @pytest.fixture
 def port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
+    return str(free_port())
 
 
+@pytest.mark.slow
 def test_by_itself_it_has_the_same_result_as_pyflyte(by_pyflyte, tmp_path):
     assert same(weights(tmp_path / "out", start(tmp_path / "out", sys.executable)), by_pyflyte)
 
@@ -76,17 +70,22 @@ def test_ranks_of_torchrun_have_the_same_result_as_pyflytes(by_pyflyte, tmp_path
     one_node = ("torchrun", "--nproc-per-node", "2", "--master-port", port)
     assert same(weights(tmp_path / "one", start(tmp_path / "one", *one_node)), by_pyflyte)
 
+
+@pytest.mark.slow
+def test_ranks_of_torchrun_on_two_nodes_have_the_same_result_too(by_pyflyte, tmp_path, port):
     node = ("torchrun", "--nnodes", "2", "--master-port", port, "--node-rank")
     two = [start(tmp_path / "two", *node, rank, cores=1, DDP_DATA_DIR=str(tmp_path / rank)) for rank in ("0", "1")]
     assert same(weights(tmp_path / "two", *two), by_pyflyte)
 
 
+@pytest.mark.slow
 def test_others_than_torchrun_need_only_say_who_each_rank_is(by_pyflyte, tmp_path, port):
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
     ranks = [start(tmp_path / "out", sys.executable, cores=1, RANK=rank, **meeting) for rank in ("0", "1")]
     assert same(weights(tmp_path / "out", *ranks), by_pyflyte)
 
 
+@pytest.mark.slow
 def test_ranks_of_torchrun_can_train_again_and_again(tmp_path):
     script = tmp_path / "again.py"
     script.write_text(

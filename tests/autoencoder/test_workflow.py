@@ -16,10 +16,11 @@ from flyte_ddp.autoencoder.network import load_autoencoder
 from flyte_ddp.data.datasets import prepare
 from flyte_ddp.data.prepared import open_split
 from flyte_ddp.errors import InputError
+from tests.commands import ROOT, pyflyte, pyflyte_process, words
 from tests.pod import Pod, is_whole, literal, package_for_here, small_dataset
 from workflows.autoencoder import autoencoder_wf
 
-ROOT = Path(__file__).parents[2]
+WORKFLOW = (str(ROOT / "workflows" / "autoencoder.py"), "autoencoder_wf")
 # 74 steps an epoch, and in its last one three ranks have unequal shares: 1,376 images 8 times are 73 batches and 58
 HP = {"dataset": "digits", "epochs": 2, "batch_size": 150, "learning_rate": 0.004}
 
@@ -40,15 +41,7 @@ OTHER_WORLDS = """if True:
 def by_pyflyte(tmp_path_factory):
     """A run as a user types it, from another folder."""
     arguments = ["--hp", json.dumps(HP), "--options", '{"nproc": 2, "tracking": "tensorboard"}']
-    done = subprocess.run(
-        ["pyflyte", "run", str(ROOT / "workflows" / "autoencoder.py"), "autoencoder_wf", *arguments],
-        cwd=tmp_path_factory.mktemp("elsewhere"),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    return done
+    return pyflyte_process(*WORKFLOW, *arguments, cwd=tmp_path_factory.mktemp("elsewhere"))
 
 
 def folder_of(run) -> Path:
@@ -61,6 +54,7 @@ def losses_of(run, name):
     return [float(loss) for loss in found.split(", ")]
 
 
+@pytest.mark.slow
 def test_two_ranks_under_lightning_learn_and_say_only_what_there_is_to_say(by_pyflyte):
     assert "strategy='DDPStrategy'" in by_pyflyte.stdout
     assert "train_samples=1376, validation_samples=125" in by_pyflyte.stdout
@@ -71,6 +65,7 @@ def test_two_ranks_under_lightning_learn_and_say_only_what_there_is_to_say(by_py
     assert all(line.startswith(starts) for line in said), by_pyflyte.stderr
 
 
+@pytest.mark.slow
 def test_the_exported_network_has_the_reported_loss(by_pyflyte):
     folder = folder_of(by_pyflyte)
     network = load_autoencoder(folder / "model.pt")
@@ -84,6 +79,7 @@ def test_the_exported_network_has_the_reported_loss(by_pyflyte):
         assert encoded["codes"] == pytest.approx(codes, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_the_report_shows_reconstructions_and_codes_and_lightnings_logger_has_step_and_epoch_losses(by_pyflyte):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -102,6 +98,7 @@ def test_the_report_shows_reconstructions_and_codes_and_lightnings_logger_has_st
         assert values == pytest.approx(losses_of(by_pyflyte, f"{name}es"))
 
 
+@pytest.mark.slow
 def test_one_and_three_ranks_give_the_same_as_two(by_pyflyte):
     done = subprocess.run(
         [sys.executable, "-c", OTHER_WORLDS, json.dumps(HP)],
@@ -120,6 +117,7 @@ def test_one_and_three_ranks_give_the_same_as_two(by_pyflyte):
         assert [float(loss) for loss in losses] == pytest.approx(losses_of(by_pyflyte, "validation_losses"), rel=1e-3)
 
 
+@pytest.mark.slow
 def test_retry_goes_on_from_the_checkpoint_of_a_killed_pod(tmp_path):
     hp = AutoencoderHyperparameters(epochs=12, batch_size=100, learning_rate=0.01)
     inputs = {"hp": literal(hp), "data": small_dataset(tmp_path / "small")}
@@ -182,11 +180,7 @@ def test_limit_train_batches_is_a_share_up_to_one_and_a_number_above():
 
 def test_pyflyte_ends_with_a_usage_error_and_no_traceback():
     arguments = ["--hp", '{"dataset": "digits", "precision": "float16"}']
-    command = ["pyflyte", "run", str(ROOT / "workflows" / "autoencoder.py"), "autoencoder_wf", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 2
-    assert "precision float16 needs a GPU" in " ".join(re.sub("[│╭╮╰╯─]", " ", done.stderr).split())
-    assert "Traceback" not in done.stderr
+    assert "precision float16 needs a GPU" in words(pyflyte(*WORKFLOW, *arguments, status=2).stderr)
 
 
 def test_without_lightning_the_module_is_imported_and_says_what_to_install():

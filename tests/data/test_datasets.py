@@ -14,7 +14,7 @@ from flyte_ddp.data.datasets import SOURCES, data_dir, prepare, prepared_dir
 from flyte_ddp.data.prepared import open_split, read_description, verify
 from flyte_ddp.errors import DownloadError, InputError
 from flyte_ddp.recipes.hyperparameters import DATASETS
-from tests.pod import Pod, literal, package, run_within_limits
+from tests.pod import Pod, literal, package
 
 ROOT = Path(__file__).resolve().parents[2]
 PREPARE = "import sys; from flyte_ddp.data.datasets import prepare; print(prepare(sys.argv[1]))"
@@ -154,6 +154,7 @@ def test_real_mnist_and_fashion_mnist_from_one_mirror(test_data, folder, monkeyp
     assert read_description(prepare("mnist")) == mnist
 
 
+@pytest.mark.slow
 def test_real_cifar10_from_unpacked_files(mirror, folder, monkeypatch):
     monkeypatch.setenv("DDP_DATA_MIRROR", mirror.as_uri())
     cifar10 = read_description(prepare("cifar10"))
@@ -179,9 +180,10 @@ def test_real_mnist_by_two_runs_at_once(test_data, folder, monkeypatch):
     assert len(os.listdir(folder / "MNIST" / "raw")) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mnist", "cifar10"])
 def test_a_pod_prepares_real_data_within_its_memory(request, folder, tmp_path, name):
     files = request.getfixturevalue("mirror" if name == "cifar10" else "test_data")
     task = package(DDP_PROFILE="sandbox").tasks["flyte_ddp.tasks.prepare.prepare_dataset"]
     environment = {"DDP_DATA_MIRROR": files.as_uri(), "DDP_DATA_DIR": str(folder)}
-    run_within_limits(Pod(task, {"name": literal(name)}, tmp_path / "pod", environment=environment))
+    Pod(task, {"name": literal(name)}, tmp_path / "pod", environment=environment).run()

@@ -122,27 +122,27 @@ def test_the_model_file_gives_exactly_the_reported_accuracy(train, small_data, t
 
 
 @pytest.mark.parametrize("step", [1, 7, 19, 20])
-def test_a_run_that_was_cut_off_goes_on_with_the_same_bits(train, step):
-    whole = train(name="whole", epochs=2, log_interval=1)
+def test_a_run_that_was_cut_off_goes_on_with_the_same_bits(train, whole, step):
+    expected = whole(epochs=2, log_interval=1)
     with pytest.raises(Unplugged):
         train(name="cut", epochs=2, log_interval=1, checkpoint_seconds=0, on_event=unplug_at(step))
     resumed = train(name="cut", epochs=2, log_interval=1, checkpoint_seconds=0)
     started = resumed.events[0]
     assert isinstance(started, RunStarted)
     assert started.first_step > 0 or step == 1  # the checkpoint of step 1 may not have been complete
-    assert identical(whole, resumed)
+    assert identical(expected, resumed)
 
 
-def test_a_cut_off_run_goes_on_with_another_number_of_ranks(train):
-    whole = train(2, name="whole", log_interval=1)
+def test_a_cut_off_run_goes_on_with_another_number_of_ranks(train, whole):
+    expected = whole(2, log_interval=1)
     with pytest.raises(Unplugged):
         train(2, name="cut", log_interval=1, checkpoint_seconds=0, on_event=unplug_at(9))
     resumed = train(3, name="cut", log_interval=1, checkpoint_seconds=0)
     assert resumed.events[0].first_step > 0
     # Rounding decides which of two nearly equal pixels a max-pooling takes; one that it takes the other way moves the
     # weights by 7e-4, and whether there is one depends on the step of the cut. The loss hardly notices.
-    assert relative_difference(whole, resumed) < 5e-3
-    (ours,), (theirs,) = resumed.result.epochs, whole.result.epochs
+    assert relative_difference(expected, resumed) < 5e-3
+    (ours,), (theirs,) = resumed.result.epochs, expected.result.epochs
     assert ours.train["loss"] == pytest.approx(theirs.train["loss"], rel=1e-5)
     assert ours.test["accuracy"] == theirs.test["accuracy"]
 
@@ -156,8 +156,8 @@ def test_a_finished_training_resumes_to_the_same_result_without_a_step(train):
 
 
 @pytest.mark.parametrize("damage", ["flipped", "short", "empty", "foreign"])
-def test_an_unusable_checkpoint_is_refused_with_a_reason_and_training_starts_afresh(train, tmp_path, damage):
-    whole = train(name="whole", seed=5)
+def test_an_unusable_checkpoint_is_refused_with_a_reason_and_training_starts_afresh(train, whole, tmp_path, damage):
+    expected = whole(seed=5)
     checkpoint = tmp_path / "damaged" / "checkpoint"
     train(name="damaged", seed=6 if damage == "foreign" else 5)
     raw = bytearray(checkpoint.read_bytes())
@@ -167,9 +167,9 @@ def test_an_unusable_checkpoint_is_refused_with_a_reason_and_training_starts_afr
         checkpoint.write_bytes(bytes(contents[damage]))
     again = train(name="damaged", seed=5)
     (refused,) = [event for event in again.events if isinstance(event, CheckpointRefused)]
-    expected = "another training: its seed was 6, now it is 5" if damage == "foreign" else "does not match its checksum"
-    assert expected in refused.reason
-    assert identical(whole, again)
+    reason = "another training: its seed was 6, now it is 5" if damage == "foreign" else "does not match its checksum"
+    assert reason in refused.reason
+    assert identical(expected, again)
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_the_last_good_checkpoint(train, tmp_path):

@@ -15,6 +15,7 @@ from flyte_ddp.events import EpochChosen, EpochFinished, RunStarted, StepLogged
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.training import train as train_recipe
+from tests.commands import same
 from tests.engine.probe_recipes import SeededDataset, Settings
 from tests.engine.test_training import Unplugged, identical, relative_difference
 
@@ -154,7 +155,7 @@ def test_training_stops_early_and_says_so(train):
 
 
 @pytest.mark.parametrize("epoch", [2, 4, 6])
-def test_a_run_that_was_cut_off_remembers_the_best_epoch_and_its_patience(train, tmp_path, epoch):
+def test_a_run_that_was_cut_off_remembers_the_best_epoch_and_its_patience(train, whole, epoch):
     settings = {**WAVERING, "log_interval": 5, "ema_decay": 0.9 if epoch == 2 else 0.0, "patience": 3}
 
     def unplug(event):
@@ -162,17 +163,16 @@ def test_a_run_that_was_cut_off_remembers_the_best_epoch_and_its_patience(train,
         if is_there or isinstance(event, EpochChosen):  # the second: when the test split has been looked at
             raise Unplugged
 
-    whole = train(name="whole", **settings)
+    expected = whole(**settings)
     with pytest.raises(Unplugged):
         train(name="cut", checkpoint_seconds=0, on_event=unplug, **settings)
     resumed = train(name="cut", checkpoint_seconds=0, **settings)
-    last = len(whole.result.epochs)
+    last = len(expected.result.epochs)
     assert of(resumed, RunStarted)[0].first_epoch in (min(epoch, last) - 1, min(epoch, last))
-    assert identical(whole, resumed)
-    assert resumed.result.chosen_epoch == whole.result.chosen_epoch
-    assert resumed.result.tested == whole.result.tested
-    weights = [torch.load(tmp_path / name / "last.pt", weights_only=True) for name in ("whole", "cut")]
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    assert identical(expected, resumed)
+    assert resumed.result.chosen_epoch == expected.result.chosen_epoch
+    assert resumed.result.tested == expected.result.tested
+    assert same(*(torch.load(run.folder / "last.pt", weights_only=True) for run in (expected, resumed)))
 
 
 def test_a_recipes_own_split_chooses_by_the_loss(tmp_path):

@@ -23,16 +23,16 @@ def started(trained):
 
 
 @pytest.mark.parametrize("more", [{}, {"ema_decay": 0.9, "validation_fraction": 0.2, "patience": 3, "nesterov": False}])
-def test_two_and_three_epochs_equal_five_bit_for_bit(train, tmp_path, more):
+def test_two_and_three_epochs_equal_five_bit_for_bit(train, whole, tmp_path, more):
     settings = {**CONSTANT, **more}
-    whole = train(name="whole", epochs=5, **settings)
+    expected = whole(epochs=5, **settings)
     train(name="first", epochs=2, **settings)
     on = train(name="second", epochs=5, init=tmp_path / "first" / "final-checkpoint", **settings)
     assert (started(on).first_epoch, started(on).first_step) == (2, 0)
     assert started(on).remarks == ["Continues from final-checkpoint, after epoch 2"]
     assert [event.epoch for event in on.events if isinstance(event, EpochFinished)] == [2, 3, 4]
-    assert identical(whole, on)
-    assert on.result.chosen_epoch == whole.result.chosen_epoch
+    assert identical(expected, on)
+    assert on.result.chosen_epoch == expected.result.chosen_epoch
 
 
 @pytest.mark.parametrize(
@@ -43,23 +43,23 @@ def test_two_and_three_epochs_equal_five_bit_for_bit(train, tmp_path, more):
         {"validation_fraction": 0.2, "patience": 2, "minimum_delta": 0.9},  # which ends it after three epochs
     ],
 )
-def test_a_training_that_stops_on_the_way_goes_on_with_the_same_bits(train, tmp_path, more):
-    whole = train(name="whole", epochs=5, **more)
+def test_a_training_that_stops_on_the_way_goes_on_with_the_same_bits(train, whole, tmp_path, more):
+    expected = whole(epochs=5, **more)
     first = train(name="first", epochs=5, stop_after=1, **more)
     assert started(first).epochs == len(first.result.epochs) == 1
     middle = train(name="middle", epochs=5, stop_after=4, init=tmp_path / "first" / "final-checkpoint", **more)
     assert started(middle).remarks == ["Continues from final-checkpoint, after epoch 1"]
     last = train(name="last", epochs=5, init=tmp_path / "middle" / "final-checkpoint", **more)
     assert len(last.result.epochs) == (3 if "patience" in more else 5)
-    assert identical(whole, last)
-    assert last.result.tested == whole.result.tested
-    assert last.result.chosen_epoch == whole.result.chosen_epoch
+    assert identical(expected, last)
+    assert last.result.tested == expected.result.tested
+    assert last.result.chosen_epoch == expected.result.chosen_epoch
 
 
-def test_a_continuation_that_is_cut_off_goes_on_with_the_same_bits(train, tmp_path):
+def test_a_continuation_that_is_cut_off_goes_on_with_the_same_bits(train, whole, tmp_path):
     train(name="first", epochs=1, **CONSTANT)
     settings = {**CONSTANT, "epochs": 3, "init": tmp_path / "first" / "final-checkpoint", "log_interval": 5}
-    whole = train(name="whole", **settings)
+    expected = whole(**settings)
 
     def unplug(event):
         if isinstance(event, StepLogged) and (event.epoch, event.step) == (2, 10):
@@ -70,21 +70,21 @@ def test_a_continuation_that_is_cut_off_goes_on_with_the_same_bits(train, tmp_pa
     resumed = train(name="cut", checkpoint_seconds=0, **settings)
     assert started(resumed).first_epoch in (1, 2)
     assert not [event for event in resumed.events if isinstance(event, EpochFinished) and event.epoch == 0]
-    assert identical(whole, resumed)
+    assert identical(expected, resumed)
 
 
-def test_a_checkpoint_from_within_an_epoch_goes_on_with_the_same_settings_alone(train, tmp_path):
+def test_a_checkpoint_from_within_an_epoch_goes_on_with_the_same_settings_alone(train, whole, tmp_path):
     def unplug(event):
         if isinstance(event, StepLogged) and event.step == 10:
             raise Unplugged
 
-    whole = train(name="whole", epochs=2, log_interval=5, **CONSTANT)
+    expected = whole(epochs=2, log_interval=5, **CONSTANT)
     with pytest.raises(Unplugged):
         train(name="cut", epochs=1, log_interval=5, checkpoint_seconds=0, on_event=unplug, **CONSTANT)
     init = tmp_path / "cut" / "checkpoint"
     on = train(name="on", epochs=2, log_interval=5, init=init, **CONSTANT)
     assert started(on).first_step > 0
-    assert identical(whole, on)
+    assert identical(expected, on)
     with pytest.raises(InputError, match=r"within an epoch, .* but these differ: batch_size, learning_rate"):
         train(name="other", epochs=2, init=init, **{**CONSTANT, "learning_rate": 0.1, "batch_size": 32})
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +12,11 @@ import pytest
 from flyte_ddp.data.datasets import prepare
 from flyte_ddp.data.image_folder import write_folder
 from flyte_ddp.data.prepared import open_split
+from tests import commands
+from tests.commands import ROOT, output, words
 
-ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.slow
+
 CLASSES = [f"<{digit}> & so on" for digit in range(10)]
 IMAGES = '{"image_size": 28, "channels": "rgb"}'
 HP = '{"epochs": 1, "batch_size": 16, "model": "fashion_cnn"}'
@@ -30,11 +32,7 @@ class Exported(NamedTuple):
 
 def pyflyte(workflow, *arguments, status=0):
     file = "image_folder.py" if workflow == "image_folder_wf" else "export.py"
-    command = ["pyflyte", "run", str(ROOT / "workflows" / file), workflow, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == status, done.stderr
-    assert "Traceback" not in done.stderr
-    return done
+    return commands.pyflyte(f"workflows/{file}", workflow, *arguments, status=status)
 
 
 @pytest.fixture(scope="module")
@@ -46,11 +44,10 @@ def exported(tmp_path_factory):
         images, labels = open_split(prepare("digits"), split)
         write_folder(photos / split, CLASSES, images[:600], labels[:600])
     inputs = ["--folder", str(photos), "--images", IMAGES]
-    said = pyflyte("image_folder_wf", *inputs, "--hp", HP).stdout
-    model, accuracy = (re.findall(rf"{name}=([^,)]+)", said)[0] for name in ("model_state", r"\baccuracy"))
+    trained = pyflyte("image_folder_wf", *inputs, "--hp", HP)
+    model, accuracy = (output(trained, name) for name in ("model_state", "accuracy"))
     done = pyflyte("export_folder_wf", *inputs, "--model_state", model)
-    folder = re.findall(r"ExportOutputs\(model=([^,]+)", done.stdout)[0]
-    return Exported(photos, Path(model), float(accuracy), done.stderr, Path(folder))
+    return Exported(photos, Path(model), float(accuracy), done.stderr, Path(output(done, "model")))
 
 
 PROGRAM = """
@@ -101,13 +98,13 @@ def test_the_card_names_the_classes_and_what_the_images_are(exported):
     text = (exported.folder / "model_card.md").read_text().replace("\\", "")
     assert text.startswith("# fashion_cnn, trained on photos\n")
     assert ", ".join(CLASSES) in text
-    for words in ("images: (batch, 3, 28, 28) float32", "epochs 1,", *(f"| {name} | " for name in CLASSES)):
-        assert words in text
+    for fact in ("images: (batch, 3, 28, 28) float32", "epochs 1,", *(f"| {name} | " for name in CLASSES)):
+        assert fact in text
     assert json.loads((exported.folder / "model.json").read_text())["facts"]["classes"] == CLASSES
 
 
 @pytest.mark.parametrize(
-    ("workflow", "arguments", "words"),
+    ("workflow", "arguments", "said"),
     [
         ("export_folder_wf", ["--folder", "PHOTOS"], """set --images '{"image_size": 28, "channels": "rgb"}'"""),
         ("export_wf", [], "but photos is a folder of images: run export_folder_wf with that folder"),
@@ -118,7 +115,7 @@ def test_the_card_names_the_classes_and_what_the_images_are(exported):
         ),
     ],
 )
-def test_what_the_model_was_not_trained_on_is_one_error(exported, workflow, arguments, words):
+def test_what_the_model_was_not_trained_on_is_one_error(exported, workflow, arguments, said):
     arguments = [argument.replace("PHOTOS", str(exported.photos)) for argument in arguments]
     done = pyflyte(workflow, *arguments, "--model_state", str(exported.model), status=2)
-    assert words in " ".join(re.sub("[│╭╮╰╯─]", " ", done.stderr).split())
+    assert said in words(done.stderr)

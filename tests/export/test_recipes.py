@@ -1,12 +1,10 @@
 """Export of recipes: trained for real, each format opened again in a process of its own."""
 
 import functools
-import importlib
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Dict
 
 import pytest
 import torch
@@ -15,9 +13,6 @@ from flytekit.core.context_manager import ExecutionState
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile, PythonPickledFile
 
-from flyte_ddp.data.datasets import prepare
-from flyte_ddp.data.image_folder import write_folder
-from flyte_ddp.data.prepared import open_split
 from flyte_ddp.errors import InputError, ReportedError
 from flyte_ddp.export.settings import ExportOptions
 from flyte_ddp.export.task import export_recipe
@@ -27,23 +22,11 @@ from flyte_ddp.settings import RunOptions, TrainingSettings
 from flyte_ddp.tasks.inputs import known_classifier
 from flyte_ddp.tasks.recipe import RecipeTraining
 from flyte_ddp.training import train
+from tests import examples
+from tests.commands import ROOT
+from tests.examples import RECIPES
 
-ROOT = Path(__file__).parents[2]
-SMALL: Dict[str, Dict[str, int]] = {
-    "autoencoder:AutoencoderRecipe": {},
-    "charlm:CharLM": {"characters": 12_000, "width": 16, "layers": 1},
-    "contrastive:Contrastive": {"batch_size": 400},
-    "resnet:ResNet": {"side": 32},
-    "segmentation:Segmentation": {"images": 100},
-    "tabular:Tabular": {},
-}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def examples():
-    sys.path.insert(0, str(ROOT / "examples"))
-    yield
-    sys.path.remove(str(ROOT / "examples"))
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(autouse=True)
@@ -63,34 +46,6 @@ def exported(recipe, settings, model_path, data=None, **options):
     folder = FlyteDirectory(str(data), remote_directory=False) if data else None
     training, weights = RecipeTraining(recipe), FlyteFile(str(model_path))
     return export_recipe(training, weights, settings, data=folder, options=ExportOptions(**options))
-
-
-def data_of(example, place):
-    """The folder that an example is trained on, if it takes one."""
-    if example.startswith("autoencoder"):
-        return prepare("digits")
-    if example.startswith("resnet"):
-        images, labels = open_split(prepare("digits"), "test")
-        write_folder(place / "photos", [f"digit {digit}" for digit in range(10)], images, labels)
-        return place / "photos"
-    return None
-
-
-@pytest.fixture(scope="module")
-def trained_example(tmp_path_factory):
-    """trained_example(example): its recipe, settings, result and data, after a short training."""
-
-    @functools.cache
-    def train_once(example):
-        folder, _, name = example.partition(":")
-        place = tmp_path_factory.mktemp(folder)
-        settings = importlib.import_module(f"{folder}.settings").Settings(
-            epochs=1, precision="float32", **SMALL[example]
-        )
-        recipe, data = f"{folder}.recipe:{name}", data_of(example, place)
-        return recipe, settings, trained(recipe, settings, place / "trained", data), data
-
-    return train_once
 
 
 @pytest.fixture(scope="module")
@@ -120,21 +75,19 @@ def short(trained_lines, tmp_path):
     return copy
 
 
-@pytest.mark.parametrize("example", SMALL)
-def test_every_format_gives_the_measures_that_the_training_reported(example, trained_example):
-    recipe, settings, result, data = trained_example(example)
-    outputs = exported(recipe, settings, result.model_path, data)
-    reported = result.epochs[-1].test
-    assert outputs.summary.measures == pytest.approx(reported, abs=1e-4)
+@pytest.mark.parametrize("example", RECIPES)
+def test_every_format_gives_the_measures_that_the_training_reported(example):
+    trained, data = examples.trained(example, 1), examples.data_of(example)
+    recipe = f"{example}.recipe:{RECIPES[example]}"
+    outputs = exported(recipe, examples.small_settings(example), trained.folder / "model.pt", data)
+    assert outputs.summary.measures == pytest.approx(trained.measures, abs=1e-4)
     assert set(outputs.summary.exported) == {"safetensors", "pt2", "onnx"}
     for found in outputs.summary.exported.values():
-        assert found == pytest.approx(reported[outputs.summary.headline], abs=1e-4)
+        assert found == pytest.approx(trained.measures[outputs.summary.headline], abs=1e-4)
     model = Path(outputs.model.path)
-    weights = torch.load(result.model_path, weights_only=True)
-    assert_load_by_name_alone([result.model_path, model / "model.safetensors"], weights, data)
-    folder = example.partition(":")[0]
+    assert_load_by_name_alone([trained.folder / "model.pt", model / "model.safetensors"], trained.weights, data)
     card = (model / "model_card.md").read_text()
-    assert ("The files contain only the network" in card) == (folder in ("autoencoder", "charlm", "contrastive"))
+    assert ("The files contain only the network" in card) == (example in ("autoencoder", "charlm", "contrastive"))
     assert ("data\\_path=DATA" in card) == (data is not None)
     assert Path(outputs.report.path).read_text() == (model / "model_card.html").read_text()
 
@@ -148,16 +101,16 @@ def assert_load_by_name_alone(files, weights, data):
             assert not model.training
             print(sum(p.double().sum().item() for p in model.state_dict().values()))
     """
-    command, place = [sys.executable, "-c", program, str(data or ""), *map(str, files)], ROOT / "examples"
+    command, place = [sys.executable, "-c", program, str(data or ""), *map(str, files)], examples.project()
     done = subprocess.run(command, cwd=place, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     total = sum(value.double().sum().item() for value in weights.values())
     assert [float(line) for line in done.stdout.split()] == [pytest.approx(total)] * len(files)
 
 
-def test_a_network_that_is_made_from_its_data_asks_for_them(trained_example):
-    path = trained_example("resnet:ResNet")[2].model_path
-    with pytest.raises(InputError, match=r"resnet.recipe:ResNet makes its network from its data, photos: give data_pa"):
+def test_a_network_that_is_made_from_its_data_asks_for_them():
+    path = examples.trained("resnet", 1).folder / "model.pt"
+    with pytest.raises(InputError, match=r"resnet.recipe:ResNet makes its network from its data, images: give data_pa"):
         load_model(path)
 
 

@@ -6,9 +6,8 @@ import re
 import signal
 import subprocess
 import sys
-import time
+from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -16,43 +15,26 @@ import torch
 from flyte_ddp.data import prepared
 from flyte_ddp.data.datasets import prepare
 from flyte_ddp.model_metadata import add_metadata, needs_metadata
+from tests.commands import ROOT, output, pyflyte, start_pyflyte, words
+from tests.once import trained_classifier
 
-ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.slow
+
 OPTIONS = {"dataset": "digits", "model": "fashion_cnn"}
-
-
-def pyflyte(workflow, *arguments):
-    return subprocess.run(
-        ["pyflyte", "run", str(ROOT / "workflows" / workflow), *arguments], capture_output=True, text=True
-    )
-
-
-def export(model, **options):
-    return pyflyte(
-        "export.py", "export_wf", "--model_state", str(model), "--options", json.dumps({**OPTIONS, **options})
-    )
-
-
-class Trained(NamedTuple):
-    model: Path
-    accuracy: float
+EXPORT = ("workflows/export.py", "export_wf", "--model_state")
 
 
 @pytest.fixture(scope="module")
 def trained():
     """A network with batch norm, of which MNIST's would not load the weights."""
-    hp = json.dumps({**OPTIONS, "epochs": 1, "train_fraction": 0.3})
-    done = pyflyte("mnist.py", "pytorch_training_wf", "--hp", hp)
-    model, accuracy = (re.findall(rf"{name}=([^,)]+)", done.stdout)[0] for name in ("model_state", r"\baccuracy"))
-    return Trained(Path(model), float(accuracy))
+    return trained_classifier(model="fashion_cnn", train_fraction=0.3)
 
 
 @pytest.fixture(scope="module")
 def exported(trained):
     """Its network and dataset stand in its metadata."""
-    done = pyflyte("export.py", "export_wf", "--model_state", str(trained.model))
-    assert done.returncode == 0, done.stderr
-    return done, Path(re.findall(r"ExportOutputs\(model=([^,]+)", done.stdout)[0])
+    done = pyflyte(*EXPORT, str(trained.model))
+    return done, Path(output(done, "model"))
 
 
 def test_all_formats_give_the_accuracy_of_the_training(trained, exported):
@@ -70,11 +52,11 @@ def test_the_card_has_data_measures_classes_inputs_and_how_to_load_it(trained, e
     description = prepared.read_description(prepare("digits"))
     for card in (folder / "model_card.md", folder / "model_card.html", folder.parent / "report.html"):
         text = card.read_text().replace("\\", "").replace("&#34;", '"')
-        for words in (
+        for fact in (
             description.digest, f"{trained.accuracy:.6g}", "images: (batch, 1, 28, 28) float32", "train_fraction 0.3",
             'load_model("model.safetensors")', 'InferenceSession("model.onnx").run(None, {"images": images})', "torch",
         ):  # fmt: skip
-            assert words in text, (card, words)
+            assert fact in text, (card, fact)
     metadata = json.loads((folder / "model.json").read_text())
     assert metadata["measures"]["accuracy"] == pytest.approx(trained.accuracy, abs=1e-4)
     assert (metadata["facts"]["network"], len(metadata["facts"]["classes"])) == ("fashion_cnn", 10)
@@ -122,34 +104,22 @@ def test_a_wrong_model_is_one_error_with_both_numbers(trained, tmp_path):
     )
     add_metadata(tmp_path / "model.pt", needs_metadata(trained.model, ""))
     before = runs()
-    done = export(tmp_path / "model.pt", formats="safetensors")
-    said = " ".join(re.sub("[│╭╮╰╯─]", " ", done.stderr).split())
-    assert done.returncode == 2, said
+    options = json.dumps({**OPTIONS, "formats": "safetensors"})
+    said = words(pyflyte(*EXPORT, str(tmp_path / "model.pt"), "--options", options, status=2).stderr)
     assert re.search(r"model_state gives loss [\d.]+ on the test split, but the training reported [\d.]+ \(tol", said)
-    assert "Traceback" not in said
     assert runs() == before, "nothing is left of it"
 
 
 def test_killed_in_the_middle_it_leaves_no_half_of_a_model(trained):
     """By kill -9, to all of its processes, once the second of three files has been begun."""
     before = runs()
-    command = [
-        "pyflyte",
-        "run",
-        str(ROOT / "workflows" / "export.py"),
-        "export_wf",
-        "--model_state",
-        str(trained.model),
-    ]
-    running = subprocess.Popen(
-        [*command, "--options", json.dumps(OPTIONS)], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-        start_new_session=True,
-    )  # fmt: skip
+    running = start_pyflyte(*EXPORT, str(trained.model), "--options", json.dumps(OPTIONS))
     while not [file for run in runs() - before for file in run.glob(".model.*.partial/model.pt2")]:
-        assert running.poll() is None
-        time.sleep(0.01)
+        with suppress(subprocess.TimeoutExpired):
+            running.wait(0.01)
+            raise AssertionError("it ended before it was to be killed")
     os.killpg(running.pid, signal.SIGKILL)
-    running.wait()
+    running.communicate()
     (killed,) = runs() - before
     assert not (killed / "model").exists()
     assert not (killed / "report.html").exists()

@@ -1,5 +1,6 @@
 """What tests have ranks do: each function is a worker's."""
 
+import dataclasses
 import gc
 import itertools
 import os
@@ -9,7 +10,6 @@ import subprocess
 import sys
 import threading
 from typing import Any, List, Optional, Tuple
-from unittest.mock import patch
 
 from torch import Tensor, distributed, nn
 
@@ -108,21 +108,20 @@ def say_pids_and_wait(environment: Environment, link: Link, argument: Any) -> No
 
 def break_gradient_of_rank_one(environment: Environment, link: Link, job: Job) -> None:
     """Trains a network whose gradient, not its loss, becomes NaN in the eighth step on rank 1."""
+    identity = dataclasses.replace(job.identity, recipe="tests.launch.targets:BrokenOnRankOne")
+    worker.run(environment, link, dataclasses.replace(job, identity=identity))
 
-    build = ImageClassifier.model
 
-    def build_broken(recipe: ImageClassifier) -> nn.Module:
-        model = build(recipe)
+class BrokenOnRankOne(ImageClassifier):
+    def model(self) -> nn.Module:
+        model = super().model()
         forwards = itertools.count(1)
 
         def add_broken(module: nn.Module, inputs: Any, scores: Tensor) -> Tensor:
             # the derivative of a square root at 0 is infinite, and times 0 it is NaN
-            is_step = not recipe.share.alone  # but a look before the training
-            is_broken = environment.rank == 1 and is_step and next(forwards) >= 8
+            is_step = not self.share.alone  # but a look before the training
+            is_broken = distributed.get_rank() == 1 and is_step and next(forwards) >= 8
             return scores + (0 * scores).sqrt() if is_broken else scores
 
         model.register_forward_hook(add_broken)
         return model
-
-    with patch.object(ImageClassifier, "model", build_broken):
-        worker.run(environment, link, job)

@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from flyte_ddp.__main__ import main
 from flyte_ddp.settings import RunOptions
 from scripts.dry_run import ROOT, read_package
 from tests.environment import make_environment
@@ -57,14 +59,18 @@ def project(user):
     return folder
 
 
-def new(*arguments, cwd, program=()):
-    command = [*program, sys.executable, "-m", "flyte_ddp", "new", *arguments]
-    return subprocess.run(command, cwd=cwd, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+def new(*arguments, cwd, status=0):
+    with pytest.MonkeyPatch.context() as here:
+        here.chdir(cwd)
+        done = CliRunner().invoke(main, ["new", *arguments])
+    assert done.exit_code == status, done.output
+    return done
 
 
 # --- what it writes works ---
 
 
+@pytest.mark.slow
 def test_every_file_of_the_template_is_written_under_the_new_name(project):
     there = {str(file.relative_to(project)) for file in project.rglob("*") if file.is_file()}
     templates = (file for file in TEMPLATE.rglob("*") if file.is_file() and file.suffix != ".pyc")
@@ -73,6 +79,7 @@ def test_every_file_of_the_template_is_written_under_the_new_name(project):
     assert len((project / "flower_images" / "recipe.py").read_text().splitlines()) <= 45
 
 
+@pytest.mark.slow
 def test_it_passes_its_own_test_and_trains(user, project):
     done = user.run("make", "test", cwd=project)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -82,6 +89,7 @@ def test_it_passes_its_own_test_and_trains(user, project):
     assert float(re.findall(r"'accuracy': ([\d.]+)", done.stdout)[-1]) > 0.7
 
 
+@pytest.mark.slow
 def test_its_workflow_runs_from_anywhere_beside_other_workflows(user, project, tmp_path):
     for place in (project, tmp_path):  # neither may be taken for the library's own
         (place / "workflows").mkdir()
@@ -93,6 +101,7 @@ def test_its_workflow_runs_from_anywhere_beside_other_workflows(user, project, t
     assert "epoch_measures=" in done.stdout
 
 
+@pytest.mark.slow
 def test_it_can_be_registered_and_its_pod_trains(user, project, tmp_path, monkeypatch):
     done = user.run("make", "package", f"IMAGE={IMAGE}", cwd=project, DDP_PROFILE="sandbox")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -109,6 +118,7 @@ def test_it_can_be_registered_and_its_pod_trains(user, project, tmp_path, monkey
     assert Path(pod.run()["model_state"].scalar.blob.uri).is_file()
 
 
+@pytest.mark.slow
 def test_its_image_has_what_the_registered_code_is(project):
     dockerfile = (project / "Dockerfile").read_text()
     assert re.findall(r"^COPY (?:--\S+ )?(\S+) (\S+)", dockerfile, re.MULTILINE) == [
@@ -147,6 +157,7 @@ def requirement(project: Path) -> str:
     return str(found)
 
 
+@pytest.mark.slow
 def test_pip_installs_it_and_the_library_by_what_it_requires(user, project):
     assert requirement(project) == f"flyte-ddp-training @ file://{user.checkout}"
     user.install("--force-reinstall", requirement(project))
@@ -156,23 +167,20 @@ def test_pip_installs_it_and_the_library_by_what_it_requires(user, project):
 
 
 def test_a_checkout_that_is_not_installed_names_itself(tmp_path):
-    done = new("flowers", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    new("flowers", cwd=tmp_path)
     assert requirement(tmp_path / "flowers") == f"flyte-ddp-training @ {ROOT.as_uri()}"
 
 
 @pytest.mark.parametrize("extras", ["", "[figures,tensorboard]"])
 def test_what_the_user_names_is_taken(tmp_path, extras):
     named = f"flyte-ddp-training{extras} @ git+https://git.example/flyte-ddp.git@0123abc"
-    done = new("flowers", "--library", named, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    new("flowers", "--library", named, cwd=tmp_path)
     assert requirement(tmp_path / "flowers") == named
 
 
 @pytest.mark.parametrize("named", ["another-package", "flyte-ddp-training @", 'flyte-ddp-training @ "'])
 def test_what_is_no_requirement_of_the_library_is_refused(tmp_path, named):
-    done = new("flowers", "--library", named, cwd=tmp_path)
-    assert done.returncode == 2
+    done = new("flowers", "--library", named, cwd=tmp_path, status=2)
     assert f"--library must be a requirement of flyte-ddp-training, got {named!r}" in done.stderr
     assert not any(tmp_path.iterdir())
 
@@ -182,8 +190,7 @@ def test_what_is_no_requirement_of_the_library_is_refused(tmp_path, named):
 
 @pytest.mark.parametrize("name", ["2fast", "my-project", "Flowers", "blüten", "a__b", "_hidden", "class", ".."])
 def test_a_name_that_cannot_be_a_package_is_refused(tmp_path, name):
-    done = new(name, cwd=tmp_path)
-    assert done.returncode == 2
+    done = new(name, cwd=tmp_path, status=2)
     said = done.stderr.splitlines()[-1]
     assert said.startswith("Error: NAME must be a Python package name")
     assert said.endswith(f"got {name!r}: choose one like flower_images")
@@ -192,22 +199,23 @@ def test_a_name_that_cannot_be_a_package_is_refused(tmp_path, name):
 
 @pytest.mark.parametrize("name", ["random", "torch", "flyte_ddp", "tests"])
 def test_a_name_that_would_hide_another_package_is_refused(tmp_path, name):
-    done = new(name, cwd=tmp_path)
-    assert done.returncode == 2
+    done = new(name, cwd=tmp_path, status=2)
     assert f"got '{name}': choose one like my_{name}" in done.stderr
     assert not any(tmp_path.iterdir())
 
 
 def test_a_folder_that_is_there_is_left_alone(tmp_path):
     (tmp_path / "flowers").mkdir()
-    done = new(str(tmp_path / "flowers"), cwd=ROOT)
-    assert done.returncode == 2
+    done = new(str(tmp_path / "flowers"), cwd=ROOT, status=2)
     assert f"NAME must be a new folder, got {tmp_path / 'flowers'}" in done.stderr
     assert not any((tmp_path / "flowers").iterdir())
 
 
 def test_where_writing_fails_nothing_is_left(tmp_path):
-    done = new("flowers", cwd=tmp_path, program=["sh", "-c", 'ulimit -f 1; exec "$@"', "sh"])  # no file above 1 KiB
+    command = ["sh", "-c", 'ulimit -f 1; exec "$@"', "sh"]  # no file above 1 KiB
+    command += [sys.executable, "-m", "flyte_ddp", "new", "flowers"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 2
     assert f"cannot write to {tmp_path}" in done.stderr
     assert not any(tmp_path.iterdir())

@@ -1,15 +1,13 @@
-"""Promotion by the real pyflyte and by a pod's command, on real digits, to a folder and to an object storage."""
+"""Promotion by pyflyte and by a pod's command, on real digits, to a folder and to an object storage."""
 
 import dataclasses
 import json
 import math
-import os
 import pkgutil
-import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, Dict, NamedTuple
+from typing import Any, Dict
 from zipfile import ZipFile
 
 import pytest
@@ -30,44 +28,24 @@ from flyte_ddp.tasks.train import IMAGE_CLASSIFIER
 from flyte_ddp.training import train
 from flyte_ddp.user_code import find_code
 from scripts.dry_run import decode
+from tests import examples
+from tests.commands import ROOT, output, pyflyte, pyflyte_process, words
 from tests.object_storage import object_storage
+from tests.once import trained_classifier
 from tests.pod import Pod, literal, package, package_for_here
 
-ROOT = Path(__file__).resolve().parents[2]
 PROMOTE = str(ROOT / "workflows" / "promote.py")
 HP: Dict[str, Any] = {"dataset": "digits", "epochs": 1, "train_fraction": 0.1}
 
 
-class Trained(NamedTuple):
-    model: Path
-    accuracy: float
-
-
-def pyflyte(*arguments, status=0, **environment):
-    command, environment = ["pyflyte", "run", *arguments], {**os.environ, **environment}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
-    assert done.returncode == status, done.stderr
-    return done
-
-
-def found(name, said):
-    return re.findall(rf"\b{name}='?([^,')]+)", said.stdout)[0]
-
-
 @pytest.fixture(scope="module")
 def weak():
-    return trained(0.05)
+    return trained_classifier(train_fraction=0.05)
 
 
 @pytest.fixture(scope="module")
 def strong():
-    return trained(0.5)
-
-
-def trained(fraction):
-    hp = json.dumps({**HP, "train_fraction": fraction})
-    said = pyflyte(str(ROOT / "workflows" / "mnist.py"), "pytorch_training_wf", "--hp", hp)
-    return Trained(Path(found("model_state", said)), float(found("accuracy", said)))
+    return trained_classifier(train_fraction=0.5)
 
 
 def to(place, model, **promotion):
@@ -75,31 +53,37 @@ def to(place, model, **promotion):
     return [PROMOTE, "promote_wf", "--place", str(place), *inputs]
 
 
+@pytest.mark.slow
 def test_only_a_better_model_is_promoted_and_an_earlier_one_comes_back(weak, strong):
     place = "s3://bucket/models"
     assert weak.accuracy < strong.accuracy
     with object_storage() as storage:
         objects = storage.objects
-        first = pyflyte(*to(place, weak.model), **storage.environment)
-        assert (found("promoted", first), found("current", first)) == ("True", "None")
-        version = found("version", first)
+        first = pyflyte_process(*to(place, weak.model), environment=storage.environment)
+        assert (output(first, "promoted"), output(first, "current")) == ("True", "None")
+        version = output(first, "version")
         assert objects[f"bucket/models/versions/{version}/model.pt"] == weak.model.read_bytes()
 
         # no model can be better by more than 1
-        refused = pyflyte(*to(place, strong.model, margin=1), **storage.environment)
-        assert (found("promoted", refused), found("version", refused)) == ("False", version)
-        assert Path(found("model_state", refused)).read_bytes() == weak.model.read_bytes(), (
+        refused = pyflyte_process(*to(place, strong.model, margin=1), environment=storage.environment)
+        assert (output(refused, "promoted"), output(refused, "version")) == ("False", version)
+        assert Path(output(refused, "model_state")).read_bytes() == weak.model.read_bytes(), (
             "it is still the promoted one"
         )
 
-        better = pyflyte(*to(place, strong.model), **storage.environment)
-        assert found("promoted", better) == "True"
-        assert (float(found("candidate", better)), float(found("current", better))) == (strong.accuracy, weak.accuracy)
-        page = Path(found("report", better)).read_text()
+        better = pyflyte_process(*to(place, strong.model), environment=storage.environment)
+        assert output(better, "promoted") == "True"
+        assert (float(output(better, "candidate")), float(output(better, "current"))) == (
+            strong.accuracy,
+            weak.accuracy,
+        )
+        page = Path(output(better, "report")).read_text()
         assert f"{strong.accuracy:.2%}, before {weak.accuracy:.2%}" in page
         assert version in page, "in the history"
 
-        back = pyflyte(PROMOTE, "roll_back_wf", "--place", place, "--name", version, **storage.environment)
+        back = pyflyte_process(
+            PROMOTE, "roll_back_wf", "--place", place, "--name", version, environment=storage.environment
+        )
         assert f"Promoted: {version}" in back.stderr
         pointer = json.loads(objects["bucket/models/current.json"])
         assert pointer["version"] == version
@@ -114,13 +98,13 @@ def test_what_cannot_be_promoted_is_one_error(weak, tmp_path):
     (place / "current.json").unlink()
     network = pyflyte(*to(place, weak.model), "--hp", '{"model": "fashion_cnn"}', status=2)
     untrained = pyflyte(PROMOTE, "promote_wf", "--place", str(weak.model / "models"), status=2)
-    refused = (damaged, network, untrained)
-    words = [" ".join(re.sub("[│╭╮╰╯─]", " ", said.stderr).split()) for said in refused]
-    assert "damaged (JSONDecodeError" in words[0]
-    assert "model_state must fit the network, got" in words[1]
-    assert "must be writable: " in words[2]
-    assert "Train Epoch" not in words[2]
-    assert not any("Traceback" in text for text in words)
+    for done, said in zip(
+        (damaged, network, untrained),
+        ("damaged (JSONDecodeError", "model_state must fit the network, got", "must be writable: "),
+        strict=True,
+    ):
+        assert said in words(done.stderr)
+    assert "Train Epoch" not in untrained.stderr
     assert not list(place.glob("versions/*"))
 
 
@@ -183,6 +167,7 @@ def test_a_candidate_that_has_diverged_is_not_even_the_first():
         judge(dataclasses.replace(ACCURATE, measures={"accuracy": math.nan}), None, PromotionOptions())
 
 
+@pytest.mark.slow
 def test_a_retried_pod_says_what_the_attempt_before_has_done(weak, strong, tmp_path):
     task = package_for_here().tasks["flyte_ddp.promote.task.promote_images"]
 
@@ -212,10 +197,8 @@ def test_a_retried_pod_says_what_the_attempt_before_has_done(weak, strong, tmp_p
         ("charlm.recipe:CharLM", {"characters": 12_000, "width": 16, "layers": 1}, "perplexity", "accuracy"),
     ],
 )
-def test_a_recipe_is_promoted_by_its_headline_the_right_way_round(
-    example, settings, headline, other, tmp_path, monkeypatch
-):
-    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+def test_a_recipe_is_promoted_by_its_headline_the_right_way_round(example, settings, headline, other, tmp_path):
+    examples.project()  # now they can be imported
     kind = pkgutil.resolve_name(f"{example.partition('.')[0]}.settings:Settings")
     code, place = find_code(example), Place(str(tmp_path / "models"))
 

@@ -83,6 +83,7 @@ def test_biases_of_batch_norm_have_a_rate_of_their_own(small_data):
     assert len(plain.optimizer(plain.model()).param_groups) == 1
 
 
+@pytest.mark.slow
 def test_it_learns_resumes_and_does_not_depend_on_the_ranks(train):
     one, two = train(1, name="one", **SETTINGS), train(2, name="two", **SETTINGS)
     assert one.result.epochs[0].train["loss"] == pytest.approx(two.result.epochs[0].train["loss"], rel=1e-5)

@@ -17,6 +17,7 @@ from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.report.record import Record, RunFinished, RunInfo
 from flyte_ddp.report.surroundings import surroundings
 from flyte_ddp.settings import RunOptions
+from tests.once import made_once
 
 HOSTILE = """<script>alert(1)</script>"'&{{ 7 * 7 }}"""
 HOSTILE_CLASS = "<img src=x onerror=alert(2)>"
@@ -38,9 +39,13 @@ class Recorded(NamedTuple):
 
 
 @pytest.fixture(scope="session")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
-    """Two epochs of ten steps of 64 digits by two ranks, logged at each fifth, evaluated on 96."""
-    folder = tmp_path_factory.mktemp("recorded")
+def recorded() -> Recorded:
+    """Two epochs of ten steps of 64 digits by two ranks, logged at each fifth, evaluated on 96; for reading only."""
+    found: Recorded = pickle.loads((made_once("recorded", record) / "recorded.pickle").read_bytes())
+    return found
+
+
+def record(folder: Path) -> None:
     (folder / "logs").mkdir()
     digits = prepare("digits")
     (images, labels), (test_images, test_labels) = (prepared.open_split(digits, split) for split in prepared.SPLITS)
@@ -81,7 +86,6 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
     results = launcher.launch("flyte_ddp.engine.worker:run", choose_world("gloo", 2, 64), job, 120, events.append)
     events.append(RunFinished(results, Path(job.predictions_path), time.time() - job.launched))
     (folder / "recorded.pickle").write_bytes(pickle.dumps(Recorded(info, events)))
-    return Recorded(info, events)
 
 
 @pytest.fixture

@@ -1,9 +1,7 @@
 """Whole runs with everything switched on: by pyflyte as a user types it, and as a pod."""
 
 import json
-import os
 import re
-import subprocess
 from pathlib import Path
 from typing import List
 
@@ -11,11 +9,11 @@ import pytest
 
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
+from tests.commands import ROOT, pyflyte_process
 from tests.pod import Pod, literal, package_for_here, small_dataset
 from tests.report.test_tracking import KEY, files_with
 from tests.report.wandb_server import Server
 
-ROOT = Path(__file__).resolve().parents[2]
 OPTIONS = RunOptions(tracking="online", profile=True)
 
 
@@ -23,17 +21,13 @@ def test_local_run_shows_itself_and_keeps_the_key(tmp_path):
     """The second one is a cache hit, which says nothing and costs no training."""
     small_dataset(tmp_path / "data" / "prepared" / "digits")  # 1,000 images, once an epoch, are enough here
     hp = json.dumps({"dataset": "digits", "epochs": 2, "batch_size": 100})
-    command = ["pyflyte", "run", str(ROOT / "workflows" / "mnist.py"), "pytorch_training_wf", "--hp", hp]
+    command = [str(ROOT / "workflows" / "mnist.py"), "pytorch_training_wf", "--hp", hp, "--options", OPTIONS.to_json()]
     place = {"HOME": str(tmp_path), "DDP_DATA_DIR": str(tmp_path / "data"), "DDP_RUNS_DIR": str(tmp_path / "runs")}
     said: List[str] = []
     with Server("answers") as server:
         key = {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": server.url}
         for _ in range(2):
-            result = subprocess.run(
-                [*command, "--options", OPTIONS.to_json()],
-                cwd=tmp_path, env={**os.environ, **place, **key}, capture_output=True, text=True, timeout=300,
-            )  # fmt: skip
-            assert result.returncode == 0, result.stderr
+            result = pyflyte_process(*command, cwd=tmp_path, environment={**place, **key})
             said += [result.stdout, result.stderr]
         assert server.operations.count("RunResumeStatus") == 1, (
             "one run, whatever the number of ranks and of cache hits"
@@ -52,6 +46,7 @@ def test_local_run_shows_itself_and_keeps_the_key(tmp_path):
     assert not files_with(KEY, tmp_path), "not in the report, the logs, W&B's files, nor Flyte's cache"
 
 
+@pytest.mark.slow
 def test_pod_shows_its_report_while_it_trains(tmp_path):
     data = small_dataset(tmp_path / "small")
     hp = Hyperparameters(epochs=3, batch_size=50, learning_rate=0.02, precision="float32")
@@ -61,8 +56,7 @@ def test_pod_shows_its_report_while_it_trains(tmp_path):
     with Server("answers") as server:
         pod = Pod(task, inputs, tmp_path / "pod", {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": server.url})
         with pod.running() as process:
-            while not deck.exists():
-                assert process.poll() is None, pod.log
+            pod.wait_until(deck.exists, process)
             live = not pod.outputs_file.exists()
             process.wait(timeout=300)
         outputs = pod.outputs()

@@ -9,7 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from flyte_ddp.__main__ import main
 from flyte_ddp.errors import ReportedError
 from flyte_ddp.events import EpochFinished, Printed, RunStarted
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
@@ -32,10 +34,9 @@ def start(*arguments, **environment):
     )
 
 
-def watch(*arguments, **environment):
-    with start(*arguments, **environment) as process:
-        said = process.communicate(timeout=120)[1]
-    return process.returncode, said
+def watch(*arguments):
+    done = CliRunner().invoke(main, ["watch", *map(str, arguments)])
+    return done.exit_code, done.stderr
 
 
 @pytest.fixture
@@ -145,6 +146,7 @@ def test_a_terminal_has_the_live_line(recorded, progress, tmp_path):
     assert "Epoch 2 of 2: test accuracy" in on_terminal(program, str(tmp_path))
 
 
+@pytest.mark.slow
 def test_a_pods_progress_is_in_flytes_storage(tmp_path):
     inputs = {
         "hp": literal(Hyperparameters(dataset="digits", epochs=1, train_fraction=0.5)),
@@ -159,5 +161,4 @@ def test_a_pods_progress_is_in_flytes_storage(tmp_path):
 
 
 def test_help_names_the_command():
-    done = subprocess.run([*WATCH[:-1], "--help"], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert "watch" in done.stdout
+    assert "watch" in CliRunner().invoke(main, ["--help"]).stdout

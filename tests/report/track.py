@@ -4,7 +4,6 @@ import dataclasses
 import json
 import pickle
 import sys
-import time
 from pathlib import Path
 
 from flyte_ddp.report.console import show_output
@@ -20,15 +19,11 @@ def main() -> None:
     setting = dataclasses.replace(setting, logs=Path(logs), options=RunOptions.from_json(options))
     urls: list[str] = []
     tracker = open_tracker(setting, urls.append)
-    started = time.monotonic()
     if tracker:
         for event in events:
             tracker(event)
-    told = time.monotonic()
-    if tracker:
         tracker.close()
-    closed = time.monotonic()
-    print(json.dumps({"urls": urls, "tell_seconds": told - started, "close_seconds": closed - told}))
+    print(json.dumps(urls))
 
 
 if __name__ == "__main__":

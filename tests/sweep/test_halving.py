@@ -3,7 +3,6 @@
 import csv
 import re
 import signal
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Dict, List
@@ -18,7 +17,8 @@ from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions, TrainingSettings
 from flyte_ddp.sweep.halving import check_rungs, entrants, rungs_of, saving, standings
 from flyte_ddp.sweep.search import Sweep, TrialResult, trials_of
-from scripts.dry_run import ROOT, decode
+from scripts.dry_run import decode
+from tests.commands import pyflyte_process, same, start_pyflyte
 from tests.object_storage import object_storage
 from tests.pod import Pod, literal, package_for_here, small_dataset
 
@@ -122,13 +122,7 @@ def test_a_sweep_over_a_recipes_settings_cuts_nothing():
 def sweep(values: str, factor: int = 1) -> List[str]:
     hp = '{"dataset": "digits", "epochs": 4, "batch_size": 512, "train_fraction": 0.25}'
     text = f'{{"values": {{"learning_rate": {values}}}, "reduction_factor": {factor}}}'
-    return ["pyflyte", "run", "workflows/sweep.py", "sweep_wf", "--hp", hp, "--sweep", text]
-
-
-def done(command: List[str]) -> "subprocess.CompletedProcess[str]":
-    finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert finished.returncode == 0, finished.stderr
-    return finished
+    return ["workflows/sweep.py", "sweep_wf", "--hp", hp, "--sweep", text]
 
 
 def table(said: str) -> List[Dict[str, str]]:
@@ -146,9 +140,10 @@ def epochs_of(log: str) -> List[str]:
     return re.findall(r"^Epoch (\d of \d)", log.partition("\nBest: ")[0], re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_an_interrupted_sweep_goes_on_and_its_winner_has_the_bits_of_an_uninterrupted_training():
     command = sweep("[0.02, 1e20, 0.1, 0.2]", factor=4)
-    running = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    running = start_pyflyte(*command)
     assert running.stderr is not None
     log = ""
     for line in running.stderr:
@@ -159,7 +154,7 @@ def test_an_interrupted_sweep_goes_on_and_its_winner_has_the_bits_of_an_uninterr
     running.communicate(timeout=120)
     assert epochs_of(log) == ["1 of 1"] * 3, "and one that failed in its first"
 
-    halved = done(command)
+    halved = pyflyte_process(*command)
     assert set(epochs_of(halved.stderr)) <= {"2 of 4", "3 of 4", "4 of 4"}, "the first rung is remembered"
     spared = "7 epochs instead of 16: all 4 trials trained to epoch 1, the best 1 to epoch 4"
     assert f"\nTrained:  {spared}\n" in halved.stderr
@@ -171,14 +166,12 @@ def test_an_interrupted_sweep_goes_on_and_its_winner_has_the_bits_of_an_uninterr
     assert f"Trained: {spared}." in page
     assert "trained epochs" in page
 
-    whole = done(sweep(f"[{winner['learning_rate']}]"))
+    whole = pyflyte_process(*sweep(f"[{winner['learning_rate']}]"))
     assert epochs_of(whole.stderr) == ["1 of 4", "2 of 4", "3 of 4", "4 of 4"]
     (uninterrupted,) = table(whole.stdout)
     assert "trained_epochs" not in uninterrupted
     assert uninterrupted["validation_accuracy"] == winner["validation_accuracy"]
-    ours, theirs = weights(winner), weights(uninterrupted)
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert same(weights(winner), weights(uninterrupted))
 
 
 # --- in pods ---
@@ -189,13 +182,14 @@ def listed(*values: object) -> Literal:
     return Literal(collection=LiteralCollection(literals=found))
 
 
+@pytest.mark.slow
 def test_a_pod_goes_on_from_where_one_of_the_rung_before_ended(tmp_path):
     tasks = package_for_here().tasks
     hps = [Hyperparameters(epochs=2, batch_size=100, learning_rate=rate) for rate in (0.05, 0.1)]
     trials, halving = listed(*hps), literal(Sweep(reduction_factor=2))
     inputs = {"sweep": halving, "trials": trials, "name": literal("digits"), "options": literal(RunOptions())}
     pod = Pod(tasks["workflows.sweep.run_trials"], inputs, tmp_path / "run")
-    assert pod.start().wait() == 0, pod.log
+    assert pod.finish() == 0, pod.log
     job = DynamicJobSpec.FromString((pod.folder / "futures.pb").read_bytes())
     mapped = [node for node in job.nodes if node.HasField("array_node")]
     assert [node.task_node.reference_id.name for node in job.nodes].count("workflows.sweep.next_rung") == 1

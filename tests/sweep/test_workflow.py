@@ -1,4 +1,4 @@
-"""The sweep by the real pyflyte, cut off on the way, and by the pods of a cluster."""
+"""The sweep by pyflyte, cut off on the way, and by the pods of a cluster."""
 
 import csv
 import os
@@ -18,18 +18,14 @@ from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.sweep.search import Sweep, TrialResult
 from flyte_ddp.tasks.execution import TaskFailed, task_error
+from tests.commands import output, pyflyte, pyflyte_process, start_pyflyte, words
 from tests.pod import Pod, literal, package_for_here, small_dataset
 from workflows.sweep import as_result
 
-ROOT = Path(__file__).resolve().parents[2]
-SWEEP = ["pyflyte", "run", "workflows/sweep.py", "sweep_wf"]
+SWEEP = ["workflows/sweep.py", "sweep_wf"]
 DIGITS = ["--hp", '{"dataset": "digits", "epochs": 1, "batch_size": 512}']
 HP = Hyperparameters(epochs=10, batch_size=100, learning_rate=0.05)
 DIVERGES = Hyperparameters(epochs=1, batch_size=100, learning_rate=1e6)
-
-
-def words(text: str) -> str:
-    return " ".join(re.sub("[│╭╮╰╯─]", " ", text).split())
 
 
 def table(path: str) -> List[Any]:
@@ -42,7 +38,7 @@ def table(path: str) -> List[Any]:
 
 def in_training(arguments: List[str]) -> "subprocess.Popen[str]":
     """A sweep that has begun to train."""
-    running = subprocess.Popen(arguments, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    running = start_pyflyte(*arguments)
     assert running.stderr is not None
     for line in running.stderr:
         if line.startswith("Train Epoch"):
@@ -54,6 +50,7 @@ def children(pid: int) -> List[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
+@pytest.mark.slow
 def test_a_sweep_that_was_cut_off_goes_on_and_shows_the_best_and_the_failed():
     command = [*SWEEP, *DIGITS, "--sweep", '{"values": {"learning_rate": [1e6, 0.05]}}']
 
@@ -71,13 +68,12 @@ def test_a_sweep_that_was_cut_off_goes_on_and_shows_the_best_and_the_failed():
     assert running.returncode not in (0, None)
     assert "Every trial" not in log
 
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    done = pyflyte_process(*command)
     assert done.stderr.count("digits-held-out: 1,376 training and 125 test images") == 1, "the failure is remembered"
     assert "resuming from the checkpoint" in done.stderr
     assert done.stderr.count("digits: 1,501 training and 296 test images") == 1
 
-    best, failed = table(re.findall(r"table=([^,]+)", done.stdout)[0])
+    best, failed = table(output(done, "table"))
     assert (best["trial"], best["learning_rate"], best["failure"]) == ("2", "0.05", "")
     assert float(best["validation_accuracy"]) >= 0.8
     assert Path(best["report"]).is_file()
@@ -101,9 +97,7 @@ def test_a_sweep_that_was_cut_off_goes_on_and_shows_the_best_and_the_failed():
 def test_a_wrong_sweep_is_a_usage_error_before_anything_is_done(sweep, said, tmp_path, monkeypatch):
     monkeypatch.setenv("DDP_DATA_DIR", str(tmp_path / "data"))
     command = [*SWEEP, *DIGITS, "--sweep", sweep, "--options", '{"nproc": 2}']
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert said in words(done.stderr)
+    assert said in words(pyflyte(*command, status=2).stderr)
     assert not (tmp_path / "data").exists()
 
 
@@ -131,6 +125,7 @@ def rungs(*results: List[Literal]) -> Literal:
     return Literal(collection=LiteralCollection(literals=found))
 
 
+@pytest.mark.slow
 def test_pods_of_a_map_task_report_what_came_of_their_trial(place):
     inputs = {
         "sweep": literal(Sweep(concurrency=3)),
@@ -139,7 +134,7 @@ def test_pods_of_a_map_task_report_what_came_of_their_trial(place):
         "options": literal(RunOptions()),
     }
     pod = Pod(package_for_here().tasks["workflows.sweep.run_trials"], inputs, place / "run")
-    assert pod.start().wait() == 0, pod.log
+    assert pod.finish() == 0, pod.log
     job = DynamicJobSpec.FromString((pod.folder / "futures.pb").read_bytes())
     (node,) = (node.array_node for node in job.nodes if node.HasField("array_node"))
     assert (node.parallelism, list(node.bound_inputs)) == (3, ["held_out", "options"])
@@ -180,12 +175,13 @@ def test_pods_of_a_map_task_report_what_came_of_their_trial(place):
     assert "the log of its pod says why" in (pod.folder / "deck.html").read_text()
 
 
+@pytest.mark.slow
 def test_a_sweep_without_any_result_is_not_worth_a_retry(place):
     results = [literal(TrialResult(HP, failure="this")), literal(TrialResult(DIVERGES, failure="that"))]
     inputs = {"sweep": literal(Sweep()), "name": literal("digits"), "trials": literals([HP, DIVERGES])}
     inputs["rungs"] = rungs(results)
     pod = Pod(package_for_here().tasks["workflows.sweep.compare"], inputs, place / "nothing")
-    pod.start().wait()
+    pod.finish()
     assert pod.error.error.kind == ContainerError.NON_RECOVERABLE
     for line in ("Trial 1 (learning_rate 0.05): this", "Trial 2 (learning_rate 1e+06): that"):
         assert line in pod.error.error.message

@@ -1,15 +1,15 @@
 """A task that begins with given weights: a training that is remembered by their content."""
 
 import json
-import os
 import re
 import shutil
-import subprocess
 from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).parents[2]
+from tests import examples
+from tests.commands import ROOT, pyflyte, words
+
 WORKFLOW = """
 from flytekit import task, workflow
 from flytekit.types.file import FlyteFile
@@ -35,11 +35,7 @@ def tune_wf(init: FlyteFile, settings: Settings = Settings(), options: RunOption
 
 
 def run(project: Path, *arguments: str, status: int = 0) -> "tuple[str, str]":
-    done = subprocess.run(
-        ["pyflyte", "run", *arguments], cwd=project, env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == status, done.stderr
+    done = pyflyte(*arguments, status=status, cwd=project)
     return done.stdout, done.stderr
 
 
@@ -49,10 +45,10 @@ def output(said: str, name: str) -> Path:
 
 
 def test_a_task_begins_with_weights_and_goes_on_from_a_checkpoint(tmp_path):
-    shutil.copytree(ROOT / "examples" / "tabular", tmp_path / "tabular")
+    tabular = str(examples.project() / "tabular" / "workflow.py")
     (tmp_path / "tune.py").write_text(WORKFLOW)
     options = ("--options", '{"keep_checkpoint": true, "nproc": 2}')
-    said, _ = run(tmp_path, "tabular/workflow.py", "tabular_wf", "--settings", '{"epochs": 3}', *options)
+    said, _ = run(tmp_path, tabular, "tabular_wf", "--settings", '{"epochs": 3}', *options)
     model, checkpoint = output(said, "model_state"), output(said, "logs") / "final-checkpoint"
     settings = '{"epochs": 2, "freeze": "0", "validation_fraction": 0.2}'
 
@@ -101,7 +97,3 @@ def test_a_built_in_training_begins_with_weights_and_goes_on_from_a_checkpoint(t
     assert 'set init_leave_out to their names, as "conv1", or to "mismatching"' in words(log)
     _, log = train("--init", "nowhere.pt", status=2)
     assert "Invalid value for '--init': parameter should be a valid file path, nowhere.pt" in words(log)
-
-
-def words(text: str) -> str:
-    return " ".join(re.sub("[│╭╮╰╯─]", " ", text).split())

@@ -96,7 +96,7 @@ def test_a_failed_training_is_told_with_rank_host_cause_and_the_link(server, tmp
         "DDP_CONSOLE": "https://flyte.example.org/console/",
     }
     pod = Pod(task, inputs, tmp_path / "pod", environment=flytes)
-    assert pod.start().wait() == 0
+    assert pod.finish() == 0
     assert "NonFinite" in pod.error.error.message, "as without a webhook"
     (posted,) = server.posted
     link = "https://flyte.example.org/console/projects/shop/domains/production/executions/a1b2c3"

@@ -1,0 +1,77 @@
+"""pyflyte, in processes of its own and in the test's, and what tests of commands need besides."""
+
+import os
+import re
+import socket
+import subprocess
+from pathlib import Path
+from typing import Mapping
+
+import pytest
+import torch
+from click.testing import CliRunner
+from flytekit.clis.sdk_in_container.pyflyte import main
+
+ROOT = Path(__file__).resolve().parents[1]
+# A proxy that refuses all connections: no mirror can be reached, on any machine
+OFFLINE = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
+
+Done = subprocess.CompletedProcess
+
+
+def pyflyte(*arguments: str, status: int = 0, cwd: Path = ROOT, environment: Mapping[str, str] = {}) -> "Done[str]":
+    """`pyflyte run` in the test's own process, which has imported flytekit and torch; fails if it ends otherwise.
+
+    What is read while modules are imported, like the settings of a registration, needs a process of its own.
+    """
+    with pytest.MonkeyPatch.context() as here:
+        here.chdir(cwd)
+        for name, value in environment.items():
+            here.setenv(name, value)
+        done = CliRunner().invoke(main, ["run", *arguments])
+    return _checked(Done(arguments, done.exit_code, done.stdout, done.stderr), status)
+
+
+def pyflyte_process(
+    *arguments: str, status: int = 0, cwd: Path = ROOT, environment: Mapping[str, str] = {}
+) -> "Done[str]":
+    """`pyflyte run` as a user types it; fails if it ends otherwise."""
+    command, environment = ["pyflyte", "run", *arguments], {**os.environ, **environment}
+    return _checked(
+        subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300), status
+    )
+
+
+def _checked(done: "Done[str]", status: int) -> "Done[str]":
+    assert done.returncode == status, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    return done
+
+
+def start_pyflyte(*arguments: str, cwd: Path = ROOT) -> "subprocess.Popen[str]":
+    """`pyflyte run` as a user types it, for tests that end it on the way; its log can be read meanwhile."""
+    return subprocess.Popen(
+        ["pyflyte", "run", *arguments], cwd=cwd, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+
+
+def words(text: str) -> str:
+    """Without the frame that rich draws around an error, and without its line breaks."""
+    return " ".join(re.sub("[│╭╮╰╯─]", " ", text).split())
+
+
+def output(done: "Done[str]", name: str) -> str:
+    """The first field of this name in a workflow's outputs."""
+    return re.findall(rf"\b{name}='?([^,')]+)", done.stdout)[0]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def same(ours: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tensor]) -> bool:
+    """Whether two models have the same bits."""
+    return ours.keys() == others.keys() and all(torch.equal(ours[name], others[name]) for name in ours)

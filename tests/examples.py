@@ -1,0 +1,110 @@
+"""The examples in a folder of a user's own, and small trainings of them; made once for all workers."""
+
+import importlib
+import pickle
+import shutil
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any, Callable, Dict, List, NamedTuple, Optional
+
+import numpy as np
+import torch
+from PIL import Image
+from sklearn.datasets import load_digits
+
+from flyte_ddp.data import prepared
+from flyte_ddp.data.datasets import prepare
+from flyte_ddp.data.writer import write_prepared
+from flyte_ddp.events import Event, StepLogged
+from flyte_ddp.settings import RunOptions
+from flyte_ddp.training import train
+from tests.commands import ROOT
+from tests.once import made_once
+
+RECIPES = {
+    "autoencoder": "AutoencoderRecipe",
+    "charlm": "CharLM",
+    "contrastive": "Contrastive",
+    "resnet": "ResNet",
+    "segmentation": "Segmentation",
+    "tabular": "Tabular",
+}
+# A few steps, the last one of another size
+SMALL: Dict[str, Dict[str, Any]] = {
+    "autoencoder": {"batch_size": 16},
+    "charlm": {"characters": 12_000, "batch_size": 64, "width": 16, "layers": 1},
+    "contrastive": {"batch_size": 400},
+    # Adam's first steps are of one size, even where a gradient is nothing but rounding: hence small ones
+    "resnet": {"batch_size": 20, "side": 32, "learning_rate": 1e-5},
+    "segmentation": {"images": 120, "width": 4},
+    "tabular": {"batch_size": 20},
+}
+
+
+class Example(NamedTuple):
+    folder: Path
+    losses: List[float]  # of each step and of the test
+    measures: Dict[str, float]  # of the test
+
+    @property
+    def weights(self) -> Dict[str, torch.Tensor]:
+        found: Dict[str, torch.Tensor] = torch.load(self.folder / "model.pt", weights_only=True)
+        return found
+
+
+@cache
+def project() -> Path:
+    """A copy of the examples that can be imported from, with images in folders and a prepared dataset."""
+    place = made_once("examples", _make_project)
+    sys.path.insert(0, str(place))
+    return place
+
+
+def _make_project(place: Path) -> None:
+    shutil.copytree(ROOT / "examples", place, ignore=shutil.ignore_patterns("__pycache__", ".venv"), dirs_exist_ok=True)
+    digits = load_digits()
+    for label in (0, 1):
+        (place / "images" / str(label)).mkdir(parents=True)
+        for number, image in enumerate(digits.images[digits.target == label][:50]):
+            pixels = Image.fromarray((image * 15.9).astype(np.uint8)).resize((32, 32))
+            pixels.save(place / "images" / str(label) / f"{number}.png")
+    images, labels = prepared.open_split(prepare("digits"), "train")
+    names = list("0123456789")
+    write_prepared(place / "prepared", "small", names, images[:300], labels[:300], images[:50], labels[:50])
+
+
+def data_of(name: str) -> Optional[str]:
+    """The folder that an example is trained on, if it takes one."""
+    folder = {"autoencoder": "prepared", "resnet": "images"}.get(name)
+    return str(project() / folder) if folder else None
+
+
+def small(name: str) -> Dict[str, Any]:
+    return {"epochs": 1, "log_interval": 1, "precision": "float32", **SMALL[name]}
+
+
+def small_settings(name: str) -> Any:
+    project()
+    return importlib.import_module(f"{name}.settings").Settings(**small(name))
+
+
+def train_small(
+    name: str, output: Path, on_event: Callable[[Event], None], nproc: int = 2, checkpoint_seconds: float = 0.0
+) -> Any:
+    options = RunOptions(nproc=nproc, checkpoint_seconds=checkpoint_seconds, tracking="off", loader_workers=0)
+    settings, recipe = small_settings(name), f"{name}.recipe:{RECIPES[name]}"
+    return train(recipe, settings, options, data_of(name), output, on_event=on_event)
+
+
+def trained(name: str, nproc: int) -> Example:
+    """An undisturbed training by so many ranks; for reading only."""
+
+    def make(folder: Path) -> None:
+        events: List[Event] = []
+        measures = train_small(name, folder, events.append, nproc, checkpoint_seconds=60).epochs[-1].test
+        losses = [event.measures["loss"] for event in events if isinstance(event, StepLogged)]
+        (folder / "said.pickle").write_bytes(pickle.dumps(([*losses, measures["loss"]], dict(measures))))
+
+    folder = made_once(f"example-{name}-{nproc}", make)
+    return Example(folder, *pickle.loads((folder / "said.pickle").read_bytes()))
