@@ -90,7 +90,7 @@ def train(small_data: Path, tmp_path: Path) -> Callable[..., Trained]:
 
         world = choose_world("gloo", nproc, hp.batch_size)
         results = launcher.launch(target, world, job, timeout_seconds, listen)
-        if target != WORKER:
+        if not isinstance(results[0], TrainingResult):
             return results
         return Trained(results[0], torch.load(folder / "model.pt", weights_only=True), events)
 

@@ -67,6 +67,6 @@ def test_a_checkpoint_of_another_format_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("flyte_ddp.engine.checkpoint.FORMAT", 0)
     write_checkpoint(tmp_path / "old", {"identity": {}, "state": {}})
     monkeypatch.undo()
-    with pytest.raises(CheckpointError, match="has format 0, this version reads 3"):
+    with pytest.raises(CheckpointError, match="has format 0, this version reads 4"):
         read_checkpoint(tmp_path / "old", {})
     assert [path.name for path in tmp_path.iterdir()] == ["old"]

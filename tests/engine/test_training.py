@@ -11,7 +11,9 @@ from flyte_ddp.recipes import models
 from flyte_ddp.recipes.hyperparameters import MODELS, Hyperparameters
 from flyte_ddp.recipes.images import ImageClassifier
 from flyte_ddp.recipes.models import build_model, load_model
-from tests.small_training import Trained
+from tests.small_training import WORKER, Trained
+
+TWO_HOSTS = "tests.launch.targets:train_on_two_hosts"
 
 
 class Unplugged(Exception):
@@ -121,12 +123,12 @@ def test_the_model_file_gives_exactly_the_reported_accuracy(train, small_data, t
     assert not any(name.startswith("module.") for name in trained.weights)
 
 
-@pytest.mark.parametrize("step", [1, 7, 19, 20])
-def test_a_run_that_was_cut_off_goes_on_with_the_same_bits(train, step):
+@pytest.mark.parametrize(("step", "target"), [(1, WORKER), (7, TWO_HOSTS), (19, WORKER), (20, WORKER)])
+def test_a_run_that_was_cut_off_goes_on_with_the_same_bits(train, step, target):
     whole = train(name="whole", epochs=2, log_interval=1)
     with pytest.raises(Unplugged):
         train(name="cut", epochs=2, log_interval=1, checkpoint_seconds=0, on_event=unplug_at(step))
-    resumed = train(name="cut", epochs=2, log_interval=1, checkpoint_seconds=0)
+    resumed = train(name="cut", epochs=2, log_interval=1, checkpoint_seconds=0, target=target)
     started = resumed.events[0]
     assert isinstance(started, RunStarted)
     assert started.first_step > 0 or step == 1  # the checkpoint of step 1 may not have been complete
