@@ -120,8 +120,10 @@ class TrainingState:
         autocast: bool,
         total_steps: int,
         constant_loss: float = 0.0,
+        log_gradients: bool = False,
     ):
-        """names: of the measures, "loss" first."""
+        """names: of the measures, "loss" first. log_gradients: whether events have those of all parameters."""
+        self.log_gradients = log_gradients
         self.recipe, self.names, self.device = recipe, tuple(names), device
         self.model, self.rows = model, rows
         self.ddp = DistributedDataParallel(

@@ -29,9 +29,10 @@ class TensorBoard:
             self._steps_per_epoch = event.steps_per_epoch
         elif isinstance(event, StepLogged):
             step = event.epoch * self._steps_per_epoch + event.step
-            figures = {name: getattr(event, name) for name in ("learning_rate", "samples_per_second")}
+            figures = {name: getattr(event, name) for name in ("learning_rate", "samples_per_second", "gradient_norm")}
             self._scalars(step, "train", {**event.measures, **figures})
-            self._scalars(step, "gradient_norm", event.gradient_norms)
+            if self._info.options.log_gradients:
+                self._scalars(step, "gradient_norm", event.gradient_norms)
         elif isinstance(event, GradientsSeen):
             step = (event.epoch + 1) * self._steps_per_epoch
             self._write(step, [self._histogram(name, *counted) for name, counted in event.histograms.items()])
