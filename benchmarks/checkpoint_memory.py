@@ -21,6 +21,7 @@ from benchmarks.engine import hardware
 from benchmarks.gpu_rows import training
 from flyte_ddp.engine import worker
 from flyte_ddp.engine.job import Job
+from flyte_ddp.engine.resume import resume as resume_from
 from flyte_ddp.engine.set_up import set_up
 from flyte_ddp.launch.environment import Environment, choose_world
 from flyte_ddp.launch.link import Link
@@ -49,7 +50,7 @@ class Large(Recipe):
         outputs: torch.Tensor = model(batch)
         return outputs
 
-    def measure(self, outputs: torch.Tensor, batch: torch.Tensor) -> Dict[str, torch.Tensor]:
+    def measure(self, outputs: torch.Tensor, batch: torch.Tensor) -> Dict[str, Any]:
         return {"loss": (outputs - batch).square().mean(1)}
 
 
@@ -101,7 +102,7 @@ def resume(environment: Environment, link: Link, job: Job) -> Tuple[float, ...]:
         distributed.barrier()
         with Peak() as peak:
             started = time.perf_counter()
-            assert worker.resume(state, job, environment, link)
+            assert resume_from(state, job, environment, link)
         moments = [value for kept in state.optimizer.state.values() for value in kept.values()]
         assert state.step == 1
         assert moments

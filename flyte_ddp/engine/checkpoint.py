@@ -131,7 +131,8 @@ def _check_readable(content: Any, where: str) -> None:
 
 def _save(content: Any, file: IO[bytes]) -> None:
     """Numbers of NumPy become plain ones: to read them as they are, torch would have to trust the file."""
-    with serialization_config.patch("save.compute_crc32", False):  # half of the time, and there is a better checksum
+    # Torch's own checksum would take half of the time
+    with serialization_config.patch("save.compute_crc32", False):  # type: ignore[attr-defined]
         torch.save(pytree.tree_map_only(np.generic, np.generic.item, content), file)
 
 

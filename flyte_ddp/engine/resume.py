@@ -24,7 +24,8 @@ def resume(state: TrainingState, job: Job, environment: Environment, link: Link)
     Rank 0 verifies the file, and ranks that see the same one map it, too. If some do not, those of another host, the
     tensors are broadcast, one by one.
     """
-    path, saved, told = Path(job.checkpoint_path), None, [None]
+    path, saved = Path(job.checkpoint_path), None
+    told: List[Any] = [None]
     if environment.rank == 0 and os.path.exists(job.checkpoint_path):
         try:
             saved = read_checkpoint(path, job.identity.as_dict())["state"]
