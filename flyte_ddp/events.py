@@ -49,7 +49,8 @@ class StepLogged:
     measures: Dict[str, float]
     learning_rate: float
     samples_per_second: float
-    gradient_norms: Dict[str, float]  # Euclidean, per parameter, of this step
+    gradient_norms: Dict[str, float]  # Euclidean, of this step: the ten largest by parameter, or all on request
+    gradient_norm: float = 0.0  # of all parameters together
 
 
 @dataclass(frozen=True)

@@ -29,9 +29,10 @@ class TensorBoard(Observer):
 
     def on_step_logged(self, event: StepLogged) -> None:
         step = event.epoch * self._steps_per_epoch + event.step
-        figures = {name: getattr(event, name) for name in ("learning_rate", "samples_per_second")}
+        figures = {name: getattr(event, name) for name in ("learning_rate", "samples_per_second", "gradient_norm")}
         self._scalars(step, "train", {**event.measures, **figures})
-        self._scalars(step, "gradient_norm", event.gradient_norms)
+        if self._info.options.log_gradients:
+            self._scalars(step, "gradient_norm", event.gradient_norms)
 
     def on_gradients_seen(self, event: GradientsSeen) -> None:
         step = (event.epoch + 1) * self._steps_per_epoch

@@ -68,8 +68,9 @@ class WandbRun(Observer):
     def on_step_logged(self, event: StepLogged) -> None:
         self._step = event.epoch * self._steps_per_epoch + event.step
         measured = {name if name == "loss" else f"train_{name}": x for name, x in event.measures.items()}
-        figures = {name: getattr(event, name) for name in ("learning_rate", "samples_per_second")}
-        norms = {f"gradient_norms/{name}": norm for name, norm in event.gradient_norms.items()}
+        figures = {name: getattr(event, name) for name in ("learning_rate", "samples_per_second", "gradient_norm")}
+        by_parameter = event.gradient_norms if self._info.options.log_gradients else {}
+        norms = {f"gradient_norms/{name}": norm for name, norm in by_parameter.items()}
         self._log({**measured, **figures, "epoch": event.epoch + 1, **norms})
 
     def on_gradients_seen(self, event: GradientsSeen) -> None:
