@@ -62,7 +62,14 @@ def image(model: nn.Module, batch: Tuple[Tensor, ...]) -> Tensor:
 LLAMA = {**WIDE, "num_key_value_heads": 2, "num_labels": CLASSES, "pad_token_id": 0}
 VISION = {**TEXT, "intermediate_size": 64, "image_size": 32, "patch_size": 8}
 del VISION["vocab_size"]
-SPEECH = {"d_model": 32, "encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 64, "num_mel_bins": 8}
+SPEECH = {
+    "d_model": 32,
+    "encoder_layers": 2,
+    "encoder_attention_heads": 2,
+    "encoder_ffn_dim": 64,
+    "num_mel_bins": 8,
+    "decoder_attention_heads": 2,
+}
 
 # By name: how it is built, how it is called, and the shape of a sample; an empty one means tokens
 MODELS: Dict[str, Tuple[Callable[[], nn.Module], Callable[..., Tensor], Tuple[int, ...]]] = {
@@ -113,6 +120,7 @@ class Settings(TrainingSettings):
     epochs: int = setting(1, minimum=1)
     precision: str = setting("float32", choices=("float32",))
     model: str = setting("BERT", choices=tuple(MODELS))
+    nudge: float = setting(0.0, minimum=0)  # images are multiplied by 1 more than this
 
 
 class Classified(Recipe):
@@ -123,7 +131,11 @@ class Classified(Recipe):
     def data(self, split: str) -> Tuple[Tensor, Tensor]:
         draws = torch.Generator().manual_seed(len(split))
         shape, count = MODELS[self.settings.model][2], SAMPLES if split == "train" else 12
-        samples = torch.randn(count, *shape, generator=draws) if shape else self.tokens(count, draws)
+        samples = (
+            torch.randn(count, *shape, generator=draws) * (1 + self.settings.nudge)
+            if shape
+            else self.tokens(count, draws)
+        )
         return samples, torch.randint(CLASSES, (count,), generator=draws)
 
     def tokens(self, count: int, draws: torch.Generator) -> Tensor:
@@ -140,4 +152,4 @@ class Classified(Recipe):
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """Adam would divide a gradient that is nothing but rounding by its own size."""
-        return torch.optim.SGD(model.parameters(), 0.05, momentum=0.9, fused=True)
+        return torch.optim.SGD(model.parameters(), 0.001, momentum=0.9, fused=True)

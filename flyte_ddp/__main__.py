@@ -5,6 +5,8 @@ from typing import List, Optional
 
 import click
 
+from flyte_ddp.report.console import show_output
+
 # By name, so that each command imports only what it needs
 COMMANDS = {"new": "flyte_ddp.new.command:new", "watch": "flyte_ddp.watch.command:watch"}
 
@@ -21,6 +23,7 @@ class Commands(click.Group):
 @click.group(cls=Commands)
 def main() -> None:
     """Commands of flyte_ddp, besides those of pyflyte."""
+    show_output()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """What the ranks, nearly always rank 0, send to the parent: small, plain values; large data stays in files."""
 
+import re
 from dataclasses import dataclass, field
-from typing import Dict, List, Tuple, Union
+from typing import Any, Callable, Dict, List, Tuple, Union
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,8 @@ class StepLogged:
     measures: Dict[str, float]
     learning_rate: float
     samples_per_second: float
-    gradient_norms: Dict[str, float]  # Euclidean, per parameter, of this step
+    gradient_norms: Dict[str, float]  # Euclidean, of this step: the ten largest by parameter, or all on request
+    gradient_norm: float = 0.0  # of all parameters together
 
 
 @dataclass(frozen=True)
@@ -167,3 +169,31 @@ Event = Union[
     CheckpointRefused,
     Printed,
 ]
+
+
+def tell(observer: object, event: Any) -> None:
+    """Calls the observer's method for this kind of event, if it has one: on_epoch_finished for EpochFinished."""
+    name = re.sub("[A-Z]", lambda capital: f"_{capital[0].lower()}", type(event).__name__)
+    method = getattr(observer, f"on{name}", None)
+    if method:
+        method(event)
+
+
+def all_of(*listeners: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Passes each event to all listeners."""
+
+    def tell_all(event: Any) -> None:
+        for listener in listeners:
+            listener(event)
+
+    return tell_all
+
+
+class Observer:
+    """Is called with each event, and has a method for each kind that concerns it: see tell."""
+
+    def __call__(self, event: Any) -> None:
+        tell(self, event)
+
+    def close(self) -> None:
+        """Nothing more will happen."""

@@ -231,6 +231,7 @@ class RunOptions(Settings):
         wandb_project: the W&B project; empty is WANDB_PROJECT, else flyte-ddp.
         wandb_entity: the W&B user or team; empty is WANDB_ENTITY, else the key's own.
         profile: whether torch.profiler records some steps of every rank.
+        log_gradients: whether trackers get each parameter's gradient norm and, after each epoch, its histogram.
         keep_checkpoint: whether to keep the last checkpoint, as final-checkpoint, so that a later training can continue
             from it.
         loader_workers: processes per rank that read ahead samples that are not in memory; with 0 the rank reads them
@@ -246,6 +247,7 @@ class RunOptions(Settings):
     wandb_project: str = setting("")
     wandb_entity: str = setting("")
     profile: bool = setting(False)
+    log_gradients: bool = setting(False)
     loader_workers: int = setting(2, minimum=0, maximum=64)
     pin_memory: bool = setting(True)
     keep_checkpoint: bool = setting(False)

@@ -8,7 +8,7 @@ import time
 import uuid
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Iterator, Union
+from typing import IO, Iterator, Union
 
 from flyte_ddp.errors import InputError
 
@@ -48,8 +48,13 @@ def synced_file(path: Path) -> Iterator[io.BufferedWriter]:
     """A new file that is on disk, not just in the cache, when the block ends."""
     with open(path, "xb") as file:
         yield file
-        file.flush()
-        os.fsync(file.fileno())
+        sync(file)
+
+
+def sync(file: IO[bytes]) -> None:
+    """Returns when what was written is on disk."""
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def write_whole(path: Path, *pieces: Union[bytes, memoryview]) -> None:

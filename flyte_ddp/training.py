@@ -7,6 +7,7 @@ In a script that `torchrun --nproc-per-node 2 script.py` runs, the same call tra
 
 import os
 import pkgutil
+import time
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +15,13 @@ from typing import Callable, Dict, List, Optional, Sequence, Union
 
 from flyte_ddp.engine.job import Job, TrainingResult, job_of, paths_in, subject_of
 from flyte_ddp.errors import InputError
-from flyte_ddp.events import EpochFinished, Event
+from flyte_ddp.events import EpochFinished, Event, all_of
 from flyte_ddp.launch import launcher
 from flyte_ddp.launch.environment import choose_world, is_first_rank
 from flyte_ddp.launch.failures import Preempted
-from flyte_ddp.report.console import Console, open_console
+from flyte_ddp.report.console import Console, open_console, show_output
+from flyte_ddp.report.own_observers import OwnObservers
+from flyte_ddp.report.record import RunFailed, RunFinished
 from flyte_ddp.settings import RunOptions, TrainingSettings
 from flyte_ddp.storage import writing_to
 from flyte_ddp.user_code import find_code
@@ -58,6 +61,7 @@ def train(
     data_files: Sequence[str] = (),
     on_event: Optional[Callable[[Event], None]] = None,
     init: Union[str, Path, None] = None,
+    observers: Sequence[str] = (),
 ) -> Result:
     """Trains a recipe with options.nproc ranks that it starts, or as one rank if a launcher has set WORLD_SIZE.
 
@@ -69,11 +73,15 @@ def train(
         on_event: receives every event; without it, lines go to standard error.
         init: what to start with: the model_state of an earlier training, or a checkpoint (final-checkpoint in its
             output, if options.keep_checkpoint was set), from which training continues up to settings.epochs in total.
+        observers: "package.module:Name" of classes with a method for each event that concerns them. Unlike on_event
+            they cannot hurt the run: an exception is said once, and their time is their own.
 
     Raises InputError for what the caller can fix, RankFailed if a rank fails, Preempted after a SIGTERM.
     """
+    started = time.time()
+    show_output()
     name = recipe if isinstance(recipe, str) else name_of(recipe)
-    code = find_code(name, data_files)
+    code, watching = find_code(name, data_files), [find_code(one) for one in observers]
     place = Path(output).expanduser().absolute()
     source, first = (Path(path).expanduser().absolute() if path else None for path in (data, init))
     if source and not source.exists():
@@ -83,44 +91,47 @@ def train(
     with writing_to(place, "output"):
         place.mkdir(parents=True, exist_ok=True)
     job = job_of(subject_of(code, settings, source, first), options, **paths_in(place, options))
-    result = run(job, options, on_event)
+    own = OwnObservers(watching if is_first_rank() else ())
+    console = Console if "WORLD_SIZE" in os.environ else open_console  # a launcher's ranks share a terminal
+    try:
+        with nullcontext(on_event) if on_event else closing(console()) as listen:
+            results = run(job, options, all_of(listen, own))
+    except BaseException as error:
+        own.close(RunFailed.by(error))
+        raise
+    predictions = Path(job.predictions_path)
+    own.close(RunFinished(results, predictions if predictions.exists() else None, time.time() - started))
+    result = results[0]
     warnings = [one.reason for one in result.warnings]
     best_epoch = 0 if result.chosen_epoch is None else result.chosen_epoch + 1
     return Result(result.epochs, warnings, Path(job.model_path), place, result.tested, best_epoch)
 
 
-def run(job: Job, options: RunOptions, on_event: Optional[Callable[[Event], None]]) -> TrainingResult:
+def run(job: Job, options: RunOptions, on_event: Callable[[Event], None]) -> List[TrainingResult]:
     """Trains with ranks of its own, or as one of its launcher's; the checkpoint is removed when training has ended."""
     is_first, checkpoint = is_first_rank(), Path(job.checkpoint_path)
     if is_first and not options.resume:
         checkpoint.unlink(missing_ok=True)
     try:
         if "WORLD_SIZE" in os.environ:
-            result: TrainingResult = pkgutil.resolve_name(JOINED)(job, on_event or Console())
+            results = [pkgutil.resolve_name(JOINED)(job, on_event)]
         else:
-            result = launch(job, options, on_event)
+            settings = job.identity.settings
+            name_of(type(settings), "settings")
+            world = choose_world(settings.backend, options.nproc, settings.batch_size)
+            results = launcher.launch(WORKER, world, job, options.timeout_seconds, on_event, roots=[job.root])
     except Preempted as stopped:
         raise Preempted(f"{stopped}; the same command resumes from {checkpoint}") from None
     if is_first:
         checkpoint.unlink(missing_ok=True)
-    return result
+    return results
 
 
-def launch(job: Job, options: RunOptions, on_event: Optional[Callable[[Event], None]]) -> TrainingResult:
-    settings = job.identity.settings
-    world = choose_world(settings.backend, options.nproc, settings.batch_size)
-    with nullcontext(on_event) if on_event else closing(open_console()) as listen:
-        results: List[TrainingResult] = launcher.launch(
-            WORKER, world, job, options.timeout_seconds, listen, roots=[job.root]
-        )
-    return results[0]
-
-
-def name_of(recipe: type) -> str:
+def name_of(kind: type, what: str = "recipe") -> str:
     """The name by which ranks find the class; InputError for a class that only this process has."""
-    if recipe.__module__ == "__main__" or "<locals>" in recipe.__qualname__:
+    if kind.__module__ == "__main__" or "<locals>" in kind.__qualname__:
         raise InputError(
-            f"recipe must be a class at the top level of a module that can be imported, got {recipe.__qualname__} of "
-            f"{recipe.__module__}: put it into a file of its own, which each rank imports"
+            f"{what} must be defined at the top level of a module that can be imported, got {kind.__qualname__} of "
+            f"{kind.__module__}: put it into a file of its own, which each rank imports"
         )
-    return f"{recipe.__module__}:{recipe.__qualname__}"
+    return f"{kind.__module__}:{kind.__qualname__}"

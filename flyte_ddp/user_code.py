@@ -30,7 +30,7 @@ from flyte_ddp.code_version import (
 )
 from flyte_ddp.errors import InputError
 
-EXAMPLE = '"package.module:Name", as in "recipes.flowers:Flowers"'
+EXAMPLE = '"package.module:Name"'
 ENGINE = ("flyte_ddp.engine.worker", "flyte_ddp.engine.predict")  # what trains a recipe, and predicts with it
 
 
@@ -49,7 +49,7 @@ class UserCode:
 
 
 def find_code(name: str, data_files: Sequence[str] = ()) -> UserCode:
-    """Finds the code that a recipe consists of, from its source; imports nothing, not even a parent package.
+    """Finds the code of a recipe, or an observer, from its source; imports nothing, not even a parent package.
 
     Modules are searched for on sys.path. Import statements are found anywhere, and so is import_module("a.b") with a
     literal name; checked_imports reports other imports. data_files are relative to the folder of the recipe's module.
@@ -58,14 +58,14 @@ def find_code(name: str, data_files: Sequence[str] = ()) -> UserCode:
     """
     module, colon, attribute = name.partition(":")
     if not (colon and attribute.isidentifier() and all(part.isidentifier() for part in module.split("."))):
-        raise InputError(f"a recipe is named {EXAMPLE}, got {name!r}: name the module with dots, without .py")
+        raise InputError(f"give a name such as {EXAMPLE}, got {name!r}: name the module with dots, without .py")
     found = find_parts(module, sys.path)
     if len(found) <= module.count("."):
         raise _not_found(name, found)
     file = source_file(found[-1])
     if not file:
         where = found[-1].origin or ", ".join(found[-1].submodule_search_locations or ())
-        raise InputError(f"recipe {name}: {module} is {where}, which has no Python source: name a module that has")
+        raise InputError(f"{name}: {module} is {where}, which has no Python source: name a module that has")
     is_package = found[-1].submodule_search_locations is not None
     root = str(Path(file).parents[module.count(".") + is_package])
     _check_defined(name, file)
@@ -75,9 +75,9 @@ def find_code(name: str, data_files: Sequence[str] = ()) -> UserCode:
     for one in data_files:
         path = os.path.abspath(os.path.join(os.path.dirname(file), one))
         if not os.path.isfile(path):
-            raise InputError(f"recipe {name}: data file {one!r} is not a file; it is looked for as {path}")
+            raise InputError(f"{name}: data file {one!r} is not a file; it is looked for as {path}")
         if not is_below(path, root):
-            raise InputError(f"recipe {name}: data file {one!r} must lie below {root}, to be shipped with the code")
+            raise InputError(f"{name}: data file {one!r} must lie below {root}, to be shipped with the code")
         if path not in files:
             files.add(path)
             versions[Path(path).relative_to(root).as_posix()] = hashlib.sha256(Path(path).read_bytes()).hexdigest()
@@ -122,11 +122,11 @@ def _not_found(name: str, found: Sequence[ModuleSpec]) -> InputError:
     folders = [folder for folder in map(os.path.abspath, places) if os.path.isdir(folder)]
     folders = [folder for folder in folders if found or not is_installed(folder)]
     if parent and not folders:
-        return InputError(f"recipe {name}: {parent} is a module, {found[-1].origin}, and has no module {missing} in it")
+        return InputError(f"{name}: {parent} is a module, {found[-1].origin}, and has no module {missing} in it")
     entries = [entry for folder in folders for entry in os.scandir(folder)]
     names = {entry.name.removesuffix(".py") for entry in entries if entry.name.endswith(".py") or entry.is_dir()}
     return InputError(
-        f"recipe {name}: no module {missing}{_hint(missing, names)} in {', '.join(folders)}: start pyflyte in the "
+        f"{name}: no module {missing}{_hint(missing, names)} in {', '.join(folders)}: start pyflyte in the "
         "folder from which the module can be imported, or put that folder on PYTHONPATH"
     )
 
@@ -145,4 +145,4 @@ def _check_defined(name: str, file: str) -> None:
     stars = (node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.names[0].name == "*")
     # if names may come from elsewhere too, the rank finds out
     if attribute not in names and "__getattr__" not in names and not any(stars):
-        raise InputError(f"recipe {name}: {file} defines no {attribute}{_hint(attribute, names)} at its top level")
+        raise InputError(f"{name}: {file} defines no {attribute}{_hint(attribute, names)} at its top level")

@@ -11,6 +11,8 @@ from typing import List
 import pytest
 from hypothesis import settings
 
+from flyte_ddp.report.console import show_output
+
 pytest_plugins = ["tests.small_training"]
 
 
@@ -49,6 +51,12 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: List[pytest.Item]) -> None:
     """Slow tests come first, or at the end one worker would do them alone."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def output() -> None:
+    """What the library says is printed, as in a command."""
+    show_output()
 
 
 @pytest.fixture(scope="session")

@@ -107,7 +107,7 @@ def trainer(small_data: Path, place: Path) -> Callable[..., Any]:
 
         world = choose_world("gloo", nproc, hp.batch_size)
         results = launcher.launch(target, world, job, timeout_seconds, listen)
-        if target != WORKER:
+        if not isinstance(results[0], TrainingResult):
             return results
         return Trained(results[0], torch.load(folder / "model.pt", weights_only=True), events, folder)
 

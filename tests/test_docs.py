@@ -29,6 +29,7 @@ def test_the_guide_to_an_own_model_works_as_it_stands(tmp_path):
             said.append(done.stdout)
     assert "'within': " in said[0]
     assert "2177 parameters" in said[1]
+    assert (tmp_path / "notes.txt").read_text().startswith("epoch 1: {'loss': ")
     assert (tmp_path / "trained-by-torchrun" / "model.pt").is_file()
     assert "best_epoch=" in said[3]
     two, tuned = (torch.load(tmp_path / name / "model.pt", weights_only=True) for name in ("two", "tuned"))

@@ -1,5 +1,7 @@
 """What a plain call refuses before anything is started."""
 
+from dataclasses import dataclass
+
 import pytest
 
 from flyte_ddp.errors import InputError
@@ -19,6 +21,13 @@ def test_a_class_that_ranks_cannot_import_is_refused_with_the_remedy(tmp_path):
 
     with pytest.raises(InputError, match=r"got .*Local of tests.test_training: put it into a file of its own"):
         train(Local, TrainingSettings(), output=tmp_path)
+
+    @dataclass(frozen=True)
+    class Settings(TrainingSettings):
+        pass
+
+    with pytest.raises(InputError, match=r"^settings must be .* got .*Settings of tests.test_training: put it into"):
+        train(Sound, Settings(), output=tmp_path)
 
 
 def test_data_that_are_not_there_are_refused(tmp_path):

@@ -40,6 +40,8 @@ REPOSITORY = {
     "recipes/sibling.py": "",
     "recipes/labels.txt": "rose tulip",
     "recipes/unused.py": "",
+    "watching/notes.py": "import watching.words, no_torch\nclass Notes: pass",
+    "watching/words.py": "",
     "plain/folder/deep.py": "VALUE = 1",  # no __init__.py
     "for_types.py": "",
     "named.py": "",
@@ -209,7 +211,7 @@ def test_the_version_does_not_depend_on_the_folder_nor_on_code_that_is_not_impor
 
 @pytest.mark.parametrize("name", ["recipes.flowers", "recipes/flowers.py:X", "a b:c", "recipes.:X", ":X", "a:b.c"])
 def test_a_malformed_name_is_refused_with_the_form(name):
-    with pytest.raises(InputError, match=r'a recipe is named "package\.module:Name", as in ') as refused:
+    with pytest.raises(InputError, match=r'give a name such as "package\.module:Name", got ') as refused:
         find_code(name)
     assert repr(name) in str(refused.value)
 
@@ -269,17 +271,18 @@ def test_a_remote_run_ships_it_from_a_repository_with_workflows_of_its_own(tmp_p
         import workflows.train  # the user's
         from flytekit.constants import CopyFileDetection
         from flytekit.tools.script_mode import ls_files
-        from flyte_ddp.tasks.pyflyte import set_up_pyflyte, ship
-        from flyte_ddp.user_code import find_code
-        set_up_pyflyte()
-        ship(find_code("{NAME}", ["labels.txt"]).files)
+        from flyte_ddp.tasks.recipe import RecipeTraining
+        RecipeTraining("{NAME}", ["labels.txt"], observers=["watching.notes:Notes"])
         import workflows.shared, named  # one that was shipped already
-        ship(find_code("{NAME}", ["labels.txt"]).files)
-        assert not {{"torch", "recipes", "plain"}} & set(sys.modules)
+        watched = RecipeTraining("{NAME}", ["labels.txt"], observers=["watching.notes:Notes"])
+        assert watched.version.code == RecipeTraining("{NAME}", ["labels.txt"]).version.code
+        assert not {{"torch", "recipes", "plain", "watching"}} & set(sys.modules)
         print("\\n".join(ls_files("{root}", CopyFileDetection.LOADED_MODULES)[0]))
     """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), str(ROOT)])}
     command = [sys.executable, "-c", program]
     shown = subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True, text=True).stdout
     shipped = sorted(Path(file).relative_to(root).as_posix() for file in shown.split())
-    assert shipped == sorted([*IMPORTED, "recipes/labels.txt", "workflows/train.py"])
+    assert shipped == sorted(
+        [*IMPORTED, "recipes/labels.txt", "watching/notes.py", "watching/words.py", "workflows/train.py"]
+    )

@@ -11,7 +11,7 @@ from flytekit.types.file import FlyteFile
 
 from flyte_ddp.errors import not_installed
 from flyte_ddp.recipes.hyperparameters import CIFAR10Hyperparameters, Hyperparameters
-from flyte_ddp.report.console import say
+from flyte_ddp.report.console import say, show_output
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.tasks.elastic import train_rank
 from flyte_ddp.tasks.init import known_init
@@ -25,6 +25,7 @@ try:
 except ModuleNotFoundError as error:
     if not (error.name or "").startswith("flytekitplugins"):
         raise
+    show_output()
     say(f"workflows/multinode.py defines nothing: it needs {not_installed('flytekitplugins-kfpytorch', 'multinode')}")
 else:
     set_up_pyflyte()

@@ -21,7 +21,7 @@ from flyte_ddp.errors import InputError
 from flyte_ddp.launch.environment import is_first_rank
 from flyte_ddp.reading import read_settings
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
-from flyte_ddp.report.console import download_progress
+from flyte_ddp.report.console import download_progress, show_output
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.training import train
 
@@ -47,6 +47,7 @@ OPTIONS = ("checkpoint_seconds", "keep_checkpoint", "nproc", "profile", "resume"
     help="What to start from, on each node: a model.pt, or a checkpoint to continue from.",
 )
 def main(hp: str, options: str, output: Path, init: Optional[Path]) -> None:
+    show_output()
     chosen, how = Hyperparameters.from_dict(read_settings(hp)), read_options(options)
     # There is no stand-in: the nodes might choose different ones
     with download_progress() as progress:

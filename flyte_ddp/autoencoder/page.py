@@ -9,34 +9,31 @@ import numpy as np
 from flyte_ddp.autoencoder.job import AutoencoderJob, AutoencoderResult
 from flyte_ddp.data import prepared
 from flyte_ddp.data.description import DatasetDescription
-from flyte_ddp.events import (
-    EpochLosses,
-    Event,
-    RunStarted,
-)
+from flyte_ddp.events import EpochLosses, RunStarted
 from flyte_ddp.report.article import Drawing, Section, article
-from flyte_ddp.report.console import say, say_remark
+from flyte_ddp.report.console import Remarks, say
 from flyte_ddp.report.figures import Curves, cloud, draw, picture
 
 MOST_POINTS = 2000  # of the cloud: the page stays below a megabyte
 VIEWS = (30, 120)  # degrees around the vertical
 
 
-def say_event(event: Event) -> None:
-    if isinstance(event, RunStarted):
+class AutoencoderConsole(Remarks):
+    """Prints a line at the start and per epoch."""
+
+    def on_run_started(self, event: RunStarted) -> None:
         say(
             f"{event.dataset}: {event.world_size} ranks ({event.backend}, {event.device}, {event.precision}) under "
             f"Lightning, {event.steps_per_epoch} steps an epoch, ready after {event.startup_seconds:.1f} s"
         )
         if event.first_epoch:
             say(f"resuming from the checkpoint: epoch {event.first_epoch + 1}")
-    elif isinstance(event, EpochLosses):
+
+    def on_epoch_losses(self, event: EpochLosses) -> None:
         say(
             f"Epoch {event.epoch + 1}: training loss {event.train_loss:.4f}, "
             f"validation loss {event.validation_loss:.4f}, {event.seconds:.1f} s"
         )
-    else:
-        say_remark(event)
 
 
 def page(job: AutoencoderJob, result: AutoencoderResult, setup: Dict[str, Any]) -> str:

@@ -17,11 +17,12 @@ from flyte_ddp.autoencoder.job import (
     AutoencoderOptions,
     AutoencoderResult,
 )
-from flyte_ddp.autoencoder.page import page, say_event
+from flyte_ddp.autoencoder.page import AutoencoderConsole, page
 from flyte_ddp.code_version import code_version
 from flyte_ddp.data import prepared
 from flyte_ddp.data.held_out import held_out_count
 from flyte_ddp.errors import InputError, not_installed
+from flyte_ddp.events import all_of
 from flyte_ddp.launch import launcher
 from flyte_ddp.launch.environment import World, choose_world, visible_gpus
 from flyte_ddp.report import wandb_run
@@ -31,7 +32,6 @@ from flyte_ddp.tasks.caching import CodeVersion, OnClustersOnly
 from flyte_ddp.tasks.checkpoints import checkpoint_store, training_key
 from flyte_ddp.tasks.execution import flyte_retries, is_local, run_dir
 from flyte_ddp.tasks.logs import Logs, kept_logs
-from flyte_ddp.tasks.observing import all_of
 from flyte_ddp.tasks.outputs import output_file, output_page
 from flyte_ddp.tasks.prepare import resolve_name
 from flyte_ddp.tasks.resources import check_gpus, small_resources
@@ -166,7 +166,7 @@ def train_autoencoder(
             steps_per_epoch=steps,
             launched=time.time(),
         )
-        on_event = all_of(say_event, store.on_event, logs.on_event)
+        on_event = all_of(AutoencoderConsole(), store, logs)
         result: AutoencoderResult = launcher.launch(WORKER, world, job, options.timeout_seconds, on_event)[0]
         summary = AutoencoderSummary(
             dataset=description.name,

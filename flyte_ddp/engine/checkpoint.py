@@ -2,41 +2,74 @@
 
 import hashlib
 import io
+import os
 import threading
 import time
+from functools import partial
 from pathlib import Path
-from typing import Any, Callable, Dict, Mapping, Optional
+from typing import IO, Any, Callable, Dict, Mapping, Optional, Union
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.serialization import config as serialization_config
 
 from flyte_ddp.engine.state import TrainingState
 from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.errors import CheckpointError, InputError
 from flyte_ddp.events import CheckpointFailed, CheckpointWritten, Event
-from flyte_ddp.storage import write_whole
+from flyte_ddp.storage import sync, temporary_beside
 
-FORMAT = 3
+FORMAT = 4
 DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 def write_checkpoint(path: Path, content: Dict[str, Any]) -> None:
     """Writes a temporary file and renames it: path always holds the old or the new checkpoint. Raises OSError."""
-    payload = _pack({"format": FORMAT, **content})
-    write_whole(path, hashlib.sha256(payload).digest(), payload)
+    finish(write_draft(path, content), path)
+
+
+def write_draft(path: Path, content: Dict[str, Any]) -> Path:
+    """Writes the content to a temporary file beside path, one tensor after the other; finish makes it the checkpoint.
+
+    Tensors may change once this has returned: the kernel has them, though perhaps not yet the disk. Raises OSError.
+    """
+    draft = temporary_beside(path)
+    try:
+        with open(draft, "xb") as file:
+            _save({"format": FORMAT, **content}, file)
+    except BaseException as error:
+        draft.unlink(missing_ok=True)
+        if isinstance(error.__context__, OSError):  # torch wraps what a small write raises
+            raise error.__context__ from None
+        raise
+    return draft
+
+
+def finish(draft: Path, path: Path) -> None:
+    """Appends the checksum to a draft, waits until it is on the disk, and renames it. Raises OSError."""
+    try:
+        with open(draft, "r+b") as file:
+            file.write(_digest(file, draft.stat().st_size))
+            sync(file)
+        os.replace(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def read_checkpoint(path: Path, identity: Mapping[str, Any]) -> Dict[str, Any]:
-    """The content of a checkpoint; raises CheckpointError if it is damaged or of a training with another identity."""
+    """The content of a checkpoint; raises CheckpointError if it is damaged or of a training with another identity.
+
+    Its tensors are mapped, not read: a copy of what is kept takes memory, and frees the file.
+    """
     try:
-        raw = path.read_bytes()
+        with open(path, "rb") as file:
+            digest, expected = _digest(file, path.stat().st_size - DIGEST_BYTES), file.read()
     except OSError as error:
         raise CheckpointError(f"cannot be read: {error.strerror}") from None
-    digest, payload = raw[:DIGEST_BYTES], raw[DIGEST_BYTES:]
-    if hashlib.sha256(payload).digest() != digest:
-        raise CheckpointError("is damaged: its content does not match its checksum")
-    content = _unpack(payload)
+    if digest != expected:
+        raise CheckpointError("is damaged, or of an older version: its content does not match its checksum")
+    content = _load(path, mmap=True)
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         found = content.get("format") if isinstance(content, dict) else type(content).__name__
         raise CheckpointError(f"has format {found}, this version reads {FORMAT}")
@@ -47,6 +80,21 @@ def read_checkpoint(path: Path, identity: Mapping[str, Any]) -> Dict[str, Any]:
         if found != expected:
             raise CheckpointError(f"belongs to another training: its {key} was {found!r}, now it is {expected!r}")
     return content
+
+
+def checksum(path: Path) -> bytes:
+    """The checksum that a checkpoint has; other content of the same length if it is none. Raises OSError."""
+    with open(path, "rb") as file:
+        file.seek(-DIGEST_BYTES, os.SEEK_END)
+        return file.read()
+
+
+def read_same(path: Path, expected: bytes) -> Optional[Dict[str, Any]]:
+    """The content of the checkpoint that another rank has verified, if it is at this path here, too."""
+    try:
+        return _load(path, mmap=True) if checksum(path) == expected else None
+    except (OSError, CheckpointError):
+        return None
 
 
 def restore(state: TrainingState, saved: Dict[str, Any]) -> None:
@@ -62,12 +110,15 @@ def restore(state: TrainingState, saved: Dict[str, Any]) -> None:
 
 def check_readable(state: TrainingState) -> None:
     """Raises InputError if a checkpoint of this state could not be read again, for the type of something in it."""
-    _check_readable(pytree.tree_map_only(Tensor, lambda tensor: tensor.new_empty(0), state.content()), "")
+    _check_readable(pytree.tree_map_only(Tensor, lambda tensor: tensor.new_empty(0), state.state_dict()), "")
 
 
 def _check_readable(content: Any, where: str) -> None:
     try:
-        _unpack(_pack(content))
+        buffer = io.BytesIO()
+        _save(content, buffer)
+        buffer.seek(0)
+        _load(buffer)
     except Exception:  # of many types, and about the whole: the part to blame is found by trying each
         parts = content if isinstance(content, dict) else dict(enumerate(content if isinstance(content, list) else ()))
         for key, part in parts.items():
@@ -78,23 +129,37 @@ def _check_readable(content: Any, where: str) -> None:
         ) from None
 
 
-def _pack(content: Any) -> memoryview:
+def _save(content: Any, file: IO[bytes]) -> None:
     """Numbers of NumPy become plain ones: to read them as they are, torch would have to trust the file."""
-    buffer = io.BytesIO()
-    torch.save(pytree.tree_map_only(np.generic, np.generic.item, content), buffer)
-    return buffer.getbuffer()
+    # Torch's own checksum would take half of the time
+    with serialization_config.patch("save.compute_crc32", False):  # type: ignore[attr-defined]
+        torch.save(pytree.tree_map_only(np.generic, np.generic.item, content), file)
 
 
-def _unpack(payload: Any) -> Any:
+def _load(file: Union[Path, IO[bytes]], mmap: bool = False) -> Any:
     try:
-        return torch.load(io.BytesIO(payload), map_location="cpu", weights_only=True)
+        return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
     except Exception as error:  # of many types, from pickle, zipfile and torch
         first_line = str(error).partition("\n")[0]
         raise CheckpointError(f"cannot be read: {type(error).__name__}: {first_line}") from None
 
 
+def _digest(file: IO[bytes], count: int) -> bytes:
+    """SHA-256 of the next count bytes, or as many as there are."""
+    digest = hashlib.sha256()
+    while piece := file.read(max(0, min(count, 2**20))):
+        digest.update(piece)
+        count -= len(piece)
+    return digest.digest()
+
+
 class CheckpointWriter:
-    """Rank 0's checkpoints: the state is copied at once, and a thread writes the copy while training continues.
+    """Rank 0's checkpoints: the state is copied once, and a thread sees to the rest while training continues.
+
+    The next step changes the weights, so training waits for that copy. From a GPU it goes to the host's memory, from
+    where the thread writes it, tensor by tensor. On a CPU the copy is the file itself, in the kernel's cache, which is
+    not the process's memory: where memory is short the kernel writes it out, and training waits for the disk instead of
+    being killed. Checksum, disk and renaming are left to the thread.
 
     A checkpoint that cannot be written is reported and skipped: training need not fail because a disk does.
     """
@@ -111,8 +176,18 @@ class CheckpointWriter:
         started = time.monotonic()
         self.close()
         content = {"identity": self._identity, "state": state.state_dict()}
-        self._last = time.monotonic()
-        arguments = (content, state.epoch, state.step, self._last - started)
+        try:
+            if state.device.type == "cpu":
+                rest = partial(finish, write_draft(self._path, content), self._path)
+            else:
+                copied = pytree.tree_map_only(Tensor, lambda tensor: tensor.to("cpu", copy=True), content)
+                rest = partial(write_checkpoint, self._path, copied)
+        except OSError as error:
+            self._emit(CheckpointFailed(f"{self._path}: {error.strerror}"))
+            return
+        finally:
+            self._last = time.monotonic()
+        arguments = (rest, state.epoch, state.step, self._last - started)
         self._thread = threading.Thread(target=self._write, args=arguments)
         self._thread.start()
 
@@ -121,10 +196,10 @@ class CheckpointWriter:
         if self._thread:
             self._thread.join()
 
-    def _write(self, content: Dict[str, Any], epoch: int, step: int, stall_seconds: float) -> None:
+    def _write(self, rest: Callable[[], None], epoch: int, step: int, stall_seconds: float) -> None:
         started = time.monotonic()
         try:
-            write_checkpoint(self._path, content)
+            rest()
         except OSError as error:
             self._emit(CheckpointFailed(f"{self._path}: {error.strerror}"))
         else:

@@ -49,8 +49,6 @@ def _draws(recipe: Recipe, whole: Trial, parts: Sequence[Trial]) -> List[str]:
 def _remedy(operation: str) -> str:
     if operation.startswith(("LSTM", "GRU", "RNN")):
         return f"give {operation} no dropout, and put nn.Dropout between layers of one nn.{operation} each"
-    if "dropout" in operation or "bernoulli" in operation or "attention" in operation:
-        return "use a layer nn.Dropout, for whole channels nn.Dropout2d, for attention nn.MultiheadAttention"
     return f"let {DRAWN}"
 
 

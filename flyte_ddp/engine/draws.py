@@ -16,7 +16,7 @@ from flyte_ddp.engine.by_row import draws_so_far
 from flyte_ddp.engine.torch_compat import TorchDispatchMode, arguments_of, pytree
 
 # The remedy for other random numbers
-DRAWN = "torch draws, in augment() from its argument random; in the network use nn.Dropout"
+DRAWN = "torch draw, in augment() from its argument random, in the network by torch.rand, randn, randint or bernoulli"
 
 
 class Draws(TorchDispatchMode):

@@ -104,6 +104,7 @@ class Job:
         code_files: all files that the recipe may import from there.
         loader_workers: processes per rank that read samples of a Dataset; with 0 the rank reads them itself.
         pin_memory: whether these are copied to a GPU from page-locked memory.
+        log_gradients: whether events have each parameter's gradient norm, and histograms.
     """
 
     identity: Identity
@@ -124,6 +125,7 @@ class Job:
     code_files: Tuple[str, ...] = ()
     loader_workers: int = 0
     pin_memory: bool = False
+    log_gradients: bool = False
 
 
 def job_of(subject: Subject, options: RunOptions, **paths: str) -> Job:
@@ -143,6 +145,7 @@ def job_of(subject: Subject, options: RunOptions, **paths: str) -> Job:
         launched=time.time(),
         loader_workers=options.loader_workers,
         pin_memory=options.pin_memory,
+        log_gradients=options.log_gradients,
         **paths,
     )
 

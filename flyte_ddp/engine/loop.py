@@ -1,6 +1,9 @@
 """The training loop: the file to read first. The same code for one CPU process, one GPU or N GPUs on M nodes."""
 
+import heapq
+import math
 import time
+from operator import itemgetter
 from typing import Dict, List, NamedTuple, Optional, Protocol
 
 import torch
@@ -12,6 +15,8 @@ from flyte_ddp.engine.state import Sums, TrainingState
 from flyte_ddp.errors import NonFinite, StopRequested, UnevenShapes
 from flyte_ddp.events import EpochChosen, EpochFinished, GradientsSeen, StepLogged
 from flyte_ddp.launch.link import Link
+
+MOST_NORMS = 10
 
 
 class Checkpoints(Protocol):
@@ -117,7 +122,7 @@ def train_epoch(
             for warning in state.watch.after_steps(state.epoch, state.step, event.measures["loss"], samples):
                 link.emit(warning)
             logged, logged_seconds = sums, state.epoch_seconds
-            if is_last and link.is_heard:
+            if is_last and link.is_heard and state.log_gradients:
                 link.emit(GradientsSeen(state.epoch, state.gradient_histograms()))
         if sums.stop:
             checkpoints.save(state)
@@ -129,6 +134,7 @@ def train_epoch(
 
 def _logged(state: TrainingState, train: TrainBatches, before: Sums, now: Sums, seconds: float) -> StepLogged:
     samples = train.samples_until(now.steps) - train.samples_until(before.steps)
+    norms = state.gradient_norms()
     return StepLogged(
         epoch=state.epoch,
         step=state.step,
@@ -136,7 +142,8 @@ def _logged(state: TrainingState, train: TrainBatches, before: Sums, now: Sums, 
         measures=state.measures(now.since(before)),
         learning_rate=state.learning_rate,
         samples_per_second=samples / seconds,
-        gradient_norms=state.gradient_norms(),
+        gradient_norms=norms if state.log_gradients else dict(heapq.nlargest(MOST_NORMS, norms.items(), itemgetter(1))),
+        gradient_norm=math.hypot(*norms.values()),
     )
 
 

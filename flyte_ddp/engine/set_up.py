@@ -72,6 +72,7 @@ def set_up(environment: Environment, device: torch.device, job: Job) -> Parts:
     state = TrainingState(
         recipe, model, found.rows, found.names, device, world_size,
         autocast=precision == "bfloat16", total_steps=total_steps, constant_loss=constant_loss,
+        log_gradients=job.log_gradients,
     )  # fmt: skip
     if validation:
         state.choice = choice_of(recipe, found.headline, settings)

@@ -120,8 +120,10 @@ class TrainingState:
         autocast: bool,
         total_steps: int,
         constant_loss: float = 0.0,
+        log_gradients: bool = False,
     ):
-        """names: of the measures, "loss" first."""
+        """names: of the measures, "loss" first. log_gradients: whether events have those of all parameters."""
+        self.log_gradients = log_gradients
         self.recipe, self.names, self.device = recipe, tuple(names), device
         self.model, self.rows = model, rows
         self.ddp = DistributedDataParallel(
@@ -242,8 +244,8 @@ class TrainingState:
         self._sums.zero_()
         self.epoch, self.step, self.epoch_seconds = self.epoch + 1, 0, 0.0
 
-    def content(self) -> Dict[str, Any]:
-        """All that a resume needs, except the choice; tensors are those of the training itself."""
+    def state_dict(self) -> Dict[str, Any]:
+        """All that a resume needs; tensors are those of the training itself, which the next step changes."""
         return {
             "model": self.model.state_dict(),
             "average": self.average.model.state_dict() if self.average else None,
@@ -255,15 +257,11 @@ class TrainingState:
             "epoch_seconds": self.epoch_seconds,
             "history": [asdict(finished) for finished in self.history],
             "watch": self.watch.state_dict(),
+            "choice": self.choice.state_dict() if self.choice else None,
         }
 
-    def state_dict(self) -> Dict[str, Any]:
-        """Copies of all that a resume needs, on the CPU, so that training can continue while they are written."""
-        copied: Dict[str, Any] = torch_compat.pytree.tree_map_only(Tensor, _cpu_copy, self.content())
-        return {**copied, "choice": self.choice.state_dict() if self.choice else None}
-
     def load_state_dict(self, saved: Dict[str, Any]) -> None:
-        """Restores what state_dict returned, on any number of ranks."""
+        """Restores what state_dict returned, on any number of ranks; keeps the tensors of optimizer and choice."""
         self.model.load_state_dict(saved["model"])
         if self.average:
             self.average.model.load_state_dict(saved["average"])
@@ -275,7 +273,3 @@ class TrainingState:
         self.watch.load_state_dict(saved["watch"])
         if self.choice:
             self.choice.load_state_dict(saved["choice"])
-
-
-def _cpu_copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", copy=True)

@@ -1,6 +1,7 @@
 """Starts a training from earlier weights, continues it from a checkpoint, and freezes layers."""
 
 import fnmatch
+import os
 import re
 from pathlib import Path
 from typing import Any, Dict, List, Sequence, Tuple
@@ -9,12 +10,13 @@ from torch import nn
 
 from flyte_ddp.engine.checkpoint import DIGEST_BYTES, read_checkpoint, restore
 from flyte_ddp.engine.job import Job
+from flyte_ddp.engine.resume import in_place
 from flyte_ddp.engine.state import TrainingState
 from flyte_ddp.engine.torch_compat import is_batch_norm
 from flyte_ddp.errors import CheckpointError, InputError
 from flyte_ddp.weights import describe_misfits, listed, misfits, read_weights
 
-ZIP = b"PK\x03\x04"  # the start of a file from torch.save
+ZIP_END, ZIP_END_BYTES = b"PK\x05\x06", 22  # how the last record of a file from torch.save begins, and its size
 MISMATCHING = "mismatching"
 # What may change within an epoch: the rest determines which samples remain, or what the sums so far mean
 FREE_WITHIN_EPOCH = (
@@ -23,10 +25,13 @@ FREE_WITHIN_EPOCH = (
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether the file is a checkpoint, rather than just weights; InputError if it cannot be read."""
+    """Whether the file is a checkpoint, which ends with a checksum, rather than just weights; InputError if it cannot
+    be read."""
     try:
         with open(path, "rb") as file:
-            return file.read(DIGEST_BYTES + len(ZIP))[DIGEST_BYTES:] == ZIP
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - ZIP_END_BYTES - DIGEST_BYTES))
+            return file.read(len(ZIP_END)) == ZIP_END
     except OSError as error:
         raise InputError(f"init cannot be read: {path}: {error.strerror}") from None
 
@@ -80,17 +85,15 @@ def _continue_from(state: TrainingState, path: Path, job: Job, steps_per_epoch: 
         )
     bases = zip(state.schedule.base_lrs, state.schedule.lr_lambdas, strict=True)
     rates = [float(base * factor(position)) for base, factor in bases]
-    restore(
-        state,
-        {
-            **saved,
-            "average": saved["average"] or saved["model"],
-            "optimizer": _optimizer(fresh["optimizer"], saved["optimizer"], rates),
-            "schedule": {**fresh["schedule"], "last_epoch": position, "_step_count": position + 1, "_last_lr": rates},
-            "sums": saved["sums"] if saved["step"] else fresh["sums"],
-            "choice": saved["choice"] or fresh["choice"],
-        },
-    )
+    continued = {
+        **saved,
+        "average": saved["average"] or saved["model"],
+        "optimizer": _optimizer(fresh["optimizer"], saved["optimizer"], rates),
+        "schedule": {**fresh["schedule"], "last_epoch": position, "_step_count": position + 1, "_last_lr": rates},
+        "sums": saved["sums"] if saved["step"] else fresh["sums"],
+        "choice": saved["choice"] or fresh["choice"],
+    }
+    restore(state, in_place(state, continued))
     _judge_choice(state, fresh["choice"], theirs, job.identity.as_dict())
     epoch, step = saved["epoch"], saved["step"]
     where = f"at epoch {epoch + 1}, step {step + 1}" if step else f"after epoch {epoch}"

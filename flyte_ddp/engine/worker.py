@@ -1,24 +1,23 @@
 """One rank from start to end, whoever started its process."""
 
-import os
 import time
 from pathlib import Path
-from typing import Any, List, Union
+from typing import Union
 
 import torch
 from torch import distributed
 
 from flyte_ddp.engine.arithmetic import settle_arithmetic
-from flyte_ddp.engine.checkpoint import CheckpointWriter, NoCheckpoints, check_readable, read_checkpoint, restore
+from flyte_ddp.engine.checkpoint import CheckpointWriter, NoCheckpoints, check_readable
 from flyte_ddp.engine.job import Job, TrainingResult
 from flyte_ddp.engine.loop import fit, gather, look_at_test
 from flyte_ddp.engine.profile import profiling
 from flyte_ddp.engine.results import layers_of, result_of, write_last, write_results
+from flyte_ddp.engine.resume import resume
 from flyte_ddp.engine.set_up import Parts, set_up
-from flyte_ddp.engine.state import TrainingState
 from flyte_ddp.engine.torch_compat import leave_dynamo_out
-from flyte_ddp.errors import CheckpointError, NonFinite, UnevenShapes
-from flyte_ddp.events import CheckpointRefused, RunStarted
+from flyte_ddp.errors import NonFinite, UnevenShapes
+from flyte_ddp.events import RunStarted
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
 from flyte_ddp.launch.process_group import process_group
@@ -101,25 +100,6 @@ def keep_freed_memory() -> None:
     of its time. Has no effect without glibc.
     """
     torch.empty(31 << 20, dtype=torch.uint8)  # bytes; the threshold grows to 32 MiB at most
-
-
-def resume(state: TrainingState, job: Job, environment: Environment, link: Link) -> bool:
-    """Restores the state on all ranks from rank 0's checkpoint, if there is one that belongs to this training; False if
-    that failed half-way, on all ranks alike."""
-    found: List[Any] = [None]
-    if environment.rank == 0 and os.path.exists(job.checkpoint_path):
-        try:
-            found = [read_checkpoint(Path(job.checkpoint_path), job.identity.as_dict())["state"]]
-        except CheckpointError as error:
-            link.emit(CheckpointRefused(f"the checkpoint {error}"))
-    distributed.broadcast_object_list(found)  # other hosts do not see rank 0's disk
-    try:
-        if found[0]:
-            restore(state, found[0])
-    except CheckpointError as error:
-        link.emit(CheckpointRefused(f"the checkpoint {error}"))
-        return False
-    return True
 
 
 def checkpoints_of(environment: Environment, link: Link, job: Job) -> Union[CheckpointWriter, NoCheckpoints]:

@@ -7,30 +7,22 @@ import sys
 import threading
 import time
 from contextlib import suppress
-from typing import Any, Callable, Optional, Protocol
+from typing import Any, Callable, Optional
 
+from flyte_ddp.events import Observer
 from flyte_ddp.launch.failures import message_of
-from flyte_ddp.report.console import say
+from flyte_ddp.report.console import warn
 
 # As nice(1) counts: the scheduler weighs a rank's thread three times as much. At 19 it is seventy times, and where
 # other programs use the cores, W&B is still starting long after the end of a short training.
 NICENESS = 5
 
 
-class Observer(Protocol):
-    """Receives every event, in order."""
-
-    def __call__(self, event: Any) -> None: ...
-
-    def close(self) -> None:
-        """Nothing more will happen."""
-
-
 class Incomplete(Exception):
     """An error whose message is the whole explanation, without the type's name."""
 
 
-class Background:
+class Background(Observer):
     """Passes events to a slow observer, which is created, called and closed in a thread of its own.
 
     Events that the observer fails on, or that arrive while the queue is full, are lost; close() says so once.
@@ -76,8 +68,8 @@ class Background:
                 self._abandon()
         if self._reason:
             lost = self._lost + max(0, self._events.qsize() - 1)
-            say(
-                f"Warning: {self.name} is incomplete ({self._reason})"
+            warn(
+                f"{self.name} is incomplete ({self._reason})"
                 f"{f'; lost: {lost} events' if lost else ''}. Training was not affected."
             )
 

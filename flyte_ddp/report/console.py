@@ -1,5 +1,6 @@
 """What a training run prints on the terminal or in a pod's log."""
 
+import logging
 import os
 import sys
 from contextlib import contextmanager
@@ -13,22 +14,44 @@ from flyte_ddp.events import (
     CheckpointRefused,
     EpochChosen,
     EpochFinished,
-    Event,
     NotLearning,
+    Observer,
     Printed,
     RunStarted,
     StepLogged,
 )
 from flyte_ddp.report.words import counted, in_words, written
 
+logger = logging.getLogger("flyte_ddp")
 _last_words: List[str] = []
 
 
-def say(text: str) -> None:
+class Terminal(logging.Handler):
+    """Prints messages on standard error as they are, and warnings as such."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        # Standard output is for the workflow's result. With err=True click would bypass rich, which keeps lines above
+        # the live one
+        warning = "Warning: " if record.levelno >= logging.WARNING else ""
+        click.echo(f"{warning}{self.format(record)}", file=sys.stderr)
+
+
+def show_output() -> None:
+    """Has the library's messages printed, unless its logger already has a handler; commands and tasks call it first."""
+    if not logger.handlers:
+        logger.addHandler(Terminal())
+        logger.propagate = False  # or a handler of the root logger would print them again
+    if logger.level == logging.NOTSET:
+        logger.setLevel(logging.INFO)
+
+
+def say(text: str, level: int = logging.INFO) -> None:
     _say_last_words()
-    # Standard output is for the workflow's result. With err=True click would bypass rich, which keeps lines above the
-    # live one
-    click.echo(text, file=sys.stderr)
+    logger.log(level, text)
+
+
+def warn(text: str) -> None:
+    say(text, logging.WARNING)
 
 
 def say_last(text: str) -> None:
@@ -44,19 +67,7 @@ def say_last(text: str) -> None:
 
 def _say_last_words() -> None:
     while _last_words:
-        click.echo(_last_words.pop(), file=sys.stderr)
-
-
-def say_remark(event: Event) -> None:
-    """Prints the messages common to all trainings: warnings, output of ranks, and failed or refused checkpoints."""
-    if isinstance(event, NotLearning):
-        say(f"Warning: {event.reason}")
-    elif isinstance(event, Printed):
-        say(f"[rank {event.rank}] {event.text}")
-    elif isinstance(event, CheckpointFailed):
-        say(f"Warning: no checkpoint could be written: {event.reason}")
-    elif isinstance(event, CheckpointRefused):
-        say(f"Starting afresh: {event.reason}")
+        logger.info(_last_words.pop())
 
 
 def on_terminal() -> bool:
@@ -68,35 +79,48 @@ def open_console() -> "Console":
     return LiveConsole() if on_terminal() else Console()
 
 
-class Console:
+class Remarks(Observer):
+    """Prints what all trainings have in common: warnings, output of ranks, and failed or refused checkpoints."""
+
+    def on_not_learning(self, event: NotLearning) -> None:
+        warn(event.reason)
+
+    def on_printed(self, event: Printed) -> None:
+        say(f"[rank {event.rank}] {event.text}")
+
+    def on_checkpoint_failed(self, event: CheckpointFailed) -> None:
+        warn(f"no checkpoint could be written: {event.reason}")
+
+    def on_checkpoint_refused(self, event: CheckpointRefused) -> None:
+        say(f"Starting afresh: {event.reason}")
+
+
+class Console(Remarks):
     """Prints a line per logged step and per epoch, in the tutorial's format."""
 
     def __init__(self) -> None:
         self._run: RunStarted
 
-    def __call__(self, event: Event) -> None:
-        if isinstance(event, RunStarted):
-            self._run = event
-            say(
-                f"{event.dataset}: {counted(event)}; {event.world_size} ranks "
-                f"({event.backend}, {event.device}, {event.precision}), ready after {event.startup_seconds:.1f} s"
-            )
-            for remark in event.remarks:
-                say(remark)
-            if event.first_epoch or event.first_step:
-                say(f"resuming from the checkpoint: epoch {event.first_epoch + 1}, step {event.first_step + 1}")
-        elif isinstance(event, StepLogged):
-            self.on_step(event)
-        elif isinstance(event, EpochFinished):
-            seconds = f"{event.train_seconds:.1f} s of training"
-            said = ", ".join([*self._measured(event.split, event.evaluated), seconds])
-            say(f"Epoch {event.epoch + 1} of {self._run.epochs}: {said}")
-        elif isinstance(event, EpochChosen):
-            early = f"Stopped early after epoch {event.epochs}. " if event.stopped_early else ""
-            said = ", ".join(self._measured("test", event.measures))
-            say(f"{early}Best on the validation split: epoch {event.epoch + 1}, which gives {said}")
-        else:
-            say_remark(event)
+    def on_run_started(self, event: RunStarted) -> None:
+        self._run = event
+        say(
+            f"{event.dataset}: {counted(event)}; {event.world_size} ranks "
+            f"({event.backend}, {event.device}, {event.precision}), ready after {event.startup_seconds:.1f} s"
+        )
+        for remark in event.remarks:
+            say(remark)
+        if event.first_epoch or event.first_step:
+            say(f"resuming from the checkpoint: epoch {event.first_epoch + 1}, step {event.first_step + 1}")
+
+    def on_epoch_finished(self, event: EpochFinished) -> None:
+        seconds = f"{event.train_seconds:.1f} s of training"
+        said = ", ".join([*self._measured(event.split, event.evaluated), seconds])
+        say(f"Epoch {event.epoch + 1} of {self._run.epochs}: {said}")
+
+    def on_epoch_chosen(self, event: EpochChosen) -> None:
+        early = f"Stopped early after epoch {event.epochs}. " if event.stopped_early else ""
+        said = ", ".join(self._measured("test", event.measures))
+        say(f"{early}Best on the validation split: epoch {event.epoch + 1}, which gives {said}")
 
     def _measured(self, split: str, measures: Mapping[str, float]) -> List[str]:
         # A recipe's headline may be its loss, which is then printed once
@@ -106,15 +130,12 @@ class Console:
             if name in measures
         ]
 
-    def on_step(self, event: StepLogged) -> None:
+    def on_step_logged(self, event: StepLogged) -> None:
         share = event.step / self._run.steps_per_epoch
         say(
             f"Train Epoch: {event.epoch + 1} [{event.samples}/{self._run.samples_per_epoch} ({share:.0%})]"
             f"\tLoss: {event.measures['loss']:.6f}"
         )
-
-    def close(self) -> None:
-        pass
 
 
 class LiveConsole(Console):
@@ -129,18 +150,17 @@ class LiveConsole(Console):
         self._progress.start()
         self._task = self._progress.add_task("Starting the ranks", total=None)
 
-    def __call__(self, event: Event) -> None:
-        super().__call__(event)
-        if isinstance(event, RunStarted):
-            # restarted, so that the estimate of the time left excludes the start-up
-            self._progress.remove_task(self._task)
-            self._task = self._progress.add_task(
-                f"Epoch {event.first_epoch + 1}/{event.epochs}",
-                total=event.epochs * event.steps_per_epoch,
-                completed=event.first_epoch * event.steps_per_epoch + event.first_step,
-            )
+    def on_run_started(self, event: RunStarted) -> None:
+        super().on_run_started(event)
+        # restarted, so that the estimate of the time left excludes the start-up
+        self._progress.remove_task(self._task)
+        self._task = self._progress.add_task(
+            f"Epoch {event.first_epoch + 1}/{event.epochs}",
+            total=event.epochs * event.steps_per_epoch,
+            completed=event.first_epoch * event.steps_per_epoch + event.first_step,
+        )
 
-    def on_step(self, event: StepLogged) -> None:
+    def on_step_logged(self, event: StepLogged) -> None:
         run = self._run
         trained = ", ".join(
             f"{in_words(name)} {written(name, event.measures[name], run.shares, decimals=3)}"

@@ -14,6 +14,7 @@ from flyte_ddp.events import (
     EpochChosen,
     EpochFinished,
     NotLearning,
+    Observer,
     Printed,
     RunStarted,
     StepLogged,
@@ -33,12 +34,13 @@ EVENTS: Dict[str, Type[Any]] = {
     "started_afresh": CheckpointRefused,
     "printed": Printed,
 }
+NAMES = {kind: name for name, kind in EVENTS.items()}
 # Too long for a line, or specific to this machine; with what readers get instead
 LEFT_OUT: Dict[str, Any] = {"layers": [], "gradient_norms": {}, "path": ""}
 MOST_STEPS = 1000  # so many steps are all written; after them, one for each further thousandth of the elapsed time
 
 
-class Progress:
+class Progress(Observer):
     """Appends a line for each event of a run; on a cluster the file goes to Flyte's storage with the other logs."""
 
     def __init__(self, info: RunInfo):
@@ -47,22 +49,11 @@ class Progress:
         self._since = self._last = time.monotonic()
         self._steps = 0
 
-    def __call__(self, event: Any) -> None:
-        if isinstance(event, RunStarted):
-            self._started, self._since = event, time.monotonic()
-            self._write("started", {"format": FORMAT, **self._run, **fields_of(event)})
-        elif isinstance(event, StepLogged):
-            self._on_step(event)
-        elif isinstance(event, RunFinished):
-            self._write("finished", {"total_seconds": event.total_seconds, "test": event.results[0].tested})
-        elif isinstance(event, RunFailed):
-            self._write("failed", {"reason": event.reason})
-        else:
-            for name, kind in EVENTS.items():
-                if type(event) is kind:
-                    self._write(name, fields_of(event))
+    def on_run_started(self, event: RunStarted) -> None:
+        self._started, self._since = event, time.monotonic()
+        self._write("started", {"format": FORMAT, **self._run, **fields_of(event)})
 
-    def _on_step(self, event: StepLogged) -> None:
+    def on_step_logged(self, event: StepLogged) -> None:
         assert self._started is not None  # it comes first
         run, now = self._started, time.monotonic()
         elapsed = now - self._since
@@ -73,6 +64,18 @@ class Progress:
         here = done - (run.first_epoch * run.steps_per_epoch + run.first_step)
         left = elapsed / here * (run.epochs * run.steps_per_epoch - done)
         self._write("step", {**fields_of(event), "seconds_left": round(left, 1)})
+
+    def on_run_finished(self, event: RunFinished) -> None:
+        self._write("finished", {"total_seconds": event.total_seconds, "test": event.results[0].tested})
+
+    def on_run_failed(self, event: RunFailed) -> None:
+        self._write("failed", {"reason": event.reason})
+
+    def _write_whole(self, event: Any) -> None:
+        self._write(NAMES[type(event)], fields_of(event))
+
+    on_epoch_finished = on_epoch_chosen = on_not_learning = on_printed = _write_whole
+    on_checkpoint_written = on_checkpoint_failed = on_checkpoint_refused = _write_whole
 
     def _write(self, name: str, fields: Dict[str, Any]) -> None:
         now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")

@@ -1,8 +1,8 @@
 """What a report shows of a training run, collected from its events and computed from them."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Tuple, Union
+from typing import Dict, List, Optional, Tuple, Union
 
 from flyte_ddp.data.description import DatasetDescription
 from flyte_ddp.engine.job import TrainingResult
@@ -13,10 +13,12 @@ from flyte_ddp.events import (
     EpochChosen,
     EpochFinished,
     NotLearning,
+    Observer,
     Printed,
     RunStarted,
     StepLogged,
 )
+from flyte_ddp.launch.failures import message_of
 from flyte_ddp.report.words import written
 from flyte_ddp.settings import RunOptions, TrainingSettings
 from flyte_ddp.text import shortened
@@ -47,6 +49,10 @@ class RunFailed:
     """The parent's own event: training has ended with this message."""
 
     reason: str
+
+    @classmethod
+    def by(cls, error: BaseException) -> "RunFailed":
+        return cls((message_of(error).splitlines() or [type(error).__name__])[0])
 
 
 @dataclass(frozen=True)
@@ -87,7 +93,7 @@ class RunInfo:
 
 
 @dataclass
-class Record:
+class Record(Observer):
     """The run so far."""
 
     info: RunInfo
@@ -106,37 +112,55 @@ class Record:
     _every: int = 1  # one in this many logged steps is kept
     _seen: int = 0
 
-    def __call__(self, event: Any) -> None:
-        if isinstance(event, RunStarted):
-            self.started = event
-            for remark in event.remarks:
-                self._note(f"{remark}.")
-            if event.first_epoch or event.first_step:
-                self._note(f"Resumed from a checkpoint at epoch {event.first_epoch + 1}, step {event.first_step + 1}.")
-        elif isinstance(event, StepLogged):
-            self._add_step(event)
-        elif isinstance(event, EpochFinished):
-            self.epochs.append(event)
-        elif isinstance(event, EpochChosen):
-            self.tested = event
-        elif isinstance(event, NotLearning):
-            self.warnings.append(event)
-        elif isinstance(event, CheckpointWritten):
-            self.checkpoints += 1
-            self.stall_seconds += event.stall_seconds
-            self.write_seconds += event.write_seconds
-        elif isinstance(event, CheckpointFailed):
-            self._note(f"A checkpoint could not be written: {event.reason}")
-        elif isinstance(event, CheckpointRefused):
-            self._note(f"Started afresh: {event.reason}")
-        elif isinstance(event, Printed):
-            self._note(f"Rank {event.rank} printed: {event.text}")
-        elif isinstance(event, RunFinished):
-            # with those before a resume
-            self.finished, self.epochs = event, list(event.results[0].epochs)
-            self.warnings = list(event.results[0].warnings)
-        elif isinstance(event, RunFailed):
-            self.failure = shortened(event.reason, MOST_CHARACTERS)
+    def on_run_started(self, event: RunStarted) -> None:
+        self.started = event
+        for remark in event.remarks:
+            self._note(f"{remark}.")
+        if event.first_epoch or event.first_step:
+            self._note(f"Resumed from a checkpoint at epoch {event.first_epoch + 1}, step {event.first_step + 1}.")
+
+    def on_step_logged(self, event: StepLogged) -> None:
+        self._seen += 1
+        if self._seen % self._every == 0:
+            self.steps.append(event)
+        if len(self.steps) > MOST_STEPS:
+            self.steps, self._every = self.steps[1::2], self._every * 2
+
+    def on_epoch_finished(self, event: EpochFinished) -> None:
+        self.epochs.append(event)
+
+    def on_epoch_chosen(self, event: EpochChosen) -> None:
+        self.tested = event
+
+    def on_not_learning(self, event: NotLearning) -> None:
+        self.warnings.append(event)
+
+    def on_checkpoint_written(self, event: CheckpointWritten) -> None:
+        self.checkpoints += 1
+        self.stall_seconds += event.stall_seconds
+        self.write_seconds += event.write_seconds
+
+    def on_checkpoint_failed(self, event: CheckpointFailed) -> None:
+        self._note(f"A checkpoint could not be written: {event.reason}")
+
+    def on_checkpoint_refused(self, event: CheckpointRefused) -> None:
+        self._note(f"Started afresh: {event.reason}")
+
+    def on_printed(self, event: Printed) -> None:
+        self._note(f"Rank {event.rank} printed: {event.text}")
+
+    def on_run_finished(self, event: RunFinished) -> None:
+        # with those before a resume
+        self.finished, self.epochs = event, list(event.results[0].epochs)
+        self.warnings = list(event.results[0].warnings)
+
+    def on_run_failed(self, event: RunFailed) -> None:
+        self.failure = shortened(event.reason, MOST_CHARACTERS)
+
+    def so_far(self) -> "Record":
+        """A copy that stays as it is, for another thread to read."""
+        lists = {name: list(getattr(self, name)) for name in ("steps", "epochs", "warnings", "notes")}
+        return replace(self, **lists)  # type: ignore[arg-type]
 
     @property
     def status(self) -> str:
@@ -201,13 +225,6 @@ class Record:
             rest = self.finished.total_seconds - sum(seconds for _, seconds in phases)
             phases.append(("Other", max(0.0, rest)))
         return phases
-
-    def _add_step(self, event: StepLogged) -> None:
-        self._seen += 1
-        if self._seen % self._every == 0:
-            self.steps.append(event)
-        if len(self.steps) > MOST_STEPS:
-            self.steps, self._every = self.steps[1::2], self._every * 2
 
     def _note(self, text: str) -> None:
         if len(self.notes) < MOST_NOTES:

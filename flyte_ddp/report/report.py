@@ -5,44 +5,49 @@ import time
 from pathlib import Path
 from typing import Any, Callable
 
-from flyte_ddp.events import EpochFinished, NotLearning, RunStarted
+from flyte_ddp.events import EpochFinished, NotLearning, Observer, RunStarted
 from flyte_ddp.report import contents, curves, page
 from flyte_ddp.report.figures import Curves, draw, load_matplotlib
 from flyte_ddp.report.predictions import predictions_of
-from flyte_ddp.report.record import Record, RunFailed, RunFinished, RunInfo
+from flyte_ddp.report.record import Record, RunFailed, RunFinished
 from flyte_ddp.report.verdict import drawn_pictures, sample_pictures, verdict
 from flyte_ddp.text import encodable
 
 SHARE = 0.05  # the largest share of the time to spend on pages that the next one replaces
 
 
-class Report:
-    """Keeps the page at path up to date, and passes the content of its <body> to publish."""
+class Report(Observer):
+    """Keeps the page at path up to date with the record, and passes the content of its <body> to publish."""
 
-    def __init__(self, info: RunInfo, path: Path, publish: Callable[[str], None], tracking_url: Callable[[], str]):
-        self._record, self._path, self._publish = Record(info), path, publish
-        self._tracking_url = tracking_url
+    def __init__(self, record: Record, path: Path, publish: Callable[[str], None]):
+        self._record, self._path, self._publish = record, path, publish
         self._next_page = 0.0
         load_matplotlib()  # now, while the ranks train, rather than after an epoch
 
-    def __call__(self, event: Any) -> None:
-        self._record(event)
-        is_last = isinstance(event, (RunFinished, RunFailed))
-        is_due = isinstance(event, (RunStarted, EpochFinished)) and time.monotonic() >= self._next_page
-        ends_training = isinstance(event, EpochFinished) and event.epoch + 1 == self._record.info.settings.last_epoch
-        is_urgent = is_last or isinstance(event, NotLearning)
-        if is_urgent or (is_due and not ends_training):  # after the last epoch the final page follows at once
-            self._write(is_last)
+    def on_run_started(self, event: RunStarted) -> None:
+        self._write_if_due()
 
-    def close(self) -> None:
-        pass
+    def on_epoch_finished(self, event: EpochFinished) -> None:
+        if event.epoch + 1 < self._record.info.settings.last_epoch:  # else the final page follows at once
+            self._write_if_due()
 
-    def _write(self, is_last: bool) -> None:
-        started = time.monotonic()
-        self._record.tracking_url = self._tracking_url()
-        body = fragment(self._record)
+    def on_not_learning(self, event: NotLearning) -> None:
+        self._write(live=True)
+
+    def on_run_finished(self, event: "RunFinished | RunFailed") -> None:
+        self._write(live=False)
+
+    on_run_failed = on_run_finished
+
+    def _write_if_due(self) -> None:
+        if time.monotonic() >= self._next_page:
+            self._write(live=True)
+
+    def _write(self, live: bool) -> None:
+        started, record = time.monotonic(), self._record.so_far()  # which the parent's main thread keeps
+        body = fragment(record)
         beside = self._path.with_name(f".{self._path.name}")
-        beside.write_text(document(self._record, body, live=not is_last), encoding="utf-8")
+        beside.write_text(document(record, body, live), encoding="utf-8")
         os.replace(beside, self._path)
         self._publish(body)
         now = time.monotonic()

@@ -5,14 +5,14 @@ import time
 from itertools import pairwise
 from typing import Any, List, Mapping
 
-from flyte_ddp.events import EpochChosen, EpochFinished, GradientsSeen, RunStarted, StepLogged
+from flyte_ddp.events import EpochChosen, EpochFinished, GradientsSeen, Observer, RunStarted, StepLogged
 from flyte_ddp.report.predictions import predictions_of
 from flyte_ddp.report.record import RunFinished, RunInfo
 
 MISTAKES = 16
 
 
-class TensorBoard:
+class TensorBoard(Observer):
     """Writes scalars, gradient histograms, hyperparameters and confident mistakes into the run's logs folder."""
 
     def __init__(self, info: RunInfo):
@@ -24,25 +24,46 @@ class TensorBoard:
         self._steps_per_epoch = 1
         self._text("hyperparameters", "\n".join(f"    {line}" for line in info.settings.to_json(indent=1).splitlines()))
 
-    def __call__(self, event: Any) -> None:
-        if isinstance(event, RunStarted):
-            self._steps_per_epoch = event.steps_per_epoch
-        elif isinstance(event, StepLogged):
-            step = event.epoch * self._steps_per_epoch + event.step
-            figures = {name: getattr(event, name) for name in ("learning_rate", "samples_per_second")}
-            self._scalars(step, "train", {**event.measures, **figures})
+    def on_run_started(self, event: RunStarted) -> None:
+        self._steps_per_epoch = event.steps_per_epoch
+
+    def on_step_logged(self, event: StepLogged) -> None:
+        step = event.epoch * self._steps_per_epoch + event.step
+        figures = {name: getattr(event, name) for name in ("learning_rate", "samples_per_second", "gradient_norm")}
+        self._scalars(step, "train", {**event.measures, **figures})
+        if self._info.options.log_gradients:
             self._scalars(step, "gradient_norm", event.gradient_norms)
-        elif isinstance(event, GradientsSeen):
-            step = (event.epoch + 1) * self._steps_per_epoch
-            self._write(step, [self._histogram(name, *counted) for name, counted in event.histograms.items()])
-        elif isinstance(event, EpochFinished):
-            step = (event.epoch + 1) * self._steps_per_epoch
-            self._scalars(step, event.split, event.evaluated)
-            self._writer.flush()
-        elif isinstance(event, EpochChosen):
-            self._scalars((event.epoch + 1) * self._steps_per_epoch, "test", event.measures)
-        elif isinstance(event, RunFinished):
-            self._mistakes(event)
+
+    def on_gradients_seen(self, event: GradientsSeen) -> None:
+        step = (event.epoch + 1) * self._steps_per_epoch
+        self._write(step, [self._histogram(name, *counted) for name, counted in event.histograms.items()])
+
+    def on_epoch_finished(self, event: EpochFinished) -> None:
+        self._scalars((event.epoch + 1) * self._steps_per_epoch, event.split, event.evaluated)
+        self._writer.flush()
+
+    def on_epoch_chosen(self, event: EpochChosen) -> None:
+        self._scalars((event.epoch + 1) * self._steps_per_epoch, "test", event.measures)
+
+    def on_run_finished(self, event: RunFinished) -> None:
+        """Writes the confident mistakes."""
+        from PIL import Image
+
+        predictions = predictions_of(self._info, event)
+        if predictions is None:
+            return
+        classes, values = predictions.classes, []
+        for number, index in enumerate(predictions.confident_mistakes(MISTAKES)):
+            pixels = predictions.images[index].transpose(1, 2, 0).squeeze()
+            file = io.BytesIO()
+            Image.fromarray(pixels).save(file, "png")
+            truth, guess = classes[predictions.labels[index]], classes[predictions.guesses[index]]
+            image = self._summaries.Summary.Image(
+                height=pixels.shape[0], width=pixels.shape[1], colorspace=3, encoded_image_string=file.getvalue()
+            )
+            tag = f"mistakes/{number + 1}: {truth} taken for {guess}"
+            values.append(self._summaries.Summary.Value(tag=tag, image=image))
+        self._write(len(event.results[0].epochs) * self._steps_per_epoch, values)
 
     def close(self) -> None:
         self._writer.close()
@@ -75,22 +96,3 @@ class TensorBoard:
         from tensorboard.plugins.text.summary_v2 import text_pb
 
         self._writer.add_event(self._events.Event(wall_time=time.time(), step=0, summary=text_pb(tag, text)))
-
-    def _mistakes(self, event: RunFinished) -> None:
-        from PIL import Image
-
-        predictions = predictions_of(self._info, event)
-        if predictions is None:
-            return
-        classes, values = predictions.classes, []
-        for number, index in enumerate(predictions.confident_mistakes(MISTAKES)):
-            pixels = predictions.images[index].transpose(1, 2, 0).squeeze()
-            file = io.BytesIO()
-            Image.fromarray(pixels).save(file, "png")
-            truth, guess = classes[predictions.labels[index]], classes[predictions.guesses[index]]
-            image = self._summaries.Summary.Image(
-                height=pixels.shape[0], width=pixels.shape[1], colorspace=3, encoded_image_string=file.getvalue()
-            )
-            tag = f"mistakes/{number + 1}: {truth} taken for {guess}"
-            values.append(self._summaries.Summary.Value(tag=tag, image=image))
-        self._write(len(event.results[0].epochs) * self._steps_per_epoch, values)

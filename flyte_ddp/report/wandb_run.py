@@ -12,7 +12,7 @@ from typing import Any, Callable, Dict, List
 import numpy as np
 import requests
 
-from flyte_ddp.events import EpochChosen, EpochFinished, GradientsSeen, RunStarted, StepLogged
+from flyte_ddp.events import EpochChosen, EpochFinished, GradientsSeen, Observer, RunStarted, StepLogged
 from flyte_ddp.report.background import Incomplete, one_line
 from flyte_ddp.report.console import say
 from flyte_ddp.report.predictions import Predictions, predictions_of
@@ -27,7 +27,7 @@ INIT_SECONDS = 12.0
 FINISH_SECONDS = 15.0  # together with the above less than tracking.CLOSE_SECONDS
 
 
-class WandbRun:
+class WandbRun(Observer):
     """Logs what the tutorial logs. If W&B cannot be reached, the run is stored offline for `wandb sync`."""
 
     def __init__(self, info: RunInfo, mode: str, on_url: Callable[[str], None]):
@@ -59,34 +59,51 @@ class WandbRun:
             say(f"Weights & Biases: {self._run.url}")
             on_url(self._run.url)
 
-    def __call__(self, event: Any) -> None:
-        if isinstance(event, RunStarted):
-            self._steps_per_epoch = event.steps_per_epoch
-            world = {name: getattr(event, name) for name in ("world_size", "backend", "device", "precision")}
-            self._run.config.update({**world, "dataset": event.dataset}, allow_val_change=True)
-            self._run.summary["graph_0"] = self._graph(event)
-        elif isinstance(event, StepLogged):
-            self._step = event.epoch * self._steps_per_epoch + event.step
-            measured = {name if name == "loss" else f"train_{name}": x for name, x in event.measures.items()}
-            figures = {name: getattr(event, name) for name in ("learning_rate", "samples_per_second")}
-            norms = {f"gradient_norms/{name}": norm for name, norm in event.gradient_norms.items()}
-            self._log({**measured, **figures, "epoch": event.epoch + 1, **norms})
-        elif isinstance(event, GradientsSeen):
-            histogram = self._wandb.Histogram
-            seen = event.histograms.items()
-            self._log({f"gradients/{name}": histogram(np_histogram=counted) for name, counted in seen})
-        elif isinstance(event, EpochFinished):
-            self._step = (event.epoch + 1) * self._steps_per_epoch
-            measured = _of_test(event.test)
-            measured.update({f"validation_{name}": x for name, x in event.validation.items()})
-            figures = {name: getattr(event, name) for name in ("train_seconds", "evaluate_seconds")}
-            self._log({**measured, "train_loss": event.train["loss"], **figures, "epoch": event.epoch + 1})
-        elif isinstance(event, EpochChosen):
-            self._run.summary.update({**_of_test(event.measures), "best_epoch": event.epoch + 1})
-        elif isinstance(event, RunFinished):
-            self._finished(event)
-        elif isinstance(event, RunFailed):
-            self._run.summary["failure"] = event.reason
+    def on_run_started(self, event: RunStarted) -> None:
+        self._steps_per_epoch = event.steps_per_epoch
+        world = {name: getattr(event, name) for name in ("world_size", "backend", "device", "precision")}
+        self._run.config.update({**world, "dataset": event.dataset}, allow_val_change=True)
+        self._run.summary["graph_0"] = self._graph(event)
+
+    def on_step_logged(self, event: StepLogged) -> None:
+        self._step = event.epoch * self._steps_per_epoch + event.step
+        measured = {name if name == "loss" else f"train_{name}": x for name, x in event.measures.items()}
+        figures = {name: getattr(event, name) for name in ("learning_rate", "samples_per_second", "gradient_norm")}
+        by_parameter = event.gradient_norms if self._info.options.log_gradients else {}
+        norms = {f"gradient_norms/{name}": norm for name, norm in by_parameter.items()}
+        self._log({**measured, **figures, "epoch": event.epoch + 1, **norms})
+
+    def on_gradients_seen(self, event: GradientsSeen) -> None:
+        histogram = self._wandb.Histogram
+        seen = event.histograms.items()
+        self._log({f"gradients/{name}": histogram(np_histogram=counted) for name, counted in seen})
+
+    def on_epoch_finished(self, event: EpochFinished) -> None:
+        self._step = (event.epoch + 1) * self._steps_per_epoch
+        measured = _of_test(event.test)
+        measured.update({f"validation_{name}": x for name, x in event.validation.items()})
+        figures = {name: getattr(event, name) for name in ("train_seconds", "evaluate_seconds")}
+        self._log({**measured, "train_loss": event.train["loss"], **figures, "epoch": event.epoch + 1})
+
+    def on_epoch_chosen(self, event: EpochChosen) -> None:
+        self._run.summary.update({**_of_test(event.measures), "best_epoch": event.epoch + 1})
+
+    def on_run_finished(self, event: RunFinished) -> None:
+        predictions = predictions_of(self._info, event)
+        if predictions and self._info.description:
+            name = re.sub(r"\W", "_", self._info.description.name)  # W&B makes an artifact's name of it
+            self._log({f"{name}_predictions": self._table(predictions)})
+        self._run.summary.update(
+            {
+                "total_seconds": event.total_seconds,
+                "warnings": [warning.reason for warning in event.results[0].warnings],
+                "rank_peak_bytes": [rank.peak_bytes for rank in event.results],
+            }
+        )
+        self._exit_code = 0
+
+    def on_run_failed(self, event: RunFailed) -> None:
+        self._run.summary["failure"] = event.reason
 
     def close(self) -> None:
         try:
@@ -139,20 +156,6 @@ class WandbRun:
         for name, kind, parameters in event.layers:
             graph.add_node(id=name, name=name, class_name=kind, num_parameters=[parameters])
         return graph
-
-    def _finished(self, event: RunFinished) -> None:
-        predictions = predictions_of(self._info, event)
-        if predictions and self._info.description:
-            name = re.sub(r"\W", "_", self._info.description.name)  # W&B makes an artifact's name of it
-            self._log({f"{name}_predictions": self._table(predictions)})
-        self._run.summary.update(
-            {
-                "total_seconds": event.total_seconds,
-                "warnings": [warning.reason for warning in event.results[0].warnings],
-                "rank_peak_bytes": [rank.peak_bytes for rank in event.results],
-            }
-        )
-        self._exit_code = 0
 
     def _table(self, predictions: Predictions) -> Any:
         """Picture, predicted and true class, and the score of each class."""

@@ -16,9 +16,9 @@ from flytekit.core.checkpointer import SyncCheckpoint
 from flytekit.exceptions.user import FlyteDataNotFoundException
 
 from flyte_ddp.errors import RecoverableError
-from flyte_ddp.events import CheckpointWritten, Event
+from flyte_ddp.events import CheckpointWritten, Observer
 from flyte_ddp.report.background import one_line
-from flyte_ddp.report.console import say
+from flyte_ddp.report.console import say, warn
 from flyte_ddp.storage import writing_to
 from flyte_ddp.tasks.execution import is_local, runs_dir
 from flyte_ddp.tasks.flytekit_compat import checkpoint_destination, checkpoint_source
@@ -27,17 +27,14 @@ WAITS = (2.0, 10.0, 60.0)  # seconds before the next try; storage's client has t
 ELSEWHERE = "elsewhere"  # the file in which an attempt leaves the place of a checkpoint that it could not read
 
 
-class LocalStore:
+class LocalStore(Observer):
     """Leaves checkpoints where rank 0 writes them."""
 
     def __init__(self, path: Path):
         self.path = path
 
-    def on_event(self, event: Event) -> None:
-        pass
 
-
-class FlyteStore:
+class FlyteStore(Observer):
     """Uploads checkpoints to Flyte's storage, from which the next attempt restores them.
 
     A thread uploads, so that training never waits; while it is busy, only the newest checkpoint is kept for upload.
@@ -93,9 +90,8 @@ class FlyteStore:
                 return checkpoint.read_bytes()
             return self._read(elsewhere.read_text()) if elsewhere.exists() else b""
 
-    def on_event(self, event: Event) -> None:
-        if isinstance(event, CheckpointWritten):
-            self._new.set()
+    def on_checkpoint_written(self, event: CheckpointWritten) -> None:
+        self._new.set()
 
     def close(self) -> None:
         """Waits for the newest checkpoint to be uploaded."""
@@ -112,7 +108,7 @@ class FlyteStore:
                 if self.path.exists():
                     self._checkpoint.save(self.path)
             except Exception as error:  # each storage has its own errors; the next upload may succeed
-                say(f"Warning: a checkpoint was not uploaded: {type(error).__name__}: {error}")
+                warn(f"a checkpoint was not uploaded: {type(error).__name__}: {error}")
             if closing:
                 return
 

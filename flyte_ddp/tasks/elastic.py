@@ -10,7 +10,7 @@ import tempfile
 import time
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Callable, Iterator, List, Optional, Union
+from typing import Any, Callable, Iterator, List, Optional, Sequence, Union
 
 from filelock import FileLock
 from flytekit import FlyteContextManager, current_context
@@ -34,6 +34,7 @@ from flyte_ddp.tasks.logs import kept_logs, place_of_logs
 from flyte_ddp.tasks.registration import registration
 from flyte_ddp.tasks.resources import check_gpus
 from flyte_ddp.tasks.train import Trained, TrainingOutputs, image_subject, outputs_of, train_by
+from flyte_ddp.user_code import UserCode
 
 GRACE_SECONDS = 5.0  # lets the rank that caused a failure be the first to report it
 BESIDE = ".failure"
@@ -64,7 +65,11 @@ def handing_on_failure() -> Iterator[None]:
 @handing_on_failure()
 @flyte_retries()
 def train_as_rank(
-    settings: TrainingSettings, options: RunOptions, fetch: Callable[[], Subject], outputs_of: Callable[[Trained], Any]
+    settings: TrainingSettings,
+    options: RunOptions,
+    fetch: Callable[[], Subject],
+    outputs_of: Callable[[Trained], Any],
+    own_observers: Sequence[UserCode] = (),
 ) -> Any:
     """Trains as one rank; returns the outputs on rank 0, which alone has observers and checkpoints, else None."""
     asked = registration()
@@ -80,7 +85,7 @@ def train_as_rank(
             def start(job: Job, on_event: Callable[[Event], None]) -> List[TrainingResult]:
                 return run_rank(environment, DirectLink(on_event), job)
 
-            outputs = outputs_of(train_by(start, environment.world, fetch, options))
+            outputs = outputs_of(train_by(start, environment.world, fetch, options, own_observers))
             # The plugin pickles the outputs; PythonPickledFile, a class that flytekit makes on use, cannot be pickled
             return outputs._replace(model_state=FlyteFile(outputs.model_state.path))
         run_rank(environment, DirectLink(None), job_of(fetch(), options))

@@ -15,11 +15,11 @@ import click
 from flytekit import FlyteContextManager, current_context
 from flytekit.types.directory import FlyteDirectory
 
-from flyte_ddp.events import Event, Printed
+from flyte_ddp.events import Observer, Printed
 from flyte_ddp.launch.failures import message_of
 from flyte_ddp.launch.rank import printed_lines
 from flyte_ddp.report.background import one_line
-from flyte_ddp.report.console import say
+from flyte_ddp.report.console import say, warn
 from flyte_ddp.tasks.execution import failure_of, is_local, task_error
 from flyte_ddp.tasks.flytekit_compat import checkpoint_source
 
@@ -29,7 +29,7 @@ CLOSE_SECONDS = 10.0  # how long the end of a run waits for the last round: a po
 
 
 @dataclass(frozen=True)
-class Logs:
+class Logs(Observer):
     """A run's folder of logs.
 
     Attributes:
@@ -44,10 +44,9 @@ class Logs:
     def output(self) -> FlyteDirectory:
         return FlyteDirectory(str(self.folder), remote_directory=self.place)
 
-    def on_event(self, event: Event) -> None:
+    def on_printed(self, event: Printed) -> None:
         """Writes what each rank prints to a file of its own."""
-        if isinstance(event, Printed):
-            append(self.folder / f"rank-{event.rank}.log", event.text)
+        append(self.folder / f"rank-{event.rank}.log", event.text)
 
 
 @contextmanager
@@ -117,7 +116,7 @@ class Uploads:
             pass  # a temporary file has been removed in the meantime
         except Exception as error:  # each storage has its own
             if not self._failing:
-                say(f"Warning: the logs are not in {self._place} yet: {type(error).__name__}: {one_line(error)}")
+                warn(f"the logs are not in {self._place} yet: {type(error).__name__}: {one_line(error)}")
             self._failing = True
 
     def _files(self) -> Iterator[Path]:

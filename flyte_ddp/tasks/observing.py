@@ -6,19 +6,21 @@ import secrets
 import threading
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Callable, Iterator, List
+from typing import Any, Callable, Iterator, List, Sequence
 
 from flytekit import Deck, current_context
 
-from flyte_ddp.launch.failures import message_of
+from flyte_ddp.events import Observer
 from flyte_ddp.report.background import Background, one_line
-from flyte_ddp.report.console import open_console, say
+from flyte_ddp.report.console import open_console, warn
+from flyte_ddp.report.own_observers import OwnObservers
 from flyte_ddp.report.progress import Progress
 from flyte_ddp.report.record import Record, RunFailed, RunFinished, RunInfo
 from flyte_ddp.report.report import Report
 from flyte_ddp.report.tracking import open_tracker
 from flyte_ddp.tasks.execution import is_local
 from flyte_ddp.tasks.flytekit_compat import replace_html
+from flyte_ddp.user_code import UserCode
 
 REPORT_SECONDS = 60.0  # how long the end of a run waits for its final page
 
@@ -26,15 +28,15 @@ REPORT_SECONDS = 60.0  # how long the end of a run waits for its final page
 class Observers:
     """Passes events to all observers of a run. One that raises is dropped: observing must not stop training."""
 
-    def __init__(self, info: RunInfo, report_path: Path, *others: Callable[[Any], None]):
-        self.tracking_url = ""
+    def __init__(self, info: RunInfo, report_path: Path, *others: Observer, own: Sequence[UserCode] = ()):
         self.record, self._report_path = Record(info), report_path
         self._tracker = open_tracker(info, self._on_url)
         self._console = open_console()
-        self._report = Background("the report", lambda: self._open_report(info, report_path), REPORT_SECONDS)
+        self._own = OwnObservers(own)
+        self._report = Background("the report", self._open_report, REPORT_SECONDS)
         self._progress = Progress(info)
-        self._listening: List[Callable[[Any], None]] = [
-            self.record, self._console, self._report, self._progress, *others,
+        self._listening: List[Observer] = [
+            self.record, self._console, self._report, self._progress, *others, self._own,
         ]  # fmt: skip
         if self._tracker:
             self._listening.append(self._tracker)
@@ -45,7 +47,7 @@ class Observers:
                 observer(event)
             except Exception as error:
                 self._listening.remove(observer)
-                say(f"Warning: {type(observer).__name__} gave up: {type(error).__name__}: {one_line(error)}")
+                warn(f"{type(observer).__name__} gave up: {type(error).__name__}: {one_line(error)}")
 
     def end(self, event: "RunFinished | RunFailed") -> None:
         """Passes the last event; all observers have finished, or been abandoned, when this returns."""
@@ -54,12 +56,15 @@ class Observers:
         if self._progress in self._listening:
             with suppress(OSError):  # a full disk
                 self._progress(event)
-        closing = threading.Thread(target=self._close_tracker, args=(event,), daemon=True)
-        closing.start()
-        if self.record.info.options.tracking in ("auto", "online") and not self.tracking_url:
-            closing.join()  # the run's URL may still come, and belongs in the report
+        closes = (self._close_tracker, self._own.close)
+        tracker, own = (threading.Thread(target=close, args=(event,), daemon=True) for close in closes)
+        tracker.start()
+        own.start()
+        if self.record.info.options.tracking in ("auto", "online") and not self.record.tracking_url:
+            tracker.join()  # the run's URL may still come, and belongs in the report
         self._report.close(event)
-        closing.join()
+        tracker.join()
+        own.join()
         if not self._report_path.exists():  # without its output the task would fail
             self._report_path.write_text("<!doctype html><title>No report</title><p>The report could not be made.")
 
@@ -68,34 +73,24 @@ class Observers:
             self._tracker.close(event)
 
     def _on_url(self, url: str) -> None:
-        self.tracking_url = url
+        self.record.tracking_url = url
 
-    def _open_report(self, info: RunInfo, path: Path) -> Report:
-        return Report(info, path, deck_publisher(), lambda: self.tracking_url)
+    def _open_report(self) -> Report:
+        return Report(self.record, self._report_path, deck_publisher())
 
 
 @contextmanager
-def observing(info: RunInfo, report_path: Path, *others: Callable[[Any], None]) -> Iterator[Observers]:
+def observing(info: RunInfo, report_path: Path, *others: Observer, own: Sequence[UserCode] = ()) -> Iterator[Observers]:
     """Observers while the block runs; they see an exception that ends it as a failure.
 
     The block itself calls end() when it succeeds.
     """
-    observers = Observers(info, report_path, *others)
+    observers = Observers(info, report_path, *others, own=own)
     try:
         yield observers
     except BaseException as error:
-        observers.end(RunFailed((message_of(error).splitlines() or [type(error).__name__])[0]))
+        observers.end(RunFailed.by(error))
         raise
-
-
-def all_of(*listeners: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Passes each event to all listeners."""
-
-    def tell(event: Any) -> None:
-        for listener in listeners:
-            listener(event)
-
-    return tell
 
 
 def deck_publisher(title: str = "Training") -> Callable[[str], None]:

@@ -8,6 +8,7 @@ from typing import Iterable
 import flyte_ddp
 from flyte_ddp.code_version import is_installed
 from flyte_ddp.errors import ReportedError
+from flyte_ddp.report.console import show_output
 from flyte_ddp.tasks.inputs import explain_missing_paths, explain_unreadable_settings
 from flyte_ddp.user_code import loaded_files
 
@@ -15,6 +16,7 @@ from flyte_ddp.user_code import loaded_files
 def set_up_pyflyte() -> None:
     """Raises ReportedError under Flyte 2's shim; calling it again does no harm."""
     refuse_shim()
+    show_output()
     explain_unreadable_settings()
     explain_missing_paths()
     ship_whole_package()

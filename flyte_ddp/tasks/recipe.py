@@ -79,8 +79,9 @@ class RecipeTraining:
     Its first-party code and data files are shipped to the pods with the workflow's, and determine the cache version.
     """
 
-    def __init__(self, recipe: str, data_files: Sequence[str] = ()):
-        """recipe: "package.module:Name". data_files: files that it reads, relative to its module's file.
+    def __init__(self, recipe: str, data_files: Sequence[str] = (), observers: Sequence[str] = ()):
+        """recipe: "package.module:Name". data_files: files that it reads, relative to its module's file. observers:
+        classes, named likewise, with a method for each event that concerns them; no part of the cache version.
 
         Create it at the top level of the workflow file, after the imports. Raises InputError if there is no such
         recipe.
@@ -88,7 +89,9 @@ class RecipeTraining:
         set_up_pyflyte()
         self.code = find_code(recipe, data_files)
         self.version = CodeVersion(self.code.version)
-        ship(self.code.files)
+        self.observers = [find_code(one) for one in observers]
+        for code in (self.code, *self.observers):
+            ship(code.files)
 
     def arguments(self, ignored_inputs: Sequence[str] = ("options",)) -> Dict[str, Any]:
         """Arguments of the @task that trains or predicts: cache, retries, live report, resources."""
@@ -113,7 +116,7 @@ class RecipeTraining:
             place = None if data is None else Path(data.download())
             return self.subject(settings, place, None if init is None else Path(init.download()))
 
-        return self.outputs_of(train_by(start, world, fetch, options))
+        return self.outputs_of(train_by(start, world, fetch, options, self.observers))
 
     def run_as_rank(
         self, settings: TrainingSettings, options: RunOptions, data: Data = None, init: Optional[FlyteFile] = None
@@ -125,7 +128,7 @@ class RecipeTraining:
             place = None if data is None else download_once(data)
             return self.subject(settings, place, None if init is None else download_once(init))
 
-        outputs: RecipeOutputs = train_as_rank(settings, options, fetch, self.outputs_of)
+        outputs: RecipeOutputs = train_as_rank(settings, options, fetch, self.outputs_of, self.observers)
         return outputs
 
     @flyte_retries()

@@ -29,7 +29,7 @@ from flyte_ddp.tasks.outputs import output_file
 from flyte_ddp.tasks.resources import check_gpus, training_resources
 from flyte_ddp.tasks.summaries import RunSummary, TrainingSummary, summarise
 from flyte_ddp.tasks.webhook import telling_webhook
-from flyte_ddp.user_code import find_code
+from flyte_ddp.user_code import UserCode, find_code
 
 WORKER = "flyte_ddp.engine.worker:run"  # a name, because importing it would import torch
 IMAGE_CLASSIFIER = find_code("flyte_ddp.recipes.images:ImageClassifier")
@@ -135,10 +135,17 @@ def spawn(world: World, options: RunOptions, roots: Sequence[str] = ()) -> Start
     return start
 
 
-def train_by(start: Start, world: World, fetch: Callable[[], Subject], options: RunOptions) -> Trained:
+def train_by(
+    start: Start,
+    world: World,
+    fetch: Callable[[], Subject],
+    options: RunOptions,
+    own_observers: Sequence[UserCode] = (),
+) -> Trained:
     """Does everything around the ranks of a run.
 
     start: runs the ranks for (job, on_event), and returns their results by rank. fetch: downloads the data.
+    own_observers: the user's.
     """
     started = time.time()
     with flyte_retries():
@@ -160,7 +167,7 @@ def train_by(start: Start, world: World, fetch: Callable[[], Subject], options: 
                 checkpoint_path=str(store.path),
             )
             info = info_of(subject, options, folder.name, job.launched - started, logs.folder, store.path)
-            with observing(info, folder / "report.html", store.on_event, logs.on_event) as observers:
+            with observing(info, folder / "report.html", store, logs, own=own_observers) as observers:
                 results = start(job, observers)
                 path = Path(job.predictions_path)
                 finished = RunFinished(results, path if path.exists() else None, time.time() - started)
@@ -169,7 +176,7 @@ def train_by(start: Start, world: World, fetch: Callable[[], Subject], options: 
     return Trained(
         dataset=subject.dataset,
         results=results,
-        figures=summarise(world, finished, observers.tracking_url),
+        figures=summarise(world, finished, observers.record.tracking_url),
         predictions=predictions_of(info, finished),
         model_state=output_file(Path(job.model_path), PythonPickledFile),
         report=output_file(folder / "report.html"),

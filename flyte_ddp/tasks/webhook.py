@@ -15,7 +15,7 @@ from flytekit.core.base_task import IgnoreOutputs
 
 from flyte_ddp.launch.failures import Failure, Preempted
 from flyte_ddp.report.background import one_line
-from flyte_ddp.report.console import say
+from flyte_ddp.report.console import warn
 from flyte_ddp.tasks.addresses import CONSOLE_VARIABLE, WEBHOOK_SECRET_VARIABLE, WEBHOOK_VARIABLE
 from flyte_ddp.tasks.execution import failure_of, is_local
 from flyte_ddp.tasks.observing import attempt
@@ -48,7 +48,7 @@ def notify(url: str, content: Dict[str, Any]) -> None:
     thread.start()
     thread.join(POST_SECONDS)
     if problems:
-        say(f"Warning: the webhook was not notified of the failure: {problems[-1]}")
+        warn(f"the webhook was not notified of the failure: {problems[-1]}")
 
 
 def post(url: str, content: Dict[str, Any], problems: "list[str]") -> None:

@@ -2,7 +2,9 @@
 
 import hashlib
 import io
+import resource
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -88,6 +90,21 @@ def test_what_could_not_be_read_again_is_refused_before_training(tmp_path):
 def test_content_of_another_form_is_refused_with_the_reason(tmp_path, content, reason):
     buffer = io.BytesIO()
     torch.save(content, buffer)
-    (tmp_path / "checkpoint").write_bytes(hashlib.sha256(buffer.getbuffer()).digest() + buffer.getbuffer())
+    (tmp_path / "checkpoint").write_bytes(buffer.getvalue() + hashlib.sha256(buffer.getbuffer()).digest())
     with pytest.raises(CheckpointError, match=reason):
         read_checkpoint(tmp_path / "checkpoint", {})
+
+
+def test_it_is_written_and_read_without_a_copy_in_memory(tmp_path):
+    path, tensors = tmp_path / "checkpoint", [torch.full((2**21,), float(value)) for value in range(24)]
+    before = resource.getrlimit(resource.RLIMIT_DATA)  # which counts what is mapped from a file to be changed, too
+    (taken,) = (line.split()[1] for line in Path("/proc/self/status").read_text().splitlines() if "VmData" in line)
+    one, file = 2**23, 24 * 2**23
+    try:
+        resource.setrlimit(resource.RLIMIT_DATA, (int(taken) * 1024 + 3 * one, before[1]))
+        write_checkpoint(path, {"identity": {}, "state": {"tensors": tensors}})
+        resource.setrlimit(resource.RLIMIT_DATA, (int(taken) * 1024 + 3 * one + file, before[1]))
+        again = read_checkpoint(path, {})["state"]["tensors"]
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
+    assert all(torch.equal(one, other) for one, other in zip(tensors, again, strict=True))

@@ -9,12 +9,13 @@ import signal
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from typing import Any, List, Optional, Tuple
 
 from torch import Tensor, distributed, nn
 
 from flyte_ddp.engine import worker
-from flyte_ddp.engine.job import Job
+from flyte_ddp.engine.job import Job, TrainingResult
 from flyte_ddp.events import CheckpointFailed
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
@@ -104,6 +105,11 @@ def say_pids_and_wait(environment: Environment, link: Link, argument: Any) -> No
         distributed.barrier()
         link.emit(CheckpointFailed("all are waiting"))
         wait_for_ever()
+
+
+def train_on_two_hosts(environment: Environment, link: Link, job: Job) -> TrainingResult:
+    """Trains where only rank 0 sees its disk."""
+    return worker.run(environment, link, replace(job, checkpoint_path="") if environment.rank else job)
 
 
 def break_gradient_of_rank_one(environment: Environment, link: Link, job: Job) -> None:

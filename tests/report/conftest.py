@@ -68,6 +68,7 @@ def record(folder: Path) -> None:
         timeout_seconds=120,
         launched=time.time(),
         profile_path=str(folder / "logs" / "profile"),
+        log_gradients=True,
     )
     info = RunInfo(
         name="20260101-000000-digits",
@@ -75,7 +76,7 @@ def record(folder: Path) -> None:
         attempt=1,
         recipe="package.module:Classifier",
         settings=hp,
-        options=RunOptions(tracking="off", profile=True),
+        options=RunOptions(tracking="off", profile=True, log_gradients=True),
         data=folder / "data",
         description=description,
         data_seconds=0.5,

@@ -6,12 +6,13 @@ import threading
 from pathlib import Path
 from typing import Any, List
 
+from flyte_ddp.events import Observer
 from flyte_ddp.report.background import Background, Incomplete, one_line
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-class Listener:
+class Listener(Observer):
     """Waits for `may_listen`, then keeps what it hears; a text among that is raised."""
 
     def __init__(self) -> None:

@@ -5,6 +5,7 @@ import os
 import pty
 import subprocess
 import sys
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any, List
 
@@ -15,7 +16,7 @@ from flytekit.clis.sdk_in_container.pyflyte import main as pyflyte
 from flyte_ddp.events import EpochFinished, NotLearning, Printed, RunStarted, StepLogged
 from flyte_ddp.launch import launcher
 from flyte_ddp.launch.environment import choose_world
-from flyte_ddp.report.console import Console, download_progress
+from flyte_ddp.report.console import Console, download_progress, logger, say, show_output, warn
 from flyte_ddp.report.summary import next_step, say_summary
 from flyte_ddp.settings import RunOptions
 
@@ -42,6 +43,17 @@ def test_plain_lines_in_the_tutorials_manner(recorded, capsys):
     assert sum(line.startswith("Train Epoch") for line in said) == 4
     assert sum(line.startswith("Epoch ") for line in said) == 2
     assert said[-3:] == ["Warning: no better than guessing", "[rank 0] from the first", "[rank 1] from another"]
+
+
+def test_a_program_with_a_handler_of_its_own_gets_what_would_be_printed(monkeypatch, capsys):
+    heard = BufferingHandler(10)
+    monkeypatch.setattr(logger, "handlers", [heard])
+    show_output()
+    say("trained")
+    warn("100% full")
+    said = [(message.levelname, message.getMessage()) for message in heard.buffer]
+    assert said == [("INFO", "trained"), ("WARNING", "100% full")]
+    assert capsys.readouterr().err == ""
 
 
 def on_terminal(program: str, *arguments: str, columns: int = 100) -> str:
@@ -71,7 +83,8 @@ def test_terminal_has_one_live_line(recorded, recorded_file, columns):
     program = """if True:
         import pickle, sys
         from pathlib import Path
-        from flyte_ddp.report.console import LiveConsole, open_console, say
+        from flyte_ddp.report.console import LiveConsole, open_console, say, show_output
+        show_output()
         console = open_console()
         assert isinstance(console, LiveConsole)
         console._progress.refresh()

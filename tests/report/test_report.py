@@ -107,10 +107,12 @@ def test_counts_are_those_of_the_predictions(recorded):
 
 def test_live_pages_follow_the_run(recorded, tmp_path):
     path, published, seen = tmp_path / "report.html", [], []  # type: ignore[var-annotated]
-    report = Report(recorded.info, path, published.append, lambda: "")
+    record = Record(recorded.info)
+    report = Report(record, path, published.append)
     for event in recorded.events:
         before = len(published)
         report._next_page = 0.0  # as if the pages before had cost nothing
+        record(event)
         report(event)
         if len(published) > before:
             seen.append((type(event), path.read_text()))
@@ -123,8 +125,10 @@ def test_live_pages_follow_the_run(recorded, tmp_path):
 
 
 def test_a_live_page_shows_a_warning_at_once(recorded, tmp_path):
-    report = Report(recorded.info, tmp_path / "report.html", lambda body: None, lambda: "")
+    record = Record(recorded.info)
+    report = Report(record, tmp_path / "report.html", lambda body: None)
     for event in (*recorded.of(RunStarted), *recorded.of(StepLogged)[:2], NotLearning(0, 10, "the loss leapt")):
+        record(event)
         report(event)
     assert "<b>Warning:</b> the loss leapt" in (tmp_path / "report.html").read_text()
 

@@ -74,6 +74,8 @@ def test_offline_run_is_what_was_trained(recorded, track):
     assert run.values("loss") == pytest.approx([step.measures["loss"] for step in steps])
     assert [row["epoch"] for row in run.history if "loss" in row] == [step.epoch + 1 for step in steps]
     assert [row["_step"] for row in run.history] == [step.epoch * 10 + step.step for step in steps]
+    assert run.values("gradient_norm") == pytest.approx([step.gradient_norm for step in steps])
+    assert not any(name.startswith("gradient_norms/") for row in run.history for name in row)  # only on request
     assert run.values("test_loss") == pytest.approx([epoch.test["loss"] for epoch in epochs])
     assert run.values("accuracy") == pytest.approx([epoch.test["accuracy"] for epoch in epochs])
     assert run.exit_code == 0
@@ -194,7 +196,7 @@ def test_tensorboard_that_is_not_installed_is_refused(monkeypatch):
 
 
 def test_tensorboard_files_say_what_was_trained(recorded, track):
-    told = track({"tracking": "tensorboard"})
+    told = track({"tracking": "tensorboard", "log_gradients": True})
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     assert told.said == ""

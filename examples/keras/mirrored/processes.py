@@ -9,7 +9,7 @@ from typing import Callable, Iterator, List
 from flyte_ddp.events import EpochFinished, Event
 from flyte_ddp.launch import launcher
 from flyte_ddp.launch.environment import World
-from flyte_ddp.report.console import say, say_remark
+from flyte_ddp.report.console import Remarks, say
 from flyte_ddp.user_code import find_code
 from mirrored.job import Job, Result
 from mirrored.settings import Hyperparameters
@@ -18,19 +18,27 @@ CODE = find_code("mirrored.training:run")  # a name, because importing it would 
 TIMEOUT_SECONDS = 300.0  # without a step, after which the run counts as hung
 
 
+class Console(Remarks):
+    """Prints a line per epoch."""
+
+    def __init__(self, epochs: int):
+        self._epochs = epochs
+
+    def on_epoch_finished(self, event: EpochFinished) -> None:
+        say(
+            f"Epoch {event.epoch + 1} of {self._epochs}: test accuracy {event.test['accuracy']:.2%}, "
+            f"test loss {event.test['loss']:.4f}, {event.train_seconds:.2f} s of training"
+        )
+
+
 def train(
     hp: Hyperparameters, model: Path, checkpoint: Path, listen: Callable[[Event], None] = lambda event: None
 ) -> Result:
     """Trains in hp.processes processes; listen receives their events. Raises what launcher.launch raises."""
+    console = Console(hp.epochs)
 
     def on_event(event: Event) -> None:
-        if isinstance(event, EpochFinished):
-            say(
-                f"Epoch {event.epoch + 1} of {hp.epochs}: test accuracy {event.test['accuracy']:.2%}, "
-                f"test loss {event.test['loss']:.4f}, {event.train_seconds:.2f} s of training"
-            )
-        else:
-            say_remark(event)
+        console(event)
         listen(event)
 
     world = World(hp.processes, hp.processes, backend="", device="")  # TensorFlow decides both

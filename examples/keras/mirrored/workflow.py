@@ -41,7 +41,7 @@ def train_mirrored(hp: Hyperparameters) -> Outputs:
     key = training_key(hp, CODE.version)
     with flyte_retries(), run_dir("mirrored") as folder, checkpoint_store(key, resume=True) as store:
         model = folder / "model.keras"
-        result = train(hp, model, store.path, store.on_event)
+        result = train(hp, model, store.path, store)
         report = output_page(folder, *page(hp, result))
         return Outputs([epoch.test["accuracy"] for epoch in result.epochs], output_file(model), report)
 

@@ -1,0 +1,127 @@
+"""What a rank pays for the others: one rank among pretended ones, with 32 samples of its own in each step.
+
+    python -m benchmarks.many_ranks --runs 3
+
+torch's fake process group pretends the other ranks, so nothing is exchanged; what remains is the rank's own work. Each
+training is measured in a process of its own, with one thread: the median of its steps, and the peak memory.
+"""
+
+import argparse
+import importlib
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, Dict, Tuple
+
+import torch
+from torch import distributed
+
+from benchmarks.engine import hardware, spread
+from flyte_ddp.engine.batches import Resident, TrainBatches
+from flyte_ddp.engine.by_row import ByRow
+from flyte_ddp.engine.measures import augment
+from flyte_ddp.engine.state import TrainingState
+from flyte_ddp.recipe import Recipe
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+WORLDS = (1, 8, 64, 512, 4096)
+SAMPLES, STEPS = 32, 12
+# The recipes of examples, by module and class, and the settings that make their data small
+RECIPES: Dict[str, Tuple[str, Dict[str, Any]]] = {
+    "charlm": ("CharLM", {"characters": 20_000}),
+    "segmentation": ("Segmentation", {"images": 200}),
+    "tabular": ("Tabular", {}),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--one", nargs=2, metavar=("RECIPE", "RANKS"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.one:
+        print(*one_rank(arguments.one[0], int(arguments.one[1])))
+        return
+    print(f"{hardware()}; {SAMPLES} samples a rank, one thread; n = {arguments.runs}\n")
+    print("| recipe | ranks | ms per step, median [range] | peak MiB, median [range] |\n|---|---|---|---|")
+    for name in RECIPES:
+        found: Dict[int, Any] = {ranks: [] for ranks in WORLDS}
+        for _ in range(arguments.runs):
+            for ranks, of_world in found.items():
+                of_world.append(measured(name, ranks))
+        for ranks, of_world in found.items():
+            times, memory = zip(*of_world, strict=True)
+            print(f"| {name} | {ranks:,} | {spread(times, 1)} | {spread(memory, 0)} |", flush=True)
+
+
+def measured(name: str, ranks: int) -> Tuple[float, float]:
+    command = [sys.executable, "-m", "benchmarks.many_ranks", "--one", name, str(ranks)]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    milliseconds, mebibytes = printed.split()
+    return float(milliseconds), float(mebibytes)
+
+
+def one_rank(name: str, ranks: int) -> Tuple[float, float]:
+    """Milliseconds per step and peak MiB of the rank in the middle."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.set_num_threads(1)
+    distributed.init_process_group("fake", rank=ranks // 2, world_size=ranks, store=FakeStore())
+    sys.path.insert(0, str(EXAMPLES))
+    kind, small = RECIPES[name]
+    settings = importlib.import_module(f"{name}.settings").Settings(**small, batch_size=SAMPLES * ranks)
+    recipe: Recipe = getattr(importlib.import_module(f"{name}.recipe"), kind)(settings)
+    split = Repeated(recipe, SAMPLES * ranks * STEPS)
+    batches = TrainBatches(
+        split, settings.batch_size, 1, ranks // 2, ranks, augment=lambda *given: augment(recipe, *given)
+    )
+    model, device = recipe.model(), torch.device("cpu")
+    state = TrainingState(
+        recipe, model, ByRow(recipe.share), names_of(recipe, model, batches), device, ranks,
+        autocast=False, total_steps=STEPS,
+    )  # fmt: skip
+    state.ddp.register_comm_hook(None, nothing_exchanged)
+    state.ddp.train()
+    times, epoch = [], batches.epoch(0)
+    for _ in range(STEPS):
+        started = time.perf_counter()
+        state.train_step(next(epoch), False)
+        times.append(time.perf_counter() - started)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return round(statistics.median(times[2:]) * 1e3, 1), round(peak)
+
+
+class Repeated:
+    """A split of many samples, which are those of a small one again and again."""
+
+    def __init__(self, recipe: Recipe, count: int):
+        self._split, self._count, self.device = Resident(recipe.data("train"), recipe.device), count, recipe.device
+
+    def __len__(self) -> int:
+        return self._count
+
+    def fetch(self, parts: Any) -> Any:
+        return self._split.fetch(part % len(self._split) for part in parts)
+
+
+def names_of(recipe: Recipe, model: torch.nn.Module, batches: TrainBatches) -> Tuple[str, ...]:
+    batch = next(batches.epoch(0))
+    vars(recipe.share).update(vars(batch.share), alone=True)
+    with torch.no_grad():
+        names = recipe.measure(recipe.forward(model.eval(), batch.tree), batch.tree)
+    recipe.share.alone = False
+    model.train()
+    return tuple(sorted(names, key=lambda name: name != "loss"))
+
+
+def nothing_exchanged(_, bucket):  # torch insists on annotations of its own, or none
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done.set_result(bucket.buffer())
+    return done
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""Resumes a training from its checkpoint, on all ranks."""
+
+import os
+from pathlib import Path
+from typing import Any, Dict, List, Tuple
+
+import torch
+from torch import Tensor, distributed
+
+from flyte_ddp.engine.checkpoint import checksum, read_checkpoint, read_same, restore
+from flyte_ddp.engine.job import Job
+from flyte_ddp.engine.state import TrainingState
+from flyte_ddp.engine.torch_compat import pytree
+from flyte_ddp.errors import CheckpointError
+from flyte_ddp.events import CheckpointRefused
+from flyte_ddp.launch.environment import Environment
+from flyte_ddp.launch.link import Link
+
+
+def resume(state: TrainingState, job: Job, environment: Environment, link: Link) -> bool:
+    """Restores the state on all ranks from rank 0's checkpoint, if there is one that belongs to this training; False if
+    that failed half-way, on all ranks alike.
+
+    Rank 0 verifies the file, and ranks that see the same one map it, too. If some do not, those of another host, the
+    tensors are broadcast, one by one.
+    """
+    path, saved = Path(job.checkpoint_path), None
+    told: List[Any] = [None]
+    if environment.rank == 0 and os.path.exists(job.checkpoint_path):
+        try:
+            saved = read_checkpoint(path, job.identity.as_dict())["state"]
+            told = [(checksum(path), pytree.tree_map_only(Tensor, lambda tensor: tensor.to("meta"), saved))]
+        except CheckpointError as error:
+            link.emit(CheckpointRefused(f"the checkpoint {error}"))
+    distributed.broadcast_object_list(told)
+    if told[0] is None:
+        return True
+    expected, outline = told[0]
+    if saved is None and (content := read_same(path, expected)):
+        saved = content["state"]
+    seen: List[Any] = [None] * environment.world.size
+    distributed.all_gather_object(seen, saved is not None)
+    try:
+        restore(state, in_place(state, outline if saved is None else saved, is_broadcast=not all(seen)))
+    except CheckpointError as error:
+        link.emit(CheckpointRefused(f"the checkpoint {error}"))
+        return False
+    return True
+
+
+def in_place(state: TrainingState, saved: Dict[str, Any], is_broadcast: bool = False) -> Dict[str, Any]:
+    """The same content with the training's own tensors: those of its networks, where they fit, else new ones.
+
+    Each is filled from saved, unless that is an outline of meta tensors, and then, if asked, with what rank 0 has.
+    """
+    networks = {"model": state.model, "average": state.average.model if state.average else None}
+    own = {name: network.state_dict() for name, network in networks.items() if network}
+    fitting = dict(pytree.tree_flatten_with_path(own)[0])
+
+    def filled(path: Tuple[Any, ...], value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        tensor = fitting.get(path)
+        if not isinstance(tensor, Tensor) or (tensor.shape, tensor.dtype) != (value.shape, value.dtype):
+            # torch's optimizers have their numbers of steps on the CPU
+            is_optimizers = path[0].key == "optimizer" and value.dim()
+            tensor = torch.empty_like(value, device=state.device if is_optimizers else "cpu")
+        if not value.is_meta:
+            tensor.copy_(value)
+        if is_broadcast:
+            sent = tensor.to(state.device).contiguous()
+            distributed.broadcast(sent.view(-1).view(torch.uint8), 0)  # not all types can be sent
+            tensor.copy_(sent)
+        return tensor
+
+    placed: Dict[str, Any] = pytree.tree_map_with_path(filled, saved)
+    return placed
