@@ -73,7 +73,7 @@ def small_dataset(folder: Path) -> Literal:
 def is_whole(checkpoint: Path) -> bool:
     """Storage on a disk shows files while they are written, unlike S3."""
     content = checkpoint.read_bytes() if checkpoint.exists() else b""
-    return len(content) > 32 and hashlib.sha256(content[32:]).digest() == content[:32]
+    return len(content) > 32 and hashlib.sha256(content[:-32]).digest() == content[-32:]
 
 
 class Pod:
