@@ -11,7 +11,6 @@ from flyte_ddp.engine.by_row import ByRow
 from flyte_ddp.engine.loading import Streamed
 from flyte_ddp.engine.trials import Trials
 from flyte_ddp.errors import InputError
-from flyte_ddp.launch.failures import RankFailed
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.training import train
 from tests.engine import sneaky_recipes
@@ -51,7 +50,7 @@ def test_what_would_depend_on_the_number_of_ranks_is_refused(alone, tmp_path, na
 
 
 def test_ranks_that_measure_something_else_for_the_same_samples_are_refused(tmp_path):
-    with pytest.raises(RankFailed, match=r"ProcessInMeasure.measure .* each rank measures something else"):
+    with pytest.raises(InputError, match=r"ProcessInMeasure.measure .* each rank measures something else"):
         run("ProcessInMeasure", tmp_path, nproc=2)
 
 

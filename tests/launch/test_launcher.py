@@ -60,7 +60,8 @@ for modules in train(hp, {str(small_data)!r}, 2, worker="{TARGETS}:list_modules"
         ours = {name for name in names if name.startswith("flyte_ddp.")}
         decisive = set(imported([*ENGINE, "flyte_ddp.recipes.images"]))
         around = {name for name in ours - decisive if not name.startswith("flyte_ddp.launch.")}
-        assert not around, "they do not count, though ranks import them: state here why"
+        # text is how a failure's words are printed
+        assert around <= {"flyte_ddp.text"}, "they do not count, though ranks import them: state here why"
 
 
 @pytest.mark.skipif(launcher.START_METHOD != "forkserver", reason="only forked ranks share what has been imported")
@@ -145,12 +146,13 @@ launch("say_pids_and_wait", argument=sys.argv[1], on_event=lambda event: print("
         (signal.SIGHUP, True),
     ],
 )
-def test_no_process_and_no_folder_outlives_its_parent(tmp_path, number, whole_group):
-    place = tmp_path / "a#b"  # the end of a path, if that were a URL
+def test_no_process_and_no_folder_outlives_its_parent(tmp_path_factory, number, whole_group):
+    folder = tmp_path_factory.mktemp("ranks")  # short: the path of a socket in it may have 107 characters
+    place = folder / "a#b"  # the end of a path, if that were a URL
     place.mkdir()
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(place)}
     parent = subprocess.Popen(
-        [sys.executable, "-c", PARENT, str(tmp_path)],
+        [sys.executable, "-c", PARENT, str(folder)],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -159,16 +161,16 @@ def test_no_process_and_no_folder_outlives_its_parent(tmp_path, number, whole_gr
     )
     assert parent.stdout is not None
     assert parent.stdout.readline() == "waiting\n"
-    assert [path.name for path in tmp_path.glob("a*")] == ["a#b"]
+    assert [path.name for path in folder.glob("a*")] == ["a#b"]
     if (number, whole_group, sys.platform) == (signal.SIGTERM, False, "linux"):
-        suspend_and_resume(parent.pid, [int((tmp_path / rank).read_text()) for rank in ("0", "1")])
+        suspend_and_resume(parent.pid, [int((folder / rank).read_text()) for rank in ("0", "1")])
     if whole_group:
         os.killpg(parent.pid, number)
     else:
         parent.send_signal(number)
     # the ranks, what they start, and torch's forkserver hold the pipes too: this returns when the last has ended
     _, errors = parent.communicate(timeout=60)
-    assert all(has_ended(int((tmp_path / rank).read_text())) for rank in ("0", "1"))
+    assert all(has_ended(int((folder / rank).read_text())) for rank in ("0", "1"))
     assert list(place.glob("ddp-*")) == []
     expected = {signal.SIGKILL: "", signal.SIGINT: "KeyboardInterrupt"}
     assert expected.get(number, f"{number.name}: no step was finished") in errors

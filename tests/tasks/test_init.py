@@ -91,8 +91,8 @@ def test_a_built_in_training_begins_with_weights_and_goes_on_from_a_checkpoint(t
     assert "Continues from final-checkpoint, after epoch 1\n" in log
     assert re.findall(r"^Epoch (\d) of 2", log, re.MULTILINE) == ["2"]
 
-    _, log = train("--init", str(model), model="fashion_cnn", status=1)
-    assert "InputError: init must fit the network, got" in words(log)
+    _, log = train("--init", str(model), model="fashion_cnn", status=2)
+    assert "init must fit the network, got" in words(log)
     assert "unexpected keys conv1.bias" in words(log)
     assert 'set init_leave_out to their names, as "conv1", or to "mismatching"' in words(log)
     _, log = train("--init", "nowhere.pt", status=2)
