@@ -15,11 +15,11 @@ export FLYTE_INTERNAL_IMAGE
 typed = printf '%s\n' '+ $(subst ','\'',$(1))'; PATH="$(CURDIR)/$(or $(2),.venv)/bin:$$PATH" $(1)
 
 .DEFAULT_GOAL := help
-.PHONY: help run example test test-all lint test-oldest-torch bench bench-trainers gpu-check faults image dry-run package register smoke
+.PHONY: help run example test test-all lint test-oldest-torch bench bench-trainers bench-models gpu-check faults image dry-run package register smoke
 .PHONY: lock clean
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## / { printf "make %-14s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## / { printf "make %-18s %s\n", $$1, $$2 }' Makefile
 
 run: .venv/run.stamp ## Train; more arguments: make run ARGS="--hp '{\"epochs\": 1}'"
 	@$(call typed,pyflyte run workflows/mnist.py pytorch_training_wf$(if $(ARGS), $(ARGS)))
@@ -49,6 +49,9 @@ bench: .venv/dev.stamp ## Run the benchmarks, in about half an hour; once each: 
 
 bench-trainers: .venv-compare/stamp ## Compare with Lightning and Accelerate on two jobs; once: make bench-trainers ARGS="--runs 1"
 	@$(call typed,python -m benchmarks.against_trainers$(if $(ARGS), $(ARGS)),.venv-compare)
+
+bench-models: .venv-compare/stamp ## Train other libraries' models on 1, 2 and 3 ranks and compare the weights
+	@$(call typed,python -m benchmarks.architectures$(if $(ARGS), $(ARGS)),.venv-compare)
 
 gpu-check: .venv/run.stamp ## Check our claims about GPUs on this machine's: make gpu-check ARGS="--data FOLDER"
 	@$(call typed,python -m benchmarks.gpu_check$(if $(ARGS), $(ARGS)))

@@ -1,6 +1,6 @@
 """Other libraries' models as they come: accepted, and the same on 1, 2 and 3 ranks.
 
-    make bench-architectures
+    make bench-models
 
 Small versions with random weights, their own dropout, and a drop path of 0.1 where they have one. Each takes 5 steps of
 12 random samples in float32; images are large enough that batch norm has more than a few pixels to average over. The

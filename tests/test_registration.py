@@ -174,12 +174,7 @@ def test_interface_has_not_changed_by_accident(gpu):
 
 
 def code_files():
-    return [
-        file
-        for folder in ("flyte_ddp", "workflows")
-        for file in (ROOT / folder).rglob("*.py*")
-        if file.suffix != ".pyc"
-    ]
+    return [file for folder in ("flyte_ddp", "workflows") for file in (ROOT / folder).rglob("*.py")]
 
 
 def test_code_archive_holds_code_only_and_all_of_it(sandbox):
