@@ -25,8 +25,8 @@ def key_of(*position: int) -> int:
 
 def words(key: int, first: int, count: int, device: torch.device) -> Tensor:
     """(count,) int64: 64 random bits each."""
-    if device.type == "cpu":
-        return torch.from_numpy(PCG64DXSM(key).advance(first).random_raw(count).view(np.int64))
+    if device.type == "cpu" and count:  # torch cannot see an empty buffer
+        return torch.frombuffer(PCG64DXSM(key).advance(first).random_raw(count), dtype=torch.int64)
     return split_mix(key, first, count, device)
 
 
@@ -78,8 +78,6 @@ def threshold_of(p: float) -> Tuple[int, float]:
 
 def _pieces(key: int, first: int, count: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     """(count,) of a shorter integer type, of which several come from a word."""
-    if not count:
-        return torch.empty(0, dtype=dtype, device=device)
     each = 8 // dtype.itemsize
     start, stop = first // each, -(-(first + count) // each)
     return words(key, start, stop - start, device).view(dtype)[first - start * each :][:count]
