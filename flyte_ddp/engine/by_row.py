@@ -52,7 +52,8 @@ class Layout(NamedTuple):
 class ByRow:
     """A network's random numbers and batch statistics as those of the global batch, for the samples of a share.
 
-    The numbers of a sample depend on the step's seed, the number of the call and the sample's position alone.
+    The numbers of a sample depend on the step's seed, the number of the call and the sample's position alone. Each call
+    takes its key from torch's generator, so that activation checkpointing, which sets that back, draws them again.
 
     Attributes:
         drawn: operation and shape of each draw of the block.
@@ -66,15 +67,15 @@ class ByRow:
         self.drawn: List[Tuple[str, Shape]] = []
         self.digest = 0
         self.normalised = False
-        self._seed = 0
         self._layouts: Dict[Tuple[str, int], List[Layout]] = {}  # by operation and number of dimensions
         self._found: Dict[Tuple[str, Shape, int], Layout] = {}
 
     @contextmanager
     def block(self, seed: int) -> Iterator[None]:
-        """Of a step's forward pass; its seed is the same on all ranks."""
+        """Of a step's forward and backward pass; its seed is the same on all ranks."""
         global _active
-        self._seed, self.drawn, self.digest, outer = seed, [], 0, _active
+        self.drawn, self.digest, outer = [], 0, _active
+        torch.default_generator.manual_seed(seed)
         _active = self
         try:
             with any_batch_size():
@@ -115,7 +116,7 @@ class ByRow:
         """Of the next call: its layout, its key, and the position of its first element."""
         wanted = operation, shape, self.share.count
         layout = self._found.get(wanted) or self._found.setdefault(wanted, self._layout(operation, shape))
-        key = random_numbers.key_of(self._seed, len(self.drawn))
+        (key,) = torch.empty(1, dtype=torch.int64).random_().tolist()
         self.drawn.append((operation, shape))
         self.digest = zlib.crc32(repr(layout).encode(), self.digest)
         return layout, key, 0 if layout.dimension is None else self.share.first * layout.each * math.prod(layout.rest)
@@ -219,7 +220,7 @@ def _exponential(dtype: torch.dtype, rate: float = 1.0) -> Numbers:
 
 
 def _bernoulli(dtype: torch.dtype, p: float = 0.5) -> Numbers:
-    return functools.partial(random_numbers.kept, p=1 - p)
+    return lambda *position: random_numbers.uniform(*position) < p
 
 
 def _bernoulli_of(rows: ByRow, filled: Tensor, p: Tensor) -> Tensor:

@@ -64,7 +64,7 @@ class Step(nn.Module):
     def forward(self, batch: Batch, stop: bool, is_last: bool) -> Tensor:
         """is_last: of the parts that the rank's share is computed in."""
         vars(self.recipe.share).update(vars(batch.share))
-        with self.rows.block(batch.seed), torch.autocast(self.sums.device.type, torch.bfloat16, enabled=self.autocast):
+        with torch.autocast(self.sums.device.type, torch.bfloat16, enabled=self.autocast):
             outputs = self.recipe.forward(self.model, batch.tree)
             pairs = pairs_of(self.recipe, outputs, batch, self.names)
         trained = pairs[trained_measure(self.names)][0].sum()
@@ -167,7 +167,7 @@ class TrainingState:
             # For what all samples share and torch draws by itself: the same on all ranks
             self._generator.manual_seed(batch.seed)
             is_last = part is parts[-1]
-            with nullcontext() if is_last else self.ddp.no_sync():
+            with self.rows.block(batch.seed), nullcontext() if is_last else self.ddp.no_sync():
                 self.ddp(part, stop, is_last).backward()
         new = self.ddp.module.sums.grad
         bits = new[-BITS - 1 : -1]
@@ -201,8 +201,9 @@ class TrainingState:
         bad = [False, False]
         for part in batch.parts(self.recipe.micro_batch):
             self._generator.manual_seed(batch.seed)
-            loss = self.ddp.module(part, False, False)
-            gradients = torch.autograd.grad(loss, weights, allow_unused=True)
+            with self.rows.block(batch.seed):
+                loss = self.ddp.module(part, False, False)
+                gradients = torch.autograd.grad(loss, weights, allow_unused=True)
             norms = torch_compat.norms([gradient for gradient in gradients if gradient is not None])
             bad = [was or not bool(value.isfinite().all()) for was, value in zip(bad, (loss, norms), strict=True)]
         everyone: List[Any] = [None] * distributed.get_world_size()

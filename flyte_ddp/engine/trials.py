@@ -91,10 +91,10 @@ class Trials:
                 host.append(host_state())
                 stages["measure"] = pairs = pairs_of(recipe, stages["forward"], Batch(part, share))
                 host.append(host_state())
-            if not self.is_training:
-                stages["predictions"] = recipe.predictions(stages["forward"], part)
-            elif pairs[trained_measure(list(pairs))][0].requires_grad:
-                pairs[trained_measure(list(pairs))][0].sum().backward()
+                if not self.is_training:
+                    stages["predictions"] = recipe.predictions(stages["forward"], part)
+                elif pairs[trained_measure(list(pairs))][0].requires_grad:
+                    pairs[trained_measure(list(pairs))][0].sum().backward()
         methods = ("augment", "forward", "measure")
         strays = [stage for stage, before, after in zip(methods, host, host[1:], strict=False) if before != after]
         buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}

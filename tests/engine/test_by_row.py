@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from flyte_ddp.engine.by_row import ByRow
 from flyte_ddp.errors import InputError
@@ -108,6 +110,19 @@ def test_each_call_draws_other_numbers_and_each_seed_does():
         assert torch.equal(torch.rand(4, 2), one)
     assert not torch.equal(one, other)
     assert not torch.equal(one, next_step)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_what_is_computed_again_in_the_backward_pass_draws_the_same(use_reentrant):
+    model, rows = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 2)), rows_of(3, 3, 9)
+    features = torch.randn(3, 4, requires_grad=True)
+    gradients = []
+    for call in (model, lambda features: checkpoint(model, features, use_reentrant=use_reentrant)):
+        model.zero_grad()
+        with rows.block(5):
+            (call(features) + torch.rand(3, 2)).square().sum().backward()
+        gradients.append(torch.cat([weight.grad.flatten() for weight in model.parameters() if weight.grad is not None]))
+    assert torch.equal(*gradients)
 
 
 def test_a_single_sample_whose_place_cannot_be_told_is_refused():
