@@ -42,8 +42,11 @@ def said(tmp_path_factory) -> List[str]:
     run = functools.partial(subprocess.run, cwd=project, env=environment, text=True, timeout=300)
     printed = []
     for block, _ in BLOCKS:
-        command = ["bash", "-ec", SETUP + block.replace("29500", str(free_port()))]
-        done = run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        for _ in range(3):
+            command = ["bash", "-ec", SETUP + block.replace("29500", str(free_port()))]
+            done = run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+            if "terminate called without an active exception" not in done.stdout:
+                break  # else gloo's threads have lost a race at the very end, as PyTorch's own scripts may
         assert done.returncode == 0, done.stdout
         printed.append(done.stdout)
     return printed

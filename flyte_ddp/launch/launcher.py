@@ -149,7 +149,8 @@ class _Rank:
             os.killpg(pid, number)
         except ProcessLookupError:
             if self.process.is_alive():  # but has not got so far as to have a process group
-                os.kill(pid, number)
+                with suppress(ProcessLookupError):  # or ends just now
+                    os.kill(pid, number)
 
     def end(self) -> None:
         self.process.kill()

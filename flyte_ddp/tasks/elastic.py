@@ -28,6 +28,7 @@ from flyte_ddp.launch.failures import Failure, Preempted, from_exception, from_e
 from flyte_ddp.launch.link import DirectLink
 from flyte_ddp.launch.process_group import process_group
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
+from flyte_ddp.report.console import show_output
 from flyte_ddp.settings import RunOptions, TrainingSettings
 from flyte_ddp.tasks.execution import TaskFailed, failure_of, flyte_retries, task_error
 from flyte_ddp.tasks.logs import kept_logs, place_of_logs
@@ -72,6 +73,7 @@ def train_as_rank(
     own_observers: Sequence[UserCode] = (),
 ) -> Any:
     """Trains as one rank; returns the outputs on rank 0, which alone has observers and checkpoints, else None."""
+    show_output()  # Flyte's plugin hands a rank the task by its code, so that the workflow file is not imported
     asked = registration()
     check_gpus(visible_gpus())
     environment = environment_from_torchrun(settings.backend, asked.node_range, asked.ranks_per_node)
