@@ -30,7 +30,7 @@ example: .venv/run.stamp ## Train one of autoencoder, charlm, contrastive, resne
 examples = $(sort $(patsubst examples/%/recipe.py,%,$(wildcard examples/*/recipe.py)))
 example = $(or $(filter $(NAME),$(examples)),$(error NAME must be one of $(examples), got '$(NAME)': make example NAME=tabular))
 
-test: .venv/dev.stamp ## Run the tests that a change needs, in about five minutes; a part: make test ARGS=tests/engine
+test: .venv/dev.stamp ## Run the tests that a change needs, in minutes; a part: make test ARGS=tests/engine
 	@$(call typed,pytest -m "not slow"$(if $(ARGS), $(ARGS)))
 
 test-all: .venv/dev.stamp ## Run all tests, with commands, pods and examples as their users run them
