@@ -10,7 +10,6 @@ import json
 import subprocess
 import sys
 import time
-from typing import Dict, List
 
 from benchmarks.engine import hardware, spread, train
 from flyte_ddp.data.datasets import prepare
@@ -20,7 +19,7 @@ from flyte_ddp.recipes.hyperparameters import Hyperparameters
 MODULES = {"Lightning": "benchmarks.lightning_mnist", "ours": "benchmarks.against_lightning"}
 
 
-def measure(name: str, seed: int) -> Dict[str, float]:
+def measure(name: str, seed: int) -> dict[str, float]:
     """One training in a new process: seconds of its loop, total seconds, accuracy."""
     started = time.perf_counter()
     command = [sys.executable, "-m", MODULES[name], "--seed", str(seed)]
@@ -38,7 +37,7 @@ def main() -> None:
         epoch = train(Hyperparameters(epochs=1, seed=arguments.seed), data)[0].epochs[-1]
         print(json.dumps({"seconds": epoch.train_seconds, "accuracy": epoch.test["accuracy"]}))
         return
-    runs: Dict[str, List[Dict[str, float]]] = {name: [] for name in MODULES}
+    runs: dict[str, list[dict[str, float]]] = {name: [] for name in MODULES}
     for seed in range(1, arguments.runs + 1):
         for name in MODULES:
             runs[name].append(measure(name, seed))

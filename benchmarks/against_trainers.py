@@ -21,11 +21,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
-from typing import Dict, Iterator, List, NamedTuple, Tuple
+from typing import NamedTuple
 
 import torch
 
@@ -76,7 +77,7 @@ class Training:
         measures = json.loads((folder / "measures.json").read_text())
         return Trained(seconds, steps, measures, torch.load(folder / "model.pt", weights_only=True))
 
-    def kill_and_run_again(self, folder: Path, undisturbed: "Trained") -> Tuple[float, str]:
+    def kill_and_run_again(self, folder: Path, undisturbed: "Trained") -> tuple[float, str]:
         """Seconds until the command and all its processes have ended, infinite if they don't, and what the same command
         does then."""
         folder.mkdir()
@@ -104,19 +105,19 @@ class Trained(NamedTuple):
     """Seconds of the whole command, times of the steps, measures of the test samples, weights by name."""
 
     seconds: float
-    steps: List[float]
-    measures: Dict[str, float]
-    weights: Dict[str, torch.Tensor]
+    steps: list[float]
+    measures: dict[str, float]
+    weights: dict[str, torch.Tensor]
 
     def training_seconds(self, epochs: int) -> float:
         size = len(self.steps) // epochs
         return sum(self.steps[first + size - 1] - self.steps[first] for first in range(0, len(self.steps), size))
 
 
-def distance(one: Dict[str, torch.Tensor], other: Dict[str, torch.Tensor]) -> float:
+def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
     """Euclidean, of all floating-point entries, relative to the first."""
 
-    def flat(weights: Dict[str, torch.Tensor]) -> torch.Tensor:
+    def flat(weights: dict[str, torch.Tensor]) -> torch.Tensor:
         return torch.cat([weights[name].double().flatten() for name in sorted(one) if one[name].is_floating_point()])
 
     return float((flat(one) - flat(other)).norm() / flat(one).norm())
@@ -166,9 +167,9 @@ class Row(NamedTuple):
     ranks_apart: float
 
 
-def measure(jobs: List[str], epochs: int, seed: int) -> Iterator[Tuple[Tuple[str, str, int], Row]]:
+def measure(jobs: list[str], epochs: int, seed: int) -> Iterator[tuple[tuple[str, str, int], Row]]:
     """A row for each job, trainer and number of ranks."""
-    single: Dict[Tuple[str, str], Trained] = {}
+    single: dict[tuple[str, str], Trained] = {}
     for job, ranks, trainer in product(jobs, RANKS, TRAINERS):
         training = Training(job, trainer, ranks, epochs, seed)
         with tempfile.TemporaryDirectory(prefix="trainers-") as place:
@@ -189,7 +190,7 @@ def measure(jobs: List[str], epochs: int, seed: int) -> Iterator[Tuple[Tuple[str
         )
 
 
-def cells(rows: List[Row]) -> List[str]:
+def cells(rows: list[Row]) -> list[str]:
     training, whole, loss, measures, ended, again, apart = zip(*rows, strict=True)
     return [
         *(spread(values, digits) for values, digits in ((training, 1), (whole, 1), (loss, 4), (measures, 4))),
@@ -210,7 +211,7 @@ def main() -> None:
     missing = [name for name in ("accelerate", "lightning") if find_spec(name) is None]
     if missing:
         sys.exit(f"{' and '.join(missing)} not installed: `make bench-trainers` makes an environment with both")
-    measured: Dict[Tuple[str, str, int], List[Row]] = {}
+    measured: dict[tuple[str, str, int], list[Row]] = {}
     for seed in range(1, arguments.runs + 1):
         for key, row in measure(arguments.jobs, arguments.epochs, seed):
             measured.setdefault(key, []).append(row)

@@ -12,7 +12,6 @@ import argparse
 import gzip
 import tempfile
 from pathlib import Path
-from typing import Dict, List, Tuple
 
 from benchmarks.engine import hardware, percent, spread, train
 from benchmarks.tutorial import BATCH_SIZE, train_tutorial
@@ -37,7 +36,7 @@ def main() -> None:
         measure_held_out(data, arguments.runs, world.size)
         return
     tutorial = f"the tutorial, {arguments.epochs} epochs, {ranks_of(world.size)}"
-    found: Dict[str, List[Tuple[float, float]]] = {tutorial: []}
+    found: dict[str, list[tuple[float, float]]] = {tutorial: []}
     with tempfile.TemporaryDirectory() as root:
         raw = Path(root, "MNIST", "raw")
         raw.mkdir(parents=True)

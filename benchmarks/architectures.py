@@ -11,7 +11,6 @@ after images that are larger by the smallest factor that float32 can tell from 1
 import argparse
 import tempfile
 from pathlib import Path
-from typing import Dict
 
 from torch import Tensor
 
@@ -26,7 +25,7 @@ from flyte_ddp.weights import read_weights
 RUNS = ((1, 0.0), (2, 0.0), (3, 0.0), (1, 2.0**-23))  # ranks, and by what share images are larger
 
 
-def trained(name: str, ranks: int, nudge: float, folder: Path) -> Dict[str, Tensor]:
+def trained(name: str, ranks: int, nudge: float, folder: Path) -> dict[str, Tensor]:
     options = RunOptions(nproc=ranks, tracking="off")
     result = train(
         "benchmarks.models:Classified",

@@ -10,7 +10,7 @@ are kept in the folder: the same command resumes where it was interrupted. Use a
 import argparse
 import itertools
 from pathlib import Path
-from typing import Any, Dict
+from typing import Any
 
 import yaml
 
@@ -35,7 +35,7 @@ def main() -> None:
     print(f"{hardware()}; n = {arguments.runs}\n")
     print(f"Trained on {split.train_samples:,} images, {split.test_samples:,} held out:\n")
     print(HEAD.format("held-out"))
-    chosen: Dict[str, Any] = {}
+    chosen: dict[str, Any] = {}
     highest = -1.0
     for values in itertools.product(*VARIED.values()):
         varied = dict(zip(VARIED, values, strict=True))

@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import Any, Dict, List, Tuple
+from typing import Any
 
 import torch
 from torch import distributed, nn
@@ -50,7 +50,7 @@ class Large(Recipe):
         outputs: torch.Tensor = model(batch)
         return outputs
 
-    def measure(self, outputs: torch.Tensor, batch: torch.Tensor) -> Dict[str, Any]:
+    def measure(self, outputs: torch.Tensor, batch: torch.Tensor) -> dict[str, Any]:
         return {"loss": (outputs - batch).square().mean(1)}
 
 
@@ -79,7 +79,7 @@ def resident() -> int:
     return 1024 * sum(int(words[1]) for words in lines if words[0] in ("RssAnon:", "RssShmem:"))
 
 
-def save(environment: Environment, link: Link, job: Job) -> Tuple[float, ...]:
+def save(environment: Environment, link: Link, job: Job) -> tuple[float, ...]:
     """After one step, for the last of three: memory beside the state in MB, seconds that training stands still for, and
     seconds until it is on disk. The first may find a machine without free pages at hand."""
     with process_group(environment, job.timeout_seconds) as device:
@@ -95,7 +95,7 @@ def save(environment: Environment, link: Link, job: Job) -> Tuple[float, ...]:
         return peak.bytes / MEGABYTE, stood, time.perf_counter() - started
 
 
-def resume(environment: Environment, link: Link, job: Job) -> Tuple[float, ...]:
+def resume(environment: Environment, link: Link, job: Job) -> tuple[float, ...]:
     """Memory in MB beside the state that there is then, and seconds."""
     with process_group(environment, job.timeout_seconds) as device:
         state = set_up(environment, device, job).state
@@ -110,7 +110,7 @@ def resume(environment: Environment, link: Link, job: Job) -> Tuple[float, ...]:
         return (peak.bytes - mine) / MEGABYTE, time.perf_counter() - started
 
 
-def measure(target: str, ranks: int, folder: str) -> List[Any]:
+def measure(target: str, ranks: int, folder: str) -> list[Any]:
     settings = TrainingSettings(batch_size=SAMPLES, precision="float32")
     world = choose_world("gloo", ranks, SAMPLES)
     return training.train(f"{NAME}:Large", settings, world, folder=folder, target=f"{NAME}:{target}")

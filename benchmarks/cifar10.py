@@ -8,7 +8,7 @@ GPUs on a short schedule. Seconds are those of the training loops; a line on std
 import argparse
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Dict
+from typing import Any
 
 import yaml
 
@@ -17,7 +17,7 @@ from benchmarks.training import HEAD, measure
 from flyte_ddp.data.datasets import prepare
 from flyte_ddp.recipes.hyperparameters import CIFAR10Hyperparameters
 
-EXAMPLE: Dict[str, Any] = {
+EXAMPLE: dict[str, Any] = {
     "model": "cifar_cnn",
     "batch_size": 16,
     "learning_rate": 0.001,
@@ -30,7 +30,7 @@ EXAMPLE: Dict[str, Any] = {
 }
 OURS = asdict(CIFAR10Hyperparameters())
 FAST = yaml.safe_load((Path(__file__).parents[1] / "presets" / "cifar10-94.yaml").read_text())
-RECIPES: Dict[str, Dict[str, Any]] = {
+RECIPES: dict[str, dict[str, Any]] = {
     "the example's": {**EXAMPLE, "epochs": 10},
     "the example's network by our recipe, 4 epochs": {**OURS, "model": "cifar_cnn", "epochs": 4, "shift_pixels": 0},
     "workflows/cifar10.py": OURS,

@@ -5,8 +5,7 @@ python -m benchmarks.dropout --runs 5
 
 import argparse
 import time
-from contextlib import nullcontext
-from typing import ContextManager, Dict, List
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch.nn import functional as F
@@ -27,7 +26,7 @@ def main() -> None:
     print("| threads | by position, ns per element | torch's own | ratio, median [range] |\n|---|---|---|---|")
     for threads in (1, 2):
         torch.set_num_threads(threads)
-        found: Dict[bool, List[float]] = {True: [], False: []}
+        found: dict[bool, list[float]] = {True: [], False: []}
         for _ in range(runs + 1):  # the first is a warm-up
             for is_ours, times in found.items():
                 times.append(nanoseconds(rows.block(0) if is_ours else nullcontext()))
@@ -36,7 +35,7 @@ def main() -> None:
         print(f"| {threads} | {spread(ours, 1)} | {spread(theirs, 1)} | {ratio} |", flush=True)
 
 
-def nanoseconds(block: ContextManager[None]) -> float:
+def nanoseconds(block: AbstractContextManager[None]) -> float:
     """Per element, forward and backward."""
     features, slopes = torch.ones(SHAPE, requires_grad=True), torch.ones(SHAPE)
     with block:

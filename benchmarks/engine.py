@@ -3,9 +3,10 @@
 import os
 import platform
 import statistics
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Callable, List, Sequence
+from typing import Any
 
 from benchmarks.gpu_rows import training
 from benchmarks.gpu_rows.training import IMAGES, WORKER
@@ -25,7 +26,7 @@ def train(
     worker: str = WORKER,
     loader_workers: int = 0,
     recipe: str = IMAGES,
-) -> List[Any]:
+) -> list[Any]:
     """One training by real ranks; returns what the worker returns on each, by default a TrainingResult.
 
     Model and checkpoint are written to folder, and a later training resumes from there; without it they are discarded.

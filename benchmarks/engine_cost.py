@@ -7,7 +7,6 @@ processes: see benchmarks.stopwatch. One rank with all cores alternates with one
 """
 
 import argparse
-from typing import Dict, List
 
 from benchmarks.engine import hardware, spread, train
 from benchmarks.stopwatch import Rates
@@ -26,7 +25,7 @@ def main() -> None:
     data = prepare(arguments.dataset)
     hp = Hyperparameters(epochs=1)
     world = choose_world(hp.backend, 0, hp.batch_size)
-    rates: Dict[int, List[Rates]] = {1: [], world.size: []}
+    rates: dict[int, list[Rates]] = {1: [], world.size: []}
     for number in range(arguments.runs):
         for ranks in sorted(rates, reverse=number % 2 == 1):
             rates[ranks].append(train(hp, data, ranks, worker=WORKER)[0])

@@ -21,7 +21,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any, Dict, List, Tuple
+from typing import Any
 
 import flyte_ddp.training
 from benchmarks import engine
@@ -68,7 +68,7 @@ def train(job: str, data: str, folder: str) -> None:
         elif isinstance(event, StepLogged):
             print("step", event.epoch * steps + event.step, flush=True)
 
-    common: Dict[str, Any] = {"epochs": EPOCHS, "log_interval": 1, "precision": "float32"}
+    common: dict[str, Any] = {"epochs": EPOCHS, "log_interval": 1, "precision": "float32"}
     if job == "digits":
         engine.train(Hyperparameters(batch_size=64, **common), Path(data), RANKS, folder, 0, on_event)
         return
@@ -82,7 +82,7 @@ def train(job: str, data: str, folder: str) -> None:
 class Attempt:
     """What one run of the victim showed: its processes, its first step, its last step, its exit status."""
 
-    pids: List[int]
+    pids: list[int]
     first: int
     last: int
     status: int
@@ -137,9 +137,9 @@ class Row:
     left: int = 0
 
 
-def kill_at_random_moments(job: str, kills: int, seed: int) -> Dict[str, Row]:
+def kill_at_random_moments(job: str, kills: int, seed: int) -> dict[str, Row]:
     """Kills the victim `kills` times; a row for each kind of process and signal."""
-    rows: Dict[str, Row] = defaultdict(Row)
+    rows: dict[str, Row] = defaultdict(Row)
     chance = random.Random(seed)
     with tempfile.TemporaryDirectory(prefix="ddp-faults-") as name:
         place = Path(name)
@@ -162,14 +162,14 @@ def kill_at_random_moments(job: str, kills: int, seed: int) -> Dict[str, Row]:
     return rows
 
 
-def run_tests() -> List[Tuple[str, Row]]:
+def run_tests() -> list[tuple[str, Row]]:
     """A row for each test of the files in TESTS; each of its parameters is one try."""
     with tempfile.TemporaryDirectory(prefix="ddp-faults-") as place:
         report = Path(place, "report.xml")
         command = [sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", "--hypothesis-profile=faults", *TESTS]
         subprocess.run(command, cwd=ROOT, stdout=sys.stderr, check=False)
         cases = xml.etree.ElementTree.parse(report).getroot().iter("testcase")
-        rows: Dict[str, Row] = defaultdict(Row)
+        rows: dict[str, Row] = defaultdict(Row)
         for case in cases:
             file = case.attrib["classname"].replace(".", "/") + ".py"
             if case.find("skipped") is None:
@@ -192,7 +192,7 @@ def main() -> None:
     if arguments.victim:
         train(*arguments.victim)
         return
-    kills: Dict[str, Row] = {}
+    kills: dict[str, Row] = {}
     for job in arguments.jobs:
         kills.update(kill_at_random_moments(job, arguments.kills, arguments.seed))
     tests = [] if arguments.no_tests else run_tests()

@@ -10,7 +10,6 @@ import random
 import signal
 import sys
 from collections import Counter
-from typing import Optional, Tuple
 
 from benchmarks.gpu_rows.fault_settings import Settings
 from benchmarks.gpu_rows.training import FAULTY, train
@@ -20,7 +19,7 @@ from flyte_ddp.launch.failures import Failure, RankFailed
 
 WAYS = ("stop", "sleep", "sleep in the data", "stopped from outside")
 TWO_RANKS = World(2, 2, "gloo", "cpu")
-VICTIMS: Tuple[Tuple[int, ...], ...] = ((0,), (1,), (0, 1))
+VICTIMS: tuple[tuple[int, ...], ...] = ((0,), (1,), (0, 1))
 TIMEOUT_SECONDS = 6.0  # longer than ranks take to start on an idle machine
 
 
@@ -28,7 +27,7 @@ class TooSlow(Exception):
     """The time-out came before the ranks had been made to hang."""
 
 
-def hang(way: str, ranks: Tuple[int, ...], chance: random.Random, world: World, timeout_seconds: float) -> Failure:
+def hang(way: str, ranks: tuple[int, ...], chance: random.Random, world: World, timeout_seconds: float) -> Failure:
     """The failure reported for the hang of these ranks; raises TooSlow if the machine was too slow."""
     at, seen = chance.randint(2, 12), 0
 
@@ -54,7 +53,7 @@ def hang(way: str, ranks: Tuple[int, ...], chance: random.Random, world: World, 
     raise AssertionError("nothing hung")
 
 
-def hang_in_time(way: str, ranks: Tuple[int, ...], chance: random.Random, world: World = TWO_RANKS) -> Failure:
+def hang_in_time(way: str, ranks: tuple[int, ...], chance: random.Random, world: World = TWO_RANKS) -> Failure:
     """Like hang, with as much time as needed."""
     seconds = TIMEOUT_SECONDS
     while True:
@@ -64,14 +63,14 @@ def hang_in_time(way: str, ranks: Tuple[int, ...], chance: random.Random, world:
             seconds *= 2
 
 
-def named(failure: Failure) -> Tuple[Optional[int], ...]:
+def named(failure: Failure) -> tuple[int | None, ...]:
     return failure.rank, *failure.others
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tries", type=int, default=20, help="for each of rank 0, rank 1 and both")
-    tries, chance, counts = parser.parse_args().tries, random.Random(0), Counter[Tuple[Tuple[int, ...], str]]()
+    tries, chance, counts = parser.parse_args().tries, random.Random(0), Counter[tuple[tuple[int, ...], str]]()
     for number in range(tries):
         for ranks in VICTIMS:
             way = WAYS[number % len(WAYS)]

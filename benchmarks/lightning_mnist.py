@@ -9,7 +9,7 @@ returns.
 import argparse
 import json
 from pathlib import Path
-from typing import Any, Dict, Tuple
+from typing import Any
 
 import torch
 from lightning import LightningModule, Trainer, seed_everything
@@ -35,7 +35,7 @@ class MnistModule(LightningModule):
         model = build_model(hp.model, hp.seed, image_shape, 10)
         self.model = model.to(memory_format=torch.channels_last)
 
-    def training_step(self, batch: Tuple[Tensor, Tensor]) -> Tensor:
+    def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         images, labels = batch
         scores = self.model(images.contiguous(memory_format=torch.channels_last))
         return F.cross_entropy(scores, labels, label_smoothing=self.hp.label_smoothing)
@@ -67,7 +67,7 @@ def tensors(data: Path, split: str) -> TensorDataset:
     return TensorDataset((images / 255 - mean) / std, labels.long())
 
 
-def train(seed: int) -> Dict[str, float]:
+def train(seed: int) -> dict[str, float]:
     """Trains one epoch; returns seconds of the loop alone, and the accuracy on exactly the test images."""
     hp = Hyperparameters(epochs=1, seed=seed)
     seed_everything(seed)

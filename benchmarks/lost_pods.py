@@ -17,7 +17,7 @@ import time
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import product
-from typing import Any, Dict, List
+from typing import Any
 
 from flytekit.configuration import Config
 from flytekit.models.core.execution import WorkflowExecutionPhase
@@ -52,12 +52,12 @@ class Victim:
     """A training, and the file in its logs that shows how far it has come."""
 
     launch_plan: str
-    inputs: Dict[str, Any]
+    inputs: dict[str, Any]
     log: str
     reached: str
 
 
-def victims(epochs: int, seed: int) -> Dict[str, Victim]:
+def victims(epochs: int, seed: int) -> dict[str, Victim]:
     """By name; the seed keeps Flyte from remembering an earlier one."""
     hp = Hyperparameters(dataset="digits", epochs=epochs, train_fraction=0.25, seed=seed)
     inputs = {"hp": hp, "options": RunOptions(checkpoint_seconds=2.0)}
@@ -85,14 +85,14 @@ class Cluster:
         phase = WorkflowExecutionPhase.enum_to_string(found.closure.phase)
         return phase if found.error is None else f"{phase}: {found.error.message}"
 
-    def logs(self, execution: str, name: str) -> Dict[str, str]:
+    def logs(self, execution: str, name: str) -> dict[str, str]:
         """The content of the log file of this name of each attempt, by EXECUTION-NODE-ATTEMPT."""
         files = self.remote.file_access.get_filesystem("s3", use_listings_cache=False)
         paths = files.glob(f"{self.storage}/{execution}-*/logs/{name}")
         return {path.split("/")[-3]: files.cat(path).decode() for path in paths}
 
 
-def strike(cluster: Cluster, victim: Victim, blow: str) -> List[str]:
+def strike(cluster: Cluster, victim: Victim, blow: str) -> list[str]:
     """Takes away the pod of a training that is past its first checkpoint; returns the table's cells about it."""
     execution = cluster.start(victim)
 

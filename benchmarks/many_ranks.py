@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any, Dict, Tuple
+from typing import Any
 
 import torch
 from torch import distributed
@@ -30,7 +30,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 WORLDS = (1, 8, 64, 512, 4096)
 SAMPLES, STEPS = 32, 12
 # The recipes of examples, by module and class, and the settings that make their data small
-RECIPES: Dict[str, Tuple[str, Dict[str, Any]]] = {
+RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
     "charlm": ("CharLM", {"characters": 20_000}),
     "segmentation": ("Segmentation", {"images": 200}),
     "tabular": ("Tabular", {}),
@@ -48,7 +48,7 @@ def main() -> None:
     print(f"{hardware()}; {SAMPLES} samples a rank, one thread; n = {arguments.runs}\n")
     print("| recipe | ranks | ms per step, median [range] | peak MiB, median [range] |\n|---|---|---|---|")
     for name in RECIPES:
-        found: Dict[int, Any] = {ranks: [] for ranks in WORLDS}
+        found: dict[int, Any] = {ranks: [] for ranks in WORLDS}
         for _ in range(arguments.runs):
             for ranks, of_world in found.items():
                 of_world.append(measured(name, ranks))
@@ -57,14 +57,14 @@ def main() -> None:
             print(f"| {name} | {ranks:,} | {spread(times, 1)} | {spread(memory, 0)} |", flush=True)
 
 
-def measured(name: str, ranks: int) -> Tuple[float, float]:
+def measured(name: str, ranks: int) -> tuple[float, float]:
     command = [sys.executable, "-m", "benchmarks.many_ranks", "--one", name, str(ranks)]
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     milliseconds, mebibytes = printed.split()
     return float(milliseconds), float(mebibytes)
 
 
-def one_rank(name: str, ranks: int) -> Tuple[float, float]:
+def one_rank(name: str, ranks: int) -> tuple[float, float]:
     """Milliseconds per step and peak MiB of the rank in the middle."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -107,7 +107,7 @@ class Repeated:
         return self._split.fetch(part % len(self._split) for part in parts)
 
 
-def names_of(recipe: Recipe, model: torch.nn.Module, batches: TrainBatches) -> Tuple[str, ...]:
+def names_of(recipe: Recipe, model: torch.nn.Module, batches: TrainBatches) -> tuple[str, ...]:
     batch = next(batches.epoch(0))
     vars(recipe.share).update(vars(batch.share), alone=True)
     with torch.no_grad():

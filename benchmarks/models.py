@@ -1,8 +1,9 @@
 """Well-known architectures of transformers, timm and torchvision, small and with random weights, as one recipe."""
 
 import importlib
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Callable, Dict, Tuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from flyte_ddp.recipe import Measures, Recipe
 from flyte_ddp.settings import TrainingSettings, setting
 
 SAMPLES, CLASSES, LENGTH, WORDS = 60, 4, 16, 100
-TEXT: Dict[str, Any] = {"vocab_size": WORDS, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+TEXT: dict[str, Any] = {"vocab_size": WORDS, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 WIDE = {**TEXT, "intermediate_size": 64, "max_position_embeddings": 32}
 
 
@@ -33,27 +34,27 @@ def torchvision(name: str, **arguments: Any) -> Callable[[], nn.Module]:
     return lambda: importlib.import_module("torchvision").models.get_model(name, num_classes=CLASSES, **arguments)
 
 
-def text(model: nn.Module, batch: Tuple[Tensor, ...]) -> Tensor:
+def text(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
     logits: Tensor = model(input_ids=batch[0]).logits
     return logits.flatten(1)[:, :CLASSES]
 
 
-def translated(model: nn.Module, batch: Tuple[Tensor, ...]) -> Tensor:
+def translated(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
     logits: Tensor = model(input_ids=batch[0], decoder_input_ids=batch[0]).logits
     return logits[:, -1, :CLASSES]
 
 
-def speech(model: nn.Module, batch: Tuple[Tensor, ...]) -> Tensor:
+def speech(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
     found: Tensor = model(batch[0]).last_hidden_state.mean(1)[:, :CLASSES]
     return found
 
 
-def pooled(model: nn.Module, batch: Tuple[Tensor, ...]) -> Tensor:
+def pooled(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
     found: Tensor = model(batch[0]).pooler_output[:, :CLASSES]
     return found
 
 
-def image(model: nn.Module, batch: Tuple[Tensor, ...]) -> Tensor:
+def image(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
     outputs = model(batch[0])
     logits: Tensor = outputs if isinstance(outputs, Tensor) else outputs.logits
     return logits
@@ -72,7 +73,7 @@ SPEECH = {
 }
 
 # By name: how it is built, how it is called, and the shape of a sample; an empty one means tokens
-MODELS: Dict[str, Tuple[Callable[[], nn.Module], Callable[..., Tensor], Tuple[int, ...]]] = {
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Tensor], tuple[int, ...]]] = {
     "BERT": (transformers("BertConfig", "BertForSequenceClassification", **WIDE), text, ()),
     "RoBERTa": (transformers("RobertaConfig", "RobertaForSequenceClassification", **WIDE), text, ()),
     "DistilBERT": (
@@ -128,7 +129,7 @@ class Classified(Recipe):
 
     settings: Settings
 
-    def data(self, split: str) -> Tuple[Tensor, Tensor]:
+    def data(self, split: str) -> tuple[Tensor, Tensor]:
         draws = torch.Generator().manual_seed(len(split))
         shape, count = MODELS[self.settings.model][2], SAMPLES if split == "train" else 12
         samples = (

@@ -13,7 +13,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Dict, List
 
 from benchmarks import engine
 from benchmarks.engine import spread
@@ -27,7 +26,7 @@ from flyte_ddp.settings import RunOptions
 from flyte_ddp.tasks.observing import observing
 
 
-def train(mode: str, dataset: str, epochs: int) -> Dict[str, float]:
+def train(mode: str, dataset: str, epochs: int) -> dict[str, float]:
     """One training, as the training task does it; seconds of the training loops, and of everything."""
     started = time.time()
     launcher.warm_up()
@@ -60,11 +59,11 @@ def info_of(hp: Hyperparameters, data: Path, logs: Path) -> RunInfo:
     )
 
 
-def measure(mode: str, options: argparse.Namespace) -> Dict[str, float]:
+def measure(mode: str, options: argparse.Namespace) -> dict[str, float]:
     command = [sys.executable, "-m", "benchmarks.observers_cost", "--one", mode]
     command += ["--dataset", options.dataset, "--epochs", str(options.epochs)]
     result = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    measured: Dict[str, float] = json.loads(result.stdout.splitlines()[-1])
+    measured: dict[str, float] = json.loads(result.stdout.splitlines()[-1])
     return measured
 
 
@@ -79,7 +78,7 @@ def main() -> None:
         print(json.dumps(train(options.one, options.dataset, options.epochs)))
         return
     datasets.prepare(options.dataset)
-    pairs: List[Dict[str, Dict[str, float]]] = []
+    pairs: list[dict[str, dict[str, float]]] = []
     for number in range(options.runs):
         modes = ("off", "on") if number % 2 else ("on", "off")
         pairs.append({mode: measure(mode, options) for mode in modes})

@@ -11,9 +11,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Callable, Dict, List
 
 from benchmarks.engine import hardware, spread, train
 from flyte_ddp.data.datasets import prepare
@@ -46,7 +46,7 @@ def seconds_to_first_step(data: Path) -> float:
     raise AssertionError("training ended without a step")
 
 
-def timed(command: List[str], environment: Dict[str, str]) -> float:
+def timed(command: list[str], environment: dict[str, str]) -> float:
     started = time.perf_counter()
     subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True)
     return time.perf_counter() - started

@@ -11,7 +11,6 @@ import argparse
 import statistics
 import tempfile
 from pathlib import Path
-from typing import Dict, List, Tuple
 
 import numpy as np
 
@@ -25,8 +24,8 @@ from flyte_ddp.recipes.hyperparameters import Hyperparameters
 WORKER = "benchmarks.stopwatch:count_cost"
 IMAGES, RANKS, USUAL_RANKS = (15_000, 60_000, 240_000), (1, 2, 4), 2
 
-Cell = Tuple[int, int]  # images, ranks
-Costs = Dict[Cell, List[Cost]]  # of each run, all ranks together
+Cell = tuple[int, int]  # images, ranks
+Costs = dict[Cell, list[Cost]]  # of each run, all ranks together
 
 
 def main() -> None:
@@ -35,8 +34,8 @@ def main() -> None:
     parser.add_argument("--images", type=int, nargs=3, default=IMAGES, help="the second number on all numbers of ranks")
     parser.add_argument("--plot", help="file to plot to")
     arguments = parser.parse_args()
-    by_images: List[Cell] = [(images, USUAL_RANKS) for images in arguments.images]
-    by_ranks: List[Cell] = [(arguments.images[1], ranks) for ranks in RANKS]
+    by_images: list[Cell] = [(images, USUAL_RANKS) for images in arguments.images]
+    by_ranks: list[Cell] = [(arguments.images[1], ranks) for ranks in RANKS]
     costs = measure(sorted({*by_images, *by_ranks}), arguments.runs)
     print(f"{hardware()}; n = {arguments.runs}\n")
     print("| images | ranks | seconds, median [range] | CPU seconds, all ranks | private MiB per rank |")
@@ -53,7 +52,7 @@ def main() -> None:
         print(f"\n![The same, plotted]({Path(arguments.plot).name})")
 
 
-def measure(cells: List[Cell], runs: int) -> Costs:
+def measure(cells: list[Cell], runs: int) -> Costs:
     """One epoch in each cell, several times, forwards and backwards through the cells."""
     costs: Costs = {cell: [] for cell in cells}
     with tempfile.TemporaryDirectory() as folder:
@@ -76,18 +75,18 @@ def write_resized(folder: Path, count: int) -> None:
     write_prepared(folder, "mnist", read_description(data).classes, *resized, *open_split(data, "test"))
 
 
-def ratios(costs: Costs, cell: Cell, other: Cell) -> List[float]:
+def ratios(costs: Costs, cell: Cell, other: Cell) -> list[float]:
     """CPU time per image in a cell, relative to another one; run by run."""
     of_cell, of_other = ([run.processor_seconds / images for run in costs[images, n]] for images, n in (cell, other))
     return [mine / theirs for mine, theirs in zip(of_cell, of_other, strict=True)]
 
 
-def plot(costs: Costs, by_images: List[Cell], by_ranks: List[Cell], path: str) -> None:
+def plot(costs: Costs, by_images: list[Cell], by_ranks: list[Cell], path: str) -> None:
     """Medians as an SVG with text as text and colours of its own; the same file for the same costs."""
     import matplotlib
     from matplotlib.figure import Figure
 
-    def medians(field: str, cells: List[Cell]) -> List[float]:
+    def medians(field: str, cells: list[Cell]) -> list[float]:
         return [statistics.median(getattr(run, field) for run in costs[cell]) for cell in cells]
 
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "scaling", "font.size": 9}):

@@ -10,8 +10,8 @@ import multiprocessing
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Dict, Iterator, List, Tuple
 
 from benchmarks.engine import hardware, spread, train
 from flyte_ddp.data.datasets import prepare
@@ -30,7 +30,7 @@ def main() -> None:
         hp = Hyperparameters(dataset="digits", epochs=1)
         print(train(hp, prepare("digits"), 1)[0].epochs[0].train_seconds)
         return
-    found: Dict[Tuple[int, str], List[float]] = {}
+    found: dict[tuple[int, str], list[float]] = {}
     for _ in range(arguments.runs):
         for busy in (0, available_cores()):
             for turns in (GNU, SPIN_COUNT):

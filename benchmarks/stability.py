@@ -12,10 +12,11 @@ import argparse
 import json
 import math
 import pkgutil
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Type, Union
+from typing import Any
 
 import yaml
 from filelock import FileLock, Timeout
@@ -53,7 +54,7 @@ class Suite:
     dataset: str
     seeds: int
     hp: Mapping[str, Any] = field(default_factory=dict)
-    kind: Type[Union[Hyperparameters, AutoencoderSettings]] = Hyperparameters
+    kind: type[Hyperparameters | AutoencoderSettings] = Hyperparameters
     recipe: str = IMAGES
 
     def hyperparameters(self, seed: int, factor: float = 1.0) -> TrainingSettings:
@@ -62,7 +63,7 @@ class Suite:
 
 
 def preset(name: str) -> Mapping[str, Any]:
-    values: Dict[str, Any] = yaml.safe_load((PRESETS / name).read_text())
+    values: dict[str, Any] = yaml.safe_load((PRESETS / name).read_text())
     return values
 
 
@@ -127,17 +128,17 @@ def main() -> None:
                 break
 
 
-def shown(suite: Suite, outcomes: List[Outcome]) -> str:
+def shown(suite: Suite, outcomes: list[Outcome]) -> str:
     scores = [one.score for one in outcomes]
     return percent(scores) if suite.recipe == IMAGES else f"squared error {spread(scores, 4)}"
 
 
-def counts(outcomes: List[Outcome]) -> str:
+def counts(outcomes: list[Outcome]) -> str:
     guessing, leapt = sum(one.guessing for one in outcomes), sum(one.leaps > 0 for one in outcomes)
     return f"{len(outcomes)} | {guessing} | {leapt} | {max((one.rise for one in outcomes), default=0):.2f}"
 
 
-def run_all(suite: Suite, folder: Path, factor: float = 1.0) -> List[Outcome]:
+def run_all(suite: Suite, folder: Path, factor: float = 1.0) -> list[Outcome]:
     """The outcomes of a suite's runs, except those that another process is working on."""
     data, outcomes = data_of(suite.dataset), []
     for seed in range(1, suite.seeds + 1):

@@ -2,7 +2,8 @@
 
 import copy
 import time
-from typing import Any, Iterator, NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch

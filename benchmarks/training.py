@@ -6,8 +6,9 @@ Each run has its own seed. Seconds are those of the training loops, and depend o
 import argparse
 import statistics
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Dict, Mapping, Optional
+from typing import Any
 
 import yaml
 
@@ -16,7 +17,7 @@ from flyte_ddp.data.datasets import prepare
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 
 BEST = yaml.safe_load((Path(__file__).parents[1] / "presets" / "best.yaml").read_text())
-RECIPES: Dict[str, Dict[str, Any]] = {
+RECIPES: dict[str, dict[str, Any]] = {
     "one epoch": {"epochs": 1},
     "one epoch, float32": {"epochs": 1, "precision": "float32"},
     "default": {},
@@ -40,7 +41,7 @@ def main() -> None:
 
 
 def measure(
-    name: str, recipe: Mapping[str, Any], data: Path, runs: int, nproc: int = 0, folder: Optional[Path] = None
+    name: str, recipe: Mapping[str, Any], data: Path, runs: int, nproc: int = 0, folder: Path | None = None
 ) -> float:
     """Trains the recipe with the seeds from 1 to runs and prints its row; returns the mean accuracy in per cent.
 

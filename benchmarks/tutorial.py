@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any, Dict, List, Tuple
+from typing import Any
 
 import torch
 from torch import distributed, nn
@@ -38,7 +38,7 @@ class Net(nn.Module):
         return F.log_softmax(self.fc2(x), dim=1)
 
 
-def loaders(root: str, rank: int, world_size: int) -> Tuple[DataLoader, DataLoader]:
+def loaders(root: str, rank: int, world_size: int) -> tuple[DataLoader, DataLoader]:
     from torchvision import datasets, transforms
 
     transform = transforms.Compose([transforms.ToTensor(), transforms.Normalize((0.1307,), (0.3081,))])
@@ -58,7 +58,7 @@ def rank_main(rank: int, world_size: int, root: str, epochs: int, place: str) ->
     model = DistributedDataParallel(Net().to(device), device_ids=[rank] if device.type == "cuda" else None)
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
     train, test = loaders(root, rank, world_size)
-    results: List[Dict[str, float]] = []
+    results: list[dict[str, float]] = []
     for _ in range(epochs):
         started = time.perf_counter()
         model.train()
@@ -79,11 +79,11 @@ def rank_main(rank: int, world_size: int, root: str, epochs: int, place: str) ->
     distributed.destroy_process_group()
 
 
-def train_tutorial(root: Path, epochs: int, world_size: int) -> List[Dict[str, float]]:
+def train_tutorial(root: Path, epochs: int, world_size: int) -> list[dict[str, float]]:
     """Seconds of training and accuracy on the test images, for each epoch. root is laid out as torchvision wants it."""
     with tempfile.TemporaryDirectory() as place:
         spawn(rank_main, args=(world_size, str(root), epochs, place), nprocs=world_size)
-        results: List[Dict[str, float]] = torch.load(f"{place}/results")
+        results: list[dict[str, float]] = torch.load(f"{place}/results")
         return results
 
 

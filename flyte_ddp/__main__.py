@@ -1,7 +1,6 @@
 """The library's own commands, besides those of pyflyte: python -m flyte_ddp COMMAND."""
 
 import pkgutil
-from typing import List, Optional
 
 import click
 
@@ -12,11 +11,11 @@ COMMANDS = {"new": "flyte_ddp.new.command:new", "watch": "flyte_ddp.watch.comman
 
 
 class Commands(click.Group):
-    def list_commands(self, ctx: click.Context) -> List[str]:
+    def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted(COMMANDS)
 
-    def get_command(self, ctx: click.Context, cmd_name: str) -> Optional[click.Command]:
-        command: Optional[click.Command] = pkgutil.resolve_name(COMMANDS[cmd_name]) if cmd_name in COMMANDS else None
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        command: click.Command | None = pkgutil.resolve_name(COMMANDS[cmd_name]) if cmd_name in COMMANDS else None
         return command
 
 

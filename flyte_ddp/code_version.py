@@ -8,6 +8,7 @@ import ast
 import hashlib
 import os
 import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
@@ -15,7 +16,6 @@ from importlib.machinery import ModuleSpec, PathFinder
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import resolve_name
 from pathlib import Path
-from typing import Collection, Dict, Iterator, List, Mapping, Optional, Sequence, Set, Tuple
 
 import flyte_ddp
 from flyte_ddp.errors import InputError, ReportedError
@@ -36,7 +36,7 @@ class Source:
 
     file: str
     hash: str
-    imports: Tuple[str, ...]
+    imports: tuple[str, ...]
 
 
 def code_version(*modules: str) -> str:
@@ -63,15 +63,15 @@ def version_of(parts: Mapping[str, str]) -> str:
     return hashlib.sha256("".join(lines).encode()).hexdigest()[:16]
 
 
-def imported(modules: Sequence[str], root: str = HERE) -> Dict[str, Source]:
+def imported(modules: Sequence[str], root: str = HERE) -> dict[str, Source]:
     """These modules and all first-party modules that they import, by name.
 
     First party is this library except AROUND_RANKS, and what is below root and not installed; if root itself is
     installed, only the modules' own packages. Raises InputError for a syntax error.
     """
     own = {name.partition(".")[0] for name in modules}
-    found: Dict[str, Source] = {}
-    others: Set[str] = set()
+    found: dict[str, Source] = {}
+    others: set[str] = set()
     seen, todo = set(modules), list(modules)
     while todo:
         name = todo.pop()
@@ -98,9 +98,9 @@ def imported(modules: Sequence[str], root: str = HERE) -> Dict[str, Source]:
 # --- finding ---
 
 
-def find_parts(module: str, path: Sequence[str]) -> List[ModuleSpec]:
+def find_parts(module: str, path: Sequence[str]) -> list[ModuleSpec]:
     """The specs of a dotted name's parts, as far as found; importlib.util.find_spec would import the parents."""
-    found: List[ModuleSpec] = []
+    found: list[ModuleSpec] = []
     path = [HERE] if module.partition(".")[0] == LIBRARY else path
     for part in module.split("."):
         spec = PathFinder.find_spec(part, path)
@@ -111,7 +111,7 @@ def find_parts(module: str, path: Sequence[str]) -> List[ModuleSpec]:
     return found
 
 
-def source_file(spec: ModuleSpec) -> Optional[str]:
+def source_file(spec: ModuleSpec) -> str | None:
     """None for a folder without __init__.py (a namespace package) and for a compiled module."""
     return os.path.abspath(spec.origin) if spec.origin and spec.origin.endswith(".py") else None
 
@@ -158,15 +158,15 @@ def _read(file: str, package: str, content: bytes) -> Source:
     return Source(file, digest, tuple(_imports(nodes, package)))
 
 
-def hash_of_code(tree: ast.Module) -> Tuple[str, List[ast.AST]]:
+def hash_of_code(tree: ast.Module) -> tuple[str, list[ast.AST]]:
     """A hash of a module, the same whatever its comments, formatting and docstrings, and on Python 3.10 to 3.13; and
     its nodes.
 
     ast.dump and ast.unparse differ between these versions. So each node is hashed with its fields, level by level;
     empty fields are left out, because newer versions have more of them.
     """
-    texts: List[str] = []
-    nodes: List[ast.AST] = [tree]
+    texts: list[str] = []
+    nodes: list[ast.AST] = [tree]
     for node in nodes:
         texts.append(type(node).__name__)
         if isinstance(node, WITH_DOCSTRING) and ast.get_docstring(node, clean=False) is not None:

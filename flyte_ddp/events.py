@@ -1,8 +1,9 @@
 """What the ranks, nearly always rank 0, send to the parent: small, plain values; large data stays in files."""
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Callable, Dict, List, Tuple, Union
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class RunStarted:
     dataset: str
     samples: str
     headline: str
-    shares: Tuple[str, ...]
+    shares: tuple[str, ...]
     train_samples: int
     test_samples: int
     samples_per_epoch: int
@@ -34,9 +35,9 @@ class RunStarted:
     first_epoch: int
     first_step: int
     startup_seconds: float
-    layers: List[Tuple[str, str, int]]
+    layers: list[tuple[str, str, int]]
     validation_samples: int = 0
-    remarks: List[str] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -46,10 +47,10 @@ class StepLogged:
     epoch: int
     step: int
     samples: int
-    measures: Dict[str, float]
+    measures: dict[str, float]
     learning_rate: float
     samples_per_second: float
-    gradient_norms: Dict[str, float]  # Euclidean, of this step: the ten largest by parameter, or all on request
+    gradient_norms: dict[str, float]  # Euclidean, of this step: the ten largest by parameter, or all on request
     gradient_norm: float = 0.0  # of all parameters together
 
 
@@ -60,11 +61,11 @@ class EpochFinished:
 
     epoch: int
     samples: int
-    train: Dict[str, float]
-    test: Dict[str, float]
+    train: dict[str, float]
+    test: dict[str, float]
     train_seconds: float
     evaluate_seconds: float
-    validation: Dict[str, float] = field(default_factory=dict)
+    validation: dict[str, float] = field(default_factory=dict)
 
     @property
     def split(self) -> str:
@@ -72,7 +73,7 @@ class EpochFinished:
         return "validation" if self.validation else "test"
 
     @property
-    def evaluated(self) -> Dict[str, float]:
+    def evaluated(self) -> dict[str, float]:
         return self.validation or self.test
 
 
@@ -88,7 +89,7 @@ class EpochChosen:
 
     epoch: int
     epochs: int
-    measures: Dict[str, float]
+    measures: dict[str, float]
     stopped_early: bool
     seconds: float
 
@@ -117,7 +118,7 @@ class GradientsSeen:
     """Distribution of each parameter's gradient in an epoch's last step: counts of n bins between n + 1 edges."""
 
     epoch: int
-    histograms: Dict[str, Tuple[List[float], List[float]]]
+    histograms: dict[str, tuple[list[float], list[float]]]
 
 
 @dataclass(frozen=True)
@@ -156,19 +157,19 @@ class Printed:
     text: str
 
 
-Event = Union[
-    RunStarted,
-    StepLogged,
-    EpochFinished,
-    EpochChosen,
-    EpochLosses,
-    NotLearning,
-    GradientsSeen,
-    CheckpointWritten,
-    CheckpointFailed,
-    CheckpointRefused,
-    Printed,
-]
+Event = (
+    RunStarted
+    | StepLogged
+    | EpochFinished
+    | EpochChosen
+    | EpochLosses
+    | NotLearning
+    | GradientsSeen
+    | CheckpointWritten
+    | CheckpointFailed
+    | CheckpointRefused
+    | Printed
+)
 
 
 def tell(observer: object, event: Any) -> None:

@@ -8,7 +8,7 @@ import json
 import pkgutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any, Dict, Optional, Union, get_origin, get_type_hints
+from typing import IO, Any, get_origin, get_type_hints
 from zipfile import ZIP_STORED, ZipFile, ZipInfo
 
 from flyte_ddp.errors import InputError, not_installed
@@ -38,13 +38,13 @@ class ModelMetadata:
 
     recipe: str
     settings_class: str
-    settings: Dict[str, Any]
-    data: Dict[str, str]
-    facts: Dict[str, Any]
+    settings: dict[str, Any]
+    data: dict[str, str]
+    facts: dict[str, Any]
     headline: str
-    measures: Dict[str, float]
-    training: Dict[str, Any]
-    versions: Dict[str, str]
+    measures: dict[str, float]
+    training: dict[str, Any]
+    versions: dict[str, str]
     format: int = FORMAT
 
     def as_json(self) -> str:
@@ -58,7 +58,7 @@ class ModelMetadata:
         return kind.from_dict(self.settings)
 
 
-def read_metadata(weights: Union[str, Path]) -> Optional[ModelMetadata]:
+def read_metadata(weights: str | Path) -> ModelMetadata | None:
     """The metadata of a weights file; None if it has none, or cannot be read, which loading the weights will report."""
     try:
         text = _header(weights) if is_safetensors(weights) else _entry(weights)
@@ -69,20 +69,20 @@ def read_metadata(weights: Union[str, Path]) -> Optional[ModelMetadata]:
         return None
 
 
-def is_safetensors(weights: Union[str, Path]) -> bool:
+def is_safetensors(weights: str | Path) -> bool:
     """Whether it is a safetensors file, by its content: eight bytes with a length, then JSON. Raises OSError."""
     with open(weights, "rb") as file:
         return file.read(9)[8:] == b"{"
 
 
-def add_metadata(weights: Union[Path, IO[bytes]], metadata: ModelMetadata) -> None:
+def add_metadata(weights: Path | IO[bytes], metadata: ModelMetadata) -> None:
     """Adds them to a file of torch.save that has none."""
     with ZipFile(weights, "a") as archive:
         folder = archive.namelist()[0].partition("/")[0]  # torch's entries are all in one
         archive.writestr(ZipInfo(f"{folder}/{ENTRY}"), metadata.as_json())  # no date: equal trainings, equal files
 
 
-def needs_metadata(weights: Union[str, Path], remedy: str) -> ModelMetadata:
+def needs_metadata(weights: str | Path, remedy: str) -> ModelMetadata:
     """The metadata of a weights file; InputError if it has none."""
     metadata = read_metadata(weights)
     if metadata is None:
@@ -90,7 +90,7 @@ def needs_metadata(weights: Union[str, Path], remedy: str) -> ModelMetadata:
     return metadata
 
 
-def _of_our_format(content: Any) -> Dict[str, Any]:
+def _of_our_format(content: Any) -> dict[str, Any]:
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError
     kinds = {name: get_origin(kind) or kind for name, kind in get_type_hints(ModelMetadata).items()}
@@ -100,7 +100,7 @@ def _of_our_format(content: Any) -> Dict[str, Any]:
     return known
 
 
-def _entry(path: Union[str, Path]) -> str:
+def _entry(path: str | Path) -> str:
     with ZipFile(path) as archive:
         (entry,) = (entry for entry in archive.infolist() if entry.filename.endswith(f"/{ENTRY}"))
         if entry.compress_type != ZIP_STORED or entry.file_size > MOST_BYTES:  # which could fill the memory
@@ -108,7 +108,7 @@ def _entry(path: Union[str, Path]) -> str:
         return archive.read(entry).decode()
 
 
-def _header(path: Union[str, Path]) -> str:
+def _header(path: str | Path) -> str:
     try:
         from safetensors import safe_open
     except ImportError:

@@ -6,7 +6,6 @@ they are SplitMix64's (Steele, Lea and Flood, OOPSLA 2014), a function of the po
 """
 
 import math
-from typing import Tuple
 
 import numpy as np
 import torch
@@ -70,7 +69,7 @@ def kept(key: int, first: int, count: int, device: torch.device, p: float) -> Te
     return _pieces(key, first, count, device, torch.int16) >= threshold - (1 << 15)
 
 
-def threshold_of(p: float) -> Tuple[int, float]:
+def threshold_of(p: float) -> tuple[int, float]:
     """Of 2^16 equally likely numbers, how many mean a zero; and what dropout multiplies the rest by."""
     threshold = round(p * (1 << 16))
     return threshold, (1 << 16) / ((1 << 16) - threshold) if threshold < 1 << 16 else 0.0

@@ -5,9 +5,10 @@ docs/your-own-model.md goes from an empty folder to a model, dataset and loss of
 """
 
 import math
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Callable, Dict, Optional, Sequence, Tuple, Union
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ CPU = torch.device("cpu")
 # A tensor, or a tuple, list or dict of Trees; the first dimension of each tensor is the samples
 Tree = Any
 # By name, for each sample: values (n,), or values (n,) and weights (n,)
-Measures = Dict[str, Union[Tensor, Tuple[Tensor, Tensor]]]
+Measures = dict[str, Tensor | tuple[Tensor, Tensor]]
 
 
 class Random:
@@ -83,9 +84,9 @@ class Recipe:
     device = CPU
     samples = "samples"
     headline = ""
-    shares: Tuple[str, ...] = ("accuracy",)
-    lower_is_better: Tuple[str, ...] = ()
-    higher_is_better: Tuple[str, ...] = ()
+    shares: tuple[str, ...] = ("accuracy",)
+    lower_is_better: tuple[str, ...] = ()
+    higher_is_better: tuple[str, ...] = ()
     has_validation = False
     clip_norm = 0.0
     micro_batch = 0
@@ -95,12 +96,12 @@ class Recipe:
     couples_samples = False
     may_depend_on_ranks = False
 
-    def __init__(self, settings: Any, data_path: Optional[Path] = None):
+    def __init__(self, settings: Any, data_path: Path | None = None):
         self.settings, self.data_path = settings, data_path
         self.share = Share()
 
     @classmethod
-    def load_model(cls, path: Union[str, Path], settings: Any = None, data_path: Optional[Path] = None) -> nn.Module:
+    def load_model(cls, path: str | Path, settings: Any = None, data_path: Path | None = None) -> nn.Module:
         """The trained network from a model_state or safetensors file, in evaluation mode on the CPU; nothing in the
         file is executed.
 
@@ -139,7 +140,7 @@ class Recipe:
         """The network's outputs for a batch: a Tree."""
         return model(batch[0] if isinstance(batch, (tuple, list)) else batch)
 
-    def facts(self) -> Dict[str, Any]:
+    def facts(self) -> dict[str, Any]:
         """What the metadata and the model card should say of the network besides its settings; values that fit JSON.
 
         "classes", a list of names, names a classifier's measures by class.
@@ -159,7 +160,7 @@ class Recipe:
         """What the learning rate is multiplied by at this step of `steps`; see flyte_ddp.schedules."""
         return 1.0
 
-    def derive(self, measures: Dict[str, float]) -> Dict[str, float]:
+    def derive(self, measures: dict[str, float]) -> dict[str, float]:
         """The measures to report: add here what is computed from others, such as a perplexity."""
         return measures
 
@@ -171,11 +172,11 @@ class Recipe:
         """
         return 0.0
 
-    def predictions(self, outputs: Any, batch: Tree) -> Optional[Tensor]:
+    def predictions(self, outputs: Any, batch: Tree) -> Tensor | None:
         """(n, ...) what to save for each test sample in predictions.npy, in a type of NumPy's; None saves nothing."""
         return None
 
-    def pictures(self, outputs: Any, batch: Tree) -> Sequence[Tuple[str, Tensor]]:
+    def pictures(self, outputs: Any, batch: Tree) -> Sequence[tuple[str, Tensor]]:
         """(caption, image (C, H, W) from 0 to 1, C being 1 or 3) of some test samples, for the report."""
         return ()
 

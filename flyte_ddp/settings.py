@@ -10,8 +10,9 @@ import dataclasses
 import difflib
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Dict, List, Sequence, Tuple, Type, TypeVar
+from typing import Any, TypeVar
 
 from flyte_ddp.errors import InputError
 
@@ -55,7 +56,7 @@ def setting(
 def read_json(text: str) -> Any:
     """Parses the text; raises InputError for a name that an object has twice, ValueError if it is not JSON."""
 
-    def read_object(pairs: List[Tuple[str, Any]]) -> Dict[str, Any]:
+    def read_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         refuse_repeated([name for name, _ in pairs])
         return dict(pairs)
 
@@ -77,7 +78,7 @@ class Settings(DataClassJsonMixin):
             object.__setattr__(self, field.name, checked(type(self).__name__, field, getattr(self, field.name)))
 
     @classmethod
-    def from_json(cls: Type[S], s: Any, **_: Any) -> S:
+    def from_json(cls: type[S], s: Any, **_: Any) -> S:
         """Reads a JSON object; missing fields take their defaults."""
         try:
             values = read_json(s)
@@ -88,14 +89,14 @@ class Settings(DataClassJsonMixin):
         return cls.from_dict(values)
 
     @classmethod
-    def from_dict(cls: Type[S], kvs: Any, **_: Any) -> S:
+    def from_dict(cls: type[S], kvs: Any, **_: Any) -> S:
         """Builds from a mapping; missing fields take their defaults, unknown ones raise InputError."""
         if not isinstance(kvs, dict):
             raise InputError(f"{cls.__name__} must be an object with named fields, got {_shown(kvs)}")
         return cls(**cls.__pre_deserialize__(kvs))
 
     @classmethod
-    def __pre_deserialize__(cls, values: Dict[Any, Any]) -> Dict[Any, Any]:
+    def __pre_deserialize__(cls, values: dict[Any, Any]) -> dict[Any, Any]:
         """Checks before anything is converted. Flyte's decoder (mashumaro) calls it by this name for inputs from the
         UI, which it would otherwise convert silently: 2.7 to 2, "false" to True, unknown fields to nothing."""
         fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]

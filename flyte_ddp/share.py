@@ -1,7 +1,8 @@
 """A rank's share of the global batch, and how it gets the other ranks' rows."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Callable, Optional, Tuple, Union
+from typing import Any
 
 import torch
 from torch import Tensor, distributed
@@ -28,7 +29,7 @@ class Share:
     size: int = 0
     borrowed: bool = False
     alone: bool = False
-    stand_in: Optional[Callable[[Tensor], Tensor]] = None
+    stand_in: Callable[[Tensor], Tensor] | None = None
 
     def own(self, rows: Tensor) -> Tensor:
         """The rows of the rank's own samples: all, or (0, ...) of a borrowed sample."""
@@ -54,7 +55,7 @@ class _GatherRows(torch.autograd.Function):
         return everyones[_places(size, world_size, mine.device)]
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tuple[Optional[Tensor], ...]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         world_size = distributed.get_world_size()
         places = _places(ctx.size, world_size, gradient.device)
         mine = gradient.new_empty(ctx.most, *gradient.shape[1:])  # the sum of the gradients of all ranks' losses
@@ -62,7 +63,7 @@ class _GatherRows(torch.autograd.Function):
         return mine[: ctx.count], None
 
 
-def _padded(rows: Tensor, size: int, places: Union[slice, Tensor]) -> Tensor:
+def _padded(rows: Tensor, size: int, places: slice | Tensor) -> Tensor:
     padded = rows.new_zeros(size, *rows.shape[1:])
     padded[places] = rows
     return padded

@@ -6,9 +6,10 @@ import os
 import shutil
 import time
 import uuid
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Iterator, Union
+from typing import IO
 
 from flyte_ddp.errors import InputError
 
@@ -16,7 +17,7 @@ LEFTOVER_SECONDS = 3600.0
 
 
 @contextmanager
-def writing_to(directory: Union[str, Path], variable: str) -> Iterator[None]:
+def writing_to(directory: str | Path, variable: str) -> Iterator[None]:
     """Turns the errors of a full, read-only or forbidden disk into one InputError that names the folder.
 
     variable is the environment variable with which the user can choose another folder.
@@ -35,7 +36,7 @@ def temporary_beside(path: Path) -> Path:
     return path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
 
 
-def remove_leftovers(directory: Union[str, Path]) -> None:
+def remove_leftovers(directory: str | Path) -> None:
     """Removes what killed processes left half-written here: temporary files untouched for an hour."""
     for path in Path(directory).glob(".*.partial"):
         with suppress(OSError):
@@ -57,7 +58,7 @@ def sync(file: IO[bytes]) -> None:
     os.fsync(file.fileno())
 
 
-def write_whole(path: Path, *pieces: Union[bytes, memoryview]) -> None:
+def write_whole(path: Path, *pieces: bytes | memoryview) -> None:
     """Writes a file beside path and renames it: path always holds either the old or the new content. Raises OSError."""
     beside = temporary_beside(path)
     try:

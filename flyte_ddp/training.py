@@ -8,10 +8,10 @@ In a script that `torchrun --nproc-per-node 2 script.py` runs, the same call tra
 import os
 import pkgutil
 import time
+from collections.abc import Callable, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Callable, Dict, List, Optional, Sequence, Union
 
 from flyte_ddp.engine.job import Job, TrainingResult, job_of, paths_in, subject_of
 from flyte_ddp.errors import InputError
@@ -44,23 +44,23 @@ class Result:
         best_epoch: the epoch of these weights, from 1; 0 without a validation split.
     """
 
-    epochs: List[EpochFinished]
-    warnings: List[str]
+    epochs: list[EpochFinished]
+    warnings: list[str]
     model_path: Path
     output: Path
-    tested: Dict[str, float]
+    tested: dict[str, float]
     best_epoch: int
 
 
 def train(
-    recipe: Union[str, type],
+    recipe: str | type,
     settings: TrainingSettings,
     options: RunOptions = RunOptions(),  # noqa: B008 frozen
-    data: Union[str, Path, None] = None,
-    output: Union[str, Path] = "trained",
+    data: str | Path | None = None,
+    output: str | Path = "trained",
     data_files: Sequence[str] = (),
-    on_event: Optional[Callable[[Event], None]] = None,
-    init: Union[str, Path, None] = None,
+    on_event: Callable[[Event], None] | None = None,
+    init: str | Path | None = None,
     observers: Sequence[str] = (),
 ) -> Result:
     """Trains a recipe with options.nproc ranks that it starts, or as one rank if a launcher has set WORLD_SIZE.
@@ -107,7 +107,7 @@ def train(
     return Result(result.epochs, warnings, Path(job.model_path), place, result.tested, best_epoch)
 
 
-def run(job: Job, options: RunOptions, on_event: Callable[[Event], None]) -> List[TrainingResult]:
+def run(job: Job, options: RunOptions, on_event: Callable[[Event], None]) -> list[TrainingResult]:
     """Trains with ranks of its own, or as one of its launcher's; the checkpoint is removed when training has ended."""
     is_first, checkpoint = is_first_rank(), Path(job.checkpoint_path)
     if is_first and not options.resume:

@@ -10,12 +10,12 @@ import hashlib
 import os
 import symtable
 import sys
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
-from typing import Collection, Dict, Iterator, Sequence, Tuple
 
 from flyte_ddp.code_version import (
     LIBRARY,
@@ -44,7 +44,7 @@ class UserCode:
 
     name: str  # "package.module:Name"
     root: str  # the folder that must be on sys.path to import package.module
-    files: Tuple[str, ...]  # its module and those that it imports, if they are first-party, and the data files; sorted
+    files: tuple[str, ...]  # its module and those that it imports, if they are first-party, and the data files; sorted
     version: str  # 16 hex digits: of these files, and of what they and the engine import of this library
 
 
@@ -104,7 +104,7 @@ def checked_imports(root: str, files: Collection[str]) -> Iterator[None]:
         )
 
 
-def loaded_files() -> Dict[str, str]:
+def loaded_files() -> dict[str, str]:
     """Absolute paths of the imported modules' files, by module name."""
     # not modules of other types: reading __file__ would make lazily imported ones import themselves
     modules = {name: module for name, module in list(sys.modules.items()) if type(module) is ModuleType}

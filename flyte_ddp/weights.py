@@ -1,7 +1,8 @@
 """The weights in a file, fitted to a network. Nothing in the file is executed."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Sequence, TypeVar, Union
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ REMEDY = "use the model_state of a training of this network, with the settings o
 Network = TypeVar("Network", bound=nn.Module)
 
 
-def load_weights(model: Network, path: Union[str, Path], called: str = "model_state", remedy: str = REMEDY) -> Network:
+def load_weights(model: Network, path: str | Path, called: str = "model_state", remedy: str = REMEDY) -> Network:
     """Loads the weights of a file into a network and returns it; InputError if they do not fit.
 
     called, remedy: how the error names the file, and what it advises.
@@ -27,7 +28,7 @@ def load_weights(model: Network, path: Union[str, Path], called: str = "model_st
     return model
 
 
-def read_weights(path: Union[str, Path], called: str = "model_state", remedy: str = REMEDY) -> Dict[str, Tensor]:
+def read_weights(path: str | Path, called: str = "model_state", remedy: str = REMEDY) -> dict[str, Tensor]:
     """The state_dict of a model_state or safetensors file, on the CPU; InputError if the file is neither."""
     try:
         if is_safetensors(path):
@@ -44,7 +45,7 @@ def read_weights(path: Union[str, Path], called: str = "model_state", remedy: st
     return found
 
 
-def misfits(given: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> List[str]:
+def misfits(given: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> list[str]:
     """The names of tensors that only one of the two has, or whose shapes differ."""
     shapes = [{name: value.shape for name, value in weights.items()} for weights in (given, own)]
     return [name for name in sorted({*given, *own}) if shapes[0].get(name) != shapes[1].get(name)]
@@ -66,7 +67,7 @@ def listed(names: Sequence[str]) -> str:
     return shown + (f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else "")
 
 
-def _read_safetensors(path: Union[str, Path]) -> Dict[str, Tensor]:
+def _read_safetensors(path: str | Path) -> dict[str, Tensor]:
     try:
         from safetensors.torch import load_file
     except ImportError:

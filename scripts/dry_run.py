@@ -6,8 +6,9 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Mapping, NamedTuple, Optional, Tuple
+from typing import Any, NamedTuple
 
 import msgpack
 from flyteidl.admin.launch_plan_pb2 import LaunchPlan, LaunchPlanSpec
@@ -24,16 +25,16 @@ ROOT = Path(__file__).resolve().parents[1]
 class Package(NamedTuple):
     """The content of a package made by `pyflyte package`, by name, in the order of registration."""
 
-    tasks: Dict[str, TaskTemplate]
-    workflows: Dict[str, WorkflowSpec]
-    launch_plans: Dict[str, LaunchPlan]
-    files: Dict[str, bytes]
+    tasks: dict[str, TaskTemplate]
+    workflows: dict[str, WorkflowSpec]
+    launch_plans: dict[str, LaunchPlan]
+    files: dict[str, bytes]
 
 
 def build_package(
     image: str,
     *arguments: str,
-    environment: Optional[Mapping[str, str]] = None,
+    environment: Mapping[str, str] | None = None,
     package: str = "workflows",
     place: Path = ROOT,
 ) -> Package:
@@ -67,7 +68,7 @@ def read_package(archive: bytes) -> Package:
     return package
 
 
-def describe_task(task: TaskTemplate) -> Iterator[Tuple[str, str]]:
+def describe_task(task: TaskTemplate) -> Iterator[tuple[str, str]]:
     """The facts of a task that differ from Flyte's defaults, each with its name."""
     metadata, extended = task.metadata, task.extended_resources
     yield "type", task.type
@@ -94,7 +95,7 @@ def describe_task(task: TaskTemplate) -> Iterator[Tuple[str, str]]:
             yield "environment", f"{variable.key}={variable.value}"
 
 
-def describe_launch_plan(spec: LaunchPlanSpec, defaults: LaunchPlanSpec) -> Iterator[Tuple[str, str]]:
+def describe_launch_plan(spec: LaunchPlanSpec, defaults: LaunchPlanSpec) -> Iterator[tuple[str, str]]:
     """The facts of a launch plan, including inputs that differ from the workflow's own defaults."""
     yield "workflow", spec.workflow_id.name
     for name, parameter in spec.default_inputs.parameters.items():
@@ -110,7 +111,7 @@ def describe_launch_plan(spec: LaunchPlanSpec, defaults: LaunchPlanSpec) -> Iter
         yield "schedule", f"{spec.entity_metadata.schedule.cron_schedule.schedule} (UTC), once activated"
 
 
-def amounts(resources: List[Resources.ResourceEntry]) -> str:
+def amounts(resources: list[Resources.ResourceEntry]) -> str:
     names = Resources.ResourceName
     return ", ".join(f"{names.Name(entry.name).lower().replace('_', ' ')} {entry.value}" for entry in resources)
 

@@ -5,8 +5,9 @@ import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
-from typing import List, NamedTuple, Sequence
+from typing import NamedTuple
 
 from flyte_ddp.errors import InputError
 from flyte_ddp.tasks.registration import Registration, registration
@@ -21,8 +22,8 @@ class Registered(NamedTuple):
     """What was registered under a version, by name, and whether it was everything."""
 
     version: str
-    tasks: List[str]
-    workflows: List[str]
+    tasks: list[str]
+    workflows: list[str]
     complete: bool
 
 
@@ -42,7 +43,7 @@ def register(config: str, arguments: Sequence[str]) -> Registered:
     arguments += [] if named else ["--version", version]
     command = ["pyflyte", "--config", config, "register", *arguments, "workflows"]
     print(f"+ {shlex.join(command)}", flush=True)
-    lines: List[str] = []
+    lines: list[str] = []
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert process.stdout
     for line in process.stdout:

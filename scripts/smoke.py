@@ -7,8 +7,9 @@ cache.
 import argparse
 import sys
 import time
+from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Tuple
+from typing import Any, NamedTuple
 
 from flyteidl.admin.node_execution_pb2 import NodeExecution, NodeExecutionListRequest
 from flyteidl.admin.task_execution_pb2 import TaskExecution, TaskExecutionListRequest
@@ -41,14 +42,14 @@ MODEL_OF = {
     "workflows.export.export_wf": "workflows.mnist.pytorch_training_wf",
     "workflows.export.export_folder_wf": "workflows.image_folder.image_folder_wf",
 }
-Model = Optional[PythonPickledFile]
+Model = PythonPickledFile | None
 HIT = CatalogCacheStatus.CACHE_HIT
 ENDED = (WorkflowExecution.SUCCEEDED, WorkflowExecution.FAILED, WorkflowExecution.ABORTED, WorkflowExecution.TIMED_OUT)
 
 
-def small_inputs(seed: int) -> Dict[str, Dict[str, Any]]:
+def small_inputs(seed: int) -> dict[str, dict[str, Any]]:
     """Inputs with which each workflow takes seconds, on data in the image; a new seed avoids cache hits."""
-    once: Dict[str, Any] = {"epochs": 1, "train_fraction": 0.04}  # of digits an epoch makes 25
+    once: dict[str, Any] = {"epochs": 1, "train_fraction": 0.04}  # of digits an epoch makes 25
     digits = {"dataset": "digits", "seed": seed, **once}
     mnist, cifar10 = Hyperparameters(**digits), CIFAR10Hyperparameters(**digits)
     return {
@@ -93,7 +94,7 @@ class Run(NamedTuple):
     phase: str
     seconds: float
     pods: int
-    cached: List[int]
+    cached: list[int]
     error: str
 
     @property
@@ -107,10 +108,10 @@ class Cluster:
     def __init__(self, config: str, project: str, domain: str):
         self.remote = FlyteRemote(Config.auto(config), project, domain)
 
-    def run_all(self, inputs: Dict[str, Dict[str, Any]], version: str, minutes: float) -> List[Run]:
+    def run_all(self, inputs: dict[str, dict[str, Any]], version: str, minutes: float) -> list[Run]:
         """Starts all at once and waits for them; terminates what is still running then, or on Ctrl-C."""
-        running: Dict[str, Any] = {}
-        ended: List[Run] = []
+        running: dict[str, Any] = {}
+        ended: list[Run] = []
         deadline = time.monotonic() + 60 * minutes
         try:
             for workflow, values in inputs.items():
@@ -165,7 +166,7 @@ class Cluster:
             if not page.token:
                 return
 
-    def count(self, node: NodeExecution) -> Tuple[int, List[int]]:
+    def count(self, node: NodeExecution) -> tuple[int, list[int]]:
         """How many pods a node has had, and the cache statuses of its cached tasks."""
         asked = TaskExecutionListRequest(node_execution_id=node.id, limit=100)
         attempts = RawSynchronousFlyteClient.list_task_executions_paginated(self.remote.client, asked).task_executions
@@ -181,7 +182,7 @@ class Cluster:
         return registration().node_range[1] if "multinode_task" in attempt.id.task_id.name else 1
 
 
-def table(runs: List[Run]) -> str:
+def table(runs: list[Run]) -> str:
     rows = [("workflow", "phase", "seconds", "pods", "cache")]
     for run in runs:
         hits = f"{run.cached.count(HIT)} of {len(run.cached)}" if run.cached else "-"

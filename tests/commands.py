@@ -4,8 +4,8 @@ import os
 import re
 import socket
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Mapping
 
 import pytest
 import torch

@@ -6,7 +6,6 @@ import sys
 import tempfile
 from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import List
 
 import pytest
 from hypothesis import settings
@@ -48,7 +47,7 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["FLYTE_INTERNAL_IMAGE"] = "flyte-ddp-training:latest"
 
 
-def pytest_collection_modifyitems(items: List[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Slow tests come first, or at the end one worker would do them alone."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 

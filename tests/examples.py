@@ -4,9 +4,10 @@ import importlib
 import pickle
 import shutil
 import sys
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any, Callable, Dict, List, NamedTuple, Optional
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,7 +32,7 @@ RECIPES = {
     "tabular": "Tabular",
 }
 # A few steps, the last one of another size
-SMALL: Dict[str, Dict[str, Any]] = {
+SMALL: dict[str, dict[str, Any]] = {
     "autoencoder": {"batch_size": 16},
     "charlm": {"characters": 12_000, "batch_size": 64, "width": 16, "layers": 1},
     "contrastive": {"batch_size": 400},
@@ -44,12 +45,12 @@ SMALL: Dict[str, Dict[str, Any]] = {
 
 class Example(NamedTuple):
     folder: Path
-    losses: List[float]  # of each step and of the test
-    measures: Dict[str, float]  # of the test
+    losses: list[float]  # of each step and of the test
+    measures: dict[str, float]  # of the test
 
     @property
-    def weights(self) -> Dict[str, torch.Tensor]:
-        found: Dict[str, torch.Tensor] = torch.load(self.folder / "model.pt", weights_only=True)
+    def weights(self) -> dict[str, torch.Tensor]:
+        found: dict[str, torch.Tensor] = torch.load(self.folder / "model.pt", weights_only=True)
         return found
 
 
@@ -74,13 +75,13 @@ def _make_project(place: Path) -> None:
     write_prepared(place / "prepared", "small", names, images[:300], labels[:300], images[:50], labels[:50])
 
 
-def data_of(name: str) -> Optional[str]:
+def data_of(name: str) -> str | None:
     """The folder that an example is trained on, if it takes one."""
     folder = {"autoencoder": "prepared", "resnet": "images"}.get(name)
     return str(project() / folder) if folder else None
 
 
-def small(name: str) -> Dict[str, Any]:
+def small(name: str) -> dict[str, Any]:
     return {"epochs": 1, "log_interval": 1, "precision": "float32", **SMALL[name]}
 
 
@@ -101,7 +102,7 @@ def trained(name: str, nproc: int) -> Example:
     """An undisturbed training by so many ranks; for reading only."""
 
     def make(folder: Path) -> None:
-        events: List[Event] = []
+        events: list[Event] = []
         measures = train_small(name, folder, events.append, nproc, checkpoint_seconds=60).epochs[-1].test
         losses = [event.measures["loss"] for event in events if isinstance(event, StepLogged)]
         (folder / "said.pickle").write_bytes(pickle.dumps(([*losses, measures["loss"]], dict(measures))))

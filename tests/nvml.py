@@ -5,14 +5,13 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Dict
 
 import pytest
 
 HERE = Path(__file__).parent
 
 
-def stand_in(folder: Path, **variables: str) -> Dict[str, str]:
+def stand_in(folder: Path, **variables: str) -> dict[str, str]:
     """The environment of a process that finds the stand-in; its variables are told in nvml.c."""
     compiler = shutil.which("gcc") or shutil.which("cc")
     if not compiler or sys.platform != "linux":

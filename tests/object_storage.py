@@ -2,9 +2,9 @@
 
 import re
 import threading
+from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Dict, Iterator
 from urllib.parse import parse_qs, unquote, urlsplit
 
 
@@ -13,10 +13,10 @@ class ObjectStorage(ThreadingHTTPServer):
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Requests)
-        self.objects: Dict[str, bytes] = {}
+        self.objects: dict[str, bytes] = {}
 
     @property
-    def environment(self) -> Dict[str, str]:
+    def environment(self) -> dict[str, str]:
         """By which flytekit finds it."""
         return {
             "FLYTE_AWS_ENDPOINT": f"http://127.0.0.1:{self.server_port}",

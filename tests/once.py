@@ -4,9 +4,10 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Callable, NamedTuple
+from typing import Any, NamedTuple
 
 from filelock import FileLock
 

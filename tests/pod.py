@@ -10,9 +10,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional
+from typing import Any, Optional
 
 from flyteidl.core.errors_pb2 import ErrorDocument
 from flyteidl.core.literals_pb2 import Blob, BlobMetadata, Literal, LiteralMap, Scalar
@@ -82,11 +83,11 @@ class Pod:
     def __init__(
         self,
         task: TaskTemplate,
-        inputs: Dict[str, Literal],
+        inputs: dict[str, Literal],
         folder: Path,
-        environment: Optional[Mapping[str, str]] = None,
+        environment: Mapping[str, str] | None = None,
         previous: Optional["Pod"] = None,
-        checkpoints: Optional[Path] = None,
+        checkpoints: Path | None = None,
         cores: int = 0,
     ):
         self.task, self.folder = task, folder
@@ -127,7 +128,7 @@ class Pod:
                 start_new_session=True,
             )
 
-    def run(self) -> Dict[str, Literal]:
+    def run(self) -> dict[str, Literal]:
         """Waits for its success and returns the outputs."""
         return run_together(self)
 
@@ -135,7 +136,7 @@ class Pod:
         """Waits for the end and returns the status, which is 0 for a task that failed: Flyte reads that from a file."""
         return finish(self)[0]
 
-    def outputs(self) -> Dict[str, Literal]:
+    def outputs(self) -> dict[str, Literal]:
         if (self.folder / "futures.pb").exists():  # a dynamic task's, which a cluster runs next
             return {}
         assert self.outputs_file.exists(), f"{self.log}\n{self.error}"
@@ -181,13 +182,13 @@ class Pod:
         return ErrorDocument.FromString(self.errors_file.read_bytes() if self.errors_file.exists() else b"")
 
 
-def run_together(*pods: Pod) -> Dict[str, Literal]:
+def run_together(*pods: Pod) -> dict[str, Literal]:
     """Starts all pods, waits for their success, and returns the outputs that one has."""
     assert finish(*pods) == [0] * len(pods), "\n".join(pod.log for pod in pods)
     return next((pod for pod in pods if pod.outputs_file.exists()), pods[0]).outputs()
 
 
-def finish(*pods: Pod) -> List[int]:
+def finish(*pods: Pod) -> list[int]:
     """Starts all pods and waits for their ends. One that takes more than LARGEST_SHARE of its memory is an error."""
     processes, peaks = [pod.start() for pod in pods], [0] * len(pods)
     deadline = time.monotonic() + PATIENCE_SECONDS

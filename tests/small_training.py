@@ -2,8 +2,9 @@
 
 import functools
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Callable, Dict, List, NamedTuple, Optional
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -23,8 +24,8 @@ RECIPE = "flyte_ddp.recipes.images:ImageClassifier"
 
 class Trained(NamedTuple):
     result: TrainingResult
-    weights: Dict[str, Any]
-    events: List[Event]
+    weights: dict[str, Any]
+    events: list[Event]
     folder: Path
 
 
@@ -73,7 +74,7 @@ def trainer(small_data: Path, place: Path) -> Callable[..., Any]:
         target: str = WORKER,
         data: Path = small_data,
         loader_workers: int = 0,
-        init: Optional[Path] = None,
+        init: Path | None = None,
         **hyperparameters: Any,
     ) -> Any:
         import torch
@@ -99,7 +100,7 @@ def trainer(small_data: Path, place: Path) -> Callable[..., Any]:
             loader_workers=loader_workers,
             pin_memory=True,
         )
-        events: List[Event] = []
+        events: list[Event] = []
 
         def listen(event: Event) -> None:
             events.append(event)

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import List, NamedTuple
+from typing import NamedTuple
 
 import pytest
 
@@ -21,7 +21,7 @@ class Run(NamedTuple):
     log: str
 
     @property
-    def accuracies(self) -> List[float]:
+    def accuracies(self) -> list[float]:
         (found,) = re.findall(r"epoch_accuracies=\[([^]]*)]", self.out)
         return [float(accuracy) for accuracy in found.split(", ")]
 

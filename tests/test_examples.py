@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, Dict, List, Tuple
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from tests.commands import ROOT, pyflyte, pyflyte_process, same
 from tests.examples import RECIPES, data_of, project, small, train_small, trained
 
 # By the workflow: settings, and what the last epoch's measures have to be
-ENOUGH: Dict[str, Tuple[Dict[str, Any], str]] = {
+ENOUGH: dict[str, tuple[dict[str, Any], str]] = {
     "autoencoder": ({"epochs": 1}, "0 < loss < 0.08"),
     "charlm": (
         {"characters": 40_000, "batch_size": 16, "epochs": 3, "width": 16},
@@ -82,7 +82,7 @@ def test_the_result_is_the_same_on_1_2_and_3_ranks(name):
 def test_killed_in_the_middle_the_same_call_ends_with_the_same_bits(tmp_path):
     kill_all("charlm", tmp_path)
     assert (tmp_path / "checkpoint").exists()
-    events: List[Event] = []
+    events: list[Event] = []
     result = train_small("charlm", tmp_path, events.append)
     assert min(event.step for event in events if isinstance(event, StepLogged)) > 1
     assert same(torch.load(result.model_path, weights_only=True), trained("charlm", 2).weights)

@@ -4,7 +4,7 @@ Preparing real datasets takes more: see tests/data/test_datasets.py.
 """
 
 from pathlib import Path
-from typing import Any, Dict
+from typing import Any
 
 import pytest
 from flyteidl.core.literals_pb2 import Literal
@@ -26,7 +26,7 @@ from tests.pod import Pod, literal, package, small_dataset
 
 pytestmark = pytest.mark.slow
 
-ONCE: Dict[str, Any] = {"dataset": "digits", "epochs": 1, "train_fraction": 0.04}
+ONCE: dict[str, Any] = {"dataset": "digits", "epochs": 1, "train_fraction": 0.04}
 OPTIONS = RunOptions()
 
 

@@ -8,7 +8,6 @@ import shutil
 import signal
 import socket
 import subprocess
-from typing import Optional
 
 import pytest
 import torch
@@ -55,7 +54,7 @@ def small(place):
 def init(place):
     model = place / "model.pt"
     torch.save(models.build_model(HP.model, 1, (1, 28, 28), 10).state_dict(), model)
-    return literal(FlyteFile(str(model), remote_path=False), Optional[FlyteFile])
+    return literal(FlyteFile(str(model), remote_path=False), FlyteFile | None)
 
 
 @pytest.fixture(scope="module")

@@ -3,8 +3,8 @@
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import partial
-from typing import Callable, Dict
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ from flyte_ddp.random_numbers import integers, kept, key_of, normal, split_mix, 
 
 CPU = torch.device("cpu")
 COUNT = 1 << 16
-DRAWS: Dict[str, Callable[..., Tensor]] = {
+DRAWS: dict[str, Callable[..., Tensor]] = {
     "words": words,
     "uniform": uniform,
     "uniform bfloat16": partial(uniform, dtype=torch.bfloat16),

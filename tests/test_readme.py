@@ -5,7 +5,6 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
-from typing import Dict, List
 
 import pytest
 
@@ -38,9 +37,9 @@ TEXT = "\n".join((ROOT / page).read_text() for page in PAGES)
 BLOCKS = re.findall(r"^```(?:sh|console)\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
 
 
-def commands() -> List[str]:
+def commands() -> list[str]:
     """The lines of sh blocks, and those behind a prompt in console blocks; continued lines joined."""
-    found: List[str] = []
+    found: list[str] = []
     for block in BLOCKS:
         lines = block.replace("\\\n", " ").splitlines()
         prompted = [line[2:] for line in lines if line.startswith("$ ")]
@@ -49,7 +48,7 @@ def commands() -> List[str]:
 
 
 @pytest.fixture(scope="module")
-def user(tmp_path_factory) -> Dict[str, str]:
+def user(tmp_path_factory) -> dict[str, str]:
     """A copy of the project, an environment to install it into, and small datasets in place of the real ones.
 
     The environment has what this one has, and the project's make targets find it complete.

@@ -5,7 +5,7 @@ import os
 import re
 import shutil
 import subprocess
-from typing import List, Sequence
+from collections.abc import Sequence
 
 import pytest
 
@@ -30,7 +30,7 @@ VARYING = {
 
 
 @pytest.fixture(scope="module")
-def said(tmp_path_factory) -> List[str]:
+def said(tmp_path_factory) -> list[str]:
     """What each block has printed, in a copy of the scripts beside the library."""
     project = tmp_path_factory.mktemp("tour")
     ignored = shutil.ignore_patterns("__pycache__", "runs")
@@ -57,11 +57,11 @@ def outputs(request) -> Sequence[str]:
     return SHOWN if request.param == "as shown" else request.getfixturevalue("said")
 
 
-def figures(pattern: str, text: str) -> List[float]:
+def figures(pattern: str, text: str) -> list[float]:
     return [float(figure) for figure in re.findall(pattern, text)]
 
 
-def fingerprints(text: str) -> List[str]:
+def fingerprints(text: str) -> list[str]:
     return re.findall(r"weights (\w{16})", text)
 
 

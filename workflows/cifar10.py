@@ -3,8 +3,6 @@
 pyflyte run workflows/cifar10.py cifar10_wf
 """
 
-from typing import Optional
-
 from flytekit import task, workflow
 from flytekit.types.file import FlyteFile
 
@@ -20,7 +18,7 @@ set_up_pyflyte()
 
 @task(**training_arguments())
 def cifar10_task(
-    hp: CIFAR10Hyperparameters, data: PreparedDataset, options: RunOptions, init: Optional[FlyteFile] = None
+    hp: CIFAR10Hyperparameters, data: PreparedDataset, options: RunOptions, init: FlyteFile | None = None
 ) -> TrainingOutputs:
     """Trains hp.model on the prepared dataset, with options.nproc ranks."""
     return train(hp, data, options, init)
@@ -30,7 +28,7 @@ def cifar10_task(
 def cifar10_wf(
     hp: CIFAR10Hyperparameters = CIFAR10Hyperparameters(),
     options: RunOptions = RunOptions(),
-    init: Optional[FlyteFile] = None,
+    init: FlyteFile | None = None,
 ) -> TrainingOutputs:
     """Prepares the dataset that hp names and trains on it.
 

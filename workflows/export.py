@@ -4,7 +4,7 @@ pyflyte run workflows/export.py export_wf --model_state model.pt
 pyflyte run workflows/export.py export_folder_wf --folder FOLDER --model_state model.pt --images '{"image_size": 64}'
 """
 
-from typing import List, NamedTuple, Optional
+from typing import NamedTuple
 
 from flytekit import dynamic, workflow
 from flytekit.types.file import PythonPickledFile
@@ -34,13 +34,11 @@ class Model(NamedTuple):
     """Weights, and the accuracies that their training reported; none if the weights were given."""
 
     model_state: PythonPickledFile
-    epoch_accuracies: List[float]
+    epoch_accuracies: list[float]
 
 
 @dynamic(**dynamic_resources())
-def model_to_export(
-    model_state: Optional[PythonPickledFile], data: PreparedDataset, options: ClassifierExport
-) -> Model:
+def model_to_export(model_state: PythonPickledFile | None, data: PreparedDataset, options: ClassifierExport) -> Model:
     """The given weights, else those of a default training; only waits for data."""
     if model_state is not None:
         return Model(model_state, [])
@@ -51,7 +49,7 @@ def model_to_export(
 
 @workflow
 def export_wf(
-    model_state: Optional[PythonPickledFile] = None, options: ClassifierExport = ClassifierExport()
+    model_state: PythonPickledFile | None = None, options: ClassifierExport = ClassifierExport()
 ) -> ExportOutputs:
     """Writes a model in several formats, each of which must reproduce the test accuracy of the model.
 
@@ -69,7 +67,7 @@ def export_wf(
 
 @dynamic(**dynamic_resources())
 def folder_model_to_export(
-    model_state: Optional[PythonPickledFile],
+    model_state: PythonPickledFile | None,
     index: PreparedDataset,
     folder: str,
     images: ImageSettings,
@@ -87,7 +85,7 @@ def folder_model_to_export(
 def export_folder_wf(
     folder: str = "",
     images: ImageSettings = ImageSettings(),
-    model_state: Optional[PythonPickledFile] = None,
+    model_state: PythonPickledFile | None = None,
     options: FolderExport = FolderExport(),
 ) -> ExportOutputs:
     """The same for a model of image_folder_wf; model.json and the card name its classes, image size and channels.

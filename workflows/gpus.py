@@ -1,7 +1,5 @@
 """The same training, with the number of GPUs as an input of each run instead of a setting of the registration."""
 
-from typing import Optional
-
 from flytekit import Cache, dynamic, workflow
 from flytekit.types.file import FlyteFile
 
@@ -27,7 +25,7 @@ PREPARATION = CodeVersion(code_version("flyte_ddp.tasks.prepare", "workflows.gpu
     **dynamic_resources(),
 )
 def train_on_gpus(
-    gpus: int, hp: Hyperparameters, options: RunOptions, init: Optional[FlyteFile] = None
+    gpus: int, hp: Hyperparameters, options: RunOptions, init: FlyteFile | None = None
 ) -> TrainingOutputs:
     """Trains in a pod with this many GPUs; 0 is a small pod without any. A local run uses what the machine has."""
     data = prepare_dataset(name=resolve_dataset(hp=hp, options=options))
@@ -40,7 +38,7 @@ def training_on_gpus_wf(
     gpus: int = 1,
     hp: Hyperparameters = Hyperparameters(),
     options: RunOptions = RunOptions(),
-    init: Optional[FlyteFile] = None,
+    init: FlyteFile | None = None,
 ) -> TrainingOutputs:
     """Like workflows.mnist.pytorch_training_wf, in a pod with this many GPUs (0 for none)."""
     return train_on_gpus(gpus=gpus, hp=hp, options=options, init=init)

@@ -5,7 +5,7 @@ pyflyte run workflows/hardware.py hardware_wf --options '{"nproc": 4}'
 
 import platform
 from dataclasses import dataclass
-from typing import Dict, List, NamedTuple
+from typing import NamedTuple
 
 from flytekit import task, workflow
 from flytekit.types.file import FlyteFile
@@ -45,8 +45,8 @@ class HardwareFacts:
     backend: str
     device: str
     precision: str
-    warnings: List[str]
-    lines: Dict[str, str]
+    warnings: list[str]
+    lines: dict[str, str]
 
 
 class HardwareOutputs(NamedTuple):

@@ -4,7 +4,7 @@ pyflyte run workflows/image_folder.py image_folder_wf --folder FOLDER --images '
 pyflyte run workflows/image_folder.py loading_study_wf --folder FOLDER
 """
 
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 from flytekit import task, workflow
 from flytekit.types.directory import FlyteDirectory
@@ -32,7 +32,7 @@ def image_folder_task(
     index: PreparedDataset,
     folder: FlyteDirectory,
     options: RunOptions,
-    init: Optional[FlyteFile] = None,
+    init: FlyteFile | None = None,
 ) -> TrainingOutputs:
     """Trains hp.model on the images of the folder, with options.nproc ranks."""
     return train(hp, attach(index, folder), options, init)
@@ -44,7 +44,7 @@ def image_folder_wf(
     images: ImageSettings = ImageSettings(),
     hp: FolderHyperparameters = FolderHyperparameters(),
     options: RunOptions = RunOptions(),
-    init: Optional[FlyteFile] = None,
+    init: FlyteFile | None = None,
 ) -> TrainingOutputs:
     """Reads every image of the folder once, then trains on them, decoding them again in each epoch.
 

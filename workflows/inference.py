@@ -5,7 +5,6 @@ pyflyte run workflows/inference.py inference_timing_wf
 """
 
 from functools import partial
-from typing import Optional
 
 from flytekit import dynamic, map_task, workflow
 from flytekit.types.directory import FlyteDirectory
@@ -29,7 +28,7 @@ set_up_pyflyte()
 
 @dynamic(**dynamic_resources())
 def given_or_trained(
-    model_state: Optional[PythonPickledFile], data: PreparedDataset, options: InferenceOptions
+    model_state: PythonPickledFile | None, data: PreparedDataset, options: InferenceOptions
 ) -> PythonPickledFile:
     """The given weights, else those of a default training; only waits for data."""
     if model_state is not None:
@@ -40,8 +39,8 @@ def given_or_trained(
 
 @workflow
 def inference_wf(
-    model_state: Optional[PythonPickledFile] = None,
-    folder: Optional[FlyteDirectory] = None,
+    model_state: PythonPickledFile | None = None,
+    folder: FlyteDirectory | None = None,
     options: InferenceOptions = InferenceOptions(),
 ) -> InferenceOutputs:
     """Predicts in shards, each retried and cached on its own.

@@ -3,8 +3,6 @@
 pyflyte run workflows/mnist.py pytorch_training_wf --hp '{"epochs": 1}'
 """
 
-from typing import Optional
-
 from flytekit import task, workflow
 from flytekit.types.file import FlyteFile
 
@@ -20,7 +18,7 @@ set_up_pyflyte()
 
 @task(**training_arguments())
 def pytorch_mnist_task(
-    hp: Hyperparameters, data: PreparedDataset, options: RunOptions, init: Optional[FlyteFile] = None
+    hp: Hyperparameters, data: PreparedDataset, options: RunOptions, init: FlyteFile | None = None
 ) -> TrainingOutputs:
     """Trains hp.model on the prepared dataset, with options.nproc ranks."""
     return train(hp, data, options, init)
@@ -30,7 +28,7 @@ def pytorch_mnist_task(
 def pytorch_training_wf(
     hp: Hyperparameters = Hyperparameters(),
     options: RunOptions = RunOptions(),
-    init: Optional[FlyteFile] = None,
+    init: FlyteFile | None = None,
 ) -> TrainingOutputs:
     """Prepares the dataset that hp names and trains on it.
 

@@ -4,8 +4,6 @@ DDP_NNODES=4 pyflyte ... register workflows registers four nodes. It needs flyte
 image, and on the cluster Kubeflow's training operator and Flyte's pytorch plugin.
 """
 
-from typing import Optional
-
 from flytekit import task, workflow
 from flytekit.types.file import FlyteFile
 
@@ -32,7 +30,7 @@ else:
 
     @task(**on_many_nodes(training_arguments()))
     def pytorch_multinode_task(
-        hp: Hyperparameters, data: PreparedDataset, options: RunOptions, init: Optional[FlyteFile] = None
+        hp: Hyperparameters, data: PreparedDataset, options: RunOptions, init: FlyteFile | None = None
     ) -> TrainingOutputs:
         """Trains hp.model on the prepared dataset on all nodes, with the registered number of ranks."""
         return train_rank(hp, data, options, init)  # type: ignore[return-value]  # only rank 0's value is used
@@ -41,7 +39,7 @@ else:
     def pytorch_multinode_wf(
         hp: Hyperparameters = Hyperparameters(),
         options: RunOptions = RunOptions(),
-        init: Optional[FlyteFile] = None,
+        init: FlyteFile | None = None,
     ) -> TrainingOutputs:
         """Like workflows.mnist.pytorch_training_wf, on many nodes."""
         data = prepare_dataset(name=resolve_for_nodes(hp=hp))
@@ -51,7 +49,7 @@ else:
     def cifar10_multinode_wf(
         hp: CIFAR10Hyperparameters = CIFAR10Hyperparameters(),
         options: RunOptions = RunOptions(),
-        init: Optional[FlyteFile] = None,
+        init: FlyteFile | None = None,
     ) -> TrainingOutputs:
         """Like workflows.cifar10.cifar10_wf, on many nodes."""
         data = prepare_dataset(name=resolve_for_nodes(hp=hp, auto="cifar10"))

@@ -5,7 +5,6 @@ pyflyte run workflows/promote.py roll_back_wf --place models --name 20261122-030
 """
 
 from dataclasses import replace
-from typing import Optional
 
 from flytekit import dynamic, workflow
 from flytekit.types.file import PythonPickledFile
@@ -26,7 +25,7 @@ set_up_pyflyte()
 
 @dynamic(**dynamic_resources())
 def candidate(
-    model_state: Optional[PythonPickledFile], hp: Hyperparameters, name: str, options: RunOptions
+    model_state: PythonPickledFile | None, hp: Hyperparameters, name: str, options: RunOptions
 ) -> PythonPickledFile:
     """The given weights, else those of the same training as in workflows/mnist.py."""
     if model_state is not None:
@@ -38,7 +37,7 @@ def candidate(
 @workflow
 def promote_wf(
     place: str = registration().promote_to,
-    model_state: Optional[PythonPickledFile] = None,
+    model_state: PythonPickledFile | None = None,
     hp: Hyperparameters = Hyperparameters(),
     promotion: PromotionOptions = PromotionOptions(),
     options: RunOptions = RunOptions(),

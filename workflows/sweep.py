@@ -8,7 +8,7 @@ import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, List, NamedTuple, Optional, Union
+from typing import Any, NamedTuple
 
 from flytekit import Cache, FlyteContextManager, dynamic, map_task, task, workflow
 from flytekit.core.type_engine import TypeEngine
@@ -39,7 +39,7 @@ from workflows.mnist import pytorch_mnist_task
 set_up_pyflyte()
 
 TRIAL_CODE = CodeVersion(code_version("workflows.sweep"), ())
-Rungs = List[List[Optional[TrialResult]]]
+Rungs = list[list[TrialResult | None]]
 
 
 class Comparison(NamedTuple):
@@ -73,7 +73,7 @@ class SweepOutputs(NamedTuple):
 
 
 @task(**small_resources())
-def list_trials(sweep: Sweep, hp: Hyperparameters, options: RunOptions) -> List[Hyperparameters]:
+def list_trials(sweep: Sweep, hp: Hyperparameters, options: RunOptions) -> list[Hyperparameters]:
     """The hyperparameters of each trial, all checked before anything is downloaded or spawned."""
     trials = trials_of(sweep, hp)
     check_rungs(sweep, trials)
@@ -109,7 +109,7 @@ def train_trial(
     return TrialResult(hp, summary.accuracy, summary.test_samples, summary.total_seconds, report, diverged, final)
 
 
-def as_result(hp: Hyperparameters, error: Union[RankFailed, TaskFailed], seconds: float) -> TrialResult:
+def as_result(hp: Hyperparameters, error: RankFailed | TaskFailed, seconds: float) -> TrialResult:
     """The result of a trial whose loss is not finite. Raises any other error: the result would be cached, but not all
     failures, such as a full disk or GPU memory, follow from the hyperparameters."""
     if error.failure.cause != NonFinite.__name__:
@@ -126,19 +126,19 @@ def failed(hp: Hyperparameters, failure: Failure, seconds: float = 0.0) -> Trial
 class Entrants(NamedTuple):
     """The trials of a rung, and the checkpoints that they continue from."""
 
-    trials: List[Hyperparameters]
-    checkpoints: List[str]
+    trials: list[Hyperparameters]
+    checkpoints: list[str]
 
 
 @task(**small_resources())
-def next_rung(sweep: Sweep, trials: List[Hyperparameters], rungs: Rungs) -> Entrants:
+def next_rung(sweep: Sweep, trials: list[Hyperparameters], rungs: Rungs) -> Entrants:
     """The trials of the rung after these."""
     _, hps, checkpoints = zip(*entrants(sweep, trials, rungs), strict=True)
     return Entrants(list(hps), list(checkpoints))
 
 
 @dynamic(**dynamic_resources())
-def run_trials(sweep: Sweep, trials: List[Hyperparameters], name: str, options: RunOptions) -> Rungs:
+def run_trials(sweep: Sweep, trials: list[Hyperparameters], name: str, options: RunOptions) -> Rungs:
     """Holds out a validation split of the named dataset and runs each trial; None if its pod has failed permanently."""
     held_out = hold_out_validation(data=prepare_dataset(name=name))
     trials = [replace(hp, dataset=name) for hp in trials]
@@ -155,7 +155,7 @@ def run_trials(sweep: Sweep, trials: List[Hyperparameters], name: str, options: 
     return rungs
 
 
-def run_locally(sweep: Sweep, trials: List[Hyperparameters], held_out: Any, options: RunOptions) -> Rungs:
+def run_locally(sweep: Sweep, trials: list[Hyperparameters], held_out: Any, options: RunOptions) -> Rungs:
     """Runs one trial after another, each cached, so that an interrupted sweep resumes: flytekit's local map task caches
     either all or none."""
     rungs: Rungs = []
@@ -180,7 +180,7 @@ def value_of(result: Any) -> TrialResult:
 
 
 @task(enable_deck=True, deck_fields=(), **small_resources())
-def compare(sweep: Sweep, trials: List[Hyperparameters], name: str, rungs: Rungs) -> Comparison:
+def compare(sweep: Sweep, trials: list[Hyperparameters], name: str, rungs: Rungs) -> Comparison:
     """Ranks the trials by their validation accuracy; raises ReportedError if none has one."""
     names, results = list(sweep.values), standings(sweep, trials, rungs)
     ranking = ranked(results)

@@ -12,7 +12,6 @@ and LOCAL_WORLD_SIZE.
 import json
 import os
 from pathlib import Path
-from typing import Optional
 
 import click
 
@@ -46,7 +45,7 @@ OPTIONS = ("checkpoint_seconds", "keep_checkpoint", "nproc", "profile", "resume"
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="What to start from, on each node: a model.pt, or a checkpoint to continue from.",
 )
-def main(hp: str, options: str, output: Path, init: Optional[Path]) -> None:
+def main(hp: str, options: str, output: Path, init: Path | None) -> None:
     show_output()
     chosen, how = Hyperparameters.from_dict(read_settings(hp)), read_options(options)
     # There is no stand-in: the nodes might choose different ones

@@ -3,9 +3,10 @@
 import hashlib
 import importlib.util
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Callable, List
+from typing import Any
 
 from benchmarks.gpu_rows import images
 from benchmarks.gpu_rows.fault_settings import SAMPLES, Settings
@@ -45,7 +46,7 @@ def all_ranks(machine: Machine) -> str:
     return described(train(FAULTY, Settings(), machine.world(machine.gpus, "nccl")))
 
 
-def described(results: List[Any]) -> str:
+def described(results: list[Any]) -> str:
     accuracy = results[0].epochs[-1].test["accuracy"]
     expect(accuracy > 0.8, f"accuracy {accuracy:.1%}")
     return f"{len(results)} ranks, accuracy {accuracy:.1%}"

@@ -1,7 +1,8 @@
 """Rows on failures: which rank is named, and whether it is retried."""
 
 import random
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 from benchmarks.gpu_rows.fault_settings import Settings
 from benchmarks.gpu_rows.row import Machine, Row, expect

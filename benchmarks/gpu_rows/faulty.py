@@ -4,7 +4,7 @@ import os
 import signal
 import tempfile
 import threading
-from typing import Any, Tuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ class Samples(Dataset[Any]):
     def __len__(self) -> int:
         return len(self.tensors[0])
 
-    def __getitem__(self, index: int) -> Tuple[Tensor, ...]:
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
         return tuple(tensor[index] for tensor in self.tensors)
 
 

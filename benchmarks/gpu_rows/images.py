@@ -4,7 +4,6 @@ import gzip
 import lzma
 import pickle
 from pathlib import Path
-from typing import Tuple
 
 import numpy as np
 
@@ -20,7 +19,7 @@ def prepare(name: str, data: Path, place: Path) -> Path:
     return place / name
 
 
-def mnist(data: Path) -> Tuple[Tuple[np.ndarray, np.ndarray], ...]:
+def mnist(data: Path) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
     def read(name: str, head: int) -> np.ndarray:
         with gzip.open(data / "MNIST" / "raw" / f"{name}.gz") as file:
             return np.frombuffer(file.read(), np.uint8, offset=head)
@@ -31,8 +30,8 @@ def mnist(data: Path) -> Tuple[Tuple[np.ndarray, np.ndarray], ...]:
     )
 
 
-def cifar10(data: Path) -> Tuple[Tuple[np.ndarray, np.ndarray], ...]:
-    def read(*names: str) -> Tuple[np.ndarray, np.ndarray]:
+def cifar10(data: Path) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
+    def read(*names: str) -> tuple[np.ndarray, np.ndarray]:
         batches = []
         for name in names:
             path = data / "CIFAR10" / "cifar-10-batches-py" / name
@@ -44,7 +43,7 @@ def cifar10(data: Path) -> Tuple[Tuple[np.ndarray, np.ndarray], ...]:
     return read(*(f"data_batch_{number}" for number in range(1, 6))), read("test_batch")
 
 
-def made_up(shape: Tuple[int, int, int], samples: int, place: Path) -> Path:
+def made_up(shape: tuple[int, int, int], samples: int, place: Path) -> Path:
     """Noise with one bright row of pixels, whose position is the class."""
     random = np.random.default_rng(0)
     labels = np.arange(samples) % 10

@@ -1,8 +1,9 @@
 """A row of the table: a function of the machine that returns its result as text."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Callable, NamedTuple, Optional
+from typing import NamedTuple
 
 from flyte_ddp.launch.environment import World
 
@@ -23,7 +24,7 @@ class Machine:
     """
 
     gpus: int
-    data: Optional[Path]
+    data: Path | None
     place: Path
 
     @property

@@ -4,8 +4,9 @@ import importlib.util
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Callable, Dict
+from typing import Any
 
 from benchmarks.gpu_rows import images
 from benchmarks.gpu_rows.row import Machine, Missing, Row, expect
@@ -16,12 +17,12 @@ from flyte_ddp.recipes.hyperparameters import Hyperparameters
 
 STEPS = "benchmarks.gpu_rows.steps:"
 ROOT = Path(__file__).parents[2]
-NETWORKS: Dict[str, Any] = {
+NETWORKS: dict[str, Any] = {
     "mnist_cnn": {"shape": (1, 28, 28)},
     "resnet9_small": {"shape": (3, 32, 32), "flip": True, "shift_pixels": 2, "ema_decay": 0.99},
 }
 # presets/cifar10-94.yaml, for a machine without a reader of YAML
-CIFAR10_94: Dict[str, Any] = {
+CIFAR10_94: dict[str, Any] = {
     "model": "airbench94",
     "epochs": 10,
     "batch_size": 1024,
@@ -36,7 +37,7 @@ CIFAR10_94: Dict[str, Any] = {
     "flip": True,
     "alternate_flips": True,
 }
-GOALS: Dict[str, Any] = {
+GOALS: dict[str, Any] = {
     "mnist": (0.99, {"model": "mnist_cnn", "epochs": 5}),
     "cifar10": (0.94, CIFAR10_94),
 }

@@ -2,8 +2,9 @@
 
 import time
 from collections import Counter
-from contextlib import contextmanager
-from typing import Any, ContextManager, Iterator, List, Tuple
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -35,7 +36,7 @@ class Operations(TorchDispatchMode):
 
 
 @contextmanager
-def inspected(look: ContextManager[Any], steps: List[int]) -> Iterator[None]:
+def inspected(look: AbstractContextManager[Any], steps: list[int]) -> Iterator[None]:
     """While the block runs, all but the first steps of a training, each with fetching its batch, run within `look`."""
     train_step, epoch = TrainingState.train_step, TrainBatches.epoch
 
@@ -60,10 +61,10 @@ def inspected(look: ContextManager[Any], steps: List[int]) -> Iterator[None]:
         yield
 
 
-def count_operations(environment: Environment, link: Link, job: Job) -> Tuple[float, List[str]]:
+def count_operations(environment: Environment, link: Link, job: Job) -> tuple[float, list[str]]:
     """The average number of operations per step, and all their names."""
     operations = Operations()
-    steps: List[int] = []
+    steps: list[int] = []
     with inspected(operations, steps):
         worker.run(environment, link, job)
     return operations.computing.total() / len(steps), sorted(operations.computing | operations.others)
@@ -72,7 +73,7 @@ def count_operations(environment: Environment, link: Link, job: Job) -> Tuple[fl
 def count_launches(environment: Environment, link: Link, job: Job) -> float:
     """The average number of kernel launches per step on a GPU."""
     kinds = torch.profiler.ProfilerActivity
-    steps: List[int] = []
+    steps: list[int] = []
     with (
         inductor_left_out(),
         torch.profiler.profile(activities=[kinds.CPU, kinds.CUDA]) as profiler,
@@ -98,7 +99,7 @@ class Unwaiting:
 
 def find_waits(environment: Environment, link: Link, job: Job) -> int:
     """How many steps ran in which anything that makes the host wait for the GPU would have raised an error."""
-    steps: List[int] = []
+    steps: list[int] = []
     with inspected(Unwaiting(), steps):
         worker.run(environment, link, job)
     return len(steps)
@@ -114,7 +115,7 @@ def describe(environment: Environment, link: Link, argument: Any) -> str:
     return f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}, NCCL {nccl}"
 
 
-def compare_tf32(environment: Environment, link: Link, argument: Any) -> Tuple[float, float, float, float]:
+def compare_tf32(environment: Environment, link: Link, argument: Any) -> tuple[float, float, float, float]:
     """For a convolution with TF32 and with IEEE float32: both relative errors, then both times in milliseconds."""
     features, weights = torch.randn(256, 64, 32, 32, device="cuda"), torch.randn(64, 64, 3, 3, device="cuda")
     exact = torch.nn.functional.conv2d(features.double(), weights.double(), padding=1)

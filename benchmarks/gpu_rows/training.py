@@ -2,8 +2,9 @@
 
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Callable, List
+from typing import Any
 
 from flyte_ddp.data.prepared import read_description
 from flyte_ddp.engine.job import Identity, Job
@@ -27,7 +28,7 @@ def train(
     timeout_seconds: float = 120,
     checkpoint_seconds: float = 1e9,
     loader_workers: int = 0,
-) -> List[Any]:
+) -> list[Any]:
     """What the target returns on each rank; model and checkpoint are written to folder, if given."""
     with tempfile.TemporaryDirectory() as temporary:
         place = Path(folder or temporary)

@@ -2,7 +2,6 @@
 
 import math
 from pathlib import Path
-from typing import Dict
 
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration
@@ -18,7 +17,7 @@ from flyte_ddp.schedules import cosine
 
 
 @torch.inference_mode()
-def evaluate(accelerator: Accelerator, model: nn.Module, loader: DataLoader) -> Dict[str, float]:
+def evaluate(accelerator: Accelerator, model: nn.Module, loader: DataLoader) -> dict[str, float]:
     model.eval()
     total = characters = 0.0
     for (text,) in loader:
@@ -30,7 +29,7 @@ def evaluate(accelerator: Accelerator, model: nn.Module, loader: DataLoader) -> 
     return {"loss": total / characters, "perplexity": math.exp(total / characters)}
 
 
-def main(settings: Settings, ranks: int) -> Dict[str, float]:
+def main(settings: Settings, ranks: int) -> dict[str, float]:
     """ranks: which torchrun has started."""
     # One batch shared out, in an order that a resumed epoch has again
     loading = DataLoaderConfiguration(split_batches=True, use_seedable_sampler=True)

@@ -1,6 +1,6 @@
 """The language model as a user of Lightning trains it; the schedule is imported, as from transformers."""
 
-from typing import Any, Dict, List
+from typing import Any
 
 import torch
 from charlm.recipe import CharLM, Transformer
@@ -25,11 +25,11 @@ class CharModule(LightningModule):
         self.model = Transformer(settings.width, settings.layers, settings.dropout)
         self.loss, self.perplexity = MeanMetric(), Perplexity(ignore_index=0)
 
-    def training_step(self, batch: List[Tensor]) -> Tensor:
+    def training_step(self, batch: list[Tensor]) -> Tensor:
         text = batch[0]
         return F.cross_entropy(self.model(text[:, :-1]).mT, text[:, 1:], ignore_index=0)
 
-    def validation_step(self, batch: List[Tensor]) -> None:
+    def validation_step(self, batch: list[Tensor]) -> None:
         text, target = batch[0][:, :-1], batch[0][:, 1:]
         logits = self.model(text)
         self.loss.update(F.cross_entropy(logits.mT, target, ignore_index=0), (target != 0).sum())
@@ -48,7 +48,7 @@ class CharModule(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-def main(settings: Settings, ranks: int) -> Dict[str, float]:
+def main(settings: Settings, ranks: int) -> dict[str, float]:
     seed_everything(settings.seed)
     train, test = (TensorDataset(CharLM(settings).data(split)) for split in ("train", "test"))
     module = CharModule(settings)

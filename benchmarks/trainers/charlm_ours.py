@@ -1,14 +1,12 @@
 """The language model with our train; the rest of what its user writes is the recipe in examples/charlm."""
 
-from typing import Dict
-
 from charlm.settings import Settings
 
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.training import train
 
 
-def main(settings: Settings, ranks: int) -> Dict[str, float]:
+def main(settings: Settings, ranks: int) -> dict[str, float]:
     return train("charlm.recipe:CharLM", settings, RunOptions(nproc=ranks), output=".").epochs[-1].test
 
 

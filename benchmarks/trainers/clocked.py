@@ -4,9 +4,10 @@ import json
 import os
 import signal
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Iterator, List
+from typing import Any
 
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -20,7 +21,7 @@ from flyte_ddp.launch.link import Link
 def clocked_steps(rank: int) -> Iterator[None]:
     """Writes the times of rank 0's steps to steps.json. With KILL="rank step" in the environment, that rank gets a
     SIGKILL after this many steps, and the time is written to killed."""
-    times: List[float] = []
+    times: list[float] = []
     victim, last = (int(number) for number in os.environ.get("KILL", "-1 0").split())
 
     def note(*_: Any) -> None:

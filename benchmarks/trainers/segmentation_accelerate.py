@@ -1,7 +1,6 @@
 """The U-Net as a user of Accelerate trains it; torch's SyncBatchNorm, which is for GPUs, refuses a CPU."""
 
 from pathlib import Path
-from typing import Dict
 
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration
@@ -16,7 +15,7 @@ from torchmetrics.classification import BinaryF1Score, BinaryJaccardIndex
 
 
 @torch.inference_mode()
-def evaluate(accelerator: Accelerator, model: nn.Module, loader: DataLoader) -> Dict[str, float]:
+def evaluate(accelerator: Accelerator, model: nn.Module, loader: DataLoader) -> dict[str, float]:
     model.eval()
     # gather_for_metrics gives every rank all samples, so they must not be added up once more
     loss = MeanMetric(sync_on_compute=False)
@@ -30,7 +29,7 @@ def evaluate(accelerator: Accelerator, model: nn.Module, loader: DataLoader) -> 
     return {"loss": float(loss.compute()), **{name: float(share) for name, share in shares.compute().items()}}
 
 
-def main(settings: Settings, ranks: int) -> Dict[str, float]:
+def main(settings: Settings, ranks: int) -> dict[str, float]:
     """ranks: which torchrun has started."""
     # One batch shared out, in an order that a resumed epoch has again
     loading = DataLoaderConfiguration(split_batches=True, use_seedable_sampler=True)

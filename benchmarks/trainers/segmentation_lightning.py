@@ -1,7 +1,5 @@
 """The U-Net as a user of Lightning trains it. Its sync_batchnorm is for GPUs: torch's SyncBatchNorm refuses a CPU."""
 
-from typing import Dict, List
-
 import torch
 from lightning import LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -22,12 +20,12 @@ class UNetModule(LightningModule):
         self.model = UNet(settings.width, settings.dropout)
         self.loss, self.iou, self.dice = MeanMetric(), BinaryJaccardIndex(), BinaryF1Score()
 
-    def training_step(self, batch: List[Tensor]) -> Tensor:
+    def training_step(self, batch: list[Tensor]) -> Tensor:
         is_flipped = torch.rand(len(batch[0]), 1, 1, 1, device=self.device) < 0.5
         images, truth = (torch.where(is_flipped, part.flip(3), part) for part in batch)
         return F.binary_cross_entropy_with_logits(self.model(images), truth.float())
 
-    def validation_step(self, batch: List[Tensor]) -> None:
+    def validation_step(self, batch: list[Tensor]) -> None:
         images, truth = batch
         logits = self.model(images)
         self.loss.update(F.binary_cross_entropy_with_logits(logits, truth.float()), len(images))
@@ -39,7 +37,7 @@ class UNetModule(LightningModule):
         return torch.optim.AdamW(self.parameters(), self.settings.learning_rate, fused=True)
 
 
-def main(settings: Settings, ranks: int) -> Dict[str, float]:
+def main(settings: Settings, ranks: int) -> dict[str, float]:
     seed_everything(settings.seed)
     train, test = (TensorDataset(*Segmentation(settings).data(split)) for split in ("train", "test"))
     module = UNetModule(settings)

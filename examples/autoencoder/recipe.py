@@ -1,7 +1,7 @@
 """Lightning's autoencoder, 784-64-3-64-784, as a recipe: the same job as workflows/autoencoder.py."""
 
 from pathlib import Path
-from typing import Any, List, Optional, Tuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ class Autoencoder(nn.Module):
 class AutoencoderRecipe(Recipe):
     samples, headline = "images", "loss"
 
-    def __init__(self, settings: Any, data_path: Optional[Path] = None):
+    def __init__(self, settings: Any, data_path: Path | None = None):
         super().__init__(settings, data_path)
         if data_path:  # load_model needs none
             self.passes_per_epoch = prepared.read_description(data_path).passes_per_epoch
@@ -52,6 +52,6 @@ class AutoencoderRecipe(Recipe):
         """Of always predicting the mean image."""
         return float(np.var(self.data("test").numpy() / np.float32(255), axis=0).mean())
 
-    def pictures(self, outputs: Tensor, batch: Tensor) -> List[Tuple[str, Tensor]]:
+    def pictures(self, outputs: Tensor, batch: Tensor) -> list[tuple[str, Tensor]]:
         sides = torch.cat([batch / 255, outputs.view(batch.shape)], 3)
         return [("image, reconstruction", picture) for picture in sides[:8]]

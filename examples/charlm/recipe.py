@@ -2,7 +2,6 @@
 
 import math
 from pydoc_data.topics import topics
-from typing import Dict
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +45,7 @@ class CharLM(Recipe):
         right = (outputs.argmax(2) == target) & is_text
         return {"loss": (loss.sum(1), is_text.sum(1)), "accuracy": (right.sum(1), is_text.sum(1))}
 
-    def derive(self, measures: Dict[str, float]) -> Dict[str, float]:
+    def derive(self, measures: dict[str, float]) -> dict[str, float]:
         return {**measures, "perplexity": math.exp(measures["loss"])}
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:

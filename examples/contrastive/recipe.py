@@ -1,7 +1,5 @@
 """Embeddings without labels: two views of a digit are pulled closer to each other than to all others (SimCLR)."""
 
-from typing import Tuple
-
 import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
@@ -11,7 +9,7 @@ from flyte_ddp import Measures, Random, Recipe, schedules
 from flyte_ddp.recipes.images import shift
 from flyte_ddp.share import Share
 
-Views = Tuple[Tensor, Tensor]
+Views = tuple[Tensor, Tensor]
 
 
 def view(images: Tensor, random: Random) -> Tensor:

@@ -1,7 +1,5 @@
 """Which pixels of a noisy image are strokes of digits: a small U-Net (Ronneberger et al., 2015)."""
 
-from typing import List, Tuple
-
 import numpy as np
 import torch
 from sklearn.datasets import load_digits
@@ -33,7 +31,7 @@ class UNet(nn.Module):
 class Segmentation(Recipe):
     samples, headline, shares = "images", "iou", ("iou", "dice")
 
-    def data(self, split: str) -> Tuple[Tensor, Tensor]:
+    def data(self, split: str) -> tuple[Tensor, Tensor]:
         random, digits = np.random.default_rng(0), load_digits().images.repeat(2, 1).repeat(2, 2)
         clean = np.zeros((self.settings.images, 1, 32, 32), np.float32)
         for image in clean:
@@ -46,15 +44,15 @@ class Segmentation(Recipe):
     def model(self) -> nn.Module:
         return UNet(self.settings.width, self.settings.dropout)
 
-    def augment(self, batch: Tuple[Tensor, Tensor], random: Random) -> Tuple[Tensor, ...]:
+    def augment(self, batch: tuple[Tensor, Tensor], random: Random) -> tuple[Tensor, ...]:
         is_flipped = random.uniform(1, 1, 1) < 0.5
         return tuple(torch.where(is_flipped, images.flip(3), images) for images in batch)
 
-    def measure(self, outputs: Tensor, batch: Tuple[Tensor, Tensor]) -> Measures:
+    def measure(self, outputs: Tensor, batch: tuple[Tensor, Tensor]) -> Measures:
         loss = F.binary_cross_entropy_with_logits(outputs.float(), batch[1].float(), reduction="none").mean((1, 2, 3))
         found, true = outputs > 0, batch[1]
         both, either, sizes = (x.sum((1, 2, 3)) for x in (found & true, found | true, found.int() + true))
         return {"loss": loss, "iou": (both, either), "dice": (2 * both, sizes)}
 
-    def pictures(self, outputs: Tensor, batch: Tuple[Tensor, Tensor]) -> List[Tuple[str, Tensor]]:
+    def pictures(self, outputs: Tensor, batch: tuple[Tensor, Tensor]) -> list[tuple[str, Tensor]]:
         return [("image, truth, prediction", one) for one in torch.cat([*batch, outputs.sigmoid()], 3)[:8]]

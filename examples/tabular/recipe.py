@@ -1,7 +1,5 @@
 """Regression on a table: how far a patient's diabetes has progressed after a year, from ten measurements."""
 
-from typing import Tuple
-
 import numpy as np
 import torch
 from sklearn.datasets import load_diabetes
@@ -16,7 +14,7 @@ class Tabular(Recipe):
     higher_is_better = ("r2",)
     shares = ()
 
-    def data(self, split: str) -> Tuple[Tensor, Tensor, Tensor]:
+    def data(self, split: str) -> tuple[Tensor, Tensor, Tensor]:
         table = np.column_stack(load_diabetes(return_X_y=True, scaled=False)).astype(np.float32)
         is_test = np.arange(len(table)) % 5 == 0
         known = table[~is_test]
@@ -31,7 +29,7 @@ class Tabular(Recipe):
             nn.Dropout(dropout), nn.Linear(width, 1),
         )  # fmt: skip
 
-    def measure(self, outputs: Tensor, batch: Tuple[Tensor, Tensor, Tensor]) -> Measures:
+    def measure(self, outputs: Tensor, batch: tuple[Tensor, Tensor, Tensor]) -> Measures:
         _, target, spread = batch
         error = (outputs[:, 0].float() - target).square()
         # R2 is the sum of spread - error over the sum of spread, that is, values with weights

@@ -1,8 +1,9 @@
 """Checkpoints of a training under Lightning, in files like our own: written whole, verified when read."""
 
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Callable, Dict, Optional
+from typing import TYPE_CHECKING, Any
 
 from flyte_ddp.engine.checkpoint import read_checkpoint, write_checkpoint
 from flyte_ddp.errors import CheckpointError
@@ -17,7 +18,7 @@ def checkpoint_files(key: str, emit: Callable[[Event], None]) -> "CheckpointIO":
     from lightning.fabric.plugins import CheckpointIO
 
     class OwnFiles(CheckpointIO):
-        def save_checkpoint(self, checkpoint: Dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
             started = time.monotonic()
             try:
                 write_checkpoint(Path(path), {"identity": {"training": key}, "state": checkpoint})
@@ -27,8 +28,8 @@ def checkpoint_files(key: str, emit: Callable[[Event], None]) -> "CheckpointIO":
                 seconds = time.monotonic() - started
                 emit(CheckpointWritten(checkpoint["epoch"], 0, str(path), stall_seconds=seconds, write_seconds=0.0))
 
-        def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: Any = None) -> Dict[str, Any]:
-            content: Dict[str, Any] = read_checkpoint(Path(path), {"training": key})["state"]
+        def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: Any = None) -> dict[str, Any]:
+            content: dict[str, Any] = read_checkpoint(Path(path), {"training": key})["state"]
             return content
 
         def remove_checkpoint(self, path: Any) -> None:
@@ -37,7 +38,7 @@ def checkpoint_files(key: str, emit: Callable[[Event], None]) -> "CheckpointIO":
     return OwnFiles()
 
 
-def usable_checkpoint(path: Path, key: str, emit: Callable[[Event], None]) -> Optional[Path]:
+def usable_checkpoint(path: Path, key: str, emit: Callable[[Event], None]) -> Path | None:
     """The path, if there is a checkpoint of this training; all ranks of a host get the same answer."""
     if not path.exists():
         return None

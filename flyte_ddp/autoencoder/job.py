@@ -1,14 +1,14 @@
 """The inputs of an autoencoder's training, the message to its ranks, and the result. Standard library only."""
 
 from dataclasses import dataclass
-from typing import Any, Dict, List, Tuple
+from typing import Any
 
 from flyte_ddp.errors import InputError
 from flyte_ddp.events import EpochLosses, NotLearning
 from flyte_ddp.settings import TRACKING, Settings, setting
 
 DATASETS = ("auto", "mnist", "fashion_mnist", "digits")  # of 28 x 28 pixels, as the network takes them
-PRECISIONS: Dict[str, Any] = {
+PRECISIONS: dict[str, Any] = {
     "float32": "32-true",
     "bfloat16": "bf16-mixed",
     "float16": "16-mixed",
@@ -122,8 +122,8 @@ class AutoencoderResult:
         strategy: the name of Lightning's strategy class.
     """
 
-    epochs: List[EpochLosses]
-    steps: List[Tuple[float, float]]
-    warnings: List[NotLearning]
+    epochs: list[EpochLosses]
+    steps: list[tuple[float, float]]
+    warnings: list[NotLearning]
     test_loss: float
     strategy: str

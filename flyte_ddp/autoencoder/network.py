@@ -3,8 +3,9 @@
 Lightning is optional and takes seconds to import, so subclasses of its classes are defined inside functions.
 """
 
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Callable, Iterable, Iterator, Tuple, Union
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -41,7 +42,7 @@ def build_autoencoder(seed: int) -> Autoencoder:
     return Autoencoder()
 
 
-def load_autoencoder(path: Union[str, Path]) -> Autoencoder:
+def load_autoencoder(path: str | Path) -> Autoencoder:
     """The trained network from a model_state file, in evaluation mode on the CPU; nothing in the file is executed."""
     return load_weights(Autoencoder(), path).eval()
 
@@ -63,7 +64,7 @@ class Loader:
     def __len__(self) -> int:
         return self._steps
 
-    def __iter__(self) -> Iterator[Tuple[Tensor, int]]:
+    def __iter__(self) -> Iterator[tuple[Tensor, int]]:
         for batch in self._batches():
             yield batch.share.own(batch.tree) / 255, self._count or batch.share.size
 
@@ -77,7 +78,7 @@ def lightning_module(network: Autoencoder, learning_rate: float) -> "LightningMo
             super().__init__()
             self.network = network
 
-        def training_step(self, batch: Tuple[Tensor, int], _: int) -> Tensor:
+        def training_step(self, batch: tuple[Tensor, int], _: int) -> Tensor:
             images, size = batch
             # DDP averages the ranks' gradients, which gives that of the global mean, however the batch was shared out
             loss = squared_errors(self.network, images).sum() * self.trainer.world_size / (size * PIXELS)
@@ -85,7 +86,7 @@ def lightning_module(network: Autoencoder, learning_rate: float) -> "LightningMo
             self.log("train_loss_epoch", loss, on_step=False, on_epoch=True, sync_dist=True, batch_size=size)
             return loss
 
-        def validation_step(self, batch: Tuple[Tensor, int], _: int) -> None:
+        def validation_step(self, batch: tuple[Tensor, int], _: int) -> None:
             images, size = batch
             share = squared_errors(self.network, images).sum() / (size * PIXELS)
             # A sum, because Lightning divides a mean by the ranks' mean batch size rounded down to an integer

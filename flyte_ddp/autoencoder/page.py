@@ -2,7 +2,7 @@
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Dict, List
+from typing import Any
 
 import numpy as np
 
@@ -36,7 +36,7 @@ class AutoencoderConsole(Remarks):
         )
 
 
-def page(job: AutoencoderJob, result: AutoencoderResult, setup: Dict[str, Any]) -> str:
+def page(job: AutoencoderJob, result: AutoencoderResult, setup: dict[str, Any]) -> str:
     """The page's fragment; see article.article."""
     description = prepared.read_description(job.data)
     notice = []
@@ -82,7 +82,7 @@ def _losses(job: AutoencoderJob, result: AutoencoderResult) -> Section:
     )
 
 
-def _test_images(job: AutoencoderJob, result: AutoencoderResult, about: DatasetDescription) -> List[Section]:
+def _test_images(job: AutoencoderJob, result: AutoencoderResult, about: DatasetDescription) -> list[Section]:
     """Reconstructions and codes of the test images."""
     images, labels = prepared.open_split(job.data, "test")
     with np.load(Path(job.encoded_path)) as encoded:

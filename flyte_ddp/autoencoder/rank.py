@@ -6,10 +6,11 @@ import os
 import signal
 import time
 import warnings
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Tuple, Union
+from typing import Any
 
 import torch
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
@@ -117,16 +118,16 @@ class Observer(Callback):
 
     def __init__(self, environment: Environment, link: Link, job: AutoencoderJob) -> None:
         self._environment, self._link, self._job = environment, link, job
-        self.epochs: List[EpochLosses] = []
-        self.steps: List[Tuple[float, float]] = []
+        self.epochs: list[EpochLosses] = []
+        self.steps: list[tuple[float, float]] = []
         self.watch = Watch(0.0, remedies="lower learning_rate")
         self.on_sigterm = signal.getsignal(signal.SIGTERM)
 
-    def state_dict(self) -> Dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         epochs = [asdict(epoch) for epoch in self.epochs]
         return {"epochs": epochs, "steps": self.steps, "watch": self.watch.state_dict()}
 
-    def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.epochs = [EpochLosses(**epoch) for epoch in state_dict["epochs"]]
         self.steps = state_dict["steps"]
         self.watch.load_state_dict(state_dict["watch"])
@@ -201,7 +202,7 @@ def run_started(environment: Environment, job: AutoencoderJob, first_epoch: int)
 
 
 @contextmanager
-def open_logger(job: AutoencoderJob, environment: Environment) -> Iterator[Union[Logger, bool]]:
+def open_logger(job: AutoencoderJob, environment: Environment) -> Iterator[Logger | bool]:
     """Lightning's logger for the job's tracking, on rank 0, else False; W&B's is dropped with a warning if it cannot
     start, and finished here, since the process will end without exit handlers."""
     if environment.rank or job.tracking == "off":

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import List, NamedTuple
+from typing import NamedTuple
 
 from flytekit import Cache, task
 from flytekit.types.directory import FlyteDirectory
@@ -68,7 +68,7 @@ class AutoencoderSummary:
     backend: str
     device: str
     strategy: str
-    warnings: List[str]
+    warnings: list[str]
 
 
 class AutoencoderOutputs(NamedTuple):
@@ -83,8 +83,8 @@ class AutoencoderOutputs(NamedTuple):
         logs: a folder with the test images' codes, and what the ranks and Lightning's logger wrote.
     """
 
-    train_losses: List[float]
-    validation_losses: List[float]
+    train_losses: list[float]
+    validation_losses: list[float]
     model_state: PythonPickledFile
     summary: AutoencoderSummary
     report: FlyteFile["html"]  # noqa: F821

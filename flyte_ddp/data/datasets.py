@@ -5,11 +5,12 @@ import logging
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Callable, Dict, List, NamedTuple, Optional, Tuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,13 +23,13 @@ from flyte_ddp.storage import remove_leftovers, write_whole, writing_to
 
 logger = logging.getLogger(__name__)
 
-Ask = Callable[[List[str]], Mirrors]  # takes the URLs of folders
+Ask = Callable[[list[str]], Mirrors]  # takes the URLs of folders
 
 
 class Originals(NamedTuple):
     """A dataset from its source: images (N, C, H, W) uint8, labels (N,) integers."""
 
-    classes: Tuple[str, ...]
+    classes: tuple[str, ...]
     train_images: np.ndarray
     train_labels: np.ndarray
     test_images: np.ndarray
@@ -65,7 +66,7 @@ def discard_damaged(name: str) -> None:
             shutil.rmtree(directory)
 
 
-def prepare(name: str, progress: Optional[Progress] = None, open_stored: Optional[OpenStored] = None) -> Path:
+def prepare(name: str, progress: Progress | None = None, open_stored: OpenStored | None = None) -> Path:
     """Returns the folder of the prepared dataset, downloading and writing whatever is missing or damaged.
 
     open_stored is for a DDP_DATA_MIRROR in object storage, such as s3://bucket/folder.
@@ -88,8 +89,8 @@ def prepare(name: str, progress: Optional[Progress] = None, open_stored: Optiona
 class Catalogue(NamedTuple):
     """What torchvision knows of a dataset: the URLs of folders that have it, and its files with their MD5."""
 
-    mirrors: List[str]
-    resources: List[Tuple[str, str]]
+    mirrors: list[str]
+    resources: list[tuple[str, str]]
 
 
 def _catalogue(class_name: str) -> Catalogue:
@@ -146,7 +147,7 @@ def _cifar10(ask: Ask) -> Originals:
     public, archive = dataset.url.rsplit("/", 1)
     unpacked = [*dataset.train_list, *dataset.test_list, (dataset.meta["filename"], dataset.meta["md5"])]
     remove_leftovers(root)
-    files: List[Path] = []
+    files: list[Path] = []
     with suppress(DownloadError):
         folders = ask([f"{folder}/{dataset.base_folder}" for folder in own])
         files = [folders.fetch(filename, md5, root / dataset.base_folder) for filename, md5 in unpacked]
@@ -195,7 +196,7 @@ def _enlarge(images: np.ndarray) -> np.ndarray:
     return np.pad(pixels, ((0, 0), (2, 2), (2, 2)))[:, None]
 
 
-SOURCES: Dict[str, Callable[[Ask], Originals]] = {
+SOURCES: dict[str, Callable[[Ask], Originals]] = {
     "mnist": partial(_torchvision_mnist, "MNIST"),
     "fashion_mnist": partial(_torchvision_mnist, "FashionMNIST"),
     "cifar10": _cifar10,

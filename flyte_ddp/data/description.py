@@ -3,7 +3,8 @@
 import dataclasses
 import hashlib
 import json
-from typing import Any, Mapping, Tuple
+from collections.abc import Mapping
+from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,12 +24,12 @@ class DatasetDescription:
 
     format: int
     name: str
-    classes: Tuple[str, ...]
-    mean: Tuple[float, ...]
-    std: Tuple[float, ...]
+    classes: tuple[str, ...]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
     train_samples: int
     test_samples: int
-    image_shape: Tuple[int, int, int]
+    image_shape: tuple[int, int, int]
     passes_per_epoch: int
     sha256: Mapping[str, str]
 
@@ -58,7 +59,7 @@ class FolderDescription(DatasetDescription):
 
     split_by: str
     unreadable: int
-    unreadable_named: Tuple[str, ...]
+    unreadable_named: tuple[str, ...]
     left_out: int
     content_sha256: str
 

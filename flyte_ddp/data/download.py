@@ -4,9 +4,9 @@ import hashlib
 import os
 import re
 import urllib.parse
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Callable, Dict, Optional, Sequence
 
 from flyte_ddp.data.open_url import Opener, Refused, Unreachable, without_password
 from flyte_ddp.errors import DownloadError, InputError
@@ -20,7 +20,7 @@ REMEDIES = (
     '"digits", which needs no network'
 )
 
-Progress = Callable[[str, int, Optional[int]], None]
+Progress = Callable[[str, int, int | None], None]
 
 
 @dataclass
@@ -33,9 +33,9 @@ class Mirrors:
     """
 
     urls: Sequence[str]
-    progress: Optional[Progress] = None
+    progress: Progress | None = None
     opener: Opener = field(default_factory=Opener)
-    unreachable: Dict[str, str] = field(default_factory=dict)
+    unreachable: dict[str, str] = field(default_factory=dict)
 
     def fetch(self, filename: str, md5: str, directory: Path) -> Path:
         """Returns the file in the directory, downloaded unless it is there with this MD5; it appears whole or never.
@@ -45,7 +45,7 @@ class Mirrors:
         target = Path(directory) / filename
         if target.is_file() and _file_md5(target) == md5:
             return target
-        reasons: Dict[str, str] = {}
+        reasons: dict[str, str] = {}
         for folder in self.urls:
             url, host = f"{folder.rstrip('/')}/{filename}", _host(folder)
             if host in self.unreachable:
@@ -88,7 +88,7 @@ class Mirrors:
                 temporary.unlink(missing_ok=True)
 
 
-def mirror_from_environment() -> Optional[str]:
+def mirror_from_environment() -> str | None:
     """DDP_DATA_MIRROR, or None if it is not set; InputError if it is not the URL of a folder."""
     url = os.environ.get(MIRROR_VARIABLE, "").strip()
     if not url:

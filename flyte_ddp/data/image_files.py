@@ -4,7 +4,7 @@ import json
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import BinaryIO, Tuple, Union
+from typing import BinaryIO
 
 import numpy as np
 
@@ -41,7 +41,7 @@ class ImageFiles:
     names: (N,) bytes, relative to access.root.
     """
 
-    def __init__(self, names: np.ndarray, shape: Tuple[int, int, int], access: Access):
+    def __init__(self, names: np.ndarray, shape: tuple[int, int, int], access: Access):
         self.names, self.shape, self.access = names, shape, access
 
     def __len__(self) -> int:
@@ -58,7 +58,7 @@ class ImageFiles:
             ) from None
 
 
-def decode(file: Union[str, Path, BinaryIO], shape: Tuple[int, int, int]) -> np.ndarray:
+def decode(file: str | Path | BinaryIO, shape: tuple[int, int, int]) -> np.ndarray:
     """The image as (C, H, W) uint8: scaled to cover that shape, and cropped around its centre."""
     from PIL import Image, ImageOps
 

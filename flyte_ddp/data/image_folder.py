@@ -5,10 +5,11 @@ import io
 import json
 import os
 import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Callable, Dict, Iterator, List, Mapping, NamedTuple, Sequence, Tuple, Union
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,7 +28,7 @@ TEST_EVERY = 5
 MOST_NAMED = 5  # how many of the unreadable files are listed
 BLOCK = 256  # how many decoded images are held in memory at once
 
-Files = Dict[str, Dict[str, List[str]]]  # split -> class -> names; the split is "" if the folder is not divided
+Files = dict[str, dict[str, list[str]]]  # split -> class -> names; the split is "" if the folder is not divided
 
 
 class Sound(NamedTuple):
@@ -130,12 +131,12 @@ def verify_images(index: Path, folder: Path) -> None:
 
 
 def _sound_images(
-    folder: Path, splits: Mapping[str, Sequence[Tuple[int, str]]], images: ImageSettings
-) -> Tuple[Dict[str, List[Tuple[int, str]]], List[str], str, np.ndarray]:
+    folder: Path, splits: Mapping[str, Sequence[tuple[int, str]]], images: ImageSettings
+) -> tuple[dict[str, list[tuple[int, str]]], list[str], str, np.ndarray]:
     """The readable images of each split, what is wrong with the others, a digest of the former, and a histogram of the
     training images' values, (C, 256)."""
-    kept: Dict[str, List[Tuple[int, str]]] = {split: [] for split in SPLITS}
-    bad: List[str] = []
+    kept: dict[str, list[tuple[int, str]]] = {split: [] for split in SPLITS}
+    bad: list[str] = []
     content, counts = hashlib.sha256(), np.zeros((images.shape[0], 256), np.int64)
     for split, rows in splits.items():
         for (label, file), read in zip(rows, _read_all(folder, rows, images.shape), strict=True):
@@ -168,11 +169,11 @@ def write_folder(folder: Path, classes: Sequence[str], images: np.ndarray, label
         shutil.rmtree(beside, ignore_errors=True)
 
 
-def _classes(found: Files, least_images: int) -> List[str]:
+def _classes(found: Files, least_images: int) -> list[str]:
     return [name for name, files in next(iter(found.values())).items() if len(files) >= least_images]
 
 
-def _divide(found: Files, least_images: int) -> Tuple[Dict[str, List[Tuple[int, str]]], int]:
+def _divide(found: Files, least_images: int) -> tuple[dict[str, list[tuple[int, str]]], int]:
     """(label, name) of the images of train and test, and how many classes are left out for having too few images.
 
     Classes alternate, so that any part of a split contains all of them.
@@ -183,7 +184,7 @@ def _divide(found: Files, least_images: int) -> Tuple[Dict[str, List[Tuple[int, 
             f"ImageSettings.least_images is {least_images}, and {len(classes)} classes have as many: at least two are "
             "needed, so lower it"
         )
-    rows: Dict[str, List[Tuple[int, int, str]]] = {split: [] for split in SPLITS}
+    rows: dict[str, list[tuple[int, int, str]]] = {split: [] for split in SPLITS}
     for label, name in enumerate(classes):
         for split, named in found.items():
             for turn, file in enumerate(named.get(name, [])):
@@ -193,12 +194,10 @@ def _divide(found: Files, least_images: int) -> Tuple[Dict[str, List[Tuple[int, 
     return {split: [(label, file) for _, label, file in sorted(rows[split])] for split in SPLITS}, left_out
 
 
-def _read_all(
-    folder: Path, rows: Sequence[Tuple[int, str]], shape: Tuple[int, int, int]
-) -> Iterator[Union[Sound, str]]:
+def _read_all(folder: Path, rows: Sequence[tuple[int, str]], shape: tuple[int, int, int]) -> Iterator[Sound | str]:
     """What is known of each file, or why it cannot be read, in this order."""
 
-    def read(row: Tuple[int, str]) -> Union[Sound, str]:
+    def read(row: tuple[int, str]) -> Sound | str:
         try:
             content = (folder / row[1]).read_bytes()
             return Sound(hashlib.sha256(content).digest(), pixel_counts(decode(io.BytesIO(content), shape)[None]))
@@ -224,11 +223,11 @@ def _judge(folder: Path, bad: Sequence[str], count: int, limit: float, say: Call
     say(f"{message} and are left out: {listed}")
 
 
-def _columns(rows: Sequence[Tuple[int, str]]) -> Tuple[np.ndarray, np.ndarray]:
+def _columns(rows: Sequence[tuple[int, str]]) -> tuple[np.ndarray, np.ndarray]:
     return np.array([os.fsencode(file) for _, file in rows]), np.array([label for label, _ in rows])
 
 
-def _image_names(folder: Path, below: Path) -> List[str]:
+def _image_names(folder: Path, below: Path) -> list[str]:
     """The image files anywhere below a sub-folder, by names relative to the folder, sorted."""
     return sorted(
         os.path.relpath(os.path.join(place, name), folder)

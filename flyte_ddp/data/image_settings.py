@@ -1,7 +1,6 @@
 """Which image files of a folder become a dataset, and how. Standard library only."""
 
 from dataclasses import dataclass
-from typing import Tuple
 
 from flyte_ddp.settings import Settings, setting
 
@@ -26,5 +25,5 @@ class ImageSettings(Settings):
     least_images: int = setting(2, minimum=2)
 
     @property
-    def shape(self) -> Tuple[int, int, int]:
+    def shape(self) -> tuple[int, int, int]:
         return (3 if self.channels == "rgb" else 1, self.image_size, self.image_size)

@@ -7,9 +7,10 @@ import threading
 import time
 import urllib.parse
 import urllib.request
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Callable, Generator, Optional, Tuple
+from typing import BinaryIO
 
 import requests
 import urllib3.exceptions
@@ -56,10 +57,10 @@ class Opener:
     """
 
     limits: Limits = Limits()
-    open_stored: Optional[OpenStored] = None
+    open_stored: OpenStored | None = None
     waited_seconds: float = 0.0
 
-    def open(self, url: str) -> Tuple[Pieces, Optional[int]]:
+    def open(self, url: str) -> tuple[Pieces, int | None]:
         """The content and, if known, its size; raises Refused or Unreachable, also while the pieces are read."""
         if url.startswith("file:"):
             return _open_file(url)
@@ -72,7 +73,7 @@ class Opener:
         length = response.headers.get("Content-Length", "")
         return self._pieces(response), int(length) if length.isdecimal() else None
 
-    def _open_stored(self, url: str) -> Tuple[Pieces, Optional[int]]:
+    def _open_stored(self, url: str) -> tuple[Pieces, int | None]:
         if self.open_stored is None:
             raise Refused("only Flyte's tasks read from there")
         try:
@@ -144,7 +145,7 @@ class Opener:
             response.close()
 
 
-def _open_file(url: str) -> Tuple[Pieces, int]:
+def _open_file(url: str) -> tuple[Pieces, int]:
     path = Path(urllib.request.url2pathname(urllib.parse.urlsplit(url).path))
     if not path.is_file():
         raise Refused("no such file" if path.parent.is_dir() else "no such folder")
@@ -160,7 +161,7 @@ def _open_file(url: str) -> Tuple[Pieces, int]:
     return pieces(), path.stat().st_size
 
 
-def _network_reason(error: Optional[BaseException]) -> str:
+def _network_reason(error: BaseException | None) -> str:
     """The system's own message beneath what requests and urllib3 wrap around it."""
     if isinstance(error, (TimeoutError, requests.Timeout)):
         return "no answer in time"

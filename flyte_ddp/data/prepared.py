@@ -9,7 +9,7 @@ dataset.json: a DatasetDescription, with the SHA-256 of each file and of itself.
 import hashlib
 import json
 from pathlib import Path
-from typing import Any, Dict, Tuple, Union
+from typing import Any
 
 import numpy as np
 
@@ -23,7 +23,7 @@ SPLITS = ("train", "test")
 FILES = tuple(f"{split}_{kind}.npy" for split in SPLITS for kind in ("images", "labels"))
 FOLDER_FILES = tuple(f"{split}_{kind}.npy" for split in SPLITS for kind in ("files", "labels"))
 
-PathLike = Union[str, Path]
+PathLike = str | Path
 
 
 def read_description(directory: PathLike) -> DatasetDescription:
@@ -67,7 +67,7 @@ def verify(directory: PathLike) -> DatasetDescription:
     return description
 
 
-def open_split(directory: PathLike, split: str) -> Tuple[np.ndarray, np.ndarray]:
+def open_split(directory: PathLike, split: str) -> tuple[np.ndarray, np.ndarray]:
     """Memory-maps images (N, C, H, W) uint8 and labels (N,) int64 of "train" or "test"; raises DataError.
 
     The maps are copy-on-write: all processes of a host share one copy, no write reaches the files, and
@@ -79,7 +79,7 @@ def open_split(directory: PathLike, split: str) -> Tuple[np.ndarray, np.ndarray]
     return images, labels
 
 
-def open_images(directory: PathLike, split: str) -> Tuple[Union[np.ndarray, ImageFiles], np.ndarray]:
+def open_images(directory: PathLike, split: str) -> tuple[np.ndarray | ImageFiles, np.ndarray]:
     """Like open_split; if the dataset is a folder of image files, images[index] decodes that file."""
     path = Path(directory) / f"{split}_files.npy"
     if not path.exists():
@@ -101,12 +101,12 @@ def _open_array(path: Path) -> np.ndarray:
     return array
 
 
-def _expected_arrays(description: DatasetDescription) -> Dict[str, Tuple[Tuple[int, ...], Any]]:
+def _expected_arrays(description: DatasetDescription) -> dict[str, tuple[tuple[int, ...], Any]]:
     samples = {"train": description.train_samples, "test": description.test_samples}
     of_files = isinstance(description, FolderDescription)
     if set(description.sha256) != set(FOLDER_FILES if of_files else FILES) or len(description.image_shape) != 3:
         raise ValueError
-    expected: Dict[str, Tuple[Tuple[int, ...], Any]] = {}
+    expected: dict[str, tuple[tuple[int, ...], Any]] = {}
     for split in SPLITS:
         expected[f"{split}_labels.npy"] = (samples[split],), np.dtype(np.int64)
         if of_files:

@@ -7,8 +7,8 @@ import io
 import json
 import os
 import shutil
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Callable, Mapping, Sequence, Tuple, Union
 
 import numpy as np
 from filelock import FileLock
@@ -20,7 +20,7 @@ from flyte_ddp.storage import synced_file, temporary_beside, writing_to
 
 
 def write_prepared(
-    directory: Union[str, Path],
+    directory: str | Path,
     name: str,
     classes: Sequence[str],
     train_images: np.ndarray,
@@ -105,7 +105,7 @@ def pixel_counts(images: np.ndarray) -> np.ndarray:
     return counts
 
 
-def mean_and_std(counts: np.ndarray) -> Tuple[Tuple[float, ...], Tuple[float, ...]]:
+def mean_and_std(counts: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Per channel, from the histograms of pixel_counts: exact, so the same digits on every machine."""
     values = np.arange(256) / 255
     weights = counts / counts.sum(axis=1, keepdims=True)

@@ -1,6 +1,6 @@
 """Batch norm over the global batch: the ranks add up their sums, forward and backward."""
 
-from typing import Any, Optional, Tuple
+from typing import Any
 
 import torch
 from torch import Tensor, distributed
@@ -15,10 +15,10 @@ PLAIN = original(torch.ops.aten.batch_norm.default)
 def batch_norm(
     share: Share,
     features: Tensor,
-    weight: Optional[Tensor],
-    bias: Optional[Tensor],
-    running_mean: Optional[Tensor],
-    running_var: Optional[Tensor],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
     training: bool,
     momentum: float,
     eps: float,
@@ -57,7 +57,7 @@ class _Normalise(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, features: Tensor, weight: Tensor, bias: Tensor, eps: float, borrowed: bool
-    ) -> Tuple[Tensor, ...]:
+    ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         rows = 0 if borrowed else features.numel() // len(weight)
         if rows:
@@ -79,7 +79,7 @@ class _Normalise(torch.autograd.Function):
         return normalised, mean, variance, count
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor, *_: Any) -> Tuple[Optional[Tensor], ...]:
+    def backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         features, weight, mean, variance, count = ctx.saved_tensors
         if len(features):
             through, to_weight, to_bias = torch.ops.aten.native_batch_norm_backward(

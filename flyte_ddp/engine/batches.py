@@ -1,8 +1,9 @@
 """Batches of a split: which samples, in which order, and which of them are this rank's."""
 
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Callable, Iterable, Iterator, List, Protocol, Sequence, Tuple
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -31,7 +32,7 @@ class Batch:
     share: Share
     seed: int = 0
 
-    def parts(self, most: int) -> List["Batch"]:
+    def parts(self, most: int) -> list["Batch"]:
         """The batch in parts of at most this many samples; 0 means a single part."""
         count = self.share.count
         if not most or count <= most:
@@ -115,7 +116,7 @@ class Part:
         return self.split.fetch(self.at(part) for part in parts)
 
 
-def hold_out(split: Split, fraction: float) -> Tuple[Part, Part]:
+def hold_out(split: Split, fraction: float) -> tuple[Part, Part]:
     """The samples left to train on, and the held-out ones; the same on every machine and for any settings.seed.
 
     So runs can be compared, and a training that starts from another one's weights has not seen its validation samples.
@@ -129,7 +130,7 @@ def hold_out(split: Split, fraction: float) -> Tuple[Part, Part]:
     return Part(split, samples - count, lambda positions: shuffled(positions + count, samples, key)), held
 
 
-def share(start: int, stop: int, rank: int, world_size: int) -> Tuple[int, int]:
+def share(start: int, stop: int, rank: int, world_size: int) -> tuple[int, int]:
     """The rank's part of start..stop: contiguous, without overlap or gap, sizes at most one apart."""
     count = stop - start
     return start + count * rank // world_size, start + count * (rank + 1) // world_size
@@ -153,7 +154,7 @@ class _Batches:
         """This rank's share of a step's global batch, as a slice of the order."""
         return slice(*share(self.samples_until(step), self.samples_until(step + 1), self.rank, self.world_size))
 
-    def _fetch(self, at: Callable[[Tensor], Tensor], first_step: int = 0) -> Iterator[Tuple[int, Any, Share]]:
+    def _fetch(self, at: Callable[[Tensor], Tensor], first_step: int = 0) -> Iterator[tuple[int, Any, Share]]:
         """at(positions (n,) int64): the samples at these positions of the order."""
         steps = range(first_step, len(self))
         for step, tree in zip(steps, self.split.fetch(self._parts(at, steps)), strict=True):

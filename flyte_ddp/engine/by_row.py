@@ -9,8 +9,9 @@ import functools
 import importlib.util
 import math
 import zlib
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from flyte_ddp.share import Share
 ATTEND = original(torch.ops.aten.scaled_dot_product_attention.default)
 NORMALISE_INSTANCES = original(torch.ops.aten.instance_norm.default)
 
-Shape = Tuple[int, ...]
+Shape = tuple[int, ...]
 # Of a draw's arguments, those after its shape
 Numbers = Callable[[int, int, int, torch.device], Tensor]
 
@@ -38,7 +39,7 @@ class Layout(NamedTuple):
         rest: the other dimensions.
     """
 
-    dimension: Optional[int]
+    dimension: int | None
     each: int
     rest: Shape
 
@@ -64,11 +65,11 @@ class ByRow:
     def __init__(self, share: Share):
         _replace_operators()
         self.share = share
-        self.drawn: List[Tuple[str, Shape]] = []
+        self.drawn: list[tuple[str, Shape]] = []
         self.digest = 0
         self.normalised = False
-        self._layouts: Dict[Tuple[str, int], List[Layout]] = {}  # by operation and number of dimensions
-        self._found: Dict[Tuple[str, Shape, int], Layout] = {}
+        self._layouts: dict[tuple[str, int], list[Layout]] = {}  # by operation and number of dimensions
+        self._found: dict[tuple[str, Shape, int], Layout] = {}
 
     @contextmanager
     def block(self, seed: int) -> Iterator[None]:
@@ -83,7 +84,7 @@ class ByRow:
         finally:
             _active = outer
 
-    def learn(self, whole: Sequence[Tuple[str, Shape]], part: Sequence[Tuple[str, Shape]], size: int) -> None:
+    def learn(self, whole: Sequence[tuple[str, Shape]], part: Sequence[tuple[str, Shape]], size: int) -> None:
         """Compares the draws for `size` samples with those for the share's part of them, to see where samples are."""
         if [operation for operation, _ in whole] != [operation for operation, _ in part]:
             return
@@ -112,7 +113,7 @@ class ByRow:
             return found.view(shape)
         return found.view(shape[layout.dimension], *layout.rest).movedim(0, layout.dimension)
 
-    def position(self, operation: str, shape: Shape) -> Tuple[Layout, int, int]:
+    def position(self, operation: str, shape: Shape) -> tuple[Layout, int, int]:
         """Of the next call: its layout, its key, and the position of its first element."""
         wanted = operation, shape, self.share.count
         layout = self._found.get(wanted) or self._found.setdefault(wanted, self._layout(operation, shape))
@@ -139,7 +140,7 @@ class ByRow:
         return Layout(index, shape[index] // count, shape[:index] + shape[index + 1 :])
 
 
-_active: Optional[ByRow] = None
+_active: ByRow | None = None
 
 
 def draws_so_far() -> int:
@@ -236,7 +237,7 @@ def _integers_of(rows: ByRow, low: int, high: int, size: Sequence[int], **like: 
 
 
 # What is replaced above autograd: torch's C++ calls these, too
-OPERATORS: Dict[str, Callable[..., Tensor]] = {
+OPERATORS: dict[str, Callable[..., Tensor]] = {
     "dropout": _dropout,
     "dropout_": _dropout_in_place,
     "scaled_dot_product_attention": _attend,
@@ -254,7 +255,7 @@ OPERATORS: Dict[str, Callable[..., Tensor]] = {
     "exponential_": _fill(_exponential),
 }
 # What makes a tensor comes from Python below autograd; so it is replaced there, by an empty one and what fills it
-FACTORIES: Dict[str, Callable[..., Tensor]] = {
+FACTORIES: dict[str, Callable[..., Tensor]] = {
     "rand": lambda rows, size, **like: _fill(_uniform)(rows, torch.empty(size, **like)),
     "randn": lambda rows, size, **like: _fill(_normal)(rows, torch.empty(size, **like)),
     "normal.float_float": lambda rows, *args, **like: _fill(_normal)(rows, torch.empty(args[2], **like), *args[:2]),
@@ -280,7 +281,7 @@ def dropout_kernel() -> Any:
 
 
 @functools.cache
-def _replace_operators() -> List[torch.library.Library]:
+def _replace_operators() -> list[torch.library.Library]:
     """Once per process; what is returned keeps them replaced."""
     library = torch.library.Library("aten", "IMPL")
     for replacements, keys in (OPERATORS, ("AutogradCPU", "AutogradCUDA")), (FACTORIES, ("CPU", "CUDA")):
@@ -295,7 +296,7 @@ def _switch(name: str, ours: Callable[..., Tensor]) -> Callable[..., Tensor]:
     packet, _, overload = name.partition(".")
     theirs = original(getattr(getattr(torch.ops.aten, packet), overload or "default"))
 
-    def call(*args: Any, generator: Optional[torch.Generator] = None, **kwargs: Any) -> Tensor:
+    def call(*args: Any, generator: torch.Generator | None = None, **kwargs: Any) -> Tensor:
         if _active and generator is None:
             return ours(_active, *args, **kwargs)
         return theirs(*args, **kwargs, **({} if generator is None else {"generator": generator}))

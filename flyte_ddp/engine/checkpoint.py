@@ -5,9 +5,10 @@ import io
 import os
 import threading
 import time
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, Callable, Dict, Mapping, Optional, Union
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -24,12 +25,12 @@ FORMAT = 4
 DIGEST_BYTES = hashlib.sha256().digest_size
 
 
-def write_checkpoint(path: Path, content: Dict[str, Any]) -> None:
+def write_checkpoint(path: Path, content: dict[str, Any]) -> None:
     """Writes a temporary file and renames it: path always holds the old or the new checkpoint. Raises OSError."""
     finish(write_draft(path, content), path)
 
 
-def write_draft(path: Path, content: Dict[str, Any]) -> Path:
+def write_draft(path: Path, content: dict[str, Any]) -> Path:
     """Writes the content to a temporary file beside path, one tensor after the other; finish makes it the checkpoint.
 
     Tensors may change once this has returned: the kernel has them, though perhaps not yet the disk. Raises OSError.
@@ -57,7 +58,7 @@ def finish(draft: Path, path: Path) -> None:
         draft.unlink(missing_ok=True)
 
 
-def read_checkpoint(path: Path, identity: Mapping[str, Any]) -> Dict[str, Any]:
+def read_checkpoint(path: Path, identity: Mapping[str, Any]) -> dict[str, Any]:
     """The content of a checkpoint; raises CheckpointError if it is damaged or of a training with another identity.
 
     Its tensors are mapped, not read: a copy of what is kept takes memory, and frees the file.
@@ -89,7 +90,7 @@ def checksum(path: Path) -> bytes:
         return file.read()
 
 
-def read_same(path: Path, expected: bytes) -> Optional[Dict[str, Any]]:
+def read_same(path: Path, expected: bytes) -> dict[str, Any] | None:
     """The content of the checkpoint that another rank has verified, if it is at this path here, too."""
     try:
         return _load(path, mmap=True) if checksum(path) == expected else None
@@ -97,7 +98,7 @@ def read_same(path: Path, expected: bytes) -> Optional[Dict[str, Any]]:
         return None
 
 
-def restore(state: TrainingState, saved: Dict[str, Any]) -> None:
+def restore(state: TrainingState, saved: dict[str, Any]) -> None:
     """Loads a checkpoint's state; raises CheckpointError if it does not fit, which leaves the state half loaded."""
     try:
         state.load_state_dict(saved)
@@ -136,7 +137,7 @@ def _save(content: Any, file: IO[bytes]) -> None:
         torch.save(pytree.tree_map_only(np.generic, np.generic.item, content), file)
 
 
-def _load(file: Union[Path, IO[bytes]], mmap: bool = False) -> Any:
+def _load(file: Path | IO[bytes], mmap: bool = False) -> Any:
     try:
         return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
     except Exception as error:  # of many types, from pickle, zipfile and torch
@@ -166,7 +167,7 @@ class CheckpointWriter:
 
     def __init__(self, path: Path, identity: Mapping[str, Any], seconds: float, emit: Callable[[Event], None]):
         self._path, self._identity, self._seconds, self._emit = path, dict(identity), seconds, emit
-        self._thread: Optional[threading.Thread] = None
+        self._thread: threading.Thread | None = None
         self._last = time.monotonic()
 
     def due(self) -> bool:

@@ -1,8 +1,9 @@
 """Which of two values of a measure is better, which epoch's weights are the best, and when to stop early."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Dict, Mapping, Optional
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -11,7 +12,7 @@ from flyte_ddp.recipe import Recipe
 STATE = ("epoch", "score", "improved", "waited", "weights")
 
 
-def is_lower_better(recipe: Recipe, measure: str) -> Optional[bool]:
+def is_lower_better(recipe: Recipe, measure: str) -> bool | None:
     """None where the recipe does not say so."""
     if measure == "loss" or measure in recipe.lower_is_better:
         return True
@@ -42,7 +43,7 @@ class Choice:
     score: float = -math.inf
     improved: float = -math.inf
     waited: int = 0
-    weights: Optional[Dict[str, Tensor]] = None
+    weights: dict[str, Tensor] | None = None
 
     @property
     def is_over(self) -> bool:
@@ -69,7 +70,7 @@ class Choice:
         if self.weights is not None:
             model.load_state_dict(self.weights)
 
-    def state_dict(self) -> Dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in STATE}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:

@@ -1,7 +1,8 @@
 """Compares what one rank would compute for a batch with what two would, and how each would train."""
 
 import math
-from typing import Any, Dict, List, Optional, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,13 +27,13 @@ STAGE_REMEDIES = {
 }
 
 
-def dependences(recipe: Recipe, trials: Trials, whole: Trial) -> List[str]:
+def dependences(recipe: Recipe, trials: Trials, whole: Trial) -> list[str]:
     """Why the result depends on how many ranks share the batch, each reason with its place and remedy."""
     parts = [trials(first, last) for first, last in trials.parts]
     return _draws(recipe, whole, parts) or (_differences(recipe, trials, whole, parts) if parts else [])
 
 
-def _draws(recipe: Recipe, whole: Trial, parts: Sequence[Trial]) -> List[str]:
+def _draws(recipe: Recipe, whole: Trial, parts: Sequence[Trial]) -> list[str]:
     """Random numbers that each rank draws for itself; those for the whole batch, the same on all ranks, are fine."""
     found = [
         f"{where}: draws random numbers of its own ({operation}): {_remedy(operation)}"
@@ -52,7 +53,7 @@ def _remedy(operation: str) -> str:
     return f"let {DRAWN}"
 
 
-def _differences(recipe: Recipe, trials: Trials, whole: Trial, parts: Sequence[Trial]) -> List[str]:
+def _differences(recipe: Recipe, trials: Trials, whole: Trial, parts: Sequence[Trial]) -> list[str]:
     """The first method that returns something else for two parts; else gradients and buffers that differ."""
     for stage in whole.stages:
         gaps = _gaps(stage, whole, parts)
@@ -79,7 +80,7 @@ def _differences(recipe: Recipe, trials: Trials, whole: Trial, parts: Sequence[T
     ]
 
 
-def _coupled_gradients(recipe: Recipe, whole: Trial, parts: Sequence[Trial]) -> List[str]:
+def _coupled_gradients(recipe: Recipe, whole: Trial, parts: Sequence[Trial]) -> list[str]:
     """The first parameter, if any, whose gradient is not the sum of those of the parts."""
     total = math.sqrt(sum(float(gradient.float().square().sum()) for gradient in whole.gradients.values()))
     for name, gradient in whole.gradients.items():
@@ -92,7 +93,7 @@ def _coupled_gradients(recipe: Recipe, whole: Trial, parts: Sequence[Trial]) -> 
     return []
 
 
-def _gaps(stage: str, whole: Trial, parts: Sequence[Trial]) -> Optional[str]:
+def _gaps(stage: str, whole: Trial, parts: Sequence[Trial]) -> str | None:
     """The name of what differs between the whole and the joined parts; None if nothing does or can be compared, such
     as rows that are padded to the longest of their part."""
     leaves = pytree.tree_flatten_with_path(whole.stages[stage])[0]
@@ -134,7 +135,7 @@ def optimizer_of(recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
     return optimizer
 
 
-def scaled_rates(recipe: Recipe, model: nn.Module, steps: int) -> List[str]:
+def scaled_rates(recipe: Recipe, model: nn.Module, steps: int) -> list[str]:
     """optimizer() or factor(), if another number of ranks has them return something else; steps: of the training."""
     found = []
     for rank, world_size in ((0, 1), (1, 2)):
@@ -150,7 +151,7 @@ def scaled_rates(recipe: Recipe, model: nn.Module, steps: int) -> List[str]:
     ]
 
 
-def _plain_groups(optimizer: torch.optim.Optimizer) -> List[Dict[str, Any]]:
+def _plain_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """The options of the parameter groups, as far as they can be compared."""
     return [
         {

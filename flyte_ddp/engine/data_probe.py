@@ -1,7 +1,8 @@
 """Checks a recipe's data before training: do all ranks have the same samples, and are they the same each time?"""
 
 import hashlib
-from typing import Any, Dict, List, Sequence, Tuple
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ SAMPLES = 4  # how many samples are read twice
 COMPARED = 16  # how many samples the ranks compare
 
 
-def unequal_data(recipe: Recipe, splits: Dict[str, Split]) -> List[str]:
+def unequal_data(recipe: Recipe, splits: dict[str, Split]) -> list[str]:
     """What is wrong if the ranks' samples differ, or a Dataset returns other samples each time; a collective, which
     returns the same on all ranks."""
     digests, unsteady = {}, []
@@ -55,7 +56,7 @@ def of_first_rank(mine: Any) -> Any:
     return found[0]
 
 
-def on_any_rank(flags: Sequence[bool], device: torch.device) -> List[bool]:
+def on_any_rank(flags: Sequence[bool], device: torch.device) -> list[bool]:
     """For each flag, whether it is set on any rank; a collective."""
     counts = torch.tensor(flags, dtype=torch.float32, device=device)
     distributed.all_reduce(counts)
@@ -75,7 +76,7 @@ class _Twice:
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def read_batch(self, indices: np.ndarray) -> Tuple[np.ndarray]:
+    def read_batch(self, indices: np.ndarray) -> tuple[np.ndarray]:
         found = []
         for _ in range(2):
             leaves = [np.asarray(leaf) for leaf in pytree.tree_leaves(read_samples(self.dataset, indices))]

@@ -3,8 +3,9 @@
 import random
 import sys
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Dict, Iterator, Sequence, Tuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ class Draws(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.found: Counter[Tuple[str, str]] = Counter()
+        self.found: Counter[tuple[str, str]] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, before = kwargs or {}, draws_so_far()
@@ -39,7 +40,7 @@ class Draws(TorchDispatchMode):
         return result
 
 
-def _really_draws(func: Any, args: Sequence[Any], kwargs: Dict[str, Any]) -> bool:
+def _really_draws(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Attention and recurrent layers always call operations that may draw; their dropout says whether they do."""
     given = arguments_of(func, args, kwargs)
     probability = next((given[name] for name in ("dropout_p", "dropout", "p") if name in given), 1.0)
@@ -47,7 +48,7 @@ def _really_draws(func: Any, args: Sequence[Any], kwargs: Dict[str, Any]) -> boo
     return bool(probability) and is_training is not False
 
 
-def _caller(operation: str) -> Tuple[str, str]:
+def _caller(operation: str) -> tuple[str, str]:
     """'file, line n' of the user's code that the call comes from, and the layer or operation that draws."""
     frame, lines = sys._getframe(1), []
     while frame:
@@ -58,7 +59,7 @@ def _caller(operation: str) -> Tuple[str, str]:
     return users_line(iter(lines)) or "the network", operation
 
 
-def users_line(lines: Iterator[Tuple[str, int]]) -> str:
+def users_line(lines: Iterator[tuple[str, int]]) -> str:
     """The innermost line of code that is neither installed nor ours; empty if there is none."""
     ours = str(Path(flyte_ddp.__path__[0], "engine"))
     found = (

@@ -1,6 +1,6 @@
 """Dropout on a GPU: one kernel that draws and multiplies, forward and backward, so that no mask is stored."""
 
-from typing import Any, Optional, Tuple
+from typing import Any
 
 import torch
 import triton
@@ -26,7 +26,7 @@ class Dropout(torch.autograd.Function):
         return _drop(features, *ctx.position)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tuple[Optional[Tensor], ...]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         return _drop(gradient, *ctx.position), None, None, None
 
 

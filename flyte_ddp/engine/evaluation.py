@@ -1,6 +1,7 @@
 """Measures a trained network on a split, outside of training: on one rank, in float32."""
 
-from typing import Any, Callable, Dict, Optional, Sequence, Tuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from flyte_ddp.engine.measures import headline_of, pairs_of, ratios, sums_of
 from flyte_ddp.launch.link import Link
 from flyte_ddp.recipe import Recipe
 
-Pairs = Dict[str, Tuple[Tensor, Tensor]]
+Pairs = dict[str, tuple[Tensor, Tensor]]
 
 
 @torch.no_grad()
@@ -22,7 +23,7 @@ def measure(
     network: nn.Module,
     split: Split,
     link: Link,
-    forward: Optional[Callable[[nn.Module, Any], Any]] = None,
+    forward: Callable[[nn.Module, Any], Any] | None = None,
     look: Callable[[Batch, Pairs], None] = lambda batch, pairs: None,
 ) -> Measured:
     """Uses the same batches as the evaluations of a training.

@@ -5,7 +5,7 @@ import json
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any
 
 from flyte_ddp.code_version import with_installed
 from flyte_ddp.data.description import DatasetDescription
@@ -28,7 +28,7 @@ class Identity:
     code_version: str
     init_digest: str = ""
 
-    def as_dict(self) -> Dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         """What must be equal for one run to resume from the checkpoint of another."""
         return {
             **asdict(self.settings),
@@ -59,19 +59,19 @@ class Subject:
 
     identity: Identity
     dataset: str
-    data: Optional[Path]
+    data: Path | None
     root: str = ""
-    files: Tuple[str, ...] = ()
-    description: Optional[DatasetDescription] = None
-    init: Optional[Path] = None
+    files: tuple[str, ...] = ()
+    description: DatasetDescription | None = None
+    init: Path | None = None
 
 
 def subject_of(
     code: UserCode,
     settings: TrainingSettings,
-    data: Optional[Path] = None,
-    init: Optional[Path] = None,
-    description: Optional[DatasetDescription] = None,
+    data: Path | None = None,
+    init: Path | None = None,
+    description: DatasetDescription | None = None,
 ) -> Subject:
     """The training of a recipe; whoever asks for the same one, in whatever way, gets the same identity."""
     digest = description.digest if description else content_digest(data) if data else ""
@@ -122,7 +122,7 @@ class Job:
     checkpoint_path: str = ""
     profile_path: str = ""
     root: str = ""
-    code_files: Tuple[str, ...] = ()
+    code_files: tuple[str, ...] = ()
     loader_workers: int = 0
     pin_memory: bool = False
     log_gradients: bool = False
@@ -150,7 +150,7 @@ def job_of(subject: Subject, options: RunOptions, **paths: str) -> Job:
     )
 
 
-def paths_in(output: Path, options: RunOptions) -> Dict[str, str]:
+def paths_in(output: Path, options: RunOptions) -> dict[str, str]:
     """The paths for job_of of a training that leaves everything in one folder."""
     return {
         "model_path": str(output / "model.pt"),
@@ -175,11 +175,11 @@ class Measured:
         is_lower_better: by measure; without those of which it is not known.
     """
 
-    measures: Dict[str, float]
+    measures: dict[str, float]
     headline: str
-    shares: Tuple[str, ...]
+    shares: tuple[str, ...]
     samples: int
-    is_lower_better: Dict[str, bool]
+    is_lower_better: dict[str, bool]
 
 
 @dataclass(frozen=True)
@@ -200,8 +200,8 @@ class TrainingResult:
         hardware: name of the GPU, or the CPU's instruction set.
     """
 
-    epochs: List[EpochFinished]
-    warnings: List[NotLearning]
+    epochs: list[EpochFinished]
+    warnings: list[NotLearning]
     headline: str
     train_samples: int
     test_samples: int
@@ -209,8 +209,8 @@ class TrainingResult:
     peak_bytes: int
     peak_gpu_bytes: int
     validation_samples: int = 0
-    tested: Dict[str, float] = field(default_factory=dict)
-    chosen_epoch: Optional[int] = None
+    tested: dict[str, float] = field(default_factory=dict)
+    chosen_epoch: int | None = None
     parameters: int = 0
     sample_flops: float = 0.0
     hardware: str = ""

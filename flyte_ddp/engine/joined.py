@@ -1,7 +1,7 @@
 """Trains as one of the ranks that torchrun or a cluster's scheduler has started."""
 
 import signal
-from typing import Callable
+from collections.abc import Callable
 
 from torch.distributed.elastic.multiprocessing.errors import record
 

@@ -6,7 +6,8 @@ import signal
 import sys
 import threading
 import traceback
-from typing import Any, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch

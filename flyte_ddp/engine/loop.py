@@ -4,7 +4,7 @@ import heapq
 import math
 import time
 from operator import itemgetter
-from typing import Dict, List, NamedTuple, Optional, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, distributed
@@ -34,9 +34,9 @@ class Evaluated(NamedTuple):
         predictions: (n, ...) of this rank's samples only; None if the recipe returns none.
     """
 
-    measures: Dict[str, float]
+    measures: dict[str, float]
     mismatched: float
-    predictions: Optional[Tensor]
+    predictions: Tensor | None
 
 
 def fit(
@@ -47,7 +47,7 @@ def fit(
     log_interval: int,
     link: Link,
     checkpoints: Checkpoints,
-) -> Optional[Evaluated]:
+) -> Evaluated | None:
     """Trains from the state's position to the end of the last epoch; the measures end up in state.history.
 
     split: what to evaluate each epoch on: the validation split if there is one, else the test split. Returns the last
@@ -153,7 +153,7 @@ def evaluate(state: TrainingState, test: TestBatches, link: Link) -> Evaluated:
     recipe, model = state.recipe, state.evaluated
     model.eval()
     mismatches = not (state.watch.constant_loss or recipe.couples_samples)
-    mine: List[Tensor] = []
+    mine: list[Tensor] = []
     sums = torch.zeros(2 * len(state.names) + 2, dtype=torch.float64, device=state.device)
     for batch in test:
         vars(recipe.share).update(vars(batch.share))

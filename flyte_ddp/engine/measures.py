@@ -2,7 +2,8 @@
 
 import inspect
 import math
-from typing import Any, Dict, List, Sequence, Tuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,7 +36,7 @@ def trained_measure(names: Sequence[str]) -> str:
     return "objective" if "objective" in names else "loss"
 
 
-def pairs_of(recipe: Recipe, outputs: Any, batch: Batch, names: Sequence[str] = ()) -> Dict[str, Tuple[Tensor, Tensor]]:
+def pairs_of(recipe: Recipe, outputs: Any, batch: Batch, names: Sequence[str] = ()) -> dict[str, tuple[Tensor, Tensor]]:
     """Values and weights of each measure for the rank's own samples, in the order of names, or else with "loss" first.
 
     Raises InputError, naming the place in the recipe, if measure() returns anything else.
@@ -73,12 +74,12 @@ def mismatched(outputs: Any) -> Any:
     return pytree.tree_map(lambda leaf: leaf.roll(1, 0) if isinstance(leaf, Tensor) and leaf.ndim else leaf, outputs)
 
 
-def sums_of(pairs: Dict[str, Tuple[Tensor, Tensor]]) -> Tensor:
+def sums_of(pairs: dict[str, tuple[Tensor, Tensor]]) -> Tensor:
     """(2 k,) float64: value and weight of each measure, alternating."""
     return torch.stack([part.double() for pair in pairs.values() for part in pair]).sum(1)
 
 
-def ratios(recipe: Recipe, names: Sequence[str], pairs: Sequence[float]) -> Dict[str, float]:
+def ratios(recipe: Recipe, names: Sequence[str], pairs: Sequence[float]) -> dict[str, float]:
     """The measures to report; NaN if the weights add up to 0. InputError if derive() returns anything but numbers."""
     found = {
         name: value / weight if weight else math.nan
@@ -92,11 +93,11 @@ def ratios(recipe: Recipe, names: Sequence[str], pairs: Sequence[float]) -> Dict
         raise InputError(f"{place(recipe, 'derive')} must return a dict of names and numbers: {error}") from None
 
 
-def headline_of(recipe: Recipe, measures: Dict[str, float]) -> str:
+def headline_of(recipe: Recipe, measures: dict[str, float]) -> str:
     """The name of the main measure; InputError if the recipe names one that does not exist."""
     if recipe.headline and recipe.headline not in measures:
         raise InputError(
             f"{type(recipe).__name__}.headline must be one of {', '.join(measures)}, got {recipe.headline!r}"
         )
-    others: List[str] = [name for name in measures if name != "loss"]
+    others: list[str] = [name for name in measures if name != "loss"]
     return recipe.headline or next(iter(others), "loss")

@@ -1,7 +1,6 @@
 """Predictions of any recipe's trained network for a shard of a split, in a process of its own."""
 
 from pathlib import Path
-from typing import List, Tuple
 
 import numpy as np
 import torch
@@ -21,7 +20,7 @@ from flyte_ddp.weights import load_weights
 
 
 @torch.inference_mode()
-def run(environment: Environment, link: Link, argument: Tuple[Job, str, int, int]) -> int:
+def run(environment: Environment, link: Link, argument: tuple[Job, str, int, int]) -> int:
     """Writes the predictions (n, ...) for a shard of a split to job.predictions_path, in float32; returns n.
 
     argument: the job, the name of the split, the shard's index from 0, and the number of shards.
@@ -36,7 +35,7 @@ def run(environment: Environment, link: Link, argument: Tuple[Job, str, int, int
         model = load_weights(recipe.model(), job.model_path).to(device).eval()
     first, last = share(0, len(source), number, count)
     size = settings.test_batch_size
-    found: List[Tensor] = []
+    found: list[Tensor] = []
     for tree in source.fetch(torch.arange(first, last).split(size)):
         predictions = recipe.predictions(recipe.forward(model, tree), tree)
         if predictions is None:

@@ -4,9 +4,9 @@ A few samples are computed whole and in two parts, as by one rank and by two. Wh
 of its own, is reported with its place in the recipe and with what to write instead.
 """
 
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Dict, Iterator, List, Tuple
 
 import torch
 from torch import Tensor, distributed, nn
@@ -38,14 +38,14 @@ class Probed:
         rows: what draws by row, having seen where samples are in what is drawn.
     """
 
-    names: Tuple[str, ...]
+    names: tuple[str, ...]
     headline: str
-    reasons: List[str]
+    reasons: list[str]
     sample_flops: float
     rows: ByRow
 
 
-def probe(recipe: Recipe, model: nn.Module, splits: Dict[str, Split], steps: int, mixed: bool) -> Probed:
+def probe(recipe: Recipe, model: nn.Module, splits: dict[str, Split], steps: int, mixed: bool) -> Probed:
     """Raises InputError, with place and remedy, for whatever makes the result depend on the number of ranks, and for
     what would fail in the first step, or only after an epoch.
 
@@ -89,12 +89,12 @@ def _count(recipe: Recipe, split: Split, is_training: bool = True) -> int:
     return min(SAMPLES if is_training else TEST_SAMPLES, len(split), max(2, at_once))
 
 
-def _totals(trial: Trial) -> List[float]:
+def _totals(trial: Trial) -> list[float]:
     """The sums of values and weights of each measure, alternating."""
     return [float(part.detach().double().sum()) for pair in trial.pairs.values() for part in pair]
 
 
-def _disagreement(recipe: Recipe, whole: Trial, tested: Trial) -> List[str]:
+def _disagreement(recipe: Recipe, whole: Trial, tested: Trial) -> list[str]:
     """Whether the ranks measure the same for the same samples; a collective."""
     mine = torch.tensor([_totals(whole) + _totals(tested)], dtype=torch.float64)
     first = of_first_rank(mine)

@@ -2,9 +2,10 @@
 
 import json
 import os
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Dict, Iterator, List
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -51,7 +52,7 @@ def profiling(folder: str, rank: int, optimizer: Optimizer) -> Iterator[None]:
             handle.remove()
 
 
-def operators(profiler: Any) -> List[Dict[str, Any]]:
+def operators(profiler: Any) -> list[dict[str, Any]]:
     """The most expensive operators, by their own time on the GPU if there is one, else on the CPU."""
     rows = [
         {

@@ -5,7 +5,7 @@ import platform
 import resource
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,7 +34,7 @@ def write_last(parts: Parts, job: Job) -> None:
             write_checkpoint(Path(job.final_path), content)
 
 
-def write_results(parts: Parts, tested: Dict[str, float], predictions: Optional[Tensor], job: Job) -> None:
+def write_results(parts: Parts, tested: dict[str, float], predictions: Tensor | None, job: Job) -> None:
     """Rank 0 writes the results. tested: measures of the test split. predictions: (N, ...), if the recipe has any."""
     path, recipe, size = Path(job.model_path), parts.state.recipe, distributed.get_world_size()
     training = {"world_size": size, "hardware": hardware(parts.state.device), "precision": parts.precision}
@@ -46,7 +46,7 @@ def write_results(parts: Parts, tested: Dict[str, float], predictions: Optional[
 
 
 def metadata_of(
-    recipe: Recipe, job: Job, headline: str, measures: Dict[str, float], training: Dict[str, Any]
+    recipe: Recipe, job: Job, headline: str, measures: dict[str, float], training: dict[str, Any]
 ) -> ModelMetadata:
     settings = job.identity.settings
     return ModelMetadata(
@@ -68,7 +68,7 @@ def hardware(device: torch.device) -> str:
     return f"CPU, {torch.backends.cpu.get_cpu_capability()}"
 
 
-def result_of(parts: Parts, tested: Dict[str, float]) -> TrainingResult:
+def result_of(parts: Parts, tested: dict[str, float]) -> TrainingResult:
     """tested: measures of the test split."""
     state, choice = parts.state, parts.state.choice
     return TrainingResult(
@@ -95,7 +95,7 @@ def draw_pictures(state: TrainingState, test: Split, path: Path) -> None:
     recipe, count = state.recipe, min(len(test), MOST_PICTURES)
     (tree,) = test.fetch([torch.arange(count)])
     vars(recipe.share).update(vars(Share(0, count, count, alone=True)))
-    outputs: Optional[Any] = recipe.forward(state.evaluated.eval(), tree)
+    outputs: Any | None = recipe.forward(state.evaluated.eval(), tree)
     drawn = recipe.pictures(outputs, tree)[:MOST_PICTURES]
     if drawn:
         images = [picture.detach().cpu().float().clamp(0, 1).mul(255).round().byte().numpy() for _, picture in drawn]
@@ -104,7 +104,7 @@ def draw_pictures(state: TrainingState, test: Split, path: Path) -> None:
         np.savez(path, captions=captions, **arrays)
 
 
-def layers_of(model: nn.Module) -> List[Tuple[str, str, int]]:
+def layers_of(model: nn.Module) -> list[tuple[str, str, int]]:
     """Name, type and number of parameters of each module that has parameters of its own."""
     counted = (
         (name, type(module).__name__, sum(p.numel() for p in module.parameters(recurse=False)))
@@ -113,7 +113,7 @@ def layers_of(model: nn.Module) -> List[Tuple[str, str, int]]:
     return [layer for layer in counted if layer[2]]
 
 
-def export_model(model: nn.Module, path: Path, metadata: Optional[ModelMetadata] = None) -> None:
+def export_model(model: nn.Module, path: Path, metadata: ModelMetadata | None = None) -> None:
     """Writes the weights as a plain CPU state_dict of contiguous tensors; path appears whole or not at all."""
     weights = {name: value.detach().cpu().contiguous() for name, value in model.state_dict().items()}
     buffer = io.BytesIO()

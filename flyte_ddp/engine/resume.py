@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import Any, Dict, List, Tuple
+from typing import Any
 
 import torch
 from torch import Tensor, distributed
@@ -25,7 +25,7 @@ def resume(state: TrainingState, job: Job, environment: Environment, link: Link)
     tensors are broadcast, one by one.
     """
     path, saved = Path(job.checkpoint_path), None
-    told: List[Any] = [None]
+    told: list[Any] = [None]
     if environment.rank == 0 and os.path.exists(job.checkpoint_path):
         try:
             saved = read_checkpoint(path, job.identity.as_dict())["state"]
@@ -38,7 +38,7 @@ def resume(state: TrainingState, job: Job, environment: Environment, link: Link)
     expected, outline = told[0]
     if saved is None and (content := read_same(path, expected)):
         saved = content["state"]
-    seen: List[Any] = [None] * environment.world.size
+    seen: list[Any] = [None] * environment.world.size
     distributed.all_gather_object(seen, saved is not None)
     try:
         restore(state, in_place(state, outline if saved is None else saved, is_broadcast=not all(seen)))
@@ -48,7 +48,7 @@ def resume(state: TrainingState, job: Job, environment: Environment, link: Link)
     return True
 
 
-def in_place(state: TrainingState, saved: Dict[str, Any], is_broadcast: bool = False) -> Dict[str, Any]:
+def in_place(state: TrainingState, saved: dict[str, Any], is_broadcast: bool = False) -> dict[str, Any]:
     """The same content with the training's own tensors: those of its networks, where they fit, else new ones.
 
     Each is filled from saved, unless that is an outline of meta tensors, and then, if asked, with what rank 0 has.
@@ -57,7 +57,7 @@ def in_place(state: TrainingState, saved: Dict[str, Any], is_broadcast: bool = F
     own = {name: network.state_dict() for name, network in networks.items() if network}
     fitting = dict(pytree.tree_flatten_with_path(own)[0])
 
-    def filled(path: Tuple[Any, ...], value: Any) -> Any:
+    def filled(path: tuple[Any, ...], value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
         tensor = fitting.get(path)
@@ -73,5 +73,5 @@ def in_place(state: TrainingState, saved: Dict[str, Any], is_broadcast: bool = F
             tensor.copy_(sent)
         return tensor
 
-    placed: Dict[str, Any] = pytree.tree_map_with_path(filled, saved)
+    placed: dict[str, Any] = pytree.tree_map_with_path(filled, saved)
     return placed

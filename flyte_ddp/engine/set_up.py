@@ -6,7 +6,6 @@ import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import List, Optional, Tuple
 
 import numpy as np
 import torch
@@ -37,11 +36,11 @@ class Parts:
 
     state: TrainingState
     train: TrainBatches
-    validation: Optional[TestBatches]
+    validation: TestBatches | None
     test: TestBatches
     found: Probed
     precision: str
-    remarks: List[str]
+    remarks: list[str]
 
 
 def set_up(environment: Environment, device: torch.device, job: Job) -> Parts:
@@ -85,7 +84,7 @@ def set_up(environment: Environment, device: torch.device, job: Job) -> Parts:
     return Parts(state, batches, validated, TestBatches(test, *place_in_world), found, precision, remarks)
 
 
-def first_model(recipe: Recipe, job: Job) -> Tuple[nn.Module, List[str]]:
+def first_model(recipe: Recipe, job: Job) -> tuple[nn.Module, list[str]]:
     """The network with its initial weights, unless training continues from a checkpoint, and remarks on these."""
     settings: TrainingSettings = job.identity.settings
     torch.manual_seed(settings.seed)
@@ -104,7 +103,7 @@ def first_model(recipe: Recipe, job: Job) -> Tuple[nn.Module, List[str]]:
     return model, remarks
 
 
-def validation_of(recipe: Recipe, train: Split, job: Job) -> Tuple[Split, Optional[Split]]:
+def validation_of(recipe: Recipe, train: Split, job: Job) -> tuple[Split, Split | None]:
     """The samples to train on, and those to choose the best epoch by, if there is a validation split."""
     settings: TrainingSettings = job.identity.settings
     if recipe.has_validation:

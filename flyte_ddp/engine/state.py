@@ -1,9 +1,10 @@
 """The state of a training: weights, optimizer, schedule, average, position and measures so far; and its step."""
 
 import functools
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,7 +38,7 @@ class _Reaching(torch.autograd.Function):
         return loss.view_as(loss)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tuple[Optional[Tensor], ...]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         return gradient, *[None] * ctx.count  # adds nothing to a gradient that there is
 
 
@@ -96,12 +97,12 @@ class Sums:
         stop: whether any rank was asked to stop.
     """
 
-    pairs: Tuple[float, ...]
+    pairs: tuple[float, ...]
     steps: int
     uneven: bool
     stop: bool
 
-    def since(self, before: "Sums") -> Tuple[float, ...]:
+    def since(self, before: "Sums") -> tuple[float, ...]:
         return tuple(now - then for now, then in zip(self.pairs, before.pairs, strict=True))
 
 
@@ -146,9 +147,9 @@ class TrainingState:
         self._trained = 2 * self.names.index(trained_measure(names))
         self._norms = torch.zeros(0, device=device)
         self._generator = device_generator(device)
-        self.history: List[EpochFinished] = []
+        self.history: list[EpochFinished] = []
         self.watch = Watch(constant_loss)
-        self.choice: Optional[Choice] = None  # None without a validation split
+        self.choice: Choice | None = None  # None without a validation split
 
     @property
     def evaluated(self) -> nn.Module:
@@ -192,7 +193,7 @@ class TrainingState:
             self.average.update(self.model, is_first=self.epoch == self.step == 0)
         self.step += 1
 
-    def find_non_finite(self, batch: Batch) -> Tuple[str, List[int]]:
+    def find_non_finite(self, batch: Batch) -> tuple[str, list[int]]:
         """Repeats a bad step to find what is not finite, loss or gradient, and on which ranks; a collective.
 
         The step itself cannot tell: its gradients are those of all ranks together.
@@ -206,7 +207,7 @@ class TrainingState:
                 gradients = torch.autograd.grad(loss, weights, allow_unused=True)
             norms = torch_compat.norms([gradient for gradient in gradients if gradient is not None])
             bad = [was or not bool(value.isfinite().all()) for was, value in zip(bad, (loss, norms), strict=True)]
-        everyone: List[Any] = [None] * distributed.get_world_size()
+        everyone: list[Any] = [None] * distributed.get_world_size()
         distributed.all_gather_object(everyone, bad)
         for what, flags in zip(("loss", "gradient"), zip(*everyone, strict=True), strict=True):
             ranks = [rank for rank, flag in enumerate(flags) if flag]
@@ -214,11 +215,11 @@ class TrainingState:
                 return what, ranks
         return "gradient", list(range(len(everyone)))  # finite on each rank, but not in sum
 
-    def gradient_norms(self) -> Dict[str, float]:
+    def gradient_norms(self) -> dict[str, float]:
         """Euclidean norm of each parameter's gradient in the last step, before clipping; makes the host wait."""
         return dict(zip(self._gradients()[0], self._norms.tolist(), strict=True))
 
-    def gradient_histograms(self, bins: int = 64) -> Dict[str, Tuple[List[float], List[float]]]:
+    def gradient_histograms(self, bins: int = 64) -> dict[str, tuple[list[float], list[float]]]:
         """For each parameter's gradient in the last step, after clipping: counts of equal bins, and the bins' edges."""
         names, gradients = self._gradients()
         histograms = (np.histogram(gradient.float().cpu().numpy(), bins) for gradient in gradients)
@@ -226,7 +227,7 @@ class TrainingState:
             name: (counts.tolist(), edges.tolist()) for name, (counts, edges) in zip(names, histograms, strict=True)
         }
 
-    def _gradients(self) -> Tuple[List[str], List[Tensor]]:
+    def _gradients(self) -> tuple[list[str], list[Tensor]]:
         found = [(name, p.grad) for name, p in self.model.named_parameters() if p.grad is not None]
         return [name for name, _ in found], [gradient for _, gradient in found]
 
@@ -235,7 +236,7 @@ class TrainingState:
         *pairs, uneven, stop, bad_steps = self._sums.tolist()
         return Sums(tuple(pairs), self.step - round(bad_steps), uneven > 0, stop > 0)
 
-    def measures(self, pairs: Sequence[float]) -> Dict[str, float]:
+    def measures(self, pairs: Sequence[float]) -> dict[str, float]:
         return ratios(self.recipe, self.names, pairs)
 
     def finish_epoch(self, finished: EpochFinished) -> None:
@@ -245,7 +246,7 @@ class TrainingState:
         self._sums.zero_()
         self.epoch, self.step, self.epoch_seconds = self.epoch + 1, 0, 0.0
 
-    def state_dict(self) -> Dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """All that a resume needs; tensors are those of the training itself, which the next step changes."""
         return {
             "model": self.model.state_dict(),
@@ -261,7 +262,7 @@ class TrainingState:
             "choice": self.choice.state_dict() if self.choice else None,
         }
 
-    def load_state_dict(self, saved: Dict[str, Any]) -> None:
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Restores what state_dict returned, on any number of ranks; keeps the tensors of optimizer and choice."""
         self.model.load_state_dict(saved["model"])
         if self.average:

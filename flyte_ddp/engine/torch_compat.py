@@ -3,10 +3,11 @@
 import functools
 import importlib
 import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from types import ModuleType, SimpleNamespace
-from typing import Any, Callable, Dict, Iterator, List, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -63,7 +64,7 @@ def plain_attention(*args: Any, **kwargs: Any) -> Tensor:
     return found
 
 
-def arguments_of(operation: Any, args: Sequence[Any], kwargs: Dict[str, Any]) -> Dict[str, Any]:
+def arguments_of(operation: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
     """By name, with the defaults that the operation declares; a TorchDispatchMode gets no defaults, and no names."""
     declared = operation._schema.arguments
     defaults = {argument.name: argument.default_value for argument in declared if argument.has_default_value()}
@@ -98,22 +99,22 @@ def guard_steps(optimizer: Optimizer, flag: Tensor) -> bool:
 # Many tensors in one call: one at a time, a GPU would wait for the host, and a small network has dozens of them
 
 
-def norms(tensors: List[Tensor]) -> Tensor:
+def norms(tensors: list[Tensor]) -> Tensor:
     """(N,): the Euclidean norm of each tensor; torch.nn.utils.get_total_norm returns only that of all."""
     return torch.stack(torch._foreach_norm(tensors))
 
 
-def scale(tensors: List[Tensor], factor: Tensor) -> None:
+def scale(tensors: list[Tensor], factor: Tensor) -> None:
     """Multiplies all of them in place by a factor that is on their device."""
     torch._foreach_mul_(tensors, factor)
 
 
-def move_towards(tensors: List[Tensor], targets: List[Tensor], share: float) -> None:
+def move_towards(tensors: list[Tensor], targets: list[Tensor], share: float) -> None:
     """Moves each tensor in place by a share of the way to its target."""
     torch._foreach_lerp_(tensors, targets, share)
 
 
-def copy(tensors: List[Tensor], sources: List[Tensor]) -> None:
+def copy(tensors: list[Tensor], sources: list[Tensor]) -> None:
     """Copies each source into its tensor."""
     torch._foreach_copy_(tensors, sources)
 

@@ -2,9 +2,10 @@
 
 import os
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Dict, Iterator, List, Tuple
+from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
@@ -33,13 +34,13 @@ class Trial:
     """
 
     count: int
-    stages: Dict[str, Any]
-    pairs: Dict[str, Tuple[Tensor, Tensor]]
-    draws: "Counter[Tuple[str, str]]"
-    drawn: List[Tuple[str, Tuple[int, ...]]]
-    strays: List[str]
-    buffers: Dict[str, Tensor]
-    gradients: Dict[str, Tensor]
+    stages: dict[str, Any]
+    pairs: dict[str, tuple[Tensor, Tensor]]
+    draws: "Counter[tuple[str, str]]"
+    drawn: list[tuple[str, tuple[int, ...]]]
+    strays: list[str]
+    buffers: dict[str, Tensor]
+    gradients: dict[str, Tensor]
 
 
 class Trials:
@@ -56,7 +57,7 @@ class Trials:
         self.recipe, self.size, self.device, self.is_training = recipe, size, split.device, is_training
         self.model, self.rows = copy_with_hooks(model).train(is_training), rows
         self.buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
-        self.everyones: List[Tensor] = []  # what everyone() returned for the whole batch, call by call
+        self.everyones: list[Tensor] = []  # what everyone() returned for the whole batch, call by call
         # Both parts are spread over the split too, or of sorted samples each would have a class of its own; and one is
         # larger, or both might have the mean of the whole
         spread, cut = torch.linspace(0, len(split) - 1, size).long(), max(1, 3 * size // 8)

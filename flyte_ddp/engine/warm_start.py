@@ -3,8 +3,9 @@
 import fnmatch
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Dict, List, Sequence, Tuple
+from typing import Any
 
 from torch import nn
 
@@ -100,7 +101,7 @@ def _continue_from(state: TrainingState, path: Path, job: Job, steps_per_epoch: 
     return f"Continues from {path.name}, {where}"
 
 
-def _check_settings(saved: Dict[str, Any], theirs: Dict[str, Any], job: Job) -> None:
+def _check_settings(saved: dict[str, Any], theirs: dict[str, Any], job: Job) -> None:
     """Raises InputError if nothing is left to train, or an epoch would end with other settings than it began with."""
     settings, ours = job.identity.settings, job.identity.as_dict()
     if saved["epoch"] >= settings.last_epoch:
@@ -117,7 +118,7 @@ def _check_settings(saved: Dict[str, Any], theirs: Dict[str, Any], job: Job) -> 
         )
 
 
-def _judge_choice(state: TrainingState, fresh: Any, theirs: Dict[str, Any], ours: Dict[str, Any]) -> None:
+def _judge_choice(state: TrainingState, fresh: Any, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
     """Drops the other training's best epoch if it does not count here; patience that ran out there begins anew."""
     if not state.choice:
         return
@@ -148,7 +149,7 @@ def _keep_statistics(layer: nn.Module, _: Any) -> None:
     layer.eval()  # again before each forward pass, since each epoch begins with train()
 
 
-def matching(setting: str, patterns: Sequence[str], names: Sequence[str]) -> List[str]:
+def matching(setting: str, patterns: Sequence[str], names: Sequence[str]) -> list[str]:
     """The names that match one of the patterns, or belong to a layer whose name does; InputError for a pattern without
     a match."""
     found = []
@@ -160,20 +161,20 @@ def matching(setting: str, patterns: Sequence[str], names: Sequence[str]) -> Lis
     return [name for name in names if name in found]
 
 
-def patterns_of(text: str) -> List[str]:
+def patterns_of(text: str) -> list[str]:
     return [pattern for pattern in re.split(r"[\s,]+", text) if pattern]
 
 
-def _layers(name: str) -> List[str]:
+def _layers(name: str) -> list[str]:
     """For a.b.c: a.b.c, a.b and a."""
     parts = name.split(".")
     return [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
 
 
-def _optimizer(fresh: Dict[str, Any], saved: Dict[str, Any], rates: Sequence[float]) -> Dict[str, Any]:
+def _optimizer(fresh: dict[str, Any], saved: dict[str, Any], rates: Sequence[float]) -> dict[str, Any]:
     """The saved state of each parameter, with the hyperparameters and learning rates of this training."""
 
-    def shape(state: Dict[str, Any]) -> List[Tuple[List[str], int]]:
+    def shape(state: dict[str, Any]) -> list[tuple[list[str], int]]:
         return [(sorted(group), len(group["params"])) for group in state["param_groups"]]
 
     if shape(fresh) != shape(saved):

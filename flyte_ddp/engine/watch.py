@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import asdict, dataclass, field
-from typing import Any, Dict, List
+from typing import Any
 
 from flyte_ddp.events import NotLearning
 
@@ -32,10 +32,10 @@ class Watch:
     loss_sum: float = 0.0
     samples: int = 0
     guessing: bool = False
-    warnings: List[NotLearning] = field(default_factory=list)
+    warnings: list[NotLearning] = field(default_factory=list)
     remedies: str = "lower learning_rate, clip gradients by clip_norm, or raise warmup_fraction"
 
-    def after_steps(self, epoch: int, step: int, loss: float, samples: int) -> List[NotLearning]:
+    def after_steps(self, epoch: int, step: int, loss: float, samples: int) -> list[NotLearning]:
         """Records the mean loss of the latest samples; returns a warning if the loss has leapt."""
         self.loss_sum, self.samples = self.loss_sum + loss * samples, self.samples + samples
         if self.samples < WINDOW:
@@ -53,7 +53,7 @@ class Watch:
         self.lowest = min(mean, before)
         return []
 
-    def after_epoch(self, epoch: int, step: int, loss: float, mismatched: float = 0.0) -> List[NotLearning]:
+    def after_epoch(self, epoch: int, step: int, loss: float, mismatched: float = 0.0) -> list[NotLearning]:
         """Records the mean loss of the test or validation split; returns a warning once it is no better than guessing.
 
         mismatched: mean loss of outputs paired with other samples, which stands in for an unknown constant_loss.
@@ -69,12 +69,12 @@ class Watch:
             f"{bound:.4g} for predictions that are the same for all samples: {self.remedies}",
         )
 
-    def _warn(self, epoch: int, step: int, reason: str) -> List[NotLearning]:
+    def _warn(self, epoch: int, step: int, reason: str) -> list[NotLearning]:
         self.warnings.append(NotLearning(epoch, step, reason))
         return self.warnings[-1:]
 
-    def state_dict(self) -> Dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         return asdict(self)
 
-    def load_state_dict(self, saved: Dict[str, Any]) -> None:
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
         vars(self).update(saved, warnings=[NotLearning(**one) for one in saved["warnings"]])

@@ -2,7 +2,6 @@
 
 import time
 from pathlib import Path
-from typing import Union
 
 import torch
 from torch import distributed
@@ -102,7 +101,7 @@ def keep_freed_memory() -> None:
     torch.empty(31 << 20, dtype=torch.uint8)  # bytes; the threshold grows to 32 MiB at most
 
 
-def checkpoints_of(environment: Environment, link: Link, job: Job) -> Union[CheckpointWriter, NoCheckpoints]:
+def checkpoints_of(environment: Environment, link: Link, job: Job) -> CheckpointWriter | NoCheckpoints:
     if environment.rank == 0:
         return CheckpointWriter(Path(job.checkpoint_path), job.identity.as_dict(), job.checkpoint_seconds, link.emit)
     return NoCheckpoints()

@@ -1,8 +1,8 @@
 """The model card: a model's training, measures, inputs and outputs, in Markdown and as a page."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Dict, List, Sequence, Tuple
 
 from flyte_ddp.engine.job import Measured, Subject
 from flyte_ddp.export.settings import FILES, ExportOptions, Written
@@ -11,7 +11,7 @@ from flyte_ddp.report.surroundings import surroundings
 from flyte_ddp.report.words import capitalised, in_words
 from flyte_ddp.report.words import written as in_figures
 
-Line = Tuple[str, str]
+Line = tuple[str, str]
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class Card:
 def describe(
     subject: Subject,
     written: Written,
-    formats: Dict[str, Measured],
-    reported: Dict[str, float],
+    formats: dict[str, Measured],
+    reported: dict[str, float],
     options: ExportOptions,
 ) -> Card:
     name = str(written.metadata.facts.get("network") or subject.identity.recipe.rpartition(":")[2])
@@ -75,7 +75,7 @@ def model_section(subject: Subject, written: Written) -> Section:
 
 
 def measures_section(
-    written: Written, formats: Dict[str, Measured], reported: Dict[str, float], options: ExportOptions
+    written: Written, formats: dict[str, Measured], reported: dict[str, float], options: ExportOptions
 ) -> Section:
     columns = {"weights": written.measured.measures, **{FILES[name]: found.measures for name, found in formats.items()}}
     if reported:
@@ -151,7 +151,7 @@ def markdown(title: str, subtitle: str, sections: Sequence[Section]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _table(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> List[str]:
+def _table(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
     rows = [heads, ["---"] * len(heads), *lines]
     return [f"| {' | '.join(cell if row is rows[1] else _escaped(cell) for cell in row)} |" for row in rows]
 

@@ -6,7 +6,7 @@ import threading
 import warnings
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Dict, List, NamedTuple, Tuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,14 +26,14 @@ class Call(NamedTuple):
     """A call of a network with this many samples: its arguments and what it returned."""
 
     samples: int
-    args: Tuple[Any, ...]
-    kwargs: Dict[str, Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
     outputs: Any
 
 
 def call_of(recipe: Recipe, model: nn.Module, tree: Any, samples: int) -> Call:
     """The recipe's first call of its network for a batch; InputError if it does not call it."""
-    calls: List[Call] = []
+    calls: list[Call] = []
 
     def note(_: nn.Module, args: Any, kwargs: Any, outputs: Any) -> None:
         calls.append(Call(samples, args, kwargs, outputs))
@@ -130,20 +130,20 @@ class OnnxNetwork(nn.Module):
         return pytree.tree_unflatten(map(torch.from_numpy, self.session.run(None, arrays)), self.structure)
 
 
-def specs_of(model: nn.Module, few: Call, more: Call) -> Tuple[Tuple[TensorSpec, ...], Tuple[TensorSpec, ...]]:
+def specs_of(model: nn.Module, few: Call, more: Call) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
     """The specs of inputs and outputs, in order; inputs are named as in the network's forward."""
     parameters = inspect.signature(model.forward).parameters.values()
     names = [one.name for one in parameters if one.kind is not one.VAR_POSITIONAL]
     names += [f"input_{place}" for place in range(len(names), len(few.args))]
 
-    def inputs(call: Call) -> Dict[str, Any]:
+    def inputs(call: Call) -> dict[str, Any]:
         return {**dict(zip(names, call.args, strict=False)), **call.kwargs}
 
     outputs = ({"output": call.outputs} for call in (few, more))
     return _specs(inputs(few), inputs(more)), _specs(*outputs)
 
 
-def _specs(few: Any, more: Any) -> Tuple[TensorSpec, ...]:
+def _specs(few: Any, more: Any) -> tuple[TensorSpec, ...]:
     found = []
     for (path, one), other in zip(pytree.tree_flatten_with_path(few)[0], pytree.tree_leaves(more), strict=True):
         if isinstance(one, Tensor):

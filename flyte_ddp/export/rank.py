@@ -3,8 +3,9 @@
 import dataclasses
 import inspect
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Dict, List, Sequence, Tuple, Union
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,7 +36,7 @@ def write(environment: Environment, link: Link, asked: ExportJob) -> Written:
     job, recipe = asked.job, load_recipe(asked.job, CPU)
     test = open_split(recipe, "test", job)
     model = load_weights(recipe.model(), job.model_path).eval().to(memory_format=torch.contiguous_format)
-    seen: List[Tuple[Tensor, Tensor]] = []
+    seen: list[tuple[Tensor, Tensor]] = []
 
     def look(batch: Batch, pairs: Pairs) -> None:
         if isinstance(recipe, Classifier):
@@ -77,7 +78,7 @@ def write(environment: Environment, link: Link, asked: ExportJob) -> Written:
     )
 
 
-def verify(environment: Environment, link: Link, asked: VerifyJob) -> Union[Measured, str]:
+def verify(environment: Environment, link: Link, asked: VerifyJob) -> Measured | str:
     """The measures of a file on the test split, or why it cannot be used; also tries a batch of one sample."""
     torch.set_num_threads(environment.threads)
     recipe = load_recipe(asked.job, CPU)
@@ -91,7 +92,7 @@ def verify(environment: Environment, link: Link, asked: VerifyJob) -> Union[Meas
         return _first_lines(error)
 
 
-def class_shares(recipe: Recipe, seen: Sequence[Tuple[Tensor, Tensor]]) -> Dict[str, float]:
+def class_shares(recipe: Recipe, seen: Sequence[tuple[Tensor, Tensor]]) -> dict[str, float]:
     """seen: labels (n,) and hits (n,) of each batch of a classifier."""
     if not seen:
         return {}

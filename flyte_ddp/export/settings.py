@@ -2,7 +2,7 @@
 
 import importlib.util
 from dataclasses import dataclass
-from typing import Any, Dict, List, Tuple
+from typing import Any
 
 from flyte_ddp.engine.job import Job, Measured
 from flyte_ddp.errors import InputError, not_installed
@@ -45,7 +45,7 @@ class ExportOptions(Settings):
                 raise InputError(f"reported must have a number for each measure, got {value!r} for {name!r}")
 
     @property
-    def names(self) -> List[str]:
+    def names(self) -> list[str]:
         return [name for name in dict.fromkeys(map(str.strip, self.formats.split(","))) if name]
 
 
@@ -97,10 +97,10 @@ class ExportJob:
     """
 
     job: Job
-    formats: Tuple[str, ...]
+    formats: tuple[str, ...]
     folder: str
-    settings: Dict[str, Any]
-    training: Dict[str, Any]
+    settings: dict[str, Any]
+    training: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class TensorSpec:
     """An input or output of the network; "batch" in its shape is any number of samples."""
 
     name: str
-    shape: Tuple[str, ...]
+    shape: tuple[str, ...]
     dtype: str
 
     def __str__(self) -> str:
@@ -137,11 +137,11 @@ class Written:
     """
 
     measured: Measured
-    classes: Dict[str, float]
+    classes: dict[str, float]
     metadata: ModelMetadata
     samples: str
     parameters: int
     before: str
-    inputs: Tuple[TensorSpec, ...]
-    outputs: Tuple[TensorSpec, ...]
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
     structure: str

@@ -8,7 +8,7 @@ def export_model(model_state: FlyteFile, settings: Settings, reported: Dict[str,
 import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Dict, List, NamedTuple, Optional
+from typing import Any, NamedTuple
 
 from flytekit import task
 from flytekit.types.directory import FlyteDirectory
@@ -48,9 +48,9 @@ class ExportSummary:
 
     recipe: str
     headline: str
-    measures: Dict[str, float]
-    exported: Dict[str, float]
-    classes: Dict[str, float]
+    measures: dict[str, float]
+    exported: dict[str, float]
+    classes: dict[str, float]
     parameters: int
 
 
@@ -69,7 +69,7 @@ class ExportOutputs(NamedTuple):
 
 
 @task(**small_resources())
-def check_export(model_state: Optional[PythonPickledFile], options: ClassifierExport) -> str:
+def check_export(model_state: PythonPickledFile | None, options: ClassifierExport) -> str:
     """The name of the dataset that the model was trained on; refuses invalid inputs before it is downloaded."""
     check_formats(options)
     return dataset_of(known_classifier(model_state), options.dataset, "run export_folder_wf with that folder")
@@ -77,7 +77,7 @@ def check_export(model_state: Optional[PythonPickledFile], options: ClassifierEx
 
 @task(**small_resources())
 def check_folder_export(
-    model_state: Optional[PythonPickledFile], images: ImageSettings, options: FolderExport
+    model_state: PythonPickledFile | None, images: ImageSettings, options: FolderExport
 ) -> ImageSettings:
     """Returns `images` unchanged; refuses invalid inputs before the images are read."""
     check_formats(options)
@@ -94,7 +94,7 @@ def check_folder_export(
 
 @task(enable_deck=True, deck_fields=(), retries=2, **preparation_resources())
 def export_classifier(
-    model_state: PythonPickledFile, data: PreparedDataset, accuracies: List[float], options: ClassifierExport
+    model_state: PythonPickledFile, data: PreparedDataset, accuracies: list[float], options: ClassifierExport
 ) -> ExportOutputs:
     """Exports a built-in classifier, in all formats or none; never cached: files are verified where they are written.
 
@@ -110,7 +110,7 @@ def export_folder_classifier(
     model_state: PythonPickledFile,
     index: PreparedDataset,
     folder: FlyteDirectory,
-    accuracies: List[float],
+    accuracies: list[float],
     options: FolderExport,
 ) -> ExportOutputs:
     """The same for a classifier of a folder of images, which index describes."""
@@ -120,7 +120,7 @@ def export_folder_classifier(
 
 
 def _classifier(
-    model_state: PythonPickledFile, data: Path, accuracies: List[float], hp: Hyperparameters, options: FolderExport
+    model_state: PythonPickledFile, data: Path, accuracies: list[float], hp: Hyperparameters, options: FolderExport
 ) -> ExportOutputs:
     """hp: of the training, if it was for this export; else from the options."""
     weights = Path(model_state.download())
@@ -137,7 +137,7 @@ def export_recipe(
     model_state: FlyteFile,
     settings: TrainingSettings,
     data: Data = None,
-    reported: Optional[Dict[str, float]] = None,
+    reported: dict[str, float] | None = None,
     options: ExportOptions = ExportOptions(),  # noqa: B008 frozen
 ) -> ExportOutputs:
     """Exports a trained network of a recipe, in all formats or none.
@@ -155,9 +155,9 @@ def export_recipe(
 def _exported(
     subject: Subject,
     weights: Path,
-    settings: Dict[str, Any],
-    reported: Dict[str, float],
-    known: Optional[ModelMetadata],
+    settings: dict[str, Any],
+    reported: dict[str, float],
+    known: ModelMetadata | None,
     options: ExportOptions,
 ) -> ExportOutputs:
     """known: the metadata of the weights; they fill in what was not given."""

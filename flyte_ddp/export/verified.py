@@ -5,7 +5,7 @@ import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, Optional, Tuple
+from typing import Any
 
 from flyte_ddp.engine.job import Job, Measured, Subject, job_of
 from flyte_ddp.errors import InputError, ReportedError
@@ -33,9 +33,9 @@ class Source:
 
     subject: Subject
     weights: Path
-    settings: Dict[str, Any]
-    reported: Dict[str, float]
-    training: Dict[str, Any]
+    settings: dict[str, Any]
+    reported: dict[str, float]
+    training: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Exported:
     """The model as written, the measures of each format, and the card."""
 
     written: Written
-    formats: Dict[str, Measured]
+    formats: dict[str, Measured]
     card: card.Card
 
 
@@ -124,9 +124,7 @@ def _run(target: str, argument: Any, job: Job, options: ExportOptions) -> Any:
         console.close()
 
 
-def differing(
-    expected: Dict[str, float], found: Dict[str, float], tolerance: float
-) -> Optional[Tuple[str, float, float]]:
+def differing(expected: dict[str, float], found: dict[str, float], tolerance: float) -> tuple[str, float, float] | None:
     """The first measure that differs, with both values; InputError if `found` lacks one."""
     for name, value in expected.items():
         if name not in found:

@@ -1,7 +1,6 @@
 """What torch can do on a machine, and how a training would use it. Standard library only."""
 
 from dataclasses import dataclass
-from typing import List, Optional, Tuple
 
 from flyte_ddp.launch.environment import World
 
@@ -40,10 +39,10 @@ class Capabilities:
     torch: str
     cuda: str
     nccl: str
-    gpus: List[TorchGpu]
+    gpus: list[TorchGpu]
     no_gpu: str
-    complaints: List[str]
-    peers: Tuple[int, int]
-    cpu_bfloat16: List[str]
-    plan: Optional[Plan]
+    complaints: list[str]
+    peers: tuple[int, int]
+    cpu_bfloat16: list[str]
+    plan: Plan | None
     refusal: str

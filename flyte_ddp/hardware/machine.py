@@ -1,9 +1,10 @@
 """The machine that a training finds: facts, any of which may be unknown, and warnings that follow from them."""
 
 import os
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Callable, Dict, Iterator, List, Optional, Tuple, TypeVar, Union
+from typing import TypeVar
 
 from flyte_ddp.hardware import nvidia
 from flyte_ddp.hardware.capabilities import Capabilities
@@ -45,19 +46,19 @@ class Machine:
         shared_memory: bytes free in /dev/shm and its size.
     """
 
-    gpus: Union[List[DriverGpu], NotKnown]
-    cuda: Union[str, NotKnown]
-    topology: Union[str, NotKnown]
-    torch: Union[Capabilities, NotKnown]
+    gpus: list[DriverGpu] | NotKnown
+    cuda: str | NotKnown
+    topology: str | NotKnown
+    torch: Capabilities | NotKnown
     devices: int
-    visible: Optional[str]
-    ports: Union[List[str], NotKnown]
-    nccl: Dict[str, str]
+    visible: str | None
+    ports: list[str] | NotKnown
+    nccl: dict[str, str]
     processor: str
-    cores: Tuple[int, int]
+    cores: tuple[int, int]
     cpu_limit: float
-    memory: Union[Tuple[int, int], NotKnown]
-    shared_memory: Union[Tuple[int, int], NotKnown]
+    memory: tuple[int, int] | NotKnown
+    shared_memory: tuple[int, int] | NotKnown
 
 
 def look(hp: Hyperparameters, options: RunOptions) -> Machine:
@@ -79,7 +80,7 @@ def look(hp: Hyperparameters, options: RunOptions) -> Machine:
     )
 
 
-def known(ask: Callable[[], T]) -> Union[T, NotKnown]:
+def known(ask: Callable[[], T]) -> T | NotKnown:
     """The answer, or why there is none."""
     try:
         return ask()
@@ -97,17 +98,17 @@ def ask_torch(hp: Hyperparameters, options: RunOptions) -> Capabilities:
     return found
 
 
-def ports() -> List[str]:
+def ports() -> list[str]:
     folders = sorted(Path("/sys/class/infiniband").glob("*/ports/*"))
     return [f"{(port / 'rate').read_text().strip()}, {(port / 'state').read_text().strip()}" for port in folders]
 
 
-def shared_memory() -> Tuple[int, int]:
+def shared_memory() -> tuple[int, int]:
     found = os.statvfs("/dev/shm")
     return found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
 
 
-def warnings(machine: Machine) -> List[str]:
+def warnings(machine: Machine) -> list[str]:
     """What is likely to stop a training here or slow it down, and what to do about it."""
     torch = machine.torch
     if isinstance(torch, NotKnown):

@@ -3,9 +3,10 @@
 import re
 import subprocess
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future, TimeoutError
 from dataclasses import dataclass
-from typing import Any, Callable, List, TypeVar
+from typing import Any, TypeVar
 
 from flyte_ddp.launch.nvml import NvmlFailed, handles, open_nvml
 
@@ -58,7 +59,7 @@ def answer(question: Callable[[Any], T]) -> T:
         raise NotKnown(f"NVIDIA's driver gave no answer within {SECONDS:g} s") from None
 
 
-def gpus(nvml: Any) -> List[DriverGpu]:
+def gpus(nvml: Any) -> list[DriverGpu]:
     return [_gpu(nvml, index, handle) for index, handle in handles(nvml)]
 
 

@@ -1,18 +1,19 @@
 """A machine's facts for people: as text for a terminal or a log, and as a page."""
 
-from typing import Any, Dict, List, Sequence, Tuple, Union
+from collections.abc import Sequence
+from typing import Any
 
 from flyte_ddp.hardware.capabilities import Capabilities
 from flyte_ddp.hardware.machine import Machine, gib, warnings
 from flyte_ddp.hardware.nvidia import NotKnown, first_line
 from flyte_ddp.report.article import Section, article
 
-Lines = List[Tuple[str, str]]
+Lines = list[tuple[str, str]]
 
 TOPOLOGY = "nvidia-smi topo -m"
 
 
-def facts(machine: Machine) -> Dict[str, Lines]:
+def facts(machine: Machine) -> dict[str, Lines]:
     """Label and value of every fact, by heading."""
     return {
         "A training here": _training(machine.torch),
@@ -42,7 +43,7 @@ def as_page(host: str, machine: Machine) -> str:
     return article("Hardware", host, sections)
 
 
-def _training(torch: Union[Capabilities, NotKnown]) -> Lines:
+def _training(torch: Capabilities | NotKnown) -> Lines:
     if isinstance(torch, NotKnown):
         return [("Ranks", str(torch))]
     if torch.plan is None:

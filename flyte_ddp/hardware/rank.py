@@ -2,7 +2,7 @@
 
 import warnings
 from itertools import combinations
-from typing import Any, List, Optional, Tuple
+from typing import Any
 
 import torch
 from torch import distributed
@@ -15,7 +15,7 @@ from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
 
 
-def survey(environment: Any, link: Any, inputs: Tuple[Hyperparameters, RunOptions]) -> Capabilities:
+def survey(environment: Any, link: Any, inputs: tuple[Hyperparameters, RunOptions]) -> Capabilities:
     """What torch can do, and what a training with these inputs would; a target of launcher.launch."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -37,7 +37,7 @@ def survey(environment: Any, link: Any, inputs: Tuple[Hyperparameters, RunOption
     )
 
 
-def _gpus() -> Tuple[List[TorchGpu], str]:
+def _gpus() -> tuple[list[TorchGpu], str]:
     """The GPUs, or none and the reason."""
     try:
         torch.cuda.init()
@@ -47,7 +47,7 @@ def _gpus() -> Tuple[List[TorchGpu], str]:
     return [TorchGpu(gpu.name, gpu.total_memory, f"{gpu.major}.{gpu.minor}") for gpu in found], ""
 
 
-def _plan(hp: Hyperparameters, options: RunOptions) -> Tuple[Optional[Plan], str]:
+def _plan(hp: Hyperparameters, options: RunOptions) -> tuple[Plan | None, str]:
     try:
         world = choose_world(hp.backend, options.nproc, hp.batch_size)
     except InputError as error:

@@ -3,7 +3,7 @@
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import List, NamedTuple, Optional
+from typing import NamedTuple
 
 import numpy as np
 from flytekit import task
@@ -38,7 +38,7 @@ class InferenceSummary:
     images: int
     unreadable: int
     labelled: int
-    accuracy: Optional[float]
+    accuracy: float | None
 
 
 class InferenceOutputs(NamedTuple):
@@ -57,9 +57,9 @@ class InferenceOutputs(NamedTuple):
 
 @task(enable_deck=True, deck_fields=(), **preparation_resources())
 def gather_shards(
-    parts: List[CSVFile],
+    parts: list[CSVFile],
     data: PreparedDataset,
-    folder: Optional[FlyteDirectory],
+    folder: FlyteDirectory | None,
     options: InferenceOptions,
 ) -> InferenceOutputs:
     """Joins all rows in one file, in the order of the images, and summarises them."""
@@ -79,9 +79,7 @@ def gather_shards(
     return InferenceOutputs(output_file(predictions, CSVFile), summary, report)
 
 
-def images_of(
-    found: Tally, data: Path, folder: Optional[FlyteDirectory], options: InferenceOptions
-) -> List[np.ndarray]:
+def images_of(found: Tally, data: Path, folder: FlyteDirectory | None, options: InferenceOptions) -> list[np.ndarray]:
     """The least certain images (C, H, W) uint8, as the network saw them."""
     numbers = [number for number, _ in found.least_certain]
     if folder is None:

@@ -1,7 +1,7 @@
 """Decodes image files as for training on a folder, but reports unreadable files instead of raising errors."""
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Sequence, Tuple
 
 import numpy as np
 
@@ -9,7 +9,7 @@ from flyte_ddp.data.image_files import MODES, decode, reason
 from flyte_ddp.errors import InputError
 
 
-def decode_all(paths: Sequence[Path], image_shape: Tuple[int, int, int]) -> Tuple[np.ndarray, Sequence[str]]:
+def decode_all(paths: Sequence[Path], image_shape: tuple[int, int, int]) -> tuple[np.ndarray, Sequence[str]]:
     """Images (N, C, H, W) uint8, and for each the problem with its file, empty if it was read.
 
     A file that cannot be read gives zeros. InputError if Pillow does not support that many channels.

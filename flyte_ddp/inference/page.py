@@ -2,8 +2,9 @@
 
 import heapq
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
-from typing import List, NamedTuple, Optional, Sequence, Tuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -32,8 +33,8 @@ class Tally(NamedTuple):
     known: "Counter[str]"
     right: "Counter[str]"
     unreadable: int
-    least_certain: List[Tuple[int, Row]]
-    errors: List[Row]
+    least_certain: list[tuple[int, Row]]
+    errors: list[Row]
 
     @property
     def images(self) -> int:
@@ -44,7 +45,7 @@ class Tally(NamedTuple):
         return self.known.total()
 
     @property
-    def accuracy(self) -> Optional[float]:
+    def accuracy(self) -> float | None:
         return self.right.total() / self.labelled if self.labelled else None
 
     def __str__(self) -> str:
@@ -106,7 +107,7 @@ def predicted_article(
     return article(title, str(found), [by_class, least_certain, *([unreadable] if found.errors else []), setup])
 
 
-def _line(name: str, found: Tally) -> Tuple[str, ...]:
+def _line(name: str, found: Tally) -> tuple[str, ...]:
     known, right = found.known[name], found.right[name]
     share = f"{right / known:.2%}" if known else "-"
     return name, f"{found.predicted[name]:,}", f"{known:,}", f"{right:,}", share

@@ -1,7 +1,7 @@
 """Batch prediction in a process of its own: checks a file of weights, and predicts a shard."""
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Iterator, List, Sequence, Tuple
 
 import numpy as np
 import torch
@@ -38,7 +38,7 @@ def predict_shard(environment: Environment, link: Link, job: ShardJob) -> None:
     model = load_model(job.model_path, job.model, description.image_shape, len(description.classes))
     model.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
     normalise = Normaliser(description, device)
-    found: List[Tuple[float, int]] = []
+    found: list[tuple[float, int]] = []
     for batch in TestBatches(Resident(images, device), job.batch_size, rank=0, world_size=1):
         scores, guesses = model(normalise(batch.tree)).softmax(1).max(1)
         found += zip(scores.tolist(), guesses.tolist(), strict=True)
@@ -47,7 +47,7 @@ def predict_shard(environment: Environment, link: Link, job: ShardJob) -> None:
         write_rows(Path(job.output), predicted(rows, found, description.classes))
 
 
-def read_images(job: ShardJob, description: DatasetDescription) -> Tuple[np.ndarray, List[Row]]:
+def read_images(job: ShardJob, description: DatasetDescription) -> tuple[np.ndarray, list[Row]]:
     """The shard's images (N, C, H, W) uint8, and their rows without predictions."""
     if not job.files:
         images, labels = prepared.open_split(job.data, job.split)
@@ -65,6 +65,6 @@ def read_images(job: ShardJob, description: DatasetDescription) -> Tuple[np.ndar
     ]
 
 
-def predicted(rows: Sequence[Row], found: Sequence[Tuple[float, int]], classes: Sequence[str]) -> Iterator[Row]:
+def predicted(rows: Sequence[Row], found: Sequence[tuple[float, int]], classes: Sequence[str]) -> Iterator[Row]:
     for row, (score, guess) in zip(rows, found, strict=True):
         yield row if row.error else row._replace(prediction=classes[guess], score=f"{score:.6f}")

@@ -1,9 +1,10 @@
 """The options of batch prediction, its shards, a rank's job, and the rows it writes. No torch."""
 
 import csv
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Iterator, NamedTuple, Sequence, Tuple
+from typing import NamedTuple
 
 from flyte_ddp.data.prepared import SPLITS
 from flyte_ddp.recipes.hyperparameters import DATASETS, MODELS
@@ -73,7 +74,7 @@ class ShardJob:
     split: str
     first: int
     last: int
-    files: Sequence[Tuple[str, str]]
+    files: Sequence[tuple[str, str]]
     batch_size: int
     output: str
 
@@ -84,7 +85,7 @@ class ModelFile:
 
     path: str
     model: str
-    image_shape: Tuple[int, int, int]
+    image_shape: tuple[int, int, int]
     classes: int
 
 

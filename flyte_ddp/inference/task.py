@@ -8,7 +8,7 @@ import time
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Dict, List, NamedTuple, Optional
+from typing import Any, NamedTuple
 
 from flytekit import Cache, current_context, task
 from flytekit.configuration import LocalConfig
@@ -45,7 +45,7 @@ INSPECTOR = "flyte_ddp.inference.rank:check_model"
 INFERENCE_CODE = CodeVersion(code_version("flyte_ddp.inference.rank", __name__), ("torch", "pillow"))
 
 
-def one_device() -> Dict[str, Any]:
+def one_device() -> dict[str, Any]:
     """Arguments of @task for predicting a shard: as for training, but with one GPU at most, and no tracker."""
     gpus = min(1, registration().training_gpus)
     return {
@@ -65,7 +65,7 @@ class Checked(NamedTuple):
 
 @task(**small_resources())
 def check_inputs(
-    model_state: Optional[PythonPickledFile], folder: Optional[FlyteDirectory], options: InferenceOptions
+    model_state: PythonPickledFile | None, folder: FlyteDirectory | None, options: InferenceOptions
 ) -> Checked:
     """Fills in what the weights say of themselves; refuses invalid inputs before the dataset is downloaded."""
     known = known_classifier(model_state)
@@ -79,8 +79,8 @@ def check_inputs(
 
 @task(retries=2, **preparation_resources() | {"environment": training_environment(0, INFERENCE_CODE)})
 def plan_shards(
-    model_state: PythonPickledFile, data: PreparedDataset, folder: Optional[FlyteDirectory], options: InferenceOptions
-) -> List[Shard]:
+    model_state: PythonPickledFile, data: PreparedDataset, folder: FlyteDirectory | None, options: InferenceOptions
+) -> list[Shard]:
     """Splits the images into shards, if the model fits them; never cached, because contents may have changed."""
     INFERENCE_CODE.check_registered()
     with flyte_retries():
@@ -119,7 +119,7 @@ def predict_shard(
     shard: Shard,
     model_state: PythonPickledFile,
     data: PreparedDataset,
-    folder: Optional[FlyteDirectory],
+    folder: FlyteDirectory | None,
     options: InferenceOptions,
 ) -> CSVFile:
     """The rows of one shard. On a cluster Flyte retries and caches each shard; a local run caches it here."""

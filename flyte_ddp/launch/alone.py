@@ -1,6 +1,7 @@
 """Runs a function that imports torch in a single separate process."""
 
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 from flyte_ddp.events import Event
 from flyte_ddp.launch import launcher

@@ -7,10 +7,10 @@ import importlib.util
 import os
 import platform
 import runpy
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Iterator, Tuple
 
 from flyte_ddp.errors import InputError
 from flyte_ddp.launch import nvml
@@ -81,7 +81,7 @@ def choose_world(backend: str, nproc: int, batch_size: int) -> World:
     return World(size=size, local_size=size, backend=backend, device="cuda" if gpus else "cpu")
 
 
-def environment_from_torchrun(backend: str, nodes: Tuple[int, int], ranks_per_node: int) -> Environment:
+def environment_from_torchrun(backend: str, nodes: tuple[int, int], ranks_per_node: int) -> Environment:
     """This process's place in the world that torchrun or Flyte's Elastic plugin has created.
 
     Raises InputError if that world does not have this number of nodes and ranks: a node training alone would return

@@ -4,8 +4,8 @@ import re
 import signal
 import time
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Optional, Sequence, Tuple, Union
 
 from flyte_ddp.errors import InputError, RecoverableError, ReportedError
 from flyte_ddp.text import encodable
@@ -45,14 +45,14 @@ class Failure:
         details: the traceback, or the stacks of a hang; empty where the message says everything.
     """
 
-    rank: Optional[int]
+    rank: int | None
     host: str
     kind: str
     cause: str
     message: str
     details: str = ""
     recoverable: bool = True
-    others: Tuple[int, ...] = ()
+    others: tuple[int, ...] = ()
     at: float = field(default_factory=time.time)
 
     @property
@@ -84,7 +84,7 @@ class Preempted(RecoverableError):
     """The process was asked to end (SIGTERM); a checkpoint has been written if that was possible."""
 
 
-def from_exception(error: BaseException, rank: Optional[int], host: str) -> Failure:
+def from_exception(error: BaseException, rank: int | None, host: str) -> Failure:
     """Classifies the exception that ended a rank, or with None the process that starts them."""
     kind, recoverable, remedy = _classify(error)
     says_everything = isinstance(error, (InputError, ReportedError))
@@ -107,7 +107,7 @@ def message_of(error: BaseException) -> str:
         return f"its message cannot be shown: __str__ raises {type(problem).__name__}"
 
 
-def _classify(error: BaseException) -> Tuple[str, bool, str]:
+def _classify(error: BaseException) -> tuple[str, bool, str]:
     """The kind, whether trying again can help, and a remedy: by type, or by message where torch has just one type."""
     message, types = message_of(error), {base.__name__ for base in type(error).__mro__}
     is_plain = type(error) is RuntimeError
@@ -146,7 +146,7 @@ def from_exit_code(code: int, rank: int, host: str, peak_bytes: int = 0) -> Fail
     return Failure(rank, host, kind, name, f"{hint}{memory}")
 
 
-def name_the_cause(failures: Sequence[Failure]) -> Union[InputError, RankFailed]:
+def name_the_cause(failures: Sequence[Failure]) -> InputError | RankFailed:
     """The exception for a failed run: its first failure, those that may be just the loss of a peer coming last."""
     cause = min(failures, key=lambda failure: (max(0, KINDS.index(failure.kind) - KINDS.index("hang")), failure.at))
     if cause.kind == "input":

@@ -2,10 +2,10 @@
 
 import multiprocessing.process
 import sys
-from typing import Any, Tuple
+from typing import Any
 
 
-def standing(local_rank: int) -> Tuple[int, bool]:
+def standing(local_rank: int) -> tuple[int, bool]:
     """How many collectives this rank has reached, and whether its GPU is idle (always true on a CPU).
 
     torch itself counts them, including those of DistributedDataParallel.

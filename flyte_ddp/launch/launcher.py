@@ -10,10 +10,11 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import connection, forkserver, resource_tracker
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, List, Sequence
+from typing import Any
 
 import flyte_ddp
 from flyte_ddp.events import Event, RunStarted
@@ -62,7 +63,7 @@ def launch(
     preload: Sequence[str] = PRELOAD,
     *,
     roots: Sequence[str] = (),
-) -> List[Any]:
+) -> list[Any]:
     """Runs target(environment, link, argument) as every rank of a world on this host; returns their values by rank.
 
     target is "module:function"; the ranks import it, the parent doesn't. preload is imported once for all ranks, if
@@ -73,7 +74,7 @@ def launch(
     """
     warm_up(preload)
     threads = threads_per_rank(world.local_size)
-    ranks: List[_Rank] = []
+    ranks: list[_Rank] = []
     with on_signals(STOP_SIGNALS, lambda *_: None):  # nothing interrupts the clean-up
         private = tempfile.mkdtemp(prefix="ddp-")
         try:
@@ -161,8 +162,8 @@ class _Rank:
 
 
 def _supervise(
-    ranks: List[_Rank], timeout_seconds: float, on_event: Callable[[Event], None], signals: List[int]
-) -> List[Any]:
+    ranks: list[_Rank], timeout_seconds: float, on_event: Callable[[Event], None], signals: list[int]
+) -> list[Any]:
     started, stop_at, give_up_at, now = False, 0.0, 0.0, time.monotonic()
 
     def note(event: Event) -> None:
@@ -195,7 +196,7 @@ def _supervise(
             raise _hung(ranks, timeout_seconds, note)
 
 
-def _stopped(ranks: List[_Rank], signals: List[int]) -> BaseException:
+def _stopped(ranks: list[_Rank], signals: list[int]) -> BaseException:
     if signal.SIGINT in signals:
         return KeyboardInterrupt()
     said = [rank.value for rank in ranks if rank.outcome == "stopped"]
@@ -203,7 +204,7 @@ def _stopped(ranks: List[_Rank], signals: List[int]) -> BaseException:
     return Preempted(f"all ranks on {ranks[0].host}: {signal.Signals(signals[0]).name}: {last}")
 
 
-def _hung(ranks: List[_Rank], timeout_seconds: float, on_event: Callable[[Event], None]) -> Exception:
+def _hung(ranks: list[_Rank], timeout_seconds: float, on_event: Callable[[Event], None]) -> Exception:
     """Names the ranks that the others wait for, with the Python stacks of every rank.
 
     All ranks reach the same collectives in the same order, and wait there for the ranks that have reached fewer, or
@@ -214,7 +215,7 @@ def _hung(ranks: List[_Rank], timeout_seconds: float, on_event: Callable[[Event]
         os.kill(rank.process.pid or 0, signal.SIGUSR1)
         rank.request("standing")
     deadline = time.monotonic() + ANSWER_SECONDS
-    sizes: List[int] = []
+    sizes: list[int] = []
     while time.monotonic() < deadline:
         time.sleep(SETTLE_SECONDS)
         for rank in running:
@@ -230,7 +231,7 @@ def _hung(ranks: List[_Rank], timeout_seconds: float, on_event: Callable[[Event]
     return name_the_cause([Failure(first, ranks[0].host, "hang", "Hang", message, stacks, others=tuple(others))])
 
 
-def _suspend(ranks: List[_Rank]) -> None:
+def _suspend(ranks: list[_Rank]) -> None:
     """Ctrl-Z: the ranks, in process groups of their own, stand still with this process, and go on with it."""
     for rank in ranks:
         rank.send_signal(signal.SIGSTOP)
@@ -248,7 +249,7 @@ def _importable(roots: Sequence[str] = ()) -> Iterator[None]:
     (2 s) because its parent's main module is the pyflyte script.
     """
     main, folders = sys.modules["__main__"], [*roots, str(Path(flyte_ddp.__path__[0]).parent)]
-    hidden: Dict[str, Any] = {
+    hidden: dict[str, Any] = {
         name: main.__dict__.pop(name) for name in ("__file__", "__spec__") if name in main.__dict__
     }
     main.__spec__ = None

@@ -2,8 +2,8 @@
 
 import math
 import os
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Iterator, List
 
 ROOT = Path("/")
 
@@ -21,7 +21,7 @@ def cpu_limit(root: Path = ROOT) -> float:
 
 def usable_memory(root: Path = ROOT) -> int:
     """Bytes that this process and its children may use: the machine's memory, or the lowest limit."""
-    limits: List[float] = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    limits: list[float] = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for group in _groups("memory", root):
         limits += _numbers(group / "memory.limit_in_bytes") + _numbers(group / "memory.max")
     return int(min(limits))
@@ -48,7 +48,7 @@ def _groups(controller: str, root: Path) -> Iterator[Path]:
         yield from (base / folder for folder in (inner, *inner.parents))
 
 
-def _numbers(file: Path) -> List[float]:
+def _numbers(file: Path) -> list[float]:
     """The numbers in a file, "max" being infinity; none if the file is missing or holds something else."""
     try:
         return [math.inf if word == "max" else int(word) for word in file.read_text().split()]

@@ -8,8 +8,9 @@ import signal
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import Any, Callable, Deque, Optional, Protocol
+from typing import Any, Protocol
 
 from flyte_ddp.events import Event, Printed
 from flyte_ddp.launch.launch_compat import standing
@@ -35,7 +36,7 @@ class ParentLink:
     def __init__(self, connection: Connection, rank: int):
         self.stop_requested, self.is_heard = False, rank == 0
         self._connection, self._rank = connection, rank
-        self._waiting: Deque[bytes] = deque()
+        self._waiting: deque[bytes] = deque()
         self._lock = threading.Lock()  # the checkpoint thread emits too
         self._next_alive = 0.0
 
@@ -89,7 +90,7 @@ class ParentLink:
 class DirectLink:
     """Passes events to observers in this process, if any; for ranks that another launcher has started."""
 
-    def __init__(self, on_event: Optional[Callable[[Event], None]]):
+    def __init__(self, on_event: Callable[[Event], None] | None):
         self.stop_requested, self.is_heard = False, on_event is not None
         self._on_event, self._lock = on_event, threading.Lock()  # the checkpoint thread emits too
 

@@ -1,9 +1,10 @@
 """Queries to NVIDIA's driver through its management library NVML, without CUDA or torch. Light to import."""
 
 import re
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Iterator, List, Optional, Sequence, Tuple
+from typing import Any
 
 
 class NvmlFailed(Exception):
@@ -19,7 +20,7 @@ class Gpu:
     """
 
     uuid: str
-    instances: Optional[Tuple[str, ...]] = None
+    instances: tuple[str, ...] | None = None
 
 
 @contextmanager
@@ -42,7 +43,7 @@ def open_nvml() -> Iterator[Any]:
         raise NvmlFailed(f"NVIDIA's driver says: {error}") from None
 
 
-def handles(nvml: Any) -> Iterator[Tuple[int, Any]]:
+def handles(nvml: Any) -> Iterator[tuple[int, Any]]:
     """Index and handle of each GPU that this process may open: a container may not open those of others."""
     for index in range(nvml.nvmlDeviceGetCount()):
         try:
@@ -60,7 +61,7 @@ def is_divided(nvml: Any, handle: Any) -> bool:
         return False
 
 
-def list_gpus() -> List[Gpu]:
+def list_gpus() -> list[Gpu]:
     """Raises NvmlFailed."""
     with open_nvml() as nvml:
         return [
@@ -78,7 +79,7 @@ def _instances(nvml: Any, handle: Any) -> Iterator[str]:
         yield nvml.nvmlDeviceGetUUID(instance)
 
 
-def count_cuda_devices(gpus: Sequence[Gpu], visible: Optional[str]) -> int:
+def count_cuda_devices(gpus: Sequence[Gpu], visible: str | None) -> int:
     """How many devices CUDA offers a process for this CUDA_VISIBLE_DEVICES (None if it is not set).
 
     A process gets at most one MIG device, and no whole GPU besides it (MIG User Guide, "CUDA Device Enumeration").
@@ -90,14 +91,14 @@ def count_cuda_devices(gpus: Sequence[Gpu], visible: Optional[str]) -> int:
     return len(set(chosen) - set(divided))
 
 
-def _chosen(gpus: Sequence[Gpu], visible: str) -> List[str]:
+def _chosen(gpus: Sequence[Gpu], visible: str) -> list[str]:
     """The UUIDs of the devices in CUDA_VISIBLE_DEVICES, which lists indices, or prefixes of the UUIDs of GPUs or MIG
     devices.
 
     As CUDA reads it: everything after an unknown entry, or an entry of another kind, is ignored; a device listed twice
     means none at all.
     """
-    chosen: List[str] = []
+    chosen: list[str] = []
     words = [word.strip() for word in visible.split(",")]
     for word in words:
         if word[:4] in ("GPU-", "MIG-"):

@@ -1,10 +1,8 @@
 """The peak FLOPS of accelerators, by the names that torch gives them."""
 
-from typing import Dict, Optional
-
 # Floating-point operations per second, dense, from NVIDIA's data sheets: bfloat16 on tensor cores, float32 off them.
 # Names must match entirely or up to a hyphen (A100-SXM4-80GB)
-PEAKS: Dict[str, Dict[str, float]] = {
+PEAKS: dict[str, dict[str, float]] = {
     "NVIDIA A100": {"bfloat16": 312e12, "float32": 19.5e12},
     "NVIDIA A10": {"bfloat16": 125e12, "float32": 31.2e12},
     "NVIDIA H100 80GB HBM3": {"bfloat16": 989.5e12, "float32": 67e12},
@@ -15,7 +13,7 @@ PEAKS: Dict[str, Dict[str, float]] = {
 }
 
 
-def peak(device: str, precision: str) -> Optional[float]:
+def peak(device: str, precision: str) -> float | None:
     """Peak FLOPS of one accelerator; None if unknown, as for all CPUs."""
     for name, by_precision in PEAKS.items():
         if device == name or device.startswith(f"{name}-"):

@@ -2,9 +2,9 @@
 
 import itertools
 import os
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from typing import Iterator
 
 import torch
 from torch import distributed

@@ -10,9 +10,10 @@ import pkgutil
 import signal
 import sys
 import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from multiprocessing.connection import Connection
-from typing import Any, Callable, Iterator, TextIO
+from typing import Any, TextIO
 
 from flyte_ddp.errors import StopRequested
 from flyte_ddp.launch.environment import Environment

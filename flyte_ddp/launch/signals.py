@@ -2,16 +2,17 @@
 
 import signal
 import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Callable, Dict, Iterator, List, Sequence
+from typing import Any
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # Ctrl-C, the end of a pod, of a terminal
 
 
 @contextmanager
-def stop_requests() -> Iterator[List[int]]:
+def stop_requests() -> Iterator[list[int]]:
     """Collects the signals that ask to stop; a second one interrupts at once."""
-    received: List[int] = []
+    received: list[int] = []
 
     def note(signum: int, _: Any) -> None:
         if received:
@@ -28,7 +29,7 @@ def on_signals(numbers: Sequence[signal.Signals], handler: Callable[[int, Any], 
     if threading.current_thread() is not threading.main_thread():
         yield  # Python delivers signals only to the main thread
         return
-    previous: Dict[int, Any] = {number: signal.getsignal(number) for number in numbers}
+    previous: dict[int, Any] = {number: signal.getsignal(number) for number in numbers}
     handled = [number for number in numbers if number == signal.SIGINT or previous[number] != signal.SIG_IGN]
     for number in handled:
         signal.signal(number, handler)

@@ -1,6 +1,6 @@
 """The loading study's page: what was measured, what to set, and one batch to look at."""
 
-from typing import Dict, List, Sequence, Tuple
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -38,7 +38,7 @@ def loading_page(
     return article("Loading images", f"{description.name}, {len(description.classes)} classes", sections)
 
 
-def _curves(kinds: Dict[str, List[Measured]], best: Measured) -> Curves:
+def _curves(kinds: dict[str, list[Measured]], best: Measured) -> Curves:
     return Curves(
         f"Images per second, median and range of {len(best.seconds)} passes",
         {kind: [(float(one.workers), one.rate) for one in ones] for kind, ones in kinds.items() if ones},
@@ -57,7 +57,7 @@ def _advice(best: Measured) -> str:
     )
 
 
-def _method(description: DatasetDescription, times: LoadingTimes) -> Tuple[str, str]:
+def _method(description: DatasetDescription, times: LoadingTimes) -> tuple[str, str]:
     """How it was measured, and what the images take in memory."""
     shape = " x ".join(map(str, description.image_shape))
     decoded = description.train_samples * int(np.prod(description.image_shape))
@@ -78,7 +78,7 @@ def _memory(one: Measured) -> str:
     return "pinned" if one.pin_memory else "pageable"
 
 
-def _lines(pageable: Sequence[Measured], pinned: Sequence[Measured]) -> List[List[str]]:
+def _lines(pageable: Sequence[Measured], pinned: Sequence[Measured]) -> list[list[str]]:
     lines = [
         [
             f"{one.workers}, {_memory(one)}",

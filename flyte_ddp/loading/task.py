@@ -3,7 +3,6 @@
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Tuple
 
 import numpy as np
 from flytekit.types.directory import FlyteDirectory
@@ -34,7 +33,7 @@ class LoadingChoice:
 
 
 @flyte_retries()
-def study_loading(data: FlyteDirectory, study: LoadingSettings) -> Tuple[LoadingChoice, FlyteFile]:
+def study_loading(data: FlyteDirectory, study: LoadingSettings) -> tuple[LoadingChoice, FlyteFile]:
     """Times loading in one rank; returns the recommended setting and the page."""
     check_gpus(visible_gpus())
     folder = Path(data.download())

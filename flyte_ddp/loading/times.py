@@ -1,8 +1,8 @@
 """The inputs and results of the loading study. Standard library only."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import List, Sequence
 
 from flyte_ddp.settings import Settings, setting
 
@@ -40,10 +40,10 @@ class Measured:
     workers: int
     pin_memory: bool
     images: int
-    seconds: List[float]
+    seconds: list[float]
 
     @property
-    def rates(self) -> List[float]:
+    def rates(self) -> list[float]:
         """Images per second, of each pass."""
         return [self.images / seconds for seconds in self.seconds]
 
@@ -56,7 +56,7 @@ class Measured:
 class LoadingTimes:
     """peak_bytes: peak memory of the rank or of any one of its workers."""
 
-    measured: List[Measured]
+    measured: list[Measured]
     device: str
     peak_bytes: int
 
@@ -68,6 +68,6 @@ def recommended(measured: Sequence[Measured]) -> Measured:
     return min(as_good, key=lambda one: (one.workers, one.pin_memory))
 
 
-def worker_counts(most: int) -> List[int]:
+def worker_counts(most: int) -> list[int]:
     """0, 1, 2, 4 and so on up to most."""
     return [0, *(2**power for power in range(most.bit_length()))]

@@ -4,7 +4,7 @@ import json
 import re
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
-from typing import Any, Dict
+from typing import Any
 
 import flyte_ddp
 from flyte_ddp.errors import InputError
@@ -37,7 +37,7 @@ def installed_from() -> str:
     return f"{DISTRIBUTION} @ {_url(json.loads(origin))}" if origin else f"{DISTRIBUTION}=={installed.version}"
 
 
-def _url(origin: Dict[str, Any]) -> str:
+def _url(origin: dict[str, Any]) -> str:
     folder = f"#subdirectory={origin['subdirectory']}" if "subdirectory" in origin else ""
     if "vcs_info" not in origin:
         return f"{origin['url']}{folder}"

@@ -9,9 +9,9 @@ import os
 import re
 import shutil
 import sys
+from collections.abc import Iterator
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import Iterator, Tuple
 
 from flyte_ddp.code_version import LIBRARY, is_installed
 from flyte_ddp.errors import InputError
@@ -42,7 +42,7 @@ def write_project(folder: Path, library: str) -> None:
             shutil.rmtree(beside, ignore_errors=True)
 
 
-def project_files(name: str, library: str) -> Iterator[Tuple[Path, str]]:
+def project_files(name: str, library: str) -> Iterator[tuple[Path, str]]:
     """Each file's path in the project, and its text."""
     for file in sorted(TEMPLATE.rglob("*")):
         if file.is_file() and file.suffix != ".pyc":  # pip compiles the template along with the library

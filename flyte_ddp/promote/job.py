@@ -1,8 +1,8 @@
 """A promotion's options, the models that its rank measures, and the verdict. No torch."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Optional, Sequence
 
 from flyte_ddp.engine.job import Job, Measured
 from flyte_ddp.errors import InputError
@@ -47,7 +47,7 @@ class Verdict:
     higher: bool
     margin: float
     candidate: float
-    current: Optional[float]
+    current: float | None
 
     @property
     def is_better(self) -> bool:
@@ -57,7 +57,7 @@ class Verdict:
         return (gain if self.higher else -gain) > self.margin
 
 
-def judge(candidate: Measured, current: Optional[Measured], options: PromotionOptions) -> Verdict:
+def judge(candidate: Measured, current: Measured | None, options: PromotionOptions) -> Verdict:
     """Raises InputError if the measure or its better direction is unknown, or the candidate's value is not finite."""
     name = options.measure or candidate.headline
     if name not in candidate.measures:

@@ -1,6 +1,6 @@
 """The outcome of a promotion or roll-back as a page."""
 
-from typing import List, Sequence, Tuple
+from collections.abc import Sequence
 
 from flyte_ddp.engine.job import Measured
 from flyte_ddp.promote.job import Verdict
@@ -27,7 +27,7 @@ def outcome(verdict: Verdict, shares: Sequence[str]) -> str:
 def promotion_page(
     title: str,
     verdict: Verdict,
-    models: Sequence[Tuple[str, Measured]],
+    models: Sequence[tuple[str, Measured]],
     pointer: Pointer,
     facts: Sequence[Sequence[str]],
 ) -> str:
@@ -46,7 +46,7 @@ def promotion_page(
 
 
 def history(pointer: Pointer) -> Section:
-    lines: List[Tuple[str, ...]] = [(event.time, event.how, event.name) for event in reversed(pointer.history)]
+    lines: list[tuple[str, ...]] = [(event.time, event.how, event.name) for event in reversed(pointer.history)]
     left_out = f", the last {MOST_EVENTS} of {len(lines):,}" if len(lines) > MOST_EVENTS else ""
     text = [] if lines else ["Nothing has been promoted yet."]
     caption = f"Newest first{left_out}" if lines else ""

@@ -13,11 +13,12 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Tuple
+from typing import Any
 
 import click
 from filelock import FileLock
@@ -48,7 +49,7 @@ class Pointer:
     """The content of current.json; version is empty if nothing has been promoted yet."""
 
     version: str = ""
-    history: Tuple[Event, ...] = ()
+    history: tuple[Event, ...] = ()
 
     def to(self, version: str, how: str) -> "Pointer":
         return Pointer(version, (*self.history, Event(version, now(), how)))
@@ -92,17 +93,17 @@ class Place:
             except FileNotFoundError:
                 self._write("current.json", _as_json(Pointer()), exclusive=True)
 
-    def versions(self) -> List[str]:
+    def versions(self) -> list[str]:
         """Names of all complete versions, oldest first."""
         with self._own_errors():
             self._files.invalidate_cache()
             found = self._files.find(f"{self.root}/versions")  # for a glob, a root such as models[1] is a pattern
         return sorted(str(path).split("/")[-2] for path in found if str(path).endswith("/version.json"))
 
-    def facts(self, version: str) -> Dict[str, Any]:
+    def facts(self, version: str) -> dict[str, Any]:
         """The content of version.json; raises ReportedError if it is missing or unreadable."""
         try:
-            facts: Dict[str, Any] = json.loads(self._read(f"versions/{version}/version.json"))
+            facts: dict[str, Any] = json.loads(self._read(f"versions/{version}/version.json"))
             check_format(facts["format"])
             return {"sha256": facts["sha256"], **facts}
         except FileNotFoundError:
@@ -112,7 +113,7 @@ class Place:
         except UNREADABLE as error:
             raise self._damaged(version, f"has an unreadable version.json ({error})") from None
 
-    def fetch(self, version: str, into: Path) -> Dict[str, Any]:
+    def fetch(self, version: str, into: Path) -> dict[str, Any]:
         """Copies a version's weights to a file, and returns its facts; ReportedError if the weights have changed."""
         facts, digest = self.facts(version), hashlib.sha256()
         try:
@@ -130,7 +131,7 @@ class Place:
             raise self._damaged(version, "has a different model.pt than was promoted")
         return facts
 
-    def add(self, version: str, model: Path, facts: Dict[str, Any]) -> None:
+    def add(self, version: str, model: Path, facts: dict[str, Any]) -> None:
         """Writes a complete version, without promoting it."""
         self.begin()
         content = {"format": FORMAT, "name": version, **facts}
@@ -190,7 +191,7 @@ class Place:
             content: bytes = self._files.cat_file(f"{self.root}/{path}")
             return content
 
-    def _write(self, path: str, content: Dict[str, Any], exclusive: bool = False) -> None:
+    def _write(self, path: str, content: dict[str, Any], exclusive: bool = False) -> None:
         text = json.dumps(content, indent=2).encode()
         with self._own_errors(), suppress(FileExistsError):
             if self._in_storage:  # a single put, which is atomic
@@ -246,7 +247,7 @@ class Place:
             raise RecoverableError(f"place {self.root} cannot be used: {type(error).__name__}: {error}") from None
 
 
-def _as_json(pointer: Pointer) -> Dict[str, Any]:
+def _as_json(pointer: Pointer) -> dict[str, Any]:
     history = [asdict(event) for event in pointer.history]
     return {"format": FORMAT, "version": pointer.version, "history": history}
 

@@ -11,7 +11,7 @@ import dataclasses
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, List, NamedTuple, Optional, Tuple
+from typing import Any, NamedTuple
 
 from flytekit import current_context
 from flytekit.types.file import FlyteFile, PythonPickledFile
@@ -51,7 +51,7 @@ class PromotionSummary:
     promoted: bool
     measure: str
     candidate: float
-    current: Optional[float]
+    current: float | None
     margin: float
     samples: int
 
@@ -110,7 +110,7 @@ def promote(subject: Subject, model: Path, place: Place, options: PromotionOptio
 
 def compare(
     subject: Subject, model: Path, place: Place, against: str, copy: Path, options: PromotionOptions
-) -> List[Tuple[str, Measured]]:
+) -> list[tuple[str, Measured]]:
     """Measures the candidate and, if any, the version `against`, whose weights are copied to the file `copy`."""
     names, jobs = ["Candidate"], [job_of(subject, RunOptions(), model_path=str(model))]
     if against:
@@ -123,7 +123,7 @@ def compare(
     return list(zip(names, found, strict=True))
 
 
-def settings_of(subject: Subject, place: Place, version: str, facts: Dict[str, Any]) -> TrainingSettings:
+def settings_of(subject: Subject, place: Place, version: str, facts: dict[str, Any]) -> TrainingSettings:
     """The settings of a version's training; InputError if its recipe or data differ from the candidate's."""
     mine = facts_of_data(subject)
     theirs = {name: facts.get(name) for name in mine}
@@ -139,7 +139,7 @@ def settings_of(subject: Subject, place: Place, version: str, facts: Dict[str, A
         raise ReportedError(f"version {version} in {place.root} has settings unknown to this code: {error}") from None
 
 
-def facts_of(subject: Subject, verdict: Verdict, against: str) -> Dict[str, Any]:
+def facts_of(subject: Subject, verdict: Verdict, against: str) -> dict[str, Any]:
     """The content of version.json, without hash and run."""
     return {
         "time": now(),
@@ -156,9 +156,9 @@ def facts_of(subject: Subject, verdict: Verdict, against: str) -> Dict[str, Any]
     }
 
 
-def facts_of_data(subject: Subject) -> Dict[str, Any]:
+def facts_of_data(subject: Subject) -> dict[str, Any]:
     """The facts that all models of a place have in common, as JSON values."""
-    facts: Dict[str, Any] = {"recipe": subject.identity.recipe}
+    facts: dict[str, Any] = {"recipe": subject.identity.recipe}
     if about := subject.description:
         facts |= {"data": about.name, "classes": list(about.classes), "image_shape": list(about.image_shape)}
     return facts

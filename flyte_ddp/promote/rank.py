@@ -1,7 +1,5 @@
 """Measures models side by side in a process of its own: the same samples, the same measures, in float32."""
 
-from typing import List
-
 import torch
 
 from flyte_ddp.engine.arithmetic import settle_arithmetic
@@ -14,7 +12,7 @@ from flyte_ddp.promote.job import Comparison
 from flyte_ddp.weights import load_weights
 
 
-def compare(environment: Environment, link: Link, comparison: Comparison) -> List[Measured]:
+def compare(environment: Environment, link: Link, comparison: Comparison) -> list[Measured]:
     """Measures the jobs' models, in order. The candidate's recipe provides samples and measures for all, so that a
     change since the last promotion affects all alike."""
     torch.set_num_threads(environment.threads)

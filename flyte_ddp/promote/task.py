@@ -1,7 +1,7 @@
 """Promotion and roll-back as Flyte tasks."""
 
 from pathlib import Path
-from typing import Any, Dict, NamedTuple, Optional
+from typing import Any, NamedTuple
 
 from flytekit import task
 from flytekit.types.file import FlyteFile, PythonPickledFile
@@ -46,7 +46,7 @@ class RollBackOutputs(NamedTuple):
     report: FlyteFile["html"]  # noqa: F821
 
 
-def promotion_arguments() -> Dict[str, Any]:
+def promotion_arguments() -> dict[str, Any]:
     """Arguments of a @task that promotes: as for training, but with one GPU at most, and never cached."""
     gpus = min(1, registration().training_gpus)
     return {
@@ -62,7 +62,7 @@ def promotion_arguments() -> Dict[str, Any]:
 
 @task(**small_resources())
 def check_promotion(
-    place: str, model_state: Optional[PythonPickledFile], hp: Hyperparameters, options: RunOptions
+    place: str, model_state: PythonPickledFile | None, hp: Hyperparameters, options: RunOptions
 ) -> PromotionTarget:
     """Fills in what the weights say of themselves; refuses invalid inputs before anything is downloaded or trained."""
     known = known_classifier(model_state)

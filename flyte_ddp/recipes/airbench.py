@@ -1,7 +1,5 @@
 """The network of airbench94, from Keller Jordan, 94% on CIFAR-10 in 3.29 Seconds on a Single GPU, arXiv 2404.00498."""
 
-from typing import Tuple
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -16,7 +14,7 @@ class Airbench94(nn.Module):
     In evaluation mode, the logits are the mean over an image and its mirror image.
     """
 
-    def __init__(self, image_shape: Tuple[int, int, int], classes: int) -> None:
+    def __init__(self, image_shape: tuple[int, int, int], classes: int) -> None:
         super().__init__()
         channels = image_shape[0]
         self.whitening = nn.Conv2d(channels, 8 * channels, 2)
@@ -55,7 +53,7 @@ class Block(nn.Module):
         return F.gelu(self.norm2(self.conv2(features)))
 
 
-def _convolution(channels: int, filters: int) -> Tuple[nn.Conv2d, nn.BatchNorm2d]:
+def _convolution(channels: int, filters: int) -> tuple[nn.Conv2d, nn.BatchNorm2d]:
     convolution = nn.Conv2d(channels, filters, 3, padding=1, bias=False)
     nn.init.dirac_(convolution.weight.detach()[:channels])
     norm = nn.BatchNorm2d(filters, eps=1e-12, momentum=0.4)

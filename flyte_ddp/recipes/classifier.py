@@ -1,6 +1,6 @@
 """Classification of any samples: subclasses only add data and model."""
 
-from typing import Any, Dict
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ class Classifier(Recipe):
         labels, logarithms = batch[1], F.log_softmax(outputs.float(), dim=1)
         # without smoothing, so that it can be compared with the loss on the test split
         loss = F.nll_loss(logarithms, labels, reduction="none")
-        measures: Dict[str, Any] = {"loss": loss, "accuracy": outputs.argmax(1) == labels}
+        measures: dict[str, Any] = {"loss": loss, "accuracy": outputs.argmax(1) == labels}
         if self.label_smoothing:
             measures["objective"] = torch.lerp(loss, -logarithms.mean(1), self.label_smoothing)
         return measures

@@ -1,7 +1,7 @@
 """The built-in recipe: classifies the images of a prepared dataset or of a folder of files."""
 
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Tuple, Union
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ class ImageClassifier(Classifier):
 
     samples = "images"
 
-    def __init__(self, settings: Hyperparameters, data_path: Optional[Path] = None):
+    def __init__(self, settings: Hyperparameters, data_path: Path | None = None):
         super().__init__(settings, data_path)
         assert data_path is not None  # the task gives it
         self.description = prepared.read_description(data_path)
@@ -35,11 +35,11 @@ class ImageClassifier(Classifier):
         self.label_smoothing = settings.label_smoothing
 
     @classmethod
-    def load_model(cls, path: Union[str, Path], settings: Any = None, data_path: Optional[Path] = None) -> nn.Module:
+    def load_model(cls, path: str | Path, settings: Any = None, data_path: Path | None = None) -> nn.Module:
         """See flyte_ddp.recipes.models.load_model; all that it needs is in the file's metadata."""
         return models.load_model(path)
 
-    def facts(self) -> Dict[str, Any]:
+    def facts(self) -> dict[str, Any]:
         description = self.description
         return {
             "network": self.settings.model,
@@ -64,11 +64,11 @@ class ImageClassifier(Classifier):
             model.whiten(self.normalise(torch.from_numpy(np.stack(some)).to(self.device)).cpu())
         return model.to(memory_format=torch.channels_last)
 
-    def forward(self, model: nn.Module, batch: Tuple[Tensor, Tensor]) -> Tensor:
+    def forward(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         scores: Tensor = model(self.normalise(batch[0]))
         return scores
 
-    def augment(self, batch: Tuple[Tensor, Tensor], random: Random) -> Tuple[Tensor, Tensor]:
+    def augment(self, batch: tuple[Tensor, Tensor], random: Random) -> tuple[Tensor, Tensor]:
         images, reach = batch[0], self.settings.shift_pixels
         if self.settings.flip:
             images = torch.where(self.mirrored(images, random), images.flip(3), images)
@@ -100,7 +100,7 @@ class ImageClassifier(Classifier):
         return entropy(torch.from_numpy(prepared.open_images(self.folder, split)[1]))
 
 
-def parameter_groups(model: nn.Module, hp: Hyperparameters) -> List[Dict[str, Any]]:
+def parameter_groups(model: nn.Module, hp: Hyperparameters) -> list[dict[str, Any]]:
     """For the optimizer: batch norm's biases are a group of their own if their learning rate has a factor."""
     biases = [layer.bias for layer in model.modules() if hasattr(layer, "running_mean")]
     if hp.norm_bias_factor == 1 or not biases:
@@ -132,7 +132,7 @@ class LabelledFiles(torch.utils.data.Dataset[Any]):
     def __len__(self) -> int:
         return len(self.labels)
 
-    def read_batch(self, indices: np.ndarray) -> Tuple[np.ndarray, np.ndarray]:
+    def read_batch(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Images (n, C, H, W) uint8 and labels (n,) int64; DataError naming the file if one cannot be decoded."""
         images = np.empty((len(indices), *self.files.shape), np.uint8)
         for image, index in zip(images, indices, strict=True):

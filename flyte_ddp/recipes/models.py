@@ -1,9 +1,10 @@
 """The networks, by name. Each maps images (N, C, H, W), float and normalised, to logits (N, classes)."""
 
 import pkgutil
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, Callable, Dict, Optional, Tuple, Union
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from flyte_ddp.weights import load_weights
 
 OURS = "flyte_ddp.recipes.images:ImageClassifier"  # a name, because its module imports this one
 MNIST = {"network": "mnist_cnn", "image_shape": (1, 28, 28), "classes": range(10)}
-Shape = Tuple[int, int, int]  # of an image: channels, height, width
+Shape = tuple[int, int, int]  # of an image: channels, height, width
 
 
 class MnistCNN(nn.Module):
@@ -117,7 +118,7 @@ def _block(channels: int, filters: int) -> nn.Sequential:
     return nn.Sequential(nn.Conv2d(channels, filters, 3, padding=1, bias=False), nn.BatchNorm2d(filters), nn.ReLU())
 
 
-MODELS: Dict[str, Callable[[Shape, int], nn.Module]] = {
+MODELS: dict[str, Callable[[Shape, int], nn.Module]] = {
     "mnist_cnn": MnistCNN,
     "fashion_cnn": FashionCNN,
     "cifar_cnn": CifarCNN,
@@ -134,11 +135,11 @@ def build_model(name: str, seed: int, image_shape: Shape, classes: int) -> nn.Mo
 
 
 def load_model(
-    path: Union[str, Path],
-    name: Optional[str] = None,
-    image_shape: Optional[Shape] = None,
-    classes: Optional[int] = None,
-    data_path: Optional[Path] = None,
+    path: str | Path,
+    name: str | None = None,
+    image_shape: Shape | None = None,
+    classes: int | None = None,
+    data_path: Path | None = None,
 ) -> nn.Module:
     """The trained network from a model_state or safetensors file, in evaluation mode on the CPU.
 
@@ -160,7 +161,7 @@ def load_model(
                 raise
             name = metadata.data["name"]
             raise InputError(f"{metadata.recipe} makes its network from its data, {name}: give data_path") from error
-    known: Dict[str, Any] = {**MNIST, **(metadata.facts if metadata else {})}
+    known: dict[str, Any] = {**MNIST, **(metadata.facts if metadata else {})}
     shape = image_shape or tuple(known["image_shape"])
     model = MODELS[name or known["network"]](shape, classes or len(known["classes"]))
     remedy = "give the name of its network, and image_shape and classes of what that was trained on"

@@ -1,7 +1,8 @@
 """Pages of headings, text, tables, curves and pictures in the style of the training report; each is one file."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, List, Sequence, Tuple
+from typing import Any
 
 from flyte_ddp.report import page
 from flyte_ddp.report.report import render
@@ -66,14 +67,14 @@ class Section:
     heads: Sequence[str] = ()
     lines: Sequence[Sequence[str]] = ()
     output: str = ""
-    pictures: Sequence[Tuple[str, str]] = ()
+    pictures: Sequence[tuple[str, str]] = ()
 
 
 def article(title: str, subtitle: str, sections: Sequence[Section]) -> str:
     """The content of <body>, for a Deck; everything except the figures is escaped."""
     from markupsafe import Markup
 
-    shown: List[Any] = [
+    shown: list[Any] = [
         {**vars(section), "figures": [{"title": one.title, "svg": Markup(one.svg)} for one in section.figures]}
         for section in sections
     ]

@@ -6,8 +6,9 @@ import queue
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Callable, Optional
+from typing import Any
 
 from flyte_ddp.events import Observer
 from flyte_ddp.launch.failures import message_of
@@ -41,7 +42,7 @@ class Background(Observer):
         self.name, self._close_seconds, self._capacity, self._abandon = name, close_seconds, capacity, abandon
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._lost, self._reason = 0, ""
-        self._observer: Optional[Observer] = None
+        self._observer: Observer | None = None
         self._thread = self._start(self._work, make)
 
     def __call__(self, event: Any) -> None:

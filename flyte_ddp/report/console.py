@@ -3,8 +3,9 @@
 import logging
 import os
 import sys
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Iterator, List, Mapping, Optional
+from typing import Any
 
 import click
 
@@ -23,7 +24,7 @@ from flyte_ddp.events import (
 from flyte_ddp.report.words import counted, in_words, written
 
 logger = logging.getLogger("flyte_ddp")
-_last_words: List[str] = []
+_last_words: list[str] = []
 
 
 class Terminal(logging.Handler):
@@ -122,7 +123,7 @@ class Console(Remarks):
         said = ", ".join(self._measured("test", event.measures))
         say(f"{early}Best on the validation split: epoch {event.epoch + 1}, which gives {said}")
 
-    def _measured(self, split: str, measures: Mapping[str, float]) -> List[str]:
+    def _measured(self, split: str, measures: Mapping[str, float]) -> list[str]:
         # A recipe's headline may be its loss, which is then printed once
         return [
             f"{split} {in_words(name)} {written(name, measures[name], self._run.shares)}"
@@ -190,7 +191,7 @@ def download_progress() -> Iterator[Progress]:
     tasks: dict[str, Any] = {}
     with _progress(*columns, TimeRemainingColumn()) as progress:
 
-        def show(filename: str, done: int, total: Optional[int]) -> None:
+        def show(filename: str, done: int, total: int | None) -> None:
             if filename not in tasks:
                 tasks[filename] = progress.add_task(filename)
             progress.update(tasks[filename], completed=done, total=total)
@@ -198,7 +199,7 @@ def download_progress() -> Iterator[Progress]:
         yield show
 
 
-def _plain_download(filename: str, done: int, total: Optional[int]) -> None:
+def _plain_download(filename: str, done: int, total: int | None) -> None:
     if done == 0:
         say(f"Downloading {filename}" + (f" ({total / 1e6:.1f} MB)" if total else ""))
 

@@ -2,7 +2,8 @@
 
 import dataclasses
 import json
-from typing import Any, Dict, List, Mapping, Tuple
+from collections.abc import Mapping
+from typing import Any
 
 from flyte_ddp.report.record import Record
 from flyte_ddp.report.words import capitalised, in_words
@@ -14,7 +15,7 @@ MOST_EPOCHS = 20  # lines in a table
 MOST_OPERATORS = 15
 
 
-def tiles(record: Record) -> List[Dict[str, str]]:
+def tiles(record: Record) -> list[dict[str, str]]:
     """The figures at the top, the most important first."""
     run, description = record.started, record.info.description
     shown = []
@@ -44,13 +45,13 @@ def tiles(record: Record) -> List[Dict[str, str]]:
     return [{"value": value, "label": label} for value, label in shown]
 
 
-def epoch_heads(record: Record) -> List[str]:
+def epoch_heads(record: Record) -> list[str]:
     names = [in_words(name) for name in record.measures[:MOST_MEASURES]]
     split = capitalised(record.split)
     return ["Epoch", *(f"{split} {name}" for name in names), *(f"Training {name}" for name in names), "Seconds"]
 
 
-def epoch_lines(record: Record) -> List[List[str]]:
+def epoch_lines(record: Record) -> list[list[str]]:
     """The last epochs' figures as a table."""
     names = record.measures[:MOST_MEASURES]
     return [
@@ -67,7 +68,7 @@ def _written(record: Record, name: str, measures: Mapping[str, float]) -> str:
     return record.written(name, measures[name]) if name in measures else "-"
 
 
-def phase_bars(record: Record) -> List[Dict[str, Any]]:
+def phase_bars(record: Record) -> list[dict[str, Any]]:
     """Each phase's seconds, and them as a share of the longest one's, in percent."""
     phases = record.phases()
     most = max((seconds for _, seconds in phases), default=0) or 1
@@ -77,7 +78,7 @@ def phase_bars(record: Record) -> List[Dict[str, Any]]:
     ]
 
 
-def memory_lines(record: Record) -> List[Tuple[str, str]]:
+def memory_lines(record: Record) -> list[tuple[str, str]]:
     """Known once training has finished."""
     results = record.finished.results if record.finished else []
     peaks = {
@@ -87,7 +88,7 @@ def memory_lines(record: Record) -> List[Tuple[str, str]]:
     return [(label, gibibytes(max(counts))) for label, counts in peaks.items() if any(counts)]
 
 
-def _cost(record: Record) -> List[Tuple[str, str]]:
+def _cost(record: Record) -> list[tuple[str, str]]:
     if not record.finished:
         return []
     result = record.finished.results[0]
@@ -95,7 +96,7 @@ def _cost(record: Record) -> List[Tuple[str, str]]:
     return [("All", f"{result.parameters:,} parameters"), *flops]
 
 
-def data_lines(record: Record) -> List[Any]:
+def data_lines(record: Record) -> list[Any]:
     """A description of the images and their digest; for other recipes, the number of samples."""
     run, description = record.started, record.info.description
     if description is None:
@@ -119,7 +120,7 @@ def data_lines(record: Record) -> List[Any]:
     return _plain(lines)
 
 
-def setup_tables(record: Record) -> List[Dict[str, Any]]:
+def setup_tables(record: Record) -> list[dict[str, Any]]:
     """Hyperparameters and options, with differences from the defaults marked; the network; the machine; the run."""
     info, run = record.info, record.started
     tables = [
@@ -146,7 +147,7 @@ def setup_tables(record: Record) -> List[Dict[str, Any]]:
     return [*tables, {"title": "This run", "lines": _plain(lines)}]
 
 
-def operator_table(record: Record) -> Dict[str, Any]:
+def operator_table(record: Record) -> dict[str, Any]:
     """What rank 0's profiler wrote, if it was on."""
     try:
         profile = json.loads((record.info.logs / "profile" / "operators.json").read_text())
@@ -164,7 +165,7 @@ def operator_table(record: Record) -> Dict[str, Any]:
     return {"operators": {"title": title, "heads": heads, "lines": lines}}
 
 
-def _settings(values: Settings) -> List[Any]:
+def _settings(values: Settings) -> list[Any]:
     """Name, value, and the default if the value differs from it."""
     return [
         (name, _text(value), _text(default) if value != default else "")
@@ -173,7 +174,7 @@ def _settings(values: Settings) -> List[Any]:
     ]
 
 
-def _plain(lines: Any) -> List[Any]:
+def _plain(lines: Any) -> list[Any]:
     """Name and value, without a default."""
     return [(name, value, "") for name, value in lines]
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from typing import List
 
 from flyte_ddp.report.figures import Curves
 from flyte_ddp.report.record import Record
@@ -12,7 +11,7 @@ MOST_CURVES = 6  # of measures besides the loss
 MOST_LAYERS = 12  # curves in a figure
 
 
-def progress_curves(record: Record) -> List[Curves]:
+def progress_curves(record: Record) -> list[Curves]:
     """Loss, the other measures and learning rate over epochs."""
     loss = _measure_curves(record, "loss")
     losses = [value for points in loss.series.values() for _, value in points if math.isfinite(value)]
@@ -48,7 +47,7 @@ def _measure_curves(record: Record, name: str) -> Curves:
     )
 
 
-def speed_curves(record: Record) -> List[Curves]:
+def speed_curves(record: Record) -> list[Curves]:
     """Throughput over epochs, and the norm of each weight's gradient."""
     at, steps = record.position, record.steps
     names = list(steps[-1].gradient_norms) if steps else []

@@ -4,10 +4,11 @@ import base64
 import io
 import logging
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
-from typing import Any, List, Mapping, Optional, Sequence, Tuple
+from typing import Any
 
 import numpy as np
 
@@ -24,7 +25,7 @@ MOST_POINTS = 300
 LINES = ("-", "--", ":", "-.")  # colours alone don't tell series apart for everyone
 
 
-Points = Sequence[Tuple[float, float]]
+Points = Sequence[tuple[float, float]]
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Curves:
     x: str = "epochs"
     ranges: Mapping[str, Points] = field(default_factory=dict)
     marks: Sequence[float] = ()
-    chosen: Optional[float] = None
+    chosen: float | None = None
     ticks: Sequence[float] = ()
 
     @property
@@ -144,7 +145,7 @@ def cloud(points: np.ndarray, labels: np.ndarray, names: Sequence[str], turned: 
         return inline(figure, description)
 
 
-def thinned(points: Points) -> List[Tuple[float, float]]:
+def thinned(points: Points) -> list[tuple[float, float]]:
     """At most MOST_POINTS of the points, always including the last one."""
     every = -(-len(points) // MOST_POINTS)
     return list(reversed(list(points)[::-1][::every]))
@@ -207,7 +208,7 @@ def _style() -> Any:
     }
 
 
-def scatter(x_name: str, x: Sequence[Any], y_name: str, y: Sequence[Optional[float]]) -> str:
+def scatter(x_name: str, x: Sequence[Any], y_name: str, y: Sequence[float | None]) -> str:
     """Values over numbers or names as an SVG element, with the lowest marked, and a cross at the top for a missing one.
 
     The values, which are above 0, are on a logarithmic axis, and so are numbers that differ widely. Without matplotlib,

@@ -4,8 +4,9 @@ import copy
 import pkgutil
 import sys
 import threading
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Callable, Sequence
+from typing import Any
 
 from flyte_ddp.events import Observer, tell
 from flyte_ddp.report.background import Background, one_line

@@ -1,8 +1,8 @@
 """A trained network's predictions on the test images: where it is right, where it is wrong, and how sure it is."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import List, Optional, Sequence, Tuple, Union
 
 import numpy as np
 
@@ -23,7 +23,7 @@ class Predictions:
     """
 
     classes: Sequence[str]
-    images: Union[np.ndarray, ImageFiles]
+    images: np.ndarray | ImageFiles
     labels: np.ndarray
     scores: np.ndarray
 
@@ -40,12 +40,12 @@ class Predictions:
         classes = self.scores.shape[1]
         return np.bincount(self.labels * classes + self.guesses, minlength=classes**2).reshape(classes, classes)
 
-    def class_accuracies(self) -> List[Tuple[int, int]]:
+    def class_accuracies(self) -> list[tuple[int, int]]:
         """For each class: how many of its images were classified correctly, and how many there are."""
         confusion = self.confusion()
         return list(zip(confusion.diagonal().tolist(), confusion.sum(axis=1).tolist(), strict=True))
 
-    def confident_mistakes(self, count: int) -> List[int]:
+    def confident_mistakes(self, count: int) -> list[int]:
         """Indices of wrongly classified images, the most confident first."""
         wrong = np.flatnonzero(self.guesses != self.labels)
         return wrong[np.argsort(-self.scores[wrong].max(axis=1), kind="stable")][:count].tolist()
@@ -57,14 +57,14 @@ def read_predictions(path: Path, data: Path) -> Predictions:
     return Predictions(read_description(data).classes, images, labels, np.load(path))
 
 
-def predictions_of(info: RunInfo, finished: RunFinished) -> Optional[Predictions]:
+def predictions_of(info: RunInfo, finished: RunFinished) -> Predictions | None:
     """The predictions of an image classifier's run; None for other recipes."""
     if info.data is None or finished.predictions_path is None:
         return None
     return read_predictions(finished.predictions_path, info.data)
 
 
-def samples_by_class(data: Path, classes: int, most: int) -> List[Tuple[int, np.ndarray]]:
+def samples_by_class(data: Path, classes: int, most: int) -> list[tuple[int, np.ndarray]]:
     """(label, image) of a few training images, class by class, the same number of each, at most `most` in total."""
     images, labels = open_images(data, "train")
     labels = labels[:10_000]  # enough to find every class

@@ -5,7 +5,7 @@ import json
 import math
 import time
 from datetime import datetime, timezone
-from typing import Any, Dict, Optional, Type
+from typing import Any
 
 from flyte_ddp.events import (
     CheckpointFailed,
@@ -23,7 +23,7 @@ from flyte_ddp.report.record import RunFailed, RunFinished, RunInfo
 
 FORMAT = 1
 FILE = "progress.jsonl"
-EVENTS: Dict[str, Type[Any]] = {
+EVENTS: dict[str, type[Any]] = {
     "started": RunStarted,
     "step": StepLogged,
     "epoch": EpochFinished,
@@ -36,7 +36,7 @@ EVENTS: Dict[str, Type[Any]] = {
 }
 NAMES = {kind: name for name, kind in EVENTS.items()}
 # Too long for a line, or specific to this machine; with what readers get instead
-LEFT_OUT: Dict[str, Any] = {"layers": [], "gradient_norms": {}, "path": ""}
+LEFT_OUT: dict[str, Any] = {"layers": [], "gradient_norms": {}, "path": ""}
 MOST_STEPS = 1000  # so many steps are all written; after them, one for each further thousandth of the elapsed time
 
 
@@ -45,7 +45,7 @@ class Progress(Observer):
 
     def __init__(self, info: RunInfo):
         self._path, self._run = info.logs / FILE, {"run": info.name, "attempt": info.attempt}
-        self._started: Optional[RunStarted] = None
+        self._started: RunStarted | None = None
         self._since = self._last = time.monotonic()
         self._steps = 0
 
@@ -77,14 +77,14 @@ class Progress(Observer):
     on_epoch_finished = on_epoch_chosen = on_not_learning = on_printed = _write_whole
     on_checkpoint_written = on_checkpoint_failed = on_checkpoint_refused = _write_whole
 
-    def _write(self, name: str, fields: Dict[str, Any]) -> None:
+    def _write(self, name: str, fields: dict[str, Any]) -> None:
         now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
         line = json.dumps(plain({"event": name, "time": now, **fields}), allow_nan=False, ensure_ascii=False)
         with open(self._path, "a", encoding="utf-8", errors="backslashreplace") as file:
             file.write(line + "\n")
 
 
-def fields_of(event: Any) -> Dict[str, Any]:
+def fields_of(event: Any) -> dict[str, Any]:
     return {name: value for name, value in dataclasses.asdict(event).items() if name not in LEFT_OUT}
 
 
@@ -97,7 +97,7 @@ def plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def event_of(line: Dict[str, Any]) -> Any:
+def event_of(line: dict[str, Any]) -> Any:
     """The event that a line was written for; None for finished, failed, and what a newer program may have added."""
     kind = EVENTS.get(line["event"])
     if kind is None:

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Dict, List, Optional, Tuple, Union
 
 from flyte_ddp.data.description import DatasetDescription
 from flyte_ddp.engine.job import TrainingResult
@@ -39,8 +38,8 @@ class RunFinished:
         total_seconds: of the task so far.
     """
 
-    results: List[TrainingResult]
-    predictions_path: Optional[Path]
+    results: list[TrainingResult]
+    predictions_path: Path | None
     total_seconds: float
 
 
@@ -76,11 +75,11 @@ class RunInfo:
     recipe: str
     settings: TrainingSettings
     options: RunOptions
-    data: Optional[Path]
-    description: Optional[DatasetDescription]
+    data: Path | None
+    description: DatasetDescription | None
     data_seconds: float
     logs: Path
-    surroundings: Dict[str, str]
+    surroundings: dict[str, str]
 
     @property
     def is_stand_in(self) -> bool:
@@ -97,17 +96,17 @@ class Record(Observer):
     """The run so far."""
 
     info: RunInfo
-    started: Optional[RunStarted] = None
-    steps: List[StepLogged] = field(default_factory=list)
-    epochs: List[EpochFinished] = field(default_factory=list)
-    warnings: List[NotLearning] = field(default_factory=list)
-    finished: Optional[RunFinished] = None
-    tested: Optional[EpochChosen] = None
+    started: RunStarted | None = None
+    steps: list[StepLogged] = field(default_factory=list)
+    epochs: list[EpochFinished] = field(default_factory=list)
+    warnings: list[NotLearning] = field(default_factory=list)
+    finished: RunFinished | None = None
+    tested: EpochChosen | None = None
     failure: str = ""
     checkpoints: int = 0
     stall_seconds: float = 0.0
     write_seconds: float = 0.0
-    notes: List[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     tracking_url: str = ""
     _every: int = 1  # one in this many logged steps is kept
     _seen: int = 0
@@ -194,7 +193,7 @@ class Record(Observer):
         return self.started.headline if self.started else "loss"
 
     @property
-    def measures(self) -> List[str]:
+    def measures(self) -> list[str]:
         """Names of all measures: the headline, the loss, and the others in the recipe's order."""
         measured = [step.measures for step in self.steps[-1:]]
         for epoch in self.epochs[-1:]:
@@ -205,11 +204,11 @@ class Record(Observer):
         """A measure's value, formatted for people."""
         return written(name, value, self.started.shares if self.started else ())
 
-    def position(self, step: Union[StepLogged, NotLearning]) -> float:
+    def position(self, step: StepLogged | NotLearning) -> float:
         """The position of a step in epochs, with fractions."""
         return step.epoch + step.step / self.started.steps_per_epoch if self.started else 0.0
 
-    def phases(self) -> List[Tuple[str, float]]:
+    def phases(self) -> list[tuple[str, float]]:
         """Seconds by phase, the rest of the total last. Of checkpoints only the time that training waited counts."""
         train = sum(epoch.train_seconds for epoch in self.epochs)
         evaluate = sum(epoch.evaluate_seconds for epoch in self.epochs) + (self.tested.seconds if self.tested else 0)

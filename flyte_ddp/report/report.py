@@ -2,8 +2,9 @@
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any
 
 from flyte_ddp.events import EpochFinished, NotLearning, Observer, RunStarted
 from flyte_ddp.report import contents, curves, page

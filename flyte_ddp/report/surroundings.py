@@ -6,7 +6,6 @@ import subprocess
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Dict
 
 import flyte_ddp
 from flyte_ddp.launch.environment import available_cores
@@ -15,7 +14,7 @@ from flyte_ddp.launch.limits import usable_memory
 SHOWN_VERSIONS = ("torch", "torchvision", "flytekit", "numpy", "wandb")
 
 
-def surroundings() -> Dict[str, str]:
+def surroundings() -> dict[str, str]:
     """Label to value, to be shown as they are; takes milliseconds, since it uses neither torch nor the network."""
     found = {"Python": platform.python_version()}
     for name in SHOWN_VERSIONS:

@@ -2,8 +2,9 @@
 
 import io
 import time
+from collections.abc import Mapping
 from itertools import pairwise
-from typing import Any, List, Mapping
+from typing import Any
 
 from flyte_ddp.events import EpochChosen, EpochFinished, GradientsSeen, Observer, RunStarted, StepLogged
 from flyte_ddp.report.predictions import predictions_of
@@ -68,7 +69,7 @@ class TensorBoard(Observer):
     def close(self) -> None:
         self._writer.close()
 
-    def _write(self, step: int, values: List[Any]) -> None:
+    def _write(self, step: int, values: list[Any]) -> None:
         summary = self._summaries.Summary(value=values)
         self._writer.add_event(self._events.Event(wall_time=time.time(), step=step, summary=summary))
 
@@ -76,7 +77,7 @@ class TensorBoard(Observer):
         value = self._summaries.Summary.Value
         self._write(step, [value(tag=f"{group}/{name}", simple_value=x) for name, x in values.items()])
 
-    def _histogram(self, name: str, counts: List[float], edges: List[float]) -> Any:
+    def _histogram(self, name: str, counts: list[float], edges: list[float]) -> Any:
         """Moments are computed from the bins' centres, since the gradients themselves stay in the ranks."""
         from tensorboard.compat.proto.summary_pb2 import HistogramProto
 

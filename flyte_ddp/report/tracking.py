@@ -1,8 +1,8 @@
 """Opens the tracker that a run's options ask for."""
 
 import os
+from collections.abc import Callable
 from importlib.util import find_spec
-from typing import Callable, Optional
 
 from flyte_ddp.errors import InputError, not_installed
 from flyte_ddp.report import wandb_run
@@ -16,7 +16,7 @@ from flyte_ddp.report.wandb_run import WandbRun
 CLOSE_SECONDS = 30.0  # how long the end of a run waits for its tracker
 
 
-def open_tracker(info: RunInfo, on_url: Callable[[str], None]) -> Optional[Background]:
+def open_tracker(info: RunInfo, on_url: Callable[[str], None]) -> Background | None:
     """The tracker, already running in a thread of its own, or None."""
     wish = choose_tracking(info.options.tracking)
     if wish == "tensorboard":

@@ -1,7 +1,8 @@
 """What the report shows of images: which were classified correctly, which were not, and what they look like."""
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Dict, List, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -15,10 +16,10 @@ MOST_SAMPLES = 20
 MOST_DRAWN = 24
 
 
-def verdict(predictions: Predictions) -> Dict[str, Any]:
+def verdict(predictions: Predictions) -> dict[str, Any]:
     """Confusion matrix, accuracy by class, and the most confident mistakes."""
     names = predictions.classes
-    classes: List[Dict[str, Any]] = [
+    classes: list[dict[str, Any]] = [
         {
             "label": names[label],
             "values": [f"{right:,} of {count:,}", f"{right / count:.2%}" if count else "-"],
@@ -42,7 +43,7 @@ def verdict(predictions: Predictions) -> Dict[str, Any]:
     return {"confusion": matrix, "classes": classes, "mistakes": mistakes}
 
 
-def _confusion(names: Sequence[str], counts: np.ndarray) -> Dict[str, Any]:
+def _confusion(names: Sequence[str], counts: np.ndarray) -> dict[str, Any]:
     """Cells shaded by their share of the row; mistakes much more strongly, or they would not be visible."""
     columns = range(len(names))
     shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
@@ -54,19 +55,19 @@ def _confusion(names: Sequence[str], counts: np.ndarray) -> Dict[str, Any]:
     return {"names": names, "lines": lines, "roomy": max(map(len, names)) > 3 or counts.max() > 999}
 
 
-def _cell(count: int, heat: float, right: bool) -> Dict[str, str]:
+def _cell(count: int, heat: float, right: bool) -> dict[str, str]:
     # A medium shade would contrast with neither dark nor light text
     heat, look = (max(heat, 0.85), "hot") if heat > 0.5 else (heat, "" if count else "none")
     return {"count": str(count), "heat": f"{heat:.2f}", "kind": "right" if right else "wrong", "look": look}
 
 
-def sample_pictures(data: Path, names: Sequence[str]) -> List[Dict[str, str]]:
+def sample_pictures(data: Path, names: Sequence[str]) -> list[dict[str, str]]:
     """A few training images of each class, with the names of the classes."""
     samples = samples_by_class(data, len(names), MOST_SAMPLES)
     return [{"picture": picture(image), "name": names[label]} for label, image in samples]
 
 
-def drawn_pictures(logs: Path) -> List[Dict[str, str]]:
+def drawn_pictures(logs: Path) -> list[dict[str, str]]:
     """A recipe's pictures, if any: pictures.npz has n captions, and images (C, H, W) uint8 as "0", "1", …"""
     path = logs / "pictures.npz"
     if not path.exists():

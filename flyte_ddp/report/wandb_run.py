@@ -5,9 +5,10 @@ import os
 import re
 import shutil
 import urllib.parse
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
-from typing import Any, Callable, Dict, List
+from typing import Any
 
 import numpy as np
 import requests
@@ -146,7 +147,7 @@ class WandbRun(Observer):
             settings=settings,
         )
 
-    def _log(self, values: Dict[str, Any]) -> None:
+    def _log(self, values: dict[str, Any]) -> None:
         # With the step, so that steps which a resumed training repeats are not logged twice
         self._run.log(values, step=self._step)
 
@@ -170,12 +171,12 @@ class WandbRun(Observer):
         return table
 
 
-def _of_test(measures: Dict[str, float]) -> Dict[str, float]:
+def _of_test(measures: dict[str, float]) -> dict[str, float]:
     """The measures under the tutorial's names."""
     return {"test_loss" if name == "loss" else name: value for name, value in measures.items()}
 
 
-def shown_images(count: int, batch_size: int) -> List[int]:
+def shown_images(count: int, batch_size: int) -> list[int]:
     """Indices of the test images in the table: the first of each of the first batches."""
     return [
         batch + image

@@ -1,7 +1,7 @@
 """How measures are named and formatted."""
 
 import math
-from typing import Container
+from collections.abc import Container
 
 from flyte_ddp.events import RunStarted
 

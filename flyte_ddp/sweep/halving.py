@@ -4,8 +4,9 @@ As in a bracket of Hyperband (Li et al., 2018): with a reduction factor of 3, ni
 epoch, the best three of them for two more, and the best of those for the remaining six.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import List, NamedTuple, Optional, Sequence
+from typing import NamedTuple
 
 from flyte_ddp.errors import InputError, ReportedError
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
@@ -13,7 +14,7 @@ from flyte_ddp.sweep.page import failures, ranked
 from flyte_ddp.sweep.search import Sweep, TrialResult
 
 NO_RESULT = "no result: the log of its pod says why"
-Results = Sequence[Optional[TrialResult]]
+Results = Sequence[TrialResult | None]
 
 
 class Rung(NamedTuple):
@@ -31,7 +32,7 @@ class Entrant(NamedTuple):
     checkpoint: str
 
 
-def rungs_of(sweep: Sweep, trials: Sequence[Hyperparameters]) -> List[Rung]:
+def rungs_of(sweep: Sweep, trials: Sequence[Hyperparameters]) -> list[Rung]:
     """As many rungs as the numbers of epochs and trials allow; a single one if no trials are cut."""
     factor, epochs, last = sweep.reduction_factor, trials[0].epochs, 0
     while factor > 1 and factor ** (last + 1) <= min(epochs, len(trials)):
@@ -57,7 +58,7 @@ def check_rungs(sweep: Sweep, trials: Sequence[Hyperparameters]) -> None:
         )
 
 
-def standings(sweep: Sweep, trials: Sequence[Hyperparameters], results: Sequence[Results]) -> List[TrialResult]:
+def standings(sweep: Sweep, trials: Sequence[Hyperparameters], results: Sequence[Results]) -> list[TrialResult]:
     """The latest result of each trial, given the results of the rungs so far; seconds are the sum over its rungs."""
     latest = [TrialResult(hp) for hp in trials]
     for rung, found in zip(rungs_of(sweep, trials), results, strict=False):
@@ -67,7 +68,7 @@ def standings(sweep: Sweep, trials: Sequence[Hyperparameters], results: Sequence
     return latest
 
 
-def entrants(sweep: Sweep, trials: Sequence[Hyperparameters], results: Sequence[Results]) -> List[Entrant]:
+def entrants(sweep: Sweep, trials: Sequence[Hyperparameters], results: Sequence[Results]) -> list[Entrant]:
     """The trials of the next rung, given the results of the rungs so far; ReportedError if all trials have failed."""
     latest = standings(sweep, trials, results)
     found = _entrants(rungs_of(sweep, trials)[len(results)], trials, latest)
@@ -76,7 +77,7 @@ def entrants(sweep: Sweep, trials: Sequence[Hyperparameters], results: Sequence[
     return found
 
 
-def _entrants(rung: Rung, trials: Sequence[Hyperparameters], latest: Sequence[TrialResult]) -> List[Entrant]:
+def _entrants(rung: Rung, trials: Sequence[Hyperparameters], latest: Sequence[TrialResult]) -> list[Entrant]:
     """The best trials that have not failed, in their original order; a trial cut earlier can replace a failed one."""
     best = {number for number, result in ranked(latest)[: rung.trials] if not result.failure}
     return [

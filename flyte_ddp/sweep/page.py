@@ -3,8 +3,9 @@
 import csv
 import json
 import math
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Iterable, List, NamedTuple, Sequence, Tuple
+from typing import Any, NamedTuple
 
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.report.article import Drawing, Section, article
@@ -19,10 +20,10 @@ class Trial(NamedTuple):
     result: TrialResult
 
 
-def ranked(results: Sequence[TrialResult]) -> List[Trial]:
+def ranked(results: Sequence[TrialResult]) -> list[Trial]:
     """The trials that trained longest first, then by accuracy, then by number; failed ones last."""
 
-    def order(trial: Trial) -> Tuple[bool, float, float]:
+    def order(trial: Trial) -> tuple[bool, float, float]:
         result = trial.result
         return bool(result.failure), -(result.hp.stop_after or math.inf), -result.accuracy
 
@@ -38,7 +39,7 @@ def chosen(hp: Hyperparameters, names: Iterable[str]) -> str:
     return ", ".join(f"{name} {_shown(getattr(hp, name))}" for name in names)
 
 
-def failures(trials: Sequence[Trial], names: Iterable[str]) -> List[str]:
+def failures(trials: Sequence[Trial], names: Iterable[str]) -> list[str]:
     """A line for each trial that failed, with its reason."""
     return [
         f"Trial {number} ({chosen(result.hp, names)}): {result.failure}" for number, result in trials if result.failure
@@ -90,7 +91,7 @@ def comparison(trials: Sequence[Trial], names: Sequence[str], saving: str = "") 
     return article(title, f"Best: {chosen(best.hp, names)}, with {accuracy:.2%} validation accuracy", sections)
 
 
-def _line(trial: Trial, names: Sequence[str], has_epochs: bool) -> List[str]:
+def _line(trial: Trial, names: Sequence[str], has_epochs: bool) -> list[str]:
     result = trial.result
     values = [_shown(getattr(result.hp, name)) for name in names]
     values += [str(result.hp.last_epoch)] if has_epochs else []

@@ -9,7 +9,8 @@ def sweep_model(sweep: Sweep, settings: Settings, options: RunOptions) -> RunCom
 
 import csv
 import math
-from typing import Dict, List, NamedTuple, Sequence
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from flytekit import task
 from flytekit.types.file import FlyteFile
@@ -39,13 +40,13 @@ class RunComparison(NamedTuple):
     report: FlyteFile["html"]  # noqa: F821
 
 
-def as_json(trials: Sequence[TrainingSettings]) -> List[str]:
+def as_json(trials: Sequence[TrainingSettings]) -> list[str]:
     return [trial.to_json() for trial in trials]
 
 
 @task(enable_deck=True, deck_fields=(), **small_resources())
 def compare_runs(
-    sweep: Sweep, trials: List[str], summaries: List[RecipeSummary], measure: str, largest: bool
+    sweep: Sweep, trials: list[str], summaries: list[RecipeSummary], measure: str, largest: bool
 ) -> RunComparison:
     """Ranks the trials by a measure, largest or smallest first: on the validation samples if all trials have them, else
     on the test samples."""
@@ -55,7 +56,7 @@ def compare_runs(
     if missing:
         raise InputError(f"measure must be one of {', '.join(missing[0])}, got {measure!r}")
 
-    def worse(row: "tuple[int, str, RecipeSummary, Dict[str, float]]") -> float:
+    def worse(row: "tuple[int, str, RecipeSummary, dict[str, float]]") -> float:
         value = row[3][measure]
         return math.inf if math.isnan(value) else -value if largest else value
 

@@ -4,8 +4,9 @@ import dataclasses
 import itertools
 import math
 import random
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Dict, Iterable, List, TypeVar
+from typing import Any, TypeVar
 
 from flyte_ddp.errors import InputError
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
@@ -78,7 +79,7 @@ class TrialResult:
     checkpoint: str = ""
 
 
-def trials_of(sweep: Sweep, base: T) -> List[T]:
+def trials_of(sweep: Sweep, base: T) -> list[T]:
     """The settings of each trial, the same for the same sweep; InputError for values that cannot be tried."""
     if not sweep.values:
         raise InputError('Sweep.values must name what to try, as in {"learning_rate": [0.05, 0.1]}')
@@ -142,5 +143,5 @@ def _drawn(share: float, given: Any, whole: bool) -> Any:
     return min(max(value, drawn.minimum), drawn.maximum)
 
 
-def _with(base: T, values: Dict[str, Any]) -> T:
+def _with(base: T, values: dict[str, Any]) -> T:
     return type(base).from_dict({**dataclasses.asdict(base), **values})

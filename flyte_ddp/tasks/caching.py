@@ -1,8 +1,9 @@
 """Which results are reused: those of the same code, and some only on a cluster."""
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Dict, Sequence, get_type_hints
+from typing import Any, get_type_hints
 
 from flytekit import PythonFunctionTask
 from flytekit.core.cache import CachePolicy, VersionParameters
@@ -32,7 +33,7 @@ class CodeVersion(CachePolicy):
         return f"{salt}{self.version}{types}"
 
     @property
-    def environment(self) -> Dict[str, str]:
+    def environment(self) -> dict[str, str]:
         """A variable for the task's pods, which check_registered reads there."""
         return {CODE_VARIABLE: self.code}
 

@@ -7,11 +7,11 @@ def flowers_wf(folder: FlyteDirectory, settings: Settings = Settings(), ...) -> 
 
 import hashlib
 import json
+from typing import Annotated
 
 from flytekit import HashMethod, task
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
-from typing_extensions import Annotated
 
 from flyte_ddp.tasks.execution import is_local
 from flyte_ddp.tasks.init import in_place, of_content

@@ -8,9 +8,10 @@ import platform
 import signal
 import tempfile
 import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Callable, Iterator, List, Optional, Sequence, Union
+from typing import Any
 
 from filelock import FileLock
 from flytekit import FlyteContextManager, current_context
@@ -42,8 +43,8 @@ BESIDE = ".failure"
 
 
 def train_rank(
-    hp: Hyperparameters, data: FlyteDirectory, options: RunOptions, init: Optional[FlyteFile] = None
-) -> Optional[TrainingOutputs]:
+    hp: Hyperparameters, data: FlyteDirectory, options: RunOptions, init: FlyteFile | None = None
+) -> TrainingOutputs | None:
     """Trains an image classifier as one rank of many nodes; see train_as_rank."""
 
     def fetch() -> Subject:
@@ -84,7 +85,7 @@ def train_as_rank(
     with kept_logs(own, name, prefix=f"[rank {environment.rank}] "):
         if environment.rank == 0:
 
-            def start(job: Job, on_event: Callable[[Event], None]) -> List[TrainingResult]:
+            def start(job: Job, on_event: Callable[[Event], None]) -> list[TrainingResult]:
                 return run_rank(environment, DirectLink(on_event), job)
 
             outputs = outputs_of(train_by(start, environment.world, fetch, options, own_observers))
@@ -94,12 +95,12 @@ def train_as_rank(
     return None
 
 
-def run_rank(environment: Environment, link: DirectLink, job: Job) -> List[TrainingResult]:
+def run_rank(environment: Environment, link: DirectLink, job: Job) -> list[TrainingResult]:
     """The results of all ranks; raises RankFailed, or its recoverable kind, naming this rank; or its InputError."""
     signal.signal(signal.SIGTERM, link.on_signal)
     try:
         with process_group(environment, job.timeout_seconds) as device:
-            results: List[Any] = [None] * environment.world.size
+            results: list[Any] = [None] * environment.world.size
             distributed.all_gather_object(results, worker.train(environment, device, link, job))
             return results
     except StopRequested as stopped:
@@ -124,7 +125,7 @@ def error_of_node(failed: ChildFailedError) -> TaskFailed:
     return task_error(failure, place_of_logs(), at)
 
 
-def download_once(data: Union[FlyteFile, FlyteDirectory]) -> Path:
+def download_once(data: FlyteFile | FlyteDirectory) -> Path:
     """A copy of the file or folder that all ranks of this host share; the first one to ask downloads it."""
     source = str(data.remote_source or data.path)
     name = Path(source).name if isinstance(data, FlyteFile) else ""

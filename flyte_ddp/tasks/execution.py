@@ -5,9 +5,10 @@ import platform
 import secrets
 import shutil
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Iterator, Optional
+from typing import Any
 
 import click
 from flyteidl.core.literals_pb2 import LiteralMap
@@ -61,7 +62,7 @@ class TaskFailed(FlyteUserException):
     For other exceptions the message follows the stack, here that of the parent, where nothing is wrong.
     """
 
-    def __init__(self, message: str, failure: Failure, timestamp: Optional[float] = None):
+    def __init__(self, message: str, failure: Failure, timestamp: float | None = None):
         super().__init__(message, timestamp=timestamp)
         self.failure = failure
 
@@ -88,7 +89,7 @@ def flyte_retries() -> Iterator[None]:
 
 def failure_of(error: BaseException) -> Failure:
     """The failure that an error carries; else the error itself, outside of the ranks."""
-    carried: Optional[Failure] = getattr(error, "failure", None)
+    carried: Failure | None = getattr(error, "failure", None)
     return carried or from_exception(_of_a_download(error), None, platform.node())
 
 
@@ -101,7 +102,7 @@ def _of_a_download(error: BaseException) -> BaseException:
     return error
 
 
-def task_error(failure: Failure, logs: str = "", timestamp: Optional[float] = None) -> TaskFailed:
+def task_error(failure: Failure, logs: str = "", timestamp: float | None = None) -> TaskFailed:
     """The exception that Flyte shows for a failure; the second line of its message says where the logs are."""
     headline, separator, details = encodable(str(failure)).partition("\n")
     place = f"\nLogs: {logs}" if logs else ""

@@ -1,7 +1,8 @@
 """The private parts of flytekit that this package uses, as of version 1.16.31: see tests/compat."""
 
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Callable, Iterator, MutableMapping, Optional, Sequence, Type, TypeVar
+from typing import Any, TypeVar
 
 import click
 from flytekit import Deck, PythonFunctionTask
@@ -11,7 +12,7 @@ from flytekit.core.local_cache import LocalTaskCache
 from flytekit.exceptions.base import FlyteException
 from flytekit.interaction.click_types import JsonParamType, UnionParamType
 
-E = TypeVar("E", bound=Type[FlyteException])
+E = TypeVar("E", bound=type[FlyteException])
 
 
 def read_json_inputs(kind: type, read: Callable[[str], Any]) -> None:
@@ -47,9 +48,9 @@ def checkpoint_destination(checkpoint: SyncCheckpoint) -> str:
     return str(checkpoint._checkpoint_dest)
 
 
-def checkpoint_source(checkpoint: SyncCheckpoint) -> Optional[str]:
+def checkpoint_source(checkpoint: SyncCheckpoint) -> str | None:
     """Where the previous attempt left its checkpoint; None for the first. The class says only whether there is one."""
-    source: Optional[str] = checkpoint._checkpoint_src
+    source: str | None = checkpoint._checkpoint_src
     return source
 
 
@@ -58,7 +59,7 @@ def replace_html(deck: Deck, html: str) -> None:
     deck._html = html
 
 
-def with_error_code_of(other: Type[FlyteException]) -> Callable[[E], E]:
+def with_error_code_of(other: type[FlyteException]) -> Callable[[E], E]:
     """Decorates an exception class so that Flyte sees the error code of another one; subclasses inherit it.
 
     The public error_code is a property that reads _ERROR_CODE.

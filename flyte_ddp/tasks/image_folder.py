@@ -3,13 +3,12 @@
 import os
 import tempfile
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
 from flytekit import Cache, HashMethod, current_context, task
 from flytekit.core.data_persistence import FileAccessProvider
 from flytekit.types.directory import FlyteDirectory
-from typing_extensions import Annotated
 
 from flyte_ddp.code_version import code_version
 from flyte_ddp.data.datasets import data_dir, prepare

@@ -1,11 +1,10 @@
 """The file that a built-in training starts from, whose content is part of the cache key."""
 
 import hashlib
-from typing import Optional
+from typing import Annotated
 
 from flytekit import Cache, HashMethod, task
 from flytekit.types.file import FlyteFile
-from typing_extensions import Annotated
 
 from flyte_ddp.code_version import code_version
 from flyte_ddp.tasks.caching import CodeVersion, OnClustersOnly
@@ -22,12 +21,12 @@ def of_content(file: FlyteFile) -> str:
     return digest.hexdigest()
 
 
-def of_init(init: Optional[FlyteFile]) -> Optional[str]:
+def of_init(init: FlyteFile | None) -> str | None:
     """None stays None: the cache key is then that of a training without this input."""
     return None if init is None else of_content(init)
 
 
-KnownInit = Annotated[Optional[FlyteFile], HashMethod(of_init)]
+KnownInit = Annotated[FlyteFile | None, HashMethod(of_init)]
 
 
 @task(
@@ -35,7 +34,7 @@ KnownInit = Annotated[Optional[FlyteFile], HashMethod(of_init)]
     cache=Cache(policies=CodeVersion(code_version(__name__), ())),
     **small_resources(),
 )
-def known_init(init: Optional[FlyteFile]) -> KnownInit:
+def known_init(init: FlyteFile | None) -> KnownInit:
     """Returns the same file, a model_state or checkpoint, where it is. A cluster reads each path only once, so that a
     cached training starts no pod: other weights need another path."""
     return None if init is None else in_place(init)

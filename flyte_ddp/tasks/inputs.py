@@ -2,7 +2,7 @@
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 from flytekit.interaction.click_types import DirParamType, FileParamType, UnionParamType
 from flytekit.types.file import PythonPickledFile
@@ -41,7 +41,7 @@ def explain_missing_paths() -> None:
     UnionParamType.convert = convert
 
 
-def known_classifier(model_state: Optional[PythonPickledFile]) -> Optional[ModelMetadata]:
+def known_classifier(model_state: PythonPickledFile | None) -> ModelMetadata | None:
     """The metadata of given weights, if there are any; InputError where they are of a recipe."""
     if model_state is None:
         return None
@@ -57,7 +57,7 @@ def known_classifier(model_state: Optional[PythonPickledFile]) -> Optional[Model
     return known
 
 
-def settings_of(known: Optional[ModelMetadata], asked: Hyperparameters) -> Hyperparameters:
+def settings_of(known: ModelMetadata | None, asked: Hyperparameters) -> Hyperparameters:
     """The settings of the training of weights with this metadata, with those that differ from the defaults in asked."""
     if known is None:
         return asked
@@ -66,7 +66,7 @@ def settings_of(known: Optional[ModelMetadata], asked: Hyperparameters) -> Hyper
     return Hyperparameters.from_dict({**known.settings, **own})
 
 
-def dataset_of(known: Optional[ModelMetadata], asked: str, remedy: str) -> str:
+def dataset_of(known: ModelMetadata | None, asked: str, remedy: str) -> str:
     """The name of the dataset that weights with this metadata were trained on, unless another one is asked for.
 
     remedy: for weights that were trained on a folder of images.

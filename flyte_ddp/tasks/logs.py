@@ -6,10 +6,10 @@ import shutil
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Callable, Dict, Iterator, Tuple, Union
 
 import click
 from flytekit import FlyteContextManager, current_context
@@ -38,7 +38,7 @@ class Logs(Observer):
     """
 
     folder: Path
-    place: Union[str, bool]
+    place: str | bool
 
     @property
     def output(self) -> FlyteDirectory:
@@ -85,8 +85,8 @@ class Uploads:
 
     def __init__(self, run: Path, place: str):
         self._run, self._place = run, place
-        self._sent: Dict[Path, Tuple[int, int]] = {}
-        self._due: Dict[Path, float] = {}
+        self._sent: dict[Path, tuple[int, int]] = {}
+        self._due: dict[Path, float] = {}
         self._closing, self._failing = threading.Event(), False
         # the thread needs this one's Flyte context, which knows the storage
         self._thread = threading.Thread(

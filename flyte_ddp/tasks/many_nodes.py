@@ -4,7 +4,7 @@ DDP_NNODES=4 pyflyte ... register is one main node and three workers.
 """
 
 import platform
-from typing import Any, Dict
+from typing import Any
 
 from flytekit.exceptions.user import FlyteRecoverableException, FlyteUserRuntimeException
 from flytekit.extend import TaskPlugins
@@ -44,7 +44,7 @@ class NodesTask(PytorchElasticFunctionTask):
 TaskPlugins.register_pythontask_plugin(Nodes, NodesTask)
 
 
-def on_many_nodes(arguments: Dict[str, Any]) -> Dict[str, Any]:
+def on_many_nodes(arguments: dict[str, Any]) -> dict[str, Any]:
     """Changes the arguments of a @task that trains so that every rank of all nodes runs its function."""
     asked = registration()
     rendezvous = dict.fromkeys(("timeout", "join_timeout", "read_timeout"), asked.join_minutes * 60)

@@ -1,6 +1,6 @@
 """Flyte's own notifications of how the executions of a launch plan ended."""
 
-from typing import Any, List
+from typing import Any
 
 from flytekit import Email, Slack
 from flytekit.models.core.execution import WorkflowExecutionPhase
@@ -10,7 +10,7 @@ from flyte_ddp.tasks.registration import registration
 KINDS: Any = {"slack": Slack, "email": Email}
 
 
-def notifications() -> List[Any]:
+def notifications() -> list[Any]:
     """The notifications of a LaunchPlan, from DDP_NOTIFY and DDP_NOTIFY_PHASES; empty without them."""
     asked = registration()
     if not asked.notify:

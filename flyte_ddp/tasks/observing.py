@@ -4,9 +4,10 @@ import hashlib
 import os
 import secrets
 import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Callable, Iterator, List, Sequence
+from typing import Any
 
 from flytekit import Deck, current_context
 
@@ -35,7 +36,7 @@ class Observers:
         self._own = OwnObservers(own)
         self._report = Background("the report", self._open_report, REPORT_SECONDS)
         self._progress = Progress(info)
-        self._listening: List[Observer] = [
+        self._listening: list[Observer] = [
             self.record, self._console, self._report, self._progress, *others, self._own,
         ]  # fmt: skip
         if self._tracker:

@@ -1,7 +1,7 @@
 """What tasks give back. A local run's files stay where they are: flytekit would copy them to a temporary place."""
 
 from pathlib import Path
-from typing import Any, Type, TypeVar
+from typing import Any, TypeVar
 
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
@@ -13,7 +13,7 @@ from flyte_ddp.tasks.observing import deck_publisher
 F = TypeVar("F", bound=FlyteFile)
 
 
-def output_file(path: Path, kind: Type[F] = FlyteFile) -> F:
+def output_file(path: Path, kind: type[F] = FlyteFile) -> F:
     return kind(str(path), remote_path=_storage())
 
 

@@ -1,10 +1,9 @@
 """From a dataset's name to the prepared dataset, as Flyte tasks."""
 
-from typing import BinaryIO
+from typing import Annotated, BinaryIO
 
 from flytekit import Cache, FlyteContextManager, HashMethod, task
 from flytekit.types.directory import FlyteDirectory
-from typing_extensions import Annotated
 
 from flyte_ddp.code_version import code_version
 from flyte_ddp.data import datasets, prepared

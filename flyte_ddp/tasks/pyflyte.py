@@ -1,9 +1,9 @@
 """What every workflow file calls first, so that pyflyte reads our inputs and ships our code correctly."""
 
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
-from typing import Iterable
 
 import flyte_ddp
 from flyte_ddp.code_version import is_installed

@@ -7,9 +7,10 @@ def train_model(settings: Settings, options: RunOptions) -> RecipeOutputs:
     return training.run(settings, options)
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Union
+from typing import Any, NamedTuple, TypeAlias
 
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile, PythonPickledFile
@@ -36,7 +37,7 @@ from flyte_ddp.tasks.webhook import telling_webhook
 from flyte_ddp.user_code import find_code
 
 PREDICT = "flyte_ddp.engine.predict:run"  # a name, because importing it would import torch
-Data = Union[FlyteFile, FlyteDirectory, None]
+Data: TypeAlias = FlyteFile | FlyteDirectory | None
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,8 @@ class RecipeSummary(RunSummary):
     """
 
     recipe: str
-    measures: Dict[str, float]
-    validation_measures: Dict[str, float]
+    measures: dict[str, float]
+    validation_measures: dict[str, float]
 
 
 class RecipeOutputs(NamedTuple):
@@ -66,7 +67,7 @@ class RecipeOutputs(NamedTuple):
         logs: a folder with the recipe's predictions on the test samples, and what ranks, trackers and profiler wrote.
     """
 
-    epoch_measures: List[Dict[str, float]]
+    epoch_measures: list[dict[str, float]]
     model_state: PythonPickledFile
     summary: RecipeSummary
     report: FlyteFile["html"]  # noqa: F821
@@ -93,14 +94,14 @@ class RecipeTraining:
         for code in (self.code, *self.observers):
             ship(code.files)
 
-    def arguments(self, ignored_inputs: Sequence[str] = ("options",)) -> Dict[str, Any]:
+    def arguments(self, ignored_inputs: Sequence[str] = ("options",)) -> dict[str, Any]:
         """Arguments of the @task that trains or predicts: cache, retries, live report, resources."""
         return training_arguments(self.version, f"{self.code.name} ", ignored_inputs)
 
     @telling_webhook()
     @flyte_retries()
     def run(
-        self, settings: TrainingSettings, options: RunOptions, data: Data = None, init: Optional[FlyteFile] = None
+        self, settings: TrainingSettings, options: RunOptions, data: Data = None, init: FlyteFile | None = None
     ) -> RecipeOutputs:
         """Trains with one process per rank, on the file or folder data, if the recipe uses one.
 
@@ -119,7 +120,7 @@ class RecipeTraining:
         return self.outputs_of(train_by(start, world, fetch, options, self.observers))
 
     def run_as_rank(
-        self, settings: TrainingSettings, options: RunOptions, data: Data = None, init: Optional[FlyteFile] = None
+        self, settings: TrainingSettings, options: RunOptions, data: Data = None, init: FlyteFile | None = None
     ) -> RecipeOutputs:
         """Trains as one rank of many nodes, in a task whose arguments come from on_many_nodes."""
         from flyte_ddp.tasks.elastic import download_once, train_as_rank  # they import torch
@@ -159,7 +160,7 @@ class RecipeTraining:
             run_alone(PREDICT, asked, timeout, open_console(), world, self.code.root)
         return output_file(path)
 
-    def subject(self, settings: TrainingSettings, place: Optional[Path], init: Optional[Path] = None) -> Subject:
+    def subject(self, settings: TrainingSettings, place: Path | None, init: Path | None = None) -> Subject:
         """The recipe and its data; ReportedError if this pod's code is not what was registered."""
         self.version.check_registered()
         return subject_of(self.code, settings, place, init)

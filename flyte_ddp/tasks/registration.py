@@ -9,7 +9,7 @@ import json
 import os
 import re
 from dataclasses import dataclass
-from typing import Any, Dict, Tuple
+from typing import Any
 
 from flytekit.extras import accelerators
 
@@ -128,7 +128,7 @@ class Registration(Settings):
         return self.nproc_per_node or self.training_gpus or DEFAULT_CPU_RANKS
 
     @property
-    def node_range(self) -> Tuple[int, int]:
+    def node_range(self) -> tuple[int, int]:
         """The smallest and the largest number of nodes; raises InputError if nnodes is neither a number nor MIN:MAX."""
         least, _, most = self.nnodes.partition(":")
         most = most or least
@@ -142,7 +142,7 @@ class Registration(Settings):
 
 def registration() -> Registration:
     """Reads the environment; raises InputError naming the variable."""
-    values: Dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for field in dataclasses.fields(Registration):
         variable = variable_of(field)
         text = os.environ.get(variable)

@@ -5,7 +5,7 @@ import json
 import os
 import platform
 from datetime import timedelta
-from typing import Any, Dict, Optional
+from typing import Any
 from urllib.parse import urlsplit
 
 from flytekit import Resources, Secret
@@ -21,7 +21,7 @@ from flyte_ddp.tasks.registration import ACCELERATORS, GPUS_VARIABLE, Registrati
 IMAGE = "{{.image.trainer}}"  # named in flyte.config, or by --image trainer=NAME
 
 
-def pod_environment() -> Dict[str, str]:
+def pod_environment() -> dict[str, str]:
     """The variables of every pod: the user's own, and the data mirror, unless its URL has a password, which everybody
     who can see the tasks in Flyte could see."""
     mirror = mirror_from_environment()
@@ -30,14 +30,14 @@ def pod_environment() -> Dict[str, str]:
     return {**({MIRROR_VARIABLE: mirror} if mirror and not has_password else {}), **registration().env}
 
 
-def registered_environment() -> Dict[str, str]:
+def registered_environment() -> dict[str, str]:
     """All settings as variables, for tasks in whose pods the decorators are evaluated again."""
     values = {variable_of(field): getattr(registration(), field.name) for field in dataclasses.fields(Registration)}
     texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in values.items()}
     return {**pod_environment(), **texts}
 
 
-def training_environment(gpus: int, code: Optional[CodeVersion] = None) -> Dict[str, str]:
+def training_environment(gpus: int, code: CodeVersion | None = None) -> dict[str, str]:
     """The variables of a training pod with this many GPUs and this code."""
     return {**pod_environment(), **(code.environment if code else {}), GPUS_VARIABLE: str(gpus)}
 
@@ -55,7 +55,7 @@ def check_gpus(visible: int) -> None:
             )
 
 
-def sizes(cpu: str, memory: str, disk: str, gpus: int = 0) -> Dict[str, Any]:
+def sizes(cpu: str, memory: str, disk: str, gpus: int = 0) -> dict[str, Any]:
     """Arguments of @task or with_overrides for sizes in Registration's form; a single quantity is request and limit."""
     requests, limits = (
         Resources(
@@ -69,7 +69,7 @@ def sizes(cpu: str, memory: str, disk: str, gpus: int = 0) -> Dict[str, Any]:
     return {"requests": requests, "limits": limits}
 
 
-def training_sizes(gpus: int) -> Dict[str, Any]:
+def training_sizes(gpus: int) -> dict[str, Any]:
     """What a training pod with this many GPUs needs, as arguments of @task or with_overrides.
 
     Without GPUs, two ranks, their parent and the process they are forked from take 0.5 GB on digits and 0.7 GB on MNIST
@@ -85,13 +85,13 @@ def training_sizes(gpus: int) -> Dict[str, Any]:
     return {**needed, "shared_memory": True} if gpus else needed
 
 
-def resize(task: PythonTask, gpus: int) -> Dict[str, Any]:
+def resize(task: PythonTask, gpus: int) -> dict[str, Any]:
     """Arguments of with_overrides for a training task that a @dynamic in this pod compiles with this many GPUs."""
     task.environment[GPUS_VARIABLE] = str(gpus)  # with_overrides has no environment
     return training_sizes(gpus)
 
 
-def training_resources(code: Optional[CodeVersion] = None) -> Dict[str, Any]:
+def training_resources(code: CodeVersion | None = None) -> dict[str, Any]:
     """Arguments of @task for training; code is what determines the result, if that is cached."""
     asked = registration()
     variables = {WEBHOOK_VARIABLE: asked.webhook, CONSOLE_VARIABLE: asked.console}
@@ -110,7 +110,7 @@ def training_resources(code: Optional[CodeVersion] = None) -> Dict[str, Any]:
     }
 
 
-def preparation_resources() -> Dict[str, Any]:
+def preparation_resources() -> dict[str, Any]:
     """Arguments of @task for downloading and preparing a dataset, and for other tasks that need torch but no ranks."""
     asked = registration()
     needed = sizes(asked.preparation_cpu, asked.preparation_memory, asked.preparation_disk)
@@ -122,14 +122,14 @@ def preparation_resources() -> Dict[str, Any]:
     }
 
 
-def small_resources() -> Dict[str, Any]:
+def small_resources() -> dict[str, Any]:
     """Arguments of @task for a task that computes nothing."""
     asked = registration()
     needed = sizes(asked.small_cpu, asked.small_memory, asked.small_disk)
     return {"container_image": IMAGE, **needed, "environment": pod_environment()}
 
 
-def dynamic_resources() -> Dict[str, Any]:
+def dynamic_resources() -> dict[str, Any]:
     """Arguments of @dynamic: its pod compiles the tasks that it starts, and needs the registration's settings for
     that."""
     return {**small_resources(), "environment": registered_environment()}

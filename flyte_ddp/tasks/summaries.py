@@ -1,7 +1,6 @@
 """The figures of a training: the typed summaries among a task's outputs."""
 
 from dataclasses import dataclass
-from typing import Dict, List, Optional
 
 from flyte_ddp.engine.job import TrainingResult
 from flyte_ddp.launch.environment import World
@@ -44,13 +43,13 @@ class RunSummary:
     device: str
     precision: str
     tracking_url: str
-    warnings: List[str]
+    warnings: list[str]
     validation_samples: int
     best_epoch: int
     parameters: int
     sample_flops: float
-    peak_memory: List[int]
-    utilization: Optional[float]
+    peak_memory: list[int]
+    utilization: float | None
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ class TrainingSummary(RunSummary):
     dataset: str
     test_loss: float
     accuracy: float
-    class_accuracies: Dict[str, float]
+    class_accuracies: dict[str, float]
 
 
 def summarise(world: World, finished: RunFinished, tracking_url: str) -> RunSummary:
@@ -95,7 +94,7 @@ def summarise(world: World, finished: RunFinished, tracking_url: str) -> RunSumm
     )
 
 
-def utilization(result: TrainingResult, samples_per_second: float, world: World) -> Optional[float]:
+def utilization(result: TrainingResult, samples_per_second: float, world: World) -> float | None:
     """Model FLOPs utilization of the GPUs, one per rank, as defined for PaLM (Chowdhery et al., 2022, appendix B), but
     with counted rather than estimated FLOPs."""
     # Ranks under gloo may share a GPU, so the number of GPUs is unknown

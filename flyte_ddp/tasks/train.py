@@ -1,9 +1,10 @@
 """Training within a Flyte task: from typed inputs to ranks and back to typed outputs."""
 
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence
+from typing import Any, NamedTuple
 
 from flytekit import Cache
 from flytekit.types.directory import FlyteDirectory
@@ -34,7 +35,7 @@ from flyte_ddp.user_code import UserCode, find_code
 WORKER = "flyte_ddp.engine.worker:run"  # a name, because importing it would import torch
 IMAGE_CLASSIFIER = find_code("flyte_ddp.recipes.images:ImageClassifier")
 TRAINING_CODE = CodeVersion(IMAGE_CLASSIFIER.version)
-Start = Callable[[Job, Callable[[Event], None]], List[TrainingResult]]
+Start = Callable[[Job, Callable[[Event], None]], list[TrainingResult]]
 
 
 class TrainingOutputs(NamedTuple):
@@ -49,7 +50,7 @@ class TrainingOutputs(NamedTuple):
             validation split also last.pt, the weights of the last epoch.
     """
 
-    epoch_accuracies: List[float]
+    epoch_accuracies: list[float]
     model_state: PythonPickledFile
     summary: TrainingSummary
     report: FlyteFile["html"]  # noqa: F821
@@ -61,9 +62,9 @@ class Trained:
     """A training that has succeeded, and its files as a task's outputs."""
 
     dataset: str
-    results: List[TrainingResult]
+    results: list[TrainingResult]
     figures: RunSummary
-    predictions: Optional[Predictions]
+    predictions: Predictions | None
     model_state: PythonPickledFile
     report: FlyteFile
     logs: FlyteDirectory
@@ -73,7 +74,7 @@ def training_arguments(
     code: CodeVersion = TRAINING_CODE,
     salt: str = "",
     ignored_inputs: Sequence[str] = ("options",),
-) -> Dict[str, Any]:
+) -> dict[str, Any]:
     """Arguments of a @task that trains: cache (its version depends on code and salt), retries, live report,
     resources."""
     return {
@@ -88,7 +89,7 @@ def training_arguments(
 @telling_webhook()
 @flyte_retries()
 def train(
-    hp: Hyperparameters, data: FlyteDirectory, options: RunOptions, init: Optional[FlyteFile] = None
+    hp: Hyperparameters, data: FlyteDirectory, options: RunOptions, init: FlyteFile | None = None
 ) -> TrainingOutputs:
     """Trains hp.model on a prepared dataset with one process per rank; raises what launcher.launch raises.
 
@@ -103,7 +104,7 @@ def train(
     return outputs_of(train_by(spawn(world, options), world, fetch, options))
 
 
-def image_subject(hp: Hyperparameters, folder: Path, init: Optional[Path] = None) -> Subject:
+def image_subject(hp: Hyperparameters, folder: Path, init: Path | None = None) -> Subject:
     """An image classifier and the prepared dataset in the folder, which is verified byte by byte."""
     TRAINING_CODE.check_registered()
     return subject_of(IMAGE_CLASSIFIER, hp, folder, init, prepared.verify(folder))
@@ -129,7 +130,7 @@ def spawn(world: World, options: RunOptions, roots: Sequence[str] = ()) -> Start
     """Lets this process start the ranks, which import torch while the data are downloaded and verified."""
     launcher.warm_up()
 
-    def start(job: Job, on_event: Callable[[Event], None]) -> List[TrainingResult]:
+    def start(job: Job, on_event: Callable[[Event], None]) -> list[TrainingResult]:
         return launcher.launch(WORKER, world, job, options.timeout_seconds, on_event, roots=roots)
 
     return start

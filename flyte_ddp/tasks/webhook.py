@@ -3,9 +3,10 @@
 import json
 import os
 import threading
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime, timezone
-from typing import Any, Dict, Iterator
+from typing import Any
 from urllib.error import HTTPError
 from urllib.parse import urlsplit
 from urllib.request import HTTPRedirectHandler, Request, build_opener
@@ -41,7 +42,7 @@ def telling_webhook() -> Iterator[None]:
         raise
 
 
-def notify(url: str, content: Dict[str, Any]) -> None:
+def notify(url: str, content: dict[str, Any]) -> None:
     """Posts the content, for at most POST_SECONDS; a warning does not show the URL, which may be secret."""
     problems = ["no answer in time"]
     thread = threading.Thread(target=post, args=(url, content, problems), daemon=True)
@@ -51,7 +52,7 @@ def notify(url: str, content: Dict[str, Any]) -> None:
         warn(f"the webhook was not notified of the failure: {problems[-1]}")
 
 
-def post(url: str, content: Dict[str, Any], problems: "list[str]") -> None:
+def post(url: str, content: dict[str, Any], problems: "list[str]") -> None:
     """Clears problems once the server has accepted the content, or adds what went wrong."""
     try:
         if urlsplit(url).scheme not in ("http", "https"):
@@ -73,7 +74,7 @@ class NoRedirects(HTTPRedirectHandler):
         return None
 
 
-def content_of(failure: Failure) -> Dict[str, Any]:
+def content_of(failure: Failure) -> dict[str, Any]:
     """What is posted, see docs/on-a-cluster.md."""
     who = failure.host if failure.rank is None else f"rank {failure.rank} on {failure.host}"
     message = one_line(Exception((failure.message.splitlines() or [""])[0]))

@@ -1,7 +1,6 @@
 """The inputs and measurements of the timing study of inference. No torch."""
 
 from dataclasses import dataclass
-from typing import Tuple
 
 from flyte_ddp.errors import InputError
 from flyte_ddp.recipes.hyperparameters import DATASETS, MODELS
@@ -44,7 +43,7 @@ class TimingOptions(Settings):
             )
 
     @property
-    def sizes(self) -> Tuple[int, ...]:
+    def sizes(self) -> tuple[int, ...]:
         return tuple(sorted({int(number) for number in self.device_batch_sizes.split(",")}))
 
 
@@ -54,8 +53,8 @@ class TimingJob:
 
     data: str
     model: str
-    methods: Tuple[str, ...]
-    device_batch_sizes: Tuple[int, ...]
+    methods: tuple[str, ...]
+    device_batch_sizes: tuple[int, ...]
     seconds: float
     timeout_seconds: float
 

@@ -1,7 +1,7 @@
 """The timing study's page: curves, a table, and where it was measured."""
 
+from collections.abc import Sequence
 from statistics import median
-from typing import Dict, List, Sequence, Tuple
 
 from flyte_ddp.data.description import DatasetDescription
 from flyte_ddp.report.article import Drawing, Section, article
@@ -16,7 +16,7 @@ def timing_article(
     found: Sequence[Measurement], load: float, description: DatasetDescription, options: TimingOptions
 ) -> str:
     """The page for a Deck; load is the number of processes that were running on this machine before."""
-    rates: Dict[Tuple[str, int], List[float]] = {}
+    rates: dict[tuple[str, int], list[float]] = {}
     for one in found:
         rates.setdefault((one.method, one.batch_size), []).append(one.images_per_second)
     curves = Curves(

@@ -1,7 +1,7 @@
 """How fast a network predicts: from normalised images in the host's memory to scores on the device."""
 
 import time
-from typing import Callable, List
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, distributed, nn
@@ -19,7 +19,7 @@ WARM_UP = 3  # forward passes: the first ones choose algorithms and allocate mem
 
 
 @torch.inference_mode()
-def run(environment: Environment, link: Link, job: TimingJob) -> List[Measurement]:
+def run(environment: Environment, link: Link, job: TimingJob) -> list[Measurement]:
     """Each method with each batch size, once; the ranks work at the same time, each on batches of its own."""
     torch.set_num_threads(environment.threads)
     settle_arithmetic()

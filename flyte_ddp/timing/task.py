@@ -4,7 +4,7 @@ import csv
 import dataclasses
 import os
 from pathlib import Path
-from typing import List, NamedTuple
+from typing import NamedTuple
 
 from flytekit import task
 from flytekit.types.file import CSVFile, FlyteFile
@@ -64,11 +64,11 @@ def processes_of(options: TimingOptions) -> World:
     return choose_world("auto", options.nproc, batch_size=1024)  # the largest nproc: batches are not shared out
 
 
-def measure_all(data: str, options: TimingOptions) -> List[Measurement]:
+def measure_all(data: str, options: TimingOptions) -> list[Measurement]:
     """Methods take turns going first, so that a machine that becomes faster or slower favours none."""
     many = processes_of(options)
     alone = dataclasses.replace(many, size=1, local_size=1)
-    found: List[Measurement] = []
+    found: list[Measurement] = []
     for repeat in range(options.repeats):
         turns = [(alone, (ONE_DEVICE, DATA_PARALLEL)), (many, (PROCESSES,))]
         for world, methods in turns[:: -1 if repeat % 2 else 1]:
@@ -76,7 +76,7 @@ def measure_all(data: str, options: TimingOptions) -> List[Measurement]:
                 data, options.model, methods[:: -1 if repeat % 2 else 1], options.sizes, options.seconds,
                 options.timeout_seconds,
             )  # fmt: skip
-            measured: List[Measurement] = launcher.launch(TIMER, world, job, options.timeout_seconds, Console())[0]
+            measured: list[Measurement] = launcher.launch(TIMER, world, job, options.timeout_seconds, Console())[0]
             found += measured
         best = max(found, key=lambda one: one.images_per_second)
         say(
@@ -86,7 +86,7 @@ def measure_all(data: str, options: TimingOptions) -> List[Measurement]:
     return found
 
 
-def write_measurements(path: Path, found: List[Measurement]) -> None:
+def write_measurements(path: Path, found: list[Measurement]) -> None:
     with open(path, "w", newline="") as file:
         writer = csv.DictWriter(file, [field.name for field in dataclasses.fields(Measurement)])
         writer.writeheader()

@@ -2,7 +2,8 @@
 
 import json
 import time
-from typing import Any, Iterator, Optional, Union
+from collections.abc import Iterator
+from typing import Any
 
 import click
 import fsspec
@@ -55,7 +56,7 @@ class File:
 @click.command()
 @click.argument("place")
 @click.option("--timeout", type=click.FloatRange(min=0), help="Give up after this many seconds without anything new.")
-def watch(place: str, timeout: Optional[float]) -> None:
+def watch(place: str, timeout: float | None) -> None:
     """Show the training whose logs are at PLACE, a folder or a URL of Flyte's storage, until it ends.
 
     PLACE is what a run prints after "Logs:", its output `logs`, or the progress.jsonl in it. The exit status is 0 if
@@ -72,7 +73,7 @@ def watch(place: str, timeout: Optional[float]) -> None:
     say(f"The training has finished, after {last:.1f} s")
 
 
-def show(file: File, console: Any, timeout: Optional[float]) -> Union[RunFailed, float]:
+def show(file: File, console: Any, timeout: float | None) -> RunFailed | float:
     """Passes each event to the console; returns how the training failed, or how many seconds it took."""
     for text in lines_of(file, timeout):
         try:
@@ -103,7 +104,7 @@ def printable(value: Any) -> Any:
     return encodable(value).translate(CONTROLS) if isinstance(value, str) else value
 
 
-def lines_of(file: File, timeout: Optional[float]) -> Iterator[bytes]:
+def lines_of(file: File, timeout: float | None) -> Iterator[bytes]:
     """Each line as it comes, until nothing has come for `timeout` seconds."""
     read, begun, heard = 0, b"", time.monotonic()
     while True:

@@ -3,7 +3,6 @@
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import List
 
 import pytest
 from flytekit import Cache, Deck, task
@@ -38,7 +37,7 @@ def test_an_input_of_several_kinds_tells_them():
     assert sorted(map(str, flytekit_compat.alternatives(UnionParamType(kinds)))) == sorted(map(str, kinds))
 
 
-calls: List[int] = []
+calls: list[int] = []
 
 
 @task(cache=Cache(version="1"))

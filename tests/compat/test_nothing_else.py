@@ -4,9 +4,9 @@ import ast
 import importlib
 import inspect
 import re
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Iterator, Set
 
 ROOT = Path(__file__).parents[2]
 PRIVATE = re.compile(r"_(?!_)\w+|__\w+(?<!__)")
@@ -47,7 +47,7 @@ def _shared(module: str, tree: ast.Module) -> Iterator[str]:
             yield from (f"{owner.name}.{name}" for name in _named(owner) & {x for b in bases for x in _names_of(b)})
 
 
-def _named(owner: ast.ClassDef) -> Set[str]:
+def _named(owner: ast.ClassDef) -> set[str]:
     names = {node.attr for node in ast.walk(owner) if isinstance(node, ast.Attribute)}
     names |= {node.id for node in ast.walk(owner) if isinstance(node, ast.Name)}
     names |= {node.name for node in ast.walk(owner) if isinstance(node, ast.FunctionDef)}

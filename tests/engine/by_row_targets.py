@@ -1,7 +1,8 @@
 """What test_by_row.py has ranks do: each function is a worker's."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, Callable, Dict, List, NamedTuple, Tuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -88,7 +89,7 @@ def drop_path(features: Tensor) -> Tensor:
 
 
 # Networks of torch's own layers, and of what other libraries do, and the shape of a sample
-CASES: Dict[str, Tuple[Callable[[], nn.Module], Tuple[int, ...]]] = {
+CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "dropout": (lambda: nn.Dropout(0.4), (3, 4)),
     "dropout of rows": (RowsOfASample, (3, 4)),
     "dropout in place": (lambda: nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.4, inplace=True)), (4,)),
@@ -128,11 +129,11 @@ class Computed(NamedTuple):
 
     outputs: np.ndarray
     input_gradients: np.ndarray
-    weight_gradients: Dict[str, np.ndarray]
-    state: Dict[str, np.ndarray]
+    weight_gradients: dict[str, np.ndarray]
+    state: dict[str, np.ndarray]
 
 
-def compute(environment: Environment, link: Link, size: int) -> Dict[str, Computed]:
+def compute(environment: Environment, link: Link, size: int) -> dict[str, Computed]:
     """A training step with each case, on this rank's share of a global batch of so many samples."""
     found = {}
     share, mine = share_of(environment, size)
@@ -179,14 +180,14 @@ def learn(rows: ByRow, model: nn.Module, inputs: Tensor) -> None:
     vars(share).update(mine)
 
 
-def share_of(environment: Environment, size: int) -> Tuple[Share, Tensor]:
+def share_of(environment: Environment, size: int) -> tuple[Share, Tensor]:
     """This rank's share of a global batch, and where its samples are in it; one of many ranks borrows a sample."""
     batches = TestBatches(Resident(torch.arange(size), CPU), size, environment.rank, environment.world.size)
     (batch,) = batches
     return batch.share, batch.tree
 
 
-KINDS: List[Dict[str, Any]] = [
+KINDS: list[dict[str, Any]] = [
     {},
     {"affine": False},
     {"momentum": None},
@@ -195,13 +196,13 @@ KINDS: List[Dict[str, Any]] = [
 ]
 
 
-def compare_with_torch(environment: Environment, link: Link, argument: Any) -> List[Tuple[Any, Any]]:
+def compare_with_torch(environment: Environment, link: Link, argument: Any) -> list[tuple[Any, Any]]:
     """Ours and torch's: outputs, gradients and state of two training steps and an evaluation, by kind of batch norm."""
     with process_group(environment, 60):
         return [(batch_norm(kind, ours=True), batch_norm(kind, ours=False)) for kind in KINDS]
 
 
-def batch_norm(kind: Dict[str, Any], ours: bool) -> List[np.ndarray]:
+def batch_norm(kind: dict[str, Any], ours: bool) -> list[np.ndarray]:
     torch.manual_seed(0)
     layer: nn.Module = nn.BatchNorm2d(3, **kind)
     with torch.no_grad():
@@ -222,18 +223,18 @@ def batch_norm(kind: Dict[str, Any], ours: bool) -> List[np.ndarray]:
     return [value.detach().clone().numpy() for value in found if value is not None]
 
 
-def normalise_one_sample(environment: Environment, link: Link, argument: Any) -> List[float]:
+def normalise_one_sample(environment: Environment, link: Link, argument: Any) -> list[float]:
     """Running variance after batches of eight samples, and of a single one in the end."""
     layer = nn.BatchNorm1d(2)
     with process_group(environment, 60):
         for size in (8, 1):
             with ByRow(Share(0, size, size)).block(0):
                 layer(torch.randn(size, 2))
-    found: List[float] = dict(layer.named_buffers())["running_var"].tolist()
+    found: list[float] = dict(layer.named_buffers())["running_var"].tolist()
     return found
 
 
-def normalise_in_bfloat16(environment: Environment, link: Link, size: int) -> Dict[str, np.ndarray]:
+def normalise_in_bfloat16(environment: Environment, link: Link, size: int) -> dict[str, np.ndarray]:
     """A training step of convolution and batch norm under autocast, of which ranks may have to borrow a sample."""
     share, mine = share_of(environment, size)
     with process_group(environment, 60):

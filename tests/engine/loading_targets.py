@@ -3,9 +3,10 @@
 import os
 import resource
 import threading
+from collections.abc import Iterator
 from multiprocessing import active_children
 from pathlib import Path
-from typing import Any, Iterator, List, Tuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,14 +21,14 @@ from flyte_ddp.recipes.images import ImageClassifier
 
 
 def read_an_epoch(
-    environment: Environment, link: Link, argument: Tuple[str, int]
-) -> List[Tuple[np.ndarray, np.ndarray]]:
+    environment: Environment, link: Link, argument: tuple[str, int]
+) -> list[tuple[np.ndarray, np.ndarray]]:
     """Images and labels of this rank's share of each batch."""
     batches = TrainBatches(streamed(*argument), 50, 1, environment.rank, environment.world.size)
     return [tuple(leaf.numpy() for leaf in batch.tree) for batch in batches.epoch(0)]
 
 
-def read_with_little_memory(environment: Environment, link: Link, argument: Tuple[str, int]) -> int:
+def read_with_little_memory(environment: Environment, link: Link, argument: tuple[str, int]) -> int:
     """Reads the split in batches of two with no more than 96 MiB beyond what the process has; images read."""
     split = streamed(*argument)
     held = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
@@ -35,7 +36,7 @@ def read_with_little_memory(environment: Environment, link: Link, argument: Tupl
     return sum(len(images) for images, _ in split.fetch(torch.arange(len(split)).split(2)))
 
 
-def load_and_wait(environment: Environment, link: Link, argument: Tuple[str, int, str]) -> None:
+def load_and_wait(environment: Environment, link: Link, argument: tuple[str, int, str]) -> None:
     """Writes the ids of its own process and of its loader workers to a file, in the middle of an epoch, and waits."""
     data, workers, file = argument
     batches = _single_images(data, workers)
@@ -45,7 +46,7 @@ def load_and_wait(environment: Environment, link: Link, argument: Tuple[str, int
     threading.Event().wait()
 
 
-def signal_a_worker(environment: Environment, link: Link, argument: Tuple[str, int, int]) -> int:
+def signal_a_worker(environment: Environment, link: Link, argument: tuple[str, int, int]) -> int:
     """Images that come after one loader worker was sent this signal."""
     data, workers, number = argument
     batches = _single_images(data, workers)

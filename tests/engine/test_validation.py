@@ -1,7 +1,7 @@
 """A validation split chooses the best epoch; the test split is looked at once, at the end."""
 
 import math
-from typing import Any, List
+from typing import Any
 
 import pytest
 import torch
@@ -176,7 +176,7 @@ def test_a_run_that_was_cut_off_remembers_the_best_epoch_and_its_patience(train,
 
 
 def test_a_recipes_own_split_chooses_by_the_loss(tmp_path):
-    events: List[Any] = []
+    events: list[Any] = []
     settings = Settings(epochs=3)
     result = train_recipe(
         "tests.engine.probe_recipes:Validated", settings, RunOptions(nproc=2), output=tmp_path, on_event=events.append

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, Dict
+from typing import Any
 
 import pytest
 
@@ -36,7 +36,7 @@ ASK = """if True:
 """
 
 
-def asked(environment: Dict[str, str], seconds: float = 30) -> Any:
+def asked(environment: dict[str, str], seconds: float = 30) -> Any:
     """What a process of that environment is told of GPUs, CUDA and topology."""
     command = [sys.executable, "-c", ASK, str(seconds)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)

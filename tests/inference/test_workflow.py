@@ -6,7 +6,6 @@ import re
 import signal
 from pathlib import Path
 from statistics import median
-from typing import Optional
 
 import numpy as np
 import pytest
@@ -126,7 +125,7 @@ def test_failed_shard_is_retried_alone(trained, photos, tmp_path):
     tasks = registered().tasks
     data = literal(FlyteDirectory(str(prepare("digits")), remote_directory=False))
     model = literal(PythonPickledFile(str(trained.model), remote_path=False))
-    folder = literal(FlyteDirectory(str(photos), remote_directory=False), Optional[FlyteDirectory])
+    folder = literal(FlyteDirectory(str(photos), remote_directory=False), FlyteDirectory | None)
     given = {"model_state": model, "folder": folder, "options": literal(InferenceOptions(shards=2))}
     checked = Pod(tasks["flyte_ddp.inference.task.check_inputs"], given, tmp_path / "check").run()
     assert checked["dataset"].scalar.primitive.string_value == "digits"

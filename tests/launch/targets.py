@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 from dataclasses import replace
-from typing import Any, List, Optional, Tuple
+from typing import Any
 
 from torch import Tensor, distributed, nn
 
@@ -27,22 +27,22 @@ def report_rank(environment: Environment, link: Link, argument: Any) -> Any:
     return environment.rank, environment.world.size, environment.threads, argument
 
 
-def read_variable(environment: Environment, link: Link, name: str) -> Optional[str]:
+def read_variable(environment: Environment, link: Link, name: str) -> str | None:
     return os.environ.get(name)
 
 
-def count_frozen(environment: Environment, link: Link, argument: Any) -> Tuple[bool, int]:
+def count_frozen(environment: Environment, link: Link, argument: Any) -> tuple[bool, int]:
     return gc.isenabled(), gc.get_freeze_count()
 
 
-def list_modules(environment: Environment, link: Link, job: Job) -> List[str]:
+def list_modules(environment: Environment, link: Link, job: Job) -> list[str]:
     worker.run(environment, link, job)
     return list(sys.modules)
 
 
-def count_page_faults(environment: Environment, link: Link, job: Job) -> List[int]:
+def count_page_faults(environment: Environment, link: Link, job: Job) -> list[int]:
     """Trains; for each sign of life but the first, the page faults since the one before."""
-    counts: List[int] = []
+    counts: list[int] = []
 
     class CountingLink:
         stop_requested, is_heard = False, link.is_heard

@@ -3,7 +3,6 @@
 import io
 import sys
 import tracemalloc
-from typing import List
 
 import pytest
 
@@ -12,7 +11,7 @@ from flyte_ddp.launch.rank import printed_lines
 
 def lines_of(*printed):
     """What is passed on of text and bytes that are written one after the other."""
-    lines: List[str] = []
+    lines: list[str] = []
     with printed_lines(lines.append, lines.append):
         for piece in printed:
             (sys.stdout if isinstance(piece, str) else sys.stdout.buffer).write(piece)
@@ -37,7 +36,7 @@ def test_lines_are_those_that_a_terminal_would_show(printed, lines):
 
 def test_a_progress_bar_that_never_ends_its_line_is_not_kept():
     tracemalloc.start()
-    lines: List[str] = []
+    lines: list[str] = []
     with printed_lines(lines.append, lines.append):
         for _ in range(1000):
             sys.stdout.write("\r" + 1000 * "=")
@@ -46,7 +45,7 @@ def test_a_progress_bar_that_never_ends_its_line_is_not_kept():
 
 
 def test_standard_output_is_a_text_stream_as_libraries_expect_it():
-    lines: List[str] = []
+    lines: list[str] = []
     with printed_lines(lines.append, lines.append):
         assert (sys.stdout.encoding, sys.stdout.errors) == ("utf-8", "backslashreplace")
         assert isinstance(sys.stdout, io.TextIOWrapper)
@@ -55,7 +54,7 @@ def test_standard_output_is_a_text_stream_as_libraries_expect_it():
 
 
 def test_a_finalizer_prints_while_its_thread_prints():
-    lines: List[str] = []
+    lines: list[str] = []
 
     class Finalized:
         def __del__(self):

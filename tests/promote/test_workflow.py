@@ -7,7 +7,7 @@ import pkgutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, Dict
+from typing import Any
 from zipfile import ZipFile
 
 import pytest
@@ -35,7 +35,7 @@ from tests.once import trained_classifier
 from tests.pod import Pod, literal, package, package_for_here
 
 PROMOTE = str(ROOT / "workflows" / "promote.py")
-HP: Dict[str, Any] = {"dataset": "digits", "epochs": 1, "train_fraction": 0.1}
+HP: dict[str, Any] = {"dataset": "digits", "epochs": 1, "train_fraction": 0.1}
 
 
 @pytest.fixture(scope="module")

@@ -7,12 +7,12 @@ import shutil
 import subprocess
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Dict, List, Optional, Type
+from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 
 
-def find_chromium() -> Optional[str]:
+def find_chromium() -> str | None:
     return next(filter(None, map(shutil.which, NAMES)), None)
 
 
@@ -20,8 +20,8 @@ class Browser:
     """One page of a browser that can reach no host."""
 
     def __init__(self, program: str, profile: Path):
-        self.messages: List[str] = []  # what pages have complained about
-        self.requests: List[str] = []  # every address that a page has asked for
+        self.messages: list[str] = []  # what pages have complained about
+        self.requests: list[str] = []  # every address that a page has asked for
         self._number, self._events = 0, []  # type: ignore[var-annotated]
         to_read, self._to = os.pipe()
         self._from, to_write = os.pipe()
@@ -80,9 +80,9 @@ class Browser:
         answer = self.call("Page.captureScreenshot", captureBeyondViewport=True)
         path.write_bytes(base64.b64decode(answer["data"]))
 
-    def call(self, method: str, **parameters: Any) -> Dict[str, Any]:
+    def call(self, method: str, **parameters: Any) -> dict[str, Any]:
         self._number += 1
-        message: Dict[str, Any] = {"id": self._number, "method": method, "params": parameters}
+        message: dict[str, Any] = {"id": self._number, "method": method, "params": parameters}
         if self._session:
             message["sessionId"] = self._session
         os.write(self._to, json.dumps(message).encode() + b"\0")
@@ -92,7 +92,7 @@ class Browser:
                 assert "error" not in answer, answer
                 return answer["result"]
 
-    def _receive(self) -> Dict[str, Any]:
+    def _receive(self) -> dict[str, Any]:
         while b"\0" not in self._buffer:
             piece = os.read(self._from, 2**16)
             if not piece:
@@ -112,7 +112,7 @@ class Browser:
         return self
 
     def __exit__(
-        self, kind: Optional[Type[BaseException]], error: Optional[BaseException], trace: Optional[TracebackType]
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._process.kill()
         self._process.wait()

@@ -3,7 +3,7 @@
 import pickle
 import time
 from pathlib import Path
-from typing import Any, List, NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -25,7 +25,7 @@ HOSTILE_CLASS = "<img src=x onerror=alert(2)>"
 
 class Recorded(NamedTuple):
     info: RunInfo
-    events: List[Any]  # the last is RunFinished
+    events: list[Any]  # the last is RunFinished
 
     @property
     def record(self) -> Record:
@@ -34,7 +34,7 @@ class Recorded(NamedTuple):
             record(event)
         return record
 
-    def of(self, kind: type) -> List[Any]:
+    def of(self, kind: type) -> list[Any]:
         return [event for event in self.events if isinstance(event, kind)]
 
 
@@ -83,7 +83,7 @@ def record(folder: Path) -> None:
         logs=folder / "logs",
         surroundings=surroundings(),
     )
-    events: List[Any] = []
+    events: list[Any] = []
     results = launcher.launch("flyte_ddp.engine.worker:run", choose_world("gloo", 2, 64), job, 120, events.append)
     events.append(RunFinished(results, Path(job.predictions_path), time.time() - job.launched))
     (folder / "recorded.pickle").write_bytes(pickle.dumps(Recorded(info, events)))

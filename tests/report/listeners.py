@@ -1,8 +1,8 @@
 """Observers of a user: one that notes what it hears and spoils it, and two that fail."""
 
-from typing import Any, List
+from typing import Any
 
-NOTED: List[Any] = []
+NOTED: list[Any] = []
 
 
 class Notes:

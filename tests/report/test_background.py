@@ -4,7 +4,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import Any, List
+from typing import Any
 
 from flyte_ddp.events import Observer
 from flyte_ddp.report.background import Background, Incomplete, one_line
@@ -16,7 +16,7 @@ class Listener(Observer):
     """Waits for `may_listen`, then keeps what it hears; a text among that is raised."""
 
     def __init__(self) -> None:
-        self.heard: List[Any] = []
+        self.heard: list[Any] = []
         self.may_listen, self.closed = threading.Event(), False
 
     def __call__(self, event: Any) -> None:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from logging.handlers import BufferingHandler
 from pathlib import Path
-from typing import Any, List
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -64,7 +64,7 @@ def on_terminal(program: str, *arguments: str, columns: int = 100) -> str:
         [sys.executable, "-c", program, *arguments], cwd=ROOT, env=environment, stdin=child, stdout=child, stderr=child
     )
     os.close(child)
-    pieces: List[bytes] = []
+    pieces: list[bytes] = []
     while True:
         try:
             piece = os.read(parent, 2**16)
@@ -127,7 +127,7 @@ def test_downloads_show(capsys):
 
 
 def test_what_ranks_print_comes_with_their_rank():
-    events: List[Any] = []
+    events: list[Any] = []
     launcher.launch("tests.report.printing:run", choose_world("gloo", 2, 2), None, 60, events.append)
     printed = [event for event in events if isinstance(event, Printed)]
     for rank in (0, 1):

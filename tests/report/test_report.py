@@ -2,9 +2,10 @@
 
 import re
 import sys
+from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any, Iterator, List
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ class Addresses(HTMLParser):
 
     def __init__(self) -> None:
         super().__init__()
-        self.asked: List[str] = []
+        self.asked: list[str] = []
 
     def handle_starttag(self, tag: str, attributes: Any) -> None:
         for name, value in attributes:
@@ -255,7 +256,7 @@ def test_browser_shows_the_page(browser: Browser, page: Path, width: int, dark: 
     assert sum(alt.startswith("Test image ") for alt in seen["pictures"]) > 0
     assert (seen["broken"], seen["unnamed"], seen["cells"]) == (0, 0, 100)
     assert seen["width"] <= width, "nobody should have to scroll sideways"
-    faint: List[str] = browser.evaluate(FAINT)
+    faint: list[str] = browser.evaluate(FAINT)
     assert faint == []
 
 

@@ -3,7 +3,6 @@
 import json
 import re
 from pathlib import Path
-from typing import List
 
 import pytest
 
@@ -23,7 +22,7 @@ def test_local_run_shows_itself_and_keeps_the_key(tmp_path):
     hp = json.dumps({"dataset": "digits", "epochs": 2, "batch_size": 100})
     command = [str(ROOT / "workflows" / "mnist.py"), "pytorch_training_wf", "--hp", hp, "--options", OPTIONS.to_json()]
     place = {"HOME": str(tmp_path), "DDP_DATA_DIR": str(tmp_path / "data"), "DDP_RUNS_DIR": str(tmp_path / "runs")}
-    said: List[str] = []
+    said: list[str] = []
     with Server("answers") as server:
         key = {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": server.url}
         for _ in range(2):

@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, Dict, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -40,7 +40,7 @@ class Told(NamedTuple):
 def track(recorded, recorded_file, tmp_path):
     """track(options, **environment): what a tracker made of the recorded training."""
 
-    def run(options: Dict[str, Any], **environment: str) -> Told:
+    def run(options: dict[str, Any], **environment: str) -> Told:
         logs = tmp_path / "logs"
         command = [sys.executable, "-m", "tests.report.track", str(recorded_file), str(logs), json.dumps(options)]
         result = subprocess.run(

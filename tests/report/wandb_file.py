@@ -2,8 +2,9 @@
 
 import json
 import struct
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Dict, Iterator, List
+from typing import Any
 
 HEADER, BLOCK = 7, 2**15
 FULL, FIRST, LAST = 1, 2, 4
@@ -25,7 +26,7 @@ def records(path: Path) -> Iterator[Any]:
             yield Record.FromString(whole)
 
 
-def as_json(items: Any) -> Dict[str, Any]:
+def as_json(items: Any) -> dict[str, Any]:
     return {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in items}
 
 
@@ -33,10 +34,10 @@ class Logged:
     """What a run's file says."""
 
     def __init__(self, path: Path):
-        self.config: Dict[str, Any] = {}
-        self.history: List[Dict[str, Any]] = []
-        self.summary: Dict[str, Any] = {}
-        self.artifact: Dict[str, Path] = {}  # where its files lie
+        self.config: dict[str, Any] = {}
+        self.history: list[dict[str, Any]] = []
+        self.summary: dict[str, Any] = {}
+        self.artifact: dict[str, Path] = {}  # where its files lie
         self.system, self.run, self.exit_code = 0, None, None
         for record in records(path):
             kind = record.WhichOneof("record_type")
@@ -56,5 +57,5 @@ class Logged:
             elif kind == "exit":
                 self.exit_code = record.exit.exit_code
 
-    def values(self, key: str) -> List[Any]:
+    def values(self, key: str) -> list[Any]:
         return [row[key] for row in self.history if key in row]

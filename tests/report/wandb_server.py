@@ -5,18 +5,18 @@ import re
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
-from typing import Any, Dict, List, Optional, Type
+from typing import Any
 
 
 class Server:
     """Mood: answers; forbids (403 to everything); silent (never answers); stops (takes the run, then never answers)."""
 
     def __init__(self, mood: str):
-        self.operations: List[str] = []
-        self.variables: List[Dict[str, Any]] = []
-        self.uploads: Dict[str, bytes] = {}
-        self.history: List[Dict[str, Any]] = []
-        self.exit_code: Optional[int] = None
+        self.operations: list[str] = []
+        self.variables: list[dict[str, Any]] = []
+        self.uploads: dict[str, bytes] = {}
+        self.history: list[dict[str, Any]] = []
+        self.exit_code: int | None = None
         self.mood, self._end = mood, threading.Event()
         self._http = QuietServer(("127.0.0.1", 0), type("Handler", (Handler,), {"told": self}))
         self.url = f"http://127.0.0.1:{self._http.server_port}"
@@ -26,7 +26,7 @@ class Server:
         return self
 
     def __exit__(
-        self, kind: Optional[Type[BaseException]], error: Optional[BaseException], trace: Optional[TracebackType]
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._end.set()
         self._http.shutdown()
@@ -35,7 +35,7 @@ class Server:
     def hang(self) -> None:
         self._end.wait(120)
 
-    def graphql(self, query: str, variables: Dict[str, Any]) -> Dict[str, Any]:
+    def graphql(self, query: str, variables: dict[str, Any]) -> dict[str, Any]:
         found = re.search(r"(?:query|mutation)\s+(\w+)", query)
         operation = found[1] if found else ""
         self.operations.append(operation)

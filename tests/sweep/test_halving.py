@@ -5,7 +5,6 @@ import re
 import signal
 from dataclasses import replace
 from pathlib import Path
-from typing import Dict, List
 
 import pytest
 import torch
@@ -50,7 +49,7 @@ def test_from_four_on_less_than_half_of_the_epochs_are_trained(factor):
             assert trained < epochs * count / 2
 
 
-def after(stop: int, accuracies: Dict[int, float]) -> List[TrialResult]:
+def after(stop: int, accuracies: dict[int, float]) -> list[TrialResult]:
     """Results of the trials with these numbers; those without an accuracy have failed."""
     return [
         TrialResult(replace(EIGHT[number - 1], stop_after=stop), accuracy, 125, 1.0, checkpoint=f"{number} at {stop}")
@@ -119,23 +118,23 @@ def test_a_sweep_over_a_recipes_settings_cuts_nothing():
 # --- locally ---
 
 
-def sweep(values: str, factor: int = 1) -> List[str]:
+def sweep(values: str, factor: int = 1) -> list[str]:
     hp = '{"dataset": "digits", "epochs": 4, "batch_size": 512, "train_fraction": 0.25}'
     text = f'{{"values": {{"learning_rate": {values}}}, "reduction_factor": {factor}}}'
     return ["workflows/sweep.py", "sweep_wf", "--hp", hp, "--sweep", text]
 
 
-def table(said: str) -> List[Dict[str, str]]:
+def table(said: str) -> list[dict[str, str]]:
     with open(re.findall(r"table=([^,]+)", said)[0], newline="") as file:
         return list(csv.DictReader(file))
 
 
-def weights(row: Dict[str, str]) -> Dict[str, torch.Tensor]:
-    found: Dict[str, torch.Tensor] = torch.load(Path(row["report"]).with_name("model.pt"), weights_only=True)
+def weights(row: dict[str, str]) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = torch.load(Path(row["report"]).with_name("model.pt"), weights_only=True)
     return found
 
 
-def epochs_of(log: str) -> List[str]:
+def epochs_of(log: str) -> list[str]:
     """Those that trials have trained."""
     return re.findall(r"^Epoch (\d of \d)", log.partition("\nBest: ")[0], re.MULTILINE)
 

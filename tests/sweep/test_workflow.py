@@ -6,7 +6,7 @@ import re
 import signal
 import subprocess
 from pathlib import Path
-from typing import Any, List
+from typing import Any
 
 import pytest
 from flyteidl.core.dynamic_job_pb2 import DynamicJobSpec
@@ -28,7 +28,7 @@ HP = Hyperparameters(epochs=10, batch_size=100, learning_rate=0.05)
 DIVERGES = Hyperparameters(epochs=1, batch_size=100, learning_rate=1e6)
 
 
-def table(path: str) -> List[Any]:
+def table(path: str) -> list[Any]:
     with open(path, newline="") as file:
         return list(csv.DictReader(file))
 
@@ -36,7 +36,7 @@ def table(path: str) -> List[Any]:
 # --- locally ---
 
 
-def in_training(arguments: List[str]) -> "subprocess.Popen[str]":
+def in_training(arguments: list[str]) -> "subprocess.Popen[str]":
     """A sweep that has begun to train."""
     running = start_pyflyte(*arguments)
     assert running.stderr is not None
@@ -46,7 +46,7 @@ def in_training(arguments: List[str]) -> "subprocess.Popen[str]":
     raise AssertionError("it ended without a step")
 
 
-def children(pid: int) -> List[int]:
+def children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
@@ -116,11 +116,11 @@ def place(tmp_path_factory):
     return tmp_path_factory.mktemp("pods")
 
 
-def literals(values: List[Any]) -> Literal:
+def literals(values: list[Any]) -> Literal:
     return Literal(collection=LiteralCollection(literals=[literal(value) for value in values]))
 
 
-def rungs(*results: List[Literal]) -> Literal:
+def rungs(*results: list[Literal]) -> Literal:
     found = [Literal(collection=LiteralCollection(literals=of_one)) for of_one in results]
     return Literal(collection=LiteralCollection(literals=found))
 

@@ -1,7 +1,5 @@
 """The cache of a training goes by what the data are, not by where."""
 
-from typing import Optional
-
 from flytekit import Cache, task, workflow
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
@@ -24,7 +22,7 @@ def train_on_file(data: FlyteFile) -> int:
 
 
 @task(cache=Cache(version="1"))
-def train_from(init: Optional[FlyteFile] = None) -> int:
+def train_from(init: FlyteFile | None = None) -> int:
     trained.append(str(init))
     return len(trained)
 

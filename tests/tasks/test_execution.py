@@ -3,7 +3,6 @@
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import List
 
 import pytest
 from flytekit import FlyteContextManager
@@ -58,7 +57,7 @@ def test_a_message_of_any_length_and_content_reaches_flyte():
 
 def test_a_failed_local_run_leaves_no_folder_though_an_observer_still_writes(tmp_path, monkeypatch):
     monkeypatch.setenv("DDP_RUNS_DIR", str(tmp_path))
-    places: List[Path] = []
+    places: list[Path] = []
 
     def observe(event, arguments):
         if event == "os.rmdir" and places:

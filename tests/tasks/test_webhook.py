@@ -7,7 +7,7 @@ import socket
 import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, List
+from typing import Any
 
 import pytest
 from flytekit import Secret
@@ -31,7 +31,7 @@ TOKEN = "a-token-that-is-not-shown"
 class Server(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Webhook)
-        self.posted: List[Any] = []
+        self.posted: list[Any] = []
         self.url = f"http://127.0.0.1:{self.server_port}"
 
 

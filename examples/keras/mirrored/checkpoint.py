@@ -2,9 +2,10 @@
 
 import io
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, List, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -12,14 +13,14 @@ from flyte_ddp.events import EpochFinished
 from flyte_ddp.storage import write_whole
 
 
-def save(path: Path, variables: Sequence[Any], history: List[EpochFinished]) -> None:
+def save(path: Path, variables: Sequence[Any], history: list[EpochFinished]) -> None:
     buffer = io.BytesIO()
     epochs = json.dumps([asdict(epoch) for epoch in history])
     np.savez(buffer, *[np.asarray(variable) for variable in variables], history=np.array(epochs))
     write_whole(path, buffer.getbuffer())
 
 
-def restore(path: Path, variables: Sequence[Any]) -> List[EpochFinished]:
+def restore(path: Path, variables: Sequence[Any]) -> list[EpochFinished]:
     """Restores the variables from the checkpoint, if there is one, and returns its epochs."""
     if not path.exists():
         return []

@@ -1,7 +1,6 @@
 """What the parent and the training processes tell one another."""
 
 from dataclasses import dataclass
-from typing import List
 
 from flyte_ddp.events import EpochFinished
 from mirrored.settings import Hyperparameters
@@ -20,7 +19,7 @@ class Job:
     """
 
     hp: Hyperparameters
-    ports: List[int]
+    ports: list[int]
     model_path: str
     checkpoint_path: str
 
@@ -35,7 +34,7 @@ class Result:
         confusion: test samples by class [actual][predicted].
     """
 
-    epochs: List[EpochFinished]
-    devices: List[str]
+    epochs: list[EpochFinished]
+    devices: list[str]
     replicas: int
-    confusion: List[List[int]]
+    confusion: list[list[int]]

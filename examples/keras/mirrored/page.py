@@ -1,7 +1,6 @@
 """The page of a training."""
 
 from dataclasses import asdict
-from typing import Tuple
 
 from flyte_ddp.report.article import Drawing, Section, article
 from flyte_ddp.report.figures import Curves, draw
@@ -9,7 +8,7 @@ from mirrored.job import CLASSES, Result
 from mirrored.settings import Hyperparameters
 
 
-def page(hp: Hyperparameters, result: Result) -> Tuple[str, str]:
+def page(hp: Hyperparameters, result: Result) -> tuple[str, str]:
     """The title and the content."""
     title = f"Keras network: {result.epochs[-1].test['accuracy']:.1%} of the test samples correct"
     where = f"{result.replicas} replicas, {', '.join(result.devices)} in each of {hp.processes} processes"

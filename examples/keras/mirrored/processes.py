@@ -2,9 +2,9 @@
 
 import socket
 import sys
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Callable, Iterator, List
 
 from flyte_ddp.events import EpochFinished, Event
 from flyte_ddp.launch import launcher
@@ -49,7 +49,7 @@ def train(
 
 
 @contextmanager
-def free_ports(count: int) -> Iterator[List[int]]:
+def free_ports(count: int) -> Iterator[list[int]]:
     """Ports of 127.0.0.1 that no other process is given while the block runs.
 
     They are bound but not listened on; on Linux a worker can bind them anyway, because gRPC sets SO_REUSEADDR too.

@@ -1,7 +1,6 @@
 """What can be chosen."""
 
 from dataclasses import dataclass
-from typing import List
 
 from flyte_ddp.errors import InputError
 from flyte_ddp.settings import Settings, setting
@@ -41,7 +40,7 @@ class Hyperparameters(Settings):
             )
 
     @property
-    def device_names(self) -> List[str]:
+    def device_names(self) -> list[str]:
         return [name.strip().upper() for name in self.devices.split(",")] if self.devices else []
 
     @property

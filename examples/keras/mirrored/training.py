@@ -4,8 +4,9 @@ import json
 import math
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Tuple
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -47,7 +48,7 @@ def run(environment: Environment, link: Link, job: Job) -> Result:
     return Result(epochs, devices, replicas, confusion.numpy().tolist())
 
 
-def mirror(wanted: List[str]) -> tf.distribute.Strategy:
+def mirror(wanted: list[str]) -> tf.distribute.Strategy:
     """MirroredStrategy over the wanted devices; InputError listing those that exist if one doesn't."""
     gpus, cpus = ([short_name(one.name) for one in tf.config.list_logical_devices(kind)] for kind in ("GPU", "CPU"))
     missing = [name for name in wanted if name not in gpus + cpus]
@@ -59,7 +60,7 @@ def mirror(wanted: List[str]) -> tf.distribute.Strategy:
     return tf.distribute.MirroredStrategy(wanted or gpus or cpus)
 
 
-def join_workers(rank: int, ports: List[int]) -> tf.distribute.Strategy:
+def join_workers(rank: int, ports: list[int]) -> tf.distribute.Strategy:
     """MultiWorkerMirroredStrategy with a worker at each port of this host; each has its part of the GPUs."""
     gpus = tf.config.list_physical_devices("GPU")
     each = len(gpus) // len(ports)
@@ -99,7 +100,7 @@ def fit(
     job: Job,
     rank: int,
     link: Link,
-) -> List[EpochFinished]:
+) -> list[EpochFinished]:
     """Trains for hp.epochs, each with its own order of the training samples, in full batches only; a checkpoint ends
     each epoch."""
     hp, path = job.hp, Path(job.checkpoint_path)
@@ -142,7 +143,7 @@ def compile_step(
     """
     features, labels = tf.constant(train.features), tf.constant(train.labels)
 
-    def replica_step(batch: tf.Tensor) -> Tuple[tf.Tensor, tf.Tensor]:
+    def replica_step(batch: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         mine = batch[tf.distribute.get_replica_context().replica_id_in_sync_group :: strategy.num_replicas_in_sync]
         wanted = tf.gather(labels, mine)
         with tf.GradientTape() as tape:
@@ -154,13 +155,13 @@ def compile_step(
         return loss, tf.reduce_sum(right) / size
 
     @tf.function
-    def step(batch: tf.Tensor) -> List[tf.Tensor]:
+    def step(batch: tf.Tensor) -> list[tf.Tensor]:
         return [strategy.reduce("SUM", value, axis=None) for value in strategy.run(replica_step, args=(batch,))]
 
     return step
 
 
-def evaluate(model: tf.keras.Model, test: Samples) -> Dict[str, float]:
+def evaluate(model: tf.keras.Model, test: Samples) -> dict[str, float]:
     """Computed in every process: 113 samples are not worth sharing out."""
     probabilities = model(test.features)
     losses = tf.keras.losses.sparse_categorical_crossentropy(test.labels, probabilities)

@@ -3,7 +3,7 @@
 pyflyte run mirrored/workflow.py mirrored_wf --hp '{"strategy": "multi_worker"}'
 """
 
-from typing import List, NamedTuple
+from typing import NamedTuple
 
 from flytekit import task, workflow
 from flytekit.types.file import FlyteFile
@@ -30,7 +30,7 @@ class Outputs(NamedTuple):
         report: an HTML page in one file.
     """
 
-    epoch_accuracies: List[float]
+    epoch_accuracies: list[float]
     model: FlyteFile["keras"]  # noqa: F821
     report: FlyteFile["html"]  # noqa: F821
 
