@@ -17,7 +17,7 @@ from torch import Tensor
 from benchmarks.engine import hardware
 from benchmarks.models import MODELS, Settings
 from flyte_ddp.errors import InputError
-from flyte_ddp.launch.failures import RankFailed
+from flyte_ddp.launch.failures import RankError
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.training import train
 from flyte_ddp.weights import read_weights
@@ -46,7 +46,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             try:
                 one, *others = (trained(name, *run, Path(folder, str(number))) for number, run in enumerate(RUNS))
-            except (InputError, RankFailed) as error:
+            except (InputError, RankError) as error:
                 print(f"| {name} | {str(error).splitlines()[0]} | | |", flush=True)
                 continue
         gaps = (max(float((one[key].double() - other[key].double()).abs().max()) for key in one) for other in others)

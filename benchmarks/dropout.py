@@ -11,8 +11,8 @@ import torch
 from torch.nn import functional as F
 
 from benchmarks.engine import hardware, spread
+from flyte_ddp.batch_share import BatchShare
 from flyte_ddp.engine.by_row import ByRow
-from flyte_ddp.share import Share
 
 SHAPE, TIMES = (32, 128, 256), 20
 
@@ -21,7 +21,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=5)
     runs = parser.parse_args().runs
-    rows = ByRow(Share(0, SHAPE[0], SHAPE[0]))
+    rows = ByRow(BatchShare(0, SHAPE[0], SHAPE[0]))
     print(f"{hardware()}; {SHAPE}, p = 0.1, float32; n = {runs}\n")
     print("| threads | by position, ns per element | torch's own | ratio, median [range] |\n|---|---|---|---|")
     for threads in (1, 2):

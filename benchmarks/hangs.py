@@ -15,7 +15,7 @@ from benchmarks.gpu_rows.fault_settings import Settings
 from benchmarks.gpu_rows.training import FAULTY, train
 from flyte_ddp.events import Event, StepLogged
 from flyte_ddp.launch.environment import World
-from flyte_ddp.launch.failures import Failure, RankFailed
+from flyte_ddp.launch.failures import Failure, RankError
 
 WAYS = ("stop", "sleep", "sleep in the data", "stopped from outside")
 TWO_RANKS = World(2, 2, "gloo", "cpu")
@@ -44,7 +44,7 @@ def hang(way: str, ranks: tuple[int, ...], chance: random.Random, world: World, 
     settings = Settings(epochs=10**6, fault=fault, ranks=",".join(map(str, ranks)), step=at)
     try:
         train(FAULTY, settings, world, on_event=stop, timeout_seconds=timeout_seconds)
-    except RankFailed as failed:
+    except RankError as failed:
         if failed.failure.kind != "hang":
             raise
         if seen < at - 1:

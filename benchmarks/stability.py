@@ -30,9 +30,9 @@ from flyte_ddp.data.image_folder import index_folder, write_folder
 from flyte_ddp.data.image_settings import ImageSettings
 from flyte_ddp.data.prepared import SPLITS, open_split
 from flyte_ddp.engine.watch import GUESSING
-from flyte_ddp.errors import NonFinite
+from flyte_ddp.errors import NonFiniteError
 from flyte_ddp.events import Event, StepLogged
-from flyte_ddp.launch.failures import RankFailed
+from flyte_ddp.launch.failures import RankError
 from flyte_ddp.recipes.hyperparameters import (
     CIFAR10Hyperparameters,
     FashionMNISTHyperparameters,
@@ -177,8 +177,8 @@ def run(recipe: str, hp: TrainingSettings, data: Path, ranks: int) -> Outcome:
 
     try:
         result = train(hp, data, ranks, on_event=on_event, recipe=recipe)[0]
-    except RankFailed as error:
-        if error.failure.cause != NonFinite.__name__:
+    except RankError as error:
+        if error.failure.cause != NonFiniteError.__name__:
             raise
         return Outcome(0.0, math.inf, guessing=True, leaps=1)
     test, leaps = result.epochs[-1].test, [warning for warning in result.warnings if "leapt" in warning.reason]

@@ -8,9 +8,9 @@ from flyte_ddp.recipes.models import load_model as load_model
 from flyte_ddp.settings import RunOptions as RunOptions
 from flyte_ddp.settings import TrainingSettings as TrainingSettings
 from flyte_ddp.settings import setting as setting
-from flyte_ddp.tasks.data import known_file as known_file
-from flyte_ddp.tasks.data import known_folder as known_folder
-from flyte_ddp.tasks.data import known_weights as known_weights
+from flyte_ddp.tasks.data import file_by_content as file_by_content
+from flyte_ddp.tasks.data import folder_by_content as folder_by_content
+from flyte_ddp.tasks.data import weights_by_content as weights_by_content
 from flyte_ddp.tasks.prepare import PreparedDataset as PreparedDataset
 from flyte_ddp.tasks.prepare import prepare_dataset as prepare_dataset
 from flyte_ddp.tasks.recipe import RecipeOutputs as RecipeOutputs

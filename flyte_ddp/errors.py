@@ -53,7 +53,7 @@ class StopRequested(Exception):
         self.epoch, self.step = epoch, step
 
 
-class NonFinite(ArithmeticError):
+class NonFiniteError(ArithmeticError):
     """The loss or the gradient became NaN or infinite; the weights are those before that step."""
 
     def __init__(self, what: str, ranks: "list[int]", epoch: int, step: int):
@@ -67,7 +67,7 @@ class NonFinite(ArithmeticError):
         )
 
 
-class UnevenShapes(ReportedError):
+class UnevenShapesError(ReportedError):
     """In a step, the ranks' random numbers were for samples of different shapes; the weights are those before it."""
 
     def __init__(self, epoch: int, step: int, drawn: "list[tuple[str, tuple[int, ...]]]"):

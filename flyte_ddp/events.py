@@ -13,7 +13,7 @@ class RunStarted:
     Attributes:
         samples: what the samples are called, in the plural: images.
         headline: the name of the run's main measure besides its loss.
-        shares: names of the measures that are shares from 0 to 1, to be shown in per cent.
+        percent: names of the measures from 0 to 1 that are shown in per cent.
         layers: name, type and number of parameters of each module that has parameters of its own.
         validation_samples: 0 where each epoch is evaluated on the test split.
         remarks: which weights training starts with, and which of them are frozen.
@@ -22,7 +22,7 @@ class RunStarted:
     dataset: str
     samples: str
     headline: str
-    shares: tuple[str, ...]
+    percent: tuple[str, ...]
     train_samples: int
     test_samples: int
     samples_per_epoch: int

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from flyte_ddp import random_numbers
+from flyte_ddp.batch_share import BatchShare, gather_rows
 from flyte_ddp.model_metadata import needs_metadata
-from flyte_ddp.share import Share, gather_rows
 from flyte_ddp.weights import load_weights
 
 CPU = torch.device("cpu")
@@ -32,7 +32,7 @@ class Random:
         epoch: of the step, from 0, for what alternates or changes gradually.
     """
 
-    def __init__(self, seed: int, share: Share, device: torch.device = CPU, epoch: int = 0):
+    def __init__(self, seed: int, share: BatchShare, device: torch.device = CPU, epoch: int = 0):
         self.epoch = epoch
         self._seed, self._share, self._device, self._calls = seed, share, device, 0
 
@@ -67,9 +67,9 @@ class Recipe:
         device: where batches, and the recipe's own tensors, belong.
         samples: what to call the samples, in the plural.
         headline: the name of the main measure; empty is the first one besides the loss.
-        shares: the measures that are shares from 0 to 1, to be shown in per cent.
-        lower_is_better, higher_is_better: measures other than the loss (lower is better) and shares (higher is better),
-            for choosing an epoch, or promoting a model, by one of them.
+        percent: the measures from 0 to 1 that are shown in per cent.
+        lower_is_better, higher_is_better: measures other than the loss (lower is better) and those in percent (higher
+            is better), for choosing an epoch, or promoting a model, by one of them.
         has_validation: whether data("validation") returns samples to choose the best epoch by.
         clip_norm: gradient clipping by Euclidean norm over all weights; 0 is off.
         micro_batch: how many of a rank's samples are computed at a time; saves memory, with the same result; 0 is all.
@@ -84,7 +84,7 @@ class Recipe:
     device = CPU
     samples = "samples"
     headline = ""
-    shares: tuple[str, ...] = ("accuracy",)
+    percent: tuple[str, ...] = ("accuracy",)
     lower_is_better: tuple[str, ...] = ()
     higher_is_better: tuple[str, ...] = ()
     has_validation = False
@@ -98,7 +98,7 @@ class Recipe:
 
     def __init__(self, settings: Any, data_path: Path | None = None):
         self.settings, self.data_path = settings, data_path
-        self.share = Share()
+        self.share = BatchShare()
 
     @classmethod
     def load_model(cls, path: str | Path, settings: Any = None, data_path: Path | None = None) -> nn.Module:

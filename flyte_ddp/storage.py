@@ -70,12 +70,12 @@ def write_whole(path: Path, *pieces: bytes | memoryview) -> None:
         beside.unlink(missing_ok=True)
 
 
-def content_digest(place: Path) -> str:
+def content_digest(path: Path) -> str:
     """SHA-256 as hex over the content of a file, or over the names and contents of all files below a folder."""
     digest = hashlib.sha256()
-    files = [place] if place.is_file() else sorted(file for file in place.rglob("*") if file.is_file())
+    files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
     for file in files:
-        digest.update(f"{file.relative_to(place)}\0{file.stat().st_size}\0".encode(errors="surrogateescape"))
+        digest.update(f"{file.relative_to(path)}\0{file.stat().st_size}\0".encode(errors="surrogateescape"))
         with open(file, "rb") as content:
             while piece := content.read(2**20):
                 digest.update(piece)

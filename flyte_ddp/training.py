@@ -18,7 +18,7 @@ from flyte_ddp.errors import InputError
 from flyte_ddp.events import EpochFinished, Event, all_of
 from flyte_ddp.launch import launcher
 from flyte_ddp.launch.environment import choose_world, is_first_rank
-from flyte_ddp.launch.failures import Preempted
+from flyte_ddp.launch.failures import PreemptedError
 from flyte_ddp.report.console import Console, open_console, show_output
 from flyte_ddp.report.own_observers import OwnObservers
 from flyte_ddp.report.record import RunFailed, RunFinished
@@ -76,21 +76,21 @@ def train(
         observers: "package.module:Name" of classes with a method for each event that concerns them. Unlike on_event
             they cannot hurt the run: an exception is said once, and their time is their own.
 
-    Raises InputError for what the caller can fix, RankFailed if a rank fails, Preempted after a SIGTERM.
+    Raises InputError for what the caller can fix, RankError if a rank fails, PreemptedError after a SIGTERM.
     """
     started = time.time()
     show_output()
     name = recipe if isinstance(recipe, str) else name_of(recipe)
     code, watching = find_code(name, data_files), [find_code(one) for one in observers]
-    place = Path(output).expanduser().absolute()
+    folder = Path(output).expanduser().absolute()
     source, first = (Path(path).expanduser().absolute() if path else None for path in (data, init))
     if source and not source.exists():
         raise InputError(f"data must be an existing file or folder, got {source}")
     if first and not first.is_file():
         raise InputError(f"init must be a file that is there, got {first}")
-    with writing_to(place, "output"):
-        place.mkdir(parents=True, exist_ok=True)
-    job = job_of(subject_of(code, settings, source, first), options, **paths_in(place, options))
+    with writing_to(folder, "output"):
+        folder.mkdir(parents=True, exist_ok=True)
+    job = job_of(subject_of(code, settings, source, first), options, **paths_in(folder, options))
     own = OwnObservers(watching if is_first_rank() else ())
     console = Console if "WORLD_SIZE" in os.environ else open_console  # a launcher's ranks share a terminal
     try:
@@ -104,7 +104,7 @@ def train(
     result = results[0]
     warnings = [one.reason for one in result.warnings]
     best_epoch = 0 if result.chosen_epoch is None else result.chosen_epoch + 1
-    return Result(result.epochs, warnings, Path(job.model_path), place, result.tested, best_epoch)
+    return Result(result.epochs, warnings, Path(job.model_path), folder, result.tested, best_epoch)
 
 
 def run(job: Job, options: RunOptions, on_event: Callable[[Event], None]) -> list[TrainingResult]:
@@ -120,8 +120,8 @@ def run(job: Job, options: RunOptions, on_event: Callable[[Event], None]) -> lis
             name_of(type(settings), "settings")
             world = choose_world(settings.backend, options.nproc, settings.batch_size)
             results = launcher.launch(WORKER, world, job, options.timeout_seconds, on_event, roots=[job.root])
-    except Preempted as stopped:
-        raise Preempted(f"{stopped}; the same command resumes from {checkpoint}") from None
+    except PreemptedError as stopped:
+        raise PreemptedError(f"{stopped}; the same command resumes from {checkpoint}") from None
     if is_first:
         checkpoint.unlink(missing_ok=True)
     return results

@@ -118,8 +118,8 @@ def loaded_files() -> dict[str, str]:
 def _not_found(name: str, found: Sequence[ModuleSpec]) -> InputError:
     parts = name.partition(":")[0].split(".")
     parent, missing = ".".join(parts[: len(found)]), parts[len(found)]
-    places = (found[-1].submodule_search_locations or ()) if found else sys.path
-    folders = [folder for folder in map(os.path.abspath, places) if os.path.isdir(folder)]
+    paths = (found[-1].submodule_search_locations or ()) if found else sys.path
+    folders = [folder for folder in map(os.path.abspath, paths) if os.path.isdir(folder)]
     folders = [folder for folder in folders if found or not is_installed(folder)]
     if parent and not folders:
         return InputError(f"{name}: {parent} is a module, {found[-1].origin}, and has no module {missing} in it")

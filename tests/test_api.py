@@ -45,7 +45,7 @@ def test_a_workflow_file_gets_no_torch_from_it_and_a_script_no_flytekit():
         assert not [name for name in sys.modules if name.startswith(("flyte_ddp.", "torch", "flytekit."))]
         from flyte_ddp import Hyperparameters, RunOptions, TrainingSettings, read_metadata, setting, train
         assert not {"torch", "flytekit.core"} & set(sys.modules)
-        from flyte_ddp import RecipeOutputs, RecipeTraining, known_folder, prepare_dataset
+        from flyte_ddp import RecipeOutputs, RecipeTraining, folder_by_content, prepare_dataset
         assert "torch" not in sys.modules
     """
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)

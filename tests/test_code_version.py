@@ -25,7 +25,7 @@ RECIPES = (
 )
 OF_ALL = (
     "flyte_ddp/engine/loop.py", "flyte_ddp/engine/probe.py", "flyte_ddp/engine/predict.py", "flyte_ddp/recipe.py",
-    "flyte_ddp/settings.py", "flyte_ddp/share.py", "flyte_ddp/data/description.py",
+    "flyte_ddp/settings.py", "flyte_ddp/batch_share.py", "flyte_ddp/data/description.py",
 )  # fmt: skip
 OF_NONE = (
     "flyte_ddp/launch/launcher.py", "flyte_ddp/launch/process_group.py", "flyte_ddp/report/page.py",

@@ -17,12 +17,12 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from flyte_ddp.errors import InputError
 from flyte_ddp.launch.environment import environment_from_torchrun
-from flyte_ddp.launch.failures import Failure, RankFailed
+from flyte_ddp.launch.failures import Failure, RankError
 from flyte_ddp.recipes import models
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.tasks.elastic import error_of_node, handing_on_failure
-from flyte_ddp.tasks.execution import TaskInterrupted
+from flyte_ddp.tasks.execution import TaskInterruptedError
 from flyte_ddp.tasks.registration import registration
 from scripts.dry_run import build_package
 from tests import examples
@@ -183,10 +183,10 @@ def test_failure_begins_with_its_rank_and_says_where_the_logs_of_each_rank_are(n
     for pod in pods:
         logs = pod.folder / "raw" / "logs"
         (own,) = logs.glob("rank-?.log")
-        assert "NonFinite" in own.read_text()
+        assert "NonFiniteError" in own.read_text()
         assert f"[rank {own.name[5]}] Logs: {logs}" in pod.log
         _, _, first, second, *_ = pod.error.error.message.splitlines()
-        if f"TaskFailed: rank {own.name[5]} on {platform.node()}: NonFinite: loss is not finite" in first:
+        if f"TaskError: rank {own.name[5]} on {platform.node()}: NonFiniteError: loss is not finite" in first:
             causes.append(second.strip() == f"Logs: {logs}")
     assert causes, "of the other node the meeting place may be gone before it can tell"
     assert all(causes)
@@ -195,8 +195,8 @@ def test_failure_begins_with_its_rank_and_says_where_the_logs_of_each_rank_are(n
 def test_the_failure_of_a_rank_reaches_its_node_as_it_was(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     failure = Failure(3, "host", "error", "KeyError", "a: strange: message", "the stack")
-    with pytest.raises(RankFailed), handing_on_failure():
-        raise RankFailed(failure)
+    with pytest.raises(RankError), handing_on_failure():
+        raise RankError(failure)
     (tmp_path / "error.json").write_text('{"message": "what torchrun knows"}')
     first = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file=str(tmp_path / "error.json"))
     reported = error_of_node(ChildFailedError("ranks", {3: first}))
@@ -207,7 +207,7 @@ def test_the_failure_of_a_rank_reaches_its_node_as_it_was(tmp_path, monkeypatch)
 def test_killed_rank_is_worth_a_retry():
     first = ProcessFailure(local_rank=0, pid=1, exitcode=-signal.SIGKILL, error_file="")
     reported = error_of_node(ChildFailedError("ranks", {3: first}))
-    assert isinstance(reported, TaskInterrupted)
+    assert isinstance(reported, TaskInterruptedError)
     assert str(reported).startswith(f"rank 3 on {platform.node()}: SIGKILL: probably out of memory\nLogs: ")
 
 

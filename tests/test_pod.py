@@ -101,11 +101,11 @@ def test_failure_begins_with_rank_host_and_cause_and_says_where_the_logs_are(pla
     pod = training_pod(small, place / "failed", RunOptions(), hp=Hyperparameters(learning_rate=1e30))
     assert pod.finish() == 0, "Flyte reads the error from the file"
     _, _, first, second, *_ = pod.error.error.message.splitlines()
-    assert re.search(rf"TaskFailed: rank \d on {platform.node()}: NonFinite: loss is not finite in epoch 1", first)
+    assert re.search(rf"TaskError: rank \d on {platform.node()}: NonFiniteError: loss is not finite in epoch 1", first)
     logs = place / "failed" / "raw" / "logs"
     assert second.strip() == f"Logs: {logs}"
-    assert "NonFinite" in (logs / "console.log").read_text()
-    assert "NonFinite" in (logs.parent / "report.html").read_text()
+    assert "NonFiniteError" in (logs / "console.log").read_text()
+    assert "NonFiniteError" in (logs.parent / "report.html").read_text()
 
 
 @pytest.mark.slow

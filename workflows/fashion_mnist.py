@@ -8,7 +8,7 @@ from flytekit.types.file import FlyteFile
 
 from flyte_ddp.recipes.hyperparameters import FashionMNISTHyperparameters
 from flyte_ddp.settings import RunOptions
-from flyte_ddp.tasks.init import known_init
+from flyte_ddp.tasks.init import init_by_content
 from flyte_ddp.tasks.prepare import PreparedDataset, prepare_dataset, resolve_dataset
 from flyte_ddp.tasks.pyflyte import set_up_pyflyte
 from flyte_ddp.tasks.train import TrainingOutputs, train, training_arguments
@@ -38,7 +38,7 @@ def fashion_mnist_wf(
         init: what to start from: the model_state of an earlier training, or its final-checkpoint to continue from.
     """
     name = resolve_dataset(hp=hp, options=options, auto="fashion_mnist")
-    return fashion_mnist_task(hp=hp, data=prepare_dataset(name=name), options=options, init=known_init(init=init))
+    return fashion_mnist_task(hp=hp, data=prepare_dataset(name=name), options=options, init=init_by_content(init=init))
 
 
 if __name__ == "__main__":

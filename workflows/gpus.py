@@ -7,7 +7,7 @@ from flyte_ddp.code_version import code_version
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.tasks.caching import CodeVersion, OnClustersOnly
-from flyte_ddp.tasks.init import known_init
+from flyte_ddp.tasks.init import init_by_content
 from flyte_ddp.tasks.prepare import prepare_dataset, resolve_dataset
 from flyte_ddp.tasks.pyflyte import set_up_pyflyte
 from flyte_ddp.tasks.resources import dynamic_resources, resize
@@ -29,7 +29,7 @@ def train_on_gpus(
 ) -> TrainingOutputs:
     """Trains in a pod with this many GPUs; 0 is a small pod without any. A local run uses what the machine has."""
     data = prepare_dataset(name=resolve_dataset(hp=hp, options=options))
-    training = pytorch_mnist_task(hp=hp, data=data, options=options, init=known_init(init=init))
+    training = pytorch_mnist_task(hp=hp, data=data, options=options, init=init_by_content(init=init))
     return training.with_overrides(**resize(pytorch_mnist_task, gpus))
 
 

@@ -11,7 +11,7 @@ from flytekit import task, workflow
 from flytekit.types.file import FlyteFile
 
 from flyte_ddp.hardware.machine import Machine, look, warnings
-from flyte_ddp.hardware.nvidia import NotKnown
+from flyte_ddp.hardware.nvidia import UnknownError
 from flyte_ddp.hardware.page import as_page, as_text, facts
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.report.console import say_last
@@ -69,12 +69,12 @@ def inspect_hardware(hp: Hyperparameters, options: RunOptions) -> HardwareOutput
 
 
 def summarise(machine: Machine) -> HardwareFacts:
-    torch = None if isinstance(machine.torch, NotKnown) else machine.torch
+    torch = None if isinstance(machine.torch, UnknownError) else machine.torch
     plan = torch.plan if torch else None
     return HardwareFacts(
         gpus=len(torch.gpus) if torch else 0,
         cores=machine.cores[0],
-        memory=0 if isinstance(machine.memory, NotKnown) else machine.memory[0],
+        memory=0 if isinstance(machine.memory, UnknownError) else machine.memory[0],
         world_size=plan.world.size if plan else 0,
         backend=plan.world.backend if plan else "",
         device=plan.world.device if plan else "",

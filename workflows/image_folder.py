@@ -16,7 +16,7 @@ from flyte_ddp.loading.times import LoadingSettings
 from flyte_ddp.recipes.hyperparameters import FolderHyperparameters
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.tasks.image_folder import attach, find_images, index_images
-from flyte_ddp.tasks.init import known_init
+from flyte_ddp.tasks.init import init_by_content
 from flyte_ddp.tasks.prepare import PreparedDataset
 from flyte_ddp.tasks.pyflyte import set_up_pyflyte
 from flyte_ddp.tasks.resources import training_resources
@@ -58,7 +58,7 @@ def image_folder_wf(
     """
     found = find_images(folder=folder, images=images, backend=hp.backend, nproc=options.nproc, batch_size=hp.batch_size)
     index = index_images(folder=found.folder, stamp=found.stamp, images=images)
-    first = known_init(init=init)
+    first = init_by_content(init=init)
     return image_folder_task(hp=hp, index=index, folder=found.folder, options=options, init=first)
 
 

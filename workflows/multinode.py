@@ -12,7 +12,7 @@ from flyte_ddp.recipes.hyperparameters import CIFAR10Hyperparameters, Hyperparam
 from flyte_ddp.report.console import say, show_output
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.tasks.elastic import train_rank
-from flyte_ddp.tasks.init import known_init
+from flyte_ddp.tasks.init import init_by_content
 from flyte_ddp.tasks.nodes import resolve_for_nodes
 from flyte_ddp.tasks.prepare import PreparedDataset, prepare_dataset
 from flyte_ddp.tasks.pyflyte import set_up_pyflyte
@@ -43,7 +43,7 @@ else:
     ) -> TrainingOutputs:
         """Like workflows.mnist.pytorch_training_wf, on many nodes."""
         data = prepare_dataset(name=resolve_for_nodes(hp=hp))
-        return pytorch_multinode_task(hp=hp, data=data, options=options, init=known_init(init=init))
+        return pytorch_multinode_task(hp=hp, data=data, options=options, init=init_by_content(init=init))
 
     @workflow
     def cifar10_multinode_wf(
@@ -53,4 +53,4 @@ else:
     ) -> TrainingOutputs:
         """Like workflows.cifar10.cifar10_wf, on many nodes."""
         data = prepare_dataset(name=resolve_for_nodes(hp=hp, auto="cifar10"))
-        return pytorch_multinode_task(hp=hp, data=data, options=options, init=known_init(init=init))
+        return pytorch_multinode_task(hp=hp, data=data, options=options, init=init_by_content(init=init))

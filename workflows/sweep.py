@@ -16,9 +16,9 @@ from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile, PythonPickledFile
 
 from flyte_ddp.code_version import code_version
-from flyte_ddp.errors import NonFinite
+from flyte_ddp.errors import NonFiniteError
 from flyte_ddp.launch.environment import choose_world
-from flyte_ddp.launch.failures import Failure, RankFailed
+from flyte_ddp.launch.failures import Failure, RankError
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.report.console import say, say_last
 from flyte_ddp.settings import RunOptions
@@ -27,7 +27,7 @@ from flyte_ddp.sweep.held_out import hold_out_validation
 from flyte_ddp.sweep.page import chosen, comparison, ranked, write_table
 from flyte_ddp.sweep.search import Sweep, TrialResult, trials_of
 from flyte_ddp.tasks.caching import CodeVersion
-from flyte_ddp.tasks.execution import TaskFailed, is_local, run_dir
+from flyte_ddp.tasks.execution import TaskError, is_local, run_dir
 from flyte_ddp.tasks.outputs import output_file, output_page
 from flyte_ddp.tasks.prepare import PreparedDataset, prepare_dataset, resolve_dataset
 from flyte_ddp.tasks.pyflyte import set_up_pyflyte
@@ -99,7 +99,7 @@ def train_trial(
     init = FlyteFile(checkpoint) if checkpoint and storage.exists(checkpoint) else None
     try:
         outputs = train(hp, held_out, options, init)
-    except (RankFailed, TaskFailed) as error:
+    except (RankError, TaskError) as error:
         return as_result(hp, error, time.time() - started)
     summary, report = outputs.summary, outputs.report.path
     final = str(Path(outputs.logs.path, "final-checkpoint")) if hp.stop_after else ""
@@ -109,10 +109,10 @@ def train_trial(
     return TrialResult(hp, summary.accuracy, summary.test_samples, summary.total_seconds, report, diverged, final)
 
 
-def as_result(hp: Hyperparameters, error: RankFailed | TaskFailed, seconds: float) -> TrialResult:
+def as_result(hp: Hyperparameters, error: RankError | TaskError, seconds: float) -> TrialResult:
     """The result of a trial whose loss is not finite. Raises any other error: the result would be cached, but not all
     failures, such as a full disk or GPU memory, follow from the hyperparameters."""
-    if error.failure.cause != NonFinite.__name__:
+    if error.failure.cause != NonFiniteError.__name__:
         raise error
     return failed(hp, error.failure, seconds)
 
@@ -168,7 +168,7 @@ def run_locally(sweep: Sweep, trials: list[Hyperparameters], held_out: Any, opti
             try:
                 result = train_trial(hp=hp, held_out=held_out, options=options, checkpoint=checkpoint)
                 rungs[-1].append(value_of(result))
-            except RankFailed as error:  # not cached, because it may succeed next time
+            except RankError as error:  # not cached, because it may succeed next time
                 rungs[-1].append(failed(hp, error.failure))
     return rungs
 

@@ -6,10 +6,10 @@ import torch
 from torch.nn import functional as F
 
 from flyte_ddp import random_numbers
+from flyte_ddp.batch_share import BatchShare
 from flyte_ddp.engine.by_row import ByRow, dropout_kernel
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
-from flyte_ddp.share import Share
 
 
 def compare_dropouts(environment: Environment, link: Link, argument: Any) -> str:
@@ -18,7 +18,7 @@ def compare_dropouts(environment: Environment, link: Link, argument: Any) -> str
     if dropout_kernel() is None:
         return "there is no Triton"
     features = torch.randn(8, 37, 11, device=device, requires_grad=True)
-    rows = ByRow(Share(8, 8, 16))
+    rows = ByRow(BatchShare(8, 8, 16))
     with rows.block(1):
         found = F.dropout(features, 0.3)
     found.sum().backward()

@@ -9,13 +9,13 @@ from benchmarks.gpu_rows.row import Machine, Row, expect
 from benchmarks.gpu_rows.training import FAULTY, train
 from benchmarks.hangs import hang_in_time, named
 from flyte_ddp.launch.environment import World
-from flyte_ddp.launch.failures import Failure, RankFailed
+from flyte_ddp.launch.failures import Failure, RankError
 
 
 def failure(machine: Machine, world: World, fault: str, ranks: str = "1", **settings: Any) -> Failure:
     try:
         train(FAULTY, Settings(fault=fault, ranks=ranks, **settings), world)
-    except RankFailed as failed:
+    except RankError as failed:
         return failed.failure
     raise AssertionError("it did not fail")
 
@@ -55,7 +55,7 @@ def duplicate_gpu(machine: Machine) -> str:
 
 
 ROWS = [
-    Row("NaN", fails("nan", "NonFinite", "loss is not finite", False)),
+    Row("NaN", fails("nan", "NonFiniteError", "loss is not finite", False)),
     Row("SIGKILL", fails("kill", "SIGKILL", "", True)),
     Row("out of memory on the GPU", fails("out of memory", "OutOfMemoryError", "lower batch_size", False)),
     Row("two ranks on one GPU under nccl", duplicate_gpu),

@@ -6,8 +6,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flyte_ddp import Measures, Random, Recipe, schedules
+from flyte_ddp.batch_share import BatchShare
 from flyte_ddp.recipes.images import shift
-from flyte_ddp.share import Share
 
 Views = tuple[Tensor, Tensor]
 
@@ -18,7 +18,7 @@ def view(images: Tensor, random: Random) -> Tensor:
 
 
 class Contrastive(Recipe):
-    samples, headline, shares = "digits", "retrieval", ("retrieval",)
+    samples, headline, percent = "digits", "retrieval", ("retrieval",)
     couples_samples = True  # the loss of a sample depends on the whole global batch
 
     def data(self, split: str) -> Views:
@@ -27,7 +27,7 @@ class Contrastive(Recipe):
         if split == "train":
             return chosen, chosen
         # Test samples are not augmented: their views are made here, always the same ones
-        random = Random(0, Share(0, len(chosen), len(chosen)))
+        random = Random(0, BatchShare(0, len(chosen), len(chosen)))
         return view(chosen, random), view(chosen, random)
 
     def augment(self, batch: Views, random: Random) -> Views:

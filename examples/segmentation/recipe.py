@@ -29,7 +29,7 @@ class UNet(nn.Module):
 
 
 class Segmentation(Recipe):
-    samples, headline, shares = "images", "iou", ("iou", "dice")
+    samples, headline, percent = "images", "iou", ("iou", "dice")
 
     def data(self, split: str) -> tuple[Tensor, Tensor]:
         random, digits = np.random.default_rng(0), load_digits().images.repeat(2, 1).repeat(2, 2)

@@ -12,7 +12,7 @@ class Tabular(Recipe):
     samples = "patients"
     headline = "r2"
     higher_is_better = ("r2",)
-    shares = ()
+    percent = ()
 
     def data(self, split: str) -> tuple[Tensor, Tensor, Tensor]:
         table = np.column_stack(load_diabetes(return_X_y=True, scaled=False)).astype(np.float32)

@@ -24,7 +24,7 @@ from flyte_ddp.data import prepared
 from flyte_ddp.engine.results import export_model, layers_of
 from flyte_ddp.engine.torch_compat import norms
 from flyte_ddp.engine.watch import Watch
-from flyte_ddp.errors import NonFinite, StopRequested
+from flyte_ddp.errors import NonFiniteError, StopRequested
 from flyte_ddp.events import EpochLosses, RunStarted
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
@@ -146,7 +146,7 @@ class Observer(Callback):
         # float16 overflows now and then, and Lightning's scaler then skips the step
         if self._job.hp.precision != "float16" and not norms(gradients).isfinite().all():
             steps = trainer.fit_loop.epoch_loop.batch_idx
-            raise NonFinite("gradient", list(range(self._environment.world.size)), trainer.current_epoch, steps)
+            raise NonFiniteError("gradient", list(range(self._environment.world.size)), trainer.current_epoch, steps)
 
     def on_train_batch_end(
         self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -157,7 +157,7 @@ class Observer(Callback):
             return
         loss = outputs["loss"].item()
         if not math.isfinite(loss):
-            raise NonFinite("loss", [self._environment.rank], trainer.current_epoch, batch_idx)
+            raise NonFiniteError("loss", [self._environment.rank], trainer.current_epoch, batch_idx)
         self.steps.append((trainer.current_epoch + steps / self._job.steps_per_epoch, loss))
         for warning in self.watch.after_steps(trainer.current_epoch, steps, loss, self._job.hp.batch_size):
             self._link.emit(warning)
@@ -184,7 +184,7 @@ def run_started(environment: Environment, job: AutoencoderJob, first_epoch: int)
         dataset=description.name,
         samples="images",
         headline="loss",
-        shares=(),
+        percent=(),
         train_samples=description.train_samples,
         test_samples=description.test_samples,
         samples_per_epoch=job.steps_per_epoch * job.hp.batch_size,

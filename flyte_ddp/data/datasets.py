@@ -154,12 +154,12 @@ def _cifar10(ask: Ask) -> Originals:
     files = files or [ask([*own, public]).fetch(archive, dataset.tgz_md5, root)]
     # In a fresh folder each time, and without an address: unpack what is there, or fail
     offline = type("CIFAR10", (dataset,), {"url": ""})
-    with tempfile.TemporaryDirectory(dir=data_dir(), prefix=".unpack.", suffix=".partial") as place:
+    with tempfile.TemporaryDirectory(dir=data_dir(), prefix=".unpack.", suffix=".partial") as copies:
         for file in files:
-            copy = Path(place) / file.relative_to(root)
+            copy = Path(copies) / file.relative_to(root)
             copy.parent.mkdir(exist_ok=True)
             shutil.copy(file, copy)
-        train, test = (offline(place, train=is_train, download=True) for is_train in (True, False))
+        train, test = (offline(copies, train=is_train, download=True) for is_train in (True, False))
     images, test_images = (np.ascontiguousarray(split.data.transpose(0, 3, 1, 2)) for split in (train, test))
     return Originals(tuple(train.classes), images, np.array(train.targets), test_images, np.array(test.targets))
 

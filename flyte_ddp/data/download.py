@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from flyte_ddp.data.open_url import Opener, Refused, Unreachable, without_password
+from flyte_ddp.data.open_url import Opener, RefusedError, UnreachableError, without_password
 from flyte_ddp.errors import DownloadError, InputError
 from flyte_ddp.storage import synced_file, temporary_beside, writing_to
 
@@ -54,11 +54,11 @@ class Mirrors:
             try:
                 self._copy(url, filename, md5, target)
                 return target
-            except Unreachable as error:
+            except UnreachableError as error:
                 self.unreachable[host] = reasons[host] = str(error)
-            except Refused as error:
+            except RefusedError as error:
                 reasons[without_password(url)] = str(error)
-        lines = "".join(f"  {place}: {reason}\n" for place, reason in reasons.items())
+        lines = "".join(f"  {url}: {reason}\n" for url, reason in reasons.items())
         raise DownloadError(f"no mirror delivered {filename}:\n{lines}{REMEDIES}")
 
     def _copy(self, url: str, filename: str, md5: str, target: Path) -> None:
@@ -73,7 +73,7 @@ class Mirrors:
                         start = start or piece[:256]
                         done += len(piece)
                         if max(done, total or 0) > self.opener.limits.max_bytes:
-                            raise Refused(f"larger than {self.opener.limits.max_bytes:,} bytes")
+                            raise RefusedError(f"larger than {self.opener.limits.max_bytes:,} bytes")
                         digest.update(piece)
                         file.write(piece)
                         if self.progress:
@@ -81,7 +81,7 @@ class Mirrors:
                 if digest.hexdigest() != md5:
                     page = start.lstrip().lower().startswith((b"<!doctype", b"<html"))
                     what = "a web page instead of the file" if page else "another file, or a damaged one (MD5 differs)"
-                    raise Refused(f"sent {what}")
+                    raise RefusedError(f"sent {what}")
                 os.replace(temporary, target)
             finally:
                 pieces.close()

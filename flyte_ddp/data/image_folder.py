@@ -230,8 +230,8 @@ def _columns(rows: Sequence[tuple[int, str]]) -> tuple[np.ndarray, np.ndarray]:
 def _image_names(folder: Path, below: Path) -> list[str]:
     """The image files anywhere below a sub-folder, by names relative to the folder, sorted."""
     return sorted(
-        os.path.relpath(os.path.join(place, name), folder)
-        for place, _, names in os.walk(folder / below)
+        os.path.relpath(os.path.join(parent, name), folder)
+        for parent, _, names in os.walk(folder / below)
         for name in names
         if name.lower().endswith(EXTENSIONS) and not name.startswith(".")
     )

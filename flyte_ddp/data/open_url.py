@@ -39,11 +39,11 @@ class Limits:
     max_bytes: int = 256 * 2**20
 
 
-class Refused(Exception):
+class RefusedError(Exception):
     """This URL cannot be read; the message is the reason, on one line."""
 
 
-class Unreachable(Refused):
+class UnreachableError(RefusedError):
     """This URL's host is not worth asking again."""
 
 
@@ -61,7 +61,7 @@ class Opener:
     waited_seconds: float = 0.0
 
     def open(self, url: str) -> tuple[Pieces, int | None]:
-        """The content and, if known, its size; raises Refused or Unreachable, also while the pieces are read."""
+        """The content and, if known, its size; raises RefusedError or UnreachableError, also while pieces are read."""
         if url.startswith("file:"):
             return _open_file(url)
         if not url.startswith("http"):
@@ -69,19 +69,19 @@ class Opener:
         response = self._answer(url)
         if response.status_code != 200:
             response.close()
-            raise Refused(f"HTTP status {response.status_code} {response.reason or ''}".strip())
+            raise RefusedError(f"HTTP status {response.status_code} {response.reason or ''}".strip())
         length = response.headers.get("Content-Length", "")
         return self._pieces(response), int(length) if length.isdecimal() else None
 
     def _open_stored(self, url: str) -> tuple[Pieces, int | None]:
         if self.open_stored is None:
-            raise Refused("only Flyte's tasks read from there")
+            raise RefusedError("only Flyte's tasks read from there")
         try:
             file = self.open_stored(url)
         except FileNotFoundError:
-            raise Refused("no such file") from None
+            raise RefusedError("no such file") from None
         except Exception as error:  # each storage has its own
-            raise Unreachable(_on_one_line(error)) from None
+            raise UnreachableError(_on_one_line(error)) from None
 
         def pieces() -> Pieces:
             try:
@@ -89,7 +89,7 @@ class Opener:
                     while piece := file.read(2**20):
                         yield piece
             except Exception as error:
-                raise Refused(f"cut midway: {_on_one_line(error)}") from None
+                raise RefusedError(f"cut midway: {_on_one_line(error)}") from None
 
         return pieces(), getattr(file, "size", None)
 
@@ -100,7 +100,7 @@ class Opener:
         limits = self.limits
         seconds = min(limits.answer_seconds, limits.silence_seconds - self.waited_seconds)
         if seconds < 0.1:
-            raise Unreachable(f"not asked, after {self.waited_seconds:.0f} s without data from others")
+            raise UnreachableError(f"not asked, after {self.waited_seconds:.0f} s without data from others")
 
         def ask() -> None:
             try:
@@ -120,11 +120,11 @@ class Opener:
             return answer
         self.waited_seconds += time.monotonic() - started
         if isinstance(answer, requests.TooManyRedirects):
-            raise Refused("redirects in a circle")
-        raise Unreachable(_network_reason(answer))
+            raise RefusedError("redirects in a circle")
+        raise UnreachableError(_network_reason(answer))
 
     def _pieces(self, response: requests.Response) -> Pieces:
-        """The body as it is sent, without decoding; raises Unreachable if a window brings too few bytes."""
+        """The body as it is sent, without decoding; raises UnreachableError if a window brings too few bytes."""
         window_start, window_bytes = time.monotonic(), 0
         try:
             while piece := response.raw.read1(2**16, decode_content=False):
@@ -134,13 +134,13 @@ class Opener:
                 if seconds > self.limits.window_seconds:
                     if window_bytes < self.limits.window_bytes:
                         self.waited_seconds += seconds
-                        raise Unreachable(f"too slow: {window_bytes} bytes in {seconds:.0f} s")
+                        raise UnreachableError(f"too slow: {window_bytes} bytes in {seconds:.0f} s")
                     window_start, window_bytes = time.monotonic(), 0
         except urllib3.exceptions.ReadTimeoutError:
             self.waited_seconds += self.limits.window_seconds
-            raise Unreachable(f"fell silent midway for {self.limits.window_seconds:g} s") from None
+            raise UnreachableError(f"fell silent midway for {self.limits.window_seconds:g} s") from None
         except (urllib3.exceptions.HTTPError, OSError):
-            raise Refused("connection cut midway") from None
+            raise RefusedError("connection cut midway") from None
         finally:
             response.close()
 
@@ -148,7 +148,7 @@ class Opener:
 def _open_file(url: str) -> tuple[Pieces, int]:
     path = Path(urllib.request.url2pathname(urllib.parse.urlsplit(url).path))
     if not path.is_file():
-        raise Refused("no such file" if path.parent.is_dir() else "no such folder")
+        raise RefusedError("no such file" if path.parent.is_dir() else "no such folder")
 
     def pieces() -> Pieces:
         try:
@@ -156,7 +156,7 @@ def _open_file(url: str) -> tuple[Pieces, int]:
                 while piece := file.read(2**16):
                     yield piece
         except OSError as error:
-            raise Refused(str(error.strerror).lower()) from None
+            raise RefusedError(str(error.strerror).lower()) from None
 
     return pieces(), path.stat().st_size
 

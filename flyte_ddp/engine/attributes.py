@@ -33,7 +33,7 @@ def check_attributes(recipe: Recipe) -> None:
     for field in dataclasses.fields(Attributes):
         value: Any = getattr(recipe, field.name)
         checked(owner, field, value.item() if isinstance(value, np.generic) else value)
-    for name in ("shares", "lower_is_better", "higher_is_better"):
+    for name in ("percent", "lower_is_better", "higher_is_better"):
         names = getattr(recipe, name)
         if not isinstance(names, (tuple, list)) or not all(isinstance(one, str) for one in names):
             raise InputError(f'{owner}.{name} must be a tuple of names, such as ("accuracy",), got {names!r}')

@@ -6,14 +6,14 @@ import torch
 from torch import Tensor, distributed
 from torch.nn import functional as F
 
+from flyte_ddp.batch_share import BatchShare
 from flyte_ddp.engine.torch_compat import original
-from flyte_ddp.share import Share
 
 PLAIN = original(torch.ops.aten.batch_norm.default)
 
 
 def batch_norm(
-    share: Share,
+    share: BatchShare,
     features: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,

@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flyte_ddp.batch_share import BatchShare
 from flyte_ddp.engine.order import shuffled
 from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.errors import InputError
 from flyte_ddp.random_numbers import key_of
-from flyte_ddp.share import Share
 
 LOOKED_UP = 1 << 14  # how many of a rank's samples are looked up in the order at once
 
@@ -29,7 +29,7 @@ class Batch:
     """
 
     tree: Any
-    share: Share
+    share: BatchShare
     seed: int = 0
 
     def parts(self, most: int) -> list["Batch"]:
@@ -40,7 +40,7 @@ class Batch:
         return [
             Batch(
                 pytree.tree_map(lambda leaf, start=start: leaf[start : start + most], self.tree),
-                Share(self.share.first + start, min(most, count - start), self.share.size),
+                BatchShare(self.share.first + start, min(most, count - start), self.share.size),
                 self.seed,
             )
             for start in range(0, count, most)
@@ -130,7 +130,7 @@ def hold_out(split: Split, fraction: float) -> tuple[Part, Part]:
     return Part(split, samples - count, lambda positions: shuffled(positions + count, samples, key)), held
 
 
-def share(start: int, stop: int, rank: int, world_size: int) -> tuple[int, int]:
+def rank_slice(start: int, stop: int, rank: int, world_size: int) -> tuple[int, int]:
     """The rank's part of start..stop: contiguous, without overlap or gap, sizes at most one apart."""
     count = stop - start
     return start + count * rank // world_size, start + count * (rank + 1) // world_size
@@ -152,15 +152,15 @@ class _Batches:
 
     def mine(self, step: int) -> slice:
         """This rank's share of a step's global batch, as a slice of the order."""
-        return slice(*share(self.samples_until(step), self.samples_until(step + 1), self.rank, self.world_size))
+        return slice(*rank_slice(self.samples_until(step), self.samples_until(step + 1), self.rank, self.world_size))
 
-    def _fetch(self, at: Callable[[Tensor], Tensor], first_step: int = 0) -> Iterator[tuple[int, Any, Share]]:
+    def _fetch(self, at: Callable[[Tensor], Tensor], first_step: int = 0) -> Iterator[tuple[int, Any, BatchShare]]:
         """at(positions (n,) int64): the samples at these positions of the order."""
         steps = range(first_step, len(self))
         for step, tree in zip(steps, self.split.fetch(self._parts(at, steps)), strict=True):
             start, stop = self.samples_until(step), self.samples_until(step + 1)
             own, part = self.mine(step), self._computed(step)
-            yield step, tree, Share(part.start - start, part.stop - part.start, stop - start, own != part)
+            yield step, tree, BatchShare(part.start - start, part.stop - part.start, stop - start, own != part)
 
     def _computed(self, step: int) -> slice:
         """What the rank computes of a step's global batch: its share, or, if that is empty, the next rank's first."""
@@ -193,7 +193,7 @@ class TrainBatches(_Batches):
         world_size: int,
         passes: int = 1,
         fraction: float = 1.0,
-        augment: Callable[[Any, int, Share, int], Any] = lambda tree, *_: tree,
+        augment: Callable[[Any, int, BatchShare, int], Any] = lambda tree, *_: tree,
     ):
         super().__init__(split, max(1, round(len(split) * passes * fraction)), batch_size, rank, world_size)
         self.seed, self.passes, self.augment = seed, passes, augment
@@ -201,10 +201,10 @@ class TrainBatches(_Batches):
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Batch]:
         """The batches of an epoch from first_step on; the last one may be short."""
         keys = [key_of(self.seed, epoch, number) for number in range(self.passes)]
-        for step, tree, place in self._fetch(partial(self._at, keys), first_step):
+        for step, tree, share in self._fetch(partial(self._at, keys), first_step):
             # Augmentation must not draw the numbers that the network's dropout draws
-            augmented = self.augment(tree, key_of(self.seed, epoch, step, 1), place, epoch)
-            yield Batch(augmented, place, key_of(self.seed, epoch, step, 0))
+            augmented = self.augment(tree, key_of(self.seed, epoch, step, 1), share, epoch)
+            yield Batch(augmented, share, key_of(self.seed, epoch, step, 0))
 
     def _at(self, keys: Sequence[int], positions: Tensor) -> Tensor:
         """The samples at these positions of an epoch, each pass over the samples being in the order of its own key."""
@@ -234,8 +234,8 @@ class TestBatches(_Batches):
         self.mixed = mixed
 
     def __iter__(self) -> Iterator[Batch]:
-        for step, tree, place in self._fetch(self._at):
-            yield Batch(tree, place, key_of(step))
+        for step, tree, share in self._fetch(self._at):
+            yield Batch(tree, share, key_of(step))
 
     def mine_all(self) -> Tensor:
         """(n,) int64: this rank's sample indices, in the order in which they come."""

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from flyte_ddp import random_numbers
+from flyte_ddp.batch_share import BatchShare
 from flyte_ddp.engine.batch_norm import batch_norm
 from flyte_ddp.engine.torch_compat import any_batch_size, original, plain_attention
 from flyte_ddp.errors import InputError
-from flyte_ddp.share import Share
 
 ATTEND = original(torch.ops.aten.scaled_dot_product_attention.default)
 NORMALISE_INSTANCES = original(torch.ops.aten.instance_norm.default)
@@ -62,7 +62,7 @@ class ByRow:
         normalised: whether any batch was normalised.
     """
 
-    def __init__(self, share: Share):
+    def __init__(self, share: BatchShare):
         _replace_operators()
         self.share = share
         self.drawn: list[tuple[str, Shape]] = []

@@ -16,7 +16,7 @@ def is_lower_better(recipe: Recipe, measure: str) -> bool | None:
     """None where the recipe does not say so."""
     if measure == "loss" or measure in recipe.lower_is_better:
         return True
-    return False if measure in (*recipe.shares, *recipe.higher_is_better) else None
+    return False if measure in (*recipe.percent, *recipe.higher_is_better) else None
 
 
 @dataclass

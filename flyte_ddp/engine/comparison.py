@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from flyte_ddp.engine.draws import DRAWN
-from flyte_ddp.engine.measures import place
+from flyte_ddp.engine.measures import code_location
 from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.engine.trials import Trial, Trials, among_ranks
 from flyte_ddp.errors import InputError
@@ -41,8 +41,8 @@ def _draws(recipe: Recipe, whole: Trial, parts: Sequence[Trial]) -> list[str]:
         if any(part.draws[where, operation] != drawn for part in parts)
     ]
     return found + [
-        f"{place(recipe, stage)}: draws numpy's or Python's random numbers, which settings.seed does not control: "
-        f"let {DRAWN}"
+        f"{code_location(recipe, stage)}: draws numpy's or Python's random numbers, which settings.seed does not "
+        f"control: let {DRAWN}"
         for stage in whole.strays
     ]
 
@@ -60,11 +60,14 @@ def _differences(recipe: Recipe, trials: Trials, whole: Trial, parts: Sequence[T
         if gaps is None:
             continue
         if _gaps(stage, whole, [trials(0, trials.size)]) is not None:
-            return [f"{place(recipe, stage)}: returns something else each time: let {DRAWN}"]
+            return [f"{code_location(recipe, stage)}: returns something else each time: let {DRAWN}"]
         if _gaps(stage, whole, [trials(0, trials.size, as_second=True)]) is not None:
-            return [f"{place(recipe, stage)}: {gaps} depends on the rank or the number of ranks: read neither"]
+            return [f"{code_location(recipe, stage)}: {gaps} depends on the rank or the number of ranks: read neither"]
         return [
-            f"{place(recipe, stage)}: {gaps} of a sample depends on the others of its batch: {STAGE_REMEDIES[stage]}"
+            (
+                f"{code_location(recipe, stage)}: {gaps} of a sample depends on the others of its batch: "
+                f"{STAGE_REMEDIES[stage]}"
+            )
         ]
     followers = [
         name
@@ -74,8 +77,8 @@ def _differences(recipe: Recipe, trials: Trials, whole: Trial, parts: Sequence[T
     owners = {type(trials.model.get_submodule(name.rpartition(".")[0])).__name__: name for name in followers}
     # everyone() in a trial passes no gradient on to the other part
     return ([] if trials.everyones else _coupled_gradients(recipe, whole, parts)) + [
-        f"{place(recipe, 'forward')}: the buffer {name} of {owner} depends on the samples of its rank: compute it from "
-        "everyone(), or keep no running statistics"
+        f"{code_location(recipe, 'forward')}: the buffer {name} of {owner} depends on the samples of its rank: "
+        "compute it from everyone(), or keep no running statistics"
         for owner, name in owners.items()
     ]
 
@@ -89,7 +92,7 @@ def _coupled_gradients(recipe: Recipe, whole: Trial, parts: Sequence[Trial]) -> 
         if gap > GRADIENT_TOLERANCE * norm + NO_GRADIENT * total:
             what = f"the gradient of {name} is not the sum of its samples' (off by {gap:.2g} of {norm:.2g})"
             remedy = "hooks and backward() must treat each sample by itself; to clip gradients, set clip_norm"
-            return [f"{place(recipe, 'forward')}: {what}: {remedy}"]
+            return [f"{code_location(recipe, 'forward')}: {what}: {remedy}"]
     return []
 
 
@@ -129,7 +132,8 @@ def optimizer_of(recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
     optimizer = recipe.optimizer(model)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise InputError(
-            f"{place(recipe, 'optimizer')} must return one optimizer of torch.optim, got {type(optimizer).__name__}: "
+            f"{code_location(recipe, 'optimizer')} must return one optimizer of torch.optim, got "
+            f"{type(optimizer).__name__}: "
             "parameters that are to be treated differently are groups of one optimizer"
         )
     return optimizer
@@ -144,8 +148,8 @@ def scaled_rates(recipe: Recipe, model: nn.Module, steps: int) -> list[str]:
             found.append({"optimizer": _plain_groups(optimizer_of(recipe, model)), "factor": few})
     one, two = found
     return [
-        f"{place(recipe, method)}: what it returns depends on the rank or the number of ranks: read neither, since "
-        "batch_size is that of all ranks together"
+        f"{code_location(recipe, method)}: what it returns depends on the rank or the number of ranks: read "
+        "neither, since batch_size is that of all ranks together"
         for method in one
         if one[method] != two[method]
     ]

@@ -11,7 +11,7 @@ from torch import distributed
 from flyte_ddp.engine.batches import Split
 from flyte_ddp.engine.draws import DRAWN, host_state
 from flyte_ddp.engine.loading import Streamed, read_samples
-from flyte_ddp.engine.measures import place
+from flyte_ddp.engine.measures import code_location
 from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.recipe import Recipe
 
@@ -37,7 +37,7 @@ def unequal_data(recipe: Recipe, splits: dict[str, Split]) -> list[str]:
     others = on_any_rank([digests[name] != first[name] for name in splits], recipe.device)
     found = []
     for (name, split), is_unsteady, is_other in zip(splits.items(), changing, others, strict=True):
-        where = f'{place(recipe, "data")}, split "{name}"'
+        where = f'{code_location(recipe, "data")}, split "{name}"'
         if is_unsteady:
             dataset = type(split.dataset).__name__  # type: ignore[attr-defined]
             found.append(f"{where}: its {dataset} gives another sample each time: let {DRAWN}")

@@ -46,7 +46,7 @@ def measure(
     return Measured(
         measures=measures,
         headline=headline_of(recipe, measures),
-        shares=recipe.shares,
+        percent=recipe.percent,
         samples=len(split),
         is_lower_better={name: lower for name, lower in directions.items() if lower is not None},
     )

@@ -170,14 +170,14 @@ class Measured:
     Attributes:
         measures: by name.
         headline: the one that the recipe's trainings are judged by.
-        shares: the measures that are shares from 0 to 1.
+        percent: the measures from 0 to 1 that are shown in per cent.
         samples: of the split.
         is_lower_better: by measure; without those of which it is not known.
     """
 
     measures: dict[str, float]
     headline: str
-    shares: tuple[str, ...]
+    percent: tuple[str, ...]
     samples: int
     is_lower_better: dict[str, bool]
 

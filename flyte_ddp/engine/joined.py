@@ -10,7 +10,7 @@ from flyte_ddp.engine.job import Job, TrainingResult
 from flyte_ddp.errors import InputError, StopRequested
 from flyte_ddp.events import Event
 from flyte_ddp.launch.environment import environment_from_variables
-from flyte_ddp.launch.failures import Preempted
+from flyte_ddp.launch.failures import PreemptedError
 from flyte_ddp.launch.link import DirectLink
 from flyte_ddp.launch.process_group import process_group
 
@@ -19,7 +19,7 @@ from flyte_ddp.launch.process_group import process_group
 def join_and_train(job: Job, on_event: Callable[[Event], None]) -> TrainingResult:
     """Joins the other ranks and trains as one of them; rank 0 passes events to on_event.
 
-    A request to stop ends it with Preempted, after a checkpoint.
+    A request to stop ends it with PreemptedError, after a checkpoint.
     """
     settings = job.identity.settings
     environment = environment_from_variables(settings.backend)
@@ -35,4 +35,4 @@ def join_and_train(job: Job, on_event: Callable[[Event], None]) -> TrainingResul
         try:
             return worker.train(environment, device, link, job)
         except StopRequested as stopped:
-            raise Preempted(f"rank {environment.rank} on {environment.host}: {stopped}") from None
+            raise PreemptedError(f"rank {environment.rank} on {environment.host}: {stopped}") from None

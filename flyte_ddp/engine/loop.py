@@ -12,7 +12,7 @@ from torch import Tensor, distributed
 from flyte_ddp.engine.batches import TestBatches, TrainBatches
 from flyte_ddp.engine.measures import mismatched, pairs_of, sums_of
 from flyte_ddp.engine.state import Sums, TrainingState
-from flyte_ddp.errors import NonFinite, StopRequested, UnevenShapes
+from flyte_ddp.errors import NonFiniteError, StopRequested, UnevenShapesError
 from flyte_ddp.events import EpochChosen, EpochFinished, GradientsSeen, StepLogged
 from flyte_ddp.launch.link import Link
 
@@ -93,8 +93,8 @@ def train_epoch(
 ) -> Sums:
     """Steps through the rest of the epoch; returns its sums.
 
-    Raises StopRequested, after a checkpoint, if any rank was asked to stop, and NonFinite or UnevenShapes, with the
-    weights as before the bad step; all of them on all ranks at the same step.
+    Raises StopRequested, after a checkpoint, if any rank was asked to stop, and NonFiniteError or UnevenShapesError,
+    with the weights as before the bad step; all of them on all ranks at the same step.
     """
     # A CPU can check the sums after every step; checking those on a GPU makes the host wait, so it must be rare
     look_interval = 1 if state.device.type == "cpu" else log_interval
@@ -112,9 +112,9 @@ def train_epoch(
         state.epoch_seconds = seconds_before + time.perf_counter() - started
         if sums.steps < state.step:
             if sums.uneven:
-                raise UnevenShapes(state.epoch, sums.steps, state.rows.drawn)
+                raise UnevenShapesError(state.epoch, sums.steps, state.rows.drawn)
             again = next(train.epoch(state.epoch, sums.steps))
-            raise NonFinite(*state.find_non_finite(again), state.epoch, sums.steps)
+            raise NonFiniteError(*state.find_non_finite(again), state.epoch, sums.steps)
         if state.step % log_interval == 0 or is_last:
             event = _logged(state, train, logged, sums, state.epoch_seconds - logged_seconds)
             link.emit(event)

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flyte_ddp.batch_share import BatchShare
 from flyte_ddp.engine.batches import Batch
 from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.errors import InputError
 from flyte_ddp.recipe import Random, Recipe
-from flyte_ddp.share import Share
 
 
-def place(recipe: Any, method: str) -> str:
+def code_location(recipe: Any, method: str) -> str:
     """'Name.method (file, line n)' of the user's code."""
     function = inspect.unwrap(getattr(type(recipe), method))
     code = getattr(function, "__code__", None)
@@ -23,12 +23,12 @@ def place(recipe: Any, method: str) -> str:
     return f"{type(recipe).__name__}.{method}{where}"
 
 
-def augment(recipe: Recipe, tree: Any, seed: int, share: Share, epoch: int = 0) -> Any:
+def augment(recipe: Recipe, tree: Any, seed: int, share: BatchShare, epoch: int = 0) -> Any:
     """The batch as the recipe augments it; InputError if that changes the number of samples."""
     vars(recipe.share).update(vars(share))
     changed = recipe.augment(tree, Random(seed, recipe.share, recipe.device, epoch))
     if any(not isinstance(leaf, Tensor) or len(leaf) != share.count for leaf in pytree.tree_leaves(changed)):
-        raise InputError(f"{place(recipe, 'augment')} must return tensors of the same {share.count} samples")
+        raise InputError(f"{code_location(recipe, 'augment')} must return tensors of the same {share.count} samples")
     return changed
 
 
@@ -44,10 +44,10 @@ def pairs_of(recipe: Recipe, outputs: Any, batch: Batch, names: Sequence[str] = 
     measured = recipe.measure(outputs, batch.tree)
     if not isinstance(measured, dict) or "loss" not in measured:
         got = f"names {sorted(measured)}" if isinstance(measured, dict) else type(measured).__name__
-        raise InputError(f'{place(recipe, "measure")} must return a dict with "loss" in it, got {got}')
+        raise InputError(f'{code_location(recipe, "measure")} must return a dict with "loss" in it, got {got}')
     if names and set(measured) != set(names):
         raise InputError(
-            f"{place(recipe, 'measure')} must always return the same measures, {', '.join(sorted(names))}, got "
+            f"{code_location(recipe, 'measure')} must always return the same measures, {', '.join(sorted(names))}, got "
             f"{', '.join(sorted(measured))}"
         )
     count = batch.share.count
@@ -61,8 +61,8 @@ def pairs_of(recipe: Recipe, outputs: Any, batch: Batch, names: Sequence[str] = 
             if not isinstance(tensor, Tensor) or tensor.shape != (count,):
                 found = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
                 raise InputError(
-                    f"{place(recipe, 'measure')}: {part} of {name!r} must have one entry for each sample, shape "
-                    f"({count},), got {found}: use reduction='none', and mean over all dimensions but the first"
+                    f"{code_location(recipe, 'measure')}: {part} of {name!r} must have one entry for each sample, "
+                    f"shape ({count},), got {found}: use reduction='none', and mean over all dimensions but the first"
                 )
         pair = values.float(), ones if weights is None else weights.float()
         pairs[name] = batch.share.own(pair[0]), batch.share.own(pair[1])
@@ -90,7 +90,9 @@ def ratios(recipe: Recipe, names: Sequence[str], pairs: Sequence[float]) -> dict
     try:
         return {name: float(value) for name, value in derived.items()}
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:  # torch's, for a tensor of several elements
-        raise InputError(f"{place(recipe, 'derive')} must return a dict of names and numbers: {error}") from None
+        raise InputError(
+            f"{code_location(recipe, 'derive')} must return a dict of names and numbers: {error}"
+        ) from None
 
 
 def headline_of(recipe: Recipe, measures: dict[str, float]) -> str:

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from flyte_ddp.engine.arithmetic import settle_arithmetic
-from flyte_ddp.engine.batches import share
+from flyte_ddp.engine.batches import rank_slice
 from flyte_ddp.engine.job import Job
-from flyte_ddp.engine.measures import place
+from flyte_ddp.engine.measures import code_location
 from flyte_ddp.engine.set_up import load_recipe, open_split
 from flyte_ddp.errors import InputError
 from flyte_ddp.launch.environment import Environment
@@ -33,13 +33,13 @@ def run(environment: Environment, link: Link, argument: tuple[Job, str, int, int
         recipe = load_recipe(job, device)
         source = open_split(recipe, split, job)
         model = load_weights(recipe.model(), job.model_path).to(device).eval()
-    first, last = share(0, len(source), number, count)
+    first, last = rank_slice(0, len(source), number, count)
     size = settings.test_batch_size
     found: list[Tensor] = []
     for tree in source.fetch(torch.arange(first, last).split(size)):
         predictions = recipe.predictions(recipe.forward(model, tree), tree)
         if predictions is None:
-            raise InputError(f"{place(recipe, 'predictions')} must return a tensor, got None")
+            raise InputError(f"{code_location(recipe, 'predictions')} must return a tensor, got None")
         found.append(predictions.cpu())
         link.alive()
     rows = torch.cat(found).numpy() if found else np.empty(0, np.float32)

@@ -16,7 +16,7 @@ from flyte_ddp.engine.batches import Batch, Part, Split
 from flyte_ddp.engine.by_row import ByRow
 from flyte_ddp.engine.comparison import dependences, optimizer_of, scaled_rates
 from flyte_ddp.engine.data_probe import of_first_rank, on_any_rank, unequal_data
-from flyte_ddp.engine.measures import headline_of, mismatched, pairs_of, place, ratios, trained_measure
+from flyte_ddp.engine.measures import code_location, headline_of, mismatched, pairs_of, ratios, trained_measure
 from flyte_ddp.engine.trials import Trial, Trials
 from flyte_ddp.errors import InputError
 from flyte_ddp.recipe import Recipe
@@ -61,7 +61,9 @@ def probe(recipe: Recipe, model: nn.Module, splits: dict[str, Split], steps: int
         _refuse_without_gradients(recipe, whole)
         _refuse_unreached(recipe, model, splits["train"], trials, whole)
         if trials.everyones and not recipe.couples_samples:
-            raise InputError(f"{place(recipe, 'measure')}: a recipe that calls everyone() needs couples_samples = True")
+            raise InputError(
+                f"{code_location(recipe, 'measure')}: a recipe that calls everyone() needs couples_samples = True"
+            )
         reasons += dependences(recipe, trials, whole) or scaled_rates(recipe, trials.model, steps)
         _try_step(recipe, trials.model)
         tests = Trials(recipe, model, rows, splits["test"], _count(recipe, splits["test"], is_training=False), False)
@@ -102,7 +104,7 @@ def _disagreement(recipe: Recipe, whole: Trial, tested: Trial) -> list[str]:
     if not any(on_any_rank([unlike], recipe.device)):
         return []
     remedy = "let nothing, from the initial weights to the measures, depend on the process that computes it"
-    return [f"{place(recipe, 'measure')}: each rank measures something else for the same samples: {remedy}"]
+    return [f"{code_location(recipe, 'measure')}: each rank measures something else for the same samples: {remedy}"]
 
 
 # --- what is never trained ---
@@ -125,18 +127,18 @@ def _refuse_without_gradients(recipe: Recipe, whole: Trial) -> None:
     values, weights = whole.pairs[name]
     if not values.requires_grad:
         raise InputError(
-            f"{place(recipe, 'measure')}: no gradient comes from {name!r}: compute it with torch from outputs, without "
-            "detach(), argmax() or no_grad(), and leave some parameters trainable"
+            f"{code_location(recipe, 'measure')}: no gradient comes from {name!r}: compute it with torch from "
+            "outputs, without detach(), argmax() or no_grad(), and leave some parameters trainable"
         )
     if weights.requires_grad:
         raise InputError(
-            f"{place(recipe, 'measure')}: the weights of {name!r} must not need a gradient, since only its values are "
-            "differentiated: call detach() on them"
+            f"{code_location(recipe, 'measure')}: the weights of {name!r} must not need a gradient, since only "
+            "its values are differentiated: call detach() on them"
         )
     sparse = [name for name, gradient in whole.gradients.items() if gradient.layout != torch.strided]
     if sparse:
         raise InputError(
-            f"{place(recipe, 'model')}: the gradient of {sparse[0]} must not be sparse: create its layer with "
+            f"{code_location(recipe, 'model')}: the gradient of {sparse[0]} must not be sparse: create its layer with "
             "sparse=False"
         )
 
@@ -155,8 +157,8 @@ def _refuse_unreached(recipe: Recipe, model: nn.Module, split: Split, trials: Tr
     if unreached:
         named = ", ".join(unreached[:3]) + (f" and {len(unreached) - 3} more" if len(unreached) > 3 else "")
         raise InputError(
-            f"{place(recipe, 'forward')}: no gradient reaches the parameters {named} from {len(spread)} samples: "
-            "use them, remove them, or call requires_grad_(False) on them in model()"
+            f"{code_location(recipe, 'forward')}: no gradient reaches the parameters {named} from {len(spread)} "
+            "samples: use them, remove them, or call requires_grad_(False) on them in model()"
         )
 
 
@@ -164,7 +166,7 @@ def _try_step(recipe: Recipe, model: nn.Module) -> None:
     """A step of the optimizer with the gradients of the last trial, which changes the weights."""
     optimizer = optimizer_of(recipe, model)
     remedy = "choose one that needs no closure and takes dense gradients, such as torch.optim.AdamW"
-    with _fault_named(f"{place(recipe, 'optimizer')}: {type(optimizer).__name__} cannot make a step", remedy):
+    with _fault_named(f"{code_location(recipe, 'optimizer')}: {type(optimizer).__name__} cannot make a step", remedy):
         optimizer.step()
 
 
@@ -174,11 +176,11 @@ def _try_results(recipe: Recipe, tested: Trial, mixed: bool) -> None:
     outputs, tree, predictions = (tested.stages[stage] for stage in ("forward", "data", "predictions"))
     batch = Batch(tree, recipe.share)
     if mixed:
-        what = f"{place(recipe, 'measure')}: fails for outputs that are paired with other samples, as guesses would be"
+        what = f"{code_location(recipe, 'measure')}: fails for outputs paired with other samples, as guesses would be"
         with _fault_named(what, "define constant_loss(), the loss of guessing"):
             pairs_of(recipe, mismatched(outputs), batch)
     if predictions is not None:
-        where, count = place(recipe, "predictions"), batch.share.count
+        where, count = code_location(recipe, "predictions"), batch.share.count
         if not isinstance(predictions, Tensor) or predictions.shape[:1] != (count,):
             got = tuple(predictions.shape) if isinstance(predictions, Tensor) else type(predictions).__name__
             raise InputError(f"{where} must return a tensor with a row for each of the {count} samples, got {got}")
@@ -187,7 +189,7 @@ def _try_results(recipe: Recipe, tested: Trial, mixed: bool) -> None:
     for _, picture in recipe.pictures(outputs, tree):
         if picture.ndim != 3 or picture.shape[0] not in (1, 3):
             raise InputError(
-                f"{place(recipe, 'pictures')} must return images (C, H, W) of 1 or 3 channels, got shape "
+                f"{code_location(recipe, 'pictures')} must return images (C, H, W) of 1 or 3 channels, got shape "
                 f"{tuple(picture.shape)}"
             )
 

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, distributed, nn
 
+from flyte_ddp.batch_share import BatchShare
 from flyte_ddp.engine.batches import Split
 from flyte_ddp.engine.checkpoint import write_checkpoint
 from flyte_ddp.engine.job import Job, TrainingResult
@@ -18,7 +19,6 @@ from flyte_ddp.engine.set_up import Parts
 from flyte_ddp.engine.state import TrainingState
 from flyte_ddp.model_metadata import ModelMetadata, add_metadata
 from flyte_ddp.recipe import Recipe
-from flyte_ddp.share import Share
 from flyte_ddp.storage import write_whole, writing_to
 
 MOST_PICTURES = 24
@@ -94,7 +94,7 @@ def draw_pictures(state: TrainingState, test: Split, path: Path) -> None:
     """Writes the recipe's pictures of the first test samples, if any, as an .npz for the report."""
     recipe, count = state.recipe, min(len(test), MOST_PICTURES)
     (tree,) = test.fetch([torch.arange(count)])
-    vars(recipe.share).update(vars(Share(0, count, count, alone=True)))
+    vars(recipe.share).update(vars(BatchShare(0, count, count, alone=True)))
     outputs: Any | None = recipe.forward(state.evaluated.eval(), tree)
     drawn = recipe.pictures(outputs, tree)[:MOST_PICTURES]
     if drawn:

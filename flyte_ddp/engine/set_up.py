@@ -16,7 +16,7 @@ from flyte_ddp.engine.batches import Resident, Split, TestBatches, TrainBatches,
 from flyte_ddp.engine.choice import Choice, is_lower_better
 from flyte_ddp.engine.job import Job
 from flyte_ddp.engine.loading import Streamed
-from flyte_ddp.engine.measures import augment, place
+from flyte_ddp.engine.measures import augment, code_location
 from flyte_ddp.engine.probe import Probed, probe
 from flyte_ddp.engine.state import TrainingState
 from flyte_ddp.engine.warm_start import continue_from, freeze, is_checkpoint, start_from
@@ -92,8 +92,8 @@ def first_model(recipe: Recipe, job: Job) -> tuple[nn.Module, list[str]]:
     lazy = [name for name, parameter in model.named_parameters() if nn.parameter.is_lazy(parameter)]
     if lazy:
         raise InputError(
-            f"{place(recipe, 'model')}: {lazy[0]} has no shape yet: call the network once in model(), on zeros of a "
-            "batch's shape, or name the layer's size"
+            f"{code_location(recipe, 'model')}: {lazy[0]} has no shape yet: call the network once in model(), on "
+            "zeros of a batch's shape, or name the layer's size"
         )
     model = model.to(recipe.device)
     if job.init and not is_checkpoint(Path(job.init)):
@@ -148,7 +148,7 @@ def load_recipe(job: Job, device: torch.device) -> Recipe:
             raise InputError(f"{name} must be a subclass of flyte_ddp.recipe.Recipe, got {kind!r}")
         recipe = kind(job.identity.settings, Path(job.data) if job.data else None)
     if not hasattr(recipe, "share"):
-        raise InputError(f"{place(recipe, '__init__')} must call super().__init__(settings, data_path)")
+        raise InputError(f"{code_location(recipe, '__init__')} must call super().__init__(settings, data_path)")
     recipe.device = device
     return recipe
 
@@ -164,7 +164,7 @@ def open_split(recipe: Recipe, split: str, job: Job) -> Split:
         data = data.tensors if isinstance(data, torch.utils.data.TensorDataset) else data
         return Resident(data, recipe.device)
     except InputError as error:
-        raise InputError(f'{place(recipe, "data")}, split "{split}": {error.message}') from None
+        raise InputError(f'{code_location(recipe, "data")}, split "{split}": {error.message}') from None
 
 
 def choose_precision(precision: str, device: torch.device) -> str:

@@ -15,7 +15,7 @@ from flyte_ddp.engine.results import layers_of, result_of, write_last, write_res
 from flyte_ddp.engine.resume import resume
 from flyte_ddp.engine.set_up import Parts, set_up
 from flyte_ddp.engine.torch_compat import leave_dynamo_out
-from flyte_ddp.errors import NonFinite, UnevenShapes
+from flyte_ddp.errors import NonFiniteError, UnevenShapesError
 from flyte_ddp.events import RunStarted
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
@@ -50,7 +50,7 @@ def train(environment: Environment, device: torch.device, link: Link, job: Job) 
         with profiling(job.profile_path, environment.rank, state.optimizer):
             split = parts.validation or parts.test
             tested = fit(state, parts.train, split, settings.last_epoch, settings.log_interval, link, checkpoints)
-    except (NonFinite, UnevenShapes):  # raised on all ranks at once; the first report of it ends them all
+    except (NonFiniteError, UnevenShapesError):  # raised on all ranks at once; the first report of it ends them all
         checkpoints.close()
         distributed.barrier()
         raise
@@ -72,7 +72,7 @@ def run_started(parts: Parts, environment: Environment, job: Job) -> RunStarted:
         dataset=job.dataset,
         samples=state.recipe.samples,
         headline=parts.found.headline,
-        shares=state.recipe.shares,
+        percent=state.recipe.percent,
         train_samples=len(parts.train.split),
         test_samples=len(parts.test.split),
         samples_per_epoch=parts.train.samples,

@@ -38,7 +38,7 @@ def describe(
     title = f"{name}, trained on {subject.dataset}"
     measures = written.measured.measures
     headline = written.metadata.headline
-    score = in_figures(headline, measures[headline], written.measured.shares)
+    score = in_figures(headline, measures[headline], written.measured.percent)
     subtitle = f"{capitalised(in_words(headline))} {score} on the test split"
     sections = [
         model_section(subject, written),

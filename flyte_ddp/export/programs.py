@@ -59,8 +59,8 @@ def trace(model: nn.Module, few: Call, more: Call) -> torch.export.ExportedProgr
         if not isinstance(one, Tensor):
             return None
         return {
-            place: batch if (here, there) == (few.samples, more.samples) else torch.export.Dim.DYNAMIC
-            for place, (here, there) in enumerate(zip(one.shape, other.shape, strict=True))
+            index: batch if (here, there) == (few.samples, more.samples) else torch.export.Dim.DYNAMIC
+            for index, (here, there) in enumerate(zip(one.shape, other.shape, strict=True))
             if here != there
         }
 
@@ -134,7 +134,7 @@ def specs_of(model: nn.Module, few: Call, more: Call) -> tuple[tuple[TensorSpec,
     """The specs of inputs and outputs, in order; inputs are named as in the network's forward."""
     parameters = inspect.signature(model.forward).parameters.values()
     names = [one.name for one in parameters if one.kind is not one.VAR_POSITIONAL]
-    names += [f"input_{place}" for place in range(len(names), len(few.args))]
+    names += [f"input_{index}" for index in range(len(names), len(few.args))]
 
     def inputs(call: Call) -> dict[str, Any]:
         return {**dict(zip(names, call.args, strict=False)), **call.kwargs}

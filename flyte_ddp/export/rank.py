@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flyte_ddp.batch_share import BatchShare
 from flyte_ddp.engine.batches import Batch, Split
 from flyte_ddp.engine.evaluation import Pairs, measure
 from flyte_ddp.engine.job import Measured
@@ -23,7 +24,6 @@ from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
 from flyte_ddp.recipe import Recipe
 from flyte_ddp.recipes.classifier import Classifier
-from flyte_ddp.share import Share
 from flyte_ddp.storage import writing_to
 from flyte_ddp.weights import load_weights
 
@@ -106,7 +106,7 @@ def class_shares(recipe: Recipe, seen: Sequence[tuple[Tensor, Tensor]]) -> dict[
 def batch_of(recipe: Recipe, test: Split, count: int) -> Any:
     """The first `count` test samples, repeated if there are fewer."""
     (tree,) = test.fetch([torch.arange(count) % len(test)])
-    vars(recipe.share).update(vars(Share(0, count, count, alone=True)))
+    vars(recipe.share).update(vars(BatchShare(0, count, count, alone=True)))
     return tree
 
 

@@ -25,7 +25,7 @@ from flyte_ddp.report.console import say_last
 from flyte_ddp.settings import TrainingSettings
 from flyte_ddp.tasks.execution import flyte_retries, is_local, run_dir
 from flyte_ddp.tasks.image_folder import attach
-from flyte_ddp.tasks.inputs import dataset_of, known_classifier
+from flyte_ddp.tasks.inputs import classifier_metadata, dataset_of
 from flyte_ddp.tasks.outputs import output_folder, output_page
 from flyte_ddp.tasks.prepare import PreparedDataset
 from flyte_ddp.tasks.recipe import Data, RecipeTraining
@@ -72,7 +72,7 @@ class ExportOutputs(NamedTuple):
 def check_export(model_state: PythonPickledFile | None, options: ClassifierExport) -> str:
     """The name of the dataset that the model was trained on; refuses invalid inputs before it is downloaded."""
     check_formats(options)
-    return dataset_of(known_classifier(model_state), options.dataset, "run export_folder_wf with that folder")
+    return dataset_of(classifier_metadata(model_state), options.dataset, "run export_folder_wf with that folder")
 
 
 @task(**small_resources())
@@ -81,7 +81,7 @@ def check_folder_export(
 ) -> ImageSettings:
     """Returns `images` unchanged; refuses invalid inputs before the images are read."""
     check_formats(options)
-    known = known_classifier(model_state)
+    known = classifier_metadata(model_state)
     if known and tuple(known.facts["image_shape"]) != images.shape:
         channels, size, _ = known.facts["image_shape"]
         wanted = json.dumps({"image_size": size, "channels": "rgb" if channels == 3 else "grayscale"})
@@ -164,12 +164,12 @@ def _exported(
     if known and known.recipe == subject.identity.recipe:
         settings, reported = known.settings, {**known.measures, **reported}
     source = Source(subject, weights, settings, reported, known.training if known else {})
-    with run_dir(f"{subject.dataset}-export") as place:
-        exported = export(source, place / "model", options)
-        report = output_page(place, exported.card.title, exported.card.fragment)
+    with run_dir(f"{subject.dataset}-export") as folder:
+        exported = export(source, folder / "model", options)
+        report = output_page(folder, exported.card.title, exported.card.fragment)
     metadata, measured = exported.written.metadata, exported.written.measured
     if is_local():
-        say_last(f"\nExported: {place / 'model'}\nReport:   {report.path}")
+        say_last(f"\nExported: {folder / 'model'}\nReport:   {report.path}")
     summary = ExportSummary(
         recipe=metadata.recipe,
         headline=metadata.headline,
@@ -178,4 +178,4 @@ def _exported(
         classes=exported.written.classes,
         parameters=exported.written.parameters,
     )
-    return ExportOutputs(output_folder(place / "model"), summary, report)
+    return ExportOutputs(output_folder(folder / "model"), summary, report)

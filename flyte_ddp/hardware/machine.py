@@ -8,10 +8,10 @@ from typing import TypeVar
 
 from flyte_ddp.hardware import nvidia
 from flyte_ddp.hardware.capabilities import Capabilities
-from flyte_ddp.hardware.nvidia import DriverGpu, NotKnown, first_line
+from flyte_ddp.hardware.nvidia import DriverGpu, UnknownError, first_line
 from flyte_ddp.launch.alone import run_alone
 from flyte_ddp.launch.environment import available_cores, nvidia_devices
-from flyte_ddp.launch.failures import RankFailed
+from flyte_ddp.launch.failures import RankError
 from flyte_ddp.launch.limits import cpu_limit, usable_memory
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.report.surroundings import processor
@@ -30,7 +30,7 @@ RANK_MEMORY = {"cpu": GIB // 2, "cuda": 4 * GIB}
 
 @dataclass(frozen=True)
 class Machine:
-    """The facts; NotKnown, with the reason, replaces what could not be found out.
+    """The facts; UnknownError, with the reason, replaces what could not be found out.
 
     Attributes:
         gpus: all that the driver knows; torch has those that it can use.
@@ -46,19 +46,19 @@ class Machine:
         shared_memory: bytes free in /dev/shm and its size.
     """
 
-    gpus: list[DriverGpu] | NotKnown
-    cuda: str | NotKnown
-    topology: str | NotKnown
-    torch: Capabilities | NotKnown
+    gpus: list[DriverGpu] | UnknownError
+    cuda: str | UnknownError
+    topology: str | UnknownError
+    torch: Capabilities | UnknownError
     devices: int
     visible: str | None
-    ports: list[str] | NotKnown
+    ports: list[str] | UnknownError
     nccl: dict[str, str]
     processor: str
     cores: tuple[int, int]
     cpu_limit: float
-    memory: tuple[int, int] | NotKnown
-    shared_memory: tuple[int, int] | NotKnown
+    memory: tuple[int, int] | UnknownError
+    shared_memory: tuple[int, int] | UnknownError
 
 
 def look(hp: Hyperparameters, options: RunOptions) -> Machine:
@@ -80,21 +80,21 @@ def look(hp: Hyperparameters, options: RunOptions) -> Machine:
     )
 
 
-def known(ask: Callable[[], T]) -> T | NotKnown:
+def known(ask: Callable[[], T]) -> T | UnknownError:
     """The answer, or why there is none."""
     try:
         return ask()
-    except NotKnown as reason:
+    except UnknownError as reason:
         return reason
     except (OSError, ValueError) as error:
-        return NotKnown(str(error))
+        return UnknownError(str(error))
 
 
 def ask_torch(hp: Hyperparameters, options: RunOptions) -> Capabilities:
     try:
         found: Capabilities = run_alone(SURVEY, (hp, options), SURVEY_SECONDS, lambda event: None)
-    except RankFailed as failed:
-        raise NotKnown(f"torch ended with {failed.failure.cause}: {failed.failure.message}") from None
+    except RankError as failed:
+        raise UnknownError(f"torch ended with {failed.failure.cause}: {failed.failure.message}") from None
     return found
 
 
@@ -111,13 +111,13 @@ def shared_memory() -> tuple[int, int]:
 def warnings(machine: Machine) -> list[str]:
     """What is likely to stop a training here or slow it down, and what to do about it."""
     torch = machine.torch
-    if isinstance(torch, NotKnown):
+    if isinstance(torch, UnknownError):
         return [f"what torch can do here is {torch}"]
     return [*_about_gpus(machine, torch), *_about_host(machine, torch)]
 
 
 def _about_gpus(machine: Machine, torch: Capabilities) -> Iterator[str]:
-    gpus = [] if isinstance(machine.gpus, NotKnown) else machine.gpus
+    gpus = [] if isinstance(machine.gpus, UnknownError) else machine.gpus
     shown, used = len(gpus) or machine.devices, len(torch.gpus)
     if used < shown and machine.visible is not None:
         yield f'torch uses {used} of {shown} GPUs, and CUDA_VISIBLE_DEVICES is "{machine.visible}": unset it to use all'
@@ -151,9 +151,9 @@ def _about_host(machine: Machine, torch: Capabilities) -> Iterator[str]:
     if world.size > cores:
         yield f"{world.size} ranks share {cores} core{'s' * (cores > 1)}: lower nproc or raise the CPU limit"
     need = RANK_MEMORY[world.device] * world.size
-    if not isinstance(machine.memory, NotKnown) and machine.memory[0] < need:
+    if not isinstance(machine.memory, UnknownError) and machine.memory[0] < need:
         yield f"{gib(machine.memory[0])} of memory is less than {world.size} ranks need ({gib(need)}): raise the limit"
-    if world.backend == "nccl" and world.size > 1 and not isinstance(machine.shared_memory, NotKnown):
+    if world.backend == "nccl" and world.size > 1 and not isinstance(machine.shared_memory, UnknownError):
         free, _ = machine.shared_memory
         if free < SHARED_MEMORY:
             yield (

@@ -8,7 +8,7 @@ from concurrent.futures import Future, TimeoutError
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from flyte_ddp.launch.nvml import NvmlFailed, handles, open_nvml
+from flyte_ddp.launch.nvml import NvmlError, handles, open_nvml
 
 T = TypeVar("T")
 
@@ -17,7 +17,7 @@ ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 MIB = 2**20
 
 
-class NotKnown(Exception):
+class UnknownError(Exception):
     """Something could not be found out; the message is the reason."""
 
     def __str__(self) -> str:
@@ -37,7 +37,7 @@ class DriverGpu:
 
 
 def answer(question: Callable[[Any], T]) -> T:
-    """The answer to a question that is called with NVML (module pynvml); raises NotKnown.
+    """The answer to a question that is called with NVML (module pynvml); raises UnknownError.
 
     It runs in a thread of its own, which is abandoned if a broken GPU keeps NVML from returning.
     """
@@ -53,10 +53,10 @@ def answer(question: Callable[[Any], T]) -> T:
     threading.Thread(target=ask, name="NVML", daemon=True).start()
     try:
         return answered.result(SECONDS)
-    except NvmlFailed as failed:
-        raise NotKnown(str(failed)) from None
+    except NvmlError as failed:
+        raise UnknownError(str(failed)) from None
     except TimeoutError:
-        raise NotKnown(f"NVIDIA's driver gave no answer within {SECONDS:g} s") from None
+        raise UnknownError(f"NVIDIA's driver gave no answer within {SECONDS:g} s") from None
 
 
 def gpus(nvml: Any) -> list[DriverGpu]:
@@ -94,7 +94,7 @@ def topology(_: Any) -> str:
     command = ["nvidia-smi", "topo", "-m"]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode:
-        raise NotKnown(f"nvidia-smi ended with status {done.returncode}: {done.stdout.strip()}")
+        raise UnknownError(f"nvidia-smi ended with status {done.returncode}: {done.stdout.strip()}")
     return ESCAPES.sub("", done.stdout).expandtabs().strip("\n")
 
 

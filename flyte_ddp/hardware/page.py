@@ -5,7 +5,7 @@ from typing import Any
 
 from flyte_ddp.hardware.capabilities import Capabilities
 from flyte_ddp.hardware.machine import Machine, gib, warnings
-from flyte_ddp.hardware.nvidia import NotKnown, first_line
+from flyte_ddp.hardware.nvidia import UnknownError, first_line
 from flyte_ddp.report.article import Section, article
 
 Lines = list[tuple[str, str]]
@@ -43,8 +43,8 @@ def as_page(host: str, machine: Machine) -> str:
     return article("Hardware", host, sections)
 
 
-def _training(torch: Capabilities | NotKnown) -> Lines:
-    if isinstance(torch, NotKnown):
+def _training(torch: Capabilities | UnknownError) -> Lines:
+    if isinstance(torch, UnknownError):
         return [("Ranks", str(torch))]
     if torch.plan is None:
         return [("Ranks", f"refused: {torch.refusal}")]
@@ -60,7 +60,7 @@ def _training(torch: Capabilities | NotKnown) -> Lines:
 
 def _gpus(machine: Machine) -> Lines:
     gpus, torch = machine.gpus, machine.torch
-    if isinstance(gpus, NotKnown):
+    if isinstance(gpus, UnknownError):
         lines = [("Driver", str(gpus))]
     elif not gpus:
         lines = [("Driver", "shows no GPU")]
@@ -73,7 +73,7 @@ def _gpus(machine: Machine) -> Lines:
         ]
     visible = "not set" if machine.visible is None else f'"{machine.visible}"'
     lines.append(("CUDA_VISIBLE_DEVICES", visible))
-    if isinstance(torch, NotKnown):
+    if isinstance(torch, UnknownError):
         return [*lines, ("torch", str(torch))]
     usable = [f"{gpu.name}, {gib(gpu.memory)}, compute capability {gpu.capability}" for gpu in torch.gpus]
     return [
@@ -86,13 +86,13 @@ def _gpus(machine: Machine) -> Lines:
 
 def _interconnect(machine: Machine) -> Lines:
     torch, ports = machine.torch, machine.ports
-    if isinstance(torch, NotKnown):
+    if isinstance(torch, UnknownError):
         peers = str(torch)
     else:
         peers = "{} of {} pairs".format(*torch.peers) if torch.peers[1] else "no pair of GPUs"
     return [
         ("Direct memory access", peers),
-        ("InfiniBand, RoCE", str(ports) if isinstance(ports, NotKnown) else counted(ports) or "none"),
+        ("InfiniBand, RoCE", str(ports) if isinstance(ports, UnknownError) else counted(ports) or "none"),
         ("NCCL settings", ", ".join(f"{name}={value}" for name, value in machine.nccl.items()) or "none"),
     ]
 
@@ -100,7 +100,7 @@ def _interconnect(machine: Machine) -> Lines:
 def _host(machine: Machine) -> Lines:
     torch = machine.torch
     limit = f"limited to {machine.cpu_limit:g}" if machine.cpu_limit < machine.cores[1] else "no CPU limit"
-    bfloat16 = str(torch) if isinstance(torch, NotKnown) else ", ".join(torch.cpu_bfloat16) or "none"
+    bfloat16 = str(torch) if isinstance(torch, UnknownError) else ", ".join(torch.cpu_bfloat16) or "none"
     return [
         ("Processor", machine.processor),
         ("Cores", f"{machine.cores[0]} usable of {machine.cores[1]}, {limit}"),
@@ -111,7 +111,7 @@ def _host(machine: Machine) -> Lines:
 
 
 def _amount(amount: Any, word: str) -> str:
-    return str(amount) if isinstance(amount, NotKnown) else f"{gib(amount[0])} {word} of {gib(amount[1])}"
+    return str(amount) if isinstance(amount, UnknownError) else f"{gib(amount[0])} {word} of {gib(amount[1])}"
 
 
 def counted(names: Sequence[str]) -> str:

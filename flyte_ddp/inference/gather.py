@@ -64,15 +64,15 @@ def gather_shards(
 ) -> InferenceOutputs:
     """Joins all rows in one file, in the order of the images, and summarises them."""
     description = prepared.read_description(data.download())
-    with run_dir("inference") as place:
-        predictions = place / "predictions.csv"
+    with run_dir("inference") as work:
+        predictions = work / "predictions.csv"
         write_rows(predictions, read_rows(*(Path(part.download()) for part in parts)))
         found = tally(predictions)
         source = f"folder {Path(folder.path).name}" if folder is not None else f"{description.name}, {options.split}"
         title = f"Predictions: {source}"
         images = images_of(found, Path(data.download()), folder, options)
         fragment = predicted_article(title, found, images, description, options)
-        report = output_page(place, title, fragment)
+        report = output_page(work, title, fragment)
     summary = InferenceSummary(description.name, found.images, found.unreadable, found.labelled, found.accuracy)
     if is_local():
         say_last(f"\n{found}\nPredictions: {predictions}\nReport:      {report.path}")

@@ -25,7 +25,7 @@ from flyte_ddp.report.console import Console, say
 from flyte_ddp.storage import remove_leftovers, temporary_beside, writing_to
 from flyte_ddp.tasks.caching import CodeVersion
 from flyte_ddp.tasks.execution import flyte_retries, is_local, runs_dir
-from flyte_ddp.tasks.inputs import dataset_of, known_classifier
+from flyte_ddp.tasks.inputs import classifier_metadata, dataset_of
 from flyte_ddp.tasks.outputs import output_file
 from flyte_ddp.tasks.prepare import PreparedDataset
 from flyte_ddp.tasks.registration import registration
@@ -68,7 +68,7 @@ def check_inputs(
     model_state: PythonPickledFile | None, folder: FlyteDirectory | None, options: InferenceOptions
 ) -> Checked:
     """Fills in what the weights say of themselves; refuses invalid inputs before the dataset is downloaded."""
-    known = known_classifier(model_state)
+    known = classifier_metadata(model_state)
     if folder is not None and not list_files(folder):
         raise InputError(f"folder must contain image files, got {folder.path} without any: choose another folder")
     dataset = dataset_of(known, options.dataset, "load it with load_model, see docs/reference.md")

@@ -135,7 +135,7 @@ def visible_gpus(devices: Path = Path("/dev")) -> int:
         return 0
     try:
         return nvml.count_cuda_devices(nvml.list_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
-    except nvml.NvmlFailed:
+    except nvml.NvmlError:
         import torch
 
         return torch.cuda.device_count()

@@ -68,7 +68,7 @@ class Failure:
         return f"{headline}\n\n{self.details}" if self.details else headline
 
 
-class RankFailed(ReportedError):
+class RankError(ReportedError):
     """Training ended because of the failure of one rank; trying again would end the same way."""
 
     def __init__(self, failure: Failure):
@@ -76,11 +76,11 @@ class RankFailed(ReportedError):
         self.failure = failure
 
 
-class RecoverableRankFailed(RankFailed, RecoverableError):
+class RecoverableRankError(RankError, RecoverableError):
     """Training ended because of the failure of one rank, for a reason that may not recur."""
 
 
-class Preempted(RecoverableError):
+class PreemptedError(RecoverableError):
     """The process was asked to end (SIGTERM); a checkpoint has been written if that was possible."""
 
 
@@ -146,9 +146,9 @@ def from_exit_code(code: int, rank: int, host: str, peak_bytes: int = 0) -> Fail
     return Failure(rank, host, kind, name, f"{hint}{memory}")
 
 
-def name_the_cause(failures: Sequence[Failure]) -> InputError | RankFailed:
+def name_the_cause(failures: Sequence[Failure]) -> InputError | RankError:
     """The exception for a failed run: its first failure, those that may be just the loss of a peer coming last."""
     cause = min(failures, key=lambda failure: (max(0, KINDS.index(failure.kind) - KINDS.index("hang")), failure.at))
     if cause.kind == "input":
         return InputError(cause.message)
-    return (RecoverableRankFailed if cause.recoverable else RankFailed)(cause)
+    return (RecoverableRankError if cause.recoverable else RankError)(cause)

@@ -19,7 +19,7 @@ from typing import Any
 import flyte_ddp
 from flyte_ddp.events import Event, RunStarted
 from flyte_ddp.launch.environment import Environment, World, short_spins, threads_per_rank
-from flyte_ddp.launch.failures import Failure, Preempted, from_exit_code, name_the_cause
+from flyte_ddp.launch.failures import Failure, PreemptedError, from_exit_code, name_the_cause
 from flyte_ddp.launch.launch_compat import leave_behind
 from flyte_ddp.launch.rank import serve
 from flyte_ddp.launch.signals import STOP_SIGNALS, on_signals, stop_requests
@@ -68,8 +68,8 @@ def launch(
 
     target is "module:function"; the ranks import it, the parent doesn't. preload is imported once for all ranks, if
     this is the first launch. roots are folders that come first on the ranks' sys.path, such as UserCode.root. Raises
-    RankFailed (or its recoverable kind) naming the rank that failed first, InputError if that is what it raised,
-    Preempted after SIGTERM or SIGHUP, KeyboardInterrupt after Ctrl-C. All processes have ended when it returns or
+    RankError (or its recoverable kind) naming the rank that failed first, InputError if that is what it raised,
+    PreemptedError after SIGTERM or SIGHUP, KeyboardInterrupt after Ctrl-C. All processes have ended when it returns or
     raises, also those that ranks have started, unless in a session of their own.
     """
     warm_up(preload)
@@ -201,7 +201,7 @@ def _stopped(ranks: list[_Rank], signals: list[int]) -> BaseException:
         return KeyboardInterrupt()
     said = [rank.value for rank in ranks if rank.outcome == "stopped"]
     last = said[0] if said else "no step was finished in time for a checkpoint"
-    return Preempted(f"all ranks on {ranks[0].host}: {signal.Signals(signals[0]).name}: {last}")
+    return PreemptedError(f"all ranks on {ranks[0].host}: {signal.Signals(signals[0]).name}: {last}")
 
 
 def _hung(ranks: list[_Rank], timeout_seconds: float, on_event: Callable[[Event], None]) -> Exception:

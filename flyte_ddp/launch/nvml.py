@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 
-class NvmlFailed(Exception):
+class NvmlError(Exception):
     """NVML cannot be loaded or refuses to answer; the message is the reason."""
 
 
@@ -25,11 +25,11 @@ class Gpu:
 
 @contextmanager
 def open_nvml() -> Iterator[Any]:
-    """The module pynvml, initialised while the block runs; raises NvmlFailed, also for NVML errors in the block."""
+    """The module pynvml, initialised while the block runs; raises NvmlError, also for NVML errors in the block."""
     try:
         import pynvml
     except ModuleNotFoundError:  # torch and numpy are enough to train
-        raise NvmlFailed("nvidia-ml-py is not installed") from None
+        raise NvmlError("nvidia-ml-py is not installed") from None
 
     try:
         pynvml.nvmlInit()
@@ -38,9 +38,9 @@ def open_nvml() -> Iterator[Any]:
         finally:
             pynvml.nvmlShutdown()
     except pynvml.NVMLError_LibraryNotFound:
-        raise NvmlFailed("there is no NVIDIA driver here (libnvidia-ml.so.1 cannot be loaded)") from None
+        raise NvmlError("there is no NVIDIA driver here (libnvidia-ml.so.1 cannot be loaded)") from None
     except pynvml.NVMLError as error:
-        raise NvmlFailed(f"NVIDIA's driver says: {error}") from None
+        raise NvmlError(f"NVIDIA's driver says: {error}") from None
 
 
 def handles(nvml: Any) -> Iterator[tuple[int, Any]]:
@@ -62,7 +62,7 @@ def is_divided(nvml: Any, handle: Any) -> bool:
 
 
 def list_gpus() -> list[Gpu]:
-    """Raises NvmlFailed."""
+    """Raises NvmlError."""
     with open_nvml() as nvml:
         return [
             Gpu(nvml.nvmlDeviceGetUUID(handle), tuple(_instances(nvml, handle)) if is_divided(nvml, handle) else None)

@@ -12,12 +12,12 @@ from flyte_ddp.report.words import capitalised, in_words, written
 MOST_EVENTS = 50
 
 
-def outcome(verdict: Verdict, shares: Sequence[str]) -> str:
+def outcome(verdict: Verdict, percent: Sequence[str]) -> str:
     """Both scores and the decision, on one line."""
-    candidate = written(verdict.measure, verdict.candidate, shares)
+    candidate = written(verdict.measure, verdict.candidate, percent)
     if verdict.current is None:
         return f"promoted with {in_words(verdict.measure)} {candidate}, as the first model"
-    current = written(verdict.measure, verdict.current, shares)
+    current = written(verdict.measure, verdict.current, percent)
     by = f" by more than {verdict.margin:g}" if verdict.margin else ""
     decision = "promoted" if verdict.is_better else "not promoted"
     needed = "higher" if verdict.higher else "lower"
@@ -34,7 +34,7 @@ def promotion_page(
     """models: the candidate and, if there is one, the model that was promoted before, each with a name."""
     first = models[0][1]
     lines = [
-        (capitalised(in_words(name)), *(written(name, found.measures[name], found.shares) for _, found in models))
+        (capitalised(in_words(name)), *(written(name, found.measures[name], found.percent) for _, found in models))
         for name in first.measures
     ]
     both = "Both on the same" if len(models) > 1 else "On the"
@@ -42,7 +42,7 @@ def promotion_page(
     caution = "Models chosen repeatedly on one split look better on it than they are: quote their measures on another."
     measures = Section("Scores", [text, caution], (), "", ("Measure", *(name for name, _ in models)), lines)
     setup = Section("Set-up", (), (), "Inputs and environment", (), [*facts, *surroundings().items()])
-    return article(title, capitalised(outcome(verdict, first.shares)), [measures, history(pointer), setup])
+    return article(title, capitalised(outcome(verdict, first.percent)), [measures, history(pointer), setup])
 
 
 def history(pointer: Pointer) -> Section:

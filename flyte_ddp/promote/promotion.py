@@ -104,7 +104,7 @@ def promote(subject: Subject, model: Path, place: Place, options: PromotionOptio
         facts = [("Place", place.root), ("Version", pointer.version), ("Data", subject.dataset)]
         fragment = promotion_page(f"Promotion on {subject.dataset}", verdict, models, pointer, facts)
         report = output_page(folder, "Promotion", fragment)
-        say_last(f"{place.root}: {outcome(verdict, models[0][1].shares)}")
+        say_last(f"{place.root}: {outcome(verdict, models[0][1].percent)}")
         return PromotionOutputs(done, output_file(promoted, PythonPickledFile), summary, report)
 
 

@@ -17,7 +17,7 @@ from flyte_ddp.report.article import article
 from flyte_ddp.report.console import say_last
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.tasks.execution import flyte_retries, is_local, run_dir, runs_dir
-from flyte_ddp.tasks.inputs import dataset_of, known_classifier, settings_of
+from flyte_ddp.tasks.inputs import classifier_metadata, dataset_of, settings_of
 from flyte_ddp.tasks.outputs import output_page
 from flyte_ddp.tasks.prepare import PreparedDataset
 from flyte_ddp.tasks.registration import registration
@@ -65,7 +65,7 @@ def check_promotion(
     place: str, model_state: PythonPickledFile | None, hp: Hyperparameters, options: RunOptions
 ) -> PromotionTarget:
     """Fills in what the weights say of themselves; refuses invalid inputs before anything is downloaded or trained."""
-    known = known_classifier(model_state)
+    known = classifier_metadata(model_state)
     target = resolve_place(place)
     with flyte_retries():
         models = Place(target)

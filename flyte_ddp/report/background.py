@@ -19,7 +19,7 @@ from flyte_ddp.report.console import warn
 NICENESS = 5
 
 
-class Incomplete(Exception):
+class IncompleteError(Exception):
     """An error whose message is the whole explanation, without the type's name."""
 
 
@@ -108,7 +108,7 @@ class Background(Observer):
             self._note(error)
 
     def _note(self, error: Exception) -> None:
-        name = "" if isinstance(error, Incomplete) else f"{type(error).__name__}: "
+        name = "" if isinstance(error, IncompleteError) else f"{type(error).__name__}: "
         self._reason = self._reason or f"{name}{one_line(error)}".rstrip(": ")
 
 

@@ -126,7 +126,7 @@ class Console(Remarks):
     def _measured(self, split: str, measures: Mapping[str, float]) -> list[str]:
         # A recipe's headline may be its loss, which is then printed once
         return [
-            f"{split} {in_words(name)} {written(name, measures[name], self._run.shares)}"
+            f"{split} {in_words(name)} {written(name, measures[name], self._run.percent)}"
             for name in dict.fromkeys((self._run.headline, "loss"))
             if name in measures
         ]
@@ -164,7 +164,7 @@ class LiveConsole(Console):
     def on_step_logged(self, event: StepLogged) -> None:
         run = self._run
         trained = ", ".join(
-            f"{in_words(name)} {written(name, event.measures[name], run.shares, decimals=3)}"
+            f"{in_words(name)} {written(name, event.measures[name], run.percent, decimals=3)}"
             for name in dict.fromkeys(("loss", run.headline))
             if name in event.measures
         )

@@ -41,7 +41,7 @@ def _measure_curves(record: Record, name: str) -> Curves:
         capitalised(in_words(name)),
         series,
         remark,
-        percent=record.started is not None and name in record.started.shares,
+        percent=record.started is not None and name in record.started.percent,
         marks=[at(warning) for warning in record.warnings],
         chosen=tested.epoch + 1.0 if tested else None,
     )

@@ -214,8 +214,8 @@ def scatter(x_name: str, x: Sequence[Any], y_name: str, y: Sequence[float | None
     The values, which are above 0, are on a logarithmic axis, and so are numbers that differ widely. Without matplotlib,
     in words.
     """
-    points = [(place, value) for place, value in zip(x, y, strict=True) if value is not None]
-    missing = [place for place, value in zip(x, y, strict=True) if value is None]
+    points = [(one, value) for one, value in zip(x, y, strict=True) if value is not None]
+    missing = [one for one, value in zip(x, y, strict=True) if value is None]
     best = min(points, key=lambda point: point[1])
     said = f"{y_name} by {x_name}: {len(points)} values, the lowest {best[1]:.2%} at {best[0]}"
     said = f"{said}; {len(missing)} without" if missing else said

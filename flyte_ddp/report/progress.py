@@ -21,7 +21,7 @@ from flyte_ddp.events import (
 )
 from flyte_ddp.report.record import RunFailed, RunFinished, RunInfo
 
-FORMAT = 1
+FORMAT = 2
 FILE = "progress.jsonl"
 EVENTS: dict[str, type[Any]] = {
     "started": RunStarted,

@@ -202,7 +202,7 @@ class Record(Observer):
 
     def written(self, name: str, value: float) -> str:
         """A measure's value, formatted for people."""
-        return written(name, value, self.started.shares if self.started else ())
+        return written(name, value, self.started.percent if self.started else ())
 
     def position(self, step: StepLogged | NotLearning) -> float:
         """The position of a step in epochs, with fractions."""

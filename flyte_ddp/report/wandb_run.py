@@ -14,7 +14,7 @@ import numpy as np
 import requests
 
 from flyte_ddp.events import EpochChosen, EpochFinished, GradientsSeen, Observer, RunStarted, StepLogged
-from flyte_ddp.report.background import Incomplete, one_line
+from flyte_ddp.report.background import IncompleteError, one_line
 from flyte_ddp.report.console import say
 from flyte_ddp.report.predictions import Predictions, predictions_of
 from flyte_ddp.report.record import RunFailed, RunFinished, RunInfo
@@ -111,7 +111,7 @@ class WandbRun(Observer):
             self._run.finish(exit_code=self._exit_code)
         except Exception as error:
             reason = one_line(error) or type(error).__name__
-            raise Incomplete(f"{reason} To send what is missing: wandb sync {self._folder}") from error
+            raise IncompleteError(f"{reason} To send what is missing: wandb sync {self._folder}") from error
         finally:
             with suppress(Exception):
                 self._wandb.teardown()  # here, where it can be abandoned, rather than when the process ends

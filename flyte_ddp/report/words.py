@@ -24,13 +24,13 @@ def counted(run: RunStarted) -> str:
     return f"{', '.join(counts)} and {run.test_samples:,} test {run.samples}"
 
 
-def written(name: str, value: float, shares: Container[str], decimals: int = 4) -> str:
-    """A measure's value: shares in per cent, the loss with a fixed number of decimals, others with four digits.
+def written(name: str, value: float, percent: Container[str], decimals: int = 4) -> str:
+    """A measure's value: in per cent if named so, the loss with a fixed number of decimals, others with four digits.
 
     decimals counts those of the value itself: 4 are 2 decimals of a percentage.
     """
     if not math.isfinite(value):
         return str(value)
-    if name in shares:
+    if name in percent:
         return f"{value:.{decimals - 2}%}"
     return f"{value:.{decimals}f}" if name == "loss" else f"{value:.4g}"

@@ -25,7 +25,7 @@ from flyte_ddp.tasks.execution import is_local, runs_dir
 from flyte_ddp.tasks.flytekit_compat import checkpoint_destination, checkpoint_source
 
 WAITS = (2.0, 10.0, 60.0)  # seconds before the next try; storage's client has tried several times itself by then
-ELSEWHERE = "elsewhere"  # the file in which an attempt leaves the place of a checkpoint that it could not read
+ELSEWHERE = "elsewhere"  # the file in which an attempt leaves the URL of a checkpoint that it could not read
 
 
 class LocalStore(Observer):
@@ -56,34 +56,34 @@ class FlyteStore(Observer):
         If storage does not deliver it, the next attempt is told where it is, and this one ends with RecoverableError.
         """
         own, previous = checkpoint_destination(self._checkpoint), checkpoint_source(self._checkpoint) or ""
-        places = [own, previous] if resume and previous else [own]
+        urls = [own, previous] if resume and previous else [own]
         for seconds in (*WAITS, None):
             try:
-                content = next(filter(None, map(self._read, places)), b"")
+                content = next(filter(None, map(self._read, urls)), b"")
                 break
             except Exception as error:  # each storage has its own errors
                 problem = f"{type(error).__name__}: {one_line(error)}"
             if seconds is None:
                 if previous:
                     self._point_to(previous)
-                raise RecoverableError(f"cannot tell whether {places[-1]} has a checkpoint: {problem}: check access")
+                raise RecoverableError(f"cannot tell whether {urls[-1]} has a checkpoint: {problem}: check access")
             say(f"The checkpoint cannot be read yet, next try in {seconds:g} s: {problem}")
             time.sleep(seconds)
         if content:
             self.path.write_bytes(content)
             self._new.set()
 
-    def _point_to(self, place: str) -> None:
+    def _point_to(self, url: str) -> None:
         elsewhere = self.path.with_name(ELSEWHERE)
-        elsewhere.write_text(place)
+        elsewhere.write_text(url)
         with suppress(Exception):  # if storage cannot be written to either, Flyte hears nothing of this attempt at all
             self._checkpoint.save(elsewhere)
 
-    def _read(self, place: str) -> bytes:
+    def _read(self, url: str) -> bytes:
         """The checkpoint in a folder of Flyte's storage, or where that says; empty if there is none."""
         with tempfile.TemporaryDirectory() as folder:
             try:
-                FlyteContextManager.current_context().file_access.get_data(place, folder, is_multipart=True)
+                FlyteContextManager.current_context().file_access.get_data(url, folder, is_multipart=True)
             except FlyteDataNotFoundException:
                 return b""
             checkpoint, elsewhere = Path(folder, self.path.name), Path(folder, ELSEWHERE)
@@ -121,7 +121,7 @@ def training_key(*decisive: Any) -> str:
 
 @contextmanager
 def checkpoint_store(key: str, resume: bool) -> Iterator["LocalStore | FlyteStore"]:
-    """The place of this training's checkpoint; with resume, an earlier attempt's checkpoint is already there."""
+    """The URL of this training's checkpoint; with resume, an earlier attempt's checkpoint is already there."""
     if is_local():
         with _local_folder(key) as folder:
             path = folder / "checkpoint"

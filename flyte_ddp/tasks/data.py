@@ -2,7 +2,7 @@
 
 @workflow
 def flowers_wf(folder: FlyteDirectory, settings: Settings = Settings(), ...) -> RecipeOutputs:
-    return train_flowers(settings=settings, data=known_folder(folder=folder), ...)
+    return train_flowers(settings=settings, data=folder_by_content(folder=folder), ...)
 """
 
 import hashlib
@@ -28,25 +28,25 @@ def of_file(file: FlyteFile) -> str:
     return hashlib.sha256(describe_file(file).encode()).hexdigest()
 
 
-KnownFolder = Annotated[FlyteDirectory, HashMethod(of_folder)]
-KnownFile = Annotated[FlyteFile, HashMethod(of_file)]
-KnownWeights = Annotated[FlyteFile, HashMethod(of_content)]
+FolderByContent = Annotated[FlyteDirectory, HashMethod(of_folder)]
+FileByContent = Annotated[FlyteFile, HashMethod(of_file)]
+WeightsByContent = Annotated[FlyteFile, HashMethod(of_content)]
 
 
 @task(**small_resources())
-def known_folder(folder: FlyteDirectory) -> KnownFolder:
+def folder_by_content(folder: FlyteDirectory) -> FolderByContent:
     """Returns the same folder, where it is; looks at it in each run, never cached."""
-    place = str(folder.remote_source or folder.path)
-    return FlyteDirectory(place, remote_directory=False) if is_local() else FlyteDirectory.from_source(place)
+    url = str(folder.remote_source or folder.path)
+    return FlyteDirectory(url, remote_directory=False) if is_local() else FlyteDirectory.from_source(url)
 
 
 @task(**small_resources())
-def known_file(file: FlyteFile) -> KnownFile:
+def file_by_content(file: FlyteFile) -> FileByContent:
     """Returns the same file, where it is; looks at it in each run, never cached."""
     return in_place(file)
 
 
 @task(**small_resources())
-def known_weights(file: FlyteFile) -> KnownWeights:
+def weights_by_content(file: FlyteFile) -> WeightsByContent:
     """Returns the same file, a model_state or checkpoint to start from, where it is; its content is the cache key."""
     return in_place(file)

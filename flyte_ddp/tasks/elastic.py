@@ -25,14 +25,14 @@ from flyte_ddp.engine.job import Job, Subject, TrainingResult, job_of
 from flyte_ddp.errors import StopRequested
 from flyte_ddp.events import Event
 from flyte_ddp.launch.environment import Environment, environment_from_torchrun, visible_gpus
-from flyte_ddp.launch.failures import Failure, Preempted, from_exception, from_exit_code, name_the_cause
+from flyte_ddp.launch.failures import Failure, PreemptedError, from_exception, from_exit_code, name_the_cause
 from flyte_ddp.launch.link import DirectLink
 from flyte_ddp.launch.process_group import process_group
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.report.console import show_output
 from flyte_ddp.settings import RunOptions, TrainingSettings
-from flyte_ddp.tasks.execution import TaskFailed, failure_of, flyte_retries, task_error
-from flyte_ddp.tasks.logs import kept_logs, place_of_logs
+from flyte_ddp.tasks.execution import TaskError, failure_of, flyte_retries, task_error
+from flyte_ddp.tasks.logs import kept_logs, url_of_logs
 from flyte_ddp.tasks.registration import registration
 from flyte_ddp.tasks.resources import check_gpus
 from flyte_ddp.tasks.train import Trained, TrainingOutputs, image_subject, outputs_of, train_by
@@ -96,7 +96,7 @@ def train_as_rank(
 
 
 def run_rank(environment: Environment, link: DirectLink, job: Job) -> list[TrainingResult]:
-    """The results of all ranks; raises RankFailed, or its recoverable kind, naming this rank; or its InputError."""
+    """The results of all ranks; raises RankError, or its recoverable kind, naming this rank; or its InputError."""
     signal.signal(signal.SIGTERM, link.on_signal)
     try:
         with process_group(environment, job.timeout_seconds) as device:
@@ -104,7 +104,7 @@ def run_rank(environment: Environment, link: DirectLink, job: Job) -> list[Train
             distributed.all_gather_object(results, worker.train(environment, device, link, job))
             return results
     except StopRequested as stopped:
-        raise Preempted(f"rank {environment.rank} on {environment.host}: SIGTERM: {stopped}") from None
+        raise PreemptedError(f"rank {environment.rank} on {environment.host}: SIGTERM: {stopped}") from None
     except Exception as error:
         failure = from_exception(error, environment.rank, environment.host)
         if failure.kind == "peer":
@@ -112,7 +112,7 @@ def run_rank(environment: Environment, link: DirectLink, job: Job) -> list[Train
         raise name_the_cause([failure]) from error
 
 
-def error_of_node(failed: ChildFailedError) -> TaskFailed:
+def error_of_node(failed: ChildFailedError) -> TaskError:
     """The first failure of a node's ranks, without torchrun's banner."""
     rank, first = failed.get_first_failure()
     beside, at = Path(first.error_file + BESIDE), first.timestamp
@@ -122,7 +122,7 @@ def error_of_node(failed: ChildFailedError) -> TaskFailed:
         failure = from_exit_code(first.exitcode, rank, platform.node())
     if failure.is_effect:
         at += int(GRACE_SECONDS)  # Flyte shows the earliest of all nodes' failures
-    return task_error(failure, place_of_logs(), at)
+    return task_error(failure, url_of_logs(), at)
 
 
 def download_once(data: FlyteFile | FlyteDirectory) -> Path:

@@ -56,7 +56,7 @@ def run_dir(name: str) -> Iterator[Path]:
 
 
 @with_error_code_of(FlyteUserRuntimeException)
-class TaskFailed(FlyteUserException):
+class TaskError(FlyteUserException):
     """A task's failure, for which Flyte's console shows the message first.
 
     For other exceptions the message follows the stack, here that of the parent, where nothing is wrong.
@@ -71,13 +71,13 @@ class TaskFailed(FlyteUserException):
 
 
 @with_error_code_of(FlyteRecoverableException)
-class TaskInterrupted(TaskFailed, FlyteRecoverableException):
+class TaskInterruptedError(TaskError, FlyteRecoverableException):
     """A task's failure that Flyte retries."""
 
 
 @contextmanager
 def flyte_retries() -> Iterator[None]:
-    """On a cluster, raises TaskFailed or TaskInterrupted instead of our own errors and those of a download: Flyte
+    """On a cluster, raises TaskError or TaskInterruptedError instead of our own errors and those of a download: Flyte
     retries only after a FlyteRecoverableException."""
     try:
         yield
@@ -102,12 +102,12 @@ def _of_a_download(error: BaseException) -> BaseException:
     return error
 
 
-def task_error(failure: Failure, logs: str = "", timestamp: float | None = None) -> TaskFailed:
+def task_error(failure: Failure, logs: str = "", timestamp: float | None = None) -> TaskError:
     """The exception that Flyte shows for a failure; the second line of its message says where the logs are."""
     headline, separator, details = encodable(str(failure)).partition("\n")
-    place = f"\nLogs: {logs}" if logs else ""
-    failed = TaskInterrupted if failure.recoverable else TaskFailed
-    message = f"{shortened(headline, MOST_CHARACTERS)}{place}{separator}{shortened(details, MOST_CHARACTERS)}"
+    where = f"\nLogs: {logs}" if logs else ""
+    failed = TaskInterruptedError if failure.recoverable else TaskError
+    message = f"{shortened(headline, MOST_CHARACTERS)}{where}{separator}{shortened(details, MOST_CHARACTERS)}"
     return failed(message, failure, timestamp)
 
 

@@ -26,7 +26,7 @@ def of_init(init: FlyteFile | None) -> str | None:
     return None if init is None else of_content(init)
 
 
-KnownInit = Annotated[FlyteFile | None, HashMethod(of_init)]
+InitByContent = Annotated[FlyteFile | None, HashMethod(of_init)]
 
 
 @task(
@@ -34,12 +34,12 @@ KnownInit = Annotated[FlyteFile | None, HashMethod(of_init)]
     cache=Cache(policies=CodeVersion(code_version(__name__), ())),
     **small_resources(),
 )
-def known_init(init: FlyteFile | None) -> KnownInit:
+def init_by_content(init: FlyteFile | None) -> InitByContent:
     """Returns the same file, a model_state or checkpoint, where it is. A cluster reads each path only once, so that a
     cached training starts no pod: other weights need another path."""
     return None if init is None else in_place(init)
 
 
 def in_place(file: FlyteFile) -> FlyteFile:
-    place = str(file.remote_source or file.path)
-    return FlyteFile(place, remote_path=False) if is_local() else FlyteFile.from_source(place)
+    url = str(file.remote_source or file.path)
+    return FlyteFile(url, remote_path=False) if is_local() else FlyteFile.from_source(url)

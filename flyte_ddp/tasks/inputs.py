@@ -41,7 +41,7 @@ def explain_missing_paths() -> None:
     UnionParamType.convert = convert
 
 
-def known_classifier(model_state: PythonPickledFile | None) -> ModelMetadata | None:
+def classifier_metadata(model_state: PythonPickledFile | None) -> ModelMetadata | None:
     """The metadata of given weights, if there are any; InputError where they are of a recipe."""
     if model_state is None:
         return None

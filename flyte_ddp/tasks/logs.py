@@ -34,15 +34,15 @@ class Logs(Observer):
 
     Attributes:
         folder: on this machine.
-        place: in Flyte's storage, as remote_directory of a FlyteDirectory; False for a local run.
+        url: in Flyte's storage, as remote_directory of a FlyteDirectory; False for a local run.
     """
 
     folder: Path
-    place: str | bool
+    url: str | bool
 
     @property
     def output(self) -> FlyteDirectory:
-        return FlyteDirectory(str(self.folder), remote_directory=self.place)
+        return FlyteDirectory(str(self.folder), remote_directory=self.url)
 
     def on_printed(self, event: Printed) -> None:
         """Writes what each rank prints to a file of its own."""
@@ -53,38 +53,38 @@ class Logs(Observer):
 def kept_logs(run: Path, name: str = "console", prefix: str = "") -> Iterator[Logs]:
     """The folder `logs` in a run's folder; on a cluster, it and the report beside it are uploaded while the block runs.
 
-    NAME.log has everything that this process prints, and the error that ends the block, to which the place of the logs
+    NAME.log has everything that this process prints, and the error that ends the block, to which the URL of the logs
     is added; in the pod's own output each line starts with the prefix. Files are uploaded within ten seconds, those
     above 40 MB later: see BYTES_PER_SECOND.
     """
     folder = run / "logs"
     folder.mkdir(parents=True)
     if is_local():
-        yield Logs(folder, place=False)
+        yield Logs(folder, url=False)
         return
-    logs = Logs(folder, place=place_of_logs())
-    uploads = Uploads(run, place_of_logs().rpartition("/")[0])
+    logs = Logs(folder, url=url_of_logs())
+    uploads = Uploads(run, url_of_logs().rpartition("/")[0])
     try:
         with copied_output(folder / f"{name}.log", prefix):
-            say(f"Logs: {logs.place}{_earlier_attempt()}")
+            say(f"Logs: {logs.url}{_earlier_attempt()}")
             yield logs
     except BaseException as error:
         append(folder / f"{name}.log", f"{type(error).__name__}: {message_of(error)}")
         if isinstance(error, click.ClickException):
-            raise task_error(failure_of(error), place_of_logs()) from None
+            raise task_error(failure_of(error), url_of_logs()) from None
         raise
     finally:
         uploads.close()
 
 
 class Uploads:
-    """Uploads a run's logs and report to a place in Flyte's storage whenever they have changed.
+    """Uploads a run's logs and report to a URL in Flyte's storage whenever they have changed.
 
     Runs in a thread of its own. Failed uploads are tried again in the next round.
     """
 
-    def __init__(self, run: Path, place: str):
-        self._run, self._place = run, place
+    def __init__(self, run: Path, url: str):
+        self._run, self._url = run, url
         self._sent: dict[Path, tuple[int, int]] = {}
         self._due: dict[Path, float] = {}
         self._closing, self._failing = threading.Event(), False
@@ -116,7 +116,7 @@ class Uploads:
             pass  # a temporary file has been removed in the meantime
         except Exception as error:  # each storage has its own
             if not self._failing:
-                warn(f"the logs are not in {self._place} yet: {type(error).__name__}: {one_line(error)}")
+                warn(f"the logs are not in {self._url} yet: {type(error).__name__}: {one_line(error)}")
             self._failing = True
 
     def _files(self) -> Iterator[Path]:
@@ -132,7 +132,7 @@ class Uploads:
         copy = self._run / ".upload"
         shutil.copyfile(file, copy)  # the storage's client fails if a file grows during the upload
         access = FlyteContextManager.current_context().file_access
-        access.put_data(str(copy), f"{self._place}/{file.relative_to(self._run).as_posix()}")
+        access.put_data(str(copy), f"{self._url}/{file.relative_to(self._run).as_posix()}")
         self._sent[file], self._due[file] = state, time.monotonic() + state[1] / BYTES_PER_SECOND
 
 
@@ -151,8 +151,8 @@ def copied_output(path: Path, prefix: str) -> Iterator[None]:
         yield
 
 
-def place_of_logs() -> str:
-    """The place of this attempt's logs in Flyte's storage, the same for all of its pods."""
+def url_of_logs() -> str:
+    """The URL of this attempt's logs in Flyte's storage, the same for all of its pods."""
     return FlyteContextManager.current_context().file_access.raw_output_prefix.rstrip("/") + "/logs"
 
 

@@ -17,7 +17,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 from flyte_ddp.errors import RecoverableError
 from flyte_ddp.tasks.elastic import error_of_node
 from flyte_ddp.tasks.execution import failure_of, task_error
-from flyte_ddp.tasks.logs import place_of_logs
+from flyte_ddp.tasks.logs import url_of_logs
 from flyte_ddp.tasks.registration import registration
 from flyte_ddp.tasks.resources import registered_environment
 from flyte_ddp.tasks.webhook import telling_webhook
@@ -34,7 +34,7 @@ class NodesTask(PytorchElasticFunctionTask):
             return super().execute(**inputs)
         except (RendezvousError, DistError) as error:
             lost = RecoverableError(f"node {platform.node()}: the rendezvous of the nodes is lost: {error}")
-            raise task_error(failure_of(lost), place_of_logs()) from None
+            raise task_error(failure_of(lost), url_of_logs()) from None
         except (FlyteRecoverableException, FlyteUserRuntimeException) as error:
             if not isinstance(error.__context__, ChildFailedError):
                 raise

@@ -117,8 +117,8 @@ def tracking_id(key: str, beside: Path) -> str:
             file.write_text(secrets.token_hex(4))
         return f"{key[:8]}-{file.read_text()}"
     execution = current_context().execution_id
-    place = f"{execution.project}/{execution.domain}/{execution.name}/{key}"
-    return f"{key[:8]}-{hashlib.sha256(place.encode()).hexdigest()[:8]}"
+    identity = f"{execution.project}/{execution.domain}/{execution.name}/{key}"
+    return f"{key[:8]}-{hashlib.sha256(identity.encode()).hexdigest()[:8]}"
 
 
 def attempt() -> int:

@@ -114,8 +114,8 @@ class RecipeTraining:
         start = spawn(world, options, [self.code.root])
 
         def fetch() -> Subject:
-            place = None if data is None else Path(data.download())
-            return self.subject(settings, place, None if init is None else Path(init.download()))
+            source = None if data is None else Path(data.download())
+            return self.subject(settings, source, None if init is None else Path(init.download()))
 
         return self.outputs_of(train_by(start, world, fetch, options, self.observers))
 
@@ -126,8 +126,8 @@ class RecipeTraining:
         from flyte_ddp.tasks.elastic import download_once, train_as_rank  # they import torch
 
         def fetch() -> Subject:
-            place = None if data is None else download_once(data)
-            return self.subject(settings, place, None if init is None else download_once(init))
+            source = None if data is None else download_once(data)
+            return self.subject(settings, source, None if init is None else download_once(init))
 
         outputs: RecipeOutputs = train_as_rank(settings, options, fetch, self.outputs_of, self.observers)
         return outputs
@@ -160,10 +160,10 @@ class RecipeTraining:
             run_alone(PREDICT, asked, timeout, open_console(), world, self.code.root)
         return output_file(path)
 
-    def subject(self, settings: TrainingSettings, place: Path | None, init: Path | None = None) -> Subject:
+    def subject(self, settings: TrainingSettings, source: Path | None, init: Path | None = None) -> Subject:
         """The recipe and its data; ReportedError if this pod's code is not what was registered."""
         self.version.check_registered()
-        return subject_of(self.code, settings, place, init)
+        return subject_of(self.code, settings, source, init)
 
     def outputs_of(self, trained: Trained) -> RecipeOutputs:
         result = trained.results[0]

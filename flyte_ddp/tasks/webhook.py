@@ -14,7 +14,7 @@ from urllib.request import HTTPRedirectHandler, Request, build_opener
 from flytekit import current_context
 from flytekit.core.base_task import IgnoreOutputs
 
-from flyte_ddp.launch.failures import Failure, Preempted
+from flyte_ddp.launch.failures import Failure, PreemptedError
 from flyte_ddp.report.background import one_line
 from flyte_ddp.report.console import warn
 from flyte_ddp.tasks.addresses import CONSOLE_VARIABLE, WEBHOOK_SECRET_VARIABLE, WEBHOOK_VARIABLE
@@ -37,7 +37,7 @@ def telling_webhook() -> Iterator[None]:
         # With many nodes, the parent of each node's ranks does this, because it knows which rank failed first
         if url and "TORCHELASTIC_RUN_ID" not in os.environ:
             failure = failure_of(error)
-            if failure.cause != Preempted.__name__:
+            if failure.cause != PreemptedError.__name__:
                 notify(url, content_of(failure))
         raise
 

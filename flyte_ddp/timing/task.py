@@ -47,14 +47,14 @@ def check_timing(options: TimingOptions) -> str:
 def time_inference(data: PreparedDataset, options: TimingOptions) -> TimingOutputs:
     """Times all methods with each batch size, options.repeats times; never cached, because timings vary."""
     check_gpus(visible_gpus())
-    with flyte_retries(), run_dir("inference-timing") as place:
+    with flyte_retries(), run_dir("inference-timing") as folder:
         description = prepared.verify(data.download())
         load = os.getloadavg()[0]
         found = measure_all(data.download(), options)
-        measurements = place / "measurements.csv"
+        measurements = folder / "measurements.csv"
         write_measurements(measurements, found)
         fragment = timing_article(found, load, description, options)
-        report = output_page(place, "Timing of inference", fragment)
+        report = output_page(folder, "Timing of inference", fragment)
     if is_local():
         say_last(f"\nMeasurements: {measurements}\nReport:       {report.path}")
     return TimingOutputs(output_file(measurements, CSVFile), report)

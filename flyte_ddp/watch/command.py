@@ -21,48 +21,48 @@ CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if
 class File:
     """A growing file, local or in Flyte's storage."""
 
-    def __init__(self, place: str):
-        self.place, self._seen = place, False
-        if "://" in place:
+    def __init__(self, path: str):
+        self.path, self._seen = path, False
+        if "://" in path:
             from flytekit import FlyteContextManager  # takes seconds, and a local file does not need it
 
             access = FlyteContextManager.current_context().file_access  # with Flyte's settings for the storage
-            self._storage: Any = access.get_filesystem_for_path(place)
+            self._storage: Any = access.get_filesystem_for_path(path)
         else:
             self._storage = fsspec.filesystem("file")
 
     def size(self) -> int:
         try:
             self._storage.invalidate_cache()
-            size = int(self._storage.info(self.place)["size"])
+            size = int(self._storage.info(self.path)["size"])
         except Exception as error:  # each storage has its own errors
             kind = type(error).__name__
             if self._seen:
                 raise ReportedError(
-                    f"{self.place} can no longer be read ({kind}): a local run that fails leaves nothing behind"
+                    f"{self.path} can no longer be read ({kind}): a local run that fails leaves nothing behind"
                 ) from None
-            raise InputError(f"{self.place} cannot be read ({kind}): give the place of a training's logs") from None
+            raise InputError(f"{self.path} cannot be read ({kind}): give the place of a training's logs") from None
         self._seen = True
         return size
 
     def part(self, start: int, end: int) -> bytes:
         try:
-            content: bytes = self._storage.cat_file(self.place, start=start, end=end)
+            content: bytes = self._storage.cat_file(self.path, start=start, end=end)
         except Exception as error:
-            raise ReportedError(f"{self.place} can no longer be read ({type(error).__name__})") from None
+            raise ReportedError(f"{self.path} can no longer be read ({type(error).__name__})") from None
         return content
 
 
 @click.command()
-@click.argument("place")
+@click.argument("path")
 @click.option("--timeout", type=click.FloatRange(min=0), help="Give up after this many seconds without anything new.")
-def watch(place: str, timeout: float | None) -> None:
+def watch(path: str, timeout: float | None) -> None:
     """Show the training whose logs are at PLACE, a folder or a URL of Flyte's storage, until it ends.
 
     PLACE is what a run prints after "Logs:", its output `logs`, or the progress.jsonl in it. The exit status is 0 if
     the training has succeeded, and 1 if it has failed or nothing new has come.
     """
-    file = File(place if place.endswith(".jsonl") else f"{place.rstrip('/')}/{FILE}")
+    file = File(path if path.endswith(".jsonl") else f"{path.rstrip('/')}/{FILE}")
     console = open_console()
     try:
         last = show(file, console, timeout)
@@ -84,15 +84,15 @@ def show(file: File, console: Any, timeout: float | None) -> RunFailed | float:
                 return float(line["total_seconds"])
             if line.get("format", FORMAT) > FORMAT:
                 raise ReportedError(
-                    f"{file.place} has format {line['format']}, but this program knows {FORMAT}: update it"
+                    f"{file.path} has format {line['format']}, but this program knows {FORMAT}: update it"
                 )
             if event := event_of(line):
                 console(event)
         except ReportedError:
             raise
         except Exception:  # a line may be anything
-            raise ReportedError(f"{file.place} is not the progress of a training: {text[:100]!r}") from None
-    raise ReportedError(f"{file.place} has nothing new for {timeout:g} s: the training may have been killed")
+            raise ReportedError(f"{file.path} is not the progress of a training: {text[:100]!r}") from None
+    raise ReportedError(f"{file.path} has nothing new for {timeout:g} s: the training may have been killed")
 
 
 def printable(value: Any) -> Any:
@@ -110,7 +110,7 @@ def lines_of(file: File, timeout: float | None) -> Iterator[bytes]:
     while True:
         size = file.size()
         if size < read:
-            raise ReportedError(f"{file.place} has been restarted by another run: watch it again")
+            raise ReportedError(f"{file.path} has been restarted by another run: watch it again")
         if size > read:
             *whole, begun = (begun + file.part(read, size)).split(b"\n")
             read, heard = size, time.monotonic()

@@ -11,7 +11,7 @@ from flytekit.exceptions.user import FlyteRecoverableException, FlyteUserRuntime
 from flytekit.interaction.click_types import FileParamType, JsonParamType, UnionParamType
 
 from flyte_ddp.tasks import flytekit_compat
-from flyte_ddp.tasks.execution import TaskFailed, TaskInterrupted, failure_of
+from flyte_ddp.tasks.execution import TaskError, TaskInterruptedError, failure_of
 
 
 @dataclass
@@ -88,7 +88,7 @@ def test_html_of_a_deck_is_replaced():
 
 
 @pytest.mark.parametrize(
-    ("own", "other"), [(TaskFailed, FlyteUserRuntimeException), (TaskInterrupted, FlyteRecoverableException)]
+    ("own", "other"), [(TaskError, FlyteUserRuntimeException), (TaskInterruptedError, FlyteRecoverableException)]
 )
 def test_an_exception_goes_by_the_error_code_of_another(own, other):
     error = own("reason", failure_of(ValueError("reason")))

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torchvision.ops import StochasticDepth
 
+from flyte_ddp.batch_share import BatchShare
 from flyte_ddp.engine.batches import Resident, TestBatches
 from flyte_ddp.engine.by_row import ByRow
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
 from flyte_ddp.launch.process_group import process_group
-from flyte_ddp.share import Share
 
 CPU = torch.device("cpu")
 
@@ -180,7 +180,7 @@ def learn(rows: ByRow, model: nn.Module, inputs: Tensor) -> None:
     vars(share).update(mine)
 
 
-def share_of(environment: Environment, size: int) -> tuple[Share, Tensor]:
+def share_of(environment: Environment, size: int) -> tuple[BatchShare, Tensor]:
     """This rank's share of a global batch, and where its samples are in it; one of many ranks borrows a sample."""
     batches = TestBatches(Resident(torch.arange(size), CPU), size, environment.rank, environment.world.size)
     (batch,) = batches
@@ -208,7 +208,7 @@ def batch_norm(kind: dict[str, Any], ours: bool) -> list[np.ndarray]:
     with torch.no_grad():
         for weight in layer.parameters():
             weight.uniform_(0.5, 2)
-    rows = ByRow(Share(0, 8, 8))
+    rows = ByRow(BatchShare(0, 8, 8))
     found = []
     for number in range(3):
         layer.train(number < 2)
@@ -228,7 +228,7 @@ def normalise_one_sample(environment: Environment, link: Link, argument: Any) ->
     layer = nn.BatchNorm1d(2)
     with process_group(environment, 60):
         for size in (8, 1):
-            with ByRow(Share(0, size, size)).block(0):
+            with ByRow(BatchShare(0, size, size)).block(0):
                 layer(torch.randn(size, 2))
     found: list[float] = dict(layer.named_buffers())["running_var"].tolist()
     return found

@@ -6,11 +6,11 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from flyte_ddp.batch_share import BatchShare
 from flyte_ddp.engine.by_row import ByRow
 from flyte_ddp.errors import InputError
 from flyte_ddp.launch import launcher
 from flyte_ddp.launch.environment import World
-from flyte_ddp.share import Share
 from tests.engine.by_row_targets import CASES, KINDS
 
 
@@ -76,7 +76,7 @@ def test_batch_norm_of_bfloat16_where_ranks_have_no_sample():
 
 
 def rows_of(first, count, size):
-    return ByRow(Share(first, count, size))
+    return ByRow(BatchShare(first, count, size))
 
 
 def test_outside_of_a_block_torch_draws_as_ever():

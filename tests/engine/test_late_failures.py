@@ -82,7 +82,7 @@ def test_every_recipe_of_the_module_is_tested():
         ("passes_per_epoch", 1.5, "a whole number, got 1.5"),
         ("train_fraction", 2, "above 0 and at most 1, got 2"),
         ("couples_samples", "yes", 'true or false, got "yes"'),
-        ("shares", "accuracy", "a tuple of names, such as (\"accuracy\",), got 'accuracy'"),
+        ("percent", "accuracy", "a tuple of names, such as (\"accuracy\",), got 'accuracy'"),
     ],
 )
 def test_an_attribute_that_breaks_its_rule_is_refused(name, value, rule):

@@ -17,7 +17,7 @@ from flyte_ddp.data.prepared import open_split, read_description
 from flyte_ddp.events import CheckpointFailed, RunStarted
 from flyte_ddp.launch import launcher
 from flyte_ddp.launch.environment import World
-from flyte_ddp.launch.failures import RankFailed, RecoverableRankFailed
+from flyte_ddp.launch.failures import RankError, RecoverableRankError
 from tests.engine.test_training import Unplugged, identical, relative_difference, unplug_at
 from tests.small_training import Trained
 
@@ -84,16 +84,16 @@ def test_a_file_that_is_broken_later_ends_the_run_with_its_name(digits, tmp_path
     content = broken.read_bytes()
     broken.write_bytes(content[:50])
     try:
-        with pytest.raises(RankFailed, match=rf"DataError: {broken} can no longer be read") as failed:
+        with pytest.raises(RankError, match=rf"DataError: {broken} can no longer be read") as failed:
             launch("read_an_epoch", (data, 2))
     finally:
         broken.write_bytes(content)
-    assert not isinstance(failed.value, RecoverableRankFailed)
+    assert not isinstance(failed.value, RecoverableRankError)
 
 
 def test_a_killed_loader_worker_is_worth_a_retry_and_one_that_is_asked_to_stop_goes_on(digits):
     data = dataset(digits)
-    with pytest.raises(RecoverableRankFailed, match=r"DataLoader worker .*lower loader_workers"):
+    with pytest.raises(RecoverableRankError, match=r"DataLoader worker .*lower loader_workers"):
         launch("signal_a_worker", (data, 2, signal.SIGKILL))
     assert launch("signal_a_worker", (data, 2, signal.SIGTERM)) == [99]
 
@@ -103,7 +103,7 @@ def test_loader_workers_end_with_a_killed_rank(digits, tmp_path):
         if isinstance(event, CheckpointFailed):
             os.kill(pids(tmp_path)[0], signal.SIGKILL)
 
-    with pytest.raises(RecoverableRankFailed, match="SIGKILL"):
+    with pytest.raises(RecoverableRankError, match="SIGKILL"):
         launch("load_and_wait", (dataset(digits), 3, str(tmp_path / "pids")), on_event=kill_the_rank)
     assert len(pids(tmp_path)) == 4
     assert all(has_ended(pid) for pid in pids(tmp_path))

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from benchmarks.faults import has_ended
-from flyte_ddp.errors import InputError, NonFinite
+from flyte_ddp.errors import InputError, NonFiniteError
 from flyte_ddp.events import Printed
-from flyte_ddp.launch.failures import RankFailed
+from flyte_ddp.launch.failures import RankError
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.training import train
 from tests.engine import probe_recipes
@@ -90,7 +90,7 @@ def test_what_does_not_depend_on_it_passes(alone, tmp_path, name):
 
 @pytest.mark.parametrize("name", ["NaNWeights", "InfiniteWeights"])
 def test_weights_of_the_loss_that_are_not_finite_end_the_run(alone, tmp_path, name):
-    with pytest.raises(NonFinite, match="loss is not finite in epoch 1, step 1, on rank 0"):
+    with pytest.raises(NonFiniteError, match="loss is not finite in epoch 1, step 1, on rank 0"):
         run(name, tmp_path)
 
 
@@ -128,7 +128,7 @@ def test_a_recipe_can_let_it_pass_and_the_result_says_so(tmp_path):
     ],
 )
 def test_ranks_that_refuse_end_the_run_with_their_reason_and_leave_no_process(tmp_path, name, words):
-    with pytest.raises((InputError, RankFailed)) as caught:
+    with pytest.raises((InputError, RankError)) as caught:
         run(name, tmp_path, nproc=2)
     first_line = str(caught.value).partition("\n")[0]
     assert all(word in first_line for word in words), first_line

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flyte_ddp.events import CheckpointRefused, EpochFinished, GradientsSeen, NotLearning, RunStarted, StepLogged
-from flyte_ddp.launch.failures import RankFailed
+from flyte_ddp.launch.failures import RankError
 from flyte_ddp.recipes import models
 from flyte_ddp.recipes.hyperparameters import MODELS, Hyperparameters
 from flyte_ddp.recipes.images import ImageClassifier
@@ -177,7 +177,7 @@ def test_an_unusable_checkpoint_is_refused_with_a_reason_and_training_starts_afr
 def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_the_last_good_checkpoint(train, tmp_path):
     from flyte_ddp.engine.checkpoint import read_checkpoint
 
-    with pytest.raises(RankFailed, match=r"NonFinite: loss is not finite in epoch 1, step \d+, on rank 0") as failed:
+    with pytest.raises(RankError, match=r"NonFiniteError: loss is not finite in epoch 1, step \d+") as failed:
         train(learning_rate=1e20, checkpoint_seconds=0)
     assert failed.value.failure.recoverable is False
     saved = read_checkpoint(tmp_path / "training" / "checkpoint", {})["state"]
@@ -187,9 +187,11 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_the_last_good_checkpoi
 def test_a_gradient_that_is_not_finite_ends_all_ranks_before_the_step(train, tmp_path):
     from flyte_ddp.engine.checkpoint import read_checkpoint
 
-    with pytest.raises(RankFailed) as failed:
+    with pytest.raises(RankError) as failed:
         train(3, target="tests.launch.targets:break_gradient_of_rank_one", checkpoint_seconds=0)
-    assert "NonFinite: gradient is not finite in epoch 1, step 8, on rank 1: lower learning_rate" in str(failed.value)
+    assert "NonFiniteError: gradient is not finite in epoch 1, step 8, on rank 1: lower learning_rate" in str(
+        failed.value
+    )
     assert failed.value.failure.recoverable is False
     saved = read_checkpoint(tmp_path / "training" / "checkpoint", {})["state"]
     assert saved["step"] == 7

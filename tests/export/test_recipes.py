@@ -19,7 +19,7 @@ from flyte_ddp.export.task import export_recipe
 from flyte_ddp.model_metadata import add_metadata, needs_metadata
 from flyte_ddp.recipes.models import load_model
 from flyte_ddp.settings import RunOptions, TrainingSettings
-from flyte_ddp.tasks.inputs import known_classifier
+from flyte_ddp.tasks.inputs import classifier_metadata
 from flyte_ddp.tasks.recipe import RecipeTraining
 from flyte_ddp.training import train
 from tests import examples
@@ -117,7 +117,7 @@ def test_a_network_that_is_made_from_its_data_asks_for_them():
 def test_a_recipes_model_is_none_of_the_built_in_workflows(short):
     *_, path = short("Lines")
     with pytest.raises(InputError, match=r"must be of a built-in classifier, and .*model.pt is of tests.export.netwo"):
-        known_classifier(PythonPickledFile(str(path)))
+        classifier_metadata(PythonPickledFile(str(path)))
 
 
 def test_inputs_by_name_and_nested_outputs_come_through(short):

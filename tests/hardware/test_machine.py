@@ -13,7 +13,7 @@ import pytest
 
 from flyte_ddp.hardware.capabilities import Capabilities, Plan, TorchGpu
 from flyte_ddp.hardware.machine import GIB, Machine, known, warnings
-from flyte_ddp.hardware.nvidia import DriverGpu, NotKnown
+from flyte_ddp.hardware.nvidia import DriverGpu, UnknownError
 from flyte_ddp.hardware.page import as_page, as_text
 from flyte_ddp.launch.environment import World, nvidia_devices
 from tests.nvml import stand_in
@@ -30,7 +30,7 @@ ASK = """if True:
     from flyte_ddp.hardware.machine import known
     nvidia.SECONDS = float(sys.argv[1])
     gpus = known(lambda: nvidia.answer(nvidia.gpus))
-    found = gpus if isinstance(gpus, nvidia.NotKnown) else [astuple(gpu) for gpu in gpus]
+    found = gpus if isinstance(gpus, nvidia.UnknownError) else [astuple(gpu) for gpu in gpus]
     others = (known(lambda question=question: nvidia.answer(question)) for question in (nvidia.cuda, nvidia.topology))
     print(json.dumps([found, *others], default=str))
 """
@@ -149,7 +149,7 @@ REFUSED = capabilities(0, plan=None, refusal="nproc must be at most 1")
         (machine(visible="0,1", torch=capabilities(2)), 'torch uses 2 of 8 GPUs, and CUDA_VISIBLE_DEVICES is "0,1"'),
         (machine(torch=capabilities(7)), "torch uses 7 of the 8 GPUs"),
         (machine(torch=OLD), "driver on your system is too old (found version 11040)."),
-        (machine(gpus=NotKnown("there is no driver here"), torch=OLD), "is too old"),
+        (machine(gpus=UnknownError("there is no driver here"), torch=OLD), "is too old"),
         (machine(1, gpus=MIG), "MIG partitions GPU 0"),
         (machine(2, torch=capabilities(2, gpus=UNEQUAL)), "the slowest sets the pace"),
         (
@@ -157,7 +157,7 @@ REFUSED = capabilities(0, plan=None, refusal="nproc must be at most 1")
             "sm_120 is not compatible",
         ),
         (machine(0, torch=REFUSED), "refused: nproc must be at most 1"),
-        (machine(torch=NotKnown("torch ended with SIGSEGV")), "not known: torch ended with SIGSEGV"),
+        (machine(torch=UnknownError("torch ended with SIGSEGV")), "not known: torch ended with SIGSEGV"),
     ],
 )
 def test_each_thing_in_the_way_is_said_once_everywhere(found, words):
@@ -182,7 +182,7 @@ def test_a_node_with_eight_gpus_as_text():
 
 
 def test_nothing_known_is_said_and_shown():
-    nothing = NotKnown("a <b>reason</b>")
+    nothing = UnknownError("a <b>reason</b>")
     found = machine(gpus=nothing, cuda=nothing, topology=nothing, torch=nothing, ports=nothing, memory=nothing)
     assert as_text("host", found).count("not known: a <b>reason</b>") >= 6
     assert "a &lt;b&gt;reason" in as_page("<i>host</i>", found)

@@ -16,7 +16,7 @@ from benchmarks.faults import has_ended
 from flyte_ddp.code_version import imported
 from flyte_ddp.launch import launcher
 from flyte_ddp.launch.environment import World, available_cores
-from flyte_ddp.launch.failures import RankFailed, RecoverableRankFailed
+from flyte_ddp.launch.failures import RankError, RecoverableRankError
 from flyte_ddp.user_code import ENGINE
 
 TARGETS = "tests.launch.targets"
@@ -90,22 +90,22 @@ def test_threads_spin_briefly_unless_the_user_wants_otherwise(chosen, turns):
 
 
 def test_the_failure_of_a_rank_is_reported_with_its_type_message_and_traceback():
-    with pytest.raises(RankFailed) as failed:
+    with pytest.raises(RankError) as failed:
         launch("fail_on_rank_one", 3, "xyzzy")
     first_line = str(failed.value).splitlines()[0]
     assert first_line.startswith("rank 1 on ")
     assert first_line.endswith(": LookupError: 'no such word: xyzzy'") or first_line.endswith("no such word: xyzzy")
     assert 'raise LookupError("no such word: " + argument)' in str(failed.value)
-    assert not isinstance(failed.value, RecoverableRankFailed)
+    assert not isinstance(failed.value, RecoverableRankError)
 
 
 def test_a_killed_rank_is_named_with_its_signal_and_worth_a_retry():
-    with pytest.raises(RecoverableRankFailed, match=r"rank 1 on \S+: SIGKILL: probably out of memory; peak memory \d+"):
+    with pytest.raises(RecoverableRankError, match=r"rank 1 on \S+: SIGKILL: probably out of memory; peak memory \d+"):
         launch("die_on_rank_one", 3)
 
 
 def test_a_hang_shows_the_stacks_of_all_ranks():
-    with pytest.raises(RecoverableRankFailed) as failed:
+    with pytest.raises(RecoverableRankError) as failed:
         launch("hang_on_rank_one", timeout_seconds=2)
     report = str(failed.value)
     assert "no step within timeout_seconds (2)" in report

@@ -7,13 +7,13 @@ import torch
 import yaml
 
 from benchmarks.gpu_rows.speed import CIFAR10_94
+from flyte_ddp.batch_share import BatchShare
 from flyte_ddp.errors import InputError
 from flyte_ddp.events import CheckpointWritten
 from flyte_ddp.recipe import Random
 from flyte_ddp.recipes.airbench import Airbench94
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.recipes.images import ImageClassifier
-from flyte_ddp.share import Share
 from tests.engine.test_training import Unplugged, identical
 
 PRESET = yaml.safe_load((Path(__file__).parents[2] / "presets" / "cifar10-94.yaml").read_text())
@@ -57,7 +57,7 @@ def test_flips_alternate(small_data):
     images, labels = (tensor[:300] for tensor in recipe.data("train"))
     changed = []
     for epoch in range(4):
-        augmented = recipe.augment((images, labels), Random(0, Share(0, 300, 300), epoch=epoch))[0]
+        augmented = recipe.augment((images, labels), Random(0, BatchShare(0, 300, 300), epoch=epoch))[0]
         mirrored = (augmented == images.flip(3)).flatten(1).all(1)
         assert torch.all(mirrored | (augmented == images).flatten(1).all(1))
         changed.append(mirrored)

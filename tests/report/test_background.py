@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from flyte_ddp.events import Observer
-from flyte_ddp.report.background import Background, Incomplete, one_line
+from flyte_ddp.report.background import Background, IncompleteError, one_line
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -56,7 +56,7 @@ def test_failures_are_said_once_and_cost_their_event_alone(capsys):
 
 def test_one_that_cannot_be_made_is_said(capsys):
     def make() -> Any:
-        raise Incomplete("no such thing here")
+        raise IncompleteError("no such thing here")
 
     background = Background("listener", make, close_seconds=60)
     background(1)

@@ -54,7 +54,7 @@ def after(stop: int, accuracies: dict[int, float]) -> list[TrialResult]:
     return [
         TrialResult(replace(EIGHT[number - 1], stop_after=stop), accuracy, 125, 1.0, checkpoint=f"{number} at {stop}")
         if accuracy
-        else TrialResult(replace(EIGHT[number - 1], stop_after=stop), seconds=1.0, failure="NonFinite")
+        else TrialResult(replace(EIGHT[number - 1], stop_after=stop), seconds=1.0, failure="NonFiniteError")
         for number, accuracy in accuracies.items()
     ]
 
@@ -159,7 +159,7 @@ def test_an_interrupted_sweep_goes_on_and_its_winner_has_the_bits_of_an_uninterr
     assert f"\nTrained:  {spared}\n" in halved.stderr
     winner, *others = table(halved.stdout)
     assert [row["trained_epochs"] for row in (winner, *others)] == ["4", "1", "1", "1"]
-    assert (others[-1]["learning_rate"], "NonFinite" in others[-1]["failure"]) == ("1e+20", True)
+    assert (others[-1]["learning_rate"], "NonFiniteError" in others[-1]["failure"]) == ("1e+20", True)
     assert "stop_after=0" in halved.stdout
     page = Path(re.findall(r" report=([^,]+)", halved.stdout)[0]).read_text()
     assert f"Trained: {spared}." in page

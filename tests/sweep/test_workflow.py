@@ -17,7 +17,7 @@ from flyte_ddp.launch.failures import Failure
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.sweep.search import Sweep, TrialResult
-from flyte_ddp.tasks.execution import TaskFailed, task_error
+from flyte_ddp.tasks.execution import TaskError, task_error
 from tests.commands import output, pyflyte, pyflyte_process, start_pyflyte, words
 from tests.pod import Pod, literal, package_for_here, small_dataset
 from workflows.sweep import as_result
@@ -58,7 +58,7 @@ def test_a_sweep_that_was_cut_off_goes_on_and_shows_the_best_and_the_failed():
     os.kill(next(rank for child in children(running.pid) for rank in children(child)), signal.SIGKILL)
     report = words(running.communicate(timeout=120)[1].partition("Error")[2])
     assert running.returncode == 1
-    assert "Trial 1 (learning_rate 1e+06): NonFinite: " in report
+    assert "Trial 1 (learning_rate 1e+06): NonFiniteError: " in report
     assert "Trial 2 (learning_rate 0.05): SIGKILL: " in report
     assert "Traceback" not in report
 
@@ -78,12 +78,12 @@ def test_a_sweep_that_was_cut_off_goes_on_and_shows_the_best_and_the_failed():
     assert float(best["validation_accuracy"]) >= 0.8
     assert Path(best["report"]).is_file()
     assert (failed["trial"], failed["validation_accuracy"]) == ("1", "")
-    assert "NonFinite" in failed["failure"]
+    assert "NonFiniteError" in failed["failure"]
     assert "learning_rate=0.05" in done.stdout
     assert "test_samples=296" in done.stdout
     page = Path(re.findall(r" report=([^,]+)", done.stdout)[0]).read_text()
     assert "125 held-out training images" in page
-    assert "Trial 1 (learning_rate 1e+06): NonFinite" in page
+    assert "Trial 1 (learning_rate 1e+06): NonFiniteError" in page
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_a_wrong_sweep_is_a_usage_error_before_anything_is_done(sweep, said, tmp
 @pytest.mark.parametrize("cause", ["OutOfMemoryError", "InputError", "SIGKILL"])
 def test_what_may_not_follow_from_the_hyperparameters_is_no_result_to_be_cached(cause):
     error = task_error(Failure(0, "host", "error", cause, "why", recoverable=False))
-    with pytest.raises(TaskFailed, match=f"rank 0 on host: {cause}: why"):
+    with pytest.raises(TaskError, match=f"rank 0 on host: {cause}: why"):
         as_result(HP, error, 1.0)
 
 

@@ -4,7 +4,7 @@ from flytekit import Cache, task, workflow
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
-from flyte_ddp.tasks.data import known_file, known_folder, known_weights
+from flyte_ddp.tasks.data import file_by_content, folder_by_content, weights_by_content
 
 trained: "list[str]" = []
 
@@ -29,17 +29,17 @@ def train_from(init: FlyteFile | None = None) -> int:
 
 @workflow
 def weights_wf(init: FlyteFile) -> int:
-    return train_from(init=known_weights(file=init))
+    return train_from(init=weights_by_content(file=init))
 
 
 @workflow
 def folder_wf(folder: FlyteDirectory) -> int:
-    return train_on_folder(data=known_folder(folder=folder))
+    return train_on_folder(data=folder_by_content(folder=folder))
 
 
 @workflow
 def file_wf(file: FlyteFile) -> int:
-    return train_on_file(data=known_file(file=file))
+    return train_on_file(data=file_by_content(file=file))
 
 
 def test_what_changed_is_trained_on_anew(tmp_path):

@@ -10,7 +10,7 @@ from flytekit.core.context_manager import ExecutionState
 
 from flyte_ddp.errors import DataError, InputError, RecoverableError
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
-from flyte_ddp.tasks.execution import TaskFailed, TaskInterrupted, failure_of, flyte_retries, run_dir, task_error
+from flyte_ddp.tasks.execution import TaskError, TaskInterruptedError, failure_of, flyte_retries, run_dir, task_error
 from flyte_ddp.tasks.train import image_subject
 from tests.unreliable_storage import UnreliableStorage
 
@@ -18,7 +18,7 @@ from tests.unreliable_storage import UnreliableStorage
 def test_an_input_that_storage_does_not_deliver_now_is_worth_a_retry(tmp_path, monkeypatch):
     monkeypatch.setattr(UnreliableStorage, "failures", 1)
     storage = FlyteContextManager.current_context().file_access
-    with pytest.raises(TaskInterrupted) as failed, flyte_retries():
+    with pytest.raises(TaskInterruptedError) as failed, flyte_retries():
         storage.get_data("unreliable://bucket/data", str(tmp_path), is_multipart=True)
     headline, *others = str(failed.value).splitlines()
     assert "Failed to get data from unreliable://bucket/data" in headline
@@ -29,7 +29,7 @@ def test_an_input_that_storage_does_not_deliver_now_is_worth_a_retry(tmp_path, m
 
 def test_a_damaged_download_is_worth_a_retry_and_names_no_folder_to_delete(tmp_path):
     (tmp_path / "dataset.json").write_text("{")
-    with pytest.raises(TaskInterrupted) as failed, flyte_retries():
+    with pytest.raises(TaskInterruptedError) as failed, flyte_retries():
         image_subject(Hyperparameters(), tmp_path)
     assert "dataset.json is broken JSON in this pod: " in str(failed.value)
     assert "--overwrite-cache" in str(failed.value)
@@ -37,9 +37,9 @@ def test_a_damaged_download_is_worth_a_retry_and_names_no_folder_to_delete(tmp_p
 
 
 def test_a_wrong_input_is_final():
-    with pytest.raises(TaskFailed, match=r"^epochs must be 1, got 2$") as failed, flyte_retries():
+    with pytest.raises(TaskError, match=r"^epochs must be 1, got 2$") as failed, flyte_retries():
         raise InputError("epochs must be 1, got 2")
-    assert not isinstance(failed.value, TaskInterrupted)
+    assert not isinstance(failed.value, TaskInterruptedError)
     assert (failed.value.failure.rank, failed.value.failure.cause) == (None, "InputError")
 
 
@@ -48,7 +48,7 @@ def test_a_message_of_any_length_and_content_reaches_flyte():
         failure_of(RecoverableError("\udce4" + "a" * 10**6 + "\n\n" + "b" * 10**6 + "the cause")), "s3://logs"
     )
     message = str(failed)
-    assert isinstance(failed, TaskInterrupted)
+    assert isinstance(failed, TaskInterruptedError)
     assert len(message.encode()) < 200_000
     assert "\\udce4aaa" in message[:200]
     assert "\nLogs: s3://logs\n" in message

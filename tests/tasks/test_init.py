@@ -15,7 +15,7 @@ from flytekit import task, workflow
 from flytekit.types.file import FlyteFile
 
 from flyte_ddp.settings import RunOptions
-from flyte_ddp.tasks.data import known_weights
+from flyte_ddp.tasks.data import weights_by_content
 from flyte_ddp.tasks.recipe import RecipeOutputs, RecipeTraining
 from tabular.settings import Settings
 from tabular.workflow import tabular_wf
@@ -30,7 +30,7 @@ def tune_tabular(settings: Settings, options: RunOptions, init: FlyteFile) -> Re
 
 @workflow
 def tune_wf(init: FlyteFile, settings: Settings = Settings(), options: RunOptions = RunOptions()) -> RecipeOutputs:
-    return tune_tabular(settings=settings, options=options, init=known_weights(file=init))
+    return tune_tabular(settings=settings, options=options, init=weights_by_content(file=init))
 """
 
 

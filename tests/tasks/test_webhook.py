@@ -14,11 +14,11 @@ from flytekit import Secret
 from flytekit.core.base_task import IgnoreOutputs
 from flytekit.types.directory import FlyteDirectory
 
-from flyte_ddp.launch.failures import Failure, Preempted, RankFailed
+from flyte_ddp.launch.failures import Failure, PreemptedError, RankError
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions, TrainingSettings
 from flyte_ddp.tasks import webhook
-from flyte_ddp.tasks.execution import TaskInterrupted, failure_of, task_error
+from flyte_ddp.tasks.execution import TaskInterruptedError, failure_of, task_error
 from flyte_ddp.tasks.recipe import RecipeTraining
 from flyte_ddp.tasks.registration import GPUS_VARIABLE
 from flyte_ddp.tasks.train import train
@@ -97,7 +97,7 @@ def test_a_failed_training_is_told_with_rank_host_cause_and_the_link(server, tmp
     }
     pod = Pod(task, inputs, tmp_path / "pod", environment=flytes)
     assert pod.finish() == 0
-    assert "NonFinite" in pod.error.error.message, "as without a webhook"
+    assert "NonFiniteError" in pod.error.error.message, "as without a webhook"
     (posted,) = server.posted
     link = "https://flyte.example.org/console/projects/shop/domains/production/executions/a1b2c3"
     assert posted.pop("rank") in (0, 1)
@@ -108,7 +108,7 @@ def test_a_failed_training_is_told_with_rank_host_cause_and_the_link(server, tmp
         "format": 1,
         "event": "training_failed",
         "host": platform.node(),
-        "cause": "NonFinite",
+        "cause": "NonFiniteError",
         "recoverable": False,
         "attempt": 1,
         "execution": "shop/production/a1b2c3",
@@ -145,10 +145,10 @@ def test_what_cannot_be_reached_is_said_without_the_url(capsys, url):
 @pytest.mark.parametrize(
     ("error", "is_told"),
     [
-        (RankFailed(Failure(1, "host", "error", "LookupError", "no such word")), True),
+        (RankError(Failure(1, "host", "error", "LookupError", "no such word")), True),
         (task_error(Failure(1, "host", "error", "LookupError", "no such word"), "place"), True),
-        (Preempted("all ranks on host: SIGTERM: stopped"), False),
-        (task_error(failure_of(Preempted("all ranks on host: SIGTERM: stopped")), "place"), False),
+        (PreemptedError("all ranks on host: SIGTERM: stopped"), False),
+        (task_error(failure_of(PreemptedError("all ranks on host: SIGTERM: stopped")), "place"), False),
         (IgnoreOutputs(), False),
         (KeyboardInterrupt(), False),
     ],
@@ -182,7 +182,7 @@ def test_a_pod_that_lacks_its_gpus_is_told(server, monkeypatch, training):
     monkeypatch.setenv("DDP_WEBHOOK", f"{server.url}/200")
     monkeypatch.setenv(GPUS_VARIABLE, "1024")
     monkeypatch.syspath_prepend(str(dry_run.ROOT / "examples"))
-    with pytest.raises(TaskInterrupted, match="as many GPUs as were registered"):
+    with pytest.raises(TaskInterruptedError, match="as many GPUs as were registered"):
         training()
     (posted,) = server.posted
     assert (posted["rank"], posted["host"], posted["recoverable"]) == (None, platform.node(), True)

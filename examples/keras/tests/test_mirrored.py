@@ -16,7 +16,7 @@ from flyteidl.admin.task_pb2 import TaskSpec
 from flyte_ddp.errors import InputError
 from flyte_ddp.events import CheckpointWritten, EpochFinished, Event
 from flyte_ddp.launch import launcher
-from flyte_ddp.launch.failures import RecoverableRankFailed
+from flyte_ddp.launch.failures import RecoverableRankError
 from mirrored.processes import train
 from mirrored.settings import Hyperparameters
 
@@ -142,6 +142,6 @@ def test_a_killed_worker_is_named_and_worth_a_retry(learn):
     def kill_one(event: Event) -> None:
         multiprocessing.active_children()[0].kill()
 
-    with pytest.raises(RecoverableRankFailed, match="SIGKILL"):
+    with pytest.raises(RecoverableRankError, match="SIGKILL"):
         learn(kill_one, strategy="multi_worker", epochs=10**6)
     assert multiprocessing.active_children() == []

@@ -9,7 +9,7 @@ from torch import Tensor, distributed
 
 
 @dataclass
-class Share:
+class BatchShare:
     """Which samples of the global batch this rank is working on. All layers of a network share one of these.
 
     Where a short batch leaves nothing for this rank, it computes a sample of another rank's like that rank, so that no
@@ -36,7 +36,7 @@ class Share:
         return rows[:0] if self.borrowed else rows
 
 
-def gather_rows(mine: Tensor, share: Share) -> Tensor:
+def gather_rows(mine: Tensor, share: BatchShare) -> Tensor:
     """(N, ...) of the global batch from each rank's (n, ...); a collective, which carries gradients back."""
     if share.alone:
         return share.stand_in(mine) if share.stand_in else mine
@@ -52,25 +52,25 @@ class _GatherRows(torch.autograd.Function):
         ctx.size, ctx.count, ctx.most = size, len(mine), -(-size // world_size)
         everyones = mine.new_empty(world_size * ctx.most, *mine.shape[1:])
         distributed.all_gather_into_tensor(everyones, _padded(mine, ctx.most, slice(len(mine))))
-        return everyones[_places(size, world_size, mine.device)]
+        return everyones[_slots(size, world_size, mine.device)]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         world_size = distributed.get_world_size()
-        places = _places(ctx.size, world_size, gradient.device)
+        slots = _slots(ctx.size, world_size, gradient.device)
         mine = gradient.new_empty(ctx.most, *gradient.shape[1:])  # the sum of the gradients of all ranks' losses
-        distributed.reduce_scatter_tensor(mine, _padded(gradient, world_size * ctx.most, places))
+        distributed.reduce_scatter_tensor(mine, _padded(gradient, world_size * ctx.most, slots))
         return mine[: ctx.count], None
 
 
-def _padded(rows: Tensor, size: int, places: slice | Tensor) -> Tensor:
+def _padded(rows: Tensor, size: int, slots: slice | Tensor) -> Tensor:
     padded = rows.new_zeros(size, *rows.shape[1:])
-    padded[places] = rows
+    padded[slots] = rows
     return padded
 
 
-def _places(size: int, world_size: int, device: torch.device) -> Tensor:
+def _slots(size: int, world_size: int, device: torch.device) -> Tensor:
     """(size,) int64: where each row of the global batch is among the ranks' rows with their padding."""
     rows = torch.arange(size, device=device)
-    ranks = ((rows + 1) * world_size - 1) // size  # see batches.share
+    ranks = ((rows + 1) * world_size - 1) // size  # see batches.rank_slice
     return ranks * -(-size // world_size) + rows - size * ranks // world_size
