@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from flyte_ddp import random_numbers
 from flyte_ddp.batch_share import BatchShare, gather_rows
 from flyte_ddp.model_metadata import needs_metadata
-from flyte_ddp.weights import load_weights
+from flyte_ddp.weights import REMEDY, load_weights
 
 CPU = torch.device("cpu")
 # A tensor, or a tuple, list or dict of Trees; the first dimension of each tensor is the samples
@@ -110,7 +110,14 @@ class Recipe:
         """
         if settings is None:
             settings = needs_metadata(path, "give the settings of the training").load_settings()
-        return load_weights(cls(settings, data_path).model(), path).eval()
+        return cls(settings, data_path).trained_model(path)
+
+    def trained_model(self, path: str | Path, called: str = "model_state", remedy: str = REMEDY) -> nn.Module:
+        """model() with the weights of a file, in evaluation mode on the CPU. called, remedy: see load_weights."""
+        with torch.random.fork_rng(devices=()):
+            torch.manual_seed(self.settings.seed)  # as in training: what model() freezes is not in the file
+            model = self.model()
+        return load_weights(model, path, called, remedy).eval()
 
     def data(self, split: str) -> Any:
         """The samples of "train" or "test", and of "validation" if has_validation is set.

@@ -76,7 +76,7 @@ def run(environment: Environment, link: Link, job: AutoencoderJob) -> Autoencode
     test_loss = 0.0
     if environment.rank == 0:
         with writing_to(Path(job.model_path).parent, "DDP_RUNS_DIR"):
-            export_model(network, Path(job.model_path))
+            export_model(network.state_dict(), Path(job.model_path))
             test_loss = autoencoder.encode_test_images(network.cpu(), Path(job.data), Path(job.encoded_path))
     return AutoencoderResult(
         observer.epochs, observer.steps, observer.watch.warnings, test_loss, type(trainer.strategy).__name__

@@ -3,6 +3,7 @@
 import io
 import platform
 import resource
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ def write_last(parts: Parts, job: Job) -> None:
     """Rank 0 writes the weights after the last epoch, if another one may be best, and its checkpoint if requested."""
     with writing_to(Path(job.model_path).parent, "DDP_RUNS_DIR"):
         if parts.validation and job.last_path:
-            export_model(parts.state.evaluated, Path(job.last_path))
+            _write_weights(parts, job, Path(job.last_path), parts.state.history[-1].validation)
         if job.final_path:
             content = {"identity": job.identity.as_dict(), "state": parts.state.state_dict()}
             write_checkpoint(Path(job.final_path), content)
@@ -36,17 +37,28 @@ def write_last(parts: Parts, job: Job) -> None:
 
 def write_results(parts: Parts, tested: dict[str, float], predictions: Tensor | None, job: Job) -> None:
     """Rank 0 writes the results. tested: measures of the test split. predictions: (N, ...), if the recipe has any."""
-    path, recipe, size = Path(job.model_path), parts.state.recipe, distributed.get_world_size()
-    training = {"world_size": size, "hardware": hardware(parts.state.device), "precision": parts.precision}
+    path = Path(job.model_path)
     with writing_to(path.parent, "DDP_RUNS_DIR"):
-        export_model(parts.state.evaluated, path, metadata_of(recipe, job, parts.found.headline, tested, training))
+        _write_weights(parts, job, path, tested)
         if predictions is not None:
             np.save(job.predictions_path, predictions.cpu().numpy())
         draw_pictures(parts.state, parts.test.split, Path(job.pictures_path))
 
 
+def _write_weights(parts: Parts, job: Job, path: Path, measures: dict[str, float]) -> None:
+    state, size = parts.state, distributed.get_world_size()
+    training = {"world_size": size, "hardware": hardware(state.device), "precision": parts.precision}
+    metadata = metadata_of(state.recipe, job, parts.found.headline, measures, training, state.base.digest)
+    export_model(state.base.without(state.evaluated), path, metadata)
+
+
 def metadata_of(
-    recipe: Recipe, job: Job, headline: str, measures: dict[str, float], training: dict[str, Any]
+    recipe: Recipe,
+    job: Job,
+    headline: str,
+    measures: dict[str, float],
+    training: dict[str, Any],
+    base_digest: str = "",
 ) -> ModelMetadata:
     settings = job.identity.settings
     return ModelMetadata(
@@ -59,6 +71,7 @@ def metadata_of(
         measures=measures,
         training=training,
         versions={"python": platform.python_version(), "torch": torch.__version__},
+        base_digest=base_digest,
     )
 
 
@@ -113,11 +126,10 @@ def layers_of(model: nn.Module) -> list[tuple[str, str, int]]:
     return [layer for layer in counted if layer[2]]
 
 
-def export_model(model: nn.Module, path: Path, metadata: ModelMetadata | None = None) -> None:
-    """Writes the weights as a plain CPU state_dict of contiguous tensors; path appears whole or not at all."""
-    weights = {name: value.detach().cpu().contiguous() for name, value in model.state_dict().items()}
+def export_model(weights: Mapping[str, Tensor], path: Path, metadata: ModelMetadata | None = None) -> None:
+    """Writes a state_dict as a plain one of contiguous CPU tensors; path appears whole or not at all."""
     buffer = io.BytesIO()
-    torch.save(weights, buffer)
+    torch.save({name: value.detach().cpu().contiguous() for name, value in weights.items()}, buffer)
     if metadata:
         add_metadata(buffer, metadata)
     write_whole(path, buffer.getbuffer())

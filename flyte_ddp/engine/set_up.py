@@ -22,6 +22,7 @@ from flyte_ddp.engine.state import TrainingState
 from flyte_ddp.engine.warm_start import continue_from, freeze, is_checkpoint, start_from
 from flyte_ddp.errors import InputError
 from flyte_ddp.events import NotLearning
+from flyte_ddp.frozen_base import frozen_weights
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.recipe import Recipe
 from flyte_ddp.settings import TrainingSettings
@@ -61,7 +62,7 @@ def set_up(environment: Environment, device: torch.device, job: Job) -> Parts:
         recipe.train_fraction,
         partial(augment, recipe),
     )
-    model, remarks = first_model(recipe, job)
+    model, left_out, remarks = first_model(recipe, job)
     constant_loss, total_steps = recipe.constant_loss(), settings.epochs * len(batches)
     mixed = not (constant_loss or recipe.couples_samples)  # then outputs are also paired with other samples
     splits = {"train": train, "test": test}
@@ -71,7 +72,7 @@ def set_up(environment: Environment, device: torch.device, job: Job) -> Parts:
     state = TrainingState(
         recipe, model, found.rows, found.names, device, world_size,
         autocast=precision == "bfloat16", total_steps=total_steps, constant_loss=constant_loss,
-        log_gradients=job.log_gradients,
+        left_out=left_out, log_gradients=job.log_gradients,
     )  # fmt: skip
     if validation:
         state.choice = choice_of(recipe, found.headline, settings)
@@ -84,8 +85,9 @@ def set_up(environment: Environment, device: torch.device, job: Job) -> Parts:
     return Parts(state, batches, validated, TestBatches(test, *place_in_world), found, precision, remarks)
 
 
-def first_model(recipe: Recipe, job: Job) -> tuple[nn.Module, list[str]]:
-    """The network with its initial weights, unless training continues from a checkpoint, and remarks on these."""
+def first_model(recipe: Recipe, job: Job) -> tuple[nn.Module, set[str], list[str]]:
+    """The network with its initial weights, unless training continues from a checkpoint; the names of those that
+    model() provides and freezes; and remarks."""
     settings: TrainingSettings = job.identity.settings
     torch.manual_seed(settings.seed)
     model, remarks = recipe.model(), []
@@ -96,11 +98,29 @@ def first_model(recipe: Recipe, job: Job) -> tuple[nn.Module, list[str]]:
             "zeros of a batch's shape, or name the layer's size"
         )
     model = model.to(recipe.device)
+    base = frozen_weights(model)
     if job.init and not is_checkpoint(Path(job.init)):
-        remarks.append(start_from(model, Path(job.init), settings.init_leave_out))
+        taken, remark = start_from(model, Path(job.init), settings.init_leave_out)
+        remarks.append(remark)
+        base = {name: value for name, value in base.items() if name not in taken}
     if settings.freeze:
         remarks.append(freeze(model, settings.freeze))
-    return model, remarks
+    check_types(recipe, model)
+    return model, set(base), remarks
+
+
+def check_types(recipe: Recipe, model: nn.Module) -> None:
+    """Raises InputError for weights of a type that loses what an optimizer adds to them."""
+    for name, weight in model.named_parameters():
+        if weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and not weight.requires_grad):
+            continue
+        rule, remedy = "what is trained must be float32, or small updates are lost", "call float() on it"
+        if not weight.requires_grad:
+            rule, remedy = "what is frozen must be float32 or bfloat16", "call bfloat16() on it"
+        raise InputError(
+            f"{code_location(recipe, 'model')}: {name} is {str(weight.dtype).removeprefix('torch.')}, but {rule}: "
+            f"{remedy}, or give from_pretrained a dtype (precision decides what is computed in)"
+        )
 
 
 def validation_of(recipe: Recipe, train: Split, job: Job) -> tuple[Split, Split | None]:

@@ -1,7 +1,7 @@
 """The state of a training: weights, optimizer, schedule, average, position and measures so far; and its step."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -20,6 +20,7 @@ from flyte_ddp.engine.choice import Choice
 from flyte_ddp.engine.measures import pairs_of, ratios, trained_measure
 from flyte_ddp.engine.watch import Watch
 from flyte_ddp.events import EpochFinished
+from flyte_ddp.frozen_base import FrozenBase
 from flyte_ddp.recipe import Recipe
 
 BITS = 16  # of the digest: two that differ are alike in these once in 65,536 times
@@ -121,12 +122,14 @@ class TrainingState:
         autocast: bool,
         total_steps: int,
         constant_loss: float = 0.0,
+        left_out: Collection[str] = (),
         log_gradients: bool = False,
     ):
-        """names: of the measures, "loss" first. log_gradients: whether events have those of all parameters."""
+        """names: of the measures, "loss" first. left_out: the weights that model() has frozen. log_gradients: whether
+        events have those of all parameters."""
         self.log_gradients = log_gradients
         self.recipe, self.names, self.device = recipe, tuple(names), device
-        self.model, self.rows = model, rows
+        self.model, self.rows, self.base = model, rows, FrozenBase(model, left_out)
         self.ddp = DistributedDataParallel(
             Step(self.model, recipe, rows, self.names, world_size, autocast).to(device),
             gradient_as_bucket_view=True,
@@ -242,15 +245,16 @@ class TrainingState:
     def finish_epoch(self, finished: EpochFinished) -> None:
         self.history.append(finished)
         if self.choice:
-            self.choice.after_epoch(finished.epoch, finished.validation, self.evaluated)
+            self.choice.after_epoch(finished.epoch, finished.validation, self.base.without(self.evaluated))
         self._sums.zero_()
         self.epoch, self.step, self.epoch_seconds = self.epoch + 1, 0, 0.0
 
     def state_dict(self) -> dict[str, Any]:
         """All that a resume needs; tensors are those of the training itself, which the next step changes."""
         return {
-            "model": self.model.state_dict(),
-            "average": self.average.model.state_dict() if self.average else None,
+            "model": self.base.without(self.model),
+            "base": self.base.digest,
+            "average": self.base.without(self.average.model) if self.average else None,
             "optimizer": self.optimizer.state_dict(),
             "schedule": self.schedule.state_dict(),
             "sums": self._sums,
@@ -264,9 +268,9 @@ class TrainingState:
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Restores what state_dict returned, on any number of ranks; keeps the tensors of optimizer and choice."""
-        self.model.load_state_dict(saved["model"])
+        self.base.load(self.model, saved["model"])
         if self.average:
-            self.average.model.load_state_dict(saved["average"])
+            self.base.load(self.average.model, saved["average"])
         self.optimizer.load_state_dict(saved["optimizer"])
         self.schedule.load_state_dict(saved["schedule"])
         self._sums[:-3] = saved["sums"][:-3]  # without the old run's requests to stop

@@ -25,7 +25,6 @@ from flyte_ddp.launch.link import Link
 from flyte_ddp.recipe import Recipe
 from flyte_ddp.recipes.classifier import Classifier
 from flyte_ddp.storage import writing_to
-from flyte_ddp.weights import load_weights
 
 CPU = torch.device("cpu")
 
@@ -35,7 +34,7 @@ def write(environment: Environment, link: Link, asked: ExportJob) -> Written:
     torch.set_num_threads(environment.threads)
     job, recipe = asked.job, load_recipe(asked.job, CPU)
     test = open_split(recipe, "test", job)
-    model = load_weights(recipe.model(), job.model_path).eval().to(memory_format=torch.contiguous_format)
+    model = recipe.trained_model(job.model_path).to(memory_format=torch.contiguous_format)
     seen: list[tuple[Tensor, Tensor]] = []
 
     def look(batch: Batch, pairs: Pairs) -> None:

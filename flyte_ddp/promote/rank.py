@@ -9,7 +9,6 @@ from flyte_ddp.engine.set_up import load_recipe, open_split
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
 from flyte_ddp.promote.job import Comparison
-from flyte_ddp.weights import load_weights
 
 
 def compare(environment: Environment, link: Link, comparison: Comparison) -> list[Measured]:
@@ -21,11 +20,11 @@ def compare(environment: Environment, link: Link, comparison: Comparison) -> lis
     candidate, *others = comparison.jobs
     recipe = load_recipe(candidate, device)
     test = open_split(recipe, "test", candidate)
-    network = load_weights(recipe.model(), candidate.model_path).to(device).eval()
+    network = recipe.trained_model(candidate.model_path).to(device)
     found = [measure(recipe, network, test, link)]
     for job in others:
         other = load_recipe(job, device)
         other.share = recipe.share  # measure() updates the share of one recipe only
-        network = load_weights(other.model(), job.model_path, comparison.current, "choose another place")
-        found.append(measure(recipe, network.to(device).eval(), test, link, other.forward))
+        network = other.trained_model(job.model_path, comparison.current, "choose another place").to(device)
+        found.append(measure(recipe, network, test, link, other.forward))
     return found
