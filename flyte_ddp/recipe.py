@@ -72,7 +72,10 @@ class Recipe:
             is better), for choosing an epoch, or promoting a model, by one of them.
         has_validation: whether data("validation") returns samples to choose the best epoch by.
         clip_norm: gradient clipping by Euclidean norm over all weights; 0 is off.
-        micro_batch: how many of a rank's samples are computed at a time; saves memory, with the same result; 0 is all.
+        micro_batch: how many of a rank's samples are computed at a time; saves memory, with the same result; 0 is all,
+            -1 as many as fit, which is all of them, halved until a step fits.
+        recompute: patterns (fnmatch) of the names of layers that are computed again for the backward pass instead of
+            kept for it; saves memory, with the same bits.
         ema_decay: decay per step of the exponential moving average of the weights, which is evaluated and returned; 0
             is off.
         passes_per_epoch: how often an epoch goes over the training samples.
@@ -90,6 +93,7 @@ class Recipe:
     has_validation = False
     clip_norm = 0.0
     micro_batch = 0
+    recompute: tuple[str, ...] = ()
     ema_decay = 0.0
     passes_per_epoch = 1
     train_fraction = 1.0

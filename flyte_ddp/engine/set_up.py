@@ -17,6 +17,7 @@ from flyte_ddp.engine.choice import Choice, is_lower_better
 from flyte_ddp.engine.job import Job
 from flyte_ddp.engine.loading import Streamed
 from flyte_ddp.engine.measures import augment, code_location
+from flyte_ddp.engine.memory import recompute
 from flyte_ddp.engine.probe import Probed, probe
 from flyte_ddp.engine.state import TrainingState
 from flyte_ddp.engine.warm_start import continue_from, freeze, is_checkpoint, start_from
@@ -74,6 +75,7 @@ def set_up(environment: Environment, device: torch.device, job: Job) -> Parts:
         autocast=precision == "bfloat16", total_steps=total_steps, constant_loss=constant_loss,
         left_out=left_out, log_gradients=job.log_gradients,
     )  # fmt: skip
+    recompute(recipe, model, found.rows)  # after the trials and the average, which are copies without it
     if validation:
         state.choice = choice_of(recipe, found.headline, settings)
     reasons = [f"the result depends on the number of ranks: {reason}" for reason in found.reasons]

@@ -128,7 +128,7 @@ class TrainingState:
         """names: of the measures, "loss" first. left_out: the weights that model() has frozen. log_gradients: whether
         events have those of all parameters."""
         self.log_gradients = log_gradients
-        self.recipe, self.names, self.device = recipe, tuple(names), device
+        self.recipe, self.names, self.device, self.micro_batch = recipe, tuple(names), device, recipe.micro_batch
         self.model, self.rows, self.base = model, rows, FrozenBase(model, left_out)
         self.ddp = DistributedDataParallel(
             Step(self.model, recipe, rows, self.names, world_size, autocast).to(device),
@@ -166,7 +166,7 @@ class TrainingState:
     def train_step(self, batch: Batch, stop: bool) -> None:
         """One optimizer update from this rank's share of a global batch; a collective."""
         self.ddp.zero_grad()  # here rather than at the end, so that gradients can be inspected until the next step
-        parts = batch.parts(self.recipe.micro_batch)
+        parts = batch.parts(self.micro_batch)
         for part in parts:
             # For what all samples share and torch draws by itself: the same on all ranks
             self._generator.manual_seed(batch.seed)
@@ -203,7 +203,7 @@ class TrainingState:
         """
         weights = [weight for weight in self.model.parameters() if weight.requires_grad]
         bad = [False, False]
-        for part in batch.parts(self.recipe.micro_batch):
+        for part in batch.parts(self.micro_batch):
             self._generator.manual_seed(batch.seed)
             with self.rows.block(batch.seed):
                 loss = self.ddp.module(part, False, False)
@@ -258,6 +258,7 @@ class TrainingState:
             "optimizer": self.optimizer.state_dict(),
             "schedule": self.schedule.state_dict(),
             "sums": self._sums,
+            "micro_batch": self.micro_batch,
             "epoch": self.epoch,
             "step": self.step,
             "epoch_seconds": self.epoch_seconds,
@@ -274,6 +275,8 @@ class TrainingState:
         self.optimizer.load_state_dict(saved["optimizer"])
         self.schedule.load_state_dict(saved["schedule"])
         self._sums[:-3] = saved["sums"][:-3]  # without the old run's requests to stop
+        if self.recipe.micro_batch < 0:
+            self.micro_batch = saved.get("micro_batch", -1)
         self.epoch, self.step, self.epoch_seconds = saved["epoch"], saved["step"], saved["epoch_seconds"]
         self.history = [EpochFinished(**finished) for finished in saved["history"]]
         self.watch.load_state_dict(saved["watch"])
