@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from flyte_ddp import random_numbers
 from flyte_ddp.batch_share import BatchShare, gather_rows
+from flyte_ddp.errors import InputError
 from flyte_ddp.model_metadata import needs_metadata
 from flyte_ddp.weights import REMEDY, load_weights
 
@@ -99,22 +100,45 @@ class Recipe:
     train_fraction = 1.0
     couples_samples = False
     may_depend_on_ranks = False
+    has_read_init = False
+    _init_path: Path | None = None
 
     def __init__(self, settings: Any, data_path: Path | None = None):
         self.settings, self.data_path = settings, data_path
         self.share = BatchShare()
 
+    @property
+    def init_path(self) -> Path:
+        """The folder that the task was given as init, for from_pretrained in model(); InputError without one. It is
+        not known yet in __init__."""
+        if self._init_path is None:
+            raise InputError(f"{type(self).__name__} starts from given weights: give the folder that has them as init")
+        self.has_read_init = True
+        return self._init_path
+
+    @init_path.setter
+    def init_path(self, folder: Path | None) -> None:
+        self._init_path, self.has_read_init = folder, False
+
     @classmethod
-    def load_model(cls, path: str | Path, settings: Any = None, data_path: Path | None = None) -> nn.Module:
+    def load_model(
+        cls,
+        path: str | Path,
+        settings: Any = None,
+        data_path: Path | None = None,
+        init_path: Path | None = None,
+    ) -> nn.Module:
         """The trained network from a model_state or safetensors file, in evaluation mode on the CPU; nothing in the
         file is executed.
 
         settings: those of the training; by default those in the file's metadata.
-        data_path: that of the training, where model() needs it.
+        data_path, init_path: those of the training, where model() needs them.
         """
         if settings is None:
             settings = needs_metadata(path, "give the settings of the training").load_settings()
-        return cls(settings, data_path).trained_model(path)
+        recipe = cls(settings, data_path)
+        recipe.init_path = init_path
+        return recipe.trained_model(path)
 
     def trained_model(self, path: str | Path, called: str = "model_state", remedy: str = REMEDY) -> nn.Module:
         """model() with the weights of a file, in evaluation mode on the CPU. called, remedy: see load_weights."""

@@ -11,6 +11,7 @@ GROUND = (
     "errors",
     "events",
     "model_metadata",
+    "pretrained",
     "random_numbers",
     "reading",
     "schedules",

@@ -10,6 +10,7 @@ from typing import Any
 from flyte_ddp.code_version import with_installed
 from flyte_ddp.data.description import DatasetDescription
 from flyte_ddp.events import EpochFinished, NotLearning
+from flyte_ddp.pretrained import check_pretrained
 from flyte_ddp.settings import RunOptions, TrainingSettings
 from flyte_ddp.storage import content_digest
 from flyte_ddp.user_code import UserCode
@@ -54,7 +55,7 @@ class Subject:
         root: folder to import the recipe's module from; empty if it is part of this library.
         files: the files of its code; empty if it is part of this library.
         description: of a prepared dataset; None for other data.
-        init: the model_state or checkpoint to start from, if any.
+        init: the model_state, checkpoint or folder of weights to start from, if any.
     """
 
     identity: Identity
@@ -73,8 +74,13 @@ def subject_of(
     init: Path | None = None,
     description: DatasetDescription | None = None,
 ) -> Subject:
-    """The training of a recipe; whoever asks for the same one, in whatever way, gets the same identity."""
+    """The training of a recipe; whoever asks for the same one, in whatever way, gets the same identity.
+
+    Raises InputError if init is a folder without whole weights.
+    """
     digest = description.digest if description else content_digest(data) if data else ""
+    if init and init.is_dir():
+        check_pretrained(init)
     first = content_digest(init) if init else ""
     identity = Identity(code.name, settings, digest, with_installed(code.version), first)
     dataset = description.name if description else data.name if data else code.name.rpartition(":")[2]

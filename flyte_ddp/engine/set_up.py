@@ -1,5 +1,6 @@
 """Sets up a training on one rank: the recipe, its batches, and the state that steps change."""
 
+import os
 import pkgutil
 import random
 import sys
@@ -80,7 +81,7 @@ def set_up(environment: Environment, device: torch.device, job: Job) -> Parts:
         state.choice = choice_of(recipe, found.headline, settings)
     reasons = [f"the result depends on the number of ranks: {reason}" for reason in found.reasons]
     state.watch.warnings += [NotLearning(0, 0, reason) for reason in reasons]
-    if job.init and is_checkpoint(Path(job.init)):
+    if job.init and Path(job.init).is_file() and is_checkpoint(Path(job.init)):
         remarks.append(continue_from(state, Path(job.init), job, len(batches)))
     place_in_world = settings.test_batch_size, rank, world_size, mixed
     validated = TestBatches(validation, *place_in_world) if validation else None
@@ -92,7 +93,11 @@ def first_model(recipe: Recipe, job: Job) -> tuple[nn.Module, set[str], list[str
     model() provides and freezes; and remarks."""
     settings: TrainingSettings = job.identity.settings
     torch.manual_seed(settings.seed)
-    model, remarks = recipe.model(), []
+    recipe.has_read_init = False  # for a tokenizer, perhaps
+    model, remarks, init = recipe.model(), [], Path(job.init) if job.init else None
+    if init and init.is_dir():
+        _check_folder(recipe, init)
+        remarks.append(f"Starts from the folder {init.name}")
     lazy = [name for name, parameter in model.named_parameters() if nn.parameter.is_lazy(parameter)]
     if lazy:
         raise InputError(
@@ -101,14 +106,28 @@ def first_model(recipe: Recipe, job: Job) -> tuple[nn.Module, set[str], list[str
         )
     model = model.to(recipe.device)
     base = frozen_weights(model)
-    if job.init and not is_checkpoint(Path(job.init)):
-        taken, remark = start_from(model, Path(job.init), settings.init_leave_out)
+    if init and init.is_file() and not is_checkpoint(init):
+        taken, remark = start_from(model, init, settings.init_leave_out)
         remarks.append(remark)
         base = {name: value for name, value in base.items() if name not in taken}
     if settings.freeze:
         remarks.append(freeze(model, settings.freeze))
     check_types(recipe, model)
     return model, set(base), remarks
+
+
+def _check_folder(recipe: Recipe, init: Path) -> None:
+    """Raises InputError where model() has left it aside, or settings are for a file."""
+    if not recipe.has_read_init:
+        raise InputError(
+            f"{code_location(recipe, 'model')} must load init, which is the folder {init}: for example with "
+            "from_pretrained(self.init_path), or give a file"
+        )
+    if recipe.settings.init_leave_out:
+        raise InputError(
+            f"init_leave_out must be empty, because model() itself loads the folder {init}, got "
+            f"{recipe.settings.init_leave_out!r}"
+        )
 
 
 def check_types(recipe: Recipe, model: nn.Module) -> None:
@@ -161,6 +180,7 @@ def load_recipe(job: Job, device: torch.device) -> Recipe:
     torch.manual_seed(seed)
     np.random.seed(seed)
     random.seed(seed)
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # else from_pretrained("a name") would download in each rank
     if job.root and job.root not in sys.path:
         sys.path.insert(0, job.root)
     name = job.identity.recipe
@@ -172,6 +192,7 @@ def load_recipe(job: Job, device: torch.device) -> Recipe:
     if not hasattr(recipe, "share"):
         raise InputError(f"{code_location(recipe, '__init__')} must call super().__init__(settings, data_path)")
     recipe.device = device
+    recipe.init_path = Path(job.init) if job.init and Path(job.init).is_dir() else None
     return recipe
 
 

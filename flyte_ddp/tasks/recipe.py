@@ -38,6 +38,7 @@ from flyte_ddp.user_code import find_code
 
 PREDICT = "flyte_ddp.engine.predict:run"  # a name, because importing it would import torch
 Data: TypeAlias = FlyteFile | FlyteDirectory | None
+Init: TypeAlias = FlyteFile | FlyteDirectory | None
 
 
 @dataclass(frozen=True)
@@ -101,13 +102,13 @@ class RecipeTraining:
     @telling_webhook()
     @flyte_retries()
     def run(
-        self, settings: TrainingSettings, options: RunOptions, data: Data = None, init: FlyteFile | None = None
+        self, settings: TrainingSettings, options: RunOptions, data: Data = None, init: Init = None
     ) -> RecipeOutputs:
         """Trains with one process per rank, on the file or folder data, if the recipe uses one.
 
-        init: what to start from: the model_state of an earlier training, or a checkpoint (final-checkpoint in its logs,
-        if options.keep_checkpoint was set), from which training continues up to settings.epochs in total. Raises what
-        launcher.launch raises.
+        init: what to start from: the model_state of an earlier training; a checkpoint (final-checkpoint in its logs, if
+        options.keep_checkpoint was set), from which training continues up to settings.epochs in total; or a folder in
+        save_pretrained's layout, the recipe's init_path. Raises what launcher.launch raises.
         """
         check_gpus(visible_gpus())
         world = choose_world(settings.backend, options.nproc, settings.batch_size)
@@ -120,7 +121,7 @@ class RecipeTraining:
         return self.outputs_of(train_by(start, world, fetch, options, self.observers))
 
     def run_as_rank(
-        self, settings: TrainingSettings, options: RunOptions, data: Data = None, init: FlyteFile | None = None
+        self, settings: TrainingSettings, options: RunOptions, data: Data = None, init: Init = None
     ) -> RecipeOutputs:
         """Trains as one rank of many nodes, in a task whose arguments come from on_many_nodes."""
         from flyte_ddp.tasks.elastic import download_once, train_as_rank  # they import torch
@@ -141,14 +142,16 @@ class RecipeTraining:
         shards: int = 1,
         data: Data = None,
         split: str = "test",
+        init: FlyteDirectory | None = None,
     ) -> FlyteFile:
         """The predictions (n, ...) of a trained network for a shard of a split, as an .npy file.
 
-        settings: those of the training. shard: from 0; map over it, in a task with arguments(ignored_inputs=()).
+        settings, init: those of the training. shard: from 0; map over it, in a task with arguments(ignored_inputs=()).
         """
         if not 0 <= shard < shards:
             raise InputError(f"shard must be at least 0 and below shards ({shards}), got {shard}")
-        subject = self.subject(settings, None if data is None else Path(data.download()))
+        source, first = (None if given is None else Path(given.download()) for given in (data, init))
+        subject = self.subject(settings, source, first)
         with run_dir(f"{subject.dataset}-predictions") as folder:
             path = folder / f"predictions-{shard}.npy"
             job = job_of(subject, RunOptions(), model_path=model_state.download(), predictions_path=str(path))

@@ -154,7 +154,7 @@ def test_weights_that_do_not_fit_are_refused_or_left_out(tmp_path):
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path):
-    with pytest.raises(InputError, match=r"init must be a file that is there, got .*nowhere.pt"):
+    with pytest.raises(InputError, match=r"init must be a file or folder that is there, got .*nowhere.pt"):
         train_recipe("tests.engine.probe_recipes:Sound", Settings(), output=tmp_path, init=tmp_path / "nowhere.pt")
 
 
