@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from flyte_ddp.batch_share import BatchShare
+from flyte_ddp.engine.ghost_batch_norm import RunningStatistics
 from flyte_ddp.engine.operators import Numbers, replaced_by
 from flyte_ddp.engine.torch_compat import any_batch_size
 from flyte_ddp.errors import InputError
@@ -51,6 +52,7 @@ class ByRow:
         drawn: operation and shape of each draw of the block.
         digest: of these shapes without the samples: the same on all ranks, or their numbers don't belong together.
         normalised: whether any batch was normalised.
+        running: of the network that trains; None without groups of samples to normalise by.
     """
 
     def __init__(self, share: BatchShare):
@@ -58,6 +60,7 @@ class ByRow:
         self.drawn: list[tuple[str, Shape]] = []
         self.digest = 0
         self.normalised = False
+        self.running: RunningStatistics | None = None
         self._layouts: dict[tuple[str, int], list[Layout]] = {}  # by operation and number of dimensions
         self._found: dict[tuple[str, Shape, int], Layout] = {}
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from flyte_ddp import random_numbers
 from flyte_ddp.engine.batch_norm import batch_norm
+from flyte_ddp.engine.ghost_batch_norm import ghost_batch_norm
 from flyte_ddp.engine.torch_compat import original, plain_attention
 
 if TYPE_CHECKING:
@@ -82,7 +83,10 @@ def _attend(
 
 
 def _normalise(rows: "ByRow", *args: Any) -> Tensor:
-    rows.normalised |= args[5]
+    training = args[5]
+    rows.normalised |= training
+    if training and rows.share.norm_samples:
+        return ghost_batch_norm(rows.share, rows.running, *args)
     return batch_norm(rows.share, *args)
 
 
