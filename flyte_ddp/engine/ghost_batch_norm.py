@@ -98,7 +98,7 @@ def ghost_batch_norm(
         shifted = features + _shift(share, features)
         return batch_norm(share, shifted, weight, bias, None, None, training, momentum, eps, cudnn_enabled)
     groups = features.split(rows // share.count * share.norm_samples)
-    dtype = torch.promote_types(features.dtype, torch.float32)
+    dtype = torch.promote_types(features.dtype, torch.float32) if weight is None else weight.dtype
     found = features.new_zeros(len(groups), 2, channels, dtype=dtype)  # torch's kernels write mean and variance there
     normalised = [
         PLAIN(group, weight, bias, *of_group, training, 1.0, eps, cudnn_enabled)

@@ -47,7 +47,7 @@ REFUSED = {
     "MicroBatchNorm": ["MicroBatchNorm.micro_batch must be 0", "nn.GroupNorm"],
     "MicroEveryone": ["MicroEveryone.micro_batch must be 0", "couples_samples"],
     "GroupedNormOfSteps": ["GroupedNormOfSteps.forward", "depends on the others", "in the order of the samples"],
-    "GroupedNormOfSome": ["norm_samples must be 0", "got 7 rows of 8 samples"],
+    "GroupedNormOfSome": ["norm_samples must be 0", "got 3 rows of 4 samples"],
     "NotARecipe": ["must be a subclass of flyte_ddp.recipe.Recipe"],
 }
 WITHOUT_LINE = {"Headline", "MicroBatchNorm", "MicroEveryone", "GroupedNormOfSome", "NotARecipe"}
