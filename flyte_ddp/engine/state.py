@@ -49,9 +49,9 @@ class Step(nn.Module):
     DDP averages the ranks' gradients. Here these are gradients of sums, so multiplied by the number of ranks they give
     the gradient of the sum over the global batch, however uneven the shares; it is divided by the global weight
     afterwards. The sums of the measures travel with them, as the gradient of a parameter that is never trained: that
-    saves a second all-reduce, and all ranks know the same sums at the same step. So does what
-    running statistics move towards, where batch norm goes by groups. And so do the bits of a digest of the shapes that
-    random numbers were drawn for: if a bit's sum is neither 0 nor the number of ranks, these shapes differ.
+    saves a second all-reduce, and all ranks know the same sums at the same step. So does what running statistics move
+    towards, where batch norm goes by groups. And so do the bits of a digest of the shapes that random numbers were
+    drawn for: if a bit's sum is neither 0 nor the number of ranks, these shapes differ.
     """
 
     def __init__(
