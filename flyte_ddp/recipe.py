@@ -77,6 +77,8 @@ class Recipe:
             -1 as many as fit, which is all of them, halved until a step fits.
         recompute: patterns (fnmatch) of the names of layers that are computed again for the backward pass instead of
             kept for it; saves memory, with the same bits.
+        norm_samples: batch norm sees groups of this many samples of the global batch, as they follow one another in it
+            (ghost batch norm), so that ranks exchange nothing in a forward or backward pass; 0 is the global batch.
         ema_decay: decay per step of the exponential moving average of the weights, which is evaluated and returned; 0
             is off.
         passes_per_epoch: how often an epoch goes over the training samples.
@@ -95,6 +97,7 @@ class Recipe:
     clip_norm = 0.0
     micro_batch = 0
     recompute: tuple[str, ...] = ()
+    norm_samples = 0
     ema_decay = 0.0
     passes_per_epoch = 1
     train_fraction = 1.0
@@ -159,7 +162,8 @@ class Recipe:
     def model(self) -> nn.Module:
         """The network, its weights drawn from torch's random numbers, seeded by settings.seed; it returns no softmax.
 
-        What it draws and normalises by the batch, in whatever way, will be that of the whole global batch.
+        What it draws and normalises by the batch, in whatever way, will be that of the whole global batch, or of
+        groups of norm_samples.
         """
         raise NotImplementedError
 
