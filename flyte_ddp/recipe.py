@@ -83,6 +83,8 @@ class Recipe:
             is off.
         passes_per_epoch: how often an epoch goes over the training samples.
         train_fraction: share of the training samples that each epoch uses, different ones in each epoch.
+        length_window: batches among which samples are sorted by length, so that those of a batch are alike and need
+            little padding; 0 is off.
         couples_samples: whether the loss of a sample depends on others of its batch, through everyone().
         may_depend_on_ranks: allows a result that depends on the number of ranks; the outputs then carry a warning.
     """
@@ -101,6 +103,7 @@ class Recipe:
     ema_decay = 0.0
     passes_per_epoch = 1
     train_fraction = 1.0
+    length_window = 0
     couples_samples = False
     may_depend_on_ranks = False
     has_read_init = False
@@ -158,6 +161,14 @@ class Recipe:
         options.loader_workers processes per rank.
         """
         raise NotImplementedError
+
+    def lengths(self, split: str) -> Any:
+        """(N,) whole numbers, for samples of different lengths; None where all have the same shape.
+
+        Tensors whose samples have this length in their first dimension are padded with zeros, those that come padded
+        are cut, to the longest of the global batch: positions, and so random numbers, are then the same on all ranks.
+        """
+        return None
 
     def model(self) -> nn.Module:
         """The network, its weights drawn from torch's random numbers, seeded by settings.seed; it returns no softmax.

@@ -23,6 +23,7 @@ class Attributes:
     norm_samples: int = setting(0, minimum=0)
     ema_decay: float = setting(0.0, minimum=0, below=1)
     passes_per_epoch: int = setting(1, minimum=1)
+    length_window: int = setting(0, minimum=0)
     train_fraction: float = setting(1.0, above=0, maximum=1)
     couples_samples: bool = setting(False)
     may_depend_on_ranks: bool = setting(False)

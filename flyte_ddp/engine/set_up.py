@@ -16,6 +16,7 @@ from flyte_ddp.engine.attributes import check_attributes
 from flyte_ddp.engine.batches import Resident, Split, TestBatches, TrainBatches, hold_out
 from flyte_ddp.engine.choice import Choice, is_lower_better
 from flyte_ddp.engine.job import Job
+from flyte_ddp.engine.lengths import Lengths
 from flyte_ddp.engine.loading import Streamed
 from flyte_ddp.engine.measures import augment, code_location
 from flyte_ddp.engine.memory import recompute
@@ -63,6 +64,7 @@ def set_up(environment: Environment, device: torch.device, job: Job) -> Parts:
         recipe.passes_per_epoch,
         recipe.train_fraction,
         recipe.norm_samples,
+        recipe.length_window,
         partial(augment, recipe),
     )
     model, left_out, remarks = first_model(recipe, job)
@@ -204,11 +206,29 @@ def open_split(recipe: Recipe, split: str, job: Job) -> Split:
         if isinstance(data, torch.utils.data.Dataset) and not isinstance(data, torch.utils.data.TensorDataset):
             if isinstance(data, torch.utils.data.IterableDataset) or not len(data):  # type: ignore[arg-type]
                 raise InputError("a Dataset must have samples, and a length")
-            return Streamed(data, recipe.device, job.loader_workers, job.pin_memory)
-        data = data.tensors if isinstance(data, torch.utils.data.TensorDataset) else data
-        return Resident(data, recipe.device)
+            found: Streamed | Resident = Streamed(data, recipe.device, job.loader_workers, job.pin_memory)
+        else:
+            data = data.tensors if isinstance(data, torch.utils.data.TensorDataset) else data
+            found = Resident(data, recipe.device)
     except InputError as error:
         raise InputError(f'{code_location(recipe, "data")}, split "{split}": {error.message}') from None
+    return with_lengths(found, recipe, split)
+
+
+def with_lengths(found: Streamed | Resident, recipe: Recipe, split: str) -> Split:
+    """The samples with their lengths, if the recipe has any; InputError for lengths that are not theirs."""
+    each = recipe.lengths(split)
+    if each is not None:
+        if isinstance(found, Streamed):
+            found.is_padded = True
+        try:
+            found.lengths = Lengths(each, len(found), lambda indices: next(iter(found.fetch([indices]))))
+        except InputError as error:
+            raise InputError(f'{code_location(recipe, "lengths")}, split "{split}": {error.message}') from None
+    elif split == "train" and recipe.length_window:
+        owner = type(recipe).__name__
+        raise InputError(f"{owner}.length_window must be 0 without {owner}.lengths, got {recipe.length_window}")
+    return found
 
 
 def choose_precision(precision: str, device: torch.device) -> str:
