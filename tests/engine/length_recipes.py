@@ -73,6 +73,10 @@ class Unsorted(Varied):
     length_window = 0
 
 
+class Sorted(Varied):
+    length_window = 6
+
+
 class WithoutLengths(Varied):
     length_window = 0
 

@@ -13,6 +13,7 @@ from flyte_ddp.settings import RunOptions
 from flyte_ddp.training import train
 from tests.engine.length_recipes import (
     HeldOut,
+    Sorted,
     TooFew,
     Unsorted,
     Varied,
@@ -49,10 +50,13 @@ def test_the_result_is_the_same_on_any_number_of_ranks(tmp_path, recipe, setting
 
 
 @pytest.mark.usefixtures("alone")
-def test_what_is_in_memory_is_cut_to_the_longest_of_a_batch_and_a_window_saves_padding(tmp_path):
-    events = [run(recipe, tmp_path / recipe.__name__, batch_size=5, log_interval=1)[1] for recipe in (Unsorted, Varied)]
-    shares = [[event.measures["padding"] for event in one if isinstance(event, StepLogged)] for one in events]
-    assert sum(shares[1]) < 0.8 * sum(shares[0])
+def test_what_is_in_memory_is_cut_to_the_longest_of_a_batch_and_sorting_saves_padding(tmp_path):
+    padding = []
+    for recipe in (Unsorted, HeldOut, Sorted):
+        _, events = run(recipe, tmp_path / recipe.__name__, batch_size=5, log_interval=1)
+        padding.append([event.measures["padding"] for event in events if isinstance(event, StepLogged)])
+    assert padding[0] == padding[1]
+    assert sum(padding[2]) < 0.5 * sum(padding[0])
 
 
 @pytest.mark.usefixtures("alone")
