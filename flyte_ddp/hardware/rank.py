@@ -19,7 +19,7 @@ def survey(environment: Any, link: Any, inputs: tuple[Hyperparameters, RunOption
     """What torch can do, and what a training with these inputs would; a target of launcher.launch."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        gpus, no_gpu = _gpus()
+        gpus, no_gpu = _usable_gpus()
     plan, refusal = _plan(*inputs)
     pairs = list(combinations(range(len(gpus)), 2))
     can = torch.cuda.can_device_access_peer
@@ -37,7 +37,7 @@ def survey(environment: Any, link: Any, inputs: tuple[Hyperparameters, RunOption
     )
 
 
-def _gpus() -> tuple[list[TorchGpu], str]:
+def _usable_gpus() -> tuple[list[TorchGpu], str]:
     """The GPUs, or none and the reason."""
     try:
         torch.cuda.init()

@@ -21,7 +21,7 @@ from flyte_ddp.events import (
     RunStarted,
     StepLogged,
 )
-from flyte_ddp.report.words import counted, in_words, written
+from flyte_ddp.report.words import in_words, split_sizes, written
 
 logger = logging.getLogger("flyte_ddp")
 _last_words: list[str] = []
@@ -105,7 +105,7 @@ class Console(Remarks):
     def on_run_started(self, event: RunStarted) -> None:
         self._run = event
         say(
-            f"{event.dataset}: {counted(event)}; {event.world_size} ranks "
+            f"{event.dataset}: {split_sizes(event)}; {event.world_size} ranks "
             f"({event.backend}, {event.device}, {event.precision}), ready after {event.startup_seconds:.1f} s"
         )
         for remark in event.remarks:

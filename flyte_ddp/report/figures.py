@@ -231,6 +231,10 @@ def drawn(plot: Callable[[Any], None], description: str, size: tuple[float, floa
 
 def picture(image: np.ndarray, most: int = 64) -> str:
     """An image (C, H, W) uint8 as a PNG data URI, made smaller where it exceeds most pixels."""
+    return "data:image/png;base64," + base64.b64encode(png_of(image, most)).decode()
+
+
+def png_of(image: np.ndarray, most: int) -> bytes:
     from PIL import Image
 
     pixels = image.transpose(1, 2, 0) if len(image) == 3 else image[0]
@@ -238,4 +242,4 @@ def picture(image: np.ndarray, most: int = 64) -> str:
     png.thumbnail((most, most))
     file = io.BytesIO()
     png.save(file, "png", optimize=True)
-    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+    return file.getvalue()
