@@ -17,7 +17,7 @@ from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.sweep.halving import Entrant, TrialResult, check_rungs
 from flyte_ddp.sweep.search import Sweep, trials_of
-from flyte_ddp.sweep.task import Comparison, run_sweep, try_out
+from flyte_ddp.sweep.task import SweepComparison, run_sweep, try_out
 from flyte_ddp.tasks.caching import CodeVersion
 from flyte_ddp.tasks.execution import is_local
 from flyte_ddp.tasks.prepare import PreparedDataset, prepare_dataset, resolve_dataset
@@ -34,7 +34,7 @@ VALIDATION_FRACTION = 1 / 12  # of MNIST: 55,000 images to train on, 5,000 to co
 
 
 class SweepOutputs(NamedTuple):
-    """The outputs of a sweep: of flyte_ddp.sweep.task.Comparison, and of training with the best on all training images.
+    """The outputs of a sweep: a SweepComparison, and the outputs of training with the best on all training images.
 
     Attributes:
         model_state, summary, training_report, logs: see flyte_ddp.tasks.train.TrainingOutputs.
@@ -72,7 +72,7 @@ def train_trial(entrant: Entrant, data: PreparedDataset, options: RunOptions) ->
 
 
 @dynamic(**dynamic_resources())
-def compare_trials(sweep: Sweep, trials: list[Hyperparameters], name: str, options: RunOptions) -> Comparison:
+def run_trials(sweep: Sweep, trials: list[Hyperparameters], name: str, options: RunOptions) -> SweepComparison:
     """Runs each trial on the named dataset, with a validation split of its training images."""
     validated = [
         replace(hp, dataset=name, validation_fraction=hp.validation_fraction or VALIDATION_FRACTION) for hp in trials
@@ -103,7 +103,7 @@ def sweep_wf(
     trials = list_trials(sweep=sweep, hp=hp, options=options)
     name = resolve_dataset(hp=hp, options=options)
     trials >> name  # checks the trials before anything is downloaded
-    compared = compare_trials(sweep=sweep, trials=trials, name=name, options=options)
+    compared = run_trials(sweep=sweep, trials=trials, name=name, options=options)
     best = best_hyperparameters(best=compared.best, hp=hp)
     final = pytorch_mnist_task(hp=best, data=prepare_dataset(name=name), options=options, init=None)
     return SweepOutputs(

@@ -10,7 +10,7 @@ from flytekit import dynamic, task, workflow
 from flyte_ddp import RecipeTraining, RunOptions
 from flyte_ddp.sweep.halving import Entrant, TrialResult
 from flyte_ddp.sweep.search import Sweep, trials_of
-from flyte_ddp.sweep.task import Comparison, run_sweep, try_out
+from flyte_ddp.sweep.task import SweepComparison, run_sweep, try_out
 from flyte_ddp.tasks.resources import dynamic_resources
 from tabular.settings import Settings
 
@@ -24,11 +24,13 @@ def try_settings(entrant: Entrant, options: RunOptions) -> TrialResult:
 
 
 @dynamic(**dynamic_resources())
-def sweep_settings(sweep: Sweep, settings: Settings, options: RunOptions) -> Comparison:
+def sweep_settings(sweep: Sweep, settings: Settings, options: RunOptions) -> SweepComparison:
     found: Any = run_sweep(sweep, trials_of(sweep, settings), try_settings, "patients", options=options)
     return found
 
 
 @workflow
-def sweep_wf(sweep: Sweep = WIDTHS, settings: Settings = Settings(), options: RunOptions = RunOptions()) -> Comparison:
+def sweep_wf(
+    sweep: Sweep = WIDTHS, settings: Settings = Settings(), options: RunOptions = RunOptions()
+) -> SweepComparison:
     return sweep_settings(sweep=sweep, settings=settings, options=options)

@@ -29,7 +29,7 @@ def check_model(environment: Environment, link: Link, file: ModelFile) -> None:
 
 
 @torch.inference_mode()
-def predict_shard(environment: Environment, link: Link, job: ShardJob) -> None:
+def predict_images(environment: Environment, link: Link, job: ShardJob) -> None:
     """Writes a row for each image of the shard to job.output; in float32, as in the evaluations of training."""
     torch.set_num_threads(environment.threads)
     settle_arithmetic()

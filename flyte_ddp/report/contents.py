@@ -9,10 +9,10 @@ from flyte_ddp.report.record import Record
 from flyte_ddp.report.words import capitalised, in_words
 from flyte_ddp.settings import Settings
 
-MOST_LAYERS = 40
+MOST_MODULES = 40
 MOST_MEASURES = 4  # in a table
 MOST_EPOCHS = 20  # lines in a table
-MOST_OPERATORS = 15
+MOST_SHOWN = 15
 
 
 def tiles(record: Record) -> list[tuple[str, str]]:
@@ -121,7 +121,7 @@ def _network(record: Record) -> list[tuple[str, str]]:
         lines.append(("All", f"{result.parameters:,} parameters"))
         if result.sample_flops:
             lines.append(("A training step", f"{result.sample_flops:,.3g} FLOPs per sample"))
-    layers = record.started.layers[:MOST_LAYERS] if record.started else []
+    layers = record.started.layers[:MOST_MODULES] if record.started else []
     return lines + [(name or "(the network)", f"{kind}, {count:,} parameters") for name, kind, count in layers]
 
 
@@ -155,7 +155,7 @@ def operator_table(record: Record) -> dict[str, Any] | None:
         columns["GPU ms, self"] = "device_us"
     lines = [
         [operator["name"], f"{operator['calls']:,}", *(f"{operator[key] / 1e3:,.2f}" for key in columns.values())]
-        for operator in profile["operators"][:MOST_OPERATORS]
+        for operator in profile["operators"][:MOST_SHOWN]
     ]
     title = f"Most expensive operators of rank 0, over {profile['steps']} profiled steps"
     return {"title": title, "heads": ["Operator", "Calls", *columns], "lines": lines}

@@ -25,7 +25,7 @@ MOST_LETTERS = 24  # of a name in a legend, of which the end is kept: longer nam
 MOST_POINTS = 300
 LINES = ("-", "--", ":", "-.")  # colours alone don't tell series apart for everyone
 
-STYLE: Any = {
+PLOT_STYLE: Any = {
     "svg.fonttype": "none",  # text stays text: smaller, and in the page's font
     "svg.hashsalt": "report",
     "text.parse_math": False,  # names of layers may hold a $
@@ -216,7 +216,7 @@ def drawn(plot: Callable[[Any], None], description: str, size: tuple[float, floa
     from matplotlib.figure import Figure
 
     file = io.StringIO()
-    with matplotlib.rc_context(STYLE), np.errstate(all="ignore"):
+    with matplotlib.rc_context(PLOT_STYLE), np.errstate(all="ignore"):
         figure = Figure(figsize=size, layout="constrained")
         plot(figure.add_subplot(**subplot))
         figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})

@@ -138,7 +138,7 @@ MACROS = """
 {% endmacro %}
 """
 
-BODY = """
+REPORT = """
 <main class="ddp">
 {% set info = record.info %}
 <div class="top"><h1>Training {{ record.subject }}</h1>

@@ -12,7 +12,7 @@ from flyte_ddp.report.figures import Curves, draw, load_matplotlib
 from flyte_ddp.report.record import Record, RunFailed, RunFinished
 from flyte_ddp.report.verdict import drawn_pictures, sample_pictures, verdict
 
-SHARE = 0.05  # the largest share of the time to spend on pages that the next one replaces
+PAGES_SHARE = 0.05  # the largest share of the time to spend on pages that the next one replaces
 
 
 class Report(Observer):
@@ -50,13 +50,13 @@ class Report(Observer):
         os.replace(beside, self._path)
         self._publish(body)
         now = time.monotonic()
-        self._next_page = now + (now - started) * (1 / SHARE - 1)
+        self._next_page = now + (now - started) * (1 / PAGES_SHARE - 1)
 
 
 def fragment(record: Record) -> str:
     """The content of <body>, for a Deck; all values are escaped."""
     return render_body(
-        page.BODY,
+        page.REPORT,
         record=record,
         tiles=contents.tiles(record),
         curves=_drawings(curves.progress_curves(record)),

@@ -6,7 +6,7 @@ from flyte_ddp.report.console import say_last
 from flyte_ddp.report.record import Record, RunInfo
 from flyte_ddp.report.words import capitalised, in_words, split_sizes
 
-MOST_EPOCHS = 10
+MOST_SAID = 10
 
 
 def say_summary(record: Record, model: Path, report: Path, show_paths: bool) -> None:
@@ -14,8 +14,8 @@ def say_summary(record: Record, model: Path, report: Path, show_paths: bool) -> 
     info, run = record.info, record.started
     name = record.headline
     tested = [record.written(name, epoch.evaluated) for epoch in record.epochs]
-    if len(tested) > MOST_EPOCHS:
-        tested = [tested[0], "…", *tested[-MOST_EPOCHS + 1 :]]
+    if len(tested) > MOST_SAID:
+        tested = [tested[0], "…", *tested[-MOST_SAID + 1 :]]
     lines = []
     if run:
         stand_in = " (stand-in)" if info.is_stand_in else ""

@@ -57,7 +57,7 @@ class TrialResult:
     stop_after: int = 0
 
 
-Trials = Sequence[Mapping[str, Any]]  # the settings of each, by name
+AllTrials = Sequence[Mapping[str, Any]]  # the settings of each, by name
 Rungs = list[list[TrialResult | None]]  # the results of each rung's entrants; None where a pod has failed for good
 
 
@@ -82,7 +82,7 @@ def value_text(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else json.dumps(value).strip('"')
 
 
-def rungs_of(sweep: Sweep, trials: Trials) -> list[Rung]:
+def rungs_of(sweep: Sweep, trials: AllTrials) -> list[Rung]:
     """As many rungs as the numbers of epochs and trials allow; a single one if no trials are cut."""
     factor, epochs, last = sweep.reduction_factor, trials[0]["epochs"], 0
     while factor > 1 and factor ** (last + 1) <= min(epochs, len(trials)):
@@ -91,7 +91,7 @@ def rungs_of(sweep: Sweep, trials: Trials) -> list[Rung]:
     return [*cut, Rung(len(trials) // factor**last, 0)]
 
 
-def check_rungs(sweep: Sweep, trials: Trials) -> None:
+def check_rungs(sweep: Sweep, trials: AllTrials) -> None:
     """Raises InputError if trials cannot be compared after a rung, or if none would be cut."""
     factor, epochs = sweep.reduction_factor, trials[0]["epochs"]
     if factor == 1:
@@ -108,7 +108,7 @@ def check_rungs(sweep: Sweep, trials: Trials) -> None:
         )
 
 
-def run_rungs(sweep: Sweep, trials: Trials, run: Callable[[Entrant], TrialResult]) -> Rungs:
+def run_rungs(sweep: Sweep, trials: AllTrials, run: Callable[[Entrant], TrialResult]) -> Rungs:
     """Runs the trials of each rung one after another."""
     rungs: Rungs = []
     for rung in rungs_of(sweep, trials):
@@ -131,7 +131,7 @@ def failed(failure: Failure, seconds: float = 0.0) -> TrialResult:
     return TrialResult(seconds=seconds, failure=reason)
 
 
-def entrants(sweep: Sweep, trials: Trials, rungs: Sequence[Sequence[TrialResult | None]]) -> dict[int, Entrant]:
+def entrants(sweep: Sweep, trials: AllTrials, rungs: Sequence[Sequence[TrialResult | None]]) -> dict[int, Entrant]:
     """The trials of the next rung by number, given the results of those so far; ReportedError if all have failed."""
     latest = standings(sweep, trials, rungs)
     found = _entrants(sweep, rungs_of(sweep, trials)[len(rungs)], latest)
@@ -140,7 +140,7 @@ def entrants(sweep: Sweep, trials: Trials, rungs: Sequence[Sequence[TrialResult 
     return found
 
 
-def standings(sweep: Sweep, trials: Trials, rungs: Sequence[Sequence[TrialResult | None]]) -> list[Ranked]:
+def standings(sweep: Sweep, trials: AllTrials, rungs: Sequence[Sequence[TrialResult | None]]) -> list[Ranked]:
     """Each trial with its latest result, given those of the rungs so far; seconds are the sum over its rungs."""
     latest = [Ranked(number, settings, TrialResult()) for number, settings in enumerate(trials, 1)]
     for rung, results in zip(rungs_of(sweep, trials), rungs, strict=False):

@@ -39,7 +39,7 @@ from flyte_ddp.tasks.resources import small_resources
 from flyte_ddp.tasks.train import TrainingOutputs
 
 
-class Comparison(NamedTuple):
+class SweepComparison(NamedTuple):
     """The trials side by side.
 
     Attributes:
@@ -54,7 +54,7 @@ class Comparison(NamedTuple):
 
 
 def run_sweep(sweep: Sweep, trials: Sequence[TrainingSettings], run: Any, subject: str, **given: Any) -> Any:
-    """Runs the trials and compares them: a Comparison. For a @dynamic.
+    """Runs the trials and compares them: a SweepComparison. For a @dynamic.
 
     Args:
         run: a task that returns the TrialResult of an Entrant; one of its pods may fail permanently.
@@ -72,7 +72,7 @@ def run_sweep(sweep: Sweep, trials: Sequence[TrainingSettings], run: Any, subjec
         rungs = [run_all(entrant=list(entrants(sweep, settings, []).values()))]
         for _ in rungs_of(sweep, settings)[1:]:
             rungs.append(run_all(entrant=next_rung(sweep=sweep, trials=texts, rungs=rungs)))
-    return compare(sweep=sweep, trials=texts, rungs=rungs, subject=subject)
+    return compare_trials(sweep=sweep, trials=texts, rungs=rungs, subject=subject)
 
 
 def _value_of(result: Any) -> TrialResult:
@@ -126,7 +126,7 @@ def next_rung(sweep: Sweep, trials: list[str], rungs: Rungs) -> list[Entrant]:
 
 
 @task(enable_deck=True, deck_fields=(), **small_resources())
-def compare(sweep: Sweep, trials: list[str], rungs: Rungs, subject: str) -> Comparison:
+def compare_trials(sweep: Sweep, trials: list[str], rungs: Rungs, subject: str) -> SweepComparison:
     """Ranks the trials by the sweep's measure; raises ReportedError if none has one."""
     latest = standings(sweep, [read_json(trial) for trial in trials], rungs)
     ranking = ranked(sweep, latest)
@@ -140,4 +140,4 @@ def compare(sweep: Sweep, trials: list[str], rungs: Rungs, subject: str) -> Comp
     spared = saving(sweep, latest)
     said = [f"\nBest:     {summary(sweep, best)}", *([f"Trained:  {spared}"] if spared else [])]
     say_last("\n".join([*said, *([f"Trials:   {table}", f"Report:   {report.path}"] if is_local() else []), ""]))
-    return Comparison(trials[best.number - 1], output_file(table), report)
+    return SweepComparison(trials[best.number - 1], output_file(table), report)

@@ -18,9 +18,9 @@ from flyte_ddp.errors import InputError, ReportedError
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.sweep.halving import (
+    AllTrials,
     Entrant,
     TrialResult,
-    Trials,
     check_rungs,
     entrants,
     ranked,
@@ -39,7 +39,7 @@ RATES = [0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7]
 BY_TWO = Sweep({"learning_rate": RATES}, reduction_factor=2)
 
 
-def trials(sweep: Sweep, **base: Any) -> Trials:
+def trials(sweep: Sweep, **base: Any) -> AllTrials:
     return [asdict(trial) for trial in trials_of(sweep, Hyperparameters(dataset="digits", **base))]
 
 
@@ -216,14 +216,16 @@ def test_a_pod_goes_on_from_where_one_of_the_rung_before_ended(tmp_path):
     hps = [Hyperparameters(epochs=2, batch_size=100, learning_rate=rate) for rate in (0.05, 0.1)]
     texts, halving = [hp.to_json() for hp in hps], literal(Sweep(reduction_factor=2))
     inputs = {"sweep": halving, "trials": listed(*hps), "name": literal("digits"), "options": literal(RunOptions())}
-    pod = Pod(tasks["workflows.sweep.compare_trials"], inputs, tmp_path / "run")
+    pod = Pod(tasks["workflows.sweep.run_trials"], inputs, tmp_path / "run")
     assert pod.finish() == 0, pod.log
     job = DynamicJobSpec.FromString((pod.folder / "futures.pb").read_bytes())
     mapped = [node for node in job.nodes if node.HasField("array_node")]
     names = [node.task_node.reference_id.name for node in job.nodes]
     assert names.count("flyte_ddp.sweep.task.next_rung") == 1
     assert len(mapped) == 2
-    (compared,) = (node for node in job.nodes if node.task_node.reference_id.name == "flyte_ddp.sweep.task.compare")
+    (compared,) = (
+        node for node in job.nodes if node.task_node.reference_id.name == "flyte_ddp.sweep.task.compare_trials"
+    )
     (bound,) = (one.binding.collection.bindings for one in compared.inputs if one.var == "rungs")
     assert len(bound) == 2
 

@@ -139,7 +139,7 @@ def test_pods_of_a_map_task_report_what_came_of_their_trial(place):
         "name": literal("digits"),
         "options": literal(RunOptions()),
     }
-    pod = Pod(package_for_here().tasks["workflows.sweep.compare_trials"], inputs, place / "run")
+    pod = Pod(package_for_here().tasks["workflows.sweep.run_trials"], inputs, place / "run")
     assert pod.finish() == 0, pod.log
     job = DynamicJobSpec.FromString((pod.folder / "futures.pb").read_bytes())
     (node,) = (node.array_node for node in job.nodes if node.HasField("array_node"))
@@ -163,7 +163,7 @@ def test_pods_of_a_map_task_report_what_came_of_their_trial(place):
     lost = Literal(scalar=Scalar(none_type=Void()))
     results = [literal(TrialResult({"accuracy": 0.1}, 296)), lost, trained, diverged]
     inputs = compared([HP] * 4, results)
-    pod = Pod(package_for_here().tasks["flyte_ddp.sweep.task.compare"], inputs, place / "compare")
+    pod = Pod(package_for_here().tasks["flyte_ddp.sweep.task.compare_trials"], inputs, place / "compare")
     outputs = pod.run()
     assert Hyperparameters.from_json(decode(outputs["best"])) == HP
     best, *others = table(outputs["table"].scalar.blob.uri)
@@ -177,7 +177,7 @@ def test_pods_of_a_map_task_report_what_came_of_their_trial(place):
 
 
 def compared(hps: list[Hyperparameters], results: list[Literal]) -> dict[str, Literal]:
-    """The inputs of compare."""
+    """The inputs of compare_trials."""
     trials = literals([hp.to_json() for hp in hps])
     return {"sweep": literal(Sweep()), "subject": literal("digits"), "trials": trials, "rungs": rungs(results)}
 
@@ -185,7 +185,7 @@ def compared(hps: list[Hyperparameters], results: list[Literal]) -> dict[str, Li
 @pytest.mark.slow
 def test_a_sweep_without_any_result_is_not_worth_a_retry(place):
     inputs = compared([HP, DIVERGES], [literal(TrialResult(failure="this")), literal(TrialResult(failure="that"))])
-    pod = Pod(package_for_here().tasks["flyte_ddp.sweep.task.compare"], inputs, place / "nothing")
+    pod = Pod(package_for_here().tasks["flyte_ddp.sweep.task.compare_trials"], inputs, place / "nothing")
     pod.finish()
     assert pod.error.error.kind == ContainerError.NON_RECOVERABLE
     for line in ("Trial 1 (learning_rate 0.05): this", "Trial 2 (learning_rate 1e+06): that"):
