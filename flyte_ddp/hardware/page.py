@@ -5,6 +5,7 @@ from typing import Any
 from flyte_ddp.hardware.capabilities import Capabilities
 from flyte_ddp.hardware.machine import Machine, gib, warnings
 from flyte_ddp.hardware.nvidia import UnknownError, first_line
+from flyte_ddp.launch.environment import threads_per_rank
 from flyte_ddp.report.article import Section, article
 from flyte_ddp.report.words import multiples
 
@@ -46,14 +47,14 @@ def as_page(host: str, machine: Machine) -> str:
 def _training_lines(torch: Capabilities | UnknownError) -> Lines:
     if isinstance(torch, UnknownError):
         return [("Ranks", str(torch))]
-    if torch.plan is None:
+    if torch.world is None:
         return [("Ranks", f"refused: {torch.refusal}")]
-    world = torch.plan.world
+    world = torch.world
     kept = "moved to each rank's GPU once" if world.device == "cuda" else "memory-mapped, one copy for all ranks"
     return [
         ("Ranks", f"{world.size} with {world.backend}, on {world.device}"),
-        ("Threads", f"{torch.plan.threads} for each rank"),
-        ("Precision", torch.plan.precision),
+        ("Threads", f"{threads_per_rank(world.size)} for each rank"),
+        ("Precision", torch.precision),
         ("Data", f"uint8, {kept}"),
     ]
 

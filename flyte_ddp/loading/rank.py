@@ -10,7 +10,7 @@ import torch
 from flyte_ddp.engine.loading import Streamed
 from flyte_ddp.launch.environment import Environment, available_cores
 from flyte_ddp.launch.link import Link
-from flyte_ddp.loading.times import LoadingJob, LoadingTimes, TimedSetting, worker_counts
+from flyte_ddp.loading.times import LoadingJob, LoadingTimes, TimedSetting
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.recipes.images import ImageClassifier, Normaliser
 
@@ -26,7 +26,7 @@ def run(environment: Environment, link: Link, job: LoadingJob) -> LoadingTimes:
     images = min(settings.most_images, len(files))
     timed = [
         TimedSetting(workers, pin_memory, images, [])
-        for workers in worker_counts(most)
+        for workers in (0, *(2**power for power in range(most.bit_length())))
         for pin_memory in ((False, True) if device.type == "cuda" else (False,))
     ]
     for turn in range(settings.passes + 1):

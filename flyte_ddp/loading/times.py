@@ -69,8 +69,3 @@ def recommended(timed: Sequence[TimedSetting]) -> TimedSetting:
     fastest = max(timed, key=lambda one: one.rate)
     as_good = [one for one in timed if one.rate >= min(fastest.rates)]
     return min(as_good, key=lambda one: (one.workers, one.pin_memory))
-
-
-def worker_counts(most: int) -> list[int]:
-    """0, 1, 2, 4 and so on up to most."""
-    return [0, *(2**power for power in range(most.bit_length()))]
