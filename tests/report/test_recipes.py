@@ -1,12 +1,8 @@
 """What is shown of a recipe that brings its own data, settings and measures, no image classifier of this library."""
 
 import dataclasses
-import json
 import math
-import pickle
 import re
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +23,7 @@ from flyte_ddp.report.tensorboard import TensorBoard
 from flyte_ddp.report.words import written
 from flyte_ddp.settings import RunOptions, TrainingSettings, setting
 from tests.report.conftest import HOSTILE, Recorded
-from tests.report.wandb_file import Logged
+from tests.report.track import tell_tracker
 
 ROOT = Path(__file__).resolve().parents[2]
 STARTED = RunStarted(
@@ -221,12 +217,7 @@ def test_tensorboard_has_each_measure(told):
 
 
 def test_wandb_has_each_measure(told, tmp_path):
-    (tmp_path / "recorded.pickle").write_bytes(pickle.dumps(tuple(told)))
-    logs, options = tmp_path / "wandb-logs", json.dumps({"tracking": "offline"})
-    command = [sys.executable, "-m", "tests.report.track", str(tmp_path / "recorded.pickle"), str(logs), options]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=120)
-    (file,) = logs.glob("wandb/*run-*/*.wandb")
-    run = Logged(file)
+    run = tell_tracker(told, tmp_path, {"tracking": "offline"}).run
     assert (run.config["recipe"], run.config["width"]) == ("own.package:LanguageModel", 32)
     assert run.values("loss") == pytest.approx([2.5, 2.0, 1.5, 1.0])
     assert run.values("train_perplexity") == pytest.approx([math.exp(loss) for loss in (2.5, 2.0, 1.5, 1.0)])

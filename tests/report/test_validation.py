@@ -1,10 +1,6 @@
 """What is shown of a training with a validation split: its curves, the chosen epoch, one look at the test split."""
 
 import dataclasses
-import json
-import pickle
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,7 +15,7 @@ from flyte_ddp.report.report import fragment
 from flyte_ddp.report.summary import say_summary
 from flyte_ddp.report.tensorboard import TensorBoard
 from tests.report.conftest import Recorded
-from tests.report.wandb_file import Logged
+from tests.report.track import tell_tracker
 
 ROOT = Path(__file__).resolve().parents[2]
 TESTED = {"loss": 0.75, "accuracy": 0.625}
@@ -100,12 +96,7 @@ def test_tensorboard_names_the_splits(validated):
 
 
 def test_wandb_names_the_splits(validated, tmp_path):
-    (tmp_path / "recorded.pickle").write_bytes(pickle.dumps(tuple(validated)))
-    logs, options = tmp_path / "wandb-logs", json.dumps({"tracking": "offline"})
-    command = [sys.executable, "-m", "tests.report.track", str(tmp_path / "recorded.pickle"), str(logs), options]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=120)
-    (file,) = logs.glob("wandb/*run-*/*.wandb")
-    logged = Logged(file)
+    logged = tell_tracker(validated, tmp_path, {"tracking": "offline"}).run
     assert len(logged.values("validation_accuracy")) == 2
     assert not logged.values("accuracy")
     assert logged.summary["accuracy"] == 0.625
