@@ -5,6 +5,8 @@ import json
 import math
 import re
 import signal
+import subprocess
+import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +33,7 @@ from flyte_ddp.sweep.halving import (
 )
 from flyte_ddp.sweep.search import Sweep, trials_of
 from scripts.dry_run import decode
-from tests.commands import pyflyte_process, same, start_pyflyte
+from tests.commands import ROOT, pyflyte_process, same, start_pyflyte
 from tests.object_storage import object_storage
 from tests.pod import Pod, literal, package_for_here, small_dataset
 
@@ -142,6 +144,14 @@ def test_where_nothing_can_be_cut_it_is_refused(values, base, said):
         check_rungs(sweep, trials(sweep, **base))
     assert said in str(refused.value)
     check_rungs(replace(sweep, reduction_factor=1), trials(sweep, **base))
+
+
+def test_it_needs_neither_flytekit_nor_torch():
+    program = (
+        "import sys; from flyte_ddp.sweep import halving, page, search; "
+        "print([name for name in ('flytekit', 'torch') if name in sys.modules])"
+    )
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True).stdout == "[]\n"
 
 
 # --- locally ---
