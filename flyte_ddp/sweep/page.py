@@ -6,7 +6,7 @@ from pathlib import Path
 
 from flyte_ddp.report.article import Drawing, Section, article
 from flyte_ddp.report.figures import scatter
-from flyte_ddp.report.words import in_words, written
+from flyte_ddp.report.words import capitalised, in_words, written
 from flyte_ddp.sweep.halving import Ranked, failures, saving, value_text
 from flyte_ddp.sweep.search import Sweep
 
@@ -40,16 +40,15 @@ def comparison(sweep: Sweep, trials: Sequence[Ranked], subject: str) -> str:
     paragraphs = [f"By {measure} on {result.samples:,} {split} samples after the last epoch, {order} first."]
     if sweep.measure == "accuracy":
         paragraphs[0] += " The figures show the share of errors."
-        share = (result.measures["accuracy"] * result.samples + 1) / (
-            result.samples + 2
-        )  # zero errors are no certainty
+        # One right and one wrong more, or zero errors would mean certainty
+        share = (result.measures["accuracy"] * result.samples + 1) / (result.samples + 2)
         chance = 2 * (share * (1 - share) / result.samples) ** 0.5
         paragraphs.append(f"Trials within {chance:.1%} of each other may differ by chance alone.")
     paragraphs += [f"Trained: {spared}."] if spared else []
     advice = "Trials were not compared on the test samples" if split == "validation" else "There were no others"
     paragraphs.append(f"{advice}: quote what the best settings give on samples that chose nothing.")
     others = [(name, value_text(value)) for name, value in best.settings.items() if name not in sweep.values]
-    heads = [in_words(head) for head in heads_of(sweep, trials)]
+    heads = [head if head in sweep.values else capitalised(in_words(head)) for head in heads_of(sweep, trials)]
     lines = [_cells(sweep, trial, trials) for trial in trials]
     figures = [_figure(sweep, name, trials) for name in sweep.values]
     failed = failures(sweep, trials)

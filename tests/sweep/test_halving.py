@@ -202,7 +202,7 @@ def test_an_interrupted_sweep_goes_on_and_its_winner_has_the_bits_of_an_uninterr
     assert "stop_after=0" in halved.stdout
     page = Path(re.findall(r" report=([^,]+)", halved.stdout)[0]).read_text()
     assert f"Trained: {spared}." in page
-    assert "trained epochs" in page
+    assert "Trained epochs" in page
 
     whole = pyflyte_process(*sweep(f"[{winner['learning_rate']}]"))
     assert epochs_of(whole.stderr) == ["1 of 4", "2 of 4", "3 of 4", "4 of 4"]

@@ -43,6 +43,8 @@ def test_the_page_shows_every_trial_and_marks_the_best():
     assert "validation errors by learning_rate: 3 values, the best 4.00% at 0.01; 1 without" in shown
     assert "validation errors by schedule: 3 values, the best 4.00% at onecycle; 1 without" in shown
     assert "100 validation samples" in shown
+    assert ">learning_rate</th>" in shown
+    assert ">Validation accuracy</th>" in shown
     assert "Trials within 4.3% of each other" in shown
     assert "Trial 1 (learning_rate 10, schedule constant): &lt;NaN&gt;" in shown
 
