@@ -148,10 +148,13 @@ class Recipe:
 
     def trained_model(self, path: str | Path, called: str = "model_state", remedy: str = REMEDY) -> nn.Module:
         """model() with the weights of a file, in evaluation mode on the CPU. called, remedy: see load_weights."""
+        return load_weights(self.initial_model(), path, called, remedy).eval()
+
+    def initial_model(self) -> nn.Module:
+        """model() with the random numbers of a training: what it draws and freezes is in no file."""
         with torch.random.fork_rng(devices=()):
-            torch.manual_seed(self.settings.seed)  # as in training: what model() freezes is not in the file
-            model = self.model()
-        return load_weights(model, path, called, remedy).eval()
+            torch.manual_seed(self.settings.seed)
+            return self.model()
 
     def data(self, split: str) -> Any:
         """The samples of "train" or "test", and of "validation" if has_validation is set.

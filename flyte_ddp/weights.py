@@ -21,7 +21,8 @@ def load_weights(model: Network, path: str | Path, called: str = "model_state", 
 
     called, remedy: how the error names the file, and what it advises.
     """
-    given, own = with_base(read_weights(path, called, remedy), model, path, called), model.state_dict()
+    own = model.state_dict()
+    given = with_base(with_tied(read_weights(path, called, remedy), own), model, path, called)
     if names := misfits(given, own):
         problem = describe_misfits(names, given, own)
         raise InputError(f"{called} must fit the network, got {path} with {problem}: {remedy}")
@@ -44,6 +45,23 @@ def read_weights(path: str | Path, called: str = "model_state", remedy: str = RE
     if not isinstance(found, dict) or not all(isinstance(value, Tensor) for value in found.values()):
         raise InputError(f"{called} must be a state_dict of tensors, but {path} {problem}: {remedy}")
     return found
+
+
+def first_names(weights: Mapping[str, Tensor]) -> dict[str, str]:
+    """For each name the first one of the same tensor: tied weights have several."""
+    firsts: dict[Any, str] = {}
+    return {
+        name: firsts.setdefault((value.device, value.data_ptr(), value.shape, value.stride()), name)
+        if value.numel()
+        else name
+        for name, value in weights.items()
+    }
+
+
+def with_tied(given: dict[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Weights of a file that has tied ones under their first name alone, with their other names in the network."""
+    others = {name: first for name, first in first_names(own).items() if name not in given and first in given}
+    return {**given, **{name: given[first] for name, first in others.items()}}
 
 
 def with_base(

@@ -21,6 +21,7 @@ from flyte_ddp.engine.state import TrainingState
 from flyte_ddp.model_metadata import ModelMetadata, add_metadata
 from flyte_ddp.recipe import Recipe
 from flyte_ddp.storage import write_whole, writing_to
+from flyte_ddp.weights import first_names
 
 MOST_PICTURES = 24
 
@@ -128,8 +129,10 @@ def layers_of(model: nn.Module) -> list[tuple[str, str, int]]:
 
 def export_model(weights: Mapping[str, Tensor], path: Path, metadata: ModelMetadata | None = None) -> None:
     """Writes a state_dict as a plain one of contiguous CPU tensors; path appears whole or not at all."""
+    firsts = first_names(weights)
+    copies = {name: weights[name].detach().cpu().contiguous() for name in {*firsts.values()}}
     buffer = io.BytesIO()
-    torch.save({name: value.detach().cpu().contiguous() for name, value in weights.items()}, buffer)
+    torch.save({name: copies[first] for name, first in firsts.items()}, buffer)  # tied weights once
     if metadata:
         add_metadata(buffer, metadata)
     write_whole(path, buffer.getbuffer())

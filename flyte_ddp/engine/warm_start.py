@@ -15,7 +15,7 @@ from flyte_ddp.engine.resume import OTHER_BASE, in_place
 from flyte_ddp.engine.state import TrainingState
 from flyte_ddp.engine.torch_compat import is_batch_norm
 from flyte_ddp.errors import CheckpointError, InputError
-from flyte_ddp.weights import describe_misfits, listed, misfits, read_weights, with_base
+from flyte_ddp.weights import describe_misfits, listed, misfits, read_weights, with_base, with_tied
 
 ZIP_END, ZIP_END_BYTES = b"PK\x05\x06", 22  # how the last record of a file from torch.save begins, and its size
 MISMATCHING = "mismatching"
@@ -44,8 +44,8 @@ def start_from(model: nn.Module, path: Path, leave_out: str) -> tuple[set[str], 
     Raises InputError if the other weights do not fit the network.
     """
     inside = read_weights(path, "init", "use a model_state or checkpoint of a training")
-    given = with_base(inside, model, path, "init")
     own, patterns = model.state_dict(), patterns_of(leave_out)
+    given = with_base(with_tied(inside, own), model, path, "init")
     named = [pattern for pattern in patterns if pattern != MISMATCHING]
     left_out = matching("init_leave_out", named, sorted({*own, *given}))
     unfit = [name for name in misfits(given, own) if name not in left_out]

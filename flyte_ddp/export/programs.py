@@ -16,7 +16,7 @@ from flyte_ddp.errors import InputError
 from flyte_ddp.export.settings import TensorSpec
 from flyte_ddp.model_metadata import HEADER
 from flyte_ddp.recipe import Recipe
-from flyte_ddp.weights import load_weights
+from flyte_ddp.weights import first_names, load_weights
 
 MOST_ONNX_BYTES = 2**30  # of weights in the file: protobuf's limit is 2 GiB. Larger ones go to a file beside it
 FEW, MORE = 2, 3  # samples, to see which dimensions depend on their number
@@ -75,14 +75,23 @@ def trace(model: nn.Module, few: Call, more: Call) -> torch.export.ExportedProgr
 def write(
     name: str, path: Path, model: nn.Module, program: "torch.export.ExportedProgram | None", few: Call, header: str
 ) -> None:
-    """header: JSON, for safetensors. program: for the other formats."""
-    if program is None:
+    """header: JSON, for safetensors. program: for pt2 and onnx."""
+    if name == "safetensors":
         from safetensors.torch import save_file
 
-        # copies, because tied weights would be refused
-        weights = {key: value.detach().clone().contiguous() for key, value in model.state_dict().items()}
-        save_file(weights, path, metadata={HEADER: header})
+        weights = model.state_dict()
+        once = {key: weights[key].detach().contiguous() for key, first in first_names(weights).items() if key == first}
+        save_file(once, path, metadata={HEADER: header})
         return
+    if name == "pretrained":
+        if not callable(getattr(model, "save_pretrained", None)):
+            raise InputError(
+                f"only networks of transformers and peft have save_pretrained, got {type(model).__name__}: leave "
+                "pretrained out of formats"
+            )
+        model.save_pretrained(path)  # type: ignore[operator]
+        return
+    assert program is not None
     with suppress(ImportError):  # torch shows progress with it if it is installed
         from tqdm import tqdm
 
@@ -106,11 +115,24 @@ def open_network(name: str, path: Path, model: nn.Module, outputs: str) -> nn.Mo
     """
     if name == "safetensors":
         return load_weights(model, path).eval()
+    if name == "pretrained":
+        return _from_pretrained(path, model)
     if name == "pt2":
         loaded = torch.export.load(path).module()
         assert isinstance(loaded, nn.Module)
         return loaded
     return OnnxNetwork(path, outputs)
+
+
+def _from_pretrained(path: Path, model: Any) -> nn.Module:
+    """By the library that has written it; adapters are put into the base that the recipe's network has."""
+    if (path / "adapter_config.json").exists():
+        from peft import PeftModel
+
+        loaded: nn.Module = PeftModel.from_pretrained(model.unload(), path)
+    else:
+        loaded = type(model).from_pretrained(path)
+    return loaded.eval()
 
 
 class OnnxNetwork(nn.Module):

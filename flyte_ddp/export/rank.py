@@ -50,11 +50,11 @@ def write(environment: Environment, link: Link, asked: ExportJob) -> Written:
     program = None
     for name in asked.formats:
         try:
-            if name != "safetensors" and program is None:
+            if name in ("pt2", "onnx") and program is None:
                 program = programs.trace(model, few, more)
             path = Path(asked.folder, FILES[name])
             with writing_to(path.parent, "DDP_RUNS_DIR"):
-                programs.write(name, path, model, None if name == "safetensors" else program, few, metadata.as_json())
+                programs.write(name, path, model, program, few, metadata.as_json())
         except InputError:  # a full disk
             raise
         except Exception as error:  # torch's, of many types
@@ -83,7 +83,7 @@ def verify(environment: Environment, link: Link, asked: VerifyJob) -> Measured |
     recipe = load_recipe(asked.job, CPU)
     test = open_split(recipe, "test", asked.job)
     try:
-        network = programs.open_network(asked.format, Path(asked.path), recipe.model(), asked.structure)
+        network = programs.open_network(asked.format, Path(asked.path), recipe.initial_model(), asked.structure)
         with torch.inference_mode():
             recipe.forward(network, batch_of(recipe, test, 1))
         return measure(recipe, network, test, link)

@@ -139,14 +139,17 @@ def export_recipe(
     data: Data = None,
     reported: dict[str, float] | None = None,
     options: ExportOptions = ExportOptions(),  # noqa: B008 frozen
+    init: FlyteDirectory | None = None,
 ) -> ExportOutputs:
     """Exports a trained network of a recipe, in all formats or none.
 
-    settings, data: those of its training. reported: the measures in its summary, which the weights must reproduce.
+    settings, data, init: those of its training. reported: the measures in its summary, which the weights must give
+    again.
     """
     with flyte_retries():
         check_formats(options)
-        subject = training.subject(settings, None if data is None else Path(data.download()))
+        source, first = (None if given is None else Path(given.download()) for given in (data, init))
+        subject = training.subject(settings, source, first)
         weights = Path(model_state.download())
         known = read_metadata(weights)
         return _exported(subject, weights, asdict(settings), reported or options.reported, known, options)

@@ -63,7 +63,7 @@ def export(source: Source, folder: Path, options: ExportOptions) -> Exported:
     try:
         exported = _export(source, beside, options)
         with writing_to(folder.parent, "DDP_RUNS_DIR"):
-            for file in beside.iterdir():
+            for file in _files_in(beside):
                 with open(file, "rb") as content:
                     os.fsync(content.fileno())
             os.rename(beside, folder)
@@ -91,9 +91,13 @@ def _export(source: Source, folder: Path, options: ExportOptions) -> Exported:
         (folder / "model.json").write_text(written.metadata.as_json(), encoding="utf-8")
         (folder / "model_card.md").write_text(described.markdown, encoding="utf-8")
         (folder / "model_card.html").write_text(described.page, encoding="utf-8")
-        for file in folder.iterdir():
+        for file in _files_in(folder):
             shutil.copymode(folder / "model_card.md", file)  # safetensors makes its files private
     return Exported(written, formats, described)
+
+
+def _files_in(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file()]
 
 
 def _verified(name: str, job: Job, folder: Path, written: Written, options: ExportOptions) -> Measured:
