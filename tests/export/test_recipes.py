@@ -126,7 +126,7 @@ def test_tied_weights_are_in_a_file_once(short):
     with safe_open(file, "numpy") as opened:
         assert set(opened.keys()) == {"0.weight", "2.bias"}
     network = load_model(file)
-    assert network[0].weight is network[2].weight
+    assert len(list(network.parameters())) == 2
     found = torch.load(path, weights_only=True)
     assert set(found) == {"0.weight", "2.weight", "2.bias"}
     assert found["0.weight"].data_ptr() == found["2.weight"].data_ptr()
