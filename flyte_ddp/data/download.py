@@ -10,7 +10,7 @@ from pathlib import Path
 
 from flyte_ddp.data.open_url import Opener, RefusedError, UnreachableError, without_password
 from flyte_ddp.errors import DownloadError, InputError
-from flyte_ddp.storage import synced_file, temporary_beside, writing_to
+from flyte_ddp.storage import content_digest, synced_file, temporary_beside, writing_to
 
 MIRROR_VARIABLE = "DDP_DATA_MIRROR"
 STORAGES = ("s3", "gs", "abfs", "abfss")  # only Flyte's tasks read these, with their settings and keys
@@ -43,7 +43,7 @@ class Mirrors:
         Raises DownloadError with the reason of each mirror, InputError if the directory cannot be written to.
         """
         target = Path(directory) / filename
-        if target.is_file() and _file_md5(target) == md5:
+        if target.is_file() and content_digest(target, "md5") == md5:
             return target
         reasons: dict[str, str] = {}
         for folder in self.urls:
@@ -111,11 +111,3 @@ def mirror_from_environment() -> str | None:
 def _host(url: str) -> str:
     parts = urllib.parse.urlsplit(url)
     return without_password(f"{parts.scheme}://{parts.netloc}")
-
-
-def _file_md5(path: Path) -> str:
-    digest = hashlib.md5(usedforsecurity=False)
-    with open(path, "rb") as file:
-        while piece := file.read(2**20):
-            digest.update(piece)
-    return digest.hexdigest()

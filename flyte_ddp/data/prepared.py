@@ -6,7 +6,6 @@ train_labels.npy, test_labels.npy: (N,) int64, as the loss takes them; they are 
 dataset.json: a DatasetDescription, with the SHA-256 of each file and of itself.
 """
 
-import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import numpy as np
 from flyte_ddp.data.description import DatasetDescription, FolderDescription, digest_of
 from flyte_ddp.data.image_files import ImageFiles, read_access
 from flyte_ddp.errors import DataError, InputError
+from flyte_ddp.storage import content_digest
 
 FORMAT = 2
 DESCRIPTION = "dataset.json"
@@ -59,7 +59,7 @@ def verify(directory: PathLike) -> DatasetDescription:
     for filename, expected in description.sha256.items():
         path = Path(directory) / filename
         try:
-            found = _file_sha256(path)
+            found = content_digest(path)
         except OSError as error:
             raise _damaged(path, _os_reason(error)) from None
         if found != expected:
@@ -114,14 +114,6 @@ def _expected_arrays(description: DatasetDescription) -> dict[str, tuple[tuple[i
         else:
             expected[f"{split}_images.npy"] = (samples[split], *description.image_shape), np.dtype(np.uint8)
     return expected
-
-
-def _file_sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while piece := file.read(2**20):
-            digest.update(piece)
-    return digest.hexdigest()
 
 
 def _frozen(value: Any) -> Any:

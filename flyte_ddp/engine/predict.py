@@ -21,7 +21,7 @@ from flyte_ddp.weights import load_weights
 
 @torch.inference_mode()
 def run(environment: Environment, link: Link, argument: tuple[Job, str, int, int]) -> int:
-    """Writes the predictions (n, ...) for a shard of a split to job.predictions_path, in float32; returns n.
+    """Writes the predictions (n, ...) for a shard of a split to a file in job.logs, in float32; returns n.
 
     argument: the job, the name of the split, the shard's index from 0, and the number of shards.
     """
@@ -29,7 +29,7 @@ def run(environment: Environment, link: Link, argument: tuple[Job, str, int, int
     torch.set_num_threads(environment.threads)
     settle_arithmetic()
     settings, device = job.identity.settings, torch.device(environment.world.device)
-    with checked_imports(job.root, job.code_files):
+    with checked_imports(job.root, job.files):
         recipe = load_recipe(job, device)
         source = open_split(recipe, split, job)
         model = load_weights(recipe.model(), job.model_path).to(device).eval()
@@ -43,6 +43,6 @@ def run(environment: Environment, link: Link, argument: tuple[Job, str, int, int
         found.append(predictions.cpu())
         link.alive()
     rows = torch.cat(found).numpy() if found else np.empty(0, np.float32)
-    with writing_to(Path(job.predictions_path).parent, "DDP_RUNS_DIR"):
-        np.save(job.predictions_path, rows)
+    with writing_to(job.logs, "DDP_RUNS_DIR"):
+        np.save(Path(job.logs, f"predictions-{number}.npy"), rows)
     return len(rows)

@@ -14,7 +14,7 @@ from torch import Tensor, distributed, nn
 from flyte_ddp.batch_share import BatchShare
 from flyte_ddp.engine.batches import Split
 from flyte_ddp.engine.checkpoint import write_checkpoint
-from flyte_ddp.engine.job import Job, TrainingResult
+from flyte_ddp.engine.job import FINAL, LAST, PICTURES, PREDICTIONS, Job, TrainingResult
 from flyte_ddp.engine.set_up import Parts
 from flyte_ddp.engine.state import TrainingState
 from flyte_ddp.model_metadata import ModelMetadata, add_metadata
@@ -25,13 +25,14 @@ MOST_PICTURES = 24
 
 
 def write_last(parts: Parts, job: Job) -> None:
-    """Rank 0 writes the weights after the last epoch, if another one may be best, and its checkpoint if requested."""
-    with writing_to(Path(job.model_path).parent, "DDP_RUNS_DIR"):
-        if parts.validation and job.last_path:
-            export_model(parts.state.evaluated, Path(job.last_path))
-        if job.final_path:
+    """Rank 0 writes the weights after the last epoch, if another one may be best, and its checkpoint if
+    requested, or if training stops early, to be continued."""
+    with writing_to(job.logs, "DDP_RUNS_DIR"):
+        if parts.validation:
+            export_model(parts.state.evaluated, Path(job.logs, LAST))
+        if job.options.keep_checkpoint or job.identity.settings.stop_after:
             content = {"identity": job.identity.as_dict(), "state": parts.state.state_dict()}
-            write_checkpoint(Path(job.final_path), content)
+            write_checkpoint(Path(job.logs, FINAL), content)
 
 
 def write_results(parts: Parts, tested: dict[str, float], predictions: Tensor | None, job: Job) -> None:
@@ -41,8 +42,8 @@ def write_results(parts: Parts, tested: dict[str, float], predictions: Tensor | 
     with writing_to(path.parent, "DDP_RUNS_DIR"):
         export_model(parts.state.evaluated, path, metadata_of(recipe, job, parts.found.headline, tested, training))
         if predictions is not None:
-            np.save(job.predictions_path, predictions.cpu().numpy())
-        draw_pictures(parts.state, parts.test.split, Path(job.pictures_path))
+            np.save(Path(job.logs, PREDICTIONS), predictions.cpu().numpy())
+        draw_pictures(parts.state, parts.test.split, Path(job.logs, PICTURES))
 
 
 def metadata_of(

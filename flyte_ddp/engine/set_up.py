@@ -5,7 +5,6 @@ import random
 import sys
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -71,14 +70,14 @@ def set_up(environment: Environment, device: torch.device, job: Job) -> Parts:
     state = TrainingState(
         recipe, model, found.rows, found.names, device, world_size,
         autocast=precision == "bfloat16", total_steps=total_steps, constant_loss=constant_loss,
-        log_gradients=job.log_gradients,
+        log_gradients=job.options.log_gradients,
     )  # fmt: skip
     if validation:
         state.choice = choice_of(recipe, found.headline, settings)
     reasons = [f"the result depends on the number of ranks: {reason}" for reason in found.reasons]
     state.watch.warnings += [NotLearning(0, 0, reason) for reason in reasons]
-    if job.init and is_checkpoint(Path(job.init)):
-        remarks.append(continue_from(state, Path(job.init), job, len(batches)))
+    if job.init and is_checkpoint(job.init):
+        remarks.append(continue_from(state, job.init, job, len(batches)))
     place_in_world = settings.test_batch_size, rank, world_size, mixed
     validated = TestBatches(validation, *place_in_world) if validation else None
     return Parts(state, batches, validated, TestBatches(test, *place_in_world), found, precision, remarks)
@@ -96,8 +95,8 @@ def first_model(recipe: Recipe, job: Job) -> tuple[nn.Module, list[str]]:
             "zeros of a batch's shape, or name the layer's size"
         )
     model = model.to(recipe.device)
-    if job.init and not is_checkpoint(Path(job.init)):
-        remarks.append(start_from(model, Path(job.init), settings.init_leave_out))
+    if job.init and not is_checkpoint(job.init):
+        remarks.append(start_from(model, job.init, settings.init_leave_out))
     if settings.freeze:
         remarks.append(freeze(model, settings.freeze))
     return model, remarks
@@ -142,11 +141,11 @@ def load_recipe(job: Job, device: torch.device) -> Recipe:
     if job.root and job.root not in sys.path:
         sys.path.insert(0, job.root)
     name = job.identity.recipe
-    with checked_imports(job.root, job.code_files):
+    with checked_imports(job.root, job.files):
         kind = pkgutil.resolve_name(name)
         if not (isinstance(kind, type) and issubclass(kind, Recipe)):
             raise InputError(f"{name} must be a subclass of flyte_ddp.recipe.Recipe, got {kind!r}")
-        recipe = kind(job.identity.settings, Path(job.data) if job.data else None)
+        recipe = kind(job.identity.settings, job.data)
     if not hasattr(recipe, "share"):
         raise InputError(f"{code_location(recipe, '__init__')} must call super().__init__(settings, data_path)")
     recipe.device = device
@@ -160,7 +159,7 @@ def open_split(recipe: Recipe, split: str, job: Job) -> Split:
         if isinstance(data, torch.utils.data.Dataset) and not isinstance(data, torch.utils.data.TensorDataset):
             if isinstance(data, torch.utils.data.IterableDataset) or not len(data):  # type: ignore[arg-type]
                 raise InputError("a Dataset must have samples, and a length")
-            return Streamed(data, recipe.device, job.loader_workers, job.pin_memory)
+            return Streamed(data, recipe.device, job.options.loader_workers, job.options.pin_memory)
         data = data.tensors if isinstance(data, torch.utils.data.TensorDataset) else data
         return Resident(data, recipe.device)
     except InputError as error:

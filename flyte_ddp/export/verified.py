@@ -13,7 +13,6 @@ from flyte_ddp.export import card
 from flyte_ddp.export.settings import FILES, ExportJob, ExportOptions, VerifyJob, Written, check_formats
 from flyte_ddp.launch.alone import run_alone
 from flyte_ddp.report.console import open_console, say
-from flyte_ddp.settings import RunOptions
 from flyte_ddp.storage import temporary_beside, writing_to
 
 WRITE, VERIFY = "flyte_ddp.export.rank:write", "flyte_ddp.export.rank:verify"  # names, because they import torch
@@ -73,7 +72,7 @@ def export(source: Source, folder: Path, options: ExportOptions) -> Exported:
 
 
 def _export(source: Source, folder: Path, options: ExportOptions) -> Exported:
-    job = job_of(source.subject, RunOptions(), model_path=str(source.weights))
+    job = job_of(source.subject, model_path=source.weights)
     asked = ExportJob(job, tuple(options.names), str(folder), source.settings, source.training)
     written: Written = _run(WRITE, asked, job, options)
     tolerance = options.reported_tolerance

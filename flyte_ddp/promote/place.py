@@ -8,7 +8,6 @@ Reading current.json, and then the version that it names, gives a complete model
 """
 
 import errno
-import hashlib
 import json
 import os
 import re
@@ -18,6 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import click
@@ -26,7 +26,7 @@ from flytekit import FlyteContextManager
 from flytekit.core.data_persistence import FileAccessProvider
 
 from flyte_ddp.errors import InputError, RecoverableError, ReportedError
-from flyte_ddp.storage import synced_file, temporary_beside, write_whole
+from flyte_ddp.storage import content_digest, synced_file, temporary_beside, write_whole
 
 FORMAT = 1
 UNWRITABLE = (errno.EDQUOT, errno.ENOSPC, errno.ENOTDIR, errno.EROFS)  # of a disk; a retry would not help
@@ -115,19 +115,17 @@ class Place:
 
     def fetch(self, version: str, into: Path) -> dict[str, Any]:
         """Copies a version's weights to a file, and returns its facts; ReportedError if the weights have changed."""
-        facts, digest = self.facts(version), hashlib.sha256()
+        facts = self.facts(version)
         try:
             with (
                 self._own_errors(reading=True),
                 self._files.open(f"{self.root}/versions/{version}/model.pt", "rb") as source,
                 open(into, "wb") as copy,
             ):
-                while piece := source.read(2**20):
-                    copy.write(piece)
-                    digest.update(piece)
+                shutil.copyfileobj(source, copy)
         except FileNotFoundError:
             raise self._damaged(version, "has no model.pt") from None
-        if digest.hexdigest() != facts["sha256"]:
+        if content_digest(into) != facts["sha256"]:
             raise self._damaged(version, "has a different model.pt than was promoted")
         return facts
 
@@ -158,7 +156,8 @@ class Place:
             raise InputError(f"place {self.root} must have a version to roll back to, but has none: promote one first")
         if version not in versions:
             raise InputError(f"name must be one of {', '.join(versions)}, got {version!r}")
-        self.fetch(version, Path(os.devnull))  # verifies the weights
+        with TemporaryDirectory() as folder:
+            self.fetch(version, Path(folder, "model.pt"))  # verifies the weights
         with self._locked():
             try:
                 before = self.read()

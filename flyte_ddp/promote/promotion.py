@@ -8,7 +8,6 @@ def promote_model(model_state: PythonPickledFile, settings: Settings, place: str
 """
 
 import dataclasses
-import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +23,8 @@ from flyte_ddp.promote.job import Comparison, PromotionOptions, Verdict, judge
 from flyte_ddp.promote.page import outcome, promotion_page
 from flyte_ddp.promote.place import PROMOTED, Place, now, version_name
 from flyte_ddp.report.console import Console, say, say_last
-from flyte_ddp.settings import RunOptions, TrainingSettings
+from flyte_ddp.settings import TrainingSettings
+from flyte_ddp.storage import content_digest
 from flyte_ddp.tasks.execution import is_local, run_dir
 from flyte_ddp.tasks.outputs import output_file, output_page
 
@@ -78,7 +78,7 @@ def promote(subject: Subject, model: Path, place: Place, options: PromotionOptio
     If another promotion happens in the meantime, the candidate is compared again, with that model. Raises the errors of
     launcher.launch, Place and judge.
     """
-    digest = hashlib.sha256(model.read_bytes()).hexdigest()
+    digest = content_digest(model)
     with run_dir(f"{subject.dataset}-promotion") as folder:
         run = folder.name if is_local() else str(current_context().execution_id)
         while True:
@@ -112,12 +112,12 @@ def compare(
     subject: Subject, model: Path, place: Place, against: str, copy: Path, options: PromotionOptions
 ) -> list[tuple[str, Measured]]:
     """Measures the candidate and, if any, the version `against`, whose weights are copied to the file `copy`."""
-    names, jobs = ["Candidate"], [job_of(subject, RunOptions(), model_path=str(model))]
+    names, jobs = ["Candidate"], [job_of(subject, model_path=model)]
     if against:
         settings = settings_of(subject, place, against, place.fetch(against, copy))
         identity = dataclasses.replace(subject.identity, settings=settings)
         other = dataclasses.replace(subject, identity=identity)
-        names, jobs = [*names, against], [*jobs, job_of(other, RunOptions(), model_path=str(copy))]
+        names, jobs = [*names, against], [*jobs, job_of(other, model_path=copy)]
     asked, world = Comparison(jobs, f"version {against} in {place.root}"), choose_world("auto", 1, 1)
     found = run_alone(COMPARE, asked, options.timeout_seconds, Console(), world, subject.root)
     return list(zip(names, found, strict=True))

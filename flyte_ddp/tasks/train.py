@@ -11,7 +11,7 @@ from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile, PythonPickledFile
 
 from flyte_ddp.data import prepared
-from flyte_ddp.engine.job import Job, Subject, TrainingResult, job_of, subject_of
+from flyte_ddp.engine.job import PREDICTIONS, Job, Subject, TrainingResult, job_of, subject_of
 from flyte_ddp.events import Event
 from flyte_ddp.launch import launcher
 from flyte_ddp.launch.environment import World, choose_world, visible_gpus
@@ -156,30 +156,20 @@ def train_by(
             kept_logs(folder) as logs,
             checkpoint_store(subject.identity.key, options.resume) as store,
         ):
-            job = job_of(
-                subject,
-                options,
-                model_path=str(folder / "model.pt"),
-                last_path=str(logs.folder / "last.pt"),
-                final_path=str(logs.folder / "final-checkpoint"),
-                predictions_path=str(logs.folder / "predictions.npy"),
-                pictures_path=str(logs.folder / "pictures.npz"),
-                profile_path=str(logs.folder / "profile") if options.profile else "",
-                checkpoint_path=str(store.path),
-            )
+            model, found = folder / "model.pt", logs.folder / PREDICTIONS
+            job = job_of(subject, options, model_path=model, checkpoint_path=store.path, logs=logs.folder)
             info = info_of(subject, options, folder.name, job.launched - started, logs.folder, store.path)
             with observing(info, folder / "report.html", store, logs, own=own_observers) as observers:
                 results = start(job, observers)
-                path = Path(job.predictions_path)
-                finished = RunFinished(results, path if path.exists() else None, time.time() - started)
+                finished = RunFinished(results, found if found.exists() else None, time.time() - started)
                 observers.end(finished)
-    say_summary(observers.record, Path(job.model_path), folder / "report.html", show_paths=is_local())
+    say_summary(observers.record, model, folder / "report.html", show_paths=is_local())
     return Trained(
         dataset=subject.dataset,
         results=results,
         figures=summarise(world, finished, observers.record.tracking_url),
         predictions=predictions_of(info, finished),
-        model_state=output_file(Path(job.model_path), PythonPickledFile),
+        model_state=output_file(model, PythonPickledFile),
         report=output_file(folder / "report.html"),
         logs=logs.output,
     )
