@@ -10,7 +10,8 @@ import dataclasses
 import difflib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -32,7 +33,6 @@ TRACKING = ("auto", "online", "offline", "tensorboard", "off")
 
 TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "a string", dict: "an object"}
 BY_NAME = {kind.__name__: kind for kind in TYPE_NAMES}
-UNRULED = {"minimum": -math.inf, "above": -math.inf, "maximum": math.inf, "below": math.inf, "choices": ()}
 
 
 def setting(
@@ -111,13 +111,14 @@ class Settings(DataClassJsonMixin):
 
 def checked(owner: str, field: "dataclasses.Field[Any]", value: Any) -> Any:
     """Returns the value in the field's own type (1 becomes 1.0 for a float), or raises InputError."""
-    name, rules = f"{owner}.{field.name}", {**UNRULED, **field.metadata}
+    name, rules = f"{owner}.{field.name}", {**setting(None).metadata, **field.metadata}
     # with `from __future__ import annotations` it is the type's name
     expected: Any = BY_NAME.get(field.type, field.type) if isinstance(field.type, str) else field.type
     if expected not in TYPE_NAMES:
         raise InputError(f"{name} must be declared as one of {', '.join(BY_NAME)}, got {_shown(field.type)}")
     if expected is float and type(value) is int:
-        value = _as_float(value)
+        with suppress(OverflowError):
+            value = float(value)
     if expected is int and type(value) is float and value.is_integer():
         value = int(value)  # Flyte's older literals carry every number as a double
     if type(value) is not expected or (expected is float and not math.isfinite(value)):
@@ -131,21 +132,9 @@ def checked(owner: str, field: "dataclasses.Field[Any]", value: Any) -> Any:
     return value
 
 
-def _as_float(value: int) -> float:
-    try:
-        return float(value)
-    except OverflowError:
-        return math.inf
-
-
-def _range(rules: Any) -> str:
-    words = [
-        ("at least {:g}", rules["minimum"]),
-        ("above {:g}", rules["above"]),
-        ("at most {:g}", rules["maximum"]),
-        ("below {:g}", rules["below"]),
-    ]
-    return " and ".join(text.format(bound) for text, bound in words if math.isfinite(bound))
+def _range(rules: Mapping[str, Any]) -> str:
+    words = {"minimum": "at least", "above": "above", "maximum": "at most", "below": "below"}
+    return " and ".join(f"{text} {rules[name]:g}" for name, text in words.items() if math.isfinite(rules[name]))
 
 
 def _shown(value: Any) -> str:

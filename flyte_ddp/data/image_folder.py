@@ -14,10 +14,10 @@ from typing import NamedTuple
 import numpy as np
 
 from flyte_ddp.data.datasets import data_dir
-from flyte_ddp.data.description import DatasetDescription, FolderDescription
+from flyte_ddp.data.description import FolderDescription
 from flyte_ddp.data.image_files import decode, reason
 from flyte_ddp.data.image_settings import ImageSettings
-from flyte_ddp.data.prepared import DESCRIPTION, FOLDER_FILES, FORMAT, SPLITS
+from flyte_ddp.data.prepared import DESCRIPTION, FOLDER_FILES, SPLITS
 from flyte_ddp.data.writer import mean_and_std, pixel_counts, write_dataset
 from flyte_ddp.errors import DataError, InputError
 from flyte_ddp.launch.environment import available_cores
@@ -38,7 +38,7 @@ class Sound(NamedTuple):
     counts: np.ndarray
 
 
-def find_images(folder: Path) -> Files:
+def list_images(folder: Path) -> Files:
     """Names relative to folder, sorted, by split and class; InputError if there is nothing to train on."""
     if not folder.is_dir():
         what = "is a file" if folder.exists() else "does not exist"
@@ -67,7 +67,7 @@ def find_images(folder: Path) -> Files:
 def stamp(folder: Path) -> str:
     """Changes when an image file is added, removed or written to; looks only at names, sizes and times."""
     digest = hashlib.sha256()
-    names = (name for classes in find_images(folder).values() for files in classes.values() for name in files)
+    names = (name for classes in list_images(folder).values() for files in classes.values() for name in files)
     for name in names:
         digest.update(os.fsencode(name) + b"\0")
         with suppress(OSError):  # a broken link is counted when index_folder tries to read it
@@ -81,39 +81,32 @@ def index_folder(folder: Path, name: str, images: ImageSettings, say: Callable[[
 
     name: the dataset's name. Raises InputError if too many files cannot be read, or too few are left.
     """
-    found = find_images(folder)
+    found = list_images(folder)
     splits, left_out = _divide(found, images.least_images)
     kept, bad, content, counts = _sound_images(folder, splits, images)
     _judge(folder, bad, sum(map(len, splits.values())), images.unreadable_share, say)
     if not all(kept.values()):
         raise InputError(f"folder {folder} leaves no images to train or to test on: add some, or lower least_images")
     mean, std = mean_and_std(counts)
-
-    def describe(sha256: Mapping[str, str]) -> DatasetDescription:
-        return FolderDescription(
-            format=FORMAT,
-            name=name,
-            classes=tuple(map(_printable, _classes(found, images.least_images))),
-            mean=mean,
-            std=std,
-            train_samples=len(kept["train"]),
-            test_samples=len(kept["test"]),
-            image_shape=images.shape,
-            passes_per_epoch=1,
-            sha256=sha256,
-            split_by="sub-folders train and test"
-            if "test" in found
-            else f"one in {TEST_EVERY} of each class for testing",
-            unreadable=len(bad),
-            unreadable_named=tuple(bad[:MOST_NAMED]),
-            left_out=left_out,
-            content_sha256=content,
-        )
-
+    by_name = "sub-folders train and test"
+    description = FolderDescription(
+        name=name,
+        classes=tuple(map(_printable, _classes(found, images.least_images))),
+        mean=mean,
+        std=std,
+        train_samples=len(kept["train"]),
+        test_samples=len(kept["test"]),
+        image_shape=images.shape,
+        split_by=by_name if "test" in found else f"one in {TEST_EVERY} of each class for testing",
+        unreadable=len(bad),
+        unreadable_named=tuple(bad[:MOST_NAMED]),
+        left_out=left_out,
+        content_sha256=content,
+    )
     columns = [column for split in SPLITS for column in _columns(kept[split])]
     key = hashlib.sha256(repr((name, images, bad, content)).encode()).hexdigest()[:16]
     directory = data_dir() / "folders" / key
-    write_dataset(directory, dict(zip(FOLDER_FILES, columns, strict=True)), describe)
+    write_dataset(directory, dict(zip(FOLDER_FILES, columns, strict=True)), description)
     return directory
 
 

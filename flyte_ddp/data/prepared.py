@@ -12,12 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from flyte_ddp.data.description import DatasetDescription, FolderDescription, digest_of
-from flyte_ddp.data.image_files import ImageFiles, read_access
+from flyte_ddp.data.description import FORMAT, DatasetDescription, FolderDescription, digest_of
+from flyte_ddp.data.image_files import IMAGES, ImageFiles
 from flyte_ddp.errors import DataError, InputError
 from flyte_ddp.storage import content_digest
 
-FORMAT = 2
 DESCRIPTION = "dataset.json"
 SPLITS = ("train", "test")
 FILES = tuple(f"{split}_{kind}.npy" for split in SPLITS for kind in ("images", "labels"))
@@ -85,7 +84,7 @@ def open_images(directory: PathLike, split: str) -> tuple[np.ndarray | ImageFile
     if not path.exists():
         return open_split(directory, split)
     names, labels = _open_array(path), _open_array(Path(directory) / f"{split}_labels.npy")
-    return ImageFiles(names, read_description(directory).image_shape, read_access(Path(directory))), labels
+    return ImageFiles(names, read_description(directory).image_shape, Path(directory, IMAGES).readlink()), labels
 
 
 def _open_array(path: Path) -> np.ndarray:

@@ -10,7 +10,7 @@ from flyte_ddp.engine.arithmetic import settle_arithmetic
 from flyte_ddp.engine.batches import rank_slice
 from flyte_ddp.engine.job import Job
 from flyte_ddp.engine.measures import code_location
-from flyte_ddp.engine.set_up import load_recipe, open_split
+from flyte_ddp.engine.set_up import load_recipe, load_split
 from flyte_ddp.errors import InputError
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
@@ -31,7 +31,7 @@ def run(environment: Environment, link: Link, argument: tuple[Job, str, int, int
     settings, device = job.identity.settings, torch.device(environment.world.device)
     with checked_imports(job.root, job.files):
         recipe = load_recipe(job, device)
-        source = open_split(recipe, split, job)
+        source = load_split(recipe, split, job)
         model = load_weights(recipe.model(), job.model_path).to(device).eval()
     first, last = rank_slice(0, len(source), number, count)
     size = settings.test_batch_size

@@ -40,13 +40,13 @@ def write_results(parts: Parts, tested: dict[str, float], predictions: Tensor | 
     path, recipe, size = Path(job.model_path), parts.state.recipe, distributed.get_world_size()
     training = {"world_size": size, "hardware": hardware(parts.state.device), "precision": parts.precision}
     with writing_to(path.parent, "DDP_RUNS_DIR"):
-        export_model(parts.state.evaluated, path, metadata_of(recipe, job, parts.found.headline, tested, training))
+        export_model(parts.state.evaluated, path, build_metadata(recipe, job, parts.found.headline, tested, training))
         if predictions is not None:
             np.save(Path(job.logs, PREDICTIONS), predictions.cpu().numpy())
         draw_pictures(parts.state, parts.test.split, Path(job.logs, PICTURES))
 
 
-def metadata_of(
+def build_metadata(
     recipe: Recipe, job: Job, headline: str, measures: dict[str, float], training: dict[str, Any]
 ) -> ModelMetadata:
     settings = job.identity.settings

@@ -47,7 +47,7 @@ def set_up(environment: Environment, device: torch.device, job: Job) -> Parts:
     settings, rank, world_size = job.identity.settings, environment.rank, environment.world.size
     precision = choose_precision(settings.precision, device)
     recipe = load_recipe(job, device)
-    train, test = (open_split(recipe, split, job) for split in SPLITS)
+    train, test = (load_split(recipe, split, job) for split in SPLITS)
     check_attributes(recipe)
     kept, validation = validation_of(recipe, train, job)
     batches = TrainBatches(
@@ -111,7 +111,7 @@ def validation_of(recipe: Recipe, train: Split, job: Job) -> tuple[Split, Split 
                 f"validation_fraction must be 0 where the recipe has a validation split of its own, got "
                 f"{settings.validation_fraction:g}"
             )
-        return train, open_split(recipe, "validation", job)
+        return train, load_split(recipe, "validation", job)
     if settings.validation_fraction:
         return hold_out(train, settings.validation_fraction)
     settings.check_validation()
@@ -152,7 +152,7 @@ def load_recipe(job: Job, device: torch.device) -> Recipe:
     return recipe
 
 
-def open_split(recipe: Recipe, split: str, job: Job) -> Split:
+def load_split(recipe: Recipe, split: str, job: Job) -> Split:
     """The samples of a split; InputError, naming the place in the recipe, if the data are invalid."""
     data = recipe.data(split)
     try:

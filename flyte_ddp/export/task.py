@@ -15,14 +15,15 @@ from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile, PythonPickledFile
 
 from flyte_ddp.data.image_settings import ImageSettings
-from flyte_ddp.engine.job import Subject
+from flyte_ddp.engine.job import Subject, job_of
 from flyte_ddp.errors import InputError
-from flyte_ddp.export.settings import ClassifierExport, ExportOptions, FolderExport, check_formats
-from flyte_ddp.export.verified import Source, export
+from flyte_ddp.export.settings import ClassifierExport, ExportJob, ExportOptions, FolderExport, check_formats
+from flyte_ddp.export.verified import export
 from flyte_ddp.model_metadata import ModelMetadata, read_metadata
 from flyte_ddp.recipes.hyperparameters import FolderHyperparameters, Hyperparameters
 from flyte_ddp.report.console import say_last
 from flyte_ddp.settings import TrainingSettings
+from flyte_ddp.storage import temporary_beside
 from flyte_ddp.tasks.execution import flyte_retries, is_local, run_dir
 from flyte_ddp.tasks.image_folder import attach
 from flyte_ddp.tasks.inputs import classifier_metadata, dataset_of
@@ -163,9 +164,11 @@ def _exported(
     """known: the metadata of the weights; they fill in what was not given."""
     if known and known.recipe == subject.identity.recipe:
         settings, reported = known.settings, {**known.measures, **reported}
-    source = Source(subject, weights, settings, reported, known.training if known else {})
+    job, training = job_of(subject, model_path=weights), known.training if known else {}
     with run_dir(f"{subject.dataset}-export") as folder:
-        exported = export(source, folder / "model", options)
+        beside = temporary_beside(folder / "model")
+        exported = export(ExportJob(job, str(beside), options, settings, reported, training))
+        beside.rename(folder / "model")
         report = output_page(folder, exported.card.title, exported.card.fragment)
     metadata, measured = exported.written.metadata, exported.written.measured
     if is_local():

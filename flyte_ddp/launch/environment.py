@@ -17,9 +17,6 @@ from flyte_ddp.launch import nvml
 from flyte_ddp.launch.limits import cpu_limit
 
 DEFAULT_CPU_RANKS = 2
-# OpenMP's threads wait for one another by turning in a loop, GNU's for 300,000 turns. Beside other programs these take
-# cores from the thread that is waited for. Fewer turns cost nothing where cores are free: see benchmarks/spinning.py.
-SPIN_COUNT = "10000"
 
 
 @dataclass(frozen=True)
@@ -165,13 +162,13 @@ def threads_per_rank(local_size: int) -> int:
 
 
 @contextmanager
-def short_spins() -> Iterator[None]:
-    """Sets SPIN_COUNT for processes that start meanwhile, unless the user has chosen how threads wait."""
-    if "GOMP_SPINCOUNT" in os.environ or "OMP_WAIT_POLICY" in os.environ:
+def default_variable(name: str, value: str, *others: str) -> Iterator[None]:
+    """Sets an environment variable for the block, unless the user has set it, or one of the others."""
+    if {name, *others} & {*os.environ}:
         yield
         return
-    os.environ["GOMP_SPINCOUNT"] = SPIN_COUNT
+    os.environ[name] = value
     try:
         yield
     finally:
-        del os.environ["GOMP_SPINCOUNT"]
+        del os.environ[name]

@@ -18,7 +18,7 @@ from typing import Any
 
 import flyte_ddp
 from flyte_ddp.events import Event, RunStarted
-from flyte_ddp.launch.environment import Environment, World, short_spins, threads_per_rank
+from flyte_ddp.launch.environment import Environment, World, default_variable, threads_per_rank
 from flyte_ddp.launch.failures import Failure, PreemptedError, from_exit_code, name_the_cause
 from flyte_ddp.launch.launch_compat import leave_behind
 from flyte_ddp.launch.rank import serve
@@ -30,6 +30,10 @@ START_METHOD = "forkserver" if sys.platform == "linux" else "spawn"
 FORK_SERVER = "flyte_ddp.launch.fork_server"  # where it is not found, a launch takes a little longer
 # What the ranks import from outside this package; the flop counter imports triton
 PRELOAD = ["torch", "torch.utils.flop_counter", "numpy", "dataclasses_json", "click"]
+
+# OpenMP's threads wait for one another by turning in a loop, GNU's for 300,000 turns. Beside other programs these take
+# cores from the thread that is waited for. Fewer turns cost nothing where cores are free: see benchmarks/spinning.py.
+SPIN_COUNT = "10000"
 
 STOP_SECONDS = 10.0  # from a request to stop until ranks are killed without a checkpoint
 GRACE_SECONDS = 3.0  # for the other ranks' reports once one has failed: the first to arrive may not be the cause
@@ -47,7 +51,7 @@ def warm_up(preload: Sequence[str] = PRELOAD) -> None:
         resource_tracker.ensure_running()  # else forkserver would start it, which unblocks the signal
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGHUP})
         try:
-            with _importable(), short_spins():
+            with _importable(), default_variable("GOMP_SPINCOUNT", SPIN_COUNT, "OMP_WAIT_POLICY"):
                 forkserver.set_forkserver_preload([FORK_SERVER, *preload])
                 forkserver.ensure_running()
         finally:

@@ -26,10 +26,10 @@ from flytekit import FlyteContextManager
 from flytekit.core.data_persistence import FileAccessProvider
 
 from flyte_ddp.errors import InputError, RecoverableError, ReportedError
-from flyte_ddp.storage import content_digest, synced_file, temporary_beside, write_whole
+from flyte_ddp.storage import content_digest, write_whole
 
 FORMAT = 1
-UNWRITABLE = (errno.EDQUOT, errno.ENOSPC, errno.ENOTDIR, errno.EROFS)  # of a disk; a retry would not help
+UNWRITABLE = (errno.EDQUOT, errno.ENOENT, errno.ENOSPC, errno.ENOTDIR, errno.EROFS)  # of a disk; a retry would not help
 UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, RecursionError)  # of JSON that is not ours
 NAME = re.compile(r"\w[\w.-]*")  # of a version: no path out of the place
 PROMOTED, ROLLED_BACK = "promoted", "rolled back"
@@ -50,6 +50,18 @@ class Pointer:
 
     version: str = ""
     history: tuple[Event, ...] = ()
+
+    @classmethod
+    def parse(cls, text: bytes) -> "Pointer":
+        """Raises one of UNREADABLE."""
+        content = json.loads(text)
+        check_format(content["format"])
+        history = tuple(Event(**event) for event in content["history"])
+        if content["version"] != (history[-1].name if history else ""):
+            raise ValueError("its version is not the last one in its history")
+        if history and not NAME.fullmatch(content["version"]):
+            raise ValueError("its version is not the name of a folder")
+        return cls(content["version"], history)
 
     def to(self, version: str, how: str) -> "Pointer":
         return Pointer(version, (*self.history, Event(version, now(), how)))
@@ -73,25 +85,22 @@ class Place:
         """Raises ReportedError if current.json is damaged, or missing although there are versions."""
         problem = "is missing"
         for _ in range(2):  # another process may write both between the two looks
-            try:
-                return self._parsed(self._read("current.json"))
-            except FileNotFoundError:
-                if not self.versions():
-                    return Pointer()
-            except InputError:  # a ValueError, too
-                raise
-            except UNREADABLE as error:
-                problem = f"is damaged ({type(error).__name__}: {error})"
+            text = self._read("current.json")
+            if text is None and not self.versions():
+                return Pointer()
+            if text is not None:
+                try:
+                    return Pointer.parse(text)
+                except UNREADABLE as error:
+                    problem = f"is damaged ({type(error).__name__}: {error})"
         names = ", ".join(self.versions()) or "none"
         raise ReportedError(f"{self.root}/current.json {problem}: put it back, or roll back to a version: {names}")
 
     def begin(self) -> None:
         """Writes an empty current.json before the first version, so that a lost one is noticed later."""
         with self._locked():
-            try:
-                self._read("current.json")
-            except FileNotFoundError:
-                self._write("current.json", _as_json(Pointer()), exclusive=True)
+            if self._read("current.json") is None:
+                self._write("current.json", as_json(asdict(Pointer())), mode="create")
 
     def versions(self) -> list[str]:
         """Names of all complete versions, oldest first."""
@@ -102,29 +111,24 @@ class Place:
 
     def facts(self, version: str) -> dict[str, Any]:
         """The content of version.json; raises ReportedError if it is missing or unreadable."""
+        text = self._read(f"versions/{version}/version.json")
+        if text is None:
+            raise self._damaged(version, "has no version.json")
         try:
-            facts: dict[str, Any] = json.loads(self._read(f"versions/{version}/version.json"))
+            facts: dict[str, Any] = json.loads(text)
             check_format(facts["format"])
             return {"sha256": facts["sha256"], **facts}
-        except FileNotFoundError:
-            raise self._damaged(version, "has no version.json") from None
-        except InputError:
-            raise
         except UNREADABLE as error:
             raise self._damaged(version, f"has an unreadable version.json ({error})") from None
 
     def fetch(self, version: str, into: Path) -> dict[str, Any]:
         """Copies a version's weights to a file, and returns its facts; ReportedError if the weights have changed."""
-        facts = self.facts(version)
-        try:
-            with (
-                self._own_errors(reading=True),
-                self._files.open(f"{self.root}/versions/{version}/model.pt", "rb") as source,
-                open(into, "wb") as copy,
-            ):
+        facts, path = self.facts(version), f"{self.root}/versions/{version}/model.pt"
+        with self._own_errors():
+            if not self._files.exists(path):
+                raise self._damaged(version, "has no model.pt")
+            with self._files.open(path, "rb") as source, open(into, "wb") as copy:
                 shutil.copyfileobj(source, copy)
-        except FileNotFoundError:
-            raise self._damaged(version, "has no model.pt") from None
         if content_digest(into) != facts["sha256"]:
             raise self._damaged(version, "has a different model.pt than was promoted")
         return facts
@@ -132,10 +136,8 @@ class Place:
     def add(self, version: str, model: Path, facts: dict[str, Any]) -> None:
         """Writes a complete version, without promoting it."""
         self.begin()
-        content = {"format": FORMAT, "name": version, **facts}
-        with self._own_errors():
-            self._copy(model, f"versions/{version}/model.pt")
-        self._write(f"versions/{version}/version.json", content)
+        self._write(f"versions/{version}/model.pt", model.read_bytes())
+        self._write(f"versions/{version}/version.json", as_json({"name": version, **facts}))
 
     def point(self, seen: Pointer, version: str, how: str) -> bool:
         """Promotes a version atomically; returns False, without a change, if the pointer is no longer `seen`.
@@ -146,7 +148,7 @@ class Place:
         with self._locked():
             if self.read() != seen:
                 return False
-            self._write("current.json", _as_json(seen.to(version, how)))
+            self._write("current.json", as_json(asdict(seen.to(version, how))))
             return True
 
     def roll_back(self, version: str) -> Pointer:
@@ -166,18 +168,8 @@ class Place:
             except ReportedError:
                 before = Pointer()
             after = before.to(version, ROLLED_BACK)
-            self._write("current.json", _as_json(after))
+            self._write("current.json", as_json(asdict(after)))
         return after
-
-    def _parsed(self, content: bytes) -> Pointer:
-        parsed = json.loads(content)
-        check_format(parsed["format"])
-        history = tuple(Event(**event) for event in parsed["history"])
-        if parsed["version"] != (history[-1].name if history else ""):
-            raise ValueError("its version is not the last one in its history")
-        if history and not NAME.fullmatch(parsed["version"]):
-            raise ValueError("its version is not the name of a folder")
-        return Pointer(parsed["version"], history)
 
     def _damaged(self, version: str, problem: str) -> ReportedError:
         others = ", ".join(name for name in self.versions() if name != version) or "none"
@@ -185,28 +177,19 @@ class Place:
             f"version {version} in {self.root} {problem}: put it back, or roll back to another: {others}"
         )
 
-    def _read(self, path: str) -> bytes:
-        with self._own_errors(reading=True):
+    def _read(self, path: str) -> bytes | None:
+        """None if there is no such file."""
+        with self._own_errors(), suppress(FileNotFoundError):
             content: bytes = self._files.cat_file(f"{self.root}/{path}")
             return content
+        return None
 
-    def _write(self, path: str, content: dict[str, Any], exclusive: bool = False) -> None:
-        text = json.dumps(content, indent=2).encode()
+    def _write(self, path: str, content: bytes, mode: str = "overwrite") -> None:
         with self._own_errors(), suppress(FileExistsError):
-            if self._in_storage:  # a single put, which is atomic
-                self._files.pipe_file(f"{self.root}/{path}", text, mode="create" if exclusive else "overwrite")
+            if self._in_storage:  # a put, which is atomic
+                self._files.pipe_file(f"{self.root}/{path}", content, mode=mode)
             else:
-                write_whole(self._local(path), text)
-
-    def _copy(self, model: Path, path: str) -> None:
-        if self._in_storage:
-            self._files.put_file(str(model), f"{self.root}/{path}")
-            return
-        final = self._local(path)
-        beside = temporary_beside(final)
-        with open(model, "rb") as source, synced_file(beside) as copy:
-            shutil.copyfileobj(source, copy)
-        os.replace(beside, final)
+                write_whole(self._local(path), content)
 
     def _local(self, path: str) -> Path:
         final = Path(self.root, path)
@@ -220,24 +203,17 @@ class Place:
             yield
             return
         with self._own_errors():
-            lock = FileLock(self._local(".lock"))
-            lock.acquire()
-        try:
+            lock = FileLock(self._local(".lock")).acquire()
+        with lock:
             yield
-        finally:
-            lock.release()
 
     @contextmanager
-    def _own_errors(self, reading: bool = False) -> Iterator[None]:
-        """Turns errors of storage and disk into ours; with reading, FileNotFoundError is passed on."""
+    def _own_errors(self) -> Iterator[None]:
+        """Turns errors of storage and disk into ours."""
         try:
             yield
         except click.ClickException:
             raise
-        except FileNotFoundError as error:
-            if reading:
-                raise
-            raise InputError(f"place {self.root} must be writable: {error}") from None
         except PermissionError as error:
             raise InputError(f"place {self.root} must be readable and writable here: {error}") from None
         except Exception as error:  # each storage has its own errors
@@ -246,9 +222,8 @@ class Place:
             raise RecoverableError(f"place {self.root} cannot be used: {type(error).__name__}: {error}") from None
 
 
-def _as_json(pointer: Pointer) -> dict[str, Any]:
-    history = [asdict(event) for event in pointer.history]
-    return {"format": FORMAT, "version": pointer.version, "history": history}
+def as_json(content: dict[str, Any]) -> bytes:
+    return json.dumps({"format": FORMAT, **content}, indent=2).encode()
 
 
 def check_format(number: int) -> None:

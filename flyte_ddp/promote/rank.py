@@ -5,14 +5,14 @@ import torch
 from flyte_ddp.engine.arithmetic import settle_arithmetic
 from flyte_ddp.engine.evaluation import measure
 from flyte_ddp.engine.job import Measured
-from flyte_ddp.engine.set_up import load_recipe, open_split
+from flyte_ddp.engine.set_up import load_recipe, load_split
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
 from flyte_ddp.promote.job import Comparison
 from flyte_ddp.weights import load_weights
 
 
-def compare(environment: Environment, link: Link, comparison: Comparison) -> list[Measured]:
+def measure_models(environment: Environment, link: Link, comparison: Comparison) -> list[Measured]:
     """Measures the jobs' models, in order. The candidate's recipe provides samples and measures for all, so that a
     change since the last promotion affects all alike."""
     torch.set_num_threads(environment.threads)
@@ -20,7 +20,7 @@ def compare(environment: Environment, link: Link, comparison: Comparison) -> lis
     device = torch.device(environment.world.device)
     candidate, *others = comparison.jobs
     recipe = load_recipe(candidate, device)
-    test = open_split(recipe, "test", candidate)
+    test = load_split(recipe, "test", candidate)
     network = load_weights(recipe.model(), candidate.model_path).to(device).eval()
     found = [measure(recipe, network, test, link)]
     for job in others:
