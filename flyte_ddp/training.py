@@ -95,7 +95,7 @@ def train(
     console = Console if "WORLD_SIZE" in os.environ else open_console  # a launcher's ranks share a terminal
     try:
         with nullcontext(on_event) if on_event else closing(console()) as listen:
-            results = run(job, all_of(listen, own))
+            results = run_job(job, all_of(listen, own))
     except BaseException as error:
         own.close(RunFailed.by(error))
         raise
@@ -107,7 +107,7 @@ def train(
     return Result(result.epochs, warnings, Path(job.model_path), folder, result.tested, best_epoch)
 
 
-def run(job: Job, on_event: Callable[[Event], None]) -> list[TrainingResult]:
+def run_job(job: Job, on_event: Callable[[Event], None]) -> list[TrainingResult]:
     """Trains with ranks of its own, or as one of its launcher's; the checkpoint is removed when training has ended."""
     is_first, checkpoint, options = is_first_rank(), Path(job.checkpoint_path), job.options
     if is_first and not options.resume:

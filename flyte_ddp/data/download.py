@@ -5,6 +5,7 @@ import os
 import re
 import urllib.parse
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -93,19 +94,15 @@ def mirror_from_environment() -> str | None:
     url = os.environ.get(MIRROR_VARIABLE, "").strip()
     if not url:
         return None
-    try:
+    with suppress(ValueError):
         parts = urllib.parse.urlsplit(url)
-        known = (parts.scheme == "file" and parts.netloc in ("", "localhost")) or (
-            parts.scheme in ("http", "https", *STORAGES) and bool(parts.hostname)
-        )
-        folder = known and parts.port != 0 and not parts.query and not parts.fragment
-    except ValueError:
-        folder = False
-    if not folder:
-        hint = f": write file://{url}" if url.startswith("/") else ""
-        shown = re.split("[?#]", without_password(url))[0]
-        raise InputError(f"{MIRROR_VARIABLE} must be the URL of a folder ({SCHEMES}), got {shown!r}{hint}")
-    return url
+        is_local = parts.scheme == "file" and parts.netloc in ("", "localhost")
+        is_remote = parts.scheme in ("http", "https", *STORAGES) and parts.hostname and parts.port != 0
+        if (is_local or is_remote) and not parts.query and not parts.fragment:
+            return url
+    hint = f": write file://{url}" if url.startswith("/") else ""
+    shown = re.split("[?#]", without_password(url))[0]
+    raise InputError(f"{MIRROR_VARIABLE} must be the URL of a folder ({SCHEMES}), got {shown!r}{hint}")
 
 
 def _host(url: str) -> str:

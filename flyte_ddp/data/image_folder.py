@@ -17,7 +17,7 @@ from flyte_ddp.data.datasets import data_dir
 from flyte_ddp.data.description import FolderDescription
 from flyte_ddp.data.image_files import decode, reason
 from flyte_ddp.data.image_settings import ImageSettings
-from flyte_ddp.data.prepared import DESCRIPTION, FOLDER_FILES, SPLITS
+from flyte_ddp.data.prepared import DESCRIPTION, SPLITS
 from flyte_ddp.data.writer import mean_and_std, pixel_counts, write_dataset
 from flyte_ddp.errors import DataError, InputError
 from flyte_ddp.launch.environment import available_cores
@@ -64,6 +64,17 @@ def list_images(folder: Path) -> Files:
     return found
 
 
+def lfw_folder() -> Path:
+    """Labeled Faces in the Wild, a sub-folder for each person, where torchvision keeps it; InputError without it."""
+    folder = data_dir() / "lfw-py" / "lfw_funneled"
+    if not folder.is_dir():
+        raise InputError(
+            f"Labeled Faces in the Wild is not in {folder}, and torchvision no longer downloads it: unpack "
+            "lfw-funneled.tgz there, or give the unpacked folder as --folder instead"
+        )
+    return folder
+
+
 def stamp(folder: Path) -> str:
     """Changes when an image file is added, removed or written to; looks only at names, sizes and times."""
     digest = hashlib.sha256()
@@ -103,10 +114,13 @@ def index_folder(folder: Path, name: str, images: ImageSettings, say: Callable[[
         left_out=left_out,
         content_sha256=content,
     )
-    columns = [column for split in SPLITS for column in _columns(kept[split])]
+    arrays: dict[str, np.ndarray] = {}
+    for split, rows in kept.items():
+        arrays[f"{split}_files.npy"] = np.array([os.fsencode(file) for _, file in rows])
+        arrays[f"{split}_labels.npy"] = np.array([label for label, _ in rows])
     key = hashlib.sha256(repr((name, images, bad, content)).encode()).hexdigest()[:16]
     directory = data_dir() / "folders" / key
-    write_dataset(directory, dict(zip(FOLDER_FILES, columns, strict=True)), description)
+    write_dataset(directory, arrays, description)
     return directory
 
 
@@ -214,10 +228,6 @@ def _judge(folder: Path, bad: Sequence[str], count: int, limit: float, say: Call
             "Repair or remove them, or raise it"
         )
     say(f"{message} and are left out: {listed}")
-
-
-def _columns(rows: Sequence[tuple[int, str]]) -> tuple[np.ndarray, np.ndarray]:
-    return np.array([os.fsencode(file) for _, file in rows]), np.array([label for label, _ in rows])
 
 
 def _image_names(folder: Path, below: Path) -> list[str]:

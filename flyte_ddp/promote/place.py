@@ -100,7 +100,7 @@ class Place:
         """Writes an empty current.json before the first version, so that a lost one is noticed later."""
         with self._locked():
             if self._read("current.json") is None:
-                self._write("current.json", as_json(asdict(Pointer())), mode="create")
+                self._write("current.json", encoded(asdict(Pointer())), mode="create")
 
     def versions(self) -> list[str]:
         """Names of all complete versions, oldest first."""
@@ -137,7 +137,7 @@ class Place:
         """Writes a complete version, without promoting it."""
         self.begin()
         self._write(f"versions/{version}/model.pt", model.read_bytes())
-        self._write(f"versions/{version}/version.json", as_json({"name": version, **facts}))
+        self._write(f"versions/{version}/version.json", encoded({"name": version, **facts}))
 
     def point(self, seen: Pointer, version: str, how: str) -> bool:
         """Promotes a version atomically; returns False, without a change, if the pointer is no longer `seen`.
@@ -148,7 +148,7 @@ class Place:
         with self._locked():
             if self.read() != seen:
                 return False
-            self._write("current.json", as_json(asdict(seen.to(version, how))))
+            self._write("current.json", encoded(asdict(seen.to(version, how))))
             return True
 
     def roll_back(self, version: str) -> Pointer:
@@ -168,7 +168,7 @@ class Place:
             except ReportedError:
                 before = Pointer()
             after = before.to(version, ROLLED_BACK)
-            self._write("current.json", as_json(asdict(after)))
+            self._write("current.json", encoded(asdict(after)))
         return after
 
     def _damaged(self, version: str, problem: str) -> ReportedError:
@@ -222,7 +222,7 @@ class Place:
             raise RecoverableError(f"place {self.root} cannot be used: {type(error).__name__}: {error}") from None
 
 
-def as_json(content: dict[str, Any]) -> bytes:
+def encoded(content: dict[str, Any]) -> bytes:
     return json.dumps({"format": FORMAT, **content}, indent=2).encode()
 
 
