@@ -116,7 +116,7 @@ def run_job(job: Job, on_event: Callable[[Event], None]) -> list[TrainingResult]
         if "WORLD_SIZE" in os.environ:
             results = [pkgutil.resolve_name(JOINED)(job, on_event)]
         else:
-            settings = job.identity.settings
+            settings = job.settings
             name_of(type(settings), "settings")
             world = choose_world(settings.backend, options.nproc, settings.batch_size)
             results = launcher.launch(WORKER, world, job, options.timeout_seconds, on_event, roots=[job.root])

@@ -45,7 +45,7 @@ def _modules() -> dict[str, Path]:
 
 def _layer(module: str) -> str:
     layer = module.partition(".")[0]
-    return "ground" if layer in GROUND else "recipe" if layer in ("share", "weights") else layer
+    return "ground" if layer in GROUND else "recipe" if layer in ("batch_share", "weights") else layer
 
 
 def _imports(path: Path) -> set[str]:

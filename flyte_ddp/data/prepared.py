@@ -20,7 +20,6 @@ from flyte_ddp.storage import content_digest
 DESCRIPTION = "dataset.json"
 SPLITS = ("train", "test")
 FILES = tuple(f"{split}_{kind}.npy" for split in SPLITS for kind in ("images", "labels"))
-FOLDER_FILES = tuple(f"{split}_{kind}.npy" for split in SPLITS for kind in ("files", "labels"))
 
 PathLike = str | Path
 
@@ -101,17 +100,16 @@ def _open_array(path: Path) -> np.ndarray:
 
 
 def _expected_arrays(description: DatasetDescription) -> dict[str, tuple[tuple[int, ...], Any]]:
-    samples = {"train": description.train_samples, "test": description.test_samples}
-    of_files = isinstance(description, FolderDescription)
-    if set(description.sha256) != set(FOLDER_FILES if of_files else FILES) or len(description.image_shape) != 3:
-        raise ValueError
+    channels, height, width = description.image_shape
     expected: dict[str, tuple[tuple[int, ...], Any]] = {}
-    for split in SPLITS:
-        expected[f"{split}_labels.npy"] = (samples[split],), np.dtype(np.int64)
-        if of_files:
-            expected[f"{split}_files.npy"] = (samples[split],), np.dtype(np.bytes_)
+    for split, samples in (("train", description.train_samples), ("test", description.test_samples)):
+        expected[f"{split}_labels.npy"] = (samples,), np.dtype(np.int64)
+        if isinstance(description, FolderDescription):
+            expected[f"{split}_files.npy"] = (samples,), np.dtype(np.bytes_)
         else:
-            expected[f"{split}_images.npy"] = (samples[split], *description.image_shape), np.dtype(np.uint8)
+            expected[f"{split}_images.npy"] = (samples, channels, height, width), np.dtype(np.uint8)
+    if set(description.sha256) != set(expected):
+        raise ValueError
     return expected
 
 

@@ -20,20 +20,37 @@ PREDICTIONS, PICTURES, LAST, FINAL = "predictions.npy", "pictures.npz", "last.pt
 
 
 @dataclass(frozen=True)
-class Identity:
-    """What determines the result of a training: recipe, settings, and hashes of the data and the code.
+class Subject:
+    """What is trained, and on which data.
 
-    init_digest: hash of the weights or checkpoint to start from, if there is one.
+    Attributes:
+        recipe: "package.module:Name".
+        code_version: of the recipe, and of the installed libraries that matter.
+        dataset: the name of the data.
+        data: the recipe's data_path, a folder or file.
+        data_digest: hash of the data; empty without data.
+        root: folder to import the recipe's module from.
+        files: the files of its code that are not of this library.
+        description: of a prepared dataset; None for other data.
+        init: the model_state or checkpoint to start from, if any.
+        init_digest: hash of its content.
     """
 
     recipe: str
     settings: TrainingSettings
-    data_digest: str
     code_version: str
+    dataset: str
+    data: Path | None = None
+    data_digest: str = ""
+    root: str = ""
+    files: tuple[str, ...] = ()
+    description: DatasetDescription | None = None
+    init: Path | None = None
     init_digest: str = ""
 
-    def as_dict(self) -> dict[str, Any]:
-        """What must be equal for one run to resume from the checkpoint of another."""
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What determines the result, and must be equal for one run to resume from the checkpoint of another."""
         return {
             **asdict(self.settings),
             "recipe": self.recipe,
@@ -44,30 +61,7 @@ class Identity:
 
     @property
     def key(self) -> str:
-        return hashlib.sha256(json.dumps(self.as_dict(), sort_keys=True).encode()).hexdigest()[:16]
-
-
-@dataclass(frozen=True)
-class Subject:
-    """What is trained, and on which data.
-
-    Attributes:
-        identity: what determines the result.
-        dataset: the name of the data.
-        data: the recipe's data_path, a folder or file.
-        root: folder to import the recipe's module from; empty if it is part of this library.
-        files: the files of its code; empty if it is part of this library.
-        description: of a prepared dataset; None for other data.
-        init: the model_state or checkpoint to start from, if any.
-    """
-
-    identity: Identity
-    dataset: str
-    data: Path | None
-    root: str = ""
-    files: tuple[str, ...] = ()
-    description: DatasetDescription | None = None
-    init: Path | None = None
+        return hashlib.sha256(json.dumps(self.identity, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def subject_of(
@@ -78,11 +72,19 @@ def subject_of(
     description: DatasetDescription | None = None,
 ) -> Subject:
     """The training of a recipe; whoever asks for the same one, in whatever way, gets the same identity."""
-    digest = description.digest if description else content_digest(data) if data else ""
-    first = content_digest(init) if init else ""
-    identity = Identity(code.name, settings, digest, with_installed(code.version), first)
-    dataset = description.name if description else data.name if data else code.name.rpartition(":")[2]
-    return Subject(identity, dataset, data, code.root, code.files, description, init)
+    return Subject(
+        recipe=code.name,
+        settings=settings,
+        code_version=with_installed(code.version),
+        dataset=description.name if description else data.name if data else code.name.rpartition(":")[2],
+        data=data,
+        data_digest=description.digest if description else content_digest(data) if data else "",
+        root=code.root,
+        files=code.files,
+        description=description,
+        init=init,
+        init_digest=content_digest(init) if init else "",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

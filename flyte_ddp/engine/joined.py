@@ -21,7 +21,7 @@ def join_and_train(job: Job, on_event: Callable[[Event], None]) -> TrainingResul
 
     A request to stop ends it with PreemptedError, after a checkpoint.
     """
-    settings = job.identity.settings
+    settings = job.settings
     environment = environment_from_variables(settings.backend)
     if settings.batch_size < environment.world.size:
         raise InputError(

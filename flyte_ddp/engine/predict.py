@@ -28,7 +28,7 @@ def run(environment: Environment, link: Link, argument: tuple[Job, str, int, int
     job, split, number, count = argument
     torch.set_num_threads(environment.threads)
     settle_arithmetic()
-    settings, device = job.identity.settings, torch.device(environment.world.device)
+    settings, device = job.settings, torch.device(environment.world.device)
     with checked_imports(job.root, job.files):
         recipe = load_recipe(job, device)
         source = load_split(recipe, split, job)

@@ -30,8 +30,8 @@ def write_last(parts: Parts, job: Job) -> None:
     with writing_to(job.logs, "DDP_RUNS_DIR"):
         if parts.validation:
             export_model(parts.state.evaluated, Path(job.logs, LAST))
-        if job.options.keep_checkpoint or job.identity.settings.stop_after:
-            content = {"identity": job.identity.as_dict(), "state": parts.state.state_dict()}
+        if job.options.keep_checkpoint or job.settings.stop_after:
+            content = {"identity": job.identity, "state": parts.state.state_dict()}
             write_checkpoint(Path(job.logs, FINAL), content)
 
 
@@ -49,12 +49,12 @@ def write_results(parts: Parts, tested: dict[str, float], predictions: Tensor | 
 def build_metadata(
     recipe: Recipe, job: Job, headline: str, measures: dict[str, float], training: dict[str, Any]
 ) -> ModelMetadata:
-    settings = job.identity.settings
+    settings = job.settings
     return ModelMetadata(
-        recipe=job.identity.recipe,
+        recipe=job.recipe,
         settings_class=f"{type(settings).__module__}:{type(settings).__qualname__}",
         settings=asdict(settings),
-        data={"name": job.dataset, "digest": job.identity.data_digest},
+        data={"name": job.dataset, "digest": job.data_digest},
         facts=recipe.facts(),
         headline=headline,
         measures=measures,

@@ -44,7 +44,7 @@ class Parts:
 
 def set_up(environment: Environment, device: torch.device, job: Job) -> Parts:
     """A collective; InputError for an invalid recipe, or one whose result would depend on the number of ranks."""
-    settings, rank, world_size = job.identity.settings, environment.rank, environment.world.size
+    settings, rank, world_size = job.settings, environment.rank, environment.world.size
     precision = choose_precision(settings.precision, device)
     recipe = load_recipe(job, device)
     train, test = (load_split(recipe, split, job) for split in SPLITS)
@@ -85,7 +85,7 @@ def set_up(environment: Environment, device: torch.device, job: Job) -> Parts:
 
 def first_model(recipe: Recipe, job: Job) -> tuple[nn.Module, list[str]]:
     """The network with its initial weights, unless training continues from a checkpoint, and remarks on these."""
-    settings: TrainingSettings = job.identity.settings
+    settings: TrainingSettings = job.settings
     torch.manual_seed(settings.seed)
     model, remarks = recipe.model(), []
     lazy = [name for name, parameter in model.named_parameters() if nn.parameter.is_lazy(parameter)]
@@ -104,7 +104,7 @@ def first_model(recipe: Recipe, job: Job) -> tuple[nn.Module, list[str]]:
 
 def validation_of(recipe: Recipe, train: Split, job: Job) -> tuple[Split, Split | None]:
     """The samples to train on, and those to choose the best epoch by, if there is a validation split."""
-    settings: TrainingSettings = job.identity.settings
+    settings: TrainingSettings = job.settings
     if recipe.has_validation:
         if settings.validation_fraction:
             raise InputError(
@@ -134,18 +134,18 @@ def load_recipe(job: Job, device: torch.device) -> Recipe:
     """The recipe that the job names, with its settings and data; InputError if that is not a recipe. Seeds all sources
     of random numbers, since the recipe's data and weights may be drawn from any of them.
     """
-    seed = job.identity.settings.seed
+    seed = job.settings.seed
     torch.manual_seed(seed)
     np.random.seed(seed)
     random.seed(seed)
     if job.root and job.root not in sys.path:
         sys.path.insert(0, job.root)
-    name = job.identity.recipe
+    name = job.recipe
     with checked_imports(job.root, job.files):
         kind = pkgutil.resolve_name(name)
         if not (isinstance(kind, type) and issubclass(kind, Recipe)):
             raise InputError(f"{name} must be a subclass of flyte_ddp.recipe.Recipe, got {kind!r}")
-        recipe = kind(job.identity.settings, job.data)
+        recipe = kind(job.settings, job.data)
     if not hasattr(recipe, "share"):
         raise InputError(f"{code_location(recipe, '__init__')} must call super().__init__(settings, data_path)")
     recipe.device = device

@@ -42,7 +42,7 @@ def train(environment: Environment, device: torch.device, link: Link, job: Job) 
     if not resume(parts.state, job, environment, link):
         del parts  # its memory is needed again
         parts = set_up(environment, device, job)
-    state, settings = parts.state, job.identity.settings
+    state, settings = parts.state, job.settings
     link.emit(run_started(parts, environment, job))
     for warning in state.watch.warnings if not state.history else ():
         link.emit(warning)
@@ -82,7 +82,7 @@ def run_started(parts: Parts, environment: Environment, job: Job) -> RunStarted:
         backend=world.backend,
         device=str(state.device),
         precision=parts.precision,
-        epochs=job.identity.settings.last_epoch,
+        epochs=job.settings.last_epoch,
         steps_per_epoch=len(parts.train),
         first_epoch=state.epoch,
         first_step=state.step,
@@ -106,5 +106,5 @@ def keep_freed_memory() -> None:
 def checkpoints_of(environment: Environment, link: Link, job: Job) -> CheckpointWriter | NoCheckpoints:
     if environment.rank == 0:
         every = job.options.checkpoint_seconds
-        return CheckpointWriter(Path(job.checkpoint_path), job.identity.as_dict(), every, link.emit)
+        return CheckpointWriter(Path(job.checkpoint_path), job.identity, every, link.emit)
     return NoCheckpoints()

@@ -29,7 +29,7 @@ class Card:
 
 def describe(asked: ExportJob, written: Written, formats: dict[str, Measured]) -> Card:
     subject = asked.job
-    name = str(written.metadata.facts.get("network") or subject.identity.recipe.rpartition(":")[2])
+    name = str(written.metadata.facts.get("network") or subject.recipe.rpartition(":")[2])
     title = f"{name}, trained on {subject.dataset}"
     measures = written.measured.measures
     headline = written.metadata.headline
@@ -50,8 +50,8 @@ def describe(asked: ExportJob, written: Written, formats: dict[str, Measured]) -
 def model_section(subject: Subject, written: Written) -> Section:
     metadata, description = written.metadata, subject.description
     data = [("Data", subject.dataset)]
-    if subject.identity.data_digest:
-        data.append(("Digest of the data (SHA-256)", subject.identity.data_digest))
+    if subject.data_digest:
+        data.append(("Digest of the data (SHA-256)", subject.data_digest))
     if description:
         data.append(("Training samples", f"{description.train_samples:,}"))
         data += list(description.remarks.items())

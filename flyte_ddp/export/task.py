@@ -162,7 +162,7 @@ def _exported(
     options: ExportOptions,
 ) -> ExportOutputs:
     """known: the metadata of the weights; they fill in what was not given."""
-    if known and known.recipe == subject.identity.recipe:
+    if known and known.recipe == subject.recipe:
         settings, reported = known.settings, {**known.measures, **reported}
     job, training = job_of(subject, model_path=weights), known.training if known else {}
     with run_dir(f"{subject.dataset}-export") as folder:

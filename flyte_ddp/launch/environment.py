@@ -21,14 +21,7 @@ DEFAULT_CPU_RANKS = 2
 
 @dataclass(frozen=True)
 class World:
-    """All ranks of one training run.
-
-    Attributes:
-        size: number of ranks.
-        local_size: number of ranks on this host.
-        backend: nccl or gloo.
-        device: cuda or cpu.
-    """
+    """All ranks of one training run, local_size of them on this host; by nccl or gloo, on cuda or cpu."""
 
     size: int
     local_size: int
@@ -38,13 +31,10 @@ class World:
 
 @dataclass(frozen=True)
 class Environment:
-    """One rank's place in the world, whoever started its process.
+    """Which rank of the world a process is, and of its host, both from 0; with this many torch threads.
 
     Attributes:
-        rank: from 0 to world.size - 1.
-        local_rank: from 0 to world.local_size - 1 on this host.
         init_method: the rendezvous, env:// or file:// and a path as it is.
-        threads: number of torch threads of this rank.
     """
 
     world: World
@@ -79,7 +69,7 @@ def choose_world(backend: str, nproc: int, batch_size: int) -> World:
 
 
 def environment_from_torchrun(backend: str, nodes: tuple[int, int], ranks_per_node: int) -> Environment:
-    """This process's place in the world that torchrun or Flyte's Elastic plugin has created.
+    """This rank of the world that torchrun or Flyte's Elastic plugin has created.
 
     Raises InputError if that world does not have this number of nodes and ranks: a node training alone would return
     its result as that of all.
@@ -97,7 +87,7 @@ def environment_from_torchrun(backend: str, nodes: tuple[int, int], ranks_per_no
 
 
 def environment_from_variables(backend: str) -> Environment:
-    """This process's place in the world, from torchrun's environment variables.
+    """This rank, from torchrun's environment variables.
 
     If only RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set, each node has one rank. Raises InputError if RANK or
     WORLD_SIZE is missing, or there are too few GPUs.

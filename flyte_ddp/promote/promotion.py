@@ -114,7 +114,7 @@ def measure_both(
     jobs = {"Candidate": job_of(subject, model_path=model)}
     if against:
         settings = settings_of_version(subject, place, against, place.fetch(against, copy))
-        other = replace(subject, identity=replace(subject.identity, settings=settings))
+        other = replace(subject, settings=settings)
         jobs[against] = job_of(other, model_path=copy)
     asked = Comparison([*jobs.values()], f"version {against} in {place.root}")
     found = run_alone(MEASURE, asked, options.timeout_seconds, Console(), choose_world("auto", 1, 1), subject.root)
@@ -131,7 +131,7 @@ def settings_of_version(subject: Subject, place: Place, version: str, facts: dic
             f"{place.root} has a model whose {name} is {theirs[name]}, got one with {mine[name]}: choose another place"
         )
     try:
-        settings: TrainingSettings = type(subject.identity.settings).from_dict(facts["settings"])
+        settings: TrainingSettings = type(subject.settings).from_dict(facts["settings"])
         return settings
     except (InputError, KeyError) as error:
         raise ReportedError(f"version {version} in {place.root} has settings unknown to this code: {error}") from None
@@ -142,10 +142,10 @@ def facts_of(subject: Subject, verdict: Verdict, against: str) -> dict[str, Any]
     return {
         "time": now(),
         **facts_of_data(subject),
-        "settings": asdict(subject.identity.settings),
+        "settings": asdict(subject.settings),
         "dataset": subject.dataset,
-        "data_digest": subject.identity.data_digest,
-        "code": subject.identity.code_version,
+        "data_digest": subject.data_digest,
+        "code": subject.code_version,
         "measure": verdict.measure,
         "score": verdict.candidate,
         "against": against,
@@ -156,7 +156,7 @@ def facts_of(subject: Subject, verdict: Verdict, against: str) -> dict[str, Any]
 
 def facts_of_data(subject: Subject) -> dict[str, Any]:
     """The facts that all models of a place have in common, as JSON values."""
-    facts: dict[str, Any] = {"recipe": subject.identity.recipe}
+    facts: dict[str, Any] = {"recipe": subject.recipe}
     if about := subject.description:
         facts |= {"data": about.name, "classes": list(about.classes), "image_shape": list(about.image_shape)}
     return facts

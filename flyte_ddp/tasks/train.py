@@ -154,7 +154,7 @@ def train_by(
         with (
             run_dir(subject.dataset) as folder,
             kept_logs(folder) as logs,
-            checkpoint_store(subject.identity.key, options.resume) as store,
+            checkpoint_store(subject.key, options.resume) as store,
         ):
             model, found = folder / "model.pt", logs.folder / PREDICTIONS
             job = job_of(subject, options, model_path=model, checkpoint_path=store.path, logs=logs.folder)
@@ -181,10 +181,10 @@ def info_of(
     """What observers know of a run before it starts."""
     return RunInfo(
         name=name,
-        recipe=subject.identity.recipe,
-        tracking_id=tracking_id(subject.identity.key, checkpoint),
+        recipe=subject.recipe,
+        tracking_id=tracking_id(subject.key, checkpoint),
         attempt=attempt(),
-        settings=subject.identity.settings,
+        settings=subject.settings,
         options=options,
         data=subject.data if subject.description else None,
         description=subject.description,

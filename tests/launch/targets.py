@@ -1,6 +1,5 @@
 """What tests have ranks do: each function is a worker's."""
 
-import dataclasses
 import gc
 import itertools
 import os
@@ -114,8 +113,7 @@ def train_on_two_hosts(environment: Environment, link: Link, job: Job) -> Traini
 
 def break_gradient_of_rank_one(environment: Environment, link: Link, job: Job) -> None:
     """Trains a network whose gradient, not its loss, becomes NaN in the eighth step on rank 1."""
-    identity = dataclasses.replace(job.identity, recipe="tests.launch.targets:BrokenOnRankOne")
-    worker.run(environment, link, dataclasses.replace(job, identity=identity))
+    worker.run(environment, link, replace(job, recipe="tests.launch.targets:BrokenOnRankOne"))
 
 
 class BrokenOnRankOne(ImageClassifier):
