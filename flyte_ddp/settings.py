@@ -7,7 +7,6 @@ checked. A broken rule raises InputError.
 """
 
 import dataclasses
-import difflib
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from flyte_ddp.errors import InputError
+from flyte_ddp.text import did_you_mean
 
 try:
     from dataclasses_json import DataClassJsonMixin
@@ -102,8 +102,7 @@ class Settings(DataClassJsonMixin):
         fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
         for name, value in values.items():
             if name not in fields:
-                nearest = difflib.get_close_matches(str(name), fields, n=1)
-                hint = f" (did you mean {nearest[0]}?)" if nearest else ""
+                hint = did_you_mean(str(name), fields)
                 raise InputError(f"{cls.__name__} has no field {_shown(name)}{hint}; known: {', '.join(fields)}")
             checked(cls.__name__, fields[name], value)
         return values

@@ -5,7 +5,6 @@ torch. What caching and shipping need to know about its code is read from the so
 """
 
 import ast
-import difflib
 import hashlib
 import os
 import symtable
@@ -29,6 +28,7 @@ from flyte_ddp.code_version import (
     version_of,
 )
 from flyte_ddp.errors import InputError
+from flyte_ddp.text import did_you_mean
 
 EXAMPLE = '"package.module:Name"'
 ENGINE = ("flyte_ddp.engine.worker", "flyte_ddp.engine.predict")  # what trains a recipe, and predicts with it
@@ -126,14 +126,9 @@ def _not_found(name: str, found: Sequence[ModuleSpec]) -> InputError:
     entries = [entry for folder in folders for entry in os.scandir(folder)]
     names = {entry.name.removesuffix(".py") for entry in entries if entry.name.endswith(".py") or entry.is_dir()}
     return InputError(
-        f"{name}: no module {missing}{_hint(missing, names)} in {', '.join(folders)}: start pyflyte in the "
+        f"{name}: no module {missing}{did_you_mean(missing, names)} in {', '.join(folders)}: start pyflyte in the "
         "folder from which the module can be imported, or put that folder on PYTHONPATH"
     )
-
-
-def _hint(name: str, known: Collection[str]) -> str:
-    nearest = difflib.get_close_matches(name, sorted(known), n=1)
-    return f" (did you mean {nearest[0]}?)" if nearest else ""
 
 
 def _check_defined(name: str, file: str) -> None:
@@ -145,4 +140,4 @@ def _check_defined(name: str, file: str) -> None:
     stars = (node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.names[0].name == "*")
     # if names may come from elsewhere too, the rank finds out
     if attribute not in names and "__getattr__" not in names and not any(stars):
-        raise InputError(f"{name}: {file} defines no {attribute}{_hint(attribute, names)} at its top level")
+        raise InputError(f"{name}: {file} defines no {attribute}{did_you_mean(attribute, names)} at its top level")

@@ -111,7 +111,7 @@ class RecipeTraining:
         """
         check_gpus(visible_gpus())
         world = choose_world(settings.backend, options.nproc, settings.batch_size)
-        start = spawn(world, options, [self.code.root])
+        start = spawn(world, options, self.code.root)
 
         def fetch() -> Subject:
             source = None if data is None else Path(data.download())

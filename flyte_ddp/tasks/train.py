@@ -126,12 +126,12 @@ def outputs_of(trained: Trained) -> TrainingOutputs:
     return TrainingOutputs(accuracies, trained.model_state, summary, trained.report, trained.logs)
 
 
-def spawn(world: World, options: RunOptions, roots: Sequence[str] = ()) -> Start:
+def spawn(world: World, options: RunOptions, root: str = "") -> Start:
     """Lets this process start the ranks, which import torch while the data are downloaded and verified."""
     launcher.warm_up()
 
     def start(job: Job, on_event: Callable[[Event], None]) -> list[TrainingResult]:
-        return launcher.launch(WORKER, world, job, options.timeout_seconds, on_event, roots=roots)
+        return launcher.launch(WORKER, world, job, options.timeout_seconds, on_event, root=root)
 
     return start
 
