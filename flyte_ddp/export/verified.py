@@ -2,7 +2,6 @@
 
 import math
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +17,8 @@ from flyte_ddp.storage import writing_to
 WRITE, MEASURE = "flyte_ddp.export.rank:write_formats", "flyte_ddp.export.rank:measure_file"
 
 
-@dataclass(frozen=True)
-class Exported:
-    """The model as written, the measures of each format, and the card."""
-
-    written: Written
-    formats: dict[str, Measured]
-    card: Card
-
-
-def export(asked: ExportJob) -> Exported:
-    """Writes, measures and describes a model in a new folder.
+def export(asked: ExportJob) -> tuple[Written, dict[str, Measured], Card]:
+    """Writes a model to a new folder; returns what was written, the measures of each format, and the model card.
 
     The weights are measured first, in float32 on the CPU. If the training's measures are known, they must agree, which
     detects weights, settings or data of another training. Then each file is opened in a process of its own and must
@@ -56,7 +46,7 @@ def export(asked: ExportJob) -> Exported:
         (folder / "model_card.html").write_text(card.page, encoding="utf-8")
         for file in folder.iterdir():
             shutil.copymode(folder / "model_card.md", file)  # safetensors makes its files private
-    return Exported(written, formats, card)
+    return written, formats, card
 
 
 def _verified(name: str, asked: ExportJob, written: Written) -> Measured:

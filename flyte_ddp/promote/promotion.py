@@ -18,7 +18,7 @@ from flyte_ddp.engine.job import Measured, Subject, job_of
 from flyte_ddp.errors import InputError, ReportedError
 from flyte_ddp.launch.alone import run_alone
 from flyte_ddp.launch.environment import choose_world
-from flyte_ddp.promote.job import Comparison, PromotionOptions, Verdict, judge
+from flyte_ddp.promote.job import PromotionOptions, Verdict, judge
 from flyte_ddp.promote.page import outcome, promotion_page
 from flyte_ddp.promote.place import PROMOTED, Place, now, version_name
 from flyte_ddp.report.console import Console, say, say_last
@@ -116,7 +116,7 @@ def measure_both(
         settings = settings_of_version(subject, place, against, place.fetch(against, copy))
         other = replace(subject, settings=settings)
         jobs[against] = job_of(other, model_path=copy)
-    asked = Comparison([*jobs.values()], f"version {against} in {place.root}")
+    asked = [*jobs.values()], f"version {against} in {place.root}"
     found = run_alone(MEASURE, asked, options.timeout_seconds, Console(), choose_world("auto", 1, 1), subject.root)
     return list(zip(jobs, found, strict=True))
 
