@@ -64,7 +64,7 @@ def whole(small_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Callabl
     return once
 
 
-def trainer(small_data: Path, place: Path) -> Callable[..., Any]:
+def trainer(small_data: Path, parent: Path) -> Callable[..., Any]:
     def run(
         nproc: int = 2,
         on_event: Callable[[Event], None] = lambda event: None,
@@ -79,7 +79,7 @@ def trainer(small_data: Path, place: Path) -> Callable[..., Any]:
     ) -> Any:
         import torch
 
-        folder = place / name
+        folder = parent / name
         folder.mkdir(exist_ok=True)
         hp = Hyperparameters(**{"batch_size": 16, "epochs": 1, "precision": "float32", **hyperparameters})
         options = RunOptions(

@@ -93,7 +93,8 @@ def index_folder(folder: Path, name: str, images: ImageSettings, say: Callable[[
     name: the dataset's name. Raises InputError if too many files cannot be read, or too few are left.
     """
     found = list_images(folder)
-    splits, left_out = _divide(found, images.least_images)
+    classes = _large_classes(found, images.least_images)
+    splits = _divide(found, classes)
     kept, bad, content, counts = _sound_images(folder, splits, images)
     _judge(folder, bad, sum(map(len, splits.values())), images.unreadable_share, say)
     if not all(kept.values()):
@@ -102,7 +103,7 @@ def index_folder(folder: Path, name: str, images: ImageSettings, say: Callable[[
     by_name = "sub-folders train and test"
     description = FolderDescription(
         name=name,
-        classes=tuple(map(_printable, _classes(found, images.least_images))),
+        classes=tuple(map(_printable, classes)),
         mean=mean,
         std=std,
         train_samples=len(kept["train"]),
@@ -111,7 +112,7 @@ def index_folder(folder: Path, name: str, images: ImageSettings, say: Callable[[
         split_by=by_name if "test" in found else f"one in {TEST_EVERY} of each class for testing",
         unreadable=len(bad),
         unreadable_named=tuple(bad[:MOST_NAMED]),
-        left_out=left_out,
+        left_out=len(next(iter(found.values()))) - len(classes),
         content_sha256=content,
     )
     arrays: dict[str, np.ndarray] = {}
@@ -176,29 +177,26 @@ def write_folder(folder: Path, classes: Sequence[str], images: np.ndarray, label
         shutil.rmtree(beside, ignore_errors=True)
 
 
-def _classes(found: Files, least_images: int) -> list[str]:
-    return [name for name, files in next(iter(found.values())).items() if len(files) >= least_images]
-
-
-def _divide(found: Files, least_images: int) -> tuple[dict[str, list[tuple[int, str]]], int]:
-    """(label, name) of the images of train and test, and how many classes are left out for having too few images.
-
-    Classes alternate, so that any part of a split contains all of them.
-    """
-    classes = _classes(found, least_images)
+def _large_classes(found: Files, least_images: int) -> list[str]:
+    """InputError if fewer than two classes have as many images."""
+    classes = [name for name, files in next(iter(found.values())).items() if len(files) >= least_images]
     if len(classes) < 2:
         raise InputError(
             f"ImageSettings.least_images is {least_images}, and {len(classes)} classes have as many: at least two are "
             "needed, so lower it"
         )
+    return classes
+
+
+def _divide(found: Files, classes: Sequence[str]) -> dict[str, list[tuple[int, str]]]:
+    """(label, name) of the images of train and test; classes alternate, so that any part of a split has all of them."""
     rows: dict[str, list[tuple[int, int, str]]] = {split: [] for split in SPLITS}
     for label, name in enumerate(classes):
         for split, named in found.items():
             for turn, file in enumerate(named.get(name, [])):
                 # the second image of a class is for testing, so that a class with only two is in both splits
                 rows[split or SPLITS[turn % TEST_EVERY == 1]].append((turn, label, file))
-    left_out = len(next(iter(found.values()))) - len(classes)
-    return {split: [(label, file) for _, label, file in sorted(rows[split])] for split in SPLITS}, left_out
+    return {split: [(label, file) for _, label, file in sorted(rows[split])] for split in SPLITS}
 
 
 def _read_all(folder: Path, rows: Sequence[tuple[int, str]], shape: tuple[int, int, int]) -> Iterator[Sound | str]:

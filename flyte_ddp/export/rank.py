@@ -22,12 +22,10 @@ from flyte_ddp.export import programs
 from flyte_ddp.export.settings import FILES, ExportJob, Written
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
-from flyte_ddp.recipe import Recipe
+from flyte_ddp.recipe import CPU, Recipe
 from flyte_ddp.recipes.classifier import Classifier
 from flyte_ddp.storage import writing_to
 from flyte_ddp.weights import load_weights
-
-CPU = torch.device("cpu")
 
 
 def write_formats(environment: Environment, link: Link, asked: ExportJob) -> Written:
