@@ -58,16 +58,22 @@ def sync(file: IO[bytes]) -> None:
     os.fsync(file.fileno())
 
 
-def write_whole(path: Path, *pieces: bytes | memoryview) -> None:
-    """Writes a file beside path and renames it: path always holds either the old or the new content. Raises OSError."""
+@contextmanager
+def whole_file(path: Path) -> Iterator[io.BufferedWriter]:
+    """A file beside path that replaces it when the block ends without an error: path has the old content or the new."""
     beside = temporary_beside(path)
     try:
         with synced_file(beside) as file:
-            for piece in pieces:
-                file.write(piece)
+            yield file
         os.replace(beside, path)
     finally:
         beside.unlink(missing_ok=True)
+
+
+def write_whole(path: Path, content: bytes | memoryview) -> None:
+    """Writes a file whole or not at all; raises OSError."""
+    with whole_file(path) as file:
+        file.write(content)
 
 
 def content_digest(path: Path, algorithm: str = "sha256") -> str:

@@ -5,13 +5,13 @@ import os
 import re
 import urllib.parse
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from flyte_ddp.data.open_url import Opener, RefusedError, UnreachableError, without_password
 from flyte_ddp.errors import DownloadError, InputError
-from flyte_ddp.storage import content_digest, synced_file, temporary_beside, writing_to
+from flyte_ddp.storage import content_digest, whole_file, writing_to
 
 MIRROR_VARIABLE = "DDP_DATA_MIRROR"
 STORAGES = ("s3", "gs", "abfs", "abfss")  # only Flyte's tasks read these, with their settings and keys
@@ -65,28 +65,22 @@ class Mirrors:
     def _copy(self, url: str, filename: str, md5: str, target: Path) -> None:
         pieces, total = self.opener.open(url)
         digest, done, start = hashlib.md5(usedforsecurity=False), 0, b""
-        with writing_to(target.parent, "DDP_DATA_DIR"):
+        with closing(pieces), writing_to(target.parent, "DDP_DATA_DIR"):
             target.parent.mkdir(parents=True, exist_ok=True)
-            temporary = temporary_beside(target)
-            try:
-                with synced_file(temporary) as file:
-                    for piece in pieces:
-                        start = start or piece[:256]
-                        done += len(piece)
-                        if max(done, total or 0) > self.opener.limits.max_bytes:
-                            raise RefusedError(f"larger than {self.opener.limits.max_bytes:,} bytes")
-                        digest.update(piece)
-                        file.write(piece)
-                        if self.progress:
-                            self.progress(filename, done, total)
+            with whole_file(target) as file:
+                for piece in pieces:
+                    start = start or piece[:256]
+                    done += len(piece)
+                    if max(done, total or 0) > self.opener.limits.max_bytes:
+                        raise RefusedError(f"larger than {self.opener.limits.max_bytes:,} bytes")
+                    digest.update(piece)
+                    file.write(piece)
+                    if self.progress:
+                        self.progress(filename, done, total)
                 if digest.hexdigest() != md5:
                     page = start.lstrip().lower().startswith((b"<!doctype", b"<html"))
                     what = "a web page instead of the file" if page else "another file, or a damaged one (MD5 differs)"
                     raise RefusedError(f"sent {what}")
-                os.replace(temporary, target)
-            finally:
-                pieces.close()
-                temporary.unlink(missing_ok=True)
 
 
 def mirror_from_environment() -> str | None:
