@@ -21,7 +21,6 @@ from flyte_ddp.code_version import (
     faults_named,
     find_parts,
     imported,
-    is_below,
     is_first_party,
     is_installed,
     source_file,
@@ -76,7 +75,7 @@ def find_code(name: str, data_files: Sequence[str] = ()) -> UserCode:
         path = os.path.abspath(os.path.join(os.path.dirname(file), one))
         if not os.path.isfile(path):
             raise InputError(f"{name}: data file {one!r} is not a file; it is looked for as {path}")
-        if not is_below(path, root):
+        if not Path(path).is_relative_to(root):
             raise InputError(f"{name}: data file {one!r} must lie below {root}, to be shipped with the code")
         if path not in files:
             files.add(path)
