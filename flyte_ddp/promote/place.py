@@ -36,7 +36,7 @@ PROMOTED, ROLLED_BACK = "promoted", "rolled back"
 
 
 @dataclass(frozen=True)
-class Event:
+class Change:
     """A change of the promoted version: its name, when (UTC), and whether it was promoted or rolled back to."""
 
     name: str
@@ -49,14 +49,14 @@ class Pointer:
     """The content of current.json; version is empty if nothing has been promoted yet."""
 
     version: str = ""
-    history: tuple[Event, ...] = ()
+    history: tuple[Change, ...] = ()
 
     @classmethod
     def parse(cls, text: bytes) -> "Pointer":
         """Raises one of UNREADABLE."""
         content = json.loads(text)
         check_format(content["format"])
-        history = tuple(Event(**event) for event in content["history"])
+        history = tuple(Change(**change) for change in content["history"])
         if content["version"] != (history[-1].name if history else ""):
             raise ValueError("its version is not the last one in its history")
         if history and not NAME.fullmatch(content["version"]):
@@ -64,7 +64,7 @@ class Pointer:
         return cls(content["version"], history)
 
     def to(self, version: str, how: str) -> "Pointer":
-        return Pointer(version, (*self.history, Event(version, now(), how)))
+        return Pointer(version, (*self.history, Change(version, now(), how)))
 
 
 class Place:
