@@ -43,10 +43,7 @@ def count_page_faults(environment: Environment, link: Link, job: Job) -> list[in
     """Trains; for each sign of life but the first, the page faults since the one before."""
     counts: list[int] = []
 
-    class CountingLink:
-        stop_requested, is_heard = False, link.is_heard
-        emit = link.emit
-
+    class CountingLink(Link):
         def alive(self) -> None:
             counts.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
 
