@@ -47,7 +47,7 @@ def count_page_faults(environment: Environment, link: Link, job: Job) -> list[in
         def alive(self) -> None:
             counts.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
 
-    worker.run(environment, CountingLink(), job)
+    worker.run(environment, CountingLink(link.is_heard), job)
     return [after - before for before, after in itertools.pairwise(counts)]
 
 
