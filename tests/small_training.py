@@ -72,6 +72,7 @@ def trainer(small_data: Path, parent: Path) -> Callable[..., Any]:
         timeout_seconds: float = 120,
         name: str = "training",
         target: str = WORKER,
+        recipe: str = RECIPE,
         data: Path = small_data,
         loader_workers: int = 0,
         init: Path | None = None,
@@ -88,7 +89,7 @@ def trainer(small_data: Path, parent: Path) -> Callable[..., Any]:
             loader_workers=loader_workers,
             keep_checkpoint=True,
         )
-        subject = subject_of(find_code(RECIPE), hp, data, init, prepared.read_description(data))
+        subject = subject_of(find_code(recipe), hp, data, init, prepared.read_description(data))
         job = job_in(folder, subject, options)
         events: list[Event] = []
 
