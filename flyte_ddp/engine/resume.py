@@ -30,7 +30,7 @@ def resume(state: TrainingState, job: Job, environment: Environment, link: Link)
     told: list[Any] = [None]
     if environment.rank == 0 and os.path.exists(job.checkpoint_path):
         try:
-            saved = read_checkpoint(path, job.identity.as_dict())["state"]
+            saved = read_checkpoint(path, job.identity)["state"]
             if saved.get("base", "") != state.base.digest:  # of which all ranks have rank 0's weights
                 saved = None
                 raise CheckpointError(OTHER_BASE)

@@ -72,26 +72,27 @@ def trace(model: nn.Module, few: Call, more: Call) -> torch.export.ExportedProgr
     return torch.export.export(model, more.args, more.kwargs or None, dynamic_shapes=shapes)
 
 
-def write(
-    name: str, path: Path, model: nn.Module, program: "torch.export.ExportedProgram | None", few: Call, header: str
-) -> None:
-    """header: JSON, for safetensors. program: for pt2 and onnx."""
-    if name == "safetensors":
-        from safetensors.torch import save_file
+def save_weights(path: Path, model: nn.Module, header: str) -> None:
+    """As safetensors, tied weights under their first name alone; header: JSON."""
+    from safetensors.torch import save_file
 
-        weights = model.state_dict()
-        once = {key: weights[key].detach().contiguous() for key, first in first_names(weights).items() if key == first}
-        save_file(once, path, metadata={HEADER: header})
-        return
-    if name == "pretrained":
-        if not callable(getattr(model, "save_pretrained", None)):
-            raise InputError(
-                f"only networks of transformers and peft have save_pretrained, got {type(model).__name__}: leave "
-                "pretrained out of formats"
-            )
-        model.save_pretrained(path)  # type: ignore[operator]
-        return
-    assert program is not None
+    weights = model.state_dict()
+    once = {key: weights[key].detach().contiguous() for key, first in first_names(weights).items() if key == first}
+    save_file(once, path, metadata={HEADER: header})
+
+
+def save_pretrained(path: Path, model: Any) -> None:
+    """As the folder that transformers or peft writes; InputError for a network of neither."""
+    if not callable(getattr(model, "save_pretrained", None)):
+        raise InputError(
+            f"only networks of transformers and peft have save_pretrained, got {type(model).__name__}: leave "
+            "pretrained out of formats"
+        )
+    model.save_pretrained(path)
+
+
+def save_program(name: str, path: Path, model: nn.Module, program: torch.export.ExportedProgram, few: Call) -> None:
+    """In the format of this name, pt2 or onnx."""
     with suppress(ImportError):  # torch shows progress with it if it is installed
         from tqdm import tqdm
 
