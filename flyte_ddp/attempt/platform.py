@@ -60,13 +60,12 @@ class Platform(Protocol):
     def put(self, path: Path, url: str) -> None:
         """Uploads a file, over what is there; raises whatever the storage raises."""
 
-    def open(self, url: str) -> BinaryIO:
+    def open_file(self, url: str) -> BinaryIO:
         """Opens a file of the storage for reading, such as a dataset on the user's own mirror."""
 
     def publisher(self, title: str) -> Callable[[str], None]:
         """A function that replaces the task's page on the platform, with this title, by the HTML that it is given: a
-        fragment, at once, while the task runs. It does nothing in a local run, whose page is a file. It is called in
-        the thread that asked for it."""
+        fragment, at once, while the task runs. It does nothing in a local run, whose page is a file."""
 
     def error(self, failure: Failure, message: str) -> Exception:
         """The exception with which the attempt ends, so that the platform shows the message, and starts another attempt
