@@ -35,7 +35,7 @@ from flyte_ddp.tasks.platform import TaskError, is_local
 from flyte_ddp.tasks.prepare import PreparedDataset, prepare_dataset, resolve_dataset
 from flyte_ddp.tasks.pyflyte import set_up_pyflyte
 from flyte_ddp.tasks.resources import dynamic_resources, small_resources, training_resources
-from flyte_ddp.tasks.train import TRAINING_CODE, train
+from flyte_ddp.tasks.train import TRAINING_CODE, image_training
 from workflows.mnist import pytorch_mnist_task
 
 set_up_pyflyte()
@@ -100,7 +100,7 @@ def train_trial(
     started, storage = time.time(), FlyteContextManager.current_context().file_access
     init = FlyteFile(checkpoint) if checkpoint and storage.exists(checkpoint) else None
     try:
-        outputs = train(hp, held_out, options, init)
+        outputs = image_training.run(hp, options, held_out, init)
     except (RankError, TaskError) as error:
         return as_result(hp, error, time.time() - started)
     summary, report = outputs.summary, outputs.report.path

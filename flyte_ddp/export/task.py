@@ -27,13 +27,15 @@ from flyte_ddp.recipes.hyperparameters import FolderHyperparameters, Hyperparame
 from flyte_ddp.report.console import say_last
 from flyte_ddp.settings import TrainingSettings
 from flyte_ddp.tasks import platform
+from flyte_ddp.tasks.data import downloaded
 from flyte_ddp.tasks.image_folder import attach
 from flyte_ddp.tasks.inputs import classifier_metadata, dataset_of
 from flyte_ddp.tasks.outputs import output_folder, output_page
 from flyte_ddp.tasks.platform import is_local
 from flyte_ddp.tasks.prepare import PreparedDataset
-from flyte_ddp.tasks.recipe import Data, RecipeTraining
+from flyte_ddp.tasks.recipe import RecipeTraining
 from flyte_ddp.tasks.resources import preparation_resources, small_resources
+from flyte_ddp.tasks.train import Data
 
 
 @dataclass(frozen=True)
@@ -149,7 +151,7 @@ def export_recipe(
     """
     with platform_errors(platform):
         check_formats(options)
-        subject = training.subject(settings, None if data is None else Path(data.download()))
+        subject = training.subject(settings, downloaded(data))
         weights = Path(model_state.download())
         known = read_metadata(weights)
         return _exported(subject, weights, asdict(settings), reported or options.reported, known, options)
