@@ -15,6 +15,7 @@ from flytekit.core.type_engine import TypeEngine
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile, PythonPickledFile
 
+from flyte_ddp.attempt.failures import platform_errors
 from flyte_ddp.attempt.folders import run_folder
 from flyte_ddp.attempt.summaries import TrainingSummary
 from flyte_ddp.code_version import code_version
@@ -75,6 +76,7 @@ class SweepOutputs(NamedTuple):
 
 
 @task(**small_resources())
+@platform_errors(platform)
 def list_trials(sweep: Sweep, hp: Hyperparameters, options: RunOptions) -> list[Hyperparameters]:
     """The hyperparameters of each trial, all checked before anything is downloaded or spawned."""
     trials = trials_of(sweep, hp)
@@ -133,6 +135,7 @@ class Entrants(NamedTuple):
 
 
 @task(**small_resources())
+@platform_errors(platform)
 def next_rung(sweep: Sweep, trials: list[Hyperparameters], rungs: Rungs) -> Entrants:
     """The trials of the rung after these."""
     _, hps, checkpoints = zip(*entrants(sweep, trials, rungs), strict=True)
@@ -182,6 +185,7 @@ def value_of(result: Any) -> TrialResult:
 
 
 @task(enable_deck=True, deck_fields=(), **small_resources())
+@platform_errors(platform)
 def compare(sweep: Sweep, trials: list[Hyperparameters], name: str, rungs: Rungs) -> Comparison:
     """Ranks the trials by their validation accuracy; raises ReportedError if none has one."""
     names, results = list(sweep.values), standings(sweep, trials, rungs)

@@ -74,6 +74,7 @@ class ExportOutputs(NamedTuple):
 
 
 @task(**small_resources())
+@platform_errors(platform)
 def check_export(model_state: PythonPickledFile | None, options: ClassifierExport) -> str:
     """The name of the dataset that the model was trained on; refuses invalid inputs before it is downloaded."""
     check_formats(options)
@@ -81,6 +82,7 @@ def check_export(model_state: PythonPickledFile | None, options: ClassifierExpor
 
 
 @task(**small_resources())
+@platform_errors(platform)
 def check_folder_export(
     model_state: PythonPickledFile | None, images: ImageSettings, options: FolderExport
 ) -> ImageSettings:
@@ -98,6 +100,7 @@ def check_folder_export(
 
 
 @task(enable_deck=True, deck_fields=(), retries=2, **preparation_resources())
+@platform_errors(platform)
 def export_classifier(
     model_state: PythonPickledFile, data: PreparedDataset, accuracies: list[float], options: ClassifierExport
 ) -> ExportOutputs:
@@ -105,12 +108,12 @@ def export_classifier(
 
     accuracies: of the epochs, if it was trained for this export.
     """
-    with platform_errors(platform):
-        hp = Hyperparameters(dataset=options.dataset, model=options.network)
-        return _classifier(model_state, Path(data.download()), accuracies, hp, options)
+    hp = Hyperparameters(dataset=options.dataset, model=options.network)
+    return _classifier(model_state, Path(data.download()), accuracies, hp, options)
 
 
 @task(enable_deck=True, deck_fields=(), retries=2, **preparation_resources())
+@platform_errors(platform)
 def export_folder_classifier(
     model_state: PythonPickledFile,
     index: PreparedDataset,
@@ -119,9 +122,8 @@ def export_folder_classifier(
     options: FolderExport,
 ) -> ExportOutputs:
     """The same for a classifier of a folder of images, which index describes."""
-    with platform_errors(platform):
-        hp = FolderHyperparameters(model=options.network)
-        return _classifier(model_state, Path(attach(index, folder).download()), accuracies, hp, options)
+    hp = FolderHyperparameters(model=options.network)
+    return _classifier(model_state, Path(attach(index, folder).download()), accuracies, hp, options)
 
 
 def _classifier(
@@ -137,6 +139,7 @@ def _classifier(
     return _exported(image_subject(hp, data), weights, settings, reported, known, options)
 
 
+@platform_errors(platform)
 def export_recipe(
     training: RecipeTraining,
     model_state: FlyteFile,
@@ -149,12 +152,11 @@ def export_recipe(
 
     settings, data: those of its training. reported: the measures in its summary, which the weights must reproduce.
     """
-    with platform_errors(platform):
-        check_formats(options)
-        subject = training.subject(settings, downloaded(data))
-        weights = Path(model_state.download())
-        known = read_metadata(weights)
-        return _exported(subject, weights, asdict(settings), reported or options.reported, known, options)
+    check_formats(options)
+    subject = training.subject(settings, downloaded(data))
+    weights = Path(model_state.download())
+    known = read_metadata(weights)
+    return _exported(subject, weights, asdict(settings), reported or options.reported, known, options)
 
 
 def _exported(
