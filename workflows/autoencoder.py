@@ -23,9 +23,7 @@ from flyte_ddp.tasks.train import training_arguments
 
 set_up_pyflyte()
 
-PREPARATION = CodeVersion(
-    code_version("flyte_ddp.tasks.prepare", "flyte_ddp.attempt.datasets", "workflows.autoencoder"), ()
-)
+OWN_CODE = CodeVersion(code_version("workflows.autoencoder"), ())
 
 
 @task(**training_arguments(AUTOENCODER_CODE))
