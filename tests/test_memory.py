@@ -84,10 +84,9 @@ def test_image_files(run, images):
     run("workflows.image_folder.loading_study_task", study=study, **images)
 
 
-def test_studies_and_sweeps(run, digits):
+def test_studies(run, digits):
     options = TimingOptions(dataset="digits", device_batch_sizes="8", repeats=1, seconds=0.05)
     run("flyte_ddp.timing.task.time_inference", data=digits, options=options)
-    run("flyte_ddp.sweep.held_out.hold_out_validation", data=digits)
 
 
 def test_every_task_that_computes_has_a_pod_in_some_test():
