@@ -22,7 +22,7 @@ from flyte_ddp.errors import InputError
 from flyte_ddp.launch.alone import run_alone
 from flyte_ddp.launch.environment import choose_world
 from flyte_ddp.report.console import open_console
-from flyte_ddp.settings import RunOptions, TrainingSettings
+from flyte_ddp.settings import TrainingSettings
 from flyte_ddp.tasks import platform
 from flyte_ddp.tasks.caching import CodeVersion
 from flyte_ddp.tasks.data import downloaded
@@ -93,11 +93,10 @@ class RecipeTraining(FlytekitTraining[RecipeOutputs]):
             raise InputError(f"shard must be at least 0 and below shards ({shards}), got {shard}")
         subject = self.subject(settings, downloaded(data))
         with run_folder(platform, f"{subject.dataset}-predictions") as folder:
-            path = folder / f"predictions-{shard}.npy"
-            job = job_of(subject, RunOptions(), model_path=model_state.download(), predictions_path=str(path))
+            job = job_of(subject, model_path=model_state.download(), logs=folder)
             world, asked = choose_world("gloo", 1, 1), (job, split, shard, shards)
-            run_alone(PREDICT, asked, RunOptions().timeout_seconds, open_console(), world, self.code.root)
-        return output_file(path)
+            run_alone(PREDICT, asked, job.options.timeout_seconds, open_console(), world, self.code.root)
+        return output_file(folder / f"predictions-{shard}.npy")
 
     def outputs_of(self, trained: Trained) -> RecipeOutputs:
         return RecipeOutputs(trained.epoch_measures, *files_of(trained, trained.recipe_summary()))
