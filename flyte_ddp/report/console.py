@@ -120,8 +120,9 @@ class Console(Remarks):
 
     def on_epoch_chosen(self, event: EpochChosen) -> None:
         early = f"Stopped early after epoch {event.epochs}. " if event.stopped_early else ""
+        chosen = "Best on the validation split" if event.is_best else "Last"
         said = ", ".join(self._measured("test", event.measures))
-        say(f"{early}Best on the validation split: epoch {event.epoch + 1}, which gives {said}")
+        say(f"{early}{chosen}: epoch {event.epoch + 1}, which gives {said}")
 
     def _measured(self, split: str, measures: Mapping[str, float]) -> list[str]:
         # A recipe's headline may be its loss, which is then printed once

@@ -189,6 +189,10 @@ BODY = """
 </ul>
 {% endif %}
 
+{% if figures %}
+<h2>Figures</h2><div class="grid">{% for shown in figures %}{{ figure(shown) }}{% endfor %}</div>
+{% endif %}
+
 {% if data.lines %}
 <h2>Data</h2><div class="grid">{{ table(data) }}
 {% if samples %}

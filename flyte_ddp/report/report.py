@@ -11,7 +11,7 @@ from flyte_ddp.report import contents, curves, page
 from flyte_ddp.report.figures import Curves, draw, load_matplotlib
 from flyte_ddp.report.predictions import predictions_of
 from flyte_ddp.report.record import Record, RunFailed, RunFinished
-from flyte_ddp.report.verdict import drawn_pictures, sample_pictures, verdict
+from flyte_ddp.report.verdict import drawn_figures, drawn_pictures, sample_pictures, verdict
 from flyte_ddp.text import encodable
 
 SHARE = 0.05  # the largest share of the time to spend on pages that the next one replaces
@@ -87,6 +87,7 @@ def fragment(record: Record) -> str:
         "phases": contents.phase_bars(record),
         "speed": _figures(curves.speed_curves(record)),
         "pictures": drawn_pictures(info.logs),
+        "figures": drawn_figures(info.logs),
         "data": {"title": "Dataset", "lines": contents.data_lines(record)},
         "setup": contents.setup_tables(record),
         **contents.operator_table(record),

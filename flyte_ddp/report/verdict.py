@@ -67,6 +67,14 @@ def sample_pictures(data: Path, names: Sequence[str]) -> list[dict[str, str]]:
     return [{"picture": picture(image), "name": names[label]} for label, image in samples]
 
 
+def drawn_figures(logs: Path) -> list[dict[str, Any]]:
+    """Figures that a training has drawn itself, if any: figures/TITLE.svg."""
+    from markupsafe import Markup
+
+    paths = sorted((logs / "figures").glob("*.svg"))
+    return [{"title": path.stem, "svg": Markup(path.read_text(encoding="utf-8"))} for path in paths[:MOST_DRAWN]]
+
+
 def drawn_pictures(logs: Path) -> list[dict[str, str]]:
     """A recipe's pictures, if any: pictures.npz has n captions, and images (C, H, W) uint8 as "0", "1", …"""
     path = logs / "pictures.npz"

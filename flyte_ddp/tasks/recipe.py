@@ -117,7 +117,7 @@ class RecipeTraining:
             source = None if data is None else Path(data.download())
             return self.subject(settings, source, None if init is None else Path(init.download()))
 
-        return self.outputs_of(train_by(start, world, fetch, options, self.observers))
+        return outputs_of(train_by(start, world, fetch, options, self.observers))
 
     def run_as_rank(
         self, settings: TrainingSettings, options: RunOptions, data: Data = None, init: FlyteFile | None = None
@@ -129,7 +129,7 @@ class RecipeTraining:
             source = None if data is None else download_once(data)
             return self.subject(settings, source, None if init is None else download_once(init))
 
-        outputs: RecipeOutputs = train_as_rank(settings, options, fetch, self.outputs_of, self.observers)
+        outputs: RecipeOutputs = train_as_rank(settings, options, fetch, outputs_of, self.observers)
         return outputs
 
     @flyte_retries()
@@ -165,14 +165,15 @@ class RecipeTraining:
         self.version.check_registered()
         return subject_of(self.code, settings, source, init)
 
-    def outputs_of(self, trained: Trained) -> RecipeOutputs:
-        result = trained.results[0]
-        epochs = [epoch.evaluated for epoch in result.epochs]
-        chosen = result.epochs[-1 if result.chosen_epoch is None else result.chosen_epoch]
-        summary = RecipeSummary(
-            **vars(trained.figures),
-            recipe=self.code.name,
-            measures=result.tested,
-            validation_measures=chosen.validation,
-        )
-        return RecipeOutputs(epochs, trained.model_state, summary, trained.report, trained.logs)
+
+def outputs_of(trained: Trained) -> RecipeOutputs:
+    result = trained.results[0]
+    epochs = [epoch.evaluated for epoch in result.epochs]
+    chosen = result.epochs[-1 if result.chosen_epoch is None else result.chosen_epoch]
+    summary = RecipeSummary(
+        **vars(trained.figures),
+        recipe=trained.recipe,
+        measures=result.tested,
+        validation_measures=chosen.validation,
+    )
+    return RecipeOutputs(epochs, trained.model_state, summary, trained.report, trained.logs)

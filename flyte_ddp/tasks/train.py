@@ -61,6 +61,7 @@ class TrainingOutputs(NamedTuple):
 class Trained:
     """A training that has succeeded, and its files as a task's outputs."""
 
+    recipe: str
     dataset: str
     results: list[TrainingResult]
     figures: RunSummary
@@ -175,6 +176,7 @@ def train_by(
                 observers.end(finished)
     say_summary(observers.record, Path(job.model_path), folder / "report.html", show_paths=is_local())
     return Trained(
+        recipe=subject.identity.recipe,
         dataset=subject.dataset,
         results=results,
         figures=summarise(world, finished, observers.record.tracking_url),

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from flyte_ddp.autoencoder.job import AutoencoderHyperparameters, AutoencoderOptions
 from flyte_ddp.autoencoder.network import load_autoencoder
+from flyte_ddp.autoencoder.settings import AutoencoderHyperparameters
 from flyte_ddp.data.datasets import prepare
 from flyte_ddp.data.prepared import open_split
 from flyte_ddp.errors import InputError
+from flyte_ddp.lightning.settings import LightningOptions
 from tests.commands import ROOT, pyflyte, pyflyte_process, words
 from tests.pod import Pod, is_whole, literal, package_for_here, small_dataset
 from workflows.autoencoder import autoencoder_wf
@@ -28,10 +29,11 @@ HP = {"dataset": "digits", "epochs": 2, "batch_size": 150, "learning_rate": 0.00
 OTHER_WORLDS = """if True:
     import json, sys
     from workflows.autoencoder import autoencoder_wf
-    from flyte_ddp.autoencoder.job import AutoencoderHyperparameters, AutoencoderOptions
+    from flyte_ddp.autoencoder.settings import AutoencoderHyperparameters
+    from flyte_ddp.lightning.settings import LightningOptions
 
     for nproc in (1, 3):
-        options = AutoencoderOptions(nproc=nproc, tracking="off")
+        options = LightningOptions(nproc=nproc, tracking="off")
         outputs = autoencoder_wf(hp=AutoencoderHyperparameters(**json.loads(sys.argv[1])), options=options)
         print(outputs.model_state.path, *outputs.validation_losses)
 """
@@ -122,7 +124,7 @@ def test_one_and_three_ranks_give_the_same_as_two(by_pyflyte):
 def test_retry_goes_on_from_the_checkpoint_of_a_killed_pod(tmp_path):
     hp = AutoencoderHyperparameters(epochs=12, batch_size=100, learning_rate=0.01)
     inputs = {"hp": literal(hp), "data": small_dataset(tmp_path / "small")}
-    inputs["options"] = literal(AutoencoderOptions(tracking="off"))
+    inputs["options"] = literal(LightningOptions(tracking="off"))
     task = package_for_here().tasks["workflows.autoencoder.autoencoder_task"]
     undisturbed = Pod(task, inputs, tmp_path / "undisturbed").run()
 
@@ -152,7 +154,7 @@ def test_what_cannot_be_done_is_refused_before_a_rank_is_started(hp, options, gp
         autoencoder_wf(
             gpus=gpus,
             hp=AutoencoderHyperparameters(dataset="digits", **hp),
-            options=AutoencoderOptions(tracking="off", **options),
+            options=LightningOptions(tracking="off", **options),
         )
     assert all(word in str(raised.value) for word in words), raised.value
 

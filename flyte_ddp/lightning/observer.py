@@ -1,0 +1,211 @@
+"""What goes on beside a training under Lightning: events to the parent, checkpoints, stops and random numbers."""
+
+import random
+import signal
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint
+
+from flyte_ddp.engine.batches import device_generator
+from flyte_ddp.engine.torch_compat import norms, pytree
+from flyte_ddp.engine.watch import Watch
+from flyte_ddp.errors import InputError, NonFiniteError, StopRequested
+from flyte_ddp.events import EpochFinished, StepLogged
+from flyte_ddp.launch.environment import Environment
+from flyte_ddp.launch.link import Link
+from flyte_ddp.lightning.checkpoint import CheckpointFiles
+from flyte_ddp.lightning.job import LightningJob
+from flyte_ddp.lightning.measures import LoggedByValidation, measures_of
+from flyte_ddp.lightning.results import run_started
+from flyte_ddp.random_numbers import key_of
+
+NOTHING = {"loss": 0.0, "samples": 0.0, "seconds": 0.0, "evaluation": 0.0}
+
+
+class Observer(Checkpoint):
+    """Tells the parent what happens, saves checkpoints, and stops the ranks on request.
+
+    Lightning calls a Checkpoint after all other callbacks. Each step begins with random numbers of its own, so that
+    those after a resume are those of an undisturbed training.
+    """
+
+    def __init__(
+        self,
+        environment: Environment,
+        link: Link,
+        job: LightningJob,
+        files: CheckpointFiles,
+        validation: LoggedByValidation,
+    ):
+        self._environment, self._link, self._job = environment, link, job
+        self._files, self._validation = files, validation
+        self.epochs: list[EpochFinished] = []
+        self.watch = Watch(remedies="lower the learning rate, or set gradient_clip_val")
+        self._so_far = dict(NOTHING)  # of this epoch
+        self._window: list[Any] = []  # this rank's loss and number of samples in each step since the last look
+        self.position = 0, 0  # epoch and step that training begins with, or goes on with from a checkpoint
+        self._norm, self._stopping = 0.0, False
+        self.has_started, self._is_first_epoch = False, True
+        self._on_sigterm = signal.getsignal(signal.SIGTERM)
+
+    def state_dict(self) -> dict[str, Any]:
+        epochs = [asdict(epoch) for epoch in self.epochs]
+        so_far = {"so_far": self._so_far, "position": list(self.position)}
+        return {"epochs": epochs, "watch": self.watch.state_dict(), **so_far}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.epochs = [EpochFinished(**epoch) for epoch in state_dict["epochs"]]
+        self.watch.load_state_dict(state_dict["watch"])
+        self._so_far, self.position = dict(state_dict["so_far"]), tuple(state_dict["position"])
+
+    # --- before the steps ---
+
+    def on_fit_start(self, trainer: Trainer, module: LightningModule) -> None:
+        self._seed(self.position[0], 0)  # a shuffled order is drawn next
+
+    def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
+        # Lightning's own handler broadcasts, which hangs if not all ranks get the signal
+        signal.signal(signal.SIGTERM, self._on_sigterm)
+        if trainer.num_training_batches == float("inf"):
+            raise InputError(
+                f"{self._job.datamodule or self._job.module}: train_dataloader has no length: set limit_train_batches "
+                "to the number of batches that make an epoch"
+            )
+        self.watch.constant_loss = float(getattr(trainer.datamodule, "constant_loss", 0.0))  # type: ignore[attr-defined]
+        loaders = pytree.tree_leaves(trainer.train_dataloader)
+        self._is_resumable = all(hasattr(loader, "load_state_dict") for loader in loaders)
+        self._saved = self._looked = time.monotonic()
+        self.has_started = True
+        self._link.emit(run_started(self._environment, self._job, trainer, *self.position))
+
+    def on_test_start(self, trainer: Trainer, module: LightningModule) -> None:
+        signal.signal(signal.SIGTERM, self._on_sigterm)
+
+    def on_train_epoch_start(self, trainer: Trainer, module: LightningModule) -> None:
+        if not self._is_first_epoch:
+            self._seed(trainer.current_epoch, 0)
+        self._is_first_epoch, self._looked = False, time.monotonic()
+
+    def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self._seed(trainer.current_epoch, batch_idx + 1)
+        steps = batch_idx + 1
+        self._is_looking = steps % self._job.settings.log_interval == 0 or steps == trainer.num_training_batches
+
+    def _seed(self, epoch: int, step: int) -> None:
+        key = key_of(self._job.settings.seed, epoch, step, self._environment.rank)
+        random.seed(key)
+        np.random.seed(key % 2**32)
+        torch.default_generator.manual_seed(key)
+        if torch.cuda.is_initialized():
+            device_generator(torch.device("cuda", torch.cuda.current_device())).manual_seed(key)
+
+    # --- steps ---
+
+    def on_before_optimizer_step(self, trainer: Trainer, module: LightningModule, _: torch.optim.Optimizer) -> None:
+        gradients = [weight.grad for weight in module.parameters() if weight.grad is not None]
+        if not self._is_looking or not gradients:  # a look makes a GPU's host wait
+            return
+        self._norm = float(norms(gradients).norm())
+        # float16 overflows now and then, and Lightning's scaler then skips the step
+        if self._job.settings.precision != "float16" and not np.isfinite(self._norm):
+            ranks = list(range(self._environment.world.size))
+            raise NonFiniteError("gradient", ranks, trainer.current_epoch, trainer.fit_loop.epoch_loop.batch_idx)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._link.alive()
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        loss = torch.tensor(torch.nan) if loss is None else loss.detach() * trainer.accumulate_grad_batches
+        self._window.append((loss, _samples_in(batch)))
+        if self._is_looking:
+            self._look(trainer, batch_idx + 1)
+
+    def _look(self, trainer: Trainer, steps: int) -> None:
+        """Sums over the ranks what has happened since the last look; a collective, as is what may follow from it."""
+        epoch, is_last = trainer.current_epoch, steps == trainer.num_training_batches
+        loss = torch.stack([loss.float() * size for loss, size in self._window]).sum().item()
+        if np.isinf(loss) or (np.isnan(loss) and trainer.lightning_module.automatic_optimization):
+            raise NonFiniteError("loss", [self._environment.rank], epoch, steps - 1)
+        samples = sum(size for _, size in self._window)
+        is_due = self._environment.rank == 0 and time.monotonic() - self._saved >= self._job.run.checkpoint_seconds
+        mine = [loss, samples, self._link.stop_requested, is_due]
+        totals = torch.tensor(mine, dtype=torch.float64, device=trainer.strategy.root_device)
+        loss, samples, stops, due = trainer.strategy.reduce(totals, reduce_op="sum").tolist()
+        self._window, self._stopping = [], stops > 0
+        now = time.monotonic()
+        seconds, self._looked = max(now - self._looked, 1e-9), now
+        for name, value in {"loss": loss, "samples": samples, "seconds": seconds}.items():
+            self._so_far[name] += value
+        self._link.emit(
+            StepLogged(
+                epoch=epoch,
+                step=steps,
+                samples=round(self._so_far["samples"]),
+                measures={**self._validation.trained(), "loss": loss / samples},
+                learning_rate=trainer.optimizers[0].param_groups[0]["lr"] if trainer.optimizers else 0.0,
+                samples_per_second=samples / seconds,
+                gradient_norms={},
+                gradient_norm=self._norm,
+            )
+        )
+        for warning in self.watch.after_steps(epoch, steps, loss / samples, round(samples)):
+            self._link.emit(warning)
+        if not is_last and self._is_resumable and (stops or due):
+            self._save(trainer, epoch, steps)
+        if not is_last and stops:
+            raise StopRequested(epoch, steps)
+
+    # --- epochs ---
+
+    def on_validation_start(self, trainer: Trainer, module: LightningModule) -> None:
+        self._evaluating = time.monotonic()
+
+    def on_validation_batch_end(self, *_: Any) -> None:
+        self._link.alive()
+
+    on_test_batch_end = on_validation_batch_end
+
+    def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
+        seconds = time.monotonic() - self._evaluating
+        self._so_far["evaluation"] += seconds
+        self._looked += seconds
+
+    def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
+        epoch, so_far, validation = trainer.current_epoch, self._so_far, measures_of(self._validation.values)
+        loss = so_far["loss"] / max(so_far["samples"], 1)
+        self.epochs.append(
+            EpochFinished(
+                epoch=epoch,
+                samples=round(so_far["samples"]),
+                train={**self._validation.trained(), "loss": loss},
+                test={},
+                train_seconds=so_far["seconds"],
+                evaluate_seconds=so_far["evaluation"],
+                validation=validation,
+            )
+        )
+        self._link.emit(self.epochs[-1])
+        if "loss" in validation:
+            for warning in self.watch.after_epoch(epoch, int(trainer.num_training_batches), validation["loss"]):
+                self._link.emit(warning)
+        self._so_far, self._validation.values = dict(NOTHING), {}
+        self._save(trainer, epoch + 1, 0)
+        if self._stopping:
+            raise StopRequested(epoch + 1, 0)
+
+    def _save(self, trainer: Trainer, epoch: int, step: int) -> None:
+        self.position = self._files.position = epoch, step
+        trainer.save_checkpoint(self._job.run.checkpoint_path)
+        self._saved = self._looked = time.monotonic()
+
+
+def _samples_in(batch: Any) -> int:
+    leaves = pytree.tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch)
+    return next((len(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim), 1)
