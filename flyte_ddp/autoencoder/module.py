@@ -107,7 +107,8 @@ class Loader:
     """
 
     def __init__(self, all_batches: TrainBatches | TestBatches, batches: Callable[[], Iterable[Batch]], count: int = 0):
-        self.dataset, self._steps, self._batches, self._count = all_batches.split, len(all_batches), batches, count
+        self.dataset, self.batch_size = all_batches.split, all_batches.batch_size / all_batches.world_size
+        self._steps, self._batches, self._count = len(all_batches), batches, count
 
     def __len__(self) -> int:
         return self._steps

@@ -16,7 +16,7 @@ from flyte_ddp.engine.batches import device_generator
 from flyte_ddp.engine.torch_compat import norms, pytree
 from flyte_ddp.engine.watch import Watch
 from flyte_ddp.errors import InputError, NonFiniteError, StopRequested
-from flyte_ddp.events import EpochFinished, StepLogged
+from flyte_ddp.events import EpochFinished, RunStarted, StepLogged
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
 from flyte_ddp.lightning.checkpoint import CheckpointFiles
@@ -48,10 +48,11 @@ class Observer(Checkpoint):
         self.epochs: list[EpochFinished] = []
         self.watch = Watch(remedies="lower the learning rate, or set gradient_clip_val")
         self._so_far = dict(NOTHING)  # of this epoch
-        self._window: list[Any] = []  # this rank's loss and number of samples in each step since the last look
+        self._window: list[tuple[torch.Tensor | None, int]] = []  # loss and samples of each step since the last look
         self.position = 0, 0  # epoch and step that training begins with, or goes on with from a checkpoint
         self._norm, self._stopping = 0.0, False
-        self.has_started, self._is_first_epoch = False, True
+        self.started: RunStarted | None = None
+        self._is_first_epoch = True
         self._on_sigterm = signal.getsignal(signal.SIGTERM)
 
     def state_dict(self) -> dict[str, Any]:
@@ -81,8 +82,12 @@ class Observer(Checkpoint):
         loaders = pytree.tree_leaves(trainer.train_dataloader)
         self._is_resumable = all(hasattr(loader, "load_state_dict") for loader in loaders)
         self._saved = self._looked = time.monotonic()
-        self.has_started = True
-        self._link.emit(run_started(self._environment, self._job, trainer, *self.position))
+        self.start(trainer)
+
+    def start(self, trainer: Trainer) -> RunStarted:
+        self.started = run_started(self._environment, self._job, trainer, *self.position)
+        self._link.emit(self.started)
+        return self.started
 
     def on_test_start(self, trainer: Trainer, module: LightningModule) -> None:
         signal.signal(signal.SIGTERM, self._on_sigterm)
@@ -122,7 +127,7 @@ class Observer(Checkpoint):
     ) -> None:
         self._link.alive()
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-        loss = torch.tensor(torch.nan) if loss is None else loss.detach() * trainer.accumulate_grad_batches
+        loss = None if loss is None else loss.detach().float() * trainer.accumulate_grad_batches
         self._window.append((loss, _samples_in(batch)))
         if self._is_looking:
             self._look(trainer, batch_idx + 1)
@@ -130,8 +135,9 @@ class Observer(Checkpoint):
     def _look(self, trainer: Trainer, steps: int) -> None:
         """Sums over the ranks what has happened since the last look; a collective, as is what may follow from it."""
         epoch, is_last = trainer.current_epoch, steps == trainer.num_training_batches
-        loss = torch.stack([loss.float() * size for loss, size in self._window]).sum().item()
-        if np.isinf(loss) or (np.isnan(loss) and trainer.lightning_module.automatic_optimization):
+        losses = [(loss * size, size) for loss, size in self._window if loss is not None]  # a step may have none
+        loss, weight = sum(float(loss) for loss, _ in losses), sum(size for _, size in losses)
+        if not np.isfinite(loss):
             raise NonFiniteError("loss", [self._environment.rank], epoch, steps - 1)
         samples = sum(size for _, size in self._window)
         is_due = self._environment.rank == 0 and time.monotonic() - self._saved >= self._job.run.checkpoint_seconds

@@ -24,7 +24,7 @@ from flyte_ddp.lightning.job import LightningJob
 from flyte_ddp.lightning.measures import LoggedByValidation, measures_of
 from flyte_ddp.lightning.modules import build
 from flyte_ddp.lightning.observer import Observer
-from flyte_ddp.lightning.results import result_of, run_started
+from flyte_ddp.lightning.results import result_of
 from flyte_ddp.lightning.settings import LIMITS, PRECISIONS
 from flyte_ddp.storage import writing_to
 
@@ -65,13 +65,12 @@ def train(environment: Environment, device: torch.device, link: Link, job: Light
     observer = Observer(environment, link, job, files, validation)
     trainer = trainer_of(environment, device, job, files, validation, observer)
     trainer.fit(module, datamodule=data, ckpt_path=files.usable(Path(job.run.checkpoint_path)))
-    if not observer.has_started:  # it had trained all epochs before it was interrupted
-        link.emit(run_started(environment, job, trainer, *observer.position))
+    started = observer.started or observer.start(trainer)  # the latter if it was interrupted after the last epoch
     tested = test(trainer, module, data, link, observer)
     if environment.rank == 0:
         with writing_to(Path(job.run.model_path).parent, "DDP_RUNS_DIR"):
             export_model(module, Path(job.run.model_path))
-    return result_of(job, trainer, module, observer.epochs, observer.watch.warnings, tested)
+    return result_of(job, trainer, module, started, observer.epochs, observer.watch.warnings, tested)
 
 
 def trainer_of(

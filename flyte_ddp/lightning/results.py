@@ -2,7 +2,7 @@
 
 import resource
 import time
-from collections.abc import Mapping, Sized
+from collections.abc import Sized
 from typing import Any
 
 import torch
@@ -20,7 +20,8 @@ from flyte_ddp.lightning.job import LightningJob
 def run_started(
     environment: Environment, job: LightningJob, trainer: Trainer, first_epoch: int, first_step: int
 ) -> RunStarted:
-    world, train_samples = environment.world, samples_of(trainer.train_dataloader)
+    world, steps, loader = environment.world, int(trainer.num_training_batches), trainer.train_dataloader
+    train_samples = samples_of(loader)
     return RunStarted(
         dataset=job.run.dataset,
         samples="samples",
@@ -28,13 +29,13 @@ def run_started(
         percent=job.percent,
         train_samples=train_samples,
         test_samples=0,  # the test split is opened once training has ended
-        samples_per_epoch=train_samples,
+        samples_per_epoch=round(steps * world.size * (getattr(loader, "batch_size", None) or 0)) or train_samples,
         world_size=world.size,
         backend=world.backend,
         device=world.device,
         precision=job.settings.precision,
         epochs=job.settings.epochs,
-        steps_per_epoch=int(trainer.num_training_batches),
+        steps_per_epoch=steps,
         first_epoch=first_epoch,
         first_step=first_step,
         startup_seconds=time.time() - job.run.launched,
@@ -48,22 +49,23 @@ def result_of(
     job: LightningJob,
     trainer: Trainer,
     module: LightningModule,
+    started: RunStarted,
     epochs: list[EpochFinished],
     warnings: list[NotLearning],
-    tested: Mapping[str, float],
+    tested: dict[str, float],
 ) -> TrainingResult:
     device = trainer.strategy.root_device
     return TrainingResult(
         epochs=epochs,
         warnings=warnings,
         headline=job.headline,
-        train_samples=samples_of(trainer.train_dataloader),
+        train_samples=started.train_samples,
         test_samples=samples_of(trainer.test_dataloaders),
         precision=job.settings.precision,
         peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         peak_gpu_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0,
-        validation_samples=samples_of(trainer.val_dataloaders),
-        tested=dict(tested),
+        validation_samples=started.validation_samples,
+        tested=tested,
         parameters=sum(parameter.numel() for parameter in module.parameters()),
         hardware=hardware(device),
     )

@@ -103,10 +103,9 @@ def data_lines(record: Record) -> list[Any]:
     if description is None:
         if run is None:
             return []
-        counts = [("Training", run.train_samples), ("Test", run.test_samples)]
-        if run.validation_samples:
-            counts.insert(1, ("Validation", run.validation_samples))
-        return _plain([("Name", run.dataset), *((f"{split} {run.samples}", f"{count:,}") for split, count in counts)])
+        counts = {"Training": run.train_samples, "Validation": run.validation_samples, "Test": run.test_samples}
+        lines = [(f"{split} {run.samples}", f"{count:,}") for split, count in counts.items() if count]
+        return _plain([("Name", run.dataset), *lines])
     lines = [
         ("Name", description.name + (" (stand-in)" if record.info.is_stand_in else "")),
         ("Training images", f"{description.train_samples:,}"),
