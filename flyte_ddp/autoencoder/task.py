@@ -7,16 +7,18 @@ from flytekit import Cache, task
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile, PythonPickledFile
 
+from flyte_ddp.attempt.summaries import RunSummary
 from flyte_ddp.autoencoder.settings import AutoencoderHyperparameters
 from flyte_ddp.code_version import code_version
 from flyte_ddp.launch.environment import choose_world
 from flyte_ddp.lightning.settings import LightningOptions
-from flyte_ddp.lightning.task import LightningTraining, check_lightning
+from flyte_ddp.lightning.task import LightningTraining
+from flyte_ddp.lightning.training import check_lightning
 from flyte_ddp.tasks.caching import CodeVersion, OnClustersOnly
-from flyte_ddp.tasks.execution import is_local
+from flyte_ddp.tasks.platform import is_local
 from flyte_ddp.tasks.prepare import resolve_name
 from flyte_ddp.tasks.resources import small_resources
-from flyte_ddp.tasks.summaries import RunSummary
+from flyte_ddp.tasks.train import files_of
 
 MODULE = "flyte_ddp.autoencoder.module"
 AUTOENCODER = LightningTraining(f"{MODULE}:LitAutoencoder", f"{MODULE}:PreparedImages")
@@ -80,11 +82,9 @@ def train_autoencoder(
     """Trains on a prepared dataset with one process per rank; raises what launcher.launch raises."""
     trained = AUTOENCODER.train(hp, options, data)
     result = trained.results[0]
+    summary = AutoencoderSummary(**vars(trained.figures), dataset=trained.dataset, test_loss=result.tested["loss"])
     return AutoencoderOutputs(
-        train_losses=[epoch.train["loss"] for epoch in result.epochs],
-        validation_losses=[epoch.validation["loss"] for epoch in result.epochs],
-        model_state=trained.model_state,
-        summary=AutoencoderSummary(**vars(trained.figures), dataset=trained.dataset, test_loss=result.tested["loss"]),
-        report=trained.report,
-        logs=trained.logs,
+        [epoch.train["loss"] for epoch in result.epochs],
+        [epoch.validation["loss"] for epoch in result.epochs],
+        *files_of(trained, summary),
     )

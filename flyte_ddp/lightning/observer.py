@@ -1,5 +1,6 @@
 """What goes on beside a training under Lightning: events to the parent, checkpoints, stops and random numbers."""
 
+import math
 import random
 import signal
 import time
@@ -25,7 +26,7 @@ from flyte_ddp.lightning.measures import LoggedByValidation, measures_of
 from flyte_ddp.lightning.results import run_started
 from flyte_ddp.random_numbers import key_of
 
-NOTHING = {"loss": 0.0, "samples": 0.0, "seconds": 0.0, "evaluation": 0.0}
+NOTHING = {"loss": 0.0, "weight": 0.0, "samples": 0.0, "seconds": 0.0, "evaluation": 0.0}
 
 
 class Observer(Checkpoint):
@@ -135,33 +136,34 @@ class Observer(Checkpoint):
     def _look(self, trainer: Trainer, steps: int) -> None:
         """Sums over the ranks what has happened since the last look; a collective, as is what may follow from it."""
         epoch, is_last = trainer.current_epoch, steps == trainer.num_training_batches
-        losses = [(loss * size, size) for loss, size in self._window if loss is not None]  # a step may have none
-        loss, weight = sum(float(loss) for loss, _ in losses), sum(size for _, size in losses)
+        losses = [loss * size for loss, size in self._window if loss is not None]
+        loss = torch.stack(losses).sum().item() if losses else 0.0
+        weight = sum(size for loss, size in self._window if loss is not None)
         if not np.isfinite(loss):
             raise NonFiniteError("loss", [self._environment.rank], epoch, steps - 1)
         samples = sum(size for _, size in self._window)
         is_due = self._environment.rank == 0 and time.monotonic() - self._saved >= self._job.run.checkpoint_seconds
-        mine = [loss, samples, self._link.stop_requested, is_due]
+        mine = [loss, weight, samples, self._link.stop_requested, is_due]
         totals = torch.tensor(mine, dtype=torch.float64, device=trainer.strategy.root_device)
-        loss, samples, stops, due = trainer.strategy.reduce(totals, reduce_op="sum").tolist()
+        loss, weight, samples, stops, due = trainer.strategy.reduce(totals, reduce_op="sum").tolist()
         self._window, self._stopping = [], stops > 0
         now = time.monotonic()
         seconds, self._looked = max(now - self._looked, 1e-9), now
-        for name, value in {"loss": loss, "samples": samples, "seconds": seconds}.items():
+        for name, value in {"loss": loss, "weight": weight, "samples": samples, "seconds": seconds}.items():
             self._so_far[name] += value
         self._link.emit(
             StepLogged(
                 epoch=epoch,
                 step=steps,
                 samples=round(self._so_far["samples"]),
-                measures={**self._validation.trained(), "loss": loss / samples},
+                measures={**self._validation.trained(), "loss": _mean(loss, weight)},
                 learning_rate=trainer.optimizers[0].param_groups[0]["lr"] if trainer.optimizers else 0.0,
                 samples_per_second=samples / seconds,
                 gradient_norms={},
                 gradient_norm=self._norm,
             )
         )
-        for warning in self.watch.after_steps(epoch, steps, loss / samples, round(samples)):
+        for warning in self.watch.after_steps(epoch, steps, _mean(loss, weight), round(samples)):
             self._link.emit(warning)
         if not is_last and self._is_resumable and (stops or due):
             self._save(trainer, epoch, steps)
@@ -176,7 +178,8 @@ class Observer(Checkpoint):
     def on_validation_batch_end(self, *_: Any) -> None:
         self._link.alive()
 
-    on_test_batch_end = on_validation_batch_end
+    def on_test_batch_end(self, *_: Any) -> None:
+        self._link.alive()
 
     def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
         seconds = time.monotonic() - self._evaluating
@@ -185,7 +188,7 @@ class Observer(Checkpoint):
 
     def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
         epoch, so_far, validation = trainer.current_epoch, self._so_far, measures_of(self._validation.values)
-        loss = so_far["loss"] / max(so_far["samples"], 1)
+        loss = _mean(so_far["loss"], so_far["weight"])
         self.epochs.append(
             EpochFinished(
                 epoch=epoch,
@@ -210,6 +213,11 @@ class Observer(Checkpoint):
         self.position = self._files.position = epoch, step
         trainer.save_checkpoint(self._job.run.checkpoint_path)
         self._saved = self._looked = time.monotonic()
+
+
+def _mean(total: float, weight: float) -> float:
+    """NaN where no step had a loss, as under a module's own optimization."""
+    return total / weight if weight else math.nan
 
 
 def _samples_in(batch: Any) -> int:

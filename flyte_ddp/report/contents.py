@@ -104,8 +104,8 @@ def data_lines(record: Record) -> list[Any]:
         if run is None:
             return []
         counts = {"Training": run.train_samples, "Validation": run.validation_samples, "Test": run.test_samples}
-        lines = [(f"{split} {run.samples}", f"{count:,}") for split, count in counts.items() if count]
-        return _plain([("Name", run.dataset), *lines])
+        numbers = [(f"{split} {run.samples}", f"{count:,}") for split, count in counts.items() if count]
+        return _plain([("Name", run.dataset), *numbers])
     lines = [
         ("Name", description.name + (" (stand-in)" if record.info.is_stand_in else "")),
         ("Training images", f"{description.train_samples:,}"),
