@@ -95,9 +95,7 @@ def test_no_layer_imports_from_one_above():
 
 def test_what_every_platform_shares_imports_none():
     """flyte_ddp.attempt and all below it import neither flytekit nor flyte, not even inside a function."""
-    below = [
-        path for module, path in _modules().items() if _layer(module) in LAYERS[: LAYERS.index("tasks", "lightning")]
-    ]
+    below = [path for module, path in _modules().items() if _layer(module) in LAYERS[: LAYERS.index("tasks")]]
     assert below
     for path in below:
         found = {name.split(".")[0] for name in _imported_names(path)}
