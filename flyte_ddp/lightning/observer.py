@@ -101,6 +101,7 @@ class Observer(Checkpoint):
     def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._seed(trainer.current_epoch, batch_idx + 1)
         steps = batch_idx + 1
+        self._rate = float(trainer.optimizers[0].param_groups[0]["lr"])  # now: a schedule sets that of the next step
         self._is_looking = steps % self._job.settings.log_interval == 0 or steps == trainer.num_training_batches
 
     def _seed(self, epoch: int, step: int) -> None:
@@ -157,7 +158,7 @@ class Observer(Checkpoint):
                 step=steps,
                 samples=round(self._so_far["samples"]),
                 measures={**self._validation.trained(), "loss": _mean(loss, weight)},
-                learning_rate=trainer.optimizers[0].param_groups[0]["lr"] if trainer.optimizers else 0.0,
+                learning_rate=self._rate,
                 samples_per_second=samples / seconds,
                 gradient_norms={},
                 gradient_norm=self._norm,

@@ -5,6 +5,7 @@ import os
 import time
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
@@ -28,7 +29,6 @@ from flyte_ddp.lightning.results import result_of
 from flyte_ddp.lightning.settings import LIMITS, PRECISIONS
 from flyte_ddp.storage import writing_to
 
-PASSED_ON = (*LIMITS, "accumulate_grad_batches", "sync_batchnorm")  # to the Trainer as they are
 SAID_ELSEWHERE = ".*(does not have many workers|using `DistributedSampler`|smaller than the logging interval)"
 
 
@@ -82,6 +82,10 @@ def trainer_of(
     observer: Observer,
 ) -> Trainer:
     settings, world = job.settings, environment.world
+    # above 1 the Trainer takes no floats
+    limits: dict[str, Any] = {
+        name: int(value) if value > 1 else value for name in LIMITS for value in [getattr(settings, name)]
+    }
     validation.trainer = Trainer(
         accelerator="gpu" if device.type == "cuda" else "cpu",
         devices=world.local_size,
@@ -92,7 +96,9 @@ def trainer_of(
         max_epochs=settings.epochs,
         gradient_clip_val=settings.gradient_clip_val or None,
         gradient_clip_algorithm=settings.gradient_clip_algorithm,
-        **{name: getattr(settings, name) for name in PASSED_ON},
+        **limits,
+        accumulate_grad_batches=settings.accumulate_grad_batches,
+        sync_batchnorm=settings.sync_batchnorm,
         default_root_dir=job.logs,
         logger=validation,
         log_every_n_steps=settings.log_interval,

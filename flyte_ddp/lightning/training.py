@@ -23,7 +23,7 @@ from flyte_ddp.lightning.settings import LightningOptions, LightningSettings
 from flyte_ddp.settings import TrainingSettings
 from flyte_ddp.user_code import UserCode, find_code, joined
 
-RANK = "flyte_ddp.lightning.rank"  # a name, because importing it would import torch
+RANK = "flyte_ddp.lightning.rank:run"  # a name, because importing it would import torch
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,8 @@ def find_lightning_code(
     module: str, data: str, headline: str, percent: Sequence[str], data_files: Sequence[str]
 ) -> LightningCode:
     """Raises InputError if there are no such classes."""
-    codes = [find_code(module, data_files, ranks=(RANK,)), *([find_code(data, ranks=(RANK,))] if data else [])]
+    ranks = (RANK.partition(":")[0],)
+    codes = [find_code(module, data_files, ranks), *([find_code(data, ranks=ranks)] if data else [])]
     roots = tuple(dict.fromkeys(code.root for code in codes))
     return LightningCode(joined(codes), roots, data, headline, tuple(percent))
 
@@ -84,7 +85,7 @@ def train(
 
         def start(run: Job, on_event: Callable[[Event], None]) -> list[TrainingResult]:
             job = lit.job(run, options)
-            return launcher.launch(f"{RANK}:run", world, job, options.timeout_seconds, on_event, roots=lit.roots)
+            return launcher.launch(RANK, world, job, options.timeout_seconds, on_event, roots=lit.roots)
 
         return train_by(platform, start, world, lambda: lit.subject(settings, fetch()), options, own_observers)
 
