@@ -116,13 +116,8 @@ class Observer(Checkpoint):
 
     def on_before_optimizer_step(self, trainer: Trainer, module: LightningModule, _: torch.optim.Optimizer) -> None:
         gradients = [weight.grad for weight in module.parameters() if weight.grad is not None]
-        if not self._is_looking or not gradients:  # a look makes a GPU's host wait
-            return
-        self._norm = float(norms(gradients).norm())
-        # float16 overflows now and then, and Lightning's scaler then skips the step
-        if self._job.settings.precision != "float16" and not np.isfinite(self._norm):
-            ranks = list(range(self._environment.world.size))
-            raise NonFiniteError("gradient", ranks, trainer.current_epoch, trainer.fit_loop.epoch_loop.batch_idx)
+        if self._is_looking and gradients:  # a look makes a GPU's host wait
+            self._norm = float(norms(gradients).norm())
 
     def on_train_batch_end(
         self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -135,41 +130,59 @@ class Observer(Checkpoint):
             self._look(trainer, batch_idx + 1)
 
     def _look(self, trainer: Trainer, steps: int) -> None:
-        """Sums over the ranks what has happened since the last look; a collective, as is what may follow from it."""
+        """Tells what has happened since the last look; a collective, as is what may follow from it."""
         epoch, is_last = trainer.current_epoch, steps == trainer.num_training_batches
-        losses = [loss * size for loss, size in self._window if loss is not None]
-        loss = torch.stack(losses).sum().item() if losses else 0.0
-        weight = sum(size for loss, size in self._window if loss is not None)
-        if not np.isfinite(loss):
-            raise NonFiniteError("loss", [self._environment.rank], epoch, steps - 1)
-        samples = sum(size for _, size in self._window)
-        is_due = self._environment.rank == 0 and time.monotonic() - self._saved >= self._job.run.checkpoint_seconds
-        mine = [loss, weight, samples, self._link.stop_requested, is_due]
-        totals = torch.tensor(mine, dtype=torch.float64, device=trainer.strategy.root_device)
-        loss, weight, samples, stops, due = trainer.strategy.reduce(totals, reduce_op="sum").tolist()
-        self._window, self._stopping = [], stops > 0
         now = time.monotonic()
         seconds, self._looked = max(now - self._looked, 1e-9), now
-        for name, value in {"loss": loss, "weight": weight, "samples": samples, "seconds": seconds}.items():
-            self._so_far[name] += value
+        seen = self._seen(trainer, epoch, steps - 1)
+        loss, samples, stops = _mean(seen["loss"], seen["weight"]), seen["samples"], seen["stops"] > 0
+        for name, value in {**seen, "seconds": seconds}.items():
+            if name in self._so_far:
+                self._so_far[name] += value
         self._link.emit(
             StepLogged(
                 epoch=epoch,
                 step=steps,
                 samples=round(self._so_far["samples"]),
-                measures={**self._validation.trained(), "loss": _mean(loss, weight)},
+                measures={**self._validation.trained(), "loss": loss},
                 learning_rate=self._rate,
                 samples_per_second=samples / seconds,
                 gradient_norms={},
                 gradient_norm=self._norm,
             )
         )
-        for warning in self.watch.after_steps(epoch, steps, _mean(loss, weight), round(samples)):
+        for warning in self.watch.after_steps(epoch, steps, loss, round(samples)):
             self._link.emit(warning)
-        if not is_last and self._is_resumable and (stops or due):
+        if not is_last and self._is_resumable and (stops or seen["due"]):
             self._save(trainer, epoch, steps)
         if not is_last and stops:
             raise StopRequested(epoch, steps)
+        self._stopping = stops
+
+    def _seen(self, trainer: Trainer, epoch: int, step: int) -> dict[str, float]:
+        """The steps since the last look, and what is asked for, summed over the ranks.
+
+        Raises NonFiniteError, the same on all ranks.
+        """
+        window, self._window, rank, size = self._window, [], self._environment.rank, self._environment.world.size
+        losses = [loss * samples for loss, samples in window if loss is not None]
+        mine = {
+            "loss": torch.stack(losses).sum().item() if losses else 0.0,
+            "weight": sum(samples for loss, samples in window if loss is not None),
+            "samples": sum(samples for _, samples in window),
+            "stops": self._link.stop_requested,
+            "due": rank == 0 and time.monotonic() - self._saved >= self._job.run.checkpoint_seconds,
+        }
+        bad = [float(one == rank and not math.isfinite(mine["loss"])) for one in range(size)]
+        numbers = torch.tensor([*mine.values(), *bad], dtype=torch.float64, device=trainer.strategy.root_device)
+        totals: list[float] = trainer.strategy.reduce(numbers, reduce_op="sum").tolist()
+        ranks = [one for one, is_bad in enumerate(totals[len(mine) :]) if is_bad]
+        if ranks:
+            raise NonFiniteError("loss", ranks, epoch, step)
+        # float16 overflows now and then, and Lightning's scaler then skips the step
+        if self._job.settings.precision != "float16" and not math.isfinite(self._norm):
+            raise NonFiniteError("gradient", list(range(size)), epoch, step)
+        return dict(zip(mine, totals, strict=False))
 
     # --- epochs ---
 

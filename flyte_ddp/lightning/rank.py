@@ -82,10 +82,8 @@ def trainer_of(
     observer: Observer,
 ) -> Trainer:
     settings, world = job.settings, environment.world
-    # above 1 the Trainer takes no floats
-    limits: dict[str, Any] = {
-        name: int(value) if value > 1 else value for name in LIMITS for value in [getattr(settings, name)]
-    }
+    limits: dict[str, Any] = {name: getattr(settings, name) for name in LIMITS}
+    limits = {name: int(limit) if limit > 1 else limit for name, limit in limits.items()}  # a float is a share
     validation.trainer = Trainer(
         accelerator="gpu" if device.type == "cuda" else "cpu",
         devices=world.local_size,

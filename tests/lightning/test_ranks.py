@@ -70,8 +70,12 @@ def test_a_killed_training_ends_with_the_same_bits_with_shuffling_dropout_and_a_
 def test_a_loader_with_a_state_goes_on_within_an_epoch_also_after_a_stop_on_request(tmp_path):
     one = {"data": "numerals.variants:Resumable", "nproc": 1}
     whole = train(tmp_path / "whole", settings(), **one)
+
+    def stop(event):
+        if isinstance(event, RunStarted):
+            os.kill(os.getpid(), signal.SIGTERM)
+
     with pytest.raises(PreemptedError, match="stopped on request before epoch 1, step 11"):
-        stop = lambda event: isinstance(event, RunStarted) and os.kill(os.getpid(), signal.SIGTERM)  # noqa: E731
         train(tmp_path / "stopped", settings(), on_event=stop, **one)
     with pytest.raises(KilledError):
         train(tmp_path / "stopped", settings(), on_event=at_checkpoint(12, kill), checkpoint_seconds=0, **one)
@@ -120,25 +124,31 @@ def test_a_failure_names_the_rank_and_the_cause(tmp_path):
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_at_the_next_look(tmp_path):
-    with pytest.raises(RankError, match="loss is not finite in epoch 1, step 20"):
+    with pytest.raises(RankError, match="loss is not finite in epoch 1, step 20, on rank 0, 1"):
         train(tmp_path / "run", settings(), "numerals.variants:Diverging")
     assert not (tmp_path / "run" / "checkpoint").exists()
 
 
 @pytest.mark.parametrize(
-    ("module", "data", "words"),
+    ("module", "data", "values", "words"),
     [
-        ("model:nn", "model:Numerals", "numerals.model:nn must be a subclass of lightning.pytorch.LightningModule"),
-        ("model:Numerals", "model:Numerals", "must be a subclass of lightning.pytorch.LightningModule"),
-        ("variants:Depth", "model:Numerals", "Depth.__init__ needs depth, and Settings has no such field: add one"),
-        ("model:LitNumerals", "variants:WithoutTraining", "WithoutTraining must define train_dataloader"),
-        ("model:LitNumerals", "variants:WithoutLength", "train_dataloader has no length: set limit_train_batches"),
-        ("variants:WithoutOptimizer", "model:Numerals", "Lightning cannot train numerals.variants:WithoutOptimizer"),
+        ("model:nn", "model:Numerals", {}, "numerals.model:nn must be a subclass of lightning.pytorch.LightningModule"),
+        ("model:Numerals", "model:Numerals", {}, "must be a subclass of lightning.pytorch.LightningModule"),
+        ("variants:Depth", "model:Numerals", {}, "Depth.__init__ needs depth, and Settings has no such field: add one"),
+        ("model:LitNumerals", "variants:WithoutTraining", {}, "WithoutTraining must define train_dataloader"),
+        ("model:LitNumerals", "variants:WithoutLength", {}, "train_dataloader has no length: set limit_train_batches"),
+        ("model:LitNumerals", "model:Numerals", {"limit_train_batches": 0.001}, "Try at least `limit_train_batches="),
+        (
+            "variants:WithoutOptimizer",
+            "model:Numerals",
+            {},
+            "Lightning cannot train numerals.variants:WithoutOptimizer",
+        ),
     ],
 )
-def test_what_cannot_be_trained_is_refused_with_the_remedy(tmp_path, module, data, words):
+def test_what_cannot_be_trained_is_refused_with_the_remedy(tmp_path, module, data, values, words):
     with pytest.raises(InputError) as raised:
-        train(tmp_path / "run", settings(), f"numerals.{module}", f"numerals.{data}", nproc=1)
+        train(tmp_path / "run", settings(**values), f"numerals.{module}", f"numerals.{data}", nproc=1)
     assert words in raised.value.message
 
 
