@@ -1,7 +1,6 @@
 """The inputs of a training under Lightning. The base of a module's own settings."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from flyte_ddp.errors import InputError
 from flyte_ddp.settings import BACKENDS, RunOptions, Settings, setting
@@ -31,7 +30,7 @@ class LightningSettings(Settings):
         sync_batchnorm: whether batch norm sees the batches of all ranks.
     """
 
-    stop_after: ClassVar[int] = 0  # for recipes
+    stop_after = 0  # of recipes; no field, since it has no type
 
     backend: str = setting("auto", choices=BACKENDS)
     seed: int = setting(1, minimum=0, maximum=2**32 - 1)
