@@ -8,7 +8,6 @@ def train_model(settings: Settings, options: LightningOptions) -> RecipeOutputs:
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from flyte_ddp.attempt.training import Trained
@@ -16,9 +15,10 @@ from flyte_ddp.lightning.settings import LightningOptions, LightningSettings
 from flyte_ddp.lightning.training import find_lightning_code, train
 from flyte_ddp.tasks import platform
 from flyte_ddp.tasks.caching import CodeVersion
+from flyte_ddp.tasks.data import downloaded
 from flyte_ddp.tasks.pyflyte import set_up_pyflyte, ship
-from flyte_ddp.tasks.recipe import Data, RecipeOutputs
-from flyte_ddp.tasks.train import files_of, training_arguments
+from flyte_ddp.tasks.recipe import RecipeOutputs
+from flyte_ddp.tasks.train import Data, files_of, training_arguments
 from flyte_ddp.user_code import find_code
 
 
@@ -65,8 +65,4 @@ class LightningTraining:
 
     def train(self, settings: LightningSettings, options: LightningOptions, data: Data = None) -> Trained:
         """The same, for a task with outputs of its own."""
-
-        def fetch() -> Path | None:
-            return None if data is None else Path(data.download())
-
-        return train(platform, self.lit, settings, options, fetch, self.observers)
+        return train(platform, self.lit, settings, options, lambda: downloaded(data), self.observers)

@@ -10,11 +10,10 @@ from flytekit import Resources, Secret
 from flytekit.core.base_task import PythonTask
 
 from flyte_ddp.attempt.pod import GPUS_VARIABLE
-from flyte_ddp.attempt.webhook import WEBHOOK_SECRET_VARIABLE, WEBHOOK_VARIABLE
+from flyte_ddp.attempt.webhook import CONSOLE_VARIABLE, WEBHOOK_SECRET_VARIABLE, WEBHOOK_VARIABLE
 from flyte_ddp.data.download import MIRROR_VARIABLE, mirror_from_environment
 from flyte_ddp.errors import InputError
 from flyte_ddp.tasks.caching import CodeVersion
-from flyte_ddp.tasks.platform import CONSOLE_VARIABLE
 from flyte_ddp.tasks.registration import ACCELERATORS, Registration, registration, variable_of
 
 IMAGE = "{{.image.trainer}}"  # named in flyte.config, or by --image trainer=NAME
