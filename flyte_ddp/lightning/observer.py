@@ -99,9 +99,10 @@ class Observer(Checkpoint):
         self._is_first_epoch, self._looked = False, time.monotonic()
 
     def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
-        self._seed(trainer.current_epoch, batch_idx + 1)
         steps = batch_idx + 1
-        self._rate = float(trainer.optimizers[0].param_groups[0]["lr"])  # now: a schedule sets that of the next step
+        self._seed(trainer.current_epoch, steps)
+        rates = [float(group["lr"]) for optimizer in trainer.optimizers for group in optimizer.param_groups]
+        self._rate = rates[0] if rates else 0.0  # now: a schedule sets that of the next step
         self._is_looking = steps % self._job.settings.log_interval == 0 or steps == trainer.num_training_batches
 
     def _seed(self, epoch: int, step: int) -> None:

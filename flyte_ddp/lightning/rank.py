@@ -59,18 +59,25 @@ def place_of(environment: Environment) -> dict[str, str]:
 
 
 def train(environment: Environment, device: torch.device, link: Link, job: LightningJob) -> TrainingResult:
-    seed_everything(job.settings.seed, workers=True, verbose=False)
+    seed(job)
     module, data = build(job)
     files, validation = CheckpointFiles(job.run.identity.as_dict(), link.emit), LoggedByValidation()
     observer = Observer(environment, link, job, files, validation)
     trainer = trainer_of(environment, device, job, files, validation, observer)
+    seed(job)
     trainer.fit(module, datamodule=data, ckpt_path=files.usable(Path(job.run.checkpoint_path)))
     started = observer.started or observer.start(trainer)  # the latter if it was interrupted after the last epoch
+    seed(job)
     tested = test(trainer, module, data, link, observer)
     if environment.rank == 0:
         with writing_to(Path(job.run.model_path).parent, "DDP_RUNS_DIR"):
             export_model(module, Path(job.run.model_path))
     return result_of(job, trainer, module, started, observer.epochs, observer.watch.warnings, tested)
+
+
+def seed(job: LightningJob) -> None:
+    """Before weights are drawn, and before each call of a datamodule's setup, so that a split drawn there is the same."""
+    seed_everything(job.settings.seed, workers=True, verbose=False)
 
 
 def trainer_of(

@@ -18,8 +18,9 @@ from tests.commands import ROOT
 VARIANTS = '''
 import torch
 from lightning import LightningDataModule, LightningModule
+from lightning.pytorch.callbacks import EarlyStopping
 from torch import distributed
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, random_split
 
 from numerals.model import LitNumerals, Numerals
 
@@ -48,6 +49,21 @@ class Loader:
 class Resumable(Numerals):
     def train_dataloader(self):
         return Loader(self.trainer, self.parts[0], self.batch_size)
+
+
+class Drawn(Numerals):
+    """Draws its splits from torch's own generator, and so anew for the test."""
+
+    def setup(self, stage):
+        super().setup(stage)
+        self.parts = random_split(self.parts[0].dataset, (0.7, 0.15, 0.15))
+        self.tested = getattr(self, "tested", self.parts[2].indices)
+        assert self.tested == self.parts[2].indices, stage
+
+
+class Stopping(LitNumerals):
+    def configure_callbacks(self):
+        return [EarlyStopping("val_loss", patience=1, min_delta=100)]
 
 
 class Endless(IterableDataset):

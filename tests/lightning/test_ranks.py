@@ -105,6 +105,13 @@ def test_the_parent_is_told_what_the_module_logs(tmp_path):
     assert rates == pytest.approx([3e-3, 2.7e-3, 2.43e-3])
 
 
+def test_a_callback_of_the_module_ends_the_training_and_its_data_are_split_as_before_for_the_test(tmp_path):
+    trained = train(tmp_path / "run", settings(epochs=9), "numerals.variants:Stopping", "numerals.variants:Drawn")
+    (chosen,) = of(EpochChosen, trained)
+    assert chosen.stopped_early
+    assert (chosen.epoch, len(trained.result.epochs)) == (1, 2)
+
+
 def test_a_module_that_optimizes_by_itself_and_never_validates_is_trained(tmp_path):
     trained = train(tmp_path / "run", settings(epochs=1), "numerals.variants:ByHand")
     (epoch,) = trained.result.epochs
