@@ -76,7 +76,7 @@ def train(environment: Environment, device: torch.device, link: Link, job: Light
 
 
 def seed(job: LightningJob) -> None:
-    """Before weights are drawn, and before each call of a datamodule's setup, so that a split drawn there is the same."""
+    """Before weights are drawn, and before each call of a datamodule's setup: a split drawn there is the same."""
     seed_everything(job.settings.seed, workers=True, verbose=False)
 
 

@@ -3,6 +3,8 @@
 import math
 import os
 import signal
+from importlib import import_module
+from typing import Any
 
 import pytest
 
@@ -29,9 +31,8 @@ def project(tmp_path_factory):
 
 
 def settings(**values):
-    from numerals.settings import Settings
-
-    return Settings(**{"epochs": 3, "width": 16, **values})
+    kind = import_module("numerals.settings").Settings
+    return kind(**{"epochs": 3, "width": 16, **values})
 
 
 def at_checkpoint(number, do):
@@ -68,7 +69,7 @@ def test_a_killed_training_ends_with_the_same_bits_with_shuffling_dropout_and_a_
 
 
 def test_a_loader_with_a_state_goes_on_within_an_epoch_also_after_a_stop_on_request(tmp_path):
-    one = {"data": "numerals.variants:Resumable", "nproc": 1}
+    one: Any = {"data": "numerals.variants:Resumable", "nproc": 1}
     whole = train(tmp_path / "whole", settings(), **one)
 
     def stop(event):

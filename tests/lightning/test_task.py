@@ -57,7 +57,7 @@ def test_what_this_machine_or_lightning_cannot_do_is_refused_before_a_rank_is_st
 @pytest.mark.parametrize("option", ["profile", "log_gradients", "keep_checkpoint"])
 def test_an_option_that_means_nothing_under_lightning_is_refused(option):
     with pytest.raises(InputError, match=f"LightningOptions.{option} is for recipes"):
-        LightningOptions(**{option: True})
+        LightningOptions.from_dict({option: True})
 
 
 def test_a_limit_of_batches_is_a_share_or_a_whole_number():
