@@ -154,7 +154,9 @@ class Observer(Checkpoint):
         )
         for warning in self.watch.after_steps(epoch, steps, loss, round(samples)):
             self._link.emit(warning)
-        if not is_last and self._is_resumable and (stops or seen["due"]):
+        # gradients that are still being added up are in no checkpoint
+        is_resumable = self._is_resumable and steps % trainer.accumulate_grad_batches == 0
+        if not is_last and is_resumable and (stops or seen["due"]):
             self._save(trainer, epoch, steps)
         if not is_last and stops:
             raise StopRequested(epoch, steps)
