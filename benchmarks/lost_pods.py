@@ -67,7 +67,7 @@ def victims(epochs: int, seed: int) -> dict[str, Victim]:
     return {
         "training": Victim("workflows.mnist.pytorch_training_wf", inputs, "console.log", "Epoch 1 of "),
         "two nodes": Victim("workflows.multinode.pytorch_multinode_wf", inputs, "rank-0.log", "Epoch 1 of "),
-        "autoencoder": Victim("workflows.autoencoder.autoencoder_wf", several, "console.log", "Epoch 3:"),
+        "autoencoder": Victim("workflows.autoencoder.autoencoder_wf", several, "console.log", "Epoch 3 of "),
     }
 
 
