@@ -45,8 +45,7 @@ class LightningCode:
     def subject(self, settings: LightningSettings, source: Path | None) -> Subject:
         """What is trained; ReportedError if this pod's code is not what was registered."""
         check_code(self.code.version)
-        is_prepared = source is not None and (source / prepared.DESCRIPTION).exists()
-        description = prepared.read_description(source) if source and is_prepared else None
+        description = prepared.read_description(source) if source and (source / prepared.DESCRIPTION).exists() else None
         # whatever is around the ranks needs but what both kinds of settings have
         return subject_of(self.code, cast(TrainingSettings, settings), source, description=description)
 
