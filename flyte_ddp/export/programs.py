@@ -77,8 +77,10 @@ def save_weights(path: Path, model: nn.Module, header: str) -> None:
     from safetensors.torch import save_file
 
     weights = model.state_dict()
-    once = {key: weights[key].detach().contiguous() for key, first in first_names(weights).items() if key == first}
-    save_file(once, path, metadata={HEADER: header})
+    firsts = {*first_names(weights).values()}
+    # copies, because parts of the same memory would be refused
+    copies = {key: value.detach().clone().contiguous() for key, value in weights.items() if key in firsts}
+    save_file(copies, path, metadata={HEADER: header})
 
 
 def save_pretrained(path: Path, model: Any) -> None:

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from huggingface_hub import constants
 from peft import LoraConfig, get_peft_model
 from transformers import BertConfig, BertForSequenceClassification
 
@@ -47,4 +48,5 @@ class Anew(Tuned):
 
 class FromTheHub(Tuned):
     def model(self):
+        assert constants.HF_HUB_OFFLINE
         return KIND.from_pretrained("someone/something")

@@ -120,6 +120,5 @@ def test_a_folder_that_model_leaves_aside_is_refused(tmp_path):
 
 
 def test_a_rank_asks_no_hub(tmp_path):
-    with pytest.raises(RankError, match=r"someone/something.* offline") as failed:
+    with pytest.raises(RankError, match=r"OSError: .* couldn't find them in the cached files"):
         train(FromTheHub, Settings(), RunOptions(nproc=1), output=tmp_path)
-    assert "Retrying" not in str(failed.value)
