@@ -1,3 +1,9 @@
+from flyte_ddp.data.block_folder import BlockFolder as BlockFolder
+from flyte_ddp.data.block_folder import write_blocks as write_blocks
+from flyte_ddp.data.blocks import Blocks as Blocks
+from flyte_ddp.data.parquet import Parquet as Parquet
+from flyte_ddp.data.tar import TarImages as TarImages
+from flyte_ddp.data.tar import index_tars as index_tars
 from flyte_ddp.model_metadata import read_metadata as read_metadata
 from flyte_ddp.recipe import Measures as Measures
 from flyte_ddp.recipe import Random as Random

@@ -105,6 +105,7 @@ class Job:
         loader_workers: processes per rank that read samples of a Dataset; with 0 the rank reads them itself.
         pin_memory: whether these are copied to a GPU from page-locked memory.
         log_gradients: whether events have each parameter's gradient norm, and histograms.
+        cache_bytes: of each node's disk for Blocks; 0 is half of what is free.
     """
 
     identity: Identity
@@ -126,6 +127,7 @@ class Job:
     loader_workers: int = 0
     pin_memory: bool = False
     log_gradients: bool = False
+    cache_bytes: int = 0
 
 
 def job_of(subject: Subject, options: RunOptions, **paths: str) -> Job:
@@ -146,6 +148,7 @@ def job_of(subject: Subject, options: RunOptions, **paths: str) -> Job:
         loader_workers=options.loader_workers,
         pin_memory=options.pin_memory,
         log_gradients=options.log_gradients,
+        cache_bytes=options.cache_bytes,
         **paths,
     )
 

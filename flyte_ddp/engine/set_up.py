@@ -11,8 +11,11 @@ import numpy as np
 import torch
 from torch import nn
 
+from flyte_ddp.data.blocks import Blocks
 from flyte_ddp.engine.attributes import check_attributes
 from flyte_ddp.engine.batches import Resident, Split, TestBatches, TrainBatches, hold_out
+from flyte_ddp.engine.block_cache import BlockCache
+from flyte_ddp.engine.block_split import BlockSplit, Reading
 from flyte_ddp.engine.choice import Choice, is_lower_better
 from flyte_ddp.engine.job import Job
 from flyte_ddp.engine.loading import Streamed
@@ -43,14 +46,14 @@ class Parts:
     remarks: list[str]
 
 
-def set_up(environment: Environment, device: torch.device, job: Job) -> Parts:
+def set_up(environment: Environment, device: torch.device, job: Job, cache: BlockCache) -> Parts:
     """A collective; InputError for an invalid recipe, or one whose result would depend on the number of ranks."""
     settings, rank, world_size = job.identity.settings, environment.rank, environment.world.size
     precision = choose_precision(settings.precision, device)
     recipe = load_recipe(job, device)
-    train, test = (open_split(recipe, split, job) for split in SPLITS)
+    train, test = (open_split(recipe, split, job, cache) for split in SPLITS)
     check_attributes(recipe)
-    kept, validation = validation_of(recipe, train, job)
+    kept, validation = validation_of(recipe, train, job, cache)
     batches = TrainBatches(
         kept,
         settings.batch_size,
@@ -103,7 +106,7 @@ def first_model(recipe: Recipe, job: Job) -> tuple[nn.Module, list[str]]:
     return model, remarks
 
 
-def validation_of(recipe: Recipe, train: Split, job: Job) -> tuple[Split, Split | None]:
+def validation_of(recipe: Recipe, train: Split, job: Job, cache: BlockCache) -> tuple[Split, Split | None]:
     """The samples to train on, and those to choose the best epoch by, if there is a validation split."""
     settings: TrainingSettings = job.identity.settings
     if recipe.has_validation:
@@ -112,7 +115,7 @@ def validation_of(recipe: Recipe, train: Split, job: Job) -> tuple[Split, Split 
                 f"validation_fraction must be 0 where the recipe has a validation split of its own, got "
                 f"{settings.validation_fraction:g}"
             )
-        return train, open_split(recipe, "validation", job)
+        return train, open_split(recipe, "validation", job, cache)
     if settings.validation_fraction:
         return hold_out(train, settings.validation_fraction)
     settings.check_validation()
@@ -153,12 +156,19 @@ def load_recipe(job: Job, device: torch.device) -> Recipe:
     return recipe
 
 
-def open_split(recipe: Recipe, split: str, job: Job) -> Split:
+def open_split(recipe: Recipe, split: str, job: Job, cache: BlockCache) -> Split:
     """The samples of a split; InputError, naming the place in the recipe, if the data are invalid."""
     data = recipe.data(split)
     try:
+        if isinstance(data, Blocks):
+            return BlockSplit(data, split, Reading(cache, recipe.device, job.loader_workers, job.pin_memory))
+        if isinstance(data, torch.utils.data.IterableDataset):
+            raise InputError(
+                "an IterableDataset has no order that could be resumed or shared among ranks: return Blocks, which "
+                "are read one after the other, too, or a Dataset with a length"
+            )
         if isinstance(data, torch.utils.data.Dataset) and not isinstance(data, torch.utils.data.TensorDataset):
-            if isinstance(data, torch.utils.data.IterableDataset) or not len(data):  # type: ignore[arg-type]
+            if not len(data):  # type: ignore[arg-type]
                 raise InputError("a Dataset must have samples, and a length")
             return Streamed(data, recipe.device, job.loader_workers, job.pin_memory)
         data = data.tensors if isinstance(data, torch.utils.data.TensorDataset) else data
