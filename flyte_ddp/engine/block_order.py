@@ -34,6 +34,13 @@ class Uses:
     first: np.ndarray
     last: np.ndarray
 
+    def also(self, blocks: np.ndarray, step: int) -> "Uses":
+        """With these blocks, which the last step needs too."""
+        new = np.setdiff1d(blocks, self.blocks)
+        last = np.where(np.isin(self.blocks, blocks), step, self.last)
+        steps = np.full(len(new), step)
+        return Uses(*map(np.concatenate, ([self.blocks, new], [self.first, steps], [last, steps])))
+
 
 @dataclass(frozen=True)
 class BlockOrder:

@@ -53,7 +53,7 @@ class BlockSplit:
         self._kept: set[int] = set()  # whose files fetch has left for its next call
         self._keep({0})
         self.row = np.asarray(open_rows(self.path(0), int(self.lengths[0]), self._name(0)))[:0].copy()
-        self.sizes = self.lengths * row_bytes(self.row) + HEADER_BYTES
+        self.sizes = self.lengths * kind_of(self.row).itemsize + HEADER_BYTES
 
     def __len__(self) -> int:
         return int(self.ends[-1])
@@ -138,13 +138,17 @@ class BlocksInOrder:
 
     def uses(self, first_step: int = 0) -> Uses:
         """What the streams need that this rank's shares are of."""
-        # Which streams a share begins and ends with depends on where its batch begins, modulo the streams, and on how
-        # long it is: as in one of the first batches, or in the last
-        last = -(-self.order.samples // self.order.batch_size) - 1
-        shares = [self.computed(step) for step in {*range(min(last, self.order.used_streams)), last}]
+        # Which streams a share begins and ends with depends on where its batch begins, modulo the streams
+        last_step, is_short = divmod(self.order.samples, self.order.batch_size)
+        shares = [self.computed(step) for step in range(min(last_step, self.order.used_streams))]
         ends = [self.order.streams_at(torch.tensor([share.start, share.stop - 1])) for share in shares]
-        streams = range(min(first for first, _ in ends), max(last for _, last in ends) + 1)
-        return self.order.uses(streams, first_step)
+        streams = range(min((one for one, _ in ends), default=0), max((one for _, one in ends), default=-1) + 1)
+        uses = self.order.uses(streams, first_step)
+        if not is_short:
+            return uses
+        # A short batch has fewer samples of each stream, so its shares may be of any
+        share = self.computed(last_step)
+        return uses.also(self.split.blocks_of(self.at(torch.arange(share.start, share.stop)).numpy()), last_step)
 
     def check_room(self) -> None:
         """Raises InputError, with the number that is needed, if the cache is too small for what is needed at a time."""
@@ -187,7 +191,7 @@ class BlockRows:
     def read_batch(self, samples: np.ndarray) -> Any:
         """A tree of arrays (n, ...); their blocks must be in the cache. Raises DataError for a block of other rows."""
         blocks = np.searchsorted(self.ends, samples, side="right")
-        found = np.empty((len(samples), row_bytes(self.row)), np.uint8)
+        found = np.empty((len(samples), kind_of(self.row).itemsize), np.uint8)
         for block in np.unique(blocks).tolist():
             mine = blocks == block
             found[mine] = self._open(block)[samples[mine] - (self.ends[block] - self.lengths[block])]
@@ -198,11 +202,9 @@ class BlockRows:
             # a deleted file takes space for as long as it is open
             self._opened = {one: rows for one, rows in self._opened.items() if self._path(one).exists()}
             rows, row = open_rows(self._path(block), int(self.lengths[block]), f"block {self.chosen[block]}"), self.row
-            if rows.dtype != row.dtype or rows.shape[1:] != row.shape[1:]:
-                raise DataError(
-                    f"block {self.chosen[block]} has samples of {rows.dtype} {rows.shape[1:]}, where others have "
-                    f"{row.dtype} {row.shape[1:]}"
-                )
+            if kind_of(rows) != kind_of(row):
+                name = f"block {self.chosen[block]}"
+                raise DataError(f"{name} has samples of {kind_of(rows)}, where others have {kind_of(row)}")
             self._opened[block] = np.asarray(rows).reshape(-1).view(np.uint8).reshape(len(rows), -1)
         return self._opened[block]
 
@@ -210,5 +212,6 @@ class BlockRows:
         return Path(f"{self.start}{self.chosen[block]}.npy")
 
 
-def row_bytes(rows: np.ndarray) -> int:
-    return rows.dtype.itemsize * int(np.prod(rows.shape[1:]))
+def kind_of(rows: np.ndarray) -> np.dtype:
+    """The type of a row."""
+    return np.dtype((rows.dtype, rows.shape[1:])) if rows.shape[1:] else rows.dtype
