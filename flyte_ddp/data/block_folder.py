@@ -14,7 +14,7 @@ from typing import Any
 import fsspec
 import numpy as np
 
-from flyte_ddp.data.blocks import Blocks, rows_of
+from flyte_ddp.data.blocks import Blocks, length_of, rows_of
 from flyte_ddp.data.stored import Stored
 from flyte_ddp.errors import DataError, InputError
 
@@ -106,17 +106,13 @@ def read_index(stored: Stored) -> list[dict[str, Any]]:
 
 
 def _slices(tree: Any, rows: int) -> Iterator[Any]:
-    def cut(part: Any, start: int) -> Any:
-        if isinstance(part, dict):
-            return {key: cut(value, start) for key, value in part.items()}
-        if isinstance(part, (tuple, list)):
-            return tuple(cut(value, start) for value in part)
-        return np.asarray(part[start : start + rows])
+    return (_cut(tree, slice(start, start + rows)) for start in range(0, length_of(tree, "data"), rows))
 
-    first = tree
-    while isinstance(first, (dict, tuple, list)):
-        first = next(iter(first.values() if isinstance(first, dict) else first), ())
-    return (cut(tree, start) for start in range(0, len(first), rows))
+
+def _cut(tree: Any, rows: slice) -> Any:
+    if isinstance(tree, dict):
+        return {key: _cut(part, rows) for key, part in tree.items()}
+    return tuple(_cut(part, rows) for part in tree) if isinstance(tree, (tuple, list)) else tree[rows]
 
 
 def _in_blocks(trees: Iterable[Any], rows: int) -> Iterator[np.ndarray]:

@@ -60,15 +60,21 @@ class Blocks:
 
 def rows_of(tree: Any, name: str) -> np.ndarray:
     """(n,) structured, or (n, ...) for a single array: the rows of a tree of arrays; DataError names the block."""
-    kind = _row_kind(tree, name)
+    length, kind = length_of(tree, name), _row_kind(tree, name)
+    if kind.names is None:
+        return np.ascontiguousarray(tree)
+    rows = np.empty(length, kind)
+    _fill(rows, tree)
+    return rows
+
+
+def length_of(tree: Any, name: str) -> int:
+    """How many samples a tree of arrays has; DataError, with the name, if it is none."""
+    _row_kind(tree, name)
     lengths = set(_lengths(tree))
     if len(lengths) != 1:
         raise DataError(f"{name}: all arrays must have as many rows, got {sorted(lengths)}")
-    if kind.names is None:
-        return np.ascontiguousarray(tree)
-    rows = np.empty(lengths.pop(), kind)
-    _fill(rows, tree)
-    return rows
+    return lengths.pop()
 
 
 def tree_of(rows: np.ndarray) -> Any:

@@ -37,19 +37,24 @@ class Parquet(Blocks):
             raise InputError(f"columns must be names, each once, got {self.columns}")
         sizes = self.stored.sizes()
         with ThreadPoolExecutor(FOOTERS_AT_ONCE) as pool:
-            footers = dict(zip(sizes, pool.map(self._footer, sizes, sizes.values()), strict=True))
-        self._sizes, self._footers, self._groups = sizes, footers, []
-        self._kinds = self._kinds_of(next(iter(footers)), footers) if footers else ()
-        for file, footer in footers.items():
-            kinds = self._kinds_of(file, footers)
-            if kinds != self._kinds:
-                raise DataError(f"{self.stored.name(file)} has columns of {kinds}, where others have {self._kinds}")
-            self._groups += [
-                (file, group) for group in range(footer.num_row_groups) if footer.row_group(group).num_rows
-            ]
+            footers = zip(sizes, pool.map(self._footer, sizes, sizes.values()), strict=True)
+            self._footers = {file: footer for file, footer in footers if footer.num_rows}
+        kinds = {file: self._kinds_of(file, footer) for file, footer in self._footers.items()}
+        for file, found in kinds.items():
+            expected = next(iter(kinds.values()))
+            if found != expected:
+                raise DataError(f"{self.stored.name(file)} has columns of {found}, where others have {expected}")
+        self._sizes = sizes
+        self._groups = [
+            (file, group)
+            for file, footer in self._footers.items()
+            for group in range(footer.num_row_groups)
+            if footer.row_group(group).num_rows
+        ]
         if not self._groups:
             raise DataError(f"{self.stored.url} has no rows", "it must be a folder of Parquet files, or one of them")
-        super().__init__([footers[file].row_group(group).num_rows for file, group in self._groups], self._read_group)
+        rows = [self._footers[file].row_group(group).num_rows for file, group in self._groups]
+        super().__init__(rows, self._read_group)
 
     def name(self, number: int) -> str:
         file, group = self._groups[number]
@@ -60,11 +65,11 @@ class Parquet(Blocks):
             raise DataError(f"{self.stored.name(file)} is empty", "write it again, or remove it")
         try:
             return parquet.read_metadata(pa.PythonFile(StoredFile(self.stored, file, size), mode="r"))
-        except pa.ArrowException as error:
+        except (pa.ArrowException, OSError) as error:
             raise DataError(f"{self.stored.name(file)} is no Parquet file, or cut short: {error}") from None
 
-    def _kinds_of(self, file: str, footers: dict[str, Any]) -> tuple[str, ...]:
-        schema = footers[file].schema.to_arrow_schema()
+    def _kinds_of(self, file: str, footer: Any) -> tuple[str, ...]:
+        schema = footer.schema.to_arrow_schema()
         missing = [column for column in self.columns if column not in schema.names]
         if missing:
             raise DataError(f"{self.stored.name(file)} has no column {missing[0]}, but {', '.join(schema.names)}")
@@ -77,7 +82,7 @@ class Parquet(Blocks):
             # pre_buffer: a request for columns that lie side by side, instead of one for each
             source = parquet.ParquetFile(opened, metadata=self._footers[file], pre_buffer=True)
             table = source.read_row_group(group, columns=self.columns)
-        except pa.ArrowException as error:
+        except (pa.ArrowException, OSError) as error:
             raise DataError(f"{self.name(number)} is damaged: {error}", "write the file again") from None
         return {column: self._array(table[column].combine_chunks(), column, number) for column in self.columns}
 
