@@ -1,7 +1,7 @@
 """Batches of a split: which samples, in which order, and which of them are this rank's."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -40,7 +40,7 @@ class Batch:
         return [
             Batch(
                 pytree.tree_map(lambda leaf, start=start: leaf[start : start + most], self.tree),
-                BatchShare(self.share.first + start, min(most, count - start), self.share.size),
+                replace(self.share, first=self.share.first + start, count=min(most, count - start)),
                 self.seed,
             )
             for start in range(0, count, most)
@@ -174,18 +174,20 @@ class Shuffled:
         pass
 
 
-def rank_slice(start: int, stop: int, rank: int, world_size: int) -> tuple[int, int]:
-    """The rank's part of start..stop: contiguous, without overlap or gap, sizes at most one apart."""
-    count = stop - start
-    return start + count * rank // world_size, start + count * (rank + 1) // world_size
+def rank_slice(start: int, stop: int, rank: int, world_size: int, unit: int = 1) -> tuple[int, int]:
+    """The rank's part of start..stop: contiguous, without overlap or gap, cut between units, of which the last may be
+    short; the ranks' numbers of units are at most one apart."""
+    units = -(-(stop - start) // unit)
+    first, last = (start + units * number // world_size * unit for number in (rank, rank + 1))
+    return first, min(last, stop)
 
 
 class _Batches:
-    """A rank's shares of the global batches."""
+    """A rank's shares of the global batches; norm_samples: see BatchShare."""
 
-    def __init__(self, split: Split, samples: int, batch_size: int, rank: int, world_size: int):
+    def __init__(self, split: Split, samples: int, batch_size: int, rank: int, world_size: int, norm_samples: int = 0):
         self.split, self.samples, self.batch_size = split, samples, batch_size
-        self.rank, self.world_size = rank, world_size
+        self.rank, self.world_size, self.norm_samples = rank, world_size, norm_samples
 
     def __len__(self) -> int:
         return -(-self.samples // self.batch_size)
@@ -196,7 +198,8 @@ class _Batches:
 
     def mine(self, step: int) -> slice:
         """This rank's share of a step's global batch, as a slice of the order."""
-        return slice(*rank_slice(self.samples_until(step), self.samples_until(step + 1), self.rank, self.world_size))
+        start, stop = self.samples_until(step), self.samples_until(step + 1)
+        return slice(*rank_slice(start, stop, self.rank, self.world_size, self.norm_samples or 1))
 
     def _order(self, keys: Sequence[int | None]) -> Order:
         """keys: of each pass over the samples."""
@@ -210,12 +213,16 @@ class _Batches:
         for step, tree in zip(steps, trees, strict=True):
             start, stop = self.samples_until(step), self.samples_until(step + 1)
             own, part = self.mine(step), self._computed(step)
-            yield step, tree, BatchShare(part.start - start, part.stop - part.start, stop - start, own != part)
+            count, is_borrowed = part.stop - part.start, own != part
+            yield step, tree, BatchShare(part.start - start, count, stop - start, is_borrowed, self.norm_samples)
 
     def _computed(self, step: int) -> slice:
-        """What the rank computes of a step's global batch: its share, or, if that is empty, the next rank's first."""
+        """What the rank computes of a step's global batch: its share, or, if that is empty, the next rank's first
+        sample, or group."""
         mine = self.mine(step)
-        return slice(mine.start, max(mine.stop, mine.start + 1))
+        if mine.start < mine.stop:
+            return mine
+        return slice(mine.start, min(mine.start + (self.norm_samples or 1), self.samples_until(step + 1)))
 
     def _parts(self, order: Order, steps: Sequence[int]) -> Iterator[Tensor]:
         """The samples that the rank computes, step by step; many steps are looked up at once, which costs less."""
@@ -243,9 +250,11 @@ class TrainBatches(_Batches):
         world_size: int,
         passes: int = 1,
         fraction: float = 1.0,
+        norm_samples: int = 0,
         augment: Callable[[Any, int, BatchShare, int], Any] = lambda tree, *_: tree,
     ):
-        super().__init__(split, max(1, round(len(split) * passes * fraction)), batch_size, rank, world_size)
+        samples = max(1, round(len(split) * passes * fraction))
+        super().__init__(split, samples, batch_size, rank, world_size, norm_samples)
         self.seed, self.passes, self.augment = seed, passes, augment
         self._order(self._keys(0)).check_room()
 

@@ -52,7 +52,7 @@ def set_up(environment: Environment, device: torch.device, job: Job, cache: Bloc
     precision = choose_precision(settings.precision, device)
     recipe = load_recipe(job, device)
     train, test = (open_split(recipe, split, job, cache) for split in SPLITS)
-    check_attributes(recipe)
+    check_attributes(recipe, world_size)
     kept, validation = validation_of(recipe, train, job, cache)
     batches = TrainBatches(
         kept,
@@ -62,6 +62,7 @@ def set_up(environment: Environment, device: torch.device, job: Job, cache: Bloc
         world_size,
         recipe.passes_per_epoch,
         recipe.train_fraction,
+        recipe.norm_samples,
         partial(augment, recipe),
     )
     model, remarks = first_model(recipe, job)

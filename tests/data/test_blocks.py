@@ -4,6 +4,7 @@ import io
 import itertools
 import json
 import tarfile
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from flyte_ddp.data.tar import TarImages, index_tars
 from flyte_ddp.errors import DataError, DownloadError, InputError
 from tests.object_storage import object_storage
 
-TREE = {
+TREE: dict[str, Any] = {
     "image": np.arange(7 * 6, dtype=np.uint8).reshape(7, 2, 3),
     "pair": (np.arange(7), [np.arange(7) % 2 == 0, np.linspace(0, 1, 7, dtype=np.float32)]),
 }
@@ -32,7 +33,7 @@ def storage(monkeypatch):
             "secret": "word",
             "client_kwargs": {"endpoint_url": server.environment["FLYTE_AWS_ENDPOINT"]},
         }
-        monkeypatch.setattr(stored.fsspec.config, "conf", {})
+        monkeypatch.setattr("fsspec.config.conf", {})
         stored.use_storage_options({"s3": {**options, "skip_instance_cache": True}})
         yield server
 

@@ -1,5 +1,7 @@
 """Parquet files as blocks."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -11,7 +13,7 @@ parquet = pytest.importorskip("pyarrow.parquet")
 
 from flyte_ddp.data.parquet import Parquet  # noqa: E402
 
-COLUMNS = {
+COLUMNS: dict[str, Any] = {
     "x": np.arange(10, dtype=np.float32),
     "label": np.arange(10, dtype=np.int16),
     "vector": [[i, i + 0.5] for i in range(10)],
