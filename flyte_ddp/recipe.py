@@ -120,7 +120,7 @@ class Recipe:
 
         Tensors and arrays, single or in tuples, lists and dicts, are kept on the device; memory maps (numpy.memmap)
         stay on disk and are read batch by batch; a torch.utils.data.Dataset with a length is read sample by sample, by
-        options.loader_workers processes per rank.
+        options.loader_workers processes per rank; Blocks are fetched from a storage as they are needed.
         """
         raise NotImplementedError
 
