@@ -121,7 +121,7 @@ def begin_an_epoch(count: int) -> None:
         first = time.perf_counter() - started
         for _ in range(100):
             next(batches)
-        batches.close()
+        del batches
     print(
         f"\n{count:,} blocks of 1,000: {opened:.2f} s to open, {first:.2f} s until the first batch of half an epoch, "
         f"{peak() - before:.0f} MB more at the most in 100 steps\n"

@@ -11,7 +11,7 @@ from flyte_ddp.engine.batches import rank_slice
 from flyte_ddp.engine.block_cache import BlockCache
 from flyte_ddp.engine.job import Job
 from flyte_ddp.engine.measures import code_location
-from flyte_ddp.engine.set_up import load_recipe, open_split
+from flyte_ddp.engine.set_up import load_recipe, load_split
 from flyte_ddp.errors import InputError
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
@@ -22,28 +22,29 @@ from flyte_ddp.weights import load_weights
 
 @torch.inference_mode()
 def run(environment: Environment, link: Link, argument: tuple[Job, str, int, int]) -> int:
-    """Writes the predictions (n, ...) for a shard of a split to job.predictions_path, in float32; returns n.
+    """Writes the predictions (n, ...) for a shard of a split to a file in job.logs, in float32; returns n.
 
     argument: the job, the name of the split, the shard's index from 0, and the number of shards.
     """
     job, split, number, count = argument
     torch.set_num_threads(environment.threads)
     settle_arithmetic()
-    settings, device = job.identity.settings, torch.device(environment.world.device)
-    found: list[Tensor] = []
-    with BlockCache(environment, job.cache_bytes) as cache:
-        with checked_imports(job.root, job.code_files):
+    settings, device = job.settings, torch.device(environment.world.device)
+    with BlockCache(environment, job.options.cache_bytes) as cache:
+        with checked_imports(job.root, job.files):
             recipe = load_recipe(job, device)
-            source = open_split(recipe, split, job, cache)
+            source = load_split(recipe, split, job, cache)
             model = load_weights(recipe.model(), job.model_path).to(device).eval()
         first, last = rank_slice(0, len(source), number, count)
-        for tree in source.fetch(torch.arange(first, last).split(settings.test_batch_size)):
+        size = settings.test_batch_size
+        found: list[Tensor] = []
+        for tree in source.fetch(torch.arange(first, last).split(size)):
             predictions = recipe.predictions(recipe.forward(model, tree), tree)
             if predictions is None:
                 raise InputError(f"{code_location(recipe, 'predictions')} must return a tensor, got None")
             found.append(predictions.cpu())
             link.alive()
     rows = torch.cat(found).numpy() if found else np.empty(0, np.float32)
-    with writing_to(Path(job.predictions_path).parent, "DDP_RUNS_DIR"):
-        np.save(job.predictions_path, rows)
+    with writing_to(job.logs, "DDP_RUNS_DIR"):
+        np.save(Path(job.logs, f"predictions-{number}.npy"), rows)
     return len(rows)

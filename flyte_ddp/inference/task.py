@@ -40,7 +40,7 @@ from flyte_ddp.tasks.resources import (
 from flyte_ddp.tasks.stored_images import fetch, list_files
 
 # names, because importing them would import torch
-PREDICTOR = "flyte_ddp.inference.rank:predict_shard"
+PREDICTOR = "flyte_ddp.inference.rank:predict_images"
 INSPECTOR = "flyte_ddp.inference.rank:check_model"
 INFERENCE_CODE = CodeVersion(code_version("flyte_ddp.inference.rank", __name__), ("torch", "pillow"))
 

@@ -1,12 +1,12 @@
 """The file that a built-in training starts from, whose content is part of the cache key."""
 
-import hashlib
 from typing import Annotated
 
 from flytekit import Cache, HashMethod, task
 from flytekit.types.file import FlyteFile
 
 from flyte_ddp.code_version import code_version
+from flyte_ddp.storage import stream_digest
 from flyte_ddp.tasks.caching import CodeVersion, OnClustersOnly
 from flyte_ddp.tasks.execution import is_local
 from flyte_ddp.tasks.resources import small_resources
@@ -14,11 +14,8 @@ from flyte_ddp.tasks.resources import small_resources
 
 def of_content(file: FlyteFile) -> str:
     """SHA-256 of the content, read from where the file is."""
-    digest = hashlib.sha256()
     with FlyteFile(str(file.remote_source or file.path)).open("rb") as content:
-        while piece := content.read(2**20):
-            digest.update(piece)
-    return digest.hexdigest()
+        return stream_digest(content)
 
 
 def of_init(init: FlyteFile | None) -> str | None:

@@ -18,11 +18,11 @@ from flyte_ddp.tasks.outputs import output_folder
 from flyte_ddp.tasks.resources import preparation_resources, small_resources
 
 
-def content_digest(directory: FlyteDirectory) -> str:
+def dataset_digest(directory: FlyteDirectory) -> str:
     return prepared.read_description(str(directory)).digest
 
 
-PreparedDataset = Annotated[FlyteDirectory, HashMethod(content_digest)]
+PreparedDataset = Annotated[FlyteDirectory, HashMethod(dataset_digest)]
 
 
 @task(

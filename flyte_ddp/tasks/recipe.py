@@ -111,7 +111,7 @@ class RecipeTraining:
         """
         check_gpus(visible_gpus())
         world = choose_world(settings.backend, options.nproc, settings.batch_size)
-        start = spawn(world, options, [self.code.root])
+        start = spawn(world, options, self.code.root)
 
         def fetch() -> Subject:
             source = None if data is None else Path(data.download())
@@ -150,15 +150,14 @@ class RecipeTraining:
             raise InputError(f"shard must be at least 0 and below shards ({shards}), got {shard}")
         subject = self.subject(settings, None if data is None else Path(data.download()))
         with run_dir(f"{subject.dataset}-predictions") as folder:
-            path = folder / f"predictions-{shard}.npy"
-            job = job_of(subject, RunOptions(), model_path=model_state.download(), predictions_path=str(path))
+            job = job_of(subject, model_path=model_state.download(), logs=folder)
             world, timeout, asked = (
                 choose_world("gloo", 1, 1),
                 RunOptions().timeout_seconds,
                 (job, split, shard, shards),
             )
             run_alone(PREDICT, asked, timeout, open_console(), world, self.code.root)
-        return output_file(path)
+        return output_file(folder / f"predictions-{shard}.npy")
 
     def subject(self, settings: TrainingSettings, source: Path | None, init: Path | None = None) -> Subject:
         """The recipe and its data; ReportedError if this pod's code is not what was registered."""

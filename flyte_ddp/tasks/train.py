@@ -11,7 +11,7 @@ from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile, PythonPickledFile
 
 from flyte_ddp.data import prepared
-from flyte_ddp.engine.job import Job, Subject, TrainingResult, job_of, subject_of
+from flyte_ddp.engine.job import PREDICTIONS, Job, Subject, TrainingResult, job_of, subject_of
 from flyte_ddp.events import Event
 from flyte_ddp.launch import launcher
 from flyte_ddp.launch.environment import World, choose_world, visible_gpus
@@ -126,12 +126,12 @@ def outputs_of(trained: Trained) -> TrainingOutputs:
     return TrainingOutputs(accuracies, trained.model_state, summary, trained.report, trained.logs)
 
 
-def spawn(world: World, options: RunOptions, roots: Sequence[str] = ()) -> Start:
+def spawn(world: World, options: RunOptions, root: str = "") -> Start:
     """Lets this process start the ranks, which import torch while the data are downloaded and verified."""
     launcher.warm_up()
 
     def start(job: Job, on_event: Callable[[Event], None]) -> list[TrainingResult]:
-        return launcher.launch(WORKER, world, job, options.timeout_seconds, on_event, roots=roots)
+        return launcher.launch(WORKER, world, job, options.timeout_seconds, on_event, root=root)
 
     return start
 
@@ -154,32 +154,22 @@ def train_by(
         with (
             run_dir(subject.dataset) as folder,
             kept_logs(folder) as logs,
-            checkpoint_store(subject.identity.key, options.resume) as store,
+            checkpoint_store(subject.key, options.resume) as store,
         ):
-            job = job_of(
-                subject,
-                options,
-                model_path=str(folder / "model.pt"),
-                last_path=str(logs.folder / "last.pt"),
-                final_path=str(logs.folder / "final-checkpoint"),
-                predictions_path=str(logs.folder / "predictions.npy"),
-                pictures_path=str(logs.folder / "pictures.npz"),
-                profile_path=str(logs.folder / "profile") if options.profile else "",
-                checkpoint_path=str(store.path),
-            )
+            model, found = folder / "model.pt", logs.folder / PREDICTIONS
+            job = job_of(subject, options, model_path=model, checkpoint_path=store.path, logs=logs.folder)
             info = info_of(subject, options, folder.name, job.launched - started, logs.folder, store.path)
             with observing(info, folder / "report.html", store, logs, own=own_observers) as observers:
                 results = start(job, observers)
-                path = Path(job.predictions_path)
-                finished = RunFinished(results, path if path.exists() else None, time.time() - started)
+                finished = RunFinished(results, found if found.exists() else None, time.time() - started)
                 observers.end(finished)
-    say_summary(observers.record, Path(job.model_path), folder / "report.html", show_paths=is_local())
+    say_summary(observers.record, model, folder / "report.html", show_paths=is_local())
     return Trained(
         dataset=subject.dataset,
         results=results,
         figures=summarise(world, finished, observers.record.tracking_url),
         predictions=predictions_of(info, finished),
-        model_state=output_file(Path(job.model_path), PythonPickledFile),
+        model_state=output_file(model, PythonPickledFile),
         report=output_file(folder / "report.html"),
         logs=logs.output,
     )
@@ -191,10 +181,10 @@ def info_of(
     """What observers know of a run before it starts."""
     return RunInfo(
         name=name,
-        recipe=subject.identity.recipe,
-        tracking_id=tracking_id(subject.identity.key, checkpoint),
+        recipe=subject.recipe,
+        tracking_id=tracking_id(subject.key, checkpoint),
         attempt=attempt(),
-        settings=subject.identity.settings,
+        settings=subject.settings,
         options=options,
         data=subject.data if subject.description else None,
         description=subject.description,

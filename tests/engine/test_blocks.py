@@ -13,7 +13,7 @@ import torch
 from flyte_ddp.data.block_folder import write_blocks
 from flyte_ddp.data.datasets import prepare
 from flyte_ddp.data.prepared import open_split
-from flyte_ddp.engine.job import job_of, paths_in, subject_of
+from flyte_ddp.engine.job import job_in, subject_of
 from flyte_ddp.errors import InputError
 from flyte_ddp.events import RunStarted, StepLogged
 from flyte_ddp.launch import launcher
@@ -115,8 +115,8 @@ def test_each_node_reads_its_own_part_of_the_data(digits, tmp_path, nproc, batch
     """Also where ranks share streams, and a batch does not divide by them."""
     note_of(digits / "train").unlink(missing_ok=True)
     settings = Settings(epochs=1, batch_size=batch_size, streams=13)
-    job = job_of(subject_of(find_code(f"{RECIPES}:Digits"), settings, digits), RunOptions(loader_workers=1),
-                 **paths_in(tmp_path, RunOptions()))  # fmt: skip
+    subject = subject_of(find_code(f"{RECIPES}:Digits"), settings, digits)
+    job = job_in(tmp_path, subject, RunOptions(loader_workers=1))
     world = choose_world("gloo", nproc, batch_size)
     launcher.launch(f"{RECIPES}:train_on_two_nodes", world, job, 120, lambda event: None)
     for blocks in fetched(digits / "train").values():
