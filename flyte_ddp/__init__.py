@@ -33,6 +33,7 @@ MODULES = {
     "prepare_dataset": "flyte_ddp.tasks.prepare",
     "read_metadata": "flyte_ddp.model_metadata",
     "setting": "flyte_ddp.settings",
+    "stream": "flyte_ddp.tasks.data",
     "train": "flyte_ddp.training",
     "write_blocks": "flyte_ddp.data.block_folder",
 }

@@ -15,10 +15,9 @@ import fsspec
 import numpy as np
 
 from flyte_ddp.data.blocks import Blocks, length_of, rows_of
-from flyte_ddp.data.stored import Stored
+from flyte_ddp.data.stored import INDEX, Stored
 from flyte_ddp.errors import DataError, InputError
 
-INDEX = "index.json"
 FORMAT = 1
 
 

@@ -4,17 +4,22 @@ Each request has a limit and is tried again a few times, so a storage that refus
 that names the file, before the launcher takes the rank for hung (RunOptions.timeout_seconds).
 """
 
+import hashlib
 import io
+import json
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 import fsspec
 from fsspec.asyn import sync
 
-from flyte_ddp.errors import DataError, DownloadError
+from flyte_ddp.data.description import StoredData
+from flyte_ddp.errors import DataError, DownloadError, InputError
 
+INDEX = "index.json"  # of a folder of blocks
+STAMPS = ("ETag", "etag", "mtime")  # what changes when a file is written, by the storages' names for it
 PIECE_BYTES = 2**23
 TRIES = 4
 PIECE_SECONDS = 30.0  # for one try of a piece
@@ -41,8 +46,12 @@ class Stored:
         return f"{self.url}/{file}" if file else self.url
 
     def sizes(self) -> dict[str, int]:
-        """The bytes of each file, by name below the URL, sorted; the name of a single file is empty. Hidden files, and
-        those that begin with an underscore, are left out."""
+        """The bytes of each file, as in details."""
+        return {name: details["size"] for name, details in self.details().items()}
+
+    def details(self) -> dict[str, dict[str, Any]]:
+        """What the storage says of each file, by name below the URL, sorted; the name of a single file is empty. Hidden
+        files, and those that begin with an underscore, are left out."""
 
         def ask() -> dict[str, Any]:
             self.files.invalidate_cache()
@@ -50,8 +59,10 @@ class Stored:
             return found
 
         root = self.files._strip_protocol(self.root)
-        found = {path[len(root) + 1 :]: details["size"] for path, details in self._tried("", ask).items()}
-        shown = {name: size for name, size in found.items() if not any(p[:1] in "._" for p in name.split("/") if p)}
+        found = {path[len(root) + 1 :]: details for path, details in self._tried("", ask).items()}
+        shown = {
+            name: one for name, one in found.items() if not any(part[:1] in "._" for part in name.split("/") if part)
+        }
         return dict(sorted(shown.items()))
 
     def read(self, file: str, start: int | None = None, stop: int | None = None) -> bytes:
@@ -91,6 +102,27 @@ class Stored:
             except Exception as error:  # each storage has its own
                 reason = " ".join(str(error).split()) or type(error).__name__
         raise DownloadError(f"{self.name(file)} could not be read, tried {TRIES} times: {reason}")
+
+
+def stored_data(url: str, options: dict[str, dict[str, Any]] | None = None) -> StoredData:
+    """Data at a URL, which are looked at but not read; InputError if there are none.
+
+    options: for fsspec, by protocol; without them it takes its own from the environment.
+    """
+    use_storage_options(options or {})
+    stored = Stored(url)
+    details = stored.details()
+    if not details:
+        raise InputError(f"data must be a folder with files, or a file, got {url}")
+    # Where blocks have an index, it has their digests
+    indexed = {name.rpartition("/")[0] for name in details if PurePosixPath(name).name == INDEX}
+    seen: list[Any] = []
+    for name, one in details.items():
+        if PurePosixPath(name).name == INDEX:
+            seen.append((name, hashlib.sha256(stored.read(name)).hexdigest()))
+        elif name.rpartition("/")[0] not in indexed:
+            seen.append((name, one["size"], str(next((one[key] for key in STAMPS if key in one), ""))))
+    return StoredData(url, hashlib.sha256(json.dumps(seen).encode()).hexdigest(), options or {})
 
 
 class StoredFile(io.RawIOBase):

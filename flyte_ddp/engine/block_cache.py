@@ -148,6 +148,7 @@ class Ahead:
     def wait(self, step: int, blocks: Iterable[int]) -> None:
         """Returns when these blocks, which the step needs, are there; raises what kept one away."""
         needed = set(blocks)
+        assert all(self.last.get(block, -1) >= step for block in needed), "a block that was not announced"
         with self._changed:
             self._waiting = step
             self._changed.notify_all()
@@ -165,7 +166,7 @@ class Ahead:
         """Ends the threads, and deletes all blocks."""
         with self._changed:
             self._is_closed = True
-            self._finished = max(self.last.values())
+            self._finished = max(self.last.values(), default=-1)
             self._delete_finished()
 
     def _work(self) -> None:

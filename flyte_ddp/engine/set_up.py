@@ -5,12 +5,14 @@ import random
 import sys
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import nn
 
 from flyte_ddp.data.blocks import Blocks
+from flyte_ddp.data.description import StoredData
 from flyte_ddp.engine.attributes import check_attributes
 from flyte_ddp.engine.batches import Resident, Split, TestBatches, TrainBatches, hold_out
 from flyte_ddp.engine.block_cache import BlockCache
@@ -149,11 +151,20 @@ def load_recipe(job: Job, device: torch.device) -> Recipe:
         kind = pkgutil.resolve_name(name)
         if not (isinstance(kind, type) and issubclass(kind, Recipe)):
             raise InputError(f"{name} must be a subclass of flyte_ddp.recipe.Recipe, got {kind!r}")
-        recipe = kind(job.settings, job.data)
+        recipe = kind(job.settings, data_path_of(job.data))
     if not hasattr(recipe, "share"):
         raise InputError(f"{code_location(recipe, '__init__')} must call super().__init__(settings, data_path)")
     recipe.device = device
     return recipe
+
+
+def data_path_of(data: Path | StoredData | None) -> Path | str | None:
+    if not isinstance(data, StoredData):
+        return data
+    from flyte_ddp.data.stored import use_storage_options  # it imports fsspec, which other trainings do without
+
+    use_storage_options(data.options)
+    return data.url
 
 
 def load_split(recipe: Recipe, split: str, job: Job, cache: BlockCache) -> Split:

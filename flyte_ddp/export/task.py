@@ -29,7 +29,7 @@ from flyte_ddp.tasks.image_folder import attach
 from flyte_ddp.tasks.inputs import classifier_metadata, dataset_of
 from flyte_ddp.tasks.outputs import output_folder, output_page
 from flyte_ddp.tasks.prepare import PreparedDataset
-from flyte_ddp.tasks.recipe import Data, RecipeTraining
+from flyte_ddp.tasks.recipe import Data, RecipeTraining, source_of
 from flyte_ddp.tasks.resources import preparation_resources, small_resources
 from flyte_ddp.tasks.train import image_subject
 
@@ -141,7 +141,7 @@ def export_recipe(
     """
     with flyte_retries():
         check_formats(options)
-        subject = training.subject(settings, None if data is None else Path(data.download()))
+        subject = training.subject(settings, source_of(data))
         weights = Path(model_state.download())
         known = read_metadata(weights)
         return _exported(subject, weights, asdict(settings), reported or options.reported, known, options)

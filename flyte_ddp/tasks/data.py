@@ -10,9 +10,14 @@ import json
 from typing import Annotated
 
 from flytekit import HashMethod, task
+from flytekit.core.data_persistence import get_fsspec_storage_options
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
+from flytekit.types.structured import StructuredDataset
+from fsspec.utils import get_protocol
 
+from flyte_ddp.data.description import StoredData
+from flyte_ddp.data.stored import stored_data
 from flyte_ddp.tasks.execution import is_local
 from flyte_ddp.tasks.init import in_place, of_content
 from flyte_ddp.tasks.resources import small_resources
@@ -31,6 +36,20 @@ def of_file(file: FlyteFile) -> str:
 FolderByContent = Annotated[FlyteDirectory, HashMethod(of_folder)]
 FileByContent = Annotated[FlyteFile, HashMethod(of_file)]
 WeightsByContent = Annotated[FlyteFile, HashMethod(of_content)]
+
+
+def stream(given: FlyteFile | FlyteDirectory | StructuredDataset) -> StoredData:
+    """The input as data that are read where they are, for RecipeTraining.run: the recipe's data_path is its URL.
+
+    What a checkpoint belongs to follows the index of its blocks, or its files' names, sizes and ETags. For a cache key
+    that does, too, give the task folder_by_content(folder=...).
+    """
+    if isinstance(given, StructuredDataset):
+        url = str(given.literal.uri if given.literal else given.uri)
+    else:
+        url = str(given.remote_source or given.path)
+    protocol = get_protocol(url)
+    return stored_data(url, {} if protocol == "file" else {protocol: get_fsspec_storage_options(protocol)})
 
 
 @task(**small_resources())

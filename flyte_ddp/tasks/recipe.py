@@ -7,7 +7,7 @@ def train_model(settings: Settings, options: RunOptions) -> RecipeOutputs:
     return training.run(settings, options)
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile, PythonPickledFile
 
+from flyte_ddp.data.description import StoredData
 from flyte_ddp.engine.job import Subject, job_of, subject_of
 from flyte_ddp.errors import InputError
 from flyte_ddp.launch.alone import run_alone
@@ -37,7 +38,7 @@ from flyte_ddp.tasks.webhook import telling_webhook
 from flyte_ddp.user_code import find_code
 
 PREDICT = "flyte_ddp.engine.predict:run"  # a name, because importing it would import torch
-Data: TypeAlias = FlyteFile | FlyteDirectory | None
+Data: TypeAlias = FlyteFile | FlyteDirectory | StoredData | None
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,12 @@ class RecipeSummary(RunSummary):
     recipe: str
     measures: dict[str, float]
     validation_measures: dict[str, float]
+
+
+def source_of(
+    data: Data, download: Callable[[Any], Path] = lambda data: Path(data.download())
+) -> Path | StoredData | None:
+    return data if data is None or isinstance(data, StoredData) else download(data)
 
 
 class RecipeOutputs(NamedTuple):
@@ -103,7 +110,8 @@ class RecipeTraining:
     def run(
         self, settings: TrainingSettings, options: RunOptions, data: Data = None, init: FlyteFile | None = None
     ) -> RecipeOutputs:
-        """Trains with one process per rank, on the file or folder data, if the recipe uses one.
+        """Trains with one process per rank, on the file or folder data, if the recipe uses one; on stream(data) where
+        it is, for a recipe that returns Blocks.
 
         init: what to start from: the model_state of an earlier training, or a checkpoint (final-checkpoint in its logs,
         if options.keep_checkpoint was set), from which training continues up to settings.epochs in total. Raises what
@@ -114,8 +122,7 @@ class RecipeTraining:
         start = spawn(world, options, self.code.root)
 
         def fetch() -> Subject:
-            source = None if data is None else Path(data.download())
-            return self.subject(settings, source, None if init is None else Path(init.download()))
+            return self.subject(settings, source_of(data), None if init is None else Path(init.download()))
 
         return self.outputs_of(train_by(start, world, fetch, options, self.observers))
 
@@ -126,8 +133,7 @@ class RecipeTraining:
         from flyte_ddp.tasks.elastic import download_once, train_as_rank  # they import torch
 
         def fetch() -> Subject:
-            source = None if data is None else download_once(data)
-            return self.subject(settings, source, None if init is None else download_once(init))
+            return self.subject(settings, source_of(data, download_once), None if init is None else download_once(init))
 
         outputs: RecipeOutputs = train_as_rank(settings, options, fetch, self.outputs_of, self.observers)
         return outputs
@@ -148,7 +154,7 @@ class RecipeTraining:
         """
         if not 0 <= shard < shards:
             raise InputError(f"shard must be at least 0 and below shards ({shards}), got {shard}")
-        subject = self.subject(settings, None if data is None else Path(data.download()))
+        subject = self.subject(settings, source_of(data))
         with run_dir(f"{subject.dataset}-predictions") as folder:
             job = job_of(subject, model_path=model_state.download(), logs=folder)
             world, timeout, asked = (
@@ -159,7 +165,9 @@ class RecipeTraining:
             run_alone(PREDICT, asked, timeout, open_console(), world, self.code.root)
         return output_file(folder / f"predictions-{shard}.npy")
 
-    def subject(self, settings: TrainingSettings, source: Path | None, init: Path | None = None) -> Subject:
+    def subject(
+        self, settings: TrainingSettings, source: Path | StoredData | None, init: Path | None = None
+    ) -> Subject:
         """The recipe and its data; ReportedError if this pod's code is not what was registered."""
         self.version.check_registered()
         return subject_of(self.code, settings, source, init)

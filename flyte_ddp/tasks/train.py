@@ -186,7 +186,7 @@ def info_of(
         attempt=attempt(),
         settings=subject.settings,
         options=options,
-        data=subject.data if subject.description else None,
+        data=subject.data if isinstance(subject.data, Path) and subject.description else None,
         description=subject.description,
         data_seconds=data_seconds,
         logs=logs,

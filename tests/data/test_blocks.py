@@ -229,3 +229,19 @@ def test_an_index_that_does_not_fit_its_tar_file_is_named(tmp_path):
     (tmp_path / "index.json").write_text(json.dumps(index))
     with pytest.raises(DataError, match=r"a.tar has 2 samples, where 3 were announced: call index_tars again"):
         read(TarImages(tmp_path, (3, 4, 4)), 0, tmp_path)
+
+
+def test_what_stays_in_a_storage_is_known_by_its_index_or_by_its_files(tmp_path):
+    write_blocks(tmp_path / "blocks", TREE, 4)
+    before = stored.stored_data(str(tmp_path)).digest
+    (tmp_path / "blocks" / "other").write_text("not in the index")
+    assert stored.stored_data(str(tmp_path)).digest == before
+    (tmp_path / "a.parquet").write_text("a")
+    digests = {before, stored.stored_data(f"file://{tmp_path}").digest}
+    (tmp_path / "a.parquet").write_text("ab")
+    digests.add(stored.stored_data(str(tmp_path)).digest)
+    assert len(digests) == 3
+    (tmp_path / "empty").mkdir()
+    for nowhere in ("empty", "nowhere"):
+        with pytest.raises((InputError, DataError), match=r"data must be a folder with files|is not there"):
+            stored.stored_data(f"file://{tmp_path / nowhere}")

@@ -81,6 +81,15 @@ class Digits(Recipe):
         return batch["label"]
 
 
+class Stored(Digits):
+    """data_path: a URL."""
+
+    def data(self, split: str) -> Any:
+        blocks = BlockFolder(f"{self.data_path}/{split}")
+        blocks.window, blocks.streams = self.settings.window, self.settings.streams
+        return blocks
+
+
 class Twice(Digits):
     passes_per_epoch = 2
 

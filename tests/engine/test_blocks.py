@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from flytekit.types.directory import FlyteDirectory
 
 from flyte_ddp.data.block_folder import write_blocks
 from flyte_ddp.data.datasets import prepare
@@ -19,10 +20,12 @@ from flyte_ddp.events import RunStarted, StepLogged
 from flyte_ddp.launch import launcher
 from flyte_ddp.launch.environment import choose_world
 from flyte_ddp.settings import RunOptions
+from flyte_ddp.tasks.data import stream
 from flyte_ddp.training import train
 from flyte_ddp.user_code import find_code
 from tests.engine.block_recipes import Settings, fetched, note_of
 from tests.engine.test_training import Unplugged
+from tests.object_storage import object_storage
 
 RECIPES = "tests.engine.block_recipes"
 ROWS, SAMPLES = 10, 604  # 61 blocks, the last one short; 26 steps of 24, the last one short
@@ -198,3 +201,25 @@ def test_a_block_that_is_wrong_ends_the_run_with_its_name(alone, tmp_path, probl
     with pytest.raises(Exception, match=PROBLEMS[problem]) as caught:
         run(folder, tmp_path / "trained", workers=workers, recipe="Broken")
     assert type(caught.value).__name__ == "DataError"
+
+
+def test_a_task_trains_on_what_stays_in_the_storage(digits, tmp_path, monkeypatch):
+    """By Flyte's settings, which the ranks get with the job; the checkpoint belongs to the index, not to the URL."""
+    with object_storage() as server:
+        for path in digits.rglob("*.*"):
+            server.objects[f"bucket/digits/{path.relative_to(digits)}"] = path.read_bytes()
+        for name, value in server.environment.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr("fsspec.config.conf", {})
+        data = stream(FlyteDirectory("s3://bucket/digits"))
+        assert data.digest == stream(FlyteDirectory(str(digits))).digest
+        monkeypatch.delenv("FLYTE_AWS_ENDPOINT")
+        subject = subject_of(find_code(f"{RECIPES}:Stored"), Settings(epochs=1), data)
+        job = job_in(tmp_path, subject, RunOptions(loader_workers=1))
+        launcher.launch("flyte_ddp.engine.worker:run", choose_world("gloo", 2, 24), job, 120, lambda event: None)
+        weights = torch.load(tmp_path / "model.pt", weights_only=True)
+        expected = run(digits, tmp_path / "local", 2, epochs=1)[1]
+        assert all(torch.equal(weights[name], expected[name]) for name in expected)
+        server.objects["bucket/digits/train/index.json"] += b" "
+        monkeypatch.setenv("FLYTE_AWS_ENDPOINT", server.environment["FLYTE_AWS_ENDPOINT"])
+        assert stream(FlyteDirectory("s3://bucket/digits")).digest != data.digest
