@@ -1,9 +1,13 @@
+from flyte_ddp.attempt.summaries import RecipeSummary as RecipeSummary
 from flyte_ddp.data.block_folder import BlockFolder as BlockFolder
 from flyte_ddp.data.block_folder import write_blocks as write_blocks
 from flyte_ddp.data.blocks import Blocks as Blocks
 from flyte_ddp.data.parquet import Parquet as Parquet
 from flyte_ddp.data.tar import TarImages as TarImages
 from flyte_ddp.data.tar import index_tars as index_tars
+from flyte_ddp.lightning.settings import LightningOptions as LightningOptions
+from flyte_ddp.lightning.settings import LightningSettings as LightningSettings
+from flyte_ddp.lightning.task import LightningTraining as LightningTraining
 from flyte_ddp.model_metadata import read_metadata as read_metadata
 from flyte_ddp.recipe import Measures as Measures
 from flyte_ddp.recipe import Random as Random
@@ -21,7 +25,6 @@ from flyte_ddp.tasks.data import weights_by_content as weights_by_content
 from flyte_ddp.tasks.prepare import PreparedDataset as PreparedDataset
 from flyte_ddp.tasks.prepare import prepare_dataset as prepare_dataset
 from flyte_ddp.tasks.recipe import RecipeOutputs as RecipeOutputs
-from flyte_ddp.tasks.recipe import RecipeSummary as RecipeSummary
 from flyte_ddp.tasks.recipe import RecipeTraining as RecipeTraining
 from flyte_ddp.training import train as train
 

@@ -21,7 +21,7 @@ from flytekit.models.core.identifier import WorkflowExecutionIdentifier
 from flytekit.remote import FlyteRemote
 from flytekit.types.file import PythonPickledFile
 
-from flyte_ddp.autoencoder.job import AutoencoderHyperparameters
+from flyte_ddp.autoencoder.settings import AutoencoderHyperparameters
 from flyte_ddp.export.settings import ClassifierExport
 from flyte_ddp.inference.shards import InferenceOptions
 from flyte_ddp.loading.times import LoadingSettings

@@ -10,6 +10,8 @@ from flytekit import Cache, dynamic, task, workflow
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile, PythonPickledFile
 
+from flyte_ddp.attempt.failures import platform_errors
+from flyte_ddp.attempt.summaries import TrainingSummary
 from flyte_ddp.code_version import code_version
 from flyte_ddp.errors import InputError
 from flyte_ddp.launch.environment import choose_world
@@ -18,13 +20,13 @@ from flyte_ddp.settings import RunOptions
 from flyte_ddp.sweep.halving import Entrant, TrialResult, check_rungs
 from flyte_ddp.sweep.search import Sweep, trials_of
 from flyte_ddp.sweep.task import SweepComparison, run_sweep, try_out
+from flyte_ddp.tasks import platform
 from flyte_ddp.tasks.caching import CodeVersion
-from flyte_ddp.tasks.execution import is_local
+from flyte_ddp.tasks.platform import is_local
 from flyte_ddp.tasks.prepare import PreparedDataset, prepare_dataset, resolve_dataset
 from flyte_ddp.tasks.pyflyte import set_up_pyflyte
 from flyte_ddp.tasks.resources import dynamic_resources, small_resources, training_resources
-from flyte_ddp.tasks.summaries import TrainingSummary
-from flyte_ddp.tasks.train import TRAINING_CODE, train
+from flyte_ddp.tasks.train import TRAINING_CODE, image_training
 from workflows.mnist import pytorch_mnist_task
 
 set_up_pyflyte()
@@ -50,6 +52,7 @@ class SweepOutputs(NamedTuple):
 
 
 @task(**small_resources())
+@platform_errors(platform)
 def list_trials(sweep: Sweep, hp: Hyperparameters, options: RunOptions) -> list[Hyperparameters]:
     """The hyperparameters of each trial, all checked before anything is downloaded or spawned."""
     trials = trials_of(sweep, hp)
@@ -68,7 +71,7 @@ def list_trials(sweep: Sweep, hp: Hyperparameters, options: RunOptions) -> list[
     **training_resources(TRAINING_CODE),
 )
 def train_trial(entrant: Entrant, data: PreparedDataset, options: RunOptions) -> TrialResult:
-    return try_out(train, Hyperparameters, entrant, data=data, options=options)
+    return try_out(image_training.run, Hyperparameters, entrant, data=data, options=options)
 
 
 @dynamic(**dynamic_resources())
@@ -82,6 +85,7 @@ def run_trials(sweep: Sweep, trials: list[Hyperparameters], name: str, options: 
 
 
 @task(**small_resources())
+@platform_errors(platform)
 def best_hyperparameters(best: str, hp: Hyperparameters) -> Hyperparameters:
     """For all training images, unless hp holds some out."""
     return replace(Hyperparameters.from_json(best), validation_fraction=hp.validation_fraction)

@@ -44,7 +44,7 @@ def train(environment: Environment, device: torch.device, link: Link, job: Job) 
 def _train(environment: Environment, device: torch.device, link: Link, job: Job, cache: BlockCache) -> TrainingResult:
     with checked_imports(job.root, job.files):
         parts = set_up(environment, device, job, cache)
-    check_readable(parts.state)
+    check_readable(parts.state.state_dict())
     if not resume(parts.state, job, environment, link):
         del parts  # its memory is needed again
         parts = set_up(environment, device, job, cache)

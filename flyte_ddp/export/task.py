@@ -14,6 +14,10 @@ from flytekit import task
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile, PythonPickledFile
 
+from flyte_ddp.attempt.failures import platform_errors
+from flyte_ddp.attempt.folders import run_folder
+from flyte_ddp.attempt.training import image_subject
+from flyte_ddp.data.description import StoredData
 from flyte_ddp.data.image_settings import ImageSettings
 from flyte_ddp.engine.job import Subject, job_of
 from flyte_ddp.errors import InputError
@@ -24,14 +28,16 @@ from flyte_ddp.recipes.hyperparameters import FolderHyperparameters, Hyperparame
 from flyte_ddp.report.console import say_last
 from flyte_ddp.settings import TrainingSettings
 from flyte_ddp.storage import temporary_beside
-from flyte_ddp.tasks.execution import flyte_retries, is_local, run_dir
+from flyte_ddp.tasks import platform
+from flyte_ddp.tasks.data import source_of
 from flyte_ddp.tasks.image_folder import attach
 from flyte_ddp.tasks.inputs import classifier_metadata, dataset_of
 from flyte_ddp.tasks.outputs import output_folder, output_page
+from flyte_ddp.tasks.platform import is_local
 from flyte_ddp.tasks.prepare import PreparedDataset
-from flyte_ddp.tasks.recipe import Data, RecipeTraining, source_of
+from flyte_ddp.tasks.recipe import RecipeTraining
 from flyte_ddp.tasks.resources import preparation_resources, small_resources
-from flyte_ddp.tasks.train import image_subject
+from flyte_ddp.tasks.train import Data
 
 
 @dataclass(frozen=True)
@@ -70,6 +76,7 @@ class ExportOutputs(NamedTuple):
 
 
 @task(**small_resources())
+@platform_errors(platform)
 def check_export(model_state: PythonPickledFile | None, options: ClassifierExport) -> str:
     """The name of the dataset that the model was trained on; refuses invalid inputs before it is downloaded."""
     check_formats(options)
@@ -77,6 +84,7 @@ def check_export(model_state: PythonPickledFile | None, options: ClassifierExpor
 
 
 @task(**small_resources())
+@platform_errors(platform)
 def check_folder_export(
     model_state: PythonPickledFile | None, images: ImageSettings, options: FolderExport
 ) -> ImageSettings:
@@ -94,16 +102,17 @@ def check_folder_export(
 
 
 @task(enable_deck=True, deck_fields=(), retries=2, **preparation_resources())
+@platform_errors(platform)
 def export_classifier(
     model_state: PythonPickledFile, data: PreparedDataset, options: ClassifierExport
 ) -> ExportOutputs:
     """Exports a built-in classifier, in all formats or none; never cached: files are verified where they are made."""
-    with flyte_retries():
-        hp = Hyperparameters(dataset=options.dataset, model=options.network)
-        return _classifier(model_state, Path(data.download()), hp, options)
+    hp = Hyperparameters(dataset=options.dataset, model=options.network)
+    return _classifier(model_state, Path(data.download()), hp, options)
 
 
 @task(enable_deck=True, deck_fields=(), retries=2, **preparation_resources())
+@platform_errors(platform)
 def export_folder_classifier(
     model_state: PythonPickledFile,
     index: PreparedDataset,
@@ -111,9 +120,8 @@ def export_folder_classifier(
     options: FolderExport,
 ) -> ExportOutputs:
     """The same for a classifier of a folder of images, which index describes."""
-    with flyte_retries():
-        hp = FolderHyperparameters(model=options.network)
-        return _classifier(model_state, Path(attach(index, folder).download()), hp, options)
+    hp = FolderHyperparameters(model=options.network)
+    return _classifier(model_state, Path(attach(index, folder).download()), hp, options)
 
 
 def _classifier(
@@ -127,11 +135,12 @@ def _classifier(
     return _exported(image_subject(hp, data), weights, settings, options.reported, known, options)
 
 
+@platform_errors(platform)
 def export_recipe(
     training: RecipeTraining,
     model_state: FlyteFile,
     settings: TrainingSettings,
-    data: Data = None,
+    data: Data | StoredData = None,
     reported: dict[str, float] | None = None,
     options: ExportOptions = ExportOptions(),  # noqa: B008 frozen
 ) -> ExportOutputs:
@@ -139,12 +148,11 @@ def export_recipe(
 
     settings, data: those of its training. reported: the measures in its summary, which the weights must reproduce.
     """
-    with flyte_retries():
-        check_formats(options)
-        subject = training.subject(settings, source_of(data))
-        weights = Path(model_state.download())
-        known = read_metadata(weights)
-        return _exported(subject, weights, asdict(settings), reported or options.reported, known, options)
+    check_formats(options)
+    subject = training.subject(settings, source_of(data))
+    weights = Path(model_state.download())
+    known = read_metadata(weights)
+    return _exported(subject, weights, asdict(settings), reported or options.reported, known, options)
 
 
 def _exported(
@@ -159,7 +167,7 @@ def _exported(
     if known and known.recipe == subject.recipe:
         settings, reported = known.settings, {**known.measures, **reported}
     job, training = job_of(subject, model_path=weights), known.training if known else {}
-    with run_dir(f"{subject.dataset}-export") as folder:
+    with run_folder(platform, f"{subject.dataset}-export") as folder:
         beside = temporary_beside(folder / "model")
         written, formats, card = export(ExportJob(job, str(beside), options, settings, reported, training))
         beside.rename(folder / "model")

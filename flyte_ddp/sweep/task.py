@@ -12,6 +12,8 @@ from flytekit import FlyteContextManager, map_task, task
 from flytekit.core.type_engine import TypeEngine
 from flytekit.types.file import FlyteFile
 
+from flyte_ddp.attempt.failures import platform_errors
+from flyte_ddp.attempt.folders import run_folder
 from flyte_ddp.errors import NonFiniteError
 from flyte_ddp.launch.failures import RankError
 from flyte_ddp.report.console import say_last
@@ -32,8 +34,9 @@ from flyte_ddp.sweep.halving import (
 )
 from flyte_ddp.sweep.page import comparison, summary, write_table
 from flyte_ddp.sweep.search import Sweep
-from flyte_ddp.tasks.execution import TaskError, is_local, run_dir
+from flyte_ddp.tasks import platform
 from flyte_ddp.tasks.outputs import output_file, output_page
+from flyte_ddp.tasks.platform import TaskError, is_local
 from flyte_ddp.tasks.recipe import RecipeOutputs
 from flyte_ddp.tasks.resources import small_resources
 from flyte_ddp.tasks.train import TrainingOutputs
@@ -120,12 +123,14 @@ def try_out(
 
 
 @task(**small_resources())
+@platform_errors(platform)
 def next_rung(sweep: Sweep, trials: list[str], rungs: Rungs) -> list[Entrant]:
     """The trials of the rung after these."""
     return list(entrants(sweep, [read_json(trial) for trial in trials], rungs).values())
 
 
 @task(enable_deck=True, deck_fields=(), **small_resources())
+@platform_errors(platform)
 def compare_trials(sweep: Sweep, trials: list[str], rungs: Rungs, subject: str) -> SweepComparison:
     """Ranks the trials by the sweep's measure; raises ReportedError if none has one."""
     latest = standings(sweep, [read_json(trial) for trial in trials], rungs)
@@ -133,7 +138,7 @@ def compare_trials(sweep: Sweep, trials: list[str], rungs: Rungs, subject: str) 
     best = ranking[0]
     if best.result.failure:
         raise all_failed(sweep, latest)
-    with run_dir(f"sweep-{subject}") as folder:
+    with run_folder(platform, f"sweep-{subject}") as folder:
         table = folder / "trials.csv"
         write_table(sweep, ranking, table)
         report = output_page(folder, f"Sweep of {subject}", comparison(sweep, ranking, subject))

@@ -7,59 +7,32 @@ def train_model(settings: Settings, options: RunOptions) -> RecipeOutputs:
     return training.run(settings, options)
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile, PythonPickledFile
 
+from flyte_ddp.attempt.failures import platform_errors
+from flyte_ddp.attempt.folders import run_folder
+from flyte_ddp.attempt.summaries import RecipeSummary
+from flyte_ddp.attempt.training import Trained
 from flyte_ddp.data.description import StoredData
-from flyte_ddp.engine.job import Subject, job_of, subject_of
+from flyte_ddp.engine.job import job_of
 from flyte_ddp.errors import InputError
 from flyte_ddp.launch.alone import run_alone
-from flyte_ddp.launch.environment import choose_world, visible_gpus
+from flyte_ddp.launch.environment import choose_world
 from flyte_ddp.report.console import open_console
-from flyte_ddp.settings import RunOptions, TrainingSettings
+from flyte_ddp.settings import TrainingSettings
+from flyte_ddp.tasks import platform
 from flyte_ddp.tasks.caching import CodeVersion
-from flyte_ddp.tasks.execution import flyte_retries, run_dir
+from flyte_ddp.tasks.data import source_of
 from flyte_ddp.tasks.outputs import output_file
 from flyte_ddp.tasks.pyflyte import set_up_pyflyte, ship
-from flyte_ddp.tasks.resources import check_gpus
-from flyte_ddp.tasks.summaries import RunSummary
-from flyte_ddp.tasks.train import (
-    Trained,
-    spawn,
-    train_by,
-    training_arguments,
-)
-from flyte_ddp.tasks.webhook import telling_webhook
+from flyte_ddp.tasks.train import Data, FlytekitTraining, files_of, training_arguments
 from flyte_ddp.user_code import find_code
 
 PREDICT = "flyte_ddp.engine.predict:run"  # a name, because importing it would import torch
-Data: TypeAlias = FlyteFile | FlyteDirectory | StoredData | None
-
-
-@dataclass(frozen=True)
-class RecipeSummary(RunSummary):
-    """The figures of a recipe's training.
-
-    Attributes:
-        recipe: its name.
-        measures: of the test samples with the returned weights, by name.
-        validation_measures: of the validation samples with the same weights; empty without a validation split.
-    """
-
-    recipe: str
-    measures: dict[str, float]
-    validation_measures: dict[str, float]
-
-
-def source_of(
-    data: Data, download: Callable[[Any], Path] = lambda data: Path(data.download())
-) -> Path | StoredData | None:
-    return data if data is None or isinstance(data, StoredData) else download(data)
 
 
 class RecipeOutputs(NamedTuple):
@@ -81,7 +54,7 @@ class RecipeOutputs(NamedTuple):
     logs: FlyteDirectory
 
 
-class RecipeTraining:
+class RecipeTraining(FlytekitTraining[RecipeOutputs]):
     """A recipe, known only by its name: its module, which imports torch, is for the ranks.
 
     Its first-party code and data files are shipped to the pods with the workflow's, and determine the cache version.
@@ -95,57 +68,22 @@ class RecipeTraining:
         recipe.
         """
         set_up_pyflyte()
-        self.code = find_code(recipe, data_files)
-        self.version = CodeVersion(self.code.version)
-        self.observers = [find_code(one) for one in observers]
+        super().__init__(find_code(recipe, data_files), [find_code(one) for one in observers])
         for code in (self.code, *self.observers):
             ship(code.files)
 
     def arguments(self, ignored_inputs: Sequence[str] = ("options",)) -> dict[str, Any]:
         """Arguments of the @task that trains or predicts: cache, retries, live report, resources."""
-        return training_arguments(self.version, f"{self.code.name} ", ignored_inputs)
+        return training_arguments(CodeVersion(self.code.version), f"{self.code.name} ", ignored_inputs)
 
-    @telling_webhook()
-    @flyte_retries()
-    def run(
-        self, settings: TrainingSettings, options: RunOptions, data: Data = None, init: FlyteFile | None = None
-    ) -> RecipeOutputs:
-        """Trains with one process per rank, on the file or folder data, if the recipe uses one; on stream(data) where
-        it is, for a recipe that returns Blocks.
-
-        init: what to start from: the model_state of an earlier training, or a checkpoint (final-checkpoint in its logs,
-        if options.keep_checkpoint was set), from which training continues up to settings.epochs in total. Raises what
-        launcher.launch raises.
-        """
-        check_gpus(visible_gpus())
-        world = choose_world(settings.backend, options.nproc, settings.batch_size)
-        start = spawn(world, options, self.code.root)
-
-        def fetch() -> Subject:
-            return self.subject(settings, source_of(data), None if init is None else Path(init.download()))
-
-        return self.outputs_of(train_by(start, world, fetch, options, self.observers))
-
-    def run_as_rank(
-        self, settings: TrainingSettings, options: RunOptions, data: Data = None, init: FlyteFile | None = None
-    ) -> RecipeOutputs:
-        """Trains as one rank of many nodes, in a task whose arguments come from on_many_nodes."""
-        from flyte_ddp.tasks.elastic import download_once, train_as_rank  # they import torch
-
-        def fetch() -> Subject:
-            return self.subject(settings, source_of(data, download_once), None if init is None else download_once(init))
-
-        outputs: RecipeOutputs = train_as_rank(settings, options, fetch, self.outputs_of, self.observers)
-        return outputs
-
-    @flyte_retries()
+    @platform_errors(platform)
     def predict(
         self,
         model_state: FlyteFile,
         settings: TrainingSettings,
         shard: int = 0,
         shards: int = 1,
-        data: Data = None,
+        data: Data | StoredData = None,
         split: str = "test",
     ) -> FlyteFile:
         """The predictions (n, ...) of a trained network for a shard of a split, as an .npy file.
@@ -155,31 +93,11 @@ class RecipeTraining:
         if not 0 <= shard < shards:
             raise InputError(f"shard must be at least 0 and below shards ({shards}), got {shard}")
         subject = self.subject(settings, source_of(data))
-        with run_dir(f"{subject.dataset}-predictions") as folder:
+        with run_folder(platform, f"{subject.dataset}-predictions") as folder:
             job = job_of(subject, model_path=model_state.download(), logs=folder)
-            world, timeout, asked = (
-                choose_world("gloo", 1, 1),
-                RunOptions().timeout_seconds,
-                (job, split, shard, shards),
-            )
-            run_alone(PREDICT, asked, timeout, open_console(), world, self.code.root)
+            world, asked = choose_world("gloo", 1, 1), (job, split, shard, shards)
+            run_alone(PREDICT, asked, job.options.timeout_seconds, open_console(), world, self.code.root)
         return output_file(folder / f"predictions-{shard}.npy")
 
-    def subject(
-        self, settings: TrainingSettings, source: Path | StoredData | None, init: Path | None = None
-    ) -> Subject:
-        """The recipe and its data; ReportedError if this pod's code is not what was registered."""
-        self.version.check_registered()
-        return subject_of(self.code, settings, source, init)
-
     def outputs_of(self, trained: Trained) -> RecipeOutputs:
-        result = trained.results[0]
-        epochs = [epoch.evaluated for epoch in result.epochs]
-        chosen = result.epochs[-1 if result.chosen_epoch is None else result.chosen_epoch]
-        summary = RecipeSummary(
-            **vars(trained.figures),
-            recipe=self.code.name,
-            measures=result.tested,
-            validation_measures=chosen.validation,
-        )
-        return RecipeOutputs(epochs, trained.model_state, summary, trained.report, trained.logs)
+        return RecipeOutputs(trained.epoch_measures, *files_of(trained, trained.recipe_summary()))

@@ -19,7 +19,8 @@ from flyte_ddp.settings import RunOptions
 from flyte_ddp.sweep.halving import Entrant, TrialResult
 from flyte_ddp.sweep.search import Sweep
 from flyte_ddp.sweep.task import try_out
-from flyte_ddp.tasks.execution import TaskError, task_error
+from flyte_ddp.tasks import platform
+from flyte_ddp.tasks.platform import TaskError
 from scripts.dry_run import decode
 from tests.commands import output, pyflyte, pyflyte_process, start_pyflyte, words
 from tests.pod import Pod, literal, package_for_here, small_dataset
@@ -108,9 +109,9 @@ def test_a_wrong_sweep_is_a_usage_error_before_anything_is_done(sweep, said, tmp
 @pytest.mark.parametrize("cause", ["OutOfMemoryError", "InputError", "SIGKILL"])
 def test_what_may_not_follow_from_the_hyperparameters_is_no_result_to_be_cached(cause):
     def train(hp: Hyperparameters, init: object) -> Any:
-        raise task_error(Failure(0, "host", "error", cause, "why", recoverable=False))
+        raise platform.error(Failure(0, "host", "error", cause, "why", recoverable=False), "why")
 
-    with pytest.raises(TaskError, match=f"rank 0 on host: {cause}: why"):
+    with pytest.raises(TaskError, match="why"):
         try_out(train, Hyperparameters, Entrant(HP.to_json()))
 
 
