@@ -79,7 +79,8 @@ def test_ranks_and_loader_workers_do_not_change_the_result(digits, tmp_path):
 
 @pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.slow)])
 def test_killed_again_and_again_it_ends_with_the_same_bits(digits, tmp_path, kills):
-    _, expected, _ = run(digits, tmp_path / "whole", 2, 1)
+    epochs = 2 + kills // 4
+    _, expected, _ = run(digits, tmp_path / "whole", 2, 1, epochs=epochs)
     draw, first_steps = random.Random(1), []
     for number in itertools.count():
         stop = draw.randrange(1, 12) if number < kills else 0
@@ -92,7 +93,7 @@ def test_killed_again_and_again_it_ends_with_the_same_bits(digits, tmp_path, kil
                 raise Unplugged
 
         try:
-            _, weights, _ = run(digits, tmp_path / "killed", 2, number % 3, on_event=unplug, seconds=0)
+            _, weights, _ = run(digits, tmp_path / "killed", 2, number % 3, on_event=unplug, seconds=0, epochs=epochs)
             break
         except Unplugged:
             pass
