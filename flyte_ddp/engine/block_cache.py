@@ -163,7 +163,7 @@ class Ahead:
             self._delete_finished()
 
     def close(self) -> None:
-        """Ends the threads, and deletes all blocks."""
+        """Ends the threads, and deletes all blocks but those that they are fetching."""
         with self._changed:
             self._is_closed = True
             self._finished = max(self.last.values(), default=-1)
@@ -184,6 +184,8 @@ class Ahead:
             except BaseException as error:
                 failure = error
             with self._changed:
+                if self._is_closed:
+                    return  # the next epoch may already count on the file, and deletes it
                 self._failure = self._failure or failure
                 self._here.add(block)
                 self._delete_finished()

@@ -1,5 +1,6 @@
 """A split whose samples are in blocks: which blocks a batch needs, and its rows from their files."""
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -192,15 +193,17 @@ class BlockRows:
         """A tree of arrays (n, ...); their blocks must be in the cache. Raises DataError for a block of other rows."""
         blocks = np.searchsorted(self.ends, samples, side="right")
         found = np.empty((len(samples), kind_of(self.row).itemsize), np.uint8)
-        for block in np.unique(blocks).tolist():
+        needed = np.unique(blocks).tolist()
+        if not self._opened.keys() >= set(needed):
+            # a deleted file takes space for as long as it is open
+            self._opened = {one: rows for one, rows in self._opened.items() if os.path.exists(self._path(one))}
+        for block in needed:
             mine = blocks == block
             found[mine] = self._open(block)[samples[mine] - (self.ends[block] - self.lengths[block])]
         return tree_of(found.view(self.row.dtype).reshape(len(samples), *self.row.shape[1:]))
 
     def _open(self, block: int) -> np.ndarray:
         if block not in self._opened:
-            # a deleted file takes space for as long as it is open
-            self._opened = {one: rows for one, rows in self._opened.items() if self._path(one).exists()}
             rows, row = open_rows(self._path(block), int(self.lengths[block]), f"block {self.chosen[block]}"), self.row
             if kind_of(rows) != kind_of(row):
                 name = f"block {self.chosen[block]}"

@@ -159,6 +159,25 @@ def test_a_block_that_was_not_needed_after_all_is_not_fetched_late():
     assert fetches.log[-2:] == [1, -1]
 
 
+def test_what_is_fetched_beyond_the_end_is_left_to_the_next_epoch():
+    """A thread of the epoch before must not delete a file that this one has found in its place."""
+    fetches, may_go_on = Fetches(), threading.Event()
+
+    def fetch_slowly(block):
+        fetches.fetch(block)
+        may_go_on.wait()
+
+    ahead = Ahead(USES, np.array([10, 10, 10, 10]), 100, 1)
+    ahead.start(fetch_slowly, fetches.delete)
+    fetches.ready.acquire()
+    ahead.close()
+    may_go_on.set()
+    for thread in threading.enumerate():
+        if thread.name.endswith("(_work)") and thread is not threading.current_thread():
+            thread.join()
+    assert fetches.log == [4]
+
+
 def test_what_keeps_a_block_away_is_raised_where_it_is_waited_for():
     ahead = ahead_of(Fetches(fails=[2]), budget=100)
     with pytest.raises(DataError, match="block 2 is broken"):
