@@ -13,7 +13,6 @@ from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 import fsspec
-from fsspec.asyn import sync
 
 from flyte_ddp.data.description import StoredData
 from flyte_ddp.errors import DataError, DownloadError, InputError
@@ -58,8 +57,7 @@ class Stored:
             found: dict[str, Any] = self.files.find(self.root, detail=True)
             return found
 
-        root = self.files._strip_protocol(self.root)
-        found = {path[len(root) + 1 :]: details for path, details in self._tried("", ask).items()}
+        found = {path[len(self.root) + 1 :]: details for path, details in self._tried("", ask).items()}
         shown = {
             name: one for name, one in found.items() if not any(part[:1] in "._" for part in name.split("/") if part)
         }
@@ -70,11 +68,8 @@ class Stored:
 
         def ask() -> bytes:
             path = f"{self.root}/{file}" if file else self.root
-            if self.files.async_impl:
-                cat = self.files._cat_file
-                found: bytes = sync(self.files.loop, cat, path, start=start, end=stop, timeout=PIECE_SECONDS)
-            else:
-                found = self.files.cat_file(path, start=start, end=stop)
+            limit = {"timeout": PIECE_SECONDS} if self.files.async_impl else {}  # a disk has none
+            found: bytes = self.files.cat_file(path, start=start, end=stop, **limit)
             if start is not None and stop is not None and len(found) != stop - start:
                 raise OSError(f"{len(found)} bytes instead of {stop - start}, as if it were cut short")
             return found
