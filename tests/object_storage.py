@@ -9,11 +9,14 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 
 class ObjectStorage(ThreadingHTTPServer):
-    """objects: by bucket/key."""
+    """objects: by bucket/key. failures: how many of the next reads fail. hanging: reads wait while it is not set."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Requests)
         self.objects: dict[str, bytes] = {}
+        self.failures = 0
+        self.hanging = threading.Event()
+        self.hanging.set()
 
     @property
     def environment(self) -> dict[str, str]:
@@ -43,6 +46,11 @@ class Requests(BaseHTTPRequestHandler):
         self.answer(200, ETag='"0"')
 
     def do_GET(self) -> None:
+        self.server.hanging.wait()
+        if self.server.failures:
+            self.server.failures -= 1
+            self.answer(400, b"<Error><Code>Refused</Code><Message>not now</Message></Error>")
+            return
         query = parse_qs(urlsplit(self.path).query)
         if "list-type" in query:
             self.list(query["prefix"][0] if "prefix" in query else "", "delimiter" in query)

@@ -1,7 +1,7 @@
 """Samples of different lengths: padded to the longest of the global batch, and batches of similar lengths."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -79,15 +79,20 @@ class SimilarLengths:
     """An order of samples in which those of a batch have similar lengths: the samples of each `window` batches are
     sorted, stably, cut into batches again, and these are shuffled. It needs no more than the window's samples."""
 
-    def __init__(
-        self, at: Callable[[Tensor], Tensor], each: Tensor, samples: int, batch_size: int, window: int, key: int
-    ):
-        """at(positions (n,)): the samples in an order at random. samples: in the epoch. key: of this epoch."""
-        self._at, self._each, self._samples, self._batch_size, self._key = at, each, samples, batch_size, key
+    def __init__(self, order: Any, each: Tensor, samples: int, batch_size: int, window: int, key: int):
+        """order: at random, see batches.Order. samples: in the epoch. key: of this epoch."""
+        self._order, self._each, self._samples, self._batch_size, self._key = order, each, samples, batch_size, key
         self._width = window * batch_size
         self._sorted = lru_cache(2)(self._sort)
 
-    def __call__(self, positions: Tensor) -> Tensor:
+    def fetch(self, parts: Iterable[Tensor], first_step: int) -> Iterator[Any]:
+        fetched: Iterator[Any] = self._order.fetch(parts, first_step)
+        return fetched
+
+    def check_room(self) -> None:
+        self._order.check_room()
+
+    def at(self, positions: Tensor) -> Tensor:
         found, windows = torch.empty_like(positions), positions // self._width
         for number in windows.unique().tolist():
             here = windows == number
@@ -96,7 +101,7 @@ class SimilarLengths:
 
     def _sort(self, number: int) -> Tensor:
         first = number * self._width
-        some = self._at(torch.arange(first, min(self._samples, first + self._width)))
+        some = self._order.at(torch.arange(first, min(self._samples, first + self._width)))
         *batches, last = some[self._each[some].argsort(stable=True)].split(self._batch_size)
         if len(last) == self._batch_size:  # else it has to be the epoch's last
             batches, last = [*batches, last], last[:0]

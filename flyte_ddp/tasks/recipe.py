@@ -17,6 +17,7 @@ from flyte_ddp.attempt.failures import platform_errors
 from flyte_ddp.attempt.folders import run_folder
 from flyte_ddp.attempt.summaries import RecipeSummary
 from flyte_ddp.attempt.training import Trained
+from flyte_ddp.data.description import StoredData
 from flyte_ddp.engine.job import job_of
 from flyte_ddp.errors import InputError
 from flyte_ddp.launch.alone import run_alone
@@ -25,7 +26,7 @@ from flyte_ddp.report.console import open_console
 from flyte_ddp.settings import TrainingSettings
 from flyte_ddp.tasks import platform
 from flyte_ddp.tasks.caching import CodeVersion
-from flyte_ddp.tasks.data import downloaded
+from flyte_ddp.tasks.data import downloaded, source_of
 from flyte_ddp.tasks.outputs import output_file
 from flyte_ddp.tasks.pyflyte import set_up_pyflyte, ship
 from flyte_ddp.tasks.train import Data, FlytekitTraining, files_of, training_arguments
@@ -82,7 +83,7 @@ class RecipeTraining(FlytekitTraining[RecipeOutputs]):
         settings: TrainingSettings,
         shard: int = 0,
         shards: int = 1,
-        data: Data = None,
+        data: Data | StoredData = None,
         split: str = "test",
         init: FlyteDirectory | None = None,
     ) -> FlyteFile:
@@ -92,7 +93,7 @@ class RecipeTraining(FlytekitTraining[RecipeOutputs]):
         """
         if not 0 <= shard < shards:
             raise InputError(f"shard must be at least 0 and below shards ({shards}), got {shard}")
-        subject = self.subject(settings, downloaded(data), downloaded(init))
+        subject = self.subject(settings, source_of(data), downloaded(init))
         with run_folder(platform, f"{subject.dataset}-predictions") as folder:
             job = job_of(subject, model_path=model_state.download(), logs=folder)
             world, asked = choose_world("gloo", 1, 1), (job, split, shard, shards)
