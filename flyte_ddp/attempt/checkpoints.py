@@ -1,7 +1,8 @@
-"""Where checkpoints live between attempts: in the user's folder for local runs, in Flyte's storage on a cluster."""
+"""Where checkpoints live between attempts: in the user's folder for local runs, in the platform's storage on a cluster."""
 
 import contextvars
 import hashlib
+import os
 import shutil
 import tempfile
 import threading
@@ -12,39 +13,37 @@ from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
-from flytekit import FlyteContextManager, current_context
-from flytekit.core.checkpointer import SyncCheckpoint
-from flytekit.exceptions.user import FlyteDataNotFoundException
 
+from flyte_ddp.attempt.folders import runs_dir
+from flyte_ddp.attempt.platform import Platform
 from flyte_ddp.errors import RecoverableError
 from flyte_ddp.events import CheckpointWritten, Observer
 from flyte_ddp.report.background import one_line
 from flyte_ddp.report.console import say, warn
-from flyte_ddp.storage import writing_to
-from flyte_ddp.tasks.execution import is_local, runs_dir
-from flyte_ddp.tasks.flytekit_compat import checkpoint_destination, checkpoint_source
+from flyte_ddp.storage import temporary_beside, writing_to
 
 WAITS = (2.0, 10.0, 60.0)  # seconds before the next try; storage's client has tried several times itself by then
 ELSEWHERE = "elsewhere"  # the file in which an attempt leaves the URL of a checkpoint that it could not read
 
 
-class LocalStore(Observer):
+class Store(Observer):
     """Leaves checkpoints where rank 0 writes them."""
 
     def __init__(self, path: Path):
         self.path = path
 
 
-class FlyteStore(Observer):
-    """Uploads checkpoints to Flyte's storage, from which the next attempt restores them.
+class PlatformStore(Store):
+    """Uploads checkpoints to the platform's storage, from which the next attempt restores them.
 
     A thread uploads, so that training never waits; while it is busy, only the newest checkpoint is kept for upload.
     """
 
-    def __init__(self, path: Path, checkpoint: SyncCheckpoint):
-        self.path, self._checkpoint = path, checkpoint
+    def __init__(self, path: Path, platform: Platform):
+        super().__init__(path)
+        self._platform, self._url = platform, platform.checkpoint_url()
         self._new, self._closing = threading.Event(), False
-        # the thread needs this one's Flyte context, which knows the storage
+        # the thread needs this one's context, in which the platform knows its storage
         self._thread = threading.Thread(target=contextvars.copy_context().run, args=(self._upload,), daemon=True)
         self._thread.start()
 
@@ -55,12 +54,13 @@ class FlyteStore(Observer):
 
         If storage does not deliver it, the next attempt is told where it is, and this one ends with RecoverableError.
         """
-        own, previous = checkpoint_destination(self._checkpoint), checkpoint_source(self._checkpoint) or ""
-        urls = [own, previous] if resume and previous else [own]
+        previous = self._platform.previous_checkpoint_url()
+        urls = [self._url, previous] if resume and previous else [self._url]
         for seconds in (*WAITS, None):
             try:
-                content = next(filter(None, map(self._read, urls)), b"")
-                break
+                if any(map(self._fetch, urls)):
+                    self._new.set()
+                return
             except Exception as error:  # each storage has its own errors
                 problem = f"{type(error).__name__}: {one_line(error)}"
             if seconds is None:
@@ -69,27 +69,31 @@ class FlyteStore(Observer):
                 raise RecoverableError(f"cannot tell whether {urls[-1]} has a checkpoint: {problem}: check access")
             say(f"The checkpoint cannot be read yet, next try in {seconds:g} s: {problem}")
             time.sleep(seconds)
-        if content:
-            self.path.write_bytes(content)
-            self._new.set()
 
     def _point_to(self, url: str) -> None:
         elsewhere = self.path.with_name(ELSEWHERE)
         elsewhere.write_text(url)
         with suppress(Exception):  # if storage cannot be written to either, Flyte hears nothing of this attempt at all
-            self._checkpoint.save(elsewhere)
+            self._platform.put(elsewhere, f"{self._url}/{ELSEWHERE}")
 
-    def _read(self, url: str) -> bytes:
-        """The checkpoint in a folder of Flyte's storage, or where that says; empty if there is none."""
-        with tempfile.TemporaryDirectory() as folder:
-            try:
-                FlyteContextManager.current_context().file_access.get_data(url, folder, is_multipart=True)
-            except FlyteDataNotFoundException:
-                return b""
-            checkpoint, elsewhere = Path(folder, self.path.name), Path(folder, ELSEWHERE)
-            if checkpoint.exists():
-                return checkpoint.read_bytes()
-            return self._read(elsewhere.read_text()) if elsewhere.exists() else b""
+    def _fetch(self, url: str) -> bool:
+        """Gets the checkpoint in a folder of the storage, or where that says; whether there is one."""
+        with suppress(FileNotFoundError):
+            self._get(f"{url}/{self.path.name}", self.path)
+            return True
+        with suppress(FileNotFoundError):
+            elsewhere = self.path.with_name(ELSEWHERE)
+            self._get(f"{url}/{ELSEWHERE}", elsewhere)
+            return self._fetch(elsewhere.read_text())
+        return False
+
+    def _get(self, url: str, path: Path) -> None:
+        beside = temporary_beside(path)
+        try:
+            self._platform.get(url, beside)
+            os.replace(beside, path)
+        finally:
+            beside.unlink(missing_ok=True)
 
     def on_checkpoint_written(self, event: CheckpointWritten) -> None:
         self._new.set()
@@ -107,7 +111,7 @@ class FlyteStore(Observer):
             closing = self._closing
             try:
                 if self.path.exists():
-                    self._checkpoint.save(self.path)
+                    self._platform.put(self.path, f"{self._url}/{self.path.name}")
             except Exception as error:  # each storage has its own errors; the next upload may succeed
                 warn(f"a checkpoint was not uploaded: {type(error).__name__}: {error}")
             if closing:
@@ -120,17 +124,17 @@ def training_key(*decisive: Any) -> str:
 
 
 @contextmanager
-def checkpoint_store(key: str, resume: bool) -> Iterator["LocalStore | FlyteStore"]:
-    """The URL of this training's checkpoint; with resume, an earlier attempt's checkpoint is already there."""
-    if is_local():
+def checkpoint_store(platform: Platform, key: str, resume: bool) -> Iterator[Store]:
+    """The path of this training's checkpoint; with resume, an earlier attempt's checkpoint is already there."""
+    if platform.is_local():
         with _local_folder(key) as folder:
             path = folder / "checkpoint"
             if not resume:
                 path.unlink(missing_ok=True)
-            yield LocalStore(path)
+            yield Store(path)
             shutil.rmtree(folder, ignore_errors=True)  # only reached when training succeeded
         return
-    store = FlyteStore(Path(current_context().working_directory) / "checkpoint", current_context().checkpoint)
+    store = PlatformStore(platform.working_folder() / "checkpoint", platform)
     try:
         store.restore(resume)
         yield store

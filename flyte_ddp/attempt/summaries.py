@@ -69,6 +69,21 @@ class TrainingSummary(RunSummary):
     class_accuracies: dict[str, float]
 
 
+@dataclass(frozen=True)
+class RecipeSummary(RunSummary):
+    """The figures of a recipe's training.
+
+    Attributes:
+        recipe: its name.
+        measures: of the test samples with the returned weights, by name.
+        validation_measures: of the validation samples with the same weights; empty without a validation split.
+    """
+
+    recipe: str
+    measures: dict[str, float]
+    validation_measures: dict[str, float]
+
+
 def summarise(world: World, finished: RunFinished, tracking_url: str) -> RunSummary:
     result = finished.results[0]
     train_seconds = sum(epoch.train_seconds for epoch in result.epochs)

@@ -1,4 +1,4 @@
-"""Uploads a run's logs to Flyte's storage while it runs: nothing else remains of a lost pod."""
+"""Uploads a run's logs to the platform's storage while it runs: nothing else remains of a lost pod."""
 
 import contextvars
 import os
@@ -11,17 +11,14 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import click
-from flytekit import FlyteContextManager, current_context
-from flytekit.types.directory import FlyteDirectory
-
+from flyte_ddp.attempt.failures import attempt_error, failure_of
+from flyte_ddp.attempt.platform import Platform
+from flyte_ddp.errors import ClickException
 from flyte_ddp.events import Observer, Printed
 from flyte_ddp.launch.failures import message_of
 from flyte_ddp.launch.rank import printed_lines
 from flyte_ddp.report.background import one_line
 from flyte_ddp.report.console import say, warn
-from flyte_ddp.tasks.execution import failure_of, is_local, task_error
-from flyte_ddp.tasks.flytekit_compat import checkpoint_source
 
 UPLOAD_SECONDS = 5.0  # between two rounds of uploads, each of which takes 17 ms of CPU time for three files
 BYTES_PER_SECOND = 4e6  # at most, per file: storage cannot append, so a file that has grown is uploaded as a whole
@@ -34,15 +31,11 @@ class Logs(Observer):
 
     Attributes:
         folder: on this machine.
-        url: in Flyte's storage, as remote_directory of a FlyteDirectory; False for a local run.
+        url: in the platform's storage; empty for a local run.
     """
 
     folder: Path
-    url: str | bool
-
-    @property
-    def output(self) -> FlyteDirectory:
-        return FlyteDirectory(str(self.folder), remote_directory=self.url)
+    url: str
 
     def on_printed(self, event: Printed) -> None:
         """Writes what each rank prints to a file of its own."""
@@ -50,7 +43,7 @@ class Logs(Observer):
 
 
 @contextmanager
-def kept_logs(run: Path, name: str = "console", prefix: str = "") -> Iterator[Logs]:
+def kept_logs(platform: Platform, run: Path, name: str = "console", prefix: str = "") -> Iterator[Logs]:
     """The folder `logs` in a run's folder; on a cluster, it and the report beside it are uploaded while the block runs.
 
     NAME.log has everything that this process prints, and the error that ends the block, to which the URL of the logs
@@ -59,36 +52,36 @@ def kept_logs(run: Path, name: str = "console", prefix: str = "") -> Iterator[Lo
     """
     folder = run / "logs"
     folder.mkdir(parents=True)
-    if is_local():
-        yield Logs(folder, url=False)
+    if platform.is_local():
+        yield Logs(folder, url="")
         return
-    logs = Logs(folder, url=url_of_logs())
-    uploads = Uploads(run, url_of_logs().rpartition("/")[0])
+    logs, earlier = Logs(folder, platform.logs_url()), platform.previous_logs_url()
+    uploads = Uploads(platform, run, logs.url.rpartition("/")[0])
     try:
         with copied_output(folder / f"{name}.log", prefix):
-            say(f"Logs: {logs.url}{_earlier_attempt()}")
+            say(f"Logs: {logs.url}{earlier and f'; those of the previous attempt: {earlier}'}")
             yield logs
     except BaseException as error:
         append(folder / f"{name}.log", f"{type(error).__name__}: {message_of(error)}")
-        if isinstance(error, click.ClickException):
-            raise task_error(failure_of(error), url_of_logs()) from None
+        if isinstance(error, ClickException):
+            raise attempt_error(platform, failure_of(platform, error), logs.url) from None
         raise
     finally:
         uploads.close()
 
 
 class Uploads:
-    """Uploads a run's logs and report to a URL in Flyte's storage whenever they have changed.
+    """Uploads a run's logs and report to a URL in the platform's storage whenever they have changed.
 
     Runs in a thread of its own. Failed uploads are tried again in the next round.
     """
 
-    def __init__(self, run: Path, url: str):
-        self._run, self._url = run, url
+    def __init__(self, platform: Platform, run: Path, url: str):
+        self._platform, self._run, self._url = platform, run, url
         self._sent: dict[Path, tuple[int, int]] = {}
         self._due: dict[Path, float] = {}
         self._closing, self._failing = threading.Event(), False
-        # the thread needs this one's Flyte context, which knows the storage
+        # the thread needs this one's context, in which the platform knows its storage
         self._thread = threading.Thread(
             target=contextvars.copy_context().run, args=(self._work,), name=f"logs of {run.name}", daemon=True
         )
@@ -131,8 +124,7 @@ class Uploads:
             return
         copy = self._run / ".upload"
         shutil.copyfile(file, copy)  # the storage's client fails if a file grows during the upload
-        access = FlyteContextManager.current_context().file_access
-        access.put_data(str(copy), f"{self._url}/{file.relative_to(self._run).as_posix()}")
+        self._platform.put(copy, f"{self._url}/{file.relative_to(self._run).as_posix()}")
         self._sent[file], self._due[file] = state, time.monotonic() + state[1] / BYTES_PER_SECOND
 
 
@@ -151,19 +143,8 @@ def copied_output(path: Path, prefix: str) -> Iterator[None]:
         yield
 
 
-def url_of_logs() -> str:
-    """The URL of this attempt's logs in Flyte's storage, the same for all of its pods."""
-    return FlyteContextManager.current_context().file_access.raw_output_prefix.rstrip("/") + "/logs"
-
-
 def append(path: Path, text: str) -> None:
     """Appends lines, each with the time before it; on a full disk these lines are lost, but the run continues."""
     now = time.strftime("%Y-%m-%d %H:%M:%S")
     with suppress(OSError), open(path, "a", encoding="utf-8", errors="backslashreplace") as file:
         file.writelines(f"{now} {line}\n" for line in text.splitlines() or [""])
-
-
-def _earlier_attempt() -> str:
-    """Says where the previous attempt's logs are: beside its checkpoint."""
-    earlier = checkpoint_source(current_context().checkpoint)
-    return f"; those of the previous attempt: {earlier.rpartition('/')[0]}/logs" if earlier else ""

@@ -1,7 +1,6 @@
 """The observers of a run: console, tracker, report and progress file."""
 
 import hashlib
-import os
 import secrets
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -9,8 +8,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from flytekit import Deck, current_context
-
+from flyte_ddp.attempt.platform import Platform
 from flyte_ddp.events import Observer
 from flyte_ddp.report.background import Background, one_line
 from flyte_ddp.report.console import open_console, warn
@@ -19,8 +17,6 @@ from flyte_ddp.report.progress import Progress
 from flyte_ddp.report.record import Record, RunFailed, RunFinished, RunInfo
 from flyte_ddp.report.report import Report
 from flyte_ddp.report.tracking import open_tracker
-from flyte_ddp.tasks.execution import is_local
-from flyte_ddp.tasks.flytekit_compat import replace_html
 from flyte_ddp.user_code import UserCode
 
 REPORT_SECONDS = 60.0  # how long the end of a run waits for its final page
@@ -29,8 +25,15 @@ REPORT_SECONDS = 60.0  # how long the end of a run waits for its final page
 class Observers:
     """Passes events to all observers of a run. One that raises is dropped: observing must not stop training."""
 
-    def __init__(self, info: RunInfo, report_path: Path, *others: Observer, own: Sequence[UserCode] = ()):
-        self.record, self._report_path = Record(info), report_path
+    def __init__(
+        self,
+        info: RunInfo,
+        report_path: Path,
+        publish: Callable[[str], None],
+        *others: Observer,
+        own: Sequence[UserCode] = (),
+    ):
+        self.record, self._report_path, self._publish = Record(info), report_path, publish
         self._tracker = open_tracker(info, self._on_url)
         self._console = open_console()
         self._own = OwnObservers(own)
@@ -77,16 +80,18 @@ class Observers:
         self.record.tracking_url = url
 
     def _open_report(self) -> Report:
-        return Report(self.record, self._report_path, deck_publisher())
+        return Report(self.record, self._report_path, self._publish)
 
 
 @contextmanager
-def observing(info: RunInfo, report_path: Path, *others: Observer, own: Sequence[UserCode] = ()) -> Iterator[Observers]:
+def observing(
+    info: RunInfo, report_path: Path, publish: Callable[[str], None], *others: Observer, own: Sequence[UserCode] = ()
+) -> Iterator[Observers]:
     """Observers while the block runs; they see an exception that ends it as a failure.
 
-    The block itself calls end() when it succeeds.
+    The block itself calls end() when it succeeds. publish: shows the page, as HTML, where people see it live.
     """
-    observers = Observers(info, report_path, *others, own=own)
+    observers = Observers(info, report_path, publish, *others, own=own)
     try:
         yield observers
     except BaseException as error:
@@ -94,33 +99,13 @@ def observing(info: RunInfo, report_path: Path, *others: Observer, own: Sequence
         raise
 
 
-def deck_publisher(title: str = "Training") -> Callable[[str], None]:
-    """A function that shows HTML in the task's Deck at once; does nothing in a local run."""
-    if is_local() or not current_context().enable_deck:
-        return lambda html: None  # a local run's page is a file that one can open
-    deck = Deck(title, "")
-
-    def publish(html: str) -> None:
-        replace_html(deck, html)
-        if current_context().enable_deck:  # not in a process of Flyte's Elastic plugin, which shows Decks at the end
-            Deck.publish()
-
-    return publish
-
-
-def tracking_id(key: str, beside: Path) -> str:
+def tracking_id(platform: Platform, key: str, beside: Path) -> str:
     """An id shared by all attempts at one training, and by no other: on a cluster from the execution, locally from a
     file beside the checkpoint, which is removed with it when training has succeeded."""
-    if is_local():
+    if platform.is_local():
         file = beside.with_name("tracking-id")
         if not beside.exists() or not file.exists():
             file.write_text(secrets.token_hex(4))
         return f"{key[:8]}-{file.read_text()}"
-    execution = current_context().execution_id
-    identity = f"{execution.project}/{execution.domain}/{execution.name}/{key}"
-    return f"{key[:8]}-{hashlib.sha256(identity.encode()).hexdigest()[:8]}"
-
-
-def attempt() -> int:
-    """The number of earlier attempts at this task on the cluster."""
-    return int(os.environ.get("FLYTE_ATTEMPT_NUMBER") or 0)
+    execution, _ = platform.execution()
+    return f"{key[:8]}-{hashlib.sha256(f'{execution}/{key}'.encode()).hexdigest()[:8]}"

@@ -11,34 +11,28 @@ from urllib.error import HTTPError
 from urllib.parse import urlsplit
 from urllib.request import HTTPRedirectHandler, Request, build_opener
 
-from flytekit import current_context
-from flytekit.core.base_task import IgnoreOutputs
-
+from flyte_ddp.attempt.failures import failure_of
+from flyte_ddp.attempt.platform import Platform
 from flyte_ddp.launch.failures import Failure, PreemptedError
 from flyte_ddp.report.background import one_line
 from flyte_ddp.report.console import warn
-from flyte_ddp.tasks.addresses import CONSOLE_VARIABLE, WEBHOOK_SECRET_VARIABLE, WEBHOOK_VARIABLE
-from flyte_ddp.tasks.execution import failure_of, is_local
-from flyte_ddp.tasks.observing import attempt
 
+WEBHOOK_VARIABLE, WEBHOOK_SECRET_VARIABLE = "DDP_WEBHOOK", "DDP_POD_WEBHOOK"  # the latter for the URL from a secret
 FORMAT = 1
 POST_SECONDS = 8.0  # in total: for name look-up, connection and a slow answer
 
 
 @contextmanager
-def telling_webhook() -> Iterator[None]:
+def telling_webhook(platform: Platform) -> Iterator[None]:
     """Notifies the webhook of an error that ends the block, but not of Ctrl-C, nor if the pod was asked to stop."""
     try:
         yield
-    except IgnoreOutputs:  # of a node without rank 0, when all has gone well
-        raise
     except Exception as error:
         url = os.environ.get(WEBHOOK_SECRET_VARIABLE) or os.environ.get(WEBHOOK_VARIABLE)
-        # With many nodes, the parent of each node's ranks does this, because it knows which rank failed first
-        if url and "TORCHELASTIC_RUN_ID" not in os.environ:
-            failure = failure_of(error)
+        if url:
+            failure = failure_of(platform, error)
             if failure.cause != PreemptedError.__name__:
-                notify(url, content_of(failure))
+                notify(url, content_of(failure, platform))
         raise
 
 
@@ -52,7 +46,7 @@ def notify(url: str, content: dict[str, Any]) -> None:
         warn(f"the webhook was not notified of the failure: {problems[-1]}")
 
 
-def post(url: str, content: dict[str, Any], problems: "list[str]") -> None:
+def post(url: str, content: dict[str, Any], problems: list[str]) -> None:
     """Clears problems once the server has accepted the content, or adds what went wrong."""
     try:
         if urlsplit(url).scheme not in ("http", "https"):
@@ -74,11 +68,11 @@ class NoRedirects(HTTPRedirectHandler):
         return None
 
 
-def content_of(failure: Failure) -> dict[str, Any]:
+def content_of(failure: Failure, platform: Platform) -> dict[str, Any]:
     """What is posted, see docs/on-a-cluster.md."""
     who = failure.host if failure.rank is None else f"rank {failure.rank} on {failure.host}"
     message = one_line(Exception((failure.message.splitlines() or [""])[0]))
-    execution, link = execution_of_this()
+    execution, link = platform.execution()
     return {
         "format": FORMAT,
         "event": "training_failed",
@@ -88,19 +82,8 @@ def content_of(failure: Failure) -> dict[str, Any]:
         "cause": failure.cause,
         "message": message,
         "recoverable": failure.recoverable,
-        "attempt": attempt(),
+        "attempt": platform.earlier_attempts(),
         "execution": execution,
         "link": link,
         "text": f"Training failed: {who}: {failure.cause}: {message}" + (f"\n{link}" if link else ""),
     }
-
-
-def execution_of_this() -> "tuple[str, str]":
-    """The execution as project/domain/name, and its page in Flyte's console; empty in a local run or if unknown."""
-    if is_local():
-        return "", ""
-    found = current_context().execution_id
-    page = f"projects/{found.project}/domains/{found.domain}/executions/{found.name}"
-    console = os.environ.get(CONSOLE_VARIABLE, "").rstrip("/")
-    link = os.environ.get("FLYTE_EXECUTION_URL") or (f"{console}/{page}" if console else "")
-    return f"{found.project}/{found.domain}/{found.name}", link

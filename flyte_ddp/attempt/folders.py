@@ -1,0 +1,41 @@
+"""Where a run leaves its files."""
+
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from flyte_ddp.attempt.failures import platform_errors
+from flyte_ddp.attempt.platform import Platform
+from flyte_ddp.storage import writing_to
+
+
+def runs_dir() -> Path:
+    """Where local runs store their results: DDP_RUNS_DIR, else a folder in the user's home."""
+    default = Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local/share") / "flyte-ddp" / "runs"
+    return Path(os.environ.get("DDP_RUNS_DIR") or default).expanduser().absolute()
+
+
+@contextmanager
+def run_folder(platform: Platform, name: str) -> Iterator[Path]:
+    """A folder for the outputs of one run; that of a local run is new and permanent, but removed if the run fails.
+
+    On a cluster, errors are raised as those of the platform.
+    """
+    if not platform.is_local():
+        with platform_errors(platform):
+            yield platform.working_folder()
+        return
+    folder = runs_dir() / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}-{secrets.token_hex(3)}"
+    with writing_to(runs_dir(), "DDP_RUNS_DIR"):
+        folder.mkdir(parents=True)
+    try:
+        yield folder
+    except BaseException:
+        gone = folder.with_name(f".{folder.name}")
+        os.rename(folder, gone)  # an observer that is still at work writes no more to it
+        shutil.rmtree(gone, ignore_errors=True)
+        raise

@@ -1,0 +1,31 @@
+"""The files of a run."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from flyte_ddp.attempt.checkpoints import Store, checkpoint_store
+from flyte_ddp.attempt.folders import run_folder
+from flyte_ddp.attempt.logs import Logs, kept_logs
+from flyte_ddp.attempt.platform import Platform
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training's files: its folder, the logs in it, and the checkpoint."""
+
+    folder: Path
+    logs: Logs
+    store: Store
+
+
+@contextmanager
+def training_run(platform: Platform, name: str, key: str, resume: bool) -> Iterator[Run]:
+    """A run whose logs and checkpoints are kept while it lasts; key stands for all that determines the result."""
+    with (
+        run_folder(platform, name) as folder,
+        kept_logs(platform, folder) as logs,
+        checkpoint_store(platform, key, resume) as store,
+    ):
+        yield Run(folder, logs, store)

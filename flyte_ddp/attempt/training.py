@@ -1,0 +1,171 @@
+"""A training on whatever platform runs it: all that happens around the ranks, from the fetched data to the figures."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from flyte_ddp.attempt.failures import platform_errors
+from flyte_ddp.attempt.observing import observing, tracking_id
+from flyte_ddp.attempt.platform import Platform
+from flyte_ddp.attempt.pod import check_code, check_gpus
+from flyte_ddp.attempt.run import Run, training_run
+from flyte_ddp.attempt.summaries import RecipeSummary, RunSummary, TrainingSummary, summarise
+from flyte_ddp.attempt.webhook import telling_webhook
+from flyte_ddp.data import prepared
+from flyte_ddp.engine.job import Job, Subject, TrainingResult, job_of, subject_of
+from flyte_ddp.events import Event
+from flyte_ddp.launch import launcher
+from flyte_ddp.launch.environment import World, choose_world, visible_gpus
+from flyte_ddp.recipes.hyperparameters import Hyperparameters
+from flyte_ddp.report.predictions import Predictions, predictions_of
+from flyte_ddp.report.record import RunFinished, RunInfo
+from flyte_ddp.report.summary import say_summary
+from flyte_ddp.report.surroundings import surroundings
+from flyte_ddp.settings import RunOptions, TrainingSettings
+from flyte_ddp.user_code import UserCode, find_code
+
+WORKER = "flyte_ddp.engine.worker:run"  # a name, because importing it would import torch
+IMAGE_CLASSIFIER = find_code("flyte_ddp.recipes.images:ImageClassifier")
+Start = Callable[[Job, Callable[[Event], None]], list[TrainingResult]]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A training that has succeeded, and its files.
+
+    Attributes:
+        recipe: package.module:Name.
+        dataset: the name of its data.
+        results: by rank.
+        predictions: an image classifier's.
+        model: the trained weights, a CPU state_dict.
+        logs_url: where the platform's storage has the logs; empty for a local run.
+    """
+
+    recipe: str
+    dataset: str
+    results: list[TrainingResult]
+    figures: RunSummary
+    predictions: Predictions | None
+    model: Path
+    report: Path
+    logs: Path
+    logs_url: str
+
+    @property
+    def epoch_measures(self) -> list[dict[str, float]]:
+        """After each epoch, of the validation samples if there are any, else of the test samples."""
+        return [epoch.evaluated for epoch in self.results[0].epochs]
+
+    def recipe_summary(self) -> RecipeSummary:
+        result = self.results[0]
+        chosen = result.epochs[-1 if result.chosen_epoch is None else result.chosen_epoch]
+        return RecipeSummary(
+            **vars(self.figures), recipe=self.recipe, measures=result.tested, validation_measures=chosen.validation
+        )
+
+    def image_summary(self) -> TrainingSummary:
+        """The figures of an image classifier."""
+        tested, predictions = self.results[0].tested, self.predictions
+        assert predictions is not None  # a classifier has them
+        by_class = zip(predictions.classes, predictions.class_accuracies(), strict=True)
+        return TrainingSummary(
+            **vars(self.figures),
+            dataset=self.dataset,
+            test_loss=tested["loss"],
+            accuracy=tested["accuracy"],
+            class_accuracies={name: right / count for name, (right, count) in by_class if count},
+        )
+
+
+def train(
+    platform: Platform,
+    settings: TrainingSettings,
+    options: RunOptions,
+    fetch: Callable[[], Subject],
+    root: str = "",
+    own_observers: Sequence[UserCode] = (),
+) -> Trained:
+    """Trains with one process per rank, as a task does it.
+
+    fetch: downloads the data, while the ranks' first process imports torch. root: folder to import the recipe's module
+    from. own_observers: the user's. Raises what launcher.launch raises, and on a cluster the platform's error.
+    """
+    with telling_webhook(platform), platform_errors(platform):
+        check_gpus(visible_gpus())
+        world = choose_world(settings.backend, options.nproc, settings.batch_size)
+        launcher.warm_up()
+
+        def start(job: Job, on_event: Callable[[Event], None]) -> list[TrainingResult]:
+            return launcher.launch(WORKER, world, job, options.timeout_seconds, on_event, roots=[root] if root else [])
+
+        return train_by(platform, start, world, fetch, options, own_observers)
+
+
+def image_subject(hp: Hyperparameters, folder: Path, init: Path | None = None) -> Subject:
+    """An image classifier and the prepared dataset in the folder, which is verified byte by byte."""
+    check_code(IMAGE_CLASSIFIER.version)
+    return subject_of(IMAGE_CLASSIFIER, hp, folder, init, prepared.verify(folder))
+
+
+def train_by(
+    platform: Platform,
+    start: Start,
+    world: World,
+    fetch: Callable[[], Subject],
+    options: RunOptions,
+    own_observers: Sequence[UserCode],
+) -> Trained:
+    """Does everything around the ranks of a run. start: runs the ranks for (job, on_event); their results by rank."""
+    started = time.time()
+    subject = fetch()
+    with training_run(platform, subject.dataset, subject.identity.key, options.resume) as run:
+        model, report, logs = run.folder / "model.pt", run.folder / "report.html", run.logs.folder
+        job = job_of(
+            subject,
+            options,
+            model_path=str(model),
+            last_path=str(logs / "last.pt"),
+            final_path=str(logs / "final-checkpoint"),
+            predictions_path=str(logs / "predictions.npy"),
+            pictures_path=str(logs / "pictures.npz"),
+            profile_path=str(logs / "profile") if options.profile else "",
+            checkpoint_path=str(run.store.path),
+        )
+        info = info_of(platform, subject, options, run, job.launched - started)
+        publish = platform.publisher("Training")
+        with observing(info, report, publish, run.store, run.logs, own=own_observers) as observers:
+            results = start(job, observers)
+            path = Path(job.predictions_path)
+            finished = RunFinished(results, path if path.exists() else None, time.time() - started)
+            observers.end(finished)
+    say_summary(observers.record, model, report, show_paths=platform.is_local())
+    return Trained(
+        recipe=subject.identity.recipe,
+        dataset=subject.dataset,
+        results=results,
+        figures=summarise(world, finished, observers.record.tracking_url),
+        predictions=predictions_of(info, finished),
+        model=model,
+        report=report,
+        logs=logs,
+        logs_url=run.logs.url,
+    )
+
+
+def info_of(platform: Platform, subject: Subject, options: RunOptions, run: Run, data_seconds: float) -> RunInfo:
+    """What observers know of a run before it starts."""
+    return RunInfo(
+        name=run.folder.name,
+        recipe=subject.identity.recipe,
+        tracking_id=tracking_id(platform, subject.identity.key, run.store.path),
+        attempt=platform.earlier_attempts(),
+        settings=subject.identity.settings,
+        options=options,
+        data=subject.data if subject.description else None,
+        description=subject.description,
+        data_seconds=data_seconds,
+        logs=run.logs.folder,
+        surroundings=surroundings(),
+    )
