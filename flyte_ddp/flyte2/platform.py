@@ -13,9 +13,9 @@ import flyte.report
 from flyte import storage
 from flyte.syncify import syncify
 
+from flyte_ddp.attempt.webhook import CONSOLE_VARIABLE
 from flyte_ddp.launch.failures import Failure
 
-CONSOLE_VARIABLE = "DDP_CONSOLE"
 download_errors = ()  # flyte_ddp.flyte2.data raises our own
 
 
@@ -106,7 +106,7 @@ def put(path: Path, url: str) -> None:
     syncify(storage.put)(str(path), url)
 
 
-def open(url: str) -> BinaryIO:
+def open_file(url: str) -> BinaryIO:
     file: BinaryIO = storage.get_underlying_filesystem(path=url).open(url, "rb")
     return file
 

@@ -1,0 +1,198 @@
+"""What a registration requests of a cluster, read from the environment of the process that registers.
+
+Each field of Registration is a variable, its name in capitals after DDP_: DDP_PROFILE=gpu DDP_GPUS=4 pyflyte ...
+register workflows. In a pod these variables are not set, and nothing there depends on them.
+"""
+
+import dataclasses
+import json
+import os
+import re
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from flyte_ddp.attempt.pod import CODE_VARIABLE, GPUS_VARIABLE
+from flyte_ddp.attempt.webhook import WEBHOOK_SECRET_VARIABLE
+from flyte_ddp.data.download import MIRROR_VARIABLE
+from flyte_ddp.errors import InputError
+from flyte_ddp.launch.environment import DEFAULT_CPU_RANKS
+from flyte_ddp.settings import Settings, read_json, setting
+
+PHASES = ("succeeded", "failed", "timed_out", "aborted")
+ADDRESS = r"[^@\s,:]+@[^@\s,:]+"
+QUANTITY = r"\d+(\.\d+)?(m|k|M|G|T|Ki|Mi|Gi|Ti)?"  # Kubernetes' notation
+# NVIDIA's, by flytekit's names
+ACCELERATORS = (
+    "A10G", "L4", "L4_VWS", "L40S", "K80", "M60", "P4", "P100", "T4", "V100", "H100", "H200", "RTX_PRO_6000", "A100",
+    "A100_80GB",
+)  # fmt: skip
+# With their compute capabilities; the locked torch has code for 7.5, 8.0, 8.6, 9.0, 10.0, 12.0 and compatible ones
+TOO_OLD = {"K80": "3.7", "M60": "5.2", "P100": "6.0", "P4": "6.1", "V100": "7.0"}
+
+
+@dataclass(frozen=True)
+class Registration(Settings):
+    """What the tasks request.
+
+    Attributes:
+        profile: gpu, or sandbox for a small cluster without GPUs, such as one on a laptop.
+        gpus: of the training task (of each node, if there are many) with profile gpu; one rank each.
+        training_cpu, training_memory, training_disk: of a training pod, however many GPUs it has: a quantity, or
+            REQUEST:LIMIT. If empty, they depend on profile and gpus, see training_sizes.
+        preparation_cpu, preparation_memory, preparation_disk: of a pod that prepares data. torchvision, which unpacks
+            them, imports torch: MNIST takes 0.9 GB of memory.
+        small_cpu, small_memory, small_disk: of a pod that computes nothing. Its imports take 9 s with a quarter of a
+            CPU and 2 s with one, so it requests little and is allowed more.
+        accelerator: the kind of GPU; none leaves it to the cluster.
+        interruptible: whether training may run on preemptible machines; it resumes from its checkpoint.
+        attempt_seconds: time limit of a training attempt.
+        wandb_secret: GROUP/KEY of the Flyte secret with the Weights & Biases API key. A pod whose secret the cluster
+            lacks never starts, so none is requested unless named.
+        nnodes: number of nodes of workflows/multinode.py, or a range MIN:MAX.
+        nproc_per_node: ranks per node there; 0 is one per GPU, or two with profile sandbox.
+        join_minutes: how long the first nodes wait for the last: one has the image, another must be created.
+        concurrency: how many shards of workflows/inference.py run at a time; 0 leaves it to the cluster.
+        promote_to: where workflows/promote.py, and then also the launch plan nightly, promotes models to: a URL of
+            Flyte's storage, or the path of a folder that all pods can access.
+        notify: whom Flyte notifies of how an execution of a launch plan ended, as slack:ADDRESS or email:ADDRESS, or
+            several addresses separated by commas.
+        notify_phases: the phases to notify of.
+        webhook: URL to notify of failed trainings; everybody who can see the tasks in Flyte can see it.
+        webhook_secret: GROUP/KEY of the Flyte secret with that URL, if it is secret.
+        console: URL of Flyte's console, for the link in the webhook's message.
+        env: the user's own variables for all pods, by name. Everybody who can see the tasks in Flyte can see them.
+    """
+
+    profile: str = setting("gpu", choices=("gpu", "sandbox"))
+    gpus: int = setting(2, minimum=1, maximum=64)
+    training_cpu: str = setting("")
+    training_memory: str = setting("")
+    training_disk: str = setting("")
+    preparation_cpu: str = setting("500m:1")
+    preparation_memory: str = setting("1Gi:2Gi")
+    preparation_disk: str = setting("2Gi")
+    small_cpu: str = setting("100m:1")
+    small_memory: str = setting("400Mi")
+    small_disk: str = setting("100Mi:1Gi")
+    accelerator: str = setting("none", choices=("none", *ACCELERATORS))
+    interruptible: bool = setting(False)
+    attempt_seconds: int = setting(86400, minimum=60)
+    wandb_secret: str = setting("")
+    nnodes: str = setting("2")
+    nproc_per_node: int = setting(0, minimum=0, maximum=64)
+    join_minutes: int = setting(15, minimum=1, maximum=1440)
+    concurrency: int = setting(0, minimum=0)
+    promote_to: str = setting("")
+    notify: str = setting("")
+    notify_phases: str = setting("failed,timed_out,aborted")
+    webhook: str = setting("")
+    webhook_secret: str = setting("")
+    console: str = setting("")
+    env: dict = setting({})  # noqa: RUF009 copied
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.accelerator in TOO_OLD:
+            raise InputError(
+                f"Registration.accelerator must be a GPU that torch supports, of compute capability 7.5 or more, got "
+                f"{self.accelerator} ({TOO_OLD[self.accelerator]}): name another one, or build an image with an older "
+                "torch"
+            )
+        check_place(self.promote_to)
+        check_notify(self.notify, self.notify_phases)
+        check_urls(self.webhook, self.webhook_secret, self.console)
+        ours = {MIRROR_VARIABLE, CODE_VARIABLE, GPUS_VARIABLE, WEBHOOK_SECRET_VARIABLE}
+        ours |= {*map(variable_of, dataclasses.fields(self))}
+        for name, value in self.env.items():
+            if not (re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name) and isinstance(value, str)):
+                raise InputError(
+                    f"Registration.env must map names of variables to strings, got {json.dumps(name)} with "
+                    f'{json.dumps(value)}: write it as {{"NAME": "value"}}'
+                )
+            if name in ours:
+                raise InputError(f"Registration.env must not have {name}, got {json.dumps(value)}: set {name} itself")
+        for size in (f"{pod}_{of}" for pod in ("training", "preparation", "small") for of in ("cpu", "memory", "disk")):
+            value = getattr(self, size)
+            if not re.fullmatch(f"{QUANTITY}(:{QUANTITY})?", value) and (value or not size.startswith("training")):
+                raise InputError(
+                    f"{size} must be a quantity such as 500m, 2 or 4Gi, or REQUEST:LIMIT, got {json.dumps(value)}"
+                )
+
+    @property
+    def training_gpus(self) -> int:
+        return self.gpus if self.profile == "gpu" else 0
+
+    @property
+    def ranks_per_node(self) -> int:
+        return self.nproc_per_node or self.training_gpus or DEFAULT_CPU_RANKS
+
+    @property
+    def node_range(self) -> tuple[int, int]:
+        """The smallest and the largest number of nodes; raises InputError if nnodes is neither a number nor MIN:MAX."""
+        least, _, most = self.nnodes.partition(":")
+        most = most or least
+        if not (least.isdecimal() and most.isdecimal() and 2 <= int(least) <= int(most)):
+            raise InputError(
+                "environment variable DDP_NNODES must be a number of at least 2, or MIN:MAX, got "
+                f"{json.dumps(self.nnodes)}: for one node there is workflows/mnist.py"
+            )
+        return int(least), int(most)
+
+
+def registration() -> Registration:
+    """Reads the environment; raises InputError naming the variable."""
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(Registration):
+        variable = variable_of(field)
+        text = os.environ.get(variable)
+        if text is None:
+            continue
+        try:
+            values[field.name] = text if field.type is str else _parsed(text)
+            Registration(**{field.name: values[field.name]})
+        except InputError as error:
+            raise InputError(f"environment variable {variable}: {error.message}") from None
+    return Registration(**values)
+
+
+def variable_of(field: "dataclasses.Field[Any]") -> str:
+    return f"DDP_{field.name.upper()}"
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return read_json(text)
+    except json.JSONDecodeError:
+        return text
+
+
+def check_notify(notify: str, phases: str) -> None:
+    if notify and not re.fullmatch(f"(slack|email):{ADDRESS}(,{ADDRESS})*", notify):
+        raise InputError(
+            "notify must be slack:ADDRESS or email:ADDRESS, or several addresses separated by commas, got "
+            f"{json.dumps(notify)}: an address is NAME@HOST, also for a Slack channel"
+        )
+    if not {*phases.split(",")} <= {*PHASES}:
+        raise InputError(
+            f"notify_phases must be some of {', '.join(PHASES)}, separated by commas, got {json.dumps(phases)}"
+        )
+
+
+def check_urls(webhook: str, webhook_secret: str, console: str) -> None:
+    """The messages do not show the URLs, which may be secret."""
+    for name, url in (("webhook", webhook), ("console", console)):
+        parts = urlsplit(url)
+        if url and not (parts.scheme in ("http", "https") and parts.hostname):
+            raise InputError(f"{name} must be a URL such as https://host/path: write it in full")
+        if "@" in parts.netloc:
+            raise InputError(f"{name} must not have a password, which everybody would see: put it into a Flyte secret")
+    if webhook and webhook_secret:
+        raise InputError("webhook and webhook_secret must not both be set: leave one of them out")
+
+
+def check_place(place: str) -> None:
+    if place and "://" not in place and not place.startswith("/"):
+        raise InputError(
+            f"promote_to must be a URL of Flyte's storage (s3://…) or an absolute path, got {json.dumps(place)}"
+        )

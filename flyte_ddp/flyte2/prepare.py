@@ -1,0 +1,43 @@
+"""From a dataset's name to the prepared dataset, within tasks of Flyte 2."""
+
+from typing import Any
+
+import flyte
+from flyte.io import Dir
+
+from flyte_ddp.attempt import datasets
+from flyte_ddp.attempt.failures import platform_errors
+from flyte_ddp.code_version import code_version
+from flyte_ddp.data import prepared
+from flyte_ddp.flyte2 import platform
+from flyte_ddp.flyte2.data import output_folder
+from flyte_ddp.flyte2.environment import PAUSES, cached
+from flyte_ddp.flyte2.training import one_attempt
+from flyte_ddp.launch.environment import choose_world
+from flyte_ddp.recipes.hyperparameters import Hyperparameters
+from flyte_ddp.settings import RunOptions
+
+
+def resolve_dataset(hp: Hyperparameters, options: RunOptions, auto: str = "mnist") -> str:
+    """The name of the dataset to train on, auto being the workflow's own.
+
+    A local run finds out here, before anything is downloaded or spawned, whether this machine can do what is asked.
+    """
+    with one_attempt():
+        if platform.is_local():
+            choose_world(hp.backend, options.nproc, hp.batch_size)
+        return datasets.resolve_name(platform, hp.dataset, auto)
+
+
+def preparation_arguments() -> dict[str, Any]:
+    """Arguments of a task that prepares a dataset."""
+    code = code_version("flyte_ddp.data.datasets")
+    return {"cache": cached(code), "retries": flyte.RetryStrategy(3, PAUSES)}
+
+
+def prepare_dataset(name: str) -> Dir:
+    """Downloads and prepares the named dataset (for the format see flyte_ddp.data.prepared). Its content is the key of
+    the caches."""
+    with one_attempt(), platform_errors(platform):
+        folder = datasets.prepare(platform, name)
+        return output_folder(folder, digest=prepared.read_description(folder).digest)
