@@ -4,53 +4,74 @@
 
 Small versions with random weights, their own dropout, and a drop path of 0.1 where they have one. Each takes 5 steps of
 12 random samples in float32; images are large enough that batch norm has more than a few pixels to average over. The
-figures are the largest difference of a weight from that on one rank. The last is what rounding alone does: on one rank,
-after images that are larger by the smallest factor that float32 can tell from 1.
+figures are the largest difference of a weight from that on one rank. The third is what rounding does: on one rank,
+after images that are larger by the smallest factor that float32 can tell from 1. The last compares two ranks that were
+killed after their first checkpoint, and resumed, with two that were not, bit by bit.
 """
 
 import argparse
+import multiprocessing
+import os
+import signal
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from benchmarks.engine import hardware
 from benchmarks.models import MODELS, Settings
 from flyte_ddp.errors import InputError
+from flyte_ddp.events import CheckpointWritten, Event
 from flyte_ddp.launch.failures import RankError
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.training import train
 from flyte_ddp.weights import read_weights
 
-RUNS = ((1, 0.0), (2, 0.0), (3, 0.0), (1, 2.0**-23))  # ranks, and by what share images are larger
+RUNS = ((1, 0.0), (2, 0.0), (3, 0.0), (1, 2.0**-23))  # ranks, and how much larger images are
+SPAWN = multiprocessing.get_context("spawn")
 
 
-def trained(name: str, ranks: int, nudge: float, folder: Path) -> dict[str, Tensor]:
-    options = RunOptions(nproc=ranks, tracking="off")
-    result = train(
-        "benchmarks.models:Classified",
-        Settings(model=name, nudge=nudge),
-        options,
-        output=folder,
-        on_event=lambda event: None,
-    )
+def trained(
+    name: str, ranks: int, nudge: float, folder: Path, on_event: Callable[[Event], None] = lambda event: None
+) -> dict[str, Tensor]:
+    options, settings = RunOptions(nproc=ranks, checkpoint_seconds=0), Settings(model=name, nudge=nudge)
+    result = train("benchmarks.models:Classified", settings, options, output=folder, on_event=on_event)
     return read_weights(result.model_path, "model", "")
+
+
+def kill_at_checkpoint(event: Event) -> None:
+    if isinstance(event, CheckpointWritten):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def resumed(name: str, folder: Path) -> dict[str, Tensor]:
+    """The weights of two ranks that were killed with their parent, and started again."""
+    killed = SPAWN.Process(target=trained, args=(name, 2, 0.0, folder, kill_at_checkpoint))
+    killed.start()
+    killed.join()
+    assert killed.exitcode == -signal.SIGKILL, killed.exitcode
+    return trained(name, 2, 0.0, folder)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", default=list(MODELS))
     names = parser.parse_args().names
-    print(f"{hardware()}\n\n| architecture | 1 and 2 ranks | 1 and 3 ranks | rounding |\n|---|---|---|---|")
+    print(f"{hardware()}\n\n| architecture | 1 and 2 ranks | 1 and 3 ranks | rounding | killed and resumed |")
+    print("|---|---|---|---|---|")
     for name in names:
         with tempfile.TemporaryDirectory() as folder:
             try:
                 one, *others = (trained(name, *run, Path(folder, str(number))) for number, run in enumerate(RUNS))
+                again = resumed(name, Path(folder, "killed"))
             except (InputError, RankError) as error:
-                print(f"| {name} | {str(error).splitlines()[0]} | | |", flush=True)
+                print(f"| {name} | {str(error).splitlines()[0]} | | | |", flush=True)
                 continue
         gaps = (max(float((one[key].double() - other[key].double()).abs().max()) for key in one) for other in others)
-        print(f"| {name} | {' | '.join(f'{gap:.1g}' for gap in gaps)} |", flush=True)
+        bits = "the same" if all(torch.equal(again[key], weight) for key, weight in others[0].items()) else "other"
+        print(f"| {name} | {' | '.join(f'{gap:.1g}' for gap in gaps)} | {bits} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -7,12 +7,14 @@ training is measured in a process of its own, with one thread: the median of its
 """
 
 import argparse
-import importlib
+import pkgutil
 import resource
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +22,13 @@ import torch
 from torch import distributed
 
 from benchmarks.engine import hardware, spread
+from benchmarks.gpu_rows.training import IMAGES
+from flyte_ddp.data.datasets import prepare
+from flyte_ddp.data.image_folder import write_folder
+from flyte_ddp.data.prepared import open_split
 from flyte_ddp.engine.batches import Resident, TrainBatches
 from flyte_ddp.engine.by_row import ByRow
+from flyte_ddp.engine.loading import Streamed
 from flyte_ddp.engine.measures import augment
 from flyte_ddp.engine.state import TrainingState
 from flyte_ddp.recipe import Recipe
@@ -29,12 +36,23 @@ from flyte_ddp.recipe import Recipe
 EXAMPLES = Path(__file__).parents[1] / "examples"
 WORLDS = (1, 8, 64, 512, 4096)
 SAMPLES, STEPS = 32, 12
-# The recipes of examples, by module and class, and the settings that make their data small
-RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
-    "charlm": ("CharLM", {"characters": 20_000}),
-    "segmentation": ("Segmentation", {"images": 200}),
-    "tabular": ("Tabular", {}),
-}
+
+
+def digit_files(folder: Path) -> Path:
+    """Digits as PNG files, in a folder for each class."""
+    write_folder(folder, [str(digit) for digit in range(10)], *open_split(prepare("digits"), "test"))
+    return folder
+
+
+# Recipe, settings, those that differ from the defaults, and where the data come from
+RECIPES: dict[str, tuple[str, str, dict[str, Any], Callable[[Path], Path | None]]] = {
+    "charlm": ("charlm.recipe:CharLM", "charlm.settings:Settings", {"characters": 20_000}, lambda folder: None),
+    "segmentation": (
+        "segmentation.recipe:Segmentation", "segmentation.settings:Settings", {"images": 200}, lambda folder: None,
+    ),
+    "images": (IMAGES, "flyte_ddp.recipes.hyperparameters:Hyperparameters", {}, lambda folder: prepare("digits")),
+    "resnet": ("resnet.recipe:ResNet", "resnet.settings:Settings", {"side": 64}, digit_files),
+}  # fmt: skip
 
 
 def main() -> None:
@@ -43,7 +61,8 @@ def main() -> None:
     parser.add_argument("--one", nargs=2, metavar=("RECIPE", "RANKS"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
-        print(*one_rank(arguments.one[0], int(arguments.one[1])))
+        with tempfile.TemporaryDirectory() as folder:
+            print(*one_rank(arguments.one[0], int(arguments.one[1]), Path(folder)))
         return
     print(f"{hardware()}; {SAMPLES} samples a rank, one thread; n = {arguments.runs}\n")
     print("| recipe | ranks | ms per step, median [range] | peak MiB, median [range] |\n|---|---|---|---|")
@@ -64,16 +83,16 @@ def measured(name: str, ranks: int) -> tuple[float, float]:
     return float(milliseconds), float(mebibytes)
 
 
-def one_rank(name: str, ranks: int) -> tuple[float, float]:
+def one_rank(name: str, ranks: int, folder: Path) -> tuple[float, float]:
     """Milliseconds per step and peak MiB of the rank in the middle."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     torch.set_num_threads(1)
     distributed.init_process_group("fake", rank=ranks // 2, world_size=ranks, store=FakeStore())
     sys.path.insert(0, str(EXAMPLES))
-    kind, small = RECIPES[name]
-    settings = importlib.import_module(f"{name}.settings").Settings(**small, batch_size=SAMPLES * ranks)
-    recipe: Recipe = getattr(importlib.import_module(f"{name}.recipe"), kind)(settings)
+    kind, of_settings, changed, data = RECIPES[name]
+    settings = pkgutil.resolve_name(of_settings)(**changed, batch_size=SAMPLES * ranks)
+    recipe: Recipe = pkgutil.resolve_name(kind)(settings, data(folder))
     split = Repeated(recipe, SAMPLES * ranks * STEPS)
     batches = TrainBatches(
         split, settings.batch_size, 1, ranks // 2, ranks, augment=lambda *given: augment(recipe, *given)
@@ -98,7 +117,10 @@ class Repeated:
     """A split of many samples, which are those of a small one again and again."""
 
     def __init__(self, recipe: Recipe, count: int):
-        self._split, self._count, self.device = Resident(recipe.data("train"), recipe.device), count, recipe.device
+        data = recipe.data("train")
+        of_files = isinstance(data, torch.utils.data.Dataset)
+        self._split = Streamed(data, recipe.device, 0, False) if of_files else Resident(data, recipe.device)
+        self._count, self.device = count, recipe.device
 
     def __len__(self) -> int:
         return self._count

@@ -17,7 +17,7 @@ MODULES = {
     "Random": "flyte_ddp.recipe",
     "Recipe": "flyte_ddp.recipe",
     "RecipeOutputs": "flyte_ddp.tasks.recipe",
-    "RecipeSummary": "flyte_ddp.tasks.recipe",
+    "RecipeSummary": "flyte_ddp.attempt.summaries",
     "RecipeTraining": "flyte_ddp.tasks.recipe",
     "RunOptions": "flyte_ddp.settings",
     "TrainingSettings": "flyte_ddp.settings",

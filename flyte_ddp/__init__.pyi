@@ -1,3 +1,4 @@
+from flyte_ddp.attempt.summaries import RecipeSummary as RecipeSummary
 from flyte_ddp.model_metadata import read_metadata as read_metadata
 from flyte_ddp.recipe import Measures as Measures
 from flyte_ddp.recipe import Random as Random
@@ -14,7 +15,6 @@ from flyte_ddp.tasks.data import weights_by_content as weights_by_content
 from flyte_ddp.tasks.prepare import PreparedDataset as PreparedDataset
 from flyte_ddp.tasks.prepare import prepare_dataset as prepare_dataset
 from flyte_ddp.tasks.recipe import RecipeOutputs as RecipeOutputs
-from flyte_ddp.tasks.recipe import RecipeSummary as RecipeSummary
 from flyte_ddp.tasks.recipe import RecipeTraining as RecipeTraining
 from flyte_ddp.training import train as train
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from flytekit.core.cache import VersionParameters
 
+from flyte_ddp.attempt.pod import check_code
 from flyte_ddp.code_version import imported
 from flyte_ddp.errors import ReportedError
 from flyte_ddp.tasks.caching import CodeVersion
@@ -29,7 +30,7 @@ OF_ALL = (
 )  # fmt: skip
 OF_NONE = (
     "flyte_ddp/launch/launcher.py", "flyte_ddp/launch/process_group.py", "flyte_ddp/report/page.py",
-    "flyte_ddp/tasks/train.py", "flyte_ddp/tasks/summaries.py", "flyte_ddp/training.py",
+    "flyte_ddp/tasks/train.py", "flyte_ddp/attempt/summaries.py", "flyte_ddp/training.py",
     "flyte_ddp/autoencoder/rank.py", "flyte_ddp/export/rank.py", "workflows/mnist.py",
 )  # fmt: skip
 OF_SOME = {
@@ -139,9 +140,9 @@ def test_a_cache_version_follows_code_distributions_and_the_types_of_outputs():
 
 def test_a_pod_with_other_code_than_registered_is_refused(monkeypatch):
     code = CodeVersion("a")
-    code.check_registered()
+    check_code(code.code)
     for name, value in code.environment.items():
         monkeypatch.setenv(name, value)
-    code.check_registered()
+    check_code(code.code)
     with pytest.raises(ReportedError, match="leave out --copy none"):
-        CodeVersion("b").check_registered()
+        check_code("b")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 LIBRARY = Path(__file__).parents[1] / "flyte_ddp"
 # From the ground up: a layer imports from itself and from those before it
-LAYERS = ("ground", "launch", "data", "recipe", "engine", "recipes", "report", "training", "tasks")
+LAYERS = ("ground", "launch", "data", "recipe", "engine", "recipes", "report", "training", "attempt", "tasks")
 GROUND = (
     "code_version",
     "errors",
@@ -45,19 +45,24 @@ def _modules() -> dict[str, Path]:
 
 def _layer(module: str) -> str:
     layer = module.partition(".")[0]
-    return "ground" if layer in GROUND else "recipe" if layer in ("share", "weights") else layer
+    return "ground" if layer in GROUND else "recipe" if layer in ("batch_share", "weights") else layer
 
 
-def _imports(path: Path) -> set[str]:
-    """The modules of this library that a file imports; "" stands for its face, which is for users: no layer."""
+def _imported_names(path: Path) -> set[str]:
+    """Full names of what a file imports, modules or what is in them."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module:
             found |= {f"{node.module}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
+    return found
+
+
+def _imports(path: Path) -> set[str]:
+    """The modules of this library that a file imports; "" stands for its face, which is for users: no layer."""
     modules = _modules()
-    parts = {name.removeprefix("flyte_ddp.") for name in found if name.startswith("flyte_ddp.")}
+    parts = {name.removeprefix("flyte_ddp.") for name in _imported_names(path) if name.startswith("flyte_ddp.")}
     return {name if name in modules else name.rpartition(".")[0] for name in parts}
 
 
@@ -74,3 +79,12 @@ def test_no_layer_imports_from_one_above():
         if upwards:
             wrong[module] = upwards
     assert not wrong
+
+
+def test_what_every_platform_shares_imports_none():
+    """flyte_ddp.attempt and all below it import neither flytekit nor flyte, not even inside a function."""
+    below = [path for module, path in _modules().items() if _layer(module) in LAYERS[: LAYERS.index("tasks")]]
+    assert below
+    for path in below:
+        found = {name.split(".")[0] for name in _imported_names(path)}
+        assert not found & {"flyte", "flytekit", "flyteidl", "flytekitplugins"}, path

@@ -8,24 +8,31 @@ import shutil
 import signal
 import socket
 import subprocess
+import threading
 
 import pytest
 import torch
 from flyteidl.core.errors_pb2 import ContainerError
+from flytekit.core.base_task import IgnoreOutputs
+from flytekit.exceptions.base import FlyteException
+from flytekit.exceptions.user import FlyteUserRuntimeException
 from flytekit.types.file import FlyteFile
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous.api import RendezvousError
 
+from flyte_ddp.attempt.multinode import GRACE_SECONDS, handing_on_failure
 from flyte_ddp.errors import InputError
 from flyte_ddp.launch.environment import environment_from_torchrun
 from flyte_ddp.launch.failures import Failure, RankError
 from flyte_ddp.recipes import models
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
-from flyte_ddp.tasks.elastic import error_of_node, handing_on_failure
-from flyte_ddp.tasks.execution import TaskInterruptedError
+from flyte_ddp.tasks import platform as flytekit_platform
+from flyte_ddp.tasks.platform import TaskInterruptedError
 from flyte_ddp.tasks.registration import registration
 from scripts.dry_run import build_package
 from tests import examples
+from tests.attempt.test_webhook import Server
 from tests.commands import ROOT, free_port, pyflyte, same
 from tests.pod import IMAGE, PATIENCE_SECONDS, Pod, end, literal, package, run_together, small_dataset
 
@@ -192,23 +199,66 @@ def test_failure_begins_with_its_rank_and_says_where_the_logs_of_each_rank_are(n
     assert all(causes)
 
 
+def reported_by_node(first):
+    """What a node reports whose ranks have ended with this failure, as Flyte's plugin passes it on."""
+    from flyte_ddp.tasks.multinode import error_of_node  # needs the plugin
+
+    try:
+        raise FlyteUserRuntimeException(ValueError("what torchrun knows")) from ChildFailedError("ranks", {3: first})
+    except FlyteUserRuntimeException as error:
+        error.__context__ = error.__cause__
+        return error_of_node(error)
+
+
 def test_the_failure_of_a_rank_reaches_its_node_as_it_was(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     failure = Failure(3, "host", "error", "KeyError", "a: strange: message", "the stack")
-    with pytest.raises(RankError), handing_on_failure():
+    with pytest.raises(RankError), handing_on_failure(flytekit_platform):
         raise RankError(failure)
     (tmp_path / "error.json").write_text('{"message": "what torchrun knows"}')
     first = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file=str(tmp_path / "error.json"))
-    reported = error_of_node(ChildFailedError("ranks", {3: first}))
+    reported = reported_by_node(first)
     assert dataclasses.asdict(reported.failure) == json.loads(json.dumps(dataclasses.asdict(failure)))
     assert str(reported).startswith("rank 3 on host: KeyError: a: strange: message\nLogs: ")
+    assert reported.timestamp == failure.at
 
 
 def test_killed_rank_is_worth_a_retry():
-    first = ProcessFailure(local_rank=0, pid=1, exitcode=-signal.SIGKILL, error_file="")
-    reported = error_of_node(ChildFailedError("ranks", {3: first}))
+    reported = reported_by_node(ProcessFailure(local_rank=0, pid=1, exitcode=-signal.SIGKILL, error_file=""))
     assert isinstance(reported, TaskInterruptedError)
     assert str(reported).startswith(f"rank 3 on {platform.node()}: SIGKILL: probably out of memory\nLogs: ")
+
+
+def test_what_may_be_an_effect_of_another_nodes_failure_counts_as_later(tmp_path):
+    failures = [Failure(0, "host", kind, "DistBackendError", "lost", at=100.0) for kind in ("peer", "error")]
+    effect, cause = (flytekit_platform.error(failure, "lost") for failure in failures)
+    assert cause.timestamp == 100.0
+    assert effect.timestamp > cause.timestamp + GRACE_SECONDS
+
+
+@pytest.mark.parametrize(
+    ("error", "told"), [(IgnoreOutputs(), 0), (RendezvousError("gone"), 1), (FlyteUserRuntimeException(KeyError()), 1)]
+)
+def test_a_node_tells_the_webhook_unless_it_is_just_not_the_first(monkeypatch, error, told):
+    from flytekitplugins.kfpytorch.task import PytorchElasticFunctionTask
+
+    from flyte_ddp.tasks.multinode import Multinode, MultinodeTask
+
+    def execute(*_, **__):
+        raise error
+
+    monkeypatch.setattr(PytorchElasticFunctionTask, "execute", execute)
+    with Server() as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("DDP_WEBHOOK", f"{server.url}/200")
+        with pytest.raises(FlyteException):
+            MultinodeTask(Multinode(), trains_nothing).execute()
+        server.shutdown()
+    assert len(server.posted) == told
+
+
+def trains_nothing() -> None:
+    pass
 
 
 @pytest.mark.parametrize(("world", "local"), [(1, 1), (6, 2), (4, 1)])
@@ -261,13 +311,13 @@ from charlm.settings import Settings
 from flytekit import task
 
 from flyte_ddp.settings import RunOptions
-from flyte_ddp.tasks.many_nodes import on_many_nodes
+from flyte_ddp.tasks.multinode import multinode
 from flyte_ddp.tasks.recipe import RecipeOutputs, RecipeTraining
 
 training = RecipeTraining("charlm.recipe:CharLM")
 
 
-@task(**on_many_nodes(training.arguments()))
+@task(**multinode(training.arguments()))
 def train_on_nodes(settings: Settings, options: RunOptions) -> RecipeOutputs:
     return training.run_as_rank(settings, options)
 """

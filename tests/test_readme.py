@@ -30,7 +30,7 @@ NOT_RUN = {
     "flytectl create execution -p flytesnacks -d development --execFile digits.yaml": CLUSTER,
     "flytectl update launchplan nightly -p flytesnacks -d development --version VERSION --activate --force": CLUSTER,
     "DDP_NOTIFY=email:me@example.org DDP_WEBHOOK_SECRET=hooks/url make dry-run "
-    "IMAGE=registry.example.org/me/trainer:1": "tests/tasks/test_webhook.py sets these variables",
+    "IMAGE=registry.example.org/me/trainer:1": "tests/attempt/test_webhook.py sets these variables",
 }
 PAGES = ("README.md", "docs/reference.md", "docs/workflows.md", "docs/on-a-cluster.md")
 TEXT = "\n".join((ROOT / page).read_text() for page in PAGES)

@@ -89,7 +89,7 @@ def test_every_task_is_a_plain_container_of_the_named_image(gpu):
 def test_caches_and_retries(gpu):
     resolve = gpu.tasks["flyte_ddp.tasks.prepare.resolve_dataset"].metadata
     prepare = gpu.tasks["flyte_ddp.tasks.prepare.prepare_dataset"].metadata
-    init = gpu.tasks["flyte_ddp.tasks.init.init_by_content"].metadata
+    init = gpu.tasks["flyte_ddp.tasks.data.init_by_content"].metadata
     train = gpu.tasks[TRAINING].metadata
     assert all(metadata.discoverable for metadata in (resolve, prepare, init, train)), "a cached run starts no pod"
     assert prepare.cache_serializable

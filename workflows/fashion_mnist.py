@@ -8,7 +8,7 @@ from flytekit.types.file import FlyteFile
 
 from flyte_ddp.recipes.hyperparameters import FashionMNISTHyperparameters
 from flyte_ddp.settings import RunOptions
-from flyte_ddp.tasks.init import init_by_content
+from flyte_ddp.tasks.data import init_by_content
 from flyte_ddp.tasks.prepare import PreparedDataset, prepare_dataset, resolve_dataset
 from flyte_ddp.tasks.pyflyte import set_up_pyflyte
 from flyte_ddp.tasks.train import TrainingOutputs, train, training_arguments

@@ -7,7 +7,7 @@ from flyte_ddp.code_version import code_version
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.tasks.caching import CodeVersion, OnClustersOnly
-from flyte_ddp.tasks.init import init_by_content
+from flyte_ddp.tasks.data import init_by_content
 from flyte_ddp.tasks.prepare import prepare_dataset, resolve_dataset
 from flyte_ddp.tasks.pyflyte import set_up_pyflyte
 from flyte_ddp.tasks.resources import dynamic_resources, resize

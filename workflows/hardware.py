@@ -3,20 +3,21 @@
 pyflyte run workflows/hardware.py hardware_wf --options '{"nproc": 4}'
 """
 
-import platform
 from dataclasses import dataclass
+from platform import node
 from typing import NamedTuple
 
 from flytekit import task, workflow
 from flytekit.types.file import FlyteFile
 
+from flyte_ddp.attempt.folders import run_folder
 from flyte_ddp.hardware.machine import Machine, look, warnings
 from flyte_ddp.hardware.nvidia import UnknownError
 from flyte_ddp.hardware.page import as_page, as_text, facts
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.report.console import say_last
 from flyte_ddp.settings import RunOptions
-from flyte_ddp.tasks.execution import run_dir
+from flyte_ddp.tasks import platform
 from flyte_ddp.tasks.outputs import output_page
 from flyte_ddp.tasks.pyflyte import set_up_pyflyte
 from flyte_ddp.tasks.resources import training_resources
@@ -60,9 +61,9 @@ class HardwareOutputs(NamedTuple):
 @task(enable_deck=True, deck_fields=(), **training_resources())  # where training runs, and never cached
 def inspect_hardware(hp: Hyperparameters, options: RunOptions) -> HardwareOutputs:
     """Inspects the machine that a training task would get."""
-    host, machine = platform.node(), look(hp, options)
+    host, machine = node(), look(hp, options)
     text, fragment = as_text(host, machine), as_page(host, machine)
-    with run_dir("hardware") as folder:
+    with run_folder(platform, "hardware") as folder:
         report = output_page(folder, "Hardware", fragment)
     say_last(text)
     return HardwareOutputs(summarise(machine), text, report)

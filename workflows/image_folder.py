@@ -15,8 +15,8 @@ from flyte_ddp.loading.task import LoadingChoice, study_loading
 from flyte_ddp.loading.times import LoadingSettings
 from flyte_ddp.recipes.hyperparameters import FolderHyperparameters
 from flyte_ddp.settings import RunOptions
+from flyte_ddp.tasks.data import init_by_content
 from flyte_ddp.tasks.image_folder import attach, find_images, index_images
-from flyte_ddp.tasks.init import init_by_content
 from flyte_ddp.tasks.prepare import PreparedDataset
 from flyte_ddp.tasks.pyflyte import set_up_pyflyte
 from flyte_ddp.tasks.resources import training_resources

@@ -11,15 +11,13 @@ from flyte_ddp.errors import not_installed
 from flyte_ddp.recipes.hyperparameters import CIFAR10Hyperparameters, Hyperparameters
 from flyte_ddp.report.console import say, show_output
 from flyte_ddp.settings import RunOptions
-from flyte_ddp.tasks.elastic import train_rank
-from flyte_ddp.tasks.init import init_by_content
-from flyte_ddp.tasks.nodes import resolve_for_nodes
-from flyte_ddp.tasks.prepare import PreparedDataset, prepare_dataset
+from flyte_ddp.tasks.data import init_by_content
+from flyte_ddp.tasks.prepare import PreparedDataset, prepare_dataset, resolve_for_multinode
 from flyte_ddp.tasks.pyflyte import set_up_pyflyte
 from flyte_ddp.tasks.train import TrainingOutputs, training_arguments
 
 try:
-    from flyte_ddp.tasks.many_nodes import on_many_nodes
+    from flyte_ddp.tasks.multinode import multinode, train_rank
 except ModuleNotFoundError as error:
     if not (error.name or "").startswith("flytekitplugins"):
         raise
@@ -28,7 +26,7 @@ except ModuleNotFoundError as error:
 else:
     set_up_pyflyte()
 
-    @task(**on_many_nodes(training_arguments()))
+    @task(**multinode(training_arguments()))
     def pytorch_multinode_task(
         hp: Hyperparameters, data: PreparedDataset, options: RunOptions, init: FlyteFile | None = None
     ) -> TrainingOutputs:
@@ -42,7 +40,7 @@ else:
         init: FlyteFile | None = None,
     ) -> TrainingOutputs:
         """Like workflows.mnist.pytorch_training_wf, on many nodes."""
-        data = prepare_dataset(name=resolve_for_nodes(hp=hp))
+        data = prepare_dataset(name=resolve_for_multinode(hp=hp))
         return pytorch_multinode_task(hp=hp, data=data, options=options, init=init_by_content(init=init))
 
     @workflow
@@ -52,5 +50,5 @@ else:
         init: FlyteFile | None = None,
     ) -> TrainingOutputs:
         """Like workflows.cifar10.cifar10_wf, on many nodes."""
-        data = prepare_dataset(name=resolve_for_nodes(hp=hp, auto="cifar10"))
+        data = prepare_dataset(name=resolve_for_multinode(hp=hp, auto="cifar10"))
         return pytorch_multinode_task(hp=hp, data=data, options=options, init=init_by_content(init=init))

@@ -15,6 +15,8 @@ from flytekit.core.type_engine import TypeEngine
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile, PythonPickledFile
 
+from flyte_ddp.attempt.folders import run_folder
+from flyte_ddp.attempt.summaries import TrainingSummary
 from flyte_ddp.code_version import code_version
 from flyte_ddp.errors import NonFiniteError
 from flyte_ddp.launch.environment import choose_world
@@ -26,13 +28,13 @@ from flyte_ddp.sweep.halving import all_failed, check_rungs, entrants, rungs_of,
 from flyte_ddp.sweep.held_out import hold_out_validation
 from flyte_ddp.sweep.page import chosen, comparison, ranked, write_table
 from flyte_ddp.sweep.search import Sweep, TrialResult, trials_of
+from flyte_ddp.tasks import platform
 from flyte_ddp.tasks.caching import CodeVersion
-from flyte_ddp.tasks.execution import TaskError, is_local, run_dir
 from flyte_ddp.tasks.outputs import output_file, output_page
+from flyte_ddp.tasks.platform import TaskError, is_local
 from flyte_ddp.tasks.prepare import PreparedDataset, prepare_dataset, resolve_dataset
 from flyte_ddp.tasks.pyflyte import set_up_pyflyte
 from flyte_ddp.tasks.resources import dynamic_resources, small_resources, training_resources
-from flyte_ddp.tasks.summaries import TrainingSummary
 from flyte_ddp.tasks.train import TRAINING_CODE, train
 from workflows.mnist import pytorch_mnist_task
 
@@ -188,7 +190,7 @@ def compare(sweep: Sweep, trials: list[Hyperparameters], name: str, rungs: Rungs
     if best.failure:
         raise all_failed(sweep, results)
     cut = saving(sweep, trials, results)
-    with run_dir(f"sweep-{name}") as folder:
+    with run_folder(platform, f"sweep-{name}") as folder:
         write_table(ranking, names, folder / "trials.csv")
         report = output_page(folder, f"Sweep on {name}", comparison(ranking, names, cut))
     where = f"\nTrials:   {folder / 'trials.csv'}\nReport:   {report.path}" if is_local() else ""

@@ -1,4 +1,4 @@
-"""Where checkpoints live between attempts: in the user's folder for local runs, in the platform's storage on a cluster."""
+"""Where checkpoints live between attempts: in the user's folder for local runs, in the platform's storage otherwise."""
 
 import contextvars
 import hashlib

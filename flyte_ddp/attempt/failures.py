@@ -4,8 +4,10 @@ import platform as machine
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from click import ClickException
+
 from flyte_ddp.attempt.platform import Platform
-from flyte_ddp.errors import ClickException, DataError, DownloadError
+from flyte_ddp.errors import DataError, DownloadError
 from flyte_ddp.launch.failures import Failure, from_exception
 from flyte_ddp.text import encodable, shortened
 
@@ -16,9 +18,10 @@ MOST_CHARACTERS = 50_000
 @contextmanager
 def platform_errors(platform: Platform) -> Iterator[None]:
     """On a cluster, raises the platform's error instead of our own errors and those of a download."""
+    known: tuple[type[Exception], ...] = (ClickException, *platform.download_errors)
     try:
         yield
-    except (ClickException, *platform.download_errors) as error:
+    except known as error:
         if platform.is_local():
             raise
         raise attempt_error(platform, failure_of(platform, error)) from None

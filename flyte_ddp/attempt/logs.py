@@ -11,9 +11,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from click import ClickException
+
 from flyte_ddp.attempt.failures import attempt_error, failure_of
 from flyte_ddp.attempt.platform import Platform
-from flyte_ddp.errors import ClickException
 from flyte_ddp.events import Observer, Printed
 from flyte_ddp.launch.failures import message_of
 from flyte_ddp.launch.rank import printed_lines

@@ -11,6 +11,12 @@ from flytekit import Cache, task
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile, PythonPickledFile
 
+from flyte_ddp.attempt.checkpoints import training_key
+from flyte_ddp.attempt.failures import platform_errors
+from flyte_ddp.attempt.logs import Logs
+from flyte_ddp.attempt.pod import check_code, check_gpus
+from flyte_ddp.attempt.run import training_run
+from flyte_ddp.attempt.webhook import telling_webhook
 from flyte_ddp.autoencoder.job import (
     AutoencoderHyperparameters,
     AutoencoderJob,
@@ -28,14 +34,12 @@ from flyte_ddp.launch.environment import World, choose_world, visible_gpus
 from flyte_ddp.report import wandb_run
 from flyte_ddp.report.console import say, say_last
 from flyte_ddp.report.tracking import choose_tracking
+from flyte_ddp.tasks import platform
 from flyte_ddp.tasks.caching import CodeVersion, OnClustersOnly
-from flyte_ddp.tasks.checkpoints import checkpoint_store, training_key
-from flyte_ddp.tasks.execution import flyte_retries, is_local, run_dir
-from flyte_ddp.tasks.logs import Logs, kept_logs
-from flyte_ddp.tasks.outputs import output_file, output_page
+from flyte_ddp.tasks.outputs import output_file, output_folder, output_page
+from flyte_ddp.tasks.platform import is_local
 from flyte_ddp.tasks.prepare import resolve_name
-from flyte_ddp.tasks.resources import check_gpus, small_resources
-from flyte_ddp.tasks.webhook import telling_webhook
+from flyte_ddp.tasks.resources import small_resources
 
 WORKER = "flyte_ddp.autoencoder.rank:run"  # a name, because importing it would import torch
 AUTOENCODER_CODE = CodeVersion(code_version("flyte_ddp.autoencoder.rank"), ("torch", "lightning"))
@@ -131,14 +135,14 @@ def choose_logger(wish: str) -> str:
     return "offline" if reason else tracking
 
 
-@telling_webhook()
-@flyte_retries()
+@telling_webhook(platform)
+@platform_errors(platform)
 def train_autoencoder(
     hp: AutoencoderHyperparameters, data: FlyteDirectory, options: AutoencoderOptions
 ) -> AutoencoderOutputs:
     """Trains on a prepared dataset with one process per rank; raises what launcher.launch raises."""
     started = time.time()
-    AUTOENCODER_CODE.check_registered()
+    check_code(AUTOENCODER_CODE.code)
     check_gpus(visible_gpus())
     world = check_machine(hp, options)
     launcher.warm_up([*launcher.PRELOAD, "lightning.pytorch"])  # takes seconds, while the data are downloaded
@@ -147,11 +151,8 @@ def train_autoencoder(
     held_out = held_out_count(description.train_samples)
     steps = hp.steps_per_epoch((description.train_samples - held_out) * description.passes_per_epoch)
     key = training_key(hp, description.digest, AUTOENCODER_CODE.version)
-    with (
-        run_dir(f"{description.name}-autoencoder") as folder,
-        kept_logs(folder) as logs,
-        checkpoint_store(key, options.resume) as store,
-    ):
+    with training_run(platform, f"{description.name}-autoencoder", key, options.resume) as run:
+        folder, logs, store = run.folder, run.logs, run.store
         job = AutoencoderJob(
             hp=hp,
             options=options,
@@ -197,5 +198,5 @@ def outputs_of(
         model_state=output_file(Path(job.model_path), PythonPickledFile),
         summary=summary,
         report=report,
-        logs=logs.output,
+        logs=output_folder(logs.folder, logs.url),
     )

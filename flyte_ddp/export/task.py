@@ -14,6 +14,9 @@ from flytekit import task
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile, PythonPickledFile
 
+from flyte_ddp.attempt.failures import platform_errors
+from flyte_ddp.attempt.folders import run_folder
+from flyte_ddp.attempt.training import image_subject
 from flyte_ddp.data.image_settings import ImageSettings
 from flyte_ddp.engine.job import Subject
 from flyte_ddp.errors import InputError
@@ -23,14 +26,14 @@ from flyte_ddp.model_metadata import ModelMetadata, read_metadata
 from flyte_ddp.recipes.hyperparameters import FolderHyperparameters, Hyperparameters
 from flyte_ddp.report.console import say_last
 from flyte_ddp.settings import TrainingSettings
-from flyte_ddp.tasks.execution import flyte_retries, is_local, run_dir
+from flyte_ddp.tasks import platform
 from flyte_ddp.tasks.image_folder import attach
 from flyte_ddp.tasks.inputs import classifier_metadata, dataset_of
 from flyte_ddp.tasks.outputs import output_folder, output_page
+from flyte_ddp.tasks.platform import is_local
 from flyte_ddp.tasks.prepare import PreparedDataset
 from flyte_ddp.tasks.recipe import Data, RecipeTraining
 from flyte_ddp.tasks.resources import preparation_resources, small_resources
-from flyte_ddp.tasks.train import image_subject
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,7 @@ def export_classifier(
 
     accuracies: of the epochs, if it was trained for this export.
     """
-    with flyte_retries():
+    with platform_errors(platform):
         hp = Hyperparameters(dataset=options.dataset, model=options.network)
         return _classifier(model_state, Path(data.download()), accuracies, hp, options)
 
@@ -114,7 +117,7 @@ def export_folder_classifier(
     options: FolderExport,
 ) -> ExportOutputs:
     """The same for a classifier of a folder of images, which index describes."""
-    with flyte_retries():
+    with platform_errors(platform):
         hp = FolderHyperparameters(model=options.network)
         return _classifier(model_state, Path(attach(index, folder).download()), accuracies, hp, options)
 
@@ -144,7 +147,7 @@ def export_recipe(
 
     settings, data: those of its training. reported: the measures in its summary, which the weights must reproduce.
     """
-    with flyte_retries():
+    with platform_errors(platform):
         check_formats(options)
         subject = training.subject(settings, None if data is None else Path(data.download()))
         weights = Path(model_state.download())
@@ -164,7 +167,7 @@ def _exported(
     if known and known.recipe == subject.identity.recipe:
         settings, reported = known.settings, {**known.measures, **reported}
     source = Source(subject, weights, settings, reported, known.training if known else {})
-    with run_dir(f"{subject.dataset}-export") as folder:
+    with run_folder(platform, f"{subject.dataset}-export") as folder:
         exported = export(source, folder / "model", options)
         report = output_page(folder, exported.card.title, exported.card.fragment)
     metadata, measured = exported.written.metadata, exported.written.measured

@@ -10,16 +10,18 @@ from flytekit import task
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import CSVFile, FlyteFile
 
+from flyte_ddp.attempt.folders import run_folder
 from flyte_ddp.data import prepared
 from flyte_ddp.data.image_files import decode
 from flyte_ddp.inference.page import Tally, predicted_article, tally
 from flyte_ddp.inference.shards import InferenceOptions, read_rows, write_rows
 from flyte_ddp.report.console import say_last
-from flyte_ddp.tasks.execution import is_local, run_dir
+from flyte_ddp.tasks import platform
+from flyte_ddp.tasks.data import fetch, list_files
 from flyte_ddp.tasks.outputs import output_file, output_page
+from flyte_ddp.tasks.platform import is_local
 from flyte_ddp.tasks.prepare import PreparedDataset
 from flyte_ddp.tasks.resources import preparation_resources
-from flyte_ddp.tasks.stored_images import fetch, list_files
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ def gather_shards(
 ) -> InferenceOutputs:
     """Joins all rows in one file, in the order of the images, and summarises them."""
     description = prepared.read_description(data.download())
-    with run_dir("inference") as work:
+    with run_folder(platform, "inference") as work:
         predictions = work / "predictions.csv"
         write_rows(predictions, read_rows(*(Path(part.download()) for part in parts)))
         found = tally(predictions)

@@ -10,11 +10,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flytekit import Cache, current_context, task
+from flytekit import Cache, task
 from flytekit.configuration import LocalConfig
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import CSVFile, PythonPickledFile
 
+from flyte_ddp.attempt.failures import platform_errors
+from flyte_ddp.attempt.folders import runs_dir
+from flyte_ddp.attempt.pod import check_code, check_gpus
 from flyte_ddp.code_version import code_version
 from flyte_ddp.data import prepared
 from flyte_ddp.errors import InputError
@@ -23,21 +26,21 @@ from flyte_ddp.launch.alone import run_alone
 from flyte_ddp.launch.environment import choose_world, visible_gpus
 from flyte_ddp.report.console import Console, say
 from flyte_ddp.storage import remove_leftovers, temporary_beside, writing_to
+from flyte_ddp.tasks import platform
 from flyte_ddp.tasks.caching import CodeVersion
-from flyte_ddp.tasks.execution import flyte_retries, is_local, runs_dir
+from flyte_ddp.tasks.data import fetch, list_files
 from flyte_ddp.tasks.inputs import classifier_metadata, dataset_of
 from flyte_ddp.tasks.outputs import output_file
+from flyte_ddp.tasks.platform import is_local, working_folder
 from flyte_ddp.tasks.prepare import PreparedDataset
 from flyte_ddp.tasks.registration import registration
 from flyte_ddp.tasks.resources import (
-    check_gpus,
     preparation_resources,
     small_resources,
     training_environment,
     training_resources,
     training_sizes,
 )
-from flyte_ddp.tasks.stored_images import fetch, list_files
 
 # names, because importing them would import torch
 PREDICTOR = "flyte_ddp.inference.rank:predict_shard"
@@ -82,8 +85,8 @@ def plan_shards(
     model_state: PythonPickledFile, data: PreparedDataset, folder: FlyteDirectory | None, options: InferenceOptions
 ) -> list[Shard]:
     """Splits the images into shards, if the model fits them; never cached, because contents may have changed."""
-    INFERENCE_CODE.check_registered()
-    with flyte_retries():
+    check_code(INFERENCE_CODE.code)
+    with platform_errors(platform):
         description = prepared.verify(data.download())
         weights = Path(model_state.download())
         asked = ModelFile(str(weights), options.model, description.image_shape, len(description.classes))
@@ -128,10 +131,10 @@ def predict_shard(
     if part.exists() and settings.cache_enabled and not settings.cache_overwrite:
         say(f"{shard.name}: already predicted")
         return output_file(part, CSVFile)
-    INFERENCE_CODE.check_registered()
+    check_code(INFERENCE_CODE.code)
     check_gpus(visible_gpus())
     started = time.perf_counter()
-    with flyte_retries(), tempfile.TemporaryDirectory(prefix="ddp-") as copies:
+    with platform_errors(platform), tempfile.TemporaryDirectory(prefix="ddp-") as copies:
         names = list(list_files(folder))[shard.first : shard.last] if folder is not None else []
         beside = temporary_beside(part)
         job = ShardJob(
@@ -157,7 +160,7 @@ def predict_shard(
 def part_path(shard: Shard) -> Path:
     """The file for a shard's rows, which later local runs find by the shard's key."""
     if not is_local():
-        return Path(current_context().working_directory) / "part.csv"
+        return working_folder() / "part.csv"
     folder = runs_dir() / "shards"
     with writing_to(runs_dir(), "DDP_RUNS_DIR"):
         folder.mkdir(parents=True, exist_ok=True)

@@ -8,6 +8,9 @@ import numpy as np
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
+from flyte_ddp.attempt.failures import platform_errors
+from flyte_ddp.attempt.folders import run_folder
+from flyte_ddp.attempt.pod import check_gpus
 from flyte_ddp.data import prepared
 from flyte_ddp.events import Event, Printed
 from flyte_ddp.launch import launcher
@@ -15,9 +18,9 @@ from flyte_ddp.launch.environment import choose_world, visible_gpus
 from flyte_ddp.loading.page import loading_page
 from flyte_ddp.loading.times import LoadingJob, LoadingSettings, LoadingTimes, recommended
 from flyte_ddp.report.console import say, say_last
-from flyte_ddp.tasks.execution import flyte_retries, is_local, run_dir
+from flyte_ddp.tasks import platform
 from flyte_ddp.tasks.outputs import output_page
-from flyte_ddp.tasks.resources import check_gpus
+from flyte_ddp.tasks.platform import is_local
 
 STUDY = "flyte_ddp.loading.rank:run"  # a name, because importing it would import torch
 TIMEOUT_SECONDS = 300.0  # without a batch, after which the study counts as hung
@@ -32,14 +35,14 @@ class LoadingChoice:
     images_per_second: float
 
 
-@flyte_retries()
+@platform_errors(platform)
 def study_loading(data: FlyteDirectory, study: LoadingSettings) -> tuple[LoadingChoice, FlyteFile]:
     """Times loading in one rank; returns the recommended setting and the page."""
     check_gpus(visible_gpus())
     folder = Path(data.download())
     description = prepared.verify(folder)
     world = choose_world("auto", 1, 1)
-    with run_dir("loading") as out, tempfile.TemporaryDirectory(prefix="ddp-") as scratch:
+    with run_folder(platform, "loading") as out, tempfile.TemporaryDirectory(prefix="ddp-") as scratch:
         batch_path = str(Path(scratch, "batch.npz"))
         job = LoadingJob(str(folder), batch_path, study)
         times: LoadingTimes = launcher.launch(STUDY, world, job, TIMEOUT_SECONDS, _show)[0]

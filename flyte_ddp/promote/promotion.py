@@ -2,7 +2,7 @@
 
 @task(**promotion_arguments())  # of flyte_ddp.promote.task
 def promote_model(model_state: PythonPickledFile, settings: Settings, place: str) -> PromotionOutputs:
-    with flyte_retries():
+    with platform_errors(platform):
         subject = training.subject(settings, None)
         return promote(subject, Path(model_state.download()), Place(place), PromotionOptions())
 """
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flytekit import current_context
 from flytekit.types.file import FlyteFile, PythonPickledFile
 
+from flyte_ddp.attempt.folders import run_folder
 from flyte_ddp.engine.job import Measured, Subject, job_of
 from flyte_ddp.errors import InputError, ReportedError
 from flyte_ddp.launch.alone import run_alone
@@ -25,7 +25,7 @@ from flyte_ddp.promote.page import outcome, promotion_page
 from flyte_ddp.promote.place import PROMOTED, Place, now, version_name
 from flyte_ddp.report.console import Console, say, say_last
 from flyte_ddp.settings import RunOptions, TrainingSettings
-from flyte_ddp.tasks.execution import is_local, run_dir
+from flyte_ddp.tasks import platform
 from flyte_ddp.tasks.outputs import output_file, output_page
 
 COMPARE = "flyte_ddp.promote.rank:compare"  # a name, because importing it would import torch
@@ -79,8 +79,8 @@ def promote(subject: Subject, model: Path, place: Place, options: PromotionOptio
     launcher.launch, Place and judge.
     """
     digest = hashlib.sha256(model.read_bytes()).hexdigest()
-    with run_dir(f"{subject.dataset}-promotion") as folder:
-        run = folder.name if is_local() else str(current_context().execution_id)
+    with run_folder(platform, f"{subject.dataset}-promotion") as folder:
+        run = platform.execution()[0] or folder.name
         while True:
             pointer = place.read()
             before = place.facts(pointer.version) if pointer.version else {}

@@ -6,6 +6,10 @@ from typing import Any, NamedTuple
 from flytekit import task
 from flytekit.types.file import FlyteFile, PythonPickledFile
 
+from flyte_ddp.attempt.failures import platform_errors
+from flyte_ddp.attempt.folders import run_folder, runs_dir
+from flyte_ddp.attempt.pod import check_gpus
+from flyte_ddp.attempt.training import image_subject
 from flyte_ddp.errors import InputError
 from flyte_ddp.launch.environment import choose_world, visible_gpus
 from flyte_ddp.promote.job import PromotionOptions
@@ -16,19 +20,13 @@ from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.report.article import article
 from flyte_ddp.report.console import say_last
 from flyte_ddp.settings import RunOptions
-from flyte_ddp.tasks.execution import flyte_retries, is_local, run_dir, runs_dir
+from flyte_ddp.tasks import platform
 from flyte_ddp.tasks.inputs import classifier_metadata, dataset_of, settings_of
 from flyte_ddp.tasks.outputs import output_page
+from flyte_ddp.tasks.platform import is_local
 from flyte_ddp.tasks.prepare import PreparedDataset
 from flyte_ddp.tasks.registration import registration
-from flyte_ddp.tasks.resources import (
-    check_gpus,
-    small_resources,
-    training_environment,
-    training_resources,
-    training_sizes,
-)
-from flyte_ddp.tasks.train import image_subject
+from flyte_ddp.tasks.resources import small_resources, training_environment, training_resources, training_sizes
 
 
 class PromotionTarget(NamedTuple):
@@ -67,7 +65,7 @@ def check_promotion(
     """Fills in what the weights say of themselves; refuses invalid inputs before anything is downloaded or trained."""
     known = classifier_metadata(model_state)
     target = resolve_place(place)
-    with flyte_retries():
+    with platform_errors(platform):
         models = Place(target)
         models.read()
         models.begin()  # fails now, rather than after training, if it is not writable
@@ -91,7 +89,7 @@ def promote_images(
     model_state: PythonPickledFile, data: PreparedDataset, hp: Hyperparameters, place: str, options: PromotionOptions
 ) -> PromotionOutputs:
     """Promotes the weights of hp.model, if they are better than those promoted at the place."""
-    with flyte_retries():
+    with platform_errors(platform):
         check_gpus(visible_gpus())
         subject = image_subject(hp, Path(data.download()))
         return promote(subject, Path(model_state.download()), Place(place), options)
@@ -100,7 +98,7 @@ def promote_images(
 @task(enable_deck=True, deck_fields=(), **small_resources())
 def roll_back(place: str, name: str) -> RollBackOutputs:
     """Promotes an earlier version again; without a name it only shows the history and the versions."""
-    with flyte_retries(), run_dir("roll-back") as folder:
+    with run_folder(platform, "roll-back") as folder:
         models = Place(resolve_place(place))
         pointer = models.roll_back(name) if name else models.read()
         current = f"Promoted: {pointer.version or 'nothing yet'}"

@@ -4,12 +4,13 @@ from pathlib import Path
 
 from flytekit import Cache, task
 
+from flyte_ddp.attempt.failures import platform_errors
 from flyte_ddp.code_version import code_version
 from flyte_ddp.data import prepared
 from flyte_ddp.data.datasets import data_dir
 from flyte_ddp.data.held_out import hold_out
+from flyte_ddp.tasks import platform
 from flyte_ddp.tasks.caching import CodeVersion
-from flyte_ddp.tasks.execution import flyte_retries
 from flyte_ddp.tasks.outputs import output_folder
 from flyte_ddp.tasks.prepare import PreparedDataset
 from flyte_ddp.tasks.resources import preparation_resources
@@ -22,7 +23,7 @@ from flyte_ddp.tasks.resources import preparation_resources
 )
 def hold_out_validation(data: PreparedDataset) -> PreparedDataset:
     """The training images of a prepared dataset as a dataset of their own, see flyte_ddp.data.held_out."""
-    with flyte_retries():
+    with platform_errors(platform):
         original = Path(data.download())
         folder = data_dir() / "prepared" / f"{prepared.verify(original).name}-held-out"
         hold_out(original, folder)

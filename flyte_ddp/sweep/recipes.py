@@ -15,14 +15,16 @@ from typing import NamedTuple
 from flytekit import task
 from flytekit.types.file import FlyteFile
 
+from flyte_ddp.attempt.folders import run_folder
+from flyte_ddp.attempt.summaries import RecipeSummary
 from flyte_ddp.errors import InputError
 from flyte_ddp.report.article import Section, article
 from flyte_ddp.report.console import say_last
 from flyte_ddp.settings import TrainingSettings, read_json
 from flyte_ddp.sweep.search import Sweep
-from flyte_ddp.tasks.execution import is_local, run_dir
+from flyte_ddp.tasks import platform
 from flyte_ddp.tasks.outputs import output_file, output_page
-from flyte_ddp.tasks.recipe import RecipeSummary
+from flyte_ddp.tasks.platform import is_local
 from flyte_ddp.tasks.resources import small_resources
 
 
@@ -72,7 +74,7 @@ def compare_runs(
     recipe, best = summaries[0].recipe, ranking[0]
     chosen = ", ".join(f"{name} {value}" for name, value in zip(names, lines[0][1:], strict=False))
     summary = f"{chosen}: {measure} {best[3][measure]:.6g}"
-    with run_dir(f"sweep-{recipe.rpartition(':')[2]}") as folder:
+    with run_folder(platform, f"sweep-{recipe.rpartition(':')[2]}") as folder:
         with open(folder / "trials.csv", "w", newline="", encoding="utf-8") as file:
             csv.writer(file).writerows([heads, *lines])
         order = "largest" if largest else "smallest"

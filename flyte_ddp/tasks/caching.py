@@ -1,6 +1,5 @@
 """Which results are reused: those of the same code, and some only on a cluster."""
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, get_type_hints
@@ -11,11 +10,9 @@ from flytekit.core.interface import extract_return_annotation
 from flytekit.core.type_engine import TypeEngine
 from flytekit.extend import TaskPlugins
 
-from flyte_ddp.code_version import OTHER_CODE, with_installed
-from flyte_ddp.errors import ReportedError
+from flyte_ddp.attempt.pod import CODE_VARIABLE
+from flyte_ddp.code_version import with_installed
 from flyte_ddp.tasks.flytekit_compat import metadata_of
-
-CODE_VARIABLE = "DDP_TRAINING_CODE"
 
 
 class CodeVersion(CachePolicy):
@@ -34,14 +31,8 @@ class CodeVersion(CachePolicy):
 
     @property
     def environment(self) -> dict[str, str]:
-        """A variable for the task's pods, which check_registered reads there."""
+        """A variable for the task's pods, which check_code reads there."""
         return {CODE_VARIABLE: self.code}
-
-    def check_registered(self) -> None:
-        """Raises ReportedError if this pod's code is not what was registered: with --copy none it has the code of its
-        image, and the result would be cached as that of the registered code."""
-        if os.environ.get(CODE_VARIABLE, self.code) != self.code:
-            raise ReportedError(f"this pod's training code is not the code that was registered: {OTHER_CODE}")
 
 
 @dataclass(frozen=True)

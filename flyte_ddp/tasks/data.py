@@ -1,4 +1,4 @@
-"""A user's own data and weights as inputs of a training, cached by content; Flyte's own cache key is the path.
+"""Files and folders as inputs, cached by content; Flyte's own cache key is the path.
 
 @workflow
 def flowers_wf(folder: FlyteDirectory, settings: Settings = Settings(), ...) -> RecipeOutputs:
@@ -7,16 +7,58 @@ def flowers_wf(folder: FlyteDirectory, settings: Settings = Settings(), ...) -> 
 
 import hashlib
 import json
-from typing import Annotated
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
 
-from flytekit import HashMethod, task
+from flytekit import Cache, HashMethod, task
+from flytekit.core.data_persistence import FileAccessProvider
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
+from fsspec.core import strip_protocol
 
-from flyte_ddp.tasks.execution import is_local
-from flyte_ddp.tasks.init import in_place, of_content
+from flyte_ddp.code_version import code_version
+from flyte_ddp.tasks.caching import CodeVersion, OnClustersOnly
+from flyte_ddp.tasks.platform import is_local, storage
 from flyte_ddp.tasks.resources import small_resources
-from flyte_ddp.tasks.stored_images import describe_file, list_files
+
+# --- where they are ---
+
+
+def url_of(given: FlyteFile | FlyteDirectory) -> str:
+    """The path or URL that an input comes from; a copy on this machine is in another place in each pod."""
+    return str(given.remote_source or given.path)
+
+
+def in_place(file: FlyteFile) -> FlyteFile:
+    """The same file, where it is, as a task's output."""
+    return FlyteFile(url_of(file), remote_path=False) if is_local() else FlyteFile.from_source(url_of(file))
+
+
+def list_files(folder: FlyteDirectory) -> dict[str, str]:
+    """Each file's name below the folder, sorted, with details that change when the file does; without hidden files."""
+    source = url_of(folder)
+    root = str(strip_protocol(source)).rstrip("/")
+    details = _filesystem(source).find(root, detail=True)
+    found = {path[len(root) + 1 :]: str(of_file) for path, of_file in details.items()}
+    return {name: found[name] for name in sorted(found) if not any(part[0] == "." for part in name.split("/"))}
+
+
+def fetch(folder: FlyteDirectory, names: Sequence[str], into: Path) -> list[tuple[str, str]]:
+    """Each name with the path of its file on this machine: where it is, or a copy in the existing folder into."""
+    source = url_of(folder)
+    if not FileAccessProvider.is_remote(source):
+        return [(name, str(Path(source, name))) for name in names]
+    copies = [str(into / f"{number}{Path(name).suffix}") for number, name in enumerate(names)]
+    _filesystem(source).get([f"{source.rstrip('/')}/{name}" for name in names], copies)
+    return list(zip(names, copies, strict=True))
+
+
+def _filesystem(url: str) -> Any:
+    return storage().get_filesystem_for_path(url)
+
+
+# --- their content ---
 
 
 def of_folder(folder: FlyteDirectory) -> str:
@@ -25,18 +67,34 @@ def of_folder(folder: FlyteDirectory) -> str:
 
 
 def of_file(file: FlyteFile) -> str:
-    return hashlib.sha256(describe_file(file).encode()).hexdigest()
+    """The same for one file."""
+    return hashlib.sha256(str(_filesystem(url_of(file)).info(url_of(file))).encode()).hexdigest()
+
+
+def of_content(file: FlyteFile) -> str:
+    """SHA-256 of the content, read from where the file is."""
+    digest = hashlib.sha256()
+    with FlyteFile(url_of(file)).open("rb") as content:
+        while piece := content.read(2**20):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def of_init(init: FlyteFile | None) -> str | None:
+    """None stays None: the cache key is then that of a training without this input."""
+    return None if init is None else of_content(init)
 
 
 FolderByContent = Annotated[FlyteDirectory, HashMethod(of_folder)]
 FileByContent = Annotated[FlyteFile, HashMethod(of_file)]
 WeightsByContent = Annotated[FlyteFile, HashMethod(of_content)]
+InitByContent = Annotated[FlyteFile | None, HashMethod(of_init)]
 
 
 @task(**small_resources())
 def folder_by_content(folder: FlyteDirectory) -> FolderByContent:
     """Returns the same folder, where it is; looks at it in each run, never cached."""
-    url = str(folder.remote_source or folder.path)
+    url = url_of(folder)
     return FlyteDirectory(url, remote_directory=False) if is_local() else FlyteDirectory.from_source(url)
 
 
@@ -50,3 +108,14 @@ def file_by_content(file: FlyteFile) -> FileByContent:
 def weights_by_content(file: FlyteFile) -> WeightsByContent:
     """Returns the same file, a model_state or checkpoint to start from, where it is; its content is the cache key."""
     return in_place(file)
+
+
+@task(
+    task_config=OnClustersOnly(),
+    cache=Cache(policies=CodeVersion(code_version(__name__), ())),
+    **small_resources(),
+)
+def init_by_content(init: FlyteFile | None) -> InitByContent:
+    """Returns the same file, a model_state or checkpoint, where it is. A cluster reads each path only once, so that a
+    cached training starts no pod: other weights need another path."""
+    return None if init is None else in_place(init)

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import numpy as np
-from flytekit import Cache, HashMethod, current_context, task
+from flytekit import Cache, HashMethod, task
 from flytekit.core.data_persistence import FileAccessProvider
 from flytekit.types.directory import FlyteDirectory
 
+from flyte_ddp.attempt.failures import platform_errors
 from flyte_ddp.code_version import code_version
 from flyte_ddp.data.datasets import data_dir, prepare
 from flyte_ddp.data.image_files import Access, write_access
@@ -21,24 +22,20 @@ from flyte_ddp.errors import InputError
 from flyte_ddp.launch.environment import choose_world
 from flyte_ddp.report.console import say
 from flyte_ddp.storage import writing_to
+from flyte_ddp.tasks import platform
 from flyte_ddp.tasks.caching import CodeVersion
-from flyte_ddp.tasks.data import of_folder
-from flyte_ddp.tasks.execution import flyte_retries, forget_lost_results, is_local
+from flyte_ddp.tasks.data import of_folder, url_of
 from flyte_ddp.tasks.outputs import output_folder
-from flyte_ddp.tasks.prepare import PreparedDataset
+from flyte_ddp.tasks.platform import is_local, working_folder
+from flyte_ddp.tasks.prepare import PreparedDataset, forget_lost_results
 from flyte_ddp.tasks.resources import preparation_resources
-
-
-def origin(folder: FlyteDirectory) -> str:
-    """Where the images come from, as cache key: a local copy is in a different place in each pod."""
-    return str(folder.remote_source or folder.path)
 
 
 class FoundImages(NamedTuple):
     """folder: of the image files. stamp: hash of their names, sizes and times; empty for those that come with the image
     of the pods."""
 
-    folder: Annotated[FlyteDirectory, HashMethod(origin)]
+    folder: Annotated[FlyteDirectory, HashMethod(url_of)]
     stamp: str
 
 
@@ -76,8 +73,8 @@ def find_images(
 )
 def index_images(folder: FlyteDirectory, stamp: str, images: ImageSettings) -> PreparedDataset:
     """Reads every image once, and returns what training needs to know about them, without the images."""
-    name = Path(str(folder.remote_source or folder.path)).name
-    with flyte_retries():
+    name = Path(url_of(folder)).name
+    with platform_errors(platform):
         index = index_folder(Path(folder.download()), name, images, say)
     return output_folder(index)
 
@@ -96,7 +93,7 @@ def digit_images() -> Path:
 
 def attach(index: FlyteDirectory, folder: FlyteDirectory) -> FlyteDirectory:
     """A folder for the ranks, filled when it is downloaded: the index, and where the images themselves are."""
-    place = Path(tempfile.mkdtemp(dir=current_context().working_directory, prefix="images-"))
+    place = Path(tempfile.mkdtemp(dir=working_folder(), prefix="images-"))
 
     def fill() -> None:
         for file in Path(index.download()).iterdir():

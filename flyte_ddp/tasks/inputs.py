@@ -7,15 +7,15 @@ from typing import Any
 from flytekit.interaction.click_types import DirParamType, FileParamType, UnionParamType
 from flytekit.types.file import PythonPickledFile
 
+from flyte_ddp.attempt.training import IMAGE_CLASSIFIER
 from flyte_ddp.errors import InputError
 from flyte_ddp.model_metadata import ModelMetadata, read_metadata
 from flyte_ddp.reading import read_settings
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import Settings
-from flyte_ddp.tasks.execution import is_local
 from flyte_ddp.tasks.flytekit_compat import alternatives, read_json_inputs
+from flyte_ddp.tasks.platform import is_local
 from flyte_ddp.tasks.prepare import resolve_name
-from flyte_ddp.tasks.train import IMAGE_CLASSIFIER
 
 
 def explain_unreadable_settings() -> None:

@@ -1,54 +1,74 @@
-"""Training on many nodes, as Flyte's PyTorchJob engine starts them. Needs flytekitplugins-kfpytorch.
+"""Training on many nodes, as Flyte's PyTorchJob engine starts them. Needs flytekitplugins-kfpytorch, imports torch.
 
 DDP_NNODES=4 pyflyte ... register is one main node and three workers.
 """
 
-import platform
+import platform as machine
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-from flytekit.exceptions.user import FlyteRecoverableException, FlyteUserRuntimeException
-from flytekit.extend import TaskPlugins
+from flytekit.extend import IgnoreOutputs, TaskPlugins
+from flytekit.types.directory import FlyteDirectory
+from flytekit.types.file import FlyteFile
 from flytekitplugins.kfpytorch import CleanPodPolicy, Elastic, RunPolicy
 from flytekitplugins.kfpytorch.task import PytorchElasticFunctionTask
 from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
+from flyte_ddp.attempt.failures import attempt_error, failure_of
+from flyte_ddp.attempt.multinode import download_once, failure_of_node, train_as_rank
+from flyte_ddp.attempt.training import Trained, image_subject
+from flyte_ddp.attempt.webhook import telling_webhook
+from flyte_ddp.engine.job import Subject
 from flyte_ddp.errors import RecoverableError
-from flyte_ddp.tasks.elastic import error_of_node
-from flyte_ddp.tasks.execution import failure_of, task_error
-from flyte_ddp.tasks.logs import url_of_logs
+from flyte_ddp.recipes.hyperparameters import Hyperparameters
+from flyte_ddp.settings import RunOptions, TrainingSettings
+from flyte_ddp.tasks import platform
+from flyte_ddp.tasks.data import url_of
 from flyte_ddp.tasks.registration import registration
 from flyte_ddp.tasks.resources import registered_environment
-from flyte_ddp.tasks.webhook import telling_webhook
+from flyte_ddp.tasks.train import TrainingOutputs, outputs_of
+from flyte_ddp.user_code import UserCode
 
 
-class Nodes(Elastic):
+class Multinode(Elastic):
     """Elastic, except that losing the first node, which hosts the rendezvous, is retried."""
 
 
-class NodesTask(PytorchElasticFunctionTask):
-    @telling_webhook()
+class MultinodeTask(PytorchElasticFunctionTask):
     def execute(self, **inputs: Any) -> Any:
         try:
             return super().execute(**inputs)
-        except (RendezvousError, DistError) as error:
-            lost = RecoverableError(f"node {platform.node()}: the rendezvous of the nodes is lost: {error}")
-            raise task_error(failure_of(lost), url_of_logs()) from None
-        except (FlyteRecoverableException, FlyteUserRuntimeException) as error:
-            if not isinstance(error.__context__, ChildFailedError):
-                raise
-            raise error_of_node(error.__context__) from None
+        except IgnoreOutputs:  # of a node without rank 0, when all has gone well
+            raise
+        except Exception as error:
+            with telling_webhook(platform):
+                raise error_of_node(error) from None
 
 
-TaskPlugins.register_pythontask_plugin(Nodes, NodesTask)
+def error_of_node(error: Exception) -> Exception:
+    """What this node reports: its ranks' first failure, or the loss of the rendezvous; else the error itself."""
+    if isinstance(error.__context__, ChildFailedError):
+        failure = failure_of_node(error.__context__)
+    elif isinstance(error, (RendezvousError, DistError)):
+        lost = RecoverableError(f"node {machine.node()}: the rendezvous of the nodes is lost: {error}")
+        failure = failure_of(platform, lost)
+    else:
+        return error
+    return attempt_error(platform, failure, platform.logs_url())
 
 
-def on_many_nodes(arguments: dict[str, Any]) -> dict[str, Any]:
+TaskPlugins.register_pythontask_plugin(Multinode, MultinodeTask)
+
+
+def multinode(arguments: dict[str, Any]) -> dict[str, Any]:
     """Changes the arguments of a @task that trains so that every rank of all nodes runs its function."""
     asked = registration()
     rendezvous = dict.fromkeys(("timeout", "join_timeout", "read_timeout"), asked.join_minutes * 60)
-    nodes = Nodes(
+    nodes = Multinode(
         nnodes="{}:{}".format(*asked.node_range),
         nproc_per_node=asked.ranks_per_node,
         monitor_interval=1,
@@ -69,3 +89,41 @@ def on_many_nodes(arguments: dict[str, Any]) -> dict[str, Any]:
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
     }
     return {**arguments, "task_config": nodes, "environment": environment}
+
+
+def train_rank(
+    hp: Hyperparameters, data: FlyteDirectory, options: RunOptions, init: FlyteFile | None = None
+) -> TrainingOutputs | None:
+    """Trains an image classifier as one rank of many nodes; only rank 0 returns outputs."""
+
+    def fetch() -> Subject:
+        folder = downloaded_once(data)
+        assert folder
+        return image_subject(hp, folder, downloaded_once(init))
+
+    return run_as_rank(hp, options, fetch, outputs_of)
+
+
+def run_as_rank(
+    settings: TrainingSettings,
+    options: RunOptions,
+    fetch: Callable[[], Subject],
+    outputs_of: Callable[[Trained], Any],
+    own_observers: Sequence[UserCode] = (),
+) -> Any:
+    """The outputs on rank 0, else None."""
+    asked = registration()
+    trained = train_as_rank(platform, settings, options, fetch, asked.node_range, asked.ranks_per_node, own_observers)
+    if trained is None:
+        return None
+    # The plugin pickles the outputs; PythonPickledFile, a class that flytekit makes on use, cannot be pickled
+    return outputs_of(trained)._replace(model_state=FlyteFile(str(trained.model)))
+
+
+def downloaded_once(given: FlyteFile | FlyteDirectory | None) -> Path | None:
+    """A copy that all ranks of this host share."""
+    if given is None:
+        return None
+    url, is_folder = url_of(given), isinstance(given, FlyteDirectory)
+    download = partial(platform.storage().get_data, url, is_multipart=is_folder)
+    return download_once(url, "" if is_folder else Path(url).name, download)

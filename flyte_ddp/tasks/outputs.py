@@ -7,8 +7,7 @@ from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
 from flyte_ddp.report.article import document
-from flyte_ddp.tasks.execution import is_local
-from flyte_ddp.tasks.observing import deck_publisher
+from flyte_ddp.tasks import platform
 
 F = TypeVar("F", bound=FlyteFile)
 
@@ -17,18 +16,19 @@ def output_file(path: Path, kind: type[F] = FlyteFile) -> F:
     return kind(str(path), remote_path=_storage())
 
 
-def output_folder(path: Path) -> FlyteDirectory:
-    return FlyteDirectory(str(path), remote_directory=_storage())
+def output_folder(path: Path, url: str = "") -> FlyteDirectory:
+    """url: where its files go, if some are there already."""
+    return FlyteDirectory(str(path), remote_directory=url or _storage())
 
 
 def output_page(folder: Path, title: str, fragment: str) -> FlyteFile:
     """A page as an HTML file of its own in the folder, and as the task's Deck."""
     path = folder / "report.html"
     path.write_text(document(title, fragment), encoding="utf-8")
-    deck_publisher(title)(fragment)
+    platform.publisher(title)(fragment)
     return output_file(path)
 
 
 def _storage() -> Any:
     """False leaves a file where it is; None has Flyte choose a place in its storage."""
-    return False if is_local() else None
+    return False if platform.is_local() else None

@@ -1,21 +1,36 @@
-"""From a dataset's name to the prepared dataset, as Flyte tasks."""
+"""From a dataset's name to the prepared dataset, as Flyte tasks. No torch: it would not fit into a small pod."""
 
-from typing import Annotated, BinaryIO
+import json
+import os
+from collections.abc import Iterator
+from typing import Annotated
 
-from flytekit import Cache, FlyteContextManager, HashMethod, task
+from flyteidl.core.literals_pb2 import LiteralMap
+from flytekit import Cache, HashMethod, task
 from flytekit.types.directory import FlyteDirectory
 
+from flyte_ddp.attempt import datasets
+from flyte_ddp.attempt.failures import platform_errors
 from flyte_ddp.code_version import code_version
-from flyte_ddp.data import datasets, prepared
-from flyte_ddp.errors import DownloadError
+from flyte_ddp.data import prepared
+from flyte_ddp.errors import InputError
 from flyte_ddp.launch.environment import choose_world
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
-from flyte_ddp.report.console import download_progress, say
 from flyte_ddp.settings import RunOptions
+from flyte_ddp.tasks import platform
 from flyte_ddp.tasks.caching import CodeVersion, OnClustersOnly
-from flyte_ddp.tasks.execution import flyte_retries, forget_lost_results, is_local
+from flyte_ddp.tasks.flytekit_compat import local_cache
 from flyte_ddp.tasks.outputs import output_folder
-from flyte_ddp.tasks.resources import preparation_resources, small_resources
+from flyte_ddp.tasks.platform import is_local
+from flyte_ddp.tasks.registration import registration
+from flyte_ddp.tasks.resources import (
+    dynamic_resources,
+    preparation_resources,
+    registered_environment,
+    small_resources,
+)
+
+RESOLVING = CodeVersion(code_version(__name__, "flyte_ddp.attempt.datasets"), ())
 
 
 def content_digest(directory: FlyteDirectory) -> str:
@@ -27,7 +42,7 @@ PreparedDataset = Annotated[FlyteDirectory, HashMethod(content_digest)]
 
 @task(
     task_config=OnClustersOnly(),
-    cache=Cache(policies=CodeVersion(code_version(__name__), ()), ignored_inputs="options"),
+    cache=Cache(policies=RESOLVING, ignored_inputs="options"),
     **small_resources(),
 )
 def resolve_dataset(hp: Hyperparameters, options: RunOptions, auto: str = "mnist") -> str:
@@ -41,36 +56,47 @@ def resolve_dataset(hp: Hyperparameters, options: RunOptions, auto: str = "mnist
     return resolve_name(hp.dataset, auto)
 
 
+@task(
+    task_config=OnClustersOnly(),
+    cache=Cache(policies=RESOLVING, salt=json.dumps(registered_environment())),
+    **dynamic_resources(),
+)
+def resolve_for_multinode(hp: Hyperparameters, auto: str = "mnist") -> str:
+    """The same for many nodes; refuses inputs that the nodes would refuse only after they have started."""
+    if is_local():
+        raise InputError("many nodes need a cluster: register this workflow, or run the one for a single machine here")
+    asked = registration()
+    ranks = asked.node_range[1] * asked.ranks_per_node
+    if hp.batch_size < ranks:
+        raise InputError(f"batch_size must be at least the number of ranks ({ranks}), got {hp.batch_size}: raise it")
+    return resolve_name(hp.dataset, auto)
+
+
 def resolve_name(asked: str, auto: str = "mnist") -> str:
     """The dataset that a name or auto stands for; a local run also discards damaged data and lost cache entries."""
-    name = auto if asked == "auto" else asked
-    if not is_local():
-        return name
-    datasets.discard_damaged(name)
-    if asked == "auto" and not is_available(name):
-        name = "digits"
-        datasets.discard_damaged(name)
-    forget_lost_results()
+    name = datasets.resolve_name(platform, asked, auto)
+    if is_local():
+        forget_lost_results()
     return name
 
 
-def is_available(name: str) -> bool:
-    """Whether a dataset is prepared, or can be prepared now; if not, prints why."""
-    if datasets.prepared_dir(name).exists():
-        return True
-    try:
-        with download_progress() as progress:
-            datasets.prepare(name, progress, open_stored)
-    except DownloadError as error:
-        say(f"{name} cannot be downloaded here: this run trains on digits, scikit-learn's 1,797 images.\n{error}")
-        return False
-    return True
+def forget_lost_results() -> None:
+    """Drops local cache entries whose files are gone, so that the tasks run again instead of failing.
+
+    Flyte's local cache stores paths, never contents, and offers no such check.
+    """
+    cache = local_cache()
+    for key in list(cache):
+        outputs = LiteralMap.FromString(cache[key])
+        if not all(os.path.exists(path) for path in _local_paths(outputs)):
+            del cache[key]
 
 
-def open_stored(url: str) -> BinaryIO:
-    """Opens a file in object storage, with Flyte's settings for it."""
-    file: BinaryIO = FlyteContextManager.current_context().file_access.get_filesystem_for_path(url).open(url, "rb")
-    return file
+def _local_paths(outputs: LiteralMap) -> Iterator[str]:
+    for literal in outputs.literals.values():
+        for one in literal.collection.literals or [literal]:
+            if one.scalar.blob.uri.startswith("/"):
+                yield one.scalar.blob.uri
 
 
 @task(
@@ -80,7 +106,7 @@ def open_stored(url: str) -> BinaryIO:
 )
 def prepare_dataset(name: str) -> PreparedDataset:
     """Downloads and prepares the named dataset (for the format see flyte_ddp.data.prepared)."""
-    with flyte_retries(), download_progress() as progress:
-        folder = datasets.prepare(name, progress, open_stored)
+    with platform_errors(platform):
+        folder = datasets.prepare(platform, name)
     # A local run uses the folder where it is: a copy would only land in a temporary place
     return output_folder(folder)

@@ -8,51 +8,32 @@ def train_model(settings: Settings, options: RunOptions) -> RecipeOutputs:
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile, PythonPickledFile
 
+from flyte_ddp.attempt.failures import platform_errors
+from flyte_ddp.attempt.folders import run_folder
+from flyte_ddp.attempt.pod import check_code
+from flyte_ddp.attempt.summaries import RecipeSummary
+from flyte_ddp.attempt.training import Trained, train
 from flyte_ddp.engine.job import Subject, job_of, subject_of
 from flyte_ddp.errors import InputError
 from flyte_ddp.launch.alone import run_alone
-from flyte_ddp.launch.environment import choose_world, visible_gpus
+from flyte_ddp.launch.environment import choose_world
 from flyte_ddp.report.console import open_console
 from flyte_ddp.settings import RunOptions, TrainingSettings
+from flyte_ddp.tasks import platform
 from flyte_ddp.tasks.caching import CodeVersion
-from flyte_ddp.tasks.execution import flyte_retries, run_dir
 from flyte_ddp.tasks.outputs import output_file
 from flyte_ddp.tasks.pyflyte import set_up_pyflyte, ship
-from flyte_ddp.tasks.resources import check_gpus
-from flyte_ddp.tasks.summaries import RunSummary
-from flyte_ddp.tasks.train import (
-    Trained,
-    spawn,
-    train_by,
-    training_arguments,
-)
-from flyte_ddp.tasks.webhook import telling_webhook
+from flyte_ddp.tasks.train import files_of, training_arguments
 from flyte_ddp.user_code import find_code
 
 PREDICT = "flyte_ddp.engine.predict:run"  # a name, because importing it would import torch
 Data: TypeAlias = FlyteFile | FlyteDirectory | None
-
-
-@dataclass(frozen=True)
-class RecipeSummary(RunSummary):
-    """The figures of a recipe's training.
-
-    Attributes:
-        recipe: its name.
-        measures: of the test samples with the returned weights, by name.
-        validation_measures: of the validation samples with the same weights; empty without a validation split.
-    """
-
-    recipe: str
-    measures: dict[str, float]
-    validation_measures: dict[str, float]
 
 
 class RecipeOutputs(NamedTuple):
@@ -98,8 +79,6 @@ class RecipeTraining:
         """Arguments of the @task that trains or predicts: cache, retries, live report, resources."""
         return training_arguments(self.version, f"{self.code.name} ", ignored_inputs)
 
-    @telling_webhook()
-    @flyte_retries()
     def run(
         self, settings: TrainingSettings, options: RunOptions, data: Data = None, init: FlyteFile | None = None
     ) -> RecipeOutputs:
@@ -109,30 +88,26 @@ class RecipeTraining:
         if options.keep_checkpoint was set), from which training continues up to settings.epochs in total. Raises what
         launcher.launch raises.
         """
-        check_gpus(visible_gpus())
-        world = choose_world(settings.backend, options.nproc, settings.batch_size)
-        start = spawn(world, options, [self.code.root])
 
         def fetch() -> Subject:
             source = None if data is None else Path(data.download())
             return self.subject(settings, source, None if init is None else Path(init.download()))
 
-        return self.outputs_of(train_by(start, world, fetch, options, self.observers))
+        return self.outputs_of(train(platform, settings, options, fetch, self.code.root, self.observers))
 
     def run_as_rank(
         self, settings: TrainingSettings, options: RunOptions, data: Data = None, init: FlyteFile | None = None
     ) -> RecipeOutputs:
-        """Trains as one rank of many nodes, in a task whose arguments come from on_many_nodes."""
-        from flyte_ddp.tasks.elastic import download_once, train_as_rank  # they import torch
+        """Trains as one rank of many nodes, in a task whose arguments come from multinode."""
+        from flyte_ddp.tasks.multinode import downloaded_once, run_as_rank  # they import torch
 
         def fetch() -> Subject:
-            source = None if data is None else download_once(data)
-            return self.subject(settings, source, None if init is None else download_once(init))
+            return self.subject(settings, downloaded_once(data), downloaded_once(init))
 
-        outputs: RecipeOutputs = train_as_rank(settings, options, fetch, self.outputs_of, self.observers)
+        outputs: RecipeOutputs = run_as_rank(settings, options, fetch, self.outputs_of, self.observers)
         return outputs
 
-    @flyte_retries()
+    @platform_errors(platform)
     def predict(
         self,
         model_state: FlyteFile,
@@ -149,30 +124,17 @@ class RecipeTraining:
         if not 0 <= shard < shards:
             raise InputError(f"shard must be at least 0 and below shards ({shards}), got {shard}")
         subject = self.subject(settings, None if data is None else Path(data.download()))
-        with run_dir(f"{subject.dataset}-predictions") as folder:
+        with run_folder(platform, f"{subject.dataset}-predictions") as folder:
             path = folder / f"predictions-{shard}.npy"
             job = job_of(subject, RunOptions(), model_path=model_state.download(), predictions_path=str(path))
-            world, timeout, asked = (
-                choose_world("gloo", 1, 1),
-                RunOptions().timeout_seconds,
-                (job, split, shard, shards),
-            )
-            run_alone(PREDICT, asked, timeout, open_console(), world, self.code.root)
+            world, asked = choose_world("gloo", 1, 1), (job, split, shard, shards)
+            run_alone(PREDICT, asked, RunOptions().timeout_seconds, open_console(), world, self.code.root)
         return output_file(path)
 
     def subject(self, settings: TrainingSettings, source: Path | None, init: Path | None = None) -> Subject:
         """The recipe and its data; ReportedError if this pod's code is not what was registered."""
-        self.version.check_registered()
+        check_code(self.code.version)
         return subject_of(self.code, settings, source, init)
 
     def outputs_of(self, trained: Trained) -> RecipeOutputs:
-        result = trained.results[0]
-        epochs = [epoch.evaluated for epoch in result.epochs]
-        chosen = result.epochs[-1 if result.chosen_epoch is None else result.chosen_epoch]
-        summary = RecipeSummary(
-            **vars(trained.figures),
-            recipe=self.code.name,
-            measures=result.tested,
-            validation_measures=chosen.validation,
-        )
-        return RecipeOutputs(epochs, trained.model_state, summary, trained.report, trained.logs)
+        return RecipeOutputs(trained.epoch_measures, *files_of(trained, trained.recipe_summary()))

@@ -10,16 +10,19 @@ import os
 import re
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 from flytekit.extras import accelerators
 
+from flyte_ddp.attempt.pod import CODE_VARIABLE, GPUS_VARIABLE
+from flyte_ddp.attempt.webhook import WEBHOOK_SECRET_VARIABLE
 from flyte_ddp.data.download import MIRROR_VARIABLE
 from flyte_ddp.errors import InputError
 from flyte_ddp.launch.environment import DEFAULT_CPU_RANKS
 from flyte_ddp.settings import Settings, read_json, setting
-from flyte_ddp.tasks.addresses import WEBHOOK_SECRET_VARIABLE, check_notify, check_place, check_urls
-from flyte_ddp.tasks.caching import CODE_VARIABLE
 
+PHASES = ("succeeded", "failed", "timed_out", "aborted")
+ADDRESS = r"[^@\s,:]+@[^@\s,:]+"
 QUANTITY = r"\d+(\.\d+)?(m|k|M|G|T|Ki|Mi|Gi|Ti)?"  # Kubernetes' notation
 ACCELERATORS = {
     name: value
@@ -28,7 +31,6 @@ ACCELERATORS = {
 }
 # With their compute capabilities; the locked torch has code for 7.5, 8.0, 8.6, 9.0, 10.0, 12.0 and compatible ones
 TOO_OLD = {"K80": "3.7", "M60": "5.2", "P100": "6.0", "P4": "6.1", "V100": "7.0"}
-GPUS_VARIABLE = "DDP_POD_GPUS"
 
 
 @dataclass(frozen=True)
@@ -165,3 +167,34 @@ def _parsed(text: str) -> Any:
         return read_json(text)
     except json.JSONDecodeError:
         return text
+
+
+def check_notify(notify: str, phases: str) -> None:
+    if notify and not re.fullmatch(f"(slack|email):{ADDRESS}(,{ADDRESS})*", notify):
+        raise InputError(
+            "notify must be slack:ADDRESS or email:ADDRESS, or several addresses separated by commas, got "
+            f"{json.dumps(notify)}: an address is NAME@HOST, also for a Slack channel"
+        )
+    if not {*phases.split(",")} <= {*PHASES}:
+        raise InputError(
+            f"notify_phases must be some of {', '.join(PHASES)}, separated by commas, got {json.dumps(phases)}"
+        )
+
+
+def check_urls(webhook: str, webhook_secret: str, console: str) -> None:
+    """The messages do not show the URLs, which may be secret."""
+    for name, url in (("webhook", webhook), ("console", console)):
+        parts = urlsplit(url)
+        if url and not (parts.scheme in ("http", "https") and parts.hostname):
+            raise InputError(f"{name} must be a URL such as https://host/path: write it in full")
+        if "@" in parts.netloc:
+            raise InputError(f"{name} must not have a password, which everybody would see: put it into a Flyte secret")
+    if webhook and webhook_secret:
+        raise InputError("webhook and webhook_secret must not both be set: leave one of them out")
+
+
+def check_place(place: str) -> None:
+    if place and "://" not in place and not place.startswith("/"):
+        raise InputError(
+            f"promote_to must be a URL of Flyte's storage (s3://…) or an absolute path, got {json.dumps(place)}"
+        )

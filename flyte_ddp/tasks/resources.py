@@ -2,8 +2,6 @@
 
 import dataclasses
 import json
-import os
-import platform
 from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
@@ -11,12 +9,13 @@ from urllib.parse import urlsplit
 from flytekit import Resources, Secret
 from flytekit.core.base_task import PythonTask
 
+from flyte_ddp.attempt.pod import GPUS_VARIABLE
+from flyte_ddp.attempt.webhook import WEBHOOK_SECRET_VARIABLE, WEBHOOK_VARIABLE
 from flyte_ddp.data.download import MIRROR_VARIABLE, mirror_from_environment
-from flyte_ddp.errors import InputError, RecoverableError
-from flyte_ddp.tasks.addresses import CONSOLE_VARIABLE, WEBHOOK_SECRET_VARIABLE, WEBHOOK_VARIABLE
+from flyte_ddp.errors import InputError
 from flyte_ddp.tasks.caching import CodeVersion
-from flyte_ddp.tasks.execution import flyte_retries
-from flyte_ddp.tasks.registration import ACCELERATORS, GPUS_VARIABLE, Registration, registration, variable_of
+from flyte_ddp.tasks.platform import CONSOLE_VARIABLE
+from flyte_ddp.tasks.registration import ACCELERATORS, Registration, registration, variable_of
 
 IMAGE = "{{.image.trainer}}"  # named in flyte.config, or by --image trainer=NAME
 
@@ -40,19 +39,6 @@ def registered_environment() -> dict[str, str]:
 def training_environment(gpus: int, code: CodeVersion | None = None) -> dict[str, str]:
     """The variables of a training pod with this many GPUs and this code."""
     return {**pod_environment(), **(code.environment if code else {}), GPUS_VARIABLE: str(gpus)}
-
-
-def check_gpus(visible: int) -> None:
-    """Raises an error, so that Flyte tries another pod, if this one sees another number of GPUs than it asked for: the
-    result with fewer would be cached all the same. A local run has asked for none."""
-    asked = os.environ.get(GPUS_VARIABLE)
-    with flyte_retries():
-        if asked is not None and int(asked) != visible:
-            raise RecoverableError(
-                f"this pod must have as many GPUs as were registered ({asked}), got {visible} on {platform.node()}: "
-                "check that node's driver and device plugin and the platform's limits, or register with a DDP_GPUS "
-                "(or give a --gpus) that the cluster can provide, or with DDP_PROFILE=sandbox for none"
-            )
 
 
 def sizes(cpu: str, memory: str, disk: str, gpus: int = 0) -> dict[str, Any]:

@@ -9,14 +9,17 @@ from typing import NamedTuple
 from flytekit import task
 from flytekit.types.file import CSVFile, FlyteFile
 
+from flyte_ddp.attempt.folders import run_folder
+from flyte_ddp.attempt.pod import check_gpus
 from flyte_ddp.data import prepared
 from flyte_ddp.launch import launcher
 from flyte_ddp.launch.environment import World, choose_world, visible_gpus
 from flyte_ddp.report.console import Console, say, say_last
-from flyte_ddp.tasks.execution import flyte_retries, is_local, run_dir
+from flyte_ddp.tasks import platform
 from flyte_ddp.tasks.outputs import output_file, output_page
+from flyte_ddp.tasks.platform import is_local
 from flyte_ddp.tasks.prepare import PreparedDataset, resolve_name
-from flyte_ddp.tasks.resources import check_gpus, small_resources, training_resources
+from flyte_ddp.tasks.resources import small_resources, training_resources
 from flyte_ddp.timing.measurement import DATA_PARALLEL, ONE_DEVICE, PROCESSES, Measurement, TimingJob, TimingOptions
 from flyte_ddp.timing.page import timing_article
 
@@ -47,7 +50,7 @@ def check_timing(options: TimingOptions) -> str:
 def time_inference(data: PreparedDataset, options: TimingOptions) -> TimingOutputs:
     """Times all methods with each batch size, options.repeats times; never cached, because timings vary."""
     check_gpus(visible_gpus())
-    with flyte_retries(), run_dir("inference-timing") as folder:
+    with run_folder(platform, "inference-timing") as folder:
         description = prepared.verify(data.download())
         load = os.getloadavg()[0]
         found = measure_all(data.download(), options)

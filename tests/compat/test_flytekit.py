@@ -10,8 +10,9 @@ from flytekit.core.checkpointer import SyncCheckpoint
 from flytekit.exceptions.user import FlyteRecoverableException, FlyteUserRuntimeException
 from flytekit.interaction.click_types import FileParamType, JsonParamType, UnionParamType
 
-from flyte_ddp.tasks import flytekit_compat
-from flyte_ddp.tasks.execution import TaskError, TaskInterruptedError, failure_of
+from flyte_ddp.attempt.failures import failure_of
+from flyte_ddp.tasks import flytekit_compat, platform
+from flyte_ddp.tasks.platform import TaskError, TaskInterruptedError
 
 
 @dataclass
@@ -91,5 +92,5 @@ def test_html_of_a_deck_is_replaced():
     ("own", "other"), [(TaskError, FlyteUserRuntimeException), (TaskInterruptedError, FlyteRecoverableException)]
 )
 def test_an_exception_goes_by_the_error_code_of_another(own, other):
-    error = own("reason", failure_of(ValueError("reason")))
+    error = own(failure_of(platform, ValueError("reason")), "reason")
     assert own.error_code == FlyteUserRuntimeException(error).error_code == other.error_code

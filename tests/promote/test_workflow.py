@@ -14,6 +14,7 @@ import pytest
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import PythonPickledFile
 
+from flyte_ddp.attempt.training import IMAGE_CLASSIFIER
 from flyte_ddp.data.datasets import prepare
 from flyte_ddp.engine.job import Identity, Measured, Subject
 from flyte_ddp.errors import InputError
@@ -24,7 +25,6 @@ from flyte_ddp.promote.promotion import promote
 from flyte_ddp.promote.task import check_promotion
 from flyte_ddp.recipes.hyperparameters import FashionMNISTHyperparameters, Hyperparameters
 from flyte_ddp.settings import RunOptions
-from flyte_ddp.tasks.train import IMAGE_CLASSIFIER
 from flyte_ddp.training import train
 from flyte_ddp.user_code import find_code
 from scripts.dry_run import decode

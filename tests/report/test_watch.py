@@ -96,7 +96,7 @@ def test_what_cannot_be_watched_is_one_error(recorded, progress, tmp_path):
     file = tmp_path / "progress.jsonl"
     for content, words in [
         (b"<html>\n", "is not the progress of a training"),
-        (json.dumps({"event": "started", "format": 2}).encode() + b"\n", "has format 2, but this program knows 1"),
+        (json.dumps({"event": "started", "format": 3}).encode() + b"\n", "has format 3, but this program knows 2"),
     ]:
         file.write_bytes(content)
         status, said = watch(file)

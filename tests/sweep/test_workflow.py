@@ -17,7 +17,8 @@ from flyte_ddp.launch.failures import Failure
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.sweep.search import Sweep, TrialResult
-from flyte_ddp.tasks.execution import TaskError, task_error
+from flyte_ddp.tasks import platform
+from flyte_ddp.tasks.platform import TaskError
 from tests.commands import output, pyflyte, pyflyte_process, start_pyflyte, words
 from tests.pod import Pod, literal, package_for_here, small_dataset
 from workflows.sweep import as_result
@@ -103,8 +104,8 @@ def test_a_wrong_sweep_is_a_usage_error_before_anything_is_done(sweep, said, tmp
 
 @pytest.mark.parametrize("cause", ["OutOfMemoryError", "InputError", "SIGKILL"])
 def test_what_may_not_follow_from_the_hyperparameters_is_no_result_to_be_cached(cause):
-    error = task_error(Failure(0, "host", "error", cause, "why", recoverable=False))
-    with pytest.raises(TaskError, match=f"rank 0 on host: {cause}: why"):
+    error = platform.error(Failure(0, "host", "error", cause, "why", recoverable=False), "why")
+    with pytest.raises(TaskError, match="why"):
         as_result(HP, error, 1.0)
 
 

@@ -1,10 +1,14 @@
-"""The cache of a training goes by what the data are, not by where."""
+"""The cache of a training goes by what the data are, not by where; also in storage that is not this machine's disk."""
 
-from flytekit import Cache, task, workflow
+from pathlib import Path
+
+from flytekit import Cache, FlyteContextManager, task, workflow
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
-from flyte_ddp.tasks.data import file_by_content, folder_by_content, weights_by_content
+from flyte_ddp.data.image_settings import ImageSettings
+from flyte_ddp.tasks.data import fetch, file_by_content, folder_by_content, list_files, weights_by_content
+from flyte_ddp.tasks.image_folder import find_images
 
 trained: "list[str]" = []
 
@@ -65,3 +69,33 @@ def test_weights_go_by_their_content_alone(tmp_path):
     assert weights_wf(init=FlyteFile(str(copy))) == number
     first.write_text("2")
     assert weights_wf(init=FlyteFile(str(first))) > number
+
+
+# --- in storage: fsspec's own, in memory ---
+
+
+def test_folder_in_storage_is_listed_and_fetched_file_by_file(tmp_path):
+    storage = FlyteContextManager.current_context().file_access.get_filesystem_for_path("memory://photos")
+    for name in ("b.png", "a/2.jpg", "a/1.jpg", ".hidden", "a/.cache/3.jpg"):
+        storage.pipe(f"/photos/{name}", name.encode())
+    folder = FlyteDirectory("memory://photos")
+    before = list_files(folder)
+    assert list(before) == ["a/1.jpg", "a/2.jpg", "b.png"]
+
+    fetched = dict(fetch(folder, ["a/2.jpg", "b.png"], tmp_path))
+    assert {name: Path(path).read_text() for name, path in fetched.items()} == {"a/2.jpg": "a/2.jpg", "b.png": "b.png"}
+
+    storage.pipe("/photos/b.png", b"another content")
+    changed = {name for name, version in list_files(folder).items() if version != before[name]}
+    assert changed == {"b.png"}
+
+
+def test_the_key_of_a_folder_in_storage_follows_its_files():
+    storage = FlyteContextManager.current_context().file_access.get_filesystem_for_path("memory://pets")
+    storage.pipe("/pets/cat/1.png", b"a cat")
+    found = [find_images.task_function("memory://pets", ImageSettings()) for _ in range(2)]
+    storage.pipe("/pets/cat/1.png", b"a dog")
+    found.append(find_images.task_function("memory://pets", ImageSettings()))
+    assert {one.folder.remote_source for one in found} == {"memory://pets"}
+    assert found[0].stamp == found[1].stamp != found[2].stamp
+    assert not find_images.metadata.cache, "else nobody would look again"

@@ -8,8 +8,9 @@ from typing import NamedTuple
 from flytekit import task, workflow
 from flytekit.types.file import FlyteFile
 
-from flyte_ddp.tasks.checkpoints import checkpoint_store, training_key
-from flyte_ddp.tasks.execution import flyte_retries, run_dir
+from flyte_ddp.attempt.checkpoints import training_key
+from flyte_ddp.attempt.run import training_run
+from flyte_ddp.tasks import platform
 from flyte_ddp.tasks.outputs import output_file, output_page
 from flyte_ddp.tasks.pyflyte import set_up_pyflyte, ship
 from flyte_ddp.tasks.resources import training_resources
@@ -39,10 +40,10 @@ class Outputs(NamedTuple):
 def train_mirrored(hp: Hyperparameters) -> Outputs:
     """Trains the network; a retry resumes from the last attempt's checkpoint."""
     key = training_key(hp, CODE.version)
-    with flyte_retries(), run_dir("mirrored") as folder, checkpoint_store(key, resume=True) as store:
-        model = folder / "model.keras"
-        result = train(hp, model, store.path, store)
-        report = output_page(folder, *page(hp, result))
+    with training_run(platform, "mirrored", key, resume=True) as run:
+        model = run.folder / "model.keras"
+        result = train(hp, model, run.store.path, run.store)
+        report = output_page(run.folder, *page(hp, result))
         return Outputs([epoch.test["accuracy"] for epoch in result.epochs], output_file(model), report)
 
 

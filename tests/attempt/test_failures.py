@@ -8,17 +8,20 @@ import pytest
 from flytekit import FlyteContextManager
 from flytekit.core.context_manager import ExecutionState
 
+from flyte_ddp.attempt.failures import attempt_error, failure_of, platform_errors
+from flyte_ddp.attempt.folders import run_folder
+from flyte_ddp.attempt.training import image_subject
 from flyte_ddp.errors import DataError, InputError, RecoverableError
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
-from flyte_ddp.tasks.execution import TaskError, TaskInterruptedError, failure_of, flyte_retries, run_dir, task_error
-from flyte_ddp.tasks.train import image_subject
+from flyte_ddp.tasks import platform
+from flyte_ddp.tasks.platform import TaskError, TaskInterruptedError
 from tests.unreliable_storage import UnreliableStorage
 
 
 def test_an_input_that_storage_does_not_deliver_now_is_worth_a_retry(tmp_path, monkeypatch):
     monkeypatch.setattr(UnreliableStorage, "failures", 1)
     storage = FlyteContextManager.current_context().file_access
-    with pytest.raises(TaskInterruptedError) as failed, flyte_retries():
+    with pytest.raises(TaskInterruptedError) as failed, platform_errors(platform):
         storage.get_data("unreliable://bucket/data", str(tmp_path), is_multipart=True)
     headline, *others = str(failed.value).splitlines()
     assert "Failed to get data from unreliable://bucket/data" in headline
@@ -29,7 +32,7 @@ def test_an_input_that_storage_does_not_deliver_now_is_worth_a_retry(tmp_path, m
 
 def test_a_damaged_download_is_worth_a_retry_and_names_no_folder_to_delete(tmp_path):
     (tmp_path / "dataset.json").write_text("{")
-    with pytest.raises(TaskInterruptedError) as failed, flyte_retries():
+    with pytest.raises(TaskInterruptedError) as failed, platform_errors(platform):
         image_subject(Hyperparameters(), tmp_path)
     assert "dataset.json is broken JSON in this pod: " in str(failed.value)
     assert "--overwrite-cache" in str(failed.value)
@@ -37,16 +40,15 @@ def test_a_damaged_download_is_worth_a_retry_and_names_no_folder_to_delete(tmp_p
 
 
 def test_a_wrong_input_is_final():
-    with pytest.raises(TaskError, match=r"^epochs must be 1, got 2$") as failed, flyte_retries():
+    with pytest.raises(TaskError, match=r"^epochs must be 1, got 2$") as failed, platform_errors(platform):
         raise InputError("epochs must be 1, got 2")
     assert not isinstance(failed.value, TaskInterruptedError)
     assert (failed.value.failure.rank, failed.value.failure.cause) == (None, "InputError")
 
 
 def test_a_message_of_any_length_and_content_reaches_flyte():
-    failed = task_error(
-        failure_of(RecoverableError("\udce4" + "a" * 10**6 + "\n\n" + "b" * 10**6 + "the cause")), "s3://logs"
-    )
+    error = RecoverableError("\udce4" + "a" * 10**6 + "\n\n" + "b" * 10**6 + "the cause")
+    failed = attempt_error(platform, failure_of(platform, error), "s3://logs")
     message = str(failed)
     assert isinstance(failed, TaskInterruptedError)
     assert len(message.encode()) < 200_000
@@ -72,6 +74,6 @@ def test_a_failed_local_run_leaves_no_folder_though_an_observer_still_writes(tmp
     context = FlyteContextManager.current_context()
     state = context.new_execution_state().with_params(mode=ExecutionState.Mode.LOCAL_TASK_EXECUTION)
     local = FlyteContextManager.with_context(context.with_execution_state(state))
-    with pytest.raises(DataError), local, run_dir("digits") as folder:
+    with pytest.raises(DataError), local, run_folder(platform, "digits") as folder:
         fail(folder)
     assert list(tmp_path.iterdir()) == []

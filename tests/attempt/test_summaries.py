@@ -2,9 +2,9 @@
 
 import pytest
 
+from flyte_ddp.attempt.summaries import utilization
 from flyte_ddp.engine.job import TrainingResult
 from flyte_ddp.launch.environment import World
-from flyte_ddp.tasks.summaries import utilization
 
 
 @pytest.mark.parametrize(

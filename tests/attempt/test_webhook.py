@@ -1,7 +1,7 @@
 """A webhook on loopback that is told of failed trainings, and those that do not listen."""
 
 import json
-import platform
+import platform as machine
 import re
 import socket
 import threading
@@ -11,16 +11,17 @@ from typing import Any
 
 import pytest
 from flytekit import Secret
-from flytekit.core.base_task import IgnoreOutputs
 from flytekit.types.directory import FlyteDirectory
 
+from flyte_ddp.attempt import webhook
+from flyte_ddp.attempt.failures import attempt_error, failure_of
+from flyte_ddp.attempt.pod import GPUS_VARIABLE
 from flyte_ddp.launch.failures import Failure, PreemptedError, RankError
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions, TrainingSettings
-from flyte_ddp.tasks import webhook
-from flyte_ddp.tasks.execution import TaskInterruptedError, failure_of, task_error
+from flyte_ddp.tasks import platform
+from flyte_ddp.tasks.platform import TaskInterruptedError
 from flyte_ddp.tasks.recipe import RecipeTraining
-from flyte_ddp.tasks.registration import GPUS_VARIABLE
 from flyte_ddp.tasks.train import train
 from scripts import dry_run
 from tests.pod import Pod, literal, package, package_for_here, small_dataset
@@ -107,7 +108,7 @@ def test_a_failed_training_is_told_with_rank_host_cause_and_the_link(server, tmp
     assert posted == {
         "format": 1,
         "event": "training_failed",
-        "host": platform.node(),
+        "host": machine.node(),
         "cause": "NonFiniteError",
         "recoverable": False,
         "attempt": 1,
@@ -146,16 +147,20 @@ def test_what_cannot_be_reached_is_said_without_the_url(capsys, url):
     ("error", "is_told"),
     [
         (RankError(Failure(1, "host", "error", "LookupError", "no such word")), True),
-        (task_error(Failure(1, "host", "error", "LookupError", "no such word"), "place"), True),
+        (attempt_error(platform, Failure(1, "host", "error", "LookupError", "no such word"), "place"), True),
         (PreemptedError("all ranks on host: SIGTERM: stopped"), False),
-        (task_error(failure_of(PreemptedError("all ranks on host: SIGTERM: stopped")), "place"), False),
-        (IgnoreOutputs(), False),
+        (
+            attempt_error(
+                platform, failure_of(platform, PreemptedError("all ranks on host: SIGTERM: stopped")), "place"
+            ),
+            False,
+        ),
         (KeyboardInterrupt(), False),
     ],
 )
-def test_who_was_told_to_stop_or_has_no_outputs_has_not_failed(server, monkeypatch, error, is_told):
+def test_who_was_told_to_stop_has_not_failed(server, monkeypatch, error, is_told):
     monkeypatch.setenv("DDP_WEBHOOK", f"{server.url}/200")
-    with pytest.raises(type(error)), webhook.telling_webhook():
+    with pytest.raises(type(error)), webhook.telling_webhook(platform):
         raise error
     assert [(one["rank"], one["host"], one["cause"], one["message"]) for one in server.posted] == [
         (1, "host", "LookupError", "no such word")
@@ -164,10 +169,10 @@ def test_who_was_told_to_stop_or_has_no_outputs_has_not_failed(server, monkeypat
 
 def test_an_error_outside_of_the_ranks_names_this_host(server, monkeypatch):
     monkeypatch.setenv("DDP_WEBHOOK", f"{server.url}/200")
-    with pytest.raises(ZeroDivisionError), webhook.telling_webhook():
+    with pytest.raises(ZeroDivisionError), webhook.telling_webhook(platform):
         raise ZeroDivisionError("by zero\nand more")
     (posted,) = server.posted
-    assert (posted["rank"], posted["host"], posted["cause"]) == (None, platform.node(), "ZeroDivisionError")
+    assert (posted["rank"], posted["host"], posted["cause"]) == (None, machine.node(), "ZeroDivisionError")
     assert posted["message"] == "by zero"
 
 
@@ -185,7 +190,7 @@ def test_a_pod_that_lacks_its_gpus_is_told(server, monkeypatch, training):
     with pytest.raises(TaskInterruptedError, match="as many GPUs as were registered"):
         training()
     (posted,) = server.posted
-    assert (posted["rank"], posted["host"], posted["recoverable"]) == (None, platform.node(), True)
+    assert (posted["rank"], posted["host"], posted["recoverable"]) == (None, machine.node(), True)
     assert posted["message"].startswith("this pod must have as many GPUs as were registered (1024)")
 
 

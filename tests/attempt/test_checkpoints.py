@@ -2,23 +2,24 @@
 
 import subprocess
 import sys
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from flytekit import FlyteContextManager
+from flytekit import FlyteContextManager, current_context
 from flytekit.core.checkpointer import SyncCheckpoint
 from flytekit.core.context_manager import ExecutionState
 
+from flyte_ddp.attempt import checkpoints
+from flyte_ddp.attempt.checkpoints import checkpoint_store
 from flyte_ddp.errors import RecoverableError
-from flyte_ddp.tasks import checkpoints
-from flyte_ddp.tasks.checkpoints import FlyteStore, checkpoint_store
+from flyte_ddp.tasks import platform
 from tests.unreliable_storage import UnreliableStorage
 
 ROOT = Path(__file__).parents[2]
 HOLDER = """if True:
     import sys
-    from tests.tasks.test_checkpoints import local_store
+    from tests.attempt.test_checkpoints import local_store
     with local_store() as store:
         store.path.write_text("half a training")
         print(store.path, flush=True)
@@ -32,7 +33,7 @@ def local_store():
     context = FlyteContextManager.current_context()
     state = context.new_execution_state().with_params(mode=ExecutionState.Mode.LOCAL_TASK_EXECUTION)
     local = context.with_execution_state(state)
-    with FlyteContextManager.with_context(local), checkpoint_store("key", resume=True) as store:
+    with FlyteContextManager.with_context(local), checkpoint_store(platform, "key", resume=True) as store:
         yield store
 
 
@@ -80,6 +81,18 @@ def test_one_that_failed_keeps_its_checkpoint(tmp_path, monkeypatch):
 # --- in Flyte's storage ---
 
 
+def on_a_cluster(checkpoint, folder):
+    """A pod's context with this checkpoint and working folder."""
+    context = FlyteContextManager.current_context()
+    folder.mkdir(exist_ok=True)
+    builder = current_context().builder()
+    builder.checkpoint, builder.working_dir = checkpoint, folder
+    state = context.new_execution_state().with_params(
+        mode=ExecutionState.Mode.TASK_EXECUTION, user_space_params=builder.build()
+    )
+    return FlyteContextManager.with_context(context.with_execution_state(state))
+
+
 @pytest.fixture
 def attempt(tmp_path, monkeypatch):
     """attempt(number, failures): what an attempt restores, that many reads of the storage having failed."""
@@ -87,12 +100,9 @@ def attempt(tmp_path, monkeypatch):
     def restored(number, failures=0):
         monkeypatch.setattr(UnreliableStorage, "failures", failures)
         mine, previous = (f"unreliable://bucket/{tmp_path.name}/{one}" for one in (number, number - 1))
-        folder = tmp_path / str(number)
-        folder.mkdir(exist_ok=True)
-        store = FlyteStore(folder / "checkpoint", SyncCheckpoint(mine, previous))
-        with closing(store):
-            store.restore(resume=True)
-        return store.path.read_text() if store.path.exists() else None
+        pod = on_a_cluster(SyncCheckpoint(mine, previous), tmp_path / str(number))
+        with pod, checkpoint_store(platform, "key", resume=True) as store:
+            return store.path.read_text() if store.path.exists() else None
 
     monkeypatch.setattr(checkpoints, "WAITS", (0.0,))
     storage = FlyteContextManager.current_context().file_access
