@@ -13,7 +13,7 @@ from flyte_ddp.flyte2.environment import (
     training_environment,
     workflow_environment,
 )
-from flyte_ddp.flyte2.prepare import prepare_dataset, preparation_arguments, resolve_dataset
+from flyte_ddp.flyte2.prepare import preparation_arguments, prepare_dataset, resolve_dataset
 from flyte_ddp.flyte2.training import TrainingOutputs, train_classifier
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions

@@ -5,6 +5,7 @@ pyflyte run workflows/autoencoder.py autoencoder_wf --hp '{"epochs": 3}'
 
 from flytekit import Cache, dynamic, task, workflow
 
+from flyte_ddp.attempt.registration import registration
 from flyte_ddp.autoencoder.job import AutoencoderHyperparameters, AutoencoderOptions
 from flyte_ddp.autoencoder.task import (
     AUTOENCODER_CODE,
@@ -17,7 +18,6 @@ from flyte_ddp.errors import InputError
 from flyte_ddp.tasks.caching import CodeVersion, OnClustersOnly
 from flyte_ddp.tasks.prepare import PreparedDataset, prepare_dataset
 from flyte_ddp.tasks.pyflyte import set_up_pyflyte
-from flyte_ddp.tasks.registration import registration
 from flyte_ddp.tasks.resources import dynamic_resources, resize
 from flyte_ddp.tasks.train import training_arguments
 

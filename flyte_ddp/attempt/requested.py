@@ -24,8 +24,8 @@ class Size:
 
 def size(cpu: str, memory: str, disk: str, gpus: int = 0) -> Size:
     """From Registration's form; a single quantity is request and limit."""
-    pairs = [(quantity.split(":")[0], quantity.split(":")[-1]) for quantity in (cpu, memory, disk)]
-    return Size(*pairs, gpus)
+    of_cpu, of_memory, of_disk = ((one.split(":")[0], one.split(":")[-1]) for one in (cpu, memory, disk))
+    return Size(of_cpu, of_memory, of_disk, gpus)
 
 
 def small_size() -> Size:

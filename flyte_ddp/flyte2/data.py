@@ -1,15 +1,12 @@
 """Files and folders of Flyte 2, between its storage and this machine; as inputs of tasks, cached by their content."""
 
 import hashlib
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from flyte import storage
 from flyte.io import Dir, File
 
 from flyte_ddp.errors import DownloadError
-from flyte_ddp.flyte2 import platform
 
 
 def downloaded(data: File | Dir) -> Path:

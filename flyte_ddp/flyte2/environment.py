@@ -5,10 +5,11 @@ These settings (DDP_GPUS and so on) are those of the process that deploys or run
 reads this module again, gets them as variables.
 """
 
+import os
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import flyte
 
@@ -16,11 +17,12 @@ import flyte_ddp
 from flyte_ddp.attempt import requested
 from flyte_ddp.attempt.registration import registration
 from flyte_ddp.attempt.requested import Size, pod_environment, registered_environment
-from flyte_ddp.code_version import is_installed, with_installed
+from flyte_ddp.code_version import is_below, is_installed, with_installed
 from flyte_ddp.flyte2.inputs import set_up_flyte
 
 # Those that flytekit, whose names the registration has, calls otherwise
-ACCELERATORS = {"L40S": "L40s", "A100_80GB": "A100_80G", "L4_VWS": "L4"}
+ACCELERATORS: dict[str, Any] = {"L40S": "L40s", "A100_80GB": "A100_80G", "L4_VWS": "L4"}
+Kind = type[flyte.TaskEnvironment]
 IMAGE = flyte.Image.from_ref_name("trainer")  # named by --image trainer=NAME, or in Flyte's config file
 # What comes again after a fault of the cluster should find it mended
 PAUSES = flyte.Backoff(base=timedelta(seconds=10), factor=6.0, cap=timedelta(minutes=10))
@@ -38,19 +40,16 @@ def preparation_environment(name: str) -> flyte.TaskEnvironment:
 
 
 def training_environment(
-    name: str, code: str, files: Sequence[str] = (), gpus: int | None = None, **more: Any
+    name: str, code: str, files: Sequence[str] = (), kind: Kind = flyte.TaskEnvironment, **more: Any
 ) -> flyte.TaskEnvironment:
     """For tasks that train.
 
-    code: the version of what determines the result. files: shipped besides the library's own. gpus: those registered,
-    unless given. more: of a ClusteredTaskEnvironment.
+    code: the version of what determines the result. files: shipped besides the library's own. kind, more: another kind
+    of environment, with the arguments that it has besides those of a TaskEnvironment.
     """
-    gpus = registration().training_gpus if gpus is None else gpus
+    gpus = registration().training_gpus
     variables = {**requested.training_environment(gpus, code), **requested.addresses()}
     secrets = [flyte.Secret(key, group, as_env_var=name) for name, (group, key) in requested.training_secrets().items()]
-    kind = flyte.TaskEnvironment
-    if more:
-        from flyte.clustered import ClusteredTaskEnvironment as kind  # loads more of the SDK
     return _environment(
         name, requested.training_size(gpus), variables, files, kind, secrets=secrets or None,
         interruptible=registration().interruptible, **more,
@@ -62,7 +61,7 @@ def _environment(
     size: Size,
     variables: dict[str, str],
     files: Sequence[str] = (),
-    kind: type[flyte.TaskEnvironment] = flyte.TaskEnvironment,
+    kind: Kind = flyte.TaskEnvironment,
     **more: Any,
 ) -> flyte.TaskEnvironment:
     return kind(
@@ -72,7 +71,7 @@ def _environment(
 
 def resources(size: Size) -> flyte.Resources:
     """Flyte has one size of disk: the limit."""
-    kind, gpu = registration().accelerator, size.gpus or None
+    kind, gpu = registration().accelerator, cast(Any, size.gpus or None)
     if gpu and kind != "none":
         gpu = flyte.GPU(ACCELERATORS.get(kind, kind), gpu)
     return flyte.Resources(
@@ -81,10 +80,14 @@ def resources(size: Size) -> flyte.Resources:
 
 
 def shipped() -> tuple[str, ...]:
-    """The library's files, also those of the ranks, which no process here imports; none if it is installed: then the
-    image has it."""
+    """The library's files, also those of the ranks, which no process here imports; none if it is installed, or elsewhere
+    than below this folder, the project's: then the image has it."""
     root = Path(flyte_ddp.__path__[0])
-    return () if is_installed(str(root)) else tuple(map(str, sorted(root.rglob("*.py"))))
+    return (
+        ()
+        if is_installed(str(root)) or not is_below(str(root), os.getcwd())
+        else tuple(map(str, sorted(root.rglob("*.py"))))
+    )
 
 
 def cached(code: str, ignored: Sequence[str] = (), distributions: Sequence[str] = ()) -> flyte.Cache:

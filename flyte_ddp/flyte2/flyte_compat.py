@@ -24,13 +24,14 @@ def read_json_inputs(kind: type, read: Callable[[str], Any]) -> None:
         return theirs(self, value, param, context)
 
     convert.theirs = theirs  # type: ignore[attr-defined]
-    JsonParamType.convert = convert  # type: ignore[method-assign]
+    JsonParamType.convert = convert  # type: ignore[method-assign,assignment]
 
 
 @contextmanager
 def local_cache() -> Iterator[sqlite3.Connection]:
-    """The local cache: a table task_cache of keys and values, which are serialised Outputs. It cannot list or delete
-    entries."""
-    with closing(sqlite3.connect(LocalDB._get_db_path())) as connection, connection:
+    """The local cache, empty if there is none: a table task_cache of keys and values, which are serialised Outputs. It
+    cannot list or delete entries."""
+    path = LocalDB._get_cache_dir() / "cache.db"
+    with closing(sqlite3.connect(path if path.exists() else ":memory:")) as connection, connection:
         connection.execute("CREATE TABLE IF NOT EXISTS task_cache (key TEXT PRIMARY KEY, value BLOB)")
         yield connection

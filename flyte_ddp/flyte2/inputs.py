@@ -1,13 +1,15 @@
 """What every workflow file of Flyte 2 has done before its tasks run: by flyte_ddp.flyte2.environment."""
 
+import logging
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import msgpack
+from flyte.errors import RuntimeUserError
 from flyteidl2.task.common_pb2 import Outputs
 
+from flyte_ddp.flyte2 import platform
 from flyte_ddp.flyte2.flyte_compat import local_cache, read_json_inputs
 from flyte_ddp.reading import read_settings
 from flyte_ddp.report.console import show_output
@@ -19,6 +21,13 @@ def set_up_flyte() -> None:
     show_output()
     read_json_inputs(Settings, read_settings)
     forget_lost_results()
+    logging.getLogger("flyte").addFilter(is_news)
+
+
+def is_news(record: logging.LogRecord) -> bool:
+    """Not a failure that `flyte run --local` shows at its end, without the stacks of all tasks that waited for it."""
+    error = record.exc_info[1] if record.exc_info else None
+    return not (isinstance(error, RuntimeUserError) and platform.is_local())
 
 
 def forget_lost_results() -> None:

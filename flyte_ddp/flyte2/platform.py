@@ -11,6 +11,7 @@ import flyte
 import flyte.errors
 import flyte.report
 from flyte import storage
+from flyte.models import CheckpointPaths
 from flyte.syncify import syncify
 
 from flyte_ddp.attempt.webhook import CONSOLE_VARIABLE
@@ -22,7 +23,7 @@ download_errors = ()  # flyte_ddp.flyte2.data raises our own
 def is_local() -> bool:
     """Also in a plain call of a task's function, without a run."""
     context = flyte.ctx()
-    return not context or not context.is_in_cluster()
+    return not context or context.mode != "remote"
 
 
 def working_folder() -> Path:
@@ -68,7 +69,7 @@ def previous_logs_url() -> str:
 def _logs_urls(attempt: str, restarts: int | None) -> list[str]:
     """Those of all pods of the attempt until now, one after the other; of a JobSet, those of all its restarts."""
     urls = [f"{attempt}/logs"]
-    while restarts is None and _exists(f"{urls[-1]}/console.log") or len(urls) <= (restarts or 0):
+    while (restarts is None and _exists(f"{urls[-1]}/console.log")) or len(urls) <= (restarts or 0):
         urls.append(f"{attempt}/restart-{len(urls)}/logs")
     return urls
 
@@ -85,11 +86,17 @@ def _attempt_url() -> str:
 
 
 def checkpoint_url() -> str:
-    return _path(flyte.ctx().checkpoint_paths.checkpoint_path)
+    return _path(_checkpoint_paths().checkpoint_path)
 
 
 def previous_checkpoint_url() -> str:
-    return _path(flyte.ctx().checkpoint_paths.prev_checkpoint_path)
+    return _path(_checkpoint_paths().prev_checkpoint_path)
+
+
+def _checkpoint_paths() -> CheckpointPaths:
+    paths = flyte.ctx().checkpoint_paths
+    assert paths  # every pod has them
+    return paths
 
 
 def _path(argument: str | None) -> str:

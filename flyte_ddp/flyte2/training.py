@@ -1,19 +1,18 @@
 """Training within a task of Flyte 2: from typed inputs to ranks and back to typed outputs."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
 
 from flyte.errors import NonRecoverableError
 from flyte.io import Dir, File
 
+from flyte_ddp.attempt.failures import failure_of
 from flyte_ddp.attempt.summaries import TrainingSummary
 from flyte_ddp.attempt.training import Trained, image_subject, train
 from flyte_ddp.engine.job import Subject
 from flyte_ddp.flyte2 import platform
 from flyte_ddp.flyte2.data import downloaded, output_file, output_folder
-from flyte_ddp.launch.failures import message_of
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
 
@@ -68,5 +67,5 @@ def one_attempt() -> Iterator[None]:
         yield
     except Exception as error:
         if platform.is_local():
-            raise NonRecoverableError(message_of(error)) from error
+            raise NonRecoverableError(str(failure_of(platform, error))) from None
         raise

@@ -20,6 +20,8 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 from flyte_ddp.attempt.failures import attempt_error, failure_of
 from flyte_ddp.attempt.multinode import download_once, failure_of_node, train_as_rank
+from flyte_ddp.attempt.registration import registration
+from flyte_ddp.attempt.requested import registered_environment
 from flyte_ddp.attempt.training import Trained, image_subject
 from flyte_ddp.attempt.webhook import telling_webhook
 from flyte_ddp.engine.job import Subject
@@ -28,8 +30,6 @@ from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions, TrainingSettings
 from flyte_ddp.tasks import platform
 from flyte_ddp.tasks.data import url_of
-from flyte_ddp.tasks.registration import registration
-from flyte_ddp.tasks.resources import registered_environment
 from flyte_ddp.tasks.train import TrainingOutputs, outputs_of
 from flyte_ddp.user_code import UserCode
 

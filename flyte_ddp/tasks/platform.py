@@ -15,6 +15,7 @@ from flytekit.exceptions.user import (
     FlyteUserRuntimeException,
 )
 
+from flyte_ddp.attempt.webhook import CONSOLE_VARIABLE
 from flyte_ddp.launch.failures import Failure
 from flyte_ddp.tasks.flytekit_compat import (
     checkpoint_destination,
@@ -23,7 +24,6 @@ from flyte_ddp.tasks.flytekit_compat import (
     with_error_code_of,
 )
 
-CONSOLE_VARIABLE = "DDP_CONSOLE"
 EFFECT_SECONDS = 10.0  # Flyte shows the earliest failure of all pods: one that may be an effect counts as later
 download_errors = (FlyteDownloadDataException,)
 

@@ -34,6 +34,12 @@ def serialised(task: TaskTemplate, values: Mapping[str, Any]) -> bytes:
     return Inputs(literals=literals).SerializeToString()
 
 
+def environment_of(task: TaskTemplate) -> dict[str, str]:
+    found = task.parent_env() if task.parent_env else None
+    assert found
+    return {**(found.env_vars or {}), **(task.env_vars or {})}
+
+
 class Pod2:
     """An attempt at an action: its first pod, or the one after a kill, which has the same arguments."""
 
@@ -64,8 +70,7 @@ class Pod2:
         self.environment = {
             **os.environ,
             **storage.environment,
-            **(task.env_vars or {}),
-            **(task.parent_env().env_vars or {}),  # type: ignore[misc]
+            **environment_of(task),
             "_U_RUN_BASE": f"{BUCKET}/run",
             "_U_ORG_NAME": "me",
             "FLYTE_ATTEMPT_NUMBER": str(number - 1),

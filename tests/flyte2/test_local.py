@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from flyte.cli._params import JsonParamType
 from flyte.cli.main import main
 
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
@@ -57,8 +58,6 @@ def test_a_run_is_cached_by_its_inputs_but_not_its_options_until_its_files_are_g
 
 
 def test_a_file_of_settings_is_read_and_missing_fields_keep_their_defaults(tmp_path):
-    from flyte_ddp.flyte2.flyte_compat import JsonParamType
-
     (tmp_path / "hp.yaml").write_text("epochs: 7\n")
     read = JsonParamType(Hyperparameters).convert(str(tmp_path / "hp.yaml"), None, None)
     assert read == Hyperparameters(epochs=7)

@@ -36,13 +36,13 @@ def data(storage, small_data):
     return Dir(path="s3://bucket/small", hash=prepared.read_description(small_data).digest)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def pod(storage, data):
-    def make(hp=HP, options=OFTEN, **more):
+    def make(action="train", number=1, hp=HP, options=OFTEN, **environment):
         # no GPU is asked for, so that this machine's do not matter
-        environment = {"DDP_POD_GPUS": "0", "CUDA_VISIBLE_DEVICES": "", **more.pop("environment", {})}
+        environment = {"DDP_POD_GPUS": "0", "CUDA_VISIBLE_DEVICES": "", **environment}
         values = {"hp": hp, "data": data, "options": options}
-        return Pod2(mnist.train, values, storage, environment=environment, **more)
+        return Pod2(mnist.train, values, storage, number, action, environment)
 
     return make
 
@@ -53,11 +53,10 @@ def weights(storage, outputs):
 
 
 @pytest.fixture(scope="module")
-def whole(storage, data):
-    environment = {"DDP_POD_GPUS": "0", "CUDA_VISIBLE_DEVICES": ""}
-    pod = Pod2(mnist.train, {"hp": HP, "data": data, "options": OFTEN}, storage, action="whole", environment=environment)
-    assert pod.finish() == 0, pod.log
-    return pod.outputs()
+def whole(pod):
+    undisturbed = pod("whole")
+    assert undisturbed.finish() == 0, undisturbed.log
+    return undisturbed.outputs()
 
 
 @pytest.mark.slow
@@ -80,9 +79,9 @@ def test_a_killed_pod_comes_back_as_the_same_attempt_and_goes_on_where_it_was(st
 
 @pytest.mark.slow
 def test_the_attempt_after_a_failure_goes_on_from_the_previous_ones_checkpoint(storage, pod, whole):
-    first = pod(action="retried")
+    first = pod("retried")
     first.kill_when(lambda objects: CHECKPOINT.replace("train", "retried") in objects)
-    second = pod(action="retried", number=2)
+    second = pod("retried", 2)
     assert second.finish() == 0
     assert "resuming from the checkpoint" in second.log
     assert same(weights(storage, second.outputs()), weights(storage, whole))
@@ -91,7 +90,7 @@ def test_the_attempt_after_a_failure_goes_on_from_the_previous_ones_checkpoint(s
 
 @pytest.mark.slow
 def test_a_pod_that_is_asked_to_stop_writes_a_checkpoint_first(storage, pod):
-    stopped = pod(action="stopped", options=RunOptions(checkpoint_seconds=1e9), hp=Hyperparameters(epochs=10**6))
+    stopped = pod("stopped", options=RunOptions(checkpoint_seconds=1e9), hp=Hyperparameters(epochs=10**6))
     checkpoint = CHECKPOINT.replace("train", "stopped")
     with stopped.running() as process:
         while "Epoch 1 of" not in stopped.log:
@@ -106,7 +105,7 @@ def test_a_pod_that_is_asked_to_stop_writes_a_checkpoint_first(storage, pod):
 
 @pytest.mark.slow
 def test_what_only_a_person_can_mend_is_final_and_says_where_the_logs_are(pod):
-    diverging = pod(action="diverging", hp=Hyperparameters(learning_rate=1e30, epochs=1))
+    diverging = pod("diverging", hp=Hyperparameters(learning_rate=1e30, epochs=1))
     assert diverging.finish() == 0, "Flyte reads the error from its file"
     error = diverging.error.error
     assert error.kind == ContainerError.NON_RECOVERABLE
@@ -117,7 +116,7 @@ def test_what_only_a_person_can_mend_is_final_and_says_where_the_logs_are(pod):
 
 
 def test_a_pod_without_the_gpus_that_it_asked_for_is_tried_elsewhere(pod):
-    missing = pod(action="missing", environment={"DDP_POD_GPUS": "4"})
+    missing = pod("missing", DDP_POD_GPUS="4")
     missing.finish()
     assert missing.error.error.kind == ContainerError.RECOVERABLE
     assert "as many GPUs as were registered (4), got 0 on " in missing.error.error.message
@@ -125,7 +124,7 @@ def test_a_pod_without_the_gpus_that_it_asked_for_is_tried_elsewhere(pod):
 
 @pytest.mark.slow
 def test_a_pod_with_other_code_than_registered_refuses(pod):
-    stale = pod(action="stale", environment={"DDP_TRAINING_CODE": "yesterday's"})
+    stale = pod("stale", DDP_TRAINING_CODE="yesterday's")
     stale.finish()
     assert stale.error.error.kind == ContainerError.NON_RECOVERABLE
     assert "is not the code that was registered" in stale.error.error.message
