@@ -11,7 +11,7 @@ from flyte_ddp.settings import RunOptions
 from flyte_ddp.tasks.data import init_by_content
 from flyte_ddp.tasks.prepare import PreparedDataset, prepare_dataset, resolve_dataset
 from flyte_ddp.tasks.pyflyte import set_up_pyflyte
-from flyte_ddp.tasks.train import TrainingOutputs, train, training_arguments
+from flyte_ddp.tasks.train import TrainingOutputs, image_training, training_arguments
 
 set_up_pyflyte()
 
@@ -21,7 +21,7 @@ def fashion_mnist_task(
     hp: FashionMNISTHyperparameters, data: PreparedDataset, options: RunOptions, init: FlyteFile | None = None
 ) -> TrainingOutputs:
     """Trains hp.model on the prepared dataset, with options.nproc ranks."""
-    return train(hp, data, options, init)
+    return image_training.run(hp, options, data, init)
 
 
 @workflow

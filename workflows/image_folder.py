@@ -20,7 +20,7 @@ from flyte_ddp.tasks.image_folder import attach, find_images, index_images
 from flyte_ddp.tasks.prepare import PreparedDataset
 from flyte_ddp.tasks.pyflyte import set_up_pyflyte
 from flyte_ddp.tasks.resources import training_resources
-from flyte_ddp.tasks.train import TrainingOutputs, train, training_arguments
+from flyte_ddp.tasks.train import TrainingOutputs, image_training, training_arguments
 
 set_up_pyflyte()
 
@@ -35,7 +35,7 @@ def image_folder_task(
     init: FlyteFile | None = None,
 ) -> TrainingOutputs:
     """Trains hp.model on the images of the folder, with options.nproc ranks."""
-    return train(hp, attach(index, folder), options, init)
+    return image_training.run(hp, options, attach(index, folder), init)
 
 
 @workflow

@@ -14,10 +14,10 @@ from flyte_ddp.settings import RunOptions
 from flyte_ddp.tasks.data import init_by_content
 from flyte_ddp.tasks.prepare import PreparedDataset, prepare_dataset, resolve_for_multinode
 from flyte_ddp.tasks.pyflyte import set_up_pyflyte
-from flyte_ddp.tasks.train import TrainingOutputs, training_arguments
+from flyte_ddp.tasks.train import TrainingOutputs, image_training, training_arguments
 
 try:
-    from flyte_ddp.tasks.multinode import multinode, train_rank
+    from flyte_ddp.tasks.multinode import multinode
 except ModuleNotFoundError as error:
     if not (error.name or "").startswith("flytekitplugins"):
         raise
@@ -31,7 +31,7 @@ else:
         hp: Hyperparameters, data: PreparedDataset, options: RunOptions, init: FlyteFile | None = None
     ) -> TrainingOutputs:
         """Trains hp.model on the prepared dataset on all nodes, with the registered number of ranks."""
-        return train_rank(hp, data, options, init)  # type: ignore[return-value]  # only rank 0's value is used
+        return image_training.run_as_rank(hp, options, data, init)
 
     @workflow
     def pytorch_multinode_wf(

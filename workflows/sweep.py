@@ -15,6 +15,7 @@ from flytekit.core.type_engine import TypeEngine
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile, PythonPickledFile
 
+from flyte_ddp.attempt.failures import platform_errors
 from flyte_ddp.attempt.folders import run_folder
 from flyte_ddp.attempt.summaries import TrainingSummary
 from flyte_ddp.code_version import code_version
@@ -35,7 +36,7 @@ from flyte_ddp.tasks.platform import TaskError, is_local
 from flyte_ddp.tasks.prepare import PreparedDataset, prepare_dataset, resolve_dataset
 from flyte_ddp.tasks.pyflyte import set_up_pyflyte
 from flyte_ddp.tasks.resources import dynamic_resources, small_resources, training_resources
-from flyte_ddp.tasks.train import TRAINING_CODE, train
+from flyte_ddp.tasks.train import TRAINING_CODE, image_training
 from workflows.mnist import pytorch_mnist_task
 
 set_up_pyflyte()
@@ -75,6 +76,7 @@ class SweepOutputs(NamedTuple):
 
 
 @task(**small_resources())
+@platform_errors(platform)
 def list_trials(sweep: Sweep, hp: Hyperparameters, options: RunOptions) -> list[Hyperparameters]:
     """The hyperparameters of each trial, all checked before anything is downloaded or spawned."""
     trials = trials_of(sweep, hp)
@@ -100,7 +102,7 @@ def train_trial(
     started, storage = time.time(), FlyteContextManager.current_context().file_access
     init = FlyteFile(checkpoint) if checkpoint and storage.exists(checkpoint) else None
     try:
-        outputs = train(hp, held_out, options, init)
+        outputs = image_training.run(hp, options, held_out, init)
     except (RankError, TaskError) as error:
         return as_result(hp, error, time.time() - started)
     summary, report = outputs.summary, outputs.report.path
@@ -133,6 +135,7 @@ class Entrants(NamedTuple):
 
 
 @task(**small_resources())
+@platform_errors(platform)
 def next_rung(sweep: Sweep, trials: list[Hyperparameters], rungs: Rungs) -> Entrants:
     """The trials of the rung after these."""
     _, hps, checkpoints = zip(*entrants(sweep, trials, rungs), strict=True)
@@ -182,6 +185,7 @@ def value_of(result: Any) -> TrialResult:
 
 
 @task(enable_deck=True, deck_fields=(), **small_resources())
+@platform_errors(platform)
 def compare(sweep: Sweep, trials: list[Hyperparameters], name: str, rungs: Rungs) -> Comparison:
     """Ranks the trials by their validation accuracy; raises ReportedError if none has one."""
     names, results = list(sweep.values), standings(sweep, trials, rungs)

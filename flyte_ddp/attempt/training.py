@@ -17,7 +17,6 @@ from flyte_ddp.engine.job import Job, Subject, TrainingResult, job_of, subject_o
 from flyte_ddp.events import Event
 from flyte_ddp.launch import launcher
 from flyte_ddp.launch.environment import World, choose_world, visible_gpus
-from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.report.predictions import Predictions, predictions_of
 from flyte_ddp.report.record import RunFinished, RunInfo
 from flyte_ddp.report.summary import say_summary
@@ -103,7 +102,7 @@ def train(
         return train_by(platform, start, world, fetch, options, own_observers)
 
 
-def image_subject(hp: Hyperparameters, folder: Path, init: Path | None = None) -> Subject:
+def image_subject(hp: TrainingSettings, folder: Path, init: Path | None = None) -> Subject:
     """An image classifier and the prepared dataset in the folder, which is verified byte by byte."""
     check_code(IMAGE_CLASSIFIER.version)
     return subject_of(IMAGE_CLASSIFIER, hp, folder, init, prepared.verify(folder))

@@ -17,7 +17,7 @@ from flyte_ddp.launch.failures import Failure, PreemptedError
 from flyte_ddp.report.background import one_line
 from flyte_ddp.report.console import warn
 
-# The last one is for the URL from a Flyte secret
+# The last one is for the URL from a secret
 WEBHOOK_VARIABLE, CONSOLE_VARIABLE, WEBHOOK_SECRET_VARIABLE = "DDP_WEBHOOK", "DDP_CONSOLE", "DDP_POD_WEBHOOK"
 FORMAT = 1
 POST_SECONDS = 8.0  # in total: for name look-up, connection and a slow answer

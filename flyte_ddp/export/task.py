@@ -27,13 +27,15 @@ from flyte_ddp.recipes.hyperparameters import FolderHyperparameters, Hyperparame
 from flyte_ddp.report.console import say_last
 from flyte_ddp.settings import TrainingSettings
 from flyte_ddp.tasks import platform
+from flyte_ddp.tasks.data import downloaded
 from flyte_ddp.tasks.image_folder import attach
 from flyte_ddp.tasks.inputs import classifier_metadata, dataset_of
 from flyte_ddp.tasks.outputs import output_folder, output_page
 from flyte_ddp.tasks.platform import is_local
 from flyte_ddp.tasks.prepare import PreparedDataset
-from flyte_ddp.tasks.recipe import Data, RecipeTraining
+from flyte_ddp.tasks.recipe import RecipeTraining
 from flyte_ddp.tasks.resources import preparation_resources, small_resources
+from flyte_ddp.tasks.train import Data
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,7 @@ class ExportOutputs(NamedTuple):
 
 
 @task(**small_resources())
+@platform_errors(platform)
 def check_export(model_state: PythonPickledFile | None, options: ClassifierExport) -> str:
     """The name of the dataset that the model was trained on; refuses invalid inputs before it is downloaded."""
     check_formats(options)
@@ -79,6 +82,7 @@ def check_export(model_state: PythonPickledFile | None, options: ClassifierExpor
 
 
 @task(**small_resources())
+@platform_errors(platform)
 def check_folder_export(
     model_state: PythonPickledFile | None, images: ImageSettings, options: FolderExport
 ) -> ImageSettings:
@@ -96,6 +100,7 @@ def check_folder_export(
 
 
 @task(enable_deck=True, deck_fields=(), retries=2, **preparation_resources())
+@platform_errors(platform)
 def export_classifier(
     model_state: PythonPickledFile, data: PreparedDataset, accuracies: list[float], options: ClassifierExport
 ) -> ExportOutputs:
@@ -103,12 +108,12 @@ def export_classifier(
 
     accuracies: of the epochs, if it was trained for this export.
     """
-    with platform_errors(platform):
-        hp = Hyperparameters(dataset=options.dataset, model=options.network)
-        return _classifier(model_state, Path(data.download()), accuracies, hp, options)
+    hp = Hyperparameters(dataset=options.dataset, model=options.network)
+    return _classifier(model_state, Path(data.download()), accuracies, hp, options)
 
 
 @task(enable_deck=True, deck_fields=(), retries=2, **preparation_resources())
+@platform_errors(platform)
 def export_folder_classifier(
     model_state: PythonPickledFile,
     index: PreparedDataset,
@@ -117,9 +122,8 @@ def export_folder_classifier(
     options: FolderExport,
 ) -> ExportOutputs:
     """The same for a classifier of a folder of images, which index describes."""
-    with platform_errors(platform):
-        hp = FolderHyperparameters(model=options.network)
-        return _classifier(model_state, Path(attach(index, folder).download()), accuracies, hp, options)
+    hp = FolderHyperparameters(model=options.network)
+    return _classifier(model_state, Path(attach(index, folder).download()), accuracies, hp, options)
 
 
 def _classifier(
@@ -135,6 +139,7 @@ def _classifier(
     return _exported(image_subject(hp, data), weights, settings, reported, known, options)
 
 
+@platform_errors(platform)
 def export_recipe(
     training: RecipeTraining,
     model_state: FlyteFile,
@@ -147,12 +152,11 @@ def export_recipe(
 
     settings, data: those of its training. reported: the measures in its summary, which the weights must reproduce.
     """
-    with platform_errors(platform):
-        check_formats(options)
-        subject = training.subject(settings, None if data is None else Path(data.download()))
-        weights = Path(model_state.download())
-        known = read_metadata(weights)
-        return _exported(subject, weights, asdict(settings), reported or options.reported, known, options)
+    check_formats(options)
+    subject = training.subject(settings, downloaded(data))
+    weights = Path(model_state.download())
+    known = read_metadata(weights)
+    return _exported(subject, weights, asdict(settings), reported or options.reported, known, options)
 
 
 def _exported(

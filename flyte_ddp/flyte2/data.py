@@ -9,8 +9,10 @@ from flyte.io import Dir, File
 from flyte_ddp.errors import DownloadError
 
 
-def downloaded(data: File | Dir) -> Path:
+def downloaded(data: File | Dir | None) -> Path | None:
     """Where it is, or a copy. Raises DownloadError, which is worth another attempt."""
+    if data is None:
+        return None
     try:
         return Path(data.download_sync())
     except Exception as error:  # each storage has its own

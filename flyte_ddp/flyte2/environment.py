@@ -80,8 +80,8 @@ def resources(size: Size) -> flyte.Resources:
 
 
 def shipped() -> tuple[str, ...]:
-    """The library's files, also those of the ranks, which no process here imports; none if it is installed, or elsewhere
-    than below this folder, the project's: then the image has it."""
+    """The library's files, also those of the ranks, which no process here imports; none if it is installed, or not below
+    this folder, the project's: then the image has it."""
     root = Path(flyte_ddp.__path__[0])
     return (
         ()

@@ -6,13 +6,12 @@ import flyte
 from flyte.io import Dir
 
 from flyte_ddp.attempt import datasets
-from flyte_ddp.attempt.failures import platform_errors
 from flyte_ddp.code_version import code_version
 from flyte_ddp.data import prepared
 from flyte_ddp.flyte2 import platform
+from flyte_ddp.flyte2.attempt import one_attempt
 from flyte_ddp.flyte2.data import output_folder
 from flyte_ddp.flyte2.environment import PAUSES, cached
-from flyte_ddp.flyte2.training import one_attempt
 from flyte_ddp.launch.environment import choose_world
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
@@ -38,6 +37,6 @@ def preparation_arguments() -> dict[str, Any]:
 def prepare_dataset(name: str) -> Dir:
     """Downloads and prepares the named dataset (for the format see flyte_ddp.data.prepared). Its content is the key of
     the caches."""
-    with one_attempt(), platform_errors(platform):
+    with one_attempt():
         folder = datasets.prepare(platform, name)
         return output_folder(folder, digest=prepared.read_description(folder).digest)

@@ -10,6 +10,7 @@ from flytekit import task
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import CSVFile, FlyteFile
 
+from flyte_ddp.attempt.failures import platform_errors
 from flyte_ddp.attempt.folders import run_folder
 from flyte_ddp.data import prepared
 from flyte_ddp.data.image_files import decode
@@ -58,6 +59,7 @@ class InferenceOutputs(NamedTuple):
 
 
 @task(enable_deck=True, deck_fields=(), **preparation_resources())
+@platform_errors(platform)
 def gather_shards(
     parts: list[CSVFile],
     data: PreparedDataset,

@@ -62,6 +62,7 @@ class Checked(NamedTuple):
 
 
 @task(**small_resources())
+@platform_errors(platform)
 def check_inputs(
     model_state: PythonPickledFile | None, folder: FlyteDirectory | None, options: InferenceOptions
 ) -> Checked:
@@ -76,16 +77,16 @@ def check_inputs(
 
 
 @task(retries=2, **preparation_resources() | {"environment": training_environment(0, INFERENCE_CODE.code)})
+@platform_errors(platform)
 def plan_shards(
     model_state: PythonPickledFile, data: PreparedDataset, folder: FlyteDirectory | None, options: InferenceOptions
 ) -> list[Shard]:
     """Splits the images into shards, if the model fits them; never cached, because contents may have changed."""
     check_code(INFERENCE_CODE.code)
-    with platform_errors(platform):
-        description = prepared.verify(data.download())
-        weights = Path(model_state.download())
-        asked = ModelFile(str(weights), options.model, description.image_shape, len(description.classes))
-        run_alone(INSPECTOR, asked, options.timeout_seconds, Console())
+    description = prepared.verify(data.download())
+    weights = Path(model_state.download())
+    asked = ModelFile(str(weights), options.model, description.image_shape, len(description.classes))
+    run_alone(INSPECTOR, asked, options.timeout_seconds, Console())
     files = list(list_files(folder).items()) if folder is not None else []
     decisive = {
         "weights": hashlib.sha256(weights.read_bytes()).hexdigest(),
@@ -113,6 +114,7 @@ def _key(**decisive: Any) -> str:
     retries=3,
     **one_device(),
 )
+@platform_errors(platform)
 def predict_shard(
     shard: Shard,
     model_state: PythonPickledFile,
@@ -129,7 +131,7 @@ def predict_shard(
     check_code(INFERENCE_CODE.code)
     check_gpus(visible_gpus())
     started = time.perf_counter()
-    with platform_errors(platform), tempfile.TemporaryDirectory(prefix="ddp-") as copies:
+    with tempfile.TemporaryDirectory(prefix="ddp-") as copies:
         names = list(list_files(folder))[shard.first : shard.last] if folder is not None else []
         beside = temporary_beside(part)
         job = ShardJob(

@@ -1,10 +1,10 @@
 """Measures a candidate beside the promoted model, and promotes it if it is better; for any recipe:
 
 @task(**promotion_arguments())  # of flyte_ddp.promote.task
+@platform_errors(platform)  # of flyte_ddp.attempt.failures and flyte_ddp.tasks
 def promote_model(model_state: PythonPickledFile, settings: Settings, place: str) -> PromotionOutputs:
-    with platform_errors(platform):
-        subject = training.subject(settings, None)
-        return promote(subject, Path(model_state.download()), Place(place), PromotionOptions())
+    subject = training.subject(settings, None)
+    return promote(subject, Path(model_state.download()), Place(place), PromotionOptions())
 """
 
 import dataclasses

@@ -60,16 +60,16 @@ def promotion_arguments() -> dict[str, Any]:
 
 
 @task(**small_resources())
+@platform_errors(platform)
 def check_promotion(
     place: str, model_state: PythonPickledFile | None, hp: Hyperparameters, options: RunOptions
 ) -> PromotionTarget:
     """Fills in what the weights say of themselves; refuses invalid inputs before anything is downloaded or trained."""
     known = classifier_metadata(model_state)
     target = resolve_place(place)
-    with platform_errors(platform):
-        models = Place(target)
-        models.read()
-        models.begin()  # fails now, rather than after training, if it is not writable
+    models = Place(target)
+    models.read()
+    models.begin()  # fails now, rather than after training, if it is not writable
     if is_local() and model_state is None:
         choose_world(hp.backend, options.nproc, hp.batch_size)
     dataset = dataset_of(known, hp.dataset, "promote it in a task of your own, see flyte_ddp.promote.promotion")
@@ -86,14 +86,14 @@ def resolve_place(place: str) -> str:
 
 
 @task(**promotion_arguments())
+@platform_errors(platform)
 def promote_images(
     model_state: PythonPickledFile, data: PreparedDataset, hp: Hyperparameters, place: str, options: PromotionOptions
 ) -> PromotionOutputs:
     """Promotes the weights of hp.model, if they are better than those promoted at the place."""
-    with platform_errors(platform):
-        check_gpus(visible_gpus())
-        subject = image_subject(hp, Path(data.download()))
-        return promote(subject, Path(model_state.download()), Place(place), options)
+    check_gpus(visible_gpus())
+    subject = image_subject(hp, Path(data.download()))
+    return promote(subject, Path(model_state.download()), Place(place), options)
 
 
 @task(enable_deck=True, deck_fields=(), **small_resources())

@@ -21,10 +21,10 @@ from flyte_ddp.tasks.resources import preparation_resources
     retries=3,
     **preparation_resources(),
 )
+@platform_errors(platform)
 def hold_out_validation(data: PreparedDataset) -> PreparedDataset:
     """The training images of a prepared dataset as a dataset of their own, see flyte_ddp.data.held_out."""
-    with platform_errors(platform):
-        original = Path(data.download())
-        folder = data_dir() / "prepared" / f"{prepared.verify(original).name}-held-out"
-        hold_out(original, folder)
+    original = Path(data.download())
+    folder = data_dir() / "prepared" / f"{prepared.verify(original).name}-held-out"
+    hold_out(original, folder)
     return output_folder(folder)

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from flytekit import task
 from flytekit.types.file import FlyteFile
 
+from flyte_ddp.attempt.failures import platform_errors
 from flyte_ddp.attempt.folders import run_folder
 from flyte_ddp.attempt.summaries import RecipeSummary
 from flyte_ddp.errors import InputError
@@ -47,6 +48,7 @@ def as_json(trials: Sequence[TrainingSettings]) -> list[str]:
 
 
 @task(enable_deck=True, deck_fields=(), **small_resources())
+@platform_errors(platform)
 def compare_runs(
     sweep: Sweep, trials: list[str], summaries: list[RecipeSummary], measure: str, largest: bool
 ) -> RunComparison:

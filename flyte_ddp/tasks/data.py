@@ -30,6 +30,10 @@ def url_of(given: FlyteFile | FlyteDirectory) -> str:
     return str(given.remote_source or given.path)
 
 
+def downloaded(given: FlyteFile | FlyteDirectory | None) -> Path | None:
+    return None if given is None else Path(given.download())
+
+
 def in_place(file: FlyteFile) -> FlyteFile:
     """The same file, where it is, as a task's output."""
     return FlyteFile(url_of(file), remote_path=False) if is_local() else FlyteFile.from_source(url_of(file))

@@ -40,6 +40,7 @@ class FoundImages(NamedTuple):
 
 
 @task(**preparation_resources())
+@platform_errors(platform)
 def find_images(
     folder: str, images: ImageSettings, backend: str = "auto", nproc: int = 0, batch_size: int = 1
 ) -> FoundImages:
@@ -71,11 +72,11 @@ def find_images(
     retries=3,
     **preparation_resources(),
 )
+@platform_errors(platform)
 def index_images(folder: FlyteDirectory, stamp: str, images: ImageSettings) -> PreparedDataset:
     """Reads every image once, and returns what training needs to know about them, without the images."""
     name = Path(url_of(folder)).name
-    with platform_errors(platform):
-        index = index_folder(Path(folder.download()), name, images, say)
+    index = index_folder(Path(folder.download()), name, images, say)
     return output_folder(index)
 
 

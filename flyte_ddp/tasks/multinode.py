@@ -4,7 +4,6 @@ DDP_NNODES=4 pyflyte ... register is one main node and three workers.
 """
 
 import platform as machine
-from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,19 +18,13 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 from flyte_ddp.attempt.failures import attempt_error, failure_of
-from flyte_ddp.attempt.multinode import download_once, failure_of_node, train_as_rank
+from flyte_ddp.attempt.multinode import download_once, failure_of_node
 from flyte_ddp.attempt.registration import registration
 from flyte_ddp.attempt.requested import registered_environment
-from flyte_ddp.attempt.training import Trained, image_subject
 from flyte_ddp.attempt.webhook import telling_webhook
-from flyte_ddp.engine.job import Subject
 from flyte_ddp.errors import RecoverableError
-from flyte_ddp.recipes.hyperparameters import Hyperparameters
-from flyte_ddp.settings import RunOptions, TrainingSettings
 from flyte_ddp.tasks import platform
 from flyte_ddp.tasks.data import url_of
-from flyte_ddp.tasks.train import TrainingOutputs, outputs_of
-from flyte_ddp.user_code import UserCode
 
 
 class Multinode(Elastic):
@@ -91,35 +84,6 @@ def multinode(arguments: dict[str, Any]) -> dict[str, Any]:
     return {**arguments, "task_config": nodes, "environment": environment}
 
 
-def train_rank(
-    hp: Hyperparameters, data: FlyteDirectory, options: RunOptions, init: FlyteFile | None = None
-) -> TrainingOutputs | None:
-    """Trains an image classifier as one rank of many nodes; only rank 0 returns outputs."""
-
-    def fetch() -> Subject:
-        folder = downloaded_once(data)
-        assert folder
-        return image_subject(hp, folder, downloaded_once(init))
-
-    return run_as_rank(hp, options, fetch, outputs_of)
-
-
-def run_as_rank(
-    settings: TrainingSettings,
-    options: RunOptions,
-    fetch: Callable[[], Subject],
-    outputs_of: Callable[[Trained], Any],
-    own_observers: Sequence[UserCode] = (),
-) -> Any:
-    """The outputs on rank 0, else None."""
-    asked = registration()
-    trained = train_as_rank(platform, settings, options, fetch, asked.node_range, asked.ranks_per_node, own_observers)
-    if trained is None:
-        return None
-    # The plugin pickles the outputs; PythonPickledFile, a class that flytekit makes on use, cannot be pickled
-    return outputs_of(trained)._replace(model_state=FlyteFile(str(trained.model)))
-
-
 def downloaded_once(given: FlyteFile | FlyteDirectory | None) -> Path | None:
     """A copy that all ranks of this host share."""
     if given is None:
@@ -127,3 +91,9 @@ def downloaded_once(given: FlyteFile | FlyteDirectory | None) -> Path | None:
     url, is_folder = url_of(given), isinstance(given, FlyteDirectory)
     download = partial(platform.storage().get_data, url, is_multipart=is_folder)
     return download_once(url, "" if is_folder else Path(url).name, download)
+
+
+def picklable(outputs: Any) -> Any:
+    """The outputs as the plugin, which pickles them, can pass them on: without PythonPickledFile, a class that flytekit
+    makes on use."""
+    return outputs and outputs._replace(model_state=FlyteFile(outputs.model_state.path))

@@ -41,6 +41,7 @@ PreparedDataset = Annotated[FlyteDirectory, HashMethod(content_digest)]
     cache=Cache(policies=RESOLVING, ignored_inputs="options"),
     **small_resources(),
 )
+@platform_errors(platform)
 def resolve_dataset(hp: Hyperparameters, options: RunOptions, auto: str = "mnist") -> str:
     """The name of the dataset to train on, auto being the workflow's own; not cached in local runs, which may need a
     stand-in.
@@ -57,6 +58,7 @@ def resolve_dataset(hp: Hyperparameters, options: RunOptions, auto: str = "mnist
     cache=Cache(policies=RESOLVING, salt=json.dumps(registered_environment())),
     **dynamic_resources(),
 )
+@platform_errors(platform)
 def resolve_for_multinode(hp: Hyperparameters, auto: str = "mnist") -> str:
     """The same for many nodes; refuses inputs that the nodes would refuse only after they have started."""
     if is_local():
@@ -100,9 +102,9 @@ def _local_paths(outputs: LiteralMap) -> Iterator[str]:
     retries=3,
     **preparation_resources(),
 )
+@platform_errors(platform)
 def prepare_dataset(name: str) -> PreparedDataset:
     """Downloads and prepares the named dataset (for the format see flyte_ddp.data.prepared)."""
-    with platform_errors(platform):
-        folder = datasets.prepare(platform, name)
+    folder = datasets.prepare(platform, name)
     # A local run uses the folder where it is: a copy would only land in a temporary place
     return output_folder(folder)

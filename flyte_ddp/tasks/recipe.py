@@ -8,18 +8,16 @@ def train_model(settings: Settings, options: RunOptions) -> RecipeOutputs:
 """
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile, PythonPickledFile
 
 from flyte_ddp.attempt.failures import platform_errors
 from flyte_ddp.attempt.folders import run_folder
-from flyte_ddp.attempt.pod import check_code
 from flyte_ddp.attempt.summaries import RecipeSummary
-from flyte_ddp.attempt.training import Trained, train
-from flyte_ddp.engine.job import Subject, job_of, subject_of
+from flyte_ddp.attempt.training import Trained
+from flyte_ddp.engine.job import job_of
 from flyte_ddp.errors import InputError
 from flyte_ddp.launch.alone import run_alone
 from flyte_ddp.launch.environment import choose_world
@@ -27,13 +25,13 @@ from flyte_ddp.report.console import open_console
 from flyte_ddp.settings import RunOptions, TrainingSettings
 from flyte_ddp.tasks import platform
 from flyte_ddp.tasks.caching import CodeVersion
+from flyte_ddp.tasks.data import downloaded
 from flyte_ddp.tasks.outputs import output_file
 from flyte_ddp.tasks.pyflyte import set_up_pyflyte, ship
-from flyte_ddp.tasks.train import files_of, training_arguments
+from flyte_ddp.tasks.train import Data, Training, files_of, training_arguments
 from flyte_ddp.user_code import find_code
 
 PREDICT = "flyte_ddp.engine.predict:run"  # a name, because importing it would import torch
-Data: TypeAlias = FlyteFile | FlyteDirectory | None
 
 
 class RecipeOutputs(NamedTuple):
@@ -55,7 +53,7 @@ class RecipeOutputs(NamedTuple):
     logs: FlyteDirectory
 
 
-class RecipeTraining:
+class RecipeTraining(Training[RecipeOutputs]):
     """A recipe, known only by its name: its module, which imports torch, is for the ranks.
 
     Its first-party code and data files are shipped to the pods with the workflow's, and determine the cache version.
@@ -69,43 +67,13 @@ class RecipeTraining:
         recipe.
         """
         set_up_pyflyte()
-        self.code = find_code(recipe, data_files)
-        self.version = CodeVersion(self.code.version)
-        self.observers = [find_code(one) for one in observers]
+        super().__init__(find_code(recipe, data_files), [find_code(one) for one in observers])
         for code in (self.code, *self.observers):
             ship(code.files)
 
     def arguments(self, ignored_inputs: Sequence[str] = ("options",)) -> dict[str, Any]:
         """Arguments of the @task that trains or predicts: cache, retries, live report, resources."""
-        return training_arguments(self.version, f"{self.code.name} ", ignored_inputs)
-
-    def run(
-        self, settings: TrainingSettings, options: RunOptions, data: Data = None, init: FlyteFile | None = None
-    ) -> RecipeOutputs:
-        """Trains with one process per rank, on the file or folder data, if the recipe uses one.
-
-        init: what to start from: the model_state of an earlier training, or a checkpoint (final-checkpoint in its logs,
-        if options.keep_checkpoint was set), from which training continues up to settings.epochs in total. Raises what
-        launcher.launch raises.
-        """
-
-        def fetch() -> Subject:
-            source = None if data is None else Path(data.download())
-            return self.subject(settings, source, None if init is None else Path(init.download()))
-
-        return self.outputs_of(train(platform, settings, options, fetch, self.code.root, self.observers))
-
-    def run_as_rank(
-        self, settings: TrainingSettings, options: RunOptions, data: Data = None, init: FlyteFile | None = None
-    ) -> RecipeOutputs:
-        """Trains as one rank of many nodes, in a task whose arguments come from multinode."""
-        from flyte_ddp.tasks.multinode import downloaded_once, run_as_rank  # they import torch
-
-        def fetch() -> Subject:
-            return self.subject(settings, downloaded_once(data), downloaded_once(init))
-
-        outputs: RecipeOutputs = run_as_rank(settings, options, fetch, self.outputs_of, self.observers)
-        return outputs
+        return training_arguments(CodeVersion(self.code.version), f"{self.code.name} ", ignored_inputs)
 
     @platform_errors(platform)
     def predict(
@@ -123,18 +91,13 @@ class RecipeTraining:
         """
         if not 0 <= shard < shards:
             raise InputError(f"shard must be at least 0 and below shards ({shards}), got {shard}")
-        subject = self.subject(settings, None if data is None else Path(data.download()))
+        subject = self.subject(settings, downloaded(data))
         with run_folder(platform, f"{subject.dataset}-predictions") as folder:
             path = folder / f"predictions-{shard}.npy"
             job = job_of(subject, RunOptions(), model_path=model_state.download(), predictions_path=str(path))
             world, asked = choose_world("gloo", 1, 1), (job, split, shard, shards)
             run_alone(PREDICT, asked, RunOptions().timeout_seconds, open_console(), world, self.code.root)
         return output_file(path)
-
-    def subject(self, settings: TrainingSettings, source: Path | None, init: Path | None = None) -> Subject:
-        """The recipe and its data; ReportedError if this pod's code is not what was registered."""
-        check_code(self.code.version)
-        return subject_of(self.code, settings, source, init)
 
     def outputs_of(self, trained: Trained) -> RecipeOutputs:
         return RecipeOutputs(trained.epoch_measures, *files_of(trained, trained.recipe_summary()))

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from flytekit import task
 from flytekit.types.file import CSVFile, FlyteFile
 
+from flyte_ddp.attempt.failures import platform_errors
 from flyte_ddp.attempt.folders import run_folder
 from flyte_ddp.attempt.pod import check_gpus
 from flyte_ddp.data import prepared
@@ -39,6 +40,7 @@ class TimingOutputs(NamedTuple):
 
 
 @task(**small_resources())
+@platform_errors(platform)
 def check_timing(options: TimingOptions) -> str:
     """The name of the dataset; a local run finds out here whether this machine can run that many processes."""
     if is_local():

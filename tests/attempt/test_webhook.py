@@ -22,7 +22,7 @@ from flyte_ddp.settings import RunOptions, TrainingSettings
 from flyte_ddp.tasks import platform
 from flyte_ddp.tasks.platform import TaskInterruptedError
 from flyte_ddp.tasks.recipe import RecipeTraining
-from flyte_ddp.tasks.train import train
+from flyte_ddp.tasks.train import image_training
 from scripts import dry_run
 from tests.pod import Pod, literal, package, package_for_here, small_dataset
 
@@ -179,7 +179,7 @@ def test_an_error_outside_of_the_ranks_names_this_host(server, monkeypatch):
 @pytest.mark.parametrize(
     "training",
     [
-        lambda: train(Hyperparameters(), FlyteDirectory("nowhere"), RunOptions()),
+        lambda: image_training.run(Hyperparameters(), RunOptions(), FlyteDirectory("nowhere")),
         lambda: RecipeTraining("tabular.recipe:Tabular").run(TrainingSettings(), RunOptions()),
     ],
 )
