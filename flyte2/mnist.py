@@ -5,21 +5,15 @@ flyte run --local flyte2/mnist.py main --hp '{"epochs": 1}'
 
 from flyte.io import Dir, File
 
-from flyte_ddp.attempt.training import IMAGE_CLASSIFIER
 from flyte_ddp.flyte2.data import by_content
-from flyte_ddp.flyte2.environment import (
-    preparation_environment,
-    training_arguments,
-    training_environment,
-    workflow_environment,
-)
+from flyte_ddp.flyte2.environment import preparation_environment, workflow_environment
 from flyte_ddp.flyte2.prepare import preparation_arguments, prepare_dataset, resolve_dataset
-from flyte_ddp.flyte2.training import TrainingOutputs, train_classifier
+from flyte_ddp.flyte2.training import TrainingOutputs, image_training
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
 
 preparation = preparation_environment("mnist_preparation")
-training = training_environment("mnist_training", IMAGE_CLASSIFIER.version)
+training = image_training.environment("mnist_training")
 workflow = workflow_environment("mnist", preparation, training)
 
 
@@ -29,10 +23,10 @@ async def prepare(name: str) -> Dir:
     return prepare_dataset(name)
 
 
-@training.task(**training_arguments(IMAGE_CLASSIFIER.version))
+@training.task(**image_training.arguments())
 async def train(hp: Hyperparameters, data: Dir, options: RunOptions, init: File | None = None) -> TrainingOutputs:
     """Trains hp.model on the prepared dataset, with options.nproc ranks."""
-    return train_classifier(hp, data, options, init)
+    return image_training.run(hp, options, data, init)
 
 
 @workflow.task

@@ -80,14 +80,12 @@ def resources(size: Size) -> flyte.Resources:
 
 
 def shipped() -> tuple[str, ...]:
-    """The library's files, also those of the ranks, which no process here imports; none if it is installed, or not below
-    this folder, the project's: then the image has it."""
+    """The library's files, also those of the ranks, which no process here imports; none where the image has them: if it
+    is installed, or not below this folder, the project's."""
     root = Path(flyte_ddp.__path__[0])
-    return (
-        ()
-        if is_installed(str(root)) or not is_below(str(root), os.getcwd())
-        else tuple(map(str, sorted(root.rglob("*.py"))))
-    )
+    if is_installed(str(root)) or not is_below(str(root), os.getcwd()):
+        return ()
+    return tuple(map(str, sorted(root.rglob("*.py"))))
 
 
 def cached(code: str, ignored: Sequence[str] = (), distributions: Sequence[str] = ()) -> flyte.Cache:
