@@ -1,9 +1,11 @@
 """A training on whatever platform runs it: all that happens around the ranks, from the fetched data to the figures."""
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Generic, TypeVar
 
 from flyte_ddp.attempt.failures import platform_errors
 from flyte_ddp.attempt.observing import observing, tracking_id
@@ -26,6 +28,8 @@ from flyte_ddp.user_code import UserCode, find_code
 
 WORKER = "flyte_ddp.engine.worker:run"  # a name, because importing it would import torch
 IMAGE_CLASSIFIER = find_code("flyte_ddp.recipes.images:ImageClassifier")
+Given = TypeVar("Given")
+Outputs = TypeVar("Outputs")
 Start = Callable[[Job, Callable[[Event], None]], list[TrainingResult]]
 
 
@@ -78,28 +82,50 @@ class Trained:
         )
 
 
-def train(
-    platform: Platform,
-    settings: TrainingSettings,
-    options: RunOptions,
-    fetch: Callable[[], Subject],
-    root: str = "",
-    own_observers: Sequence[UserCode] = (),
-) -> Trained:
-    """Trains with one process per rank, as a task does it.
+class Training(ABC, Generic[Given, Outputs]):
+    """How a platform's tasks train something: from data as they are Given to Outputs."""
 
-    fetch: downloads the data, while the ranks' first process imports torch. root: folder to import the recipe's module
-    from. own_observers: the user's. Raises what launcher.launch raises, and on a cluster the platform's error.
-    """
-    with telling_webhook(platform), platform_errors(platform):
-        check_gpus(visible_gpus())
-        world = choose_world(settings.backend, options.nproc, settings.batch_size)
-        launcher.warm_up()
+    platform: Platform
+
+    def __init__(self, code: UserCode, observers: Sequence[UserCode] = ()):
+        """code: the recipe's. observers: the user's."""
+        self.code, self.observers = code, observers
+
+    def run(
+        self, settings: TrainingSettings, options: RunOptions, data: Given | None = None, init: Given | None = None
+    ) -> Outputs:
+        """Trains with one process per rank, on the file or folder data, if the recipe uses one.
+
+        init: what to start from: the model_state of an earlier training, or a checkpoint (final-checkpoint in its logs,
+        if options.keep_checkpoint was set), from which training continues up to settings.epochs in total. Raises what
+        launcher.launch raises, and on a cluster the platform's error.
+        """
+
+        def fetch() -> Subject:  # while the ranks' first process imports torch
+            return self.subject(settings, self.downloaded(data), self.downloaded(init))
 
         def start(job: Job, on_event: Callable[[Event], None]) -> list[TrainingResult]:
-            return launcher.launch(WORKER, world, job, options.timeout_seconds, on_event, roots=[root] if root else [])
+            roots = [self.code.root] if self.code.root else []
+            return launcher.launch(WORKER, world, job, options.timeout_seconds, on_event, roots=roots)
 
-        return train_by(platform, start, world, fetch, options, own_observers)
+        with telling_webhook(self.platform), platform_errors(self.platform):
+            check_gpus(visible_gpus())
+            world = choose_world(settings.backend, options.nproc, settings.batch_size)
+            launcher.warm_up()
+            return self.outputs_of(train_by(self.platform, start, world, fetch, options, self.observers))
+
+    def subject(self, settings: TrainingSettings, source: Path | None, init: Path | None = None) -> Subject:
+        """What is trained, and its data; ReportedError if this pod's code is not what was registered."""
+        check_code(self.code.version)
+        return subject_of(self.code, settings, source, init)
+
+    @abstractmethod
+    def downloaded(self, given: Given | None) -> Path | None:
+        """Where it is, or a copy."""
+
+    @abstractmethod
+    def outputs_of(self, trained: Trained) -> Outputs:
+        """What the task returns."""
 
 
 def image_subject(hp: TrainingSettings, folder: Path, init: Path | None = None) -> Subject:

@@ -9,12 +9,13 @@ from flyte.io import Dir, File
 from flyte_ddp.errors import DownloadError
 
 
-def downloaded(data: File | Dir | None) -> Path | None:
-    """Where it is, or a copy. Raises DownloadError, which is worth another attempt."""
+def downloaded(data: File | Dir | None, to: str | None = None) -> Path | None:
+    """Where it is, or a copy, in any case one if its place is named. Raises DownloadError, which is worth another
+    attempt."""
     if data is None:
         return None
     try:
-        return Path(data.download_sync())
+        return Path(data.download_sync(to))
     except Exception as error:  # each storage has its own
         raise DownloadError(f"{data.path} cannot be downloaded: {type(error).__name__}: {error}") from None
 

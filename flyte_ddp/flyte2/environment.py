@@ -6,10 +6,11 @@ reads this module again, gets them as variables.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, cast
+from types import MappingProxyType
+from typing import Any, Literal, cast
 
 import flyte
 
@@ -18,6 +19,7 @@ from flyte_ddp.attempt import requested
 from flyte_ddp.attempt.registration import registration
 from flyte_ddp.attempt.requested import Size, pod_environment, registered_environment
 from flyte_ddp.code_version import is_below, is_installed, with_installed
+from flyte_ddp.errors import InputError
 from flyte_ddp.flyte2.inputs import set_up_flyte
 
 # Those that flytekit, whose names the registration has, calls otherwise
@@ -40,15 +42,20 @@ def preparation_environment(name: str) -> flyte.TaskEnvironment:
 
 
 def training_environment(
-    name: str, code: str, files: Sequence[str] = (), kind: Kind = flyte.TaskEnvironment, **more: Any
+    name: str,
+    code: str,
+    files: Sequence[str] = (),
+    kind: Kind = flyte.TaskEnvironment,
+    variables: Mapping[str, str] = MappingProxyType({}),
+    **more: Any,
 ) -> flyte.TaskEnvironment:
     """For tasks that train.
 
-    code: the version of what determines the result. files: shipped besides the library's own. kind, more: another kind
-    of environment, with the arguments that it has besides those of a TaskEnvironment.
+    code: the version of what determines the result. files: shipped besides the library's own. kind, variables, more:
+    those of clustered.
     """
     gpus = registration().training_gpus
-    variables = {**requested.training_environment(gpus, code), **requested.addresses()}
+    variables = {**requested.training_environment(gpus, code), **requested.addresses(), **variables}
     secrets = [flyte.Secret(key, group, as_env_var=name) for name, (group, key) in requested.training_secrets().items()]
     return _environment(
         name, requested.training_size(gpus), variables, files, kind, secrets=secrets or None,
@@ -56,17 +63,45 @@ def training_environment(
     )  # fmt: skip
 
 
+def clustered(rendezvous: Literal["static", "c10d"] = "static") -> dict[str, Any]:
+    """Arguments of training_environment for as many nodes as are registered: a JobSet, each of whose pods runs torchrun.
+
+    If a rank or a pod is lost, Flyte starts all of them again within the attempt, up to twice; if its node is taken
+    away for maintenance, as often as that happens.
+    """
+    from flyte.clustered import ClusteredTaskEnvironment, ClusterFailurePolicy, TorchRun
+
+    asked = registration()
+    least, most = asked.node_range
+    if least != most:
+        raise InputError(
+            f"environment variable DDP_NNODES must be one number, got {asked.nnodes}: Flyte 2 starts all nodes or none"
+        )
+    return {
+        "kind": ClusteredTaskEnvironment,
+        "replicas": most,
+        "nproc_per_node": asked.ranks_per_node,
+        "runtime": TorchRun(rdzv_backend=rendezvous),
+        "failure_policy": ClusterFailurePolicy(max_restarts=2, restart_on_host_maintenance=True),
+        "variables": {
+            # Each rank imports the task's file, and must see the same registration there
+            **registered_environment(),
+            # A rank whose peers are gone ends at once, instead of waiting in NCCL until the job's time-out
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+        },
+    }
+
+
 def _environment(
     name: str,
     size: Size,
-    variables: dict[str, str],
+    variables: Mapping[str, str],
     files: Sequence[str] = (),
     kind: Kind = flyte.TaskEnvironment,
     **more: Any,
 ) -> flyte.TaskEnvironment:
-    return kind(
-        name=name, image=IMAGE, resources=resources(size), env_vars=variables, include=(*shipped(), *files), **more
-    )
+    include = (*shipped(), *files)
+    return kind(name=name, image=IMAGE, resources=resources(size), env_vars={**variables}, include=include, **more)
 
 
 def resources(size: Size) -> flyte.Resources:

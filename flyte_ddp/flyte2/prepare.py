@@ -6,8 +6,10 @@ import flyte
 from flyte.io import Dir
 
 from flyte_ddp.attempt import datasets
+from flyte_ddp.attempt.registration import registration
 from flyte_ddp.code_version import code_version
 from flyte_ddp.data import prepared
+from flyte_ddp.errors import InputError
 from flyte_ddp.flyte2 import platform
 from flyte_ddp.flyte2.attempt import one_attempt
 from flyte_ddp.flyte2.data import output_folder
@@ -25,6 +27,20 @@ def resolve_dataset(hp: Hyperparameters, options: RunOptions, auto: str = "mnist
     with one_attempt():
         if platform.is_local():
             choose_world(hp.backend, options.nproc, hp.batch_size)
+        return datasets.resolve_name(platform, hp.dataset, auto)
+
+
+def resolve_for_multinode(hp: Hyperparameters, auto: str = "mnist") -> str:
+    """The same for many nodes; refuses inputs that the nodes would refuse only after they have started."""
+    with one_attempt():
+        if platform.is_local():
+            raise InputError("many nodes need a cluster: run this there, or the file for a single machine here")
+        asked = registration()
+        ranks = asked.node_range[1] * asked.ranks_per_node
+        if hp.batch_size < ranks:
+            raise InputError(
+                f"batch_size must be at least the number of ranks ({ranks}), got {hp.batch_size}: raise it"
+            )
         return datasets.resolve_name(platform, hp.dataset, auto)
 
 

@@ -16,7 +16,7 @@ from flyte.io import Dir, File
 from flyte_ddp.attempt.summaries import RecipeSummary
 from flyte_ddp.attempt.training import Trained
 from flyte_ddp.flyte2.inputs import set_up_flyte
-from flyte_ddp.flyte2.training import Training, files_of
+from flyte_ddp.flyte2.training import Flyte2Training, files_of
 from flyte_ddp.user_code import find_code
 
 
@@ -40,7 +40,7 @@ class RecipeOutputs:
     logs: Dir
 
 
-class RecipeTraining(Training[RecipeOutputs]):
+class RecipeTraining(Flyte2Training[RecipeOutputs]):
     """A recipe, known only by its name: its module, which imports torch, is for the ranks.
 
     Its first-party code and data files are shipped to the pods with the workflow's, and determine the cache version.

@@ -3,68 +3,67 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import flyte
 from flyte.io import Dir, File
 
-from flyte_ddp.attempt.pod import check_code
+from flyte_ddp.attempt.registration import registration
 from flyte_ddp.attempt.summaries import TrainingSummary
-from flyte_ddp.attempt.training import IMAGE_CLASSIFIER, Trained, image_subject, train
-from flyte_ddp.engine.job import Subject, subject_of
+from flyte_ddp.attempt.training import IMAGE_CLASSIFIER, Trained, Training, image_subject
+from flyte_ddp.engine.job import Subject
 from flyte_ddp.flyte2 import platform
 from flyte_ddp.flyte2.attempt import one_attempt
 from flyte_ddp.flyte2.data import downloaded, output_file, output_folder
 from flyte_ddp.flyte2.environment import training_arguments, training_environment
 from flyte_ddp.settings import RunOptions, TrainingSettings
-from flyte_ddp.user_code import UserCode
 
 Data: TypeAlias = File | Dir | None
 Outputs = TypeVar("Outputs")
 
 
-class Training(Generic[Outputs]):
-    """Trains within a task, which returns Outputs.
+class Flyte2Training(Training[Data, Outputs]):
+    """Trains within a task of Flyte 2, on one node or many.
 
     The task is an async function, although it awaits nothing, so that it runs in the pod's main thread: that one alone
     hears that the pod is asked to stop, and has a checkpoint written.
     """
 
-    def __init__(self, code: UserCode, observers: Sequence[UserCode] = ()):
-        self.code, self.observers = code, observers
+    platform = platform
 
-    def environment(self, name: str, kind: type[flyte.TaskEnvironment] = flyte.TaskEnvironment, **more: Any) -> Any:
-        """The environment of the task; kind, more: another kind, with the arguments that only it has."""
+    def environment(self, name: str, **more: Any) -> flyte.TaskEnvironment:
+        """The environment of the task; more: the arguments of clustered, for many nodes."""
         files = {file for code in (self.code, *self.observers) for file in code.files}
-        return training_environment(name, self.code.version, sorted(files), kind, **more)
+        return training_environment(name, self.code.version, sorted(files), **more)
 
     def arguments(self, ignored: Sequence[str] = ("options",)) -> dict[str, Any]:
         """Arguments of the task: cache, retries, live report, time limit."""
         return training_arguments(f"{self.code.name} {self.code.version}", ignored)
 
     def run(
-        self, settings: TrainingSettings, options: RunOptions, data: Data = None, init: File | None = None
-    ) -> Outputs:
-        """Trains with one process per rank, on the file or folder data, if the recipe uses one.
+        self, settings: TrainingSettings, options: RunOptions, data: Data = None, init: Data = None
+    ) -> Outputs:  # as its base says
+        with one_attempt():
+            return super().run(settings, options, data, init)
 
-        init: what to start from: the model_state of an earlier training, or a checkpoint (final-checkpoint in its logs,
-        if options.keep_checkpoint was set), from which training continues up to settings.epochs in total. Raises what
-        launcher.launch raises.
-        """
+    def run_as_rank(
+        self, settings: TrainingSettings, options: RunOptions, data: Data = None, init: Data = None
+    ) -> Outputs | None:
+        """Trains as one rank of many nodes, in a task whose environment is clustered; outputs on rank 0 only."""
+        from flyte_ddp.attempt.multinode import train_as_rank  # they import torch
+        from flyte_ddp.flyte2.multinode import downloaded_once, naming_the_cause
 
         def fetch() -> Subject:
-            return self.subject(settings, downloaded(data), downloaded(init))
+            return self.subject(settings, downloaded_once(data), downloaded_once(init))
 
-        with one_attempt():
-            return self.outputs_of(train(platform, settings, options, fetch, self.code.root, self.observers))
+        asked = registration()
+        nodes = asked.node_range, asked.ranks_per_node
+        with naming_the_cause():
+            trained = train_as_rank(platform, settings, options, fetch, *nodes, self.observers)
+        return self.outputs_of(trained) if trained else None
 
-    def subject(self, settings: TrainingSettings, source: Path | None, init: Path | None = None) -> Subject:
-        """What is trained, and its data; ReportedError if this pod's code is not what was registered."""
-        check_code(self.code.version)
-        return subject_of(self.code, settings, source, init)
-
-    def outputs_of(self, trained: Trained) -> Outputs:
-        raise NotImplementedError
+    def downloaded(self, given: Data) -> Path | None:
+        return downloaded(given)
 
 
 def files_of(trained: Trained) -> dict[str, Any]:
@@ -96,7 +95,7 @@ class TrainingOutputs:
     logs: Dir
 
 
-class ImageTraining(Training[TrainingOutputs]):
+class ImageTraining(Flyte2Training[TrainingOutputs]):
     """Trains an image classifier on a prepared dataset."""
 
     def subject(self, settings: TrainingSettings, source: Path | None, init: Path | None = None) -> Subject:

@@ -28,7 +28,7 @@ from flyte_ddp.tasks.caching import CodeVersion
 from flyte_ddp.tasks.data import downloaded
 from flyte_ddp.tasks.outputs import output_file
 from flyte_ddp.tasks.pyflyte import set_up_pyflyte, ship
-from flyte_ddp.tasks.train import Data, Training, files_of, training_arguments
+from flyte_ddp.tasks.train import Data, FlytekitTraining, files_of, training_arguments
 from flyte_ddp.user_code import find_code
 
 PREDICT = "flyte_ddp.engine.predict:run"  # a name, because importing it would import torch
@@ -53,7 +53,7 @@ class RecipeOutputs(NamedTuple):
     logs: FlyteDirectory
 
 
-class RecipeTraining(Training[RecipeOutputs]):
+class RecipeTraining(FlytekitTraining[RecipeOutputs]):
     """A recipe, known only by its name: its module, which imports torch, is for the ranks.
 
     Its first-party code and data files are shipped to the pods with the workflow's, and determine the cache version.

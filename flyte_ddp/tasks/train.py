@@ -2,24 +2,22 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from flytekit import Cache
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile, PythonPickledFile
 
-from flyte_ddp.attempt.pod import check_code
 from flyte_ddp.attempt.registration import registration
 from flyte_ddp.attempt.summaries import TrainingSummary
-from flyte_ddp.attempt.training import IMAGE_CLASSIFIER, Trained, image_subject, train
-from flyte_ddp.engine.job import Subject, subject_of
+from flyte_ddp.attempt.training import IMAGE_CLASSIFIER, Trained, Training, image_subject
+from flyte_ddp.engine.job import Subject
 from flyte_ddp.settings import RunOptions, TrainingSettings
 from flyte_ddp.tasks import platform
 from flyte_ddp.tasks.caching import CodeVersion
 from flyte_ddp.tasks.data import downloaded
 from flyte_ddp.tasks.outputs import output_file, output_folder
 from flyte_ddp.tasks.resources import training_resources
-from flyte_ddp.user_code import UserCode
 
 TRAINING_CODE = CodeVersion(IMAGE_CLASSIFIER.version)
 Data: TypeAlias = FlyteFile | FlyteDirectory | None
@@ -42,29 +40,16 @@ def training_arguments(
     }
 
 
-class Training(Generic[Outputs]):
-    """Trains within a task, which returns Outputs."""
+class FlytekitTraining(Training[Data, Outputs]):
+    """Trains within a task of flytekit, on one node or many."""
 
-    def __init__(self, code: UserCode, observers: Sequence[UserCode] = ()):
-        self.code, self.observers = code, observers
+    platform = platform
 
-    def run(
-        self, settings: TrainingSettings, options: RunOptions, data: Data = None, init: FlyteFile | None = None
-    ) -> Outputs:
-        """Trains with one process per rank, on the file or folder data, if the recipe uses one.
-
-        init: what to start from: the model_state of an earlier training, or a checkpoint (final-checkpoint in its logs,
-        if options.keep_checkpoint was set), from which training continues up to settings.epochs in total. Raises what
-        launcher.launch raises.
-        """
-
-        def fetch() -> Subject:
-            return self.subject(settings, downloaded(data), downloaded(init))
-
-        return self.outputs_of(train(platform, settings, options, fetch, self.code.root, self.observers))
+    def downloaded(self, given: Data) -> Path | None:
+        return downloaded(given)
 
     def run_as_rank(
-        self, settings: TrainingSettings, options: RunOptions, data: Data = None, init: FlyteFile | None = None
+        self, settings: TrainingSettings, options: RunOptions, data: Data = None, init: Data = None
     ) -> Outputs:
         """Trains as one rank of many nodes, in a task whose arguments come from multinode; outputs on rank 0 only."""
         from flyte_ddp.attempt.multinode import train_as_rank  # they import torch
@@ -77,14 +62,6 @@ class Training(Generic[Outputs]):
         nodes = asked.node_range, asked.ranks_per_node
         trained = train_as_rank(platform, settings, options, fetch, *nodes, self.observers)
         return picklable(self.outputs_of(trained) if trained else None)
-
-    def subject(self, settings: TrainingSettings, source: Path | None, init: Path | None = None) -> Subject:
-        """What is trained, and its data; ReportedError if this pod's code is not what was registered."""
-        check_code(self.code.version)
-        return subject_of(self.code, settings, source, init)
-
-    def outputs_of(self, trained: Trained) -> Outputs:
-        raise NotImplementedError
 
 
 def files_of(trained: Trained, summary: Any) -> tuple[PythonPickledFile, Any, FlyteFile, FlyteDirectory]:
@@ -112,7 +89,7 @@ class TrainingOutputs(NamedTuple):
     logs: FlyteDirectory
 
 
-class ImageTraining(Training[TrainingOutputs]):
+class ImageTraining(FlytekitTraining[TrainingOutputs]):
     """Trains an image classifier on a prepared dataset."""
 
     def subject(self, settings: TrainingSettings, source: Path | None, init: Path | None = None) -> Subject:
