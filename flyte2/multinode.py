@@ -21,7 +21,7 @@ workflow = workflow_environment("multinode", preparation, training)
 async def train(
     hp: Hyperparameters, data: Dir, options: RunOptions, init: File | None = None
 ) -> TrainingOutputs | None:
-    """Trains hp.model on the prepared dataset on all nodes; each rank runs this, and Flyte keeps what rank 0 returns."""
+    """Trains hp.model on the prepared dataset on all nodes; each rank runs this, and rank 0 has the outputs."""
     return image_training.run_as_rank(hp, options, data, init)
 
 

@@ -64,7 +64,7 @@ def training_environment(
 
 
 def clustered(rendezvous: Literal["static", "c10d"] = "static") -> dict[str, Any]:
-    """Arguments of training_environment for as many nodes as are registered: a JobSet, each of whose pods runs torchrun.
+    """Arguments of training_environment for the registered number of nodes: a JobSet, each of whose pods runs torchrun.
 
     If a rank or a pod is lost, Flyte starts all of them again within the attempt, up to twice; if its node is taken
     away for maintenance, as often as that happens.

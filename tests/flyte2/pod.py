@@ -80,12 +80,13 @@ class Pod2:
             "PYTHONPATH": str(ROOT),
             **environment,
         }
+        self.before: list[str] = []  # what starts the command
         self.log_file = Path(tempfile.mkdtemp(), "log")
 
     def start(self) -> "subprocess.Popen[str]":
         with open(self.log_file, "w") as log:
             return subprocess.Popen(
-                [str(BIN / self.command[0]), *self.command[1:]],
+                [*self.before, str(BIN / self.command[0]), *self.command[1:]],
                 cwd=ROOT,
                 env=self.environment,
                 stdout=log,
