@@ -15,7 +15,7 @@ export FLYTE_INTERNAL_IMAGE
 typed = printf '%s\n' '+ $(subst ','\'',$(1))'; PATH="$(CURDIR)/$(or $(2),.venv)/bin:$$PATH" $(1)
 
 .DEFAULT_GOAL := help
-.PHONY: help run example test test-all lint test-oldest-torch bench bench-trainers bench-models gpu-check faults image dry-run package register smoke
+.PHONY: help run example test test-all lint test-oldest-torch bench bench-trainers bench-models gpu-check faults image dry-run package register smoke smoke2
 .PHONY: lock clean
 
 help: ## List the targets
@@ -73,6 +73,9 @@ register: .venv/run.stamp ## Register: make register IMAGE=registry/name:tag CLU
 
 smoke: .venv/run.stamp ## Register, and run every workflow with small inputs: make smoke IMAGE=registry/name:tag CLUSTER_CONFIG=…
 	@$(call typed,python -m scripts.smoke --config $(cluster) $(images)$(if $(ARGS), $(ARGS)))
+
+smoke2: .venv/run.stamp ## Train twice on a cluster of Flyte 2: make smoke2 IMAGE=registry/name:tag CLUSTER_CONFIG=…
+	@$(call typed,python -m scripts.smoke2 --config $(cluster) $(images)$(if $(ARGS), $(ARGS)))
 
 cluster = $(or $(CLUSTER_CONFIG),$(error CLUSTER_CONFIG is not set: the file that names your cluster))
 images = --image trainer=$(IMAGE)
