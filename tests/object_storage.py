@@ -47,9 +47,13 @@ class Requests(BaseHTTPRequestHandler):
         self.answer(200, ETag='"0"')
 
     def do_POST(self) -> None:
-        """An upload in parts begins or ends."""
-        self.rfile.read(int(self.headers["Content-Length"] or 0))
-        if "uploads" in self.query:
+        """An upload in parts begins or ends; or objects are deleted."""
+        body = self.rfile.read(int(self.headers["Content-Length"] or 0)).decode()
+        if "delete" in self.query:
+            for key in re.findall("<Key>(.*?)</Key>", body):
+                self.server.objects.pop(f"{self.key.partition('/')[0]}/{key}", None)
+            self.answer(200, b"<DeleteResult></DeleteResult>")
+        elif "uploads" in self.query:
             self.server.parts[self.key] = {}
             name = self.key.partition("/")
             id_of = f"<Bucket>{name[0]}</Bucket><Key>{name[2]}</Key><UploadId>1</UploadId>"

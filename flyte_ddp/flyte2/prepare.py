@@ -3,18 +3,20 @@
 from typing import Any
 
 import flyte
-from flyte.io import Dir
+from flyte.io import Dir, File
 
 from flyte_ddp.attempt import datasets
 from flyte_ddp.attempt.registration import registration
+from flyte_ddp.attempt.training import IMAGE_CLASSIFIER
 from flyte_ddp.code_version import code_version
 from flyte_ddp.data import prepared
 from flyte_ddp.errors import InputError
 from flyte_ddp.flyte2 import platform
 from flyte_ddp.flyte2.attempt import one_attempt
-from flyte_ddp.flyte2.data import output_folder
+from flyte_ddp.flyte2.data import downloaded, output_folder
 from flyte_ddp.flyte2.environment import PAUSES, cached
 from flyte_ddp.launch.environment import choose_world
+from flyte_ddp.model_metadata import needs_metadata
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
 
@@ -42,6 +44,19 @@ def resolve_for_multinode(hp: Hyperparameters, auto: str = "mnist") -> str:
                 f"batch_size must be at least the number of ranks ({ranks}), got {hp.batch_size}: raise it"
             )
         return datasets.resolve_name(platform, hp.dataset, auto)
+
+
+def classifier_settings(model_state: File) -> Hyperparameters:
+    """The settings of the training of a built-in classifier, with the name of its dataset, from the weights' file."""
+    with one_attempt():
+        path = downloaded(model_state)
+        assert path
+        known = needs_metadata(path, "it must be the model_state of a training")
+        if known.recipe != IMAGE_CLASSIFIER.name:
+            raise InputError(
+                f"model_state must be of a built-in classifier, and {model_state.path} is of {known.recipe}"
+            )
+        return Hyperparameters.from_dict({**known.settings, "dataset": known.data["name"]})
 
 
 def preparation_arguments() -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias, TypeVar
 import flyte
 from flyte.io import Dir, File
 
+from flyte_ddp.attempt.prediction import predicted
 from flyte_ddp.attempt.registration import registration
 from flyte_ddp.attempt.summaries import TrainingSummary
 from flyte_ddp.attempt.training import IMAGE_CLASSIFIER, Trained, Training, image_subject
@@ -61,6 +62,24 @@ class Flyte2Training(Training[Data, Outputs]):
         with naming_the_cause():
             trained = train_as_rank(platform, settings, options, fetch, *nodes, self.observers)
         return self.outputs_of(trained) if trained else None
+
+    def predict(
+        self,
+        model_state: File,
+        settings: TrainingSettings,
+        shard: int = 0,
+        shards: int = 1,
+        data: Data = None,
+        split: str = "test",
+    ) -> File:
+        """The predictions (n, ...) of a trained network for a shard of a split, as an .npy file.
+
+        settings: those of the training. shard: from 0; map over it, in a task with arguments(ignored=()).
+        """
+        with one_attempt():
+            subject, model = self.subject(settings, downloaded(data)), downloaded(model_state)
+            assert model
+            return output_file(predicted(platform, subject, model, shard, shards, split))
 
     def downloaded(self, given: Data) -> Path | None:
         return downloaded(given)

@@ -122,4 +122,4 @@ def test_the_jobset_is_as_registered(tasks):
     assert isinstance(environment, ClusteredTaskEnvironment)
     asked = environment.to_custom_dict()
     assert (asked["replicas"], asked["nprocPerNode"], asked["failurePolicy"]["maxRestarts"]) == (2, 1, 2)
-    assert environment.env_vars["DDP_NPROC_PER_NODE"] == "1", "each rank reads the registration again"
+    assert (environment.env_vars or {})["DDP_NPROC_PER_NODE"] == "1", "each rank reads the registration again"
