@@ -95,8 +95,9 @@ def one_rank(name: str, ranks: int, folder: Path) -> tuple[float, float]:
     recipe: Recipe = pkgutil.resolve_name(kind)(settings, data(folder))
     split = Repeated(recipe, SAMPLES * ranks * STEPS)
     batches = TrainBatches(
-        split, settings.batch_size, 1, ranks // 2, ranks, augment=lambda *given: augment(recipe, *given)
-    )
+        split, settings.batch_size, 1, ranks // 2, ranks, norm_samples=recipe.norm_samples,
+        augment=lambda *given: augment(recipe, *given),
+    )  # fmt: skip
     model, device = recipe.model(), torch.device("cpu")
     state = TrainingState(
         recipe, model, ByRow(recipe.share), names_of(recipe, model, batches), device, ranks,

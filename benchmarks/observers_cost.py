@@ -17,7 +17,7 @@ from pathlib import Path
 from benchmarks import engine
 from benchmarks.engine import spread
 from benchmarks.gpu_rows.training import IMAGES
-from flyte_ddp.attempt.observing import observing
+from flyte_ddp.attempt.observing import Observers
 from flyte_ddp.data import datasets, prepared
 from flyte_ddp.launch import launcher
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
@@ -36,7 +36,7 @@ def train(mode: str, dataset: str, epochs: int) -> dict[str, float]:
             results = engine.train(hp, data, folder=folder, checkpoint_seconds=30.0)
         else:
             info = info_of(hp, data, Path(folder, "logs"))
-            with observing(info, Path(folder, "report.html"), lambda html: None) as observers:
+            with Observers(info, Path(folder, "report.html"), lambda html: None) as observers:
                 results = engine.train(hp, data, folder=folder, checkpoint_seconds=30.0, on_event=observers)
                 observers.end(RunFinished(results, Path(folder, "predictions.npy"), time.time() - started))
     return {"train": sum(epoch.train_seconds for epoch in results[0].epochs), "total": time.time() - started}

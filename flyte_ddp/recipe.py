@@ -73,6 +73,8 @@ class Recipe:
         has_validation: whether data("validation") returns samples to choose the best epoch by.
         clip_norm: gradient clipping by Euclidean norm over all weights; 0 is off.
         micro_batch: how many of a rank's samples are computed at a time; saves memory, with the same result; 0 is all.
+        norm_samples: batch norm sees groups of this many samples of the global batch, as they follow one another in it
+            (ghost batch norm), so that ranks exchange nothing in a forward or backward pass; 0 is the global batch.
         ema_decay: decay per step of the exponential moving average of the weights, which is evaluated and returned; 0
             is off.
         passes_per_epoch: how often an epoch goes over the training samples.
@@ -90,6 +92,7 @@ class Recipe:
     has_validation = False
     clip_norm = 0.0
     micro_batch = 0
+    norm_samples = 0
     ema_decay = 0.0
     passes_per_epoch = 1
     train_fraction = 1.0
@@ -124,7 +127,8 @@ class Recipe:
     def model(self) -> nn.Module:
         """The network, its weights drawn from torch's random numbers, seeded by settings.seed; it returns no softmax.
 
-        What it draws and normalises by the batch, in whatever way, will be that of the whole global batch.
+        What it draws and normalises by the batch, in whatever way, will be that of the whole global batch, or of
+        groups of norm_samples.
         """
         raise NotImplementedError
 

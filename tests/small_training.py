@@ -72,6 +72,7 @@ def trainer(small_data: Path, place: Path) -> Callable[..., Any]:
         timeout_seconds: float = 120,
         name: str = "training",
         target: str = WORKER,
+        recipe: str = RECIPE,
         data: Path = small_data,
         loader_workers: int = 0,
         init: Path | None = None,
@@ -84,7 +85,7 @@ def trainer(small_data: Path, place: Path) -> Callable[..., Any]:
         hp = Hyperparameters(**{"batch_size": 16, "epochs": 1, "precision": "float32", **hyperparameters})
         first = content_digest(init) if init else ""
         job = Job(
-            identity=Identity(RECIPE, hp, prepared.read_description(data).digest, "code", first),
+            identity=Identity(recipe, hp, prepared.read_description(data).digest, "code", first),
             dataset="small",
             data=str(data),
             model_path=str(folder / "model.pt"),

@@ -16,14 +16,14 @@ from flyte_ddp.autoencoder.task import (
 from flyte_ddp.code_version import code_version
 from flyte_ddp.errors import InputError
 from flyte_ddp.tasks.caching import CodeVersion, OnClustersOnly
-from flyte_ddp.tasks.prepare import PreparedDataset, prepare_dataset
+from flyte_ddp.tasks.prepare import RESOLVING, PreparedDataset, prepare_dataset
 from flyte_ddp.tasks.pyflyte import set_up_pyflyte
 from flyte_ddp.tasks.resources import dynamic_resources, resize
 from flyte_ddp.tasks.train import training_arguments
 
 set_up_pyflyte()
 
-PREPARATION = CodeVersion(code_version("flyte_ddp.tasks.prepare", "workflows.autoencoder"), ())
+OWN_CODE = CodeVersion(code_version("workflows.autoencoder"), ())
 
 
 @task(**training_arguments(AUTOENCODER_CODE))
@@ -36,7 +36,7 @@ def autoencoder_task(
 
 @dynamic(
     task_config=OnClustersOnly(),
-    cache=Cache(policies=[AUTOENCODER_CODE, PREPARATION], ignored_inputs=("gpus", "options")),
+    cache=Cache(policies=[AUTOENCODER_CODE, RESOLVING, OWN_CODE], ignored_inputs=("gpus", "options")),
     **dynamic_resources(),
 )
 def train_on_gpus(gpus: int, hp: AutoencoderHyperparameters, options: AutoencoderOptions) -> AutoencoderOutputs:

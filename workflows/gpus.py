@@ -8,7 +8,7 @@ from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.tasks.caching import CodeVersion, OnClustersOnly
 from flyte_ddp.tasks.data import init_by_content
-from flyte_ddp.tasks.prepare import prepare_dataset, resolve_dataset
+from flyte_ddp.tasks.prepare import RESOLVING, prepare_dataset, resolve_dataset
 from flyte_ddp.tasks.pyflyte import set_up_pyflyte
 from flyte_ddp.tasks.resources import dynamic_resources, resize
 from flyte_ddp.tasks.train import TRAINING_CODE, TrainingOutputs
@@ -16,12 +16,12 @@ from workflows.mnist import pytorch_mnist_task
 
 set_up_pyflyte()
 
-PREPARATION = CodeVersion(code_version("flyte_ddp.tasks.prepare", "workflows.gpus"), ())
+OWN_CODE = CodeVersion(code_version("workflows.gpus"), ())
 
 
 @dynamic(
     task_config=OnClustersOnly(),
-    cache=Cache(policies=[TRAINING_CODE, PREPARATION], ignored_inputs=("gpus", "options")),
+    cache=Cache(policies=[TRAINING_CODE, RESOLVING, OWN_CODE], ignored_inputs=("gpus", "options")),
     **dynamic_resources(),
 )
 def train_on_gpus(

@@ -61,13 +61,14 @@ def inspected(look: AbstractContextManager[Any], steps: list[int]) -> Iterator[N
         yield
 
 
-def count_operations(environment: Environment, link: Link, job: Job) -> tuple[float, list[str]]:
-    """The average number of operations per step, and all their names."""
+def count_operations(environment: Environment, link: Link, job: Job) -> tuple[float, dict[str, float]]:
+    """The average number of operations per step, and that of each, with views and bookkeeping, by name."""
     operations = Operations()
     steps: list[int] = []
     with inspected(operations, steps):
         worker.run(environment, link, job)
-    return operations.computing.total() / len(steps), sorted(operations.computing | operations.others)
+    each = operations.computing + operations.others
+    return operations.computing.total() / len(steps), {name: count / len(steps) for name, count in each.items()}
 
 
 def count_launches(environment: Environment, link: Link, job: Job) -> float:

@@ -3,8 +3,8 @@
 import hashlib
 import secrets
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,10 @@ REPORT_SECONDS = 60.0  # how long the end of a run waits for its final page
 
 
 class Observers:
-    """Passes events to all observers of a run. One that raises is dropped: observing must not stop training."""
+    """Passes events to all observers of a run. One that raises is dropped: observing must not stop training.
+
+    As a context: they see an exception that ends the block as a failure; the block itself calls end() when it succeeds.
+    """
 
     def __init__(
         self,
@@ -33,6 +36,7 @@ class Observers:
         *others: Observer,
         own: Sequence[UserCode] = (),
     ):
+        """publish: shows the page, as HTML, where people see it live. own: the user's."""
         self.record, self._report_path, self._publish = Record(info), report_path, publish
         self._tracker = open_tracker(info, self._on_url)
         self._console = open_console()
@@ -44,6 +48,13 @@ class Observers:
         ]  # fmt: skip
         if self._tracker:
             self._listening.append(self._tracker)
+
+    def __enter__(self) -> "Observers":
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, stack: Any) -> None:
+        if error:
+            self.end(RunFailed.by(error))
 
     def __call__(self, event: Any) -> None:
         for observer in list(self._listening):
@@ -81,22 +92,6 @@ class Observers:
 
     def _open_report(self) -> Report:
         return Report(self.record, self._report_path, self._publish)
-
-
-@contextmanager
-def observing(
-    info: RunInfo, report_path: Path, publish: Callable[[str], None], *others: Observer, own: Sequence[UserCode] = ()
-) -> Iterator[Observers]:
-    """Observers while the block runs; they see an exception that ends it as a failure.
-
-    The block itself calls end() when it succeeds. publish: shows the page, as HTML, where people see it live.
-    """
-    observers = Observers(info, report_path, publish, *others, own=own)
-    try:
-        yield observers
-    except BaseException as error:
-        observers.end(RunFailed.by(error))
-        raise
 
 
 def tracking_id(platform: Platform, key: str, beside: Path) -> str:

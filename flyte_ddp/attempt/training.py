@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from flyte_ddp.attempt.failures import platform_errors
-from flyte_ddp.attempt.observing import observing, tracking_id
+from flyte_ddp.attempt.observing import Observers, tracking_id
 from flyte_ddp.attempt.platform import Platform
 from flyte_ddp.attempt.pod import check_code, check_gpus
 from flyte_ddp.attempt.run import Run, training_run
@@ -160,7 +160,7 @@ def train_by(
         )
         info = info_of(platform, subject, options, run, job.launched - started)
         publish = platform.publisher("Training")
-        with observing(info, report, publish, run.store, run.logs, own=own_observers) as observers:
+        with Observers(info, report, publish, run.store, run.logs, own=own_observers) as observers:
             results = start(job, observers)
             path = Path(job.predictions_path)
             finished = RunFinished(results, path if path.exists() else None, time.time() - started)

@@ -98,7 +98,7 @@ class AutoencoderOutputs(NamedTuple):
 @task(
     task_config=OnClustersOnly(),
     cache=Cache(
-        policies=CodeVersion(code_version(__name__, "flyte_ddp.tasks.prepare"), ()),
+        policies=CodeVersion(code_version(__name__, "flyte_ddp.tasks.prepare", "flyte_ddp.attempt.datasets"), ()),
         ignored_inputs="options",
     ),
     **small_resources(),

@@ -20,6 +20,7 @@ class Attributes:
     has_validation: bool = setting(False)
     clip_norm: float = setting(0.0, minimum=0)
     micro_batch: int = setting(0, minimum=0)
+    norm_samples: int = setting(0, minimum=0)
     ema_decay: float = setting(0.0, minimum=0, below=1)
     passes_per_epoch: int = setting(1, minimum=1)
     train_fraction: float = setting(1.0, above=0, maximum=1)
@@ -27,13 +28,32 @@ class Attributes:
     may_depend_on_ranks: bool = setting(False)
 
 
-def check_attributes(recipe: Recipe) -> None:
+def check_attributes(recipe: Recipe, world_size: int) -> None:
     """Raises InputError for an attribute that breaks its rule."""
     owner = type(recipe).__name__
     for field in dataclasses.fields(Attributes):
         value: Any = getattr(recipe, field.name)
-        checked(owner, field, value.item() if isinstance(value, np.generic) else value)
+        # in its own type, since 8.0 counts as a whole number
+        vars(recipe)[field.name] = checked(owner, field, value.item() if isinstance(value, np.generic) else value)
     for name in ("percent", "lower_is_better", "higher_is_better"):
         names = getattr(recipe, name)
         if not isinstance(names, (tuple, list)) or not all(isinstance(one, str) for one in names):
             raise InputError(f'{owner}.{name} must be a tuple of names, such as ("accuracy",), got {names!r}')
+    if recipe.norm_samples:
+        _check_groups(owner, recipe, world_size)
+
+
+def _check_groups(owner: str, recipe: Recipe, world_size: int) -> None:
+    """Batch norm's groups have to fill the batch, and each rank's part of it, and be on one rank each."""
+    size, batch_size, micro_batch = recipe.norm_samples, recipe.settings.batch_size, recipe.micro_batch
+    if batch_size % size:
+        raise InputError(f"{owner}.norm_samples must divide batch_size ({batch_size}), got {size}: change one of them")
+    if batch_size // size < world_size:
+        raise InputError(
+            f"{owner}.norm_samples must be at most {batch_size // world_size}, so that each of {world_size} ranks has "
+            f"a group of batch_size ({batch_size}), got {size}: lower it or the number of ranks, or raise batch_size"
+        )
+    if micro_batch % size:
+        raise InputError(
+            f"{owner}.micro_batch must be a multiple of norm_samples ({size}), got {micro_batch}: change one of them"
+        )

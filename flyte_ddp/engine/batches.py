@@ -1,7 +1,7 @@
 """Batches of a split: which samples, in which order, and which of them are this rank's."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -40,7 +40,7 @@ class Batch:
         return [
             Batch(
                 pytree.tree_map(lambda leaf, start=start: leaf[start : start + most], self.tree),
-                BatchShare(self.share.first + start, min(most, count - start), self.share.size),
+                replace(self.share, first=self.share.first + start, count=min(most, count - start)),
                 self.seed,
             )
             for start in range(0, count, most)
@@ -130,18 +130,20 @@ def hold_out(split: Split, fraction: float) -> tuple[Part, Part]:
     return Part(split, samples - count, lambda positions: shuffled(positions + count, samples, key)), held
 
 
-def rank_slice(start: int, stop: int, rank: int, world_size: int) -> tuple[int, int]:
-    """The rank's part of start..stop: contiguous, without overlap or gap, sizes at most one apart."""
-    count = stop - start
-    return start + count * rank // world_size, start + count * (rank + 1) // world_size
+def rank_slice(start: int, stop: int, rank: int, world_size: int, unit: int = 1) -> tuple[int, int]:
+    """The rank's part of start..stop: contiguous, without overlap or gap, cut between units, of which the last may be
+    short; the ranks' numbers of units are at most one apart."""
+    units = -(-(stop - start) // unit)
+    first, last = (start + units * number // world_size * unit for number in (rank, rank + 1))
+    return first, min(last, stop)
 
 
 class _Batches:
-    """A rank's shares of the global batches."""
+    """A rank's shares of the global batches; norm_samples: see BatchShare."""
 
-    def __init__(self, split: Split, samples: int, batch_size: int, rank: int, world_size: int):
+    def __init__(self, split: Split, samples: int, batch_size: int, rank: int, world_size: int, norm_samples: int = 0):
         self.split, self.samples, self.batch_size = split, samples, batch_size
-        self.rank, self.world_size = rank, world_size
+        self.rank, self.world_size, self.norm_samples = rank, world_size, norm_samples
 
     def __len__(self) -> int:
         return -(-self.samples // self.batch_size)
@@ -152,7 +154,8 @@ class _Batches:
 
     def mine(self, step: int) -> slice:
         """This rank's share of a step's global batch, as a slice of the order."""
-        return slice(*rank_slice(self.samples_until(step), self.samples_until(step + 1), self.rank, self.world_size))
+        start, stop = self.samples_until(step), self.samples_until(step + 1)
+        return slice(*rank_slice(start, stop, self.rank, self.world_size, self.norm_samples or 1))
 
     def _fetch(self, at: Callable[[Tensor], Tensor], first_step: int = 0) -> Iterator[tuple[int, Any, BatchShare]]:
         """at(positions (n,) int64): the samples at these positions of the order."""
@@ -160,12 +163,16 @@ class _Batches:
         for step, tree in zip(steps, self.split.fetch(self._parts(at, steps)), strict=True):
             start, stop = self.samples_until(step), self.samples_until(step + 1)
             own, part = self.mine(step), self._computed(step)
-            yield step, tree, BatchShare(part.start - start, part.stop - part.start, stop - start, own != part)
+            count, is_borrowed = part.stop - part.start, own != part
+            yield step, tree, BatchShare(part.start - start, count, stop - start, is_borrowed, self.norm_samples)
 
     def _computed(self, step: int) -> slice:
-        """What the rank computes of a step's global batch: its share, or, if that is empty, the next rank's first."""
+        """What the rank computes of a step's global batch: its share, or, if that is empty, the next rank's first
+        sample, or group."""
         mine = self.mine(step)
-        return slice(mine.start, max(mine.stop, mine.start + 1))
+        if mine.start < mine.stop:
+            return mine
+        return slice(mine.start, min(mine.start + (self.norm_samples or 1), self.samples_until(step + 1)))
 
     def _parts(self, at: Callable[[Tensor], Tensor], steps: Sequence[int]) -> Iterator[Tensor]:
         """The samples that the rank computes, step by step; many steps are looked up at once, which costs less."""
@@ -193,9 +200,11 @@ class TrainBatches(_Batches):
         world_size: int,
         passes: int = 1,
         fraction: float = 1.0,
+        norm_samples: int = 0,
         augment: Callable[[Any, int, BatchShare, int], Any] = lambda tree, *_: tree,
     ):
-        super().__init__(split, max(1, round(len(split) * passes * fraction)), batch_size, rank, world_size)
+        samples = max(1, round(len(split) * passes * fraction))
+        super().__init__(split, samples, batch_size, rank, world_size, norm_samples)
         self.seed, self.passes, self.augment = seed, passes, augment
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Batch]:

@@ -18,6 +18,7 @@ TOLERANCE = {"rtol": 1e-3, "atol": 1e-5}
 # Of the norm of a parameter's gradient, and of that of all: weights in bfloat16 round by 4e-3
 GRADIENT_TOLERANCE, NO_GRADIENT = 1e-2, 1e-5
 OTHERS = "to compare samples, call everyone(); to normalise, use nn.BatchNorm, nn.GroupNorm or nn.LayerNorm"
+IN_ORDER = "; with norm_samples, batch norm must get its rows in the order of the samples"
 STAGE_REMEDIES = {
     "data": "let its Dataset return each sample as it is, whatever the others of a batch",
     "augment": "draw only from the argument random, and mix no samples: do that in forward, with everyone()",
@@ -66,7 +67,7 @@ def _differences(recipe: Recipe, trials: Trials, whole: Trial, parts: Sequence[T
         return [
             (
                 f"{code_location(recipe, stage)}: {gaps} of a sample depends on the others of its batch: "
-                f"{STAGE_REMEDIES[stage]}"
+                f"{STAGE_REMEDIES[stage]}{IN_ORDER if recipe.norm_samples and stage == 'forward' else ''}"
             )
         ]
     followers = [

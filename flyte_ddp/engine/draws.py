@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import flyte_ddp
 from flyte_ddp.code_version import is_installed
-from flyte_ddp.engine.by_row import draws_so_far
+from flyte_ddp.engine.operators import draws_so_far
 from flyte_ddp.engine.torch_compat import TorchDispatchMode, arguments_of, pytree
 
 # The remedy for other random numbers

@@ -114,8 +114,8 @@ def _refuse_micro_batch(recipe: Recipe, rows: ByRow) -> None:
     if not recipe.micro_batch:
         return
     why = ""
-    if rows.normalised:
-        why = "with batch norm, whose statistics are those of whole batches (or use nn.GroupNorm)"
+    if rows.normalised and not recipe.norm_samples:
+        why = "with batch norm, whose statistics are those of whole batches (or set norm_samples, or use nn.GroupNorm)"
     elif recipe.couples_samples:
         why = "with couples_samples, which needs whole batches"
     if why:

@@ -49,7 +49,7 @@ def set_up(environment: Environment, device: torch.device, job: Job) -> Parts:
     precision = choose_precision(settings.precision, device)
     recipe = load_recipe(job, device)
     train, test = (open_split(recipe, split, job) for split in SPLITS)
-    check_attributes(recipe)
+    check_attributes(recipe, world_size)
     kept, validation = validation_of(recipe, train, job)
     batches = TrainBatches(
         kept,
@@ -59,6 +59,7 @@ def set_up(environment: Environment, device: torch.device, job: Job) -> Parts:
         world_size,
         recipe.passes_per_epoch,
         recipe.train_fraction,
+        recipe.norm_samples,
         partial(augment, recipe),
     )
     model, remarks = first_model(recipe, job)

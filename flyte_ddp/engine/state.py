@@ -1,6 +1,5 @@
 """The state of a training: weights, optimizer, schedule, average, position and measures so far; and its step."""
 
-import functools
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -17,73 +16,12 @@ from flyte_ddp.engine.average import Average
 from flyte_ddp.engine.batches import Batch, device_generator
 from flyte_ddp.engine.by_row import ByRow
 from flyte_ddp.engine.choice import Choice
-from flyte_ddp.engine.measures import pairs_of, ratios, trained_measure
+from flyte_ddp.engine.ghost_batch_norm import RunningStatistics
+from flyte_ddp.engine.measures import ratios, trained_measure
+from flyte_ddp.engine.step import Step
 from flyte_ddp.engine.watch import Watch
 from flyte_ddp.events import EpochFinished
 from flyte_ddp.recipe import Recipe
-
-BITS = 16  # of the digest: two that differ are alike in these once in 65,536 times
-
-
-class _Reaching(torch.autograd.Function):
-    """A loss as it is, that reaches all parameters on the way back.
-
-    One that no sample has used, such as an expert's, has no gradient otherwise; DDP would wait for it, and fail. So it
-    gets 0, whether its samples are on other ranks or there are none, and an optimizer treats it alike on any number.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, *parameters: Tensor) -> Tensor:
-        ctx.count = len(parameters)
-        return loss.view_as(loss)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return gradient, *[None] * ctx.count  # adds nothing to a gradient that there is
-
-
-class Step(nn.Module):
-    """Forward pass and measures of one rank's share of a batch, in a form that DDP reduces in one go.
-
-    DDP averages the ranks' gradients. Here these are gradients of sums, so multiplied by the number of ranks they give
-    the gradient of the sum over the global batch, however uneven the shares; it is divided by the global weight
-    afterwards. The sums of the measures travel with them, as the gradient of a parameter that is never trained: that
-    saves a second all-reduce, and all ranks know the same sums at the same step. So do the bits of a digest of the
-    shapes that random numbers were drawn for: if a bit's sum is neither 0 nor the number of ranks, these shapes differ.
-    """
-
-    def __init__(
-        self, model: nn.Module, recipe: Recipe, rows: ByRow, names: Sequence[str], world_size: int, autocast: bool
-    ):
-        super().__init__()
-        self.model, self.recipe, self.rows, self.names = model, recipe, rows, names
-        self.world_size, self.autocast = world_size, autocast
-        self.trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        # values and weights by name, bits, requests to stop
-        self.sums = nn.Parameter(torch.zeros(2 * len(names) + BITS + 1))
-
-    def forward(self, batch: Batch, stop: bool, is_last: bool) -> Tensor:
-        """is_last: of the parts that the rank's share is computed in."""
-        vars(self.recipe.share).update(vars(batch.share))
-        with torch.autocast(self.sums.device.type, torch.bfloat16, enabled=self.autocast):
-            outputs = self.recipe.forward(self.model, batch.tree)
-            pairs = pairs_of(self.recipe, outputs, batch, self.names)
-        trained = pairs[trained_measure(self.names)][0].sum()
-        with torch.no_grad():
-            sums = torch.empty_like(self.sums)
-            torch.sum(torch.stack([part for pair in pairs.values() for part in pair]), 1, out=sums[: -BITS - 1])
-            sums[-BITS - 1 : -1] = bits_of(self.rows.digest if is_last else 0, sums.device)
-            sums[-1:].fill_(
-                stop and is_last
-            )  # a new tensor would have to be copied to the device, which makes the host wait
-        # backward(gradient) would save this product, but imports sympy
-        return _Reaching.apply(self.world_size * (trained + self.sums @ sums), *self.trainable)
-
-
-@functools.lru_cache(maxsize=1000)  # copying them to a device would make the host wait at each step
-def bits_of(digest: int, device: torch.device) -> Tensor:
-    """(BITS,) float32: the last bits of a digest."""
-    return torch.tensor([float(digest >> bit & 1) for bit in range(BITS)], device=device)
 
 
 @dataclass(frozen=True)
@@ -127,6 +65,7 @@ class TrainingState:
         self.log_gradients = log_gradients
         self.recipe, self.names, self.device = recipe, tuple(names), device
         self.model, self.rows = model, rows
+        rows.running = RunningStatistics(model) if recipe.norm_samples else None
         self.ddp = DistributedDataParallel(
             Step(self.model, recipe, rows, self.names, world_size, autocast).to(device),
             gradient_as_bucket_view=True,
@@ -164,24 +103,30 @@ class TrainingState:
         """One optimizer update from this rank's share of a global batch; a collective."""
         self.ddp.zero_grad()  # here rather than at the end, so that gradients can be inspected until the next step
         parts = batch.parts(self.recipe.micro_batch)
+        buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()] if len(parts) > 1 else []
         for part in parts:
+            for buffer, before in buffers:  # a step changes them once, in however many parts it is computed
+                buffer.copy_(before)
             # For what all samples share and torch draws by itself: the same on all ranks
             self._generator.manual_seed(batch.seed)
             is_last = part is parts[-1]
             with self.rows.block(batch.seed), nullcontext() if is_last else self.ddp.no_sync():
                 self.ddp(part, stop, is_last).backward()
-        new = self.ddp.module.sums.grad
-        bits = new[-BITS - 1 : -1]
-        uneven = (bits * (self.world_size - bits)).amax() > 0.5  # far from 0 whatever the rounding
-        self._sums[:-3].add_(new[: -BITS - 1])
-        self._sums[-3].add_(uneven)
-        self._sums[-2].add_(new[-1])
+        new, statistics, bits, stops = self.ddp.module.sums.grad.split(self.ddp.module.sizes)
+        self._sums[:-3].add_(new)
+        self._sums[-2:-1].add_(stops)
+        if self.rows.running:
+            self.rows.running.move(statistics)
         scale = new[self._trained + 1].reciprocal().nan_to_num_(posinf=0.0)  # 0 if the weights add up to 0
         gradients = self._gradients()[1]
         self._norms = torch_compat.norms(gradients) * scale
         norm = torch.linalg.vector_norm(self._norms)
         total = norm + new[self._trained] + new[self._trained + 1]
-        self.flag.logical_or_(uneven.logical_or(total - total))  # 0 if finite, else NaN, which counts as true
+        self.flag.logical_or_(total - total)  # 0 if finite, else NaN, which counts as true
+        if self.world_size > 1:
+            uneven = (bits * (self.world_size - bits)).amax() > 0.5  # far from 0 whatever the rounding
+            self._sums[-3].add_(uneven)
+            self.flag.logical_or_(uneven)
         self._sums[-1].add_(self.flag)
         if self.recipe.clip_norm:
             scale = scale * (self.recipe.clip_norm / norm).clamp(max=1)

@@ -74,6 +74,7 @@ class Trials:
         recipe, share, is_whole = self.recipe, self.recipe.share, last - first == self.size
         rank, world_size = int(as_second or first > 0), 1 if is_whole and not as_second else 2
         vars(share).update(first=first, count=last - first, size=self.size, alone=True)
+        share.norm_samples = recipe.norm_samples if self.is_training else 0
         share.stand_in = self._note if is_whole else self._repeat(iter(self.everyones))
         self.everyones = [] if is_whole else self.everyones
         generator, host = device_generator(self.device), [host_state()]

@@ -123,5 +123,16 @@ def test_an_attempt_that_cannot_read_the_checkpoint_ends_and_the_next_one_can(at
     assert attempt(4) == "half a training"
 
 
+def test_an_attempt_whose_pod_was_started_again_goes_on_from_its_own(attempt, tmp_path):
+    assert attempt(2) == "half a training"
+    checkpoint = tmp_path / "checkpoint"
+    checkpoint.write_text("more of it")
+    FlyteContextManager.current_context().file_access.put_data(
+        str(checkpoint), f"unreliable://bucket/{tmp_path.name}/2/checkpoint"
+    )
+    (tmp_path / "2" / "checkpoint").unlink()
+    assert attempt(2) == "more of it"
+
+
 def test_without_a_checkpoint_training_starts(attempt):
     assert attempt(7) is None

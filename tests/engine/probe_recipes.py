@@ -356,6 +356,32 @@ class MicroEveryone(Everyone):
     micro_batch = 2
 
 
+class GroupedNorm(Sound):
+    """Three rows for each sample, one after another."""
+
+    norm_samples, micro_batch = 2, 4
+
+    def model(self):
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH, eps=0.01), nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, model, batch):
+        return model(batch.repeat_interleave(3, 0)).unflatten(0, (-1, 3)).mean(1)
+
+
+class GroupedNormOfSteps(GroupedNorm):
+    """Three rows for each sample, the first ones of all samples coming first."""
+
+    def forward(self, model, batch):
+        return model(batch.repeat(3, 1)).unflatten(0, (3, -1)).mean(0)
+
+
+class GroupedNormOfSome(GroupedNorm):
+    """Not as many rows for each sample."""
+
+    def forward(self, model, batch):
+        return torch.cat([model(batch[:-1]), batch[-1:]])
+
+
 class Routed(nn.Module):
     """Experts, each for some of the samples; the last of them for a single one of the whole table."""
 
@@ -404,6 +430,10 @@ class Borrowing(Everyone):
 
     def predictions(self, outputs, batch):
         return outputs
+
+
+class BorrowingGroups(Borrowing):
+    norm_samples = 2
 
 
 # --- other ways to go wrong, and to be odd ---

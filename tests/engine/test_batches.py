@@ -96,6 +96,16 @@ def test_a_rank_without_a_sample_of_a_short_batch_borrows_the_one_that_comes_nex
     assert sorted(torch.cat([rank.mine_all() for rank in ranks]).tolist()) == list(range(6))
 
 
+def test_shares_are_cut_between_groups_and_a_rank_without_one_borrows_a_whole_one():
+    split = Resident(torch.arange(22), CPU)
+    steps = zip(
+        *(batches.TrainBatches(split, 16, 1, rank, 3, norm_samples=4).epoch(0) for rank in range(3)), strict=True
+    )
+    found = [[(batch.share.first, batch.share.count, batch.share.borrowed) for batch in step] for step in steps]
+    assert found[0] == [(0, 4, False), (4, 4, False), (8, 8, False)]
+    assert found[1] == [(0, 4, True), (0, 4, False), (4, 2, False)]
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_dataset_is_read_sample_by_sample(workers):
     split = Streamed(Squares(), CPU, workers)

@@ -78,6 +78,9 @@ def test_every_recipe_of_the_module_is_tested():
         ("ema_decay", 1.5, "at least 0 and below 1, got 1.5"),
         ("micro_batch", -1, "at least 0, got -1"),
         ("micro_batch", 2.5, "a whole number, got 2.5"),
+        ("norm_samples", -1, "at least 0, got -1"),
+        ("norm_samples", 2.5, "a whole number, got 2.5"),
+        ("norm_samples", True, "a whole number, got true"),
         ("passes_per_epoch", 0, "at least 1, got 0"),
         ("passes_per_epoch", 1.5, "a whole number, got 1.5"),
         ("train_fraction", 2, "above 0 and at most 1, got 2"),
@@ -89,10 +92,29 @@ def test_an_attribute_that_breaks_its_rule_is_refused(name, value, rule):
     recipe = Sound(Settings())
     setattr(recipe, name, value)
     with pytest.raises(InputError, match=re.escape(f"Sound.{name} must be {rule}")):
-        check_attributes(recipe)
+        check_attributes(recipe, 1)
 
 
-def test_attributes_may_be_numbers_of_numpy():
+def test_attributes_may_be_numbers_of_numpy_and_get_their_own_type():
     recipe: Any = Sound(Settings())
-    recipe.ema_decay, recipe.micro_batch = np.float64(0.9), np.int64(4)
-    check_attributes(recipe)
+    recipe.ema_decay, recipe.micro_batch, recipe.norm_samples = np.float64(0.9), np.int64(4), 2.0
+    check_attributes(recipe, 1)
+    assert [type(value) for value in (recipe.ema_decay, recipe.micro_batch, recipe.norm_samples)] == [float, int, int]
+
+
+@pytest.mark.parametrize(
+    ("norm_samples", "micro_batch", "ranks", "rule"),
+    [
+        (3, 0, 1, "Sound.norm_samples must divide batch_size (8), got 3"),
+        (4, 0, 3, "Sound.norm_samples must be at most 2, so that each of 3 ranks has a group of batch_size (8), got 4"),
+        (16, 0, 1, "Sound.norm_samples must divide batch_size (8), got 16"),
+        (4, 6, 1, "Sound.micro_batch must be a multiple of norm_samples (4), got 6"),
+    ],
+)
+def test_groups_of_batch_norm_that_cannot_be_shared_out_are_refused(norm_samples, micro_batch, ranks, rule):
+    recipe: Any = Sound(Settings())
+    recipe.norm_samples, recipe.micro_batch = norm_samples, micro_batch
+    with pytest.raises(InputError, match=re.escape(rule)):
+        check_attributes(recipe, ranks)
+    recipe.norm_samples, recipe.micro_batch = 2, 4
+    check_attributes(recipe, ranks)

@@ -46,9 +46,11 @@ REFUSED = {
     "AugmentDrops": ["AugmentDrops.augment", "must return tensors of the same 8 samples"],
     "MicroBatchNorm": ["MicroBatchNorm.micro_batch must be 0", "nn.GroupNorm"],
     "MicroEveryone": ["MicroEveryone.micro_batch must be 0", "couples_samples"],
+    "GroupedNormOfSteps": ["GroupedNormOfSteps.forward", "depends on the others", "in the order of the samples"],
+    "GroupedNormOfSome": ["norm_samples must be 0", "got 3 rows of 4 samples"],
     "NotARecipe": ["must be a subclass of flyte_ddp.recipe.Recipe"],
 }
-WITHOUT_LINE = {"Headline", "MicroBatchNorm", "MicroEveryone", "NotARecipe"}
+WITHOUT_LINE = {"Headline", "MicroBatchNorm", "MicroEveryone", "GroupedNormOfSome", "NotARecipe"}
 SOUND = [
     "Sound",
     "FunctionalDropout",
@@ -61,6 +63,7 @@ SOUND = [
     "Everyone",
     "Experts",
     "SpectralNorm",
+    "GroupedNorm",
     "SeededDataset",
     "Validated",
     "Undirected",
@@ -98,7 +101,8 @@ def test_every_recipe_of_the_module_is_tested():
     kinds = [kind for kind in vars(probe_recipes).values() if isinstance(kind, type)]
     recipes = {kind.__name__ for kind in kinds if issubclass(kind, probe_recipes.Sound)}
     assert recipes - {*REFUSED, *SOUND} == {
-        "Permitted", "OneRankRaises", "RarelyLonger", "Chatty", "Unseeded", "Borrowing", "NaNWeights", "InfiniteWeights"
+        "Permitted", "OneRankRaises", "RarelyLonger", "Chatty", "Unseeded", "Borrowing", "BorrowingGroups",
+        "NaNWeights", "InfiniteWeights",
     }  # fmt: skip
 
 
@@ -135,10 +139,11 @@ def test_ranks_that_refuse_end_the_run_with_their_reason_and_leave_no_process(tm
     assert multiprocessing.active_children() == []
 
 
-def test_ranks_without_a_sample_of_the_last_batch_borrow_one_that_counts_for_nothing(tmp_path, request):
+@pytest.mark.parametrize("name", ["Borrowing", "BorrowingGroups"])
+def test_ranks_without_a_sample_of_the_last_batch_borrow_one_that_counts_for_nothing(tmp_path, request, name):
     def trained(nproc):
         folder = tmp_path / f"{nproc}"
-        result = run("Borrowing", folder, nproc, batch_size=SIZE - 2, test_batch_size=SIZE - 1, epochs=3)
+        result = run(name, folder, nproc, batch_size=SIZE - 2, test_batch_size=SIZE - 1, epochs=3)
         weights = torch.load(result.model_path, weights_only=True)
         measures = [value for epoch in result.epochs for value in (epoch.train["loss"], epoch.test["loss"])]
         return [*weights.values(), np.load(folder / "predictions.npy"), np.array(measures)]

@@ -1,0 +1,82 @@
+"""The forward pass of a training step, with all that the ranks have to add up."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flyte_ddp.engine.batches import Batch
+from flyte_ddp.engine.by_row import ByRow
+from flyte_ddp.engine.ghost_batch_norm import constants
+from flyte_ddp.engine.measures import pairs_of, trained_measure
+from flyte_ddp.recipe import Recipe
+
+BITS = 16  # of the digest: two that differ are alike in these once in 65,536 times
+
+
+class _Reaching(torch.autograd.Function):
+    """A loss as it is, that reaches all parameters on the way back.
+
+    One that no sample has used, such as an expert's, has no gradient otherwise; DDP would wait for it, and fail. So it
+    gets 0, whether its samples are on other ranks or there are none, and an optimizer treats it alike on any number.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.count = len(parameters)
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return gradient, *[None] * ctx.count  # adds nothing to a gradient that there is
+
+
+class Step(nn.Module):
+    """Forward pass and measures of one rank's share of a batch, in a form that DDP reduces in one go.
+
+    DDP averages the ranks' gradients. Here these are gradients of sums, so multiplied by the number of ranks they give
+    the gradient of the sum over the global batch, however uneven the shares; it is divided by the global weight
+    afterwards. The sums of the measures travel with them, as the gradient of a parameter that is never trained: that
+    saves a second all-reduce, and all ranks know the same sums at the same step. So does what running statistics move
+    towards, where batch norm goes by groups. And so do the bits of a digest of the shapes that random numbers were
+    drawn for: if a bit's sum is neither 0 nor the number of ranks, these shapes differ.
+    """
+
+    def __init__(
+        self, model: nn.Module, recipe: Recipe, rows: ByRow, names: Sequence[str], world_size: int, autocast: bool
+    ):
+        super().__init__()
+        self.model, self.recipe, self.rows, self.names = model, recipe, rows, names
+        self.world_size, self.autocast = world_size, autocast
+        self.trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        # Values and weights by name, running statistics, bits of the digest, requests to stop
+        self.sizes = [2 * len(names), rows.running.size if rows.running else 0, BITS if world_size > 1 else 0, 1]
+        self.sums = nn.Parameter(torch.zeros(sum(self.sizes)))
+
+    def forward(self, batch: Batch, stop: bool, is_last: bool) -> Tensor:
+        """is_last: of the parts that the rank's share is computed in."""
+        vars(self.recipe.share).update(vars(batch.share))
+        running = self.rows.running
+        if running:
+            running.start()
+        with torch.autocast(self.sums.device.type, torch.bfloat16, enabled=self.autocast):
+            outputs = self.recipe.forward(self.model, batch.tree)
+            pairs = pairs_of(self.recipe, outputs, batch, self.names)
+        trained = pairs[trained_measure(self.names)][0].sum()
+        with torch.no_grad():
+            sums = torch.empty_like(self.sums)
+            measured, statistics, bits, stops = sums.split(self.sizes)
+            torch.sum(torch.stack([part for pair in pairs.values() for part in pair]), 1, out=measured)
+            if running:
+                running.write(statistics)
+            if len(bits):
+                bits.copy_(constants(bits_of(self.rows.digest if is_last else 0), sums.device))
+            stops.fill_(stop and is_last)  # a new tensor would be copied to the device, which makes the host wait
+        # backward(gradient) would save this product, but imports sympy
+        return _Reaching.apply(self.world_size * (trained + self.sums @ sums), *self.trainable)
+
+
+def bits_of(digest: int) -> tuple[float, ...]:
+    """The last bits of a digest."""
+    return tuple(float(digest >> bit & 1) for bit in range(BITS))

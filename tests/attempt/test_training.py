@@ -1,0 +1,123 @@
+"""A training task on a platform that is no more than folders: what every platform gets from the library."""
+
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+
+from flyte_ddp.attempt.training import IMAGE_CLASSIFIER, Trained, Training, image_subject
+from flyte_ddp.recipes.hyperparameters import Hyperparameters
+from flyte_ddp.settings import RunOptions
+from tests.small_training import small_data  # noqa: F401 a fixture
+
+pytestmark = pytest.mark.slow
+HP = Hyperparameters(epochs=2, batch_size=16, precision="float32")
+
+
+class FolderError(Exception):
+    def __init__(self, failure, message):
+        super().__init__(message)
+        self.failure = failure
+
+
+@dataclass
+class Folders:
+    """A platform that stores each attempt in a folder of its own below root."""
+
+    root: Path
+    attempt: int = 0
+    pages: list[str] = field(default_factory=list)
+    download_errors = ()
+
+    def is_local(self):
+        return False
+
+    def working_folder(self):
+        folder = self.root / f"pod-{self.attempt}"
+        folder.mkdir(exist_ok=True)
+        return folder
+
+    def earlier_attempts(self):
+        return self.attempt
+
+    def execution(self):
+        return "the-execution", ""
+
+    def logs_url(self):
+        return f"{self.root}/{self.attempt}/logs"
+
+    def previous_logs_url(self):
+        return f"{self.root}/{self.attempt - 1}/logs" if self.attempt else ""
+
+    def checkpoint_url(self):
+        return f"{self.root}/{self.attempt}/checkpoints"
+
+    def previous_checkpoint_url(self):
+        return f"{self.root}/{self.attempt - 1}/checkpoints" if self.attempt else ""
+
+    def get(self, url, path):
+        shutil.copyfile(url, path)
+
+    def put(self, path, url):
+        Path(url).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, url)
+
+    def open_file(self, url):
+        return open(url, "rb")
+
+    def publisher(self, title):
+        return self.pages.append
+
+    def error(self, failure, message):
+        return FolderError(failure, message)
+
+
+class FolderTraining(Training[Path, Trained]):
+    def __init__(self, platform):
+        super().__init__(IMAGE_CLASSIFIER)
+        self.platform = platform
+
+    def downloaded(self, given):
+        return given
+
+    def subject(self, settings, source, init=None):
+        return image_subject(settings, source, init)
+
+    def outputs_of(self, trained):
+        return trained
+
+
+def run(platform, data, hp=HP):
+    return FolderTraining(platform).run(hp, RunOptions(nproc=1, tracking="off"), data)
+
+
+def test_an_attempt_leaves_logs_report_and_checkpoint_and_the_next_one_goes_on_from_there(small_data, tmp_path):  # noqa: F811
+    first = Folders(tmp_path)
+    trained = run(first, small_data)
+    stored = {str(file.relative_to(tmp_path / "0")) for file in (tmp_path / "0").rglob("*") if file.is_file()}
+    assert {"report.html", "logs/console.log", "logs/progress.jsonl", "checkpoints/checkpoint"} <= stored
+    assert trained.logs_url == first.logs_url()
+    assert "Train Epoch: 1" in (tmp_path / "0" / "logs" / "console.log").read_text()
+    assert trained.image_summary().accuracy > 0.3
+    assert len(trained.epoch_measures) == 2
+    assert f"{trained.image_summary().accuracy:.2%}" in first.pages[-1]
+
+    again = run(Folders(tmp_path, attempt=1), small_data)
+    log = (tmp_path / "1" / "logs" / "console.log").read_text()
+    assert f"those of the previous attempt: {tmp_path}/0/logs" in log
+    assert "resuming from the checkpoint" in log
+    assert "Train Epoch" not in log
+    weights = [torch.load(one.model, weights_only=True) for one in (trained, again)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_what_would_come_again_is_final_and_says_where_the_logs_are(small_data, tmp_path):  # noqa: F811
+    with pytest.raises(FolderError) as failed:
+        run(Folders(tmp_path), small_data, Hyperparameters(learning_rate=1e30, precision="float32"))
+    headline, logs, *_ = str(failed.value).splitlines()
+    assert "NonFiniteError: loss is not finite" in headline
+    assert logs == f"Logs: {tmp_path}/0/logs"
+    assert not failed.value.failure.recoverable
+    assert "NonFiniteError" in (tmp_path / "0" / "logs" / "console.log").read_text()
