@@ -92,3 +92,9 @@ def test_what_every_platform_shares_imports_none():
     for path in below:
         found = {name.split(".")[0] for name in _imported_names(path)}
         assert not found & {"flyte", "flytekit", "flyteidl", "flytekitplugins"}, path
+
+
+def test_neither_platform_imports_the_other():
+    for layer, others in {"tasks": {"flyte"}, "flyte2": {"flytekit", "flytekitplugins", "flyteidl"}}.items():
+        for path in (path for module, path in _modules().items() if _layer(module) == layer):
+            assert not {name.split(".")[0] for name in _imported_names(path)} & others, path
