@@ -52,17 +52,14 @@ def test_a_training_is_cached_by_all_that_the_library_imports_for_it_and_not_by_
 
 
 def test_a_pod_gets_what_is_registered(monkeypatch):
-    for name, value in {
-        "GPUS": "4",
-        "ACCELERATOR": "A100_80GB",
-        "TRAINING_DISK": "5Gi:20Gi",
-        "WANDB_SECRET": "wandb/key",
-    }.items():
-        monkeypatch.setenv(f"DDP_{name}", value)
+    monkeypatch.setenv("DDP_GPUS", "4")
+    monkeypatch.setenv("DDP_ACCELERATOR", "A100_80GB")
+    monkeypatch.setenv("DDP_TRAINING_DISK", "5Gi:20Gi")
+    monkeypatch.setenv("DDP_WANDB_SECRET", "wandb/key")
     environment = training_environment("trains", "0123")
     asked = get_proto_resources(environment.resources)
-    limits = {Proto.ResourceName.Name(entry.name): entry.value for entry in asked.limits}
-    assert limits == {"CPU": "8", "MEMORY": "32Gi", "GPU": "4", "EPHEMERAL_STORAGE": "20Gi"}
+    amounts = {Proto.ResourceName.Name(entry.name): entry.value for entry in [*asked.requests, *asked.limits]}
+    assert amounts == {"CPU": "8", "MEMORY": "32Gi", "GPU": "4", "EPHEMERAL_STORAGE": "20Gi"}
     assert get_proto_extended_resources(environment.resources).gpu_accelerator.device == "nvidia-a100-80gb"
     assert environment.env_vars["DDP_POD_GPUS"] == "4"
     assert environment.env_vars["DDP_TRAINING_CODE"] == "0123"

@@ -5,6 +5,7 @@ import re
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 from flyte.cli._params import JsonParamType
@@ -67,3 +68,19 @@ def test_a_failure_is_said_and_not_tried_again():
     said = flyte_run("--hp", json.dumps(SMALL), "--options", '{"nproc": 1024}', status=1)
     assert said.count("batch_size must be at least the number of ranks") <= 3
     assert "retrying in" not in said
+
+
+@pytest.mark.slow
+def test_a_trained_model_is_promoted_and_predicts(tmp_path, monkeypatch):
+    monkeypatch.setenv("DDP_RUNS_DIR", str(tmp_path))
+    hp, place = json.dumps({**SMALL, "seed": 12}), str(tmp_path / "place")
+    first = flyte_run("--place", place, "--hp", hp, file="flyte2/promote.py")
+    assert "as the first model" in first
+    again = flyte_run("--place", place, "--hp", hp, file="flyte2/promote.py")
+    assert "promoted=False" in again
+    (run,) = (path.parent for path in tmp_path.glob("*-digits-*/logs"))
+    arguments = ("--model_state", str(run / "model.pt"), "--shards", "2")
+    said = flyte_run(*arguments, file="flyte2/inference.py")
+    parts = [tmp_path / name for name in re.findall(r"[\w-]+/predictions-[01]\.npy", said.replace(" ", ""))]
+    rows = np.concatenate([np.load(part) for part in parts])
+    assert np.array_equal(rows, np.load(run / "logs" / "predictions.npy"))

@@ -48,12 +48,8 @@ def storage(small_data):
 @pytest.fixture
 def node(tasks, storage, small_data, tmp_path):
     """A function that makes a pod; all of a JobSet's restart meet at one port."""
-    if (
-        os.geteuid() != 0
-        or not shutil.which("unshare")
-        or not shutil.which("taskset")
-        or subprocess.run([*CONTAINER, "true"]).returncode
-    ):
+    tools = all(map(shutil.which, ("unshare", "taskset")))
+    if os.geteuid() != 0 or not tools or subprocess.run([*CONTAINER, "true"]).returncode:
         pytest.skip("the pods find each other by a name of the cluster, which only root can give to this machine")
     (tmp_path / "hosts").write_text(f"127.0.0.1 localhost {MASTER}\n")
     ports, data = free_port(), Dir(path="s3://bucket/small", hash=prepared.read_description(small_data).digest)
@@ -78,9 +74,8 @@ def node(tasks, storage, small_data, tmp_path):
         pod = Pod2(tasks[0].train, values, storage, action="nodes", environment={**jobset, **environment})
         assert pod.command[0] == "clustered"
         hosts = f'mount --bind {tmp_path}/hosts /etc/hosts && exec "$@"'
-        core = sorted(os.sched_getaffinity(0))[
-            number % len(os.sched_getaffinity(0))
-        ]  # a thread per rank, as on one node
+        cores = sorted(os.sched_getaffinity(0))
+        core = cores[number % len(cores)]  # one thread for each rank, as if both were on one node
         pod.before = [*CONTAINER, "taskset", "-c", str(core), "sh", "-ec", hosts, "sh"]
         return pod
 
