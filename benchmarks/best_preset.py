@@ -17,8 +17,9 @@ import yaml
 from benchmarks.engine import hardware
 from benchmarks.training import HEAD, measure
 from flyte_ddp.data.datasets import prepare
-from flyte_ddp.data.held_out import hold_out
+from flyte_ddp.data.prepared import read_description
 
+VALIDATION_FRACTION = 1 / 12
 VARIED = {"shift_pixels": (1, 2), "ema_decay": (0.0, 0.999)}
 
 
@@ -30,10 +31,10 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--dataset", default="mnist")
     arguments = parser.parse_args()
-    data, held_out = prepare(arguments.dataset), arguments.folder / "data"
-    split = hold_out(data, held_out)
+    data = prepare(arguments.dataset)
     print(f"{hardware()}; n = {arguments.runs}\n")
-    print(f"Trained on {split.train_samples:,} images, {split.test_samples:,} held out:\n")
+    held_out = round(VALIDATION_FRACTION * read_description(data).train_samples)
+    print(f"Compared on {held_out:,} training images that are held out:\n")
     print(HEAD.format("held-out"))
     chosen: dict[str, Any] = {}
     highest = -1.0
@@ -41,7 +42,8 @@ def main() -> None:
         varied = dict(zip(VARIED, values, strict=True))
         name = ", ".join(f"{key} {value}" for key, value in varied.items())
         recipe = {"epochs": arguments.epochs, **varied}
-        mean = measure(name, recipe, held_out, arguments.runs, folder=arguments.folder)
+        validated = {**recipe, "validation_fraction": VALIDATION_FRACTION}
+        mean = measure(name, validated, data, arguments.runs, folder=arguments.folder)
         if mean > highest:
             chosen, highest = recipe, mean
     print(f"\nChosen:\n\n```yaml\n{yaml.safe_dump(chosen, sort_keys=False)}```\n")

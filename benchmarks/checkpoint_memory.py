@@ -82,7 +82,7 @@ def resident() -> int:
 def save(environment: Environment, link: Link, job: Job) -> tuple[float, ...]:
     """After one step, for the last of three: memory beside the state in MB, seconds that training stands still for, and
     seconds until it is on disk. The first may find a machine without free pages at hand."""
-    with process_group(environment, job.timeout_seconds) as device:
+    with process_group(environment, job.options.timeout_seconds) as device:
         parts = set_up(environment, device, job)
         parts.state.train_step(next(parts.train.epoch(0, 0)), False)
         checkpoints = worker.checkpoints_of(environment, link, job)
@@ -97,7 +97,7 @@ def save(environment: Environment, link: Link, job: Job) -> tuple[float, ...]:
 
 def resume(environment: Environment, link: Link, job: Job) -> tuple[float, ...]:
     """Memory in MB beside the state that there is then, and seconds."""
-    with process_group(environment, job.timeout_seconds) as device:
+    with process_group(environment, job.options.timeout_seconds) as device:
         state = set_up(environment, device, job).state
         distributed.barrier()
         with Peak() as peak:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from benchmarks.engine import hardware, percent, spread, train
 from flyte_ddp.data.datasets import prepare
-from flyte_ddp.data.image_files import Access, write_access
+from flyte_ddp.data.image_files import link_images
 from flyte_ddp.data.image_folder import index_folder, write_folder
 from flyte_ddp.data.image_settings import ImageSettings
 from flyte_ddp.data.prepared import SPLITS, open_split
@@ -33,7 +33,7 @@ def main() -> None:
             "| loader workers | training seconds, median [range] | test accuracy, mean ± standard deviation [range] |"
         )
         print("|---|---|---|")
-        write_access(data, Access(str(folder)))
+        link_images(data, folder)
         for workers in arguments.workers:
             seconds, accuracies = [], []
             for seed in range(1, arguments.runs + 1):

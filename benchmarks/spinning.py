@@ -1,7 +1,7 @@
 """Measures what spinning threads cost beside other programs: `python -m benchmarks.spinning --runs 5`.
 
 One rank with a thread per core trains one epoch of digits, with GNU OpenMP's own number of turns and with
-environment.SPIN_COUNT, on a machine that does nothing else, and beside as many busy processes as it has cores. The four
+launcher.SPIN_COUNT, on a machine that does nothing else, and beside as many busy processes as it has cores. The four
 take turns.
 """
 
@@ -15,7 +15,8 @@ from contextlib import contextmanager
 
 from benchmarks.engine import hardware, spread, train
 from flyte_ddp.data.datasets import prepare
-from flyte_ddp.launch.environment import SPIN_COUNT, available_cores
+from flyte_ddp.launch.environment import available_cores
+from flyte_ddp.launch.launcher import SPIN_COUNT
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 
 GNU = "300000"  # its default where there is a core for each thread, see libgomp's manual on GOMP_SPINCOUNT

@@ -25,7 +25,7 @@ from benchmarks.engine import hardware, percent, spread, train
 from benchmarks.gpu_rows.training import IMAGES
 from examples.autoencoder.settings import Settings as AutoencoderSettings
 from flyte_ddp.data.datasets import data_dir, prepare
-from flyte_ddp.data.image_files import Access, write_access
+from flyte_ddp.data.image_files import link_images
 from flyte_ddp.data.image_folder import index_folder, write_folder
 from flyte_ddp.data.image_settings import ImageSettings
 from flyte_ddp.data.prepared import SPLITS, open_split
@@ -162,7 +162,7 @@ def data_of(dataset: str) -> Path:
             folder.mkdir(exist_ok=True)
             write_folder(folder / split, [str(digit) for digit in range(10)], *open_split(digits, split))
     data = index_folder(folder, "digits", ImageSettings(), print)
-    write_access(data, Access(str(folder)))
+    link_images(data, folder)
     return data
 
 

@@ -121,7 +121,7 @@ def is_first_party(module: str, file: str, root: str, own: Collection[str] = ())
     top = module.partition(".")[0]
     if top == LIBRARY:
         return True
-    if not is_below(file, root) or not file.endswith(".py") or is_installed(file) != is_installed(root):
+    if not Path(file).is_relative_to(root) or not file.endswith(".py") or is_installed(file) != is_installed(root):
         return False
     return top in own or not is_installed(root)
 
@@ -129,12 +129,8 @@ def is_first_party(module: str, file: str, root: str, own: Collection[str] = ())
 def is_installed(path: str) -> bool:
     """Whether it is in the standard library or installed by pip. sys.prefix can't tell: /usr/src/app is below /usr."""
     standard_library = os.path.dirname(os.__file__)
-    return bool({"site-packages", "dist-packages"} & {*Path(path).parts}) or is_below(path, standard_library)
-
-
-def is_below(path: str, folder: str) -> bool:
-    """Whether the path is below the folder, or the folder itself."""
-    return os.path.join(path, "").startswith(os.path.join(folder, ""))
+    installed = {"site-packages", "dist-packages"} & {*Path(path).parts}
+    return bool(installed) or Path(path).is_relative_to(standard_library)
 
 
 # --- reading ---
@@ -171,8 +167,7 @@ def hash_of_code(tree: ast.Module) -> tuple[str, list[ast.AST]]:
         texts.append(type(node).__name__)
         if isinstance(node, WITH_DOCSTRING) and ast.get_docstring(node, clean=False) is not None:
             del node.body[0]
-        for name in node._fields:
-            value = getattr(node, name, None)
+        for name, value in ast.iter_fields(node):
             values = value if isinstance(value, list) else (value,)
             if isinstance(node, ast.JoinedStr):  # Python 3.12.1 ends f"{x:{width}}" with an empty string
                 values = [one for one in values if getattr(one, "value", None) != ""]

@@ -6,8 +6,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 
+class Event:
+    """Base of the events below."""
+
+
 @dataclass(frozen=True)
-class RunStarted:
+class RunStarted(Event):
     """The ranks have met and the first step is next (first_epoch and first_step are above 0 after a resume).
 
     Attributes:
@@ -41,7 +45,7 @@ class RunStarted:
 
 
 @dataclass(frozen=True)
-class StepLogged:
+class StepLogged(Event):
     """State after a step: the measures, including "loss", cover all training samples since the last such event."""
 
     epoch: int
@@ -55,7 +59,7 @@ class StepLogged:
 
 
 @dataclass(frozen=True)
-class EpochFinished:
+class EpochFinished(Event):
     """An epoch's training and evaluation: measures by name, of the training samples, and of the validation samples or,
     where there are none, of the test samples."""
 
@@ -78,7 +82,7 @@ class EpochFinished:
 
 
 @dataclass(frozen=True)
-class EpochChosen:
+class EpochChosen(Event):
     """The single evaluation on the test split, with the weights of the best epoch on the validation split.
 
     Attributes:
@@ -95,7 +99,7 @@ class EpochChosen:
 
 
 @dataclass(frozen=True)
-class EpochLosses:
+class EpochLosses(Event):
     """An epoch of an autoencoder: mean squared errors per pixel, over training and held-out images."""
 
     epoch: int
@@ -105,7 +109,7 @@ class EpochLosses:
 
 
 @dataclass(frozen=True)
-class NotLearning:
+class NotLearning(Event):
     """At this step training does not learn as it should, but continues. The reason ends with remedies."""
 
     epoch: int
@@ -114,7 +118,7 @@ class NotLearning:
 
 
 @dataclass(frozen=True)
-class GradientsSeen:
+class GradientsSeen(Event):
     """Distribution of each parameter's gradient in an epoch's last step: counts of n bins between n + 1 edges."""
 
     epoch: int
@@ -122,7 +126,7 @@ class GradientsSeen:
 
 
 @dataclass(frozen=True)
-class CheckpointWritten:
+class CheckpointWritten(Event):
     """There is a complete checkpoint of the state before this step at path.
 
     Training stood still for stall_seconds; the write itself, in the background, took write_seconds.
@@ -136,40 +140,25 @@ class CheckpointWritten:
 
 
 @dataclass(frozen=True)
-class CheckpointFailed:
+class CheckpointFailed(Event):
     """A checkpoint could not be written; training continues without it."""
 
     reason: str
 
 
 @dataclass(frozen=True)
-class CheckpointRefused:
+class CheckpointRefused(Event):
     """There was a checkpoint, but training started afresh, for this reason."""
 
     reason: str
 
 
 @dataclass(frozen=True)
-class Printed:
+class Printed(Event):
     """A line that a rank's code, or a library, has printed."""
 
     rank: int
     text: str
-
-
-Event = (
-    RunStarted
-    | StepLogged
-    | EpochFinished
-    | EpochChosen
-    | EpochLosses
-    | NotLearning
-    | GradientsSeen
-    | CheckpointWritten
-    | CheckpointFailed
-    | CheckpointRefused
-    | Printed
-)
 
 
 def tell(observer: object, event: Any) -> None:

@@ -13,9 +13,11 @@ from flyte_ddp.settings import read_json, refuse_repeated
 def read_settings(text: str) -> Any:
     """Parses JSON text, or the .json or .yaml file at a path; raises InputError with the place and the reason."""
     try:
-        if text.lstrip()[:1] in ("{", "["):
-            return read_json(text)
-        return yaml.load(Path(text).read_text(), _Loader)  # a safe one; YAML contains JSON
+        is_file = text.lstrip()[:1] not in ("{", "[")
+        content = Path(text).read_text() if is_file else text
+        if is_file and not text.endswith(".json"):
+            return yaml.load(content, _Loader)  # a safe one
+        return read_json(content)  # not by yaml, for which 1e-3 is a text
     except json.JSONDecodeError as error:
         raise InputError(f"not JSON: {error.msg} at line {error.lineno}, column {error.colno} of {text}") from None
     except yaml.YAMLError as error:

@@ -3,10 +3,6 @@
 import math
 
 
-def constant(step: int, steps: int) -> float:
-    return 1.0
-
-
 def one_cycle(step: int, steps: int, warmup_fraction: float = 0.25, start: float = 0.1, end: float = 0.001) -> float:
     """Linear from start up to 1 over the share warmup_fraction of all steps, then linear down to end."""
     warmup = warmup_fraction * steps

@@ -7,14 +7,15 @@ checked. A broken rule raises InputError.
 """
 
 import dataclasses
-import difflib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from flyte_ddp.errors import InputError
+from flyte_ddp.text import did_you_mean
 
 try:
     from dataclasses_json import DataClassJsonMixin
@@ -32,7 +33,6 @@ TRACKING = ("auto", "online", "offline", "tensorboard", "off")
 
 TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "a string", dict: "an object"}
 BY_NAME = {kind.__name__: kind for kind in TYPE_NAMES}
-UNRULED = {"minimum": -math.inf, "above": -math.inf, "maximum": math.inf, "below": math.inf, "choices": ()}
 
 
 def setting(
@@ -102,8 +102,7 @@ class Settings(DataClassJsonMixin):
         fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
         for name, value in values.items():
             if name not in fields:
-                nearest = difflib.get_close_matches(str(name), fields, n=1)
-                hint = f" (did you mean {nearest[0]}?)" if nearest else ""
+                hint = did_you_mean(str(name), fields)
                 raise InputError(f"{cls.__name__} has no field {_shown(name)}{hint}; known: {', '.join(fields)}")
             checked(cls.__name__, fields[name], value)
         return values
@@ -111,13 +110,14 @@ class Settings(DataClassJsonMixin):
 
 def checked(owner: str, field: "dataclasses.Field[Any]", value: Any) -> Any:
     """Returns the value in the field's own type (1 becomes 1.0 for a float), or raises InputError."""
-    name, rules = f"{owner}.{field.name}", {**UNRULED, **field.metadata}
+    name, rules = f"{owner}.{field.name}", {**setting(None).metadata, **field.metadata}
     # with `from __future__ import annotations` it is the type's name
     expected: Any = BY_NAME.get(field.type, field.type) if isinstance(field.type, str) else field.type
     if expected not in TYPE_NAMES:
         raise InputError(f"{name} must be declared as one of {', '.join(BY_NAME)}, got {_shown(field.type)}")
     if expected is float and type(value) is int:
-        value = _as_float(value)
+        with suppress(OverflowError):
+            value = float(value)
     if expected is int and type(value) is float and value.is_integer():
         value = int(value)  # Flyte's older literals carry every number as a double
     if type(value) is not expected or (expected is float and not math.isfinite(value)):
@@ -131,21 +131,9 @@ def checked(owner: str, field: "dataclasses.Field[Any]", value: Any) -> Any:
     return value
 
 
-def _as_float(value: int) -> float:
-    try:
-        return float(value)
-    except OverflowError:
-        return math.inf
-
-
-def _range(rules: Any) -> str:
-    words = [
-        ("at least {:g}", rules["minimum"]),
-        ("above {:g}", rules["above"]),
-        ("at most {:g}", rules["maximum"]),
-        ("below {:g}", rules["below"]),
-    ]
-    return " and ".join(text.format(bound) for text, bound in words if math.isfinite(bound))
+def _range(rules: Mapping[str, Any]) -> str:
+    words = {"minimum": "at least", "above": "above", "maximum": "at most", "below": "below"}
+    return " and ".join(f"{text} {rules[name]:g}" for name, text in words.items() if math.isfinite(rules[name]))
 
 
 def _shown(value: Any) -> str:

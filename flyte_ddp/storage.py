@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, BinaryIO
 
 from flyte_ddp.errors import InputError
 
@@ -58,25 +58,38 @@ def sync(file: IO[bytes]) -> None:
     os.fsync(file.fileno())
 
 
-def write_whole(path: Path, *pieces: bytes | memoryview) -> None:
-    """Writes a file beside path and renames it: path always holds either the old or the new content. Raises OSError."""
+@contextmanager
+def whole_file(path: Path) -> Iterator[io.BufferedWriter]:
+    """A file beside path that replaces it when the block ends without an error: path has the old content or the new."""
     beside = temporary_beside(path)
     try:
         with synced_file(beside) as file:
-            for piece in pieces:
-                file.write(piece)
+            yield file
         os.replace(beside, path)
     finally:
         beside.unlink(missing_ok=True)
 
 
-def content_digest(path: Path) -> str:
-    """SHA-256 as hex over the content of a file, or over the names and contents of all files below a folder."""
-    digest = hashlib.sha256()
-    files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
-    for file in files:
-        digest.update(f"{file.relative_to(path)}\0{file.stat().st_size}\0".encode(errors="surrogateescape"))
-        with open(file, "rb") as content:
-            while piece := content.read(2**20):
-                digest.update(piece)
+def write_whole(path: Path, content: bytes | memoryview) -> None:
+    """Writes a file whole or not at all; raises OSError."""
+    with whole_file(path) as file:
+        file.write(content)
+
+
+def content_digest(path: Path, algorithm: str = "sha256") -> str:
+    """The hash as hex of the content of a file, or of the names and contents of all files below a folder."""
+    if not path.is_dir():
+        with open(path, "rb") as file:
+            return stream_digest(file, algorithm)
+    digest = hashlib.new(algorithm, usedforsecurity=False)
+    for inner in sorted(inner for inner in path.rglob("*") if inner.is_file()):
+        digest.update(os.fsencode(inner.relative_to(path)) + f"\0{content_digest(inner, algorithm)}\n".encode())
+    return digest.hexdigest()
+
+
+def stream_digest(file: BinaryIO, algorithm: str = "sha256") -> str:
+    """The hash as hex of what is left to read; hashlib.file_digest needs Python 3.11."""
+    digest = hashlib.new(algorithm, usedforsecurity=False)
+    while piece := file.read(2**20):
+        digest.update(piece)
     return digest.hexdigest()

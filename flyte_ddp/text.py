@@ -1,9 +1,18 @@
 """Text of unknown origin and length, made fit for files, protocols and people."""
 
+import difflib
+from collections.abc import Iterable
+
 
 def encodable(text: str) -> str:
     """The text with lone surrogates escaped: they stem from file names that are not text, and UTF-8 has none."""
     return text.encode("utf-8", "backslashreplace").decode()
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A hint at the nearest of the known names, in brackets; empty if none is near."""
+    nearest = difflib.get_close_matches(name, sorted(known), n=1)
+    return f" (did you mean {nearest[0]}?)" if nearest else ""
 
 
 def shortened(text: str, most: int) -> str:

@@ -13,7 +13,7 @@ from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-from flyte_ddp.engine.job import Job, TrainingResult, job_of, paths_in, subject_of
+from flyte_ddp.engine.job import PREDICTIONS, Job, TrainingResult, job_in, subject_of
 from flyte_ddp.errors import InputError
 from flyte_ddp.events import EpochFinished, Event, all_of
 from flyte_ddp.launch import launcher
@@ -90,16 +90,16 @@ def train(
         raise InputError(f"init must be a file that is there, got {first}")
     with writing_to(folder, "output"):
         folder.mkdir(parents=True, exist_ok=True)
-    job = job_of(subject_of(code, settings, source, first), options, **paths_in(folder, options))
+    job = job_in(folder, subject_of(code, settings, source, first), options)
     own = OwnObservers(watching if is_first_rank() else ())
     console = Console if "WORLD_SIZE" in os.environ else open_console  # a launcher's ranks share a terminal
     try:
         with nullcontext(on_event) if on_event else closing(console()) as listen:
-            results = run(job, options, all_of(listen, own))
+            results = run_job(job, all_of(listen, own))
     except BaseException as error:
         own.close(RunFailed.by(error))
         raise
-    predictions = Path(job.predictions_path)
+    predictions = folder / PREDICTIONS
     own.close(RunFinished(results, predictions if predictions.exists() else None, time.time() - started))
     result = results[0]
     warnings = [one.reason for one in result.warnings]
@@ -107,19 +107,19 @@ def train(
     return Result(result.epochs, warnings, Path(job.model_path), folder, result.tested, best_epoch)
 
 
-def run(job: Job, options: RunOptions, on_event: Callable[[Event], None]) -> list[TrainingResult]:
+def run_job(job: Job, on_event: Callable[[Event], None]) -> list[TrainingResult]:
     """Trains with ranks of its own, or as one of its launcher's; the checkpoint is removed when training has ended."""
-    is_first, checkpoint = is_first_rank(), Path(job.checkpoint_path)
+    is_first, checkpoint, options = is_first_rank(), Path(job.checkpoint_path), job.options
     if is_first and not options.resume:
         checkpoint.unlink(missing_ok=True)
     try:
         if "WORLD_SIZE" in os.environ:
             results = [pkgutil.resolve_name(JOINED)(job, on_event)]
         else:
-            settings = job.identity.settings
+            settings = job.settings
             name_of(type(settings), "settings")
             world = choose_world(settings.backend, options.nproc, settings.batch_size)
-            results = launcher.launch(WORKER, world, job, options.timeout_seconds, on_event, roots=[job.root])
+            results = launcher.launch(WORKER, world, job, options.timeout_seconds, on_event, root=job.root)
     except PreemptedError as stopped:
         raise PreemptedError(f"{stopped}; the same command resumes from {checkpoint}") from None
     if is_first:

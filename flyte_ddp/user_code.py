@@ -5,7 +5,6 @@ torch. What caching and shipping need to know about its code is read from the so
 """
 
 import ast
-import difflib
 import hashlib
 import os
 import symtable
@@ -22,13 +21,13 @@ from flyte_ddp.code_version import (
     faults_named,
     find_parts,
     imported,
-    is_below,
     is_first_party,
     is_installed,
     source_file,
     version_of,
 )
 from flyte_ddp.errors import InputError
+from flyte_ddp.text import did_you_mean
 
 EXAMPLE = '"package.module:Name"'
 ENGINE = ("flyte_ddp.engine.worker", "flyte_ddp.engine.predict")  # what trains a recipe, and predicts with it
@@ -76,7 +75,7 @@ def find_code(name: str, data_files: Sequence[str] = ()) -> UserCode:
         path = os.path.abspath(os.path.join(os.path.dirname(file), one))
         if not os.path.isfile(path):
             raise InputError(f"{name}: data file {one!r} is not a file; it is looked for as {path}")
-        if not is_below(path, root):
+        if not Path(path).is_relative_to(root):
             raise InputError(f"{name}: data file {one!r} must lie below {root}, to be shipped with the code")
         if path not in files:
             files.add(path)
@@ -126,14 +125,9 @@ def _not_found(name: str, found: Sequence[ModuleSpec]) -> InputError:
     entries = [entry for folder in folders for entry in os.scandir(folder)]
     names = {entry.name.removesuffix(".py") for entry in entries if entry.name.endswith(".py") or entry.is_dir()}
     return InputError(
-        f"{name}: no module {missing}{_hint(missing, names)} in {', '.join(folders)}: start pyflyte in the "
+        f"{name}: no module {missing}{did_you_mean(missing, names)} in {', '.join(folders)}: start pyflyte in the "
         "folder from which the module can be imported, or put that folder on PYTHONPATH"
     )
-
-
-def _hint(name: str, known: Collection[str]) -> str:
-    nearest = difflib.get_close_matches(name, sorted(known), n=1)
-    return f" (did you mean {nearest[0]}?)" if nearest else ""
 
 
 def _check_defined(name: str, file: str) -> None:
@@ -145,4 +139,4 @@ def _check_defined(name: str, file: str) -> None:
     stars = (node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.names[0].name == "*")
     # if names may come from elsewhere too, the rank finds out
     if attribute not in names and "__getattr__" not in names and not any(stars):
-        raise InputError(f"{name}: {file} defines no {attribute}{_hint(attribute, names)} at its top level")
+        raise InputError(f"{name}: {file} defines no {attribute}{did_you_mean(attribute, names)} at its top level")

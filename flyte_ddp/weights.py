@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from flyte_ddp.errors import InputError
-from flyte_ddp.model_metadata import NO_SAFETENSORS, is_safetensors
+from flyte_ddp.errors import InputError, not_installed
+from flyte_ddp.model_metadata import is_safetensors
 
 MOST_NAMES = 6
 REMEDY = "use the model_state of a training of this network, with the settings of that training"
@@ -71,5 +71,5 @@ def _read_safetensors(path: str | Path) -> dict[str, Tensor]:
     try:
         from safetensors.torch import load_file
     except ImportError:
-        raise InputError(NO_SAFETENSORS) from None
+        raise InputError(f"this file needs {not_installed('safetensors', 'export')}, or load a .pt file") from None
     return load_file(path)

@@ -1,7 +1,6 @@
 """Small real trainings: scikit-learn's digits, real processes, real gloo."""
 
 import functools
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,12 +10,13 @@ import pytest
 from flyte_ddp.data import prepared
 from flyte_ddp.data.datasets import prepare
 from flyte_ddp.data.writer import write_prepared
-from flyte_ddp.engine.job import Identity, Job, TrainingResult
+from flyte_ddp.engine.job import TrainingResult, job_in, subject_of
 from flyte_ddp.events import Event
 from flyte_ddp.launch import launcher
 from flyte_ddp.launch.environment import choose_world
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
-from flyte_ddp.storage import content_digest
+from flyte_ddp.settings import RunOptions
+from flyte_ddp.user_code import find_code
 
 WORKER = "flyte_ddp.engine.worker:run"
 RECIPE = "flyte_ddp.recipes.images:ImageClassifier"
@@ -64,7 +64,7 @@ def whole(small_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Callabl
     return once
 
 
-def trainer(small_data: Path, place: Path) -> Callable[..., Any]:
+def trainer(small_data: Path, parent: Path) -> Callable[..., Any]:
     def run(
         nproc: int = 2,
         on_event: Callable[[Event], None] = lambda event: None,
@@ -80,27 +80,17 @@ def trainer(small_data: Path, place: Path) -> Callable[..., Any]:
     ) -> Any:
         import torch
 
-        folder = place / name
+        folder = parent / name
         folder.mkdir(exist_ok=True)
         hp = Hyperparameters(**{"batch_size": 16, "epochs": 1, "precision": "float32", **hyperparameters})
-        first = content_digest(init) if init else ""
-        job = Job(
-            identity=Identity(recipe, hp, prepared.read_description(data).digest, "code", first),
-            dataset="small",
-            data=str(data),
-            model_path=str(folder / "model.pt"),
-            last_path=str(folder / "last.pt"),
-            final_path=str(folder / "final-checkpoint"),
-            init=str(init or ""),
-            predictions_path=str(folder / "predictions.npy"),
-            pictures_path=str(folder / "pictures.npz"),
-            checkpoint_path=str(folder / "checkpoint"),
+        options = RunOptions(
             checkpoint_seconds=checkpoint_seconds,
             timeout_seconds=timeout_seconds,
-            launched=time.time(),
             loader_workers=loader_workers,
-            pin_memory=True,
+            keep_checkpoint=True,
         )
+        subject = subject_of(find_code(recipe), hp, data, init, prepared.read_description(data))
+        job = job_in(folder, subject, options)
         events: list[Event] = []
 
         def listen(event: Event) -> None:

@@ -68,9 +68,9 @@ def test_training_and_export(run, digits):
     )
     run("workflows.cifar10.cifar10_task", hp=CIFAR10Hyperparameters(**ONCE), data=digits, options=OPTIONS)
     trained = run("workflows.mnist.pytorch_mnist_task", hp=Hyperparameters(**ONCE), data=digits, options=OPTIONS)
-    given = {"model_state": trained["model_state"], "data": digits, "accuracies": trained["epoch_accuracies"]}
     options = ClassifierExport(dataset="digits")
-    exported = run("flyte_ddp.export.task.export_classifier", options=options, **given)
+    given = {"model_state": trained["model_state"], "data": digits, "options": options}
+    exported = run("flyte_ddp.export.task.export_classifier", **given)
     model = Path(exported["model"].scalar.blob.uri)
     assert {"model.safetensors", "model.pt2", "model.onnx", "model_card.md"} <= {file.name for file in model.iterdir()}
 
@@ -78,16 +78,15 @@ def test_training_and_export(run, digits):
 def test_image_files(run, images):
     hp = FolderHyperparameters(epochs=1, train_fraction=0.1)
     trained = run("workflows.image_folder.image_folder_task", hp=hp, options=OPTIONS, **images)
-    given = {"model_state": trained["model_state"], "accuracies": trained["epoch_accuracies"], **images}
-    run("flyte_ddp.export.task.export_folder_classifier", options=FolderExport(), **given)
+    given = {"model_state": trained["model_state"], "options": FolderExport(), **images}
+    run("flyte_ddp.export.task.export_folder_classifier", **given)
     study = LoadingSettings(passes=2, most_images=256, most_workers=2)
     run("workflows.image_folder.loading_study_task", study=study, **images)
 
 
-def test_studies_and_sweeps(run, digits):
+def test_studies(run, digits):
     options = TimingOptions(dataset="digits", device_batch_sizes="8", repeats=1, seconds=0.05)
     run("flyte_ddp.timing.task.time_inference", data=digits, options=options)
-    run("flyte_ddp.sweep.held_out.hold_out_validation", data=digits)
 
 
 def test_every_task_that_computes_has_a_pod_in_some_test():

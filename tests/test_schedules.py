@@ -23,7 +23,3 @@ def test_cosine_rises_to_one_and_falls_to_its_end():
     assert np.all(np.diff(found[:11]) > 0)
     assert np.all(np.diff(found[10:]) < 0)
     assert schedules.cosine(0, 40, 0.0) == 1
-
-
-def test_constant_stays():
-    assert {schedules.constant(step, STEPS) for step in range(STEPS + 1)} == {1.0}

@@ -90,6 +90,15 @@ def test_unreadable_text_and_files_are_answered_with_place_and_reason(text, word
     assert all(word in str(refused.value) for word in words)
 
 
+@pytest.mark.parametrize(
+    ("name", "content"), [("hp.json", '{"learning_rate": 1e-3}'), ("hp.yaml", "learning_rate: 0.001\n")]
+)
+def test_files_are_read_by_their_own_rules(tmp_path, name, content):
+    """In YAML 1e-3 is a text."""
+    (tmp_path / name).write_text(content)
+    assert read_settings(str(tmp_path / name)) == {"learning_rate": 0.001}
+
+
 def test_broken_files_are_answered_with_place_and_reason(tmp_path):
     broken = tmp_path / "broken.yaml"
     for content, words in {"epochs: [2": ["line 1", "expected ',' or ']'"], "\0": ["neither JSON nor YAML"]}.items():

@@ -4,8 +4,6 @@ pyflyte run workflows/export.py export_wf --model_state model.pt
 pyflyte run workflows/export.py export_folder_wf --folder FOLDER --model_state model.pt --images '{"image_size": 64}'
 """
 
-from typing import NamedTuple
-
 from flytekit import dynamic, workflow
 from flytekit.types.file import PythonPickledFile
 
@@ -30,21 +28,15 @@ from workflows.mnist import pytorch_training_wf
 set_up_pyflyte()
 
 
-class Model(NamedTuple):
-    """Weights, and the accuracies that their training reported; none if the weights were given."""
-
-    model_state: PythonPickledFile
-    epoch_accuracies: list[float]
-
-
 @dynamic(**dynamic_resources())
-def model_to_export(model_state: PythonPickledFile | None, data: PreparedDataset, options: ClassifierExport) -> Model:
+def model_to_export(
+    model_state: PythonPickledFile | None, data: PreparedDataset, options: ClassifierExport
+) -> PythonPickledFile:
     """The given weights, else those of a default training; only waits for data."""
     if model_state is not None:
-        return Model(model_state, [])
+        return model_state
     hp = Hyperparameters(dataset=options.dataset, model=options.network)
-    trained = pytorch_training_wf(hp=hp, options=RunOptions())
-    return Model(trained.model_state, trained.epoch_accuracies)
+    return pytorch_training_wf(hp=hp, options=RunOptions()).model_state
 
 
 @workflow
@@ -60,9 +52,7 @@ def export_wf(
     """
     data = prepare_dataset(name=check_export(model_state=model_state, options=options))
     model = model_to_export(model_state=model_state, data=data, options=options)
-    return export_classifier(
-        model_state=model.model_state, data=data, accuracies=model.epoch_accuracies, options=options
-    )
+    return export_classifier(model_state=model, data=data, options=options)
 
 
 @dynamic(**dynamic_resources())
@@ -72,13 +62,12 @@ def folder_model_to_export(
     folder: str,
     images: ImageSettings,
     options: FolderExport,
-) -> Model:
+) -> PythonPickledFile:
     """The same for a folder of images; only waits for its index."""
     if model_state is not None:
-        return Model(model_state, [])
+        return model_state
     hp = FolderHyperparameters(model=options.network)
-    trained = image_folder_wf(folder=folder, images=images, hp=hp, options=RunOptions())
-    return Model(trained.model_state, trained.epoch_accuracies)
+    return image_folder_wf(folder=folder, images=images, hp=hp, options=RunOptions()).model_state
 
 
 @workflow
@@ -100,13 +89,7 @@ def export_folder_wf(
     found = find_images(folder=folder, images=checked)
     index = index_images(folder=found.folder, stamp=found.stamp, images=checked)
     model = folder_model_to_export(model_state=model_state, index=index, folder=folder, images=images, options=options)
-    return export_folder_classifier(
-        model_state=model.model_state,
-        index=index,
-        folder=found.folder,
-        accuracies=model.epoch_accuracies,
-        options=options,
-    )
+    return export_folder_classifier(model_state=model, index=index, folder=found.folder, options=options)
 
 
 if __name__ == "__main__":

@@ -71,15 +71,15 @@ def inspect_hardware(hp: Hyperparameters, options: RunOptions) -> HardwareOutput
 
 def summarise(machine: Machine) -> HardwareFacts:
     torch = None if isinstance(machine.torch, UnknownError) else machine.torch
-    plan = torch.plan if torch else None
+    world = torch.world if torch else None
     return HardwareFacts(
         gpus=len(torch.gpus) if torch else 0,
         cores=machine.cores[0],
         memory=0 if isinstance(machine.memory, UnknownError) else machine.memory[0],
-        world_size=plan.world.size if plan else 0,
-        backend=plan.world.backend if plan else "",
-        device=plan.world.device if plan else "",
-        precision=plan.precision if plan else "",
+        world_size=world.size if world else 0,
+        backend=world.backend if world else "",
+        device=world.device if world else "",
+        precision=torch.precision if torch else "",
         warnings=warnings(machine),
         lines=dict(line for lines in facts(machine).values() for line in lines),
     )

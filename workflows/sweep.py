@@ -3,36 +3,26 @@
 pyflyte run workflows/sweep.py sweep_wf --sweep '{"values": {"learning_rate": [0.05, 0.1, 0.2]}}' --hp '{"epochs": 1}'
 """
 
-import math
-import time
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from flytekit import Cache, FlyteContextManager, dynamic, map_task, task, workflow
-from flytekit.core.type_engine import TypeEngine
+from flytekit import Cache, dynamic, task, workflow
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile, PythonPickledFile
 
 from flyte_ddp.attempt.failures import platform_errors
-from flyte_ddp.attempt.folders import run_folder
 from flyte_ddp.attempt.summaries import TrainingSummary
 from flyte_ddp.code_version import code_version
-from flyte_ddp.errors import NonFiniteError
+from flyte_ddp.errors import InputError
 from flyte_ddp.launch.environment import choose_world
-from flyte_ddp.launch.failures import Failure, RankError
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
-from flyte_ddp.report.console import say, say_last
 from flyte_ddp.settings import RunOptions
-from flyte_ddp.sweep.halving import all_failed, check_rungs, entrants, rungs_of, saving, standings
-from flyte_ddp.sweep.held_out import hold_out_validation
-from flyte_ddp.sweep.page import chosen, comparison, ranked, write_table
-from flyte_ddp.sweep.search import Sweep, TrialResult, trials_of
+from flyte_ddp.sweep.halving import Entrant, TrialResult, check_rungs
+from flyte_ddp.sweep.search import Sweep, trials_of
+from flyte_ddp.sweep.task import SweepComparison, run_sweep, try_out
 from flyte_ddp.tasks import platform
 from flyte_ddp.tasks.caching import CodeVersion
-from flyte_ddp.tasks.outputs import output_file, output_page
-from flyte_ddp.tasks.platform import TaskError, is_local
+from flyte_ddp.tasks.platform import is_local
 from flyte_ddp.tasks.prepare import PreparedDataset, prepare_dataset, resolve_dataset
 from flyte_ddp.tasks.pyflyte import set_up_pyflyte
 from flyte_ddp.tasks.resources import dynamic_resources, small_resources, training_resources
@@ -42,25 +32,11 @@ from workflows.mnist import pytorch_mnist_task
 set_up_pyflyte()
 
 TRIAL_CODE = CodeVersion(code_version("workflows.sweep"), ())
-Rungs = list[list[TrialResult | None]]
-
-
-class Comparison(NamedTuple):
-    """The trials side by side.
-
-    Attributes:
-        best: the hyperparameters with the highest validation accuracy.
-        table: all trials, best first.
-        report: an HTML page in a single file.
-    """
-
-    best: Hyperparameters
-    table: FlyteFile["csv"]  # noqa: F821
-    report: FlyteFile["html"]  # noqa: F821
+VALIDATION_FRACTION = 1 / 12  # of MNIST: 55,000 images to train on, 5,000 to compare by
 
 
 class SweepOutputs(NamedTuple):
-    """The outputs of a sweep: a Comparison, and the outputs of training with the best on all training images.
+    """The outputs of a sweep: a SweepComparison, and the outputs of training with the best on all training images.
 
     Attributes:
         model_state, summary, training_report, logs: see flyte_ddp.tasks.train.TrainingOutputs.
@@ -80,7 +56,9 @@ class SweepOutputs(NamedTuple):
 def list_trials(sweep: Sweep, hp: Hyperparameters, options: RunOptions) -> list[Hyperparameters]:
     """The hyperparameters of each trial, all checked before anything is downloaded or spawned."""
     trials = trials_of(sweep, hp)
-    check_rungs(sweep, trials)
+    check_rungs(sweep, [vars(trial) for trial in trials])
+    if (sweep.measure, sweep.largest) != ("accuracy", True):
+        raise InputError(f"Sweep.measure must be accuracy for image classifiers, largest first, got {sweep.measure!r}")
     if is_local():
         for trial in trials:
             choose_world(trial.backend, options.nproc, trial.batch_size)
@@ -92,116 +70,25 @@ def list_trials(sweep: Sweep, hp: Hyperparameters, options: RunOptions) -> list[
     retries=2,
     **training_resources(TRAINING_CODE),
 )
-def train_trial(
-    hp: Hyperparameters, held_out: PreparedDataset, options: RunOptions, checkpoint: str = ""
-) -> TrialResult:
-    """Trains without the held-out images and measures on them; for those that fail see as_result.
-
-    checkpoint: to continue from. If it is gone, training starts over, with the same result.
-    """
-    started, storage = time.time(), FlyteContextManager.current_context().file_access
-    init = FlyteFile(checkpoint) if checkpoint and storage.exists(checkpoint) else None
-    try:
-        outputs = image_training.run(hp, options, held_out, init)
-    except (RankError, TaskError) as error:
-        return as_result(hp, error, time.time() - started)
-    summary, report = outputs.summary, outputs.report.path
-    final = str(Path(outputs.logs.path, "final-checkpoint")) if hp.stop_after else ""
-    if not is_local():  # a map task shows no Deck
-        report, final = (path and storage.put_raw_data(path) for path in (report, final))
-    diverged = "" if math.isfinite(summary.test_loss) else "diverged: the loss on the held-out images is not finite"
-    return TrialResult(hp, summary.accuracy, summary.test_samples, summary.total_seconds, report, diverged, final)
+def train_trial(entrant: Entrant, data: PreparedDataset, options: RunOptions) -> TrialResult:
+    return try_out(image_training.run, Hyperparameters, entrant, data=data, options=options)
 
 
-def as_result(hp: Hyperparameters, error: RankError | TaskError, seconds: float) -> TrialResult:
-    """The result of a trial whose loss is not finite. Raises any other error: the result would be cached, but not all
-    failures, such as a full disk or GPU memory, follow from the hyperparameters."""
-    if error.failure.cause != NonFiniteError.__name__:
-        raise error
-    return failed(hp, error.failure, seconds)
-
-
-def failed(hp: Hyperparameters, failure: Failure, seconds: float = 0.0) -> TrialResult:
-    reason = f"{failure.cause}: {failure.message}"
-    say(f"This trial failed, the sweep continues: {reason}")
-    return TrialResult(hp, seconds=seconds, failure=reason)
-
-
-class Entrants(NamedTuple):
-    """The trials of a rung, and the checkpoints that they continue from."""
-
-    trials: list[Hyperparameters]
-    checkpoints: list[str]
+@dynamic(**dynamic_resources())
+def run_trials(sweep: Sweep, trials: list[Hyperparameters], name: str, options: RunOptions) -> SweepComparison:
+    """Runs each trial on the named dataset, with a validation split of its training images."""
+    validated = [
+        replace(hp, dataset=name, validation_fraction=hp.validation_fraction or VALIDATION_FRACTION) for hp in trials
+    ]
+    found: Any = run_sweep(sweep, validated, train_trial, name, data=prepare_dataset(name=name), options=options)
+    return found
 
 
 @task(**small_resources())
 @platform_errors(platform)
-def next_rung(sweep: Sweep, trials: list[Hyperparameters], rungs: Rungs) -> Entrants:
-    """The trials of the rung after these."""
-    _, hps, checkpoints = zip(*entrants(sweep, trials, rungs), strict=True)
-    return Entrants(list(hps), list(checkpoints))
-
-
-@dynamic(**dynamic_resources())
-def run_trials(sweep: Sweep, trials: list[Hyperparameters], name: str, options: RunOptions) -> Rungs:
-    """Holds out a validation split of the named dataset and runs each trial; None if its pod has failed permanently."""
-    held_out = hold_out_validation(data=prepare_dataset(name=name))
-    trials = [replace(hp, dataset=name) for hp in trials]
-    if is_local():
-        return run_locally(sweep, trials, held_out, options)
-    each = partial(train_trial, held_out=held_out, options=options)
-    # With a ratio of 1, a single pod that fails permanently would fail the map task; Flyte requires more than 0
-    run_all = map_task(each, concurrency=sweep.concurrency, min_success_ratio=1e-3)
-    first = entrants(sweep, trials, [])
-    rungs = [run_all(hp=[entrant.hp for entrant in first], checkpoint=[entrant.checkpoint for entrant in first])]
-    for _ in rungs_of(sweep, trials)[1:]:
-        survivors = next_rung(sweep=sweep, trials=trials, rungs=rungs)
-        rungs.append(run_all(hp=survivors.trials, checkpoint=survivors.checkpoints))
-    return rungs
-
-
-def run_locally(sweep: Sweep, trials: list[Hyperparameters], held_out: Any, options: RunOptions) -> Rungs:
-    """Runs one trial after another, each cached, so that an interrupted sweep resumes: flytekit's local map task caches
-    either all or none."""
-    rungs: Rungs = []
-    for _ in rungs_of(sweep, trials):
-        rungs.append([])
-        for number, hp, checkpoint in entrants(sweep, trials, rungs[:-1]):
-            until = f", to epoch {hp.last_epoch} of {hp.epochs}" if sweep.reduction_factor > 1 else ""
-            values = chosen(hp, sweep.values)
-            say(f"\nTrial {number} of {len(trials)}: {values}{until}; tested on held-out training images")
-            try:
-                result = train_trial(hp=hp, held_out=held_out, options=options, checkpoint=checkpoint)
-                rungs[-1].append(value_of(result))
-            except RankError as error:  # not cached, because it may succeed next time
-                rungs[-1].append(failed(hp, error.failure))
-    return rungs
-
-
-def value_of(result: Any) -> TrialResult:
-    """A task's output in a local run, where flytekit keeps outputs as literals."""
-    value: TrialResult = TypeEngine.to_python_value(FlyteContextManager.current_context(), result.val, TrialResult)
-    return value
-
-
-@task(enable_deck=True, deck_fields=(), **small_resources())
-@platform_errors(platform)
-def compare(sweep: Sweep, trials: list[Hyperparameters], name: str, rungs: Rungs) -> Comparison:
-    """Ranks the trials by their validation accuracy; raises ReportedError if none has one."""
-    names, results = list(sweep.values), standings(sweep, trials, rungs)
-    ranking = ranked(results)
-    number, best = ranking[0]
-    if best.failure:
-        raise all_failed(sweep, results)
-    cut = saving(sweep, trials, results)
-    with run_folder(platform, f"sweep-{name}") as folder:
-        write_table(ranking, names, folder / "trials.csv")
-        report = output_page(folder, f"Sweep on {name}", comparison(ranking, names, cut))
-    where = f"\nTrials:   {folder / 'trials.csv'}\nReport:   {report.path}" if is_local() else ""
-    trained = f"\nTrained:  {cut}" if cut else ""
-    say_last(f"\nBest:     {chosen(best.hp, names)}: {best.accuracy:.2%} validation accuracy{trained}{where}\n")
-    hp = replace(best.hp, stop_after=trials[number - 1].stop_after)
-    return Comparison(hp, output_file(folder / "trials.csv"), report)
+def best_hyperparameters(best: str, hp: Hyperparameters) -> Hyperparameters:
+    """For all training images, unless hp holds some out."""
+    return replace(Hyperparameters.from_json(best), validation_fraction=hp.validation_fraction)
 
 
 @workflow
@@ -220,11 +107,11 @@ def sweep_wf(
     trials = list_trials(sweep=sweep, hp=hp, options=options)
     name = resolve_dataset(hp=hp, options=options)
     trials >> name  # checks the trials before anything is downloaded
-    rungs = run_trials(sweep=sweep, trials=trials, name=name, options=options)
-    compared = compare(sweep=sweep, trials=trials, name=name, rungs=rungs)
-    final = pytorch_mnist_task(hp=compared.best, data=prepare_dataset(name=name), options=options, init=None)
+    compared = run_trials(sweep=sweep, trials=trials, name=name, options=options)
+    best = best_hyperparameters(best=compared.best, hp=hp)
+    final = pytorch_mnist_task(hp=best, data=prepare_dataset(name=name), options=options, init=None)
     return SweepOutputs(
-        compared.best, compared.table, compared.report, final.model_state, final.summary, final.report, final.logs
+        best, compared.table, compared.report, final.model_state, final.summary, final.report, final.logs
     )
 
 

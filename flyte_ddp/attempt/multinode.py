@@ -83,7 +83,7 @@ def run_rank(environment: Environment, link: DirectLink, job: Job) -> list[Train
     """The results of all ranks; raises RankError, or its recoverable kind, naming this rank; or its InputError."""
     signal.signal(signal.SIGTERM, link.on_signal)
     try:
-        with process_group(environment, job.timeout_seconds) as device:
+        with process_group(environment, job.options.timeout_seconds) as device:
             results: list[Any] = [None] * environment.world.size
             distributed.all_gather_object(results, worker.train(environment, device, link, job))
             return results

@@ -9,7 +9,6 @@ from flyte_ddp.errors import InputError
 from flyte_ddp.launch.alone import run_alone
 from flyte_ddp.launch.environment import choose_world
 from flyte_ddp.report.console import open_console
-from flyte_ddp.settings import RunOptions
 
 PREDICT = "flyte_ddp.engine.predict:run"  # a name, because importing it would import torch
 
@@ -19,8 +18,7 @@ def predicted(platform: Platform, subject: Subject, model: Path, shard: int, sha
     if not 0 <= shard < shards:
         raise InputError(f"shard must be at least 0 and below shards ({shards}), got {shard}")
     with run_folder(platform, f"{subject.dataset}-predictions") as folder:
-        path = folder / f"predictions-{shard}.npy"
-        job = job_of(subject, RunOptions(), model_path=str(model), predictions_path=str(path))
+        job = job_of(subject, model_path=model, logs=folder)
         world, asked = choose_world("gloo", 1, 1), (job, split, shard, shards)
-        run_alone(PREDICT, asked, RunOptions().timeout_seconds, open_console(), world, subject.root)
-    return path
+        run_alone(PREDICT, asked, job.options.timeout_seconds, open_console(), world, subject.root)
+    return folder / f"predictions-{shard}.npy"

@@ -15,7 +15,7 @@ from flyte_ddp.attempt.run import Run, training_run
 from flyte_ddp.attempt.summaries import RecipeSummary, RunSummary, TrainingSummary, summarise
 from flyte_ddp.attempt.webhook import telling_webhook
 from flyte_ddp.data import prepared
-from flyte_ddp.engine.job import Job, Subject, TrainingResult, job_of, subject_of
+from flyte_ddp.engine.job import PREDICTIONS, Job, Subject, TrainingResult, job_of, subject_of
 from flyte_ddp.events import Event
 from flyte_ddp.launch import launcher
 from flyte_ddp.launch.environment import World, choose_world, visible_gpus
@@ -105,8 +105,7 @@ class Training(ABC, Generic[Given, Outputs]):
             return self.subject(settings, self.downloaded(data), self.downloaded(init))
 
         def start(job: Job, on_event: Callable[[Event], None]) -> list[TrainingResult]:
-            roots = [self.code.root] if self.code.root else []
-            return launcher.launch(WORKER, world, job, options.timeout_seconds, on_event, roots=roots)
+            return launcher.launch(WORKER, world, job, options.timeout_seconds, on_event, root=self.code.root)
 
         with telling_webhook(self.platform), platform_errors(self.platform):
             check_gpus(visible_gpus())
@@ -145,29 +144,19 @@ def train_by(
     """Does everything around the ranks of a run. start: runs the ranks for (job, on_event); their results by rank."""
     started = time.time()
     subject = fetch()
-    with training_run(platform, subject.dataset, subject.identity.key, options.resume) as run:
+    with training_run(platform, subject.dataset, subject.key, options.resume) as run:
         model, report, logs = run.folder / "model.pt", run.folder / "report.html", run.logs.folder
-        job = job_of(
-            subject,
-            options,
-            model_path=str(model),
-            last_path=str(logs / "last.pt"),
-            final_path=str(logs / "final-checkpoint"),
-            predictions_path=str(logs / "predictions.npy"),
-            pictures_path=str(logs / "pictures.npz"),
-            profile_path=str(logs / "profile") if options.profile else "",
-            checkpoint_path=str(run.store.path),
-        )
+        found = logs / PREDICTIONS
+        job = job_of(subject, options, model_path=model, checkpoint_path=run.store.path, logs=logs)
         info = info_of(platform, subject, options, run, job.launched - started)
         publish = platform.publisher("Training")
         with Observers(info, report, publish, run.store, run.logs, own=own_observers) as observers:
             results = start(job, observers)
-            path = Path(job.predictions_path)
-            finished = RunFinished(results, path if path.exists() else None, time.time() - started)
+            finished = RunFinished(results, found if found.exists() else None, time.time() - started)
             observers.end(finished)
     say_summary(observers.record, model, report, show_paths=platform.is_local())
     return Trained(
-        recipe=subject.identity.recipe,
+        recipe=subject.recipe,
         dataset=subject.dataset,
         results=results,
         figures=summarise(world, finished, observers.record.tracking_url),
@@ -183,10 +172,10 @@ def info_of(platform: Platform, subject: Subject, options: RunOptions, run: Run,
     """What observers know of a run before it starts."""
     return RunInfo(
         name=run.folder.name,
-        recipe=subject.identity.recipe,
-        tracking_id=tracking_id(platform, subject.identity.key, run.store.path),
+        recipe=subject.recipe,
+        tracking_id=tracking_id(platform, subject.key, run.store.path),
         attempt=platform.earlier_attempts(),
-        settings=subject.identity.settings,
+        settings=subject.settings,
         options=options,
         data=subject.data if subject.description else None,
         description=subject.description,

@@ -5,12 +5,11 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -86,50 +85,18 @@ def prepare(name: str, progress: Progress | None = None, open_stored: OpenStored
     return directory
 
 
-class Catalogue(NamedTuple):
-    """What torchvision knows of a dataset: the URLs of folders that have it, and its files with their MD5."""
-
-    mirrors: list[str]
-    resources: list[tuple[str, str]]
-
-
-def _catalogue(class_name: str) -> Catalogue:
-    """The catalogue of torchvision's class, cached in a file: importing torchvision takes seconds."""
-    path = data_dir() / class_name / f"torchvision-{version('torchvision')}.json"
-    with suppress(OSError, ValueError, TypeError):
-        return Catalogue(**json.loads(path.read_text()))
-    from torchvision import datasets
-
-    dataset = getattr(datasets, class_name)
-    catalogue = Catalogue(list(dataset.mirrors), list(dataset.resources))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, json.dumps(catalogue._asdict()).encode())
-    return catalogue
-
-
-def _torchvision_mnist(class_name: str, ask: Ask) -> Originals:
-    """MNIST or a dataset in its format, read by torchvision's class, which knows mirrors, checksums and file format."""
+def _mnist(class_name: str, ask: Ask) -> Originals:
+    """MNIST or a dataset in its format, whose mirrors, checksums and file format torchvision's class knows."""
     mirror = mirror_from_environment()
-    catalogue = _catalogue(class_name)
+    public, resources = _catalogue(class_name)
     # MNIST and Fashion-MNIST have the same file names, so torchvision's layout, with a folder for each, comes first
     own = [f"{mirror.rstrip('/')}/{class_name}/raw", mirror] if mirror else []
-    mirrors = ask([*own, *catalogue.mirrors])
+    mirrors = ask([*own, *public])
     raw = data_dir() / class_name / "raw"
     remove_leftovers(raw)
-    files = [mirrors.fetch(filename, md5, raw) for filename, md5 in catalogue.resources]
-    from torchvision import datasets
-
-    dataset = getattr(datasets, class_name)
-    # In a fresh folder each time: the class trusts unpacked files that it finds, and would download missing ones
-    offline = type(class_name, (dataset,), {"mirrors": [""]})  # no address: unpack what is there, or fail
-    with tempfile.TemporaryDirectory(dir=data_dir(), prefix=".unpack.", suffix=".partial") as root:
-        unpacked = Path(root, class_name, "raw")
-        unpacked.mkdir(parents=True)
-        for file in files:
-            shutil.copy(file, unpacked)
-        train, test = (offline(root, train=is_train, download=True) for is_train in (True, False))
+    train, test = _unpacked(class_name, f"{class_name}/raw", [mirrors.fetch(*file, raw) for file in resources])
     return Originals(
-        tuple(dataset.classes),
+        tuple(train.classes),
         train.data.numpy()[:, None],
         train.targets.numpy(),
         test.data.numpy()[:, None],
@@ -137,29 +104,53 @@ def _torchvision_mnist(class_name: str, ask: Ask) -> Originals:
     )
 
 
-def _cifar10(ask: Ask) -> Originals:
-    """CIFAR-10: from the files that torchvision unpacks, if the user's own mirror has them, else from the archive."""
-    from torchvision import datasets
+def _catalogue(class_name: str) -> tuple[list[str], list[tuple[str, str]]]:
+    """The URLs of folders that have the dataset, and its files with their MD5, as torchvision's class knows them.
 
-    dataset, mirror = datasets.CIFAR10, mirror_from_environment()
+    Cached in a file, because importing torchvision takes seconds.
+    """
+    path = data_dir() / class_name / f"torchvision-{version('torchvision')}.json"
+    if not path.exists():
+        from torchvision import datasets
+
+        known = getattr(datasets, class_name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, json.dumps([known.mirrors, known.resources]).encode())
+    mirrors, resources = json.loads(path.read_bytes())
+    return mirrors, resources
+
+
+def _unpacked(class_name: str, below: str, archives: Sequence[Path]) -> list[Any]:
+    """torchvision's training and test split, from archives of what it looks for below a folder.
+
+    They are unpacked to a fresh folder each time, because torchvision trusts what it finds unpacked.
+    """
+    from torchvision import datasets
+    from torchvision.datasets.utils import extract_archive
+
+    with tempfile.TemporaryDirectory(dir=data_dir(), prefix=".unpack.", suffix=".partial") as root:
+        Path(root, below).mkdir(parents=True, exist_ok=True)
+        for archive in archives:
+            extract_archive(archive, Path(root, below))
+        return [getattr(datasets, class_name)(root, train=is_train) for is_train in (True, False)]
+
+
+def _cifar10(ask: Ask) -> Originals:
+    """CIFAR-10: from unpacked files, if they are here or the user's own mirror has them, else from the archive."""
+    from torchvision.datasets import CIFAR10
+
+    mirror, root = mirror_from_environment(), data_dir() / "CIFAR10"
     own = [f"{mirror.rstrip('/')}/CIFAR10", mirror.rstrip("/")] if mirror else []
-    root = data_dir() / "CIFAR10"
-    public, archive = dataset.url.rsplit("/", 1)
-    unpacked = [*dataset.train_list, *dataset.test_list, (dataset.meta["filename"], dataset.meta["md5"])]
+    public, archive = CIFAR10.url.rsplit("/", 1)
     remove_leftovers(root)
-    files: list[Path] = []
-    with suppress(DownloadError):
-        folders = ask([f"{folder}/{dataset.base_folder}" for folder in own])
-        files = [folders.fetch(filename, md5, root / dataset.base_folder) for filename, md5 in unpacked]
-    files = files or [ask([*own, public]).fetch(archive, dataset.tgz_md5, root)]
-    # In a fresh folder each time, and without an address: unpack what is there, or fail
-    offline = type("CIFAR10", (dataset,), {"url": ""})
-    with tempfile.TemporaryDirectory(dir=data_dir(), prefix=".unpack.", suffix=".partial") as copies:
-        for file in files:
-            copy = Path(copies) / file.relative_to(root)
-            copy.parent.mkdir(exist_ok=True)
-            shutil.copy(file, copy)
-        train, test = (offline(copies, train=is_train, download=True) for is_train in (True, False))
+    try:
+        folders = ask([f"{folder}/{CIFAR10.base_folder}" for folder in own])
+        meta = CIFAR10.meta["filename"], CIFAR10.meta["md5"]
+        for name, md5 in (*CIFAR10.train_list, *CIFAR10.test_list, meta):
+            folders.fetch(name, md5, root / CIFAR10.base_folder)
+        train, test = (CIFAR10(root, train=is_train) for is_train in (True, False))
+    except DownloadError:
+        train, test = _unpacked("CIFAR10", "", [ask([*own, public]).fetch(archive, CIFAR10.tgz_md5, root)])
     images, test_images = (np.ascontiguousarray(split.data.transpose(0, 3, 1, 2)) for split in (train, test))
     return Originals(tuple(train.classes), images, np.array(train.targets), test_images, np.array(test.targets))
 
@@ -197,8 +188,8 @@ def _enlarge(images: np.ndarray) -> np.ndarray:
 
 
 SOURCES: dict[str, Callable[[Ask], Originals]] = {
-    "mnist": partial(_torchvision_mnist, "MNIST"),
-    "fashion_mnist": partial(_torchvision_mnist, "FashionMNIST"),
+    "mnist": partial(_mnist, "MNIST"),
+    "fashion_mnist": partial(_mnist, "FashionMNIST"),
     "cifar10": _cifar10,
     "digits": _digits,
 }

@@ -6,13 +6,14 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+FORMAT = 2
 
-@dataclasses.dataclass(frozen=True)
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class DatasetDescription:
     """The content of dataset.json.
 
     Attributes:
-        format: version of the file format.
         name: the dataset's name, as in the hyperparameters.
         classes: names, in the order of the labels.
         mean, std: per channel over the training images, for pixels from 0 to 1, rounded to 4 decimals.
@@ -20,9 +21,9 @@ class DatasetDescription:
         image_shape: (C, H, W).
         passes_per_epoch: how often an epoch goes over the training images; above 1 only where they are few.
         sha256: file name -> hex digest.
+        format: version of the file format.
     """
 
-    format: int
     name: str
     classes: tuple[str, ...]
     mean: tuple[float, ...]
@@ -30,8 +31,9 @@ class DatasetDescription:
     train_samples: int
     test_samples: int
     image_shape: tuple[int, int, int]
-    passes_per_epoch: int
-    sha256: Mapping[str, str]
+    passes_per_epoch: int = 1
+    sha256: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    format: int = FORMAT
 
     @property
     def digest(self) -> str:
@@ -44,7 +46,7 @@ class DatasetDescription:
         return {}
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class FolderDescription(DatasetDescription):
     """The content of dataset.json for a folder of image files, which stay where they are.
 

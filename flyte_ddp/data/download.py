@@ -5,12 +5,13 @@ import os
 import re
 import urllib.parse
 from collections.abc import Callable, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from flyte_ddp.data.open_url import Opener, RefusedError, UnreachableError, without_password
 from flyte_ddp.errors import DownloadError, InputError
-from flyte_ddp.storage import synced_file, temporary_beside, writing_to
+from flyte_ddp.storage import content_digest, whole_file, writing_to
 
 MIRROR_VARIABLE = "DDP_DATA_MIRROR"
 STORAGES = ("s3", "gs", "abfs", "abfss")  # only Flyte's tasks read these, with their settings and keys
@@ -43,7 +44,7 @@ class Mirrors:
         Raises DownloadError with the reason of each mirror, InputError if the directory cannot be written to.
         """
         target = Path(directory) / filename
-        if target.is_file() and _file_md5(target) == md5:
+        if target.is_file() and content_digest(target, "md5") == md5:
             return target
         reasons: dict[str, str] = {}
         for folder in self.urls:
@@ -64,28 +65,22 @@ class Mirrors:
     def _copy(self, url: str, filename: str, md5: str, target: Path) -> None:
         pieces, total = self.opener.open(url)
         digest, done, start = hashlib.md5(usedforsecurity=False), 0, b""
-        with writing_to(target.parent, "DDP_DATA_DIR"):
+        with closing(pieces), writing_to(target.parent, "DDP_DATA_DIR"):
             target.parent.mkdir(parents=True, exist_ok=True)
-            temporary = temporary_beside(target)
-            try:
-                with synced_file(temporary) as file:
-                    for piece in pieces:
-                        start = start or piece[:256]
-                        done += len(piece)
-                        if max(done, total or 0) > self.opener.limits.max_bytes:
-                            raise RefusedError(f"larger than {self.opener.limits.max_bytes:,} bytes")
-                        digest.update(piece)
-                        file.write(piece)
-                        if self.progress:
-                            self.progress(filename, done, total)
+            with whole_file(target) as file:
+                for piece in pieces:
+                    start = start or piece[:256]
+                    done += len(piece)
+                    if max(done, total or 0) > self.opener.limits.max_bytes:
+                        raise RefusedError(f"larger than {self.opener.limits.max_bytes:,} bytes")
+                    digest.update(piece)
+                    file.write(piece)
+                    if self.progress:
+                        self.progress(filename, done, total)
                 if digest.hexdigest() != md5:
                     page = start.lstrip().lower().startswith((b"<!doctype", b"<html"))
                     what = "a web page instead of the file" if page else "another file, or a damaged one (MD5 differs)"
                     raise RefusedError(f"sent {what}")
-                os.replace(temporary, target)
-            finally:
-                pieces.close()
-                temporary.unlink(missing_ok=True)
 
 
 def mirror_from_environment() -> str | None:
@@ -93,29 +88,17 @@ def mirror_from_environment() -> str | None:
     url = os.environ.get(MIRROR_VARIABLE, "").strip()
     if not url:
         return None
-    try:
+    with suppress(ValueError):
         parts = urllib.parse.urlsplit(url)
-        known = (parts.scheme == "file" and parts.netloc in ("", "localhost")) or (
-            parts.scheme in ("http", "https", *STORAGES) and bool(parts.hostname)
-        )
-        folder = known and parts.port != 0 and not parts.query and not parts.fragment
-    except ValueError:
-        folder = False
-    if not folder:
-        hint = f": write file://{url}" if url.startswith("/") else ""
-        shown = re.split("[?#]", without_password(url))[0]
-        raise InputError(f"{MIRROR_VARIABLE} must be the URL of a folder ({SCHEMES}), got {shown!r}{hint}")
-    return url
+        is_local = parts.scheme == "file" and parts.netloc in ("", "localhost")
+        is_remote = parts.scheme in ("http", "https", *STORAGES) and parts.hostname and parts.port != 0
+        if (is_local or is_remote) and not parts.query and not parts.fragment:
+            return url
+    hint = f": write file://{url}" if url.startswith("/") else ""
+    shown = re.split("[?#]", without_password(url))[0]
+    raise InputError(f"{MIRROR_VARIABLE} must be the URL of a folder ({SCHEMES}), got {shown!r}{hint}")
 
 
 def _host(url: str) -> str:
     parts = urllib.parse.urlsplit(url)
     return without_password(f"{parts.scheme}://{parts.netloc}")
-
-
-def _file_md5(path: Path) -> str:
-    digest = hashlib.md5(usedforsecurity=False)
-    with open(path, "rb") as file:
-        while piece := file.read(2**20):
-            digest.update(piece)
-    return digest.hexdigest()

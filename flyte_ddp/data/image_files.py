@@ -1,55 +1,40 @@
 """Image files as a dataset: decoded one by one, when needed, to the same size and channels."""
 
-import json
 import os
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 
 from flyte_ddp.errors import DataError
-from flyte_ddp.storage import write_whole
 
-ACCESS = "access.json"
+IMAGES = "images"  # beside an index: a link to the folder of the images
 MOST_PIXELS = 50_000_000  # each thread that decodes so many needs up to 0.5 GB; a file of some KiB can claim them
 MODES = {1: "L", 3: "RGB"}  # Pillow's names, by channels
 
 
-@dataclass(frozen=True)
-class Access:
-    """How a run finds its images; the result does not depend on this.
-
-    Attributes:
-        root: the folder that the images' names are relative to.
-    """
-
-    root: str
-
-
-def write_access(directory: Path, access: Access) -> None:
-    write_whole(directory / ACCESS, json.dumps(asdict(access)).encode())
-
-
-def read_access(directory: Path) -> Access:
-    return Access(**json.loads((directory / ACCESS).read_bytes()))
+def link_images(index: Path, folder: Path) -> None:
+    """Says in the folder of an index where the images are."""
+    link = index / IMAGES
+    link.unlink(missing_ok=True)
+    link.symlink_to(folder.absolute())
 
 
 class ImageFiles:
     """The images of a split by index, each (C, H, W) uint8, as in an array of images.
 
-    names: (N,) bytes, relative to access.root.
+    names: (N,) bytes, relative to the folder.
     """
 
-    def __init__(self, names: np.ndarray, shape: tuple[int, int, int], access: Access):
-        self.names, self.shape, self.access = names, shape, access
+    def __init__(self, names: np.ndarray, shape: tuple[int, int, int], folder: Path):
+        self.names, self.shape, self.folder = names, shape, folder
 
     def __len__(self) -> int:
         return len(self.names)
 
     def __getitem__(self, index: int) -> np.ndarray:
         """Raises DataError naming the file if it cannot be decoded, although it could when the folder was indexed."""
-        path = os.path.join(self.access.root, os.fsdecode(self.names[index]))
+        path = os.path.join(self.folder, os.fsdecode(self.names[index]))
         try:
             return decode(path, self.shape)
         except Exception as error:  # Pillow raises half a dozen types for a broken file

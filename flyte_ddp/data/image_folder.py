@@ -14,10 +14,10 @@ from typing import NamedTuple
 import numpy as np
 
 from flyte_ddp.data.datasets import data_dir
-from flyte_ddp.data.description import DatasetDescription, FolderDescription
+from flyte_ddp.data.description import FolderDescription
 from flyte_ddp.data.image_files import decode, reason
 from flyte_ddp.data.image_settings import ImageSettings
-from flyte_ddp.data.prepared import DESCRIPTION, FOLDER_FILES, FORMAT, SPLITS
+from flyte_ddp.data.prepared import DESCRIPTION, SPLITS
 from flyte_ddp.data.writer import mean_and_std, pixel_counts, write_dataset
 from flyte_ddp.errors import DataError, InputError
 from flyte_ddp.launch.environment import available_cores
@@ -38,7 +38,7 @@ class Sound(NamedTuple):
     counts: np.ndarray
 
 
-def find_images(folder: Path) -> Files:
+def list_images(folder: Path) -> Files:
     """Names relative to folder, sorted, by split and class; InputError if there is nothing to train on."""
     if not folder.is_dir():
         what = "is a file" if folder.exists() else "does not exist"
@@ -64,10 +64,21 @@ def find_images(folder: Path) -> Files:
     return found
 
 
+def lfw_folder() -> Path:
+    """Labeled Faces in the Wild, a sub-folder for each person, where torchvision keeps it; InputError without it."""
+    folder = data_dir() / "lfw-py" / "lfw_funneled"
+    if not folder.is_dir():
+        raise InputError(
+            f"Labeled Faces in the Wild is not in {folder}, and torchvision no longer downloads it: unpack "
+            "lfw-funneled.tgz there, or give the unpacked folder as --folder instead"
+        )
+    return folder
+
+
 def stamp(folder: Path) -> str:
     """Changes when an image file is added, removed or written to; looks only at names, sizes and times."""
     digest = hashlib.sha256()
-    names = (name for classes in find_images(folder).values() for files in classes.values() for name in files)
+    names = (name for classes in list_images(folder).values() for files in classes.values() for name in files)
     for name in names:
         digest.update(os.fsencode(name) + b"\0")
         with suppress(OSError):  # a broken link is counted when index_folder tries to read it
@@ -81,39 +92,36 @@ def index_folder(folder: Path, name: str, images: ImageSettings, say: Callable[[
 
     name: the dataset's name. Raises InputError if too many files cannot be read, or too few are left.
     """
-    found = find_images(folder)
-    splits, left_out = _divide(found, images.least_images)
+    found = list_images(folder)
+    classes = _large_classes(found, images.least_images)
+    splits = _divide(found, classes)
     kept, bad, content, counts = _sound_images(folder, splits, images)
     _judge(folder, bad, sum(map(len, splits.values())), images.unreadable_share, say)
     if not all(kept.values()):
         raise InputError(f"folder {folder} leaves no images to train or to test on: add some, or lower least_images")
     mean, std = mean_and_std(counts)
-
-    def describe(sha256: Mapping[str, str]) -> DatasetDescription:
-        return FolderDescription(
-            format=FORMAT,
-            name=name,
-            classes=tuple(map(_printable, _classes(found, images.least_images))),
-            mean=mean,
-            std=std,
-            train_samples=len(kept["train"]),
-            test_samples=len(kept["test"]),
-            image_shape=images.shape,
-            passes_per_epoch=1,
-            sha256=sha256,
-            split_by="sub-folders train and test"
-            if "test" in found
-            else f"one in {TEST_EVERY} of each class for testing",
-            unreadable=len(bad),
-            unreadable_named=tuple(bad[:MOST_NAMED]),
-            left_out=left_out,
-            content_sha256=content,
-        )
-
-    columns = [column for split in SPLITS for column in _columns(kept[split])]
+    by_name = "sub-folders train and test"
+    description = FolderDescription(
+        name=name,
+        classes=tuple(map(_printable, classes)),
+        mean=mean,
+        std=std,
+        train_samples=len(kept["train"]),
+        test_samples=len(kept["test"]),
+        image_shape=images.shape,
+        split_by=by_name if "test" in found else f"one in {TEST_EVERY} of each class for testing",
+        unreadable=len(bad),
+        unreadable_named=tuple(bad[:MOST_NAMED]),
+        left_out=len(next(iter(found.values()))) - len(classes),
+        content_sha256=content,
+    )
+    arrays: dict[str, np.ndarray] = {}
+    for split, rows in kept.items():
+        arrays[f"{split}_files.npy"] = np.array([os.fsencode(file) for _, file in rows])
+        arrays[f"{split}_labels.npy"] = np.array([label for label, _ in rows])
     key = hashlib.sha256(repr((name, images, bad, content)).encode()).hexdigest()[:16]
     directory = data_dir() / "folders" / key
-    write_dataset(directory, dict(zip(FOLDER_FILES, columns, strict=True)), describe)
+    write_dataset(directory, arrays, description)
     return directory
 
 
@@ -169,29 +177,26 @@ def write_folder(folder: Path, classes: Sequence[str], images: np.ndarray, label
         shutil.rmtree(beside, ignore_errors=True)
 
 
-def _classes(found: Files, least_images: int) -> list[str]:
-    return [name for name, files in next(iter(found.values())).items() if len(files) >= least_images]
-
-
-def _divide(found: Files, least_images: int) -> tuple[dict[str, list[tuple[int, str]]], int]:
-    """(label, name) of the images of train and test, and how many classes are left out for having too few images.
-
-    Classes alternate, so that any part of a split contains all of them.
-    """
-    classes = _classes(found, least_images)
+def _large_classes(found: Files, least_images: int) -> list[str]:
+    """InputError if fewer than two classes have as many images."""
+    classes = [name for name, files in next(iter(found.values())).items() if len(files) >= least_images]
     if len(classes) < 2:
         raise InputError(
             f"ImageSettings.least_images is {least_images}, and {len(classes)} classes have as many: at least two are "
             "needed, so lower it"
         )
+    return classes
+
+
+def _divide(found: Files, classes: Sequence[str]) -> dict[str, list[tuple[int, str]]]:
+    """(label, name) of the images of train and test; classes alternate, so that any part of a split has all of them."""
     rows: dict[str, list[tuple[int, int, str]]] = {split: [] for split in SPLITS}
     for label, name in enumerate(classes):
         for split, named in found.items():
             for turn, file in enumerate(named.get(name, [])):
                 # the second image of a class is for testing, so that a class with only two is in both splits
                 rows[split or SPLITS[turn % TEST_EVERY == 1]].append((turn, label, file))
-    left_out = len(next(iter(found.values()))) - len(classes)
-    return {split: [(label, file) for _, label, file in sorted(rows[split])] for split in SPLITS}, left_out
+    return {split: [(label, file) for _, label, file in sorted(rows[split])] for split in SPLITS}
 
 
 def _read_all(folder: Path, rows: Sequence[tuple[int, str]], shape: tuple[int, int, int]) -> Iterator[Sound | str]:
@@ -221,10 +226,6 @@ def _judge(folder: Path, bad: Sequence[str], count: int, limit: float, say: Call
             "Repair or remove them, or raise it"
         )
     say(f"{message} and are left out: {listed}")
-
-
-def _columns(rows: Sequence[tuple[int, str]]) -> tuple[np.ndarray, np.ndarray]:
-    return np.array([os.fsencode(file) for _, file in rows]), np.array([label for label, _ in rows])
 
 
 def _image_names(folder: Path, below: Path) -> list[str]:

@@ -10,8 +10,8 @@ class ImageSettings(Settings):
     """Which images to use, and how each is prepared; determines the result.
 
     Attributes:
-        source: "folder" is the given folder, or digits if none is given; "lfw" is Labeled Faces in the Wild, if
-            torchvision finds it.
+        source: "folder" is the given folder, or digits if none is given; "lfw" is Labeled Faces in the Wild, if it
+            is where torchvision keeps it.
         image_size: pixels; images are resized and cropped around their centre to squares of this size.
         channels: rgb or grayscale.
         unreadable_share: the largest allowed share of files that cannot be decoded; these are named and left out.

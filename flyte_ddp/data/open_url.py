@@ -82,16 +82,7 @@ class Opener:
             raise RefusedError("no such file") from None
         except Exception as error:  # each storage has its own
             raise UnreachableError(_on_one_line(error)) from None
-
-        def pieces() -> Pieces:
-            try:
-                with file:
-                    while piece := file.read(2**20):
-                        yield piece
-            except Exception as error:
-                raise RefusedError(f"cut midway: {_on_one_line(error)}") from None
-
-        return pieces(), getattr(file, "size", None)
+        return _read(file), getattr(file, "size", None)
 
     def _answer(self, url: str) -> requests.Response:
         """Asks in a thread of its own, because name look-up, several addresses, redirects and slowly arriving headers
@@ -147,18 +138,19 @@ class Opener:
 
 def _open_file(url: str) -> tuple[Pieces, int]:
     path = Path(urllib.request.url2pathname(urllib.parse.urlsplit(url).path))
-    if not path.is_file():
-        raise RefusedError("no such file" if path.parent.is_dir() else "no such folder")
+    try:
+        return _read(open(path, "rb")), path.stat().st_size
+    except OSError as error:
+        raise RefusedError(str(error.strerror).lower() if path.parent.is_dir() else "no such folder") from None
 
-    def pieces() -> Pieces:
-        try:
-            with open(path, "rb") as file:
-                while piece := file.read(2**16):
-                    yield piece
-        except OSError as error:
-            raise RefusedError(str(error.strerror).lower()) from None
 
-    return pieces(), path.stat().st_size
+def _read(file: BinaryIO) -> Pieces:
+    try:
+        with file:
+            while piece := file.read(2**20):
+                yield piece
+    except Exception as error:
+        raise RefusedError(f"cut midway: {_on_one_line(error)}") from None
 
 
 def _network_reason(error: BaseException | None) -> str:

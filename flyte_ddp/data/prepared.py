@@ -6,22 +6,20 @@ train_labels.npy, test_labels.npy: (N,) int64, as the loss takes them; they are 
 dataset.json: a DatasetDescription, with the SHA-256 of each file and of itself.
 """
 
-import hashlib
 import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from flyte_ddp.data.description import DatasetDescription, FolderDescription, digest_of
-from flyte_ddp.data.image_files import ImageFiles, read_access
+from flyte_ddp.data.description import FORMAT, DatasetDescription, FolderDescription, digest_of
+from flyte_ddp.data.image_files import IMAGES, ImageFiles
 from flyte_ddp.errors import DataError, InputError
+from flyte_ddp.storage import content_digest
 
-FORMAT = 2
 DESCRIPTION = "dataset.json"
 SPLITS = ("train", "test")
 FILES = tuple(f"{split}_{kind}.npy" for split in SPLITS for kind in ("images", "labels"))
-FOLDER_FILES = tuple(f"{split}_{kind}.npy" for split in SPLITS for kind in ("files", "labels"))
 
 PathLike = str | Path
 
@@ -59,7 +57,7 @@ def verify(directory: PathLike) -> DatasetDescription:
     for filename, expected in description.sha256.items():
         path = Path(directory) / filename
         try:
-            found = _file_sha256(path)
+            found = content_digest(path)
         except OSError as error:
             raise _damaged(path, _os_reason(error)) from None
         if found != expected:
@@ -85,7 +83,7 @@ def open_images(directory: PathLike, split: str) -> tuple[np.ndarray | ImageFile
     if not path.exists():
         return open_split(directory, split)
     names, labels = _open_array(path), _open_array(Path(directory) / f"{split}_labels.npy")
-    return ImageFiles(names, read_description(directory).image_shape, read_access(Path(directory))), labels
+    return ImageFiles(names, read_description(directory).image_shape, Path(directory, IMAGES).readlink()), labels
 
 
 def _open_array(path: Path) -> np.ndarray:
@@ -102,26 +100,17 @@ def _open_array(path: Path) -> np.ndarray:
 
 
 def _expected_arrays(description: DatasetDescription) -> dict[str, tuple[tuple[int, ...], Any]]:
-    samples = {"train": description.train_samples, "test": description.test_samples}
-    of_files = isinstance(description, FolderDescription)
-    if set(description.sha256) != set(FOLDER_FILES if of_files else FILES) or len(description.image_shape) != 3:
-        raise ValueError
+    channels, height, width = description.image_shape
     expected: dict[str, tuple[tuple[int, ...], Any]] = {}
-    for split in SPLITS:
-        expected[f"{split}_labels.npy"] = (samples[split],), np.dtype(np.int64)
-        if of_files:
-            expected[f"{split}_files.npy"] = (samples[split],), np.dtype(np.bytes_)
+    for split, samples in (("train", description.train_samples), ("test", description.test_samples)):
+        expected[f"{split}_labels.npy"] = (samples,), np.dtype(np.int64)
+        if isinstance(description, FolderDescription):
+            expected[f"{split}_files.npy"] = (samples,), np.dtype(np.bytes_)
         else:
-            expected[f"{split}_images.npy"] = (samples[split], *description.image_shape), np.dtype(np.uint8)
+            expected[f"{split}_images.npy"] = (samples, channels, height, width), np.dtype(np.uint8)
+    if set(description.sha256) != set(expected):
+        raise ValueError
     return expected
-
-
-def _file_sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while piece := file.read(2**20):
-            digest.update(piece)
-    return digest.hexdigest()
 
 
 def _frozen(value: Any) -> Any:

@@ -7,14 +7,14 @@ import io
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 from filelock import FileLock
 
 from flyte_ddp.data.description import DatasetDescription
-from flyte_ddp.data.prepared import DESCRIPTION, FILES, FORMAT, SPLITS, verify
+from flyte_ddp.data.prepared import DESCRIPTION, FILES, SPLITS, verify
 from flyte_ddp.errors import DataError, InputError
 from flyte_ddp.storage import synced_file, temporary_beside, writing_to
 
@@ -37,37 +37,33 @@ def write_prepared(
     arrays = dict(zip(FILES, (train_images, train_labels, test_images, test_labels), strict=True))
     _check_arrays(name, len(classes), arrays)
     mean, std = mean_and_std(pixel_counts(train_images))
-
-    def describe(sha256: Mapping[str, str]) -> DatasetDescription:
-        return DatasetDescription(
-            format=FORMAT,
-            name=name,
-            classes=tuple(classes),
-            mean=mean,
-            std=std,
-            train_samples=len(train_images),
-            test_samples=len(test_images),
-            image_shape=tuple(int(size) for size in train_images.shape[1:]),  # type: ignore[arg-type]
-            passes_per_epoch=passes_per_epoch,
-            sha256=sha256,
-        )
-
-    return write_dataset(Path(directory), arrays, describe)
+    description = DatasetDescription(
+        name=name,
+        classes=tuple(classes),
+        mean=mean,
+        std=std,
+        train_samples=len(train_images),
+        test_samples=len(test_images),
+        image_shape=tuple(int(size) for size in train_images.shape[1:]),  # type: ignore[arg-type]
+        passes_per_epoch=passes_per_epoch,
+    )
+    return write_dataset(Path(directory), arrays, description)
 
 
 def write_dataset(
-    directory: Path, arrays: Mapping[str, np.ndarray], describe: Callable[[Mapping[str, str]], DatasetDescription]
+    directory: Path, arrays: Mapping[str, np.ndarray], description: DatasetDescription
 ) -> DatasetDescription:
-    """Writes the arrays under their names, and the description that describe makes from their SHA-256 by name."""
+    """Writes the arrays under their names, and returns the description with their SHA-256."""
     with writing_to(directory.parent, "DDP_DATA_DIR"):
         directory.parent.mkdir(parents=True, exist_ok=True)
         temporary = temporary_beside(directory)
         try:
             temporary.mkdir()
-            description = describe({name: _write_array(temporary / name, array) for name, array in arrays.items()})
-            content = dataclasses.asdict(description)
+            sha256 = {name: _write_array(temporary / name, array) for name, array in arrays.items()}
+            description = dataclasses.replace(description, sha256=sha256)
+            content = {**dataclasses.asdict(description), "digest": description.digest}
             with synced_file(temporary / DESCRIPTION) as file:
-                file.write(json.dumps({**content, "digest": description.digest}, indent=2).encode())
+                file.write(json.dumps(content, indent=2).encode())
             _put_in_place(temporary, directory, description.digest)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -75,25 +71,23 @@ def write_dataset(
 
 
 def _check_arrays(name: str, classes: int, arrays: Mapping[str, np.ndarray]) -> None:
+    sizes = arrays[FILES[0]].shape[1:]
     for split in SPLITS:
         images, labels = arrays[f"{split}_images.npy"], arrays[f"{split}_labels.npy"]
-        if images.dtype != np.uint8 or images.ndim != 4 or 0 in images.shape:
+        if images.dtype != np.uint8 or images.ndim != 4 or not images.size or images.shape[1:] != sizes:
             raise InputError(
-                f"{name}: {split} images must be uint8 of shape (N, C, H, W), got {images.dtype} {images.shape}"
+                f"{name}: {split} images must be uint8 of shape (N, C, H, W), C, H and W as in training, "
+                f"got {images.dtype} {images.shape}"
             )
-        if labels.dtype.kind not in "iu" or labels.shape != images.shape[:1]:
+        if (
+            labels.dtype.kind not in "iu"
+            or labels.shape != images.shape[:1]
+            or not np.isin(labels, np.arange(classes)).all()
+        ):
             raise InputError(
-                f"{name}: {split} labels must be integers of shape {images.shape[:1]}, "
-                f"got {labels.dtype} {labels.shape}"
+                f"{name}: {split} labels must be integers of shape {images.shape[:1]} from 0 to {classes - 1}, "
+                f"got {labels.dtype} {labels.shape} of the values {np.unique(labels)}"
             )
-        if labels.min() < 0 or labels.max() >= classes:
-            raise InputError(
-                f"{name}: {split} labels must be from 0 to {classes - 1}, as there are {classes} classes, "
-                f"got {labels.min()} to {labels.max()}"
-            )
-    train, test = (arrays[f"{split}_images.npy"].shape[1:] for split in SPLITS)
-    if train != test:
-        raise InputError(f"{name}: train and test images must be of one shape (C, H, W), got {train} and {test}")
 
 
 def pixel_counts(images: np.ndarray) -> np.ndarray:

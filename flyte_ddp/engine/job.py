@@ -14,22 +14,43 @@ from flyte_ddp.settings import RunOptions, TrainingSettings
 from flyte_ddp.storage import content_digest
 from flyte_ddp.user_code import UserCode
 
+# What rank 0 leaves in the logs: the recipe's predictions (N, ...) on the test samples, its pictures, the weights of
+# the last epoch where others may be better, and the checkpoint of the finished training, on request
+PREDICTIONS, PICTURES, LAST, FINAL = "predictions.npy", "pictures.npz", "last.pt", "final-checkpoint"
+
 
 @dataclass(frozen=True)
-class Identity:
-    """What determines the result of a training: recipe, settings, and hashes of the data and the code.
+class Subject:
+    """What is trained, and on which data.
 
-    init_digest: hash of the weights or checkpoint to start from, if there is one.
+    Attributes:
+        recipe: "package.module:Name".
+        code_version: of the recipe, and of the installed libraries that matter.
+        dataset: the name of the data.
+        data: the recipe's data_path, a folder or file.
+        data_digest: hash of the data; empty without data.
+        root: folder to import the recipe's module from.
+        files: the files of its code that are not of this library.
+        description: of a prepared dataset; None for other data.
+        init: the model_state or checkpoint to start from, if any.
+        init_digest: hash of its content.
     """
 
     recipe: str
     settings: TrainingSettings
-    data_digest: str
     code_version: str
+    dataset: str
+    data: Path | None = None
+    data_digest: str = ""
+    root: str = ""
+    files: tuple[str, ...] = ()
+    description: DatasetDescription | None = None
+    init: Path | None = None
     init_digest: str = ""
 
-    def as_dict(self) -> dict[str, Any]:
-        """What must be equal for one run to resume from the checkpoint of another."""
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What determines the result, and must be equal for one run to resume from the checkpoint of another."""
         return {
             **asdict(self.settings),
             "recipe": self.recipe,
@@ -40,30 +61,7 @@ class Identity:
 
     @property
     def key(self) -> str:
-        return hashlib.sha256(json.dumps(self.as_dict(), sort_keys=True).encode()).hexdigest()[:16]
-
-
-@dataclass(frozen=True)
-class Subject:
-    """What is trained, and on which data.
-
-    Attributes:
-        identity: what determines the result.
-        dataset: the name of the data.
-        data: the recipe's data_path, a folder or file.
-        root: folder to import the recipe's module from; empty if it is part of this library.
-        files: the files of its code; empty if it is part of this library.
-        description: of a prepared dataset; None for other data.
-        init: the model_state or checkpoint to start from, if any.
-    """
-
-    identity: Identity
-    dataset: str
-    data: Path | None
-    root: str = ""
-    files: tuple[str, ...] = ()
-    description: DatasetDescription | None = None
-    init: Path | None = None
+        return hashlib.sha256(json.dumps(self.identity, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def subject_of(
@@ -74,93 +72,53 @@ def subject_of(
     description: DatasetDescription | None = None,
 ) -> Subject:
     """The training of a recipe; whoever asks for the same one, in whatever way, gets the same identity."""
-    digest = description.digest if description else content_digest(data) if data else ""
-    first = content_digest(init) if init else ""
-    identity = Identity(code.name, settings, digest, with_installed(code.version), first)
-    dataset = description.name if description else data.name if data else code.name.rpartition(":")[2]
-    return Subject(identity, dataset, data, code.root, code.files, description, init)
-
-
-@dataclass(frozen=True)
-class Job:
-    """One training run, as the ranks need to know it.
-
-    Attributes:
-        identity: what determines its result.
-        dataset: the name of the data.
-        data: the recipe's data_path, a folder or file; empty is none.
-        model_path: where rank 0 writes the trained weights; with a validation split those of the best epoch.
-        last_path: where it then writes those of the last epoch; empty is nowhere.
-        predictions_path: where rank 0 writes the recipe's predictions on the test samples, an .npy of (N, ...).
-        pictures_path: where rank 0 writes the recipe's pictures, an .npz.
-        final_path: where rank 0 writes the checkpoint of the finished training; empty is nowhere.
-        init: the model_state or checkpoint to start from, on each host; empty is none.
-        checkpoint_path: where rank 0 keeps the checkpoint; training resumes from an earlier one there.
-        checkpoint_seconds: time between two checkpoints within an epoch.
-        timeout_seconds: how long the ranks may go without a step before the run counts as hung.
-        launched: time.time() of the launch.
-        profile_path: folder for each rank's profile; empty is none.
-        root: folder to import the recipe's module from; empty if it can be imported anyway.
-        code_files: all files that the recipe may import from there.
-        loader_workers: processes per rank that read samples of a Dataset; with 0 the rank reads them itself.
-        pin_memory: whether these are copied to a GPU from page-locked memory.
-        log_gradients: whether events have each parameter's gradient norm, and histograms.
-    """
-
-    identity: Identity
-    dataset: str
-    data: str
-    checkpoint_seconds: float
-    timeout_seconds: float
-    launched: float
-    model_path: str = ""
-    last_path: str = ""
-    final_path: str = ""
-    init: str = ""
-    predictions_path: str = ""
-    pictures_path: str = ""
-    checkpoint_path: str = ""
-    profile_path: str = ""
-    root: str = ""
-    code_files: tuple[str, ...] = ()
-    loader_workers: int = 0
-    pin_memory: bool = False
-    log_gradients: bool = False
-
-
-def job_of(subject: Subject, options: RunOptions, **paths: str) -> Job:
-    """The message to the ranks; paths are fields of Job, which only rank 0 needs. final_path counts only if the options
-    ask for that checkpoint, or the training stops early, to be continued."""
-    if not (options.keep_checkpoint or subject.identity.settings.stop_after):
-        paths["final_path"] = ""
-    return Job(
-        identity=subject.identity,
-        dataset=subject.dataset,
-        data=str(subject.data or ""),
-        init=str(subject.init or ""),
-        root=subject.root,
-        code_files=subject.files,
-        checkpoint_seconds=options.checkpoint_seconds,
-        timeout_seconds=options.timeout_seconds,
-        launched=time.time(),
-        loader_workers=options.loader_workers,
-        pin_memory=options.pin_memory,
-        log_gradients=options.log_gradients,
-        **paths,
+    return Subject(
+        recipe=code.name,
+        settings=settings,
+        code_version=with_installed(code.version),
+        dataset=description.name if description else data.name if data else code.name.rpartition(":")[2],
+        data=data,
+        data_digest=description.digest if description else content_digest(data) if data else "",
+        root=code.root,
+        files=code.files,
+        description=description,
+        init=init,
+        init_digest=content_digest(init) if init else "",
     )
 
 
-def paths_in(output: Path, options: RunOptions) -> dict[str, str]:
-    """The paths for job_of of a training that leaves everything in one folder."""
-    return {
-        "model_path": str(output / "model.pt"),
-        "last_path": str(output / "last.pt"),
-        "final_path": str(output / "final-checkpoint"),
-        "predictions_path": str(output / "predictions.npy"),
-        "pictures_path": str(output / "pictures.npz"),
-        "checkpoint_path": str(output / "checkpoint"),
-        "profile_path": str(output / "profile") if options.profile else "",
-    }
+@dataclass(frozen=True, kw_only=True)
+class Job(Subject):
+    """One run of a training, as its ranks need to know it; rank 0 writes, each path may be empty on the others.
+
+    Attributes:
+        model_path: the trained weights; with a validation split those of the best epoch.
+        checkpoint_path: where the checkpoint is kept; training resumes from an earlier one there.
+        logs: folder for all else: PREDICTIONS, PICTURES, LAST, FINAL, and the profile of each rank.
+        launched: time.time() of the launch.
+    """
+
+    options: RunOptions
+    model_path: str = ""
+    checkpoint_path: str = ""
+    logs: str = ""
+    launched: float = field(default_factory=time.time)
+
+
+def job_of(
+    subject: Subject,
+    options: RunOptions = RunOptions(),  # noqa: B008 frozen
+    model_path: str | Path = "",
+    checkpoint_path: str | Path = "",
+    logs: str | Path = "",
+) -> Job:
+    own: dict[str, Any] = {"model_path": str(model_path), "checkpoint_path": str(checkpoint_path), "logs": str(logs)}
+    return Job(**vars(subject), options=options, **own)
+
+
+def job_in(folder: Path, subject: Subject, options: RunOptions) -> Job:
+    """A job that leaves everything in one folder."""
+    return job_of(subject, options, model_path=folder / "model.pt", checkpoint_path=folder / "checkpoint", logs=folder)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ def join_and_train(job: Job, on_event: Callable[[Event], None]) -> TrainingResul
 
     A request to stop ends it with PreemptedError, after a checkpoint.
     """
-    settings = job.identity.settings
+    settings = job.settings
     environment = environment_from_variables(settings.backend)
     if settings.batch_size < environment.world.size:
         raise InputError(
@@ -29,7 +29,7 @@ def join_and_train(job: Job, on_event: Callable[[Event], None]) -> TrainingResul
             f"got {settings.batch_size}: raise it"
         )
     link = DirectLink(on_event if environment.rank == 0 else None)
-    with process_group(environment, job.timeout_seconds) as device:
+    with process_group(environment, job.options.timeout_seconds) as device:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, link.on_signal)
         try:

@@ -10,7 +10,7 @@ from flyte_ddp.engine.arithmetic import settle_arithmetic
 from flyte_ddp.engine.batches import rank_slice
 from flyte_ddp.engine.job import Job
 from flyte_ddp.engine.measures import code_location
-from flyte_ddp.engine.set_up import load_recipe, open_split
+from flyte_ddp.engine.set_up import load_recipe, load_split
 from flyte_ddp.errors import InputError
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
@@ -21,17 +21,17 @@ from flyte_ddp.weights import load_weights
 
 @torch.inference_mode()
 def run(environment: Environment, link: Link, argument: tuple[Job, str, int, int]) -> int:
-    """Writes the predictions (n, ...) for a shard of a split to job.predictions_path, in float32; returns n.
+    """Writes the predictions (n, ...) for a shard of a split to a file in job.logs, in float32; returns n.
 
     argument: the job, the name of the split, the shard's index from 0, and the number of shards.
     """
     job, split, number, count = argument
     torch.set_num_threads(environment.threads)
     settle_arithmetic()
-    settings, device = job.identity.settings, torch.device(environment.world.device)
-    with checked_imports(job.root, job.code_files):
+    settings, device = job.settings, torch.device(environment.world.device)
+    with checked_imports(job.root, job.files):
         recipe = load_recipe(job, device)
-        source = open_split(recipe, split, job)
+        source = load_split(recipe, split, job)
         model = load_weights(recipe.model(), job.model_path).to(device).eval()
     first, last = rank_slice(0, len(source), number, count)
     size = settings.test_batch_size
@@ -43,6 +43,6 @@ def run(environment: Environment, link: Link, argument: tuple[Job, str, int, int
         found.append(predictions.cpu())
         link.alive()
     rows = torch.cat(found).numpy() if found else np.empty(0, np.float32)
-    with writing_to(Path(job.predictions_path).parent, "DDP_RUNS_DIR"):
-        np.save(job.predictions_path, rows)
+    with writing_to(job.logs, "DDP_RUNS_DIR"):
+        np.save(Path(job.logs, f"predictions-{number}.npy"), rows)
     return len(rows)

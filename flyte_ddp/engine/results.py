@@ -14,7 +14,7 @@ from torch import Tensor, distributed, nn
 from flyte_ddp.batch_share import BatchShare
 from flyte_ddp.engine.batches import Split
 from flyte_ddp.engine.checkpoint import write_checkpoint
-from flyte_ddp.engine.job import Job, TrainingResult
+from flyte_ddp.engine.job import FINAL, LAST, PICTURES, PREDICTIONS, Job, TrainingResult
 from flyte_ddp.engine.set_up import Parts
 from flyte_ddp.engine.state import TrainingState
 from flyte_ddp.model_metadata import ModelMetadata, add_metadata
@@ -25,13 +25,14 @@ MOST_PICTURES = 24
 
 
 def write_last(parts: Parts, job: Job) -> None:
-    """Rank 0 writes the weights after the last epoch, if another one may be best, and its checkpoint if requested."""
-    with writing_to(Path(job.model_path).parent, "DDP_RUNS_DIR"):
-        if parts.validation and job.last_path:
-            export_model(parts.state.evaluated, Path(job.last_path))
-        if job.final_path:
-            content = {"identity": job.identity.as_dict(), "state": parts.state.state_dict()}
-            write_checkpoint(Path(job.final_path), content)
+    """Rank 0 writes the weights after the last epoch, if another one may be best, and its checkpoint if
+    requested, or if training stops early, to be continued."""
+    with writing_to(job.logs, "DDP_RUNS_DIR"):
+        if parts.validation:
+            export_model(parts.state.evaluated, Path(job.logs, LAST))
+        if job.options.keep_checkpoint or job.settings.stop_after:
+            content = {"identity": job.identity, "state": parts.state.state_dict()}
+            write_checkpoint(Path(job.logs, FINAL), content)
 
 
 def write_results(parts: Parts, tested: dict[str, float], predictions: Tensor | None, job: Job) -> None:
@@ -39,21 +40,21 @@ def write_results(parts: Parts, tested: dict[str, float], predictions: Tensor | 
     path, recipe, size = Path(job.model_path), parts.state.recipe, distributed.get_world_size()
     training = {"world_size": size, "hardware": hardware(parts.state.device), "precision": parts.precision}
     with writing_to(path.parent, "DDP_RUNS_DIR"):
-        export_model(parts.state.evaluated, path, metadata_of(recipe, job, parts.found.headline, tested, training))
+        export_model(parts.state.evaluated, path, build_metadata(recipe, job, parts.found.headline, tested, training))
         if predictions is not None:
-            np.save(job.predictions_path, predictions.cpu().numpy())
-        draw_pictures(parts.state, parts.test.split, Path(job.pictures_path))
+            np.save(Path(job.logs, PREDICTIONS), predictions.cpu().numpy())
+        draw_pictures(parts.state, parts.test.split, Path(job.logs, PICTURES))
 
 
-def metadata_of(
+def build_metadata(
     recipe: Recipe, job: Job, headline: str, measures: dict[str, float], training: dict[str, Any]
 ) -> ModelMetadata:
-    settings = job.identity.settings
+    settings = job.settings
     return ModelMetadata(
-        recipe=job.identity.recipe,
+        recipe=job.recipe,
         settings_class=f"{type(settings).__module__}:{type(settings).__qualname__}",
         settings=asdict(settings),
-        data={"name": job.dataset, "digest": job.identity.data_digest},
+        data={"name": job.dataset, "digest": job.data_digest},
         facts=recipe.facts(),
         headline=headline,
         measures=measures,

@@ -28,7 +28,7 @@ def resume(state: TrainingState, job: Job, environment: Environment, link: Link)
     told: list[Any] = [None]
     if environment.rank == 0 and os.path.exists(job.checkpoint_path):
         try:
-            saved = read_checkpoint(path, job.identity.as_dict())["state"]
+            saved = read_checkpoint(path, job.identity)["state"]
             told = [(checksum(path), pytree.tree_map_only(Tensor, lambda tensor: tensor.to("meta"), saved))]
         except CheckpointError as error:
             link.emit(CheckpointRefused(f"the checkpoint {error}"))

@@ -5,7 +5,6 @@ import random
 import sys
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -45,10 +44,10 @@ class Parts:
 
 def set_up(environment: Environment, device: torch.device, job: Job) -> Parts:
     """A collective; InputError for an invalid recipe, or one whose result would depend on the number of ranks."""
-    settings, rank, world_size = job.identity.settings, environment.rank, environment.world.size
+    settings, rank, world_size = job.settings, environment.rank, environment.world.size
     precision = choose_precision(settings.precision, device)
     recipe = load_recipe(job, device)
-    train, test = (open_split(recipe, split, job) for split in SPLITS)
+    train, test = (load_split(recipe, split, job) for split in SPLITS)
     check_attributes(recipe, world_size)
     kept, validation = validation_of(recipe, train, job)
     batches = TrainBatches(
@@ -72,14 +71,14 @@ def set_up(environment: Environment, device: torch.device, job: Job) -> Parts:
     state = TrainingState(
         recipe, model, found.rows, found.names, device, world_size,
         autocast=precision == "bfloat16", total_steps=total_steps, constant_loss=constant_loss,
-        log_gradients=job.log_gradients,
+        log_gradients=job.options.log_gradients,
     )  # fmt: skip
     if validation:
         state.choice = choice_of(recipe, found.headline, settings)
     reasons = [f"the result depends on the number of ranks: {reason}" for reason in found.reasons]
     state.watch.warnings += [NotLearning(0, 0, reason) for reason in reasons]
-    if job.init and is_checkpoint(Path(job.init)):
-        remarks.append(continue_from(state, Path(job.init), job, len(batches)))
+    if job.init and is_checkpoint(job.init):
+        remarks.append(continue_from(state, job.init, job, len(batches)))
     place_in_world = settings.test_batch_size, rank, world_size, mixed
     validated = TestBatches(validation, *place_in_world) if validation else None
     return Parts(state, batches, validated, TestBatches(test, *place_in_world), found, precision, remarks)
@@ -87,7 +86,7 @@ def set_up(environment: Environment, device: torch.device, job: Job) -> Parts:
 
 def first_model(recipe: Recipe, job: Job) -> tuple[nn.Module, list[str]]:
     """The network with its initial weights, unless training continues from a checkpoint, and remarks on these."""
-    settings: TrainingSettings = job.identity.settings
+    settings: TrainingSettings = job.settings
     torch.manual_seed(settings.seed)
     model, remarks = recipe.model(), []
     lazy = [name for name, parameter in model.named_parameters() if nn.parameter.is_lazy(parameter)]
@@ -97,8 +96,8 @@ def first_model(recipe: Recipe, job: Job) -> tuple[nn.Module, list[str]]:
             "zeros of a batch's shape, or name the layer's size"
         )
     model = model.to(recipe.device)
-    if job.init and not is_checkpoint(Path(job.init)):
-        remarks.append(start_from(model, Path(job.init), settings.init_leave_out))
+    if job.init and not is_checkpoint(job.init):
+        remarks.append(start_from(model, job.init, settings.init_leave_out))
     if settings.freeze:
         remarks.append(freeze(model, settings.freeze))
     return model, remarks
@@ -106,14 +105,14 @@ def first_model(recipe: Recipe, job: Job) -> tuple[nn.Module, list[str]]:
 
 def validation_of(recipe: Recipe, train: Split, job: Job) -> tuple[Split, Split | None]:
     """The samples to train on, and those to choose the best epoch by, if there is a validation split."""
-    settings: TrainingSettings = job.identity.settings
+    settings: TrainingSettings = job.settings
     if recipe.has_validation:
         if settings.validation_fraction:
             raise InputError(
                 f"validation_fraction must be 0 where the recipe has a validation split of its own, got "
                 f"{settings.validation_fraction:g}"
             )
-        return train, open_split(recipe, "validation", job)
+        return train, load_split(recipe, "validation", job)
     if settings.validation_fraction:
         return hold_out(train, settings.validation_fraction)
     settings.check_validation()
@@ -136,32 +135,32 @@ def load_recipe(job: Job, device: torch.device) -> Recipe:
     """The recipe that the job names, with its settings and data; InputError if that is not a recipe. Seeds all sources
     of random numbers, since the recipe's data and weights may be drawn from any of them.
     """
-    seed = job.identity.settings.seed
+    seed = job.settings.seed
     torch.manual_seed(seed)
     np.random.seed(seed)
     random.seed(seed)
     if job.root and job.root not in sys.path:
         sys.path.insert(0, job.root)
-    name = job.identity.recipe
-    with checked_imports(job.root, job.code_files):
+    name = job.recipe
+    with checked_imports(job.root, job.files):
         kind = pkgutil.resolve_name(name)
         if not (isinstance(kind, type) and issubclass(kind, Recipe)):
             raise InputError(f"{name} must be a subclass of flyte_ddp.recipe.Recipe, got {kind!r}")
-        recipe = kind(job.identity.settings, Path(job.data) if job.data else None)
+        recipe = kind(job.settings, job.data)
     if not hasattr(recipe, "share"):
         raise InputError(f"{code_location(recipe, '__init__')} must call super().__init__(settings, data_path)")
     recipe.device = device
     return recipe
 
 
-def open_split(recipe: Recipe, split: str, job: Job) -> Split:
+def load_split(recipe: Recipe, split: str, job: Job) -> Split:
     """The samples of a split; InputError, naming the place in the recipe, if the data are invalid."""
     data = recipe.data(split)
     try:
         if isinstance(data, torch.utils.data.Dataset) and not isinstance(data, torch.utils.data.TensorDataset):
             if isinstance(data, torch.utils.data.IterableDataset) or not len(data):  # type: ignore[arg-type]
                 raise InputError("a Dataset must have samples, and a length")
-            return Streamed(data, recipe.device, job.loader_workers, job.pin_memory)
+            return Streamed(data, recipe.device, job.options.loader_workers, job.options.pin_memory)
         data = data.tensors if isinstance(data, torch.utils.data.TensorDataset) else data
         return Resident(data, recipe.device)
     except InputError as error:

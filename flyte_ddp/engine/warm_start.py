@@ -75,7 +75,7 @@ def continue_from(state: TrainingState, path: Path, job: Job, steps_per_epoch: i
 
 
 def _continue_from(state: TrainingState, path: Path, job: Job, steps_per_epoch: int) -> str:
-    content = read_checkpoint(path, {"recipe": job.identity.recipe})
+    content = read_checkpoint(path, {"recipe": job.recipe})
     saved, theirs = content["state"], content["identity"]
     _check_settings(saved, theirs, job)
     fresh, position = state.state_dict(), saved["epoch"] * steps_per_epoch + saved["step"]
@@ -95,7 +95,7 @@ def _continue_from(state: TrainingState, path: Path, job: Job, steps_per_epoch: 
         "choice": saved["choice"] or fresh["choice"],
     }
     restore(state, in_place(state, continued))
-    _judge_choice(state, fresh["choice"], theirs, job.identity.as_dict())
+    _judge_choice(state, fresh["choice"], theirs, job.identity)
     epoch, step = saved["epoch"], saved["step"]
     where = f"at epoch {epoch + 1}, step {step + 1}" if step else f"after epoch {epoch}"
     return f"Continues from {path.name}, {where}"
@@ -103,7 +103,7 @@ def _continue_from(state: TrainingState, path: Path, job: Job, steps_per_epoch: 
 
 def _check_settings(saved: dict[str, Any], theirs: dict[str, Any], job: Job) -> None:
     """Raises InputError if nothing is left to train, or an epoch would end with other settings than it began with."""
-    settings, ours = job.identity.settings, job.identity.as_dict()
+    settings, ours = job.settings, job.identity
     if saved["epoch"] >= settings.last_epoch:
         name = "stop_after" if settings.stop_after else "epochs"
         raise InputError(

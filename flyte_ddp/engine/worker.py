@@ -1,5 +1,6 @@
 """One rank from start to end, whoever started its process."""
 
+import os
 import time
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from flyte_ddp.user_code import checked_imports
 
 def run(environment: Environment, link: Link, job: Job) -> TrainingResult:
     """Joins the process group, trains, and leaves it; see train."""
-    with process_group(environment, job.timeout_seconds) as device:
+    with process_group(environment, job.options.timeout_seconds) as device:
         return train(environment, device, link, job)
 
 
@@ -35,19 +36,20 @@ def train(environment: Environment, device: torch.device, link: Link, job: Job) 
     keep_freed_memory()
     settle_arithmetic()
     torch.set_num_threads(environment.threads)
-    with checked_imports(job.root, job.code_files):
+    with checked_imports(job.root, job.files):
         parts = set_up(environment, device, job)
     check_readable(parts.state)
     if not resume(parts.state, job, environment, link):
         del parts  # its memory is needed again
         parts = set_up(environment, device, job)
-    state, settings = parts.state, job.identity.settings
+    state, settings = parts.state, job.settings
     link.emit(run_started(parts, environment, job))
     for warning in state.watch.warnings if not state.history else ():
         link.emit(warning)
     checkpoints = checkpoints_of(environment, link, job)
     try:
-        with profiling(job.profile_path, environment.rank, state.optimizer):
+        profile = os.path.join(job.logs, "profile") if job.options.profile and job.logs else ""
+        with profiling(profile, environment.rank, state.optimizer):
             split = parts.validation or parts.test
             tested = fit(state, parts.train, split, settings.last_epoch, settings.log_interval, link, checkpoints)
     except (NonFiniteError, UnevenShapesError):  # raised on all ranks at once; the first report of it ends them all
@@ -80,7 +82,7 @@ def run_started(parts: Parts, environment: Environment, job: Job) -> RunStarted:
         backend=world.backend,
         device=str(state.device),
         precision=parts.precision,
-        epochs=job.identity.settings.last_epoch,
+        epochs=job.settings.last_epoch,
         steps_per_epoch=len(parts.train),
         first_epoch=state.epoch,
         first_step=state.step,
@@ -103,5 +105,6 @@ def keep_freed_memory() -> None:
 
 def checkpoints_of(environment: Environment, link: Link, job: Job) -> CheckpointWriter | NoCheckpoints:
     if environment.rank == 0:
-        return CheckpointWriter(Path(job.checkpoint_path), job.identity.as_dict(), job.checkpoint_seconds, link.emit)
+        every = job.options.checkpoint_seconds
+        return CheckpointWriter(Path(job.checkpoint_path), job.identity, every, link.emit)
     return NoCheckpoints()

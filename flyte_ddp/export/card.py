@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flyte_ddp.engine.job import Measured, Subject
-from flyte_ddp.export.settings import FILES, ExportOptions, Written
+from flyte_ddp.export.settings import FILES, ExportJob, Written
 from flyte_ddp.report.article import Section, article, document
 from flyte_ddp.report.surroundings import surroundings
 from flyte_ddp.report.words import capitalised, in_words
@@ -27,14 +27,9 @@ class Card:
         return document(self.title, self.fragment)
 
 
-def describe(
-    subject: Subject,
-    written: Written,
-    formats: dict[str, Measured],
-    reported: dict[str, float],
-    options: ExportOptions,
-) -> Card:
-    name = str(written.metadata.facts.get("network") or subject.identity.recipe.rpartition(":")[2])
+def describe(asked: ExportJob, written: Written, formats: dict[str, Measured]) -> Card:
+    subject = asked.job
+    name = str(written.metadata.facts.get("network") or subject.recipe.rpartition(":")[2])
     title = f"{name}, trained on {subject.dataset}"
     measures = written.measured.measures
     headline = written.metadata.headline
@@ -42,7 +37,7 @@ def describe(
     subtitle = f"{capitalised(in_words(headline))} {score} on the test split"
     sections = [
         model_section(subject, written),
-        measures_section(written, formats, reported, options),
+        measures_section(asked, written, formats),
         *([classes_section(written)] if written.classes else []),
         inputs_section(written),
         *([before_section(written)] if written.before else []),
@@ -55,8 +50,8 @@ def describe(
 def model_section(subject: Subject, written: Written) -> Section:
     metadata, description = written.metadata, subject.description
     data = [("Data", subject.dataset)]
-    if subject.identity.data_digest:
-        data.append(("Digest of the data (SHA-256)", subject.identity.data_digest))
+    if subject.data_digest:
+        data.append(("Digest of the data (SHA-256)", subject.data_digest))
     if description:
         data.append(("Training samples", f"{description.train_samples:,}"))
         data += list(description.remarks.items())
@@ -74,9 +69,8 @@ def model_section(subject: Subject, written: Written) -> Section:
     )
 
 
-def measures_section(
-    written: Written, formats: dict[str, Measured], reported: dict[str, float], options: ExportOptions
-) -> Section:
+def measures_section(asked: ExportJob, written: Written, formats: dict[str, Measured]) -> Section:
+    reported, options = asked.reported, asked.options
     columns = {"weights": written.measured.measures, **{FILES[name]: found.measures for name, found in formats.items()}}
     if reported:
         columns = {"as reported": reported, **columns}

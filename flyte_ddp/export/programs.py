@@ -72,17 +72,17 @@ def trace(model: nn.Module, few: Call, more: Call) -> torch.export.ExportedProgr
     return torch.export.export(model, more.args, more.kwargs or None, dynamic_shapes=shapes)
 
 
-def write(
-    name: str, path: Path, model: nn.Module, program: "torch.export.ExportedProgram | None", few: Call, header: str
-) -> None:
-    """header: JSON, for safetensors. program: for the other formats."""
-    if program is None:
-        from safetensors.torch import save_file
+def save_weights(path: Path, model: nn.Module, header: str) -> None:
+    """As safetensors; header: JSON."""
+    from safetensors.torch import save_file
 
-        # copies, because tied weights would be refused
-        weights = {key: value.detach().clone().contiguous() for key, value in model.state_dict().items()}
-        save_file(weights, path, metadata={HEADER: header})
-        return
+    # copies, because tied weights would be refused
+    weights = {key: value.detach().clone().contiguous() for key, value in model.state_dict().items()}
+    save_file(weights, path, metadata={HEADER: header})
+
+
+def save_program(name: str, path: Path, model: nn.Module, program: torch.export.ExportedProgram, few: Call) -> None:
+    """In the format of this name, pt2 or onnx."""
     with suppress(ImportError):  # torch shows progress with it if it is installed
         from tqdm import tqdm
 

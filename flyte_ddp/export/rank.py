@@ -13,28 +13,26 @@ from torch import Tensor
 from flyte_ddp.batch_share import BatchShare
 from flyte_ddp.engine.batches import Batch, Split
 from flyte_ddp.engine.evaluation import Pairs, measure
-from flyte_ddp.engine.job import Measured
-from flyte_ddp.engine.results import metadata_of
-from flyte_ddp.engine.set_up import load_recipe, open_split
+from flyte_ddp.engine.job import Job, Measured
+from flyte_ddp.engine.results import build_metadata
+from flyte_ddp.engine.set_up import load_recipe, load_split
 from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.errors import InputError
 from flyte_ddp.export import programs
-from flyte_ddp.export.settings import FILES, ExportJob, VerifyJob, Written
+from flyte_ddp.export.settings import FILES, ExportJob, Written
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
-from flyte_ddp.recipe import Recipe
+from flyte_ddp.recipe import CPU, Recipe
 from flyte_ddp.recipes.classifier import Classifier
 from flyte_ddp.storage import writing_to
 from flyte_ddp.weights import load_weights
 
-CPU = torch.device("cpu")
 
-
-def write(environment: Environment, link: Link, asked: ExportJob) -> Written:
+def write_formats(environment: Environment, link: Link, asked: ExportJob) -> Written:
     """Measures the weights of the job in float32 and writes them in each format; InputError if that fails."""
     torch.set_num_threads(environment.threads)
     job, recipe = asked.job, load_recipe(asked.job, CPU)
-    test = open_split(recipe, "test", job)
+    test = load_split(recipe, "test", job)
     model = load_weights(recipe.model(), job.model_path).eval().to(memory_format=torch.contiguous_format)
     seen: list[tuple[Tensor, Tensor]] = []
 
@@ -46,16 +44,18 @@ def write(environment: Environment, link: Link, asked: ExportJob) -> Written:
     few, more = (
         programs.call_of(recipe, model, batch_of(recipe, test, count), count) for count in (programs.FEW, programs.MORE)
     )
-    metadata = metadata_of(recipe, job, measured.headline, measured.measures, asked.training)
+    metadata = build_metadata(recipe, job, measured.headline, measured.measures, asked.training)
     metadata = dataclasses.replace(metadata, settings=asked.settings)
     program = None
-    for name in asked.formats:
+    for name in asked.options.names:
+        path = Path(asked.folder, FILES[name])
         try:
-            if name != "safetensors" and program is None:
-                program = programs.trace(model, few, more)
-            path = Path(asked.folder, FILES[name])
-            with writing_to(path.parent, "DDP_RUNS_DIR"):
-                programs.write(name, path, model, None if name == "safetensors" else program, few, metadata.as_json())
+            with writing_to(asked.folder, "DDP_RUNS_DIR"):
+                if name == "safetensors":
+                    programs.save_weights(path, model, metadata.as_json())
+                else:
+                    program = program or programs.trace(model, few, more)
+                    programs.save_program(name, path, model, program, few)
         except InputError:  # a full disk
             raise
         except Exception as error:  # torch's, of many types
@@ -78,13 +78,17 @@ def write(environment: Environment, link: Link, asked: ExportJob) -> Written:
     )
 
 
-def verify(environment: Environment, link: Link, asked: VerifyJob) -> Measured | str:
-    """The measures of a file on the test split, or why it cannot be used; also tries a batch of one sample."""
+def measure_file(environment: Environment, link: Link, argument: tuple[Job, str, str, str]) -> Measured | str:
+    """The measures of a file on the test split, or why it cannot be used; also tries a batch of one sample.
+
+    argument: the job, the file's format and path, and Written.structure.
+    """
+    job, name, path, structure = argument
     torch.set_num_threads(environment.threads)
-    recipe = load_recipe(asked.job, CPU)
-    test = open_split(recipe, "test", asked.job)
+    recipe = load_recipe(job, CPU)
+    test = load_split(recipe, "test", job)
     try:
-        network = programs.open_network(asked.format, Path(asked.path), recipe.model(), asked.structure)
+        network = programs.open_network(name, Path(path), recipe.model(), structure)
         with torch.inference_mode():
             recipe.forward(network, batch_of(recipe, test, 1))
         return measure(recipe, network, test, link)

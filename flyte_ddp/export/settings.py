@@ -89,28 +89,20 @@ def check_formats(options: ExportOptions) -> None:
 
 @dataclass(frozen=True)
 class ExportJob:
-    """A model to write to a folder; job has the recipe, the data and, as model_path, the weights.
+    """A model to write to a new folder; job has the recipe, the data and, as model_path, the weights.
 
     Attributes:
-        settings: of the training, as far as they are known.
+        settings: of its training, as far as they are known; the job's may be defaults.
+        reported: measures of its training, by name; empty if unknown.
         training: see ModelMetadata; empty if unknown.
     """
 
     job: Job
-    formats: tuple[str, ...]
     folder: str
+    options: ExportOptions
     settings: dict[str, Any]
+    reported: dict[str, float]
     training: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class VerifyJob:
-    """An exported file to measure; for structure see Written."""
-
-    job: Job
-    format: str
-    path: str
-    structure: str
 
 
 @dataclass(frozen=True)

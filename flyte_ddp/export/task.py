@@ -18,14 +18,15 @@ from flyte_ddp.attempt.failures import platform_errors
 from flyte_ddp.attempt.folders import run_folder
 from flyte_ddp.attempt.training import image_subject
 from flyte_ddp.data.image_settings import ImageSettings
-from flyte_ddp.engine.job import Subject
+from flyte_ddp.engine.job import Subject, job_of
 from flyte_ddp.errors import InputError
-from flyte_ddp.export.settings import ClassifierExport, ExportOptions, FolderExport, check_formats
-from flyte_ddp.export.verified import Source, export
+from flyte_ddp.export.settings import ClassifierExport, ExportJob, ExportOptions, FolderExport, check_formats
+from flyte_ddp.export.verified import export
 from flyte_ddp.model_metadata import ModelMetadata, read_metadata
 from flyte_ddp.recipes.hyperparameters import FolderHyperparameters, Hyperparameters
 from flyte_ddp.report.console import say_last
 from flyte_ddp.settings import TrainingSettings
+from flyte_ddp.storage import temporary_beside
 from flyte_ddp.tasks import platform
 from flyte_ddp.tasks.data import downloaded
 from flyte_ddp.tasks.image_folder import attach
@@ -102,14 +103,11 @@ def check_folder_export(
 @task(enable_deck=True, deck_fields=(), retries=2, **preparation_resources())
 @platform_errors(platform)
 def export_classifier(
-    model_state: PythonPickledFile, data: PreparedDataset, accuracies: list[float], options: ClassifierExport
+    model_state: PythonPickledFile, data: PreparedDataset, options: ClassifierExport
 ) -> ExportOutputs:
-    """Exports a built-in classifier, in all formats or none; never cached: files are verified where they are written.
-
-    accuracies: of the epochs, if it was trained for this export.
-    """
+    """Exports a built-in classifier, in all formats or none; never cached: files are verified where they are made."""
     hp = Hyperparameters(dataset=options.dataset, model=options.network)
-    return _classifier(model_state, Path(data.download()), accuracies, hp, options)
+    return _classifier(model_state, Path(data.download()), hp, options)
 
 
 @task(enable_deck=True, deck_fields=(), retries=2, **preparation_resources())
@@ -118,25 +116,22 @@ def export_folder_classifier(
     model_state: PythonPickledFile,
     index: PreparedDataset,
     folder: FlyteDirectory,
-    accuracies: list[float],
     options: FolderExport,
 ) -> ExportOutputs:
     """The same for a classifier of a folder of images, which index describes."""
     hp = FolderHyperparameters(model=options.network)
-    return _classifier(model_state, Path(attach(index, folder).download()), accuracies, hp, options)
+    return _classifier(model_state, Path(attach(index, folder).download()), hp, options)
 
 
 def _classifier(
-    model_state: PythonPickledFile, data: Path, accuracies: list[float], hp: Hyperparameters, options: FolderExport
+    model_state: PythonPickledFile, data: Path, hp: Hyperparameters, options: FolderExport
 ) -> ExportOutputs:
-    """hp: of the training, if it was for this export; else from the options."""
     weights = Path(model_state.download())
     known = read_metadata(weights)
     if known and options.model == "auto":
         hp = replace(hp, model=known.facts["network"])
-    settings = asdict(hp) if accuracies else {"model": hp.model, "dataset": hp.dataset}
-    reported = options.reported or ({"accuracy": accuracies[-1]} if accuracies else {})
-    return _exported(image_subject(hp, data), weights, settings, reported, known, options)
+    settings = {"model": hp.model, "dataset": hp.dataset}
+    return _exported(image_subject(hp, data), weights, settings, options.reported, known, options)
 
 
 @platform_errors(platform)
@@ -168,21 +163,23 @@ def _exported(
     options: ExportOptions,
 ) -> ExportOutputs:
     """known: the metadata of the weights; they fill in what was not given."""
-    if known and known.recipe == subject.identity.recipe:
+    if known and known.recipe == subject.recipe:
         settings, reported = known.settings, {**known.measures, **reported}
-    source = Source(subject, weights, settings, reported, known.training if known else {})
+    job, training = job_of(subject, model_path=weights), known.training if known else {}
     with run_folder(platform, f"{subject.dataset}-export") as folder:
-        exported = export(source, folder / "model", options)
-        report = output_page(folder, exported.card.title, exported.card.fragment)
-    metadata, measured = exported.written.metadata, exported.written.measured
+        beside = temporary_beside(folder / "model")
+        written, formats, card = export(ExportJob(job, str(beside), options, settings, reported, training))
+        beside.rename(folder / "model")
+        report = output_page(folder, card.title, card.fragment)
+    metadata = written.metadata
     if is_local():
         say_last(f"\nExported: {folder / 'model'}\nReport:   {report.path}")
     summary = ExportSummary(
         recipe=metadata.recipe,
         headline=metadata.headline,
-        measures=measured.measures,
-        exported={name: found.measures[metadata.headline] for name, found in exported.formats.items()},
-        classes=exported.written.classes,
-        parameters=exported.written.parameters,
+        measures=written.measured.measures,
+        exported={name: found.measures[metadata.headline] for name, found in formats.items()},
+        classes=written.classes,
+        parameters=written.parameters,
     )
     return ExportOutputs(output_folder(folder / "model"), summary, report)

@@ -18,7 +18,7 @@ import flyte_ddp
 from flyte_ddp.attempt import requested
 from flyte_ddp.attempt.registration import registration
 from flyte_ddp.attempt.requested import Size, pod_environment, registered_environment
-from flyte_ddp.code_version import is_below, is_installed, with_installed
+from flyte_ddp.code_version import is_installed, with_installed
 from flyte_ddp.errors import InputError
 from flyte_ddp.flyte2.inputs import set_up_flyte
 
@@ -118,7 +118,7 @@ def shipped() -> tuple[str, ...]:
     """The library's files, also those of the ranks, which no process here imports; none where the image has them: if it
     is installed, or not below this folder, the project's."""
     root = Path(flyte_ddp.__path__[0])
-    if is_installed(str(root)) or not is_below(str(root), os.getcwd()):
+    if is_installed(str(root)) or not root.is_relative_to(os.getcwd()):
         return ()
     return tuple(map(str, sorted(root.rglob("*.py"))))
 

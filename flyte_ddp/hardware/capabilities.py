@@ -15,15 +15,6 @@ class TorchGpu:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What a training would do."""
-
-    world: World
-    threads: int  # of each rank
-    precision: str
-
-
-@dataclass(frozen=True)
 class Capabilities:
     """What torch reports.
 
@@ -33,7 +24,7 @@ class Capabilities:
         complaints: warnings while initialising the GPUs.
         peers: how many pairs of GPUs can access each other's memory directly, and how many pairs there are.
         cpu_bfloat16: the CPU's instructions for bfloat16.
-        plan, refusal: what a training would do, or else why it would be refused.
+        world, precision: of a training; None and empty if it would be refused, with the reason as refusal.
     """
 
     torch: str
@@ -44,5 +35,6 @@ class Capabilities:
     complaints: list[str]
     peers: tuple[int, int]
     cpu_bfloat16: list[str]
-    plan: Plan | None
+    world: World | None
+    precision: str
     refusal: str

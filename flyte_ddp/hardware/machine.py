@@ -10,7 +10,7 @@ from flyte_ddp.hardware import nvidia
 from flyte_ddp.hardware.capabilities import Capabilities
 from flyte_ddp.hardware.nvidia import DriverGpu, UnknownError, first_line
 from flyte_ddp.launch.alone import run_alone
-from flyte_ddp.launch.environment import available_cores, nvidia_devices
+from flyte_ddp.launch.environment import available_cores, nvidia_devices, threads_per_rank
 from flyte_ddp.launch.failures import RankError
 from flyte_ddp.launch.limits import cpu_limit, usable_memory
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
@@ -138,15 +138,16 @@ def _about_gpus(machine: Machine, torch: Capabilities) -> Iterator[str]:
 
 
 def _about_host(machine: Machine, torch: Capabilities) -> Iterator[str]:
-    if torch.plan is None:
+    if torch.world is None:
         yield f"a training with these inputs is refused: {torch.refusal}"
         return
-    world = torch.plan.world
+    world = torch.world
     cores, all_cores = machine.cores
     if machine.cpu_limit < all_cores:
         yield (
             f"the container may use {machine.cpu_limit:g} of the machine's {all_cores} cores: "
-            f"training runs {torch.plan.threads} threads in each rank; raise the CPU limit if that is not meant"
+            f"training runs {threads_per_rank(world.size)} threads in each rank; raise the CPU limit if that is not "
+            "meant"
         )
     if world.size > cores:
         yield f"{world.size} ranks share {cores} core{'s' * (cores > 1)}: lower nproc or raise the CPU limit"
@@ -160,7 +161,7 @@ def _about_host(machine: Machine, torch: Capabilities) -> Iterator[str]:
                 f"/dev/shm has {gib(free)} free, and NCCL uses it between ranks: give the container at least 1 GiB "
                 "(docker run --shm-size=1g; shared_memory=True of a Flyte task)"
             )
-    if torch.plan.precision == "float32":
+    if torch.precision == "float32":
         yield "no bfloat16 in hardware here, or not requested: training computes in float32, which takes longer"
 
 

@@ -1,12 +1,13 @@
 """A machine's facts for people: as text for a terminal or a log, and as a page."""
 
-from collections.abc import Sequence
 from typing import Any
 
 from flyte_ddp.hardware.capabilities import Capabilities
 from flyte_ddp.hardware.machine import Machine, gib, warnings
 from flyte_ddp.hardware.nvidia import UnknownError, first_line
+from flyte_ddp.launch.environment import threads_per_rank
 from flyte_ddp.report.article import Section, article
+from flyte_ddp.report.words import multiples
 
 Lines = list[tuple[str, str]]
 
@@ -16,10 +17,10 @@ TOPOLOGY = "nvidia-smi topo -m"
 def facts(machine: Machine) -> dict[str, Lines]:
     """Label and value of every fact, by heading."""
     return {
-        "A training here": _training(machine.torch),
-        "GPUs": _gpus(machine),
-        "Between GPUs": _interconnect(machine),
-        "Processor and memory": _host(machine),
+        "A training here": _training_lines(machine.torch),
+        "GPUs": _gpu_lines(machine),
+        "Between GPUs": _interconnect_lines(machine),
+        "Processor and memory": _host_lines(machine),
     }
 
 
@@ -43,22 +44,22 @@ def as_page(host: str, machine: Machine) -> str:
     return article("Hardware", host, sections)
 
 
-def _training(torch: Capabilities | UnknownError) -> Lines:
+def _training_lines(torch: Capabilities | UnknownError) -> Lines:
     if isinstance(torch, UnknownError):
         return [("Ranks", str(torch))]
-    if torch.plan is None:
+    if torch.world is None:
         return [("Ranks", f"refused: {torch.refusal}")]
-    world = torch.plan.world
+    world = torch.world
     kept = "moved to each rank's GPU once" if world.device == "cuda" else "memory-mapped, one copy for all ranks"
     return [
         ("Ranks", f"{world.size} with {world.backend}, on {world.device}"),
-        ("Threads", f"{torch.plan.threads} for each rank"),
-        ("Precision", torch.plan.precision),
+        ("Threads", f"{threads_per_rank(world.size)} for each rank"),
+        ("Precision", torch.precision),
         ("Data", f"uint8, {kept}"),
     ]
 
 
-def _gpus(machine: Machine) -> Lines:
+def _gpu_lines(machine: Machine) -> Lines:
     gpus, torch = machine.gpus, machine.torch
     if isinstance(gpus, UnknownError):
         lines = [("Driver", str(gpus))]
@@ -67,9 +68,9 @@ def _gpus(machine: Machine) -> Lines:
     else:
         lines = [
             ("Driver", f"{gpus[0].driver}, runs CUDA up to {machine.cuda}"),
-            ("It shows", counted([f"{gpu.name}, {gpu.memory_mib} MiB" for gpu in gpus])),
+            ("It shows", multiples([f"{gpu.name}, {gpu.memory_mib} MiB" for gpu in gpus])),
             ("Memory in use", ", ".join(gpu.used_mib for gpu in gpus) + " MiB"),
-            ("MIG", counted([gpu.mig for gpu in gpus])),
+            ("MIG", multiples([gpu.mig for gpu in gpus])),
         ]
     visible = "not set" if machine.visible is None else f'"{machine.visible}"'
     lines.append(("CUDA_VISIBLE_DEVICES", visible))
@@ -78,13 +79,13 @@ def _gpus(machine: Machine) -> Lines:
     usable = [f"{gpu.name}, {gib(gpu.memory)}, compute capability {gpu.capability}" for gpu in torch.gpus]
     return [
         *lines,
-        ("torch can use", counted(usable) if usable else f"none: {first_line(torch.no_gpu)}"),
+        ("torch can use", multiples(usable) if usable else f"none: {first_line(torch.no_gpu)}"),
         ("torch", f"{torch.torch}, built for {f'CUDA {torch.cuda}' if torch.cuda else 'CPUs only'}"),
         ("NCCL", torch.nccl or "not in this torch"),
     ]
 
 
-def _interconnect(machine: Machine) -> Lines:
+def _interconnect_lines(machine: Machine) -> Lines:
     torch, ports = machine.torch, machine.ports
     if isinstance(torch, UnknownError):
         peers = str(torch)
@@ -92,12 +93,12 @@ def _interconnect(machine: Machine) -> Lines:
         peers = "{} of {} pairs".format(*torch.peers) if torch.peers[1] else "no pair of GPUs"
     return [
         ("Direct memory access", peers),
-        ("InfiniBand, RoCE", str(ports) if isinstance(ports, UnknownError) else counted(ports) or "none"),
+        ("InfiniBand, RoCE", str(ports) if isinstance(ports, UnknownError) else multiples(ports) or "none"),
         ("NCCL settings", ", ".join(f"{name}={value}" for name, value in machine.nccl.items()) or "none"),
     ]
 
 
-def _host(machine: Machine) -> Lines:
+def _host_lines(machine: Machine) -> Lines:
     torch = machine.torch
     limit = f"limited to {machine.cpu_limit:g}" if machine.cpu_limit < machine.cores[1] else "no CPU limit"
     bfloat16 = str(torch) if isinstance(torch, UnknownError) else ", ".join(torch.cpu_bfloat16) or "none"
@@ -112,8 +113,3 @@ def _host(machine: Machine) -> Lines:
 
 def _amount(amount: Any, word: str) -> str:
     return str(amount) if isinstance(amount, UnknownError) else f"{gib(amount[0])} {word} of {gib(amount[1])}"
-
-
-def counted(names: Sequence[str]) -> str:
-    """Each distinct name once, with its number."""
-    return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))

@@ -9,8 +9,8 @@ from torch import distributed
 
 from flyte_ddp.engine.set_up import choose_precision
 from flyte_ddp.errors import InputError
-from flyte_ddp.hardware.capabilities import Capabilities, Plan, TorchGpu
-from flyte_ddp.launch.environment import choose_world, threads_per_rank
+from flyte_ddp.hardware.capabilities import Capabilities, TorchGpu
+from flyte_ddp.launch.environment import choose_world
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
 
@@ -19,8 +19,13 @@ def survey(environment: Any, link: Any, inputs: tuple[Hyperparameters, RunOption
     """What torch can do, and what a training with these inputs would; a target of launcher.launch."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        gpus, no_gpu = _gpus()
-    plan, refusal = _plan(*inputs)
+        gpus, no_gpu = _usable_gpus()
+    (hp, options), world, precision, refusal = inputs, None, "", ""
+    try:
+        world = choose_world(hp.backend, options.nproc, hp.batch_size)
+        precision = choose_precision(hp.precision, torch.device(world.device))
+    except InputError as error:
+        refusal = error.message
     pairs = list(combinations(range(len(gpus)), 2))
     can = torch.cuda.can_device_access_peer
     return Capabilities(
@@ -32,12 +37,13 @@ def survey(environment: Any, link: Any, inputs: tuple[Hyperparameters, RunOption
         complaints=[str(warning.message) for warning in caught],
         peers=(sum(can(a, b) and can(b, a) for a, b in pairs), len(pairs)),
         cpu_bfloat16=[name for name, there in torch.cpu.get_capabilities().items() if "bf16" in name and there],
-        plan=plan,
+        world=world,
+        precision=precision,
         refusal=refusal,
     )
 
 
-def _gpus() -> tuple[list[TorchGpu], str]:
+def _usable_gpus() -> tuple[list[TorchGpu], str]:
     """The GPUs, or none and the reason."""
     try:
         torch.cuda.init()
@@ -45,12 +51,3 @@ def _gpus() -> tuple[list[TorchGpu], str]:
     except (RuntimeError, AssertionError) as error:  # no GPU, no driver, one too old; a torch without CUDA
         return [], str(error)
     return [TorchGpu(gpu.name, gpu.total_memory, f"{gpu.major}.{gpu.minor}") for gpu in found], ""
-
-
-def _plan(hp: Hyperparameters, options: RunOptions) -> tuple[Plan | None, str]:
-    try:
-        world = choose_world(hp.backend, options.nproc, hp.batch_size)
-    except InputError as error:
-        return None, error.message
-    precision = choose_precision(hp.precision, torch.device(world.device))
-    return Plan(world, threads_per_rank(world.size), precision), ""

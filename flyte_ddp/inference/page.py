@@ -81,7 +81,7 @@ def predicted_article(
         "By class",
         caption="Images by class",
         heads=("Class", "Predicted", "Labelled", "Correct", "Accuracy"),
-        lines=[_line(name, found) for name in description.classes if found.predicted[name] or found.known[name]],
+        lines=[_class_line(name, found) for name in description.classes if found.predicted[name] or found.known[name]],
     )
     least_certain = Section(
         "Least certain",
@@ -107,7 +107,7 @@ def predicted_article(
     return article(title, str(found), [by_class, least_certain, *([unreadable] if found.errors else []), setup])
 
 
-def _line(name: str, found: Tally) -> tuple[str, ...]:
+def _class_line(name: str, found: Tally) -> tuple[str, ...]:
     known, right = found.known[name], found.right[name]
     share = f"{right / known:.2%}" if known else "-"
     return name, f"{found.predicted[name]:,}", f"{known:,}", f"{right:,}", share

@@ -8,9 +8,10 @@ import torch
 
 from flyte_ddp.data import prepared
 from flyte_ddp.data.description import DatasetDescription
+from flyte_ddp.data.image_files import MODES, decode, reason
 from flyte_ddp.engine.arithmetic import settle_arithmetic
 from flyte_ddp.engine.batches import Resident, TestBatches
-from flyte_ddp.inference.images import decode_all
+from flyte_ddp.errors import InputError
 from flyte_ddp.inference.shards import ModelFile, Row, ShardJob, write_rows
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
@@ -28,7 +29,7 @@ def check_model(environment: Environment, link: Link, file: ModelFile) -> None:
 
 
 @torch.inference_mode()
-def predict_shard(environment: Environment, link: Link, job: ShardJob) -> None:
+def predict_images(environment: Environment, link: Link, job: ShardJob) -> None:
     """Writes a row for each image of the shard to job.output; in float32, as in the evaluations of training."""
     torch.set_num_threads(environment.threads)
     settle_arithmetic()
@@ -48,21 +49,30 @@ def predict_shard(environment: Environment, link: Link, job: ShardJob) -> None:
 
 
 def read_images(job: ShardJob, description: DatasetDescription) -> tuple[np.ndarray, list[Row]]:
-    """The shard's images (N, C, H, W) uint8, and their rows without predictions."""
+    """The shard's images (n, C, H, W) uint8, and their rows without predictions; a file that cannot be read gives zeros
+    and its problem. InputError if Pillow does not support that many channels."""
     if not job.files:
         images, labels = prepared.open_split(job.data, job.split)
         chosen = range(job.first, job.last)
         known = [Row(str(index), description.classes[labels[index]], "", "", "") for index in chosen]
         return images[job.first : job.last], known
-    images, problems = decode_all([Path(path) for _, path in job.files], description.image_shape)
+    if description.image_shape[0] not in MODES:
+        raise InputError(
+            f"a folder's images can have 1 or 3 channels, the dataset's have {description.image_shape[0]}: leave "
+            "folder out"
+        )
     # A folder may be named after a class's number or its name; the name wins
     labelled = {str(number): name for number, name in enumerate(description.classes)}
     labelled.update((name, name) for name in description.classes)
-    names = [name for name, _ in job.files]
-    return images, [
-        Row(name, labelled.get(Path(name).parent.name, ""), "", "", problem)
-        for name, problem in zip(names, problems, strict=True)
-    ]
+    images, rows = np.zeros((len(job.files), *description.image_shape), np.uint8), []
+    for image, (name, path) in zip(images, job.files, strict=True):
+        problem = ""
+        try:
+            image[:] = decode(Path(path), description.image_shape)
+        except Exception as error:  # Pillow's decoders raise a dozen types for a damaged file
+            problem = reason(error)
+        rows.append(Row(name, labelled.get(Path(name).parent.name, ""), "", "", problem))
+    return images, rows
 
 
 def predicted(rows: Sequence[Row], found: Sequence[tuple[float, int]], classes: Sequence[str]) -> Iterator[Row]:

@@ -38,7 +38,7 @@ from flyte_ddp.tasks.prepare import PreparedDataset
 from flyte_ddp.tasks.resources import preparation_resources, small_resources, training_resources, training_sizes
 
 # names, because importing them would import torch
-PREDICTOR = "flyte_ddp.inference.rank:predict_shard"
+PREDICTOR = "flyte_ddp.inference.rank:predict_images"
 INSPECTOR = "flyte_ddp.inference.rank:check_model"
 INFERENCE_CODE = CodeVersion(code_version("flyte_ddp.inference.rank", __name__), ("torch", "pillow"))
 

@@ -19,4 +19,4 @@ def run_alone(
     root: str = "",
 ) -> Any:
     """Returns target(environment, link, argument); raises as launcher.launch does."""
-    return launcher.launch(target, world, argument, timeout_seconds, on_event, roots=[root] if root else [])[0]
+    return launcher.launch(target, world, argument, timeout_seconds, on_event, root=root)[0]

@@ -17,21 +17,11 @@ from flyte_ddp.launch import nvml
 from flyte_ddp.launch.limits import cpu_limit
 
 DEFAULT_CPU_RANKS = 2
-# OpenMP's threads wait for one another by turning in a loop, GNU's for 300,000 turns. Beside other programs these take
-# cores from the thread that is waited for. Fewer turns cost nothing where cores are free: see benchmarks/spinning.py.
-SPIN_COUNT = "10000"
 
 
 @dataclass(frozen=True)
 class World:
-    """All ranks of one training run.
-
-    Attributes:
-        size: number of ranks.
-        local_size: number of ranks on this host.
-        backend: nccl or gloo.
-        device: cuda or cpu.
-    """
+    """All ranks of one training run, local_size of them on this host; by nccl or gloo, on cuda or cpu."""
 
     size: int
     local_size: int
@@ -41,13 +31,10 @@ class World:
 
 @dataclass(frozen=True)
 class Environment:
-    """One rank's place in the world, whoever started its process.
+    """Which rank of the world a process is, and of its host, both from 0; with this many torch threads.
 
     Attributes:
-        rank: from 0 to world.size - 1.
-        local_rank: from 0 to world.local_size - 1 on this host.
         init_method: the rendezvous, env:// or file:// and a path as it is.
-        threads: number of torch threads of this rank.
     """
 
     world: World
@@ -82,7 +69,7 @@ def choose_world(backend: str, nproc: int, batch_size: int) -> World:
 
 
 def environment_from_torchrun(backend: str, nodes: tuple[int, int], ranks_per_node: int) -> Environment:
-    """This process's place in the world that torchrun or Flyte's Elastic plugin has created.
+    """This rank of the world that torchrun or Flyte's Elastic plugin has created.
 
     Raises InputError if that world does not have this number of nodes and ranks: a node training alone would return
     its result as that of all.
@@ -100,7 +87,7 @@ def environment_from_torchrun(backend: str, nodes: tuple[int, int], ranks_per_no
 
 
 def environment_from_variables(backend: str) -> Environment:
-    """This process's place in the world, from torchrun's environment variables.
+    """This rank, from torchrun's environment variables.
 
     If only RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set, each node has one rank. Raises InputError if RANK or
     WORLD_SIZE is missing, or there are too few GPUs.
@@ -165,13 +152,13 @@ def threads_per_rank(local_size: int) -> int:
 
 
 @contextmanager
-def short_spins() -> Iterator[None]:
-    """Sets SPIN_COUNT for processes that start meanwhile, unless the user has chosen how threads wait."""
-    if "GOMP_SPINCOUNT" in os.environ or "OMP_WAIT_POLICY" in os.environ:
+def default_variable(name: str, value: str, *others: str) -> Iterator[None]:
+    """Sets an environment variable for the block, unless the user has set it, or one of the others."""
+    if {name, *others} & {*os.environ}:
         yield
         return
-    os.environ["GOMP_SPINCOUNT"] = SPIN_COUNT
+    os.environ[name] = value
     try:
         yield
     finally:
-        del os.environ["GOMP_SPINCOUNT"]
+        del os.environ[name]

@@ -28,8 +28,7 @@ SETUP_MESSAGE = re.compile(r"Duplicate GPU|no kernel image|invalid device ordina
 MORE_MEMORY = " (lower batch_size, or train on more GPUs)"
 LESS_LOADING = " (out of memory, or of shared memory? lower loader_workers or batch_size)"
 OTHER_RANKS = ' (under nccl each rank needs a GPU of its own: lower the number of ranks, or set backend to "gloo")'
-# From causes to effects
-KINDS = ("input", "error", "killed", "hang", "aborted", "peer")
+EFFECTS = ("aborted", "peer")  # the kinds of which another rank may be the cause, the more likely one last
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ class Failure:
     @property
     def is_effect(self) -> bool:
         """Whether another rank may be the cause."""
-        return self.kind in ("aborted", "peer")
+        return self.kind in EFFECTS
 
     def __str__(self) -> str:
         ranks = ", ".join(map(str, (self.rank, *self.others)))
@@ -148,7 +147,7 @@ def from_exit_code(code: int, rank: int, host: str, peak_bytes: int = 0) -> Fail
 
 def name_the_cause(failures: Sequence[Failure]) -> InputError | RankError:
     """The exception for a failed run: its first failure, those that may be just the loss of a peer coming last."""
-    cause = min(failures, key=lambda failure: (max(0, KINDS.index(failure.kind) - KINDS.index("hang")), failure.at))
+    cause = min(failures, key=lambda failure: (EFFECTS.index(failure.kind) if failure.is_effect else -1, failure.at))
     if cause.kind == "input":
         return InputError(cause.message)
     return (RecoverableRankError if cause.recoverable else RankError)(cause)

@@ -18,7 +18,7 @@ from typing import Any
 
 import flyte_ddp
 from flyte_ddp.events import Event, RunStarted
-from flyte_ddp.launch.environment import Environment, World, short_spins, threads_per_rank
+from flyte_ddp.launch.environment import Environment, World, default_variable, threads_per_rank
 from flyte_ddp.launch.failures import Failure, PreemptedError, from_exit_code, name_the_cause
 from flyte_ddp.launch.launch_compat import leave_behind
 from flyte_ddp.launch.rank import serve
@@ -30,6 +30,10 @@ START_METHOD = "forkserver" if sys.platform == "linux" else "spawn"
 FORK_SERVER = "flyte_ddp.launch.fork_server"  # where it is not found, a launch takes a little longer
 # What the ranks import from outside this package; the flop counter imports triton
 PRELOAD = ["torch", "torch.utils.flop_counter", "numpy", "dataclasses_json", "click"]
+
+# OpenMP's threads wait for one another by turning in a loop, GNU's for 300,000 turns. Beside other programs these take
+# cores from the thread that is waited for. Fewer turns cost nothing where cores are free: see benchmarks/spinning.py.
+SPIN_COUNT = "10000"
 
 STOP_SECONDS = 10.0  # from a request to stop until ranks are killed without a checkpoint
 GRACE_SECONDS = 3.0  # for the other ranks' reports once one has failed: the first to arrive may not be the cause
@@ -47,7 +51,7 @@ def warm_up(preload: Sequence[str] = PRELOAD) -> None:
         resource_tracker.ensure_running()  # else forkserver would start it, which unblocks the signal
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGHUP})
         try:
-            with _importable(), short_spins():
+            with _importable(), default_variable("GOMP_SPINCOUNT", SPIN_COUNT, "OMP_WAIT_POLICY"):
                 forkserver.set_forkserver_preload([FORK_SERVER, *preload])
                 forkserver.ensure_running()
         finally:
@@ -61,13 +65,12 @@ def launch(
     timeout_seconds: float,
     on_event: Callable[[Event], None],
     preload: Sequence[str] = PRELOAD,
-    *,
-    roots: Sequence[str] = (),
+    root: str = "",
 ) -> list[Any]:
     """Runs target(environment, link, argument) as every rank of a world on this host; returns their values by rank.
 
     target is "module:function"; the ranks import it, the parent doesn't. preload is imported once for all ranks, if
-    this is the first launch. roots are folders that come first on the ranks' sys.path, such as UserCode.root. Raises
+    this is the first launch. root is a folder that comes first on the ranks' sys.path, such as UserCode.root. Raises
     RankError (or its recoverable kind) naming the rank that failed first, InputError if that is what it raised,
     PreemptedError after SIGTERM or SIGHUP, KeyboardInterrupt after Ctrl-C. All processes have ended when it returns or
     raises, also those that ranks have started, unless in a session of their own.
@@ -81,7 +84,7 @@ def launch(
             with stop_requests() as signals, on_signals([signal.SIGTSTP], lambda *_: _suspend(ranks)):
                 for rank in range(world.size):
                     environment = Environment(world, rank, rank, f"file://{private}/rendezvous", threads)
-                    ranks.append(_Rank(environment, target, argument, private, roots))
+                    ranks.append(_Rank(environment, target, argument, private, root))
                 return _supervise(ranks, timeout_seconds, on_event, signals)
         finally:
             for started in ranks:
@@ -97,7 +100,7 @@ SILENT = -1, False  # standing of a rank that has not answered: below all others
 class _Rank:
     """The parent's side of one rank: its process, the pipe to it, and what it has sent so far."""
 
-    def __init__(self, environment: Environment, target: str, argument: Any, private: str, roots: Sequence[str]):
+    def __init__(self, environment: Environment, target: str, argument: Any, private: str, root: str):
         context: Any = multiprocessing.get_context(START_METHOD)
         self.rank, self.host = environment.rank, environment.host
         self.line, child_line = context.Pipe()
@@ -111,7 +114,7 @@ class _Rank:
         self.peak_bytes = 0
         self.standing = SILENT
         self.silent_seconds = 0.0
-        with _importable(roots):
+        with _importable(root):
             self.process.start()
         child_line.close()
 
@@ -241,14 +244,14 @@ def _suspend(ranks: list[_Rank]) -> None:
 
 
 @contextmanager
-def _importable(roots: Sequence[str] = ()) -> Iterator[None]:
-    """While processes start, lets them import this package and modules in roots, and keeps them from re-running the
+def _importable(root: str = "") -> Iterator[None]:
+    """While processes start, lets them import this package and modules in root, and keeps them from re-running the
     parent's main module. A rank inherits sys.path as it is when it starts, even if it is forked from another process.
 
     `pyflyte run` has the project root on sys.path only while it loads the workflow, and a child would import flytekit
     (2 s) because its parent's main module is the pyflyte script.
     """
-    main, folders = sys.modules["__main__"], [*roots, str(Path(flyte_ddp.__path__[0]).parent)]
+    main, folders = sys.modules["__main__"], [*filter(None, [root]), str(Path(flyte_ddp.__path__[0]).parent)]
     hidden: dict[str, Any] = {
         name: main.__dict__.pop(name) for name in ("__file__", "__spec__") if name in main.__dict__
     }

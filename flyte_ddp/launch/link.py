@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import Any, Protocol
+from typing import Any
 
 from flyte_ddp.events import Event, Printed
 from flyte_ddp.launch.launch_compat import standing
@@ -18,23 +18,30 @@ from flyte_ddp.launch.launch_compat import standing
 ALIVE_SECONDS = 1.0  # between two heartbeats, which cost a system call each
 
 
-class Link(Protocol):
-    """What every rank's job is given. Whether its events arrive anywhere is not the job's concern."""
+class Link:
+    """What every rank's job is given. Whether its events arrive anywhere is not the job's concern.
 
-    stop_requested: bool
-    is_heard: bool  # whether events of this rank arrive anywhere; if not, expensive ones need not be computed
+    is_heard: whether events of this rank arrive anywhere; if not, expensive ones need not be computed.
+    """
 
-    def emit(self, event: Event) -> None: ...
+    def __init__(self, is_heard: bool = False):
+        self.stop_requested, self.is_heard = False, is_heard
+
+    def emit(self, event: Event) -> None:
+        pass
 
     def alive(self) -> None:
         """Called after each step by each rank, so that a hang can be told from slow work."""
 
+    def on_signal(self, *_: Any) -> None:
+        self.stop_requested = True
 
-class ParentLink:
+
+class ParentLink(Link):
     """The pipe to the parent: events from rank 0, heartbeats from every rank, requests from the parent."""
 
     def __init__(self, connection: Connection, rank: int):
-        self.stop_requested, self.is_heard = False, rank == 0
+        super().__init__(is_heard=rank == 0)
         self._connection, self._rank = connection, rank
         self._waiting: deque[bytes] = deque()
         self._lock = threading.Lock()  # the checkpoint thread emits too
@@ -83,24 +90,15 @@ class ParentLink:
     def on_line(self, text: str) -> None:
         self.send("event", Printed(self._rank, text))
 
-    def on_signal(self, *_: Any) -> None:
-        self.stop_requested = True
 
-
-class DirectLink:
+class DirectLink(Link):
     """Passes events to observers in this process, if any; for ranks that another launcher has started."""
 
     def __init__(self, on_event: Callable[[Event], None] | None):
-        self.stop_requested, self.is_heard = False, on_event is not None
+        super().__init__(is_heard=on_event is not None)
         self._on_event, self._lock = on_event, threading.Lock()  # the checkpoint thread emits too
 
     def emit(self, event: Event) -> None:
         if self._on_event:
             with self._lock:
                 self._on_event(event)
-
-    def alive(self) -> None:
-        pass
-
-    def on_signal(self, *_: Any) -> None:
-        self.stop_requested = True

@@ -12,7 +12,7 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from flyte_ddp.launch.environment import Environment
+from flyte_ddp.launch.environment import Environment, default_variable
 
 RENDEZVOUS = itertools.count()  # of this process; all ranks go through them in the same order
 BEYOND_SECONDS = 60.0  # how much longer a collective waits than the launcher, which then can still query hanging ranks
@@ -29,7 +29,9 @@ def process_group(environment: Environment, timeout_seconds: float) -> Iterator[
         device = torch.device("cuda", environment.local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
     rank, size, timeout = environment.rank, environment.world.size, timedelta(seconds=timeout_seconds + BEYOND_SECONDS)
-    with _on_loopback() if size == environment.world.local_size else nullcontext():
+    is_one_host = size == environment.world.local_size  # then gloo keeps off the network, which can make it hang
+    loopback = "lo" if os.path.exists("/sys/class/net/lo") else "lo0"
+    with default_variable("GLOO_SOCKET_IFNAME", loopback) if is_one_host else nullcontext():
         store = _meet(environment, timeout)
         distributed.init_process_group(
             environment.world.backend,
@@ -51,17 +53,3 @@ def _meet(environment: Environment, timeout: timedelta) -> Store:
         store.set_timeout(timeout)
         return store
     return next(rendezvous(environment.init_method, environment.rank, size, timeout=timeout))[0]
-
-
-@contextmanager
-def _on_loopback() -> Iterator[None]:
-    """For one host: keeps gloo off the network, whose name service or firewall can make it hang."""
-    name = "GLOO_SOCKET_IFNAME"
-    if name in os.environ:
-        yield
-        return
-    os.environ[name] = "lo" if os.path.exists("/sys/class/net/lo") else "lo0"
-    try:
-        yield
-    finally:
-        del os.environ[name]

@@ -5,13 +5,12 @@ import time
 import warnings
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from flyte_ddp.engine.loading import Streamed
 from flyte_ddp.launch.environment import Environment, available_cores
 from flyte_ddp.launch.link import Link
-from flyte_ddp.loading.times import LoadingJob, LoadingTimes, Measured, worker_counts
+from flyte_ddp.loading.times import LoadingJob, LoadingTimes, TimedSetting
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.recipes.images import ImageClassifier, Normaliser
 
@@ -25,23 +24,21 @@ def run(environment: Environment, link: Link, job: LoadingJob) -> LoadingTimes:
     files, normalise = recipe.data("train"), Normaliser(recipe.description, device)
     most = settings.most_workers or min(16, 2 * available_cores())
     images = min(settings.most_images, len(files))
-    measured = [
-        Measured(workers, pin_memory, images, [])
-        for workers in worker_counts(most)
+    timed = [
+        TimedSetting(workers, pin_memory, images, [])
+        for workers in (0, *(2**power for power in range(most.bit_length())))
         for pin_memory in ((False, True) if device.type == "cuda" else (False,))
     ]
     for turn in range(settings.passes + 1):
         order = torch.randperm(len(files), generator=torch.Generator().manual_seed(turn))[:images]
-        if turn == 0:  # not counted: it loads the files into the page cache, if they fit
-            keep_batch(Streamed(files, device), order[: settings.batch_size], job.batch_path)
-        for one in measured if turn else measured[:1]:
+        for one in timed if turn else timed[:1]:  # the first, not counted, loads the files into the page cache
             split = Streamed(files, device, one.workers, one.pin_memory)
             seconds = time_pass(split, normalise, order, settings.batch_size, link)
             if turn:
                 one.seconds.append(seconds)
         print(f"Pass {turn} of {settings.passes}" if turn else "A first pass, not counted")
     usages = [resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return LoadingTimes(measured, str(device), max(usages) * 1024)
+    return LoadingTimes(timed, str(device), max(usages) * 1024)
 
 
 def time_pass(split: Streamed, normalise: Normaliser, order: torch.Tensor, batch_size: int, link: Link) -> float:
@@ -53,8 +50,3 @@ def time_pass(split: Streamed, normalise: Normaliser, order: torch.Tensor, batch
     if split.device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter() - started
-
-
-def keep_batch(split: Streamed, order: torch.Tensor, path: str) -> None:
-    ((images, labels),) = split.fetch([order])
-    np.savez(path, images=images.cpu().numpy(), labels=labels.cpu().numpy())

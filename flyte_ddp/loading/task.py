@@ -1,10 +1,8 @@
 """The loading study as a Flyte task: from a folder of images to the recommended setting and a page that shows why."""
 
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
@@ -42,20 +40,16 @@ def study_loading(data: FlyteDirectory, study: LoadingSettings) -> tuple[Loading
     folder = Path(data.download())
     description = prepared.verify(folder)
     world = choose_world("auto", 1, 1)
-    with run_folder(platform, "loading") as out, tempfile.TemporaryDirectory(prefix="ddp-") as scratch:
-        batch_path = str(Path(scratch, "batch.npz"))
-        job = LoadingJob(str(folder), batch_path, study)
+    with run_folder(platform, "loading") as out:
+        job = LoadingJob(str(folder), study)
         times: LoadingTimes = launcher.launch(STUDY, world, job, TIMEOUT_SECONDS, _show)[0]
-        best = recommended(times.measured)
-        with np.load(batch_path) as batch:
-            fragment = loading_page(description, times, best, batch["images"], batch["labels"])
-        report = output_page(out, "Loading images", fragment)
+        best = recommended(times.settings)
+        report = output_page(out, "Loading images", loading_page(description, times, best))
     say_last(
         f"Recommended: loader_workers {best.workers}, pin_memory {str(best.pin_memory).lower()} "
         f"({best.rate:,.0f} images per second by one rank)" + (f"\nReport: {report.path}" if is_local() else "")
     )
-    choice = LoadingChoice(best.workers, best.pin_memory, best.rate)
-    return choice, report
+    return LoadingChoice(best.workers, best.pin_memory, best.rate), report
 
 
 def _show(event: Event) -> None:

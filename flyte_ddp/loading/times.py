@@ -26,21 +26,24 @@ class LoadingSettings(Settings):
 
 @dataclass(frozen=True)
 class LoadingJob:
-    """data: folder of the dataset, with its access. batch_path: where one batch is written, as .npz."""
+    """data: folder of the dataset, with its access."""
 
     data: str
-    batch_path: str
     settings: LoadingSettings
 
 
 @dataclass(frozen=True)
-class Measured:
+class TimedSetting:
     """One setting's passes: seconds of each, over `images` images, from the start of the workers to their end."""
 
     workers: int
     pin_memory: bool
     images: int
     seconds: list[float]
+
+    @property
+    def memory(self) -> str:
+        return "pinned" if self.pin_memory else "pageable"
 
     @property
     def rates(self) -> list[float]:
@@ -56,18 +59,13 @@ class Measured:
 class LoadingTimes:
     """peak_bytes: peak memory of the rank or of any one of its workers."""
 
-    measured: list[Measured]
+    settings: list[TimedSetting]
     device: str
     peak_bytes: int
 
 
-def recommended(measured: Sequence[Measured]) -> Measured:
+def recommended(timed: Sequence[TimedSetting]) -> TimedSetting:
     """The fewest workers, and pageable memory, whose median is within the range of the fastest setting's passes."""
-    fastest = max(measured, key=lambda one: one.rate)
-    as_good = [one for one in measured if one.rate >= min(fastest.rates)]
+    fastest = max(timed, key=lambda one: one.rate)
+    as_good = [one for one in timed if one.rate >= min(fastest.rates)]
     return min(as_good, key=lambda one: (one.workers, one.pin_memory))
-
-
-def worker_counts(most: int) -> list[int]:
-    """0, 1, 2, 4 and so on up to most."""
-    return [0, *(2**power for power in range(most.bit_length()))]

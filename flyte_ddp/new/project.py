@@ -31,7 +31,7 @@ def write_project(folder: Path, library: str, flyte2: bool = False) -> None:
     folder = folder.absolute()
     check_name(folder.name)
     if os.path.lexists(folder):
-        raise InputError(f"NAME must be a new folder, got {folder}, which exists: choose another name or place")
+        raise InputError(f"NAME must be a new folder, got {folder}, which exists: choose another name or folder")
     beside = temporary_beside(folder)
     with writing_to(folder.parent, "NAME"):
         try:
@@ -63,7 +63,7 @@ def check_name(name: str) -> None:
             "NAME must be a Python package name of lower-case letters, digits and single underscores, not a keyword, "
             f"got {name!r}: choose one like flower_images"
         )
-    installed = [place for place in sys.path if is_installed(place)]
+    installed = [folder for folder in sys.path if is_installed(folder)]
     is_taken = name in sys.stdlib_module_names or name in (LIBRARY, "tests") or PathFinder.find_spec(name, installed)
     if is_taken:
         raise InputError(f"NAME must not be the name of an existing package, got {name!r}: choose one like my_{name}")

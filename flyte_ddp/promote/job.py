@@ -1,10 +1,9 @@
 """A promotion's options, the models that its rank measures, and the verdict. No torch."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from flyte_ddp.engine.job import Job, Measured
+from flyte_ddp.engine.job import Measured
 from flyte_ddp.errors import InputError
 from flyte_ddp.settings import Settings, setting
 
@@ -26,17 +25,6 @@ class PromotionOptions(Settings):
     better: str = setting("auto", choices=BETTER)
     margin: float = setting(0.0, minimum=0)
     timeout_seconds: float = setting(300.0, minimum=1, maximum=86400)
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """The models to measure; the first one, the candidate, determines data and measures for all.
-
-    current: the promoted model in words, for an error.
-    """
-
-    jobs: Sequence[Job]
-    current: str
 
 
 @dataclass(frozen=True)

@@ -40,14 +40,15 @@ def promotion_page(
     both = "Both on the same" if len(models) > 1 else "On the"
     text = f"{both} {first.samples:,} samples of the test split, in float32, by the candidate's measures."
     caution = "Models chosen repeatedly on one split look better on it than they are: quote their measures on another."
-    measures = Section("Scores", [text, caution], (), "", ("Measure", *(name for name, _ in models)), lines)
-    setup = Section("Set-up", (), (), "Inputs and environment", (), [*facts, *surroundings().items()])
+    measures = Section("Scores", [text, caution], heads=("Measure", *(name for name, _ in models)), lines=lines)
+    setup = Section("Set-up", caption="Inputs and environment", lines=[*facts, *surroundings().items()])
     return article(title, capitalised(outcome(verdict, first.percent)), [measures, history(pointer), setup])
 
 
 def history(pointer: Pointer) -> Section:
     lines: list[tuple[str, ...]] = [(event.time, event.how, event.name) for event in reversed(pointer.history)]
     left_out = f", the last {MOST_EVENTS} of {len(lines):,}" if len(lines) > MOST_EVENTS else ""
-    text = [] if lines else ["Nothing has been promoted yet."]
-    caption = f"Newest first{left_out}" if lines else ""
-    return Section("History", text, (), caption, ("Time (UTC)", "", "Version") if lines else (), lines[:MOST_EVENTS])
+    if not lines:
+        return Section("History", ["Nothing has been promoted yet."])
+    heads = ("Time (UTC)", "", "Version")
+    return Section("History", caption=f"Newest first{left_out}", heads=heads, lines=lines[:MOST_EVENTS])

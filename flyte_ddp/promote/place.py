@@ -8,7 +8,6 @@ Reading current.json, and then the version that it names, gives a complete model
 """
 
 import errno
-import hashlib
 import json
 import os
 import re
@@ -18,6 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import click
@@ -26,17 +26,17 @@ from flytekit import FlyteContextManager
 from flytekit.core.data_persistence import FileAccessProvider
 
 from flyte_ddp.errors import InputError, RecoverableError, ReportedError
-from flyte_ddp.storage import synced_file, temporary_beside, write_whole
+from flyte_ddp.storage import content_digest, write_whole
 
 FORMAT = 1
-UNWRITABLE = (errno.EDQUOT, errno.ENOSPC, errno.ENOTDIR, errno.EROFS)  # of a disk; a retry would not help
+UNWRITABLE = (errno.EDQUOT, errno.ENOENT, errno.ENOSPC, errno.ENOTDIR, errno.EROFS)  # of a disk; a retry would not help
 UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, RecursionError)  # of JSON that is not ours
 NAME = re.compile(r"\w[\w.-]*")  # of a version: no path out of the place
 PROMOTED, ROLLED_BACK = "promoted", "rolled back"
 
 
 @dataclass(frozen=True)
-class Event:
+class Change:
     """A change of the promoted version: its name, when (UTC), and whether it was promoted or rolled back to."""
 
     name: str
@@ -49,10 +49,22 @@ class Pointer:
     """The content of current.json; version is empty if nothing has been promoted yet."""
 
     version: str = ""
-    history: tuple[Event, ...] = ()
+    history: tuple[Change, ...] = ()
+
+    @classmethod
+    def parse(cls, text: bytes) -> "Pointer":
+        """Raises one of UNREADABLE."""
+        content = json.loads(text)
+        check_format(content["format"])
+        history = tuple(Change(**change) for change in content["history"])
+        if content["version"] != (history[-1].name if history else ""):
+            raise ValueError("its version is not the last one in its history")
+        if history and not NAME.fullmatch(content["version"]):
+            raise ValueError("its version is not the name of a folder")
+        return cls(content["version"], history)
 
     def to(self, version: str, how: str) -> "Pointer":
-        return Pointer(version, (*self.history, Event(version, now(), how)))
+        return Pointer(version, (*self.history, Change(version, now(), how)))
 
 
 class Place:
@@ -73,25 +85,22 @@ class Place:
         """Raises ReportedError if current.json is damaged, or missing although there are versions."""
         problem = "is missing"
         for _ in range(2):  # another process may write both between the two looks
-            try:
-                return self._parsed(self._read("current.json"))
-            except FileNotFoundError:
-                if not self.versions():
-                    return Pointer()
-            except InputError:  # a ValueError, too
-                raise
-            except UNREADABLE as error:
-                problem = f"is damaged ({type(error).__name__}: {error})"
+            text = self._read("current.json")
+            if text is None and not self.versions():
+                return Pointer()
+            if text is not None:
+                try:
+                    return Pointer.parse(text)
+                except UNREADABLE as error:
+                    problem = f"is damaged ({type(error).__name__}: {error})"
         names = ", ".join(self.versions()) or "none"
         raise ReportedError(f"{self.root}/current.json {problem}: put it back, or roll back to a version: {names}")
 
     def begin(self) -> None:
         """Writes an empty current.json before the first version, so that a lost one is noticed later."""
         with self._locked():
-            try:
-                self._read("current.json")
-            except FileNotFoundError:
-                self._write("current.json", _as_json(Pointer()), exclusive=True)
+            if self._read("current.json") is None:
+                self._write("current.json", encoded(asdict(Pointer())), mode="create")
 
     def versions(self) -> list[str]:
         """Names of all complete versions, oldest first."""
@@ -102,42 +111,33 @@ class Place:
 
     def facts(self, version: str) -> dict[str, Any]:
         """The content of version.json; raises ReportedError if it is missing or unreadable."""
+        text = self._read(f"versions/{version}/version.json")
+        if text is None:
+            raise self._damaged(version, "has no version.json")
         try:
-            facts: dict[str, Any] = json.loads(self._read(f"versions/{version}/version.json"))
+            facts: dict[str, Any] = json.loads(text)
             check_format(facts["format"])
             return {"sha256": facts["sha256"], **facts}
-        except FileNotFoundError:
-            raise self._damaged(version, "has no version.json") from None
-        except InputError:
-            raise
         except UNREADABLE as error:
             raise self._damaged(version, f"has an unreadable version.json ({error})") from None
 
     def fetch(self, version: str, into: Path) -> dict[str, Any]:
         """Copies a version's weights to a file, and returns its facts; ReportedError if the weights have changed."""
-        facts, digest = self.facts(version), hashlib.sha256()
-        try:
-            with (
-                self._own_errors(reading=True),
-                self._files.open(f"{self.root}/versions/{version}/model.pt", "rb") as source,
-                open(into, "wb") as copy,
-            ):
-                while piece := source.read(2**20):
-                    copy.write(piece)
-                    digest.update(piece)
-        except FileNotFoundError:
-            raise self._damaged(version, "has no model.pt") from None
-        if digest.hexdigest() != facts["sha256"]:
+        facts, path = self.facts(version), f"{self.root}/versions/{version}/model.pt"
+        with self._own_errors():
+            if not self._files.exists(path):
+                raise self._damaged(version, "has no model.pt")
+            with self._files.open(path, "rb") as source, open(into, "wb") as copy:
+                shutil.copyfileobj(source, copy)
+        if content_digest(into) != facts["sha256"]:
             raise self._damaged(version, "has a different model.pt than was promoted")
         return facts
 
     def add(self, version: str, model: Path, facts: dict[str, Any]) -> None:
         """Writes a complete version, without promoting it."""
         self.begin()
-        content = {"format": FORMAT, "name": version, **facts}
-        with self._own_errors():
-            self._copy(model, f"versions/{version}/model.pt")
-        self._write(f"versions/{version}/version.json", content)
+        self._write(f"versions/{version}/model.pt", model.read_bytes())
+        self._write(f"versions/{version}/version.json", encoded({"name": version, **facts}))
 
     def point(self, seen: Pointer, version: str, how: str) -> bool:
         """Promotes a version atomically; returns False, without a change, if the pointer is no longer `seen`.
@@ -148,7 +148,7 @@ class Place:
         with self._locked():
             if self.read() != seen:
                 return False
-            self._write("current.json", _as_json(seen.to(version, how)))
+            self._write("current.json", encoded(asdict(seen.to(version, how))))
             return True
 
     def roll_back(self, version: str) -> Pointer:
@@ -158,7 +158,8 @@ class Place:
             raise InputError(f"place {self.root} must have a version to roll back to, but has none: promote one first")
         if version not in versions:
             raise InputError(f"name must be one of {', '.join(versions)}, got {version!r}")
-        self.fetch(version, Path(os.devnull))  # verifies the weights
+        with TemporaryDirectory() as folder:
+            self.fetch(version, Path(folder, "model.pt"))  # verifies the weights
         with self._locked():
             try:
                 before = self.read()
@@ -167,18 +168,8 @@ class Place:
             except ReportedError:
                 before = Pointer()
             after = before.to(version, ROLLED_BACK)
-            self._write("current.json", _as_json(after))
+            self._write("current.json", encoded(asdict(after)))
         return after
-
-    def _parsed(self, content: bytes) -> Pointer:
-        parsed = json.loads(content)
-        check_format(parsed["format"])
-        history = tuple(Event(**event) for event in parsed["history"])
-        if parsed["version"] != (history[-1].name if history else ""):
-            raise ValueError("its version is not the last one in its history")
-        if history and not NAME.fullmatch(parsed["version"]):
-            raise ValueError("its version is not the name of a folder")
-        return Pointer(parsed["version"], history)
 
     def _damaged(self, version: str, problem: str) -> ReportedError:
         others = ", ".join(name for name in self.versions() if name != version) or "none"
@@ -186,28 +177,19 @@ class Place:
             f"version {version} in {self.root} {problem}: put it back, or roll back to another: {others}"
         )
 
-    def _read(self, path: str) -> bytes:
-        with self._own_errors(reading=True):
+    def _read(self, path: str) -> bytes | None:
+        """None if there is no such file."""
+        with self._own_errors(), suppress(FileNotFoundError):
             content: bytes = self._files.cat_file(f"{self.root}/{path}")
             return content
+        return None
 
-    def _write(self, path: str, content: dict[str, Any], exclusive: bool = False) -> None:
-        text = json.dumps(content, indent=2).encode()
+    def _write(self, path: str, content: bytes, mode: str = "overwrite") -> None:
         with self._own_errors(), suppress(FileExistsError):
-            if self._in_storage:  # a single put, which is atomic
-                self._files.pipe_file(f"{self.root}/{path}", text, mode="create" if exclusive else "overwrite")
+            if self._in_storage:  # a put, which is atomic
+                self._files.pipe_file(f"{self.root}/{path}", content, mode=mode)
             else:
-                write_whole(self._local(path), text)
-
-    def _copy(self, model: Path, path: str) -> None:
-        if self._in_storage:
-            self._files.put_file(str(model), f"{self.root}/{path}")
-            return
-        final = self._local(path)
-        beside = temporary_beside(final)
-        with open(model, "rb") as source, synced_file(beside) as copy:
-            shutil.copyfileobj(source, copy)
-        os.replace(beside, final)
+                write_whole(self._local(path), content)
 
     def _local(self, path: str) -> Path:
         final = Path(self.root, path)
@@ -221,24 +203,17 @@ class Place:
             yield
             return
         with self._own_errors():
-            lock = FileLock(self._local(".lock"))
-            lock.acquire()
-        try:
+            lock = FileLock(self._local(".lock")).acquire()
+        with lock:
             yield
-        finally:
-            lock.release()
 
     @contextmanager
-    def _own_errors(self, reading: bool = False) -> Iterator[None]:
-        """Turns errors of storage and disk into ours; with reading, FileNotFoundError is passed on."""
+    def _own_errors(self) -> Iterator[None]:
+        """Turns errors of storage and disk into ours."""
         try:
             yield
         except click.ClickException:
             raise
-        except FileNotFoundError as error:
-            if reading:
-                raise
-            raise InputError(f"place {self.root} must be writable: {error}") from None
         except PermissionError as error:
             raise InputError(f"place {self.root} must be readable and writable here: {error}") from None
         except Exception as error:  # each storage has its own errors
@@ -247,9 +222,8 @@ class Place:
             raise RecoverableError(f"place {self.root} cannot be used: {type(error).__name__}: {error}") from None
 
 
-def _as_json(pointer: Pointer) -> dict[str, Any]:
-    history = [asdict(event) for event in pointer.history]
-    return {"format": FORMAT, "version": pointer.version, "history": history}
+def encoded(content: dict[str, Any]) -> bytes:
+    return json.dumps({"format": FORMAT, **content}, indent=2).encode()
 
 
 def check_format(number: int) -> None:

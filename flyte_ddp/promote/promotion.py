@@ -7,9 +7,7 @@ def promote_model(model_state: PythonPickledFile, settings: Settings, place: str
     return promote(subject, Path(model_state.download()), Place(place), PromotionOptions())
 """
 
-import dataclasses
-import hashlib
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,15 +19,16 @@ from flyte_ddp.engine.job import Measured, Subject, job_of
 from flyte_ddp.errors import InputError, ReportedError
 from flyte_ddp.launch.alone import run_alone
 from flyte_ddp.launch.environment import choose_world
-from flyte_ddp.promote.job import Comparison, PromotionOptions, Verdict, judge
+from flyte_ddp.promote.job import PromotionOptions, Verdict, judge
 from flyte_ddp.promote.page import outcome, promotion_page
 from flyte_ddp.promote.place import PROMOTED, Place, now, version_name
 from flyte_ddp.report.console import Console, say, say_last
-from flyte_ddp.settings import RunOptions, TrainingSettings
+from flyte_ddp.settings import TrainingSettings
+from flyte_ddp.storage import content_digest
 from flyte_ddp.tasks import platform as flytekit
 from flyte_ddp.tasks.outputs import output_file, output_page
 
-COMPARE = "flyte_ddp.promote.rank:compare"  # a name, because importing it would import torch
+MEASURE = "flyte_ddp.promote.rank:measure_models"  # a name, because importing it would import torch
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,7 @@ def promote(
     If another promotion happens in the meantime, the candidate is compared again, with that model. Raises the errors of
     launcher.launch, Place and judge.
     """
-    digest = hashlib.sha256(model.read_bytes()).hexdigest()
+    digest = content_digest(model)
     with run_folder(platform, f"{subject.dataset}-promotion") as folder:
         run = platform.execution()[0] or folder.name
         while True:
@@ -89,7 +88,7 @@ def promote(
             before = place.facts(pointer.version) if pointer.version else {}
             done = (before.get("run"), before.get("sha256")) == (run, digest)  # by the previous attempt
             against = before["against"] if done else pointer.version
-            models = compare(subject, model, place, against, folder / "before.pt", options)
+            models = measure_both(subject, model, place, against, folder / "before.pt", options)
             verdict = judge(models[0][1], models[1][1] if against else None, options)
             if done or not verdict.is_better:
                 break
@@ -111,22 +110,21 @@ def promote(
         return PromotionOutputs(done, output_file(promoted, PythonPickledFile), summary, report)
 
 
-def compare(
+def measure_both(
     subject: Subject, model: Path, place: Place, against: str, copy: Path, options: PromotionOptions
 ) -> list[tuple[str, Measured]]:
     """Measures the candidate and, if any, the version `against`, whose weights are copied to the file `copy`."""
-    names, jobs = ["Candidate"], [job_of(subject, RunOptions(), model_path=str(model))]
+    jobs = {"Candidate": job_of(subject, model_path=model)}
     if against:
-        settings = settings_of(subject, place, against, place.fetch(against, copy))
-        identity = dataclasses.replace(subject.identity, settings=settings)
-        other = dataclasses.replace(subject, identity=identity)
-        names, jobs = [*names, against], [*jobs, job_of(other, RunOptions(), model_path=str(copy))]
-    asked, world = Comparison(jobs, f"version {against} in {place.root}"), choose_world("auto", 1, 1)
-    found = run_alone(COMPARE, asked, options.timeout_seconds, Console(), world, subject.root)
-    return list(zip(names, found, strict=True))
+        settings = settings_of_version(subject, place, against, place.fetch(against, copy))
+        other = replace(subject, settings=settings)
+        jobs[against] = job_of(other, model_path=copy)
+    asked = [*jobs.values()], f"version {against} in {place.root}"
+    found = run_alone(MEASURE, asked, options.timeout_seconds, Console(), choose_world("auto", 1, 1), subject.root)
+    return list(zip(jobs, found, strict=True))
 
 
-def settings_of(subject: Subject, place: Place, version: str, facts: dict[str, Any]) -> TrainingSettings:
+def settings_of_version(subject: Subject, place: Place, version: str, facts: dict[str, Any]) -> TrainingSettings:
     """The settings of a version's training; InputError if its recipe or data differ from the candidate's."""
     mine = facts_of_data(subject)
     theirs = {name: facts.get(name) for name in mine}
@@ -136,7 +134,7 @@ def settings_of(subject: Subject, place: Place, version: str, facts: dict[str, A
             f"{place.root} has a model whose {name} is {theirs[name]}, got one with {mine[name]}: choose another place"
         )
     try:
-        settings: TrainingSettings = type(subject.identity.settings).from_dict(facts["settings"])
+        settings: TrainingSettings = type(subject.settings).from_dict(facts["settings"])
         return settings
     except (InputError, KeyError) as error:
         raise ReportedError(f"version {version} in {place.root} has settings unknown to this code: {error}") from None
@@ -147,10 +145,10 @@ def facts_of(subject: Subject, verdict: Verdict, against: str) -> dict[str, Any]
     return {
         "time": now(),
         **facts_of_data(subject),
-        "settings": dataclasses.asdict(subject.identity.settings),
+        "settings": asdict(subject.settings),
         "dataset": subject.dataset,
-        "data_digest": subject.identity.data_digest,
-        "code": subject.identity.code_version,
+        "data_digest": subject.data_digest,
+        "code": subject.code_version,
         "measure": verdict.measure,
         "score": verdict.candidate,
         "against": against,
@@ -161,7 +159,7 @@ def facts_of(subject: Subject, verdict: Verdict, against: str) -> dict[str, Any]
 
 def facts_of_data(subject: Subject) -> dict[str, Any]:
     """The facts that all models of a place have in common, as JSON values."""
-    facts: dict[str, Any] = {"recipe": subject.identity.recipe}
+    facts: dict[str, Any] = {"recipe": subject.recipe}
     if about := subject.description:
         facts |= {"data": about.name, "classes": list(about.classes), "image_shape": list(about.image_shape)}
     return facts

@@ -1,31 +1,35 @@
 """Measures models side by side in a process of its own: the same samples, the same measures, in float32."""
 
+from collections.abc import Sequence
+
 import torch
 
 from flyte_ddp.engine.arithmetic import settle_arithmetic
 from flyte_ddp.engine.evaluation import measure
-from flyte_ddp.engine.job import Measured
-from flyte_ddp.engine.set_up import load_recipe, open_split
+from flyte_ddp.engine.job import Job, Measured
+from flyte_ddp.engine.set_up import load_recipe, load_split
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
-from flyte_ddp.promote.job import Comparison
 from flyte_ddp.weights import load_weights
 
 
-def compare(environment: Environment, link: Link, comparison: Comparison) -> list[Measured]:
-    """Measures the jobs' models, in order. The candidate's recipe provides samples and measures for all, so that a
-    change since the last promotion affects all alike."""
+def measure_models(environment: Environment, link: Link, argument: tuple[Sequence[Job], str]) -> list[Measured]:
+    """Measures the jobs' models, in order. The first one is the candidate, whose recipe provides samples and measures
+    for all, so that a change since the last promotion affects all alike.
+
+    argument: the jobs, and the promoted model in words, for an error.
+    """
+    (candidate, *others), current = argument
     torch.set_num_threads(environment.threads)
     settle_arithmetic()
     device = torch.device(environment.world.device)
-    candidate, *others = comparison.jobs
     recipe = load_recipe(candidate, device)
-    test = open_split(recipe, "test", candidate)
+    test = load_split(recipe, "test", candidate)
     network = load_weights(recipe.model(), candidate.model_path).to(device).eval()
     found = [measure(recipe, network, test, link)]
     for job in others:
         other = load_recipe(job, device)
         other.share = recipe.share  # measure() updates the share of one recipe only
-        network = load_weights(other.model(), job.model_path, comparison.current, "choose another place")
+        network = load_weights(other.model(), job.model_path, current, "choose another place")
         found.append(measure(recipe, network.to(device).eval(), test, link, other.forward))
     return found

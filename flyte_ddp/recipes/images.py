@@ -92,7 +92,7 @@ class ImageClassifier(Classifier):
 
     def factor(self, step: int, steps: int) -> float:
         if self.settings.schedule == "constant":
-            return schedules.constant(step, steps)
+            return 1.0
         return schedules.one_cycle(step, steps, self.settings.warmup_fraction)
 
     def constant_loss(self) -> float:

@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from flyte_ddp.report import page
-from flyte_ddp.report.report import render
+from flyte_ddp.text import encodable
 
 BODY = """
 <main class="ddp">
@@ -41,9 +41,8 @@ BODY = """
 """
 
 
-@dataclass(frozen=True)
-class Drawing:
-    """A figure: an SVG element, as returned by figures.draw and figures.inline."""
+class Drawing(NamedTuple):
+    """A figure: an SVG element, as the functions of flyte_ddp.report.figures return it."""
 
     title: str
     svg: str
@@ -72,18 +71,23 @@ class Section:
 
 def article(title: str, subtitle: str, sections: Sequence[Section]) -> str:
     """The content of <body>, for a Deck; everything except the figures is escaped."""
-    from markupsafe import Markup
-
-    shown: list[Any] = [
-        {**vars(section), "figures": [{"title": one.title, "svg": Markup(one.svg)} for one in section.figures]}
-        for section in sections
-    ]
-    template = f"<style>{page.STYLE}</style>{page.MACROS}{BODY}"
-    return render(template, title=title, subtitle=subtitle, sections=shown)
+    return render_body(BODY, title=title, subtitle=subtitle, sections=sections)
 
 
-def document(title: str, fragment: str) -> str:
-    """The whole page around a fragment; it loads nothing from the network."""
-    from markupsafe import Markup
+def render_body(template: str, **values: Any) -> str:
+    """The content of <body> in the style of the report, whose macros the template may use."""
+    return _render(f"<style>{page.STYLE}</style>{page.MACROS}{template}", **values)
 
-    return render(page.PAGE, title=title, fragment=Markup(fragment), live=False)
+
+def document(title: str, fragment: str, live: bool = False) -> str:
+    """The whole page around a fragment, which loads nothing from the network; a live one reloads itself every few
+    seconds."""
+    return _render(page.PAGE, title=title, fragment=fragment, live=live)
+
+
+def _render(template: str, **values: Any) -> str:
+    """Fills in a template; whatever it does not call safe is escaped, also what no file could hold."""
+    from jinja2 import Environment, StrictUndefined
+
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    return encodable(environment.from_string(template).render(values))

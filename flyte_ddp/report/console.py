@@ -21,7 +21,7 @@ from flyte_ddp.events import (
     RunStarted,
     StepLogged,
 )
-from flyte_ddp.report.words import counted, in_words, written
+from flyte_ddp.report.words import in_words, split_sizes, written
 
 logger = logging.getLogger("flyte_ddp")
 _last_words: list[str] = []
@@ -105,7 +105,7 @@ class Console(Remarks):
     def on_run_started(self, event: RunStarted) -> None:
         self._run = event
         say(
-            f"{event.dataset}: {counted(event)}; {event.world_size} ranks "
+            f"{event.dataset}: {split_sizes(event)}; {event.world_size} ranks "
             f"({event.backend}, {event.device}, {event.precision}), ready after {event.startup_seconds:.1f} s"
         )
         for remark in event.remarks:
@@ -115,21 +115,20 @@ class Console(Remarks):
 
     def on_epoch_finished(self, event: EpochFinished) -> None:
         seconds = f"{event.train_seconds:.1f} s of training"
-        said = ", ".join([*self._measured(event.split, event.evaluated), seconds])
-        say(f"Epoch {event.epoch + 1} of {self._run.epochs}: {said}")
+        say(f"Epoch {event.epoch + 1} of {self._run.epochs}: {self._measured(event.split, event.evaluated)}, {seconds}")
 
     def on_epoch_chosen(self, event: EpochChosen) -> None:
         early = f"Stopped early after epoch {event.epochs}. " if event.stopped_early else ""
-        said = ", ".join(self._measured("test", event.measures))
-        say(f"{early}Best on the validation split: epoch {event.epoch + 1}, which gives {said}")
+        measured = self._measured("test", event.measures)
+        say(f"{early}Best on the validation split: epoch {event.epoch + 1}, which gives {measured}")
 
-    def _measured(self, split: str, measures: Mapping[str, float]) -> list[str]:
+    def _measured(self, split: str, measures: Mapping[str, float], decimals: int = 4) -> str:
         # A recipe's headline may be its loss, which is then printed once
-        return [
-            f"{split} {in_words(name)} {written(name, measures[name], self._run.percent)}"
+        return ", ".join(
+            f"{split} {in_words(name)} {written(name, measures[name], self._run.percent, decimals)}".lstrip()
             for name in dict.fromkeys((self._run.headline, "loss"))
             if name in measures
-        ]
+        )
 
     def on_step_logged(self, event: StepLogged) -> None:
         share = event.step / self._run.steps_per_epoch
@@ -144,10 +143,9 @@ class LiveConsole(Console):
 
     def __init__(self) -> None:
         super().__init__()
-        from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import BarColumn, TimeRemainingColumn
 
-        remaining = TimeRemainingColumn(elapsed_when_finished=True)
-        self._progress = _progress(TextColumn("{task.description}"), BarColumn(bar_width=None), remaining)
+        self._progress = _progress(BarColumn(bar_width=None), TimeRemainingColumn(elapsed_when_finished=True))
         self._progress.start()
         self._task = self._progress.add_task("Starting the ranks", total=None)
 
@@ -163,16 +161,11 @@ class LiveConsole(Console):
 
     def on_step_logged(self, event: StepLogged) -> None:
         run = self._run
-        trained = ", ".join(
-            f"{in_words(name)} {written(name, event.measures[name], run.percent, decimals=3)}"
-            for name in dict.fromkeys(("loss", run.headline))
-            if name in event.measures
-        )
         self._progress.update(
             self._task,
             completed=event.epoch * run.steps_per_epoch + event.step,
             description=f"Epoch {event.epoch + 1}/{run.epochs}, step {event.step}/{run.steps_per_epoch}, "
-            f"{trained}, {event.samples_per_second:,.0f} {run.samples}/s",
+            f"{self._measured('', event.measures, decimals=3)}, {event.samples_per_second:,.0f} {run.samples}/s",
         )
 
     def close(self) -> None:
@@ -185,11 +178,10 @@ def download_progress() -> Iterator[Progress]:
     if not on_terminal():
         yield _plain_download
         return
-    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     tasks: dict[str, Any] = {}
-    with _progress(*columns, TimeRemainingColumn()) as progress:
+    with _progress(BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()) as progress:
 
         def show(filename: str, done: int, total: int | None) -> None:
             if filename not in tasks:
@@ -210,4 +202,5 @@ def _progress(*columns: Any) -> Any:
     from rich.progress import Progress as Display
 
     # Four times per second: each refresh costs the ranks a millisecond
-    return Display(*columns, console=Terminal(stderr=True), transient=True, refresh_per_second=4, expand=True)
+    said = ("{task.description}", *columns)
+    return Display(*said, console=Terminal(stderr=True), transient=True, refresh_per_second=4, expand=True)

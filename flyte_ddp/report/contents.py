@@ -1,33 +1,34 @@
-"""The report's tiles and tables, as plain values for its template."""
+"""The report's tiles and tables, as plain values for its template: titles, and lines of (name, value)."""
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from flyte_ddp.report.record import Record
 from flyte_ddp.report.words import capitalised, in_words
 from flyte_ddp.settings import Settings
 
-MOST_BARS = 40
+MOST_MODULES = 40
 MOST_MEASURES = 4  # in a table
 MOST_EPOCHS = 20  # lines in a table
-MOST_OPERATORS = 15
+MOST_SHOWN = 15
 
 
-def tiles(record: Record) -> list[dict[str, str]]:
-    """The figures at the top, the most important first."""
-    run, description = record.started, record.info.description
-    shown = []
-    tested, split = record.tested, record.split
-    if record.epochs:
+def tiles(record: Record) -> list[tuple[str, str]]:
+    """Value and label of the figures at the top, the most important first."""
+    run, description, tested, split = record.started, record.info.description, record.tested, record.split
+    if not record.epochs:
+        shown = [("-", f"{split} {in_words(record.headline)}, after the first epoch")]
+    else:
         measures = tested.measures if tested else record.epochs[-1].evaluated
+        shown = []
         for name in dict.fromkeys((record.headline, "loss")):
             label = f"{'test' if tested else split} {in_words(name)}"
             if name == "accuracy" and description and name in measures and (tested or split == "test"):
                 wrong = (1 - measures[name]) * description.test_samples
                 label += f" ({wrong:,.0f} of {description.test_samples:,} wrong)"
-            shown.append((_written(record, name, measures), label))
+            shown.append((record.written(name, measures), label))
         if tested:
             early = "; stopped early" if tested.stopped_early else ""
             shown.append((f"epoch {tested.epoch + 1}", f"is the best on the validation split{early}"))
@@ -35,14 +36,12 @@ def tiles(record: Record) -> list[dict[str, str]]:
         shown.append((duration(seconds), f"training, {len(record.epochs)} of {record.info.settings.epochs} epochs"))
         rate = sum(epoch.samples for epoch in record.epochs) / max(seconds, 1e-9)
         shown.append((f"{rate:,.0f}", f"{record.samples} per second"))
-    else:
-        shown.append(("-", f"{split} {in_words(record.headline)}, after the first epoch"))
     if run:
         ranks = f"{run.world_size} rank" + "s" * (run.world_size != 1)
         shown.append((ranks, f"{run.backend}, {run.device}, {run.precision}"))
     if record.finished:
         shown.append((duration(record.finished.total_seconds), "total"))
-    return [{"value": value, "label": label} for value, label in shown]
+    return shown
 
 
 def epoch_heads(record: Record) -> list[str]:
@@ -57,56 +56,30 @@ def epoch_lines(record: Record) -> list[list[str]]:
     return [
         [
             str(epoch.epoch + 1),
-            *(_written(record, name, measures) for measures in (epoch.evaluated, epoch.train) for name in names),
+            *(record.written(name, measures) for measures in (epoch.evaluated, epoch.train) for name in names),
             f"{epoch.train_seconds + epoch.evaluate_seconds:.1f}",
         ]
         for epoch in record.epochs[-MOST_EPOCHS:]
     ]
 
 
-def _written(record: Record, name: str, measures: Mapping[str, float]) -> str:
-    return record.written(name, measures[name]) if name in measures else "-"
-
-
-def phase_bars(record: Record) -> list[dict[str, Any]]:
+def phase_bars(record: Record) -> list[tuple[str, list[str], float]]:
     """Each phase's seconds, and them as a share of the longest one's, in percent."""
     phases = record.phases()
-    most = max((seconds for _, seconds in phases), default=0) or 1
-    return [
-        {"label": name, "values": [f"{seconds:.2f}"], "share": f"{100 * seconds / most:.1f}"}
-        for name, seconds in phases
-    ]
+    most = max(seconds for _, seconds in phases) or 1
+    return [(name, [f"{seconds:.2f}"], round(100 * seconds / most, 1)) for name, seconds in phases]
 
 
-def memory_lines(record: Record) -> list[tuple[str, str]]:
-    """Known once training has finished."""
-    results = record.finished.results if record.finished else []
-    peaks = {
-        "Memory of a rank, at most": [result.peak_bytes for result in results],
-        "GPU memory of a rank, at most": [result.peak_gpu_bytes for result in results],
-    }
-    return [(label, gibibytes(max(counts))) for label, counts in peaks.items() if any(counts)]
-
-
-def _cost(record: Record) -> list[tuple[str, str]]:
-    if not record.finished:
-        return []
-    result = record.finished.results[0]
-    flops = [("A training step", f"{result.sample_flops:,.3g} FLOPs per sample")] if result.sample_flops else []
-    return [("All", f"{result.parameters:,} parameters"), *flops]
-
-
-def data_lines(record: Record) -> list[Any]:
+def data_lines(record: Record) -> list[tuple[str, Any]]:
     """A description of the images and their digest; for other recipes, the number of samples."""
     run, description = record.started, record.info.description
     if description is None:
         if run is None:
             return []
-        counts = [("Training", run.train_samples), ("Test", run.test_samples)]
-        if run.validation_samples:
-            counts.insert(1, ("Validation", run.validation_samples))
-        return _plain([("Name", run.dataset), *((f"{split} {run.samples}", f"{count:,}") for split, count in counts)])
-    lines = [
+        counts = {"Training": run.train_samples, "Validation": run.validation_samples, "Test": run.test_samples}
+        lines = [(f"{split} {run.samples}", f"{count:,}") for split, count in counts.items() if count]
+        return [("Name", run.dataset), *lines]
+    return [
         ("Name", description.name + (" (stand-in)" if record.info.is_stand_in else "")),
         ("Training images", f"{description.train_samples:,}"),
         *([("Held out for validation", f"{run.validation_samples:,}")] if run and run.validation_samples else []),
@@ -117,55 +90,52 @@ def data_lines(record: Record) -> list[Any]:
         *description.remarks.items(),
         ("SHA-256", description.digest),
     ]
-    return _plain(lines)
 
 
-def setup_tables(record: Record) -> list[dict[str, Any]]:
+def setup_tables(record: Record) -> dict[str, Iterable[tuple[Any, ...]]]:
     """Hyperparameters and options, with differences from the defaults marked; the network; the machine; the run."""
     info, run = record.info, record.started
-    tables = [
-        {"title": "Hyperparameters", "lines": _settings(info.settings)},
-        {"title": "Options", "lines": _settings(info.options)},
-        {"title": "Versions and machine", "lines": _plain(info.surroundings.items())},
-    ]
-    if run:
-        layers = [(name or "(the network)", f"{kind}, {count:,} parameters") for name, kind, count in run.layers]
-        tables.insert(1, {"title": "Network", "lines": _plain([*_cost(record), *layers[:MOST_BARS]])})
-    checkpoints = (
-        f"{record.checkpoints} written in {record.write_seconds:.2f} s, training waited {record.stall_seconds:.2f} s"
-    )
-    resumed = bool(run and (run.first_epoch or run.first_step))
+    written = f"{record.checkpoints} written in {record.write_seconds:.2f} s"
     lines = [
         ("Run", info.name),
         ("Recipe", info.recipe),
         ("Training", info.tracking_id),
         ("Retries before this attempt", info.attempt),
-        ("Resumed", "yes" if resumed else "no"),
-        ("Checkpoints", checkpoints),
-        *memory_lines(record),
+        ("Resumed", "yes" if run and (run.first_epoch or run.first_step) else "no"),
+        ("Checkpoints", f"{written}, training waited {record.stall_seconds:.2f} s"),
+        *_memory(record),
     ]
-    return [*tables, {"title": "This run", "lines": _plain(lines)}]
+    return {
+        "Hyperparameters": _settings(info.settings),
+        **({"Network": _network(record)} if run else {}),
+        "Options": _settings(info.options),
+        "Versions and machine": info.surroundings.items(),
+        "This run": lines,
+    }
 
 
-def operator_table(record: Record) -> dict[str, Any]:
-    """What rank 0's profiler wrote, if it was on."""
-    try:
-        profile = json.loads((record.info.logs / "profile" / "operators.json").read_text())
-    except FileNotFoundError:
-        return {}
-    has_device = any(operator["device_us"] for operator in profile["operators"])
-    heads = ["Operator", "Calls", "CPU ms, self", "CPU ms, total"] + (["GPU ms, self"] if has_device else [])
-    lines = [
-        [operator["name"], f"{operator['calls']:,}", f"{operator['self_cpu_us'] / 1e3:,.2f}"]
-        + [f"{operator['cpu_us'] / 1e3:,.2f}"]
-        + ([f"{operator['device_us'] / 1e3:,.2f}"] if has_device else [])
-        for operator in profile["operators"][:MOST_OPERATORS]
-    ]
-    title = f"Most expensive operators of rank 0, over {profile['steps']} profiled steps"
-    return {"operators": {"title": title, "heads": heads, "lines": lines}}
+def _network(record: Record) -> list[tuple[str, str]]:
+    lines = []
+    if record.finished:
+        result = record.finished.results[0]
+        lines.append(("All", f"{result.parameters:,} parameters"))
+        if result.sample_flops:
+            lines.append(("A training step", f"{result.sample_flops:,.3g} FLOPs per sample"))
+    layers = record.started.layers[:MOST_MODULES] if record.started else []
+    return lines + [(name or "(the network)", f"{kind}, {count:,} parameters") for name, kind, count in layers]
 
 
-def _settings(values: Settings) -> list[Any]:
+def _memory(record: Record) -> list[tuple[str, str]]:
+    """Known once training has finished."""
+    results = record.finished.results if record.finished else []
+    peaks = {
+        "Memory of a rank, at most": max((result.peak_bytes for result in results), default=0),
+        "GPU memory of a rank, at most": max((result.peak_gpu_bytes for result in results), default=0),
+    }
+    return [(label, f"{peak / 2**30:.2f} GiB") for label, peak in peaks.items() if peak]
+
+
+def _settings(values: Settings) -> list[tuple[str, str, str]]:
     """Name, value, and the default if the value differs from it."""
     return [
         (name, _text(value), _text(default) if value != default else "")
@@ -174,9 +144,21 @@ def _settings(values: Settings) -> list[Any]:
     ]
 
 
-def _plain(lines: Any) -> list[Any]:
-    """Name and value, without a default."""
-    return [(name, value, "") for name, value in lines]
+def operator_table(record: Record) -> dict[str, Any] | None:
+    """What rank 0's profiler wrote, if it was on."""
+    try:
+        profile = json.loads((record.info.logs / "profile" / "operators.json").read_text())
+    except FileNotFoundError:
+        return None
+    columns = {"CPU ms, self": "self_cpu_us", "CPU ms, total": "cpu_us"}
+    if any(operator["device_us"] for operator in profile["operators"]):
+        columns["GPU ms, self"] = "device_us"
+    lines = [
+        [operator["name"], f"{operator['calls']:,}", *(f"{operator[key] / 1e3:,.2f}" for key in columns.values())]
+        for operator in profile["operators"][:MOST_SHOWN]
+    ]
+    title = f"Most expensive operators of rank 0, over {profile['steps']} profiled steps"
+    return {"title": title, "heads": ["Operator", "Calls", *columns], "lines": lines}
 
 
 def duration(seconds: float) -> str:
@@ -184,10 +166,6 @@ def duration(seconds: float) -> str:
         return f"{seconds:.1f} s"
     minutes, seconds = divmod(round(seconds), 60)
     return f"{minutes} min {seconds} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
-
-
-def gibibytes(count: float) -> str:
-    return f"{count / 2**30:.2f} GiB"
 
 
 def _list(values: Any) -> str:

@@ -27,15 +27,13 @@ def progress_curves(record: Record) -> list[Curves]:
 
 def _measure_curves(record: Record, name: str) -> Curves:
     at, epochs, tested = record.position, record.epochs, record.tested
-    remark, series = (
-        "",
-        {"training": [(at(step), step.measures[name]) for step in record.steps if name in step.measures]},
-    )
+    series = {"training": [(at(step), step.measures[name]) for step in record.steps if name in step.measures]}
+    remark = ""
     for split in dict.fromkeys(epoch.split for epoch in epochs):
         points = [(e.epoch + 1.0, e.evaluated[name]) for e in epochs if e.split == split and name in e.evaluated]
         series[split] = points
         if points:
-            last = record.written(name, points[-1][1])
+            last = record.written(name, {name: points[-1][1]})
             remark = f"{capitalised(split)} {in_words(name)} {last} after epoch {len(epochs)}."
     return Curves(
         capitalised(in_words(name)),

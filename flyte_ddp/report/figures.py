@@ -1,10 +1,11 @@
 """Curves and pictures embedded in the page: SVG in the page's colours (words without matplotlib), PNG as data URIs."""
 
 import base64
+import html
 import io
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
@@ -24,6 +25,26 @@ MOST_LETTERS = 24  # of a name in a legend, of which the end is kept: longer nam
 MOST_POINTS = 300
 LINES = ("-", "--", ":", "-.")  # colours alone don't tell series apart for everyone
 
+PLOT_STYLE: Any = {
+    "svg.fonttype": "none",  # text stays text: smaller, and in the page's font
+    "svg.hashsalt": "report",
+    "text.parse_math": False,  # names of layers may hold a $
+    "font.size": 10,
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "axes.edgecolor": GRID,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": GRID,
+    "grid.linewidth": 0.6,
+    "lines.linewidth": 1.8,
+    "lines.markersize": 4,
+    "legend.frameon": False,
+    "legend.fontsize": 9,
+}
 
 Points = Sequence[tuple[float, float]]
 
@@ -79,17 +100,11 @@ def load_matplotlib() -> bool:
 
 def draw(curves: Curves) -> str:
     """The curves as an SVG element; series of few points get markers. Without matplotlib, in words."""
-    if not load_matplotlib():
-        return text_alternative(curves.description)
-    import matplotlib
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter, NullLocator, PercentFormatter
 
-    series = {name: thinned(points) for name, points in curves.series.items() if points}
-    logarithmic = curves.logarithmic and any(y > 0 for points in series.values() for _, y in points)
-    with matplotlib.rc_context(_style()), np.errstate(all="ignore"):
-        figure = Figure(figsize=SIZE, layout="constrained")
-        axes = figure.subplots()
+    def plot(axes: Any) -> None:
+        from matplotlib.ticker import MaxNLocator, NullLocator, PercentFormatter
+
+        series = {name: thinned(points) for name, points in curves.series.items() if points}
         for number, (name, points) in enumerate(series.items()):
             x, y = zip(*points, strict=True)
             style = LINES[number // len(SERIES) % len(LINES)]
@@ -110,30 +125,24 @@ def draw(curves: Curves) -> str:
             axes.set_xscale("log")
             axes.set_xticks(curves.ticks, [f"{tick:g}" for tick in curves.ticks], minor=False)
             axes.xaxis.set_minor_locator(NullLocator())
-        if logarithmic:
+        if curves.logarithmic and any(y > 0 for points in series.values() for _, y in points):
             axes.set_yscale("log")
-            axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-            axes.yaxis.set_minor_formatter(NullFormatter())
+            write_numbers(axes.yaxis)
         if curves.from_zero:
             axes.set_ylim(bottom=0)
         if curves.percent:
             axes.yaxis.set_major_formatter(PercentFormatter(1.0))
         if len(series) > 1 or curves.marks or curves.chosen is not None:
             axes.legend(loc="best", ncols=1 if len(series) < 5 else 2)
-        return inline(figure, curves.description)
+
+    return drawn(plot, curves.description)
 
 
 def cloud(points: np.ndarray, labels: np.ndarray, names: Sequence[str], turned: float, description: str) -> str:
     """A 3D scatter plot of points (N, 3), rotated by `turned` degrees around the vertical, as an SVG element; points
     with the same label (N,) have one colour, with the label's name in their middle. Without matplotlib, in words."""
-    if not load_matplotlib():
-        return text_alternative(description)
-    import matplotlib
-    from matplotlib.figure import Figure
 
-    with matplotlib.rc_context(_style()):
-        figure = Figure(figsize=(SIZE[0], 0.85 * SIZE[0]), layout="constrained")
-        axes: Any = figure.add_subplot(projection="3d", azim=turned)
+    def plot(axes: Any) -> None:
         for label, name in enumerate(names):
             mine = points[labels == label]
             if len(mine):
@@ -142,7 +151,53 @@ def cloud(points: np.ndarray, labels: np.ndarray, names: Sequence[str], turned: 
         for axis in (axes.xaxis, axes.yaxis, axes.zaxis):
             axis.set_pane_color("none")
         axes.tick_params(labelsize=7, pad=-2)
-        return inline(figure, description)
+
+    return drawn(plot, description, (SIZE[0], 0.85 * SIZE[0]), projection="3d", azim=turned)
+
+
+def scatter(x_name: str, x: Sequence[Any], y_name: str, y: Sequence[float | None], are_shares: bool = False) -> str:
+    """Values over numbers or names as an SVG element, the first one being the best, with a cross for a missing one.
+
+    Numbers that differ widely are on a logarithmic axis, and so are shares, which are above 0 and shown in per cent.
+    Without matplotlib, in words.
+    """
+    points = [(one, value) for one, value in zip(x, y, strict=True) if value is not None]
+    missing = [one for one, value in zip(x, y, strict=True) if value is None]
+    best = f"{points[0][1]:.2%}" if are_shares else f"{points[0][1]:.4g}"
+    said = f"{y_name} by {x_name}: {len(points)} values, the best {best} at {points[0][0]}"
+
+    def plot(axes: Any) -> None:
+        from matplotlib.ticker import LogLocator, NullLocator
+
+        axes.plot(*zip(*points, strict=True), "o", color=SERIES[0])
+        axes.plot(*points[0], "o", color=SERIES[1], markersize=9, fillstyle="none", label="best")
+        if missing:
+            top = [0.97] * len(missing)
+            axes.plot(missing, top, "x", color=SERIES[4], label="failed", transform=axes.get_xaxis_transform())
+        if not isinstance(x[0], str):
+            if min(x) > 0 and max(x) >= 10 * min(x):
+                axes.set_xscale("log")
+            if len(set(x)) <= 6:
+                axes.set_xticks(sorted(set(x)))
+                axes.xaxis.set_minor_locator(NullLocator())
+            write_numbers(axes.xaxis)
+        if are_shares:
+            axes.set_yscale("log")
+            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            write_numbers(axes.yaxis, lambda value, _: f"{100 * value:.3g}%")
+        axes.set_xlabel(x_name)
+        axes.set_ylabel(y_name)
+        axes.legend(loc="best")
+
+    return drawn(plot, f"{said}; {len(missing)} without" if missing else said)
+
+
+def write_numbers(axis: Any, form: Callable[[float, int], str] = lambda value, _: f"{value:g}") -> None:
+    """Labels only the major ticks, and without powers of ten."""
+    from matplotlib.ticker import FuncFormatter, NullFormatter
+
+    axis.set_major_formatter(FuncFormatter(form))
+    axis.set_minor_formatter(NullFormatter())
 
 
 def thinned(points: Points) -> list[tuple[float, float]]:
@@ -151,30 +206,35 @@ def thinned(points: Points) -> list[tuple[float, float]]:
     return list(reversed(list(points)[::-1][::every]))
 
 
-def inline(figure: Any, description: str) -> str:
-    """The figure as an SVG element with a text alternative, in the page's colours and font."""
+def drawn(plot: Callable[[Any], None], description: str, size: tuple[float, float] = SIZE, **subplot: Any) -> str:
+    """What is plotted on the axes as an SVG element with a text alternative, in the page's colours and font; without
+    matplotlib a paragraph. subplot: see Figure.add_subplot."""
+    text = html.escape(description)
+    if not load_matplotlib():
+        return f"<p>{text}</p>"
+    import matplotlib
+    from matplotlib.figure import Figure
+
     file = io.StringIO()
-    figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
+    with matplotlib.rc_context(PLOT_STYLE), np.errstate(all="ignore"):
+        figure = Figure(figsize=size, layout="constrained")
+        plot(figure.add_subplot(**subplot))
+        figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
     svg = file.getvalue()
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
     # the same ids in every figure; those that are referred to are hashes
     svg = re.sub(r' id="[A-Za-z0-9.]+_\d+"', "", svg)
     svg = re.sub("|".join(COLOURS), lambda found: COLOURS[found[0]], svg)
     svg = re.sub(r' (width|height)="[\d.]+pt"', "", svg, count=2)
-    return svg.replace("<svg", f'<svg role="img" aria-label="{_escaped(description)}"', 1)
-
-
-def text_alternative(description: str) -> str:
-    """What stands in place of a figure where matplotlib is not installed."""
-    return f"<p>{_escaped(description)}</p>"
-
-
-def _escaped(text: str) -> str:
-    return re.sub(r'[<>&"]', lambda found: f"&#{ord(found[0])};", text)
+    return svg.replace("<svg", f'<svg role="img" aria-label="{text}"', 1)
 
 
 def picture(image: np.ndarray, most: int = 64) -> str:
     """An image (C, H, W) uint8 as a PNG data URI, made smaller where it exceeds most pixels."""
+    return "data:image/png;base64," + base64.b64encode(png_of(image, most)).decode()
+
+
+def png_of(image: np.ndarray, most: int) -> bytes:
     from PIL import Image
 
     pixels = image.transpose(1, 2, 0) if len(image) == 3 else image[0]
@@ -182,70 +242,4 @@ def picture(image: np.ndarray, most: int = 64) -> str:
     png.thumbnail((most, most))
     file = io.BytesIO()
     png.save(file, "png", optimize=True)
-    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
-
-
-def _style() -> Any:
-    return {
-        "svg.fonttype": "none",  # text stays text: smaller, and in the page's font
-        "svg.hashsalt": "report",
-        "text.parse_math": False,  # names of layers may hold a $
-        "font.size": 10,
-        "text.color": INK,
-        "axes.labelcolor": INK,
-        "xtick.color": INK,
-        "ytick.color": INK,
-        "axes.edgecolor": GRID,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.grid": True,
-        "grid.color": GRID,
-        "grid.linewidth": 0.6,
-        "lines.linewidth": 1.8,
-        "lines.markersize": 4,
-        "legend.frameon": False,
-        "legend.fontsize": 9,
-    }
-
-
-def scatter(x_name: str, x: Sequence[Any], y_name: str, y: Sequence[float | None]) -> str:
-    """Values over numbers or names as an SVG element, with the lowest marked, and a cross at the top for a missing one.
-
-    The values, which are above 0, are on a logarithmic axis, and so are numbers that differ widely. Without matplotlib,
-    in words.
-    """
-    points = [(one, value) for one, value in zip(x, y, strict=True) if value is not None]
-    missing = [one for one, value in zip(x, y, strict=True) if value is None]
-    best = min(points, key=lambda point: point[1])
-    said = f"{y_name} by {x_name}: {len(points)} values, the lowest {best[1]:.2%} at {best[0]}"
-    said = f"{said}; {len(missing)} without" if missing else said
-    if not load_matplotlib():
-        return text_alternative(said)
-    import matplotlib
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
-
-    with matplotlib.rc_context(_style()):
-        figure = Figure(figsize=SIZE, layout="constrained")
-        axes = figure.subplots()
-        axes.plot(*zip(*points, strict=True), "o", color=SERIES[0])
-        axes.plot(*best, "o", color=SERIES[1], markersize=9, fillstyle="none", label="best")
-        if missing:
-            top = [0.97] * len(missing)
-            axes.plot(missing, top, "x", color=SERIES[4], label="failed", transform=axes.get_xaxis_transform())
-        if not isinstance(x[0], str):
-            if min(x) > 0 and max(x) >= 10 * min(x):
-                axes.set_xscale("log")
-                axes.xaxis.set_minor_formatter(NullFormatter())
-            if len(set(x)) <= 6:
-                axes.set_xticks(sorted(set(x)))
-                axes.xaxis.set_minor_locator(NullLocator())
-            axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.3g}%"))
-        axes.yaxis.set_minor_formatter(NullFormatter())
-        axes.set_xlabel(x_name)
-        axes.set_ylabel(y_name)
-        axes.legend(loc="best")
-        return inline(figure, said)
+    return file.getvalue()

@@ -13,7 +13,7 @@ from flyte_ddp.report.background import Background, one_line
 from flyte_ddp.report.console import warn
 from flyte_ddp.user_code import UserCode
 
-CLOSE_SECONDS = 10.0  # how long the end of a run waits for them
+OBSERVER_SECONDS = 10.0  # how long the end of a run waits for them
 ERRORS = (Exception, SystemExit)
 
 
@@ -29,7 +29,7 @@ class OwnObservers(Observer):
             sys.path.insert(0, code.root)  # pyflyte has it there only while it loads the workflow
             try:
                 make = partial(OwnObserver, code.name, pkgutil.resolve_name(code.name))
-                self._opened.append(Background(f"observer {code.name}", make, CLOSE_SECONDS))
+                self._opened.append(Background(f"observer {code.name}", make, OBSERVER_SECONDS))
             except ERRORS as error:
                 _give_up(code.name, error)
             finally:

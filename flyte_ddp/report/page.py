@@ -82,11 +82,12 @@ STYLE = """
 """
 
 MACROS = """
-{% macro table(rows) %}
-<div class="card"><table><caption>{{ rows.title }}</caption><tbody>
-{% for label, value, default in rows.lines %}
-<tr><th scope="row">{{ label }}</th><td>
-{% if default %}<b>{{ value }}</b> <small class="soft">(default {{ default }})</small>{% else %}{{ value }}{% endif %}
+{% macro table(title, lines) %}
+<div class="card"><table><caption>{{ title }}</caption><tbody>
+{% for line in lines %}
+<tr><th scope="row">{{ line[0] }}</th><td>
+{% if line[2] is defined and line[2] %}<b>{{ line[1] }}</b> <small class="soft">(default {{ line[2] }})</small>
+{% else %}{{ line[1] }}{% endif %}
 </td></tr>
 {% endfor %}
 </tbody></table></div>
@@ -96,10 +97,9 @@ MACROS = """
 <div class="card"><table class="bars"><caption>{{ title }}</caption><thead><tr>
 {% for head in heads %}<th scope="col"{% if not loop.first %} class="number"{% endif %}>{{ head }}</th>{% endfor %}
 <td></td></tr></thead><tbody>
-{% for line in lines %}
-<tr><th scope="row">{{ line.label }}</th>
-{% for value in line["values"] %}<td class="number">{{ value }}</td>{% endfor %}
-<td><span class="bar" aria-hidden="true"><i style="width: {{ line.share }}%"></i></span></td></tr>
+{% for label, values, share in lines %}
+<tr><th scope="row">{{ label }}</th>{% for value in values %}<td class="number">{{ value }}</td>{% endfor %}
+<td><span class="bar" aria-hidden="true"><i style="width: {{ share }}%"></i></span></td></tr>
 {% endfor %}
 </tbody></table></div>
 {% endmacro %}
@@ -116,20 +116,20 @@ MACROS = """
 </tbody></table></div></div>
 {% endmacro %}
 
-{% macro figure(shown) %}<figure><figcaption>{{ shown.title }}</figcaption>{{ shown.svg }}</figure>{% endmacro %}
+{% macro figure(shown) %}<figure><figcaption>{{ shown.title }}</figcaption>{{ shown.svg | safe }}</figure>{% endmacro %}
 
-{% macro confusion_table(shown) %}
+{% macro confusion_table(names, cells, roomy) %}
 <figure><figcaption id="confusion">Confusion matrix</figcaption>
 <div class="scroll" tabindex="0" role="region" aria-labelledby="confusion">
-<table class="confusion{% if shown.roomy %} roomy{% endif %}" aria-labelledby="confusion"><thead><tr><td></td>
-{% for name in shown.names %}
-<th scope="col"><span{% if shown.roomy %} class="long"{% endif %}>{{ name }}</span></th>
+<table class="confusion{% if roomy %} roomy{% endif %}" aria-labelledby="confusion"><thead><tr><td></td>
+{% for name in names %}
+<th scope="col"><span{% if roomy %} class="long"{% endif %}>{{ name }}</span></th>
 {% endfor %}
 </tr></thead><tbody>
-{% for line in shown.lines %}
-<tr><th scope="row">{{ line.name }}</th>
-{% for cell in line.cells %}
-<td class="{{ cell.look }}" style="background: rgba(var(--{{ cell.kind }}), {{ cell.heat }})">{{ cell.count }}</td>
+{% for name in names %}
+<tr><th scope="row">{{ name }}</th>
+{% for count, heat, kind, look in cells[loop.index0] %}
+<td class="{{ look }}" style="background: rgba(var(--{{ kind }}), {{ heat }})">{{ count }}</td>
 {% endfor %}
 </tr>
 {% endfor %}
@@ -138,25 +138,27 @@ MACROS = """
 {% endmacro %}
 """
 
-BODY = """
+REPORT = """
 <main class="ddp">
-<div class="top"><h1>Training {{ subject }}</h1>
-<span class="status {{ status.split(",")[0] }}" role="status">{{ status }}</span></div>
-<p class="soft">{{ subtitle }}</p>
-{% if failure %}<p class="notice"><b>Failed:</b> {{ failure }}</p>{% endif %}
-{% for warning in warnings %}<p class="notice"><b>Warning:</b> {{ warning }}</p>{% endfor %}
-{% if stand_in %}
+{% set info = record.info %}
+<div class="top"><h1>Training {{ record.subject }}</h1>
+<span class="status {{ record.status.split(",")[0] }}" role="status">{{ record.status }}</span></div>
+<p class="soft">{{ info.settings.model | default(info.recipe_name) }}, run {{ info.name }}</p>
+{% if record.failure %}<p class="notice"><b>Failed:</b> {{ record.failure }}</p>{% endif %}
+{% for warning in record.warnings %}<p class="notice"><b>Warning:</b> {{ warning.reason }}</p>{% endfor %}
+{% if info.is_stand_in %}
 <p class="notice"><b>Stand-in data.</b> The workflow's own data could not be downloaded, so this model was trained on
-{{ stand_in }}. Its accuracy says nothing about that on the workflow's own data.</p>
+{{ info.description.name }}. Its accuracy says nothing about that on the workflow's own data.</p>
 {% endif %}
 <div class="tiles">
-{% for tile in tiles %}
-<div class="tile{% if loop.first %} first{% endif %}"><b>{{ tile.value }}</b><span>{{ tile.label }}</span></div>
+{% for value, label in tiles %}
+<div class="tile{% if loop.first %} first{% endif %}"><b>{{ value }}</b><span>{{ label }}</span></div>
 {% endfor %}
 </div>
+{% set url = record.tracking_url %}
 {% if url %}<p>Weights &amp; Biases: <a href="{{ url }}" rel="noreferrer">{{ url }}</a></p>{% endif %}
-{% if notes %}
-<div class="notice long"><b>Notes</b>{% for note in notes %}<p>{{ note }}</p>{% endfor %}</div>
+{% if record.notes %}
+<div class="notice long"><b>Notes</b>{% for note in record.notes %}<p>{{ note }}</p>{% endfor %}</div>
 {% endif %}
 
 {% if curves %}
@@ -168,33 +170,33 @@ BODY = """
 
 {% if classes %}
 <h2>Right and wrong</h2><div class="grid">
-{% if confusion %}{{ confusion_table(confusion) }}{% endif %}
+{% if cells %}{{ confusion_table(names, cells, roomy) }}{% endif %}
 {{ bars("Accuracy by class", ("Class", "Right", "Accuracy"), classes) }}
 </div>
 {% endif %}
 {% if mistakes %}
 <h3 class="apart">Most confident mistakes</h3><ul class="pictures">
-{% for one in mistakes %}
-<li><img src="{{ one.picture }}" alt="Test image {{ one.index }}: {{ one.truth }}, taken for {{ one.guess }}">
-<b>{{ one.truth }}</b>, taken for <b>{{ one.guess }}</b><br><span class="soft">{{ one.sure }}</span></li>
+{% for picture, index, truth, guess, sure in mistakes %}
+<li><img src="{{ picture }}" alt="Test image {{ index }}: {{ truth }}, taken for {{ guess }}">
+<b>{{ truth }}</b>, taken for <b>{{ guess }}</b><br><span class="soft">{{ sure }}</span></li>
 {% endfor %}
 </ul>
 {% endif %}
 
 {% if pictures %}
 <h2>Pictures</h2><ul class="pictures drawn">
-{% for one in pictures %}
-<li><img src="{{ one.picture }}" alt="{{ one.caption }}">{{ one.caption }}</li>
+{% for picture, caption in pictures %}
+<li><img src="{{ picture }}" alt="{{ caption }}">{{ caption }}</li>
 {% endfor %}
 </ul>
 {% endif %}
 
-{% if data.lines %}
-<h2>Data</h2><div class="grid">{{ table(data) }}
+{% if data %}
+<h2>Data</h2><div class="grid">{{ table("Dataset", data) }}
 {% if samples %}
 <div class="card"><h3>Training images</h3><ul class="pictures small">
-{% for one in samples %}
-<li><img src="{{ one.picture }}" alt="Training image of class {{ one.name }}">{{ one.name }}</li>
+{% for picture, name in samples %}
+<li><img src="{{ picture }}" alt="Training image of class {{ name }}">{{ name }}</li>
 {% endfor %}
 </ul></div>
 {% endif %}
@@ -208,7 +210,7 @@ BODY = """
 <div class="apart">{{ grid_table(operators.title, operators.heads, operators.lines, True) }}</div>
 {% endif %}
 
-<h2>Set-up</h2><div class="columns">{% for rows in setup %}{{ table(rows) }}{% endfor %}</div>
+<h2>Set-up</h2><div class="columns">{% for title, lines in setup.items() %}{{ table(title, lines) }}{% endfor %}</div>
 </main>
 """
 
@@ -221,5 +223,5 @@ PAGE = """<!doctype html>
 <title>{{ title }}</title>
 <style>html, body { margin: 0; background: #fff; }
 @media (prefers-color-scheme: dark) { html, body { background: #0f1318; } }</style>
-</head><body>{{ fragment }}</body></html>
+</head><body>{{ fragment | safe }}</body></html>
 """

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
@@ -51,23 +50,9 @@ class Predictions:
         return wrong[np.argsort(-self.scores[wrong].max(axis=1), kind="stable")][:count].tolist()
 
 
-def read_predictions(path: Path, data: Path) -> Predictions:
-    """The predictions that rank 0 wrote to path, with the test split of the prepared dataset in the folder data."""
-    images, labels = open_images(data, "test")
-    return Predictions(read_description(data).classes, images, labels, np.load(path))
-
-
 def predictions_of(info: RunInfo, finished: RunFinished) -> Predictions | None:
-    """The predictions of an image classifier's run; None for other recipes."""
+    """What rank 0 wrote of the test split of a prepared dataset; None for other recipes than image classifiers."""
     if info.data is None or finished.predictions_path is None:
         return None
-    return read_predictions(finished.predictions_path, info.data)
-
-
-def samples_by_class(data: Path, classes: int, most: int) -> list[tuple[int, np.ndarray]]:
-    """(label, image) of a few training images, class by class, the same number of each, at most `most` in total."""
-    images, labels = open_images(data, "train")
-    labels = labels[:10_000]  # enough to find every class
-    each = max(1, most // max(1, classes))
-    found = [(label, index) for label in range(classes) for index in np.flatnonzero(labels == label)[:each]]
-    return [(label, images[index]) for label, index in found[:most]]
+    images, labels = open_images(info.data, "test")
+    return Predictions(read_description(info.data).classes, images, labels, np.load(finished.predictions_path))

@@ -37,7 +37,7 @@ EVENTS: dict[str, type[Any]] = {
 NAMES = {kind: name for name, kind in EVENTS.items()}
 # Too long for a line, or specific to this machine; with what readers get instead
 LEFT_OUT: dict[str, Any] = {"layers": [], "gradient_norms": {}, "path": ""}
-MOST_STEPS = 1000  # so many steps are all written; after them, one for each further thousandth of the elapsed time
+WRITTEN_STEPS = 1000  # so many steps are all written; after them, one for each further thousandth of the elapsed time
 
 
 class Progress(Observer):
@@ -57,7 +57,11 @@ class Progress(Observer):
         assert self._started is not None  # it comes first
         run, now = self._started, time.monotonic()
         elapsed = now - self._since
-        if self._steps >= MOST_STEPS and now - self._last < elapsed / MOST_STEPS and event.step < run.steps_per_epoch:
+        if (
+            self._steps >= WRITTEN_STEPS
+            and now - self._last < elapsed / WRITTEN_STEPS
+            and event.step < run.steps_per_epoch
+        ):
             return
         self._steps, self._last = self._steps + 1, now
         done = event.epoch * run.steps_per_epoch + event.step

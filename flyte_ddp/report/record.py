@@ -1,5 +1,6 @@
 """What a report shows of a training run, collected from its events and computed from them."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -172,6 +173,10 @@ class Record(Observer):
         return "Starting"
 
     @property
+    def title(self) -> str:
+        return f"{self.status}: training {self.subject}"
+
+    @property
     def subject(self) -> str:
         """What is trained on: "on DATASET" or, while that is unknown, "of RECIPE"."""
         if self.info.description:
@@ -200,9 +205,10 @@ class Record(Observer):
             measured += [epoch.evaluated, epoch.train]
         return list(dict.fromkeys([self.headline, "loss", *(name for one in measured for name in one)]))
 
-    def written(self, name: str, value: float) -> str:
-        """A measure's value, formatted for people."""
-        return written(name, value, self.started.percent if self.started else ())
+    def written(self, name: str, measures: Mapping[str, float]) -> str:
+        """A measure's value, formatted for people; a dash where there is none."""
+        percent = self.started.percent if self.started else ()
+        return written(name, measures[name], percent) if name in measures else "-"
 
     def position(self, step: StepLogged | NotLearning) -> float:
         """The position of a step in epochs, with fractions."""

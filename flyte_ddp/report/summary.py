@@ -1,33 +1,31 @@
 """The closing summary of a run: results, times, files, and a command to try next."""
 
-import math
 from pathlib import Path
 
 from flyte_ddp.report.console import say_last
 from flyte_ddp.report.record import Record, RunInfo
-from flyte_ddp.report.words import capitalised, counted, in_words
+from flyte_ddp.report.words import capitalised, in_words, split_sizes
 
-MOST_EPOCHS = 10
+MOST_SAID = 10
 
 
 def say_summary(record: Record, model: Path, report: Path, show_paths: bool) -> None:
     """Prints the summary of a finished run. show_paths: whether its files stay where they are, as in a local run."""
     info, run = record.info, record.started
     name = record.headline
-    tested = [record.written(name, epoch.evaluated.get(name, math.nan)) for epoch in record.epochs]
-    if len(tested) > MOST_EPOCHS:
-        tested = [tested[0], "…", *tested[-MOST_EPOCHS + 1 :]]
+    tested = [record.written(name, epoch.evaluated) for epoch in record.epochs]
+    if len(tested) > MOST_SAID:
+        tested = [tested[0], "…", *tested[-MOST_SAID + 1 :]]
     lines = []
     if run:
-        counts = counted(run)
         stand_in = " (stand-in)" if info.is_stand_in else ""
-        lines.append(("Data", f"{run.dataset}, {counts}{stand_in}"))
+        lines.append(("Data", f"{run.dataset}, {split_sizes(run)}{stand_in}"))
     lines += [
         (capitalised(in_words(name)), f"{', '.join(tested)} on the {record.split} {record.samples}, epoch by epoch"),
         ("Seconds", ", ".join(f"{name.lower()} {seconds:.1f}" for name, seconds in record.phases())),
     ]
     if record.tested:
-        value = record.written(name, record.tested.measures.get(name, math.nan))
+        value = record.written(name, record.tested.measures)
         lines.insert(-1, ("Chosen", f"epoch {record.tested.epoch + 1}; {value} on the test {record.samples}"))
     lines += [("Warning", warning.reason) for warning in record.warnings]
     if show_paths:

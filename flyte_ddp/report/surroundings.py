@@ -2,6 +2,7 @@
 
 import os
 import platform
+import re
 import subprocess
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
@@ -10,6 +11,7 @@ from pathlib import Path
 import flyte_ddp
 from flyte_ddp.launch.environment import available_cores
 from flyte_ddp.launch.limits import usable_memory
+from flyte_ddp.report.words import multiples
 
 SHOWN_VERSIONS = ("torch", "torchvision", "flytekit", "numpy", "wandb")
 
@@ -24,39 +26,30 @@ def surroundings() -> dict[str, str]:
     found["Processor"] = f"{processor()}, {available_cores()} cores usable"
     with suppress(OSError, ValueError):
         found["Memory"] = f"{usable_memory() / 2**30:.0f} GiB"
-    gpus = _gpus()
-    if gpus:
-        found["GPU"] = gpus
-    commit = _commit()
-    if commit:
-        found["Git commit"] = commit
-    return found
+    found |= {"GPU": _gpus(), "Git commit": _commit()}
+    return {label: value for label, value in found.items() if value}
 
 
 def processor() -> str:
     with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
+        model = re.search(r"^model name\s*:\s*(.+?)\s*$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        if model:
+            return model[1]
     return platform.processor() or platform.machine()
 
 
 def _gpus() -> str:
-    names = []
+    names: list[str] = []
     for file in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
         with suppress(OSError):
-            names += [
-                line.partition(":")[2].strip() for line in file.read_text().splitlines() if line.startswith("Model")
-            ]
-    return ", ".join(f"{names.count(name)} x {name}" for name in sorted(set(names)))
+            names += re.findall(r"^Model:\s*(.+?)\s*$", file.read_text(), re.MULTILINE)
+    return multiples(names)
 
 
 def _commit() -> str:
     """The commit of this code, and whether it has been changed since; in an image it can come only from GIT_COMMIT."""
-    root = Path(flyte_ddp.__path__[0]).parent
-    try:
+    root, commit = Path(flyte_ddp.__path__[0]).parent, ""
+    with suppress(OSError, subprocess.TimeoutExpired):
         command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=5)
-        return answer.stdout.strip() or os.environ.get("GIT_COMMIT", "")
-    except (OSError, subprocess.TimeoutExpired):
-        return os.environ.get("GIT_COMMIT", "")
+        commit = subprocess.run(command, capture_output=True, text=True, timeout=5).stdout.strip()
+    return commit or os.environ.get("GIT_COMMIT", "")

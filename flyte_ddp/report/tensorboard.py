@@ -1,12 +1,13 @@
 """TensorBoard event files, written by TensorBoard's own writer, which needs no torch."""
 
-import io
+import textwrap
 import time
 from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
 from flyte_ddp.events import EpochChosen, EpochFinished, GradientsSeen, Observer, RunStarted, StepLogged
+from flyte_ddp.report.figures import png_of
 from flyte_ddp.report.predictions import predictions_of
 from flyte_ddp.report.record import RunFinished, RunInfo
 
@@ -18,12 +19,14 @@ class TensorBoard(Observer):
 
     def __init__(self, info: RunInfo):
         from tensorboard.compat.proto import event_pb2, summary_pb2
+        from tensorboard.plugins.text.summary_v2 import text_pb
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._info, self._events, self._summaries = info, event_pb2, summary_pb2
         self._writer = EventFileWriter(str(info.logs / "tensorboard"))
         self._steps_per_epoch = 1
-        self._text("hyperparameters", "\n".join(f"    {line}" for line in info.settings.to_json(indent=1).splitlines()))
+        settings = text_pb("hyperparameters", textwrap.indent(info.settings.to_json(indent=1), "    "))
+        self._writer.add_event(event_pb2.Event(wall_time=time.time(), step=0, summary=settings))
 
     def on_run_started(self, event: RunStarted) -> None:
         self._steps_per_epoch = event.steps_per_epoch
@@ -48,19 +51,16 @@ class TensorBoard(Observer):
 
     def on_run_finished(self, event: RunFinished) -> None:
         """Writes the confident mistakes."""
-        from PIL import Image
-
         predictions = predictions_of(self._info, event)
         if predictions is None:
             return
         classes, values = predictions.classes, []
         for number, index in enumerate(predictions.confident_mistakes(MISTAKES)):
-            pixels = predictions.images[index].transpose(1, 2, 0).squeeze()
-            file = io.BytesIO()
-            Image.fromarray(pixels).save(file, "png")
+            pixels = predictions.images[index]
             truth, guess = classes[predictions.labels[index]], classes[predictions.guesses[index]]
+            _, height, width = pixels.shape
             image = self._summaries.Summary.Image(
-                height=pixels.shape[0], width=pixels.shape[1], colorspace=3, encoded_image_string=file.getvalue()
+                height=height, width=width, colorspace=3, encoded_image_string=png_of(pixels, max(height, width))
             )
             tag = f"mistakes/{number + 1}: {truth} taken for {guess}"
             values.append(self._summaries.Summary.Value(tag=tag, image=image))
@@ -79,10 +79,8 @@ class TensorBoard(Observer):
 
     def _histogram(self, name: str, counts: list[float], edges: list[float]) -> Any:
         """Moments are computed from the bins' centres, since the gradients themselves stay in the ranks."""
-        from tensorboard.compat.proto.summary_pb2 import HistogramProto
-
         centres = [(low + high) / 2 for low, high in pairwise(edges)]
-        histogram = HistogramProto(
+        histogram = self._summaries.HistogramProto(
             min=edges[0],
             max=edges[-1],
             num=sum(counts),
@@ -92,8 +90,3 @@ class TensorBoard(Observer):
             bucket=counts,
         )
         return self._summaries.Summary.Value(tag=f"gradients/{name}", histo=histogram)
-
-    def _text(self, tag: str, text: str) -> None:
-        from tensorboard.plugins.text.summary_v2 import text_pb
-
-        self._writer.add_event(self._events.Event(wall_time=time.time(), step=0, summary=text_pb(tag, text)))

@@ -6,8 +6,10 @@ from typing import Any
 
 import numpy as np
 
+from flyte_ddp.data.prepared import open_images
 from flyte_ddp.report.figures import picture
-from flyte_ddp.report.predictions import Predictions, samples_by_class
+from flyte_ddp.report.predictions import predictions_of
+from flyte_ddp.report.record import Record, RunInfo
 
 MOST_CLASSES = 20  # in a confusion matrix that can be read
 MOST_BARS = 40
@@ -16,64 +18,73 @@ MOST_SAMPLES = 20
 MOST_DRAWN = 24
 
 
-def verdict(predictions: Predictions) -> dict[str, Any]:
-    """Confusion matrix, accuracy by class, and the most confident mistakes."""
-    names = predictions.classes
-    classes: list[dict[str, Any]] = [
-        {
-            "label": names[label],
-            "values": [f"{right:,} of {count:,}", f"{right / count:.2%}" if count else "-"],
-            "share": round(100 * right / max(count, 1), 1),
-        }
+def verdict(record: Record) -> dict[str, Any]:
+    """Accuracy by class, the most confident mistakes, and the cells of a confusion matrix; all empty while there are
+    no predictions, or for other recipes than image classifiers."""
+    predictions = predictions_of(record.info, record.finished) if record.finished else None
+    if predictions is None:
+        return {"classes": [], "mistakes": [], "cells": []}
+    names, confusion = predictions.classes, predictions.confusion()
+    classes = [
+        (
+            names[label],
+            (f"{right:,} of {count:,}", f"{right / count:.2%}" if count else "-"),
+            round(100 * right / max(count, 1), 1),
+        )
         for label, (right, count) in enumerate(predictions.class_accuracies())
     ]
     if len(classes) > MOST_BARS:
-        classes = sorted(classes, key=lambda line: line["share"])[:MOST_BARS]  # the worst
+        classes = sorted(classes, key=lambda line: line[-1])[:MOST_BARS]  # the worst
     mistakes = [
-        {
-            "index": index,
-            "picture": picture(predictions.images[index]),
-            "truth": names[predictions.labels[index]],
-            "guess": names[predictions.guesses[index]],
-            "sure": f"{predictions.probability(index):.1%} sure",
-        }
+        (
+            picture(predictions.images[index]),
+            index,
+            names[predictions.labels[index]],
+            names[predictions.guesses[index]],
+            f"{predictions.probability(index):.1%} sure",
+        )
         for index in predictions.confident_mistakes(MOST_MISTAKES)
     ]
-    matrix = _confusion(names, predictions.confusion()) if len(names) <= MOST_CLASSES else None
-    return {"confusion": matrix, "classes": classes, "mistakes": mistakes}
+    return {
+        "classes": classes,
+        "mistakes": mistakes,
+        "names": names,
+        "cells": _confusion(confusion) if len(names) <= MOST_CLASSES else [],
+        "roomy": max(map(len, names)) > 3 or confusion.max() > 999,
+    }
 
 
-def _confusion(names: Sequence[str], counts: np.ndarray) -> dict[str, Any]:
-    """Cells shaded by their share of the row; mistakes much more strongly, or they would not be visible."""
-    columns = range(len(names))
+def _confusion(counts: np.ndarray) -> list[list[tuple[int, str, str, str]]]:
+    """Count, heat, kind and look of each cell: shaded by its share of the row, mistakes much more strongly, or they
+    would not be visible."""
     shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
-    heats = np.where(np.eye(len(names), dtype=bool), shares, np.minimum(1, 4 * np.sqrt(shares)))
-    lines = [
-        {"name": name, "cells": [_cell(counts[row, column], heats[row, column], row == column) for column in columns]}
-        for row, name in enumerate(names)
-    ]
-    return {"names": names, "lines": lines, "roomy": max(map(len, names)) > 3 or counts.max() > 999}
-
-
-def _cell(count: int, heat: float, right: bool) -> dict[str, str]:
+    right = np.eye(len(counts), dtype=bool)
+    heats = np.where(right, shares, np.minimum(1, 4 * np.sqrt(shares)))
     # A medium shade would contrast with neither dark nor light text
-    heat, look = (max(heat, 0.85), "hot") if heat > 0.5 else (heat, "" if count else "none")
-    return {"count": str(count), "heat": f"{heat:.2f}", "kind": "right" if right else "wrong", "look": look}
+    heats = np.where(heats > 0.5, np.maximum(heats, 0.85), heats)
+    looks = np.where(heats > 0.5, "hot", np.where(counts, "", "none"))
+    kinds = np.where(right, "right", "wrong")
+    rows = zip(counts, heats, kinds, looks, strict=True)
+    return [[(count, f"{heat:.2f}", kind, look) for count, heat, kind, look in zip(*row, strict=True)] for row in rows]
 
 
-def sample_pictures(data: Path, names: Sequence[str]) -> list[dict[str, str]]:
-    """A few training images of each class, with the names of the classes."""
-    samples = samples_by_class(data, len(names), MOST_SAMPLES)
-    return [{"picture": picture(image), "name": names[label]} for label, image in samples]
+def sample_pictures(info: RunInfo) -> list[tuple[str, str]]:
+    """A few training images of an image classifier, the same number of each class, and the names of the classes."""
+    if not info.data or not info.description:
+        return []
+    names: Sequence[str] = info.description.classes
+    images, labels = open_images(info.data, "train")
+    labels = labels[:10_000]  # enough to find every class
+    each = max(1, MOST_SAMPLES // max(1, len(names)))
+    found = [(index, name) for label, name in enumerate(names) for index in np.flatnonzero(labels == label)[:each]]
+    return [(picture(images[index]), name) for index, name in found[:MOST_SAMPLES]]
 
 
-def drawn_pictures(logs: Path) -> list[dict[str, str]]:
+def drawn_pictures(logs: Path) -> list[tuple[str, str]]:
     """A recipe's pictures, if any: pictures.npz has n captions, and images (C, H, W) uint8 as "0", "1", …"""
     path = logs / "pictures.npz"
     if not path.exists():
         return []
     with np.load(path, allow_pickle=False) as drawn:
-        return [
-            {"picture": picture(drawn[str(number)]), "caption": str(caption)}
-            for number, caption in enumerate(drawn["captions"][:MOST_DRAWN])
-        ]
+        captions = drawn["captions"][:MOST_DRAWN]
+        return [(picture(drawn[str(number)]), str(caption)) for number, caption in enumerate(captions)]

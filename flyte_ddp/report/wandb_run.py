@@ -1,10 +1,8 @@
 """A Weights & Biases run, owned by the parent: one run, whatever the number of ranks and attempts."""
 
-import netrc
 import os
 import re
 import shutil
-import urllib.parse
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
@@ -178,11 +176,9 @@ def _of_test(measures: dict[str, float]) -> dict[str, float]:
 
 def shown_images(count: int, batch_size: int) -> list[int]:
     """Indices of the test images in the table: the first of each of the first batches."""
-    return [
-        batch + image
-        for batch in range(0, count, batch_size)[:BATCHES_SHOWN]
-        for image in range(min(IMAGES_PER_BATCH, batch_size, count - batch))
-    ]
+    indices = range(count)
+    batches = [indices[start:][:batch_size] for start in indices[::batch_size][:BATCHES_SHOWN]]
+    return [index for batch in batches for index in batch[:IMAGES_PER_BATCH]]
 
 
 def unreachable() -> str:
@@ -198,13 +194,7 @@ def unreachable() -> str:
 
 def has_key() -> bool:
     """Whether W&B has a key here: in WANDB_API_KEY, or in the netrc file that `wandb login` writes."""
-    if os.environ.get("WANDB_API_KEY"):
-        return True
-    host = urllib.parse.urlsplit(base_url()).hostname or ""
-    try:
-        return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
-    except (OSError, netrc.NetrcParseError):
-        return False
+    return bool(os.environ.get("WANDB_API_KEY") or requests.utils.get_netrc_auth(base_url()))
 
 
 def base_url() -> str:

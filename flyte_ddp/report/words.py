@@ -1,7 +1,7 @@
 """How measures are named and formatted."""
 
 import math
-from collections.abc import Container
+from collections.abc import Container, Sequence
 
 from flyte_ddp.events import RunStarted
 
@@ -16,12 +16,17 @@ def capitalised(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-def counted(run: RunStarted) -> str:
+def split_sizes(run: RunStarted) -> str:
     """How many samples each split has."""
     counts = [f"{run.train_samples:,} training"]
     if run.validation_samples:
         counts.append(f"{run.validation_samples:,} validation")
     return f"{', '.join(counts)} and {run.test_samples:,} test {run.samples}"
+
+
+def multiples(names: Sequence[str]) -> str:
+    """Each distinct name once, with its number: 2 x H100."""
+    return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
 
 
 def written(name: str, value: float, percent: Container[str], decimals: int = 4) -> str:

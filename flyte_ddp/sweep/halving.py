@@ -1,20 +1,21 @@
 """Successive halving: after each rung only the best trials continue, from their checkpoints.
 
 As in a bracket of Hyperband (Li et al., 2018): with a reduction factor of 3, nine trials of nine epochs train for one
-epoch, the best three of them for two more, and the best of those for the remaining six.
+epoch, the best three of them for two more, and the best of those for the remaining six. A factor of 1 cuts none.
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import NamedTuple
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 from flyte_ddp.errors import InputError, ReportedError
-from flyte_ddp.recipes.hyperparameters import Hyperparameters
-from flyte_ddp.sweep.page import failures, ranked
-from flyte_ddp.sweep.search import Sweep, TrialResult
+from flyte_ddp.launch.failures import Failure, RankError
+from flyte_ddp.report.console import say
+from flyte_ddp.sweep.search import Sweep
 
 NO_RESULT = "no result: the log of its pod says why"
-Results = Sequence[TrialResult | None]
 
 
 class Rung(NamedTuple):
@@ -24,29 +25,78 @@ class Rung(NamedTuple):
     stop_after: int
 
 
-class Entrant(NamedTuple):
-    """A trial in a rung. checkpoint: what it continues from; empty to train from the start."""
+@dataclass(frozen=True)
+class Entrant:
+    """A trial in a rung. settings: as JSON. checkpoint: what it continues from; empty to train from the start."""
+
+    settings: str
+    checkpoint: str = ""
+
+
+@dataclass(frozen=True)
+class TrialResult:
+    """The result of one trial.
+
+    Attributes:
+        measures: after the last epoch, by name, of the samples that trials are compared on.
+        samples, split: how many these are, and of which split: validation or, where there is none, test.
+        seconds: of training, from the checkpoint that it continued from.
+        report: path or address of its page.
+        failure: why there are no measures; empty if there are.
+        checkpoint: path or address of the checkpoint to continue from; empty if training is complete.
+        stop_after: the number of epochs, in total, after which it was stopped; 0 if it was not.
+    """
+
+    measures: dict[str, float] = field(default_factory=dict)
+    samples: int = 0
+    split: str = "validation"
+    seconds: float = 0.0
+    report: str = ""
+    failure: str = ""
+    checkpoint: str = ""
+    stop_after: int = 0
+
+
+AllTrials = Sequence[Mapping[str, Any]]  # the settings of each, by name
+Rungs = list[list[TrialResult | None]]  # the results of each rung's entrants; None where a pod has failed for good
+
+
+class Ranked(NamedTuple):
+    """A trial's number in the sweep, from 1, its settings and its latest result."""
 
     number: int
-    hp: Hyperparameters
-    checkpoint: str
+    settings: Mapping[str, Any]
+    result: TrialResult
+
+    @property
+    def epochs(self) -> int:
+        """How many it has trained."""
+        return int(self.result.stop_after or self.settings["epochs"])
+
+    def values(self, names: Iterable[str]) -> str:
+        """The values that it has for these settings, in words."""
+        return ", ".join(f"{name} {value_text(self.settings[name])}" for name in names)
 
 
-def rungs_of(sweep: Sweep, trials: Sequence[Hyperparameters]) -> list[Rung]:
+def value_text(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else json.dumps(value).strip('"')
+
+
+def rungs_of(sweep: Sweep, trials: AllTrials) -> list[Rung]:
     """As many rungs as the numbers of epochs and trials allow; a single one if no trials are cut."""
-    factor, epochs, last = sweep.reduction_factor, trials[0].epochs, 0
+    factor, epochs, last = sweep.reduction_factor, trials[0]["epochs"], 0
     while factor > 1 and factor ** (last + 1) <= min(epochs, len(trials)):
         last += 1
     cut = [Rung(len(trials) // factor**rung, epochs // factor ** (last - rung)) for rung in range(last)]
     return [*cut, Rung(len(trials) // factor**last, 0)]
 
 
-def check_rungs(sweep: Sweep, trials: Sequence[Hyperparameters]) -> None:
+def check_rungs(sweep: Sweep, trials: AllTrials) -> None:
     """Raises InputError if trials cannot be compared after a rung, or if none would be cut."""
-    factor, epochs = sweep.reduction_factor, trials[0].epochs
+    factor, epochs = sweep.reduction_factor, trials[0]["epochs"]
     if factor == 1:
         return
-    if any(hp.epochs != epochs or hp.stop_after for hp in trials):
+    if any(trial["epochs"] != epochs or trial["stop_after"] for trial in trials):
         raise InputError(
             f"Sweep.reduction_factor must be 1 if trials differ in epochs or set stop_after, got {factor}: leave these "
             "out, because the factor decides how long each trial trains"
@@ -58,49 +108,102 @@ def check_rungs(sweep: Sweep, trials: Sequence[Hyperparameters]) -> None:
         )
 
 
-def standings(sweep: Sweep, trials: Sequence[Hyperparameters], results: Sequence[Results]) -> list[TrialResult]:
-    """The latest result of each trial, given the results of the rungs so far; seconds are the sum over its rungs."""
-    latest = [TrialResult(hp) for hp in trials]
-    for rung, found in zip(rungs_of(sweep, trials), results, strict=False):
-        for entrant, result in zip(_entrants(rung, trials, latest), found, strict=True):
-            result, before = result or TrialResult(entrant.hp, failure=NO_RESULT), latest[entrant.number - 1]
-            latest[entrant.number - 1] = replace(result, seconds=before.seconds + result.seconds)
-    return latest
+def run_rungs(sweep: Sweep, trials: AllTrials, run: Callable[[Entrant], TrialResult]) -> Rungs:
+    """Runs the trials of each rung one after another."""
+    rungs: Rungs = []
+    for rung in rungs_of(sweep, trials):
+        results: list[TrialResult | None] = []
+        for number, entrant in entrants(sweep, trials, rungs).items():
+            trial = Ranked(number, trials[number - 1], TrialResult(stop_after=rung.stop_after))
+            until = f", to epoch {trial.epochs} of {trial.settings['epochs']}" if sweep.reduction_factor > 1 else ""
+            say(f"\nTrial {number} of {len(trials)}: {trial.values(sweep.values)}{until}")
+            try:
+                results.append(run(entrant))
+            except RankError as error:
+                results.append(failed(error.failure))
+        rungs.append(results)
+    return rungs
 
 
-def entrants(sweep: Sweep, trials: Sequence[Hyperparameters], results: Sequence[Results]) -> list[Entrant]:
-    """The trials of the next rung, given the results of the rungs so far; ReportedError if all trials have failed."""
-    latest = standings(sweep, trials, results)
-    found = _entrants(rungs_of(sweep, trials)[len(results)], trials, latest)
+def failed(failure: Failure, seconds: float = 0.0) -> TrialResult:
+    reason = f"{failure.cause}: {failure.message}"
+    say(f"This trial failed, the sweep continues: {reason}")
+    return TrialResult(seconds=seconds, failure=reason)
+
+
+def entrants(sweep: Sweep, trials: AllTrials, rungs: Sequence[Sequence[TrialResult | None]]) -> dict[int, Entrant]:
+    """The trials of the next rung by number, given the results of those so far; ReportedError if all have failed."""
+    latest = standings(sweep, trials, rungs)
+    found = _entrants(sweep, rungs_of(sweep, trials)[len(rungs)], latest)
     if not found:
         raise all_failed(sweep, latest)
     return found
 
 
-def _entrants(rung: Rung, trials: Sequence[Hyperparameters], latest: Sequence[TrialResult]) -> list[Entrant]:
+def standings(sweep: Sweep, trials: AllTrials, rungs: Sequence[Sequence[TrialResult | None]]) -> list[Ranked]:
+    """Each trial with its latest result, given those of the rungs so far; seconds are the sum over its rungs."""
+    latest = [Ranked(number, settings, TrialResult()) for number, settings in enumerate(trials, 1)]
+    for rung, results in zip(rungs_of(sweep, trials), rungs, strict=False):
+        for number, result in zip(_entrants(sweep, rung, latest), results, strict=True):
+            before = latest[number - 1]
+            result = result or TrialResult(failure=NO_RESULT)
+            seconds = before.result.seconds + result.seconds
+            latest[number - 1] = before._replace(
+                result=replace(result, stop_after=rung.stop_after or before.settings["stop_after"], seconds=seconds)
+            )
+    return latest
+
+
+def _entrants(sweep: Sweep, rung: Rung, latest: Sequence[Ranked]) -> dict[int, Entrant]:
     """The best trials that have not failed, in their original order; a trial cut earlier can replace a failed one."""
-    best = {number for number, result in ranked(latest)[: rung.trials] if not result.failure}
+    best = ranked(sweep, latest)[: rung.trials]
+    return {
+        number: Entrant(
+            json.dumps({**settings, "stop_after": rung.stop_after or settings["stop_after"]}), result.checkpoint
+        )
+        for number, settings, result in sorted(best)
+        if not result.failure
+    }
+
+
+def ranked(sweep: Sweep, latest: Sequence[Ranked]) -> list[Ranked]:
+    """The trials that trained longest first, then by the sweep's measure, then by number; failed ones last.
+
+    Raises InputError if there is no such measure.
+    """
+
+    def order(trial: Ranked) -> tuple[bool, float, float]:
+        value = trial.result.measures.get(sweep.measure, math.nan)
+        score = math.inf if math.isnan(value) else -value if sweep.largest else value
+        return bool(trial.result.failure), -(trial.result.stop_after or math.inf), score
+
+    measures = next((trial.result.measures for trial in latest if trial.result.measures), {sweep.measure: 0.0})
+    if sweep.measure not in measures:
+        raise InputError(f"Sweep.measure must be one of {', '.join(measures)}, got {sweep.measure!r}")
+    return sorted(latest, key=order)
+
+
+def all_failed(sweep: Sweep, latest: Sequence[Ranked]) -> ReportedError:
+    return ReportedError("\n".join(["Every trial of the sweep failed:", *failures(sweep, latest)]))
+
+
+def failures(sweep: Sweep, latest: Sequence[Ranked]) -> list[str]:
+    """A line for each trial that failed, with its reason."""
     return [
-        Entrant(number, replace(hp, stop_after=rung.stop_after or hp.stop_after), result.checkpoint)
-        for number, (hp, result) in enumerate(zip(trials, latest, strict=True), 1)
-        if number in best
+        f"Trial {trial.number} ({trial.values(sweep.values)}): {trial.result.failure}"
+        for trial in latest
+        if trial.result.failure
     ]
 
 
-def all_failed(sweep: Sweep, results: Sequence[TrialResult]) -> ReportedError:
-    reasons = failures(ranked(results), list(sweep.values))
-    return ReportedError("\n".join(["Every trial of the sweep failed:", *reasons]))
-
-
-def saving(sweep: Sweep, trials: Sequence[Hyperparameters], results: Sequence[TrialResult]) -> str:
+def saving(sweep: Sweep, latest: Sequence[Ranked]) -> str:
     """How the trials were cut, and how many epochs that saved, in words; empty without successive halving."""
-    first, *others = rungs_of(sweep, trials)
+    epochs = latest[0].settings["epochs"]
+    first, *others = rungs_of(sweep, [trial.settings for trial in latest])
     if not others:
         return ""
-    epochs = trials[0].epochs
     steps = [f"the best {trials} to epoch {stop or epochs}" for trials, stop in others]
-    trained = sum(result.hp.last_epoch for result in results)
     return (
-        f"{trained} epochs instead of {epochs * len(trials)}: all {first.trials} trials trained to epoch "
-        f"{first.stop_after}, {', '.join(steps)}"
+        f"{sum(trial.epochs for trial in latest)} epochs instead of {epochs * len(latest)}: all {first.trials} trials "
+        f"trained to epoch {first.stop_after}, {', '.join(steps)}"
     )

@@ -1,118 +1,95 @@
 """The trials of a sweep side by side: a table as CSV, and a page."""
 
 import csv
-import json
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
 
-from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.report.article import Drawing, Section, article
 from flyte_ddp.report.figures import scatter
-from flyte_ddp.sweep.search import TrialResult
+from flyte_ddp.report.words import capitalised, in_words, written
+from flyte_ddp.sweep.halving import Ranked, failures, saving, value_text
+from flyte_ddp.sweep.search import Sweep
+
+PERCENT = ("accuracy",)
 
 
-class Trial(NamedTuple):
-    """A trial's number in the sweep, from 1, and its result."""
-
-    number: int
-    result: TrialResult
-
-
-def ranked(results: Sequence[TrialResult]) -> list[Trial]:
-    """The trials that trained longest first, then by accuracy, then by number; failed ones last."""
-
-    def order(trial: Trial) -> tuple[bool, float, float]:
-        result = trial.result
-        return bool(result.failure), -(result.hp.stop_after or math.inf), -result.accuracy
-
-    return sorted((Trial(number, result) for number, result in enumerate(results, 1)), key=order)
+def heads_of(sweep: Sweep, trials: Sequence[Ranked]) -> list[str]:
+    """Of the columns that the table and the page have in common; the first trial has not failed."""
+    best = trials[0].result
+    epochs = ["trained_epochs"] if _are_cut(trials) else []
+    return ["trial", *sweep.values, *epochs, *(f"{best.split}_{name}" for name in best.measures), "seconds"]
 
 
-def are_cut(trials: Sequence[Trial]) -> bool:
-    return any(trial.result.hp.stop_after for trial in trials)
-
-
-def chosen(hp: Hyperparameters, names: Iterable[str]) -> str:
-    """The values that a trial has for these hyperparameters, in words."""
-    return ", ".join(f"{name} {_shown(getattr(hp, name))}" for name in names)
-
-
-def failures(trials: Sequence[Trial], names: Iterable[str]) -> list[str]:
-    """A line for each trial that failed, with its reason."""
-    return [
-        f"Trial {number} ({chosen(result.hp, names)}): {result.failure}" for number, result in trials if result.failure
-    ]
-
-
-def write_table(trials: Sequence[Trial], names: Sequence[str], path: Path) -> None:
-    """One line per trial, best first; accuracy from 0 to 1, empty if the trial failed."""
+def write_table(sweep: Sweep, trials: Sequence[Ranked], path: Path) -> None:
+    """One line per trial, best first; measures are empty if it failed."""
     with open(path, "w", newline="", encoding="utf-8") as file:
         table = csv.writer(file)
-        far = ["trained_epochs"] if are_cut(trials) else []
-        table.writerow(["trial", *names, *far, "validation_accuracy", "seconds", "report", "failure"])
-        for number, result in trials:
-            values = [getattr(result.hp, name) for name in names] + [result.hp.last_epoch for _ in far]
-            accuracy = "" if result.failure else result.accuracy
-            table.writerow([number, *values, accuracy, f"{result.seconds:.1f}", result.report, result.failure])
+        table.writerow([*heads_of(sweep, trials), "report", "failure"])
+        for trial in trials:
+            values = [trial.settings[name] for name in sweep.values] + [trial.epochs] * _are_cut(trials)
+            result = trial.result
+            measures = ["" if result.failure else result.measures[name] for name in trials[0].result.measures]
+            table.writerow([trial.number, *values, *measures, f"{result.seconds:.1f}", result.report, result.failure])
 
 
-def comparison(trials: Sequence[Trial], names: Sequence[str], saving: str = "") -> str:
-    """The content of <body>; the first trial is the best and has not failed.
-
-    saving: how trials were cut; empty without successive halving.
-    """
-    best, failed = trials[0].result, failures(trials, names)
-    accuracy, images = best.accuracy, best.held_out
-    share = (accuracy * images + 1) / (images + 2)  # otherwise zero errors would mean certainty
-    chance = 2 * (share * (1 - share) / images) ** 0.5
-    meaning = (
-        f"Share of the {images:,} held-out training images that each trial classified correctly after its last epoch; "
-        "the figures show the share of errors. "
-        f"Trials within {chance:.1%} of each other may differ by chance alone."
-    )
-    advice = (
-        "No trial has seen the test images. The best hyperparameters are then used to train on all training images; "
-        "that run's report has the accuracy on the test images, which is the one to quote."
-    )
-    texts = [meaning, f"Trained: {saving}.", advice] if saving else [meaning, advice]
-    far = ["trained epochs"] if are_cut(trials) else []
-    heads = ["Trial", *names, *far, "validation accuracy", "seconds"]
-    lines = [_line(trial, names, bool(far)) for trial in trials]
-    figures = [_figure(name, trials) for name in names]
-    others = [(name, _shown(value)) for name, value in vars(best.hp).items() if name not in names]
+def comparison(sweep: Sweep, trials: Sequence[Ranked], subject: str) -> str:
+    """The content of <body>; the first trial is the best and has not failed."""
+    best, measure = trials[0], in_words(sweep.measure)
+    result, split, spared = best.result, best.result.split, saving(sweep, sorted(trials))
+    order = "largest" if sweep.largest else "smallest"
+    paragraphs = [f"By {measure} on {result.samples:,} {split} samples after the last epoch, {order} first."]
+    if sweep.measure == "accuracy":
+        paragraphs[0] += " The figures show the share of errors."
+        # One right and one wrong more, or zero errors would mean certainty
+        share = (result.measures["accuracy"] * result.samples + 1) / (result.samples + 2)
+        chance = 2 * (share * (1 - share) / result.samples) ** 0.5
+        paragraphs.append(f"Trials within {chance:.1%} of each other may differ by chance alone.")
+    paragraphs += [f"Trained: {spared}."] if spared else []
+    advice = "Trials were not compared on the test samples" if split == "validation" else "There were no others"
+    paragraphs.append(f"{advice}: quote what the best settings give on samples that chose nothing.")
+    others = [(name, value_text(value)) for name, value in best.settings.items() if name not in sweep.values]
+    heads = [head if head in sweep.values else capitalised(in_words(head)) for head in heads_of(sweep, trials)]
+    lines = [_cells(sweep, trial, trials) for trial in trials]
+    figures = [_figure(sweep, name, trials) for name in sweep.values]
+    failed = failures(sweep, trials)
     sections = [
-        Section("Validation accuracy", texts, figures, "Trials, best first", heads, lines),
+        Section("Trials", paragraphs, figures, "Trials, best first", heads, lines),
         *([Section("Failed", failed)] if failed else []),
-        Section("Set-up", (), (), "Common to all trials", ["Hyperparameter", "value"], others),
+        Section("Set-up", caption="Common to all trials", heads=("Setting", "value"), lines=others),
     ]
-    title = f"Sweep on {best.hp.dataset}: {len(trials)} trials"
-    return article(title, f"Best: {chosen(best.hp, names)}, with {accuracy:.2%} validation accuracy", sections)
+    return article(f"Sweep of {subject}: {len(trials)} trials", f"Best: {summary(sweep, best)}", sections)
 
 
-def _line(trial: Trial, names: Sequence[str], has_epochs: bool) -> list[str]:
+def summary(sweep: Sweep, trial: Ranked) -> str:
+    value = written(sweep.measure, trial.result.measures[sweep.measure], PERCENT)
+    return f"{trial.values(sweep.values)}: {trial.result.split} {in_words(sweep.measure)} {value}"
+
+
+def _are_cut(trials: Sequence[Ranked]) -> bool:
+    return any(trial.result.stop_after for trial in trials)
+
+
+def _cells(sweep: Sweep, trial: Ranked, trials: Sequence[Ranked]) -> list[str]:
     result = trial.result
-    values = [_shown(getattr(result.hp, name)) for name in names]
-    values += [str(result.hp.last_epoch)] if has_epochs else []
     return [
         str(trial.number),
-        *values,
-        "failed" if result.failure else f"{result.accuracy:.2%}",
+        *(value_text(trial.settings[name]) for name in sweep.values),
+        *[str(trial.epochs)] * _are_cut(trials),
+        *(
+            "failed" if result.failure else written(name, result.measures[name], PERCENT)
+            for name in trials[0].result.measures
+        ),
         f"{result.seconds:.1f}",
     ]
 
 
-def _figure(name: str, trials: Sequence[Trial]) -> Drawing:
-    values = [getattr(trial.result.hp, name) for trial in trials]
+def _figure(sweep: Sweep, name: str, trials: Sequence[Ranked]) -> Drawing:
+    values = [trial.settings[name] for trial in trials]
     numeric = all(type(value) in (int, float) for value in values)
-    x = values if numeric else [_shown(value) for value in values]
-    errors = [
-        None if result.failure else max(1 - result.accuracy, 0.5 / result.held_out)  # the axis is logarithmic
-        for _, result in trials
-    ]
-    return Drawing(f"By {name}", scatter(name, x, "validation errors", errors))
-
-
-def _shown(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else json.dumps(value).strip('"')
+    x = values if numeric else [value_text(value) for value in values]
+    y = [None if trial.result.failure else trial.result.measures[sweep.measure] for trial in trials]
+    if sweep.measure != "accuracy":
+        return Drawing(f"By {name}", scatter(name, x, in_words(sweep.measure), y))
+    least = 0.5 / trials[0].result.samples  # the axis is logarithmic
+    errors = [None if accuracy is None else max(1 - accuracy, least) for accuracy in y]
+    return Drawing(f"By {name}", scatter(name, x, f"{trials[0].result.split} errors", errors, are_shares=True))

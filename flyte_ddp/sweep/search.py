@@ -1,4 +1,4 @@
-"""The trials of a sweep: every combination of some values, or combinations drawn at random; and their results."""
+"""The trials of a sweep: every combination of some values, or combinations drawn at random."""
 
 import dataclasses
 import itertools
@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from flyte_ddp.errors import InputError
-from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import Settings, TrainingSettings, setting
 
 T = TypeVar("T", bound=TrainingSettings)
@@ -19,10 +18,12 @@ MOST_TRIALS = 200
 
 @dataclass(frozen=True)
 class Sweep(Settings):
-    """Which hyperparameters to try; all others are those of the base.
+    """Which settings to try; all others are those of the base.
 
     Attributes:
-        values: hyperparameter -> list of the values to try or, in a random search, a Range to draw from.
+        values: name of a setting -> list of the values to try or, in a random search, a Range to draw from.
+        measure: what trials are compared by: accuracy, or a measure of the recipe.
+        largest: whether larger values of the measure are better.
         search: grid tries every combination, random draws them.
         trials: number of draws in a random search; duplicates are tried once.
         seed: of the random search.
@@ -33,6 +34,8 @@ class Sweep(Settings):
     """
 
     values: dict = setting({"learning_rate": [0.05, 0.1, 0.2]})  # noqa: RUF009 copied
+    measure: str = setting("accuracy")
+    largest: bool = setting(True)
     search: str = setting("grid", choices=("grid", "random"))
     trials: int = setting(8, minimum=1, maximum=MOST_TRIALS)
     seed: int = setting(1, minimum=0, maximum=2**32 - 1)
@@ -56,38 +59,10 @@ class Range(Settings):
             raise InputError(f'Range.minimum must be above 0 if scale is "log", got {self.minimum:g}')
 
 
-@dataclass(frozen=True)
-class TrialResult:
-    """The result of one trial.
-
-    Attributes:
-        hp: its hyperparameters; hp.last_epoch is the total number of epochs trained.
-        accuracy: share of the held-out images classified correctly after the last epoch, from 0 to 1.
-        held_out: number of these images.
-        seconds: of training, from the checkpoint that it continued from.
-        report: path or address of its page.
-        failure: why there is no accuracy; empty if there is one.
-        checkpoint: path or address of the checkpoint to continue from; empty if training is complete.
-    """
-
-    hp: Hyperparameters
-    accuracy: float = 0.0
-    held_out: int = 0
-    seconds: float = 0.0
-    report: str = ""
-    failure: str = ""
-    checkpoint: str = ""
-
-
 def trials_of(sweep: Sweep, base: T) -> list[T]:
     """The settings of each trial, the same for the same sweep; InputError for values that cannot be tried."""
     if not sweep.values:
         raise InputError('Sweep.values must name what to try, as in {"learning_rate": [0.05, 0.1]}')
-    if sweep.reduction_factor > 1 and not isinstance(base, Hyperparameters):
-        raise InputError(
-            f"Sweep.reduction_factor must be 1 in a sweep over a recipe's settings, got {sweep.reduction_factor}: "
-            "successive halving exists only in workflows/sweep.py"
-        )
     for name, given in sweep.values.items():
         _check(sweep, base, name, given)
     chosen = _grid(sweep) if sweep.search == "grid" else _draws(sweep, base)

@@ -18,6 +18,7 @@ from flytekit.types.file import FlyteFile
 from fsspec.core import strip_protocol
 
 from flyte_ddp.code_version import code_version
+from flyte_ddp.storage import stream_digest
 from flyte_ddp.tasks.caching import CodeVersion, OnClustersOnly
 from flyte_ddp.tasks.platform import is_local, storage
 from flyte_ddp.tasks.resources import small_resources
@@ -77,11 +78,8 @@ def of_file(file: FlyteFile) -> str:
 
 def of_content(file: FlyteFile) -> str:
     """SHA-256 of the content, read from where the file is."""
-    digest = hashlib.sha256()
     with FlyteFile(url_of(file)).open("rb") as content:
-        while piece := content.read(2**20):
-            digest.update(piece)
-    return digest.hexdigest()
+        return stream_digest(content)
 
 
 def of_init(init: FlyteFile | None) -> str | None:

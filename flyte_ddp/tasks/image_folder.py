@@ -13,10 +13,9 @@ from flytekit.types.directory import FlyteDirectory
 from flyte_ddp.attempt.failures import platform_errors
 from flyte_ddp.code_version import code_version
 from flyte_ddp.data.datasets import data_dir, prepare
-from flyte_ddp.data.image_files import Access, write_access
-from flyte_ddp.data.image_folder import index_folder, stamp, verify_images, write_folder
+from flyte_ddp.data.image_files import link_images
+from flyte_ddp.data.image_folder import index_folder, lfw_folder, stamp, verify_images, write_folder
 from flyte_ddp.data.image_settings import ImageSettings
-from flyte_ddp.data.lfw import lfw_folder
 from flyte_ddp.data.prepared import SPLITS, open_split, read_description
 from flyte_ddp.errors import InputError
 from flyte_ddp.launch.environment import choose_world
@@ -102,6 +101,6 @@ def attach(index: FlyteDirectory, folder: FlyteDirectory) -> FlyteDirectory:
         images = Path(folder.download())
         if not is_local():  # where it is a copy, made later than the index
             verify_images(place, images)
-        write_access(place, Access(str(images)))
+        link_images(place, images)
 
     return FlyteDirectory(str(place), downloader=fill)

@@ -29,11 +29,11 @@ from flyte_ddp.tasks.resources import dynamic_resources, preparation_resources, 
 RESOLVING = CodeVersion(code_version(__name__, "flyte_ddp.attempt.datasets"), ())
 
 
-def content_digest(directory: FlyteDirectory) -> str:
+def dataset_digest(directory: FlyteDirectory) -> str:
     return prepared.read_description(str(directory)).digest
 
 
-PreparedDataset = Annotated[FlyteDirectory, HashMethod(content_digest)]
+PreparedDataset = Annotated[FlyteDirectory, HashMethod(dataset_digest)]
 
 
 @task(

@@ -1,6 +1,7 @@
 """The inputs and measurements of the timing study of inference. No torch."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from flyte_ddp.errors import InputError
 from flyte_ddp.recipes.hyperparameters import DATASETS, MODELS
@@ -52,15 +53,11 @@ class TimingJob:
     """Which methods the ranks of a world measure, on the test images of the prepared dataset in the folder data."""
 
     data: str
-    model: str
     methods: tuple[str, ...]
-    device_batch_sizes: tuple[int, ...]
-    seconds: float
-    timeout_seconds: float
+    options: TimingOptions
 
 
-@dataclass(frozen=True)
-class Measurement:
+class Measurement(NamedTuple):
     """One measurement of one method.
 
     Attributes:

@@ -23,20 +23,21 @@ def run(environment: Environment, link: Link, job: TimingJob) -> list[Measuremen
     """Each method with each batch size, once; the ranks work at the same time, each on batches of its own."""
     torch.set_num_threads(environment.threads)
     settle_arithmetic()
-    with process_group(environment, job.timeout_seconds) as device:
+    options = job.options
+    with process_group(environment, options.timeout_seconds) as device:
         description = prepared.read_description(job.data)
         images = torch.from_numpy(prepared.open_split(job.data, "test")[0])
         normalise = Normaliser(description, torch.device("cpu"))
-        model = build_model(job.model, 1, description.image_shape, len(description.classes)).eval()
+        model = build_model(options.model, 1, description.image_shape, len(description.classes)).eval()
         model.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
         found = []
-        for batch_size in job.device_batch_sizes:
+        for batch_size in options.sizes:
             for method in job.methods:
                 devices = max(1, torch.cuda.device_count()) if method == DATA_PARALLEL else 1
                 batch = normalise(images[torch.arange(devices * batch_size) % len(images)])
                 batch = batch.pin_memory() if device.type == "cuda" else batch
                 forward = prediction(method, model, batch, device)
-                rate = len(batch) * environment.world.size * passes_per_second(forward, device, job.seconds)
+                rate = len(batch) * environment.world.size * passes_per_second(forward, device, options.seconds)
                 together = devices * environment.world.size
                 found.append(Measurement(method, together, environment.threads, batch_size, rate))
                 link.alive()

@@ -3,7 +3,6 @@
 import csv
 import dataclasses
 import os
-from pathlib import Path
 from typing import NamedTuple
 
 from flytekit import task
@@ -57,9 +56,11 @@ def time_inference(data: PreparedDataset, options: TimingOptions) -> TimingOutpu
         load = os.getloadavg()[0]
         found = measure_all(data.download(), options)
         measurements = folder / "measurements.csv"
-        write_measurements(measurements, found)
-        fragment = timing_article(found, load, description, options)
-        report = output_page(folder, "Timing of inference", fragment)
+        with open(measurements, "w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(Measurement._fields)
+            writer.writerows(found)
+        report = output_page(folder, "Timing of inference", timing_article(found, load, description, options))
     if is_local():
         say_last(f"\nMeasurements: {measurements}\nReport:       {report.path}")
     return TimingOutputs(output_file(measurements, CSVFile), report)
@@ -77,22 +78,11 @@ def measure_all(data: str, options: TimingOptions) -> list[Measurement]:
     for repeat in range(options.repeats):
         turns = [(alone, (ONE_DEVICE, DATA_PARALLEL)), (many, (PROCESSES,))]
         for world, methods in turns[:: -1 if repeat % 2 else 1]:
-            job = TimingJob(
-                data, options.model, methods[:: -1 if repeat % 2 else 1], options.sizes, options.seconds,
-                options.timeout_seconds,
-            )  # fmt: skip
-            measured: list[Measurement] = launcher.launch(TIMER, world, job, options.timeout_seconds, Console())[0]
-            found += measured
+            job = TimingJob(data, methods[:: -1 if repeat % 2 else 1], options)
+            found += launcher.launch(TIMER, world, job, options.timeout_seconds, Console())[0]
         best = max(found, key=lambda one: one.images_per_second)
         say(
             f"Measured {repeat + 1} of {options.repeats} times; most so far: {best.images_per_second:,.0f} images/s by "
             f"{best.method}, {best.batch_size} images a batch"
         )
     return found
-
-
-def write_measurements(path: Path, found: list[Measurement]) -> None:
-    with open(path, "w", newline="") as file:
-        writer = csv.DictWriter(file, [field.name for field in dataclasses.fields(Measurement)])
-        writer.writeheader()
-        writer.writerows(map(dataclasses.asdict, found))

@@ -31,10 +31,12 @@ class File:
         else:
             self._storage = fsspec.filesystem("file")
 
-    def size(self) -> int:
+    def read_on(self, start: int) -> bytes:
+        """What has been written after the first `start` bytes."""
         try:
             self._storage.invalidate_cache()
             size = int(self._storage.info(self.path)["size"])
+            content: bytes = self._storage.cat_file(self.path, start=start, end=size) if size > start else b""
         except Exception as error:  # each storage has its own errors
             kind = type(error).__name__
             if self._seen:
@@ -42,14 +44,9 @@ class File:
                     f"{self.path} can no longer be read ({kind}): a local run that fails leaves nothing behind"
                 ) from None
             raise InputError(f"{self.path} cannot be read ({kind}): give the place of a training's logs") from None
+        if size < start:
+            raise ReportedError(f"{self.path} has been restarted by another run: watch it again")
         self._seen = True
-        return size
-
-    def part(self, start: int, end: int) -> bytes:
-        try:
-            content: bytes = self._storage.cat_file(self.path, start=start, end=end)
-        except Exception as error:
-            raise ReportedError(f"{self.path} can no longer be read ({type(error).__name__})") from None
         return content
 
 
@@ -108,12 +105,9 @@ def lines_of(file: File, timeout: float | None) -> Iterator[bytes]:
     """Each line as it comes, until nothing has come for `timeout` seconds."""
     read, begun, heard = 0, b"", time.monotonic()
     while True:
-        size = file.size()
-        if size < read:
-            raise ReportedError(f"{file.path} has been restarted by another run: watch it again")
-        if size > read:
-            *whole, begun = (begun + file.part(read, size)).split(b"\n")
-            read, heard = size, time.monotonic()
+        if news := file.read_on(read):
+            *whole, begun = (begun + news).split(b"\n")
+            read, heard = read + len(news), time.monotonic()
             yield from whole
         if timeout is not None and time.monotonic() - heard >= timeout:
             return

@@ -9,7 +9,7 @@ from PIL import Image
 
 from flyte_ddp.data.datasets import prepare
 from flyte_ddp.data.description import FolderDescription
-from flyte_ddp.data.image_files import Access, decode, write_access
+from flyte_ddp.data.image_files import decode, link_images
 from flyte_ddp.data.image_folder import index_folder, stamp, verify_images, write_folder
 from flyte_ddp.data.image_settings import ImageSettings
 from flyte_ddp.data.prepared import open_images, open_split, verify
@@ -37,7 +37,7 @@ def described(directory) -> FolderDescription:
 
 
 def opened(folder, at, split):
-    write_access(at, Access(str(folder)))
+    link_images(at, folder)
     return open_images(at, split)
 
 

@@ -51,7 +51,7 @@ def test_numbers_of_numpy_are_read_again_and_what_does_not_fit_is_trained_anew(t
     first, _ = run(NumpyNumbers, tmp_path)
     final, resumed = tmp_path / "final-checkpoint", tmp_path / "checkpoint"
     as_a_task = RecipeTraining(f"{__name__}:NumpyNumbers").subject(Settings(), None)
-    content = read_checkpoint(final, as_a_task.identity.as_dict())
+    content = read_checkpoint(final, as_a_task.identity)
     assert type(content["state"]["history"][0]["test"]["perplexity"]) is float
 
     shutil.copy(final, resumed)

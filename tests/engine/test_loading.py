@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.faults import has_ended
 from flyte_ddp.data.datasets import prepare
-from flyte_ddp.data.image_files import Access, write_access
+from flyte_ddp.data.image_files import link_images
 from flyte_ddp.data.image_folder import index_folder, write_folder
 from flyte_ddp.data.image_settings import ImageSettings
 from flyte_ddp.data.prepared import open_split, read_description
@@ -36,7 +36,7 @@ def digits(tmp_path_factory):
 def dataset(folder, image_size=28):
     images = ImageSettings(image_size=image_size, channels="grayscale" if image_size == 28 else "rgb")
     directory = index_folder(folder, folder.name, images, print)
-    write_access(directory, Access(str(folder)))
+    link_images(directory, folder)
     return str(directory)
 
 

@@ -45,7 +45,7 @@ def launch(target, argument, root):
     world = World(size=1, local_size=1, backend="gloo", device="cpu")
     before = list(sys.path)
     try:
-        return launcher.launch(target, world, argument, 60, lambda event: None, roots=[root])
+        return launcher.launch(target, world, argument, 60, lambda event: None, root=root)
     finally:
         assert sys.path == before
 

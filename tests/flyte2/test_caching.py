@@ -2,6 +2,7 @@
 
 import shutil
 import sys
+from typing import Any
 
 import pytest
 from flyte.extend import get_proto_extended_resources, get_proto_resources
@@ -45,7 +46,7 @@ def test_the_version_follows_the_code_and_torch_but_no_comment(project, monkeypa
 
 
 def test_a_training_is_cached_by_all_that_the_library_imports_for_it_and_not_by_options():
-    cache = mnist.train.cache
+    cache: Any = mnist.train.cache
     assert cache.get_ignored_inputs() == ("options",)
     assert cache.serialize
     assert cache.get_version() == with_installed(f"{IMAGE_CLASSIFIER.name} {IMAGE_CLASSIFIER.version}", ["torch"])
@@ -56,11 +57,12 @@ def test_a_pod_gets_what_is_registered(monkeypatch):
     monkeypatch.setenv("DDP_ACCELERATOR", "A100_80GB")
     monkeypatch.setenv("DDP_TRAINING_DISK", "5Gi:20Gi")
     monkeypatch.setenv("DDP_WANDB_SECRET", "wandb/key")
-    environment = training_environment("trains", "0123")
-    asked = get_proto_resources(environment.resources)
+    environment: Any = training_environment("trains", "0123")
+    asked: Any = get_proto_resources(environment.resources)
     amounts = {Proto.ResourceName.Name(entry.name): entry.value for entry in [*asked.requests, *asked.limits]}
     assert amounts == {"CPU": "8", "MEMORY": "32Gi", "GPU": "4", "EPHEMERAL_STORAGE": "20Gi"}
-    assert get_proto_extended_resources(environment.resources).gpu_accelerator.device == "nvidia-a100-80gb"
+    kind: Any = get_proto_extended_resources(environment.resources)
+    assert kind.gpu_accelerator.device == "nvidia-a100-80gb"
     assert environment.env_vars["DDP_POD_GPUS"] == "4"
     assert environment.env_vars["DDP_TRAINING_CODE"] == "0123"
     (secret,) = environment.secrets
@@ -68,12 +70,12 @@ def test_a_pod_gets_what_is_registered(monkeypatch):
 
 
 def test_a_small_pod_asks_for_little_and_may_take_more():
-    asked = get_proto_resources(resources(requested.small_size()))
+    asked: Any = get_proto_resources(resources(requested.small_size()))
     values = {Proto.ResourceName.Name(entry.name): entry.value for entry in asked.requests}
     assert values["CPU"] == "100m"
 
 
 def test_all_of_the_library_is_shipped_though_the_ranks_modules_are_not_imported():
-    shipped = {path.removeprefix(f"{ROOT}/") for path in mnist.train.parent_env().include}
+    shipped = {path.removeprefix(f"{ROOT}/") for path in mnist.training.include}
     assert {"flyte_ddp/engine/worker.py", "flyte_ddp/attempt/training.py"} <= shipped
     assert "flyte_ddp.engine.worker" not in sys.modules or "torch" in sys.modules

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from flyte_ddp.hardware.capabilities import Capabilities, Plan, TorchGpu
+from flyte_ddp.hardware.capabilities import Capabilities, TorchGpu
 from flyte_ddp.hardware.machine import GIB, Machine, known, warnings
 from flyte_ddp.hardware.nvidia import DriverGpu, UnknownError
 from flyte_ddp.hardware.page import as_page, as_text
@@ -98,7 +98,8 @@ def capabilities(number: int, precision: str = "bfloat16", **changes: Any) -> Ca
         complaints=[],
         peers=(number * (number - 1) // 2,) * 2,
         cpu_bfloat16=["amx_bf16"],
-        plan=Plan(world, 8, precision),
+        world=world,
+        precision=precision,
         refusal="",
     )
     return dataclasses.replace(found, **changes)
@@ -135,7 +136,7 @@ def test_where_nothing_is_wrong_there_is_no_warning(gpus):
 MIG = [DriverGpu("0", "NVIDIA A100", "40960", "0", "Enabled", "570.86")]
 UNEQUAL = [TorchGpu("NVIDIA A100", 40 * GIB, "8.0"), TorchGpu(H100, 80 * GIB, "9.0")]
 OLD = capabilities(0, no_gpu="The NVIDIA driver on your system is too old (found version 11040).\nPlease update")
-REFUSED = capabilities(0, plan=None, refusal="nproc must be at most 1")
+REFUSED = capabilities(0, world=None, refusal="nproc must be at most 1")
 
 
 @pytest.mark.parametrize(

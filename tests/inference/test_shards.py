@@ -1,12 +1,17 @@
 """Image files in another form than the network's, or in none."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from PIL import Image
 
+from flyte_ddp.data.datasets import prepare
 from flyte_ddp.data.image_files import decode
-from flyte_ddp.inference.images import decode_all
-from flyte_ddp.inference.shards import Row, read_rows, write_rows
+from flyte_ddp.data.prepared import read_description
+from flyte_ddp.errors import InputError
+from flyte_ddp.inference.rank import read_images
+from flyte_ddp.inference.shards import Row, ShardJob, read_rows, write_rows
 
 
 @pytest.mark.parametrize("mode", ["L", "RGB", "RGBA", "P", "1", "CMYK"])
@@ -35,9 +40,16 @@ def test_photo_is_turned_upright(tmp_path):
 
 def test_unreadable_file_is_a_reason_not_an_end(tmp_path):
     (tmp_path / "words.png").write_text("no image")
-    images, problems = decode_all([tmp_path / "words.png", tmp_path / "nowhere.png"], (1, 8, 8))
-    assert images.shape == (2, 1, 8, 8)
-    assert problems == ["not an image", "No such file or directory"]
+    description, files = read_description(prepare("digits")), ["words.png", "nowhere.png"]
+    paths = [(name, str(tmp_path / name)) for name in files]
+    job = ShardJob("", "", "", "test", first=0, last=2, files=paths, batch_size=1, output="")
+    images, rows = read_images(job, description)
+    assert images.shape == (2, *description.image_shape)
+    assert [(row.image, row.error) for row in rows] == [
+        ("words.png", "not an image"), ("nowhere.png", "No such file or directory"),
+    ]  # fmt: skip
+    with pytest.raises(InputError, match="can have 1 or 3 channels, the dataset's have 2: leave folder out"):
+        read_images(job, replace(description, image_shape=(2, 8, 8)))
 
 
 def test_a_table_of_predictions_holds_no_formulas(tmp_path):

@@ -1,6 +1,5 @@
 """What tests have ranks do: each function is a worker's."""
 
-import dataclasses
 import gc
 import itertools
 import os
@@ -44,14 +43,11 @@ def count_page_faults(environment: Environment, link: Link, job: Job) -> list[in
     """Trains; for each sign of life but the first, the page faults since the one before."""
     counts: list[int] = []
 
-    class CountingLink:
-        stop_requested, is_heard = False, link.is_heard
-        emit = link.emit
-
+    class CountingLink(Link):
         def alive(self) -> None:
             counts.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
 
-    worker.run(environment, CountingLink(), job)
+    worker.run(environment, CountingLink(link.is_heard), job)
     return [after - before for before, after in itertools.pairwise(counts)]
 
 
@@ -114,8 +110,7 @@ def train_on_two_hosts(environment: Environment, link: Link, job: Job) -> Traini
 
 def break_gradient_of_rank_one(environment: Environment, link: Link, job: Job) -> None:
     """Trains a network whose gradient, not its loss, becomes NaN in the eighth step on rank 1."""
-    identity = dataclasses.replace(job.identity, recipe="tests.launch.targets:BrokenOnRankOne")
-    worker.run(environment, link, dataclasses.replace(job, identity=identity))
+    worker.run(environment, link, replace(job, recipe="tests.launch.targets:BrokenOnRankOne"))
 
 
 class BrokenOnRankOne(ImageClassifier):

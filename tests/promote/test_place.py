@@ -161,7 +161,7 @@ def test_a_kill_before_any_operation_leaves_the_old_state_or_the_new_one(tmp_pat
             place = Place(str(root))
             version = place.read().version
             if version:
-                place.fetch(version, Path(os.devnull))
+                place.fetch(version, Path(sys.argv[1], "fetched"))
             return version
 
         seen = {"": set(), "old": set()}

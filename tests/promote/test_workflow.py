@@ -16,7 +16,7 @@ from flytekit.types.file import PythonPickledFile
 
 from flyte_ddp.attempt.training import IMAGE_CLASSIFIER
 from flyte_ddp.data.datasets import prepare
-from flyte_ddp.engine.job import Identity, Measured, Subject
+from flyte_ddp.engine.job import Measured, subject_of
 from flyte_ddp.errors import InputError
 from flyte_ddp.model_metadata import ModelMetadata, add_metadata
 from flyte_ddp.promote.job import PromotionOptions, judge
@@ -205,7 +205,7 @@ def test_a_recipe_is_promoted_by_its_headline_the_right_way_round(example, setti
     def candidate(epochs):
         mine = kind(epochs=epochs, precision="float32", **settings)
         output = train(example, mine, RunOptions(nproc=1), output=tmp_path / str(epochs), on_event=lambda event: None)
-        return Subject(Identity(code.name, mine, "", ""), "own", None, code.root, code.files), output.model_path, output
+        return subject_of(code, mine), output.model_path, output
 
     (worse, its_model, output), (better, model, _) = candidate(1), candidate(4)
     first = promote(worse, its_model, place, PromotionOptions())

@@ -10,13 +10,14 @@ import pytest
 from flyte_ddp.data import prepared
 from flyte_ddp.data.datasets import prepare
 from flyte_ddp.data.writer import write_prepared
-from flyte_ddp.engine.job import Identity, Job
+from flyte_ddp.engine.job import PREDICTIONS, job_of, subject_of
 from flyte_ddp.launch import launcher
 from flyte_ddp.launch.environment import choose_world
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.report.record import Record, RunFinished, RunInfo
 from flyte_ddp.report.surroundings import surroundings
 from flyte_ddp.settings import RunOptions
+from flyte_ddp.user_code import find_code
 from tests.once import made_once
 
 HOSTILE = """<script>alert(1)</script>"'&{{ 7 * 7 }}"""
@@ -56,36 +57,26 @@ def record(folder: Path) -> None:
     hp = Hyperparameters(
         dataset="digits", epochs=2, batch_size=64, test_batch_size=40, log_interval=5, precision="float32"
     )
-    job = Job(
-        identity=Identity("flyte_ddp.recipes.images:ImageClassifier", hp, description.digest, "code"),
-        dataset=HOSTILE,
-        data=str(folder / "data"),
-        model_path=str(folder / "model.pt"),
-        predictions_path=str(folder / "logs" / "predictions.npy"),
-        pictures_path=str(folder / "logs" / "pictures.npz"),
-        checkpoint_path=str(folder / "checkpoint"),
-        checkpoint_seconds=1e9,
-        timeout_seconds=120,
-        launched=time.time(),
-        profile_path=str(folder / "logs" / "profile"),
-        log_gradients=True,
-    )
+    options = RunOptions(tracking="off", profile=True, log_gradients=True, checkpoint_seconds=1e9)
+    code, logs = find_code("flyte_ddp.recipes.images:ImageClassifier"), folder / "logs"
+    subject = subject_of(code, hp, folder / "data", description=description)
+    job = job_of(subject, options, model_path=folder / "model.pt", checkpoint_path=folder / "checkpoint", logs=logs)
     info = RunInfo(
         name="20260101-000000-digits",
         tracking_id="0123abcd-4567cdef",
         attempt=1,
         recipe="package.module:Classifier",
         settings=hp,
-        options=RunOptions(tracking="off", profile=True, log_gradients=True),
+        options=options,
         data=folder / "data",
         description=description,
         data_seconds=0.5,
-        logs=folder / "logs",
+        logs=logs,
         surroundings=surroundings(),
     )
     events: list[Any] = []
     results = launcher.launch("flyte_ddp.engine.worker:run", choose_world("gloo", 2, 64), job, 120, events.append)
-    events.append(RunFinished(results, Path(job.predictions_path), time.time() - job.launched))
+    events.append(RunFinished(results, logs / PREDICTIONS, time.time() - job.launched))
     (folder / "recorded.pickle").write_bytes(pickle.dumps(Recorded(info, events)))
 
 

@@ -102,7 +102,7 @@ def test_terminal_has_one_live_line(recorded, recorded_file, columns):
     assert said.count("Epoch 2 of 2") == 1
     if columns == 120:
         last = recorded.of(StepLogged)[-1].measures
-        assert f"loss {last['loss']:.3f}, accuracy {last['accuracy']:.1%}, " in said
+        assert f"accuracy {last['accuracy']:.1%}, loss {last['loss']:.3f}, " in said
         assert "images/s" in said
     assert "\x1b[2Kabove the line\r\n" in said, "not behind the live one, which would run over"
     assert said.rstrip().endswith("the end")

@@ -1,12 +1,8 @@
 """What is shown of a recipe that brings its own data, settings and measures, no image classifier of this library."""
 
 import dataclasses
-import json
 import math
-import pickle
 import re
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,17 +12,18 @@ import pytest
 
 from flyte_ddp.engine.job import TrainingResult
 from flyte_ddp.events import EpochFinished, RunStarted, StepLogged
+from flyte_ddp.report.article import document
 from flyte_ddp.report.console import Console
 from flyte_ddp.report.contents import epoch_heads, epoch_lines, tiles
 from flyte_ddp.report.curves import MOST_CURVES, progress_curves
 from flyte_ddp.report.record import Record, RunFailed, RunFinished, RunInfo
-from flyte_ddp.report.report import document, fragment
+from flyte_ddp.report.report import fragment
 from flyte_ddp.report.summary import say_summary
 from flyte_ddp.report.tensorboard import TensorBoard
 from flyte_ddp.report.words import written
 from flyte_ddp.settings import RunOptions, TrainingSettings, setting
 from tests.report.conftest import HOSTILE, Recorded
-from tests.report.wandb_file import Logged
+from tests.report.track import tell_tracker
 
 ROOT = Path(__file__).resolve().parents[2]
 STARTED = RunStarted(
@@ -116,7 +113,7 @@ def test_a_headline_that_is_the_loss_is_said_once(told, capsys):
         console(event)
         record(event)
     assert capsys.readouterr().err.splitlines()[1] == "Epoch 1 of 2: test loss 2.2500, 3.1 s of training"
-    assert [tile["label"] for tile in tiles(record)][:2] == ["test loss", "training, 1 of 2 epochs"]
+    assert [label for _, label in tiles(record)][:2] == ["test loss", "training, 1 of 2 epochs"]
     assert record.measures == ["loss", "perplexity", "top5_share"]
 
 
@@ -129,7 +126,7 @@ def test_last_words_are_of_the_headline(told, capsys):
 
 
 def test_page_shows_what_the_recipe_measures(told):
-    text = document(told.record, fragment(told.record), live=False)
+    text = document(told.record.title, fragment(told.record))
     for shown in (
         "Finished: training on letters",
         "LanguageModel, run 20260101-000000-letters",
@@ -186,7 +183,7 @@ def test_numbers_that_are_none_make_a_page(told, value):
 def test_a_failure_before_the_start_has_a_page(told):
     record = Record(told.info)
     record(RunFailed("no module named own"))
-    text = document(record, fragment(record), live=False)
+    text = document(record.title, fragment(record))
     assert "Failed: training of LanguageModel" in text
     assert "<h2>Data</h2>" not in text
 
@@ -220,12 +217,7 @@ def test_tensorboard_has_each_measure(told):
 
 
 def test_wandb_has_each_measure(told, tmp_path):
-    (tmp_path / "recorded.pickle").write_bytes(pickle.dumps(tuple(told)))
-    logs, options = tmp_path / "wandb-logs", json.dumps({"tracking": "offline"})
-    command = [sys.executable, "-m", "tests.report.track", str(tmp_path / "recorded.pickle"), str(logs), options]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=120)
-    (file,) = logs.glob("wandb/*run-*/*.wandb")
-    run = Logged(file)
+    run = tell_tracker(told, tmp_path, {"tracking": "offline"}).run
     assert (run.config["recipe"], run.config["width"]) == ("own.package:LanguageModel", 32)
     assert run.values("loss") == pytest.approx([2.5, 2.0, 1.5, 1.0])
     assert run.values("train_perplexity") == pytest.approx([math.exp(loss) for loss in (2.5, 2.0, 1.5, 1.0)])

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 from flyte_ddp.events import EpochFinished, NotLearning, Printed, RunStarted, StepLogged
+from flyte_ddp.report.article import document
 from flyte_ddp.report.figures import Curves, cloud, draw, load_matplotlib, scatter, thinned
-from flyte_ddp.report.predictions import read_predictions
+from flyte_ddp.report.predictions import predictions_of
 from flyte_ddp.report.record import MOST_STEPS, Record, RunFailed, RunFinished
-from flyte_ddp.report.report import Report, document, fragment
+from flyte_ddp.report.report import Report, fragment
 from tests.report.browser import Browser, find_chromium
 from tests.report.conftest import HOSTILE, HOSTILE_CLASS, Recorded
 
@@ -33,7 +34,7 @@ class Addresses(HTMLParser):
 
 
 def page_of(record: Record) -> str:
-    return document(record, fragment(record), live=False)
+    return document(record.title, fragment(record))
 
 
 @pytest.fixture(scope="session")
@@ -90,7 +91,8 @@ def test_hostile_names_stay_text(page):
 
 
 def test_counts_are_those_of_the_predictions(recorded):
-    predictions = read_predictions(recorded.events[-1].predictions_path, recorded.info.data)
+    predictions = predictions_of(recorded.info, recorded.events[-1])
+    assert predictions
     guesses = predictions.scores.argmax(1)
     matrix = np.zeros((10, 10), int)
     for truth, guess in zip(predictions.labels, guesses, strict=True):
@@ -173,7 +175,7 @@ def test_a_long_run_is_thinned_out(recorded):
 def test_odd_values_make_a_figure(values, logarithmic):
     points = [(float(x), y) for x, y in enumerate(values)]
     svg = draw(Curves("<Odd>", {"$a_b": points, "x&y": points}, logarithmic=logarithmic))
-    assert svg.startswith('<svg role="img" aria-label="&#60;Odd&#62; over epochs')
+    assert svg.startswith('<svg role="img" aria-label="&lt;Odd&gt; over epochs')
     assert "$a_b" in svg
 
 
@@ -189,8 +191,8 @@ def test_without_matplotlib_words_take_the_place_of_figures(recorded, no_matplot
     text = page_of(recorded.record)
     assert "<svg" not in text
     assert re.search(r"<figcaption>Gradient norm.*?</figcaption><p>[^<]+ over epochs: .*? to .*?</p>", text)
-    assert scatter("size", [1, 2], "error", [0.5, 0.25]) == "<p>error by size: 2 values, the lowest 25.00% at 2</p>"
-    assert cloud(np.zeros((1, 3)), np.zeros(1), ["0"], 0, "a > b") == "<p>a &#62; b</p>"
+    assert scatter("size", [1, 2], "error", [0.5, 0.25]) == "<p>error by size: 2 values, the best 0.5 at 1</p>"
+    assert cloud(np.zeros((1, 3)), np.zeros(1), ["0"], 0, "a > b") == "<p>a &gt; b</p>"
     (said,) = capsys.readouterr().err.splitlines()
     assert said.endswith('matplotlib, which is not installed: pip install "flyte-ddp-training[figures]"')
 

@@ -1,12 +1,11 @@
 """Weights & Biases and TensorBoard, told of a real training in a process of its own, and read back."""
 
 import json
-import os
 import re
-import subprocess
 import sys
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,46 +15,18 @@ from flyte_ddp.data.prepared import open_split
 from flyte_ddp.errors import InputError
 from flyte_ddp.events import EpochFinished, GradientsSeen, RunStarted, StepLogged
 from flyte_ddp.report import wandb_run
-from flyte_ddp.report.tracking import CLOSE_SECONDS, choose_tracking
+from flyte_ddp.report.tracking import choose_tracking
+from tests.report.track import Told, tell_tracker
 from tests.report.wandb_file import Logged
 from tests.report.wandb_server import Server
 
-ROOT = Path(__file__).resolve().parents[2]
-PATIENCE_SECONDS = CLOSE_SECONDS + 60  # less than a silent server holds whoever waits for its answer
 KEY = "0123456789abcdefmarked" + "0" * 18  # as long as a real one
 
 
-class Told(NamedTuple):
-    urls: Any
-    said: str  # standard error
-    logs: Path
-
-    @property
-    def run(self) -> Logged:
-        (file,) = self.logs.glob("wandb/*run-*/*.wandb")
-        return Logged(file)
-
-
 @pytest.fixture
-def track(recorded, recorded_file, tmp_path):
+def track(recorded, tmp_path):
     """track(options, **environment): what a tracker made of the recorded training."""
-
-    def run(options: dict[str, Any], **environment: str) -> Told:
-        logs = tmp_path / "logs"
-        command = [sys.executable, "-m", "tests.report.track", str(recorded_file), str(logs), json.dumps(options)]
-        result = subprocess.run(
-            command,
-            cwd=ROOT,
-            env={**os.environ, **environment},
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE_SECONDS,
-        )
-        assert result.returncode == 0, result.stderr
-        urls = json.loads(result.stdout)  # and nothing else
-        return Told(urls, result.stderr, logs)
-
-    return run
+    return partial(tell_tracker, recorded, tmp_path)
 
 
 def test_offline_run_is_what_was_trained(recorded, track):

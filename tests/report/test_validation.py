@@ -1,24 +1,21 @@
 """What is shown of a training with a validation split: its curves, the chosen epoch, one look at the test split."""
 
 import dataclasses
-import json
-import pickle
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from flyte_ddp.events import EpochChosen, EpochFinished, RunStarted
+from flyte_ddp.report.article import document
 from flyte_ddp.report.console import Console
 from flyte_ddp.report.contents import epoch_heads, epoch_lines, tiles
 from flyte_ddp.report.curves import progress_curves
 from flyte_ddp.report.record import Record, RunFinished
-from flyte_ddp.report.report import document, fragment
+from flyte_ddp.report.report import fragment
 from flyte_ddp.report.summary import say_summary
 from flyte_ddp.report.tensorboard import TensorBoard
 from tests.report.conftest import Recorded
-from tests.report.wandb_file import Logged
+from tests.report.track import tell_tracker
 
 ROOT = Path(__file__).resolve().parents[2]
 TESTED = {"loss": 0.75, "accuracy": 0.625}
@@ -61,7 +58,7 @@ def test_the_console_names_the_splits(validated, capsys):
 
 def test_the_report_has_the_validation_curves_and_the_chosen_epoch(validated):
     record = validated.record
-    shown = {tile["label"]: tile["value"] for tile in tiles(record)}
+    shown = {label: value for value, label in tiles(record)}
     assert shown["test accuracy (36 of 96 wrong)"] == "62.50%"
     assert shown["test loss"] == "0.7500"
     assert shown["is the best on the validation split; stopped early"] == "epoch 1"
@@ -71,7 +68,7 @@ def test_the_report_has_the_validation_curves_and_the_chosen_epoch(validated):
     assert (loss.chosen, accuracy.chosen) == (1.0, 1.0)
     assert epoch_heads(record)[1] == "Validation accuracy"
     assert epoch_lines(record)[0][1] == f"{record.epochs[0].validation['accuracy']:.2%}"
-    page = document(record, fragment(record), live=False)
+    page = document(record.title, fragment(record))
     assert "Held out for validation" in page
     assert " The best: 1. Validation loss" in page
     assert ">chosen</text>" in page
@@ -82,7 +79,7 @@ def test_before_the_end_the_report_shows_the_validation_split(validated):
     for event in validated.events:
         if not isinstance(event, (EpochChosen, RunFinished)):
             record(event)
-    labels = [tile["label"] for tile in tiles(record)]
+    labels = [label for _, label in tiles(record)]
     assert labels[:2] == ["validation accuracy", "validation loss"]
 
 
@@ -99,12 +96,7 @@ def test_tensorboard_names_the_splits(validated):
 
 
 def test_wandb_names_the_splits(validated, tmp_path):
-    (tmp_path / "recorded.pickle").write_bytes(pickle.dumps(tuple(validated)))
-    logs, options = tmp_path / "wandb-logs", json.dumps({"tracking": "offline"})
-    command = [sys.executable, "-m", "tests.report.track", str(tmp_path / "recorded.pickle"), str(logs), options]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=120)
-    (file,) = logs.glob("wandb/*run-*/*.wandb")
-    logged = Logged(file)
+    logged = tell_tracker(validated, tmp_path, {"tracking": "offline"}).run
     assert len(logged.values("validation_accuracy")) == 2
     assert not logged.values("accuracy")
     assert logged.summary["accuracy"] == 0.625

@@ -1,10 +1,15 @@
 """Successive halving: which trials go on, and that those that do end where they would have without a stop."""
 
 import csv
+import json
+import math
 import re
 import signal
-from dataclasses import replace
+import subprocess
+import sys
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,18 +18,35 @@ from flyteidl.core.literals_pb2 import Literal, LiteralCollection
 
 from flyte_ddp.errors import InputError, ReportedError
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
-from flyte_ddp.settings import RunOptions, TrainingSettings
-from flyte_ddp.sweep.halving import check_rungs, entrants, rungs_of, saving, standings
-from flyte_ddp.sweep.search import Sweep, TrialResult, trials_of
+from flyte_ddp.settings import RunOptions
+from flyte_ddp.sweep.halving import (
+    AllTrials,
+    Entrant,
+    TrialResult,
+    check_rungs,
+    entrants,
+    ranked,
+    run_rungs,
+    rungs_of,
+    saving,
+    standings,
+)
+from flyte_ddp.sweep.search import Sweep, trials_of
 from scripts.dry_run import decode
-from tests.commands import pyflyte_process, same, start_pyflyte
+from tests.commands import ROOT, pyflyte_process, same, start_pyflyte
 from tests.object_storage import object_storage
 from tests.pod import Pod, literal, package_for_here, small_dataset
 
 RATES = [0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7]
-EIGHT = [Hyperparameters(dataset="digits", epochs=4, learning_rate=rate) for rate in RATES]
-NINE = trials_of(Sweep({"seed": list(range(9))}), Hyperparameters(epochs=9))
 BY_TWO = Sweep({"learning_rate": RATES}, reduction_factor=2)
+
+
+def trials(sweep: Sweep, **base: Any) -> AllTrials:
+    return [asdict(trial) for trial in trials_of(sweep, Hyperparameters(dataset="digits", **base))]
+
+
+EIGHT = trials(BY_TWO, epochs=4)
+NINE = trials(Sweep({"seed": list(range(9))}), epochs=9)
 
 
 # --- which go on ---
@@ -41,39 +63,39 @@ def test_rungs_are_those_of_a_hyperband_bracket():
 def test_from_four_on_less_than_half_of_the_epochs_are_trained(factor):
     for epochs in range(factor, 60):
         for count in range(factor, 60):
-            trials = [Hyperparameters(epochs=epochs)] * count
             trained, before = 0, 0
-            for entered, stop in rungs_of(Sweep(reduction_factor=factor), trials):
+            for entered, stop in rungs_of(Sweep(reduction_factor=factor), [{"epochs": epochs}] * count):
                 trained += entered * ((stop or epochs) - before)
                 before = stop
             assert trained < epochs * count / 2
 
 
-def after(stop: int, accuracies: dict[int, float]) -> list[TrialResult]:
+def after(stop: int, accuracies: dict[int, float]) -> list[TrialResult | None]:
     """Results of the trials with these numbers; those without an accuracy have failed."""
     return [
-        TrialResult(replace(EIGHT[number - 1], stop_after=stop), accuracy, 125, 1.0, checkpoint=f"{number} at {stop}")
+        TrialResult({"accuracy": accuracy}, 125, seconds=1.0, checkpoint=f"{number} at {stop}")
         if accuracy
-        else TrialResult(replace(EIGHT[number - 1], stop_after=stop), seconds=1.0, failure="NonFiniteError")
+        else TrialResult(seconds=1.0, failure="NonFiniteError")
         for number, accuracy in accuracies.items()
     ]
 
 
+def entrant(number: int, stop_after: int, checkpoint: str) -> Entrant:
+    return Entrant(json.dumps({**EIGHT[number - 1], "stop_after": stop_after}), checkpoint)
+
+
 def test_the_better_ones_go_on_from_their_checkpoints():
     first = after(1, {1: 0.1, 2: 0.8, 3: 0.3, 4: 0.7, 5: 0.6, 6: 0.6, 7: 0.6, 8: 0})
-    going = entrants(BY_TWO, EIGHT, [first])
-    assert [entrant.number for entrant in going] == [2, 4, 5, 6], "of equals the earlier"
-    assert [entrant.checkpoint for entrant in going] == ["2 at 1", "4 at 1", "5 at 1", "6 at 1"]
-    assert [entrant.hp for entrant in going] == [replace(EIGHT[number], stop_after=2) for number in (1, 3, 4, 5)]
+    going = {number: entrant(number, 2, f"{number} at 1") for number in (2, 4, 5, 6)}
+    assert entrants(BY_TWO, EIGHT, [first]) == going, "of equals the earlier"
 
     second = after(2, {2: 0.81, 4: 0.9, 5: 0.82, 6: 0.7})
-    finalists = entrants(BY_TWO, EIGHT, [first, second])
-    assert [(entrant.hp, entrant.checkpoint) for entrant in finalists] == [(EIGHT[3], "4 at 2"), (EIGHT[4], "5 at 2")]
+    assert entrants(BY_TWO, EIGHT, [first, second]) == {4: entrant(4, 0, "4 at 2"), 5: entrant(5, 0, "5 at 2")}
 
     latest = standings(BY_TWO, EIGHT, [first, second, after(0, {4: 0.95, 5: 0.96})])
-    assert [result.hp.last_epoch for result in latest] == [1, 2, 1, 4, 4, 2, 1, 1]
-    assert [result.seconds for result in latest] == [1, 2, 1, 3, 3, 2, 1, 1]
-    assert saving(BY_TWO, EIGHT, latest) == (
+    assert [trial.epochs for trial in latest] == [1, 2, 1, 4, 4, 2, 1, 1]
+    assert [trial.result.seconds for trial in latest] == [1, 2, 1, 3, 3, 2, 1, 1]
+    assert saving(BY_TWO, latest) == (
         "16 epochs instead of 32: all 8 trials trained to epoch 1, the best 4 to epoch 2, the best 2 to epoch 4"
     )
 
@@ -82,11 +104,25 @@ def test_one_that_was_cut_takes_the_place_of_one_that_failed():
     first = after(1, {1: 0.1, 2: 0.8, 3: 0.3, 4: 0.7, 5: 0.6, 6: 0.5, 7: 0.4, 8: 0})
     lost = [*after(2, {2: 0, 4: 0.7, 5: 0}), None]
     going = entrants(BY_TWO, EIGHT, [first, lost])
-    assert [(entrant.number, entrant.checkpoint) for entrant in going] == [(4, "4 at 2"), (7, "7 at 1")]
+    assert going == {4: entrant(4, 0, "4 at 2"), 7: entrant(7, 0, "7 at 1")}
     with pytest.raises(
         ReportedError, match=r"^Every trial of the sweep failed:\nTrial 1 \(learning_rate 0.05\): NonFin"
     ):
         entrants(BY_TWO, EIGHT, [after(1, dict.fromkeys(range(1, 9), 0))])
+
+
+@pytest.mark.parametrize(("largest", "winner"), [(True, 8), (False, 1)])
+def test_any_measure_decides_and_one_that_is_no_number_loses(largest, winner):
+    def run(entrant: Entrant) -> TrialResult:
+        rate = json.loads(entrant.settings)["learning_rate"]
+        return TrialResult({"loss": rate, "perplexity": math.nan if rate == 0.3 else math.exp(rate)})
+
+    sweep = replace(BY_TWO, measure="perplexity", largest=largest)
+    *_, last = run_rungs(sweep, EIGHT, run)
+    assert len(last) == 2
+    assert ranked(sweep, standings(sweep, EIGHT, run_rungs(sweep, EIGHT, run)))[0].number == winner
+    with pytest.raises(InputError, match=r"Sweep\.measure must be one of loss, perplexity, got 'accuracy'"):
+        run_rungs(BY_TWO, EIGHT, run)
 
 
 @pytest.mark.parametrize(
@@ -103,16 +139,19 @@ def test_one_that_was_cut_takes_the_place_of_one_that_failed():
     ],
 )
 def test_where_nothing_can_be_cut_it_is_refused(values, base, said):
-    sweep, hp = Sweep(values, reduction_factor=3), Hyperparameters(**base)
+    sweep = Sweep(values, reduction_factor=3)
     with pytest.raises(InputError) as refused:
-        check_rungs(sweep, trials_of(sweep, hp))
+        check_rungs(sweep, trials(sweep, **base))
     assert said in str(refused.value)
-    check_rungs(replace(sweep, reduction_factor=1), trials_of(sweep, hp))
+    check_rungs(replace(sweep, reduction_factor=1), trials(sweep, **base))
 
 
-def test_a_sweep_over_a_recipes_settings_cuts_nothing():
-    with pytest.raises(InputError, match=r"reduction_factor must be 1 in a sweep over a recipe's settings, got 3: "):
-        trials_of(Sweep({"seed": [1, 2, 3]}, reduction_factor=3), TrainingSettings())
+def test_it_needs_neither_flytekit_nor_torch():
+    program = (
+        "import sys; from flyte_ddp.sweep import halving, page, search; "
+        "print([name for name in ('flytekit', 'torch') if name in sys.modules])"
+    )
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True).stdout == "[]\n"
 
 
 # --- locally ---
@@ -163,7 +202,7 @@ def test_an_interrupted_sweep_goes_on_and_its_winner_has_the_bits_of_an_uninterr
     assert "stop_after=0" in halved.stdout
     page = Path(re.findall(r" report=([^,]+)", halved.stdout)[0]).read_text()
     assert f"Trained: {spared}." in page
-    assert "trained epochs" in page
+    assert "Trained epochs" in page
 
     whole = pyflyte_process(*sweep(f"[{winner['learning_rate']}]"))
     assert epochs_of(whole.stderr) == ["1 of 4", "2 of 4", "3 of 4", "4 of 4"]
@@ -185,30 +224,38 @@ def listed(*values: object) -> Literal:
 def test_a_pod_goes_on_from_where_one_of_the_rung_before_ended(tmp_path):
     tasks = package_for_here().tasks
     hps = [Hyperparameters(epochs=2, batch_size=100, learning_rate=rate) for rate in (0.05, 0.1)]
-    trials, halving = listed(*hps), literal(Sweep(reduction_factor=2))
-    inputs = {"sweep": halving, "trials": trials, "name": literal("digits"), "options": literal(RunOptions())}
+    texts, halving = [hp.to_json() for hp in hps], literal(Sweep(reduction_factor=2))
+    inputs = {"sweep": halving, "trials": listed(*hps), "name": literal("digits"), "options": literal(RunOptions())}
     pod = Pod(tasks["workflows.sweep.run_trials"], inputs, tmp_path / "run")
     assert pod.finish() == 0, pod.log
     job = DynamicJobSpec.FromString((pod.folder / "futures.pb").read_bytes())
     mapped = [node for node in job.nodes if node.HasField("array_node")]
-    assert [node.task_node.reference_id.name for node in job.nodes].count("workflows.sweep.next_rung") == 1
+    names = [node.task_node.reference_id.name for node in job.nodes]
+    assert names.count("flyte_ddp.sweep.task.next_rung") == 1
     assert len(mapped) == 2
-    assert len(job.outputs[0].binding.collection.bindings) == 2
+    (compared,) = (
+        node for node in job.nodes if node.task_node.reference_id.name == "flyte_ddp.sweep.task.compare_trials"
+    )
+    (bound,) = (one.binding.collection.bindings for one in compared.inputs if one.var == "rungs")
+    assert len(bound) == 2
 
-    given = {"held_out": small_dataset(tmp_path / "small"), "options": literal(RunOptions())}
-    cut = {"hp": literal(replace(hps[0], stop_after=1)), "checkpoint": literal(""), **given}
+    given = {"data": small_dataset(tmp_path / "small"), "options": literal(RunOptions())}
+    cut = {"entrant": literal(Entrant(replace(hps[0], stop_after=1).to_json())), **given}
     first = Pod(tasks["workflows.sweep.train_trial"], cut, tmp_path / "first").run()["o0"]
-    other = literal(TrialResult(replace(hps[1], stop_after=1), 0.01, 296))
-    rungs = {"sweep": halving, "trials": trials, "rungs": listed(listed(first, other))}
-    going = Pod(tasks["workflows.sweep.next_rung"], rungs, tmp_path / "next").run()
-    (hp,), (checkpoint,) = going["trials"].collection.literals, going["checkpoints"].collection.literals
-    assert decode(checkpoint).startswith(str(tmp_path / "first" / "raw")), "Flyte's storage"
-    assert (decode(hp)["learning_rate"], decode(hp)["stop_after"]) == (0.05, 0)
+    assert decode(first)["split"] == "test", "as it was not told to hold any images out"
+    other = literal(TrialResult({"accuracy": 0.01}, 296))
+    rungs = {"sweep": halving, "trials": listed(*texts), "rungs": listed(listed(first, other))}
+    going = Pod(tasks["flyte_ddp.sweep.task.next_rung"], rungs, tmp_path / "next").run()
+    (found,) = map(decode, going["o0"].collection.literals)
+    assert found["checkpoint"].startswith(str(tmp_path / "first" / "raw")), "Flyte's storage"
+    settings = json.loads(found["settings"])
+    assert (settings["learning_rate"], settings["stop_after"]) == (0.05, 0)
     with object_storage() as storage:
-        storage.objects["bucket/rung/final-checkpoint"] = Path(decode(checkpoint)).read_bytes()
-        going_on = {"hp": hp, "checkpoint": literal("s3://bucket/rung/final-checkpoint"), **given}
+        storage.objects["bucket/rung/final-checkpoint"] = Path(found["checkpoint"]).read_bytes()
+        continued = Entrant(found["settings"], "s3://bucket/rung/final-checkpoint")
         task = tasks["workflows.sweep.train_trial"]
-        second = Pod(task, going_on, tmp_path / "second", environment=storage.environment)
+        inputs = {"entrant": literal(continued), **given}
+        second = Pod(task, inputs, tmp_path / "second", environment=storage.environment)
         result = decode(second.run()["o0"])
     assert "Continues from final-checkpoint, after epoch 1" in second.log
     assert (result["failure"], result["checkpoint"]) == ("", "")

@@ -1,27 +1,32 @@
 """The trials of a sweep side by side, as a table and on a page."""
 
 import csv
+from dataclasses import asdict
+from typing import Any
 
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
-from flyte_ddp.sweep.page import comparison, ranked, write_table
-from flyte_ddp.sweep.search import TrialResult
+from flyte_ddp.sweep.halving import Ranked, TrialResult, ranked
+from flyte_ddp.sweep.page import comparison, write_table
+from flyte_ddp.sweep.search import Sweep
+
+SWEEP = Sweep({"learning_rate": [], "schedule": []})
 
 
-def result(accuracy, failure="", **hyperparameters):
-    return TrialResult(Hyperparameters(dataset="digits", **hyperparameters), accuracy, 100, 1.25, "", failure)
+def trial(number: int, measures: dict[str, float], failure: str = "", **hyperparameters: Any) -> Ranked:
+    result = TrialResult(measures, 100, seconds=1.25, failure=failure)
+    return Ranked(number, asdict(Hyperparameters(dataset="digits", **hyperparameters)), result)
 
 
 RESULTS = [
-    result(0.0, "<NaN>", learning_rate=10.0, schedule="constant"),
-    result(0.9, learning_rate=0.1, schedule="constant"),
-    result(0.96, learning_rate=0.01, schedule="onecycle"),
-    result(0.96, learning_rate=0.02, schedule="onecycle"),
+    trial(1, {}, "<NaN>", learning_rate=10.0, schedule="constant"),
+    trial(2, {"accuracy": 0.9}, learning_rate=0.1, schedule="constant"),
+    trial(3, {"accuracy": 0.96}, learning_rate=0.01, schedule="onecycle"),
+    trial(4, {"accuracy": 0.96}, learning_rate=0.02, schedule="onecycle"),
 ]
-NAMES = ["learning_rate", "schedule"]
 
 
 def test_the_table_has_the_best_first_and_those_without_an_accuracy_last(tmp_path):
-    write_table(ranked(RESULTS), NAMES, tmp_path / "trials.csv")
+    write_table(SWEEP, ranked(SWEEP, RESULTS), tmp_path / "trials.csv")
     with open(tmp_path / "trials.csv", newline="") as file:
         assert list(csv.reader(file)) == [
             ["trial", "learning_rate", "schedule", "validation_accuracy", "seconds", "report", "failure"],
@@ -33,16 +38,31 @@ def test_the_table_has_the_best_first_and_those_without_an_accuracy_last(tmp_pat
 
 
 def test_the_page_shows_every_trial_and_marks_the_best():
-    shown = comparison(ranked(RESULTS), NAMES)
-    assert "Best: learning_rate 0.01, schedule onecycle, with 96.00% validation accuracy" in shown
-    assert "validation errors by learning_rate: 3 values, the lowest 4.00% at 0.01; 1 without" in shown
-    assert "validation errors by schedule: 3 values, the lowest 4.00% at onecycle; 1 without" in shown
-    assert "100 held-out training images" in shown
+    shown = comparison(SWEEP, ranked(SWEEP, RESULTS), "digits")
+    assert "Best: learning_rate 0.01, schedule onecycle: validation accuracy 96.00%" in shown
+    assert "validation errors by learning_rate: 3 values, the best 4.00% at 0.01; 1 without" in shown
+    assert "validation errors by schedule: 3 values, the best 4.00% at onecycle; 1 without" in shown
+    assert "100 validation samples" in shown
+    assert ">learning_rate</th>" in shown
+    assert ">Validation accuracy</th>" in shown
     assert "Trials within 4.3% of each other" in shown
     assert "Trial 1 (learning_rate 10, schedule constant): &lt;NaN&gt;" in shown
 
 
 def test_one_faultless_trial_makes_a_page():
-    shown = comparison(ranked([result(1.0)]), ["seed"])
-    assert "validation errors by seed: 1 values, the lowest 0.50% at 1" in shown
+    shown = comparison(Sweep({"seed": [1]}), [trial(1, {"accuracy": 1.0})], "digits")
+    assert "validation errors by seed: 1 values, the best 0.50% at 1" in shown
     assert "Trials within 2.0% of each other" in shown
+
+
+def test_a_page_of_other_measures_speaks_of_no_errors():
+    sweep = Sweep({"width": [8, 16]}, measure="loss", largest=False)
+    trials = [
+        Ranked(number, {"epochs": 1, "width": width}, TrialResult({"loss": loss, "r2": -1.0}, 20, "test"))
+        for number, width, loss in ((1, 8, 2.5), (2, 16, 1.25))
+    ]
+    shown = comparison(sweep, ranked(sweep, trials), "patients")
+    assert "Best: width 16: test loss 1.2500" in shown
+    assert "loss by width: 2 values, the best 1.25 at 16" in shown
+    assert "chance" not in shown
+    assert "errors" not in shown

@@ -16,12 +16,14 @@ from flyteidl.core.literals_pb2 import Literal, LiteralCollection, Scalar, Void
 from flyte_ddp.launch.failures import Failure
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
-from flyte_ddp.sweep.search import Sweep, TrialResult
+from flyte_ddp.sweep.halving import Entrant, TrialResult
+from flyte_ddp.sweep.search import Sweep
+from flyte_ddp.sweep.task import try_out
 from flyte_ddp.tasks import platform
 from flyte_ddp.tasks.platform import TaskError
+from scripts.dry_run import decode
 from tests.commands import output, pyflyte, pyflyte_process, start_pyflyte, words
 from tests.pod import Pod, literal, package_for_here, small_dataset
-from workflows.sweep import as_result
 
 SWEEP = ["workflows/sweep.py", "sweep_wf"]
 DIGITS = ["--hp", '{"dataset": "digits", "epochs": 1, "batch_size": 512}']
@@ -70,7 +72,8 @@ def test_a_sweep_that_was_cut_off_goes_on_and_shows_the_best_and_the_failed():
     assert "Every trial" not in log
 
     done = pyflyte_process(*command)
-    assert done.stderr.count("digits-held-out: 1,376 training and 125 test images") == 1, "the failure is remembered"
+    held_out = "digits: 1,376 training, 125 validation and 296 test images"
+    assert done.stderr.count(held_out) == 1, "the failure is remembered"
     assert "resuming from the checkpoint" in done.stderr
     assert done.stderr.count("digits: 1,501 training and 296 test images") == 1
 
@@ -81,9 +84,9 @@ def test_a_sweep_that_was_cut_off_goes_on_and_shows_the_best_and_the_failed():
     assert (failed["trial"], failed["validation_accuracy"]) == ("1", "")
     assert "NonFiniteError" in failed["failure"]
     assert "learning_rate=0.05" in done.stdout
-    assert "test_samples=296" in done.stdout
+    assert "validation_fraction=0.0" in done.stdout, "the last one trains on all images"
     page = Path(re.findall(r" report=([^,]+)", done.stdout)[0]).read_text()
-    assert "125 held-out training images" in page
+    assert "125 validation samples" in page
     assert "Trial 1 (learning_rate 1e+06): NonFiniteError" in page
 
 
@@ -92,6 +95,7 @@ def test_a_sweep_that_was_cut_off_goes_on_and_shows_the_best_and_the_failed():
     [
         ('{"values": {"learning_rat": [0.1]}}', "did you mean learning_rate?"),
         ('{"values": {"batch_size": [1, 3]}}', "at least the number of ranks (2), got 1"),
+        ('{"measure": "loss"}', "Sweep.measure must be accuracy for image classifiers"),
         ('{"reduction_factor": 3}', "must be at most the numbers of epochs (1) and trials (3), got 3"),
     ],
 )
@@ -104,9 +108,11 @@ def test_a_wrong_sweep_is_a_usage_error_before_anything_is_done(sweep, said, tmp
 
 @pytest.mark.parametrize("cause", ["OutOfMemoryError", "InputError", "SIGKILL"])
 def test_what_may_not_follow_from_the_hyperparameters_is_no_result_to_be_cached(cause):
-    error = platform.error(Failure(0, "host", "error", cause, "why", recoverable=False), "why")
+    def train(hp: Hyperparameters, init: object) -> Any:
+        raise platform.error(Failure(0, "host", "error", cause, "why", recoverable=False), "why")
+
     with pytest.raises(TaskError, match="why"):
-        as_result(HP, error, 1.0)
+        try_out(train, Hyperparameters, Entrant(HP.to_json()))
 
 
 # --- in pods ---
@@ -138,18 +144,16 @@ def test_pods_of_a_map_task_report_what_came_of_their_trial(place):
     assert pod.finish() == 0, pod.log
     job = DynamicJobSpec.FromString((pod.folder / "futures.pb").read_bytes())
     (node,) = (node.array_node for node in job.nodes if node.HasField("array_node"))
-    assert (node.parallelism, list(node.bound_inputs)) == (3, ["held_out", "options"])
+    assert (node.parallelism, list(node.bound_inputs)) == (3, ["data", "options"])
     assert 0 < node.min_success_ratio * 2 <= 1, "one trial's failure is not the sweep's"
     (mapped,) = (task for task in job.tasks if "train_trial" in task.id.name)
     registered = package_for_here().tasks["workflows.sweep.train_trial"]
     assert (mapped.metadata, mapped.container.resources) == (registered.metadata, registered.container.resources)
 
-    gone = literal(str(place / "gone" / "final-checkpoint"))  # without it the training begins at the start
-    places = Literal(collection=LiteralCollection(literals=[literal(""), gone]))
+    gone = str(place / "gone" / "final-checkpoint")  # without it the training begins at the start
     inputs = {
-        "hp": inputs["trials"],
-        "checkpoint": places,
-        "held_out": small_dataset(place / "small"),
+        "entrant": literals([Entrant(DIVERGES.to_json()), Entrant(HP.to_json(), gone)]),
+        "data": small_dataset(place / "small"),
         "options": literal(RunOptions()),
     }
     number = {"BATCH_JOB_ARRAY_INDEX_VAR_NAME": "INDEX"}
@@ -158,15 +162,12 @@ def test_pods_of_a_map_task_report_what_came_of_their_trial(place):
     trained = trial.run()["o0"]
 
     lost = Literal(scalar=Scalar(none_type=Void()))
-    results = [literal(TrialResult(HP, 0.1, 296)), lost, trained, diverged]
-    inputs = {
-        "sweep": literal(Sweep()),
-        "name": literal("digits"),
-        "trials": literals([HP] * 4),
-        "rungs": rungs(results),
-    }
-    pod = Pod(package_for_here().tasks["workflows.sweep.compare"], inputs, place / "compare")
-    best, *others = table(pod.run()["table"].scalar.blob.uri)
+    results = [literal(TrialResult({"accuracy": 0.1}, 296)), lost, trained, diverged]
+    inputs = compared([HP] * 4, results)
+    pod = Pod(package_for_here().tasks["flyte_ddp.sweep.task.compare_trials"], inputs, place / "compare")
+    outputs = pod.run()
+    assert Hyperparameters.from_json(decode(outputs["best"])) == HP
+    best, *others = table(outputs["table"].scalar.blob.uri)
     assert (best["trial"], best["learning_rate"], best["failure"]) == ("3", "0.05", "")
     assert best["report"].startswith(str(trial.folder / "raw")), "Flyte's storage"
     assert os.path.getsize(best["report"]) > 10_000
@@ -176,12 +177,16 @@ def test_pods_of_a_map_task_report_what_came_of_their_trial(place):
     assert "the log of its pod says why" in (pod.folder / "deck.html").read_text()
 
 
+def compared(hps: list[Hyperparameters], results: list[Literal]) -> dict[str, Literal]:
+    """The inputs of compare_trials."""
+    trials = literals([hp.to_json() for hp in hps])
+    return {"sweep": literal(Sweep()), "subject": literal("digits"), "trials": trials, "rungs": rungs(results)}
+
+
 @pytest.mark.slow
 def test_a_sweep_without_any_result_is_not_worth_a_retry(place):
-    results = [literal(TrialResult(HP, failure="this")), literal(TrialResult(DIVERGES, failure="that"))]
-    inputs = {"sweep": literal(Sweep()), "name": literal("digits"), "trials": literals([HP, DIVERGES])}
-    inputs["rungs"] = rungs(results)
-    pod = Pod(package_for_here().tasks["workflows.sweep.compare"], inputs, place / "nothing")
+    inputs = compared([HP, DIVERGES], [literal(TrialResult(failure="this")), literal(TrialResult(failure="that"))])
+    pod = Pod(package_for_here().tasks["flyte_ddp.sweep.task.compare_trials"], inputs, place / "nothing")
     pod.finish()
     assert pod.error.error.kind == ContainerError.NON_RECOVERABLE
     for line in ("Trial 1 (learning_rate 0.05): this", "Trial 2 (learning_rate 1e+06): that"):

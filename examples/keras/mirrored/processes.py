@@ -44,7 +44,7 @@ def train(
     world = World(hp.processes, hp.processes, backend="", device="")  # TensorFlow decides both
     with free_ports(hp.processes if hp.strategy == "multi_worker" else 0) as ports:
         job = Job(hp, ports, str(model), str(checkpoint))
-        results = launcher.launch(CODE.name, world, job, TIMEOUT_SECONDS, on_event, preload=(), roots=[CODE.root])
+        results = launcher.launch(CODE.name, world, job, TIMEOUT_SECONDS, on_event, preload=(), root=CODE.root)
     return results[0]
 
 

@@ -1,0 +1,148 @@
+"""A sweep in Flyte: the parts of workflows/sweep.py, and of one over a recipe of yours: examples/tabular/sweep.py."""
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from flytekit import FlyteContextManager, map_task, task
+from flytekit.core.type_engine import TypeEngine
+from flytekit.types.file import FlyteFile
+
+from flyte_ddp.attempt.failures import platform_errors
+from flyte_ddp.attempt.folders import run_folder
+from flyte_ddp.errors import NonFiniteError
+from flyte_ddp.launch.failures import RankError
+from flyte_ddp.report.console import say_last
+from flyte_ddp.settings import TrainingSettings, read_json
+from flyte_ddp.sweep.halving import (
+    Entrant,
+    Rungs,
+    TrialResult,
+    all_failed,
+    check_rungs,
+    entrants,
+    failed,
+    ranked,
+    run_rungs,
+    rungs_of,
+    saving,
+    standings,
+)
+from flyte_ddp.sweep.page import comparison, summary, write_table
+from flyte_ddp.sweep.search import Sweep
+from flyte_ddp.tasks import platform
+from flyte_ddp.tasks.outputs import output_file, output_page
+from flyte_ddp.tasks.platform import TaskError, is_local
+from flyte_ddp.tasks.recipe import RecipeOutputs
+from flyte_ddp.tasks.resources import small_resources
+from flyte_ddp.tasks.train import TrainingOutputs
+
+
+class SweepComparison(NamedTuple):
+    """The trials side by side.
+
+    Attributes:
+        best: the settings of the best trial, as JSON.
+        table: all trials, best first.
+        report: an HTML page in a single file.
+    """
+
+    best: str
+    table: FlyteFile["csv"]  # noqa: F821
+    report: FlyteFile["html"]  # noqa: F821
+
+
+def run_sweep(sweep: Sweep, trials: Sequence[TrainingSettings], run: Any, subject: str, **given: Any) -> Any:
+    """Runs the trials and compares them: a SweepComparison. For a @dynamic.
+
+    Args:
+        run: a task that returns the TrialResult of an Entrant; one of its pods may fail permanently.
+        subject: what is trained, for the report.
+        given: the task's other inputs.
+    """
+    settings = [dataclasses.asdict(trial) for trial in trials]
+    check_rungs(sweep, settings)
+    texts = [trial.to_json() for trial in trials]
+    if is_local():  # each cached by itself, so that a sweep resumes: flytekit's local map task caches all or none
+        rungs = run_rungs(sweep, settings, lambda entrant: _value_of(run(entrant=entrant, **given)))
+    else:
+        # With a ratio of 1, a single pod that fails permanently would fail the map task; Flyte requires more than 0
+        run_all = map_task(partial(run, **given), concurrency=sweep.concurrency, min_success_ratio=1e-3)
+        rungs = [run_all(entrant=list(entrants(sweep, settings, []).values()))]
+        for _ in rungs_of(sweep, settings)[1:]:
+            rungs.append(run_all(entrant=next_rung(sweep=sweep, trials=texts, rungs=rungs)))
+    return compare_trials(sweep=sweep, trials=texts, rungs=rungs, subject=subject)
+
+
+def _value_of(result: Any) -> TrialResult:
+    """A task's output in a local run, where flytekit keeps outputs as literals."""
+    value: TrialResult = TypeEngine.to_python_value(FlyteContextManager.current_context(), result.val, TrialResult)
+    return value
+
+
+def try_out(
+    run: Callable[..., TrainingOutputs | RecipeOutputs], kind: type[TrainingSettings], entrant: Entrant, **given: Any
+) -> TrialResult:
+    """Trains, by run(settings, init=..., **given), from the entrant's checkpoint; if that is gone, from the start, with
+    the same result.
+
+    A loss that is not finite is a result, too. Any other failure is raised: the result would be cached, but not all of
+    them, such as a full disk or GPU memory, follow from the settings.
+    """
+    started, storage = time.time(), FlyteContextManager.current_context().file_access
+    settings, checkpoint = kind.from_json(entrant.settings), entrant.checkpoint
+    init = FlyteFile(checkpoint) if checkpoint and storage.exists(checkpoint) else None
+    try:
+        outputs = run(settings, init=init, **given)
+    except (RankError, TaskError) as error:
+        if error.failure.cause != NonFiniteError.__name__:
+            raise
+        return failed(error.failure, time.time() - started)
+    figures, report = outputs.summary, outputs.report.path
+    final = str(Path(outputs.logs.path, "final-checkpoint")) if settings.stop_after else ""
+    if not is_local():  # a map task shows no Deck
+        report, final = (path and storage.put_raw_data(path) for path in (report, final))
+    if isinstance(outputs, RecipeOutputs):
+        measures = outputs.epoch_measures[-1]
+        loss = measures["loss"]
+    else:
+        measures, loss = {"accuracy": outputs.epoch_accuracies[-1]}, outputs.summary.test_loss
+    return TrialResult(
+        measures=measures,
+        samples=figures.validation_samples or figures.test_samples,
+        split="validation" if figures.validation_samples else "test",
+        seconds=figures.total_seconds,
+        report=report,
+        failure="" if math.isfinite(loss) else "diverged: the loss after the last epoch is not finite",
+        checkpoint=final,
+    )
+
+
+@task(**small_resources())
+@platform_errors(platform)
+def next_rung(sweep: Sweep, trials: list[str], rungs: Rungs) -> list[Entrant]:
+    """The trials of the rung after these."""
+    return list(entrants(sweep, [read_json(trial) for trial in trials], rungs).values())
+
+
+@task(enable_deck=True, deck_fields=(), **small_resources())
+@platform_errors(platform)
+def compare_trials(sweep: Sweep, trials: list[str], rungs: Rungs, subject: str) -> SweepComparison:
+    """Ranks the trials by the sweep's measure; raises ReportedError if none has one."""
+    latest = standings(sweep, [read_json(trial) for trial in trials], rungs)
+    ranking = ranked(sweep, latest)
+    best = ranking[0]
+    if best.result.failure:
+        raise all_failed(sweep, latest)
+    with run_folder(platform, f"sweep-{subject}") as folder:
+        table = folder / "trials.csv"
+        write_table(sweep, ranking, table)
+        report = output_page(folder, f"Sweep of {subject}", comparison(sweep, ranking, subject))
+    spared = saving(sweep, latest)
+    said = [f"\nBest:     {summary(sweep, best)}", *([f"Trained:  {spared}"] if spared else [])]
+    say_last("\n".join([*said, *([f"Trials:   {table}", f"Report:   {report.path}"] if is_local() else []), ""]))
+    return SweepComparison(trials[best.number - 1], output_file(table), report)
