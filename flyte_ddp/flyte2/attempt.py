@@ -3,8 +3,6 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from flyte.errors import NonRecoverableError
-
 from flyte_ddp.attempt.failures import failure_of, platform_errors
 from flyte_ddp.flyte2 import platform
 
@@ -18,5 +16,6 @@ def one_attempt() -> Iterator[None]:
             yield
     except Exception as error:
         if platform.is_local():
-            raise NonRecoverableError(str(failure_of(platform, error))) from None
+            failure = failure_of(platform, error)
+            raise platform.FinalError(failure, str(failure)) from None
         raise

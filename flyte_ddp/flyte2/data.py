@@ -7,6 +7,8 @@ from flyte import storage
 from flyte.io import Dir, File
 
 from flyte_ddp.errors import DownloadError
+from flyte_ddp.flyte2 import platform
+from flyte_ddp.report.article import document
 
 
 def downloaded(data: File | Dir | None, to: str | None = None) -> Path | None:
@@ -23,6 +25,14 @@ def downloaded(data: File | Dir | None, to: str | None = None) -> Path | None:
 def output_file(path: Path) -> File:
     """A local run's file stays where it is."""
     return File.from_local_sync(str(path))
+
+
+def output_page(folder: Path, title: str, fragment: str) -> File:
+    """A page as an HTML file of its own in the folder, and as the task's report."""
+    path = folder / "report.html"
+    path.write_text(document(title, fragment), encoding="utf-8")
+    platform.publisher(title)(fragment)
+    return output_file(path)
 
 
 def output_folder(path: Path, url: str = "", digest: str | None = None) -> Dir:

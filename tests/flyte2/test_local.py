@@ -1,5 +1,6 @@
 """`flyte run --local`, in the test's process: inputs, results, the cache."""
 
+import csv
 import json
 import re
 import shutil
@@ -85,3 +86,17 @@ def test_a_trained_model_is_promoted_and_predicts(tmp_path, monkeypatch):
     assert len(parts) == 2
     rows = np.concatenate([np.load(part) for part in parts])
     assert np.array_equal(rows, np.load(run / "logs" / "predictions.npy"))
+
+
+@pytest.mark.slow
+def test_a_sweep_cuts_trials_and_trains_with_the_best(tmp_path, monkeypatch):
+    monkeypatch.setenv("DDP_RUNS_DIR", str(tmp_path))
+    sweep = {"values": {"learning_rate": [0.01, 0.1, 1e30]}, "reduction_factor": 2}
+    hp = {**SMALL, "epochs": 2, "seed": 13}
+    flyte_run("--sweep", json.dumps(sweep), "--hp", json.dumps(hp), file="flyte2/sweep.py")
+    (table,) = tmp_path.glob("*/trials.csv")
+    with open(table, newline="") as file:
+        best, second, diverged = csv.DictReader(file)
+    assert (best["learning_rate"], best["trained_epochs"], second["trained_epochs"]) == ("0.1", "2", "1")
+    assert diverged["failure"].startswith("NonFiniteError: loss is not finite in epoch 1")
+    assert "Sweep of digits" in (table.parent / "report.html").read_text()
