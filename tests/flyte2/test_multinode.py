@@ -89,7 +89,7 @@ def weights(storage, outputs):
 @pytest.mark.slow
 def test_a_lost_node_restarts_all_and_they_go_on_where_they_were(node, storage, tasks, small_data):
     values = {"hp": HP, "data": Dir(path="s3://bucket/small"), "options": RunOptions(nproc=2)}
-    alone = Pod2(tasks[1].train, values, storage, environment={"CUDA_VISIBLE_DEVICES": ""})
+    alone = Pod2(tasks[1].train, values, storage, environment={"DDP_POD_GPUS": "0", "CUDA_VISIBLE_DEVICES": ""})
     assert alone.finish() == 0, alone.log
 
     first, lost = node(0), node(1)

@@ -71,7 +71,9 @@ def test_a_killed_pod_comes_back_as_the_same_attempt_and_goes_on_where_it_was(st
     assert same(weights(storage, outputs), weights(storage, whole))
     assert outputs.epoch_accuracies == whole.epoch_accuracies
     assert "of the previous attempt: s3://bucket/run/train/1/logs\n" in again.log
-    assert b"ranks (gloo, cpu" in storage.objects["bucket/run/train/1/logs/console.log"], "the killed pod's remains"
+    remains = storage.objects["bucket/run/train/1/logs/console.log"]
+    assert b"Logs: s3://bucket/run/train/1/logs" in remains
+    assert b"resuming" not in remains, "the log of the killed pod, not of the one after it"
     assert outputs.logs.path == "s3://bucket/run/train/1/restart-1/logs"
     assert "bucket/run/train/1/restart-1/logs/predictions.npy" in storage.objects
     assert b"accuracy" in storage.objects["bucket/run/train/1/report.html"], "Flyte's own page"
