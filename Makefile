@@ -19,7 +19,7 @@ typed = printf '%s\n' '+ $(subst ','\'',$(1))'; PATH="$(CURDIR)/$(or $(2),.venv)
 .PHONY: lock clean
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## / { printf "make %-18s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z][a-z0-9-]*:.*## / { printf "make %-18s %s\n", $$1, $$2 }' Makefile
 
 run: .venv/run.stamp ## Train; more arguments: make run ARGS="--hp '{\"epochs\": 1}'"
 	@$(call typed,pyflyte run workflows/mnist.py pytorch_training_wf$(if $(ARGS), $(ARGS)))
