@@ -23,7 +23,8 @@ from flytekit.configuration import Config
 from flytekit.models.core.execution import WorkflowExecutionPhase
 from flytekit.remote import FlyteRemote
 
-from flyte_ddp.autoencoder.job import AutoencoderHyperparameters, AutoencoderOptions
+from flyte_ddp.autoencoder.settings import AutoencoderHyperparameters
+from flyte_ddp.lightning.settings import LightningOptions
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
 
@@ -62,11 +63,11 @@ def victims(epochs: int, seed: int) -> dict[str, Victim]:
     hp = Hyperparameters(dataset="digits", epochs=epochs, train_fraction=0.25, seed=seed)
     inputs = {"hp": hp, "options": RunOptions(checkpoint_seconds=2.0)}
     autoencoder = AutoencoderHyperparameters(dataset="digits", epochs=6 * epochs, limit_train_batches=0.25, seed=seed)
-    several = {"gpus": 0, "hp": autoencoder, "options": AutoencoderOptions(tracking="off")}
+    several = {"gpus": 0, "hp": autoencoder, "options": LightningOptions(tracking="off")}
     return {
         "training": Victim("workflows.mnist.pytorch_training_wf", inputs, "console.log", "Epoch 1 of "),
         "two nodes": Victim("workflows.multinode.pytorch_multinode_wf", inputs, "rank-0.log", "Epoch 1 of "),
-        "autoencoder": Victim("workflows.autoencoder.autoencoder_wf", several, "console.log", "Epoch 3:"),
+        "autoencoder": Victim("workflows.autoencoder.autoencoder_wf", several, "console.log", "Epoch 3 of "),
     }
 
 

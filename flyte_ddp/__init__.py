@@ -12,6 +12,9 @@ __version__ = "0.1.0"  # pyproject.toml takes it from here; pods and checkouts h
 MODULES = {
     "Classifier": "flyte_ddp.recipes.classifier",
     "Hyperparameters": "flyte_ddp.recipes.hyperparameters",
+    "LightningOptions": "flyte_ddp.lightning.settings",
+    "LightningSettings": "flyte_ddp.lightning.settings",
+    "LightningTraining": "flyte_ddp.lightning.task",
     "Measures": "flyte_ddp.recipe",
     "PreparedDataset": "flyte_ddp.tasks.prepare",
     "Random": "flyte_ddp.recipe",

@@ -1,4 +1,7 @@
 from flyte_ddp.attempt.summaries import RecipeSummary as RecipeSummary
+from flyte_ddp.lightning.settings import LightningOptions as LightningOptions
+from flyte_ddp.lightning.settings import LightningSettings as LightningSettings
+from flyte_ddp.lightning.task import LightningTraining as LightningTraining
 from flyte_ddp.model_metadata import read_metadata as read_metadata
 from flyte_ddp.recipe import Measures as Measures
 from flyte_ddp.recipe import Random as Random

@@ -89,6 +89,7 @@ class EpochChosen(Event):
         epoch: the best one, from 0.
         epochs: how many were trained.
         stopped_early: whether training ended before settings.epochs because patience ran out.
+        is_best: False where there was no choice: the epoch is the last one.
     """
 
     epoch: int
@@ -96,16 +97,7 @@ class EpochChosen(Event):
     measures: dict[str, float]
     stopped_early: bool
     seconds: float
-
-
-@dataclass(frozen=True)
-class EpochLosses(Event):
-    """An epoch of an autoencoder: mean squared errors per pixel, over training and held-out images."""
-
-    epoch: int
-    train_loss: float
-    validation_loss: float
-    seconds: float
+    is_best: bool = True
 
 
 @dataclass(frozen=True)

@@ -47,13 +47,13 @@ class UserCode:
     version: str  # 16 hex digits: of these files, and of what they and the engine import of this library
 
 
-def find_code(name: str, data_files: Sequence[str] = ()) -> UserCode:
+def find_code(name: str, data_files: Sequence[str] = (), ranks: Sequence[str] = ENGINE) -> UserCode:
     """Finds the code of a recipe, or an observer, from its source; imports nothing, not even a parent package.
 
     Modules are searched for on sys.path. Import statements are found anywhere, and so is import_module("a.b") with a
     literal name; checked_imports reports other imports. data_files are relative to the folder of the recipe's module.
-    The version does not change when comments, docstrings or formatting are edited, nor between Python 3.10 and 3.13.
-    Raises InputError.
+    ranks: modules of this library that use the code. The version does not change when comments, docstrings or
+    formatting are edited, nor between Python 3.10 and 3.13. Raises InputError.
     """
     module, colon, attribute = name.partition(":")
     if not (colon and attribute.isidentifier() and all(part.isidentifier() for part in module.split("."))):
@@ -68,7 +68,7 @@ def find_code(name: str, data_files: Sequence[str] = ()) -> UserCode:
     is_package = found[-1].submodule_search_locations is not None
     root = str(Path(file).parents[module.count(".") + is_package])
     _check_defined(name, file)
-    sources = imported([module, *ENGINE], root)
+    sources = imported([module, *ranks], root)
     versions = {one: source.hash for one, source in sources.items()}
     files = {source.file for one, source in sources.items() if one.partition(".")[0] != LIBRARY}
     for one in data_files:
@@ -81,6 +81,13 @@ def find_code(name: str, data_files: Sequence[str] = ()) -> UserCode:
             files.add(path)
             versions[Path(path).relative_to(root).as_posix()] = hashlib.sha256(Path(path).read_bytes()).hexdigest()
     return UserCode(name, root, tuple(sorted(files)), version_of(versions))
+
+
+def joined(codes: Sequence[UserCode]) -> UserCode:
+    """The code of several names that are used together, under the name and root of the first."""
+    files = {file for code in codes for file in code.files}
+    version = version_of({code.name: code.version for code in codes})
+    return UserCode(codes[0].name, codes[0].root, tuple(sorted(files)), version)
 
 
 @contextmanager

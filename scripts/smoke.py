@@ -22,7 +22,7 @@ from flytekit.remote import FlyteRemote
 from flytekit.types.file import PythonPickledFile
 
 from flyte_ddp.attempt.registration import registration
-from flyte_ddp.autoencoder.job import AutoencoderHyperparameters
+from flyte_ddp.autoencoder.settings import AutoencoderHyperparameters
 from flyte_ddp.export.settings import ClassifierExport
 from flyte_ddp.inference.shards import InferenceOptions
 from flyte_ddp.loading.times import LoadingSettings

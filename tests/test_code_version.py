@@ -32,7 +32,7 @@ OF_ALL = (
 OF_NONE = (
     "flyte_ddp/launch/launcher.py", "flyte_ddp/launch/process_group.py", "flyte_ddp/report/page.py",
     "flyte_ddp/tasks/train.py", "flyte_ddp/attempt/summaries.py", "flyte_ddp/training.py",
-    "flyte_ddp/autoencoder/rank.py", "flyte_ddp/export/rank.py", "workflows/mnist.py",
+    "flyte_ddp/lightning/rank.py", "flyte_ddp/export/rank.py", "workflows/mnist.py",
 )  # fmt: skip
 OF_SOME = {
     "flyte_ddp/recipes/airbench.py": RECIPES[:2],
@@ -45,11 +45,11 @@ OF_SOME = {
     "examples/contrastive/recipe.py": RECIPES[1:2],
 }
 # What a cached task has a process of its own run, and what only tasks that are not cached do
-CACHED = {"engine.worker", "engine.predict", "recipes.images", "inference.rank", "autoencoder.rank"}
+CACHED = {"engine.worker", "engine.predict", "recipes.images", "inference.rank", "lightning.rank"}
 NOT_CACHED = {"engine.joined", "export.rank", "hardware.rank", "loading.rank", "promote.rank", "timing.rank"}
 # They import by a computed name: a recipe's, from which find_code starts, or that of the class of a file's settings,
 # which only loading without settings needs. code_version itself only computes names
-COMPUTED = {"engine/set_up.py", "recipes/models.py", "model_metadata.py", "code_version.py"}
+COMPUTED = {"engine/set_up.py", "lightning/modules.py", "recipes/models.py", "model_metadata.py", "code_version.py"}
 
 EDIT = """if True:
     import json, sys

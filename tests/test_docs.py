@@ -1,13 +1,15 @@
-"""docs/your-own-model.md as its reader follows it: the files are written, the commands are run, in their order."""
+"""The guides as their readers follow them: the files are written, the commands are run, in their order."""
 
 import os
 import re
 import subprocess
+from pathlib import Path
 
 import pytest
 import torch
 
-from tests.commands import ROOT
+from tests.commands import ROOT, output
+from tests.lightning.project import write_project
 
 pytestmark = pytest.mark.slow
 
@@ -36,6 +38,25 @@ def test_the_guide_to_an_own_model_works_as_it_stands(tmp_path):
     assert {name for name in two if torch.equal(two[name], tuned[name])} == {"0.weight", "0.bias"}
     assert (tmp_path / "three" / "model.pt").is_file()
     assert "exported={'safetensors': " in said[5]
+
+
+def test_the_guide_to_a_lightning_module_works_as_it_stands(tmp_path):
+    text = (ROOT / "docs" / "lightning.md").read_text()
+    write_project(tmp_path)
+    (command,) = re.findall(r"^```sh\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(["sh", "-ec", command], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "Epoch 2 of 2: validation accuracy " in done.stderr
+    assert "Warning" not in done.stderr
+    tested = re.findall(r" measures={'loss': [\d.]+, 'accuracy': ([\d.]+)}", done.stdout)
+    assert float(tested[0]) > 0.5
+    report, model = Path(output(done, "report")).read_text(), torch.load(output(done, "model_state"), weights_only=True)
+    assert "test accuracy" in report
+    assert model.keys() == {"network.0.weight", "network.0.bias", "network.3.weight", "network.3.bias"}
+    again = subprocess.run(["sh", "-ec", command], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert "Epoch 1" not in again.stderr, "cached"
+    assert output(again, "model_state") == output(done, "model_state")
 
 
 def test_the_readmes_own_model_trains_as_it_stands(tmp_path):

@@ -5,7 +5,19 @@ from pathlib import Path
 
 LIBRARY = Path(__file__).parents[1] / "flyte_ddp"
 # From the ground up: a layer imports from itself and from those before it
-LAYERS = ("ground", "launch", "data", "recipe", "engine", "recipes", "report", "training", "attempt", "tasks")
+LAYERS = (
+    "ground",
+    "launch",
+    "data",
+    "recipe",
+    "engine",
+    "recipes",
+    "report",
+    "training",
+    "attempt",
+    "tasks",
+    "lightning",
+)
 GROUND = (
     "code_version",
     "errors",

@@ -9,7 +9,8 @@ from flyteidl.core.dynamic_job_pb2 import DynamicJobSpec
 from flyteidl.core.errors_pb2 import ContainerError
 from flyteidl.core.tasks_pb2 import Resources
 
-from flyte_ddp.autoencoder.job import AutoencoderHyperparameters, AutoencoderOptions
+from flyte_ddp.autoencoder.settings import AutoencoderHyperparameters
+from flyte_ddp.lightning.settings import LightningOptions
 from flyte_ddp.model_metadata import read_metadata
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
@@ -131,9 +132,7 @@ def test_pod_with_other_code_than_registered_refuses(place, small):
 @pytest.mark.slow
 @pytest.mark.parametrize("task", ["mnist.pytorch_mnist_task", "autoencoder.autoencoder_task"])
 def test_pod_without_the_gpus_that_it_asked_for_is_tried_elsewhere(place, small, task):
-    hp, options = (
-        (HP, RunOptions()) if task.startswith("mnist") else (AutoencoderHyperparameters(), AutoencoderOptions())
-    )
+    hp, options = (HP, RunOptions()) if task.startswith("mnist") else (AutoencoderHyperparameters(), LightningOptions())
     inputs = {"hp": literal(hp), "data": small, "options": literal(options)}
     pod = Pod(package(DDP_GPUS="4").tasks[f"workflows.{task}"], inputs, place / task)
     pod.finish()

@@ -6,29 +6,29 @@ pyflyte run workflows/autoencoder.py autoencoder_wf --hp '{"epochs": 3}'
 from flytekit import Cache, dynamic, task, workflow
 
 from flyte_ddp.attempt.registration import registration
-from flyte_ddp.autoencoder.job import AutoencoderHyperparameters, AutoencoderOptions
+from flyte_ddp.autoencoder.settings import AutoencoderHyperparameters
 from flyte_ddp.autoencoder.task import (
-    AUTOENCODER_CODE,
+    AUTOENCODER,
     AutoencoderOutputs,
     resolve_for_autoencoder,
     train_autoencoder,
 )
 from flyte_ddp.code_version import code_version
 from flyte_ddp.errors import InputError
+from flyte_ddp.lightning.settings import LightningOptions
 from flyte_ddp.tasks.caching import CodeVersion, OnClustersOnly
 from flyte_ddp.tasks.prepare import RESOLVING, PreparedDataset, prepare_dataset
 from flyte_ddp.tasks.pyflyte import set_up_pyflyte
 from flyte_ddp.tasks.resources import dynamic_resources, resize
-from flyte_ddp.tasks.train import training_arguments
 
 set_up_pyflyte()
 
 OWN_CODE = CodeVersion(code_version("workflows.autoencoder"), ())
 
 
-@task(**training_arguments(AUTOENCODER_CODE))
+@task(**AUTOENCODER.arguments())
 def autoencoder_task(
-    hp: AutoencoderHyperparameters, data: PreparedDataset, options: AutoencoderOptions
+    hp: AutoencoderHyperparameters, data: PreparedDataset, options: LightningOptions
 ) -> AutoencoderOutputs:
     """Trains on the prepared dataset, with options.nproc ranks."""
     return train_autoencoder(hp, data, options)
@@ -36,10 +36,10 @@ def autoencoder_task(
 
 @dynamic(
     task_config=OnClustersOnly(),
-    cache=Cache(policies=[AUTOENCODER_CODE, RESOLVING, OWN_CODE], ignored_inputs=("gpus", "options")),
+    cache=Cache(policies=[AUTOENCODER.version, RESOLVING, OWN_CODE], ignored_inputs=("gpus", "options")),
     **dynamic_resources(),
 )
-def train_on_gpus(gpus: int, hp: AutoencoderHyperparameters, options: AutoencoderOptions) -> AutoencoderOutputs:
+def train_on_gpus(gpus: int, hp: AutoencoderHyperparameters, options: LightningOptions) -> AutoencoderOutputs:
     """Prepares the data and trains, in a pod with this many GPUs."""
     if not 0 <= gpus <= 64:
         raise InputError(f"gpus must be at least 0 and at most 64, got {gpus}")
@@ -51,7 +51,7 @@ def train_on_gpus(gpus: int, hp: AutoencoderHyperparameters, options: Autoencode
 def autoencoder_wf(
     gpus: int = registration().training_gpus,
     hp: AutoencoderHyperparameters = AutoencoderHyperparameters(),
-    options: AutoencoderOptions = AutoencoderOptions(),
+    options: LightningOptions = LightningOptions(),
 ) -> AutoencoderOutputs:
     """Trains an autoencoder on the dataset that hp names.
 

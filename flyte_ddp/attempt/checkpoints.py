@@ -1,7 +1,6 @@
 """Where checkpoints live between attempts: in the user's folder for local runs, in the platform's storage otherwise."""
 
 import contextvars
-import hashlib
 import os
 import shutil
 import tempfile
@@ -10,7 +9,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 from filelock import FileLock, Timeout
 
@@ -116,11 +114,6 @@ class PlatformStore(Store):
                 warn(f"a checkpoint was not uploaded: {type(error).__name__}: {error}")
             if closing:
                 return
-
-
-def training_key(*decisive: Any) -> str:
-    """Short name of a training, hashed from the repr of everything that determines its result."""
-    return hashlib.sha256(repr(decisive).encode()).hexdigest()[:16]
 
 
 @contextmanager

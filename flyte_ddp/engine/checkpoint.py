@@ -109,9 +109,9 @@ def restore(state: TrainingState, saved: dict[str, Any]) -> None:
         raise CheckpointError(f"does not fit this training: {type(error).__name__}: {told}") from None
 
 
-def check_readable(state: TrainingState) -> None:
+def check_readable(state: dict[str, Any]) -> None:
     """Raises InputError if a checkpoint of this state could not be read again, for the type of something in it."""
-    _check_readable(pytree.tree_map_only(Tensor, lambda tensor: tensor.new_empty(0), state.state_dict()), "")
+    _check_readable(pytree.tree_map_only(Tensor, lambda tensor: tensor.new_empty(0), state), "")
 
 
 def _check_readable(content: Any, where: str) -> None:

@@ -38,7 +38,7 @@ def train(environment: Environment, device: torch.device, link: Link, job: Job) 
     torch.set_num_threads(environment.threads)
     with checked_imports(job.root, job.files):
         parts = set_up(environment, device, job)
-    check_readable(parts.state)
+    check_readable(parts.state.state_dict())
     if not resume(parts.state, job, environment, link):
         del parts  # its memory is needed again
         parts = set_up(environment, device, job)

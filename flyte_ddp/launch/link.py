@@ -72,8 +72,11 @@ class ParentLink(Link):
             self._pass_on()
 
     def _pass_on(self) -> None:
-        while self._waiting:
-            self._connection.send_bytes(self._waiting.popleft())
+        try:
+            while self._waiting:
+                self._connection.send_bytes(self._waiting.popleft())
+        except OSError:  # the parent is gone: listen, which sees that too, ends this rank
+            threading.Event().wait()
 
     def listen(self, private: str) -> None:
         """Answers the parent's requests; when the parent is gone, removes its folder and ends this rank."""

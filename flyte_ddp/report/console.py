@@ -119,8 +119,8 @@ class Console(Remarks):
 
     def on_epoch_chosen(self, event: EpochChosen) -> None:
         early = f"Stopped early after epoch {event.epochs}. " if event.stopped_early else ""
-        measured = self._measured("test", event.measures)
-        say(f"{early}Best on the validation split: epoch {event.epoch + 1}, which gives {measured}")
+        chosen = "Best on the validation split" if event.is_best else "Last"
+        say(f"{early}{chosen}: epoch {event.epoch + 1}, which gives {self._measured('test', event.measures)}")
 
     def _measured(self, split: str, measures: Mapping[str, float], decimals: int = 4) -> str:
         # A recipe's headline may be its loss, which is then printed once

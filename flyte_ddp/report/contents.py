@@ -31,7 +31,8 @@ def tiles(record: Record) -> list[tuple[str, str]]:
             shown.append((record.written(name, measures), label))
         if tested:
             early = "; stopped early" if tested.stopped_early else ""
-            shown.append((f"epoch {tested.epoch + 1}", f"is the best on the validation split{early}"))
+            kind = "the best on the validation split" if tested.is_best else "the last"
+            shown.append((f"epoch {tested.epoch + 1}", f"is {kind}{early}"))
         seconds = sum(epoch.train_seconds for epoch in record.epochs)
         shown.append((duration(seconds), f"training, {len(record.epochs)} of {record.info.settings.epochs} epochs"))
         rate = sum(epoch.samples for epoch in record.epochs) / max(seconds, 1e-9)

@@ -41,7 +41,7 @@ def _measure_curves(record: Record, name: str) -> Curves:
         remark,
         percent=record.started is not None and name in record.started.percent,
         marks=[at(warning) for warning in record.warnings],
-        chosen=tested.epoch + 1.0 if tested else None,
+        chosen=tested.epoch + 1.0 if tested and tested.is_best else None,
     )
 
 

@@ -191,6 +191,10 @@ REPORT = """
 </ul>
 {% endif %}
 
+{% if figures %}
+<h2>Figures</h2><div class="grid">{% for shown in figures %}{{ figure(shown) }}{% endfor %}</div>
+{% endif %}
+
 {% if data %}
 <h2>Data</h2><div class="grid">{{ table("Dataset", data) }}
 {% if samples %}

@@ -10,7 +10,7 @@ from flyte_ddp.report import contents, curves, page
 from flyte_ddp.report.article import Drawing, document, render_body
 from flyte_ddp.report.figures import Curves, draw, load_matplotlib
 from flyte_ddp.report.record import Record, RunFailed, RunFinished
-from flyte_ddp.report.verdict import drawn_pictures, sample_pictures, verdict
+from flyte_ddp.report.verdict import drawn_figures, drawn_pictures, sample_pictures, verdict
 
 PAGES_SHARE = 0.05  # the largest share of the time to spend on pages that the next one replaces
 
@@ -64,6 +64,7 @@ def fragment(record: Record) -> str:
         epochs=contents.epoch_lines(record),
         **verdict(record),
         pictures=drawn_pictures(record.info.logs),
+        figures=drawn_figures(record.info.logs),
         data=contents.data_lines(record),
         samples=sample_pictures(record.info),
         phases=contents.phase_bars(record),

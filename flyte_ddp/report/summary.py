@@ -25,8 +25,8 @@ def say_summary(record: Record, model: Path, report: Path, show_paths: bool) -> 
         ("Seconds", ", ".join(f"{name.lower()} {seconds:.1f}" for name, seconds in record.phases())),
     ]
     if record.tested:
-        value = record.written(name, record.tested.measures)
-        lines.insert(-1, ("Chosen", f"epoch {record.tested.epoch + 1}; {value} on the test {record.samples}"))
+        chosen, value = "Chosen" if record.tested.is_best else "Last", record.written(name, record.tested.measures)
+        lines.insert(-1, (chosen, f"epoch {record.tested.epoch + 1}; {value} on the test {record.samples}"))
     lines += [("Warning", warning.reason) for warning in record.warnings]
     if show_paths:
         lines += [("Model", str(model)), ("Report", str(report)), ("Next", next_step(info, report))]

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from flyte_ddp.data.prepared import open_images
+from flyte_ddp.report.article import Drawing
 from flyte_ddp.report.figures import picture
 from flyte_ddp.report.predictions import predictions_of
 from flyte_ddp.report.record import Record, RunInfo
@@ -78,6 +79,12 @@ def sample_pictures(info: RunInfo) -> list[tuple[str, str]]:
     each = max(1, MOST_SAMPLES // max(1, len(names)))
     found = [(index, name) for label, name in enumerate(names) for index in np.flatnonzero(labels == label)[:each]]
     return [(picture(images[index]), name) for index, name in found[:MOST_SAMPLES]]
+
+
+def drawn_figures(logs: Path) -> list[Drawing]:
+    """Figures that a training has drawn itself, if any: figures/TITLE.svg."""
+    paths = sorted((logs / "figures").glob("*.svg"))
+    return [Drawing(path.stem, path.read_text(encoding="utf-8")) for path in paths[:MOST_DRAWN]]
 
 
 def drawn_pictures(logs: Path) -> list[tuple[str, str]]:

@@ -21,7 +21,9 @@ def split_sizes(run: RunStarted) -> str:
     counts = [f"{run.train_samples:,} training"]
     if run.validation_samples:
         counts.append(f"{run.validation_samples:,} validation")
-    return f"{', '.join(counts)} and {run.test_samples:,} test {run.samples}"
+    if run.test_samples:
+        counts.append(f"{run.test_samples:,} test")
+    return " and ".join([", ".join(counts[:-1]), counts[-1]] if counts[1:] else counts) + f" {run.samples}"
 
 
 def multiples(names: Sequence[str]) -> str:

@@ -1,0 +1,45 @@
+"""The measures of a LightningModule: whatever it logs, under a name that is the same for all splits."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.loggers.logger import DummyLogger
+
+SPLIT = re.compile(r"^(train(ing)?|val(id|idation)?|test)[_/]")
+FORKS = ("_step", "_epoch")  # what Lightning appends to the name of what is logged both by step and by epoch
+
+
+def measures_of(logged: Mapping[str, Any]) -> dict[str, float]:
+    """By name, without the split in front of it: val_loss and val/loss are both loss, unless loss itself is logged."""
+    values = {name: float(value) for name, value in logged.items() if getattr(value, "numel", lambda: 1)() == 1}
+    found = {}
+    for name, value in values.items():
+        if not any(name.endswith(fork) and name.removesuffix(fork) in values for fork in FORKS):
+            short = SPLIT.sub("", name)
+            found[name if short in values else short] = value
+    return found
+
+
+class LoggedByValidation(DummyLogger):
+    """Lightning's logger, for what the module's validation logs: Trainer.callback_metrics has it mixed with the rest.
+
+    Whatever else a module does with `self.logger` has no effect: trackers belong to the parent of the ranks.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values: dict[str, float] = {}
+        self._names: set[str] = set()
+        self.trainer: Trainer
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        if self.trainer.validating:
+            self.values = {name: value for name, value in metrics.items() if name != "epoch"}
+            self._names |= {*self.values, *(name.removesuffix("_epoch") for name in self.values)}
+
+    def trained(self) -> dict[str, float]:
+        """What the module's training has logged last."""
+        logged = self.trainer.callback_metrics.items()
+        return measures_of({name: value for name, value in logged if name not in self._names})

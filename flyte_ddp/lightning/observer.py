@@ -1,0 +1,242 @@
+"""What goes on beside a training under Lightning: events to the parent, checkpoints, stops and random numbers."""
+
+import math
+import random
+import signal
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint
+
+from flyte_ddp.engine.batches import device_generator
+from flyte_ddp.engine.torch_compat import norms, pytree
+from flyte_ddp.engine.watch import Watch
+from flyte_ddp.errors import InputError, NonFiniteError, StopRequested
+from flyte_ddp.events import EpochFinished, RunStarted, StepLogged
+from flyte_ddp.launch.environment import Environment
+from flyte_ddp.launch.link import Link
+from flyte_ddp.lightning.checkpoint import CheckpointFiles
+from flyte_ddp.lightning.job import LightningJob
+from flyte_ddp.lightning.measures import LoggedByValidation, measures_of
+from flyte_ddp.lightning.results import run_started
+from flyte_ddp.random_numbers import key_of
+
+NOTHING = {"loss": 0.0, "weight": 0.0, "samples": 0.0, "seconds": 0.0, "evaluation": 0.0}
+
+
+class Observer(Checkpoint):
+    """Tells the parent what happens, saves checkpoints, and stops the ranks on request.
+
+    Lightning calls a Checkpoint after all other callbacks. Each step begins with random numbers of its own, so that
+    those after a resume are those of an undisturbed training.
+    """
+
+    def __init__(
+        self,
+        environment: Environment,
+        link: Link,
+        job: LightningJob,
+        files: CheckpointFiles,
+        validation: LoggedByValidation,
+    ):
+        self._environment, self._link, self._job = environment, link, job
+        self._files, self._validation = files, validation
+        self.epochs: list[EpochFinished] = []
+        self.watch = Watch(remedies="lower the learning rate, or set gradient_clip_val")
+        self._so_far = dict(NOTHING)  # of this epoch
+        self._window: list[tuple[torch.Tensor | None, int]] = []  # loss and samples of each step since the last look
+        self.position = 0, 0  # epoch and step that training begins with, or goes on with from a checkpoint
+        self._norm, self._stopping = 0.0, False
+        self.started: RunStarted | None = None
+        self._is_first_epoch = True
+        self._on_sigterm = signal.getsignal(signal.SIGTERM)
+
+    def state_dict(self) -> dict[str, Any]:
+        epochs = [asdict(epoch) for epoch in self.epochs]
+        so_far = {"so_far": self._so_far, "position": list(self.position)}
+        return {"epochs": epochs, "watch": self.watch.state_dict(), **so_far}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.epochs = [EpochFinished(**epoch) for epoch in state_dict["epochs"]]
+        self.watch.load_state_dict(state_dict["watch"])
+        self._so_far, self.position = dict(state_dict["so_far"]), tuple(state_dict["position"])
+
+    # --- before the steps ---
+
+    def on_fit_start(self, trainer: Trainer, module: LightningModule) -> None:
+        self._seed(self.position[0], 0)  # a shuffled order is drawn next
+
+    def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
+        # Lightning's own handler broadcasts, which hangs if not all ranks get the signal
+        signal.signal(signal.SIGTERM, self._on_sigterm)
+        if trainer.num_training_batches == float("inf"):
+            raise InputError(
+                f"{self._job.datamodule or self._job.module}: train_dataloader has no length: set limit_train_batches "
+                "to the number of batches that make an epoch"
+            )
+        self.watch.constant_loss = float(getattr(trainer.datamodule, "constant_loss", 0.0))  # type: ignore[attr-defined]
+        loaders = pytree.tree_leaves(trainer.train_dataloader)
+        self._is_resumable = all(hasattr(loader, "load_state_dict") for loader in loaders)
+        self._saved = self._looked = time.monotonic()
+        self.start(trainer)
+
+    def start(self, trainer: Trainer) -> RunStarted:
+        self.started = run_started(self._environment, self._job, trainer, *self.position)
+        self._link.emit(self.started)
+        return self.started
+
+    def on_test_start(self, trainer: Trainer, module: LightningModule) -> None:
+        signal.signal(signal.SIGTERM, self._on_sigterm)
+
+    def on_train_epoch_start(self, trainer: Trainer, module: LightningModule) -> None:
+        if not self._is_first_epoch:
+            self._seed(trainer.current_epoch, 0)
+        self._is_first_epoch, self._looked = False, time.monotonic()
+
+    def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
+        steps = batch_idx + 1
+        self._seed(trainer.current_epoch, steps)
+        rates = [float(group["lr"]) for optimizer in trainer.optimizers for group in optimizer.param_groups]
+        self._rate = rates[0] if rates else 0.0  # now: a schedule sets that of the next step
+        self._is_looking = steps % self._job.settings.log_interval == 0 or steps == trainer.num_training_batches
+
+    def _seed(self, epoch: int, step: int) -> None:
+        key = key_of(self._job.settings.seed, epoch, step, self._environment.rank)
+        random.seed(key)
+        np.random.seed(key % 2**32)
+        torch.default_generator.manual_seed(key)
+        if torch.cuda.is_initialized():
+            device_generator(torch.device("cuda", torch.cuda.current_device())).manual_seed(key)
+
+    # --- steps ---
+
+    def on_before_optimizer_step(self, trainer: Trainer, module: LightningModule, _: torch.optim.Optimizer) -> None:
+        gradients = [weight.grad for weight in module.parameters() if weight.grad is not None]
+        if self._is_looking and gradients:  # a look makes a GPU's host wait
+            self._norm = float(norms(gradients).norm())
+
+    def on_train_batch_end(
+        self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._link.alive()
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        loss = None if loss is None else loss.detach().float() * trainer.accumulate_grad_batches
+        self._window.append((loss, _samples_in(batch)))
+        if self._is_looking:
+            self._look(trainer, batch_idx + 1)
+
+    def _look(self, trainer: Trainer, steps: int) -> None:
+        """Tells what has happened since the last look; a collective, as is what may follow from it."""
+        epoch, is_last = trainer.current_epoch, steps == trainer.num_training_batches
+        now = time.monotonic()
+        seconds, self._looked = max(now - self._looked, 1e-9), now
+        seen = self._seen(trainer, epoch, steps - 1)
+        loss, samples, stops = _mean(seen["loss"], seen["weight"]), seen["samples"], seen["stops"] > 0
+        for name, value in {**seen, "seconds": seconds}.items():
+            if name in self._so_far:
+                self._so_far[name] += value
+        self._link.emit(
+            StepLogged(
+                epoch=epoch,
+                step=steps,
+                samples=round(self._so_far["samples"]),
+                measures={**self._validation.trained(), "loss": loss},
+                learning_rate=self._rate,
+                samples_per_second=samples / seconds,
+                gradient_norms={},
+                gradient_norm=self._norm,
+            )
+        )
+        for warning in self.watch.after_steps(epoch, steps, loss, round(samples)):
+            self._link.emit(warning)
+        # gradients that are still being added up are in no checkpoint
+        is_resumable = self._is_resumable and steps % trainer.accumulate_grad_batches == 0
+        if not is_last and is_resumable and (stops or seen["due"]):
+            self._save(trainer, epoch, steps)
+        if not is_last and stops:
+            raise StopRequested(epoch, steps)
+        self._stopping = stops
+
+    def _seen(self, trainer: Trainer, epoch: int, step: int) -> dict[str, float]:
+        """The steps since the last look, and what is asked for, summed over the ranks.
+
+        Raises NonFiniteError, the same on all ranks.
+        """
+        window, self._window, rank, size = self._window, [], self._environment.rank, self._environment.world.size
+        losses = [loss * samples for loss, samples in window if loss is not None]
+        mine = {
+            "loss": torch.stack(losses).sum().item() if losses else 0.0,
+            "weight": sum(samples for loss, samples in window if loss is not None),
+            "samples": sum(samples for _, samples in window),
+            "stops": self._link.stop_requested,
+            "due": rank == 0 and time.monotonic() - self._saved >= self._job.run.options.checkpoint_seconds,
+        }
+        bad = [float(one == rank and not math.isfinite(mine["loss"])) for one in range(size)]
+        numbers = torch.tensor([*mine.values(), *bad], dtype=torch.float64, device=trainer.strategy.root_device)
+        totals: list[float] = trainer.strategy.reduce(numbers, reduce_op="sum").tolist()
+        ranks = [one for one, is_bad in enumerate(totals[len(mine) :]) if is_bad]
+        if ranks:
+            raise NonFiniteError("loss", ranks, epoch, step)
+        # float16 overflows now and then, and Lightning's scaler then skips the step
+        if self._job.settings.precision != "float16" and not math.isfinite(self._norm):
+            raise NonFiniteError("gradient", list(range(size)), epoch, step)
+        return dict(zip(mine, totals, strict=False))
+
+    # --- epochs ---
+
+    def on_validation_start(self, trainer: Trainer, module: LightningModule) -> None:
+        self._evaluating = time.monotonic()
+
+    def on_validation_batch_end(self, *_: Any) -> None:
+        self._link.alive()
+
+    def on_test_batch_end(self, *_: Any) -> None:
+        self._link.alive()
+
+    def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
+        seconds = time.monotonic() - self._evaluating
+        self._so_far["evaluation"] += seconds
+        self._looked += seconds
+
+    def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
+        epoch, so_far, validation = trainer.current_epoch, self._so_far, measures_of(self._validation.values)
+        loss = _mean(so_far["loss"], so_far["weight"])
+        self.epochs.append(
+            EpochFinished(
+                epoch=epoch,
+                samples=round(so_far["samples"]),
+                train={**self._validation.trained(), "loss": loss},
+                test={},
+                train_seconds=so_far["seconds"],
+                evaluate_seconds=so_far["evaluation"],
+                validation=validation,
+            )
+        )
+        self._link.emit(self.epochs[-1])
+        if "loss" in validation:
+            for warning in self.watch.after_epoch(epoch, int(trainer.num_training_batches), validation["loss"]):
+                self._link.emit(warning)
+        self._so_far, self._validation.values = dict(NOTHING), {}
+        self._save(trainer, epoch + 1, 0)
+        if self._stopping:
+            raise StopRequested(epoch + 1, 0)
+
+    def _save(self, trainer: Trainer, epoch: int, step: int) -> None:
+        self.position = self._files.position = epoch, step
+        trainer.save_checkpoint(self._job.run.checkpoint_path)
+        self._saved = self._looked = time.monotonic()
+
+
+def _mean(total: float, weight: float) -> float:
+    """NaN where no step had a loss, as under a module's own optimization."""
+    return total / weight if weight else math.nan
+
+
+def _samples_in(batch: Any) -> int:
+    leaves = pytree.tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch)
+    return next((len(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim), 1)

@@ -1,0 +1,131 @@
+"""One rank under Lightning's Trainer, in a process that our launcher has started."""
+
+import logging
+import os
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer, seed_everything
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from flyte_ddp.engine.job import TrainingResult
+from flyte_ddp.engine.results import export_model
+from flyte_ddp.errors import InputError
+from flyte_ddp.events import EpochChosen
+from flyte_ddp.launch.environment import Environment
+from flyte_ddp.launch.link import Link
+from flyte_ddp.launch.process_group import process_group
+from flyte_ddp.lightning.checkpoint import CheckpointFiles
+from flyte_ddp.lightning.job import LightningJob
+from flyte_ddp.lightning.measures import LoggedByValidation, measures_of
+from flyte_ddp.lightning.modules import build
+from flyte_ddp.lightning.observer import Observer
+from flyte_ddp.lightning.results import result_of
+from flyte_ddp.lightning.settings import LIMITS, PRECISIONS
+from flyte_ddp.storage import writing_to
+
+SAID_ELSEWHERE = ".*(does not have many workers|using `DistributedSampler`|smaller than the logging interval)"
+
+
+def run(environment: Environment, link: Link, job: LightningJob) -> TrainingResult:
+    """Trains the module as this rank; rank 0 writes the weights to job.run.model_path."""
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)  # no word on the accelerators that there are not
+    warnings.filterwarnings("ignore", category=FutureWarning, module="lightning")  # between it and torch
+    warnings.filterwarnings("ignore", ".*sync_dist=True")  # a lone rank is warned even where it is set
+    warnings.filterwarnings("ignore", f"(?s){SAID_ELSEWHERE}")
+    torch.set_num_threads(environment.threads)
+    os.environ.update(place_of(environment))
+    # Lightning finds the process group already initialised
+    with process_group(environment, job.run.options.timeout_seconds) as device:
+        try:
+            return train(environment, device, link, job)
+        except MisconfigurationException as error:
+            raise InputError(f"Lightning cannot train {job.module}: {error}") from None
+
+
+def place_of(environment: Environment) -> dict[str, str]:
+    """The variables in which Lightning looks for a rank that torchrun, or another launcher, has started."""
+    node = environment.rank // environment.world.local_size
+    place = {"RANK": environment.rank, "LOCAL_RANK": environment.local_rank, "GROUP_RANK": node}
+    sizes = {"WORLD_SIZE": environment.world.size, "LOCAL_WORLD_SIZE": environment.world.local_size}
+    unused = {"MASTER_ADDR": "localhost", "MASTER_PORT": 0}  # the process group exists
+    return {name: str(value) for name, value in {**place, **sizes, **unused}.items()}
+
+
+def train(environment: Environment, device: torch.device, link: Link, job: LightningJob) -> TrainingResult:
+    seed(job)
+    module, data = build(job)
+    files, validation = CheckpointFiles(job.run.identity, link.emit), LoggedByValidation()
+    observer = Observer(environment, link, job, files, validation)
+    trainer = trainer_of(environment, device, job, files, validation, observer)
+    seed(job)
+    trainer.fit(module, datamodule=data, ckpt_path=files.usable(Path(job.run.checkpoint_path)))
+    started = observer.started or observer.start(trainer)  # the latter if it was interrupted after the last epoch
+    seed(job)
+    tested = test(trainer, module, data, link, observer)
+    if environment.rank == 0:
+        with writing_to(Path(job.run.model_path).parent, "DDP_RUNS_DIR"):
+            export_model(module, Path(job.run.model_path))
+    return result_of(job, trainer, module, started, observer.epochs, observer.watch.warnings, tested)
+
+
+def seed(job: LightningJob) -> None:
+    """Before weights are drawn, and before each call of a datamodule's setup: a split drawn there is the same."""
+    seed_everything(job.settings.seed, workers=True, verbose=False)
+
+
+def trainer_of(
+    environment: Environment,
+    device: torch.device,
+    job: LightningJob,
+    files: CheckpointFiles,
+    validation: LoggedByValidation,
+    observer: Observer,
+) -> Trainer:
+    settings, world = job.settings, environment.world
+    limits: dict[str, Any] = {name: getattr(settings, name) for name in LIMITS}
+    limits = {name: int(limit) if limit > 1 else limit for name, limit in limits.items()}  # a float is a share
+    validation.trainer = Trainer(
+        accelerator="gpu" if device.type == "cuda" else "cpu",
+        devices=world.local_size,
+        num_nodes=world.size // world.local_size,
+        strategy=job.strategy,
+        precision=PRECISIONS[settings.precision],  # type: ignore[arg-type]
+        plugins=[TorchElasticEnvironment(), files],
+        max_epochs=settings.epochs,
+        gradient_clip_val=settings.gradient_clip_val or None,
+        gradient_clip_algorithm=settings.gradient_clip_algorithm,
+        **limits,
+        accumulate_grad_batches=settings.accumulate_grad_batches,
+        sync_batchnorm=settings.sync_batchnorm,
+        default_root_dir=job.logs,
+        logger=validation,
+        log_every_n_steps=settings.log_interval,
+        callbacks=[observer],
+        num_sanity_val_steps=0,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    return validation.trainer
+
+
+def test(
+    trainer: Trainer, module: LightningModule, data: LightningDataModule | None, link: Link, observer: Observer
+) -> dict[str, float]:
+    """The measures of the test split, with the weights of the last epoch; empty if there is no such split."""
+    has_split = any(is_overridden("test_dataloader", one) for one in (module, data) if one)
+    if not (has_split and is_overridden("test_step", module)):
+        return {}
+    started, epochs = time.monotonic(), observer.epochs
+    tested: dict[str, float] = {}
+    for logged in trainer.test(module, datamodule=data, verbose=False):
+        tested.update(measures_of(logged))
+    stopped_early, seconds = len(epochs) < (trainer.max_epochs or 0), time.monotonic() - started
+    link.emit(EpochChosen(len(epochs) - 1, len(epochs), tested, stopped_early, seconds, is_best=False))
+    return tested

@@ -1,0 +1,77 @@
+"""What the parent is told of a training under Lightning: at its start, and at its end."""
+
+import resource
+import time
+from collections.abc import Sized
+from typing import Any
+
+import torch
+from lightning import __version__
+from lightning.pytorch import LightningModule, Trainer
+
+from flyte_ddp.engine.job import TrainingResult
+from flyte_ddp.engine.results import hardware, layers_of
+from flyte_ddp.engine.torch_compat import pytree
+from flyte_ddp.events import EpochFinished, NotLearning, RunStarted
+from flyte_ddp.launch.environment import Environment
+from flyte_ddp.lightning.job import LightningJob
+
+
+def run_started(
+    environment: Environment, job: LightningJob, trainer: Trainer, first_epoch: int, first_step: int
+) -> RunStarted:
+    world, steps, loader = environment.world, int(trainer.num_training_batches), trainer.train_dataloader
+    train_samples = samples_of(loader)
+    return RunStarted(
+        dataset=job.run.dataset,
+        samples="samples",
+        headline=job.headline,
+        percent=job.percent,
+        train_samples=train_samples,
+        test_samples=0,  # the test split is opened once training has ended
+        samples_per_epoch=round(steps * world.size * (getattr(loader, "batch_size", None) or 0)) or train_samples,
+        world_size=world.size,
+        backend=world.backend,
+        device=world.device,
+        precision=job.settings.precision,
+        epochs=job.settings.epochs,
+        steps_per_epoch=steps,
+        first_epoch=first_epoch,
+        first_step=first_step,
+        startup_seconds=time.time() - job.run.launched,
+        layers=layers_of(trainer.lightning_module),
+        validation_samples=samples_of(trainer.val_dataloaders),
+        remarks=[f"under Lightning {__version__}, {type(trainer.strategy).__name__}"],
+    )
+
+
+def result_of(
+    job: LightningJob,
+    trainer: Trainer,
+    module: LightningModule,
+    started: RunStarted,
+    epochs: list[EpochFinished],
+    warnings: list[NotLearning],
+    tested: dict[str, float],
+) -> TrainingResult:
+    device = trainer.strategy.root_device
+    return TrainingResult(
+        epochs=epochs,
+        warnings=warnings,
+        headline=job.headline,
+        train_samples=started.train_samples,
+        test_samples=samples_of(trainer.test_dataloaders),
+        precision=job.settings.precision,
+        peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        peak_gpu_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0,
+        validation_samples=started.validation_samples,
+        tested=tested,
+        parameters=sum(parameter.numel() for parameter in module.parameters()),
+        hardware=hardware(device),
+    )
+
+
+def samples_of(loaders: Any) -> int:
+    """The number of samples that loaders read, nested as Lightning takes them; 0 where it is unknown."""
+    datasets = [getattr(loader, "dataset", None) for loader in pytree.tree_leaves(loaders)]
+    return sum(len(dataset) for dataset in datasets if isinstance(dataset, Sized))

@@ -1,0 +1,78 @@
+"""The inputs of a training under Lightning. The base of a module's own settings."""
+
+from dataclasses import dataclass
+
+from flyte_ddp.errors import InputError
+from flyte_ddp.settings import BACKENDS, RunOptions, Settings, setting
+
+PRECISIONS = {"float32": "32-true", "bfloat16": "bf16-mixed", "float16": "16-mixed"}  # ours: Lightning's
+STRATEGIES = ("auto", "ddp", "ddp_find_unused_parameters_true")
+LIMITS = ("limit_train_batches", "limit_val_batches", "limit_test_batches")
+ALGORITHMS = ("norm", "value")
+FOR_RECIPES = ("profile", "log_gradients", "keep_checkpoint")  # options that mean nothing to Lightning's Trainer
+
+
+@dataclass(frozen=True)
+class LightningSettings(Settings):
+    """What determines the result, and so the cache key; those that Lightning's Trainer has too keep its names.
+
+    Attributes:
+        backend: process group backend; auto is nccl where a GPU is visible, else gloo.
+        seed: of the initial weights and whatever else is drawn.
+        log_interval: steps between two log lines.
+        epochs: the Trainer's max_epochs.
+        precision: bfloat16 and float16 are mixed with float32; float16 needs a GPU.
+        accumulate_grad_batches: batches of each rank whose gradients make one optimizer step.
+        gradient_clip_val: largest norm, or value, of the gradients; 0 is off.
+        gradient_clip_algorithm: norm or value.
+        limit_train_batches, limit_val_batches, limit_test_batches: how many of the batches to use: up to 1 a share,
+            above 1 a number.
+        sync_batchnorm: whether batch norm sees the batches of all ranks.
+    """
+
+    stop_after = 0  # of recipes; no field, since it has no type
+
+    backend: str = setting("auto", choices=BACKENDS)
+    seed: int = setting(1, minimum=0, maximum=2**32 - 1)
+    log_interval: int = setting(10, minimum=1)
+    epochs: int = setting(2, minimum=1)
+    precision: str = setting("float32", choices=tuple(PRECISIONS))
+    accumulate_grad_batches: int = setting(1, minimum=1)
+    gradient_clip_val: float = setting(0.0, minimum=0)
+    gradient_clip_algorithm: str = setting("norm", choices=ALGORITHMS)
+    limit_train_batches: float = setting(1.0, above=0)
+    limit_val_batches: float = setting(1.0, minimum=0)
+    limit_test_batches: float = setting(1.0, minimum=0)
+    sync_batchnorm: bool = setting(False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in LIMITS:
+            value = getattr(self, name)
+            if value > 1 and not value.is_integer():
+                raise InputError(
+                    f"{type(self).__name__}.{name} must be a share of at most 1, or a whole number of batches, "
+                    f"got {value:g}"
+                )
+
+    @property
+    def last_epoch(self) -> int:
+        """The epoch, from 1, that training ends with, unless a callback ends it before."""
+        return self.epochs
+
+
+@dataclass(frozen=True)
+class LightningOptions(RunOptions):
+    """How to run it; the cache ignores these.
+
+    Attributes:
+        strategy: Lightning's; auto is ddp for several ranks, and none for one.
+    """
+
+    strategy: str = setting("auto", choices=STRATEGIES)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in FOR_RECIPES:
+            if getattr(self, name):
+                raise InputError(f"{type(self).__name__}.{name} is for recipes, not for Lightning: leave it out")

@@ -1,0 +1,157 @@
+"""The project of docs/lightning.md in a folder, with variants of it, and trainings of them by real ranks."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from flyte_ddp.engine.job import TrainingResult, job_of
+from flyte_ddp.events import Event
+from flyte_ddp.launch import launcher
+from flyte_ddp.launch.environment import choose_world
+from flyte_ddp.lightning.settings import LightningOptions, LightningSettings
+from flyte_ddp.lightning.training import RANK, find_lightning_code
+from tests.commands import ROOT
+
+VARIANTS = '''
+import torch
+from lightning import LightningDataModule, LightningModule
+from lightning.pytorch.callbacks import EarlyStopping
+from torch import distributed
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, random_split
+
+from numerals.model import LitNumerals, Numerals
+
+
+class Loader:
+    """Goes on within an epoch."""
+
+    def __init__(self, trainer, samples, batch_size):
+        sampler = DistributedSampler(samples, trainer.world_size, trainer.global_rank)
+        self.loader, self.trainer = DataLoader(samples, batch_size, sampler=sampler), trainer
+
+    def __len__(self):
+        return len(self.loader)
+
+    def __iter__(self):
+        self.loader.sampler.set_epoch(self.trainer.current_epoch)
+        first = self.trainer.fit_loop.epoch_loop.batch_idx + 1
+        yield from (batch for step, batch in enumerate(self.loader) if step >= first)
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state_dict): ...
+
+
+class Resumable(Numerals):
+    def train_dataloader(self):
+        return Loader(self.trainer, self.parts[0], self.batch_size)
+
+
+class Drawn(Numerals):
+    """Draws its splits from torch's own generator, and so anew for the test."""
+
+    def setup(self, stage):
+        super().setup(stage)
+        self.parts = random_split(self.parts[0].dataset, (0.7, 0.15, 0.15))
+        self.tested = getattr(self, "tested", self.parts[2].indices)
+        assert self.tested == self.parts[2].indices, stage
+
+
+class Stopping(LitNumerals):
+    def configure_callbacks(self):
+        return [EarlyStopping("val_loss", patience=1, min_delta=100)]
+
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        while True:
+            yield torch.rand(64), 1
+
+
+class WithoutLength(Numerals):
+    def train_dataloader(self):
+        return DataLoader(Endless(), self.batch_size)
+
+
+class Depth(LitNumerals):
+    def __init__(self, width, learning_rate, depth): ...
+
+
+class WithoutTraining(LightningDataModule): ...
+
+
+class WithoutOptimizer(LitNumerals):
+    configure_optimizers = LightningModule.configure_optimizers
+
+
+class Failing(LitNumerals):
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 3 and distributed.get_rank() == 1:
+            raise KeyError("no such label")
+        return super().training_step(batch, batch_idx)
+
+
+class Diverging(LitNumerals):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) * (torch.nan if batch_idx == 12 else 1)
+
+
+class ByHand(LitNumerals):
+    """Its own optimization, without a loss that anyone could see, and no validation."""
+
+    def __init__(self, width, learning_rate):
+        super().__init__(width, learning_rate)
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.measured(batch, "train"))
+        optimizer.step()
+
+    validation_step = LightningModule.validation_step
+'''
+
+
+class Trained(NamedTuple):
+    result: TrainingResult
+    weights: dict[str, torch.Tensor]
+    events: list[Event]
+
+
+def write_project(folder: Path) -> None:
+    text = (ROOT / "docs" / "lightning.md").read_text()
+    for block, name in re.findall(r"^```python\n(# (\S+\.py)\n.*?)^```", text, re.MULTILINE | re.DOTALL):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(block)
+    (folder / "numerals" / "variants.py").write_text(VARIANTS)
+
+
+def train(
+    folder: Path,
+    settings: LightningSettings,
+    module: str = "numerals.model:LitNumerals",
+    data: str = "numerals.model:Numerals",
+    nproc: int = 2,
+    on_event: Callable[[Event], None] = lambda event: None,
+    **options: Any,
+) -> Trained:
+    """One training; those in the same folder share a checkpoint. The project is on sys.path."""
+    folder.mkdir(exist_ok=True)
+    lit, chosen = find_lightning_code(module, data, "accuracy", (), ()), LightningOptions(**options)
+    paths = folder / "model.pt", folder / "checkpoint", folder / "logs"
+    run = job_of(lit.subject(settings, None), chosen, *paths)
+    events: list[Event] = []
+
+    def listen(event: Event) -> None:
+        events.append(event)
+        on_event(event)
+
+    preload = [*launcher.PRELOAD, "lightning.pytorch"]
+    world = choose_world("gloo", nproc, 100)
+    results = launcher.launch(RANK, world, lit.job(run, chosen), 120, listen, preload, root=lit.code.root)
+    return Trained(results[0], torch.load(folder / "model.pt", weights_only=True), events)

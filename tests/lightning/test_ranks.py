@@ -1,0 +1,170 @@
+"""Trainings under Lightning by real ranks: the project in docs/lightning.md, and variants of it."""
+
+import math
+import os
+import signal
+from importlib import import_module
+from typing import Any
+
+import pytest
+
+from flyte_ddp.errors import InputError
+from flyte_ddp.events import CheckpointWritten, EpochChosen, EpochFinished, RunStarted, StepLogged
+from flyte_ddp.launch.failures import PreemptedError, RankError
+from tests.commands import same
+from tests.lightning.project import train, write_project
+
+pytestmark = pytest.mark.slow
+
+
+class KilledError(Exception):
+    """Ends the parent, and so all ranks by SIGKILL."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def project(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("project")
+    write_project(folder)
+    with pytest.MonkeyPatch.context() as here:
+        here.syspath_prepend(str(folder))
+        yield folder
+
+
+def settings(**values):
+    kind = import_module("numerals.settings").Settings
+    return kind(**{"epochs": 3, "width": 16, **values})
+
+
+def at_checkpoint(number, do):
+    """Does something when the checkpoint of this number, from 1, has been written."""
+    seen = []
+
+    def on_event(event):
+        seen.extend([event] * isinstance(event, CheckpointWritten))
+        if len(seen) == number and isinstance(event, CheckpointWritten):
+            do()
+
+    return on_event
+
+
+def kill():
+    raise KilledError
+
+
+def of(kind, trained):
+    return [event for event in trained.events if isinstance(event, kind)]
+
+
+def test_a_killed_training_ends_with_the_same_bits_with_shuffling_dropout_and_a_schedule(tmp_path):
+    whole = train(tmp_path / "whole", settings())
+    for epochs in (1, 3):
+        with pytest.raises(KilledError):
+            train(tmp_path / f"after-{epochs}", settings(), on_event=at_checkpoint(epochs, kill))
+        resumed = train(tmp_path / f"after-{epochs}", settings())
+        assert [event.first_epoch for event in of(RunStarted, resumed)] == [epochs]
+        assert same(resumed.weights, whole.weights)
+        assert resumed.result.tested == whole.result.tested
+        for ours, theirs in zip(resumed.result.epochs, whole.result.epochs, strict=True):
+            assert (ours.train, ours.validation) == (theirs.train, theirs.validation)
+
+
+def test_a_loader_with_a_state_goes_on_within_an_epoch_also_after_a_stop_on_request(tmp_path):
+    one: Any = {"data": "numerals.variants:Resumable", "nproc": 1}
+    whole = train(tmp_path / "whole", settings(), **one)
+
+    def stop(event):
+        if isinstance(event, RunStarted):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(PreemptedError, match="stopped on request before epoch 1, step 11"):
+        train(tmp_path / "stopped", settings(), on_event=stop, **one)
+    with pytest.raises(KilledError):
+        train(tmp_path / "stopped", settings(), on_event=at_checkpoint(12, kill), checkpoint_seconds=0, **one)
+    resumed = train(tmp_path / "stopped", settings(), **one)
+    (started,) = of(RunStarted, resumed)
+    assert started.first_epoch == 1
+    assert started.first_step > 0
+    assert same(resumed.weights, whole.weights)
+    assert [epoch.train["loss"] for epoch in resumed.result.epochs] == [
+        epoch.train["loss"] for epoch in whole.result.epochs
+    ]
+
+
+def test_the_parent_is_told_what_the_module_logs(tmp_path):
+    trained = train(tmp_path / "run", settings(limit_train_batches=25, log_interval=10))
+    (started,), (chosen,) = of(RunStarted, trained), of(EpochChosen, trained)
+    assert (started.train_samples, started.validation_samples, started.steps_per_epoch) == (1258, 270, 25)
+    assert [event.step for event in of(StepLogged, trained)] == [10, 20, 25] * 3
+    assert [event.samples for event in of(EpochFinished, trained)] == [800] * 3
+    for epoch in of(EpochFinished, trained):
+        assert epoch.train.keys() == epoch.validation.keys() == {"loss", "accuracy"}
+        assert epoch.train["loss"] != epoch.validation["loss"]
+    assert chosen.measures == trained.result.tested
+    assert 0.5 < trained.result.tested["accuracy"] <= 1
+    assert not chosen.is_best
+    rates = [event.learning_rate for event in of(StepLogged, trained)][2::3]
+    assert rates == pytest.approx([3e-3, 2.7e-3, 2.43e-3])
+
+
+def test_a_callback_of_the_module_ends_the_training_and_its_data_are_split_as_before_for_the_test(tmp_path):
+    trained = train(tmp_path / "run", settings(epochs=9), "numerals.variants:Stopping", "numerals.variants:Drawn")
+    (chosen,) = of(EpochChosen, trained)
+    assert chosen.stopped_early
+    assert (chosen.epoch, len(trained.result.epochs)) == (1, 2)
+
+
+def test_a_module_that_optimizes_by_itself_and_never_validates_is_trained(tmp_path):
+    trained = train(tmp_path / "run", settings(epochs=1), "numerals.variants:ByHand")
+    (epoch,) = trained.result.epochs
+    assert epoch.validation == {}
+    assert math.isnan(epoch.train["loss"])
+    assert trained.result.tested["accuracy"] > 0.5
+
+
+# --- failures ---
+
+
+def test_a_failure_names_the_rank_and_the_cause(tmp_path):
+    with pytest.raises(RankError) as raised:
+        train(tmp_path / "run", settings(), "numerals.variants:Failing")
+    assert "rank 1" in str(raised.value).partition("\n")[0]
+    assert "no such label" in str(raised.value)
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_at_the_next_look(tmp_path):
+    with pytest.raises(RankError, match="loss is not finite in epoch 1, step 20, on rank 0, 1"):
+        train(tmp_path / "run", settings(), "numerals.variants:Diverging")
+    assert not (tmp_path / "run" / "checkpoint").exists()
+
+
+@pytest.mark.parametrize(
+    ("module", "data", "values", "words"),
+    [
+        ("model:nn", "model:Numerals", {}, "numerals.model:nn must be a subclass of lightning.pytorch.LightningModule"),
+        ("model:Numerals", "model:Numerals", {}, "must be a subclass of lightning.pytorch.LightningModule"),
+        ("variants:Depth", "model:Numerals", {}, "Depth.__init__ needs depth, and Settings has no such field: add one"),
+        ("model:LitNumerals", "variants:WithoutTraining", {}, "WithoutTraining must define train_dataloader"),
+        ("model:LitNumerals", "variants:WithoutLength", {}, "train_dataloader has no length: set limit_train_batches"),
+        ("model:LitNumerals", "model:Numerals", {"limit_train_batches": 0.001}, "Try at least `limit_train_batches="),
+        (
+            "variants:WithoutOptimizer",
+            "model:Numerals",
+            {},
+            "Lightning cannot train numerals.variants:Without",
+        ),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_with_the_remedy(tmp_path, module, data, values, words):
+    with pytest.raises(InputError) as raised:
+        train(tmp_path / "run", settings(**values), f"numerals.{module}", f"numerals.{data}", nproc=1)
+    assert words in raised.value.message
+
+
+def test_data_without_a_length_are_trained_on_for_as_many_batches_as_are_asked_for(tmp_path):
+    trained = train(
+        tmp_path / "run",
+        settings(limit_train_batches=15, limit_val_batches=0, limit_test_batches=0, epochs=1),
+        data="numerals.variants:WithoutLength",
+        nproc=1,
+    )
+    assert [event.step for event in of(StepLogged, trained)] == [10, 15]

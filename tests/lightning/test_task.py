@@ -1,0 +1,110 @@
+"""LightningTraining in the parent of the ranks: what it refuses, and what its code consists of."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from flyte_ddp import LightningOptions, LightningSettings, LightningTraining, RunOptions, TrainingSettings
+from flyte_ddp.errors import InputError
+from flyte_ddp.lightning.measures import measures_of
+from flyte_ddp.lightning.training import check_lightning
+from flyte_ddp.user_code import find_code, joined
+from tests.commands import ROOT
+from tests.lightning.project import write_project
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    write_project(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("module", "data", "words"),
+    [
+        ("numerals.model:LitNumeral", "numerals.model:Numerals", "did you mean LitNumerals?"),
+        ("numerals.modl:LitNumerals", "numerals.model:Numerals", "did you mean model?"),
+        ("numerals.model:LitNumerals", "numerals.model:Digits", "defines no Digits"),
+        ("numerals/model.py:LitNumerals", "", "name the module with dots, without .py"),
+    ],
+)
+def test_a_wrong_name_is_refused_when_the_workflow_file_is_read(project, module, data, words):
+    with pytest.raises(InputError) as raised:
+        LightningTraining(module, data=data)
+    assert words in raised.value.message
+
+
+@pytest.mark.parametrize(
+    ("settings", "options", "words"),
+    [
+        (TrainingSettings(), LightningOptions(), "TrainingSettings must derive from flyte_ddp.LightningSettings"),
+        (LightningSettings(), RunOptions(), "RunOptions must derive from flyte_ddp.LightningOptions"),
+        (LightningSettings(precision="float16"), LightningOptions(), "use bfloat16 or float32"),
+    ],
+)
+def test_what_this_machine_or_lightning_cannot_do_is_refused_before_a_rank_is_started(
+    settings, options, words, monkeypatch
+):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(InputError) as raised:
+        check_lightning(settings, options)
+    assert words in raised.value.message
+
+
+@pytest.mark.parametrize("option", ["profile", "log_gradients", "keep_checkpoint"])
+def test_an_option_that_means_nothing_under_lightning_is_refused(option):
+    with pytest.raises(InputError, match=f"LightningOptions.{option} is for recipes"):
+        LightningOptions.from_dict({option: True})
+
+
+def test_a_limit_of_batches_is_a_share_or_a_whole_number():
+    assert LightningSettings(limit_val_batches=0.5, limit_train_batches=100).limit_train_batches == 100
+    with pytest.raises(InputError, match="limit_val_batches must be a share of at most 1, or a whole number"):
+        LightningSettings(limit_val_batches=2.5)
+
+
+def test_the_version_follows_the_code_of_the_module_of_its_data_and_of_what_trains_it(project):
+    def version():
+        return LightningTraining("numerals.model:LitNumerals", data="numerals.data:Numerals").lit.code.version
+
+    (project / "numerals" / "data.py").write_text("from numerals.model import Numerals\n")
+    first = version()
+    (project / "numerals" / "data.py").write_text("# a remark\nfrom numerals.model import Numerals\n")
+    assert version() == first
+    (project / "numerals" / "data.py").write_text("from numerals.model import Numerals\n\nMORE = 1\n")
+    assert version() != first
+    model = find_code("numerals.model:LitNumerals", ranks=("flyte_ddp.lightning.rank",))
+    assert model.version != find_code("numerals.model:LitNumerals").version, "the engine is not what trains it"
+    assert joined([model]).files == model.files == (str(project / "numerals" / "model.py"),)
+
+
+def test_measures_have_the_same_name_in_all_splits():
+    logged = {"val_loss": torch.tensor(0.5), "val/accuracy": 0.25, "valley": 1, "lr_step": 2.0, "lr": 3.0}
+    assert measures_of(logged) == {"loss": 0.5, "accuracy": 0.25, "valley": 1.0, "lr": 3.0}
+    forked = {"train_loss_step": 3, "train_loss_epoch": 2, "train_loss": 2, "first_step": 4}
+    assert measures_of(forked) == {"loss": 2.0, "first_step": 4.0}
+    assert measures_of({"test_loss": 1, "loss": 2, "test_map": torch.ones(2)}) == {"test_loss": 1.0, "loss": 2.0}
+
+
+def test_without_lightning_a_workflow_file_is_read_and_a_run_says_what_to_install(project):
+    program = """if True:
+        import sys
+        sys.modules["lightning"] = None  # as where it is not installed
+        from flyte_ddp import LightningOptions, LightningSettings, LightningTraining
+        from flyte_ddp.errors import InputError
+        from flyte_ddp.lightning.training import check_lightning
+        LightningTraining("numerals.model:LitNumerals", data="numerals.model:Numerals")
+        assert not {"torch", "sklearn"} & set(sys.modules)
+        try:
+            check_lightning(LightningSettings(), LightningOptions())
+        except InputError as error:
+            print(error.message)
+    """
+    environment = {"PYTHONPATH": f"{ROOT}:{project}", "HOME": str(project), "PATH": ""}
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=project, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert 'pip install "flyte-ddp-training[lightning]"' in done.stdout, done.stderr
