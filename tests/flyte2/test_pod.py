@@ -3,6 +3,7 @@
 import io
 import os
 import signal
+import threading
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from flyte2 import mnist
 from flyte_ddp.data import prepared
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
+from tests.attempt.test_webhook import Server
 from tests.commands import same
 from tests.flyte2.pod import Pod2
 from tests.object_storage import object_storage
@@ -106,15 +108,22 @@ def test_a_pod_that_is_asked_to_stop_writes_a_checkpoint_first(storage, pod):
 
 
 @pytest.mark.slow
-def test_what_only_a_person_can_mend_is_final_and_says_where_the_logs_are(pod):
-    diverging = pod("diverging", hp=Hyperparameters(learning_rate=1e30, epochs=1))
-    assert diverging.finish() == 0, "Flyte reads the error from its file"
+def test_what_only_a_person_can_mend_is_final_and_told_with_the_place_of_the_logs(pod):
+    with Server() as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        addresses = {"DDP_WEBHOOK": f"{server.url}/200", "DDP_CONSOLE": "https://flyte.example.org/"}
+        diverging = pod("diverging", hp=Hyperparameters(learning_rate=1e30, epochs=1), **addresses)
+        assert diverging.finish() == 0, "Flyte reads the error from its file"
     error = diverging.error.error
     assert error.kind == ContainerError.NON_RECOVERABLE
     first, second, *_ = error.message.splitlines()
     assert "NonFiniteError: loss is not finite in epoch 1" in first
     assert second == "Logs: s3://bucket/run/diverging/1/logs"
     assert error.code == "NonFiniteError"
+    (posted,) = server.posted
+    assert (posted["cause"], posted["recoverable"], posted["attempt"]) == ("NonFiniteError", False, 0)
+    assert posted["execution"] == "flytesnacks/development/run"
+    assert posted["link"] == "https://flyte.example.org/v2/domain/development/project/flytesnacks/runs/run"
 
 
 def test_a_pod_without_the_gpus_that_it_asked_for_is_tried_elsewhere(pod):
