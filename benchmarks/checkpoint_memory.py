@@ -20,6 +20,7 @@ from torch import distributed, nn
 from benchmarks.engine import hardware
 from benchmarks.gpu_rows import training
 from flyte_ddp.engine import worker
+from flyte_ddp.engine.block_cache import BlockCache
 from flyte_ddp.engine.job import Job
 from flyte_ddp.engine.resume import resume as resume_from
 from flyte_ddp.engine.set_up import set_up
@@ -83,7 +84,7 @@ def save(environment: Environment, link: Link, job: Job) -> tuple[float, ...]:
     """After one step, for the last of three: memory beside the state in MB, seconds that training stands still for, and
     seconds until it is on disk. The first may find a machine without free pages at hand."""
     with process_group(environment, job.options.timeout_seconds) as device:
-        parts = set_up(environment, device, job)
+        parts = set_up(environment, device, job, BlockCache(environment))
         parts.state.train_step(next(parts.train.epoch(0, 0)), False)
         checkpoints = worker.checkpoints_of(environment, link, job)
         for _ in range(3):
@@ -98,7 +99,7 @@ def save(environment: Environment, link: Link, job: Job) -> tuple[float, ...]:
 def resume(environment: Environment, link: Link, job: Job) -> tuple[float, ...]:
     """Memory in MB beside the state that there is then, and seconds."""
     with process_group(environment, job.options.timeout_seconds) as device:
-        state = set_up(environment, device, job).state
+        state = set_up(environment, device, job, BlockCache(environment)).state
         distributed.barrier()
         with Peak() as peak:
             started = time.perf_counter()

@@ -10,12 +10,15 @@ from typing import Any
 __version__ = "0.1.0"  # pyproject.toml takes it from here; pods and checkouts have the code, but no installed package
 
 MODULES = {
+    "BlockFolder": "flyte_ddp.data.block_folder",
+    "Blocks": "flyte_ddp.data.blocks",
     "Classifier": "flyte_ddp.recipes.classifier",
     "Hyperparameters": "flyte_ddp.recipes.hyperparameters",
     "LightningOptions": "flyte_ddp.lightning.settings",
     "LightningSettings": "flyte_ddp.lightning.settings",
     "LightningTraining": "flyte_ddp.lightning.task",
     "Measures": "flyte_ddp.recipe",
+    "Parquet": "flyte_ddp.data.parquet",
     "PreparedDataset": "flyte_ddp.tasks.prepare",
     "Random": "flyte_ddp.recipe",
     "Recipe": "flyte_ddp.recipe",
@@ -23,15 +26,19 @@ MODULES = {
     "RecipeSummary": "flyte_ddp.attempt.summaries",
     "RecipeTraining": "flyte_ddp.tasks.recipe",
     "RunOptions": "flyte_ddp.settings",
+    "TarImages": "flyte_ddp.data.tar",
     "TrainingSettings": "flyte_ddp.settings",
     "file_by_content": "flyte_ddp.tasks.data",
     "folder_by_content": "flyte_ddp.tasks.data",
     "weights_by_content": "flyte_ddp.tasks.data",
+    "index_tars": "flyte_ddp.data.tar",
     "load_model": "flyte_ddp.recipes.models",
     "prepare_dataset": "flyte_ddp.tasks.prepare",
     "read_metadata": "flyte_ddp.model_metadata",
     "setting": "flyte_ddp.settings",
+    "stream": "flyte_ddp.tasks.data",
     "train": "flyte_ddp.training",
+    "write_blocks": "flyte_ddp.data.block_folder",
 }
 __all__ = ["__version__", *MODULES]
 

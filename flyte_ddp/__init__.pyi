@@ -1,4 +1,10 @@
 from flyte_ddp.attempt.summaries import RecipeSummary as RecipeSummary
+from flyte_ddp.data.block_folder import BlockFolder as BlockFolder
+from flyte_ddp.data.block_folder import write_blocks as write_blocks
+from flyte_ddp.data.blocks import Blocks as Blocks
+from flyte_ddp.data.parquet import Parquet as Parquet
+from flyte_ddp.data.tar import TarImages as TarImages
+from flyte_ddp.data.tar import index_tars as index_tars
 from flyte_ddp.lightning.settings import LightningOptions as LightningOptions
 from flyte_ddp.lightning.settings import LightningSettings as LightningSettings
 from flyte_ddp.lightning.task import LightningTraining as LightningTraining
@@ -14,6 +20,7 @@ from flyte_ddp.settings import TrainingSettings as TrainingSettings
 from flyte_ddp.settings import setting as setting
 from flyte_ddp.tasks.data import file_by_content as file_by_content
 from flyte_ddp.tasks.data import folder_by_content as folder_by_content
+from flyte_ddp.tasks.data import stream as stream
 from flyte_ddp.tasks.data import weights_by_content as weights_by_content
 from flyte_ddp.tasks.prepare import PreparedDataset as PreparedDataset
 from flyte_ddp.tasks.prepare import prepare_dataset as prepare_dataset

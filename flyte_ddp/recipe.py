@@ -63,7 +63,8 @@ class Recipe:
     Attributes:
         settings: the dataclass that the workflow was given. The code of its class counts for the cache if the recipe's
             module imports it, even just as a type.
-        data_path: the file or folder that the task was given; None without one.
+        data_path: the file or folder that the task was given; None without one. Of data that stay in a storage, their
+            URL.
         device: where batches, and the recipe's own tensors, belong.
         samples: what to call the samples, in the plural.
         headline: the name of the main measure; empty is the first one besides the loss.
@@ -99,7 +100,7 @@ class Recipe:
     couples_samples = False
     may_depend_on_ranks = False
 
-    def __init__(self, settings: Any, data_path: Path | None = None):
+    def __init__(self, settings: Any, data_path: Any = None):
         self.settings, self.data_path = settings, data_path
         self.share = BatchShare()
 
@@ -120,7 +121,7 @@ class Recipe:
 
         Tensors and arrays, single or in tuples, lists and dicts, are kept on the device; memory maps (numpy.memmap)
         stay on disk and are read batch by batch; a torch.utils.data.Dataset with a length is read sample by sample, by
-        options.loader_workers processes per rank.
+        options.loader_workers processes per rank; Blocks are fetched from a storage as they are needed.
         """
         raise NotImplementedError
 

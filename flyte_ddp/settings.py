@@ -226,6 +226,7 @@ class RunOptions(Settings):
         loader_workers: processes per rank that read ahead samples that are not in memory; with 0 the rank reads them
             itself.
         pin_memory: whether such batches are copied to a GPU from page-locked memory; without a GPU it has no effect.
+        cache_bytes: of each node's disk that Blocks of data may take; 0 is half of what is free.
     """
 
     nproc: int = setting(0, minimum=0, maximum=1024)
@@ -240,3 +241,4 @@ class RunOptions(Settings):
     loader_workers: int = setting(2, minimum=0, maximum=64)
     pin_memory: bool = setting(True)
     keep_checkpoint: bool = setting(False)
+    cache_bytes: int = setting(0, minimum=0)

@@ -13,6 +13,7 @@ from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
+from flyte_ddp.data.description import StoredData
 from flyte_ddp.engine.job import PREDICTIONS, Job, TrainingResult, job_in, subject_of
 from flyte_ddp.errors import InputError
 from flyte_ddp.events import EpochFinished, Event, all_of
@@ -67,7 +68,8 @@ def train(
 
     Args:
         recipe: "package.module:Name", or the class itself.
-        data: file or folder, passed to the recipe as data_path.
+        data: file or folder, passed to the recipe as data_path; or its URL (s3://, gs://, abfs://, file://), for a
+            recipe that returns Blocks.
         output: folder for model.pt, predictions.npy, pictures.npz and the checkpoint that the same call resumes from.
         data_files: files that the recipe reads, relative to its module's file; a checkpoint is only valid for the same.
         on_event: receives every event; without it, lines go to standard error.
@@ -83,9 +85,7 @@ def train(
     name = recipe if isinstance(recipe, str) else name_of(recipe)
     code, watching = find_code(name, data_files), [find_code(one) for one in observers]
     folder = Path(output).expanduser().absolute()
-    source, first = (Path(path).expanduser().absolute() if path else None for path in (data, init))
-    if source and not source.exists():
-        raise InputError(f"data must be an existing file or folder, got {source}")
+    source, first = existing(data), Path(init).expanduser().absolute() if init else None
     if first and not first.is_file():
         raise InputError(f"init must be a file that is there, got {first}")
     with writing_to(folder, "output"):
@@ -105,6 +105,18 @@ def train(
     warnings = [one.reason for one in result.warnings]
     best_epoch = 0 if result.chosen_epoch is None else result.chosen_epoch + 1
     return Result(result.epochs, warnings, Path(job.model_path), folder, result.tested, best_epoch)
+
+
+def existing(data: str | Path | None) -> Path | StoredData | None:
+    """Where the data are; InputError if there are none."""
+    if isinstance(data, str) and "://" in data:
+        from flyte_ddp.data.stored import stored_data  # it imports fsspec, which other trainings do without
+
+        return stored_data(data)
+    source = Path(data).expanduser().absolute() if data else None
+    if source and not source.exists():
+        raise InputError(f"data must be an existing file or folder, got {source}")
+    return source
 
 
 def run_job(job: Job, on_event: Callable[[Event], None]) -> list[TrainingResult]:

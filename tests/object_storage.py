@@ -9,12 +9,16 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 
 class ObjectStorage(ThreadingHTTPServer):
-    """objects: by bucket/key. parts: of uploads that have not ended, by bucket/key and number."""
+    """objects: by bucket/key. parts: of unfinished uploads, by bucket/key and number. failures: how many of the next
+    reads fail. hanging: reads wait while it is not set."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Requests)
         self.objects: dict[str, bytes] = {}
         self.parts: dict[str, dict[int, bytes]] = {}
+        self.failures = 0
+        self.hanging = threading.Event()
+        self.hanging.set()
 
     @property
     def environment(self) -> dict[str, str]:
@@ -69,6 +73,11 @@ class Requests(BaseHTTPRequestHandler):
         self.answer(204)
 
     def do_GET(self) -> None:
+        self.server.hanging.wait()
+        if self.server.failures:
+            self.server.failures -= 1
+            self.answer(400, b"<Error><Code>Refused</Code><Message>not now</Message></Error>")
+            return
         if "list-type" in self.query:
             self.list_objects(self.query.get("prefix", [""])[0], "delimiter" in self.query)
         elif self.key not in self.server.objects:

@@ -87,3 +87,15 @@ def test_the_readmes_own_model_trains_under_flyte_2_by_the_pages_file(tmp_path):
         len((tmp_path / "flowers" / name).read_text().splitlines()) for name in ("flyte2.py", "workflow.py")
     )
     assert ours <= theirs
+
+
+def test_the_guide_to_data_larger_than_a_disk_works_as_it_stands(tmp_path):
+    text = (ROOT / "docs" / "blocks.md").read_text()
+    for name, block in re.findall(r"^```python\n# (\S+)\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(block)
+    (command,) = re.findall(r"^```sh\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"}
+    done = subprocess.run(["sh", "-ec", command], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "'within': " in done.stdout

@@ -15,6 +15,7 @@ from flyte_ddp.attempt.run import Run, training_run
 from flyte_ddp.attempt.summaries import RecipeSummary, RunSummary, TrainingSummary, summarise
 from flyte_ddp.attempt.webhook import telling_webhook
 from flyte_ddp.data import prepared
+from flyte_ddp.data.description import StoredData
 from flyte_ddp.engine.job import PREDICTIONS, Job, Subject, TrainingResult, job_of, subject_of
 from flyte_ddp.events import Event
 from flyte_ddp.launch import launcher
@@ -92,9 +93,14 @@ class Training(ABC, Generic[Given, Outputs]):
         self.code, self.observers = code, observers
 
     def run(
-        self, settings: TrainingSettings, options: RunOptions, data: Given | None = None, init: Given | None = None
+        self,
+        settings: TrainingSettings,
+        options: RunOptions,
+        data: Given | StoredData | None = None,
+        init: Given | None = None,
     ) -> Outputs:
-        """Trains with one process per rank, on the file or folder data, if the recipe uses one.
+        """Trains with one process per rank, on the file or folder data, if the recipe uses one; on stored data where
+        they are, for a recipe that returns Blocks.
 
         init: what to start from: the model_state of an earlier training, or a checkpoint (final-checkpoint in its logs,
         if options.keep_checkpoint was set), from which training continues up to settings.epochs in total. Raises what
@@ -102,7 +108,8 @@ class Training(ABC, Generic[Given, Outputs]):
         """
 
         def fetch() -> Subject:  # while the ranks' first process imports torch
-            return self.subject(settings, self.downloaded(data), self.downloaded(init))
+            source = data if isinstance(data, StoredData) else self.downloaded(data)
+            return self.subject(settings, source, self.downloaded(init))
 
         def start(job: Job, on_event: Callable[[Event], None]) -> list[TrainingResult]:
             return launcher.launch(WORKER, world, job, options.timeout_seconds, on_event, root=self.code.root)
@@ -113,7 +120,9 @@ class Training(ABC, Generic[Given, Outputs]):
             launcher.warm_up()
             return self.outputs_of(train_by(self.platform, start, world, fetch, options, self.observers))
 
-    def subject(self, settings: TrainingSettings, source: Path | None, init: Path | None = None) -> Subject:
+    def subject(
+        self, settings: TrainingSettings, source: Path | StoredData | None, init: Path | None = None
+    ) -> Subject:
         """What is trained, and its data; ReportedError if this pod's code is not what was registered."""
         check_code(self.code.version)
         return subject_of(self.code, settings, source, init)
@@ -177,7 +186,7 @@ def info_of(platform: Platform, subject: Subject, options: RunOptions, run: Run,
         attempt=platform.earlier_attempts(),
         settings=subject.settings,
         options=options,
-        data=subject.data if subject.description else None,
+        data=subject.data if isinstance(subject.data, Path) and subject.description else None,
         description=subject.description,
         data_seconds=data_seconds,
         logs=run.logs.folder,

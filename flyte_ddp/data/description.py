@@ -80,3 +80,22 @@ class FolderDescription(DatasetDescription):
 
 def digest_of(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredData:
+    """Data that stay in a storage, to be read from there.
+
+    Attributes:
+        url: of the folder or file, which becomes the recipe's data_path.
+        digest: changes when the data do: of the index of blocks, or of names, sizes and ETags.
+        options: for fsspec, by protocol.
+    """
+
+    url: str
+    digest: str
+    options: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict, repr=False)  # with keys
+
+    @property
+    def name(self) -> str:
+        return self.url.rstrip("/").rpartition("/")[2]

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flyte_ddp.batch_share import BatchShare
+from flyte_ddp.engine.block_split import BlockSplit
 from flyte_ddp.engine.order import shuffled
 from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.errors import InputError
@@ -116,11 +116,13 @@ class Part:
         return self.split.fetch(self.at(part) for part in parts)
 
 
-def hold_out(split: Split, fraction: float) -> tuple[Part, Part]:
+def hold_out(split: Split, fraction: float) -> tuple[Split, Split]:
     """The samples left to train on, and the held-out ones; the same on every machine and for any settings.seed.
 
     So runs can be compared, and a training that starts from another one's weights has not seen its validation samples.
     """
+    if isinstance(split, BlockSplit):
+        return split.hold_out(fraction)
     samples = len(split)
     count = round(fraction * samples)
     if not 0 < count < samples:
@@ -128,6 +130,48 @@ def hold_out(split: Split, fraction: float) -> tuple[Part, Part]:
     key = key_of(0)
     held = Part(split, count, lambda positions: shuffled(positions, samples, key))
     return Part(split, samples - count, lambda positions: shuffled(positions + count, samples, key)), held
+
+
+def spread(split: Split, count: int) -> Tensor:
+    """(count,) int64: samples from all over the split; where it is in blocks, from a few of these."""
+    if isinstance(split, BlockSplit):
+        return split.spread(count)
+    return torch.linspace(0, len(split) - 1, count).long()
+
+
+class Order(Protocol):
+    """The samples of a split in the order of an epoch."""
+
+    def at(self, positions: Tensor) -> Tensor:
+        """(n,) int64: the samples at these positions (n,), which increase."""
+
+    def fetch(self, parts: Iterable[Tensor], first_step: int) -> Iterator[Any]:
+        """For the samples (n,) of each step from first_step on: their tensors, as Split.fetch."""
+
+    def check_room(self) -> None:
+        """Raises InputError if this machine has too little for it."""
+
+
+class Shuffled:
+    """Each pass over the samples is in the order of its own key; with None they come as they are."""
+
+    def __init__(self, split: Split, keys: Sequence[int | None]):
+        self.split, self.keys = split, keys
+
+    def at(self, positions: Tensor) -> Tensor:
+        size = len(self.split)
+        found = positions % size
+        for number, key in enumerate(self.keys):
+            of_pass = positions // size == number
+            if key is not None and of_pass.any():
+                found[of_pass] = shuffled(found[of_pass], size, key)
+        return found
+
+    def fetch(self, parts: Iterable[Tensor], first_step: int) -> Iterator[Any]:
+        return self.split.fetch(parts)
+
+    def check_room(self) -> None:
+        pass
 
 
 def rank_slice(start: int, stop: int, rank: int, world_size: int, unit: int = 1) -> tuple[int, int]:
@@ -157,10 +201,16 @@ class _Batches:
         start, stop = self.samples_until(step), self.samples_until(step + 1)
         return slice(*rank_slice(start, stop, self.rank, self.world_size, self.norm_samples or 1))
 
-    def _fetch(self, at: Callable[[Tensor], Tensor], first_step: int = 0) -> Iterator[tuple[int, Any, BatchShare]]:
-        """at(positions (n,) int64): the samples at these positions of the order."""
+    def _order(self, keys: Sequence[int | None]) -> Order:
+        """keys: of each pass over the samples."""
+        if isinstance(self.split, BlockSplit):
+            return self.split.in_order(keys, self.batch_size, self.samples, self._computed)
+        return Shuffled(self.split, keys)
+
+    def _fetch(self, order: Order, first_step: int = 0) -> Iterator[tuple[int, Any, BatchShare]]:
         steps = range(first_step, len(self))
-        for step, tree in zip(steps, self.split.fetch(self._parts(at, steps)), strict=True):
+        trees = order.fetch(self._parts(order, steps), first_step)
+        for step, tree in zip(steps, trees, strict=True):
             start, stop = self.samples_until(step), self.samples_until(step + 1)
             own, part = self.mine(step), self._computed(step)
             count, is_borrowed = part.stop - part.start, own != part
@@ -174,13 +224,13 @@ class _Batches:
             return mine
         return slice(mine.start, min(mine.start + (self.norm_samples or 1), self.samples_until(step + 1)))
 
-    def _parts(self, at: Callable[[Tensor], Tensor], steps: Sequence[int]) -> Iterator[Tensor]:
+    def _parts(self, order: Order, steps: Sequence[int]) -> Iterator[Tensor]:
         """The samples that the rank computes, step by step; many steps are looked up at once, which costs less."""
         at_once = max(1, LOOKED_UP * self.world_size // self.batch_size)
         for start in range(0, len(steps), at_once):
             parts = [self._computed(step) for step in steps[start : start + at_once]]
             positions = torch.cat([torch.arange(part.start, part.stop) for part in parts])
-            yield from at(positions).split([part.stop - part.start for part in parts])
+            yield from order.at(positions).split([part.stop - part.start for part in parts])
 
 
 class TrainBatches(_Batches):
@@ -206,24 +256,17 @@ class TrainBatches(_Batches):
         samples = max(1, round(len(split) * passes * fraction))
         super().__init__(split, samples, batch_size, rank, world_size, norm_samples)
         self.seed, self.passes, self.augment = seed, passes, augment
+        self._order(self._keys(0)).check_room()
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Batch]:
         """The batches of an epoch from first_step on; the last one may be short."""
-        keys = [key_of(self.seed, epoch, number) for number in range(self.passes)]
-        for step, tree, share in self._fetch(partial(self._at, keys), first_step):
+        for step, tree, share in self._fetch(self._order(self._keys(epoch)), first_step):
             # Augmentation must not draw the numbers that the network's dropout draws
             augmented = self.augment(tree, key_of(self.seed, epoch, step, 1), share, epoch)
             yield Batch(augmented, share, key_of(self.seed, epoch, step, 0))
 
-    def _at(self, keys: Sequence[int], positions: Tensor) -> Tensor:
-        """The samples at these positions of an epoch, each pass over the samples being in the order of its own key."""
-        size = len(self.split)
-        found = torch.empty_like(positions)
-        for number, key in enumerate(keys):
-            of_pass = positions // size == number
-            if of_pass.any():
-                found[of_pass] = shuffled(positions[of_pass] % size, size, key)
-        return found
+    def _keys(self, epoch: int) -> list[int]:
+        return [key_of(self.seed, epoch, number) for number in range(self.passes)]
 
 
 def device_generator(device: torch.device) -> torch.Generator:
@@ -240,16 +283,14 @@ class TestBatches(_Batches):
 
     def __init__(self, split: Split, batch_size: int, rank: int, world_size: int, mixed: bool = False):
         super().__init__(split, len(split), batch_size, rank, world_size)
-        self.mixed = mixed
+        self.order = self._order([key_of(0) if mixed else None])
+        self.order.check_room()
 
     def __iter__(self) -> Iterator[Batch]:
-        for step, tree, share in self._fetch(self._at):
+        for step, tree, share in self._fetch(self.order):
             yield Batch(tree, share, key_of(step))
 
     def mine_all(self) -> Tensor:
         """(n,) int64: this rank's sample indices, in the order in which they come."""
         mine = [self.mine(step) for step in range(len(self))]
-        return self._at(torch.cat([torch.arange(part.start, part.stop) for part in mine]))
-
-    def _at(self, positions: Tensor) -> Tensor:
-        return shuffled(positions, self.samples, key_of(0)) if self.mixed else positions
+        return self.order.at(torch.cat([torch.arange(part.start, part.stop) for part in mine]))

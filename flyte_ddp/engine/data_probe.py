@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import distributed
 
-from flyte_ddp.engine.batches import Split
+from flyte_ddp.engine.batches import Split, spread
 from flyte_ddp.engine.draws import DRAWN, host_state
 from flyte_ddp.engine.loading import Streamed, read_samples
 from flyte_ddp.engine.measures import code_location
@@ -24,7 +24,7 @@ def unequal_data(recipe: Recipe, splits: dict[str, Split]) -> list[str]:
     returns the same on all ranks."""
     digests, unsteady = {}, []
     for name, split in splits.items():
-        chosen = torch.linspace(0, len(split) - 1, min(COMPARED, len(split))).long()
+        chosen = spread(split, min(COMPARED, len(split)))
         if isinstance(split, Streamed):
             # In a loader worker, as in training, because a file that the Dataset opens at first use must not be shared
             twice = Streamed(_Twice(split.dataset), torch.device("cpu"), min(1, split.workers))

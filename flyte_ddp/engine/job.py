@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from flyte_ddp.code_version import with_installed
-from flyte_ddp.data.description import DatasetDescription
+from flyte_ddp.data.description import DatasetDescription, StoredData
 from flyte_ddp.events import EpochFinished, NotLearning
 from flyte_ddp.settings import RunOptions, TrainingSettings
 from flyte_ddp.storage import content_digest
@@ -27,7 +27,7 @@ class Subject:
         recipe: "package.module:Name".
         code_version: of the recipe, and of the installed libraries that matter.
         dataset: the name of the data.
-        data: the recipe's data_path, a folder or file.
+        data: the recipe's data_path, a folder or file, or where they are stored.
         data_digest: hash of the data; empty without data.
         root: folder to import the recipe's module from.
         files: the files of its code that are not of this library.
@@ -40,7 +40,7 @@ class Subject:
     settings: TrainingSettings
     code_version: str
     dataset: str
-    data: Path | None = None
+    data: Path | StoredData | None = None
     data_digest: str = ""
     root: str = ""
     files: tuple[str, ...] = ()
@@ -67,7 +67,7 @@ class Subject:
 def subject_of(
     code: UserCode,
     settings: TrainingSettings,
-    data: Path | None = None,
+    data: Path | StoredData | None = None,
     init: Path | None = None,
     description: DatasetDescription | None = None,
 ) -> Subject:
@@ -78,13 +78,17 @@ def subject_of(
         code_version=with_installed(code.version),
         dataset=description.name if description else data.name if data else code.name.rpartition(":")[2],
         data=data,
-        data_digest=description.digest if description else content_digest(data) if data else "",
+        data_digest=description.digest if description else digest_of(data),
         root=code.root,
         files=code.files,
         description=description,
         init=init,
         init_digest=content_digest(init) if init else "",
     )
+
+
+def digest_of(data: Path | StoredData | None) -> str:
+    return data.digest if isinstance(data, StoredData) else content_digest(data) if data else ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from flyte_ddp.engine.arithmetic import settle_arithmetic
 from flyte_ddp.engine.batches import rank_slice
+from flyte_ddp.engine.block_cache import BlockCache
 from flyte_ddp.engine.job import Job
 from flyte_ddp.engine.measures import code_location
 from flyte_ddp.engine.set_up import load_recipe, load_split
@@ -29,19 +30,20 @@ def run(environment: Environment, link: Link, argument: tuple[Job, str, int, int
     torch.set_num_threads(environment.threads)
     settle_arithmetic()
     settings, device = job.settings, torch.device(environment.world.device)
-    with checked_imports(job.root, job.files):
-        recipe = load_recipe(job, device)
-        source = load_split(recipe, split, job)
-        model = load_weights(recipe.model(), job.model_path).to(device).eval()
-    first, last = rank_slice(0, len(source), number, count)
-    size = settings.test_batch_size
-    found: list[Tensor] = []
-    for tree in source.fetch(torch.arange(first, last).split(size)):
-        predictions = recipe.predictions(recipe.forward(model, tree), tree)
-        if predictions is None:
-            raise InputError(f"{code_location(recipe, 'predictions')} must return a tensor, got None")
-        found.append(predictions.cpu())
-        link.alive()
+    with BlockCache(environment, job.options.cache_bytes) as cache:
+        with checked_imports(job.root, job.files):
+            recipe = load_recipe(job, device)
+            source = load_split(recipe, split, job, cache)
+            model = load_weights(recipe.model(), job.model_path).to(device).eval()
+        first, last = rank_slice(0, len(source), number, count)
+        size = settings.test_batch_size
+        found: list[Tensor] = []
+        for tree in source.fetch(torch.arange(first, last).split(size)):
+            predictions = recipe.predictions(recipe.forward(model, tree), tree)
+            if predictions is None:
+                raise InputError(f"{code_location(recipe, 'predictions')} must return a tensor, got None")
+            found.append(predictions.cpu())
+            link.alive()
     rows = torch.cat(found).numpy() if found else np.empty(0, np.float32)
     with writing_to(job.logs, "DDP_RUNS_DIR"):
         np.save(Path(job.logs, f"predictions-{number}.npy"), rows)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from flyte_ddp.engine.batches import Batch, Part, Split
+from flyte_ddp.engine.batches import Batch, Part, Split, spread
 from flyte_ddp.engine.by_row import ByRow
 from flyte_ddp.engine.comparison import dependences, optimizer_of, scaled_rates
 from flyte_ddp.engine.data_probe import of_first_rank, on_any_rank, unequal_data
@@ -147,8 +147,8 @@ def _refuse_unreached(recipe: Recipe, model: nn.Module, split: Split, trials: Tr
     """A few samples need not reach every expert of a network: only what many more do not reach either is refused."""
     trainable = [name for name, parameter in trials.model.named_parameters() if parameter.requires_grad]
     unreached = [name for name in trainable if name not in whole.gradients]
-    spread = torch.linspace(0, len(split) - 1, min(MORE_SAMPLES, len(split))).long()
-    for chosen in spread.split(PART):
+    some = spread(split, min(MORE_SAMPLES, len(split)))
+    for chosen in some.split(PART):
         if not unreached:
             return
         part = Part(split, len(chosen), chosen.__getitem__)
@@ -157,7 +157,7 @@ def _refuse_unreached(recipe: Recipe, model: nn.Module, split: Split, trials: Tr
     if unreached:
         named = ", ".join(unreached[:3]) + (f" and {len(unreached) - 3} more" if len(unreached) > 3 else "")
         raise InputError(
-            f"{code_location(recipe, 'forward')}: no gradient reaches the parameters {named} from {len(spread)} "
+            f"{code_location(recipe, 'forward')}: no gradient reaches the parameters {named} from {len(some)} "
             "samples: use them, remove them, or call requires_grad_(False) on them in model()"
         )
 

@@ -5,13 +5,18 @@ import random
 import sys
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import nn
 
+from flyte_ddp.data.blocks import Blocks
+from flyte_ddp.data.description import StoredData
 from flyte_ddp.engine.attributes import check_attributes
 from flyte_ddp.engine.batches import Resident, Split, TestBatches, TrainBatches, hold_out
+from flyte_ddp.engine.block_cache import BlockCache
+from flyte_ddp.engine.block_split import BlockSplit, Reading
 from flyte_ddp.engine.choice import Choice, is_lower_better
 from flyte_ddp.engine.job import Job
 from flyte_ddp.engine.loading import Streamed
@@ -42,14 +47,14 @@ class Parts:
     remarks: list[str]
 
 
-def set_up(environment: Environment, device: torch.device, job: Job) -> Parts:
+def set_up(environment: Environment, device: torch.device, job: Job, cache: BlockCache) -> Parts:
     """A collective; InputError for an invalid recipe, or one whose result would depend on the number of ranks."""
     settings, rank, world_size = job.settings, environment.rank, environment.world.size
     precision = choose_precision(settings.precision, device)
     recipe = load_recipe(job, device)
-    train, test = (load_split(recipe, split, job) for split in SPLITS)
+    train, test = (load_split(recipe, split, job, cache) for split in SPLITS)
     check_attributes(recipe, world_size)
-    kept, validation = validation_of(recipe, train, job)
+    kept, validation = validation_of(recipe, train, job, cache)
     batches = TrainBatches(
         kept,
         settings.batch_size,
@@ -103,7 +108,7 @@ def first_model(recipe: Recipe, job: Job) -> tuple[nn.Module, list[str]]:
     return model, remarks
 
 
-def validation_of(recipe: Recipe, train: Split, job: Job) -> tuple[Split, Split | None]:
+def validation_of(recipe: Recipe, train: Split, job: Job, cache: BlockCache) -> tuple[Split, Split | None]:
     """The samples to train on, and those to choose the best epoch by, if there is a validation split."""
     settings: TrainingSettings = job.settings
     if recipe.has_validation:
@@ -112,7 +117,7 @@ def validation_of(recipe: Recipe, train: Split, job: Job) -> tuple[Split, Split 
                 f"validation_fraction must be 0 where the recipe has a validation split of its own, got "
                 f"{settings.validation_fraction:g}"
             )
-        return train, load_split(recipe, "validation", job)
+        return train, load_split(recipe, "validation", job, cache)
     if settings.validation_fraction:
         return hold_out(train, settings.validation_fraction)
     settings.check_validation()
@@ -146,21 +151,38 @@ def load_recipe(job: Job, device: torch.device) -> Recipe:
         kind = pkgutil.resolve_name(name)
         if not (isinstance(kind, type) and issubclass(kind, Recipe)):
             raise InputError(f"{name} must be a subclass of flyte_ddp.recipe.Recipe, got {kind!r}")
-        recipe = kind(job.settings, job.data)
+        recipe = kind(job.settings, data_path_of(job.data))
     if not hasattr(recipe, "share"):
         raise InputError(f"{code_location(recipe, '__init__')} must call super().__init__(settings, data_path)")
     recipe.device = device
     return recipe
 
 
-def load_split(recipe: Recipe, split: str, job: Job) -> Split:
+def data_path_of(data: Path | StoredData | None) -> Path | str | None:
+    if not isinstance(data, StoredData):
+        return data
+    from flyte_ddp.data.stored import use_storage_options  # it imports fsspec, which other trainings do without
+
+    use_storage_options(data.options)
+    return data.url
+
+
+def load_split(recipe: Recipe, split: str, job: Job, cache: BlockCache) -> Split:
     """The samples of a split; InputError, naming the place in the recipe, if the data are invalid."""
     data = recipe.data(split)
+    options = job.options
     try:
+        if isinstance(data, Blocks):
+            return BlockSplit(data, split, Reading(cache, recipe.device, options.loader_workers, options.pin_memory))
+        if isinstance(data, torch.utils.data.IterableDataset):
+            raise InputError(
+                "an IterableDataset has no order that could be resumed or shared among ranks: return Blocks, which "
+                "are read one after the other, too, or a Dataset with a length"
+            )
         if isinstance(data, torch.utils.data.Dataset) and not isinstance(data, torch.utils.data.TensorDataset):
-            if isinstance(data, torch.utils.data.IterableDataset) or not len(data):  # type: ignore[arg-type]
+            if not len(data):  # type: ignore[arg-type]
                 raise InputError("a Dataset must have samples, and a length")
-            return Streamed(data, recipe.device, job.options.loader_workers, job.options.pin_memory)
+            return Streamed(data, recipe.device, options.loader_workers, options.pin_memory)
         data = data.tensors if isinstance(data, torch.utils.data.TensorDataset) else data
         return Resident(data, recipe.device)
     except InputError as error:

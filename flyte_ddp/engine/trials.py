@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
-from flyte_ddp.engine.batches import Batch, Split, device_generator
+from flyte_ddp.engine.batches import Batch, Split, device_generator, spread
 from flyte_ddp.engine.by_row import ByRow
 from flyte_ddp.engine.draws import Draws, host_state
 from flyte_ddp.engine.measures import augment, pairs_of, trained_measure
@@ -60,10 +60,10 @@ class Trials:
         self.everyones: list[Tensor] = []  # what everyone() returned for the whole batch, call by call
         # Both parts are spread over the split too, or of sorted samples each would have a class of its own; and one is
         # larger, or both might have the mean of the whole
-        spread, cut = torch.linspace(0, len(split) - 1, size).long(), max(1, 3 * size // 8)
+        some, cut = spread(split, size), max(1, 3 * size // 8)
         self.parts = [(0, cut), (cut, size)] if size > 1 else []
         # Each is read by itself, since what a Dataset returns for a batch may depend on its samples
-        chosen = torch.cat([spread[::2], spread[1::2]])
+        chosen = torch.cat([some[::2], some[1::2]])
         whole, *trees = split.fetch([chosen, *(chosen[first:last] for first, last in self.parts)])
         self.trees = {(0, size): whole, **dict(zip(self.parts, trees, strict=True))}
         if self.parts:

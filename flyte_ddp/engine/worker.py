@@ -8,6 +8,7 @@ import torch
 from torch import distributed
 
 from flyte_ddp.engine.arithmetic import settle_arithmetic
+from flyte_ddp.engine.block_cache import BlockCache
 from flyte_ddp.engine.checkpoint import CheckpointWriter, NoCheckpoints, check_readable
 from flyte_ddp.engine.job import Job, TrainingResult
 from flyte_ddp.engine.loop import fit, gather, look_at_test
@@ -36,12 +37,17 @@ def train(environment: Environment, device: torch.device, link: Link, job: Job) 
     keep_freed_memory()
     settle_arithmetic()
     torch.set_num_threads(environment.threads)
+    with BlockCache(environment, job.options.cache_bytes) as cache:
+        return _train(environment, device, link, job, cache)
+
+
+def _train(environment: Environment, device: torch.device, link: Link, job: Job, cache: BlockCache) -> TrainingResult:
     with checked_imports(job.root, job.files):
-        parts = set_up(environment, device, job)
+        parts = set_up(environment, device, job, cache)
     check_readable(parts.state.state_dict())
     if not resume(parts.state, job, environment, link):
         del parts  # its memory is needed again
-        parts = set_up(environment, device, job)
+        parts = set_up(environment, device, job, cache)
     state, settings = parts.state, job.settings
     link.emit(run_started(parts, environment, job))
     for warning in state.watch.warnings if not state.history else ():

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from flyte_ddp.batch_share import BatchShare
 from flyte_ddp.engine.batches import Batch, Split
+from flyte_ddp.engine.block_cache import BlockCache
 from flyte_ddp.engine.evaluation import Pairs, measure
 from flyte_ddp.engine.job import Job, Measured
 from flyte_ddp.engine.results import build_metadata
@@ -31,8 +32,13 @@ from flyte_ddp.weights import load_weights
 def write_formats(environment: Environment, link: Link, asked: ExportJob) -> Written:
     """Measures the weights of the job in float32 and writes them in each format; InputError if that fails."""
     torch.set_num_threads(environment.threads)
-    job, recipe = asked.job, load_recipe(asked.job, CPU)
-    test = load_split(recipe, "test", job)
+    recipe = load_recipe(asked.job, CPU)
+    with BlockCache(environment) as cache:
+        return _write_formats(recipe, load_split(recipe, "test", asked.job, cache), link, asked)
+
+
+def _write_formats(recipe: Recipe, test: Split, link: Link, asked: ExportJob) -> Written:
+    job = asked.job
     model = load_weights(recipe.model(), job.model_path).eval().to(memory_format=torch.contiguous_format)
     seen: list[tuple[Tensor, Tensor]] = []
 
@@ -86,14 +92,15 @@ def measure_file(environment: Environment, link: Link, argument: tuple[Job, str,
     job, name, path, structure = argument
     torch.set_num_threads(environment.threads)
     recipe = load_recipe(job, CPU)
-    test = load_split(recipe, "test", job)
-    try:
-        network = programs.open_network(name, Path(path), recipe.model(), structure)
-        with torch.inference_mode():
-            recipe.forward(network, batch_of(recipe, test, 1))
-        return measure(recipe, network, test, link)
-    except Exception as error:
-        return _first_lines(error)
+    with BlockCache(environment) as cache:
+        test = load_split(recipe, "test", job, cache)
+        try:
+            network = programs.open_network(name, Path(path), recipe.model(), structure)
+            with torch.inference_mode():
+                recipe.forward(network, batch_of(recipe, test, 1))
+            return measure(recipe, network, test, link)
+        except Exception as error:
+            return _first_lines(error)
 
 
 def class_shares(recipe: Recipe, seen: Sequence[tuple[Tensor, Tensor]]) -> dict[str, float]:

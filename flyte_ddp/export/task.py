@@ -17,6 +17,7 @@ from flytekit.types.file import FlyteFile, PythonPickledFile
 from flyte_ddp.attempt.failures import platform_errors
 from flyte_ddp.attempt.folders import run_folder
 from flyte_ddp.attempt.training import image_subject
+from flyte_ddp.data.description import StoredData
 from flyte_ddp.data.image_settings import ImageSettings
 from flyte_ddp.engine.job import Subject, job_of
 from flyte_ddp.errors import InputError
@@ -28,7 +29,7 @@ from flyte_ddp.report.console import say_last
 from flyte_ddp.settings import TrainingSettings
 from flyte_ddp.storage import temporary_beside
 from flyte_ddp.tasks import platform
-from flyte_ddp.tasks.data import downloaded
+from flyte_ddp.tasks.data import source_of
 from flyte_ddp.tasks.image_folder import attach
 from flyte_ddp.tasks.inputs import classifier_metadata, dataset_of
 from flyte_ddp.tasks.outputs import output_folder, output_page
@@ -139,7 +140,7 @@ def export_recipe(
     training: RecipeTraining,
     model_state: FlyteFile,
     settings: TrainingSettings,
-    data: Data = None,
+    data: Data | StoredData = None,
     reported: dict[str, float] | None = None,
     options: ExportOptions = ExportOptions(),  # noqa: B008 frozen
 ) -> ExportOutputs:
@@ -148,7 +149,7 @@ def export_recipe(
     settings, data: those of its training. reported: the measures in its summary, which the weights must reproduce.
     """
     check_formats(options)
-    subject = training.subject(settings, downloaded(data))
+    subject = training.subject(settings, source_of(data))
     weights = Path(model_state.download())
     known = read_metadata(weights)
     return _exported(subject, weights, asdict(settings), reported or options.reported, known, options)

@@ -12,6 +12,7 @@ from flyte_ddp.attempt.prediction import predicted
 from flyte_ddp.attempt.registration import registration
 from flyte_ddp.attempt.summaries import TrainingSummary
 from flyte_ddp.attempt.training import IMAGE_CLASSIFIER, Trained, Training, image_subject
+from flyte_ddp.data.description import StoredData
 from flyte_ddp.engine.job import Subject
 from flyte_ddp.flyte2 import platform
 from flyte_ddp.flyte2.attempt import one_attempt
@@ -42,7 +43,11 @@ class Flyte2Training(Training[Data, Outputs]):
         return training_arguments(f"{self.code.name} {self.code.version}", ignored)
 
     def run(
-        self, settings: TrainingSettings, options: RunOptions, data: Data = None, init: Data = None
+        self,
+        settings: TrainingSettings,
+        options: RunOptions,
+        data: Data | StoredData = None,
+        init: Data = None,
     ) -> Outputs:  # as its base says
         with one_attempt():
             return super().run(settings, options, data, init)
@@ -117,8 +122,10 @@ class TrainingOutputs:
 class ImageTraining(Flyte2Training[TrainingOutputs]):
     """Trains an image classifier on a prepared dataset."""
 
-    def subject(self, settings: TrainingSettings, source: Path | None, init: Path | None = None) -> Subject:
-        assert source
+    def subject(
+        self, settings: TrainingSettings, source: Path | StoredData | None, init: Path | None = None
+    ) -> Subject:
+        assert isinstance(source, Path)
         return image_subject(settings, source, init)
 
     def outputs_of(self, trained: Trained) -> TrainingOutputs:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from flyte_ddp.engine.arithmetic import settle_arithmetic
+from flyte_ddp.engine.block_cache import BlockCache
 from flyte_ddp.engine.evaluation import measure
 from flyte_ddp.engine.job import Job, Measured
 from flyte_ddp.engine.set_up import load_recipe, load_split
@@ -23,13 +24,14 @@ def measure_models(environment: Environment, link: Link, argument: tuple[Sequenc
     torch.set_num_threads(environment.threads)
     settle_arithmetic()
     device = torch.device(environment.world.device)
-    recipe = load_recipe(candidate, device)
-    test = load_split(recipe, "test", candidate)
-    network = load_weights(recipe.model(), candidate.model_path).to(device).eval()
-    found = [measure(recipe, network, test, link)]
-    for job in others:
-        other = load_recipe(job, device)
-        other.share = recipe.share  # measure() updates the share of one recipe only
-        network = load_weights(other.model(), job.model_path, current, "choose another place")
-        found.append(measure(recipe, network.to(device).eval(), test, link, other.forward))
+    with BlockCache(environment) as cache:
+        recipe = load_recipe(candidate, device)
+        test = load_split(recipe, "test", candidate, cache)
+        network = load_weights(recipe.model(), candidate.model_path).to(device).eval()
+        found = [measure(recipe, network, test, link)]
+        for job in others:
+            other = load_recipe(job, device)
+            other.share = recipe.share  # measure() updates the share of one recipe only
+            network = load_weights(other.model(), job.model_path, current, "choose another place")
+            found.append(measure(recipe, network.to(device).eval(), test, link, other.forward))
     return found

@@ -12,12 +12,16 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from flytekit import Cache, HashMethod, task
-from flytekit.core.data_persistence import FileAccessProvider
+from flytekit.core.data_persistence import FileAccessProvider, get_fsspec_storage_options
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
+from flytekit.types.structured import StructuredDataset
 from fsspec.core import strip_protocol
+from fsspec.utils import get_protocol
 
 from flyte_ddp.code_version import code_version
+from flyte_ddp.data.description import StoredData
+from flyte_ddp.data.stored import stored_data
 from flyte_ddp.storage import stream_digest
 from flyte_ddp.tasks.caching import CodeVersion, OnClustersOnly
 from flyte_ddp.tasks.platform import is_local, storage
@@ -33,6 +37,23 @@ def url_of(given: FlyteFile | FlyteDirectory) -> str:
 
 def downloaded(given: FlyteFile | FlyteDirectory | None) -> Path | None:
     return None if given is None else Path(given.download())
+
+
+def source_of(given: FlyteFile | FlyteDirectory | StoredData | None) -> Path | StoredData | None:
+    """A copy, unless the data stay in their storage."""
+    return given if isinstance(given, StoredData) else downloaded(given)
+
+
+def stream(given: FlyteFile | FlyteDirectory | StructuredDataset) -> StoredData:
+    """The input as data that are read where they are, for RecipeTraining.run: the recipe's data_path is its URL.
+
+    What a checkpoint belongs to follows the index of its blocks, or its files' names, sizes and ETags. For a cache key
+    that does, too, give the task folder_by_content(folder=...).
+    """
+    is_table = isinstance(given, StructuredDataset)
+    url = str(given.literal.uri if given.literal else given.uri) if is_table else url_of(given)
+    protocol = get_protocol(url)
+    return stored_data(url, {} if protocol == "file" else {protocol: get_fsspec_storage_options(protocol)})
 
 
 def in_place(file: FlyteFile) -> FlyteFile:

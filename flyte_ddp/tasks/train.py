@@ -11,6 +11,7 @@ from flytekit.types.file import FlyteFile, PythonPickledFile
 from flyte_ddp.attempt.registration import registration
 from flyte_ddp.attempt.summaries import TrainingSummary
 from flyte_ddp.attempt.training import IMAGE_CLASSIFIER, Trained, Training, image_subject
+from flyte_ddp.data.description import StoredData
 from flyte_ddp.engine.job import Subject
 from flyte_ddp.settings import RunOptions, TrainingSettings
 from flyte_ddp.tasks import platform
@@ -49,14 +50,15 @@ class FlytekitTraining(Training[Data, Outputs]):
         return downloaded(given)
 
     def run_as_rank(
-        self, settings: TrainingSettings, options: RunOptions, data: Data = None, init: Data = None
+        self, settings: TrainingSettings, options: RunOptions, data: Data | StoredData = None, init: Data = None
     ) -> Outputs:
         """Trains as one rank of many nodes, in a task whose arguments come from multinode; outputs on rank 0 only."""
         from flyte_ddp.attempt.multinode import train_as_rank  # they import torch
         from flyte_ddp.tasks.multinode import downloaded_once, picklable
 
         def fetch() -> Subject:
-            return self.subject(settings, downloaded_once(data), downloaded_once(init))
+            source = data if isinstance(data, StoredData) else downloaded_once(data)
+            return self.subject(settings, source, downloaded_once(init))
 
         asked = registration()
         nodes = asked.node_range, asked.ranks_per_node
@@ -92,8 +94,10 @@ class TrainingOutputs(NamedTuple):
 class ImageTraining(FlytekitTraining[TrainingOutputs]):
     """Trains an image classifier on a prepared dataset."""
 
-    def subject(self, settings: TrainingSettings, source: Path | None, init: Path | None = None) -> Subject:
-        assert source
+    def subject(
+        self, settings: TrainingSettings, source: Path | StoredData | None, init: Path | None = None
+    ) -> Subject:
+        assert isinstance(source, Path)
         return image_subject(settings, source, init)
 
     def outputs_of(self, trained: Trained) -> TrainingOutputs:

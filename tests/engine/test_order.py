@@ -61,3 +61,11 @@ def test_it_is_as_random_as_a_list_that_is_shuffled(size):
         classes = np.array_split(one, 10)  # in data that are sorted by class: what a part of an epoch has of the first
         counts = [(part < size / 10).sum() for part in classes]
         assert max(abs(count - size / 100) for count in counts) < 5 * (size / 100) ** 0.5
+
+
+def test_several_orders_at_once():
+    sizes, keys = np.array([5, 40, 5, 1, 40, 17]), np.array([key_of(1), key_of(2), key_of(1), 0, key_of(3), key_of(2)])
+    positions = np.array([3, 39, 0, 0, 0, 11])
+    each = [shuffled(*(of[one : one + 1] for of in (positions, sizes, keys)))[0] for one in range(6)]
+    assert shuffled(positions, sizes, keys).tolist() == each
+    assert each == [int(shuffled(positions[i : i + 1], int(sizes[i]), int(keys[i]))[0]) for i in range(6)]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from flyte_ddp.engine.batches import Resident, hold_out
+from flyte_ddp.engine.batches import Part, Resident, hold_out
 from flyte_ddp.engine.choice import Choice
 from flyte_ddp.engine.loading import Streamed
 from flyte_ddp.errors import InputError
@@ -78,6 +78,7 @@ def test_no_sample_is_held_out_twice_or_lost_and_the_same_ones_each_time():
 def test_samples_that_are_read_while_training_are_held_out_too():
     split = Streamed(SeededDataset(Settings()).data("train"), torch.device("cpu"))
     kept, held = hold_out(split, 0.25)
+    assert isinstance(held, Part)
     (rows,) = held.fetch([torch.tensor([2, 0])])
     (expected,) = split.fetch([held.at(torch.tensor([2, 0]))])
     assert (len(kept), len(held)) == (9, 3)

@@ -1,0 +1,136 @@
+"""Samples in blocks, of which only those at hand are on this machine: for data larger than its disk.
+
+A block is kept as one array of rows, a row being a sample: a plain array, or a structured one (numpy.dtype) that nests
+as the samples do. So a random sample is one read, and numpy alone can read and write a block, as an .npy file.
+"""
+
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flyte_ddp.errors import DataError, InputError, ReportedError
+
+
+class Blocks:
+    """What Recipe.data may return: samples that are read block by block, each once per epoch and node.
+
+    Attributes:
+        lengths: (blocks,) int64, the samples of each block; there is none of 0.
+        window: how many samples of a stream are shuffled among one another. A node holds the blocks of a window of each
+            of its streams, so a larger one mixes better and needs a larger cache.
+        streams: how many places of the data an epoch reads from in turn, at most batch_size of them. Ranks share the
+            streams out, so there should be several for each rank.
+        threads: how many blocks a rank fetches at a time, each in a thread of its own.
+    """
+
+    window = 8192
+    streams = 32
+    threads = 4
+
+    def __init__(self, lengths: Sequence[int] | np.ndarray, read: Callable[[int], Any] | None = None):
+        """read(number): the samples of a block, from 0, as a tree of arrays (lengths[number], ...): a single one, or
+        arrays in dicts and tuples. It must return the same ones each time. Without it, a subclass defines fetch."""
+        self.lengths = np.array(lengths, np.int64)
+        if self.lengths.ndim != 1 or not len(self.lengths) or self.lengths.min() < 1:
+            raise InputError(f"each block must have a sample, and there must be a block, got lengths {lengths}")
+        self._read = read
+
+    def name(self, number: int) -> str:
+        """The block in messages."""
+        return f"block {number}"
+
+    def fetch(self, number: int, path: Path) -> None:
+        """Writes the block to a new file, as an .npy of rows. Raises DataError, or DownloadError if trying again may
+        help, and OSError for the disk."""
+        assert self._read is not None
+        try:
+            tree = self._read(number)
+        except (InputError, ReportedError):
+            raise
+        except Exception:
+            raise DataError(f"{self.name(number)} could not be read:\n{traceback.format_exc()}") from None
+        rows = rows_of(tree, self.name(number))
+        if len(rows) != self.lengths[number]:
+            raise DataError(f"{self.name(number)} has {len(rows)} samples, where {self.lengths[number]} were announced")
+        save_rows(path, rows)
+
+
+def rows_of(tree: Any, name: str) -> np.ndarray:
+    """(n,) structured, or (n, ...) for a single array: the rows of a tree of arrays; DataError names the block."""
+    length, kind = length_of(tree, name), _row_kind(tree, name)
+    if kind.names is None:
+        return np.ascontiguousarray(tree)
+    rows = np.empty(length, kind)
+    _fill(rows, tree)
+    return rows
+
+
+def length_of(tree: Any, name: str) -> int:
+    """How many samples a tree of arrays has; DataError, with the name, if it is none."""
+    _row_kind(tree, name)
+    lengths = set(_lengths(tree))
+    if len(lengths) != 1:
+        raise DataError(f"{name}: all arrays must have as many rows, got {sorted(lengths)}")
+    return lengths.pop()
+
+
+def tree_of(rows: np.ndarray) -> Any:
+    """The tree of arrays (n, ...), each in memory of its own, that rows_of made the rows from; its lists are tuples."""
+    names = rows.dtype.names
+    if names is None:
+        return np.ascontiguousarray(rows)
+    parts = {name: tree_of(rows[name]) for name in names}
+    return tuple(parts.values()) if names == _numbered(len(names)) else parts
+
+
+def save_rows(path: Path, rows: np.ndarray) -> None:
+    with open(path, "xb") as file:
+        np.lib.format.write_array(file, rows, allow_pickle=False)
+
+
+def open_rows(path: Path, length: int, name: str) -> np.ndarray:
+    """The rows of a block's file, which stay on disk; DataError if it is not as long as it should be."""
+    try:
+        rows: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
+    except ValueError as error:  # numpy's for a header that makes no sense, and for a file that is cut short
+        raise DataError(f"{name} is cut short, or no block: {error}") from None
+    if len(rows) != length:
+        raise DataError(f"{name} has {len(rows)} samples, where {length} were announced")
+    return rows
+
+
+def _row_kind(tree: Any, name: str) -> np.dtype:
+    if isinstance(tree, (tuple, list)):
+        return np.dtype([(str(place), _field(part, name)) for place, part in enumerate(tree)])
+    if isinstance(tree, dict):
+        return np.dtype([(str(key), _field(part, name)) for key, part in tree.items()])
+    if not isinstance(tree, np.ndarray) or not tree.ndim or tree.dtype.kind not in "biufc":
+        got = f"{tree.dtype} {tree.shape}" if isinstance(tree, np.ndarray) else type(tree).__name__
+        raise DataError(f"{name}: samples must be arrays of numbers (n, ...), got {got}: encode them as numbers")
+    return tree.dtype
+
+
+def _field(tree: Any, name: str) -> np.dtype:
+    kind = _row_kind(tree, name)
+    return kind if kind.names is not None else np.dtype((kind, tree.shape[1:]))
+
+
+def _lengths(tree: Any) -> list[int]:
+    parts = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (tuple, list)) else None
+    return [len(tree)] if parts is None else [length for part in parts for length in _lengths(part)]
+
+
+def _fill(rows: np.ndarray, tree: Any) -> None:
+    if isinstance(tree, (dict, tuple, list)):
+        parts = tree.values() if isinstance(tree, dict) else tree
+        for name, part in zip(rows.dtype.names or (), parts, strict=True):
+            _fill(rows[name], part)
+    else:
+        rows[...] = tree
+
+
+def _numbered(count: int) -> tuple[str, ...]:
+    return tuple(map(str, range(count)))

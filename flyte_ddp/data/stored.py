@@ -1,0 +1,165 @@
+"""Files in Flyte's storages (s3://, gs://, abfs://) or on disk, read by ranks: by fsspec, without flytekit.
+
+Each request has a limit and is tried again a few times, so a storage that refuses, hangs or trickles ends in a message
+that names the file, before the launcher takes the rank for hung (RunOptions.timeout_seconds).
+"""
+
+import hashlib
+import io
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path, PurePosixPath
+from typing import Any, TypeVar
+
+import fsspec
+
+from flyte_ddp.data.description import StoredData
+from flyte_ddp.errors import DataError, DownloadError, InputError
+
+INDEX = "index.json"  # of a folder of blocks
+STAMPS = ("ETag", "etag", "mtime")  # what changes when a file is written, by the storages' names for it
+PIECE_BYTES = 2**23
+TRIES = 4
+PIECE_SECONDS = 30.0  # for one try of a piece
+PAUSE_SECONDS = 1.0  # after the first try; then twice as long each time
+
+T = TypeVar("T")
+
+
+def use_storage_options(options: dict[str, dict[str, Any]]) -> None:
+    """Makes fsspec open each protocol with these options in this process, as flytekit would."""
+    for protocol, values in options.items():
+        fsspec.config.conf.setdefault(protocol, {}).update(values)
+
+
+class Stored:
+    """The files below a URL, or the single file that it names."""
+
+    def __init__(self, url: str | Path):
+        self.url = str(url).rstrip("/")
+        self.files, self.root = fsspec.core.url_to_fs(self.url)
+
+    def name(self, file: str) -> str:
+        """The file in messages."""
+        return f"{self.url}/{file}" if file else self.url
+
+    def sizes(self) -> dict[str, int]:
+        """The bytes of each file, as in details."""
+        return {name: details["size"] for name, details in self.details().items()}
+
+    def details(self) -> dict[str, dict[str, Any]]:
+        """What the storage says of each file, by name below the URL, sorted; the name of a single file is empty. Hidden
+        files, and those that begin with an underscore, are left out."""
+
+        def ask() -> dict[str, Any]:
+            self.files.invalidate_cache()
+            found: dict[str, Any] = self.files.find(self.root, detail=True)
+            return found
+
+        found = {path[len(self.root) + 1 :]: details for path, details in self._tried("", ask).items()}
+        shown = {
+            name: one for name, one in found.items() if not any(part[:1] in "._" for part in name.split("/") if part)
+        }
+        return dict(sorted(shown.items()))
+
+    def read(self, file: str, start: int | None = None, stop: int | None = None) -> bytes:
+        """The bytes of a file from start to stop; both None is all of them."""
+
+        def ask() -> bytes:
+            path = f"{self.root}/{file}" if file else self.root
+            limit = {"timeout": PIECE_SECONDS} if self.files.async_impl else {}  # a disk has none
+            found: bytes = self.files.cat_file(path, start=start, end=stop, **limit)
+            if start is not None and stop is not None and len(found) != stop - start:
+                raise OSError(f"{len(found)} bytes instead of {stop - start}, as if it were cut short")
+            return found
+
+        return self._tried(file, ask)
+
+    def pieces(self, file: str, size: int, digest: Any) -> Iterator[bytes]:
+        """The content, piece by piece, each of which goes into the digest of hashlib, too."""
+        for start in range(0, size, PIECE_BYTES):
+            piece = self.read(file, start, min(start + PIECE_BYTES, size))
+            digest.update(piece)
+            yield piece
+
+    def _tried(self, file: str, ask: Callable[[], T]) -> T:
+        reason = ""
+        for number in range(TRIES):
+            if number:
+                time.sleep(PAUSE_SECONDS * 2 ** (number - 1))
+            try:
+                return ask()
+            except FileNotFoundError:
+                raise DataError(f"{self.name(file)} is not there", "put it back, or correct the URL") from None
+            except PermissionError as error:
+                raise DataError(f"{self.name(file)} may not be read: {error}", "allow it") from None
+            except Exception as error:  # each storage has its own
+                reason = " ".join(str(error).split()) or type(error).__name__
+        raise DownloadError(f"{self.name(file)} could not be read, tried {TRIES} times: {reason}")
+
+
+def stored_data(url: str, options: dict[str, dict[str, Any]] | None = None) -> StoredData:
+    """Data at a URL, which are looked at but not read; InputError if there are none.
+
+    options: for fsspec, by protocol; without them it takes its own from the environment.
+    """
+    use_storage_options(options or {})
+    stored = Stored(url)
+    details = stored.details()
+    if not details:
+        raise InputError(f"data must be a folder with files, or a file, got {url}")
+    # Where blocks have an index, it has their digests
+    indexed = {name.rpartition("/")[0] for name in details if PurePosixPath(name).name == INDEX}
+    seen: list[Any] = []
+    for name, one in details.items():
+        if PurePosixPath(name).name == INDEX:
+            seen.append((name, hashlib.sha256(stored.read(name)).hexdigest()))
+        elif name.rpartition("/")[0] not in indexed:
+            seen.append((name, one["size"], str(next((one[key] for key in STAMPS if key in one), ""))))
+    return StoredData(url, hashlib.sha256(json.dumps(seen).encode()).hexdigest(), options or {})
+
+
+class StoredFile(io.RawIOBase):
+    """A file for libraries that read here and there, such as pyarrow."""
+
+    def __init__(self, stored: Stored, file: str, size: int):
+        self.stored, self.file, self.size, self.place = stored, file, size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self.place
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self.place = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self.place, io.SEEK_END: self.size}[whence]
+        return self.place
+
+    def readinto(self, buffer: Any) -> int:
+        stop = min(self.place + min(len(buffer), PIECE_BYTES), self.size)
+        if stop <= self.place:
+            return 0
+        piece = self.stored.read(self.file, self.place, stop)
+        buffer[: len(piece)] = piece
+        self.place = stop
+        return len(piece)
+
+
+class PiecesFile(io.RawIOBase):
+    """Pieces as a file that is read from beginning to end, such as by tarfile."""
+
+    def __init__(self, pieces: Iterator[bytes]):
+        self.pieces, self.rest = pieces, b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        self.rest = self.rest or next(self.pieces, b"")
+        count = min(len(buffer), len(self.rest))
+        buffer[:count], self.rest = self.rest[:count], self.rest[count:]
+        return count

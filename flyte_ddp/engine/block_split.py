@@ -1,0 +1,220 @@
+"""A split whose samples are in blocks: which blocks a batch needs, and its rows from their files."""
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flyte_ddp.data.blocks import Blocks, open_rows, tree_of
+from flyte_ddp.engine.block_cache import Ahead, BlockCache, needed_bytes
+from flyte_ddp.engine.block_order import BlockOrder, Uses
+from flyte_ddp.engine.loading import Streamed
+from flyte_ddp.engine.order import shuffled
+from flyte_ddp.engine.torch_compat import pytree
+from flyte_ddp.errors import DataError, InputError
+from flyte_ddp.random_numbers import key_of
+
+SPREAD_BLOCKS = 4  # how many blocks the samples come from that are to be from all over a split
+HEADER_BYTES = 4096  # of a block's file, at most
+
+Computed = Callable[[int], slice]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How samples get to a rank: through which cache, to which device, and by how many loader workers."""
+
+    cache: BlockCache
+    device: torch.device
+    workers: int = 0
+    pin_memory: bool = False
+
+    @property
+    def steps_ahead(self) -> int:
+        """How many batches the loader asks for before the first of them is there: two for each worker."""
+        return 2 * self.workers
+
+
+class BlockSplit:
+    """See Split. Its samples are those of the first block, then those of the second, and so on."""
+
+    def __init__(self, blocks: Blocks, name: str, reading: Reading, chosen: np.ndarray | None = None):
+        """name: of the split. chosen: (n,) int64, the blocks that it consists of; None is all of them."""
+        reading.cache.open()
+        self.blocks, self.name, self.reading, self.device = blocks, name, reading, reading.device
+        self.chosen = np.arange(len(blocks.lengths)) if chosen is None else chosen
+        self.lengths = blocks.lengths[self.chosen]
+        self.ends = np.cumsum(self.lengths)
+        self.sizes = np.zeros_like(self.lengths)  # in bytes; not known before the first one is there
+        self._kept: set[int] = set()  # whose files fetch has left for its next call
+        self._keep({0})
+        self.row = np.asarray(open_rows(self.path(0), int(self.lengths[0]), self._name(0)))[:0].copy()
+        self.sizes = self.lengths * kind_of(self.row).itemsize + HEADER_BYTES
+
+    def __len__(self) -> int:
+        return int(self.ends[-1])
+
+    def blocks_of(self, samples: np.ndarray) -> np.ndarray:
+        """(n,) int64: the block of each of these samples (n,)."""
+        return np.searchsorted(self.ends, samples, side="right")
+
+    def hold_out(self, fraction: float) -> "tuple[BlockSplit, BlockSplit]":
+        """See batches.hold_out."""
+        blocks = len(self.chosen)
+        count = round(fraction * blocks)
+        if not 0 < count < blocks:
+            raise InputError(
+                f"validation_fraction takes whole blocks and must leave one on either side of {blocks}, got "
+                f"{fraction:g}: change it, write smaller blocks, or set has_validation"
+            )
+        mixed = self.chosen[shuffled(torch.arange(blocks), blocks, key_of(0)).numpy()]
+        kept, held = (BlockSplit(self.blocks, self.name, self.reading, np.sort(part)) for part in
+                      (mixed[count:], mixed[:count]))  # fmt: skip
+        return kept, held
+
+    def spread(self, count: int) -> Tensor:
+        """See batches.spread."""
+        blocks = max(SPREAD_BLOCKS, int(-(-count // np.median(self.lengths))))
+        chosen = np.unique(np.linspace(0, len(self.lengths) - 1, min(blocks, len(self.lengths)), dtype=np.int64))
+        samples = np.concatenate([np.arange(self.ends[one] - self.lengths[one], self.ends[one]) for one in chosen])
+        return torch.from_numpy(samples[np.linspace(0, len(samples) - 1, count, dtype=np.int64)])
+
+    def fetch(self, parts: Iterable[Tensor]) -> Iterator[Any]:
+        """For a few samples, in any order. Their blocks stay for the next call, as far as the cache has room."""
+        rows = BlockRows(self)
+        for part in parts:
+            self._keep(set(self.blocks_of(part.numpy()).tolist()))
+            tree = rows.read_batch(part.numpy())
+            yield pytree.tree_map(lambda leaf: torch.from_numpy(leaf).to(self.device), tree)
+
+    def in_order(
+        self, keys: Sequence[int | None], batch_size: int, samples: int, computed: Computed
+    ) -> "BlocksInOrder":
+        """See batches.Order; computed(step): the positions of what this rank computes, for any step."""
+        if len(keys) > 1:
+            raise InputError(f"passes_per_epoch must be 1 with Blocks, got {len(keys)}: raise epochs instead")
+        order = BlockOrder(self.lengths, keys[0], batch_size, samples, self.blocks.window, self.blocks.streams)
+        return BlocksInOrder(self, order, computed)
+
+    def path(self, block: int) -> Path:
+        return self.reading.cache.path(self._file(block))
+
+    def bring(self, block: int) -> None:
+        """Makes the block be in the cache."""
+        number = int(self.chosen[block])
+        self.reading.cache.fetch(self._file(block), lambda path: self.blocks.fetch(number, path))
+
+    def drop(self, block: int) -> None:
+        self.reading.cache.delete(self._file(block))
+
+    def forget(self) -> None:
+        """Drops what fetch has kept."""
+        while self._kept:
+            self.drop(self._kept.pop())
+
+    def _keep(self, blocks: set[int]) -> None:
+        if self.sizes[list(self._kept | blocks)].sum() > self.reading.cache.budget:
+            self.forget()
+        for block in sorted(blocks):
+            self.bring(block)
+            self._kept.add(block)
+
+    def _file(self, block: int) -> str:
+        return f"{self.name}-{self.chosen[block]}"
+
+    def _name(self, block: int) -> str:
+        return self.blocks.name(int(self.chosen[block]))
+
+
+class BlocksInOrder:
+    """See batches.Order. An epoch's blocks are fetched ahead, and deleted after their last use."""
+
+    def __init__(self, split: BlockSplit, order: BlockOrder, computed: Computed):
+        self.split, self.order, self.computed, self.at = split, order, computed, order.at
+
+    def uses(self, first_step: int = 0) -> Uses:
+        """What the streams need that this rank's shares are of."""
+        # Which streams a share begins and ends with depends on where its batch begins, modulo the streams
+        last_step, is_short = divmod(self.order.samples, self.order.batch_size)
+        shares = [self.computed(step) for step in range(min(last_step, self.order.used_streams))]
+        ends = [self.order.streams_at(torch.tensor([share.start, share.stop - 1])) for share in shares]
+        streams = range(min((one for one, _ in ends), default=0), max((one for _, one in ends), default=-1) + 1)
+        uses = self.order.uses(streams, first_step)
+        if not is_short:
+            return uses
+        # A short batch has fewer samples of each stream, so its shares may be of any
+        share = self.computed(last_step)
+        return uses.also(self.split.blocks_of(self.at(torch.arange(share.start, share.stop)).numpy()), last_step)
+
+    def check_room(self) -> None:
+        """Raises InputError, with the number that is needed, if the cache is too small for what is needed at a time."""
+        uses, reading = self.uses(), self.split.reading
+        needed = needed_bytes(uses, self.split.sizes[uses.blocks], reading.steps_ahead)
+        reading.cache.check(needed)
+
+    def fetch(self, parts: Iterable[Tensor], first_step: int) -> Iterator[Any]:
+        split, reading, uses = self.split, self.split.reading, self.uses(first_step)
+        ahead = Ahead(uses, split.sizes[uses.blocks], reading.cache.budget, split.blocks.threads)
+
+        def awaited() -> Iterator[Tensor]:
+            # By the first part the loader's workers have been started: their fork would not take the threads along
+            ahead.start(split.bring, split.drop)
+            for step, part in enumerate(parts, first_step):
+                ahead.wait(step, split.blocks_of(part.numpy()).tolist())
+                yield part
+
+        split.forget()
+        loader = Streamed(BlockRows(split), split.device, reading.workers, reading.pin_memory)
+        try:
+            for step, tree in enumerate(loader.fetch(awaited()), first_step):
+                ahead.finish(step)
+                yield tree
+        finally:
+            ahead.close()
+
+
+class BlockRows:
+    """Reads samples from the files of their blocks, in the rank or in a loader worker."""
+
+    def __init__(self, split: BlockSplit):
+        self.row, self.ends, self.lengths, self.chosen = split.row, split.ends, split.lengths, split.chosen
+        self.start = str(split.path(0)).removesuffix(f"{split.chosen[0]}.npy")
+        self._opened: dict[int, np.ndarray] = {}  # (n, bytes of a row) uint8: the fastest to take rows from
+
+    def __len__(self) -> int:
+        return int(self.ends[-1])
+
+    def read_batch(self, samples: np.ndarray) -> Any:
+        """A tree of arrays (n, ...); their blocks must be in the cache. Raises DataError for a block of other rows."""
+        blocks = np.searchsorted(self.ends, samples, side="right")
+        found = np.empty((len(samples), kind_of(self.row).itemsize), np.uint8)
+        needed = np.unique(blocks).tolist()
+        if not self._opened.keys() >= set(needed):
+            # a deleted file takes space for as long as it is open
+            self._opened = {one: rows for one, rows in self._opened.items() if os.path.exists(self._path(one))}
+        for block in needed:
+            mine = blocks == block
+            found[mine] = self._open(block)[samples[mine] - (self.ends[block] - self.lengths[block])]
+        return tree_of(found.view(self.row.dtype).reshape(len(samples), *self.row.shape[1:]))
+
+    def _open(self, block: int) -> np.ndarray:
+        if block not in self._opened:
+            rows, row = open_rows(self._path(block), int(self.lengths[block]), f"block {self.chosen[block]}"), self.row
+            if kind_of(rows) != kind_of(row):
+                name = f"block {self.chosen[block]}"
+                raise DataError(f"{name} has samples of {kind_of(rows)}, where others have {kind_of(row)}")
+            self._opened[block] = np.asarray(rows).reshape(-1).view(np.uint8).reshape(len(rows), -1)
+        return self._opened[block]
+
+    def _path(self, block: int) -> Path:
+        return Path(f"{self.start}{self.chosen[block]}.npy")
+
+
+def kind_of(rows: np.ndarray) -> np.dtype:
+    """The type of a row."""
+    return np.dtype((rows.dtype, rows.shape[1:])) if rows.shape[1:] else rows.dtype
