@@ -20,7 +20,7 @@ class RunStarted(Event):
         percent: names of the measures from 0 to 1 that are shown in per cent.
         layers: name, type and number of parameters of each module that has parameters of its own.
         validation_samples: 0 where each epoch is evaluated on the test split.
-        remarks: which weights training starts with, and which of them are frozen.
+        remarks: which weights training starts with, which of them are frozen, and the micro_batch that fits.
     """
 
     dataset: str

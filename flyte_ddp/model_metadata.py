@@ -31,9 +31,10 @@ class ModelMetadata:
         data: the name of the data, and their digest if a file or folder was given.
         facts: what Recipe.facts returned.
         headline: the name of its main measure.
-        measures: on the test split, as the training reported them, by name.
+        measures: on the test split, or for last.pt on the validation split, as the training reported them, by name.
         training: world_size, hardware and precision.
         versions: of Python and torch.
+        base_digest: see FrozenBase; empty if the file has all weights.
     """
 
     recipe: str
@@ -45,6 +46,7 @@ class ModelMetadata:
     measures: dict[str, float]
     training: dict[str, Any]
     versions: dict[str, str]
+    base_digest: str = ""
     format: int = FORMAT
 
     def as_json(self) -> str:

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from flyte_ddp import random_numbers
 from flyte_ddp.batch_share import BatchShare, gather_rows
+from flyte_ddp.errors import InputError
 from flyte_ddp.model_metadata import needs_metadata
-from flyte_ddp.weights import load_weights
+from flyte_ddp.weights import REMEDY, load_weights
 
 CPU = torch.device("cpu")
 # A tensor, or a tuple, list or dict of Trees; the first dimension of each tensor is the samples
@@ -73,13 +74,18 @@ class Recipe:
             is better), for choosing an epoch, or promoting a model, by one of them.
         has_validation: whether data("validation") returns samples to choose the best epoch by.
         clip_norm: gradient clipping by Euclidean norm over all weights; 0 is off.
-        micro_batch: how many of a rank's samples are computed at a time; saves memory, with the same result; 0 is all.
+        micro_batch: how many of a rank's samples are computed at a time; saves memory, with the same result; 0 is all,
+            -1 as many as fit, which is all of them, halved until a step fits.
+        recompute: patterns (fnmatch) of the names of layers that are computed again for the backward pass instead of
+            kept for it; saves memory, with the same bits.
         norm_samples: batch norm sees groups of this many samples of the global batch, as they follow one another in it
             (ghost batch norm), so that ranks exchange nothing in a forward or backward pass; 0 is the global batch.
         ema_decay: decay per step of the exponential moving average of the weights, which is evaluated and returned; 0
             is off.
         passes_per_epoch: how often an epoch goes over the training samples.
         train_fraction: share of the training samples that each epoch uses, different ones in each epoch.
+        length_window: batches among which samples are sorted by length, so that those of a batch are alike and need
+            little padding; 0 is off.
         couples_samples: whether the loss of a sample depends on others of its batch, through everyone().
         may_depend_on_ranks: allows a result that depends on the number of ranks; the outputs then carry a warning.
     """
@@ -93,28 +99,63 @@ class Recipe:
     has_validation = False
     clip_norm = 0.0
     micro_batch = 0
+    recompute: tuple[str, ...] = ()
     norm_samples = 0
     ema_decay = 0.0
     passes_per_epoch = 1
     train_fraction = 1.0
+    length_window = 0
     couples_samples = False
     may_depend_on_ranks = False
+    has_read_init = False
+    _init_path: Path | None = None
 
     def __init__(self, settings: Any, data_path: Any = None):
         self.settings, self.data_path = settings, data_path
         self.share = BatchShare()
 
+    @property
+    def init_path(self) -> Path:
+        """The folder that the task was given as init, for from_pretrained in model(); InputError without one. It is
+        not known yet in __init__."""
+        if self._init_path is None:
+            raise InputError(f"{type(self).__name__} starts from given weights: give the folder that has them as init")
+        self.has_read_init = True
+        return self._init_path
+
+    @init_path.setter
+    def init_path(self, folder: Path | None) -> None:
+        self._init_path, self.has_read_init = folder, False
+
     @classmethod
-    def load_model(cls, path: str | Path, settings: Any = None, data_path: Path | None = None) -> nn.Module:
+    def load_model(
+        cls,
+        path: str | Path,
+        settings: Any = None,
+        data_path: Path | None = None,
+        init_path: Path | None = None,
+    ) -> nn.Module:
         """The trained network from a model_state or safetensors file, in evaluation mode on the CPU; nothing in the
         file is executed.
 
         settings: those of the training; by default those in the file's metadata.
-        data_path: that of the training, where model() needs it.
+        data_path, init_path: those of the training, where model() needs them.
         """
         if settings is None:
             settings = needs_metadata(path, "give the settings of the training").load_settings()
-        return load_weights(cls(settings, data_path).model(), path).eval()
+        recipe = cls(settings, data_path)
+        recipe.init_path = init_path
+        return recipe.trained_model(path)
+
+    def trained_model(self, path: str | Path, called: str = "model_state", remedy: str = REMEDY) -> nn.Module:
+        """model() with the weights of a file, in evaluation mode on the CPU. called, remedy: see load_weights."""
+        return load_weights(self.initial_model(), path, called, remedy).eval()
+
+    def initial_model(self) -> nn.Module:
+        """model() with the random numbers of a training: what it draws and freezes is in no file."""
+        with torch.random.fork_rng(devices=()):
+            torch.manual_seed(self.settings.seed)
+            return self.model()
 
     def data(self, split: str) -> Any:
         """The samples of "train" or "test", and of "validation" if has_validation is set.
@@ -124,6 +165,14 @@ class Recipe:
         options.loader_workers processes per rank; Blocks are fetched from a storage as they are needed.
         """
         raise NotImplementedError
+
+    def lengths(self, split: str) -> Any:
+        """(N,) whole numbers, for samples of different lengths; None where all have the same shape.
+
+        Tensors whose samples have this length in their first dimension are padded with zeros, those that come padded
+        are cut, to the longest of the global batch: positions, and so random numbers, are then the same on all ranks.
+        """
+        return None
 
     def model(self) -> nn.Module:
         """The network, its weights drawn from torch's random numbers, seeded by settings.seed; it returns no softmax.

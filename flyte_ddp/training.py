@@ -74,7 +74,8 @@ def train(
         data_files: files that the recipe reads, relative to its module's file; a checkpoint is only valid for the same.
         on_event: receives every event; without it, lines go to standard error.
         init: what to start with: the model_state of an earlier training, or a checkpoint (final-checkpoint in its
-            output, if options.keep_checkpoint was set), from which training continues up to settings.epochs in total.
+            output, if options.keep_checkpoint was set), from which training continues up to settings.epochs in total;
+            or a folder in save_pretrained's layout, the recipe's init_path.
         observers: "package.module:Name" of classes with a method for each event that concerns them. Unlike on_event
             they cannot hurt the run: an exception is said once, and their time is their own.
 
@@ -86,8 +87,8 @@ def train(
     code, watching = find_code(name, data_files), [find_code(one) for one in observers]
     folder = Path(output).expanduser().absolute()
     source, first = existing(data), Path(init).expanduser().absolute() if init else None
-    if first and not first.is_file():
-        raise InputError(f"init must be a file that is there, got {first}")
+    if first and not first.exists():
+        raise InputError(f"init must be a file or folder that is there, got {first}")
     with writing_to(folder, "output"):
         folder.mkdir(parents=True, exist_ok=True)
     job = job_in(folder, subject_of(code, settings, source, first), options)

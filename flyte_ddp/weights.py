@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from flyte_ddp.errors import InputError, not_installed
-from flyte_ddp.model_metadata import is_safetensors
+from flyte_ddp.frozen_base import digest_of, frozen_weights
+from flyte_ddp.model_metadata import is_safetensors, read_metadata
 
 MOST_NAMES = 6
 REMEDY = "use the model_state of a training of this network, with the settings of that training"
@@ -20,7 +21,8 @@ def load_weights(model: Network, path: str | Path, called: str = "model_state", 
 
     called, remedy: how the error names the file, and what it advises.
     """
-    given, own = read_weights(path, called, remedy), model.state_dict()
+    own = model.state_dict()
+    given = with_base(with_tied(read_weights(path, called, remedy), own), model, path, called)
     if names := misfits(given, own):
         problem = describe_misfits(names, given, own)
         raise InputError(f"{called} must fit the network, got {path} with {problem}: {remedy}")
@@ -43,6 +45,40 @@ def read_weights(path: str | Path, called: str = "model_state", remedy: str = RE
     if not isinstance(found, dict) or not all(isinstance(value, Tensor) for value in found.values()):
         raise InputError(f"{called} must be a state_dict of tensors, but {path} {problem}: {remedy}")
     return found
+
+
+def first_names(weights: Mapping[str, Tensor]) -> dict[str, str]:
+    """For each name the first one of the same tensor: tied weights have several."""
+    firsts: dict[Any, str] = {}
+    return {
+        name: firsts.setdefault((value.device, value.data_ptr(), value.shape, value.stride()), name)
+        if value.numel()
+        else name
+        for name, value in weights.items()
+    }
+
+
+def with_tied(given: dict[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Weights of a file that has tied ones under their first name alone, with their other names in the network."""
+    others = {name: first for name, first in first_names(own).items() if name not in given and first in given}
+    return {**given, **{name: given[first] for name, first in others.items()}}
+
+
+def with_base(
+    given: dict[str, Tensor], model: nn.Module, path: str | Path, called: str = "model_state"
+) -> dict[str, Tensor]:
+    """Weights of a file with those that it leaves out because the network's recipe freezes them; InputError if these
+    are not the same as in its training."""
+    base = {name: value for name, value in frozen_weights(model).items() if name not in given}
+    metadata = read_metadata(path) if base else None
+    if not metadata or not metadata.base_digest:
+        return given
+    if digest_of(base) != metadata.base_digest:
+        raise InputError(
+            f"{called} leaves out {listed(sorted(base))}, which model() freezes and which are others now than in the "
+            f"training of {path}: give the settings, data and init of that training"
+        )
+    return {**given, **base}
 
 
 def misfits(given: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> list[str]:

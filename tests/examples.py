@@ -3,6 +3,7 @@
 import importlib
 import pickle
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -10,8 +11,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import timm
 import torch
 from PIL import Image
+from safetensors.torch import save_file
 from sklearn.datasets import load_digits
 
 from flyte_ddp.data import prepared
@@ -27,6 +30,8 @@ RECIPES = {
     "autoencoder": "AutoencoderRecipe",
     "charlm": "CharLM",
     "contrastive": "Contrastive",
+    "finetune_images": "FinetuneImages",
+    "finetune_text": "FinetuneText",
     "resnet": "ResNet",
     "segmentation": "Segmentation",
     "tabular": "Tabular",
@@ -36,6 +41,8 @@ SMALL: dict[str, dict[str, Any]] = {
     "autoencoder": {"batch_size": 16},
     "charlm": {"characters": 12_000, "batch_size": 64, "width": 16, "layers": 1},
     "contrastive": {"batch_size": 400},
+    "finetune_images": {"batch_size": 20, "side": 32, "network": "test_convnext", "freeze": "stem, stages"},
+    "finetune_text": {"batch_size": 100, "lora_rank": 4},
     # Adam's first steps are of one size, even where a gradient is nothing but rounding: hence small ones
     "resnet": {"batch_size": 20, "side": 32, "learning_rate": 1e-5},
     "segmentation": {"images": 120, "width": 4},
@@ -73,12 +80,22 @@ def _make_project(place: Path) -> None:
     images, labels = prepared.open_split(prepare("digits"), "train")
     names = list("0123456789")
     write_prepared(place / "prepared", "small", names, images[:300], labels[:300], images[:50], labels[:50])
+    torch.manual_seed(0)
+    save_file(timm.create_model("test_convnext", num_classes=2).state_dict(), place / "timm.safetensors")
+    make_encoder = [sys.executable, "-m", "finetune_text.encoder", "encoder"]
+    subprocess.run(make_encoder, cwd=place, check=True, capture_output=True)
 
 
 def data_of(name: str) -> str | None:
     """The folder that an example is trained on, if it takes one."""
-    folder = {"autoencoder": "prepared", "resnet": "images"}.get(name)
+    folder = {"autoencoder": "prepared", "finetune_images": "images", "resnet": "images"}.get(name)
     return str(project() / folder) if folder else None
+
+
+def init_of(name: str) -> str | None:
+    """The folder or file of weights that an example starts from, if it needs one."""
+    given = {"finetune_images": "timm.safetensors", "finetune_text": "encoder"}.get(name)
+    return str(project() / given) if given else None
 
 
 def small(name: str) -> dict[str, Any]:
@@ -95,7 +112,7 @@ def train_small(
 ) -> Any:
     options = RunOptions(nproc=nproc, checkpoint_seconds=checkpoint_seconds, tracking="off", loader_workers=0)
     settings, recipe = small_settings(name), f"{name}.recipe:{RECIPES[name]}"
-    return train(recipe, settings, options, data_of(name), output, on_event=on_event)
+    return train(recipe, settings, options, data_of(name), output, on_event=on_event, init=init_of(name))
 
 
 def trained(name: str, nproc: int) -> Example:

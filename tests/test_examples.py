@@ -16,7 +16,7 @@ import torch
 
 from flyte_ddp.events import Event, StepLogged
 from tests.commands import ROOT, pyflyte, pyflyte_process, same
-from tests.examples import RECIPES, data_of, project, small, train_small, trained
+from tests.examples import RECIPES, data_of, init_of, project, small, train_small, trained
 
 # By the workflow: settings, and what the last epoch's measures have to be
 ENOUGH: dict[str, tuple[dict[str, Any], str]] = {
@@ -26,6 +26,8 @@ ENOUGH: dict[str, tuple[dict[str, Any], str]] = {
         "perplexity < 40 and accuracy > 0.1",
     ),
     "contrastive": ({"epochs": 3}, "retrieval > 0.15"),
+    "finetune_images": ({"epochs": 3, "side": 32, "network": "test_convnext", "learning_rate": 1e-3}, "accuracy > 0.8"),
+    "finetune_text": ({"epochs": 8, "lora_rank": 0}, "loss < 1.3"),
     "resnet": ({"epochs": 3, "side": 32, "batch_size": 8, "learning_rate": 3e-4}, "accuracy > 0.8"),
     "segmentation": ({"images": 400, "batch_size": 16}, "iou > 0.5 and dice > iou"),
     "tabular": ({}, "0.4 < r2 < 0.6"),
@@ -52,7 +54,15 @@ def test_an_example_is_short_and_its_settings_need_no_torch():
 def test_the_workflow_of_an_example_trains(name):
     settings, enough = ENOUGH[name]
     command = [f"{name}/workflow.py", f"{name}_wf", "--settings", json.dumps(settings)]
-    command += ["--folder", "images"] if name == "resnet" else []
+    if name in ("finetune_images", "resnet"):
+        command += ["--folder", "images"]
+    if init := init_of(name):
+        command += ["--init", init]
+    if name == "finetune_images":
+        command += [
+            "--head",
+            json.dumps({**settings, "epochs": 1, "freeze": "stem, stages", "init_leave_out": "head.fc"}),
+        ]
     if name == "tabular":  # one as its user types it; the others only learn something else
         done = pyflyte_process(*command, cwd=project(), environment={"PYTHONPATH": str(ROOT)})
     else:
@@ -79,13 +89,14 @@ def test_the_result_is_the_same_on_1_2_and_3_ranks(name):
 
 
 @pytest.mark.slow
-def test_killed_in_the_middle_the_same_call_ends_with_the_same_bits(tmp_path):
-    kill_all("charlm", tmp_path)
+@pytest.mark.parametrize("name", ["charlm", "finetune_images", "finetune_text"])
+def test_killed_in_the_middle_the_same_call_ends_with_the_same_bits(tmp_path, name):
+    kill_all(name, tmp_path)
     assert (tmp_path / "checkpoint").exists()
     events: list[Event] = []
-    result = train_small("charlm", tmp_path, events.append)
+    result = train_small(name, tmp_path, events.append)
     assert min(event.step for event in events if isinstance(event, StepLogged)) > 1
-    assert same(torch.load(result.model_path, weights_only=True), trained("charlm", 2).weights)
+    assert same(torch.load(result.model_path, weights_only=True), trained(name, 2).weights)
 
 
 def kill_all(name, output):
@@ -102,7 +113,8 @@ def kill(event):
 
 if __name__ == "__main__":
     settings, options = Settings(**{small(name)!r}), RunOptions(nproc=2, checkpoint_seconds=0, tracking="off")
-    train("{name}.recipe:{RECIPES[name]}", settings, options, {data_of(name)!r}, {str(output)!r}, on_event=kill)
+    more = {{"data": {data_of(name)!r}, "init": {init_of(name)!r}, "output": {str(output)!r}, "on_event": kill}}
+    train("{name}.recipe:{RECIPES[name]}", settings, options, **more)
 """
     (output.parent / "kill.py").write_text(program)
     done = subprocess.run(

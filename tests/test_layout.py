@@ -23,6 +23,7 @@ GROUND = (
     "errors",
     "events",
     "model_metadata",
+    "pretrained",
     "random_numbers",
     "reading",
     "schedules",
@@ -58,7 +59,7 @@ def _modules() -> dict[str, Path]:
 
 def _layer(module: str) -> str:
     layer = module.partition(".")[0]
-    return "ground" if layer in GROUND else "recipe" if layer in ("batch_share", "weights") else layer
+    return "ground" if layer in GROUND else "recipe" if layer in ("batch_share", "frozen_base", "weights") else layer
 
 
 def _imported_names(path: Path) -> set[str]:

@@ -102,9 +102,10 @@ class Training(ABC, Generic[Given, Outputs]):
         """Trains with one process per rank, on the file or folder data, if the recipe uses one; on stored data where
         they are, for a recipe that returns Blocks.
 
-        init: what to start from: the model_state of an earlier training, or a checkpoint (final-checkpoint in its logs,
-        if options.keep_checkpoint was set), from which training continues up to settings.epochs in total. Raises what
-        launcher.launch raises, and on a cluster the platform's error.
+        init: what to start from: the model_state of an earlier training; a checkpoint (final-checkpoint in its logs, if
+        options.keep_checkpoint was set), from which training continues up to settings.epochs in total; or a folder in
+        save_pretrained's layout, the recipe's init_path. Raises what launcher.launch raises, and on a cluster the
+        platform's error.
         """
 
         def fetch() -> Subject:  # while the ranks' first process imports torch

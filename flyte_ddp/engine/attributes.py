@@ -19,10 +19,11 @@ class Attributes:
     headline: str = setting("")
     has_validation: bool = setting(False)
     clip_norm: float = setting(0.0, minimum=0)
-    micro_batch: int = setting(0, minimum=0)
+    micro_batch: int = setting(0, minimum=-1)
     norm_samples: int = setting(0, minimum=0)
     ema_decay: float = setting(0.0, minimum=0, below=1)
     passes_per_epoch: int = setting(1, minimum=1)
+    length_window: int = setting(0, minimum=0)
     train_fraction: float = setting(1.0, above=0, maximum=1)
     couples_samples: bool = setting(False)
     may_depend_on_ranks: bool = setting(False)
@@ -35,7 +36,7 @@ def check_attributes(recipe: Recipe, world_size: int) -> None:
         value: Any = getattr(recipe, field.name)
         # in its own type, since 8.0 counts as a whole number
         vars(recipe)[field.name] = checked(owner, field, value.item() if isinstance(value, np.generic) else value)
-    for name in ("percent", "lower_is_better", "higher_is_better"):
+    for name in ("percent", "lower_is_better", "higher_is_better", "recompute"):
         names = getattr(recipe, name)
         if not isinstance(names, (tuple, list)) or not all(isinstance(one, str) for one in names):
             raise InputError(f'{owner}.{name} must be a tuple of names, such as ("accuracy",), got {names!r}')

@@ -12,7 +12,8 @@ class Average:
     """torch.optim.swa_utils has one, too, but it makes the host wait for the device at every step."""
 
     def __init__(self, model: nn.Module, decay: float):
-        self.model, self.decay = copy.deepcopy(model).requires_grad_(False), decay
+        shared = {id(weight): weight for weight in model.parameters() if not weight.requires_grad}  # is never copied
+        self.model, self.decay = copy.deepcopy(model, shared).requires_grad_(False), decay
 
     @torch.no_grad()
     def update(self, model: nn.Module, is_first: bool) -> None:

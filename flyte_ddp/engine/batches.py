@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flyte_ddp.batch_share import BatchShare
 from flyte_ddp.engine.block_split import BlockSplit
+from flyte_ddp.engine.lengths import Lengths, SimilarLengths, lengths_of, padded
 from flyte_ddp.engine.order import shuffled
 from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.errors import InputError
@@ -64,6 +65,7 @@ class Resident:
     def __init__(self, data: Any, device: torch.device):
         """Raises InputError if the data cannot be trained on; the caller says which data."""
         self.device = device
+        self.lengths: Lengths | None = None
         leaves, self._structure = pytree.tree_flatten(data)
         leaves = [leaf if isinstance(leaf, np.memmap) else _as_tensor(leaf) for leaf in leaves]
         lengths = [len(leaf) if leaf.ndim else 0 for leaf in leaves]
@@ -108,6 +110,8 @@ class Part:
 
     def __init__(self, split: Split, count: int, at: Callable[[Tensor], Tensor]):
         self.split, self.count, self.at, self.device = split, count, at, split.device
+        lengths = lengths_of(split)
+        self.lengths = lengths.of(at(torch.arange(count))) if lengths else None
 
     def __len__(self) -> int:
         return self.count
@@ -214,6 +218,12 @@ class _Batches:
             start, stop = self.samples_until(step), self.samples_until(step + 1)
             own, part = self.mine(step), self._computed(step)
             count, is_borrowed = part.stop - part.start, own != part
+            if lengths_of(self.split):
+                tree = padded(
+                    self.split,
+                    tree,
+                    *(order.at(torch.arange(*ends)) for ends in ((part.start, part.stop), (start, stop))),
+                )
             yield step, tree, BatchShare(part.start - start, count, stop - start, is_borrowed, self.norm_samples)
 
     def _computed(self, step: int) -> slice:
@@ -251,19 +261,27 @@ class TrainBatches(_Batches):
         passes: int = 1,
         fraction: float = 1.0,
         norm_samples: int = 0,
+        length_window: int = 0,
         augment: Callable[[Any, int, BatchShare, int], Any] = lambda tree, *_: tree,
     ):
         samples = max(1, round(len(split) * passes * fraction))
         super().__init__(split, samples, batch_size, rank, world_size, norm_samples)
-        self.seed, self.passes, self.augment = seed, passes, augment
+        self.seed, self.passes, self.augment, self.length_window = seed, passes, augment, length_window
         self._order(self._keys(0)).check_room()
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Batch]:
         """The batches of an epoch from first_step on; the last one may be short."""
-        for step, tree, share in self._fetch(self._order(self._keys(epoch)), first_step):
+        for step, tree, share in self._fetch(self._order_of(epoch), first_step):
             # Augmentation must not draw the numbers that the network's dropout draws
             augmented = self.augment(tree, key_of(self.seed, epoch, step, 1), share, epoch)
             yield Batch(augmented, share, key_of(self.seed, epoch, step, 0))
+
+    def _order_of(self, epoch: int) -> Order:
+        order, lengths = self._order(self._keys(epoch)), lengths_of(self.split)
+        if lengths and self.length_window:
+            key = key_of(self.seed, epoch, self.passes)
+            return SimilarLengths(order, lengths.each, self.samples, self.batch_size, self.length_window, key)
+        return order
 
     def _keys(self, epoch: int) -> list[int]:
         return [key_of(self.seed, epoch, number) for number in range(self.passes)]

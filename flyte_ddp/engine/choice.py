@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from flyte_ddp.recipe import Recipe
 
@@ -50,13 +50,13 @@ class Choice:
         """Whether training has waited long enough."""
         return 0 < self.patience <= self.waited
 
-    def after_epoch(self, epoch: int, measures: Mapping[str, float], model: nn.Module) -> None:
+    def after_epoch(self, epoch: int, measures: Mapping[str, float], weights: Mapping[str, Tensor]) -> None:
         """Records the measures of the validation split, and copies the weights if they are the best so far."""
         value = measures.get(self.measure, math.nan)
         score = -value if self.is_lower_better else value
         if score > self.score:
             self.epoch, self.score = epoch, score
-            self.weights = {name: tensor.detach().to("cpu", copy=True) for name, tensor in model.state_dict().items()}
+            self.weights = {name: tensor.detach().to("cpu", copy=True) for name, tensor in weights.items()}
         self.waited += 1
         if score > self.improved + self.minimum_delta:
             self.improved, self.waited = score, 0
@@ -64,11 +64,6 @@ class Choice:
     def chosen(self, last: int) -> int:
         """The epoch whose weights are returned; the last one if the measure has always been NaN."""
         return last if self.weights is None else self.epoch
-
-    def restore(self, model: nn.Module) -> None:
-        """Loads the weights of the best epoch into the network."""
-        if self.weights is not None:
-            model.load_state_dict(self.weights)
 
     def state_dict(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in STATE}

@@ -27,7 +27,7 @@ def unequal_data(recipe: Recipe, splits: dict[str, Split]) -> list[str]:
         chosen = spread(split, min(COMPARED, len(split)))
         if isinstance(split, Streamed):
             # In a loader worker, as in training, because a file that the Dataset opens at first use must not be shared
-            twice = Streamed(_Twice(split.dataset), torch.device("cpu"), min(1, split.workers))
+            twice = Streamed(_Twice(split.dataset, split.is_padded), torch.device("cpu"), min(1, split.workers))
             unsteady += [name] if next(iter(twice.fetch([chosen[:SAMPLES]])))[0] else []
         (tree,) = split.fetch([chosen])
         content = b"".join(leaf.cpu().numpy().tobytes() for leaf in pytree.tree_leaves(tree))
@@ -70,8 +70,8 @@ class _Twice:
     are. A Dataset that sets a seed for each sample ends up in the same state both times.
     """
 
-    def __init__(self, dataset: Any):
-        self.dataset = dataset
+    def __init__(self, dataset: Any, is_padded: bool):
+        self.dataset, self.is_padded = dataset, is_padded
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -79,7 +79,9 @@ class _Twice:
     def read_batch(self, indices: np.ndarray) -> tuple[np.ndarray]:
         found = []
         for _ in range(2):
-            leaves = [np.asarray(leaf) for leaf in pytree.tree_leaves(read_samples(self.dataset, indices))]
+            leaves = [
+                np.asarray(leaf) for leaf in pytree.tree_leaves(read_samples(self.dataset, indices, self.is_padded))
+            ]
             state = host_state(), torch.get_rng_state().numpy().tobytes()
             found.append(([(leaf.shape, leaf.tobytes()) for leaf in leaves], state))
         return (np.array([found[0] != found[1]]),)

@@ -10,6 +10,7 @@ from typing import Any
 from flyte_ddp.code_version import with_installed
 from flyte_ddp.data.description import DatasetDescription, StoredData
 from flyte_ddp.events import EpochFinished, NotLearning
+from flyte_ddp.pretrained import check_pretrained
 from flyte_ddp.settings import RunOptions, TrainingSettings
 from flyte_ddp.storage import content_digest
 from flyte_ddp.user_code import UserCode
@@ -71,7 +72,12 @@ def subject_of(
     init: Path | None = None,
     description: DatasetDescription | None = None,
 ) -> Subject:
-    """The training of a recipe; whoever asks for the same one, in whatever way, gets the same identity."""
+    """The training of a recipe; whoever asks for the same one, in whatever way, gets the same identity.
+
+    Raises InputError if init is a folder without whole weights.
+    """
+    if init and init.is_dir():
+        check_pretrained(init)
     return Subject(
         recipe=code.name,
         settings=settings,

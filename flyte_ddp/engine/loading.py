@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from flyte_ddp.engine.lengths import Lengths
 from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.errors import DataError
 
@@ -31,6 +32,8 @@ class Streamed:
 
     def __init__(self, dataset: Any, device: torch.device, workers: int = 0, pin_memory: bool = False):
         self.dataset, self.device, self.workers, self.pin_memory = dataset, device, workers, pin_memory
+        self.lengths: Lengths | None = None
+        self.is_padded = False
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -40,7 +43,7 @@ class Streamed:
         workers = self.workers
         indices: Any = (part.numpy() for part in parts)
         loader = DataLoader(
-            _Reader(self.dataset),
+            _Reader(self.dataset, self.is_padded),
             batch_sampler=indices,
             num_workers=workers,
             multiprocessing_context=START_METHOD if workers else None,
@@ -82,29 +85,40 @@ class _Read:
 class _Reader(Dataset[Any]):
     """A Dataset for DataLoader that returns the samples of a whole batch at once."""
 
-    def __init__(self, dataset: Any):
-        self.dataset = dataset
+    def __init__(self, dataset: Any, is_padded: bool):
+        self.dataset, self.is_padded = dataset, is_padded
 
     def __getitems__(self, indices: np.ndarray) -> _Read:
         try:
-            return _Read(read_samples(self.dataset, indices))
+            return _Read(read_samples(self.dataset, indices, self.is_padded))
         except DataError as error:  # raised here, it would be wrapped in two tracebacks
             return _Read((), str(error))
         except Exception:
             return _Read((), f"a sample could not be read:\n{traceback.format_exc()}")
 
 
-def read_samples(dataset: Any, indices: np.ndarray) -> Any:
-    """A tree of arrays (n, ...) of these samples."""
+def read_samples(dataset: Any, indices: np.ndarray, is_padded: bool = False) -> Any:
+    """A tree of arrays (n, ...) of these samples; is_padded: with zeros to the longest of them."""
     if hasattr(dataset, "read_batch"):
         return dataset.read_batch(indices)
     samples = [dataset[int(index)] for index in indices]
     # without torch's default_collate, which in a worker puts tensors into shared memory
-    return pytree.tree_map(lambda *leaves: _stack(dataset, leaves), *samples)
+    return pytree.tree_map(lambda *leaves: _stack(dataset, leaves, is_padded), *samples)
 
 
-def _stack(dataset: Any, leaves: Sequence[Any]) -> np.ndarray:
-    rows = np.stack([np.asarray(leaf) for leaf in leaves])
+def _stack(dataset: Any, leaves: Sequence[Any], is_padded: bool) -> np.ndarray:
+    arrays = [np.asarray(leaf) for leaf in leaves]
+    shapes = {array.shape for array in arrays}
+    if len(shapes) > 1 and len({shape[1:] for shape in shapes if shape}) == 1 and () not in shapes:
+        if not is_padded:
+            some = " and ".join(map(str, sorted(shapes)[:2]))
+            raise DataError(
+                f"{type(dataset).__name__}: samples must have the same shape, got {some}: pad them, or let the "
+                "recipe's lengths(split) return their lengths, so that all ranks pad alike"
+            )
+        longest = max(len(array) for array in arrays)
+        arrays = [np.pad(array, [(0, longest - len(array))] + [(0, 0)] * (array.ndim - 1)) for array in arrays]
+    rows = np.stack(arrays)
     if rows.dtype.kind not in "biufc":
         raise DataError(
             f"{type(dataset).__name__}: samples must be numbers, got {type(leaves[0]).__name__}: leave it out, or "

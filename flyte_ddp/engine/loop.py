@@ -79,8 +79,8 @@ def fit(
 def look_at_test(state: TrainingState, test: TestBatches, epochs: int, link: Link) -> Evaluated:
     """Evaluates the weights that training returns (with a validation split, the best epoch's) on the test split."""
     choice, started = state.choice, time.perf_counter()
-    if choice:
-        choice.restore(state.evaluated)
+    if choice and choice.weights is not None:
+        state.base.load(state.evaluated, choice.weights)
     evaluated = evaluate(state, test, link)
     if choice:
         seconds, chosen = time.perf_counter() - started, choice.chosen(state.epoch - 1)

@@ -17,7 +17,6 @@ from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
 from flyte_ddp.storage import writing_to
 from flyte_ddp.user_code import checked_imports
-from flyte_ddp.weights import load_weights
 
 
 @torch.inference_mode()
@@ -34,7 +33,7 @@ def run(environment: Environment, link: Link, argument: tuple[Job, str, int, int
         with checked_imports(job.root, job.files):
             recipe = load_recipe(job, device)
             source = load_split(recipe, split, job, cache)
-            model = load_weights(recipe.model(), job.model_path).to(device).eval()
+            model = recipe.trained_model(job.model_path).to(device)
         first, last = rank_slice(0, len(source), number, count)
         size = settings.test_batch_size
         found: list[Tensor] = []

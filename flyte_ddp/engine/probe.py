@@ -87,7 +87,7 @@ def _count(recipe: Recipe, split: Split, is_training: bool = True) -> int:
     size = settings.batch_size if is_training else settings.test_batch_size
     at_once = -(-size // distributed.get_world_size())
     if is_training and recipe.micro_batch:
-        at_once = min(at_once, recipe.micro_batch)
+        at_once = min(at_once, abs(recipe.micro_batch))  # of -1 it is not known yet
     return min(SAMPLES if is_training else TEST_SAMPLES, len(split), max(2, at_once))
 
 

@@ -3,6 +3,7 @@
 import io
 import platform
 import resource
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from flyte_ddp.engine.state import TrainingState
 from flyte_ddp.model_metadata import ModelMetadata, add_metadata
 from flyte_ddp.recipe import Recipe
 from flyte_ddp.storage import write_whole, writing_to
+from flyte_ddp.weights import first_names
 
 MOST_PICTURES = 24
 
@@ -29,7 +31,7 @@ def write_last(parts: Parts, job: Job) -> None:
     requested, or if training stops early, to be continued."""
     with writing_to(job.logs, "DDP_RUNS_DIR"):
         if parts.validation:
-            export_model(parts.state.evaluated, Path(job.logs, LAST))
+            _write_weights(parts, job, Path(job.logs, LAST), parts.state.history[-1].validation)
         if job.options.keep_checkpoint or job.settings.stop_after:
             content = {"identity": job.identity, "state": parts.state.state_dict()}
             write_checkpoint(Path(job.logs, FINAL), content)
@@ -37,17 +39,28 @@ def write_last(parts: Parts, job: Job) -> None:
 
 def write_results(parts: Parts, tested: dict[str, float], predictions: Tensor | None, job: Job) -> None:
     """Rank 0 writes the results. tested: measures of the test split. predictions: (N, ...), if the recipe has any."""
-    path, recipe, size = Path(job.model_path), parts.state.recipe, distributed.get_world_size()
-    training = {"world_size": size, "hardware": hardware(parts.state.device), "precision": parts.precision}
+    path = Path(job.model_path)
     with writing_to(path.parent, "DDP_RUNS_DIR"):
-        export_model(parts.state.evaluated, path, build_metadata(recipe, job, parts.found.headline, tested, training))
+        _write_weights(parts, job, path, tested)
         if predictions is not None:
             np.save(Path(job.logs, PREDICTIONS), predictions.cpu().numpy())
         draw_pictures(parts.state, parts.test.split, Path(job.logs, PICTURES))
 
 
+def _write_weights(parts: Parts, job: Job, path: Path, measures: dict[str, float]) -> None:
+    state, size = parts.state, distributed.get_world_size()
+    training = {"world_size": size, "hardware": hardware(state.device), "precision": parts.precision}
+    metadata = build_metadata(state.recipe, job, parts.found.headline, measures, training, state.base.digest)
+    export_model(state.base.without(state.evaluated), path, metadata)
+
+
 def build_metadata(
-    recipe: Recipe, job: Job, headline: str, measures: dict[str, float], training: dict[str, Any]
+    recipe: Recipe,
+    job: Job,
+    headline: str,
+    measures: dict[str, float],
+    training: dict[str, Any],
+    base_digest: str = "",
 ) -> ModelMetadata:
     settings = job.settings
     return ModelMetadata(
@@ -60,6 +73,7 @@ def build_metadata(
         measures=measures,
         training=training,
         versions={"python": platform.python_version(), "torch": torch.__version__},
+        base_digest=base_digest,
     )
 
 
@@ -114,11 +128,12 @@ def layers_of(model: nn.Module) -> list[tuple[str, str, int]]:
     return [layer for layer in counted if layer[2]]
 
 
-def export_model(model: nn.Module, path: Path, metadata: ModelMetadata | None = None) -> None:
-    """Writes the weights as a plain CPU state_dict of contiguous tensors; path appears whole or not at all."""
-    weights = {name: value.detach().cpu().contiguous() for name, value in model.state_dict().items()}
+def export_model(weights: Mapping[str, Tensor], path: Path, metadata: ModelMetadata | None = None) -> None:
+    """Writes a state_dict as a plain one of contiguous CPU tensors; path appears whole or not at all."""
+    firsts = first_names(weights)
+    copies = {name: weights[name].detach().cpu().contiguous() for name in {*firsts.values()}}
     buffer = io.BytesIO()
-    torch.save(weights, buffer)
+    torch.save({name: copies[first] for name, first in firsts.items()}, buffer)  # tied weights once
     if metadata:
         add_metadata(buffer, metadata)
     write_whole(path, buffer.getbuffer())

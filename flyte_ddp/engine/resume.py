@@ -16,6 +16,8 @@ from flyte_ddp.events import CheckpointRefused
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
 
+OTHER_BASE = "belongs to another training: the weights that model() freezes were others"
+
 
 def resume(state: TrainingState, job: Job, environment: Environment, link: Link) -> bool:
     """Restores the state on all ranks from rank 0's checkpoint, if there is one that belongs to this training; False if
@@ -29,6 +31,9 @@ def resume(state: TrainingState, job: Job, environment: Environment, link: Link)
     if environment.rank == 0 and os.path.exists(job.checkpoint_path):
         try:
             saved = read_checkpoint(path, job.identity)["state"]
+            if saved.get("base", "") != state.base.digest:  # of which all ranks have rank 0's weights
+                saved = None
+                raise CheckpointError(OTHER_BASE)
             told = [(checksum(path), pytree.tree_map_only(Tensor, lambda tensor: tensor.to("meta"), saved))]
         except CheckpointError as error:
             link.emit(CheckpointRefused(f"the checkpoint {error}"))

@@ -1,5 +1,6 @@
 """Sets up a training on one rank: the recipe, its batches, and the state that steps change."""
 
+import os
 import pkgutil
 import random
 import sys
@@ -19,13 +20,16 @@ from flyte_ddp.engine.block_cache import BlockCache
 from flyte_ddp.engine.block_split import BlockSplit, Reading
 from flyte_ddp.engine.choice import Choice, is_lower_better
 from flyte_ddp.engine.job import Job
+from flyte_ddp.engine.lengths import Lengths
 from flyte_ddp.engine.loading import Streamed
 from flyte_ddp.engine.measures import augment, code_location
+from flyte_ddp.engine.memory import recompute
 from flyte_ddp.engine.probe import Probed, probe
 from flyte_ddp.engine.state import TrainingState
 from flyte_ddp.engine.warm_start import continue_from, freeze, is_checkpoint, start_from
 from flyte_ddp.errors import InputError
 from flyte_ddp.events import NotLearning
+from flyte_ddp.frozen_base import frozen_weights
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.recipe import Recipe
 from flyte_ddp.settings import TrainingSettings
@@ -64,9 +68,10 @@ def set_up(environment: Environment, device: torch.device, job: Job, cache: Bloc
         recipe.passes_per_epoch,
         recipe.train_fraction,
         recipe.norm_samples,
+        recipe.length_window,
         partial(augment, recipe),
     )
-    model, remarks = first_model(recipe, job)
+    model, left_out, remarks = first_model(recipe, job)
     constant_loss, total_steps = recipe.constant_loss(), settings.epochs * len(batches)
     mixed = not (constant_loss or recipe.couples_samples)  # then outputs are also paired with other samples
     splits = {"train": train, "test": test}
@@ -76,24 +81,30 @@ def set_up(environment: Environment, device: torch.device, job: Job, cache: Bloc
     state = TrainingState(
         recipe, model, found.rows, found.names, device, world_size,
         autocast=precision == "bfloat16", total_steps=total_steps, constant_loss=constant_loss,
-        log_gradients=job.options.log_gradients,
+        left_out=left_out, log_gradients=job.options.log_gradients,
     )  # fmt: skip
+    recompute(recipe, model, found.rows)  # after the trials and the average, which are copies without it
     if validation:
         state.choice = choice_of(recipe, found.headline, settings)
     reasons = [f"the result depends on the number of ranks: {reason}" for reason in found.reasons]
     state.watch.warnings += [NotLearning(0, 0, reason) for reason in reasons]
-    if job.init and is_checkpoint(job.init):
+    if job.init and job.init.is_file() and is_checkpoint(job.init):
         remarks.append(continue_from(state, job.init, job, len(batches)))
     place_in_world = settings.test_batch_size, rank, world_size, mixed
     validated = TestBatches(validation, *place_in_world) if validation else None
     return Parts(state, batches, validated, TestBatches(test, *place_in_world), found, precision, remarks)
 
 
-def first_model(recipe: Recipe, job: Job) -> tuple[nn.Module, list[str]]:
-    """The network with its initial weights, unless training continues from a checkpoint, and remarks on these."""
+def first_model(recipe: Recipe, job: Job) -> tuple[nn.Module, set[str], list[str]]:
+    """The network with its initial weights, unless training continues from a checkpoint; the names of those that
+    model() provides and freezes; and remarks."""
     settings: TrainingSettings = job.settings
     torch.manual_seed(settings.seed)
-    model, remarks = recipe.model(), []
+    recipe.has_read_init = False  # for a tokenizer, perhaps
+    model, remarks, init = recipe.model(), [], job.init
+    if init and init.is_dir():
+        _check_folder(recipe, init)
+        remarks.append(f"Starts from the folder {init.name}")
     lazy = [name for name, parameter in model.named_parameters() if nn.parameter.is_lazy(parameter)]
     if lazy:
         raise InputError(
@@ -101,11 +112,43 @@ def first_model(recipe: Recipe, job: Job) -> tuple[nn.Module, list[str]]:
             "zeros of a batch's shape, or name the layer's size"
         )
     model = model.to(recipe.device)
-    if job.init and not is_checkpoint(job.init):
-        remarks.append(start_from(model, job.init, settings.init_leave_out))
+    base = frozen_weights(model)
+    if init and init.is_file() and not is_checkpoint(init):
+        taken, remark = start_from(model, init, settings.init_leave_out)
+        remarks.append(remark)
+        base = {name: value for name, value in base.items() if name not in taken}
     if settings.freeze:
         remarks.append(freeze(model, settings.freeze))
-    return model, remarks
+    check_types(recipe, model)
+    return model, set(base), remarks
+
+
+def _check_folder(recipe: Recipe, init: Path) -> None:
+    """Raises InputError where model() has left it aside, or settings are for a file."""
+    if not recipe.has_read_init:
+        raise InputError(
+            f"{code_location(recipe, 'model')} must load init, which is the folder {init}: for example with "
+            "from_pretrained(self.init_path), or give a file"
+        )
+    if recipe.settings.init_leave_out:
+        raise InputError(
+            f"init_leave_out must be empty, because model() itself loads the folder {init}, got "
+            f"{recipe.settings.init_leave_out!r}"
+        )
+
+
+def check_types(recipe: Recipe, model: nn.Module) -> None:
+    """Raises InputError for weights of a type that loses what an optimizer adds to them."""
+    for name, weight in model.named_parameters():
+        if weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and not weight.requires_grad):
+            continue
+        rule, remedy = "what is trained must be float32, or small updates are lost", "call float() on it"
+        if not weight.requires_grad:
+            rule, remedy = "what is frozen must be float32 or bfloat16", "call bfloat16() on it"
+        raise InputError(
+            f"{code_location(recipe, 'model')}: {name} is {str(weight.dtype).removeprefix('torch.')}, but {rule}: "
+            f"{remedy}, or give from_pretrained a dtype (precision decides what is computed in)"
+        )
 
 
 def validation_of(recipe: Recipe, train: Split, job: Job, cache: BlockCache) -> tuple[Split, Split | None]:
@@ -144,6 +187,7 @@ def load_recipe(job: Job, device: torch.device) -> Recipe:
     torch.manual_seed(seed)
     np.random.seed(seed)
     random.seed(seed)
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # else from_pretrained("a name") would download in each rank
     if job.root and job.root not in sys.path:
         sys.path.insert(0, job.root)
     name = job.recipe
@@ -155,6 +199,7 @@ def load_recipe(job: Job, device: torch.device) -> Recipe:
     if not hasattr(recipe, "share"):
         raise InputError(f"{code_location(recipe, '__init__')} must call super().__init__(settings, data_path)")
     recipe.device = device
+    recipe.init_path = job.init if job.init and job.init.is_dir() else None
     return recipe
 
 
@@ -182,11 +227,30 @@ def load_split(recipe: Recipe, split: str, job: Job, cache: BlockCache) -> Split
         if isinstance(data, torch.utils.data.Dataset) and not isinstance(data, torch.utils.data.TensorDataset):
             if not len(data):  # type: ignore[arg-type]
                 raise InputError("a Dataset must have samples, and a length")
-            return Streamed(data, recipe.device, options.loader_workers, options.pin_memory)
-        data = data.tensors if isinstance(data, torch.utils.data.TensorDataset) else data
-        return Resident(data, recipe.device)
+            workers, pin_memory = options.loader_workers, options.pin_memory
+            found: Streamed | Resident = Streamed(data, recipe.device, workers, pin_memory)
+        else:
+            data = data.tensors if isinstance(data, torch.utils.data.TensorDataset) else data
+            found = Resident(data, recipe.device)
     except InputError as error:
         raise InputError(f'{code_location(recipe, "data")}, split "{split}": {error.message}') from None
+    return with_lengths(found, recipe, split)
+
+
+def with_lengths(found: Streamed | Resident, recipe: Recipe, split: str) -> Split:
+    """The samples with their lengths, if the recipe has any; InputError for lengths that are not theirs."""
+    each = recipe.lengths(split)
+    if each is not None:
+        if isinstance(found, Streamed):
+            found.is_padded = True
+        try:
+            found.lengths = Lengths(each, len(found), lambda indices: next(iter(found.fetch([indices]))))
+        except InputError as error:
+            raise InputError(f'{code_location(recipe, "lengths")}, split "{split}": {error.message}') from None
+    elif split == "train" and recipe.length_window:
+        owner = type(recipe).__name__
+        raise InputError(f"{owner}.length_window must be 0 without {owner}.lengths, got {recipe.length_window}")
+    return found
 
 
 def choose_precision(precision: str, device: torch.device) -> str:

@@ -1,6 +1,6 @@
 """The state of a training: weights, optimizer, schedule, average, position and measures so far; and its step."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -21,6 +21,7 @@ from flyte_ddp.engine.measures import ratios, trained_measure
 from flyte_ddp.engine.step import Step
 from flyte_ddp.engine.watch import Watch
 from flyte_ddp.events import EpochFinished
+from flyte_ddp.frozen_base import FrozenBase
 from flyte_ddp.recipe import Recipe
 
 
@@ -59,12 +60,14 @@ class TrainingState:
         autocast: bool,
         total_steps: int,
         constant_loss: float = 0.0,
+        left_out: Collection[str] = (),
         log_gradients: bool = False,
     ):
-        """names: of the measures, "loss" first. log_gradients: whether events have those of all parameters."""
+        """names: of the measures, "loss" first. left_out: the weights that model() has frozen. log_gradients: whether
+        events have those of all parameters."""
         self.log_gradients = log_gradients
-        self.recipe, self.names, self.device = recipe, tuple(names), device
-        self.model, self.rows = model, rows
+        self.recipe, self.names, self.device, self.micro_batch = recipe, tuple(names), device, recipe.micro_batch
+        self.model, self.rows, self.base = model, rows, FrozenBase(model, left_out)
         rows.running = RunningStatistics(model) if recipe.norm_samples else None
         self.ddp = DistributedDataParallel(
             Step(self.model, recipe, rows, self.names, world_size, autocast).to(device),
@@ -102,7 +105,7 @@ class TrainingState:
     def train_step(self, batch: Batch, stop: bool) -> None:
         """One optimizer update from this rank's share of a global batch; a collective."""
         self.ddp.zero_grad()  # here rather than at the end, so that gradients can be inspected until the next step
-        parts = batch.parts(self.recipe.micro_batch)
+        parts = batch.parts(self.micro_batch)
         buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()] if len(parts) > 1 else []
         for part in parts:
             for buffer, before in buffers:  # a step changes them once, in however many parts it is computed
@@ -145,7 +148,7 @@ class TrainingState:
         """
         weights = [weight for weight in self.model.parameters() if weight.requires_grad]
         bad = [False, False]
-        for part in batch.parts(self.recipe.micro_batch):
+        for part in batch.parts(self.micro_batch):
             self._generator.manual_seed(batch.seed)
             with self.rows.block(batch.seed):
                 loss = self.ddp.module(part, False, False)
@@ -187,18 +190,20 @@ class TrainingState:
     def finish_epoch(self, finished: EpochFinished) -> None:
         self.history.append(finished)
         if self.choice:
-            self.choice.after_epoch(finished.epoch, finished.validation, self.evaluated)
+            self.choice.after_epoch(finished.epoch, finished.validation, self.base.without(self.evaluated))
         self._sums.zero_()
         self.epoch, self.step, self.epoch_seconds = self.epoch + 1, 0, 0.0
 
     def state_dict(self) -> dict[str, Any]:
         """All that a resume needs; tensors are those of the training itself, which the next step changes."""
         return {
-            "model": self.model.state_dict(),
-            "average": self.average.model.state_dict() if self.average else None,
+            "model": self.base.without(self.model),
+            "base": self.base.digest,
+            "average": self.base.without(self.average.model) if self.average else None,
             "optimizer": self.optimizer.state_dict(),
             "schedule": self.schedule.state_dict(),
             "sums": self._sums,
+            "micro_batch": self.micro_batch,
             "epoch": self.epoch,
             "step": self.step,
             "epoch_seconds": self.epoch_seconds,
@@ -209,12 +214,14 @@ class TrainingState:
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Restores what state_dict returned, on any number of ranks; keeps the tensors of optimizer and choice."""
-        self.model.load_state_dict(saved["model"])
+        self.base.load(self.model, saved["model"])
         if self.average:
-            self.average.model.load_state_dict(saved["average"])
+            self.base.load(self.average.model, saved["average"])
         self.optimizer.load_state_dict(saved["optimizer"])
         self.schedule.load_state_dict(saved["schedule"])
         self._sums[:-3] = saved["sums"][:-3]  # without the old run's requests to stop
+        if self.recipe.micro_batch < 0:
+            self.micro_batch = saved.get("micro_batch", -1)
         self.epoch, self.step, self.epoch_seconds = saved["epoch"], saved["step"], saved["epoch_seconds"]
         self.history = [EpochFinished(**finished) for finished in saved["history"]]
         self.watch.load_state_dict(saved["watch"])

@@ -13,6 +13,7 @@ from torch import Tensor, distributed, nn
 from flyte_ddp.engine.batches import Batch, Split, device_generator, spread
 from flyte_ddp.engine.by_row import ByRow
 from flyte_ddp.engine.draws import Draws, host_state
+from flyte_ddp.engine.lengths import padded
 from flyte_ddp.engine.measures import augment, pairs_of, trained_measure
 from flyte_ddp.engine.torch_compat import copy_with_hooks, pytree
 from flyte_ddp.recipe import Recipe
@@ -64,7 +65,8 @@ class Trials:
         self.parts = [(0, cut), (cut, size)] if size > 1 else []
         # Each is read by itself, since what a Dataset returns for a batch may depend on its samples
         chosen = torch.cat([some[::2], some[1::2]])
-        whole, *trees = split.fetch([chosen, *(chosen[first:last] for first, last in self.parts)])
+        asked = [chosen, *(chosen[first:last] for first, last in self.parts)]
+        whole, *trees = (padded(split, tree, own, chosen) for tree, own in zip(split.fetch(asked), asked, strict=True))
         self.trees = {(0, size): whole, **dict(zip(self.parts, trees, strict=True))}
         if self.parts:
             self.rows.learn(self(0, size).drawn, self(*self.parts[0]).drawn, size)

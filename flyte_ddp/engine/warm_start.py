@@ -11,11 +11,11 @@ from torch import nn
 
 from flyte_ddp.engine.checkpoint import DIGEST_BYTES, read_checkpoint, restore
 from flyte_ddp.engine.job import Job
-from flyte_ddp.engine.resume import in_place
+from flyte_ddp.engine.resume import OTHER_BASE, in_place
 from flyte_ddp.engine.state import TrainingState
 from flyte_ddp.engine.torch_compat import is_batch_norm
 from flyte_ddp.errors import CheckpointError, InputError
-from flyte_ddp.weights import describe_misfits, listed, misfits, read_weights
+from flyte_ddp.weights import describe_misfits, listed, misfits, read_weights, with_base, with_tied
 
 ZIP_END, ZIP_END_BYTES = b"PK\x05\x06", 22  # how the last record of a file from torch.save begins, and its size
 MISMATCHING = "mismatching"
@@ -37,13 +37,15 @@ def is_checkpoint(path: Path) -> bool:
         raise InputError(f"init cannot be read: {path}: {error.strerror}") from None
 
 
-def start_from(model: nn.Module, path: Path, leave_out: str) -> str:
-    """Loads a model_state's weights into the network, except those that leave_out names; returns a remark on it.
+def start_from(model: nn.Module, path: Path, leave_out: str) -> tuple[set[str], str]:
+    """Loads a model_state's weights into the network, except those that leave_out names; returns the names of what the
+    file has replaced, and a remark on it.
 
     Raises InputError if the other weights do not fit the network.
     """
-    given = read_weights(path, "init", "use a model_state or checkpoint of a training")
+    inside = read_weights(path, "init", "use a model_state or checkpoint of a training")
     own, patterns = model.state_dict(), patterns_of(leave_out)
+    given = with_base(with_tied(inside, own), model, path, "init")
     named = [pattern for pattern in patterns if pattern != MISMATCHING]
     left_out = matching("init_leave_out", named, sorted({*own, *given}))
     unfit = [name for name in misfits(given, own) if name not in left_out]
@@ -59,7 +61,7 @@ def start_from(model: nn.Module, path: Path, leave_out: str) -> str:
     model.load_state_dict(taken, strict=False)
     new = [name for name in own if name not in taken]
     rest = f"; newly initialised: {listed(new)}" if new else ""
-    return f"Starts from {len(taken)} of {len(own)} tensors of {path.name}{rest}"
+    return {*taken} & {*inside}, f"Starts from {len(taken)} of {len(own)} tensors of {path.name}{rest}"
 
 
 def continue_from(state: TrainingState, path: Path, job: Job, steps_per_epoch: int) -> str:
@@ -79,6 +81,8 @@ def _continue_from(state: TrainingState, path: Path, job: Job, steps_per_epoch: 
     saved, theirs = content["state"], content["identity"]
     _check_settings(saved, theirs, job)
     fresh, position = state.state_dict(), saved["epoch"] * steps_per_epoch + saved["step"]
+    if saved.get("base", "") != state.base.digest:
+        raise CheckpointError(OTHER_BASE)
     if unfit := misfits(saved["model"], fresh["model"]):
         problem = describe_misfits(unfit, saved["model"], fresh["model"])
         raise InputError(

@@ -12,6 +12,7 @@ from flyte_ddp.engine.block_cache import BlockCache
 from flyte_ddp.engine.checkpoint import CheckpointWriter, NoCheckpoints, check_readable
 from flyte_ddp.engine.job import Job, TrainingResult
 from flyte_ddp.engine.loop import fit, gather, look_at_test
+from flyte_ddp.engine.memory import choose_micro_batch
 from flyte_ddp.engine.profile import profiling
 from flyte_ddp.engine.results import layers_of, result_of, write_last, write_results
 from flyte_ddp.engine.resume import resume
@@ -49,6 +50,8 @@ def _train(environment: Environment, device: torch.device, link: Link, job: Job,
         del parts  # its memory is needed again
         parts = set_up(environment, device, job, cache)
     state, settings = parts.state, job.settings
+    if state.recipe.micro_batch < 0:
+        parts.remarks.append(choose_micro_batch(state, parts.train))
     link.emit(run_started(parts, environment, job))
     for warning in state.watch.warnings if not state.history else ():
         link.emit(warning)

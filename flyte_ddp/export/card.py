@@ -127,6 +127,7 @@ def loading_section(written: Written, formats: Sequence[str], needs_data: bool) 
     how = {
         "safetensors": f'flyte_ddp.recipes.models.load_model("model.safetensors"{", data_path=DATA" * needs_data})',
         "pt2": f'torch.export.load("model.pt2").module()({given})',
+        "pretrained": 'from_pretrained("pretrained") of its class, or PeftModel.from_pretrained(base, "pretrained")',
         "onnx": f'onnxruntime.InferenceSession("model.onnx").run(None, {{{by_name}}})',
     }
     return Section(

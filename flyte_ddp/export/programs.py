@@ -16,7 +16,7 @@ from flyte_ddp.errors import InputError
 from flyte_ddp.export.settings import TensorSpec
 from flyte_ddp.model_metadata import HEADER
 from flyte_ddp.recipe import Recipe
-from flyte_ddp.weights import load_weights
+from flyte_ddp.weights import first_names, load_weights
 
 MOST_ONNX_BYTES = 2**30  # of weights in the file: protobuf's limit is 2 GiB. Larger ones go to a file beside it
 FEW, MORE = 2, 3  # samples, to see which dimensions depend on their number
@@ -73,12 +73,24 @@ def trace(model: nn.Module, few: Call, more: Call) -> torch.export.ExportedProgr
 
 
 def save_weights(path: Path, model: nn.Module, header: str) -> None:
-    """As safetensors; header: JSON."""
+    """As safetensors, tied weights under their first name alone; header: JSON."""
     from safetensors.torch import save_file
 
-    # copies, because tied weights would be refused
-    weights = {key: value.detach().clone().contiguous() for key, value in model.state_dict().items()}
-    save_file(weights, path, metadata={HEADER: header})
+    weights = model.state_dict()
+    firsts = {*first_names(weights).values()}
+    # copies, because parts of the same memory would be refused
+    copies = {key: value.detach().clone().contiguous() for key, value in weights.items() if key in firsts}
+    save_file(copies, path, metadata={HEADER: header})
+
+
+def save_pretrained(path: Path, model: Any) -> None:
+    """As the folder that transformers or peft writes; InputError for a network of neither."""
+    if not callable(getattr(model, "save_pretrained", None)):
+        raise InputError(
+            f"only networks of transformers and peft have save_pretrained, got {type(model).__name__}: leave "
+            "pretrained out of formats"
+        )
+    model.save_pretrained(path)
 
 
 def save_program(name: str, path: Path, model: nn.Module, program: torch.export.ExportedProgram, few: Call) -> None:
@@ -106,11 +118,24 @@ def open_network(name: str, path: Path, model: nn.Module, outputs: str) -> nn.Mo
     """
     if name == "safetensors":
         return load_weights(model, path).eval()
+    if name == "pretrained":
+        return _from_pretrained(path, model)
     if name == "pt2":
         loaded = torch.export.load(path).module()
         assert isinstance(loaded, nn.Module)
         return loaded
     return OnnxNetwork(path, outputs)
+
+
+def _from_pretrained(path: Path, model: Any) -> nn.Module:
+    """By the library that has written it; adapters are put into the base that the recipe's network has."""
+    if (path / "adapter_config.json").exists():
+        from peft import PeftModel
+
+        loaded: nn.Module = PeftModel.from_pretrained(model.unload(), path)
+    else:
+        loaded = type(model).from_pretrained(path)
+    return loaded.eval()
 
 
 class OnnxNetwork(nn.Module):

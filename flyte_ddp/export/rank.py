@@ -26,7 +26,6 @@ from flyte_ddp.launch.link import Link
 from flyte_ddp.recipe import CPU, Recipe
 from flyte_ddp.recipes.classifier import Classifier
 from flyte_ddp.storage import writing_to
-from flyte_ddp.weights import load_weights
 
 
 def write_formats(environment: Environment, link: Link, asked: ExportJob) -> Written:
@@ -39,7 +38,7 @@ def write_formats(environment: Environment, link: Link, asked: ExportJob) -> Wri
 
 def _write_formats(recipe: Recipe, test: Split, link: Link, asked: ExportJob) -> Written:
     job = asked.job
-    model = load_weights(recipe.model(), job.model_path).eval().to(memory_format=torch.contiguous_format)
+    model = recipe.trained_model(job.model_path).to(memory_format=torch.contiguous_format)
     seen: list[tuple[Tensor, Tensor]] = []
 
     def look(batch: Batch, pairs: Pairs) -> None:
@@ -59,6 +58,8 @@ def _write_formats(recipe: Recipe, test: Split, link: Link, asked: ExportJob) ->
             with writing_to(asked.folder, "DDP_RUNS_DIR"):
                 if name == "safetensors":
                     programs.save_weights(path, model, metadata.as_json())
+                elif name == "pretrained":
+                    programs.save_pretrained(path, model)
                 else:
                     program = program or programs.trace(model, few, more)
                     programs.save_program(name, path, model, program, few)
@@ -95,7 +96,7 @@ def measure_file(environment: Environment, link: Link, argument: tuple[Job, str,
     with BlockCache(environment) as cache:
         test = load_split(recipe, "test", job, cache)
         try:
-            network = programs.open_network(name, Path(path), recipe.model(), structure)
+            network = programs.open_network(name, Path(path), recipe.initial_model(), structure)
             with torch.inference_mode():
                 recipe.forward(network, batch_of(recipe, test, 1))
             return measure(recipe, network, test, link)

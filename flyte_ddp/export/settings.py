@@ -10,8 +10,13 @@ from flyte_ddp.model_metadata import ModelMetadata
 from flyte_ddp.recipes.hyperparameters import DATASETS, MODELS
 from flyte_ddp.settings import Settings, setting
 
-FILES = {"safetensors": "model.safetensors", "pt2": "model.pt2", "onnx": "model.onnx"}
-NEEDED = {"safetensors": ("safetensors",), "pt2": (), "onnx": ("onnx", "onnxruntime", "onnxscript")}
+FILES = {"safetensors": "model.safetensors", "pt2": "model.pt2", "onnx": "model.onnx", "pretrained": "pretrained"}
+NEEDED: dict[str, tuple[str, ...]] = {
+    "safetensors": ("safetensors",),
+    "pt2": (),
+    "onnx": ("onnx", "onnxruntime", "onnxscript"),
+    "pretrained": (),  # the library that the recipe imports
+}
 
 
 @dataclass(frozen=True)
@@ -19,7 +24,8 @@ class ExportOptions(Settings):
     """How to export.
 
     Attributes:
-        formats: some of safetensors (the weights), pt2 (torch.export) and onnx, separated by commas.
+        formats: some of safetensors (the weights), pt2 (torch.export), onnx, and pretrained (the folder that
+            save_pretrained of transformers and peft writes), separated by commas.
         tolerance: by how much a measure of an exported file may differ from that of the weights: absolute up to 1,
             relative above.
         reported_tolerance: by how much a measure of the weights may differ from the reported one, likewise.

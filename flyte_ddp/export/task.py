@@ -29,7 +29,7 @@ from flyte_ddp.report.console import say_last
 from flyte_ddp.settings import TrainingSettings
 from flyte_ddp.storage import temporary_beside
 from flyte_ddp.tasks import platform
-from flyte_ddp.tasks.data import source_of
+from flyte_ddp.tasks.data import downloaded, source_of
 from flyte_ddp.tasks.image_folder import attach
 from flyte_ddp.tasks.inputs import classifier_metadata, dataset_of
 from flyte_ddp.tasks.outputs import output_folder, output_page
@@ -143,13 +143,15 @@ def export_recipe(
     data: Data | StoredData = None,
     reported: dict[str, float] | None = None,
     options: ExportOptions = ExportOptions(),  # noqa: B008 frozen
+    init: FlyteDirectory | None = None,
 ) -> ExportOutputs:
     """Exports a trained network of a recipe, in all formats or none.
 
-    settings, data: those of its training. reported: the measures in its summary, which the weights must reproduce.
+    settings, data, init: those of its training. reported: the measures in its summary, which the weights must give
+    again.
     """
     check_formats(options)
-    subject = training.subject(settings, source_of(data))
+    subject = training.subject(settings, source_of(data), downloaded(init))
     weights = Path(model_state.download())
     known = read_metadata(weights)
     return _exported(subject, weights, asdict(settings), reported or options.reported, known, options)

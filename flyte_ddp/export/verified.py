@@ -44,7 +44,7 @@ def export(asked: ExportJob) -> tuple[Written, dict[str, Measured], Card]:
         (folder / "model.json").write_text(written.metadata.as_json(), encoding="utf-8")
         (folder / "model_card.md").write_text(card.markdown, encoding="utf-8")
         (folder / "model_card.html").write_text(card.page, encoding="utf-8")
-        for file in folder.iterdir():
+        for file in (path for path in folder.rglob("*") if path.is_file()):
             shutil.copymode(folder / "model_card.md", file)  # safetensors makes its files private
     return written, formats, card
 

@@ -76,13 +76,14 @@ class Flyte2Training(Training[Data, Outputs]):
         shards: int = 1,
         data: Data = None,
         split: str = "test",
+        init: Data = None,
     ) -> File:
         """The predictions (n, ...) of a trained network for a shard of a split, as an .npy file.
 
-        settings: those of the training. shard: from 0; map over it, in a task with arguments(ignored=()).
+        settings, init: those of the training. shard: from 0; map over it, in a task with arguments(ignored=()).
         """
         with one_attempt():
-            subject, model = self.subject(settings, downloaded(data)), downloaded(model_state)
+            subject, model = self.subject(settings, downloaded(data), downloaded(init)), downloaded(model_state)
             assert model
             return output_file(predicted(platform, subject, model, shard, shards, split))
 

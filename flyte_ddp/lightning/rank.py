@@ -71,7 +71,7 @@ def train(environment: Environment, device: torch.device, link: Link, job: Light
     tested = test(trainer, module, data, link, observer)
     if environment.rank == 0:
         with writing_to(Path(job.run.model_path).parent, "DDP_RUNS_DIR"):
-            export_model(module, Path(job.run.model_path))
+            export_model(module.state_dict(), Path(job.run.model_path))
     return result_of(job, trainer, module, started, observer.epochs, observer.watch.warnings, tested)
 
 

@@ -11,7 +11,6 @@ from flyte_ddp.engine.job import Job, Measured
 from flyte_ddp.engine.set_up import load_recipe, load_split
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
-from flyte_ddp.weights import load_weights
 
 
 def measure_models(environment: Environment, link: Link, argument: tuple[Sequence[Job], str]) -> list[Measured]:
@@ -27,11 +26,11 @@ def measure_models(environment: Environment, link: Link, argument: tuple[Sequenc
     with BlockCache(environment) as cache:
         recipe = load_recipe(candidate, device)
         test = load_split(recipe, "test", candidate, cache)
-        network = load_weights(recipe.model(), candidate.model_path).to(device).eval()
+        network = recipe.trained_model(candidate.model_path).to(device)
         found = [measure(recipe, network, test, link)]
         for job in others:
             other = load_recipe(job, device)
             other.share = recipe.share  # measure() updates the share of one recipe only
-            network = load_weights(other.model(), job.model_path, current, "choose another place")
-            found.append(measure(recipe, network.to(device).eval(), test, link, other.forward))
+            network = other.trained_model(job.model_path, current, "choose another place").to(device)
+            found.append(measure(recipe, network, test, link, other.forward))
     return found

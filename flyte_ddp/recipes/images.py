@@ -35,7 +35,13 @@ class ImageClassifier(Classifier):
         self.label_smoothing = settings.label_smoothing
 
     @classmethod
-    def load_model(cls, path: str | Path, settings: Any = None, data_path: Path | None = None) -> nn.Module:
+    def load_model(
+        cls,
+        path: str | Path,
+        settings: Any = None,
+        data_path: Path | None = None,
+        init_path: Path | None = None,
+    ) -> nn.Module:
         """See flyte_ddp.recipes.models.load_model; all that it needs is in the file's metadata."""
         return models.load_model(path)
 

@@ -140,12 +140,13 @@ def load_model(
     image_shape: Shape | None = None,
     classes: int | None = None,
     data_path: Path | None = None,
+    init_path: Path | None = None,
 ) -> nn.Module:
     """The trained network from a model_state or safetensors file, in evaluation mode on the CPU.
 
     What is not given is taken from the file's metadata; without metadata, the network is MNIST's. Nothing in the file
     is executed, but if another recipe trained it, that recipe's module is imported to build the network, from data_path
-    too if needed.
+    and init_path too if needed.
     """
     metadata = read_metadata(path)
     if metadata and metadata.recipe != OURS and name is None:
@@ -153,7 +154,7 @@ def load_model(
         if not (isinstance(recipe, type) and issubclass(recipe, Recipe)):
             raise InputError(f"the metadata of {path} must name a recipe, got {metadata.recipe}")
         try:
-            return recipe.load_model(path, data_path=data_path)
+            return recipe.load_model(path, data_path=data_path, init_path=init_path)
         except InputError:
             raise
         except Exception as error:

@@ -22,7 +22,7 @@ from flyte_ddp.data.description import StoredData
 from flyte_ddp.settings import TrainingSettings
 from flyte_ddp.tasks import platform
 from flyte_ddp.tasks.caching import CodeVersion
-from flyte_ddp.tasks.data import source_of
+from flyte_ddp.tasks.data import downloaded, source_of
 from flyte_ddp.tasks.outputs import output_file
 from flyte_ddp.tasks.pyflyte import set_up_pyflyte, ship
 from flyte_ddp.tasks.train import Data, FlytekitTraining, files_of, training_arguments
@@ -79,12 +79,13 @@ class RecipeTraining(FlytekitTraining[RecipeOutputs]):
         shards: int = 1,
         data: Data | StoredData = None,
         split: str = "test",
+        init: FlyteDirectory | None = None,
     ) -> FlyteFile:
         """The predictions (n, ...) of a trained network for a shard of a split, as an .npy file.
 
-        settings: those of the training. shard: from 0; map over it, in a task with arguments(ignored_inputs=()).
+        settings, init: those of the training. shard: from 0; map over it, in a task with arguments(ignored_inputs=()).
         """
-        subject = self.subject(settings, source_of(data))
+        subject = self.subject(settings, source_of(data), downloaded(init))
         return output_file(predicted(platform, subject, Path(model_state.download()), shard, shards, split))
 
     def outputs_of(self, trained: Trained) -> RecipeOutputs:

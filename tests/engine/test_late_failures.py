@@ -76,7 +76,7 @@ def test_every_recipe_of_the_module_is_tested():
         ("clip_norm", -1, "at least 0, got -1"),
         ("clip_norm", float("nan"), "a number, got NaN"),
         ("ema_decay", 1.5, "at least 0 and below 1, got 1.5"),
-        ("micro_batch", -1, "at least 0, got -1"),
+        ("micro_batch", -2, "at least -1, got -2"),
         ("micro_batch", 2.5, "a whole number, got 2.5"),
         ("norm_samples", -1, "at least 0, got -1"),
         ("norm_samples", 2.5, "a whole number, got 2.5"),

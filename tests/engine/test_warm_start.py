@@ -145,7 +145,8 @@ def test_weights_that_do_not_fit_are_refused_or_left_out(tmp_path):
         '"1", or to "mismatching"'
     )
     for leave_out in ("mismatching", "1 spare", "1.*,spare"):
-        said = start_from(own, path, leave_out)
+        taken, said = start_from(own, path, leave_out)
+        assert taken == {"0.weight", "0.bias"}
         assert said == "Starts from 2 of 4 tensors of model.pt; newly initialised: 1.weight, 1.bias"
         assert torch.equal(own.state_dict()["0.weight"], given.state_dict()["0.weight"])
     with pytest.raises(InputError, match="init_leave_out must leave some tensors of init"):
@@ -153,7 +154,7 @@ def test_weights_that_do_not_fit_are_refused_or_left_out(tmp_path):
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path):
-    with pytest.raises(InputError, match=r"init must be a file that is there, got .*nowhere.pt"):
+    with pytest.raises(InputError, match=r"init must be a file or folder that is there, got .*nowhere.pt"):
         train_recipe("tests.engine.probe_recipes:Sound", Settings(), output=tmp_path, init=tmp_path / "nowhere.pt")
 
 

@@ -71,3 +71,12 @@ class Nest(nn.Linear):
     def forward(self, points, scale, *, shift):  # type: ignore[override]
         found = super().forward(points) * scale + shift
         return {"scores": (found.sum(1), found), "points": points + 0}
+
+
+class Tied(Lines):
+    """Two of its layers have the same weights."""
+
+    def model(self) -> nn.Module:
+        first, last = nn.Linear(2, 2, bias=False), nn.Linear(2, 2)
+        last.weight = first.weight
+        return nn.Sequential(first, nn.Tanh(), last)

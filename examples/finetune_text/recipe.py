@@ -1,0 +1,53 @@
+"""A BERT-like encoder of transformers that learns which chapter of Python's help a sentence is from."""
+
+from pydoc_data.topics import topics
+from typing import Any
+
+import torch
+from peft import LoraConfig, TaskType, get_peft_model
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+from transformers import AutoModelForSequenceClassification
+
+from flyte_ddp import Classifier, schedules
+
+CHAPTERS = "debugger", "formatstrings", "string-methods", "typesmapping"
+LONGEST = 200  # bytes of a sentence
+
+
+class Sentences(Dataset):
+    """Each byte is a word, so that there need be no tokenizer; 0 is padding."""
+
+    def __init__(self, split: str):
+        texts = [" ".join(topics[chapter].split()).split(". ") for chapter in CHAPTERS]
+        rows = [(text[:LONGEST], label) for label, found in enumerate(texts) for text in found if len(text) > 20]
+        self.rows = [row for number, row in enumerate(rows) if (number % 5 == 0) == (split == "test")]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Any:
+        text, label = self.rows[index]
+        words = torch.tensor(list(text.encode("ascii", "replace")))
+        return {"input_ids": words, "attention_mask": torch.ones_like(words)}, label
+
+
+class FinetuneText(Classifier):
+    samples, clip_norm, length_window = "sentences", 1.0, 10
+
+    def data(self, split: str) -> Dataset:
+        return Sentences(split)
+
+    def lengths(self, split: str) -> list[int]:
+        return [len(text) for text, _ in Sentences(split).rows]
+
+    def model(self) -> nn.Module:
+        kind, rank = AutoModelForSequenceClassification, self.settings.lora_rank
+        model = kind.from_pretrained(self.init_path, num_labels=len(CHAPTERS), dtype=torch.float32)
+        return get_peft_model(model, LoraConfig(TaskType.SEQ_CLS, r=rank)) if rank else model
+
+    def forward(self, model: nn.Module, batch: Any) -> Tensor:
+        return model(**batch[0]).logits
+
+    def factor(self, step: int, steps: int) -> float:
+        return schedules.cosine(step, steps, warmup_fraction=0.1)

@@ -1,0 +1,11 @@
+from dataclasses import dataclass
+
+from flyte_ddp import TrainingSettings, setting
+
+
+@dataclass(frozen=True)
+class Settings(TrainingSettings):
+    batch_size: int = setting(32, minimum=1)
+    epochs: int = setting(5, minimum=1)
+    learning_rate: float = setting(1e-3, above=0)
+    lora_rank: int = setting(8, minimum=0)  # of the adapters; 0 trains all weights

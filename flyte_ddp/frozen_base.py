@@ -1,0 +1,47 @@
+"""The weights that a recipe's model() itself freezes, such as the base of a LoRA: they are in no file that training
+writes, since model() provides them each time. A digest tells whether they are still the same."""
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+
+def frozen_weights(model: nn.Module) -> dict[str, Tensor]:
+    """By name, the parameters that are not trained."""
+    weights = model.state_dict(keep_vars=True)  # unlike named_parameters, with every name of tied weights
+    is_frozen = {name: isinstance(value, nn.Parameter) and not value.requires_grad for name, value in weights.items()}
+    return {name: value.detach() for name, value in weights.items() if is_frozen[name]}
+
+
+def digest_of(weights: Mapping[str, Tensor]) -> str:
+    """SHA-256 as hex of names, types, shapes and values; empty without weights."""
+    digest = hashlib.sha256()
+    for name, value in sorted(weights.items()):
+        digest.update(f"{name}\0{value.dtype}\0{tuple(value.shape)}\0".encode())
+        digest.update(value.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest() if weights else ""
+
+
+class FrozenBase:
+    """The part of a training's network that is left out of its checkpoints and results."""
+
+    def __init__(self, model: nn.Module, names: Iterable[str] = ()):
+        self._model, self.names = model, frozenset(names)
+
+    @cached_property
+    def digest(self) -> str:
+        """Computed at first use, once per start."""
+        weights = self._model.state_dict()
+        return digest_of({name: weights[name] for name in self.names})
+
+    def without(self, model: nn.Module) -> dict[str, Tensor]:
+        """The state_dict of the network, or of its average, but for the base."""
+        return {name: value for name, value in model.state_dict().items() if name not in self.names}
+
+    def load(self, model: nn.Module, rest: Mapping[str, Tensor]) -> None:
+        """Loads what `without` returned; RuntimeError if it does not fit."""
+        own = model.state_dict()
+        model.load_state_dict({**{name: own[name] for name in self.names}, **rest})

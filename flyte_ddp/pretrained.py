@@ -1,0 +1,52 @@
+"""A folder of weights in the layout that save_pretrained writes, checked before ranks start. Imports no torch."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from flyte_ddp.errors import InputError
+
+CONFIGS = ("config.json", "adapter_config.json")  # of transformers and timm; of peft
+INDEX, MOST_HEADER_BYTES = "*.safetensors.index.json", 100 << 20  # the format's own limit
+REMEDY = "write it anew with save_pretrained"
+
+
+def check_pretrained(folder: Path) -> None:
+    """Raises InputError if a configuration or weights are missing, or a file was cut off or is of another kind."""
+    if not any((folder / name).is_file() for name in CONFIGS):
+        raise InputError(f"init must have a {' or '.join(CONFIGS)}, but {folder} has none: {REMEDY}")
+    held = {file.name: _names_in(file) for file in sorted(folder.glob("*.safetensors"))}
+    for index in folder.glob(INDEX):
+        weights = _json(index.read_bytes(), index).get("weight_map")
+        for name, file in weights.items() if isinstance(weights, dict) else ():
+            if name not in held.get(file, ()):
+                raise InputError(
+                    f"init must have all weights of {index.name}, but {folder} lacks {name} in {file}: {REMEDY}"
+                )
+    if not held:
+        raise InputError(f"init must have weights as .safetensors, but {folder} has none: {REMEDY}")
+
+
+def _names_in(file: Path) -> list[str]:
+    """The names of the tensors in a safetensors file: eight bytes with a length, JSON of this length, then the data."""
+    with open(file, "rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        header = _json(opened.read(min(length, MOST_HEADER_BYTES)), file)
+    tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
+    try:
+        end = max((int(entry["data_offsets"][1]) for entry in tensors.values()), default=0)
+    except (KeyError, IndexError, TypeError, ValueError):
+        end = -1
+    if file.stat().st_size != 8 + length + end:
+        raise InputError(f"init must have whole files, but {file} was cut off or damaged: {REMEDY}")
+    return list(tensors)
+
+
+def _json(content: bytes, file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(content)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise InputError(f"init must have whole files, but {file} was cut off or damaged: {REMEDY}")
+    return found

@@ -1,0 +1,75 @@
+"""Recipes whose networks have a part that model() itself freezes."""
+
+import copy
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+
+from tests.engine.probe_recipes import WIDTH, Sound
+
+SHIFT = 0.0  # of the base's weights: those of another base
+
+
+class Based(Sound):
+    """Its base is drawn at random, and has a buffer that changes."""
+
+    def model(self):
+        first = nn.Linear(WIDTH, 3 * WIDTH)
+        base = nn.Sequential(first, nn.ReLU(), nn.Linear(3 * WIDTH, WIDTH)).requires_grad_(False)
+        first.weight.add_(SHIFT)
+        return nn.Sequential(base, nn.BatchNorm1d(WIDTH), nn.Dropout(0.2), nn.Linear(WIDTH, WIDTH))
+
+
+class Averaged(Based):
+    ema_decay, has_validation = 0.5, True
+
+    def data(self, split):
+        return super().data(split)[:5] if split == "validation" else super().data(split)
+
+
+class Tied(Sound):
+    """Two of its frozen layers share their weights, and one of those is not trained."""
+
+    def model(self):
+        shared = nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(False)
+        return nn.Sequential(shared, nn.Linear(WIDTH, WIDTH), copy.copy(shared))
+
+
+class Typed(Sound):
+    """The weights of its layers have the types that are set here."""
+
+    first: Any = torch.float32
+    last: Any = torch.float32
+
+    def model(self):
+        class Cast(nn.Linear):
+            def forward(self, features):
+                return super().forward(features.to(self.weight.dtype)).float()
+
+        first = Cast(WIDTH, WIDTH).to(self.first).requires_grad_(False)
+        return nn.Sequential(first, Cast(WIDTH, WIDTH).to(self.last))
+
+
+class TrainedBfloat16(Typed):
+    last = torch.bfloat16
+
+
+class FrozenBfloat16(Typed):
+    first = torch.bfloat16
+
+
+class FrozenFloat16(Typed):
+    first = torch.float16
+
+
+class Lora(Sound):
+    """A base in bfloat16, and adapters of rank 1."""
+
+    def model(self):
+        width = 512
+        base = nn.Sequential(
+            nn.Linear(WIDTH, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, WIDTH)
+        )
+        return get_peft_model(base, LoraConfig(r=1, target_modules=["2"]))

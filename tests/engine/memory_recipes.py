@@ -1,0 +1,98 @@
+"""Recipes that need less memory than they would."""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from flyte_ddp.recipe import CPU
+from tests.engine.probe_recipes import SIZE, WIDTH, Sound
+
+MOST = 3  # samples at a time that Tight has memory for
+
+
+class Block(nn.Module):
+    calls = 0
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, features):
+        Block.calls += torch.is_grad_enabled()
+        return features + F.dropout(self.last(F.gelu(self.first(features))), 0.3, self.training)
+
+
+class Blocks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, features):
+        for block in self.blocks:
+            features = block(features)
+        return self.head(F.dropout(features, 0.5, self.training))
+
+
+class Kept(Sound):
+    ema_decay = 0.5
+
+    def model(self):
+        return Blocks()
+
+
+class Recomputed(Kept):
+    recompute = ("blocks.*", "blocks.0.last")
+
+
+class RecomputedInParts(Recomputed):
+    micro_batch = 2
+
+
+class KeptInParts(Kept):
+    micro_batch = 2
+
+
+class NoSuchLayer(Kept):
+    recompute = ("block.*",)
+
+
+class OnlyAList(Kept):
+    recompute = ("blocks",)
+
+
+class Normalising(nn.Module):
+    def forward(self, features):
+        mean, variance = torch.zeros(WIDTH), torch.ones(WIDTH)
+        return F.batch_norm(features, mean, variance, training=self.training)
+
+
+class RecomputedBatchNorm(Sound):
+    recompute, body = ("1",), Normalising
+
+
+class BatchNormElsewhere(Sound):
+    recompute, body = ("0",), staticmethod(lambda: nn.BatchNorm1d(WIDTH))
+
+
+class Tight(Kept):
+    micro_batch = -1
+
+    def data(self, split):
+        return torch.cat([super().data(split)] * 2)
+
+    def forward(self, model, batch):
+        if torch.is_grad_enabled() and len(batch) > MOST and len(batch) < 2 * SIZE:
+            raise torch.OutOfMemoryError(f"{len(batch)} samples on {CPU}")
+        return super().forward(model, batch)
+
+
+class Fixed(Tight):
+    micro_batch = 2
+
+
+class Hopeless(Tight):
+    def forward(self, model, batch):
+        if model.training and not self.share.alone:
+            raise torch.OutOfMemoryError
+        return super().forward(model, batch)

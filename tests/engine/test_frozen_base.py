@@ -1,0 +1,148 @@
+"""What model() freezes is in no checkpoint and no result, and comes back from model() alone."""
+
+import shutil
+
+import pytest
+import torch
+from torch import distributed, nn
+
+from flyte_ddp.engine.average import Average
+from flyte_ddp.errors import InputError
+from flyte_ddp.events import CheckpointRefused, EpochFinished, RunStarted
+from flyte_ddp.frozen_base import digest_of, frozen_weights
+from flyte_ddp.model_metadata import needs_metadata
+from flyte_ddp.settings import RunOptions
+from flyte_ddp.training import train
+from tests.engine import base_recipes
+from tests.engine.base_recipes import Averaged, Based, FrozenBfloat16, FrozenFloat16, Lora, Tied, TrainedBfloat16
+from tests.engine.probe_recipes import Settings, Sound
+
+pytestmark = pytest.mark.usefixtures("alone")
+
+
+def run(recipe, output, init=None, **settings):
+    """The result of a training in this process, and its events."""
+    events: list[object] = []
+    options = RunOptions(keep_checkpoint=True)
+    try:
+        return train(recipe, Settings(**settings), options, output=output, on_event=events.append, init=init), events
+    finally:
+        if distributed.is_initialized():  # a rank that fails ends without parting from the others
+            distributed.destroy_process_group()
+
+
+def weights(path):
+    return torch.load(path, weights_only=True)
+
+
+@pytest.mark.parametrize("recipe", [Based, Averaged, Tied, FrozenBfloat16])
+def test_what_model_freezes_is_in_no_file_and_loading_puts_both_together(tmp_path, recipe):
+    result, _ = run(recipe, tmp_path)
+    torch.manual_seed(Settings().seed)
+    whole = recipe(Settings()).model()
+    base = frozen_weights(whole)
+    assert base
+    rest = whole.state_dict().keys() - base.keys()
+    saved = weights(tmp_path / "final-checkpoint")["state"]
+    assert weights(result.model_path).keys() == saved["model"].keys() == rest
+    assert saved["base"] == needs_metadata(result.model_path, "").base_digest == digest_of(base)
+    if recipe is Averaged:
+        assert (
+            saved["average"].keys() == saved["choice"]["weights"].keys() == weights(tmp_path / "last.pt").keys() == rest
+        )
+    torch.manual_seed(99)  # loading draws the base anew
+    before = torch.get_rng_state()
+    loaded = recipe.load_model(result.model_path)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(torch.equal(loaded.state_dict()[name], value) for name, value in base.items())
+    assert all(torch.equal(loaded.state_dict()[name], value) for name, value in weights(result.model_path).items())
+
+
+@pytest.mark.parametrize("recipe", [Based, Averaged])
+def test_a_training_resumes_and_goes_on_with_the_same_bits(tmp_path, recipe):
+    expected, _ = run(recipe, tmp_path / "whole", epochs=3)
+    run(recipe, tmp_path / "first", epochs=3, stop_after=1)
+    final = tmp_path / "first" / "final-checkpoint"
+    result, events = run(recipe, tmp_path / "on", epochs=3, init=final)
+    assert len([event for event in events if isinstance(event, EpochFinished)]) == 2
+    again = tmp_path / "on" / "checkpoint"  # of a training that has ended: nothing is left to do
+    shutil.copy(tmp_path / "on" / "final-checkpoint", again)
+    resumed, events = run(recipe, tmp_path / "on", epochs=3, init=final)
+    assert not [event for event in events if isinstance(event, (CheckpointRefused, EpochFinished))]
+    for one in (result, resumed):
+        assert one.tested == expected.tested
+        found, wanted = weights(one.model_path), weights(expected.model_path)
+        assert all(torch.equal(found[name], value) for name, value in wanted.items())
+
+
+def test_another_base_is_refused_wherever_files_lack_it(tmp_path, monkeypatch):
+    result, _ = run(Based, tmp_path)
+    shutil.copy(tmp_path / "final-checkpoint", tmp_path / "checkpoint")
+    shutil.copy(tmp_path / "final-checkpoint", tmp_path / "theirs")
+    shutil.copy(result.model_path, tmp_path / "theirs.pt")
+    monkeypatch.setattr(base_recipes, "SHIFT", 1e-6)
+    with pytest.raises(InputError, match=r"model_state leaves out 0.0.bias, 0.0.weight, .* and which are others now"):
+        Based.load_model(result.model_path)
+    with pytest.raises(InputError, match=r"init leaves out 0.0.bias, .*give the settings, data and init of that"):
+        run(Based, tmp_path / "other", init=tmp_path / "theirs.pt")
+    with pytest.raises(
+        InputError, match=r"init: the checkpoint .*theirs belongs to another training: the weights that"
+    ):
+        run(Based, tmp_path / "other", init=tmp_path / "theirs", epochs=2)
+    _, events = run(Based, tmp_path)
+    (refused,) = [event for event in events if isinstance(event, CheckpointRefused)]
+    assert refused.reason == "the checkpoint belongs to another training: the weights that model() freezes were others"
+    assert len([event for event in events if isinstance(event, EpochFinished)]) == 1
+
+
+def test_a_training_starts_with_the_trained_part_or_with_a_whole_file_that_it_then_keeps(tmp_path):
+    first, _ = run(Based, tmp_path / "first")
+    _, events = run(Based, tmp_path / "second", init=first.model_path)
+    (started,) = [event for event in events if isinstance(event, RunStarted)]
+    assert started.remarks == ["Starts from 11 of 11 tensors of model.pt"]
+    whole = {name: value + 1 for name, value in Based.load_model(first.model_path).state_dict().items()}
+    torch.save(whole, tmp_path / "whole.pt")
+    third, _ = run(Based, tmp_path / "third", init=tmp_path / "whole.pt")
+    assert weights(third.model_path).keys() == whole.keys()  # model() would not give the frozen ones again
+    assert torch.equal(Based.load_model(third.model_path).state_dict()["0.0.bias"], whole["0.0.bias"])
+
+
+def test_frozen_by_a_setting_stays_in_the_file(tmp_path):
+    result, _ = run(Sound, tmp_path, freeze="0")
+    assert weights(result.model_path).keys() == Sound(Settings()).model().state_dict().keys()
+    assert needs_metadata(result.model_path, "").base_digest == ""
+
+
+def test_lora_of_a_base_fifty_times_larger_leaves_less_than_a_twentieth_of_it(tmp_path):
+    result, _ = run(Lora, tmp_path)
+    base = frozen_weights(Lora(Settings()).model())
+    size = sum(value.nbytes for value in base.values())
+    assert size > 50 * sum(value.nbytes for value in weights(result.model_path).values())
+    assert (tmp_path / "final-checkpoint").stat().st_size < size / 20
+    assert result.model_path.stat().st_size < size / 20
+    loaded = Lora.load_model(result.model_path)
+    assert not torch.equal(loaded.state_dict()["base_model.model.2.lora_B.default.weight"], torch.zeros(512, 1))
+
+
+def test_an_average_shares_what_is_frozen():
+    model = nn.Sequential(nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 2))
+    own, averaged = list(model.parameters()), list(Average(model, 0.9).model.parameters())
+    assert [one is other for one, other in zip(own, averaged, strict=True)] == [True, True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words"),
+    [
+        (
+            TrainedBfloat16,
+            r"Bfloat16\.model .*: 1\.weight is bfloat16, but what is trained must be float32, .*float\(\) on",
+        ),
+        (
+            FrozenFloat16,
+            r"Float16\.model .*: 0\.weight is float16, but what is frozen must be float32 or bfloat16: call",
+        ),
+    ],
+)
+def test_weights_of_a_type_that_trains_badly_are_refused(tmp_path, recipe, words):
+    with pytest.raises(InputError, match=words):
+        run(recipe, tmp_path)
