@@ -15,11 +15,11 @@ export FLYTE_INTERNAL_IMAGE
 typed = printf '%s\n' '+ $(subst ','\'',$(1))'; PATH="$(CURDIR)/$(or $(2),.venv)/bin:$$PATH" $(1)
 
 .DEFAULT_GOAL := help
-.PHONY: help run example test test-all lint test-oldest-torch bench bench-trainers bench-models gpu-check faults image dry-run package register smoke
+.PHONY: help run example test test-all lint test-oldest-torch bench bench-trainers bench-models gpu-check faults image dry-run package register smoke smoke2
 .PHONY: lock clean
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## / { printf "make %-18s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z][a-z0-9-]*:.*## / { printf "make %-18s %s\n", $$1, $$2 }' Makefile
 
 run: .venv/run.stamp ## Train; more arguments: make run ARGS="--hp '{\"epochs\": 1}'"
 	@$(call typed,pyflyte run workflows/mnist.py pytorch_training_wf$(if $(ARGS), $(ARGS)))
@@ -74,6 +74,9 @@ register: .venv/run.stamp ## Register: make register IMAGE=registry/name:tag CLU
 smoke: .venv/run.stamp ## Register, and run every workflow with small inputs: make smoke IMAGE=registry/name:tag CLUSTER_CONFIG=…
 	@$(call typed,python -m scripts.smoke --config $(cluster) $(images)$(if $(ARGS), $(ARGS)))
 
+smoke2: .venv/run.stamp ## Train twice on a cluster of Flyte 2: make smoke2 IMAGE=registry/name:tag CLUSTER_CONFIG=…
+	@$(call typed,python -m scripts.smoke2 --config $(cluster) $(images)$(if $(ARGS), $(ARGS)))
+
 cluster = $(or $(CLUSTER_CONFIG),$(error CLUSTER_CONFIG is not set: the file that names your cluster))
 images = --image trainer=$(IMAGE)
 
@@ -88,7 +91,8 @@ clean: ## Remove what make and the tools have created here
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # The packages of every feature: `make run` shows all of them, and what an image lacks would be missed only on the cluster.
-features = --extra export --extra figures --extra lightning --extra multinode --extra parquet --extra tensorboard
+features = --extra export --extra figures --extra flyte2 --extra lightning --extra multinode --extra parquet \
+	--extra tensorboard
 
 # One lock for Python 3.10 to 3.13 on every platform; it names no index, so each site's own settings apply.
 compile = "$$uv" pip compile --quiet --universal --python-version 3.10 --generate-hashes \

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import NamedTuple
 
+from flyte_ddp.attempt.registration import Registration, registration
 from flyte_ddp.errors import InputError
-from flyte_ddp.tasks.registration import Registration, registration
 from flyte_ddp.tasks.resources import training_sizes
 from scripts.dry_run import ROOT
 

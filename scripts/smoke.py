@@ -21,6 +21,7 @@ from flytekit.models.core.identifier import WorkflowExecutionIdentifier
 from flytekit.remote import FlyteRemote
 from flytekit.types.file import PythonPickledFile
 
+from flyte_ddp.attempt.registration import registration
 from flyte_ddp.autoencoder.settings import AutoencoderHyperparameters
 from flyte_ddp.export.settings import ClassifierExport
 from flyte_ddp.inference.shards import InferenceOptions
@@ -32,7 +33,6 @@ from flyte_ddp.recipes.hyperparameters import (
     Hyperparameters,
 )
 from flyte_ddp.sweep.search import Sweep
-from flyte_ddp.tasks.registration import registration
 from flyte_ddp.timing.measurement import TimingOptions
 from scripts.register import register
 

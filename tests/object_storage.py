@@ -1,4 +1,4 @@
-"""An object storage on loopback that speaks as much of S3 as fsspec needs to put, get and list objects."""
+"""An object storage on loopback that speaks as much of S3 as fsspec and obstore need to put, get and list objects."""
 
 import re
 import threading
@@ -9,11 +9,13 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 
 class ObjectStorage(ThreadingHTTPServer):
-    """objects: by bucket/key. failures: how many of the next reads fail. hanging: reads wait while it is not set."""
+    """objects: by bucket/key. parts: of unfinished uploads, by bucket/key and number. failures: how many of the next
+    reads fail. hanging: reads wait while it is not set."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Requests)
         self.objects: dict[str, bytes] = {}
+        self.parts: dict[str, dict[int, bytes]] = {}
         self.failures = 0
         self.hanging = threading.Event()
         self.hanging.set()
@@ -42,8 +44,33 @@ class Requests(BaseHTTPRequestHandler):
         if self.headers.get("If-None-Match") == "*" and self.key in self.server.objects:
             self.answer(412, b"<Error><Code>PreconditionFailed</Code></Error>")
             return
-        self.server.objects[self.key] = body
+        if number := self.query.get("partNumber"):
+            self.server.parts[self.key][int(number[0])] = body
+        else:
+            self.server.objects[self.key] = body
         self.answer(200, ETag='"0"')
+
+    def do_POST(self) -> None:
+        """An upload in parts begins or ends; or objects are deleted."""
+        body = self.rfile.read(int(self.headers["Content-Length"] or 0)).decode()
+        if "delete" in self.query:
+            for key in re.findall("<Key>(.*?)</Key>", body):
+                self.server.objects.pop(f"{self.key.partition('/')[0]}/{key}", None)
+            self.answer(200, b"<DeleteResult></DeleteResult>")
+        elif "uploads" in self.query:
+            self.server.parts[self.key] = {}
+            name = self.key.partition("/")
+            id_of = f"<Bucket>{name[0]}</Bucket><Key>{name[2]}</Key><UploadId>1</UploadId>"
+            self.answer(200, f"<InitiateMultipartUploadResult>{id_of}</InitiateMultipartUploadResult>".encode())
+        else:
+            parts = self.server.parts.pop(self.key)
+            self.server.objects[self.key] = b"".join(parts[number] for number in sorted(parts))
+            done = '<CompleteMultipartUploadResult><ETag>"0"</ETag></CompleteMultipartUploadResult>'
+            self.answer(200, done.encode())
+
+    def do_DELETE(self) -> None:
+        self.server.objects.pop(self.key, None)
+        self.answer(204)
 
     def do_GET(self) -> None:
         self.server.hanging.wait()
@@ -51,22 +78,23 @@ class Requests(BaseHTTPRequestHandler):
             self.server.failures -= 1
             self.answer(400, b"<Error><Code>Refused</Code><Message>not now</Message></Error>")
             return
-        query = parse_qs(urlsplit(self.path).query)
-        if "list-type" in query:
-            self.list(query["prefix"][0] if "prefix" in query else "", "delimiter" in query)
+        if "list-type" in self.query:
+            self.list_objects(self.query.get("prefix", [""])[0], "delimiter" in self.query)
         elif self.key not in self.server.objects:
             self.answer(404, b"<Error><Code>NoSuchKey</Code></Error>")
         else:
-            content = self.server.objects[self.key]
+            content, more = self.server.objects[self.key], {"ETag": '"0"'}
             asked = re.match(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
             if asked:
-                content = content[int(asked[1]) : int(asked[2]) + 1 if asked[2] else None]
-            self.answer(206 if asked else 200, content, ETag='"0"')
+                first, total = int(asked[1]), len(content)
+                content = content[first : int(asked[2]) + 1 if asked[2] else None]
+                more["Content-Range"] = f"bytes {first}-{first + len(content) - 1}/{total}"
+            self.answer(206 if asked else 200, content, **more)
 
     def do_HEAD(self) -> None:
         self.do_GET()
 
-    def list(self, prefix: str, by_folder: bool) -> None:
+    def list_objects(self, prefix: str, by_folder: bool) -> None:
         bucket, folders, files = self.key.split("/")[0], set(), []
         for name, content in sorted(self.server.objects.items()):
             key = name.removeprefix(f"{bucket}/")
@@ -94,6 +122,10 @@ class Requests(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(content)
+
+    @property
+    def query(self) -> dict[str, list[str]]:
+        return parse_qs(urlsplit(self.path).query, keep_blank_values=True)
 
     @property
     def key(self) -> str:

@@ -13,6 +13,7 @@ import pytest
 from flytekit.core.cache import VersionParameters
 
 from flyte_ddp.attempt.pod import check_code
+from flyte_ddp.attempt.requested import training_environment
 from flyte_ddp.code_version import imported
 from flyte_ddp.errors import ReportedError
 from flyte_ddp.tasks.caching import CodeVersion
@@ -141,7 +142,7 @@ def test_a_cache_version_follows_code_distributions_and_the_types_of_outputs():
 def test_a_pod_with_other_code_than_registered_is_refused(monkeypatch):
     code = CodeVersion("a")
     check_code(code.code)
-    for name, value in code.environment.items():
+    for name, value in training_environment(0, code.code).items():
         monkeypatch.setenv(name, value)
     check_code(code.code)
     with pytest.raises(ReportedError, match="leave out --copy none"):

@@ -72,6 +72,23 @@ def test_the_readmes_own_model_trains_as_it_stands(tmp_path):
     assert float(re.findall(r"'accuracy': ([\d.]+)", done.stdout)[-1]) > 0.9
 
 
+def test_the_readmes_own_model_trains_under_flyte_2_by_the_pages_file(tmp_path):
+    readme, page = ((ROOT / name).read_text() for name in ("README.md", "docs/flyte-2.md"))
+    for block, name in re.findall(r"^```python\n(# (flowers/\S+)\n.*?)^```", readme + page, re.MULTILINE | re.DOTALL):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(block)
+    (tmp_path / "flowers" / "__init__.py").touch()
+    (command,) = re.findall(r"`(flyte run --local flowers/[^`]+)`", page)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(["sh", "-ec", command], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "Epoch 30 of 30: test accuracy" in done.stderr
+    ours, theirs = (
+        len((tmp_path / "flowers" / name).read_text().splitlines()) for name in ("flyte2.py", "workflow.py")
+    )
+    assert ours <= theirs
+
+
 def test_the_guide_to_data_larger_than_a_disk_works_as_it_stands(tmp_path):
     text = (ROOT / "docs" / "blocks.md").read_text()
     for name, block in re.findall(r"^```python\n# (\S+)\n(.*?)^```", text, re.MULTILINE | re.DOTALL):

@@ -36,6 +36,7 @@ FEATURES = (
     "__main__",
     "autoencoder",
     "export",
+    "flyte2",
     "hardware",
     "inference",
     "loading",
@@ -87,7 +88,10 @@ def test_no_layer_imports_from_one_above():
     wrong = {}
     for module, path in _modules().items():
         layer = _layer(module)
-        allowed = (*LAYERS, layer) if layer in FEATURES else LAYERS[: LAYERS.index(layer) + 1]
+        if layer == "flyte2":  # beside tasks: the other platform
+            allowed = (*LAYERS[: LAYERS.index("tasks")], layer)
+        else:
+            allowed = (*LAYERS, "flyte2", layer) if layer in FEATURES else LAYERS[: LAYERS.index(layer) + 1]
         upwards = {name for name in _imports(path) if _layer(name) not in allowed}
         if upwards:
             wrong[module] = upwards
@@ -101,3 +105,9 @@ def test_what_every_platform_shares_imports_none():
     for path in below:
         found = {name.split(".")[0] for name in _imported_names(path)}
         assert not found & {"flyte", "flytekit", "flyteidl", "flytekitplugins"}, path
+
+
+def test_neither_platform_imports_the_other():
+    for layer, others in {"tasks": {"flyte"}, "flyte2": {"flytekit", "flytekitplugins", "flyteidl"}}.items():
+        for path in (path for module, path in _modules().items() if _layer(module) == layer):
+            assert not {name.split(".")[0] for name in _imported_names(path)} & others, path

@@ -21,6 +21,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 from flyte_ddp.attempt.multinode import GRACE_SECONDS, handing_on_failure
+from flyte_ddp.attempt.registration import registration
 from flyte_ddp.errors import InputError
 from flyte_ddp.launch.environment import environment_from_torchrun
 from flyte_ddp.launch.failures import Failure, RankError
@@ -29,7 +30,6 @@ from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.tasks import platform as flytekit_platform
 from flyte_ddp.tasks.platform import TaskInterruptedError
-from flyte_ddp.tasks.registration import registration
 from scripts.dry_run import build_package
 from tests import examples
 from tests.attempt.test_webhook import Server

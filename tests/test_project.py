@@ -138,11 +138,11 @@ needs_make = pytest.mark.skipif(shutil.which("make") is None, reason="needs make
 
 @needs_make
 def test_help_lists_every_target():
-    declared = re.findall(r"^\.PHONY: ([a-z -]+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    declared = re.findall(r"^\.PHONY: ([a-z0-9 -]+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     targets = {target for line in declared for target in line.split()}
     shown = subprocess.run(["make", "-s"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
     assert targets >= {"help", "run", "test", "lint", "lock", "clean"}
-    assert set(re.findall(r"^make ([a-z-]+) +\S", shown, re.MULTILINE)) == targets
+    assert set(re.findall(r"^make ([a-z0-9-]+) +\S", shown, re.MULTILINE)) == targets
 
 
 @needs_make
@@ -229,6 +229,8 @@ def test_relative_links_resolve():
                 continue
             path, _, anchor = link.partition("#")
             target = page.parent / path if path else page
+            if not target.exists():  # the project for Flyte 2 has most of its files from the common template
+                target = Path(str(target).replace("new/flyte2/template", "new/template"))
             if not target.exists() or (anchor and target.suffix == ".md" and anchor not in _anchors(target)):
                 broken.append(f"{page.relative_to(ROOT)}: {link}")
     assert not broken

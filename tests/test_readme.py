@@ -27,12 +27,21 @@ NOT_RUN = {
         CLUSTER
     ),
     "pyflyte --config flyte.config run --remote workflows/mnist.py pytorch_training_wf": CLUSTER,
+    "flyte run --image trainer=registry.example.org/me/trainer:1 flyte2/mnist.py main --hp '{\"epochs\": 1}'": CLUSTER,
+    "flyte deploy --image trainer=registry.example.org/me/trainer:1 flyte2/mnist.py workflow": CLUSTER,
+    "DDP_GPUS=8 DDP_NNODES=4 flyte run --image trainer=registry.example.org/me/trainer:1 flyte2/multinode.py main": (
+        CLUSTER
+    ),
+    "DDP_PROMOTE_TO=s3://bucket/mnist flyte deploy --image trainer=registry.example.org/me/trainer:1 "
+    "flyte2/promote.py workflow": CLUSTER,
+    "flyte update trigger nightly promote.main --activate": CLUSTER,
+    "make smoke2 IMAGE=registry.example.org/me/trainer:1 CLUSTER_CONFIG=~/.flyte/config.yaml": CLUSTER,
     "flytectl create execution -p flytesnacks -d development --execFile digits.yaml": CLUSTER,
     "flytectl update launchplan nightly -p flytesnacks -d development --version VERSION --activate --force": CLUSTER,
     "DDP_NOTIFY=email:me@example.org DDP_WEBHOOK_SECRET=hooks/url make dry-run "
     "IMAGE=registry.example.org/me/trainer:1": "tests/attempt/test_webhook.py sets these variables",
 }
-PAGES = ("README.md", "docs/reference.md", "docs/workflows.md", "docs/on-a-cluster.md")
+PAGES = ("README.md", "docs/reference.md", "docs/workflows.md", "docs/on-a-cluster.md", "docs/flyte-2.md")
 TEXT = "\n".join((ROOT / page).read_text() for page in PAGES)
 BLOCKS = re.findall(r"^```(?:sh|console)\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
 

@@ -182,7 +182,7 @@ def test_code_archive_holds_code_only_and_all_of_it(sandbox):
     with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
         shipped = {name for name in tar.getnames() if not tar.getmember(name).isdir()}
     code = {str(file.relative_to(ROOT)) for file in code_files()}
-    template = {str(file.relative_to(ROOT)) for file in TEMPLATE.rglob("*") if file.is_file()}
+    template = {str(file.relative_to(ROOT)) for file in TEMPLATE.parent.glob("**/template/**/*") if file.is_file()}
     for_type_checkers = {"flyte_ddp/__init__.pyi", "flyte_ddp/py.typed"}
     assert shipped - code - template - for_type_checkers == {"requirements.txt", ".dockerignore"}, (
         "flytekit reads the latter as docker does"

@@ -5,6 +5,7 @@ pyflyte run workflows/autoencoder.py autoencoder_wf --hp '{"epochs": 3}'
 
 from flytekit import Cache, dynamic, task, workflow
 
+from flyte_ddp.attempt.registration import registration
 from flyte_ddp.autoencoder.settings import AutoencoderHyperparameters
 from flyte_ddp.autoencoder.task import (
     AUTOENCODER,
@@ -18,7 +19,6 @@ from flyte_ddp.lightning.settings import LightningOptions
 from flyte_ddp.tasks.caching import CodeVersion, OnClustersOnly
 from flyte_ddp.tasks.prepare import RESOLVING, PreparedDataset, prepare_dataset
 from flyte_ddp.tasks.pyflyte import set_up_pyflyte
-from flyte_ddp.tasks.registration import registration
 from flyte_ddp.tasks.resources import dynamic_resources, resize
 
 set_up_pyflyte()

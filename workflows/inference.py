@@ -10,6 +10,7 @@ from flytekit import dynamic, map_task, workflow
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import PythonPickledFile
 
+from flyte_ddp.attempt.registration import registration
 from flyte_ddp.inference.gather import InferenceOutputs, gather_shards
 from flyte_ddp.inference.shards import InferenceOptions
 from flyte_ddp.inference.task import check_inputs, plan_shards, predict_shard
@@ -17,7 +18,6 @@ from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.tasks.prepare import PreparedDataset, prepare_dataset
 from flyte_ddp.tasks.pyflyte import set_up_pyflyte
-from flyte_ddp.tasks.registration import registration
 from flyte_ddp.tasks.resources import dynamic_resources
 from flyte_ddp.timing.measurement import TimingOptions
 from flyte_ddp.timing.task import TimingOutputs, check_timing, time_inference

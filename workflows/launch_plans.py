@@ -2,9 +2,9 @@
 
 from flytekit import CronSchedule, LaunchPlan
 
+from flyte_ddp.attempt.registration import registration
 from flyte_ddp.recipes.hyperparameters import CIFAR10Hyperparameters, FashionMNISTHyperparameters, Hyperparameters
 from flyte_ddp.tasks.notifications import notifications
-from flyte_ddp.tasks.registration import registration
 from workflows.cifar10 import cifar10_wf
 from workflows.fashion_mnist import fashion_mnist_wf
 from workflows.mnist import pytorch_training_wf

@@ -18,6 +18,8 @@ from flytekit.types.file import CSVFile, PythonPickledFile
 from flyte_ddp.attempt.failures import platform_errors
 from flyte_ddp.attempt.folders import runs_dir
 from flyte_ddp.attempt.pod import check_code, check_gpus
+from flyte_ddp.attempt.registration import registration
+from flyte_ddp.attempt.requested import training_environment
 from flyte_ddp.code_version import code_version
 from flyte_ddp.data import prepared
 from flyte_ddp.errors import InputError
@@ -33,14 +35,7 @@ from flyte_ddp.tasks.inputs import classifier_metadata, dataset_of
 from flyte_ddp.tasks.outputs import output_file
 from flyte_ddp.tasks.platform import is_local, working_folder
 from flyte_ddp.tasks.prepare import PreparedDataset
-from flyte_ddp.tasks.registration import registration
-from flyte_ddp.tasks.resources import (
-    preparation_resources,
-    small_resources,
-    training_environment,
-    training_resources,
-    training_sizes,
-)
+from flyte_ddp.tasks.resources import preparation_resources, small_resources, training_resources, training_sizes
 
 # names, because importing them would import torch
 PREDICTOR = "flyte_ddp.inference.rank:predict_images"
@@ -54,7 +49,7 @@ def one_device() -> dict[str, Any]:
     return {
         **training_resources(INFERENCE_CODE),
         **training_sizes(gpus),
-        "environment": training_environment(gpus, INFERENCE_CODE),
+        "environment": training_environment(gpus, INFERENCE_CODE.code),
         "secret_requests": None,
     }
 
@@ -81,7 +76,7 @@ def check_inputs(
     return Checked(dataset, options)
 
 
-@task(retries=2, **preparation_resources() | {"environment": training_environment(0, INFERENCE_CODE)})
+@task(retries=2, **preparation_resources() | {"environment": training_environment(0, INFERENCE_CODE.code)})
 @platform_errors(platform)
 def plan_shards(
     model_state: PythonPickledFile, data: PreparedDataset, folder: FlyteDirectory | None, options: InferenceOptions

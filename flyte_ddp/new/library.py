@@ -16,9 +16,16 @@ REMEDY = f"write it as '{DISTRIBUTION} @ git+https://HOST/REPOSITORY@COMMIT'"
 def check_requirement(text: str) -> str:
     """Returns the text if it is a requirement of this library, else raises InputError; pip finds out whether it can be
     installed."""
-    if not re.fullmatch(rf"{DISTRIBUTION}(\[[a-z,]+\])? *(@|[=<>~!]=?) *[^\s\"\\]+", text):
+    if not re.fullmatch(rf"{DISTRIBUTION}(\[[a-z0-9,]+\])? *(@|[=<>~!]=?) *[^\s\"\\]+", text):
         raise InputError(f"--library must be a requirement of {DISTRIBUTION}, got {text!r}: {REMEDY}")
     return text
+
+
+def with_extra(requirement: str, extra: str) -> str:
+    """The requirement with one more of the library's extras."""
+    extras, rest = re.fullmatch(rf"{DISTRIBUTION}(?:\[([a-z0-9,]+)\])?(.*)", requirement).groups()  # type: ignore[union-attr]
+    names = sorted({*(extras or extra).split(","), extra})
+    return f"{DISTRIBUTION}[{','.join(names)}]{rest}"
 
 
 def installed_from() -> str:

@@ -19,13 +19,14 @@ from flyte_ddp.new.library import DISTRIBUTION
 from flyte_ddp.storage import temporary_beside, writing_to
 
 TEMPLATE = Path(__file__).with_name("template")
+FLYTE2 = Path(__file__).with_name("flyte2") / "template"  # what is otherwise for Flyte 2
 TEMPLATE_NAME = "my_project"
 
 
-def write_project(folder: Path, library: str) -> None:
+def write_project(folder: Path, library: str, flyte2: bool = False) -> None:
     """Writes the whole project or nothing; raises InputError for an invalid name or an existing folder.
 
-    library: the requirement for this library in the project's pyproject.toml.
+    library: the requirement for this library in the project's pyproject.toml. flyte2: whether it is for Flyte 2.
     """
     folder = folder.absolute()
     check_name(folder.name)
@@ -34,7 +35,7 @@ def write_project(folder: Path, library: str) -> None:
     beside = temporary_beside(folder)
     with writing_to(folder.parent, "NAME"):
         try:
-            for path, text in project_files(folder.name, library):
+            for path, text in project_files(folder.name, library, flyte2):
                 (beside / path).parent.mkdir(parents=True, exist_ok=True)
                 (beside / path).write_text(text)
             beside.rename(folder)
@@ -42,11 +43,13 @@ def write_project(folder: Path, library: str) -> None:
             shutil.rmtree(beside, ignore_errors=True)
 
 
-def project_files(name: str, library: str) -> Iterator[tuple[Path, str]]:
+def project_files(name: str, library: str, flyte2: bool) -> Iterator[tuple[Path, str]]:
     """Each file's path in the project, and its text."""
-    for file in sorted(TEMPLATE.rglob("*")):
-        if file.is_file() and file.suffix != ".pyc":  # pip compiles the template along with the library
-            path = str(file.relative_to(TEMPLATE)).replace(TEMPLATE_NAME, name)
+    for common in sorted(TEMPLATE.rglob("*")):
+        if common.is_file() and common.suffix != ".pyc":  # pip compiles the template along with the library
+            place = common.relative_to(TEMPLATE)
+            file = FLYTE2 / place if flyte2 and (FLYTE2 / place).exists() else common
+            path = str(place).replace(TEMPLATE_NAME, name)
             text = file.read_text().replace(TEMPLATE_NAME, name)
             if path == "pyproject.toml":
                 text = text.replace(f'"{DISTRIBUTION}"', f'"{library}"')

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from flytekit.types.file import FlyteFile, PythonPickledFile
 
 from flyte_ddp.attempt.folders import run_folder
+from flyte_ddp.attempt.platform import Platform
 from flyte_ddp.engine.job import Measured, Subject, job_of
 from flyte_ddp.errors import InputError, ReportedError
 from flyte_ddp.launch.alone import run_alone
@@ -24,7 +25,7 @@ from flyte_ddp.promote.place import PROMOTED, Place, now, version_name
 from flyte_ddp.report.console import Console, say, say_last
 from flyte_ddp.settings import TrainingSettings
 from flyte_ddp.storage import content_digest
-from flyte_ddp.tasks import platform
+from flyte_ddp.tasks import platform as flytekit
 from flyte_ddp.tasks.outputs import output_file, output_page
 
 MEASURE = "flyte_ddp.promote.rank:measure_models"  # a name, because importing it would import torch
@@ -71,7 +72,9 @@ class PromotionOutputs(NamedTuple):
     report: FlyteFile["html"]  # noqa: F821
 
 
-def promote(subject: Subject, model: Path, place: Place, options: PromotionOptions) -> PromotionOutputs:
+def promote(
+    subject: Subject, model: Path, place: Place, options: PromotionOptions, platform: Platform = flytekit
+) -> PromotionOutputs:
     """subject: from RecipeTraining.subject(settings, data); model: the weights of such a training.
 
     If another promotion happens in the meantime, the candidate is compared again, with that model. Raises the errors of

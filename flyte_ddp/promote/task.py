@@ -9,6 +9,8 @@ from flytekit.types.file import FlyteFile, PythonPickledFile
 from flyte_ddp.attempt.failures import platform_errors
 from flyte_ddp.attempt.folders import run_folder, runs_dir
 from flyte_ddp.attempt.pod import check_gpus
+from flyte_ddp.attempt.registration import registration
+from flyte_ddp.attempt.requested import training_environment
 from flyte_ddp.attempt.training import image_subject
 from flyte_ddp.errors import InputError
 from flyte_ddp.launch.environment import choose_world, visible_gpus
@@ -25,8 +27,7 @@ from flyte_ddp.tasks.inputs import classifier_metadata, dataset_of, settings_of
 from flyte_ddp.tasks.outputs import output_page
 from flyte_ddp.tasks.platform import is_local
 from flyte_ddp.tasks.prepare import PreparedDataset
-from flyte_ddp.tasks.registration import registration
-from flyte_ddp.tasks.resources import small_resources, training_environment, training_resources, training_sizes
+from flyte_ddp.tasks.resources import small_resources, training_resources, training_sizes
 
 
 class PromotionTarget(NamedTuple):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from flyte_ddp.attempt.summaries import RunSummary
 from flyte_ddp.errors import InputError, ReportedError
 from flyte_ddp.launch.failures import Failure, RankError
 from flyte_ddp.report.console import say
@@ -123,6 +124,21 @@ def run_rungs(sweep: Sweep, trials: AllTrials, run: Callable[[Entrant], TrialRes
                 results.append(failed(error.failure))
         rungs.append(results)
     return rungs
+
+
+def result_of(
+    figures: RunSummary, measures: dict[str, float], loss: float, report: str, checkpoint: str
+) -> TrialResult:
+    """The result of a training that has ended, by its figures, and its measures and loss after the last epoch."""
+    return TrialResult(
+        measures=measures,
+        samples=figures.validation_samples or figures.test_samples,
+        split="validation" if figures.validation_samples else "test",
+        seconds=figures.total_seconds,
+        report=report,
+        failure="" if math.isfinite(loss) else "diverged: the loss after the last epoch is not finite",
+        checkpoint=checkpoint,
+    )
 
 
 def failed(failure: Failure, seconds: float = 0.0) -> TrialResult:

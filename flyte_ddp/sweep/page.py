@@ -3,14 +3,46 @@
 import csv
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from flyte_ddp.report.article import Drawing, Section, article
 from flyte_ddp.report.figures import scatter
 from flyte_ddp.report.words import capitalised, in_words, written
-from flyte_ddp.sweep.halving import Ranked, failures, saving, value_text
+from flyte_ddp.sweep.halving import (
+    AllTrials,
+    Ranked,
+    Rungs,
+    all_failed,
+    failures,
+    ranked,
+    saving,
+    standings,
+    value_text,
+)
 from flyte_ddp.sweep.search import Sweep
 
 PERCENT = ("accuracy",)
+
+
+class Best(NamedTuple):
+    """The number of the best trial, and lines that say it; the file with all of them, and the content of <body>."""
+
+    number: int
+    said: list[str]
+    table: Path
+    page: str
+
+
+def compared(sweep: Sweep, trials: AllTrials, rungs: Rungs, subject: str, folder: Path) -> Best:
+    """Ranks the trials by the sweep's measure, and writes a table into the folder; ReportedError if all have failed."""
+    latest = standings(sweep, trials, rungs)
+    ranking, table = ranked(sweep, latest), folder / "trials.csv"
+    if ranking[0].result.failure:
+        raise all_failed(sweep, latest)
+    write_table(sweep, ranking, table)
+    spared = saving(sweep, latest)
+    said = [f"\nBest:     {summary(sweep, ranking[0])}", *([f"Trained:  {spared}"] if spared else [])]
+    return Best(ranking[0].number, said, table, comparison(sweep, ranking, subject))
 
 
 def heads_of(sweep: Sweep, trials: Sequence[Ranked]) -> list[str]:

@@ -1,7 +1,6 @@
 """A sweep in Flyte: the parts of workflows/sweep.py, and of one over a recipe of yours: examples/tabular/sweep.py."""
 
 import dataclasses
-import math
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -22,17 +21,14 @@ from flyte_ddp.sweep.halving import (
     Entrant,
     Rungs,
     TrialResult,
-    all_failed,
     check_rungs,
     entrants,
     failed,
-    ranked,
+    result_of,
     run_rungs,
     rungs_of,
-    saving,
-    standings,
 )
-from flyte_ddp.sweep.page import comparison, summary, write_table
+from flyte_ddp.sweep.page import compared
 from flyte_ddp.sweep.search import Sweep
 from flyte_ddp.tasks import platform
 from flyte_ddp.tasks.outputs import output_file, output_page
@@ -111,15 +107,7 @@ def try_out(
         loss = measures["loss"]
     else:
         measures, loss = {"accuracy": outputs.epoch_accuracies[-1]}, outputs.summary.test_loss
-    return TrialResult(
-        measures=measures,
-        samples=figures.validation_samples or figures.test_samples,
-        split="validation" if figures.validation_samples else "test",
-        seconds=figures.total_seconds,
-        report=report,
-        failure="" if math.isfinite(loss) else "diverged: the loss after the last epoch is not finite",
-        checkpoint=final,
-    )
+    return result_of(figures, measures, loss, report, final)
 
 
 @task(**small_resources())
@@ -133,16 +121,9 @@ def next_rung(sweep: Sweep, trials: list[str], rungs: Rungs) -> list[Entrant]:
 @platform_errors(platform)
 def compare_trials(sweep: Sweep, trials: list[str], rungs: Rungs, subject: str) -> SweepComparison:
     """Ranks the trials by the sweep's measure; raises ReportedError if none has one."""
-    latest = standings(sweep, [read_json(trial) for trial in trials], rungs)
-    ranking = ranked(sweep, latest)
-    best = ranking[0]
-    if best.result.failure:
-        raise all_failed(sweep, latest)
     with run_folder(platform, f"sweep-{subject}") as folder:
-        table = folder / "trials.csv"
-        write_table(sweep, ranking, table)
-        report = output_page(folder, f"Sweep of {subject}", comparison(sweep, ranking, subject))
-    spared = saving(sweep, latest)
-    said = [f"\nBest:     {summary(sweep, best)}", *([f"Trained:  {spared}"] if spared else [])]
-    say_last("\n".join([*said, *([f"Trials:   {table}", f"Report:   {report.path}"] if is_local() else []), ""]))
-    return SweepComparison(trials[best.number - 1], output_file(table), report)
+        best = compared(sweep, [read_json(trial) for trial in trials], rungs, subject, folder)
+        report = output_page(folder, f"Sweep of {subject}", best.page)
+    where = [f"Trials:   {best.table}", f"Report:   {report.path}"] if is_local() else []
+    say_last("\n".join([*best.said, *where, ""]))
+    return SweepComparison(trials[best.number - 1], output_file(best.table), report)

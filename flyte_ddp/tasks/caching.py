@@ -10,7 +10,6 @@ from flytekit.core.interface import extract_return_annotation
 from flytekit.core.type_engine import TypeEngine
 from flytekit.extend import TaskPlugins
 
-from flyte_ddp.attempt.pod import CODE_VARIABLE
 from flyte_ddp.code_version import with_installed
 from flyte_ddp.tasks.flytekit_compat import metadata_of
 
@@ -28,11 +27,6 @@ class CodeVersion(CachePolicy):
         outputs = extract_return_annotation(get_type_hints(params.func, include_extras=True).get("return"))
         types = {name: TypeEngine.to_literal_type(kind).to_flyte_idl() for name, kind in outputs.items()}
         return f"{salt}{self.version}{types}"
-
-    @property
-    def environment(self) -> dict[str, str]:
-        """A variable for the task's pods, which check_code reads there."""
-        return {CODE_VARIABLE: self.code}
 
 
 @dataclass(frozen=True)

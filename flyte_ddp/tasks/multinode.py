@@ -19,12 +19,12 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 from flyte_ddp.attempt.failures import attempt_error, failure_of
 from flyte_ddp.attempt.multinode import download_once, failure_of_node
+from flyte_ddp.attempt.registration import registration
+from flyte_ddp.attempt.requested import registered_environment
 from flyte_ddp.attempt.webhook import telling_webhook
 from flyte_ddp.errors import RecoverableError
 from flyte_ddp.tasks import platform
 from flyte_ddp.tasks.data import url_of
-from flyte_ddp.tasks.registration import registration
-from flyte_ddp.tasks.resources import registered_environment
 
 
 class Multinode(Elastic):

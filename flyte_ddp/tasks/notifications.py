@@ -5,7 +5,7 @@ from typing import Any
 from flytekit import Email, Slack
 from flytekit.models.core.execution import WorkflowExecutionPhase
 
-from flyte_ddp.tasks.registration import registration
+from flyte_ddp.attempt.registration import registration
 
 KINDS: Any = {"slack": Slack, "email": Email}
 

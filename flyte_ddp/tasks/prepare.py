@@ -11,6 +11,8 @@ from flytekit.types.directory import FlyteDirectory
 
 from flyte_ddp.attempt import datasets
 from flyte_ddp.attempt.failures import platform_errors
+from flyte_ddp.attempt.registration import registration
+from flyte_ddp.attempt.requested import registered_environment
 from flyte_ddp.code_version import code_version
 from flyte_ddp.data import prepared
 from flyte_ddp.errors import InputError
@@ -22,13 +24,7 @@ from flyte_ddp.tasks.caching import CodeVersion, OnClustersOnly
 from flyte_ddp.tasks.flytekit_compat import local_cache
 from flyte_ddp.tasks.outputs import output_folder
 from flyte_ddp.tasks.platform import is_local
-from flyte_ddp.tasks.registration import registration
-from flyte_ddp.tasks.resources import (
-    dynamic_resources,
-    preparation_resources,
-    registered_environment,
-    small_resources,
-)
+from flyte_ddp.tasks.resources import dynamic_resources, preparation_resources, small_resources
 
 RESOLVING = CodeVersion(code_version(__name__, "flyte_ddp.attempt.datasets"), ())
 

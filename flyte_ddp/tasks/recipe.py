@@ -8,21 +8,17 @@ def train_model(settings: Settings, options: RunOptions) -> RecipeOutputs:
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile, PythonPickledFile
 
 from flyte_ddp.attempt.failures import platform_errors
-from flyte_ddp.attempt.folders import run_folder
+from flyte_ddp.attempt.prediction import predicted
 from flyte_ddp.attempt.summaries import RecipeSummary
 from flyte_ddp.attempt.training import Trained
 from flyte_ddp.data.description import StoredData
-from flyte_ddp.engine.job import job_of
-from flyte_ddp.errors import InputError
-from flyte_ddp.launch.alone import run_alone
-from flyte_ddp.launch.environment import choose_world
-from flyte_ddp.report.console import open_console
 from flyte_ddp.settings import TrainingSettings
 from flyte_ddp.tasks import platform
 from flyte_ddp.tasks.caching import CodeVersion
@@ -31,8 +27,6 @@ from flyte_ddp.tasks.outputs import output_file
 from flyte_ddp.tasks.pyflyte import set_up_pyflyte, ship
 from flyte_ddp.tasks.train import Data, FlytekitTraining, files_of, training_arguments
 from flyte_ddp.user_code import find_code
-
-PREDICT = "flyte_ddp.engine.predict:run"  # a name, because importing it would import torch
 
 
 class RecipeOutputs(NamedTuple):
@@ -91,14 +85,8 @@ class RecipeTraining(FlytekitTraining[RecipeOutputs]):
 
         settings, init: those of the training. shard: from 0; map over it, in a task with arguments(ignored_inputs=()).
         """
-        if not 0 <= shard < shards:
-            raise InputError(f"shard must be at least 0 and below shards ({shards}), got {shard}")
         subject = self.subject(settings, source_of(data), downloaded(init))
-        with run_folder(platform, f"{subject.dataset}-predictions") as folder:
-            job = job_of(subject, model_path=model_state.download(), logs=folder)
-            world, asked = choose_world("gloo", 1, 1), (job, split, shard, shards)
-            run_alone(PREDICT, asked, job.options.timeout_seconds, open_console(), world, self.code.root)
-        return output_file(folder / f"predictions-{shard}.npy")
+        return output_file(predicted(platform, subject, Path(model_state.download()), shard, shards, split))
 
     def outputs_of(self, trained: Trained) -> RecipeOutputs:
         return RecipeOutputs(trained.epoch_measures, *files_of(trained, trained.recipe_summary()))

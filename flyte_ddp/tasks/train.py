@@ -8,6 +8,7 @@ from flytekit import Cache
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile, PythonPickledFile
 
+from flyte_ddp.attempt.registration import registration
 from flyte_ddp.attempt.summaries import TrainingSummary
 from flyte_ddp.attempt.training import IMAGE_CLASSIFIER, Trained, Training, image_subject
 from flyte_ddp.data.description import StoredData
@@ -17,7 +18,6 @@ from flyte_ddp.tasks import platform
 from flyte_ddp.tasks.caching import CodeVersion
 from flyte_ddp.tasks.data import downloaded
 from flyte_ddp.tasks.outputs import output_file, output_folder
-from flyte_ddp.tasks.registration import registration
 from flyte_ddp.tasks.resources import training_resources
 
 TRAINING_CODE = CodeVersion(IMAGE_CLASSIFIER.version)

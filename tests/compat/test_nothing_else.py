@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 PRIVATE = re.compile(r"_(?!_)\w+|__\w+(?<!__)")
 NAMED_TUPLES = {"_asdict", "_fields", "_make", "_replace"}
 DOCUMENTED = {"os._exit", "sys._getframe"}
-OURS = ("flyte_ddp", "workflows", "examples")
+OURS = ("flyte_ddp", "flyte2", "workflows", "examples")
 
 
 def _touched(tree: ast.Module) -> Iterator[str]:

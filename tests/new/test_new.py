@@ -147,6 +147,26 @@ def test_uv_installs_it_or_else_pip(tmp_path, uv, by_pip):
     assert ("-m pip install --editable .[dev]" in (tmp_path / "called").read_text().splitlines()) == by_pip
 
 
+@pytest.mark.slow
+def test_one_for_flyte_2_trains_by_its_sdk(tmp_path):
+    named = "flyte-ddp-training[figures] @ git+https://git.example/flyte-ddp.git@0123abc"
+    new("flowers", "--flyte2", "--library", named, cwd=tmp_path)
+    project = tmp_path / "flowers"
+    assert requirement(project) == named.replace("[figures]", "[figures,flyte2]")
+    assert not any("my_project" in file.read_text() for file in project.rglob("*") if file.is_file())
+    command = re.findall(r"flyte run --local .*(?= \$\(ARGS\))", (project / "Makefile").read_text())[0].split()
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [*command, "--settings", '{"epochs": 2}']
+    done = subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "Epoch 2 of 2: test accuracy" in done.stderr
+    ours, theirs = (
+        ROOT / "flyte_ddp" / "new" / place / "workflow.py"
+        for place in ("flyte2/template/my_project", "template/my_project")
+    )
+    assert len(ours.read_text().splitlines()) <= len(theirs.read_text().splitlines())
+
+
 # --- where the library comes from ---
 
 

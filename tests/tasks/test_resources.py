@@ -5,10 +5,12 @@ import json
 import pytest
 import torch
 from flytekit import Resources
+from flytekit.extras import accelerators
 
+from flyte_ddp.attempt import registration, requested
+from flyte_ddp.attempt.registration import Registration
 from flyte_ddp.errors import InputError
-from flyte_ddp.tasks import registration, resources
-from flyte_ddp.tasks.registration import Registration
+from flyte_ddp.tasks import resources
 from scripts.register import Registered, explain
 from tests.pod import package
 
@@ -69,22 +71,24 @@ def test_mirror_and_own_variables_reach_every_pod():
 
 def test_mirror_with_a_password_stays_here(monkeypatch):
     monkeypatch.setenv("DDP_DATA_MIRROR", "https://me:word@host/folder")
-    assert resources.pod_environment() == {}
+    assert requested.pod_environment() == {}
     monkeypatch.setenv("DDP_DATA_MIRROR", "abfs://container@account.example/folder")
-    assert resources.pod_environment() == {"DDP_DATA_MIRROR": "abfs://container@account.example/folder"}
+    assert requested.pod_environment() == {"DDP_DATA_MIRROR": "abfs://container@account.example/folder"}
 
 
 def test_accelerators_are_those_that_torch_has_code_for():
     oldest = min(int(name.removeprefix("sm_")) for name in (torch._C._cuda_getArchFlags() or "sm_75").split())
     assert {int(float(capability) * 10) < oldest for capability in registration.TOO_OLD.values()} == {True}
-    assert registration.ACCELERATORS.keys() - registration.TOO_OLD.keys() >= {
-        "T4",
-        "A10G",
-        "L4",
-        "A100",
-        "H100",
-        "H200",
+
+
+def test_accelerators_are_nvidias_of_flytekit():
+    devices = {
+        name: kind.to_flyte_idl().device
+        for name, kind in vars(accelerators).items()
+        if isinstance(kind, accelerators.BaseAccelerator)
     }
+    assert {*registration.ACCELERATORS} == {name for name, device in devices.items() if device.startswith("nvidia-")}
+    assert {"T4", "A10G", "L4", "A100", "H100", "H200"} <= {*registration.ACCELERATORS} - {*registration.TOO_OLD}
 
 
 def test_gpus_and_accelerator(monkeypatch):

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from flytekit.extras import accelerators
-
 from flyte_ddp.attempt.pod import CODE_VARIABLE, GPUS_VARIABLE
 from flyte_ddp.attempt.webhook import WEBHOOK_SECRET_VARIABLE
 from flyte_ddp.data.download import MIRROR_VARIABLE
@@ -24,11 +22,11 @@ from flyte_ddp.settings import Settings, read_json, setting
 PHASES = ("succeeded", "failed", "timed_out", "aborted")
 ADDRESS = r"[^@\s,:]+@[^@\s,:]+"
 QUANTITY = r"\d+(\.\d+)?(m|k|M|G|T|Ki|Mi|Gi|Ti)?"  # Kubernetes' notation
-ACCELERATORS = {
-    name: value
-    for name, value in vars(accelerators).items()
-    if isinstance(value, accelerators.BaseAccelerator) and value.to_flyte_idl().device.startswith("nvidia-")
-}
+# NVIDIA's, by flytekit's names
+ACCELERATORS = (
+    "A10G", "L4", "L4_VWS", "L40S", "K80", "M60", "P4", "P100", "T4", "V100", "H100", "H200", "RTX_PRO_6000", "A100",
+    "A100_80GB",
+)  # fmt: skip
 # With their compute capabilities; the locked torch has code for 7.5, 8.0, 8.6, 9.0, 10.0, 12.0 and compatible ones
 TOO_OLD = {"K80": "3.7", "M60": "5.2", "P100": "6.0", "P4": "6.1", "V100": "7.0"}
 

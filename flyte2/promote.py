@@ -1,0 +1,55 @@
+"""Trains MNIST under Flyte 2 and promotes the model if it is better than the promoted one; every night, once activated.
+
+flyte run --local flyte2/promote.py main --place models
+"""
+
+import flyte
+from flyte.io import Dir, File
+
+from flyte2.mnist import preparation, prepare, train, training
+from flyte_ddp.attempt.registration import registration
+from flyte_ddp.flyte2.environment import workflow_environment
+from flyte_ddp.flyte2.prepare import resolve_dataset
+from flyte_ddp.flyte2.training import image_training
+from flyte_ddp.promote.flyte2 import PromotionOutputs, promote_images, promotion_arguments, resolve_place
+from flyte_ddp.promote.job import PromotionOptions
+from flyte_ddp.recipes.hyperparameters import Hyperparameters
+from flyte_ddp.settings import RunOptions
+
+promotion = image_training.environment("promotion")
+workflow = workflow_environment("promote", preparation, training, promotion)
+
+# Not active when deployed: flyte update trigger nightly promote.main --activate
+nightly = flyte.Trigger(
+    "nightly",
+    flyte.Cron("0 3 * * *"),  # UTC
+    inputs={"hp": Hyperparameters(dataset="mnist")},
+    overwrite_cache=True,
+    auto_activate=False,
+)
+
+
+@promotion.task(**promotion_arguments())
+async def promote(
+    model_state: File, data: Dir, hp: Hyperparameters, place: str, options: PromotionOptions
+) -> PromotionOutputs:
+    """Measures the candidate and the promoted model on the same test images, and promotes the better one."""
+    return promote_images(model_state, data, hp, place, options)
+
+
+@workflow.task(triggers=nightly)
+async def main(
+    place: str = registration().promote_to,
+    hp: Hyperparameters = Hyperparameters(),
+    promotion: PromotionOptions = PromotionOptions(),
+    options: RunOptions = RunOptions(),
+) -> PromotionOutputs:
+    """Trains and promotes.
+
+    place: folder, or URL of the cluster's storage, that models are promoted to. hp: what determines the result of the
+    training. promotion: by which measure, and by how much, the candidate must be better. options: how to train.
+    """
+    root = resolve_place(place)
+    data = await prepare(resolve_dataset(hp, options))
+    trained = await train(hp, data, options, None)
+    return await promote(trained.model_state, data, hp, root, promotion)

@@ -1,0 +1,24 @@
+"""The predictions of a trained network, shard by shard."""
+
+from pathlib import Path
+
+from flyte_ddp.attempt.folders import run_folder
+from flyte_ddp.attempt.platform import Platform
+from flyte_ddp.engine.job import Subject, job_of
+from flyte_ddp.errors import InputError
+from flyte_ddp.launch.alone import run_alone
+from flyte_ddp.launch.environment import choose_world
+from flyte_ddp.report.console import open_console
+
+PREDICT = "flyte_ddp.engine.predict:run"  # a name, because importing it would import torch
+
+
+def predicted(platform: Platform, subject: Subject, model: Path, shard: int, shards: int, split: str) -> Path:
+    """An .npy file with the predictions (n, ...) for a shard, from 0, of a split."""
+    if not 0 <= shard < shards:
+        raise InputError(f"shard must be at least 0 and below shards ({shards}), got {shard}")
+    with run_folder(platform, f"{subject.dataset}-predictions") as folder:
+        job = job_of(subject, model_path=model, logs=folder)
+        world, asked = choose_world("gloo", 1, 1), (job, split, shard, shards)
+        run_alone(PREDICT, asked, job.options.timeout_seconds, open_console(), world, subject.root)
+    return folder / f"predictions-{shard}.npy"

@@ -1,0 +1,96 @@
+"""What the pods of a registration request of a cluster: sizes, variables and secrets, in no platform's own words."""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from flyte_ddp.attempt.pod import CODE_VARIABLE, GPUS_VARIABLE
+from flyte_ddp.attempt.registration import Registration, registration, variable_of
+from flyte_ddp.attempt.webhook import CONSOLE_VARIABLE, WEBHOOK_SECRET_VARIABLE, WEBHOOK_VARIABLE
+from flyte_ddp.data.download import MIRROR_VARIABLE, mirror_from_environment
+from flyte_ddp.errors import InputError
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of a pod: for each quantity the request and the limit, and a number of GPUs."""
+
+    cpu: tuple[str, str]
+    memory: tuple[str, str]
+    disk: tuple[str, str]
+    gpus: int = 0
+
+
+def size(cpu: str, memory: str, disk: str, gpus: int = 0) -> Size:
+    """From Registration's form; a single quantity is request and limit."""
+    of_cpu, of_memory, of_disk = ((one.split(":")[0], one.split(":")[-1]) for one in (cpu, memory, disk))
+    return Size(of_cpu, of_memory, of_disk, gpus)
+
+
+def small_size() -> Size:
+    asked = registration()
+    return size(asked.small_cpu, asked.small_memory, asked.small_disk)
+
+
+def preparation_size() -> Size:
+    asked = registration()
+    return size(asked.preparation_cpu, asked.preparation_memory, asked.preparation_disk)
+
+
+def training_size(gpus: int) -> Size:
+    """What a training pod with this many GPUs needs.
+
+    Without GPUs, two ranks, their parent and the process they are forked from take 0.5 GB on digits and 0.7 GB on MNIST
+    (0.8 GB with the pages of torch's libraries); two ranks of many nodes, which share nothing, 1.7 GB. With GPUs (not
+    measured), each rank's CUDA context and libraries take a few GB of host memory, and NCCL uses /dev/shm, of which a
+    container by default has 64 MB.
+    """
+    asked = registration()
+    defaults = (str(2 * gpus), f"{8 * gpus}Gi", "10Gi") if gpus else ("500m:2", "1Gi:3Gi", "500Mi:2Gi")
+    own = (asked.training_cpu, asked.training_memory, asked.training_disk)
+    cpu, memory, disk = (one or default for one, default in zip(own, defaults, strict=True))
+    return size(cpu, memory, disk, gpus)
+
+
+def pod_environment() -> dict[str, str]:
+    """The variables of every pod: the user's own, and the data mirror, unless its URL has a password, which everybody
+    who can see the tasks in Flyte could see."""
+    mirror = mirror_from_environment()
+    parts = urlsplit(mirror or "")
+    has_password = parts.scheme in ("http", "https") and "@" in parts.netloc
+    return {**({MIRROR_VARIABLE: mirror} if mirror and not has_password else {}), **registration().env}
+
+
+def registered_environment() -> dict[str, str]:
+    """All settings as variables, for tasks in whose pods the decorators are evaluated again."""
+    values = {variable_of(field): getattr(registration(), field.name) for field in dataclasses.fields(Registration)}
+    texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in values.items()}
+    return {**pod_environment(), **texts}
+
+
+def training_environment(gpus: int, code: str = "") -> dict[str, str]:
+    """The variables of a training pod with this many GPUs; code: the version of what determines a cached result."""
+    return {**pod_environment(), **({CODE_VARIABLE: code} if code else {}), GPUS_VARIABLE: str(gpus)}
+
+
+def addresses() -> dict[str, str]:
+    """The variables of a training pod that tells a webhook of its failure."""
+    asked = registration()
+    variables = {WEBHOOK_VARIABLE: asked.webhook, CONSOLE_VARIABLE: asked.console}
+    return {name: value for name, value in variables.items() if value}
+
+
+def training_secrets() -> dict[str, tuple[str, str]]:
+    """The secrets of a training pod: variable -> group and key."""
+    asked = registration()
+    named = {"WANDB_API_KEY": asked.wandb_secret, WEBHOOK_SECRET_VARIABLE: asked.webhook_secret}
+    return {variable: _group_and_key(name, variable) for variable, name in named.items() if name}
+
+
+def _group_and_key(name: str, variable: str) -> tuple[str, str]:
+    group, separator, key = name.partition("/")
+    if not (group and separator and key):
+        registered = "DDP_WANDB_SECRET" if variable == "WANDB_API_KEY" else "DDP_WEBHOOK_SECRET"
+        raise InputError(f"environment variable {registered} must be GROUP/KEY, got {json.dumps(name)}")
+    return group, key

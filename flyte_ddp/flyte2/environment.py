@@ -1,0 +1,143 @@
+"""The environments of tasks: image, resources, secrets and variables, from the registration's settings; and what their
+tasks' decorators have in common.
+
+These settings (DDP_GPUS and so on) are those of the process that deploys or runs: a task that calls others, whose pod
+reads this module again, gets them as variables.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal, cast
+
+import flyte
+
+import flyte_ddp
+from flyte_ddp.attempt import requested
+from flyte_ddp.attempt.registration import registration
+from flyte_ddp.attempt.requested import Size, pod_environment, registered_environment
+from flyte_ddp.code_version import is_installed, with_installed
+from flyte_ddp.errors import InputError
+from flyte_ddp.flyte2.inputs import set_up_flyte
+
+# Those that flytekit, whose names the registration has, calls otherwise
+ACCELERATORS: dict[str, Any] = {"L40S": "L40s", "A100_80GB": "A100_80G", "L4_VWS": "L4"}
+Kind = type[flyte.TaskEnvironment]
+IMAGE = flyte.Image.from_ref_name("trainer")  # named by --image trainer=NAME, or in Flyte's config file
+# What comes again after a fault of the cluster should find it mended
+PAUSES = flyte.Backoff(base=timedelta(seconds=10), factor=6.0, cap=timedelta(minutes=10))
+
+
+def workflow_environment(name: str, *called: flyte.TaskEnvironment) -> flyte.TaskEnvironment:
+    """For a task that only calls others, which are of these environments."""
+    set_up_flyte()
+    return _environment(name, requested.small_size(), registered_environment(), depends_on=[*called])
+
+
+def preparation_environment(name: str) -> flyte.TaskEnvironment:
+    """For tasks that download and prepare a dataset, and for others that need torch but no ranks."""
+    return _environment(name, requested.preparation_size(), pod_environment())
+
+
+def training_environment(
+    name: str,
+    code: str,
+    files: Sequence[str] = (),
+    kind: Kind = flyte.TaskEnvironment,
+    variables: Mapping[str, str] = MappingProxyType({}),
+    **more: Any,
+) -> flyte.TaskEnvironment:
+    """For tasks that train.
+
+    code: the version of what determines the result. files: shipped besides the library's own. kind, variables, more:
+    those of clustered.
+    """
+    gpus = registration().training_gpus
+    variables = {**requested.training_environment(gpus, code), **requested.addresses(), **variables}
+    secrets = [flyte.Secret(key, group, as_env_var=name) for name, (group, key) in requested.training_secrets().items()]
+    return _environment(
+        name, requested.training_size(gpus), variables, files, kind, secrets=secrets or None,
+        interruptible=registration().interruptible, **more,
+    )  # fmt: skip
+
+
+def clustered(rendezvous: Literal["static", "c10d"] = "static") -> dict[str, Any]:
+    """Arguments of training_environment for the registered number of nodes: a JobSet, each of whose pods runs torchrun.
+
+    If a rank or a pod is lost, Flyte starts all of them again within the attempt, up to twice; if its node is taken
+    away for maintenance, as often as that happens.
+    """
+    from flyte.clustered import ClusteredTaskEnvironment, ClusterFailurePolicy, TorchRun
+
+    asked = registration()
+    least, most = asked.node_range
+    if least != most:
+        raise InputError(
+            f"environment variable DDP_NNODES must be one number, got {asked.nnodes}: Flyte 2 starts all nodes or none"
+        )
+    return {
+        "kind": ClusteredTaskEnvironment,
+        "replicas": most,
+        "nproc_per_node": asked.ranks_per_node,
+        "runtime": TorchRun(rdzv_backend=rendezvous),
+        "failure_policy": ClusterFailurePolicy(max_restarts=2, restart_on_host_maintenance=True),
+        "variables": {
+            # Each rank imports the task's file, and must see the same registration there
+            **registered_environment(),
+            # A rank whose peers are gone ends at once, instead of waiting in NCCL until the job's time-out
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+        },
+    }
+
+
+def _environment(
+    name: str,
+    size: Size,
+    variables: Mapping[str, str],
+    files: Sequence[str] = (),
+    kind: Kind = flyte.TaskEnvironment,
+    **more: Any,
+) -> flyte.TaskEnvironment:
+    include = (*shipped(), *files)
+    return kind(name=name, image=IMAGE, resources=resources(size), env_vars={**variables}, include=include, **more)
+
+
+def resources(size: Size) -> flyte.Resources:
+    """Flyte has one size of disk: the limit."""
+    kind, gpu = registration().accelerator, cast(Any, size.gpus or None)
+    if gpu and kind != "none":
+        gpu = flyte.GPU(ACCELERATORS.get(kind, kind), gpu)
+    return flyte.Resources(
+        cpu=size.cpu, memory=size.memory, disk=size.disk[1], gpu=gpu, shm="auto" if size.gpus else None
+    )
+
+
+def shipped() -> tuple[str, ...]:
+    """The library's files, also those of the ranks, which no process here imports; none where the image has them: if it
+    is installed, or not below this folder, the project's."""
+    root = Path(flyte_ddp.__path__[0])
+    if is_installed(str(root)) or not root.is_relative_to(os.getcwd()):
+        return ()
+    return tuple(map(str, sorted(root.rglob("*.py"))))
+
+
+def cached(code: str, ignored: Sequence[str] = (), distributions: Sequence[str] = ()) -> flyte.Cache:
+    """The cache of a task whose result is decided by this code and these distributions.
+
+    Where another task calls it, the pod of that one asks for the version, so that these are the distributions of the
+    image. The types of inputs and outputs are part of Flyte's own key.
+    """
+    version = with_installed(code, distributions)
+    return flyte.Cache("auto", version_override=version, ignored_inputs=tuple(ignored), serialize=True)
+
+
+def training_arguments(code: str, ignored: Sequence[str] = ("options",)) -> dict[str, Any]:
+    """Arguments of a task that trains: cache, retries with pauses, live report and time limit."""
+    return {
+        "cache": cached(code, ignored, ["torch"]),
+        "retries": flyte.RetryStrategy(2, PAUSES),
+        "report": True,
+        "timeout": flyte.Timeout(max_runtime=timedelta(seconds=registration().attempt_seconds)),
+    }

@@ -1,0 +1,37 @@
+"""The private parts of Flyte 2's SDK that this package uses, as of version 2.12.1: see tests/compat."""
+
+import sqlite3
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from typing import Any
+
+from flyte._persistence._db import LocalDB
+from flyte.cli._params import JsonParamType
+
+
+def read_json_inputs(kind: type, read: Callable[[str], Any]) -> None:
+    """Makes `flyte run` read inputs of a kind, including subclasses, with a function of ours, which returns a dict.
+
+    The SDK's own reader takes the last of several values for a key, and then drops the keys that it does not know.
+    """
+    # a second call does not wrap it again
+    theirs = getattr(JsonParamType.convert, "theirs", JsonParamType.convert)
+
+    def convert(self: JsonParamType, value: Any, param: Any, context: Any) -> Any:
+        ours = isinstance(self._python_type, type) and issubclass(self._python_type, kind)
+        if ours and isinstance(value, str):
+            return self._python_type.from_dict(read(value))
+        return theirs(self, value, param, context)
+
+    convert.theirs = theirs  # type: ignore[attr-defined]
+    JsonParamType.convert = convert  # type: ignore[method-assign,assignment]
+
+
+@contextmanager
+def local_cache() -> Iterator[sqlite3.Connection]:
+    """The local cache, empty if there is none: a table task_cache of keys and values, which are serialised Outputs. It
+    cannot list or delete entries."""
+    path = LocalDB._get_cache_dir() / "cache.db"
+    with closing(sqlite3.connect(path if path.exists() else ":memory:")) as connection, connection:
+        connection.execute("CREATE TABLE IF NOT EXISTS task_cache (key TEXT PRIMARY KEY, value BLOB)")
+        yield connection

@@ -1,0 +1,59 @@
+"""What every workflow file of Flyte 2 has done before its tasks run: by flyte_ddp.flyte2.environment."""
+
+import logging
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import msgpack
+from flyte.errors import RuntimeUserError
+from flyteidl2.task.common_pb2 import Outputs
+
+from flyte_ddp.flyte2 import platform
+from flyte_ddp.flyte2.flyte_compat import local_cache, read_json_inputs
+from flyte_ddp.reading import read_settings
+from flyte_ddp.report.console import show_output
+from flyte_ddp.settings import Settings
+
+
+def set_up_flyte() -> None:
+    """Calling it again does no harm."""
+    show_output()
+    read_json_inputs(Settings, read_settings)
+    forget_lost_results()
+    logging.getLogger("flyte").addFilter(is_news)
+
+
+def is_news(record: logging.LogRecord) -> bool:
+    """Not a failure that `flyte run --local` shows at its end, without the stacks of all tasks that waited for it."""
+    error = record.exc_info[1] if record.exc_info else None
+    return not (isinstance(error, RuntimeUserError) and platform.is_local())
+
+
+def forget_lost_results() -> None:
+    """Drops local cache entries whose files are gone, so that the tasks run again instead of failing.
+
+    Flyte's local cache stores paths, never contents, and offers no such check.
+    """
+    with local_cache() as cache:
+        for key, value in cache.execute("SELECT key, value FROM task_cache").fetchall():
+            if not all(os.path.exists(path) for path in _local_paths(Outputs.FromString(value))):
+                cache.execute("DELETE FROM task_cache WHERE key = ?", (key,))
+
+
+def _local_paths(outputs: Outputs) -> Iterator[str]:
+    """Of files and folders, which may be fields of a dataclass."""
+    for named in outputs.literals:
+        for one in named.value.collection.literals or [named.value]:
+            if one.scalar.HasField("binary"):
+                yield from _paths_in(msgpack.loads(one.scalar.binary.value, strict_map_key=False))
+            elif one.scalar.blob.uri.startswith("/"):
+                yield one.scalar.blob.uri
+
+
+def _paths_in(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        if "path" in value and str(value["path"]).startswith("/"):
+            yield str(value["path"])
+        for one in value.values():
+            yield from _paths_in(one)

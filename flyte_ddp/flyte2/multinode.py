@@ -1,0 +1,65 @@
+"""Training on many nodes, which Flyte 2 starts as a JobSet whose pods run torchrun. Imports torch."""
+
+import dataclasses
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from flyte import storage
+from flyte.io import Dir, File
+
+from flyte_ddp.attempt.failures import attempt_error, failure_of
+from flyte_ddp.attempt.multinode import download_once
+from flyte_ddp.attempt.webhook import telling_webhook
+from flyte_ddp.flyte2 import platform
+from flyte_ddp.flyte2.data import downloaded
+from flyte_ddp.launch.failures import Failure
+
+
+def downloaded_once(given: File | Dir | None) -> Path | None:
+    """A copy that all ranks of this host share."""
+    if given is None:
+        return None
+
+    def download(place: str) -> None:
+        downloaded(given, place)
+
+    return download_once(given.path, "" if isinstance(given, Dir) else Path(given.path).name, download)
+
+
+@contextmanager
+def naming_the_cause() -> Iterator[None]:
+    """Flyte shows, and acts upon, the error of rank 0 alone. So each rank leaves its own in the storage, and rank 0, if
+    it has only lost another one, raises that one's instead."""
+    try:
+        yield
+    except Exception as error:
+        own, others = failure_of(platform, error), f"{platform.logs_url()}/failures"
+        if own.is_effect and os.environ["RANK"] == "0":
+            own = next(iter(_causes(others)), own)
+        elif not own.is_effect:
+            _leave(own, f"{others}/rank-{os.environ['RANK']}.json")
+        if os.environ["RANK"] == "0":
+            with telling_webhook(platform):
+                raise attempt_error(platform, own, platform.logs_url()) from None
+        raise
+
+
+def _leave(failure: Failure, url: str) -> None:
+    with suppress(Exception), tempfile.NamedTemporaryFile("w") as file:  # storage fails: rank 0 then says what it knows
+        json.dump(dataclasses.asdict(failure), file)
+        file.flush()
+        platform.put(Path(file.name), url)
+
+
+def _causes(folder: str) -> list[Failure]:
+    """Those that ranks have left, the first one first."""
+    try:
+        files = storage.get_underlying_filesystem(path=folder)
+        left = [Failure(**json.loads(files.cat_file(path))) for path in files.find(folder)]
+    except Exception:  # each storage has its own; one without a folder of this name may raise, too
+        return []
+    return sorted(left, key=lambda failure: failure.at)

@@ -1,0 +1,154 @@
+"""Flyte 2 as the platform of an attempt, by its SDK: a module with the functions of flyte_ddp.attempt.platform."""
+
+import os
+import tempfile
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import BinaryIO
+
+import flyte
+import flyte.errors
+import flyte.report
+from flyte import storage
+from flyte.models import CheckpointPaths
+from flyte.syncify import syncify
+
+from flyte_ddp.attempt.webhook import CONSOLE_VARIABLE
+from flyte_ddp.launch.failures import Failure
+
+download_errors = ()  # flyte_ddp.flyte2.data raises our own
+
+
+def is_local() -> bool:
+    """Also in a plain call of a task's function, without a run."""
+    context = flyte.ctx()
+    return not context or context.mode != "remote"
+
+
+def working_folder() -> Path:
+    return _working_folder(flyte.ctx().action.name, earlier_attempts())
+
+
+@cache
+def _working_folder(*attempt: object) -> Path:
+    return Path(tempfile.mkdtemp(prefix="attempt-"))
+
+
+def earlier_attempts() -> int:
+    return flyte.ctx().attempt_number if flyte.ctx() else 0
+
+
+def execution() -> tuple[str, str]:
+    """The run: PROJECT/DOMAIN/NAME."""
+    if is_local():
+        return "", ""
+    run = flyte.ctx().action
+    console = os.environ.get(CONSOLE_VARIABLE, "").rstrip("/")
+    page = f"v2/domain/{run.domain}/project/{run.project}/runs/{run.run_name}"
+    return f"{run.project}/{run.domain}/{run.run_name}", f"{console}/{page}" if console else ""
+
+
+# --- storage ---
+
+
+def logs_url() -> str:
+    """Beside the checkpoint: Flyte gives each attempt a folder for that. A pod that Flyte starts once more within the
+    attempt, because it was killed, has a folder of its own in it, so that the log of the one before remains."""
+    return _logs_urls(_attempt_url(), flyte.ctx().restart_attempt)[-1]
+
+
+def previous_logs_url() -> str:
+    """That of the killed pod before this one, if it is of the same attempt."""
+    *earlier, _ = _logs_urls(_attempt_url(), flyte.ctx().restart_attempt)
+    previous = previous_checkpoint_url()
+    return earlier[-1] if earlier else f"{previous.rpartition('/')[0]}/logs" if previous else ""
+
+
+@cache
+def _logs_urls(attempt: str, restarts: int | None) -> list[str]:
+    """Those of all pods of the attempt until now, one after the other; of a JobSet, those of all its restarts."""
+    urls = [f"{attempt}/logs"]
+    while (restarts is None and _exists(f"{urls[-1]}/console.log")) or len(urls) <= (restarts or 0):
+        urls.append(f"{attempt}/restart-{len(urls)}/logs")
+    return urls
+
+
+def _exists(url: str) -> bool:
+    try:
+        return bool(storage.get_underlying_filesystem(path=url).exists(url))
+    except Exception:  # each storage has its own; the checkpoint, which is asked for next, finds out what to do
+        return False
+
+
+def _attempt_url() -> str:
+    return checkpoint_url().rpartition("/")[0]
+
+
+def checkpoint_url() -> str:
+    return _path(_checkpoint_paths().checkpoint_path)
+
+
+def previous_checkpoint_url() -> str:
+    return _path(_checkpoint_paths().prev_checkpoint_path)
+
+
+def _checkpoint_paths() -> CheckpointPaths:
+    paths = flyte.ctx().checkpoint_paths
+    assert paths  # every pod has them
+    return paths
+
+
+def _path(argument: str | None) -> str:
+    """In the first attempt the path of the one before it is two quotation marks."""
+    return (argument or "").strip().strip('"').rstrip("/")
+
+
+def get(url: str, path: Path) -> None:
+    storage.get_underlying_filesystem(path=url).get_file(url, str(path))
+
+
+def put(path: Path, url: str) -> None:
+    storage.get_underlying_filesystem(path=url).makedirs(url.rpartition("/")[0], exist_ok=True)  # where it has folders
+    syncify(storage.put)(str(path), url)
+
+
+def open_file(url: str) -> BinaryIO:
+    file: BinaryIO = storage.get_underlying_filesystem(path=url).open(url, "rb")
+    return file
+
+
+# --- what Flyte shows ---
+
+
+def publisher(title: str) -> Callable[[str], None]:
+    """A function that shows HTML as the task's report."""
+    if is_local():
+        return lambda html: None  # a local run's page is a file that one can open
+    tab = flyte.report.get_tab(title)
+
+    def publish(html: str) -> None:
+        tab.replace(html)
+        flyte.report.flush()
+
+    return publish
+
+
+class AttemptError(flyte.errors.RuntimeUserError):
+    """A failure that Flyte retries, as it does with all but a FinalError."""
+
+    def __init__(self, failure: Failure, message: str):
+        super().__init__(failure.cause, message)
+        self.failure = failure
+
+
+class FinalError(flyte.errors.NonRecoverableError):
+    """A failure that would come again."""
+
+    def __init__(self, failure: Failure, message: str):
+        super().__init__(message, failure.cause)
+        self.failure = failure
+
+
+def error(failure: Failure, message: str) -> AttemptError | FinalError:
+    return (AttemptError if failure.recoverable else FinalError)(failure, message)

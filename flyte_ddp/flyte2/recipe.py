@@ -1,0 +1,60 @@
+"""A user's recipe as a task of Flyte 2, in a file of their own:
+
+training = RecipeTraining("my_project.model:CharLM")
+env = training.environment("my_project")
+
+@env.task(**training.arguments())
+async def train_model(settings: Settings = Settings(), options: RunOptions = RunOptions()) -> RecipeOutputs:
+    return training.run(settings, options)
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from flyte.io import Dir, File
+
+from flyte_ddp.attempt.summaries import RecipeSummary
+from flyte_ddp.attempt.training import Trained
+from flyte_ddp.flyte2.inputs import set_up_flyte
+from flyte_ddp.flyte2.training import Flyte2Training, files_of
+from flyte_ddp.user_code import find_code
+
+
+@dataclass(frozen=True)
+class RecipeOutputs:
+    """The outputs of a recipe's training.
+
+    Attributes:
+        epoch_measures: after each epoch, by name; of the validation samples if there are any, else of the test samples.
+        model_state: the trained weights, a CPU state_dict, from which the recipe's load_model rebuilds the network.
+            With a validation split they are those of the best epoch, and logs has those of the last one as last.pt.
+        summary: the figures.
+        report: an HTML page in one file.
+        logs: a folder with the recipe's predictions on the test samples, and what ranks, trackers and profiler wrote.
+    """
+
+    epoch_measures: list[dict[str, float]]
+    model_state: File
+    summary: RecipeSummary
+    report: File
+    logs: Dir
+
+
+class RecipeTraining(Flyte2Training[RecipeOutputs]):
+    """A recipe, known only by its name: its module, which imports torch, is for the ranks.
+
+    Its first-party code and data files are shipped to the pods with the workflow's, and determine the cache version.
+    """
+
+    def __init__(self, recipe: str, data_files: Sequence[str] = (), observers: Sequence[str] = ()):
+        """recipe: "package.module:Name". data_files: files that it reads, relative to its module's file. observers:
+        classes, named likewise, with a method for each event that concerns them; no part of the cache version.
+
+        Create it at the top level of the file with the task, after the imports. Raises InputError if there is no such
+        recipe.
+        """
+        set_up_flyte()
+        super().__init__(find_code(recipe, data_files), [find_code(one) for one in observers])
+
+    def outputs_of(self, trained: Trained) -> RecipeOutputs:
+        return RecipeOutputs(trained.epoch_measures, summary=trained.recipe_summary(), **files_of(trained))

@@ -1,0 +1,137 @@
+"""Training within a task of Flyte 2, from typed inputs to typed outputs; and that of the built-in image classifiers."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias, TypeVar
+
+import flyte
+from flyte.io import Dir, File
+
+from flyte_ddp.attempt.prediction import predicted
+from flyte_ddp.attempt.registration import registration
+from flyte_ddp.attempt.summaries import TrainingSummary
+from flyte_ddp.attempt.training import IMAGE_CLASSIFIER, Trained, Training, image_subject
+from flyte_ddp.data.description import StoredData
+from flyte_ddp.engine.job import Subject
+from flyte_ddp.flyte2 import platform
+from flyte_ddp.flyte2.attempt import one_attempt
+from flyte_ddp.flyte2.data import downloaded, output_file, output_folder
+from flyte_ddp.flyte2.environment import training_arguments, training_environment
+from flyte_ddp.settings import RunOptions, TrainingSettings
+
+Data: TypeAlias = File | Dir | None
+Outputs = TypeVar("Outputs")
+
+
+class Flyte2Training(Training[Data, Outputs]):
+    """Trains within a task of Flyte 2, on one node or many.
+
+    The task is an async function, although it awaits nothing, so that it runs in the pod's main thread: that one alone
+    hears that the pod is asked to stop, and has a checkpoint written.
+    """
+
+    platform = platform
+
+    def environment(self, name: str, **more: Any) -> flyte.TaskEnvironment:
+        """The environment of the task; more: the arguments of clustered, for many nodes."""
+        files = {file for code in (self.code, *self.observers) for file in code.files}
+        return training_environment(name, self.code.version, sorted(files), **more)
+
+    def arguments(self, ignored: Sequence[str] = ("options",)) -> dict[str, Any]:
+        """Arguments of the task: cache, retries, live report, time limit."""
+        return training_arguments(f"{self.code.name} {self.code.version}", ignored)
+
+    def run(
+        self,
+        settings: TrainingSettings,
+        options: RunOptions,
+        data: Data | StoredData = None,
+        init: Data = None,
+    ) -> Outputs:  # as its base says
+        with one_attempt():
+            return super().run(settings, options, data, init)
+
+    def run_as_rank(
+        self, settings: TrainingSettings, options: RunOptions, data: Data = None, init: Data = None
+    ) -> Outputs | None:
+        """Trains as one rank of many nodes, in a task whose environment is clustered; outputs on rank 0 only."""
+        from flyte_ddp.attempt.multinode import train_as_rank  # they import torch
+        from flyte_ddp.flyte2.multinode import downloaded_once, naming_the_cause
+
+        def fetch() -> Subject:
+            return self.subject(settings, downloaded_once(data), downloaded_once(init))
+
+        asked = registration()
+        nodes = asked.node_range, asked.ranks_per_node
+        with naming_the_cause():
+            trained = train_as_rank(platform, settings, options, fetch, *nodes, self.observers)
+        return self.outputs_of(trained) if trained else None
+
+    def predict(
+        self,
+        model_state: File,
+        settings: TrainingSettings,
+        shard: int = 0,
+        shards: int = 1,
+        data: Data = None,
+        split: str = "test",
+        init: Data = None,
+    ) -> File:
+        """The predictions (n, ...) of a trained network for a shard of a split, as an .npy file.
+
+        settings, init: those of the training. shard: from 0; map over it, in a task with arguments(ignored=()).
+        """
+        with one_attempt():
+            subject, model = self.subject(settings, downloaded(data), downloaded(init)), downloaded(model_state)
+            assert model
+            return output_file(predicted(platform, subject, model, shard, shards, split))
+
+    def downloaded(self, given: Data) -> Path | None:
+        return downloaded(given)
+
+
+def files_of(trained: Trained) -> dict[str, Any]:
+    """The outputs that all trainings have."""
+    return {
+        "model_state": output_file(trained.model),
+        "report": output_file(trained.report),
+        "logs": output_folder(trained.logs, trained.logs_url),
+    }
+
+
+@dataclass(frozen=True)
+class TrainingOutputs:
+    """The outputs of an image classifier's training.
+
+    Attributes:
+        epoch_accuracies: after each epoch, on the validation split if there is one, else on the test split; 0 to 1.
+        model_state: the trained weights, a CPU state_dict; with a validation split those of the best epoch.
+        summary: the figures.
+        report: an HTML page in one file.
+        logs: a folder with predictions on the test split, and what ranks, trackers and profiler wrote; with a
+            validation split also last.pt, the weights of the last epoch.
+    """
+
+    epoch_accuracies: list[float]
+    model_state: File
+    summary: TrainingSummary
+    report: File
+    logs: Dir
+
+
+class ImageTraining(Flyte2Training[TrainingOutputs]):
+    """Trains an image classifier on a prepared dataset."""
+
+    def subject(
+        self, settings: TrainingSettings, source: Path | StoredData | None, init: Path | None = None
+    ) -> Subject:
+        assert isinstance(source, Path)
+        return image_subject(settings, source, init)
+
+    def outputs_of(self, trained: Trained) -> TrainingOutputs:
+        accuracies = [measures["accuracy"] for measures in trained.epoch_measures]
+        return TrainingOutputs(accuracies, summary=trained.image_summary(), **files_of(trained))
+
+
+image_training = ImageTraining(IMAGE_CLASSIFIER)

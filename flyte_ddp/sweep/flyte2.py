@@ -1,0 +1,103 @@
+"""A sweep in Flyte 2: the parts of flyte2/sweep.py."""
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from flyte import storage
+from flyte.errors import RuntimeUserError
+from flyte.io import Dir, File
+
+from flyte_ddp.attempt.folders import run_folder
+from flyte_ddp.errors import InputError, NonFiniteError
+from flyte_ddp.flyte2 import platform
+from flyte_ddp.flyte2.attempt import one_attempt
+from flyte_ddp.flyte2.data import output_file, output_page
+from flyte_ddp.flyte2.training import image_training
+from flyte_ddp.launch.environment import choose_world
+from flyte_ddp.recipes.hyperparameters import Hyperparameters
+from flyte_ddp.report.console import say_last
+from flyte_ddp.settings import RunOptions
+from flyte_ddp.sweep.halving import Entrant, Rungs, TrialResult, check_rungs, entrants, failed, result_of, rungs_of
+from flyte_ddp.sweep.page import compared
+from flyte_ddp.sweep.search import Sweep, trials_of
+
+Try = Callable[[Entrant], Awaitable[TrialResult]]
+
+
+@dataclass(frozen=True)
+class SweepComparison:
+    """The trials side by side.
+
+    Attributes:
+        best: the hyperparameters of the best trial.
+        table: all trials, best first.
+        report: an HTML page in a single file.
+    """
+
+    best: Hyperparameters
+    table: File
+    report: File
+
+
+def list_trials(sweep: Sweep, hp: Hyperparameters, options: RunOptions) -> list[Hyperparameters]:
+    """The hyperparameters of each trial, all checked before anything is downloaded or spawned."""
+    with one_attempt():
+        trials = trials_of(sweep, hp)
+        check_rungs(sweep, [vars(trial) for trial in trials])
+        if (sweep.measure, sweep.largest) != ("accuracy", True):
+            raise InputError(f"Sweep.measure must be accuracy for image classifiers, largest, got {sweep.measure!r}")
+        if platform.is_local():
+            for trial in trials:
+                choose_world(trial.backend, options.nproc, trial.batch_size)
+        return trials
+
+
+def try_out(entrant: Entrant, data: Dir, options: RunOptions) -> TrialResult:
+    """Trains from the entrant's checkpoint; if that is gone, from the start, with the same result.
+
+    A loss that is not finite is a result, too. Any other failure is raised: the result would be cached, but not all of
+    them, such as a full disk or GPU memory, follow from the settings.
+    """
+    started, hp = time.time(), Hyperparameters.from_json(entrant.settings)
+    there = entrant.checkpoint and storage.exists_sync(entrant.checkpoint)
+    try:
+        outputs = image_training.run(hp, options, data, File(path=entrant.checkpoint) if there else None)
+    except Exception as error:
+        failure = getattr(error, "failure", None)
+        if failure is None or failure.cause != NonFiniteError.__name__:
+            raise
+        return failed(failure, time.time() - started)
+    checkpoint = f"{outputs.logs.path}/final-checkpoint" if hp.stop_after else ""
+    measures, loss = {"accuracy": outputs.epoch_accuracies[-1]}, outputs.summary.test_loss
+    return result_of(outputs.summary, measures, loss, outputs.report.path, checkpoint)
+
+
+async def run_rungs(sweep: Sweep, trials: Sequence[Hyperparameters], run: Try) -> Rungs:
+    """Runs the trials of a rung side by side, sweep.concurrency at a time; None for one whose pods have failed for
+    good."""
+    settings, places = [dataclasses.asdict(one) for one in trials], asyncio.Semaphore(sweep.concurrency)
+    rungs: Rungs = []
+
+    async def attempt(entrant: Entrant) -> TrialResult | None:
+        async with places:
+            try:
+                return await run(entrant)
+            except RuntimeUserError:  # Flyte's page of that task has it
+                return None
+
+    for _ in rungs_of(sweep, settings):
+        rungs.append(await asyncio.gather(*map(attempt, entrants(sweep, settings, rungs).values())))
+    return rungs
+
+
+def compare(sweep: Sweep, trials: Sequence[Hyperparameters], rungs: Rungs, subject: str) -> SweepComparison:
+    """Ranks the trials by the sweep's measure; raises ReportedError if none has one."""
+    with one_attempt(), run_folder(platform, f"sweep-{subject}") as folder:
+        best = compared(sweep, [dataclasses.asdict(one) for one in trials], rungs, subject, folder)
+        report = output_page(folder, f"Sweep of {subject}", best.page)
+        where = [f"Trials:   {best.table}", f"Report:   {report.path}"] if platform.is_local() else []
+        say_last("\n".join([*best.said, *where, ""]))
+        return SweepComparison(trials[best.number - 1], output_file(best.table), report)

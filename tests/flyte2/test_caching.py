@@ -1,0 +1,81 @@
+"""What decides whether a result of Flyte 2 is reused, and what a pod asks for."""
+
+import shutil
+import sys
+from typing import Any
+
+import pytest
+from flyte.extend import get_proto_extended_resources, get_proto_resources
+from flyteidl2.core.tasks_pb2 import Resources as Proto
+
+from flyte2 import mnist
+from flyte_ddp.attempt import requested
+from flyte_ddp.attempt.training import IMAGE_CLASSIFIER
+from flyte_ddp.code_version import with_installed
+from flyte_ddp.flyte2.environment import resources, training_environment
+from flyte_ddp.flyte2.recipe import RecipeTraining
+from tests.commands import ROOT
+
+
+def version(task_arguments):
+    return task_arguments["cache"].get_version()
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    shutil.copytree(ROOT / "examples" / "tabular", tmp_path / "tabular")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_the_version_follows_the_code_and_torch_but_no_comment(project, monkeypatch):
+    file = project / "tabular" / "recipe.py"
+
+    def found():
+        return version(RecipeTraining("tabular.recipe:Tabular").arguments())
+
+    first = found()
+    file.write_text(f"# a remark\n{file.read_text()}")
+    assert found() == first
+    file.write_text(file.read_text().replace("nn.ReLU()", "nn.GELU()"))
+    second = found()
+    assert second != first
+    monkeypatch.setattr("flyte_ddp.code_version.version", lambda name: "99")
+    assert found() != second, "another torch in the image"
+
+
+def test_a_training_is_cached_by_all_that_the_library_imports_for_it_and_not_by_options():
+    cache: Any = mnist.train.cache
+    assert cache.get_ignored_inputs() == ("options",)
+    assert cache.serialize
+    assert cache.get_version() == with_installed(f"{IMAGE_CLASSIFIER.name} {IMAGE_CLASSIFIER.version}", ["torch"])
+
+
+def test_a_pod_gets_what_is_registered(monkeypatch):
+    monkeypatch.setenv("DDP_GPUS", "4")
+    monkeypatch.setenv("DDP_ACCELERATOR", "A100_80GB")
+    monkeypatch.setenv("DDP_TRAINING_DISK", "5Gi:20Gi")
+    monkeypatch.setenv("DDP_WANDB_SECRET", "wandb/key")
+    environment: Any = training_environment("trains", "0123")
+    asked: Any = get_proto_resources(environment.resources)
+    amounts = {Proto.ResourceName.Name(entry.name): entry.value for entry in [*asked.requests, *asked.limits]}
+    assert amounts == {"CPU": "8", "MEMORY": "32Gi", "GPU": "4", "EPHEMERAL_STORAGE": "20Gi"}
+    kind: Any = get_proto_extended_resources(environment.resources)
+    assert kind.gpu_accelerator.device == "nvidia-a100-80gb"
+    assert environment.env_vars["DDP_POD_GPUS"] == "4"
+    assert environment.env_vars["DDP_TRAINING_CODE"] == "0123"
+    (secret,) = environment.secrets
+    assert (secret.group, secret.key, secret.as_env_var) == ("wandb", "key", "WANDB_API_KEY")
+
+
+def test_a_small_pod_asks_for_little_and_may_take_more():
+    asked: Any = get_proto_resources(resources(requested.small_size()))
+    values = {Proto.ResourceName.Name(entry.name): entry.value for entry in asked.requests}
+    assert values["CPU"] == "100m"
+
+
+def test_all_of_the_library_is_shipped_though_the_ranks_modules_are_not_imported():
+    shipped = {path.removeprefix(f"{ROOT}/") for path in mnist.training.include}
+    assert {"flyte_ddp/engine/worker.py", "flyte_ddp/attempt/training.py"} <= shipped
+    assert "flyte_ddp.engine.worker" not in sys.modules or "torch" in sys.modules

@@ -1,0 +1,102 @@
+"""`flyte run --local`, in the test's process: inputs, results, the cache."""
+
+import csv
+import json
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from flyte.cli._params import JsonParamType
+from flyte.cli.main import main
+
+from flyte_ddp.recipes.hyperparameters import Hyperparameters
+from tests.commands import ROOT, words
+
+SMALL = {"dataset": "digits", "epochs": 1, "batch_size": 512}
+
+
+def flyte_run(*arguments: str, status: int = 0, file: str = "flyte2/mnist.py", task: str = "main", cwd: Path = ROOT):
+    """What it prints; fails if it ends otherwise."""
+    with pytest.MonkeyPatch.context() as here:
+        here.chdir(cwd)
+        here.setenv("DO_NOT_TRACK", "1")  # the SDK reports its own failures to its makers
+        done = CliRunner().invoke(main, ["run", "--local", file, task, *arguments], terminal_width=200)
+    assert done.exit_code == status, done.output
+    return words(done.output)
+
+
+@pytest.mark.parametrize(
+    ("hp", "says"),
+    [
+        ('{"epochz": 1}', 'Hyperparameters has no field "epochz" (did you mean epochs?)'),
+        ('{"epochs": "two"}', 'Hyperparameters.epochs must be a whole number, got "two"'),
+        ('{"epochs": 1, "epochs": 2}', '"epochs" is given twice: leave one of them out'),
+        ('{"epochs": 0}', "Hyperparameters.epochs must be at least 1, got 0"),
+        ("[1]", "Hyperparameters must be an object with named fields, got [1]"),
+        ("no-such-file.yaml", "no-such-file.yaml cannot be read (No such file or directory)"),
+    ],
+)
+def test_an_input_that_is_wrong_is_refused_in_one_line(hp, says):
+    said = flyte_run("--hp", hp, status=1)
+    assert says in said
+    assert "Traceback" not in said
+
+
+def test_a_run_is_cached_by_its_inputs_but_not_its_options_until_its_files_are_gone(tmp_path, monkeypatch):
+    monkeypatch.setenv("DDP_RUNS_DIR", str(tmp_path))
+    hp = json.dumps({**SMALL, "seed": 11})
+    first = flyte_run("--hp", hp)
+    assert "Epoch 1 of 1: test accuracy" in first
+    (accuracy,) = re.findall(r"epoch_accuracies=\[([^\]]*)\]", first)
+    again = flyte_run("--hp", hp, "--options", '{"nproc": 1}')
+    assert "Epoch 1 of 1" not in again
+    assert f"epoch_accuracies=[{accuracy}]" in again
+    (run,) = tmp_path.glob("*-digits-*")
+    shutil.rmtree(run)
+    assert "Epoch 1 of 1" in flyte_run("--hp", hp, "--options", '{"nproc": 1}')
+
+
+def test_a_file_of_settings_is_read_and_missing_fields_keep_their_defaults(tmp_path):
+    (tmp_path / "hp.yaml").write_text("epochs: 7\n")
+    read = JsonParamType(Hyperparameters).convert(str(tmp_path / "hp.yaml"), None, None)
+    assert read == Hyperparameters(epochs=7)
+
+
+def test_a_failure_is_said_and_not_tried_again():
+    said = flyte_run("--hp", json.dumps(SMALL), "--options", '{"nproc": 1024}', status=1)
+    assert said.count("batch_size must be at least the number of ranks") <= 3
+    assert "retrying in" not in said
+
+
+@pytest.mark.slow
+def test_a_trained_model_is_promoted_and_predicts(tmp_path, monkeypatch):
+    monkeypatch.setenv("DDP_RUNS_DIR", str(tmp_path))
+    hp, place = json.dumps({**SMALL, "seed": 12}), str(tmp_path / "place")
+    first = flyte_run("--place", place, "--hp", hp, file="flyte2/promote.py")
+    assert "as the first model" in first
+    again = flyte_run("--place", place, "--hp", hp, file="flyte2/promote.py")
+    assert "promoted=False" in again
+    (run,) = (path.parent for path in tmp_path.glob("*-digits-*/logs"))
+    arguments = ("--model_state", str(run / "model.pt"), "--shards", "2")
+    flyte_run(*arguments, file="flyte2/inference.py")
+    parts = sorted(tmp_path.glob("*/predictions-?.npy"), key=lambda path: path.name)
+    assert len(parts) == 2
+    rows = np.concatenate([np.load(part) for part in parts])
+    assert np.array_equal(rows, np.load(run / "logs" / "predictions.npy"))
+
+
+@pytest.mark.slow
+def test_a_sweep_cuts_trials_and_trains_with_the_best(tmp_path, monkeypatch):
+    monkeypatch.setenv("DDP_RUNS_DIR", str(tmp_path))
+    sweep = {"values": {"learning_rate": [0.01, 0.1, 1e30]}, "reduction_factor": 2}
+    hp = {**SMALL, "epochs": 2, "seed": 13}
+    flyte_run("--sweep", json.dumps(sweep), "--hp", json.dumps(hp), file="flyte2/sweep.py")
+    (table,) = tmp_path.glob("*/trials.csv")
+    with open(table, newline="") as file:
+        best, second, diverged = csv.DictReader(file)
+    assert (best["learning_rate"], best["trained_epochs"], second["trained_epochs"]) == ("0.1", "2", "1")
+    assert diverged["failure"].startswith("NonFiniteError: loss is not finite in epoch 1")
+    assert "Sweep of digits" in (table.parent / "report.html").read_text()
