@@ -48,13 +48,13 @@ class BlockSplit:
         reading.cache.open()
         self.blocks, self.name, self.reading, self.device = blocks, name, reading, reading.device
         self.chosen = np.arange(len(blocks.lengths)) if chosen is None else chosen
-        self.lengths = blocks.lengths[self.chosen]
-        self.ends = np.cumsum(self.lengths)
-        self.sizes = np.zeros_like(self.lengths)  # in bytes; not known before the first one is there
+        self.block_lengths = blocks.lengths[self.chosen]
+        self.ends = np.cumsum(self.block_lengths)
+        self.sizes = np.zeros_like(self.block_lengths)  # in bytes; not known before the first one is there
         self._kept: set[int] = set()  # whose files fetch has left for its next call
         self._keep({0})
-        self.row = np.asarray(open_rows(self.path(0), int(self.lengths[0]), self._name(0)))[:0].copy()
-        self.sizes = self.lengths * kind_of(self.row).itemsize + HEADER_BYTES
+        self.row = np.asarray(open_rows(self.path(0), int(self.block_lengths[0]), self._name(0)))[:0].copy()
+        self.sizes = self.block_lengths * kind_of(self.row).itemsize + HEADER_BYTES
 
     def __len__(self) -> int:
         return int(self.ends[-1])
@@ -79,9 +79,10 @@ class BlockSplit:
 
     def spread(self, count: int) -> Tensor:
         """See batches.spread."""
-        blocks = max(SPREAD_BLOCKS, int(-(-count // np.median(self.lengths))))
-        chosen = np.unique(np.linspace(0, len(self.lengths) - 1, min(blocks, len(self.lengths)), dtype=np.int64))
-        samples = np.concatenate([np.arange(self.ends[one] - self.lengths[one], self.ends[one]) for one in chosen])
+        blocks = max(SPREAD_BLOCKS, int(-(-count // np.median(self.block_lengths))))
+        chosen = np.unique(np.linspace(0, len(self.ends) - 1, min(blocks, len(self.ends)), dtype=np.int64))
+        starts = self.ends - self.block_lengths
+        samples = np.concatenate([np.arange(starts[one], self.ends[one]) for one in chosen])
         return torch.from_numpy(samples[np.linspace(0, len(samples) - 1, count, dtype=np.int64)])
 
     def fetch(self, parts: Iterable[Tensor]) -> Iterator[Any]:
@@ -98,7 +99,7 @@ class BlockSplit:
         """See batches.Order; computed(step): the positions of what this rank computes, for any step."""
         if len(keys) > 1:
             raise InputError(f"passes_per_epoch must be 1 with Blocks, got {len(keys)}: raise epochs instead")
-        order = BlockOrder(self.lengths, keys[0], batch_size, samples, self.blocks.window, self.blocks.streams)
+        order = BlockOrder(self.block_lengths, keys[0], batch_size, samples, self.blocks.window, self.blocks.streams)
         return BlocksInOrder(self, order, computed)
 
     def path(self, block: int) -> Path:
@@ -182,7 +183,8 @@ class BlockRows:
     """Reads samples from the files of their blocks, in the rank or in a loader worker."""
 
     def __init__(self, split: BlockSplit):
-        self.row, self.ends, self.lengths, self.chosen = split.row, split.ends, split.lengths, split.chosen
+        self.row, self.ends, self.chosen = split.row, split.ends, split.chosen
+        self.block_lengths = split.block_lengths
         self.start = str(split.path(0)).removesuffix(f"{split.chosen[0]}.npy")
         self._opened: dict[int, np.ndarray] = {}  # (n, bytes of a row) uint8: the fastest to take rows from
 
@@ -199,12 +201,13 @@ class BlockRows:
             self._opened = {one: rows for one, rows in self._opened.items() if os.path.exists(self._path(one))}
         for block in needed:
             mine = blocks == block
-            found[mine] = self._open(block)[samples[mine] - (self.ends[block] - self.lengths[block])]
+            found[mine] = self._open(block)[samples[mine] - (self.ends[block] - self.block_lengths[block])]
         return tree_of(found.view(self.row.dtype).reshape(len(samples), *self.row.shape[1:]))
 
     def _open(self, block: int) -> np.ndarray:
         if block not in self._opened:
-            rows, row = open_rows(self._path(block), int(self.lengths[block]), f"block {self.chosen[block]}"), self.row
+            name, row = f"block {self.chosen[block]}", self.row
+            rows = open_rows(self._path(block), int(self.block_lengths[block]), name)
             if kind_of(rows) != kind_of(row):
                 name = f"block {self.chosen[block]}"
                 raise DataError(f"{name} has samples of {kind_of(rows)}, where others have {kind_of(row)}")

@@ -218,6 +218,8 @@ def load_split(recipe: Recipe, split: str, job: Job, cache: BlockCache) -> Split
     options = job.options
     try:
         if isinstance(data, Blocks):
+            if recipe.lengths(split) is not None or recipe.length_window:
+                raise InputError("samples in Blocks have one shape: leave out lengths and length_window")
             return BlockSplit(data, split, Reading(cache, recipe.device, options.loader_workers, options.pin_memory))
         if isinstance(data, torch.utils.data.IterableDataset):
             raise InputError(
