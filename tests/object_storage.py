@@ -79,7 +79,7 @@ class Requests(BaseHTTPRequestHandler):
             self.answer(400, b"<Error><Code>Refused</Code><Message>not now</Message></Error>")
             return
         if "list-type" in self.query:
-            self.list_objects(self.query.get("prefix", [""])[0], "delimiter" in self.query)
+            self.list_objects(self.query.get("prefix", [""])[0], bool(self.query.get("delimiter", [""])[0]))
         elif self.key not in self.server.objects:
             self.answer(404, b"<Error><Code>NoSuchKey</Code></Error>")
         else:

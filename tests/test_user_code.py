@@ -275,7 +275,7 @@ def test_a_remote_run_ships_it_from_a_repository_with_workflows_of_its_own(tmp_p
         RecipeTraining("{NAME}", ["labels.txt"], observers=["watching.notes:Notes"])
         import workflows.shared, named  # one that was shipped already
         watched = RecipeTraining("{NAME}", ["labels.txt"], observers=["watching.notes:Notes"])
-        assert watched.version.code == RecipeTraining("{NAME}", ["labels.txt"]).version.code
+        assert watched.code.version == RecipeTraining("{NAME}", ["labels.txt"]).code.version
         assert not {{"torch", "recipes", "plain", "watching"}} & set(sys.modules)
         print("\\n".join(ls_files("{root}", CopyFileDetection.LOADED_MODULES)[0]))
     """
