@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import numpy as np
 
 from flyte_ddp.data.blocks import Blocks, length_of, rows_of
@@ -62,7 +61,8 @@ def write_blocks(folder: str | Path, data: Any, rows: int) -> None:
     """
     if rows < 1:
         raise InputError(f"rows must be at least 1, got {rows}")
-    files, root = fsspec.core.url_to_fs(str(folder))
+    stored = Stored(folder)
+    files, root = stored.files, stored.root
     files.makedirs(root, exist_ok=True)
     if files.exists(f"{root}/{INDEX}"):
         raise InputError(f"{folder} has blocks already: name another folder")

@@ -7,12 +7,15 @@ that names the file, before the launcher takes the rank for hung (RunOptions.tim
 import hashlib
 import io
 import json
+import pkgutil
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 import fsspec
+from fsspec.registry import known_implementations
 
 from flyte_ddp.data.description import StoredData
 from flyte_ddp.errors import DataError, DownloadError, InputError
@@ -33,12 +36,27 @@ def use_storage_options(options: dict[str, dict[str, Any]]) -> None:
         fsspec.config.conf.setdefault(protocol, {}).update(values)
 
 
+@contextmanager
+def fsspecs_own(url: str) -> Iterator[None]:
+    """The block opens the URL by fsspec's own implementation: flyte, once imported, registers others, whose options
+    have other names."""
+    protocol = fsspec.core.split_protocol(url)[0] or "file"
+    registered = fsspec.get_filesystem_class(protocol)
+    module, _, name = known_implementations[protocol]["class"].rpartition(".")
+    fsspec.register_implementation(protocol, pkgutil.resolve_name(f"{module}:{name}"), clobber=True)
+    try:
+        yield
+    finally:
+        fsspec.register_implementation(protocol, registered, clobber=True)
+
+
 class Stored:
     """The files below a URL, or the single file that it names."""
 
     def __init__(self, url: str | Path):
         self.url = str(url).rstrip("/")
-        self.files, self.root = fsspec.core.url_to_fs(self.url)
+        with fsspecs_own(self.url):
+            self.files, self.root = fsspec.core.url_to_fs(self.url)
 
     def name(self, file: str) -> str:
         """The file in messages."""
