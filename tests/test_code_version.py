@@ -49,7 +49,14 @@ CACHED = {"engine.worker", "engine.predict", "recipes.images", "inference.rank",
 NOT_CACHED = {"engine.joined", "export.rank", "hardware.rank", "loading.rank", "promote.rank", "timing.rank"}
 # They import by a computed name: a recipe's, from which find_code starts, or that of the class of a file's settings,
 # which only loading without settings needs. code_version itself only computes names
-COMPUTED = {"engine/set_up.py", "lightning/modules.py", "recipes/models.py", "model_metadata.py", "code_version.py"}
+COMPUTED = {
+    "engine/set_up.py",
+    "lightning/modules.py",
+    "recipes/models.py",
+    "model_metadata.py",
+    "code_version.py",
+    "data/stored.py",
+}
 
 EDIT = """if True:
     import json, sys
