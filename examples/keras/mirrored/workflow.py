@@ -3,12 +3,12 @@
 pyflyte run mirrored/workflow.py mirrored_wf --hp '{"strategy": "multi_worker"}'
 """
 
+import hashlib
 from typing import NamedTuple
 
 from flytekit import task, workflow
 from flytekit.types.file import FlyteFile
 
-from flyte_ddp.attempt.checkpoints import training_key
 from flyte_ddp.attempt.run import training_run
 from flyte_ddp.tasks import platform
 from flyte_ddp.tasks.outputs import output_file, output_page
@@ -39,7 +39,7 @@ class Outputs(NamedTuple):
 @task(retries=2, enable_deck=True, deck_fields=(), **training_resources())
 def train_mirrored(hp: Hyperparameters) -> Outputs:
     """Trains the network; a retry resumes from the last attempt's checkpoint."""
-    key = training_key(hp, CODE.version)
+    key = hashlib.sha256(repr((hp, CODE.version)).encode()).hexdigest()[:16]
     with training_run(platform, "mirrored", key, resume=True) as run:
         model = run.folder / "model.keras"
         result = train(hp, model, run.store.path, run.store)
