@@ -26,10 +26,11 @@ from benchmarks.gpu_rows.training import IMAGES
 from flyte_ddp.data.datasets import prepare
 from flyte_ddp.data.image_folder import write_folder
 from flyte_ddp.data.prepared import open_split
-from flyte_ddp.engine.batches import Resident, TrainBatches
+from flyte_ddp.engine.batches import TrainBatches
 from flyte_ddp.engine.by_row import ByRow
 from flyte_ddp.engine.loading import Streamed
 from flyte_ddp.engine.measures import augment
+from flyte_ddp.engine.splits import Resident
 from flyte_ddp.engine.state import TrainingState
 from flyte_ddp.recipe import Recipe
 

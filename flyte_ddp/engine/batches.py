@@ -1,19 +1,18 @@
-"""Batches of a split: which samples, in which order, and which of them are this rank's."""
+"""Batches of a split: in which order its samples come, and which of them are this rank's."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from flyte_ddp.batch_share import BatchShare
 from flyte_ddp.engine.block_split import BlockSplit
-from flyte_ddp.engine.lengths import Lengths, SimilarLengths, lengths_of, padded
+from flyte_ddp.engine.lengths import SimilarLengths, lengths_of
 from flyte_ddp.engine.order import shuffled
+from flyte_ddp.engine.splits import Split
 from flyte_ddp.engine.torch_compat import pytree
-from flyte_ddp.errors import InputError
 from flyte_ddp.random_numbers import key_of
 
 LOOKED_UP = 1 << 14  # how many of a rank's samples are looked up in the order at once
@@ -46,101 +45,6 @@ class Batch:
             )
             for start in range(0, count, most)
         ]
-
-
-class Split(Protocol):
-    """The samples of a split, wherever they are."""
-
-    device: torch.device
-
-    def __len__(self) -> int: ...
-
-    def fetch(self, parts: Iterable[Tensor]) -> Iterator[Any]:
-        """For each part, (n,) int64 sample indices on the host: its tensors (n, ...), as a tree on the device."""
-
-
-class Resident:
-    """Tensors (N, ...) on a device, single or nested; memory maps among them stay on disk."""
-
-    def __init__(self, data: Any, device: torch.device):
-        """Raises InputError if the data cannot be trained on; the caller says which data."""
-        self.device = device
-        self.lengths: Lengths | None = None
-        leaves, self._structure = pytree.tree_flatten(data)
-        leaves = [leaf if isinstance(leaf, np.memmap) else _as_tensor(leaf) for leaf in leaves]
-        lengths = [len(leaf) if leaf.ndim else 0 for leaf in leaves]
-        if not lengths or min(lengths) < 1 or len(set(lengths)) > 1:
-            shapes = ", ".join(str(tuple(leaf.shape)) for leaf in leaves) or "no tensors"
-            raise InputError(f"the first dimension has to be the samples, as many in all tensors, got {shapes}")
-        for leaf in leaves:
-            if isinstance(leaf, Tensor) and leaf.is_floating_point() and not bool(leaf.isfinite().all()):
-                bad = int(leaf.isfinite().logical_not().nonzero()[0, 0])
-                raise InputError(f"sample {bad} has a NaN or infinite value: fix it, or leave it out")
-        self._leaves = [leaf.to(device) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        self._length = lengths[0]
-
-    def __len__(self) -> int:
-        return self._length
-
-    def fetch(self, parts: Iterable[Tensor]) -> Iterator[Any]:
-        for part in parts:
-            mine = self._to_device(part)
-            leaves = [leaf[mine] if isinstance(leaf, Tensor) else self._read(leaf, part) for leaf in self._leaves]
-            yield pytree.tree_unflatten(leaves, self._structure)
-
-    def _read(self, leaf: np.memmap, indices: Tensor) -> Tensor:
-        return self._to_device(torch.from_numpy(leaf[indices.numpy()]))
-
-    def _to_device(self, read: Tensor) -> Tensor:
-        # only from page-locked memory is the copy asynchronous
-        read = read.pin_memory() if self.device.type == "cuda" else read
-        return read.to(self.device, non_blocking=True)
-
-
-def _as_tensor(leaf: Any) -> Tensor:
-    if not isinstance(leaf, (Tensor, np.ndarray)):
-        raise InputError(f"data must be tensors, arrays or a torch Dataset, got {type(leaf).__name__}")
-    if isinstance(leaf, np.ndarray) and leaf.dtype.kind not in "biufc":
-        raise InputError(f"data must be numbers, got {leaf.dtype.name}: leave it out, or encode it as numbers")
-    return torch.as_tensor(leaf)
-
-
-class Part:
-    """Some samples of a split: `count` of them, at(positions (n,) int64) being their indices in it."""
-
-    def __init__(self, split: Split, count: int, at: Callable[[Tensor], Tensor]):
-        self.split, self.count, self.at, self.device = split, count, at, split.device
-        lengths = lengths_of(split)
-        self.lengths = lengths.of(at(torch.arange(count))) if lengths else None
-
-    def __len__(self) -> int:
-        return self.count
-
-    def fetch(self, parts: Iterable[Tensor]) -> Iterator[Any]:
-        return self.split.fetch(self.at(part) for part in parts)
-
-
-def hold_out(split: Split, fraction: float) -> tuple[Split, Split]:
-    """The samples left to train on, and the held-out ones; the same on every machine and for any settings.seed.
-
-    So runs can be compared, and a training that starts from another one's weights has not seen its validation samples.
-    """
-    if isinstance(split, BlockSplit):
-        return split.hold_out(fraction)
-    samples = len(split)
-    count = round(fraction * samples)
-    if not 0 < count < samples:
-        raise InputError(f"validation_fraction must leave a sample on either side of {samples}, got {fraction:g}")
-    key = key_of(0)
-    held = Part(split, count, lambda positions: shuffled(positions, samples, key))
-    return Part(split, samples - count, lambda positions: shuffled(positions + count, samples, key)), held
-
-
-def spread(split: Split, count: int) -> Tensor:
-    """(count,) int64: samples from all over the split; where it is in blocks, from a few of these."""
-    if isinstance(split, BlockSplit):
-        return split.spread(count)
-    return torch.linspace(0, len(split) - 1, count).long()
 
 
 class Order(Protocol):
@@ -212,18 +116,15 @@ class _Batches:
         return Shuffled(self.split, keys)
 
     def _fetch(self, order: Order, first_step: int = 0) -> Iterator[tuple[int, Any, BatchShare]]:
-        steps = range(first_step, len(self))
+        steps, lengths = range(first_step, len(self)), lengths_of(self.split)
         trees = order.fetch(self._parts(order, steps), first_step)
         for step, tree in zip(steps, trees, strict=True):
             start, stop = self.samples_until(step), self.samples_until(step + 1)
             own, part = self.mine(step), self._computed(step)
             count, is_borrowed = part.stop - part.start, own != part
-            if lengths_of(self.split):
-                tree = padded(
-                    self.split,
-                    tree,
-                    *(order.at(torch.arange(*ends)) for ends in ((part.start, part.stop), (start, stop))),
-                )
+            if lengths:  # of the whole global batch, which all ranks pad alike
+                everyones = order.at(torch.arange(start, stop))
+                tree = lengths.padded(tree, everyones[part.start - start : part.stop - start], everyones)
             yield step, tree, BatchShare(part.start - start, count, stop - start, is_borrowed, self.norm_samples)
 
     def _computed(self, step: int) -> slice:
@@ -285,12 +186,6 @@ class TrainBatches(_Batches):
 
     def _keys(self, epoch: int) -> list[int]:
         return [key_of(self.seed, epoch, number) for number in range(self.passes)]
-
-
-def device_generator(device: torch.device) -> torch.Generator:
-    """The device's default generator. Seeding it directly avoids torch.manual_seed, which without a GPU formats
-    tracebacks, so that a step takes 2 to 4 % longer."""
-    return torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
 
 
 class TestBatches(_Batches):

@@ -64,7 +64,7 @@ class BlockSplit:
         return np.searchsorted(self.ends, samples, side="right")
 
     def hold_out(self, fraction: float) -> "tuple[BlockSplit, BlockSplit]":
-        """See batches.hold_out."""
+        """See splits.hold_out."""
         blocks = len(self.chosen)
         count = round(fraction * blocks)
         if not 0 < count < blocks:
@@ -78,7 +78,7 @@ class BlockSplit:
         return kept, held
 
     def spread(self, count: int) -> Tensor:
-        """See batches.spread."""
+        """See splits.spread."""
         blocks = max(SPREAD_BLOCKS, int(-(-count // np.median(self.block_lengths))))
         chosen = np.unique(np.linspace(0, len(self.ends) - 1, min(blocks, len(self.ends)), dtype=np.int64))
         starts = self.ends - self.block_lengths

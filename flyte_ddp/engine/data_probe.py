@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torch import distributed
 
-from flyte_ddp.engine.batches import Split, spread
 from flyte_ddp.engine.draws import DRAWN, host_state
 from flyte_ddp.engine.loading import Streamed, read_samples
 from flyte_ddp.engine.measures import code_location
+from flyte_ddp.engine.splits import Split, spread
 from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.recipe import Recipe
 

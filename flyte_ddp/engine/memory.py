@@ -9,10 +9,11 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from flyte_ddp.engine.batches import Batch, TrainBatches, device_generator
+from flyte_ddp.engine.batches import Batch, TrainBatches
 from flyte_ddp.engine.by_row import ByRow
 from flyte_ddp.engine.data_probe import on_any_rank
 from flyte_ddp.engine.state import TrainingState
+from flyte_ddp.engine.torch_compat import device_generator
 from flyte_ddp.errors import InputError
 from flyte_ddp.recipe import Recipe
 from flyte_ddp.weights import listed

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from flyte_ddp.engine.batches import Batch, Part, Split, spread
+from flyte_ddp.engine.batches import Batch
 from flyte_ddp.engine.by_row import ByRow
 from flyte_ddp.engine.comparison import dependences, optimizer_of, scaled_rates
 from flyte_ddp.engine.data_probe import of_first_rank, on_any_rank, unequal_data
 from flyte_ddp.engine.measures import code_location, headline_of, mismatched, pairs_of, ratios, trained_measure
+from flyte_ddp.engine.splits import Part, Split, spread
 from flyte_ddp.engine.trials import Trial, Trials
 from flyte_ddp.errors import InputError
 from flyte_ddp.recipe import Recipe

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, distributed, nn
 
 from flyte_ddp.batch_share import BatchShare
-from flyte_ddp.engine.batches import Split
 from flyte_ddp.engine.checkpoint import write_checkpoint
 from flyte_ddp.engine.job import FINAL, LAST, PICTURES, PREDICTIONS, Job, TrainingResult
 from flyte_ddp.engine.set_up import Parts
+from flyte_ddp.engine.splits import Split
 from flyte_ddp.engine.state import TrainingState
 from flyte_ddp.model_metadata import ModelMetadata, add_metadata
 from flyte_ddp.recipe import Recipe

@@ -15,7 +15,7 @@ from torch import nn
 from flyte_ddp.data.blocks import Blocks
 from flyte_ddp.data.description import StoredData
 from flyte_ddp.engine.attributes import check_attributes
-from flyte_ddp.engine.batches import Resident, Split, TestBatches, TrainBatches, hold_out
+from flyte_ddp.engine.batches import TestBatches, TrainBatches
 from flyte_ddp.engine.block_cache import BlockCache
 from flyte_ddp.engine.block_split import BlockSplit, Reading
 from flyte_ddp.engine.choice import Choice, is_lower_better
@@ -25,6 +25,7 @@ from flyte_ddp.engine.loading import Streamed
 from flyte_ddp.engine.measures import augment, code_location
 from flyte_ddp.engine.memory import recompute
 from flyte_ddp.engine.probe import Probed, probe
+from flyte_ddp.engine.splits import Resident, Split, hold_out
 from flyte_ddp.engine.state import TrainingState
 from flyte_ddp.engine.warm_start import continue_from, freeze, is_checkpoint, start_from
 from flyte_ddp.errors import InputError

@@ -13,12 +13,13 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from flyte_ddp.engine import torch_compat
 from flyte_ddp.engine.average import Average
-from flyte_ddp.engine.batches import Batch, device_generator
+from flyte_ddp.engine.batches import Batch
 from flyte_ddp.engine.by_row import ByRow
 from flyte_ddp.engine.choice import Choice
 from flyte_ddp.engine.ghost_batch_norm import RunningStatistics
 from flyte_ddp.engine.measures import ratios, trained_measure
 from flyte_ddp.engine.step import Step
+from flyte_ddp.engine.torch_compat import device_generator
 from flyte_ddp.engine.watch import Watch
 from flyte_ddp.events import EpochFinished
 from flyte_ddp.frozen_base import FrozenBase

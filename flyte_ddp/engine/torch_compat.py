@@ -190,3 +190,9 @@ class _Dynamo(ModuleType):
         if name.startswith("__") and name != "__path__":  # the import system, which wants a path before a submodule
             raise AttributeError(name)
         return getattr(_real_dynamo(), name)
+
+
+def device_generator(device: torch.device) -> torch.Generator:
+    """The device's default generator. Seeding it directly avoids torch.manual_seed, which without a GPU formats
+    tracebacks, so that a step takes 2 to 4 % longer."""
+    return torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
-from flyte_ddp.engine.batches import Batch, Split, device_generator, spread
+from flyte_ddp.engine.batches import Batch
 from flyte_ddp.engine.by_row import ByRow
 from flyte_ddp.engine.draws import Draws, host_state
 from flyte_ddp.engine.lengths import padded
 from flyte_ddp.engine.measures import augment, pairs_of, trained_measure
-from flyte_ddp.engine.torch_compat import copy_with_hooks, pytree
+from flyte_ddp.engine.splits import Split, spread
+from flyte_ddp.engine.torch_compat import copy_with_hooks, device_generator, pytree
 from flyte_ddp.recipe import Recipe
 
 

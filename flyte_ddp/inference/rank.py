@@ -10,7 +10,8 @@ from flyte_ddp.data import prepared
 from flyte_ddp.data.description import DatasetDescription
 from flyte_ddp.data.image_files import MODES, decode, reason
 from flyte_ddp.engine.arithmetic import settle_arithmetic
-from flyte_ddp.engine.batches import Resident, TestBatches
+from flyte_ddp.engine.batches import TestBatches
+from flyte_ddp.engine.splits import Resident
 from flyte_ddp.errors import InputError
 from flyte_ddp.inference.shards import ModelFile, Row, ShardJob, write_rows
 from flyte_ddp.launch.environment import Environment

@@ -13,8 +13,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
-from flyte_ddp.engine.batches import device_generator
-from flyte_ddp.engine.torch_compat import norms, pytree
+from flyte_ddp.engine.torch_compat import device_generator, norms, pytree
 from flyte_ddp.engine.watch import Watch
 from flyte_ddp.errors import InputError, NonFiniteError, StopRequested
 from flyte_ddp.events import EpochFinished, RunStarted, StepLogged

@@ -11,8 +11,9 @@ from torch.nn import functional
 from torchvision.ops import StochasticDepth
 
 from flyte_ddp.batch_share import BatchShare
-from flyte_ddp.engine.batches import Resident, TestBatches
+from flyte_ddp.engine.batches import TestBatches
 from flyte_ddp.engine.by_row import ByRow
+from flyte_ddp.engine.splits import Resident
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
 from flyte_ddp.launch.process_group import process_group

@@ -6,9 +6,9 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils.data import Dataset
 
-from flyte_ddp.engine import batches
-from flyte_ddp.engine.batches import Resident
+from flyte_ddp.engine import batches, splits
 from flyte_ddp.engine.loading import Streamed
+from flyte_ddp.engine.splits import Resident
 from flyte_ddp.errors import DataError, InputError
 
 CPU = torch.device("cpu")
@@ -82,7 +82,7 @@ def test_nothing_is_fetched_back_from_a_device(tmp_path, workers):
         assert {leaf.device for leaf in leaves} == {device}
         assert [batch.share.count for batch in found] == [2, 2, 2, 1, 2, 2]
         assert [len(batch.tree["x" if split is resident else "row"]) for batch in found] == [2, 2, 2, 1, 2, 2]
-        for part in batches.hold_out(split, 0.3):
+        for part in splits.hold_out(split, 0.3):
             (tree,) = part.fetch([torch.tensor([1, 0])])
             assert {(len(leaf), leaf.device) for leaf in pytree.tree_leaves(tree)} == {(2, device)}
 
@@ -135,7 +135,7 @@ class Numbers(Dataset):
 
 
 def test_an_epoch_of_a_billion_samples_begins_at_once_wherever_it_begins():
-    kept, held = batches.hold_out(Streamed(Numbers(), CPU), 0.01)
+    kept, held = splits.hold_out(Streamed(Numbers(), CPU), 0.01)
     assert (len(kept), len(held)) == (990_000_000, 10_000_000)
     train = batches.TrainBatches(kept, 64, 1, 3, 4, passes=2)
     first, *_ = (batch.tree for batch, _ in zip(train.epoch(0), range(2), strict=False))

@@ -10,9 +10,10 @@ from hypothesis import strategies as some
 
 from flyte_ddp.data.blocks import Blocks
 from flyte_ddp.engine import batches
-from flyte_ddp.engine.batches import TrainBatches, hold_out, spread
+from flyte_ddp.engine.batches import TrainBatches
 from flyte_ddp.engine.block_cache import BlockCache
 from flyte_ddp.engine.block_split import BlockSplit, Reading
+from flyte_ddp.engine.splits import hold_out, spread
 from flyte_ddp.launch.environment import Environment, World
 
 CPU = torch.device("cpu")

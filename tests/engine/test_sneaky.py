@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from flyte_ddp.engine.batches import Resident
 from flyte_ddp.engine.by_row import ByRow
 from flyte_ddp.engine.loading import Streamed
+from flyte_ddp.engine.splits import Resident
 from flyte_ddp.engine.trials import Trials
 from flyte_ddp.errors import InputError
 from flyte_ddp.settings import RunOptions
