@@ -104,8 +104,8 @@ def one_rank(name: str, ranks: int, folder: Path) -> tuple[float, float]:
         recipe, model, ByRow(recipe.share), names_of(recipe, model, batches), device, ranks,
         autocast=False, total_steps=STEPS,
     )  # fmt: skip
-    state.ddp.register_comm_hook(None, nothing_exchanged)
-    state.ddp.train()
+    state.parallel.register_comm_hook(None, nothing_exchanged)
+    state.parallel.train()
     times, epoch = [], batches.epoch(0)
     for _ in range(STEPS):
         started = time.perf_counter()

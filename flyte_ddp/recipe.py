@@ -78,6 +78,8 @@ class Recipe:
             -1 as many as fit, which is all of them, halved until a step fits.
         recompute: patterns (fnmatch) of the names of layers that are computed again for the backward pass instead of
             kept for it; saves memory, with the same bits.
+        shard: patterns like these of the layers that options.sharding makes whole one after the other; the blocks of a
+            transformer, for example.
         norm_samples: batch norm sees groups of this many samples of the global batch, as they follow one another in it
             (ghost batch norm), so that ranks exchange nothing in a forward or backward pass; 0 is the global batch.
         ema_decay: decay per step of the exponential moving average of the weights, which is evaluated and returned; 0
@@ -100,6 +102,7 @@ class Recipe:
     clip_norm = 0.0
     micro_batch = 0
     recompute: tuple[str, ...] = ()
+    shard: tuple[str, ...] = ()
     norm_samples = 0
     ema_decay = 0.0
     passes_per_epoch = 1

@@ -45,9 +45,9 @@ def remove_leftovers(directory: str | Path) -> None:
 
 
 @contextmanager
-def synced_file(path: Path) -> Iterator[io.BufferedWriter]:
+def synced_file(path: Path) -> Iterator[io.BufferedRandom]:
     """A new file that is on disk, not just in the cache, when the block ends."""
-    with open(path, "xb") as file:
+    with open(path, "x+b") as file:
         yield file
         sync(file)
 
@@ -59,7 +59,7 @@ def sync(file: IO[bytes]) -> None:
 
 
 @contextmanager
-def whole_file(path: Path) -> Iterator[io.BufferedWriter]:
+def whole_file(path: Path) -> Iterator[io.BufferedRandom]:
     """A file beside path that replaces it when the block ends without an error: path has the old content or the new."""
     beside = temporary_beside(path)
     try:

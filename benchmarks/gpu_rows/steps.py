@@ -40,11 +40,11 @@ def inspected(look: AbstractContextManager[Any], steps: list[int]) -> Iterator[N
     """While the block runs, all but the first steps of a training, each with fetching its batch, run within `look`."""
     train_step, epoch = TrainingState.train_step, TrainBatches.epoch
 
-    def stepped(state: TrainingState, batch: Batch, stop: bool) -> None:
+    def stepped(state: TrainingState, batch: Batch, *requests: bool) -> None:
         if state.step < FIRST:
-            return train_step(state, batch, stop)
+            return train_step(state, batch, *requests)
         with look:
-            train_step(state, batch, stop)
+            train_step(state, batch, *requests)
         steps.append(state.step)
 
     def fetched(batches: TrainBatches, number: int, first_step: int = 0) -> Iterator[Batch]:

@@ -1,14 +1,17 @@
 """The rules for a recipe's attributes."""
 
 import dataclasses
+import fnmatch
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from torch import nn
 
 from flyte_ddp.errors import InputError
 from flyte_ddp.recipe import Recipe
 from flyte_ddp.settings import checked, setting
+from flyte_ddp.weights import listed
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,7 @@ def check_attributes(recipe: Recipe, world_size: int) -> None:
         value: Any = getattr(recipe, field.name)
         # in its own type, since 8.0 counts as a whole number
         vars(recipe)[field.name] = checked(owner, field, value.item() if isinstance(value, np.generic) else value)
-    for name in ("percent", "lower_is_better", "higher_is_better", "recompute"):
+    for name in ("percent", "lower_is_better", "higher_is_better", "recompute", "shard"):
         names = getattr(recipe, name)
         if not isinstance(names, (tuple, list)) or not all(isinstance(one, str) for one in names):
             raise InputError(f'{owner}.{name} must be a tuple of names, such as ("accuracy",), got {names!r}')
@@ -58,3 +61,20 @@ def _check_groups(owner: str, recipe: Recipe, world_size: int) -> None:
         raise InputError(
             f"{owner}.micro_batch must be a multiple of norm_samples ({size}), got {micro_batch}: change one of them"
         )
+
+
+def matching_layers(recipe: Recipe, attribute: str, model: nn.Module) -> dict[str, nn.Module]:
+    """By name, the layers that match the patterns (fnmatch) of an attribute, without those inside of another one;
+    InputError for a pattern without a match, and for a list of layers."""
+    owner, layers = f"{type(recipe).__name__}.{attribute}", {name: one for name, one in model.named_modules() if name}
+    chosen: list[str] = []
+    for pattern in getattr(recipe, attribute):
+        found = fnmatch.filter(layers, pattern)
+        if not found:
+            raise InputError(f"{owner} must match names of layers, got {pattern!r}: {listed([*layers])}")
+        chosen += found
+    outermost = [name for name in dict.fromkeys(chosen) if not any(name.startswith(f"{one}.") for one in chosen)]
+    for name in outermost:
+        if isinstance(layers[name], (nn.ModuleList, nn.ModuleDict)):
+            raise InputError(f'{owner} must name layers, but {name} only lists some: write "{name}.*"')
+    return {name: layers[name] for name in outermost}

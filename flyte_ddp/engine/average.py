@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from flyte_ddp.engine import torch_compat
+from flyte_ddp.engine.sharding import local
 
 
 class Average:
@@ -18,7 +19,9 @@ class Average:
     @torch.no_grad()
     def update(self, model: nn.Module, is_first: bool) -> None:
         # each once: a state_dict lists tied weights under every name that they have
-        mine, theirs = ([*network.parameters(), *network.buffers()] for network in (self.model, model))
+        mine, theirs = (
+            [local(value) for value in (*network.parameters(), *network.buffers())] for network in (self.model, model)
+        )
         floats = [index for index, value in enumerate(mine) if value.is_floating_point()]
         share = 1.0 if is_first else 1 - self.decay
         torch_compat.move_towards([mine[i] for i in floats], [theirs[i] for i in floats], share)

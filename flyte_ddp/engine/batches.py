@@ -32,19 +32,29 @@ class Batch:
     share: BatchShare
     seed: int = 0
 
-    def parts(self, most: int) -> list["Batch"]:
-        """The batch in parts of at most this many samples; 0 means a single part."""
-        count = self.share.count
-        if not most or count <= most:
+    def parts(self, most: int, ranks: int = 0) -> list["Batch"]:
+        """The batch in parts of at most this many samples; 0 means a single part.
+
+        ranks: gives each of so many ranks as many parts, where a share has fewer by borrowing from itself.
+        """
+        if not most:
             return [self]
-        return [
-            Batch(
-                pytree.tree_map(lambda leaf, start=start: leaf[start : start + most], self.tree),
-                replace(self.share, first=self.share.first + start, count=min(most, count - start)),
-                self.seed,
-            )
-            for start in range(0, count, most)
-        ]
+        count, unit = self.share.count, self.share.norm_samples or 1
+        found = (
+            [self]
+            if count <= most
+            else [
+                Batch(
+                    pytree.tree_map(lambda leaf, start=start: leaf[start : start + most], self.tree),
+                    replace(self.share, first=self.share.first + start, count=min(most, count - start)),
+                    self.seed,
+                )
+                for start in range(0, count, most)
+            ]
+        )
+        largest = -(-self.share.size // (unit * ranks)) * unit if ranks else 0
+        again = replace(found[0], share=replace(found[0].share, borrowed=True))
+        return found + [again] * (-(-largest // most) - len(found))
 
 
 class Order(Protocol):

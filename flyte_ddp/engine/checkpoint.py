@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.serialization import config as serialization_config
 
+from flyte_ddp.engine.sharded_state import Shard, gathered
 from flyte_ddp.engine.state import TrainingState
 from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.errors import CheckpointError, InputError
@@ -111,7 +112,7 @@ def restore(state: TrainingState, saved: dict[str, Any]) -> None:
 
 def check_readable(state: dict[str, Any]) -> None:
     """Raises InputError if a checkpoint of this state could not be read again, for the type of something in it."""
-    _check_readable(pytree.tree_map_only(Tensor, lambda tensor: tensor.new_empty(0), state), "")
+    _check_readable(pytree.tree_map_only((Tensor, Shard), lambda _: torch.empty(0), state), "")
 
 
 def _check_readable(content: Any, where: str) -> None:
@@ -157,7 +158,8 @@ def _digest(file: IO[bytes], count: int) -> bytes:
 class CheckpointWriter:
     """Rank 0's checkpoints: the state is copied once, and a thread sees to the rest while training continues.
 
-    The next step changes the weights, so training waits for that copy. From a GPU it goes to the host's memory, from
+    The next step changes the weights, so training waits for that copy. What is sharded is gathered in rank 0's memory.
+    From a GPU it goes to the host's memory, from
     where the thread writes it, tensor by tensor. On a CPU the copy is the file itself, in the kernel's cache, which is
     not the process's memory: where memory is short the kernel writes it out, and training waits for the disk instead of
     being killed. Checksum, disk and renaming are left to the thread.
@@ -177,12 +179,14 @@ class CheckpointWriter:
         started = time.monotonic()
         self.close()
         content = {"identity": self._identity, "state": state.state_dict()}
+        if state.device.type != "cpu":
+            content = pytree.tree_map_only(Tensor, lambda tensor: tensor.to("cpu", copy=True), content)
+        content = gathered(content, state.device)
         try:
             if state.device.type == "cpu":
                 rest = partial(finish, write_draft(self._path, content), self._path)
             else:
-                copied = pytree.tree_map_only(Tensor, lambda tensor: tensor.to("cpu", copy=True), content)
-                rest = partial(write_checkpoint, self._path, copied)
+                rest = partial(write_checkpoint, self._path, content)
         except OSError as error:
             self._emit(CheckpointFailed(f"{self._path}: {error.strerror}"))
             return
@@ -209,13 +213,13 @@ class CheckpointWriter:
 
 
 class NoCheckpoints:
-    """Does nothing, for the other ranks: all ranks have the same state."""
+    """Writes nothing, for the other ranks: rank 0 has the same state, or else gathers it."""
 
     def due(self) -> bool:
         return False
 
     def save(self, state: TrainingState) -> None:
-        pass
+        gathered(state.state_dict(), state.device)
 
     def close(self) -> None:
         pass

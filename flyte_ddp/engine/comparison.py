@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from flyte_ddp.engine.draws import DRAWN
 from flyte_ddp.engine.measures import code_location
+from flyte_ddp.engine.sharding import is_shard, on_shards
 from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.engine.trials import Trial, Trials, among_ranks
 from flyte_ddp.errors import InputError
@@ -86,15 +87,20 @@ def _differences(recipe: Recipe, trials: Trials, whole: Trial, parts: Sequence[T
 
 def _coupled_gradients(recipe: Recipe, whole: Trial, parts: Sequence[Trial]) -> list[str]:
     """The first parameter, if any, whose gradient is not the sum of those of the parts."""
-    total = math.sqrt(sum(float(gradient.float().square().sum()) for gradient in whole.gradients.values()))
+    total = math.hypot(*(_norm(gradient) for gradient in whole.gradients.values()))
     for name, gradient in whole.gradients.items():
         of_parts = sum((part.gradients[name] for part in parts if name in part.gradients), torch.zeros_like(gradient))
-        gap, norm = (float(torch.linalg.vector_norm(one.float())) for one in (gradient - of_parts, gradient))
+        gap, norm = _norm(gradient - of_parts), _norm(gradient)
         if gap > GRADIENT_TOLERANCE * norm + NO_GRADIENT * total:
             what = f"the gradient of {name} is not the sum of its samples' (off by {gap:.2g} of {norm:.2g})"
             remedy = "hooks and backward() must treat each sample by itself; to clip gradients, set clip_norm"
             return [f"{code_location(recipe, 'forward')}: {what}: {remedy}"]
     return []
+
+
+def _norm(gradient: Tensor) -> float:
+    found: Any = torch.linalg.vector_norm(gradient.float())
+    return float(found.full_tensor() if is_shard(found) else found)
 
 
 def _gaps(stage: str, whole: Trial, parts: Sequence[Trial]) -> str | None:
@@ -137,7 +143,7 @@ def optimizer_of(recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
             f"{type(optimizer).__name__}: "
             "parameters that are to be treated differently are groups of one optimizer"
         )
-    return optimizer
+    return on_shards(optimizer)
 
 
 def scaled_rates(recipe: Recipe, model: nn.Module, steps: int) -> list[str]:

@@ -80,7 +80,7 @@ def look_at_test(state: TrainingState, test: TestBatches, epochs: int, link: Lin
     """Evaluates the weights that training returns (with a validation split, the best epoch's) on the test split."""
     choice, started = state.choice, time.perf_counter()
     if choice and choice.weights is not None:
-        state.base.load(state.evaluated, choice.weights)
+        state.load_weights(state.evaluated, choice.weights)
     evaluated = evaluate(state, test, link)
     if choice:
         seconds, chosen = time.perf_counter() - started, choice.chosen(state.epoch - 1)
@@ -98,17 +98,17 @@ def train_epoch(
     """
     # A CPU can check the sums after every step; checking those on a GPU makes the host wait, so it must be rare
     look_interval = 1 if state.device.type == "cpu" else log_interval
-    state.ddp.train()
+    state.parallel.train()
     sums = logged = state.sums()
     seconds_before, started = state.epoch_seconds, time.perf_counter()
     logged_seconds = seconds_before
     for batch in train.epoch(state.epoch, state.step):
-        state.train_step(batch, link.stop_requested)
+        state.train_step(batch, link.stop_requested, checkpoints.due())
         link.alive()
         is_last = state.step == len(train)
         if state.step % look_interval and not is_last:
             continue
-        sums = state.sums()
+        before, sums = sums, state.sums()
         state.epoch_seconds = seconds_before + time.perf_counter() - started
         if sums.steps < state.step:
             if sums.uneven:
@@ -127,7 +127,7 @@ def train_epoch(
         if sums.stop:
             checkpoints.save(state)
             raise StopRequested(state.epoch, state.step)
-        if checkpoints.due() and not is_last:
+        if sums.saves > before.saves and not is_last:
             checkpoints.save(state)
     return sums
 

@@ -1,6 +1,5 @@
 """Fits a training into memory: layers that are computed again for the backward pass, and a share cut into parts."""
 
-import fnmatch
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -9,6 +8,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from flyte_ddp.engine.attributes import matching_layers
 from flyte_ddp.engine.batches import Batch, TrainBatches
 from flyte_ddp.engine.by_row import ByRow
 from flyte_ddp.engine.data_probe import on_any_rank
@@ -16,26 +16,14 @@ from flyte_ddp.engine.state import TrainingState
 from flyte_ddp.engine.torch_compat import device_generator
 from flyte_ddp.errors import InputError
 from flyte_ddp.recipe import Recipe
-from flyte_ddp.weights import listed
 
 
 def recompute(recipe: Recipe, model: nn.Module, rows: ByRow) -> None:
     """Makes the layers that Recipe.recompute names keep only their inputs for the backward pass, which computes them
     again (Chen et al. 2016, arXiv 1604.06174), drawing the same random numbers; InputError for what cannot be."""
-    owner, layers = type(recipe).__name__, {name: layer for name, layer in model.named_modules() if name}
-    chosen: list[str] = []
-    for pattern in recipe.recompute:
-        found = fnmatch.filter(layers, pattern)
-        if not found:
-            raise InputError(f"{owner}.recompute must match names of layers, got {pattern!r}: {listed([*layers])}")
-        chosen += found
-    for name in dict.fromkeys(chosen):
-        if any(name.startswith(f"{outer}.") for outer in chosen):  # is computed again as a part of it
-            continue
-        layer = layers[name]
-        if isinstance(layer, (nn.ModuleList, nn.ModuleDict)):
-            raise InputError(f'{owner}.recompute must name layers, but {name} only lists some: write "{name}.*"')
-        layer.forward = partial(_forward, layer.forward, rows, f"{owner}.recompute must not match {name}")
+    for name, layer in matching_layers(recipe, "recompute", model).items():
+        problem = f"{type(recipe).__name__}.recompute must not match {name}"
+        layer.forward = partial(_forward, layer.forward, rows, problem)
 
 
 def _forward(forward: Callable[..., Any], rows: ByRow, problem: str, /, *args: Any, **kwargs: Any) -> Any:
@@ -80,7 +68,7 @@ def _fits(state: TrainingState, part: Batch) -> bool:
         reserved = [] if state.optimizer.state else [torch.empty_like(weight) for weight in [*weights, *weights]]
         device_generator(state.device).manual_seed(part.seed)
         with state.rows.block(part.seed):
-            loss = state.ddp.module.train()(part, False, False)
+            loss = state.parallel.module.train()(part, (False, False), False)
             torch.autograd.grad(loss, weights, allow_unused=True)
         del reserved
         return True

@@ -1,9 +1,8 @@
 """The results of a training: weights, predictions and pictures in files, and the figures of each rank."""
 
-import io
 import platform
 import resource
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,13 @@ from flyte_ddp.batch_share import BatchShare
 from flyte_ddp.engine.checkpoint import write_checkpoint
 from flyte_ddp.engine.job import FINAL, LAST, PICTURES, PREDICTIONS, Job, TrainingResult
 from flyte_ddp.engine.set_up import Parts
+from flyte_ddp.engine.sharded_state import gathered
+from flyte_ddp.engine.sharding import is_sharded
 from flyte_ddp.engine.splits import Split
 from flyte_ddp.engine.state import TrainingState
 from flyte_ddp.model_metadata import ModelMetadata, add_metadata
 from flyte_ddp.recipe import Recipe
-from flyte_ddp.storage import write_whole, writing_to
+from flyte_ddp.storage import whole_file, writing_to
 from flyte_ddp.weights import first_names
 
 MOST_PICTURES = 24
@@ -28,30 +29,38 @@ MOST_PICTURES = 24
 
 def write_last(parts: Parts, job: Job) -> None:
     """Rank 0 writes the weights after the last epoch, if another one may be best, and its checkpoint if
-    requested, or if training stops early, to be continued."""
+    requested, or if training stops early, to be continued; a collective."""
+    state = parts.state
     with writing_to(job.logs, "DDP_RUNS_DIR"):
         if parts.validation:
-            _write_weights(parts, job, Path(job.logs, LAST), parts.state.history[-1].validation)
+            _write_weights(parts, job, Path(job.logs, LAST), state.history[-1].validation)
         if job.options.keep_checkpoint or job.settings.stop_after:
-            content = {"identity": job.identity, "state": parts.state.state_dict()}
-            write_checkpoint(Path(job.logs, FINAL), content)
+            content = {"identity": job.identity, "state": gathered(state.state_dict(), state.device)}
+            if distributed.get_rank() == 0:
+                write_checkpoint(Path(job.logs, FINAL), content)
 
 
 def write_results(parts: Parts, tested: dict[str, float], predictions: Tensor | None, job: Job) -> None:
-    """Rank 0 writes the results. tested: measures of the test split. predictions: (N, ...), if the recipe has any."""
-    path = Path(job.model_path)
+    """Rank 0 writes the results; a collective. tested: measures of the test split. predictions: (N, ...), if the recipe
+    has any."""
+    path, is_first = Path(job.model_path), distributed.get_rank() == 0
     with writing_to(path.parent, "DDP_RUNS_DIR"):
         _write_weights(parts, job, path, tested)
-        if predictions is not None:
+        drawn = draw_pictures(parts.state, parts.test.split) if is_first or is_sharded(parts.state.model) else []
+        if is_first and predictions is not None:
             np.save(Path(job.logs, PREDICTIONS), predictions.cpu().numpy())
-        draw_pictures(parts.state, parts.test.split, Path(job.logs, PICTURES))
+        if is_first and drawn:
+            write_pictures(drawn, Path(job.logs, PICTURES))
 
 
 def _write_weights(parts: Parts, job: Job, path: Path, measures: dict[str, float]) -> None:
     state, size = parts.state, distributed.get_world_size()
+    weights = gathered(state.evaluated_weights(), state.device)
+    if distributed.get_rank():
+        return
     training = {"world_size": size, "hardware": hardware(state.device), "precision": parts.precision}
     metadata = build_metadata(state.recipe, job, parts.found.headline, measures, training, state.base.digest)
-    export_model(state.base.without(state.evaluated), path, metadata)
+    export_model(weights, path, metadata)
 
 
 def build_metadata(
@@ -104,19 +113,22 @@ def result_of(parts: Parts, tested: dict[str, float]) -> TrainingResult:
     )
 
 
-@torch.inference_mode()
-def draw_pictures(state: TrainingState, test: Split, path: Path) -> None:
-    """Writes the recipe's pictures of the first test samples, if any, as an .npz for the report."""
+@torch.no_grad()
+def draw_pictures(state: TrainingState, test: Split) -> Sequence[tuple[str, Tensor]]:
+    """The recipe's pictures of the first test samples, if any; a collective of a sharded network."""
     recipe, count = state.recipe, min(len(test), MOST_PICTURES)
     (tree,) = test.fetch([torch.arange(count)])
     vars(recipe.share).update(vars(BatchShare(0, count, count, alone=True)))
     outputs: Any | None = recipe.forward(state.evaluated.eval(), tree)
-    drawn = recipe.pictures(outputs, tree)[:MOST_PICTURES]
-    if drawn:
-        images = [picture.detach().cpu().float().clamp(0, 1).mul(255).round().byte().numpy() for _, picture in drawn]
-        captions = np.array([caption for caption, _ in drawn])
-        arrays: Any = {str(number): image for number, image in enumerate(images)}
-        np.savez(path, captions=captions, **arrays)
+    return recipe.pictures(outputs, tree)[:MOST_PICTURES]
+
+
+def write_pictures(drawn: Sequence[tuple[str, Tensor]], path: Path) -> None:
+    """As an .npz for the report."""
+    images = [picture.detach().cpu().float().clamp(0, 1).mul(255).round().byte().numpy() for _, picture in drawn]
+    captions = np.array([caption for caption, _ in drawn])
+    arrays: Any = {str(number): image for number, image in enumerate(images)}
+    np.savez(path, captions=captions, **arrays)
 
 
 def layers_of(model: nn.Module) -> list[tuple[str, str, int]]:
@@ -132,8 +144,7 @@ def export_model(weights: Mapping[str, Tensor], path: Path, metadata: ModelMetad
     """Writes a state_dict as a plain one of contiguous CPU tensors; path appears whole or not at all."""
     firsts = first_names(weights)
     copies = {name: weights[name].detach().cpu().contiguous() for name in {*firsts.values()}}
-    buffer = io.BytesIO()
-    torch.save({name: copies[first] for name, first in firsts.items()}, buffer)  # tied weights once
-    if metadata:
-        add_metadata(buffer, metadata)
-    write_whole(path, buffer.getbuffer())
+    with whole_file(path) as file:
+        torch.save({name: copies[first] for name, first in firsts.items()}, file)  # tied weights once
+        if metadata:
+            add_metadata(file, metadata)

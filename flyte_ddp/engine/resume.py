@@ -9,6 +9,7 @@ from torch import Tensor, distributed
 
 from flyte_ddp.engine.checkpoint import checksum, read_checkpoint, read_same, restore
 from flyte_ddp.engine.job import Job
+from flyte_ddp.engine.sharding import local
 from flyte_ddp.engine.state import TrainingState
 from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.errors import CheckpointError
@@ -54,29 +55,31 @@ def resume(state: TrainingState, job: Job, environment: Environment, link: Link)
 
 
 def in_place(state: TrainingState, saved: dict[str, Any], is_broadcast: bool = False) -> dict[str, Any]:
-    """The same content with the training's own tensors: those of its networks, where they fit, else new ones.
+    """The same content with the training's own tensors: those of its networks, where they fit, else new ones. Of what is
+    sharded they have this rank's rows.
 
-    Each is filled from saved, unless that is an outline of meta tensors, and then, if asked, with what rank 0 has.
+    Each is filled from saved, or, if asked, from what rank 0 has; then saved may be an outline of meta tensors.
     """
     networks = {"model": state.model, "average": state.average.model if state.average else None}
     own = {name: network.state_dict() for name, network in networks.items() if network}
-    fitting = dict(pytree.tree_flatten_with_path(own)[0])
+    fitting = {path: local(value) for path, value in pytree.tree_flatten_with_path(own)[0]}
 
     def filled(path: tuple[Any, ...], value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
+        if is_broadcast:
+            sent = (
+                torch.empty_like(value, device=state.device) if value.is_meta else value.to(state.device)
+            ).contiguous()
+            distributed.broadcast(sent.view(-1).view(torch.uint8), 0)  # not all types can be sent
+            value = sent
+        value = state.layout.mine(path, value)
         tensor = fitting.get(path)
         if not isinstance(tensor, Tensor) or (tensor.shape, tensor.dtype) != (value.shape, value.dtype):
             # torch's optimizers have their numbers of steps on the CPU
             is_optimizers = path[0].key == "optimizer" and value.dim()
             tensor = torch.empty_like(value, device=state.device if is_optimizers else "cpu")
-        if not value.is_meta:
-            tensor.copy_(value)
-        if is_broadcast:
-            sent = tensor.to(state.device).contiguous()
-            distributed.broadcast(sent.view(-1).view(torch.uint8), 0)  # not all types can be sent
-            tensor.copy_(sent)
-        return tensor
+        return tensor.copy_(value)
 
     placed: dict[str, Any] = pytree.tree_map_with_path(filled, saved)
     return placed

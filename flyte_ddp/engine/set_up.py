@@ -15,6 +15,7 @@ from torch import nn
 from flyte_ddp.data.blocks import Blocks
 from flyte_ddp.data.description import StoredData
 from flyte_ddp.engine.attributes import check_attributes
+from flyte_ddp.engine.average import Average
 from flyte_ddp.engine.batches import TestBatches, TrainBatches
 from flyte_ddp.engine.block_cache import BlockCache
 from flyte_ddp.engine.block_split import BlockSplit, Reading
@@ -25,15 +26,16 @@ from flyte_ddp.engine.loading import Streamed
 from flyte_ddp.engine.measures import augment, code_location
 from flyte_ddp.engine.memory import recompute
 from flyte_ddp.engine.probe import Probed, probe
+from flyte_ddp.engine.sharding import check_batch_norm, check_recipe, check_weights, is_sharded, on_trial, shard
 from flyte_ddp.engine.splits import Resident, Split, hold_out
 from flyte_ddp.engine.state import TrainingState
 from flyte_ddp.engine.warm_start import continue_from, freeze, is_checkpoint, start_from
 from flyte_ddp.errors import InputError
 from flyte_ddp.events import NotLearning
-from flyte_ddp.frozen_base import frozen_weights
+from flyte_ddp.frozen_base import FrozenBase, frozen_weights
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.recipe import Recipe
-from flyte_ddp.settings import TrainingSettings
+from flyte_ddp.settings import RunOptions, TrainingSettings
 from flyte_ddp.user_code import checked_imports
 
 SPLITS = ("train", "test")
@@ -73,16 +75,21 @@ def set_up(environment: Environment, device: torch.device, job: Job, cache: Bloc
         partial(augment, recipe),
     )
     model, left_out, remarks = first_model(recipe, job)
+    base = FrozenBase(model, left_out)
+    average = place(recipe, model, base, job.options, environment)
     constant_loss, total_steps = recipe.constant_loss(), settings.epochs * len(batches)
     mixed = not (constant_loss or recipe.couples_samples)  # then outputs are also paired with other samples
     splits = {"train": train, "test": test}
     if validation and recipe.has_validation:
         splits["validation"] = validation
-    found = probe(recipe, model, splits, total_steps, mixed)
+    with on_trial(recipe, model):
+        found = probe(recipe, model, splits, total_steps, mixed)
+    if is_sharded(model):
+        check_batch_norm(recipe, found.rows.normalised)
     state = TrainingState(
         recipe, model, found.rows, found.names, device, world_size,
         autocast=precision == "bfloat16", total_steps=total_steps, constant_loss=constant_loss,
-        left_out=left_out, log_gradients=job.options.log_gradients,
+        base=base, average=average, log_gradients=job.options.log_gradients,
     )  # fmt: skip
     recompute(recipe, model, found.rows)  # after the trials and the average, which are copies without it
     if validation:
@@ -97,8 +104,8 @@ def set_up(environment: Environment, device: torch.device, job: Job, cache: Bloc
 
 
 def first_model(recipe: Recipe, job: Job) -> tuple[nn.Module, set[str], list[str]]:
-    """The network with its initial weights, unless training continues from a checkpoint; the names of those that
-    model() provides and freezes; and remarks."""
+    """The network with its initial weights, unless training continues from a checkpoint, on the CPU; the names of those
+    that model() provides and freezes; and remarks."""
     settings: TrainingSettings = job.settings
     torch.manual_seed(settings.seed)
     recipe.has_read_init = False  # for a tokenizer, perhaps
@@ -112,7 +119,6 @@ def first_model(recipe: Recipe, job: Job) -> tuple[nn.Module, set[str], list[str
             f"{code_location(recipe, 'model')}: {lazy[0]} has no shape yet: call the network once in model(), on "
             "zeros of a batch's shape, or name the layer's size"
         )
-    model = model.to(recipe.device)
     base = frozen_weights(model)
     if init and init.is_file() and not is_checkpoint(init):
         taken, remark = start_from(model, init, settings.init_leave_out)
@@ -122,6 +128,21 @@ def first_model(recipe: Recipe, job: Job) -> tuple[nn.Module, set[str], list[str
         remarks.append(freeze(model, settings.freeze))
     check_types(recipe, model)
     return model, set(base), remarks
+
+
+def place(
+    recipe: Recipe, model: nn.Module, base: FrozenBase, options: RunOptions, environment: Environment
+) -> Average | None:
+    """Moves the network to the device, or shards it; returns its average, if there is one, at the same place."""
+    if options.sharding == "off":
+        model.to(recipe.device)
+        return Average(model, recipe.ema_decay) if recipe.ema_decay else None
+    check_recipe(recipe, options, environment)
+    check_weights(recipe, model)
+    base.digest  # noqa: B018 of whole weights
+    average = Average(model, recipe.ema_decay) if recipe.ema_decay else None
+    shard(recipe, [model, average.model] if average else [model], recipe.device)
+    return average
 
 
 def _check_folder(recipe: Recipe, init: Path) -> None:

@@ -1,6 +1,6 @@
 """The state of a training: weights, optimizer, schedule, average, position and measures so far; and its step."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, distributed, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 
 from flyte_ddp.engine import torch_compat
@@ -18,7 +17,9 @@ from flyte_ddp.engine.by_row import ByRow
 from flyte_ddp.engine.choice import Choice
 from flyte_ddp.engine.ghost_batch_norm import RunningStatistics
 from flyte_ddp.engine.measures import ratios, trained_measure
-from flyte_ddp.engine.step import Step
+from flyte_ddp.engine.sharded_state import Layout, Shard, fitted
+from flyte_ddp.engine.sharding import ShardedStep, is_sharded, local, on_shards
+from flyte_ddp.engine.step import ReplicatedStep, Step
 from flyte_ddp.engine.torch_compat import device_generator
 from flyte_ddp.engine.watch import Watch
 from flyte_ddp.events import EpochFinished
@@ -35,12 +36,14 @@ class Sums:
         steps: number of steps before the first that was not finite, or whose ranks drew for different shapes.
         uneven: whether they did.
         stop: whether any rank was asked to stop.
+        saves: how often rank 0 wanted a checkpoint.
     """
 
     pairs: tuple[float, ...]
     steps: int
     uneven: bool
     stop: bool
+    saves: int
 
     def since(self, before: "Sums") -> tuple[float, ...]:
         return tuple(now - then for now, then in zip(self.pairs, before.pairs, strict=True))
@@ -61,32 +64,30 @@ class TrainingState:
         autocast: bool,
         total_steps: int,
         constant_loss: float = 0.0,
-        left_out: Collection[str] = (),
+        base: FrozenBase | None = None,
+        average: Average | None = None,
         log_gradients: bool = False,
     ):
-        """names: of the measures, "loss" first. left_out: the weights that model() has frozen. log_gradients: whether
+        """names: of the measures, "loss" first. base: the weights that model() has frozen. log_gradients: whether
         events have those of all parameters."""
         self.log_gradients = log_gradients
         self.recipe, self.names, self.device, self.micro_batch = recipe, tuple(names), device, recipe.micro_batch
-        self.model, self.rows, self.base = model, rows, FrozenBase(model, left_out)
+        self.model, self.rows, self.base, self.average = model, rows, base or FrozenBase(model), average
         rows.running = RunningStatistics(model) if recipe.norm_samples else None
-        self.ddp = DistributedDataParallel(
-            Step(self.model, recipe, rows, self.names, world_size, autocast).to(device),
-            gradient_as_bucket_view=True,
-        )
-        # Buffers are the same on all ranks, see by_row.py (as an argument its name would depend on torch's version)
-        self.ddp.broadcast_buffers = False
-        self.optimizer = recipe.optimizer(self.model)
+        step = Step(self.model, recipe, rows, self.names, world_size, autocast)
+        self.parallel = ShardedStep(step) if is_sharded(model) else ReplicatedStep(step)
+        optimizer = recipe.optimizer(self.model)
+        self.layout = Layout(self.model, optimizer)
+        self.optimizer = on_shards(optimizer)
         self.schedule = LambdaLR(self.optimizer, lambda step: recipe.factor(step, total_steps))
-        self.average = Average(self.model, recipe.ema_decay) if recipe.ema_decay else None
         # A loss or gradient that is not finite sets this flag for good. An optimizer that ignores it isn't called then
         self.flag = torch.zeros((), device=device)
         self._is_guarded = torch_compat.guard_steps(self.optimizer, self.flag)
         self.world_size = world_size
         self.epoch = self.step = 0
         self.epoch_seconds = 0.0
-        # Step's sums, with the number of steps of uneven ranks instead of the bits; then that of steps that were bad
-        self._sums = torch.zeros(2 * len(names) + 3, dtype=torch.float64, device=device)
+        # Values and weights by name; the numbers of steps of uneven ranks, to stop, to save, and that were bad
+        self._sums = torch.zeros(2 * len(names) + 4, dtype=torch.float64, device=device)
         self._trained = 2 * self.names.index(trained_measure(names))
         self._norms = torch.zeros(0, device=device)
         self._generator = device_generator(device)
@@ -103,33 +104,37 @@ class TrainingState:
     def learning_rate(self) -> float:
         return float(self.schedule.get_last_lr()[0])
 
-    def train_step(self, batch: Batch, stop: bool) -> None:
-        """One optimizer update from this rank's share of a global batch; a collective."""
-        self.ddp.zero_grad()  # here rather than at the end, so that gradients can be inspected until the next step
-        parts = batch.parts(self.micro_batch)
+    def train_step(self, batch: Batch, stop: bool, save: bool = False) -> None:
+        """One optimizer update from this rank's share of a global batch; a collective.
+
+        stop, save: what this rank asks of all of them, see Sums.
+        """
+        self.parallel.zero_grad()  # here rather than at the end, so that gradients can be inspected until the next step
+        parts = self.parallel.parts(batch, self.micro_batch)
         buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()] if len(parts) > 1 else []
-        for part in parts:
+        for number, part in enumerate(parts, 1):
             for buffer, before in buffers:  # a step changes them once, in however many parts it is computed
                 buffer.copy_(before)
             # For what all samples share and torch draws by itself: the same on all ranks
             self._generator.manual_seed(batch.seed)
-            is_last = part is parts[-1]
-            with self.rows.block(batch.seed), nullcontext() if is_last else self.ddp.no_sync():
-                self.ddp(part, stop, is_last).backward()
-        new, statistics, bits, stops = self.ddp.module.sums.grad.split(self.ddp.module.sizes)
-        self._sums[:-3].add_(new)
-        self._sums[-2:-1].add_(stops)
+            is_last = number == len(parts)
+            with self.rows.block(batch.seed), nullcontext() if is_last else self.parallel.no_sync():
+                self.parallel(part, (stop, save), is_last).backward()
+        gradients = self._gradients()[1]
+        sums, norms = self.parallel.totals(gradients)
+        new, statistics, bits, asked = sums.split(self.parallel.module.sizes)
+        self._sums[:-4].add_(new)
+        self._sums[-3:-1].add_(asked)
         if self.rows.running:
             self.rows.running.move(statistics)
         scale = new[self._trained + 1].reciprocal().nan_to_num_(posinf=0.0)  # 0 if the weights add up to 0
-        gradients = self._gradients()[1]
-        self._norms = torch_compat.norms(gradients) * scale
+        self._norms = norms * scale
         norm = torch.linalg.vector_norm(self._norms)
         total = norm + new[self._trained] + new[self._trained + 1]
         self.flag.logical_or_(total - total)  # 0 if finite, else NaN, which counts as true
         if self.world_size > 1:
             uneven = (bits * (self.world_size - bits)).amax() > 0.5  # far from 0 whatever the rounding
-            self._sums[-3].add_(uneven)
+            self._sums[-4].add_(uneven)
             self.flag.logical_or_(uneven)
         self._sums[-1].add_(self.flag)
         if self.recipe.clip_norm:
@@ -147,22 +152,22 @@ class TrainingState:
 
         The step itself cannot tell: its gradients are those of all ranks together.
         """
-        weights = [weight for weight in self.model.parameters() if weight.requires_grad]
         bad = [False, False]
-        for part in batch.parts(self.micro_batch):
+        for part in self.parallel.parts(batch, self.micro_batch):
             self._generator.manual_seed(batch.seed)
             with self.rows.block(batch.seed):
-                loss = self.ddp.module(part, False, False)
-                gradients = torch.autograd.grad(loss, weights, allow_unused=True)
-            norms = torch_compat.norms([gradient for gradient in gradients if gradient is not None])
-            bad = [was or not bool(value.isfinite().all()) for was, value in zip(bad, (loss, norms), strict=True)]
+                loss = self.parallel.module(part, (False, False), False)
+                gradients = self.parallel.own_gradients(loss)
+            norms = [torch.linalg.vector_norm(gradient) for gradient in gradients]
+            found = [not all(bool(one.isfinite()) for one in ones) for ones in ([loss], norms)]
+            bad = [was or now for was, now in zip(bad, found, strict=True)]
         everyone: list[Any] = [None] * distributed.get_world_size()
         distributed.all_gather_object(everyone, bad)
         for what, flags in zip(("loss", "gradient"), zip(*everyone, strict=True), strict=True):
             ranks = [rank for rank, flag in enumerate(flags) if flag]
             if ranks:
                 return what, ranks
-        return "gradient", list(range(len(everyone)))  # finite on each rank, but not in sum
+        return "gradient", list(range(len(everyone)))  # not finite in sum, or sharded
 
     def gradient_norms(self) -> dict[str, float]:
         """Euclidean norm of each parameter's gradient in the last step, before clipping; makes the host wait."""
@@ -177,13 +182,13 @@ class TrainingState:
         }
 
     def _gradients(self) -> tuple[list[str], list[Tensor]]:
-        found = [(name, p.grad) for name, p in self.model.named_parameters() if p.grad is not None]
+        found = [(name, local(p.grad)) for name, p in self.model.named_parameters() if p.grad is not None]
         return [name for name, _ in found], [gradient for _, gradient in found]
 
     def sums(self) -> Sums:
         """The sums of the epoch so far; makes the host wait for the device."""
-        *pairs, uneven, stop, bad_steps = self._sums.tolist()
-        return Sums(tuple(pairs), self.step - round(bad_steps), uneven > 0, stop > 0)
+        *pairs, uneven, stop, saves, bad_steps = self._sums.tolist()
+        return Sums(tuple(pairs), self.step - round(bad_steps), uneven > 0, stop > 0, round(saves))
 
     def measures(self, pairs: Sequence[float]) -> dict[str, float]:
         return ratios(self.recipe, self.names, pairs)
@@ -191,13 +196,18 @@ class TrainingState:
     def finish_epoch(self, finished: EpochFinished) -> None:
         self.history.append(finished)
         if self.choice:
-            self.choice.after_epoch(finished.epoch, finished.validation, self.base.without(self.evaluated))
+            weights = self.base.without(self.evaluated)
+            mine = {name: local(weight) for name, weight in weights.items()}
+            self.choice.after_epoch(finished.epoch, finished.validation, mine)
         self._sums.zero_()
         self.epoch, self.step, self.epoch_seconds = self.epoch + 1, 0, 0.0
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a resume needs; tensors are those of the training itself, which the next step changes."""
-        return {
+        """All that a resume needs; tensors are those of the training itself, which the next step changes.
+
+        Of a sharded network they are this rank's, as Shards, which `gathered` makes whole.
+        """
+        content = {
             "model": self.base.without(self.model),
             "base": self.base.digest,
             "average": self.base.without(self.average.model) if self.average else None,
@@ -212,15 +222,26 @@ class TrainingState:
             "watch": self.watch.state_dict(),
             "choice": self.choice.state_dict() if self.choice else None,
         }
+        return self.layout.marked(content)
+
+    def evaluated_weights(self) -> dict[str, Tensor | Shard]:
+        """Those of the network that is evaluated, without the base."""
+        weights: dict[str, Tensor | Shard] = self.layout.marked({"model": self.base.without(self.evaluated)})["model"]
+        return weights
+
+    def load_weights(self, network: nn.Module, weights: Mapping[str, Tensor]) -> None:
+        """Loads the weights, without the base, into the network or its average; of a sharded one this rank's rows."""
+        self.base.load(network, fitted(weights, network))
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Restores what state_dict returned, on any number of ranks; keeps the tensors of optimizer and choice."""
-        self.base.load(self.model, saved["model"])
+        """Restores what state_dict returned, of what is sharded this rank's rows, on any number of ranks; keeps the
+        tensors of optimizer and choice."""
+        self.load_weights(self.model, saved["model"])
         if self.average:
-            self.base.load(self.average.model, saved["average"])
+            self.load_weights(self.average.model, saved["average"])
         self.optimizer.load_state_dict(saved["optimizer"])
         self.schedule.load_state_dict(saved["schedule"])
-        self._sums[:-3] = saved["sums"][:-3]  # without the old run's requests to stop
+        self._sums[:-4] = saved["sums"][:-4]  # without the old run's requests
         if self.recipe.micro_batch < 0:
             self.micro_batch = saved.get("micro_batch", -1)
         self.epoch, self.step, self.epoch_seconds = saved["epoch"], saved["step"], saved["epoch_seconds"]

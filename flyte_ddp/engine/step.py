@@ -5,7 +5,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
+from flyte_ddp.engine import torch_compat
 from flyte_ddp.engine.batches import Batch
 from flyte_ddp.engine.by_row import ByRow
 from flyte_ddp.engine.ghost_batch_norm import constants
@@ -50,12 +52,12 @@ class Step(nn.Module):
         self.model, self.recipe, self.rows, self.names = model, recipe, rows, names
         self.world_size, self.autocast = world_size, autocast
         self.trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        # Values and weights by name, running statistics, bits of the digest, requests to stop
-        self.sizes = [2 * len(names), rows.running.size if rows.running else 0, BITS if world_size > 1 else 0, 1]
-        self.sums = nn.Parameter(torch.zeros(sum(self.sizes)))
+        # Values and weights by name, running statistics, bits of the digest, requests to stop and to save
+        self.sizes = [2 * len(names), rows.running.size if rows.running else 0, BITS if world_size > 1 else 0, 2]
+        self.sums = nn.Parameter(torch.zeros(sum(self.sizes), device=recipe.device))
 
-    def forward(self, batch: Batch, stop: bool, is_last: bool) -> Tensor:
-        """is_last: of the parts that the rank's share is computed in."""
+    def forward(self, batch: Batch, requests: tuple[bool, bool], is_last: bool) -> Tensor:
+        """requests: whether to stop, and to save. is_last: of the parts that the rank's share is computed in."""
         vars(self.recipe.share).update(vars(batch.share))
         running = self.rows.running
         if running:
@@ -66,15 +68,37 @@ class Step(nn.Module):
         trained = pairs[trained_measure(self.names)][0].sum()
         with torch.no_grad():
             sums = torch.empty_like(self.sums)
-            measured, statistics, bits, stops = sums.split(self.sizes)
+            measured, statistics, bits, asked = sums.split(self.sizes)
             torch.sum(torch.stack([part for pair in pairs.values() for part in pair]), 1, out=measured)
             if running:
                 running.write(statistics)
             if len(bits):
                 bits.copy_(constants(bits_of(self.rows.digest if is_last else 0), sums.device))
-            stops.fill_(stop and is_last)  # a new tensor would be copied to the device, which makes the host wait
+            asked.copy_(constants(tuple(float(request and is_last) for request in requests), sums.device))
         # backward(gradient) would save this product, but imports sympy
         return _Reaching.apply(self.world_size * (trained + self.sums @ sums), *self.trainable)
+
+
+class ReplicatedStep(DistributedDataParallel):
+    """Step on all ranks, each of which has the whole network."""
+
+    def __init__(self, step: Step):
+        super().__init__(step, gradient_as_bucket_view=True)
+        # Buffers are the same on all ranks, see by_row.py (as an argument its name would depend on torch's version)
+        self.broadcast_buffers = False
+
+    def parts(self, batch: Batch, most: int) -> list[Batch]:
+        """Those that the rank's share is computed in, of at most so many samples."""
+        return batch.parts(most)
+
+    def totals(self, gradients: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """Step.sums of all ranks, and the norm of each gradient."""
+        return self.module.sums.grad, torch_compat.norms(gradients)
+
+    def own_gradients(self, loss: Tensor) -> list[Tensor]:
+        """Those of this rank's samples alone."""
+        found = torch.autograd.grad(loss, self.module.trainable, allow_unused=True)
+        return [gradient for gradient in found if gradient is not None]
 
 
 def bits_of(digest: int) -> tuple[float, ...]:

@@ -83,6 +83,11 @@ def copy_with_hooks(model: nn.Module) -> nn.Module:
     return copied
 
 
+def has_gradient_hooks(weight: Tensor) -> bool:
+    """Whether something is called with its gradient, once that is computed or accumulated."""
+    return bool(weight._backward_hooks or weight._post_accumulate_grad_hooks)
+
+
 def guard_steps(optimizer: Optimizer, flag: Tensor) -> bool:
     """Makes an optimizer leave the weights unchanged once flag is 1; returns False if this one cannot.
 

@@ -15,6 +15,7 @@ from flyte_ddp.engine.by_row import ByRow
 from flyte_ddp.engine.draws import Draws, host_state
 from flyte_ddp.engine.lengths import padded
 from flyte_ddp.engine.measures import augment, pairs_of, trained_measure
+from flyte_ddp.engine.sharding import is_sharded
 from flyte_ddp.engine.splits import Split, spread
 from flyte_ddp.engine.torch_compat import copy_with_hooks, device_generator, pytree
 from flyte_ddp.recipe import Recipe
@@ -55,9 +56,9 @@ class Trials:
     def __init__(
         self, recipe: Recipe, model: nn.Module, rows: ByRow, split: Split, size: int, is_training: bool = True
     ):
-        # A copy: what a trial changes in the network, such as counts of calls, is not kept
         self.recipe, self.size, self.device, self.is_training = recipe, size, split.device, is_training
-        self.model, self.rows = copy_with_hooks(model).train(is_training), rows
+        # A copy, unless it is sharded: what a trial changes in the network, such as counts of calls, is not kept
+        self.model, self.rows = model if is_sharded(model) else copy_with_hooks(model), rows
         self.buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         self.everyones: list[Tensor] = []  # what everyone() returned for the whole batch, call by call
         # Both parts are spread over the split too, or of sorted samples each would have a class of its own; and one is
@@ -107,7 +108,7 @@ class Trials:
         return Trial(last - first, stages, pairs, draws.found, self.rows.drawn, strays, buffers, gradients)
 
     def _start_afresh(self) -> None:
-        self.model.zero_grad()
+        self.model.train(self.is_training).zero_grad()
         with torch.no_grad():
             for name, buffer in self.model.named_buffers():
                 if name in self.buffers and buffer.shape == self.buffers[name].shape:

@@ -67,13 +67,11 @@ def _train(environment: Environment, device: torch.device, link: Link, job: Job,
         raise
     finally:
         checkpoints.close()
-    if environment.rank == 0:
-        write_last(parts, job)
+    write_last(parts, job)
     if parts.validation or tested is None:  # None: resumed after the last epoch
         tested = look_at_test(state, parts.test, settings.last_epoch, link)
     predictions = None if tested.predictions is None else gather(tested.predictions, parts.test)
-    if environment.rank == 0:
-        write_results(parts, tested.measures, predictions, job)
+    write_results(parts, tested.measures, predictions, job)
     return result_of(parts, tested.measures)
 
 

@@ -1,0 +1,218 @@
+"""Shards a network that is too large for one GPU over the ranks, by torch's fully_shard (FSDP2; Zhao et al. 2023, arXiv
+2304.11277).
+
+Each rank keeps some rows of every weight, and of its gradient and optimizer state. A unit, such as a transformer's
+block, is made whole on all ranks just before it computes, and its gradients are added up and cut as soon as they are
+there. What belongs to no unit is the last unit: it is whole from the forward pass to the end of the backward pass.
+
+Whatever is not sharded passes through these functions as it is.
+"""
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.optim import Optimizer
+
+from flyte_ddp.engine import torch_compat
+from flyte_ddp.engine.attributes import matching_layers
+from flyte_ddp.engine.batches import Batch
+from flyte_ddp.engine.measures import code_location
+from flyte_ddp.engine.step import Step
+from flyte_ddp.errors import InputError
+from flyte_ddp.launch.environment import Environment
+from flyte_ddp.recipe import Recipe
+from flyte_ddp.settings import RunOptions
+
+OFF = "or set options.sharding to off"
+# They treat each number by itself, so a rank can update its rows without the others
+BY_ELEMENT = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+
+
+def is_sharded(model: nn.Module) -> bool:
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # nothing is sharded until shard() has imported it
+    return fsdp is not None and isinstance(model, fsdp.FSDPModule)
+
+
+def is_shard(tensor: Any) -> bool:
+    """Whether it is a sharded tensor, of which this rank has some rows: torch's DTensor."""
+    return hasattr(tensor, "to_local")
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's rows of a sharded tensor, in the same memory."""
+    if not is_shard(tensor):
+        return tensor
+    rows: Tensor = tensor.detach().to_local()  # type: ignore[attr-defined]
+    return rows
+
+
+# --- what can be sharded ---
+
+
+def check_recipe(recipe: Recipe, options: RunOptions, environment: Environment) -> None:
+    """Raises InputError for what a recipe, or an option, asks for that sharding lacks."""
+    from torch.distributed.fsdp import FSDPModule  # a slow import, which others do without
+
+    owner, world = type(recipe).__name__, environment.world
+    reduces_unused = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
+    on_gpus_by_gloo = world.device == "cuda" and world.backend != "nccl"
+    for is_refused, problem in (
+        (not reduces_unused, f"sharding needs torch 2.15 or later, got {torch.__version__}: install it"),
+        (not recipe.shard, f'{owner}.shard must name layers with sharding, such as ("blocks.*",), got none: do so'),
+        (recipe.micro_batch < 0, f"{owner}.micro_batch must not be -1 with sharding: give a number of samples"),
+        (recipe.couples_samples, f"{owner}.couples_samples must be False with sharding: compare no samples"),
+        (options.log_gradients, "log_gradients must be false with sharding, as no rank has a gradient: leave it out"),
+        (on_gpus_by_gloo, f"backend must be nccl to shard over GPUs, got {world.backend}: choose it"),
+    ):
+        if is_refused:
+            raise InputError(f"{problem}, {OFF}")
+
+
+def check_weights(recipe: Recipe, model: nn.Module) -> None:
+    """Raises InputError for weights that cannot be cut into rows, or that two units share."""
+    where, units = code_location(recipe, "model"), matching_layers(recipe, "shard", model)
+    owners: dict[int, str] = {}
+    for name, weight in model.named_parameters(remove_duplicate=False):
+        unit = next((unit for unit in units if name.startswith(f"{unit}.")), "what is in none")
+        if not weight.ndim:
+            raise InputError(f"{where}: {name} has no rows to shard: give it the shape (1,), {OFF}")
+        if torch_compat.has_gradient_hooks(weight):
+            raise InputError(f"{where}: {name} has a hook on its gradient, which sharding would lose: remove it, {OFF}")
+        if owners.setdefault(id(weight), unit) != unit:
+            raise InputError(
+                f"{type(recipe).__name__}.shard must keep tied weights together, but {name} in {unit!r} is also in "
+                f"{owners[id(weight)]!r}: name a layer that has both, or neither, {OFF}"
+            )
+
+
+def check_batch_norm(recipe: Recipe, is_normalised: bool) -> None:
+    """Raises InputError where batch norm sees the whole global batch."""
+    if is_normalised and not recipe.norm_samples:
+        raise InputError(
+            f"{type(recipe).__name__}.norm_samples must be set where a network with batch norm is sharded, got 0: set "
+            f"it, or use nn.GroupNorm, {OFF}"
+        )
+
+
+# --- the network ---
+
+
+def shard(recipe: Recipe, networks: Sequence[nn.Module], device: torch.device) -> None:
+    """Shards networks that are on the CPU, with rank 0's weights; a collective. No more than a unit is whole there."""
+    from torch.distributed.device_mesh import init_device_mesh  # slow imports, which others do without
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh(device.type, (distributed.get_world_size(),))
+    for network in networks:
+        for buffer in network.buffers():
+            _from_first(buffer, device)
+        for unit in (*matching_layers(recipe, "shard", network).values(), network):
+            for weight in unit.parameters():
+                if not is_shard(weight):
+                    _from_first(weight, device)
+            fully_shard(unit, mesh=mesh)
+
+
+def _from_first(tensor: Tensor, device: torch.device) -> None:
+    """Moves a tensor to the device, with rank 0's values."""
+    tensor.data = tensor.detach().to(device).contiguous()
+    distributed.broadcast(tensor.detach().view(-1).view(torch.uint8), 0)  # not all types can be sent
+
+
+@contextmanager
+def on_trial(recipe: Recipe, model: nn.Module) -> Iterator[None]:
+    """While the block tries a sharded network, which cannot be copied: its weights and buffers are put back at the end,
+    and what torch says of weights outside of their unit is explained."""
+    if not is_sharded(model):
+        yield
+        return
+    kept = {name: local(value).clone() for name, value in _tensors(model)}
+    try:
+        yield
+    except RuntimeError as error:
+        if "DTensor" not in str(error):
+            raise
+        raise InputError(
+            f"{code_location(recipe, 'forward')}: with sharding, weights are whole only while the network, and the "
+            f"layers that {type(recipe).__name__}.shard names, are called: call these rather than what is inside, {OFF}"
+        ) from error
+    model.zero_grad()
+    for name, value in _tensors(model):
+        if name in kept and local(value).shape == kept[name].shape:
+            local(value).copy_(kept[name])
+
+
+def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*model.named_parameters(), *model.named_buffers()]
+
+
+# --- its step ---
+
+
+class ShardedStep(nn.Module):
+    """Step on all ranks, like ReplicatedStep, of a sharded network, which adds up its gradients by itself."""
+
+    def __init__(self, step: Step):
+        super().__init__()
+        self.module = step
+        step.model.set_reduce_scatter_unused_params(True)  # type: ignore[operator]  # those of experts, for example
+
+    def forward(self, *given: Any) -> Tensor:
+        loss: Tensor = self.module(*given)
+        return loss
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Gradients are added up after each part: until the last one they would be whole."""
+        return nullcontext()
+
+    def parts(self, batch: Batch, most: int) -> list[Batch]:
+        """As many on each rank, since making a unit whole takes all of them."""
+        return batch.parts(most, self.module.world_size)
+
+    def totals(self, gradients: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """Step.sums of all ranks, and the norm of each gradient by this rank's rows of it; a collective."""
+        sums = self.module.sums.grad
+        assert sums is not None  # after a backward pass
+        mine = torch.cat([sums.double(), torch_compat.norms(gradients).double().square()])
+        distributed.all_reduce(mine)
+        return (mine[: len(sums)] / self.module.world_size).float(), mine[len(sums) :].sqrt().float()
+
+    def own_gradients(self, loss: Tensor) -> list[Tensor]:
+        """None: what a rank's samples add to the gradients is added to the others' at once."""
+        return []
+
+
+def on_shards(optimizer: Optimizer) -> Optimizer:
+    """Makes the optimizer of a sharded network update this rank's rows, which are plain tensors, so that fused ones
+    work, too; InputError for one that does not treat each number by itself."""
+    weights = [weight for group in optimizer.param_groups for weight in group["params"] if is_shard(weight)]
+    if not weights:
+        return optimizer
+    if type(optimizer) not in [getattr(torch.optim, name) for name in BY_ELEMENT]:
+        raise InputError(
+            f"with sharding, the optimizer must be one of torch.optim's {', '.join(BY_ELEMENT)}, which treat each "
+            f"number by itself, got {type(optimizer).__name__}: choose one of these, {OFF}"
+        )
+    rows = {weight: nn.Parameter(local(weight), weight.requires_grad) for weight in weights}
+    for group in optimizer.param_groups:
+        group["params"] = [rows.get(weight, weight) for weight in group["params"]]
+    for weight, row in rows.items():
+        if weight in optimizer.state:  # some have it from the start
+            before = optimizer.state.pop(weight)
+            optimizer.state[row] = {name: local(value) for name, value in before.items()}
+
+    def take_gradients(*_: Any) -> None:
+        for weight, row in rows.items():
+            row.grad = None if weight.grad is None else local(weight.grad)
+
+    def leave_gradients(*_: Any) -> None:
+        for row in rows.values():  # or they would take memory until the next step
+            row.grad = None
+
+    optimizer.register_step_pre_hook(take_gradients)
+    optimizer.register_step_post_hook(leave_gradients)
+    return optimizer
