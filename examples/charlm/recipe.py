@@ -26,6 +26,7 @@ class Transformer(nn.Module):
 
 class CharLM(Recipe):
     samples, headline, lower_is_better, clip_norm = "windows", "perplexity", ("perplexity",), 1.0
+    shard = ("blocks.layers.*",)
 
     def data(self, split: str) -> Tensor:
         text = "\n\n".join(topics[name] for name in sorted(topics))[: self.settings.characters]

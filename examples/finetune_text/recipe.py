@@ -33,7 +33,7 @@ class Sentences(Dataset):
 
 
 class FinetuneText(Classifier):
-    samples, clip_norm, length_window = "sentences", 1.0, 10
+    samples, clip_norm, length_window, shard = "sentences", 1.0, 10, ("*encoder.layer.*",)
 
     def data(self, split: str) -> Dataset:
         return Sentences(split)

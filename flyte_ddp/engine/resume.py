@@ -55,8 +55,8 @@ def resume(state: TrainingState, job: Job, environment: Environment, link: Link)
 
 
 def in_place(state: TrainingState, saved: dict[str, Any], is_broadcast: bool = False) -> dict[str, Any]:
-    """The same content with the training's own tensors: those of its networks, where they fit, else new ones. Of what is
-    sharded they have this rank's rows.
+    """The same content with the training's own tensors: those of its networks, where they fit, else new ones; of what
+    is sharded, this rank's rows.
 
     Each is filled from saved, or, if asked, from what rank 0 has; then saved may be an outline of meta tensors.
     """

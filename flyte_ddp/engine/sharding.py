@@ -3,7 +3,7 @@
 
 Each rank keeps some rows of every weight, and of its gradient and optimizer state. A unit, such as a transformer's
 block, is made whole on all ranks just before it computes, and its gradients are added up and cut as soon as they are
-there. What belongs to no unit is the last unit: it is whole from the forward pass to the end of the backward pass.
+there. What belongs to no unit is the last unit, which is whole during all of the others' computation.
 
 Whatever is not sharded passes through these functions as it is.
 """
@@ -114,7 +114,8 @@ def shard(recipe: Recipe, networks: Sequence[nn.Module], device: torch.device) -
             for weight in unit.parameters():
                 if not is_shard(weight):
                     _from_first(weight, device)
-            fully_shard(unit, mesh=mesh)
+            # The last unit, too: torch would leave it whole after an evaluation
+            fully_shard(unit, mesh=mesh, reshard_after_forward=True)
 
 
 def _from_first(tensor: Tensor, device: torch.device) -> None:

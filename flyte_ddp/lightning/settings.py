@@ -9,7 +9,8 @@ PRECISIONS = {"float32": "32-true", "bfloat16": "bf16-mixed", "float16": "16-mix
 STRATEGIES = ("auto", "ddp", "ddp_find_unused_parameters_true")
 LIMITS = ("limit_train_batches", "limit_val_batches", "limit_test_batches")
 ALGORITHMS = ("norm", "value")
-FOR_RECIPES = ("profile", "log_gradients", "keep_checkpoint")  # options that mean nothing to Lightning's Trainer
+# Options that mean nothing to Lightning's Trainer
+FOR_RECIPES = {"profile": False, "log_gradients": False, "keep_checkpoint": False, "sharding": "off"}
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,6 @@ class LightningOptions(RunOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in FOR_RECIPES:
-            if getattr(self, name):
+        for name, without in FOR_RECIPES.items():
+            if getattr(self, name) != without:
                 raise InputError(f"{type(self).__name__}.{name} is for recipes, not for Lightning: leave it out")

@@ -1,0 +1,148 @@
+"""Recipes whose networks are sharded, and some that cannot be."""
+
+import functools
+
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.nn import functional as F
+from torchvision.models import VisionTransformer
+
+from flyte_ddp.recipe import Recipe
+from tests.engine.memory_recipes import Blocks, Kept
+from tests.engine.probe_recipes import WIDTH, Sound
+
+
+class Digits(Recipe):
+    """A small vision transformer."""
+
+    headline, clip_norm, shard = "accuracy", 0.5, ("encoder.layers.*",)
+
+    def data(self, split):
+        digits = load_digits()
+        chosen = slice(0, 318) if split == "train" else slice(318, 368)
+        images = torch.from_numpy(digits.images[chosen]).float().div(16)
+        return images[:, None].expand(-1, 3, -1, -1).contiguous(), torch.from_numpy(digits.target[chosen])
+
+    def model(self):
+        network = VisionTransformer(8, 2, 2, 2, 18, 36, dropout=0.1, num_classes=10)
+        nn.init.normal_(network.heads[0].weight, std=0.1)
+        return network
+
+    def measure(self, outputs, batch):
+        loss = F.cross_entropy(outputs.float(), batch[1], reduction="none")
+        return {"loss": loss, "accuracy": (outputs.argmax(1) == batch[1]).float()}
+
+    def predictions(self, outputs, batch):
+        return outputs.argmax(1)
+
+    def pictures(self, outputs, batch):
+        return [(str(int(row.argmax())), image) for row, image in zip(outputs, batch[0], strict=True)]
+
+
+class Everything(Digits):
+    """All that a recipe can ask for at once; 3 ranks have shares of 6, 5 and 5 samples, in 2, 2 and 2 parts."""
+
+    ema_decay, micro_batch, recompute = 0.9, 5, ("encoder.layers.*",)
+
+    def optimizer(self, model):
+        weights = list(model.parameters())
+        groups = [{"params": [w for w in weights if w.ndim > 1]}, {"params": [w for w in weights if w.ndim == 1]}]
+        return torch.optim.SGD(groups, 0.1, momentum=0.9, fused=True)
+
+
+class GroupNormed(Digits):
+    """Batch norm by groups, whose running statistics are buffers; the first layer is a unit with a gradient for none
+    of its inputs."""
+
+    norm_samples, shard = 4, ("0", "3")
+
+    def model(self):
+        body = nn.Linear(12, 12)
+        return nn.Sequential(
+            nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.Flatten(), nn.Linear(216, 12), body, nn.Linear(12, 10)
+        )
+
+
+class Tied(Sound):
+    shard = ("1", "2")
+
+    def model(self):
+        network = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+        network[2].weight = network[0].weight
+        return network
+
+
+class TiedOutside(Tied):
+    shard = ("1",)
+
+
+class Sharded(Kept):
+    shard = ("blocks.*",)
+
+
+class Experts(Sharded):
+    """A sample uses one of the blocks."""
+
+    def model(self):
+        network = Blocks()
+        network.forward = functools.partial(use_one, network)
+        return network
+
+
+def use_one(network, features):
+    pick = (features[:, :1] > 0).float()
+    first, second = (block(features) for block in network.blocks)
+    return network.head(pick * first + (1 - pick) * second)
+
+
+# --- what is refused ---
+
+
+class Unnamed(Kept):
+    pass
+
+
+class NoSuchLayer(Kept):
+    shard = ("block.*",)
+
+
+class AsManyAsFit(Sharded):
+    micro_batch = -1
+
+
+class Coupled(Sharded):
+    couples_samples = True
+
+
+class Scalar(Sharded):
+    def model(self):
+        network = super().model()
+        network.scale = nn.Parameter(torch.ones(()))
+        return network
+
+
+class Hooked(Sharded):
+    def model(self):
+        network = super().model()
+        network.head.weight.register_hook(lambda gradient: 2 * gradient)
+        return network
+
+
+class BatchNorm(Sharded):
+    def model(self):
+        return nn.Sequential(super().model(), nn.BatchNorm1d(WIDTH))
+
+    shard = ("0",)
+
+
+class Factored(Sharded):
+    def optimizer(self, model):
+        return torch.optim.Adafactor(model.parameters())
+
+
+class Inside(Sharded):
+    """Calls the layers that are inside of the network."""
+
+    def forward(self, model, batch):
+        return model.head(batch)

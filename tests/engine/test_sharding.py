@@ -1,0 +1,141 @@
+"""A network that is sharded over the ranks is trained as it is otherwise."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import distributed
+
+from flyte_ddp.errors import InputError
+from flyte_ddp.events import CheckpointRefused, CheckpointWritten, StepLogged
+from flyte_ddp.settings import RunOptions
+from flyte_ddp.training import train
+from tests.engine.probe_recipes import Settings
+
+HERE = "tests.engine.sharding_recipes"
+NAN = {"batch_size": 4, "epochs": 2}
+
+
+def run(name, output, sharding="full", nproc=1, watch=lambda event: None, seconds=1e9, init=None, **settings):
+    """Losses of each step, the result and its weights."""
+    options = RunOptions(
+        nproc=nproc, sharding=sharding, tracking="off", loader_workers=0, keep_checkpoint=True,
+        checkpoint_seconds=seconds,
+    )  # fmt: skip
+    losses = {}
+
+    def listen(event):
+        if isinstance(event, StepLogged):
+            losses[event.epoch, event.step] = event.measures["loss"]
+        watch(event)
+
+    given = Settings(**{"log_interval": 1, **settings})
+    try:
+        result = train(f"{HERE}:{name}", given, options, output=output, on_event=listen, init=init)
+    finally:
+        if distributed.is_initialized():  # a rank of this process that fails ends without parting from the others
+            distributed.destroy_process_group()
+    return losses, result, torch.load(result.model_path, weights_only=True)
+
+
+def assert_alike(one, other):
+    """The same up to rounding: losses, weights and measures."""
+    steps = one[0].keys() & other[0].keys()
+    assert [one[0][step] for step in steps] == pytest.approx([other[0][step] for step in steps], rel=1e-5)
+    assert list(one[2]) == list(other[2])
+    size = math.sqrt(sum(float(value.double().square().sum()) for value in other[2].values()))
+    gaps = (one[2][key].double() - value.double() for key, value in other[2].items())
+    assert math.sqrt(sum(float(gap.square().sum()) for gap in gaps)) < 1e-4 * size
+    assert one[1].tested == pytest.approx(other[1].tested, rel=1e-3)
+
+
+def test_all_that_a_recipe_can_ask_for_is_as_without_sharding(tmp_path):
+    settings = {"batch_size": 16, "validation_fraction": 0.2, "epochs": 2}
+    off = run("Everything", tmp_path / "off", "off", **settings)
+    full = run("Everything", tmp_path / "full", nproc=2, **settings)
+    assert len(full[0]) == len(off[0]) == 32
+    assert_alike(full, off)
+    assert full[1].best_epoch == off[1].best_epoch > 0
+    found, expected = (np.load(result.output / "predictions.npy") for _, result, _ in (full, off))
+    assert (found == expected).mean() > 0.9
+    assert (full[1].output / "pictures.npz").exists()
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("name", ["GroupNormed", "TiedOutside", "Experts"])
+def test_what_is_special_is_as_without_sharding(tmp_path, name):
+    off, full = (run(name, tmp_path / sharding, sharding, epochs=3) for sharding in ("off", "full"))
+    assert_alike(full, off)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Everything", "GroupNormed", "TiedOutside", "Experts"])
+def test_it_is_the_same_on_three_ranks(tmp_path, name):
+    settings = {"batch_size": 16} if name == "Everything" else {}
+    off, full = (run(name, tmp_path / kind, kind, nproc=3, **settings) for kind in ("off", "full"))
+    assert_alike(full, off)
+
+
+class Unplugged(Exception):
+    pass
+
+
+def interrupt(output, after, **how):
+    """A training whose caller fails once so many checkpoints are written."""
+    left = iter(range(after))
+
+    def unplug(event):
+        if isinstance(event, CheckpointWritten) and next(left, None) is None:
+            raise Unplugged
+
+    with pytest.raises(Unplugged):
+        run("Everything", output, watch=unplug, seconds=0, **how)
+    assert Path(output, "checkpoint").exists()
+
+
+WHOLE = {"batch_size": 32, "validation_fraction": 0.2, "epochs": 2}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(("full", 2), ("full", 2)), (("full", 2), ("off", 1)), (("off", 2), ("full", 3)), (("full", 3), ("full", 2))],
+)
+def test_a_training_goes_on_with_or_without_sharding_on_any_number_of_ranks(tmp_path, before, after):
+    whole = run("Everything", tmp_path / "whole", after[0], nproc=after[1], **WHOLE)
+    interrupt(tmp_path / "cut", 11, sharding=before[0], nproc=before[1], **WHOLE)
+    refused = []
+
+    def watch(event):
+        refused.extend([event] if isinstance(event, CheckpointRefused) else [])
+
+    resumed = run("Everything", tmp_path / "cut", after[0], nproc=after[1], watch=watch, **WHOLE)
+    assert not refused
+    assert min(resumed[0]) > (1, 1)
+    assert_alike(resumed, whole)
+    if before == after:
+        assert all(torch.equal(resumed[2][name], value) for name, value in whole[2].items())
+
+
+REFUSED = {
+    "Unnamed": r'Unnamed.shard must name layers with sharding, such as \("blocks.\*",\)',
+    "NoSuchLayer": r"NoSuchLayer.shard must match names of layers, got 'block.\*': blocks, bl",
+    "AsManyAsFit": "AsManyAsFit.micro_batch must not be -1 with sharding: give a number",
+    "Coupled": "Coupled.couples_samples must be False with sharding",
+    "Scalar": r"Scalar.model .*: scale has no rows to shard: give it the shape \(1,\)",
+    "Hooked": "Hooked.model .*: head.weight has a hook on its gradient, which sharding would lose: remove it",
+    "Tied": "Tied.shard must keep tied weights together, but 2.weight in '2' is also in what is in none",
+    "BatchNorm": "BatchNorm.norm_samples must be set where a network with batch norm is sharded, got 0",
+    "Factored": "the optimizer must be one of torch.optim's ASGD, .* treat each number by itself, got Adafactor",
+    "Inside": "Inside.forward .*: with sharding, weights are whole only while the network, .* are called",
+}
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_sharded_is_refused_with_a_remedy(tmp_path, name):
+    with pytest.raises(InputError, match=f"{REFUSED[name]}.*or set options.sharding to off"):
+        run(name, tmp_path)
+    run(name, tmp_path, "off") if name not in ("NoSuchLayer", "Scalar", "Coupled") else None
