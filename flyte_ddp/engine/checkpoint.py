@@ -15,11 +15,13 @@ import torch
 from torch import Tensor
 from torch.utils.serialization import config as serialization_config
 
-from flyte_ddp.engine.sharded_state import Shard, gathered
+from flyte_ddp.engine.sharded_state import Shard, fill, with_room
+from flyte_ddp.engine.sharding import is_sharded
 from flyte_ddp.engine.state import TrainingState
 from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.errors import CheckpointError, InputError
 from flyte_ddp.events import CheckpointFailed, CheckpointWritten, Event
+from flyte_ddp.recipe import CPU
 from flyte_ddp.storage import sync, temporary_beside
 
 FORMAT = 4
@@ -31,20 +33,25 @@ def write_checkpoint(path: Path, content: dict[str, Any]) -> None:
     finish(write_draft(path, content), path)
 
 
-def write_draft(path: Path, content: dict[str, Any]) -> Path:
+def write_draft(path: Path, content: dict[str, Any], device: torch.device = CPU) -> Path:
     """Writes the content to a temporary file beside path, one tensor after the other; finish makes it the checkpoint.
 
-    Tensors may change once this has returned: the kernel has them, though perhaps not yet the disk. Raises OSError.
+    Tensors may change once this has returned: the kernel has them, though perhaps not yet the disk. Raises OSError. A
+    collective if any are sharded; device: of these.
     """
-    draft = temporary_beside(path)
+    draft, content = temporary_beside(path), {"format": FORMAT, **content}
+    written = None
     try:
         with open(draft, "xb") as file:
-            _save({"format": FORMAT, **content}, file)
+            _save(with_room(content), file)
+        written = draft
     except BaseException as error:
         draft.unlink(missing_ok=True)
         if isinstance(error.__context__, OSError):  # torch wraps what a small write raises
             raise error.__context__ from None
         raise
+    finally:
+        fill(written, content, device)
     return draft
 
 
@@ -158,11 +165,10 @@ def _digest(file: IO[bytes], count: int) -> bytes:
 class CheckpointWriter:
     """Rank 0's checkpoints: the state is copied once, and a thread sees to the rest while training continues.
 
-    The next step changes the weights, so training waits for that copy. What is sharded is gathered in rank 0's memory.
-    From a GPU it goes to the host's memory, from
-    where the thread writes it, tensor by tensor. On a CPU the copy is the file itself, in the kernel's cache, which is
-    not the process's memory: where memory is short the kernel writes it out, and training waits for the disk instead of
-    being killed. Checksum, disk and renaming are left to the thread.
+    The next step changes the weights, so training waits for that copy. From a GPU it goes to the host's memory, from
+    where the thread writes it, tensor by tensor. On a CPU, or of a sharded network, the copy is the file itself, in the
+    kernel's cache, which is not the process's memory: where memory is short the kernel writes it out, and training
+    waits for the disk instead of being killed. Checksum, disk and renaming are left to the thread.
 
     A checkpoint that cannot be written is reported and skipped: training need not fail because a disk does.
     """
@@ -179,14 +185,12 @@ class CheckpointWriter:
         started = time.monotonic()
         self.close()
         content = {"identity": self._identity, "state": state.state_dict()}
-        if state.device.type != "cpu":
-            content = pytree.tree_map_only(Tensor, lambda tensor: tensor.to("cpu", copy=True), content)
-        content = gathered(content, state.device)
         try:
-            if state.device.type == "cpu":
-                rest = partial(finish, write_draft(self._path, content), self._path)
+            if state.device.type == "cpu" or is_sharded(state.model):
+                rest = partial(finish, write_draft(self._path, content, state.device), self._path)
             else:
-                rest = partial(write_checkpoint, self._path, content)
+                copied = pytree.tree_map_only(Tensor, lambda tensor: tensor.to("cpu", copy=True), content)
+                rest = partial(write_checkpoint, self._path, copied)
         except OSError as error:
             self._emit(CheckpointFailed(f"{self._path}: {error.strerror}"))
             return
@@ -213,13 +217,13 @@ class CheckpointWriter:
 
 
 class NoCheckpoints:
-    """Writes nothing, for the other ranks: rank 0 has the same state, or else gathers it."""
+    """Writes nothing, for the other ranks: rank 0 has the same state, or else gets what is sharded from them."""
 
     def due(self) -> bool:
         return False
 
     def save(self, state: TrainingState) -> None:
-        gathered(state.state_dict(), state.device)
+        fill(None, state.state_dict(), state.device)
 
     def close(self) -> None:
         pass

@@ -10,17 +10,18 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, distributed, nn
+from torch.utils.serialization import config as serialization_config
 
 from flyte_ddp.batch_share import BatchShare
-from flyte_ddp.engine.checkpoint import write_checkpoint
+from flyte_ddp.engine.checkpoint import finish, write_draft
 from flyte_ddp.engine.job import FINAL, LAST, PICTURES, PREDICTIONS, Job, TrainingResult
 from flyte_ddp.engine.set_up import Parts
-from flyte_ddp.engine.sharded_state import gathered
+from flyte_ddp.engine.sharded_state import Shard, fill, with_room
 from flyte_ddp.engine.sharding import is_sharded
 from flyte_ddp.engine.splits import Split
 from flyte_ddp.engine.state import TrainingState
 from flyte_ddp.model_metadata import ModelMetadata, add_metadata
-from flyte_ddp.recipe import Recipe
+from flyte_ddp.recipe import CPU, Recipe
 from flyte_ddp.storage import whole_file, writing_to
 from flyte_ddp.weights import first_names
 
@@ -35,9 +36,11 @@ def write_last(parts: Parts, job: Job) -> None:
         if parts.validation:
             _write_weights(parts, job, Path(job.logs, LAST), state.history[-1].validation)
         if job.options.keep_checkpoint or job.settings.stop_after:
-            content = {"identity": job.identity, "state": gathered(state.state_dict(), state.device)}
-            if distributed.get_rank() == 0:
-                write_checkpoint(Path(job.logs, FINAL), content)
+            path, content = Path(job.logs, FINAL), {"identity": job.identity, "state": state.state_dict()}
+            if distributed.get_rank():
+                fill(None, content, state.device)
+            else:
+                finish(write_draft(path, content, state.device), path)
 
 
 def write_results(parts: Parts, tested: dict[str, float], predictions: Tensor | None, job: Job) -> None:
@@ -55,12 +58,12 @@ def write_results(parts: Parts, tested: dict[str, float], predictions: Tensor | 
 
 def _write_weights(parts: Parts, job: Job, path: Path, measures: dict[str, float]) -> None:
     state, size = parts.state, distributed.get_world_size()
-    weights = gathered(state.evaluated_weights(), state.device)
+    weights = state.evaluated_weights()
     if distributed.get_rank():
-        return
+        return fill(None, weights, state.device)
     training = {"world_size": size, "hardware": hardware(state.device), "precision": parts.precision}
     metadata = build_metadata(state.recipe, job, parts.found.headline, measures, training, state.base.digest)
-    export_model(weights, path, metadata)
+    export_model(weights, path, metadata, state.device)
 
 
 def build_metadata(
@@ -140,11 +143,21 @@ def layers_of(model: nn.Module) -> list[tuple[str, str, int]]:
     return [layer for layer in counted if layer[2]]
 
 
-def export_model(weights: Mapping[str, Tensor], path: Path, metadata: ModelMetadata | None = None) -> None:
-    """Writes a state_dict as a plain one of contiguous CPU tensors; path appears whole or not at all."""
-    firsts = first_names(weights)
-    copies = {name: weights[name].detach().cpu().contiguous() for name in {*firsts.values()}}
-    with whole_file(path) as file:
+def export_model(
+    weights: Mapping[str, Tensor | Shard], path: Path, metadata: ModelMetadata | None = None, device: torch.device = CPU
+) -> None:
+    """Writes a state_dict as a plain one of contiguous CPU tensors; path appears whole or not at all.
+
+    A collective if weights are sharded; device: of the shards.
+    """
+    tensors: dict[str, Tensor] = with_room(weights)
+    firsts = first_names(tensors)
+    copies = {name: tensors[name].detach().cpu().contiguous() for name in {*firsts.values()}}
+    is_whole = not any(isinstance(value, Shard) for value in weights.values())
+    # Of what is still to be filled, torch's checksums would be wrong
+    with whole_file(path) as file, serialization_config.patch("save.compute_crc32", is_whole):  # type: ignore[attr-defined]
         torch.save({name: copies[first] for name, first in firsts.items()}, file)  # tied weights once
+        file.flush()
+        fill(Path(file.name), weights, device)
         if metadata:
             add_metadata(file, metadata)

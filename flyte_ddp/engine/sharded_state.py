@@ -1,7 +1,9 @@
 """The state of a training whose network is sharded, as a checkpoint has it: whole tensors, of which a rank has rows."""
 
+import mmap
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,18 +21,22 @@ class Shard:
     rows: Tensor
     shape: torch.Size
 
-    def gathered(self, device: torch.device) -> Tensor | None:
-        """The whole tensor, in rank 0's memory; None on the others. A collective by way of the device."""
-        size, is_first = distributed.get_world_size(), distributed.get_rank() == 0
-        padded = torch.zeros(-(-self.shape[0] // size), *self.shape[1:], dtype=self.rows.dtype, device=device)
-        padded[: len(self.rows)] = self.rows
-        parts = [torch.empty_like(padded) for _ in range(size)] if is_first else None
-        sent = [part.view(-1).view(torch.uint8) for part in parts] if parts else None
-        distributed.gather(padded.view(-1).view(torch.uint8), sent)  # not all types can be sent
-        if not parts:
-            return None
-        counts = [len(range(*rows_of(self.shape[0], rank, size))) for rank in range(size)]
-        return torch.cat([part[:count].cpu() for part, count in zip(parts, counts, strict=True)])
+    def gather(self, room: Tensor | None, device: torch.device) -> None:
+        """Copies the rows of all ranks into the room that rank 0 has for them; a collective, by way of the device."""
+        rank, size = distributed.get_rank(), distributed.get_world_size()
+        for owner in range(size):
+            first, last = rows_of(self.shape[0], owner, size)
+            if rank == owner and first < last and room is None:
+                distributed.send(_as_bytes(self.rows.to(device)), 0)
+            elif room is not None and first < last:
+                rows = self.rows if owner == 0 else torch.empty_like(room[first:last], device=device)
+                if owner:
+                    distributed.recv(_as_bytes(rows), owner)
+                room[first:last].copy_(rows)
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)  # not all types can be sent
 
 
 def rows_of(count: int, rank: int, size: int) -> tuple[int, int]:
@@ -39,16 +45,37 @@ def rows_of(count: int, rank: int, size: int) -> tuple[int, int]:
     return min(rank * most, count), min((rank + 1) * most, count)
 
 
-def gathered(content: Any, device: torch.device) -> Any:
-    """The content with the whole tensor for each Shard, on rank 0; a collective if there are any."""
-    found: dict[int, Tensor | None] = {}
+def with_room(content: Any) -> Any:
+    """The content with a whole tensor in place of each Shard, one for all names of tied weights. Nothing is in it yet,
+    so it takes no memory either."""
+    rooms: dict[int, Tensor] = {}
 
-    def whole(shard: Shard) -> Tensor | None:
-        if id(shard) not in found:  # tied weights have one
-            found[id(shard)] = shard.gathered(device)
-        return found[id(shard)]
+    def room(shard: Shard) -> Tensor:
+        return rooms.setdefault(id(shard), torch.empty(shard.shape, dtype=shard.rows.dtype))
 
-    return pytree.tree_map_only(Shard, whole, content)
+    return pytree.tree_map_only(Shard, room, content)
+
+
+def fill(path: Path | None, content: Any, device: torch.device) -> None:
+    """Fills a file in which rank 0 has saved the content with room for its Shards, row by row, so that no tensor is
+    ever whole in memory; a collective if there are any.
+
+    path: None on the other ranks, and on rank 0 if it could not write the file, which then is left to it.
+    """
+    leaves = pytree.tree_leaves(content)
+    shards = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Shard)}
+    told = [path is not None]
+    if shards:
+        distributed.broadcast_object_list(told)
+    if not shards or not told[0]:
+        return
+    rooms: list[Any] = [None] * len(leaves)
+    if path:
+        with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
+            rooms = pytree.tree_leaves(torch.load(path, weights_only=True, mmap=True))
+    room_of = {id(leaf): room for leaf, room in zip(leaves, rooms, strict=True)}
+    for key, shard in shards.items():
+        shard.gather(room_of[key], device)
 
 
 class Layout:

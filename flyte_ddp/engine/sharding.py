@@ -75,17 +75,18 @@ def check_recipe(recipe: Recipe, options: RunOptions, environment: Environment) 
 def check_weights(recipe: Recipe, model: nn.Module) -> None:
     """Raises InputError for weights that cannot be cut into rows, or that two units share."""
     where, units = code_location(recipe, "model"), matching_layers(recipe, "shard", model)
-    owners: dict[int, str] = {}
+    found: dict[int, tuple[str, str | None]] = {}
     for name, weight in model.named_parameters(remove_duplicate=False):
-        unit = next((unit for unit in units if name.startswith(f"{unit}.")), "what is in none")
+        unit = next((unit for unit in units if name.startswith(f"{unit}.")), None)
         if not weight.ndim:
             raise InputError(f"{where}: {name} has no rows to shard: give it the shape (1,), {OFF}")
         if torch_compat.has_gradient_hooks(weight):
             raise InputError(f"{where}: {name} has a hook on its gradient, which sharding would lose: remove it, {OFF}")
-        if owners.setdefault(id(weight), unit) != unit:
+        first, its_unit = found.setdefault(id(weight), (name, unit))
+        if its_unit != unit:
             raise InputError(
-                f"{type(recipe).__name__}.shard must keep tied weights together, but {name} in {unit!r} is also in "
-                f"{owners[id(weight)]!r}: name a layer that has both, or neither, {OFF}"
+                f"{type(recipe).__name__}.shard must keep tied weights together, but {name} is {first}, too: name a "
+                f"layer that has both, or none that has one, {OFF}"
             )
 
 
