@@ -68,13 +68,15 @@ class NonFiniteError(ArithmeticError):
 
 
 class UnevenShapesError(ReportedError):
-    """In a step, the ranks' random numbers were for samples of different shapes; the weights are those before it."""
+    """In a step, the ranks' random numbers were for samples of different shapes, or they called other layers of a sharded
+    network; the weights are those before it."""
 
     def __init__(self, epoch: int, step: int, drawn: "list[tuple[str, tuple[int, ...]]]"):
         super().__init__(
             f"in epoch {epoch + 1}, step {step + 1}, the ranks' samples had different shapes where random numbers are "
-            f"drawn, so that these would depend on the number of ranks: pad all samples to the same length; on this "
-            f"rank: {', '.join(f'{operation} {shape}' for operation, shape in drawn[:3])}"
+            f"drawn, so that these would depend on the number of ranks: pad all samples to the same length; or, if the "
+            f"network is sharded, not all ranks called the same layers of Recipe.shard: call each for any samples; on "
+            f"this rank: {', '.join(f'{operation} {shape}' for operation, shape in drawn[:3])}"
         )
 
 

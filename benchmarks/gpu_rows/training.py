@@ -28,11 +28,15 @@ def train(
     timeout_seconds: float = 120,
     checkpoint_seconds: float = 1e9,
     loader_workers: int = 0,
+    sharding: str = "off",
 ) -> list[Any]:
     """What the target returns on each rank; model and checkpoint are written to folder, if given."""
     with tempfile.TemporaryDirectory() as temporary:
         options = RunOptions(
-            checkpoint_seconds=checkpoint_seconds, timeout_seconds=timeout_seconds, loader_workers=loader_workers
+            checkpoint_seconds=checkpoint_seconds,
+            timeout_seconds=timeout_seconds,
+            loader_workers=loader_workers,
+            sharding=sharding,
         )
         description = read_description(data) if data else None
         source = Path(data) if data else None

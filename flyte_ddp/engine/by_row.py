@@ -50,7 +50,8 @@ class ByRow:
 
     Attributes:
         drawn: operation and shape of each draw of the block.
-        digest: of these shapes without the samples: the same on all ranks, or their numbers don't belong together.
+        digest: of these shapes without the samples, and of what is noted: the same on all ranks, or what they compute
+            doesn't belong together.
         normalised: whether any batch was normalised.
         running: of the network that trains; None without groups of samples to normalise by.
     """
@@ -71,6 +72,10 @@ class ByRow:
         torch.default_generator.manual_seed(seed)
         with replaced_by(self), any_batch_size():
             yield
+
+    def note(self, what: str) -> None:
+        """All ranks have to note the same, in the same order."""
+        self.digest = zlib.crc32(what.encode(), self.digest)
 
     def learn(self, whole: Sequence[tuple[str, Shape]], part: Sequence[tuple[str, Shape]], size: int) -> None:
         """Compares the draws for `size` samples with those for the share's part of them, to see where samples are."""
@@ -107,7 +112,7 @@ class ByRow:
         layout = self._found.get(wanted) or self._found.setdefault(wanted, self._layout(operation, shape))
         (key,) = torch.empty(1, dtype=torch.int64).random_().tolist()
         self.drawn.append((operation, shape))
-        self.digest = zlib.crc32(repr(layout).encode(), self.digest)
+        self.note(repr(layout))
         return layout, key, 0 if layout.dimension is None else self.share.first * layout.each * math.prod(layout.rest)
 
     def _layout(self, operation: str, shape: Shape) -> Layout:

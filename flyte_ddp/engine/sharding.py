@@ -11,6 +11,7 @@ Whatever is not sharded passes through these functions as it is.
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch.optim import Optimizer
 from flyte_ddp.engine import torch_compat
 from flyte_ddp.engine.attributes import matching_layers
 from flyte_ddp.engine.batches import Batch
+from flyte_ddp.engine.by_row import ByRow
 from flyte_ddp.engine.measures import code_location
 from flyte_ddp.engine.step import Step
 from flyte_ddp.errors import InputError
@@ -162,6 +164,9 @@ class ShardedStep(nn.Module):
         super().__init__()
         self.module = step
         step.model.set_reduce_scatter_unused_params(True)  # type: ignore[operator]  # those of experts, for example
+        for name, unit in step.model.named_modules():
+            if is_sharded(unit):  # ranks that call others exchange what doesn't belong together
+                unit.register_forward_pre_hook(partial(_note, step.rows, f"call {name}"))
 
     def forward(self, *given: Any) -> Tensor:
         loss: Tensor = self.module(*given)
@@ -186,6 +191,10 @@ class ShardedStep(nn.Module):
     def own_gradients(self, loss: Tensor) -> list[Tensor]:
         """None: what a rank's samples add to the gradients is added to the others' at once."""
         return []
+
+
+def _note(rows: ByRow, what: str, *_: Any) -> None:
+    rows.note(what)
 
 
 def on_shards(optimizer: Optimizer) -> Optimizer:

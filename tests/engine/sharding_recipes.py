@@ -1,6 +1,6 @@
 """Recipes whose networks are sharded, and some that cannot be."""
 
-import functools
+from typing import Any
 
 import torch
 from sklearn.datasets import load_digits
@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torchvision.models import VisionTransformer
 
 from flyte_ddp.recipe import Recipe
-from tests.engine.memory_recipes import Blocks, Kept
+from tests.engine.memory_recipes import Kept
 from tests.engine.probe_recipes import WIDTH, Sound
 
 
@@ -81,19 +81,55 @@ class Sharded(Kept):
     shard = ("blocks.*",)
 
 
-class Experts(Sharded):
-    """A sample uses one of the blocks."""
+class Choosing(nn.Module):
+    """Each sample is for one of two experts, and an expert without samples isn't called."""
 
-    def model(self):
-        network = Blocks()
-        network.forward = functools.partial(use_one, network)
-        return network
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList([nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)])
+
+    def forward(self, features):
+        first, found = features[:, 0] > 0, torch.zeros_like(features)
+        for expert, mine in zip(self.experts, (first, ~first), strict=True):
+            if mine.any():
+                found[mine] = expert(features[mine])
+        return features + found
 
 
-def use_one(network, features):
-    pick = (features[:, :1] > 0).float()
-    first, second = (block(features) for block in network.blocks)
-    return network.head(pick * first + (1 - pick) * second)
+class Experts(Sound):
+    """Of batches of 3, which ranks share, no rank uses all experts."""
+
+    shard, body = ("1",), Choosing
+
+
+class ExpertsAlone(Experts):
+    """A unit that a rank doesn't call while the other does."""
+
+    shard = ("1.experts.*",)
+
+
+class Optimized(Sharded):
+    kind: Any = torch.optim.SGD
+    more: Any = None
+
+    def optimizer(self, model):
+        return self.kind(model.parameters(), 0.01, **(self.more or {}))
+
+
+class Breaking(Sharded):
+    """The loss is not finite, but where it is tried."""
+
+    def measure(self, outputs, batch):
+        loss = super().measure(outputs, batch)["loss"]
+        return {"loss": loss if self.share.alone else loss / 0}
+
+
+class BreakingGradient(Sharded):
+    """The gradient is not finite, though the loss is, but where it is tried."""
+
+    def measure(self, outputs, batch):
+        loss = super().measure(outputs, batch)["loss"]
+        return {"loss": loss if self.share.alone else loss + (0 * loss).sqrt()}
 
 
 # --- what is refused ---

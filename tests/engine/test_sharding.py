@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import distributed
 
-from flyte_ddp.errors import InputError
+from flyte_ddp.errors import InputError, NonFiniteError, UnevenShapesError
 from flyte_ddp.events import CheckpointRefused, CheckpointWritten, StepLogged
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.training import train
 from tests.engine.probe_recipes import Settings
+from tests.engine.sharding_recipes import Optimized
 
 HERE = "tests.engine.sharding_recipes"
 NAN = {"batch_size": 4, "epochs": 2}
@@ -70,12 +71,42 @@ def test_what_is_special_is_as_without_sharding(tmp_path, name):
     assert_alike(full, off)
 
 
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    ("kind", "more"), [("Adagrad", {"fused": True}), ("NAdam", {}), ("Rprop", {}), ("SGD", {"fused": True})]
+)
+def test_other_optimizers_are_as_without_sharding(tmp_path, monkeypatch, kind, more):
+    monkeypatch.setattr(Optimized, "kind", getattr(torch.optim, kind))
+    monkeypatch.setattr(Optimized, "more", more)
+    off, full = (run("Optimized", tmp_path / sharding, sharding, epochs=3) for sharding in ("off", "full"))
+    assert_alike(full, off)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [("Breaking", "loss .* in epoch 1, step 1, on rank 0"), ("BreakingGradient", "gradient .* step 1, on rank 0")],
+)
+def test_what_is_not_finite_is_named(tmp_path, name, where):
+    for sharding in ("off", "full"):
+        with pytest.raises(NonFiniteError, match=where):
+            run(name, tmp_path, sharding)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["Everything", "GroupNormed", "TiedOutside", "Experts"])
-def test_it_is_the_same_on_three_ranks(tmp_path, name):
-    settings = {"batch_size": 16} if name == "Everything" else {}
+@pytest.mark.parametrize(
+    ("name", "batch_size"), [("Everything", 16), ("GroupNormed", 12), ("TiedOutside", 8), ("Experts", 3)]
+)
+def test_it_is_the_same_on_three_ranks(tmp_path, name, batch_size):
+    settings = {"batch_size": batch_size}
     off, full = (run(name, tmp_path / kind, kind, nproc=3, **settings) for kind in ("off", "full"))
     assert_alike(full, off)
+
+
+@pytest.mark.slow
+def test_ranks_that_call_other_units_are_told(tmp_path):
+    with pytest.raises(UnevenShapesError, match="not all ranks called the same layers of Recipe.shard"):
+        run("ExpertsAlone", tmp_path, nproc=2, batch_size=2)
 
 
 class Unplugged(Exception):
