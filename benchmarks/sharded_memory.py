@@ -4,10 +4,12 @@
 
 The network has 100 million parameters in 24 units, the optimizer is AdamW: 16 bytes per parameter of weights, gradients
 and its state. Counted is the memory that the kernel cannot take back: neither the file's pages in its cache nor those
-mapped. Without sharding a rank takes the same among any number of them, so this is measured with one.
+mapped, nor what glibc would keep after it is freed (MALLOC_MMAP_THRESHOLD_). Without sharding a rank takes the same
+among any number of them, so this is measured with one.
 """
 
 import argparse
+import os
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from flyte_ddp.engine import worker
 from flyte_ddp.engine.block_cache import BlockCache
 from flyte_ddp.engine.job import Job
 from flyte_ddp.engine.set_up import set_up
+from flyte_ddp.engine.torch_compat import leave_dynamo_out
 from flyte_ddp.launch.environment import Environment, choose_world
 from flyte_ddp.launch.link import Link
 from flyte_ddp.launch.process_group import process_group
@@ -37,32 +40,25 @@ class Sharded(Large):
 
 
 def measure(environment: Environment, link: Link, job: Job) -> tuple[float, ...]:
-    """MB that this rank takes: at most while it sets up, after two steps, at most within the second one, and at most
-    while a checkpoint is written."""
-    worker.leave_dynamo_out()
+    """MB that this rank takes: at most while it sets up, at most in the second step, after it, and at most while a
+    checkpoint is written."""
+    leave_dynamo_out()
     with process_group(environment, job.options.timeout_seconds) as device:
-        before = resident()
-
-        def most(peak: Peak, start: int) -> float:
-            return (peak.bytes + start - before) / MEGABYTE
-
-        start = resident()
-        with Peak() as peak:
+        with Peak() as in_set_up:
+            before = resident()
             parts = set_up(environment, device, job, BlockCache(environment))
-        found = [most(peak, start)]
-        batches = parts.train.epoch(0, 0)
-        batch = next(batches)
+        batch = next(parts.train.epoch(0, 0))
         parts.state.train_step(batch, False)
-        with Peak() as peak:
+        with Peak() as in_step:
             start = resident()
             parts.state.train_step(batch, False)
-        found += [(resident() - before) / MEGABYTE, most(peak, start)]
         checkpoints = worker.checkpoints_of(environment, link, job)
-        with Peak() as peak:
-            start = resident()
+        with Peak() as in_checkpoint:
+            kept = resident()
             checkpoints.save(parts.state)
             checkpoints.close()
-        return *found, most(peak, start)
+        found = in_set_up.bytes, start - before + in_step.bytes, kept - before, kept - before + in_checkpoint.bytes
+        return tuple(each / MEGABYTE for each in found)
 
 
 def train(ranks: int, sharding: str) -> list[Any]:
@@ -78,8 +74,9 @@ def main() -> None:
         "| sharding | ranks | ideal | kept between steps | most in a step | most at the start | most in a checkpoint |"
     )
     print("|---|---|---|---|---|---|---|")
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(2**20)  # else glibc keeps what is freed for later
     for ranks, sharding in [(1, "off"), *((ranks, "full") for ranks in parser.parse_args().ranks)]:
-        start, kept, step, saving = (max(values) for values in zip(*train(ranks, sharding), strict=True))
+        start, step, kept, saving = (max(values) for values in zip(*train(ranks, sharding), strict=True))
         ideal = IDEAL / ranks if sharding == "full" else IDEAL
         print(
             f"| {sharding} | {ranks} | {ideal:.0f} | {kept:.0f} | {step:.0f} | {start:.0f} | {saving:.0f} |", flush=True

@@ -68,8 +68,8 @@ class NonFiniteError(ArithmeticError):
 
 
 class UnevenShapesError(ReportedError):
-    """In a step, the ranks' random numbers were for samples of different shapes, or they called other layers of a sharded
-    network; the weights are those before it."""
+    """In a step, the ranks' random numbers were for samples of different shapes, or they called different units of a
+    sharded network; the weights are those before it."""
 
     def __init__(self, epoch: int, step: int, drawn: "list[tuple[str, tuple[int, ...]]]"):
         super().__init__(

@@ -105,7 +105,7 @@ def test_it_is_the_same_on_three_ranks(tmp_path, name, batch_size):
 
 @pytest.mark.slow
 def test_ranks_that_call_other_units_are_told(tmp_path):
-    with pytest.raises(UnevenShapesError, match="not all ranks called the same layers of Recipe.shard"):
+    with pytest.raises(UnevenShapesError, match=r"not all ranks called the same layers of Recipe\.shard"):
         run("ExpertsAlone", tmp_path, nproc=2, batch_size=2)
 
 
