@@ -63,7 +63,9 @@ def measure(environment: Environment, link: Link, job: Job) -> tuple[float, ...]
 
 def train(ranks: int, sharding: str) -> list[Any]:
     settings, world = TrainingSettings(batch_size=SAMPLES, precision="float32"), choose_world("gloo", ranks, SAMPLES)
-    return training.train(f"{NAME}:Sharded", settings, world, target=f"{NAME}:measure", sharding=sharding)
+    return training.train(
+        f"{NAME}:Sharded", settings, world, target=f"{NAME}:measure", sharding=sharding, timeout_seconds=900
+    )
 
 
 def main() -> None:

@@ -74,9 +74,9 @@ class UnevenShapesError(ReportedError):
     def __init__(self, epoch: int, step: int, drawn: "list[tuple[str, tuple[int, ...]]]"):
         super().__init__(
             f"in epoch {epoch + 1}, step {step + 1}, the ranks' samples had different shapes where random numbers are "
-            f"drawn, so that these would depend on the number of ranks: pad all samples to the same length; or, if the "
-            f"network is sharded, not all ranks called the same layers of Recipe.shard: call each for any samples; on "
-            f"this rank: {', '.join(f'{operation} {shape}' for operation, shape in drawn[:3])}"
+            f"drawn (here {', '.join(f'{operation} {shape}' for operation, shape in drawn[:3]) or 'nowhere'}), so that "
+            "these would depend on the number of ranks: pad all samples to the same length; or not all ranks called "
+            "the same layers of Recipe.shard: call each for any samples"
         )
 
 
