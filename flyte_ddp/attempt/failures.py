@@ -43,8 +43,8 @@ def _of_a_download(platform: Platform, error: BaseException) -> BaseException:
 
 
 def attempt_error(platform: Platform, failure: Failure, logs: str = "") -> Exception:
-    """The platform's error for a failure; the second line of its message says where the logs are."""
+    """The platform's error for a failure; the lines after the first say where the attempt's logs and checkpoint are."""
     headline, separator, details = encodable(str(failure)).partition("\n")
-    where = f"\nLogs: {logs}" if logs else ""
+    where = f"\nLogs: {logs}\nCheckpoint, if it came to that: {platform.checkpoint_url()}" if logs else ""
     message = f"{shortened(headline, MOST_CHARACTERS)}{where}{separator}{shortened(details, MOST_CHARACTERS)}"
     return platform.error(failure, message)

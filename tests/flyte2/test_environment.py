@@ -1,8 +1,10 @@
 """What the tasks of an environment ask of a cluster, as Flyte 2 writes it."""
 
 import json
+from pathlib import Path
 
 import pytest
+from flyte._internal.imagebuild.image_builder import ImageCache
 from flyte._internal.runtime.task_serde import translate_task_to_wire
 from flyte.models import SerializationContext
 
@@ -24,7 +26,10 @@ def written(monkeypatch):
             @environment.task
             async def work() -> None: ...
 
-            context = SerializationContext(project="p", domain="d", org="o", version="v")
+            images = ImageCache(image_lookup={environment.name: "trainer:1"})
+            context = SerializationContext(
+                project="p", domain="d", org="o", version="v", image_cache=images, root_dir=Path()
+            )
             yield translate_task_to_wire(work, context).task_template
 
     return write

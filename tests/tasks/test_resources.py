@@ -78,7 +78,9 @@ def test_what_all_pods_get_reaches_every_pod():
         assert {**own, **mirror}.items() <= given.items(), name
         metadata = task.metadata.metadata
         assert (dict(metadata.labels), dict(metadata.annotations)) == (labels, annotations), name
-        assert task.metadata.pod_template_name == ("spot" if "DDP_POD_GPUS" in given else ""), name
+    templates = {name.rpartition(".")[2]: task.metadata.pod_template_name for name, task in packaged.tasks.items()}
+    assert (templates["pytorch_mnist_task"], templates["pytorch_multinode_task"]) == ("spot", "spot")
+    assert (templates["prepare_dataset"], templates["plan_shards"]) == ("", "")
     for name, plan in packaged.launch_plans.items():
         own_plan = "." not in name  # not the one that Flyte makes for a workflow
         assert dict(plan.spec.labels.values) == (labels if own_plan else {}), name
