@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from flyte._internal.imagebuild.image_builder import ImageCache
+from flyte._internal.image_cache import ImageCache
 from flyte._internal.runtime.task_serde import translate_task_to_wire
 from flyte.models import SerializationContext
 
