@@ -26,6 +26,7 @@ from tests.pod import package
         ("DDP_SMALL_DISK", "", "quantity"),
         ("DDP_ACCELERATOR", "H1000", "H100"),
         ("DDP_INTERRUPTIBLE", "yes", "true or false"),
+        ("DDP_RETRIES", "-1", "at least 0"),
         ("DDP_ATTEMPT_SECONDS", "6h", "whole number"),
         ("DDP_WANDB_SECRET", "key", "GROUP/KEY"),
         ("DDP_ACCELERATOR", "V100", "7.0"),
