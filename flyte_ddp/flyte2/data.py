@@ -4,7 +4,6 @@ from pathlib import Path
 
 from flyte.io import Dir, File
 
-from flyte_ddp.attempt.page import write_page
 from flyte_ddp.attempt.stored import download_once, folder_digest, open_file
 from flyte_ddp.errors import DownloadError
 from flyte_ddp.flyte2 import platform
@@ -36,11 +35,6 @@ def downloaded_once(given: File | Dir | None) -> Path | None:
 def output_file(path: Path) -> File:
     """A local run's file stays where it is."""
     return File.from_local_sync(str(path))
-
-
-def output_page(folder: Path, title: str, fragment: str) -> File:
-    """A page as an HTML file of its own in the folder, and as the task's report."""
-    return output_file(write_page(platform, folder, title, fragment))
 
 
 def output_folder(path: Path, url: str = "", digest: str | None = None) -> Dir:

@@ -10,8 +10,9 @@ import torch
 from flyte.io import Dir
 from flyteidl2.core.execution_pb2 import ContainerError
 
-from flyte2 import mnist
+from flyte2 import mnist, promote
 from flyte_ddp.data import prepared
+from flyte_ddp.promote.job import PromotionOptions
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
 from tests.attempt.test_webhook import Server
@@ -20,6 +21,7 @@ from tests.flyte2.pod import Pod2
 from tests.object_storage import object_storage
 
 HP = Hyperparameters(epochs=4, batch_size=16, precision="float32")
+NO_GPU = {"DDP_POD_GPUS": "0", "CUDA_VISIBLE_DEVICES": ""}  # so that this machine's do not matter
 OFTEN = RunOptions(checkpoint_seconds=0.2)
 CHECKPOINT = "bucket/run/train/1/_flytecheckpoints/checkpoint"
 
@@ -41,10 +43,8 @@ def data(storage, small_data):
 @pytest.fixture(scope="module")
 def pod(storage, data):
     def make(action="train", number=1, hp=HP, options=OFTEN, **environment):
-        # no GPU is asked for, so that this machine's do not matter
-        environment = {"DDP_POD_GPUS": "0", "CUDA_VISIBLE_DEVICES": "", **environment}
         values = {"hp": hp, "data": data, "options": options}
-        return Pod2(mnist.train, values, storage, number, action, environment)
+        return Pod2(mnist.train, values, storage, number, action, {**NO_GPU, **environment})
 
     return make
 
@@ -79,6 +79,22 @@ def test_a_killed_pod_comes_back_as_the_same_attempt_and_goes_on_where_it_was(st
     assert outputs.logs.path == "s3://bucket/run/train/1/restart-1/logs"
     assert "bucket/run/train/1/restart-1/logs/predictions.npy" in storage.objects
     assert b"accuracy" in storage.objects["bucket/run/train/1/report.html"], "Flyte's own page"
+
+
+@pytest.mark.slow
+def test_a_promotion_is_stored_and_its_report_is_a_tab(storage, data, whole):
+    values = {"model_state": whole.model_state, "data": data, "hp": HP, "options": PromotionOptions()}
+    pod = Pod2(
+        promote.promote, {**values, "place": "s3://bucket/models"}, storage, action="promote", environment=NO_GPU
+    )
+    pod.finish()
+    outputs = pod.outputs()
+    version = f"bucket/models/versions/{outputs.summary.version}"
+    assert same(weights(storage, outputs), weights(storage, whole))
+    assert storage.objects[f"{version}/model.pt"] == storage.objects[whole.model_state.path.removeprefix("s3://")]
+    page = storage.objects["bucket/run/promote/1/report.html"].decode()
+    assert ">Promotion</li>" in page
+    assert f"accuracy {outputs.summary.candidate:.2%}, as the first model" in page
 
 
 @pytest.mark.slow
