@@ -1,14 +1,13 @@
 """The command of a Flyte 2 pod that trains, as the SDK writes it: killed, started again, retried, stopped."""
 
-import io
 import os
 import signal
 import threading
 
 import pytest
-import torch
 from flyte.io import Dir
 from flyteidl2.core.execution_pb2 import ContainerError
+from flyteidl2.task.common_pb2 import Inputs
 
 from flyte2 import mnist, promote
 from flyte_ddp.data import prepared
@@ -17,8 +16,9 @@ from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
 from tests.attempt.test_webhook import Server
 from tests.commands import same
-from tests.flyte2.pod import Pod2
+from tests.flyte2.pod import Pod2, weights
 from tests.object_storage import object_storage
+from tests.report import wandb_server as tracker
 
 HP = Hyperparameters(epochs=4, batch_size=16, precision="float32")
 NO_GPU = {"DDP_POD_GPUS": "0", "CUDA_VISIBLE_DEVICES": ""}  # so that this machine's do not matter
@@ -49,9 +49,10 @@ def pod(storage, data):
     return make
 
 
-def weights(storage, outputs):
-    content = storage.objects[outputs.model_state.path.removeprefix("s3://")]
-    return torch.load(io.BytesIO(content), weights_only=True)
+def tracker_runs(server):
+    """Their names, each time that a client opens or changes one."""
+    asked = zip(server.operations, server.variables, strict=False)  # both grow
+    return [variables["name"] for operation, variables in asked if operation == "UpsertBucket"]
 
 
 @pytest.fixture(scope="module")
@@ -98,11 +99,17 @@ def test_a_promotion_is_stored_and_its_report_is_a_tab(storage, data, whole):
 
 
 @pytest.mark.slow
-def test_the_attempt_after_a_failure_goes_on_from_the_previous_ones_checkpoint(storage, pod, whole):
-    first = pod("retried")
-    first.kill_when(lambda objects: CHECKPOINT.replace("train", "retried") in objects)
-    second = pod("retried", 2)
-    assert second.finish() == 0
+def test_the_attempt_after_a_failure_goes_on_from_its_checkpoint_and_in_its_tracker_run(storage, pod, whole):
+    checkpoint = CHECKPOINT.replace("train", "retried")
+    with tracker.Server("answers") as server:
+        tracked = {"WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": server.url}
+        pod("retried", **tracked).kill_when(lambda objects: checkpoint in objects and tracker_runs(server))
+        before = tracker_runs(server)
+        second = pod("retried", 2, **tracked)
+        assert second.finish() == 0
+    after = tracker_runs(server)[len(before) :]
+    assert len({*before}) == 1
+    assert {*before} == {*after}, "all attempts are one run"
     assert "resuming from the checkpoint" in second.log
     assert same(weights(storage, second.outputs()), weights(storage, whole))
     assert "bucket/run/retried/2/_flytecheckpoints/checkpoint" in storage.objects, "for the attempt after this one"
@@ -140,6 +147,19 @@ def test_what_only_a_person_can_mend_is_final_and_told_with_the_place_of_the_log
     assert (posted["cause"], posted["recoverable"], posted["attempt"]) == ("NonFiniteError", False, 0)
     assert posted["execution"] == "flytesnacks/development/run"
     assert posted["link"] == "https://flyte.example.org/v2/domain/development/project/flytesnacks/runs/run"
+
+
+@pytest.mark.slow
+def test_a_wrong_input_from_the_console_is_final_and_one_line(storage, pod):
+    wrong = pod("wrong")
+    inputs = Inputs.FromString(storage.objects["bucket/run/wrong/inputs.pb"])
+    (hp,) = (named.value.scalar for named in inputs.literals if named.name == "hp")
+    hp.generic.update({"epochz": 1})
+    storage.objects["bucket/run/wrong/inputs.pb"] = inputs.SerializeToString()
+    wrong.finish()
+    assert wrong.error.error.kind == ContainerError.NON_RECOVERABLE, wrong.log
+    assert 'Hyperparameters has no field "epochz"' in wrong.error.error.message
+    assert len(wrong.error.error.message.splitlines()) == 1
 
 
 def test_a_pod_without_the_gpus_that_it_asked_for_is_tried_elsewhere(pod):
