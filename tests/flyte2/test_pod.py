@@ -1,16 +1,20 @@
 """The command of a Flyte 2 pod that trains, as the SDK writes it: killed, started again, retried, stopped."""
 
+import errno
 import os
 import signal
 import threading
 
 import pytest
+from flyte._internal.runtime.convert import convert_from_native_to_error
 from flyte.io import Dir
 from flyteidl2.core.execution_pb2 import ContainerError
 from flyteidl2.task.common_pb2 import Inputs
 
 from flyte2 import mnist, promote
 from flyte_ddp.data import prepared
+from flyte_ddp.flyte2 import platform
+from flyte_ddp.launch.failures import from_exception, from_exit_code
 from flyte_ddp.promote.job import PromotionOptions
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
@@ -113,6 +117,35 @@ def test_the_attempt_after_a_failure_goes_on_from_its_checkpoint_and_in_its_trac
     assert "resuming from the checkpoint" in second.log
     assert same(weights(storage, second.outputs()), weights(storage, whole))
     assert "bucket/run/retried/2/_flytecheckpoints/checkpoint" in storage.objects, "for the attempt after this one"
+
+
+def test_a_storage_that_fails_is_told_from_one_without_the_file(storage, tmp_path, monkeypatch):
+    for name, value in storage.environment.items():
+        monkeypatch.setenv(name, value)
+    storage.objects["bucket/there"] = b"x"
+    with pytest.raises(FileNotFoundError):
+        platform.get("s3://bucket/not-there", tmp_path / "file")
+    monkeypatch.setattr(storage, "failures", 1000)
+    with pytest.raises(Exception, match="not now") as error:
+        platform.get("s3://bucket/there", tmp_path / "file")
+    assert not isinstance(error.value, FileNotFoundError), "else training would begin anew"
+
+
+@pytest.mark.slow
+def test_a_lost_mirror_is_worth_a_retry(storage, tmp_path):
+    nowhere = {"DDP_DATA_MIRROR": (tmp_path / "no-such-folder").as_uri(), "DDP_DATA_DIR": str(tmp_path / "empty")}
+    blocked = {"https_proxy": "http://127.0.0.1:9", "http_proxy": "http://127.0.0.1:9"}
+    pod = Pod2(mnist.prepare, {"name": "mnist"}, storage, action="prepare", environment={**nowhere, **blocked})
+    pod.finish()
+    assert pod.error.error.kind == ContainerError.RECOVERABLE, pod.log
+
+
+def test_a_killed_rank_is_worth_a_retry_and_a_full_disk_is_not():
+    killed = from_exit_code(-signal.SIGKILL, 1, "host")
+    full = from_exception(OSError(errno.ENOSPC, "No space left on device"), 1, "host")
+    errors = [convert_from_native_to_error(platform.error(failure, str(failure))) for failure in (killed, full)]
+    assert [error.recoverable for error in errors] == [True, False]
+    assert errors[0].err.message.startswith("rank 1 on host: SIGKILL: probably out of memory")
 
 
 @pytest.mark.slow
