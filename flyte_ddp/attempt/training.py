@@ -3,7 +3,7 @@
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -204,9 +204,11 @@ def train_by(
     """Does everything around the ranks of a run. start: runs the ranks for (job, on_event); their results by rank."""
     started = time.time()
     subject = fetch()
-    with training_run(platform, subject.dataset, subject.key, options.resume) as run:
+    with training_run(platform, subject.dataset, subject.key, options.resume, options.resume_from) as run:
         model, report, logs = run.folder / "model.pt", run.folder / "report.html", run.logs.folder
         found = logs / PREDICTIONS
+        if not run.store.is_given:
+            options = replace(options, resume_from="")
         job = job_of(subject, options, model_path=model, checkpoint_path=run.store.path, logs=logs)
         info = info_of(platform, subject, options, run, job.launched - started)
         publish = platform.publisher("Training")
@@ -241,5 +243,6 @@ def info_of(platform: Platform, subject: Subject, options: RunOptions, run: Run,
         description=subject.description,
         data_seconds=data_seconds,
         logs=run.logs.folder,
+        checkpoint=run.store.folder,
         surroundings=surroundings(),
     )

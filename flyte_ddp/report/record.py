@@ -67,6 +67,7 @@ class RunInfo:
         data: folder of the prepared dataset; only for this library's image classifiers, like its description.
         data_seconds: how long fetching and checking the data took.
         logs: folder for the files of trackers and profiler.
+        checkpoint: folder of the checkpoint, as options.resume_from takes it.
         surroundings: versions, hardware and the like, to be shown as they are.
     """
 
@@ -80,6 +81,7 @@ class RunInfo:
     description: DatasetDescription | None
     data_seconds: float
     logs: Path
+    checkpoint: str
     surroundings: dict[str, str]
 
     @property

@@ -1,5 +1,6 @@
 """A training task on a platform that is no more than folders: what every platform gets from the library."""
 
+import dataclasses
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,7 +37,7 @@ class Folders:
 
     def working_folder(self):
         folder = self.root / f"pod-{self.attempt}"
-        folder.mkdir(exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         return folder
 
     def earlier_attempts(self):
@@ -88,8 +89,8 @@ class FolderTraining(OfImages[Path, Trained]):
         return trained
 
 
-def run(platform, data, hp=HP):
-    return FolderTraining(platform).run(hp, RunOptions(nproc=1, tracking="off"), data)
+def run(platform, data, hp=HP, **options):
+    return FolderTraining(platform).run(hp, RunOptions(nproc=1, tracking="off", **options), data)
 
 
 def test_an_attempt_leaves_logs_report_and_checkpoint_and_the_next_one_goes_on_from_there(small_data, tmp_path):  # noqa: F811
@@ -120,3 +121,20 @@ def test_what_would_come_again_is_final_and_says_where_the_logs_are(small_data, 
     assert logs == f"Logs: {tmp_path}/0/logs"
     assert not failed.value.failure.recoverable
     assert "NonFiniteError" in (tmp_path / "0" / "logs" / "console.log").read_text()
+
+
+def test_another_execution_goes_on_from_a_named_checkpoint_and_refuses_that_of_another_training(small_data, tmp_path):  # noqa: F811
+    first = run(Folders(tmp_path / "first"), small_data)
+    log, report = ((tmp_path / "first" / "0" / name).read_text() for name in ("logs/console.log", "report.html"))
+    folder = str(tmp_path / "first" / "0" / "checkpoints")
+    assert folder in log
+    assert folder in report
+
+    second = run(Folders(tmp_path / "second"), small_data, resume_from=folder)
+    assert "Train Epoch" not in (tmp_path / "second" / "0" / "logs" / "console.log").read_text()
+    assert first.model.read_bytes() == second.model.read_bytes()
+
+    with pytest.raises(FolderError, match=f"the checkpoint in {folder} belongs .* its epochs was 2, now it is 3"):
+        run(Folders(tmp_path / "third"), small_data, dataclasses.replace(HP, epochs=3), resume_from=folder)
+    with pytest.raises(FolderError, match="must be a folder with a checkpoint in it, got nowhere"):
+        run(Folders(tmp_path / "fourth"), small_data, resume_from="nowhere")
