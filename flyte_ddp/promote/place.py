@@ -25,7 +25,6 @@ from filelock import FileLock
 from flytekit import FlyteContextManager
 from flytekit.core.data_persistence import FileAccessProvider
 
-from flyte_ddp.data.stored import fsspecs_own
 from flyte_ddp.errors import InputError, RecoverableError, ReportedError
 from flyte_ddp.storage import content_digest, write_whole
 
@@ -80,8 +79,7 @@ class Place:
         self._in_storage = FileAccessProvider.is_remote(self.root)
         if not self._in_storage and not os.path.isabs(self.root):
             raise InputError(f"place must be an absolute path or a URL of Flyte's storage (s3://…), got {root!r}")
-        with fsspecs_own(self.root):
-            self._files = FlyteContextManager.current_context().file_access.get_filesystem_for_path(self.root)
+        self._files = FlyteContextManager.current_context().file_access.get_filesystem_for_path(self.root)
 
     def read(self) -> Pointer:
         """Raises ReportedError if current.json is damaged, or missing although there are versions."""
