@@ -24,6 +24,7 @@ from flyte_ddp.tasks.platform import TaskInterruptedError
 from flyte_ddp.tasks.recipe import RecipeTraining
 from flyte_ddp.tasks.train import image_training
 from scripts import dry_run
+from tests.packages import full_package, sandbox_package
 from tests.pod import Pod, literal, package, package_for_here, small_dataset
 
 TOKEN = "a-token-that-is-not-shown"
@@ -198,22 +199,21 @@ def test_a_pod_that_lacks_its_gpus_is_told(server, monkeypatch, training):
 
 
 def test_training_pods_know_the_webhook_or_its_secret():
-    training = "workflows.mnist.pytorch_mnist_task"
-    url = "https://hooks.example.org/1"
-    open_one = package(DDP_WEBHOOK=url, DDP_CONSOLE="https://flyte.example.org/console")
-    given = {variable.key: variable.value for variable in open_one.tasks[training].container.env}
-    assert (given["DDP_WEBHOOK"], given["DDP_CONSOLE"]) == (url, "https://flyte.example.org/console")
-    secret = package(DDP_WEBHOOK_SECRET="hooks/url", DDP_WANDB_SECRET="tracking/key").tasks[training]
+    open_one, secret = (
+        made.tasks["workflows.mnist.pytorch_mnist_task"] for made in (full_package(), sandbox_package())
+    )
+    given = {variable.key: variable.value for variable in open_one.container.env}
+    assert given["DDP_WEBHOOK"] == "https://hooks.example.org/1"
+    assert given["DDP_CONSOLE"] == "https://flyte.example.org/console"
     found = {one.env_var: (one.group, one.key) for one in secret.security_context.secrets}
     assert found == {"DDP_POD_WEBHOOK": ("hooks", "url"), "WANDB_API_KEY": ("tracking", "key")}
     assert {one.mount_requirement for one in secret.security_context.secrets} == {Secret.MountType.ENV_VAR.value}
     assert "DDP_WEBHOOK" not in {variable.key for variable in secret.container.env}
 
 
-@pytest.mark.parametrize(("kind", "field"), [("slack", "slack"), ("email", "email")])
-def test_ready_made_launch_plans_notify(kind, field):
-    asked = {"DDP_NOTIFY": f"{kind}:a@example.org,b@example.org", "DDP_NOTIFY_PHASES": "succeeded,failed"}
-    plans = package(**asked).launch_plans
+@pytest.mark.parametrize(("registered", "field"), [(full_package, "slack"), (sandbox_package, "email")])
+def test_ready_made_launch_plans_notify(registered, field):
+    plans = registered().launch_plans
     for name in ("mnist", "fashion_mnist", "cifar10", "digits_smoke", "nightly"):
         (notified,) = plans[name].spec.entity_metadata.notifications
         assert list(getattr(notified, field).recipients_email) == ["a@example.org", "b@example.org"]
