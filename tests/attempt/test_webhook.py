@@ -82,7 +82,8 @@ def bad_server(drip):
         listening.close()
 
 
-def test_a_failed_training_is_told_with_rank_host_cause_and_the_link(server, tmp_path):
+@pytest.mark.slow
+def test_a_failed_pod_says_rank_host_cause_and_where_the_logs_are_and_tells_the_webhook(server, tmp_path):
     task = package_for_here().tasks["workflows.mnist.pytorch_mnist_task"]
     inputs = {
         "hp": literal(Hyperparameters(learning_rate=1e30)),
@@ -98,8 +99,13 @@ def test_a_failed_training_is_told_with_rank_host_cause_and_the_link(server, tmp
         "DDP_CONSOLE": "https://flyte.example.org/console/",
     }
     pod = Pod(task, inputs, tmp_path / "pod", environment=flytes)
-    assert pod.finish() == 0
-    assert "NonFiniteError" in pod.error.error.message, "as without a webhook"
+    assert pod.finish() == 0, "Flyte reads the error from the file"
+    _, _, first, second, *_ = pod.error.error.message.splitlines()
+    assert re.search(rf"TaskError: rank \d on {machine.node()}: NonFiniteError: loss is not finite in epoch 1", first)
+    logs = tmp_path / "pod" / "raw" / "logs"
+    assert second.strip() == f"Logs: {logs}"
+    assert "NonFiniteError" in (logs / "console.log").read_text()
+    assert "NonFiniteError" in (logs.parent / "report.html").read_text()
     (posted,) = server.posted
     link = "https://flyte.example.org/console/projects/shop/domains/production/executions/a1b2c3"
     assert posted.pop("rank") in (0, 1)
