@@ -32,6 +32,7 @@ from flyte_ddp.engine.loading import Streamed
 from flyte_ddp.engine.measures import augment
 from flyte_ddp.engine.splits import Resident
 from flyte_ddp.engine.state import TrainingState
+from flyte_ddp.engine.step import ReplicatedStep
 from flyte_ddp.recipe import Recipe
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -104,6 +105,7 @@ def one_rank(name: str, ranks: int, folder: Path) -> tuple[float, float]:
         recipe, model, ByRow(recipe.share), names_of(recipe, model, batches), device, ranks,
         autocast=False, total_steps=STEPS,
     )  # fmt: skip
+    assert isinstance(state.parallel, ReplicatedStep)
     state.parallel.register_comm_hook(None, nothing_exchanged)
     state.parallel.train()
     times, epoch = [], batches.epoch(0)

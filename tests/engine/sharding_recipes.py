@@ -16,7 +16,8 @@ from tests.engine.probe_recipes import WIDTH, Sound
 class Digits(Recipe):
     """A small vision transformer."""
 
-    headline, clip_norm, shard = "accuracy", 0.5, ("encoder.layers.*",)
+    headline, clip_norm = "accuracy", 0.5
+    shard: tuple[str, ...] = ("encoder.layers.*",)
 
     def data(self, split):
         digits = load_digits()
@@ -65,7 +66,7 @@ class GroupNormed(Digits):
 
 
 class Tied(Sound):
-    shard = ("1", "2")
+    shard: tuple[str, ...] = ("1", "2")
 
     def model(self):
         network = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
