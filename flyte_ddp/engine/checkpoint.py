@@ -46,10 +46,8 @@ def write_draft(path: Path, content: dict[str, Any], device: torch.device = CPU)
         with open(draft, "xb") as file:
             _save(with_room(content), file)
         written = draft
-    except BaseException as error:
+    except BaseException:
         draft.unlink(missing_ok=True)
-        if isinstance(error.__context__, OSError):  # torch wraps what a small write raises
-            raise error.__context__ from None
         raise
     finally:
         fill(written, content, device)
@@ -148,9 +146,18 @@ def _check_readable(content: Any, where: str) -> None:
 
 def _save(content: Any, file: IO[bytes]) -> None:
     """Numbers of NumPy become plain ones: to read them as they are, torch would have to trust the file."""
-    # Torch's own checksum would take half of the time
-    with serialization_config.patch("save.compute_crc32", False):  # type: ignore[attr-defined]
-        torch.save(pytree.tree_map_only(np.generic, np.generic.item, content), file)
+    save(pytree.tree_map_only(np.generic, np.generic.item, content), file, checksums=False)
+
+
+def save(content: Any, file: IO[bytes], checksums: bool = True) -> None:
+    """torch.save; raises OSError if the file cannot be written. checksums: torch's own, which take half of the time."""
+    try:
+        with serialization_config.patch("save.compute_crc32", checksums):  # type: ignore[attr-defined]
+            torch.save(content, file)
+    except Exception as error:
+        if isinstance(error.__context__, OSError):  # torch wraps what a small write raises
+            raise error.__context__ from None
+        raise
 
 
 def _load(file: Path | IO[bytes], mmap: bool = False) -> Any:

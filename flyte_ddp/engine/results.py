@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, distributed, nn
-from torch.utils.serialization import config as serialization_config
 
 from flyte_ddp.batch_share import BatchShare
-from flyte_ddp.engine.checkpoint import finish, write_draft
+from flyte_ddp.engine.checkpoint import finish, save, write_draft
 from flyte_ddp.engine.job import FINAL, LAST, PICTURES, PREDICTIONS, Job, TrainingResult
 from flyte_ddp.engine.set_up import Parts
 from flyte_ddp.engine.sharded_state import Shard, fill, with_room
@@ -154,9 +153,9 @@ def export_model(
     firsts = first_names(tensors)
     copies = {name: tensors[name].detach().cpu().contiguous() for name in {*firsts.values()}}
     is_whole = not any(isinstance(value, Shard) for value in weights.values())
-    # Of what is still to be filled, torch's checksums would be wrong
-    with whole_file(path) as file, serialization_config.patch("save.compute_crc32", is_whole):  # type: ignore[attr-defined]
-        torch.save({name: copies[first] for name, first in firsts.items()}, file)  # tied weights once
+    with whole_file(path) as file:
+        # Tied weights once; of what is still to be filled, torch's checksums would be wrong
+        save({name: copies[first] for name, first in firsts.items()}, file, checksums=is_whole)
         file.flush()
         fill(Path(file.name), weights, device)
         if metadata:
