@@ -1,14 +1,17 @@
 """The guides as their readers follow them: the files are written, the commands are run, in their order."""
 
+import json
 import os
 import re
+import shlex
 import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.commands import ROOT, output
+from tests.commands import ROOT, output, pyflyte
+from tests.examples import project
 from tests.lightning.project import write_project
 
 pytestmark = pytest.mark.slow
@@ -87,6 +90,16 @@ def test_the_readmes_own_model_trains_under_flyte_2_by_the_pages_file(tmp_path):
         len((tmp_path / "flowers" / name).read_text().splitlines()) for name in ("flyte2.py", "workflow.py")
     )
     assert ours <= theirs
+
+
+def test_the_guide_to_large_models_works_as_it_stands():
+    text, recipe = ((ROOT / name).read_text() for name in ("docs/large-models.md", "examples/charlm/recipe.py"))
+    (units,) = re.findall(r"^    (shard = .*)$", text, re.MULTILINE)
+    assert units in recipe
+    (command,) = re.findall(r"^```sh\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    small = json.dumps({"characters": 12_000, "width": 16, "epochs": 1})
+    done = pyflyte(*shlex.split(command)[2:], "--settings", small, cwd=project())
+    assert "'perplexity': " in done.stdout
 
 
 def test_the_guide_to_data_larger_than_a_disk_works_as_it_stands(tmp_path):

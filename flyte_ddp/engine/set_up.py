@@ -15,7 +15,6 @@ from torch import nn
 from flyte_ddp.data.blocks import Blocks
 from flyte_ddp.data.description import StoredData
 from flyte_ddp.engine.attributes import check_attributes
-from flyte_ddp.engine.average import Average
 from flyte_ddp.engine.batches import TestBatches, TrainBatches
 from flyte_ddp.engine.block_cache import BlockCache
 from flyte_ddp.engine.block_split import BlockSplit, Reading
@@ -25,8 +24,9 @@ from flyte_ddp.engine.lengths import Lengths
 from flyte_ddp.engine.loading import Streamed
 from flyte_ddp.engine.measures import augment, code_location
 from flyte_ddp.engine.memory import recompute
+from flyte_ddp.engine.placement import place
 from flyte_ddp.engine.probe import Probed, probe
-from flyte_ddp.engine.sharding import check_batch_norm, check_recipe, check_weights, is_sharded, on_trial, shard
+from flyte_ddp.engine.sharding import check_batch_norm, on_trial
 from flyte_ddp.engine.splits import Resident, Split, hold_out
 from flyte_ddp.engine.state import TrainingState
 from flyte_ddp.engine.warm_start import continue_from, freeze, is_checkpoint, start_from
@@ -35,7 +35,7 @@ from flyte_ddp.events import NotLearning
 from flyte_ddp.frozen_base import FrozenBase, frozen_weights
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.recipe import Recipe
-from flyte_ddp.settings import RunOptions, TrainingSettings
+from flyte_ddp.settings import TrainingSettings
 from flyte_ddp.user_code import checked_imports
 
 SPLITS = ("train", "test")
@@ -84,8 +84,7 @@ def set_up(environment: Environment, device: torch.device, job: Job, cache: Bloc
         splits["validation"] = validation
     with on_trial(recipe, model):
         found = probe(recipe, model, splits, total_steps, mixed)
-    if is_sharded(model):
-        check_batch_norm(recipe, found.rows.normalised)
+    check_batch_norm(recipe, model, found.rows.normalised)
     state = TrainingState(
         recipe, model, found.rows, found.names, device, world_size,
         autocast=precision == "bfloat16", total_steps=total_steps, constant_loss=constant_loss,
@@ -128,21 +127,6 @@ def first_model(recipe: Recipe, job: Job) -> tuple[nn.Module, set[str], list[str
         remarks.append(freeze(model, settings.freeze))
     check_types(recipe, model)
     return model, set(base), remarks
-
-
-def place(
-    recipe: Recipe, model: nn.Module, base: FrozenBase, options: RunOptions, environment: Environment
-) -> Average | None:
-    """Moves the network to the device, or shards it; returns its average, if there is one, at the same place."""
-    if options.sharding == "off":
-        model.to(recipe.device)
-        return Average(model, recipe.ema_decay) if recipe.ema_decay else None
-    check_recipe(recipe, options, environment)
-    check_weights(recipe, model)
-    base.digest  # noqa: B018 of whole weights
-    average = Average(model, recipe.ema_decay) if recipe.ema_decay else None
-    shard(recipe, [model, average.model] if average else [model], recipe.device)
-    return average
 
 
 def _check_folder(recipe: Recipe, init: Path) -> None:

@@ -92,9 +92,9 @@ def check_weights(recipe: Recipe, model: nn.Module) -> None:
             )
 
 
-def check_batch_norm(recipe: Recipe, is_normalised: bool) -> None:
-    """Raises InputError where batch norm sees the whole global batch."""
-    if is_normalised and not recipe.norm_samples:
+def check_batch_norm(recipe: Recipe, model: nn.Module, is_normalised: bool) -> None:
+    """Raises InputError where batch norm of a sharded network sees the whole global batch."""
+    if is_sharded(model) and is_normalised and not recipe.norm_samples:
         raise InputError(
             f"{type(recipe).__name__}.norm_samples must be set where a network with batch norm is sharded, got 0: set "
             f"it, or use nn.GroupNorm, {OFF}"

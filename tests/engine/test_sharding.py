@@ -17,6 +17,7 @@ from tests.engine.probe_recipes import Settings
 from tests.engine.sharding_recipes import Optimized
 
 HERE = "tests.engine.sharding_recipes"
+KINDS = "off", "full"
 NAN = {"batch_size": 4, "epochs": 2}
 
 
@@ -68,8 +69,23 @@ def test_all_that_a_recipe_can_ask_for_is_as_without_sharding(tmp_path):
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("name", ["GroupNormed", "TiedOutside", "Experts"])
 def test_what_is_special_is_as_without_sharding(tmp_path, name):
-    off, full = (run(name, tmp_path / sharding, sharding, epochs=3) for sharding in ("off", "full"))
+    off, full = (run(name, tmp_path / sharding, sharding, epochs=3) for sharding in KINDS)
     assert_alike(full, off)
+
+
+@pytest.mark.usefixtures("alone")
+def test_it_starts_from_weights_and_goes_on_from_a_checkpoint_as_without_sharding(tmp_path):
+    _, first, before = run("Sharded", tmp_path / "first", epochs=2, stop_after=1)
+    on = {
+        kind: run("Sharded", tmp_path / f"on {kind}", kind, init=first.output / "final-checkpoint", epochs=2)
+        for kind in KINDS
+    }
+    assert_alike(on["full"], on["off"])
+    frozen = {"freeze": "blocks.0", "init": first.model_path}
+    tuned = {kind: run("Sharded", tmp_path / f"tuned {kind}", kind, **frozen) for kind in KINDS}
+    assert_alike(tuned["full"], tuned["off"])
+    kept = {name for name, value in before.items() if torch.equal(tuned["full"][2][name], value)}
+    assert kept == {name for name in before if name.startswith("blocks.0.")}
 
 
 @pytest.mark.usefixtures("alone")
@@ -79,7 +95,7 @@ def test_what_is_special_is_as_without_sharding(tmp_path, name):
 def test_other_optimizers_are_as_without_sharding(tmp_path, monkeypatch, kind, more):
     monkeypatch.setattr(Optimized, "kind", getattr(torch.optim, kind))
     monkeypatch.setattr(Optimized, "more", more)
-    off, full = (run("Optimized", tmp_path / sharding, sharding, epochs=3) for sharding in ("off", "full"))
+    off, full = (run("Optimized", tmp_path / sharding, sharding, epochs=3) for sharding in KINDS)
     assert_alike(full, off)
 
 
@@ -89,7 +105,7 @@ def test_other_optimizers_are_as_without_sharding(tmp_path, monkeypatch, kind, m
     [("Breaking", "loss .* in epoch 1, step 1, on rank 0"), ("BreakingGradient", "gradient .* step 1, on rank 0")],
 )
 def test_what_is_not_finite_is_named(tmp_path, name, where):
-    for sharding in ("off", "full"):
+    for sharding in KINDS:
         with pytest.raises(NonFiniteError, match=where):
             run(name, tmp_path, sharding)
 
@@ -100,7 +116,7 @@ def test_what_is_not_finite_is_named(tmp_path, name, where):
 )
 def test_it_is_the_same_on_three_ranks(tmp_path, name, batch_size):
     settings = {"batch_size": batch_size}
-    off, full = (run(name, tmp_path / kind, kind, nproc=3, **settings) for kind in ("off", "full"))
+    off, full = (run(name, tmp_path / kind, kind, nproc=3, **settings) for kind in KINDS)
     assert_alike(full, off)
 
 

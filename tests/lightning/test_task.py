@@ -54,10 +54,12 @@ def test_what_this_machine_or_lightning_cannot_do_is_refused_before_a_rank_is_st
     assert words in raised.value.message
 
 
-@pytest.mark.parametrize("option", ["profile", "log_gradients", "keep_checkpoint"])
-def test_an_option_that_means_nothing_under_lightning_is_refused(option):
+@pytest.mark.parametrize(
+    ("option", "value"), [("profile", True), ("log_gradients", True), ("keep_checkpoint", True), ("sharding", "full")]
+)
+def test_an_option_that_means_nothing_under_lightning_is_refused(option, value):
     with pytest.raises(InputError, match=f"LightningOptions.{option} is for recipes"):
-        LightningOptions.from_dict({option: True})
+        LightningOptions.from_dict({option: value})
 
 
 def test_a_limit_of_batches_is_a_share_or_a_whole_number():

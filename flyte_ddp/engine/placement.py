@@ -1,0 +1,28 @@
+"""Where a network is: whole on a rank's device, or sharded over all ranks."""
+
+from torch import nn
+
+from flyte_ddp.engine.average import Average
+from flyte_ddp.engine.sharding import check_recipe, check_weights, shard
+from flyte_ddp.frozen_base import FrozenBase
+from flyte_ddp.launch.environment import Environment
+from flyte_ddp.recipe import Recipe
+from flyte_ddp.settings import RunOptions
+
+
+def place(
+    recipe: Recipe, model: nn.Module, base: FrozenBase, options: RunOptions, environment: Environment
+) -> Average | None:
+    """Moves the network to the device, or shards it; returns its average, if there is one, at the same place.
+
+    A collective; InputError for what cannot be sharded.
+    """
+    if options.sharding == "off":
+        model.to(recipe.device)
+        return Average(model, recipe.ema_decay) if recipe.ema_decay else None
+    check_recipe(recipe, options, environment)
+    check_weights(recipe, model)
+    base.digest  # noqa: B018 of whole weights
+    average = Average(model, recipe.ema_decay) if recipe.ema_decay else None
+    shard(recipe, [model, average.model] if average else [model], recipe.device)
+    return average
