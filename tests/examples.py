@@ -108,9 +108,16 @@ def small_settings(name: str) -> Any:
 
 
 def train_small(
-    name: str, output: Path, on_event: Callable[[Event], None], nproc: int = 2, checkpoint_seconds: float = 0.0
+    name: str,
+    output: Path,
+    on_event: Callable[[Event], None],
+    nproc: int = 2,
+    checkpoint_seconds: float = 0.0,
+    sharding: str = "off",
 ) -> Any:
-    options = RunOptions(nproc=nproc, checkpoint_seconds=checkpoint_seconds, tracking="off", loader_workers=0)
+    options = RunOptions(
+        nproc=nproc, checkpoint_seconds=checkpoint_seconds, tracking="off", loader_workers=0, sharding=sharding
+    )
     settings, recipe = small_settings(name), f"{name}.recipe:{RECIPES[name]}"
     return train(recipe, settings, options, data_of(name), output, on_event=on_event, init=init_of(name))
 

@@ -72,7 +72,7 @@ def fill(path: Path | None, content: Any, device: torch.device) -> None:
     rooms: list[Any] = [None] * len(leaves)
     if path:
         with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
-            rooms = pytree.tree_leaves(torch.load(path, weights_only=True, mmap=True))
+            rooms = pytree.tree_leaves(torch.load(path, "cpu", weights_only=True, mmap=True))
     room_of = {id(leaf): room for leaf, room in zip(leaves, rooms, strict=True)}
     for key, shard in shards.items():
         shard.gather(room_of[key], device)

@@ -8,13 +8,19 @@ import pytest
 import torch
 from torch import distributed
 
+from flyte_ddp.engine.job import job_in, subject_of
 from flyte_ddp.errors import InputError, NonFiniteError
-from flyte_ddp.events import CheckpointRefused, CheckpointWritten, StepLogged
+from flyte_ddp.events import CheckpointRefused, CheckpointWritten, RunStarted, StepLogged
+from flyte_ddp.launch import launcher
+from flyte_ddp.launch.environment import choose_world
 from flyte_ddp.launch.failures import RankError
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.training import train
+from flyte_ddp.user_code import find_code
 from tests.engine.probe_recipes import Settings
 from tests.engine.sharding_recipes import Optimized
+from tests.engine.test_training import TWO_HOSTS
+from tests.examples import train_small, trained
 
 HERE = "tests.engine.sharding_recipes"
 KINDS = "off", "full"
@@ -121,6 +127,19 @@ def test_it_is_the_same_on_three_ranks(tmp_path, name, batch_size):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("nproc", [2, 3])
+@pytest.mark.parametrize("name", ["charlm", "finetune_text"])
+def test_an_example_is_as_without_sharding(tmp_path, name, nproc):
+    losses = []
+
+    def listen(event):
+        losses.extend([event.measures["loss"]] if isinstance(event, StepLogged) else [])
+
+    result = train_small(name, tmp_path, listen, nproc, checkpoint_seconds=1e9, sharding="full")
+    assert [*losses, result.epochs[-1].test["loss"]] == pytest.approx(trained(name, 1).losses, rel=1e-5)
+
+
+@pytest.mark.slow
 def test_ranks_that_call_other_units_are_told(tmp_path):
     with pytest.raises(RankError, match=r"UnevenShapesError.* not all ranks called the same layers of Recipe\.shard"):
         run("ExpertsAlone", tmp_path, nproc=2, batch_size=2)
@@ -165,6 +184,19 @@ def test_a_training_goes_on_with_or_without_sharding_on_any_number_of_ranks(tmp_
     assert_alike(resumed, whole)
     if before == after:
         assert all(torch.equal(resumed[2][name], value) for name, value in whole[2].items())
+
+
+@pytest.mark.slow
+def test_ranks_that_do_not_see_the_checkpoint_get_their_rows_of_it(tmp_path):
+    _, _, expected = run("Everything", tmp_path / "whole", nproc=2, **WHOLE)
+    interrupt(tmp_path / "cut", 11, nproc=2, **WHOLE)
+    subject = subject_of(find_code(f"{HERE}:Everything"), Settings(log_interval=1, **WHOLE))
+    job, events = job_in(tmp_path / "cut", subject, RunOptions(sharding="full", loader_workers=0)), []
+    launcher.launch(TWO_HOSTS, choose_world("gloo", 2, WHOLE["batch_size"]), job, 120, events.append)
+    (started,) = [event for event in events if isinstance(event, RunStarted)]
+    assert started.first_step > 1 or started.first_epoch
+    found = torch.load(tmp_path / "cut" / "model.pt", weights_only=True)
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
 REFUSED = {
