@@ -169,7 +169,8 @@ class Record(Observer):
         if self.finished:
             return "Finished"
         if self.started:
-            return f"Training, epoch {len(self.epochs) + 1} of {self.info.settings.last_epoch}"
+            done = int(self.epochs[-1].position) if self.epochs else self.started.first_epoch
+            return f"Training, epoch {done + 1} of {self.info.settings.last_epoch}"
         return "Starting"
 
     @property
