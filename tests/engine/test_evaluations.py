@@ -10,7 +10,7 @@ from tests.engine.test_training import Unplugged, identical, relative_difference
 
 # 254 samples to train on: 16 steps, the last one short, so evaluations are after 5, 10 and 16 of them
 THRICE = {"evaluations_per_epoch": 3, "validation_fraction": 0.2, "epochs": 2, "log_interval": 1}
-STOPPING = "tests.launch.targets:train_until_a_stop_in_the_fifth_step"
+STOPPING = "tests.launch.targets:stop_after_the_fifth_step"
 
 
 def of(trained, kind):
@@ -72,7 +72,7 @@ def test_a_run_that_is_killed_between_evaluations_goes_on_with_the_same_bits(tra
 
 
 def test_a_run_that_is_asked_to_stop_just_before_an_evaluation_begins_with_it(train, whole):
-    train(name="stopped", target=STOPPING, **THRICE)
+    assert train(name="stopped", target=STOPPING, **THRICE) == [(0, 5)] * 2
     resumed = train(name="stopped", **THRICE)
     started = of(resumed, RunStarted)[0]
     assert (started.first_epoch, started.first_step) == (0, 5)

@@ -15,6 +15,7 @@ from torch import Tensor, distributed, nn
 
 from flyte_ddp.engine import worker
 from flyte_ddp.engine.job import Job, TrainingResult
+from flyte_ddp.errors import StopRequested
 from flyte_ddp.events import CheckpointFailed, Event, StepLogged
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
@@ -128,8 +129,8 @@ class BrokenOnRankOne(ImageClassifier):
         return model
 
 
-def train_until_a_stop_in_the_fifth_step(environment: Environment, link: Link, job: Job) -> TrainingResult:
-    """Asks rank 0 to stop once step 4 is logged, so that all ranks stop after the next."""
+def stop_after_the_fifth_step(environment: Environment, link: Link, job: Job) -> tuple[int, int]:
+    """Asks rank 0 to stop once step 4 is logged, so that all ranks stop after the next; returns where."""
     emit = link.emit
 
     def emit_and_ask(event: Event) -> None:
@@ -138,4 +139,8 @@ def train_until_a_stop_in_the_fifth_step(environment: Environment, link: Link, j
             link.stop_requested = True
 
     vars(link)["emit"] = emit_and_ask
-    return worker.run(environment, link, job)
+    try:
+        worker.run(environment, link, job)
+    except StopRequested as stopped:
+        return stopped.epoch, stopped.step
+    raise AssertionError("not stopped")

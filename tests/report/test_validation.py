@@ -44,15 +44,14 @@ def validated(recorded: Recorded, tmp_path: Path) -> Recorded:
 @pytest.fixture
 def parted(validated: Recorded) -> Recorded:
     """The same, as if its evaluations had been after a quarter of each epoch."""
-    quarter = {"fraction": 0.25}
     events = []
     for event in validated.events:
         if isinstance(event, EpochFinished):
-            event = dataclasses.replace(event, **quarter)
+            event = dataclasses.replace(event, fraction=0.25)
         elif isinstance(event, EpochChosen):
-            event = dataclasses.replace(event, epochs=1.25, **quarter)
+            event = dataclasses.replace(event, epochs=1.25, fraction=0.25)
         elif isinstance(event, RunFinished):
-            epochs = [dataclasses.replace(one, **quarter) for one in event.results[0].epochs]
+            epochs = [dataclasses.replace(one, fraction=0.25) for one in event.results[0].epochs]
             event = dataclasses.replace(
                 event, results=[dataclasses.replace(one, epochs=epochs) for one in event.results]
             )
