@@ -17,6 +17,8 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -50,7 +52,10 @@ def main() -> None:
     arguments = parser.parse_args()
     print(f"{hardware()}; n = {arguments.runs}\n")
     runs, images = (1, 1000) if arguments.small else (arguments.runs, 50_000)
-    compare_speeds(images, runs)
+    with local_storage() as options:
+        use_storage_options({"s3": options})
+        os.environ["FSSPEC_S3"] = json.dumps(options)  # for the ranks
+        compare_speeds(images, runs)
     begin_an_epoch(100 if arguments.small else 10_000)
     compare_orders(1 if arguments.small else 5, "digits" if arguments.small else "mnist")
 
@@ -58,13 +63,19 @@ def main() -> None:
 # --- speed ---
 
 
-def compare_speeds(images: int, runs: int) -> None:
+@contextmanager
+def local_storage() -> Iterator[dict[str, Any]]:
+    """An object storage in a process of its own; yields fsspec's options for it."""
     ours, theirs = multiprocessing.Pipe()
     storage = multiprocessing.get_context("spawn").Process(target=serve, args=(theirs,), daemon=True)
     storage.start()
-    options = {"key": "key", "secret": "word", "endpoint_url": ours.recv()}
-    use_storage_options({"s3": options})
-    os.environ["FSSPEC_S3"] = json.dumps(options)  # for the ranks
+    try:
+        yield {"key": "key", "secret": "word", "endpoint_url": ours.recv()}
+    finally:
+        storage.terminate()
+
+
+def compare_speeds(images: int, runs: int) -> None:
     numbers = np.random.default_rng(0)
     for split, count in zip(SPLITS, (images, images // 5), strict=True):
         pixels = numbers.integers(0, 256, (count, 3, 64, 64), dtype=np.uint8)
@@ -80,7 +91,6 @@ def compare_speeds(images: int, runs: int) -> None:
             streamed, held = speeds.values()
             ratio = statistics.median(streamed) / statistics.median(held)
             print(f"| {name} | {workers} | {spread(streamed, 0)} | {spread(held, 0)} | {ratio:.2f} |", flush=True)
-    storage.terminate()
 
 
 def serve(connection: Connection) -> None:
