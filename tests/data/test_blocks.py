@@ -199,15 +199,6 @@ def test_what_may_not_be_read_is_named_at_once(tmp_path, storage):
         read(blocks, 0, tmp_path)
 
 
-def test_a_storage_that_is_gone_ends_with_the_name_of_the_object(tmp_path, storage):
-    write_blocks("s3://bucket/blocks", TREE, 4)
-    blocks = BlockFolder("s3://bucket/blocks")
-    storage.shutdown()
-    storage.server_close()
-    with pytest.raises(DownloadError, match=r"block-000000.npy could not be read, tried 4 times: .*onnect"):
-        read(blocks, 0, tmp_path)
-
-
 # --- tar files ---
 
 
