@@ -3,7 +3,7 @@
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -11,6 +11,7 @@ from flyte_ddp.attempt.failures import platform_errors
 from flyte_ddp.attempt.observing import Observers, tracking_id
 from flyte_ddp.attempt.platform import Platform
 from flyte_ddp.attempt.pod import check_code, check_gpus
+from flyte_ddp.attempt.restarts import Start, restarting
 from flyte_ddp.attempt.run import Run, training_run
 from flyte_ddp.attempt.summaries import RecipeSummary, RunSummary, TrainingSummary, summarise
 from flyte_ddp.attempt.webhook import telling_webhook
@@ -31,7 +32,6 @@ WORKER = "flyte_ddp.engine.worker:run"  # a name, because importing it would imp
 IMAGE_CLASSIFIER = find_code("flyte_ddp.recipes.images:ImageClassifier")
 Given = TypeVar("Given")
 Outputs = TypeVar("Outputs")
-Start = Callable[[Job, Callable[[Event], None]], list[TrainingResult]]
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,8 @@ class Training(ABC, Generic[Given, Outputs]):
             check_gpus(visible_gpus())
             world = choose_world(settings.backend, options.nproc, settings.batch_size)
             launcher.warm_up()
-            return self.outputs_of(train_by(self.platform, start, world, fetch, options, self.observers))
+            again = restarting(self.platform, start)
+            return self.outputs_of(train_by(self.platform, again, world, fetch, options, self.observers))
 
     def subject(
         self, settings: TrainingSettings, source: Path | StoredData | None, init: Path | None = None
@@ -154,9 +155,11 @@ def train_by(
     """Does everything around the ranks of a run. start: runs the ranks for (job, on_event); their results by rank."""
     started = time.time()
     subject = fetch()
-    with training_run(platform, subject.dataset, subject.key, options.resume) as run:
+    with training_run(platform, subject.dataset, subject.key, options.resume, options.resume_from) as run:
         model, report, logs = run.folder / "model.pt", run.folder / "report.html", run.logs.folder
         found = logs / PREDICTIONS
+        if not run.store.is_given:
+            options = replace(options, resume_from="")
         job = job_of(subject, options, model_path=model, checkpoint_path=run.store.path, logs=logs)
         info = info_of(platform, subject, options, run, job.launched - started)
         publish = platform.publisher("Training")
@@ -191,5 +194,6 @@ def info_of(platform: Platform, subject: Subject, options: RunOptions, run: Run,
         description=subject.description,
         data_seconds=data_seconds,
         logs=run.logs.folder,
+        checkpoint=run.store.folder,
         surroundings=surroundings(),
     )

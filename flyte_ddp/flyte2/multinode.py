@@ -11,7 +11,7 @@ from pathlib import Path
 from flyte import storage
 from flyte.io import Dir, File
 
-from flyte_ddp.attempt.failures import attempt_error, failure_of
+from flyte_ddp.attempt.failures import attempt_error, failure_of, places_of
 from flyte_ddp.attempt.multinode import download_once
 from flyte_ddp.attempt.webhook import telling_webhook
 from flyte_ddp.flyte2 import platform
@@ -44,7 +44,7 @@ def naming_the_cause() -> Iterator[None]:
             _leave(own, f"{others}/rank-{os.environ['RANK']}.json")
         if os.environ["RANK"] == "0":
             with telling_webhook(platform):
-                raise attempt_error(platform, own, platform.logs_url()) from None
+                raise attempt_error(platform, own, places_of(platform)) from None
         raise
 
 

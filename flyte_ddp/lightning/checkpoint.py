@@ -7,9 +7,10 @@ from typing import Any
 
 from lightning.fabric.plugins import CheckpointIO
 
-from flyte_ddp.engine.checkpoint import check_readable, read_checkpoint, write_checkpoint
+from flyte_ddp.engine.checkpoint import check_readable, read_checkpoint, refuse, write_checkpoint
 from flyte_ddp.errors import CheckpointError
-from flyte_ddp.events import CheckpointFailed, CheckpointRefused, CheckpointWritten, Event
+from flyte_ddp.events import CheckpointFailed, CheckpointWritten, Event
+from flyte_ddp.settings import RunOptions
 
 # What __init__ was given: it is given again, and may be of any type
 UNNEEDED = ("hyper_parameters", "hparams_name", "hparams_type", "datamodule_hyper_parameters")
@@ -48,10 +49,10 @@ class CheckpointFiles(CheckpointIO):
     def remove_checkpoint(self, path: Any) -> None:
         Path(path).unlink(missing_ok=True)
 
-    def usable(self, path: Path) -> Path | None:
+    def usable(self, path: Path, options: RunOptions) -> Path | None:
         """The path, if there is a checkpoint of this training; all ranks of a host get the same answer."""
         try:
             return path if path.exists() and read_checkpoint(path, self._identity) else None
         except CheckpointError as error:
-            self._emit(CheckpointRefused(f"the checkpoint {error}"))
+            refuse(error, options, self._emit)
             return None

@@ -65,7 +65,7 @@ def train(environment: Environment, device: torch.device, link: Link, job: Light
     observer = Observer(environment, link, job, files, validation)
     trainer = trainer_of(environment, device, job, files, validation, observer)
     seed(job)
-    trainer.fit(module, datamodule=data, ckpt_path=files.usable(Path(job.run.checkpoint_path)))
+    trainer.fit(module, datamodule=data, ckpt_path=files.usable(Path(job.run.checkpoint_path), job.run.options))
     started = observer.started or observer.start(trainer)  # the latter if it was interrupted after the last epoch
     seed(job)
     tested = test(trainer, module, data, link, observer)

@@ -17,7 +17,7 @@ from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
-from flyte_ddp.attempt.failures import attempt_error, failure_of
+from flyte_ddp.attempt.failures import attempt_error, failure_of, places_of
 from flyte_ddp.attempt.multinode import download_once, failure_of_node
 from flyte_ddp.attempt.registration import registration
 from flyte_ddp.attempt.requested import registered_environment
@@ -51,7 +51,7 @@ def error_of_node(error: Exception) -> Exception:
         failure = failure_of(platform, lost)
     else:
         return error
-    return attempt_error(platform, failure, platform.logs_url())
+    return attempt_error(platform, failure, places_of(platform))
 
 
 TaskPlugins.register_pythontask_plugin(Multinode, MultinodeTask)

@@ -34,7 +34,7 @@ def training_arguments(
     resources."""
     return {
         "cache": Cache(policies=code, salt=salt, ignored_inputs=tuple(ignored_inputs), serialize=True),
-        "retries": 2,
+        "retries": registration().retries,
         "enable_deck": True,
         "deck_fields": (),  # only the report, live
         **training_resources(code),

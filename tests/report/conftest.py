@@ -72,6 +72,7 @@ def record(folder: Path) -> None:
         description=description,
         data_seconds=0.5,
         logs=logs,
+        checkpoint="s3://bucket/run/_flytecheckpoints",
         surroundings=surroundings(),
     )
     events: list[Any] = []
