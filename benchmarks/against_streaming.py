@@ -14,6 +14,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +50,8 @@ def main() -> None:
         found: dict[str, list[tuple[float, float]]] = {name: [] for name in READERS}
         for _ in range(arguments.runs):
             for name in READERS:
-                with multiprocessing.get_context("spawn").Pool(1) as pool:
-                    found[name].append(pool.apply(read_epoch, (name, arguments.images, options)))
+                with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as alone:
+                    found[name].append(alone.submit(read_epoch, name, arguments.images, options).result())
     print("| | seconds until the first batch, median [range] | images per second after it | ours is faster by |")
     print("|---|---|---|---|")
     ours = [rate for _, rate in found["blocks"]]
