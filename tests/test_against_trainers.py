@@ -1,6 +1,6 @@
-"""What benchmarks.against_trainers counts as written."""
+"""What the comparison with other trainers counts as written."""
 
-from benchmarks.against_trainers import count_lines
+from benchmarks.trainers.lines import count_lines
 
 RECIPE = '''"""A recipe.
 
