@@ -57,6 +57,20 @@ def cut(file):
         ),
         (lambda folder: shutil.copy(folder / "a.safetensors", folder / "b.safetensors"), "lacks last in b.safetensors"),
         (lambda folder: cut(folder / INDEX), "index.json was cut off or damaged"),
+        (lambda folder: (folder / INDEX).write_text("{}"), "index.json was cut off or damaged"),
+        (
+            lambda folder: (folder / INDEX).write_text('{"weight_map": {"first": ["a.safetensors"]}}'),
+            "index.json was cut off or damaged",
+        ),
+        (
+            lambda folder: (folder / "a.safetensors").rename(folder / "model-00001-of-00002.safetensors"),
+            "lacks first in a.safetensors",
+        ),
+        (
+            lambda folder: shutil.copy(folder / "a.safetensors", folder / "model-00001-of-00002.safetensors"),
+            "must have the index of its files, but .* has none for model-00001-of-00002.safetensors: write it anew",
+        ),
+        (lambda folder: cut(folder / "config.json"), "config.json was cut off or damaged"),
         (
             lambda folder: (folder / "config.json").unlink(),
             "must have a config.json or adapter_config.json, but .* has none",
