@@ -66,11 +66,12 @@ def place_of(environment: Environment) -> dict[str, str]:
 def _train(environment: Environment, device: torch.device, link: Link, job: LightningJob) -> TrainingResult:
     seed(job)
     module, data = build(job)
-    files, validation = CheckpointFiles(job.run.identity, link.emit, device), LoggedByValidation()
+    files = CheckpointFiles(job.run.checkpoint_path, job.run.identity, link.emit, device)
+    validation = LoggedByValidation()
     observer = Observer(environment, link, job, files, validation)
     trainer = trainer_of(environment, device, job, files, validation, observer)
     seed(job)
-    trainer.fit(module, datamodule=data, ckpt_path=files.find(job.run.checkpoint_path))
+    trainer.fit(module, datamodule=data, ckpt_path=files.find())
     started = observer.started or observer.start(trainer)  # the latter if it was interrupted after the last epoch
     seed(job)
     tested = test(trainer, module, data, link, observer)

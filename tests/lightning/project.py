@@ -18,7 +18,7 @@ from tests.commands import ROOT
 VARIANTS = '''
 import torch
 from lightning import LightningDataModule, LightningModule
-from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch import distributed
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, random_split
 
@@ -98,6 +98,11 @@ class Failing(LitNumerals):
 class Diverging(LitNumerals):
     def training_step(self, batch, batch_idx):
         return super().training_step(batch, batch_idx) * (torch.nan if batch_idx == 12 else 1)
+
+
+class Keeping(LitNumerals):
+    def configure_callbacks(self):
+        return [ModelCheckpoint(self.trainer.default_root_dir, "best", monitor="val_loss")]
 
 
 class TwoOptimizers(LitNumerals):
