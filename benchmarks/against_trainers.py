@@ -33,7 +33,6 @@ from typing import NamedTuple
 import torch
 
 from benchmarks.engine import hardware, spread
-from benchmarks.trainers.encoder import write_encoder
 from benchmarks.trainers.lines import lines_written
 
 ROOT = Path(__file__).parents[1]
@@ -76,6 +75,8 @@ class Training:
     def prepare(self, folder: Path) -> None:
         folder.mkdir(exist_ok=True)
         if self.job == "finetune_text":
+            from benchmarks.trainers.encoder import write_encoder  # it imports transformers
+
             write_encoder(folder / "encoder", self.dropout)
 
     def run(self, folder: Path) -> "Trained":
@@ -195,7 +196,7 @@ def ratios(measured: dict[Key, list[Row]]) -> Iterator[str]:
         if trainer == "ours":
             others = zip(*(measured[job, ranks, other] for other in OTHERS[job]), strict=True)
             each = [ours.training / min(row.training for row in run) for ours, run in zip(rows, others, strict=True)]
-            yield f"ours / the faster, {job}, {ranks} ranks: {spread(each)}"
+            yield f"ours / the faster, {job}, ranks {ranks}: {spread(each)}"
 
 
 def parse() -> argparse.Namespace:

@@ -2,10 +2,12 @@
 
 import json
 import shutil
+import threading
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from tqdm import tqdm
 
 from flyte_ddp.errors import InputError
 from flyte_ddp.events import CheckpointRefused, RunStarted
@@ -96,6 +98,7 @@ def test_a_training_starts_from_a_folder_which_belongs_to_its_identity(tmp_path)
     result, events = run(Tuned, tmp_path, init=first)
     (started,) = [event for event in events if isinstance(event, RunStarted)]
     assert started.remarks == ["Starts from the folder first"]
+    assert isinstance(tqdm.get_lock(), type(threading.RLock())), "or each rank would leave a semaphore behind"
     assert Tuned.load_model(result.model_path, init_path=first).state_dict().keys() == weights(result.model_path).keys()
     with pytest.raises(InputError, match=r"Tuned starts from given weights: give the folder that has them as init"):
         Tuned.load_model(result.model_path)
