@@ -84,8 +84,8 @@ def _let_go() -> None:
 
 
 def own_lock_of_tqdm() -> None:
-    """Gives tqdm, if the user's code has imported it, a lock of this process for its progress bars: its own is a semaphore
-    of the system, which would outlive a rank, and be complained of at the end of the run."""
+    """Gives the progress bars of tqdm, if the user's code has imported it, a lock of this process. Their own is a
+    semaphore of the system, which would outlive the rank."""
     if "tqdm" in sys.modules:
         sys.modules["tqdm"].tqdm.set_lock(threading.RLock())
 
