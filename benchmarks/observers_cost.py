@@ -55,6 +55,7 @@ def info_of(hp: Hyperparameters, data: Path, logs: Path) -> RunInfo:
         description=prepared.read_description(data),
         data_seconds=0.0,
         logs=logs,
+        checkpoint="",
         surroundings=surroundings(),
     )
 

@@ -215,6 +215,8 @@ class RunOptions(Settings):
         timeout_seconds: how long the ranks may go without a step before the run counts as hung.
         checkpoint_seconds: time between two checkpoints within an epoch (there is always one at its end).
         resume: whether to resume from the checkpoint of an unfinished run of the same training.
+        resume_from: the folder of an unfinished run's checkpoint, which its log and its report name, in Flyte's storage
+            or on this machine: what was aborted, or ran elsewhere, goes on from there. Refused for another training.
         tracking: online and offline are Weights & Biases; auto is online where it has a key, else off; tensorboard
             writes event files.
         wandb_project: the W&B project; empty is WANDB_PROJECT, else flyte-ddp.
@@ -233,6 +235,7 @@ class RunOptions(Settings):
     timeout_seconds: float = setting(300.0, minimum=1, maximum=86400)
     checkpoint_seconds: float = setting(30.0, minimum=0)
     resume: bool = setting(True)
+    resume_from: str = setting("")
     tracking: str = setting("auto", choices=TRACKING)
     wandb_project: str = setting("")
     wandb_entity: str = setting("")

@@ -91,6 +91,11 @@ def train(
         raise InputError(f"init must be a file or folder that is there, got {first}")
     with writing_to(folder, "output"):
         folder.mkdir(parents=True, exist_ok=True)
+    if options.resume_from:
+        raise InputError(
+            f"RunOptions.resume_from is for Flyte's executions, got {options.resume_from}: train() resumes from the "
+            "checkpoint in its output folder"
+        )
     job = job_in(folder, subject_of(code, settings, source, first), options)
     own = OwnObservers(watching if is_first_rank() else ())
     console = Console if "WORLD_SIZE" in os.environ else open_console  # a launcher's ranks share a terminal

@@ -14,7 +14,7 @@ from filelock import FileLock, Timeout
 
 from flyte_ddp.attempt.folders import runs_dir
 from flyte_ddp.attempt.platform import Platform
-from flyte_ddp.errors import RecoverableError
+from flyte_ddp.errors import InputError, RecoverableError
 from flyte_ddp.events import CheckpointWritten, Observer
 from flyte_ddp.report.background import one_line
 from flyte_ddp.report.console import say, warn
@@ -25,10 +25,38 @@ ELSEWHERE = "elsewhere"  # the file in which an attempt leaves the URL of a chec
 
 
 class Store(Observer):
-    """Leaves checkpoints where rank 0 writes them."""
+    """Leaves checkpoints where rank 0 writes them.
+
+    Attributes:
+        path: of the checkpoint on this machine.
+        folder: of the checkpoint: its URL in the platform's storage, or this machine's.
+        is_given: whether it is the one of options.resume_from.
+    """
 
     def __init__(self, path: Path):
-        self.path = path
+        self.path, self.folder, self.is_given = path, str(path.parent), False
+
+    def fetch_given(self, platform: Platform, url: str) -> None:
+        """Gets the checkpoint that the user names, if this training has none of its own yet."""
+        if not url or self.path.exists():
+            return
+        try:
+            _get(platform, f"{url.rstrip('/')}/{self.path.name}", self.path)
+        except FileNotFoundError:
+            raise InputError(
+                f"RunOptions.resume_from must be a folder with a checkpoint in it, got {url}: it is named in the log "
+                "and in the report of the execution that was not finished; without it, training starts anew"
+            ) from None
+        self.is_given = True
+
+
+def _get(platform: Platform, url: str, path: Path) -> None:
+    beside = temporary_beside(path)
+    try:
+        platform.get(url, beside)
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 class PlatformStore(Store):
@@ -39,8 +67,9 @@ class PlatformStore(Store):
 
     def __init__(self, path: Path, platform: Platform):
         super().__init__(path)
-        self._platform, self._url = platform, platform.checkpoint_url()
+        self._platform, self.folder = platform, platform.checkpoint_url()
         self._new, self._closing = threading.Event(), False
+        say(f"Checkpoints: {self.folder}")
         # the thread needs this one's context, in which the platform knows its storage
         self._thread = threading.Thread(target=contextvars.copy_context().run, args=(self._upload,), daemon=True)
         self._thread.start()
@@ -53,7 +82,7 @@ class PlatformStore(Store):
         If storage does not deliver it, the next attempt is told where it is, and this one ends with RecoverableError.
         """
         previous = self._platform.previous_checkpoint_url()
-        urls = [self._url, previous] if resume and previous else [self._url]
+        urls = [self.folder, previous] if resume and previous else [self.folder]
         for seconds in (*WAITS, None):
             try:
                 if any(map(self._fetch, urls)):
@@ -72,26 +101,18 @@ class PlatformStore(Store):
         elsewhere = self.path.with_name(ELSEWHERE)
         elsewhere.write_text(url)
         with suppress(Exception):  # if storage cannot be written to either, Flyte hears nothing of this attempt at all
-            self._platform.put(elsewhere, f"{self._url}/{ELSEWHERE}")
+            self._platform.put(elsewhere, f"{self.folder}/{ELSEWHERE}")
 
     def _fetch(self, url: str) -> bool:
         """Gets the checkpoint in a folder of the storage, or where that says; whether there is one."""
         with suppress(FileNotFoundError):
-            self._get(f"{url}/{self.path.name}", self.path)
+            _get(self._platform, f"{url}/{self.path.name}", self.path)
             return True
         with suppress(FileNotFoundError):
             elsewhere = self.path.with_name(ELSEWHERE)
-            self._get(f"{url}/{ELSEWHERE}", elsewhere)
+            _get(self._platform, f"{url}/{ELSEWHERE}", elsewhere)
             return self._fetch(elsewhere.read_text())
         return False
-
-    def _get(self, url: str, path: Path) -> None:
-        beside = temporary_beside(path)
-        try:
-            self._platform.get(url, beside)
-            os.replace(beside, path)
-        finally:
-            beside.unlink(missing_ok=True)
 
     def on_checkpoint_written(self, event: CheckpointWritten) -> None:
         self._new.set()
@@ -109,7 +130,7 @@ class PlatformStore(Store):
             closing = self._closing
             try:
                 if self.path.exists():
-                    self._platform.put(self.path, f"{self._url}/{self.path.name}")
+                    self._platform.put(self.path, f"{self.folder}/{self.path.name}")
             except Exception as error:  # each storage has its own errors; the next upload may succeed
                 warn(f"a checkpoint was not uploaded: {type(error).__name__}: {error}")
             if closing:
@@ -117,19 +138,23 @@ class PlatformStore(Store):
 
 
 @contextmanager
-def checkpoint_store(platform: Platform, key: str, resume: bool) -> Iterator[Store]:
-    """The path of this training's checkpoint; with resume, an earlier attempt's checkpoint is already there."""
+def checkpoint_store(platform: Platform, key: str, resume: bool, resume_from: str = "") -> Iterator[Store]:
+    """The path of this training's checkpoint; with resume, an earlier attempt's checkpoint is already there, else the
+    one in the folder resume_from."""
     if platform.is_local():
         with _local_folder(key) as folder:
             path = folder / "checkpoint"
             if not resume:
                 path.unlink(missing_ok=True)
-            yield Store(path)
+            store = Store(path)
+            store.fetch_given(platform, resume_from)
+            yield store
             shutil.rmtree(folder, ignore_errors=True)  # only reached when training succeeded
         return
     store = PlatformStore(platform.working_folder() / "checkpoint", platform)
     try:
         store.restore(resume)
+        store.fetch_given(platform, resume_from)
         yield store
     finally:
         store.close()

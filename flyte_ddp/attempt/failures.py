@@ -42,9 +42,14 @@ def _of_a_download(platform: Platform, error: BaseException) -> BaseException:
     return error
 
 
-def attempt_error(platform: Platform, failure: Failure, logs: str = "") -> Exception:
-    """The platform's error for a failure; the second line of its message says where the logs are."""
+def places_of(platform: Platform) -> str:
+    """Where an attempt's files are, in a message."""
+    return f"Logs: {platform.logs_url()}\nCheckpoint, if it came to that: {platform.checkpoint_url()}"
+
+
+def attempt_error(platform: Platform, failure: Failure, places: str = "") -> Exception:
+    """The platform's error for a failure; the lines after the first say where the attempt's files are."""
     headline, separator, details = encodable(str(failure)).partition("\n")
-    where = f"\nLogs: {logs}" if logs else ""
+    where = f"\n{places}" if places else ""
     message = f"{shortened(headline, MOST_CHARACTERS)}{where}{separator}{shortened(details, MOST_CHARACTERS)}"
     return platform.error(failure, message)

@@ -1,12 +1,10 @@
 """One rank of a training on many nodes, in a process that torchrun, or Flyte's Elastic plugin, has started."""
 
 import dataclasses
-import hashlib
 import json
 import os
 import platform as machine
 import signal
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock
 from torch import distributed
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
@@ -22,6 +19,7 @@ from flyte_ddp.attempt.failures import failure_of, platform_errors
 from flyte_ddp.attempt.logs import kept_logs
 from flyte_ddp.attempt.platform import Platform
 from flyte_ddp.attempt.pod import check_gpus
+from flyte_ddp.attempt.registration import registration
 from flyte_ddp.attempt.training import Trained, train_by
 from flyte_ddp.engine import worker
 from flyte_ddp.engine.job import Job, Subject, TrainingResult, job_of
@@ -45,8 +43,6 @@ def train_as_rank(
     settings: TrainingSettings,
     options: RunOptions,
     fetch: Callable[[], Subject],
-    node_range: tuple[int, int],
-    ranks_per_node: int,
     own_observers: Sequence[UserCode] = (),
     train: Train = worker.train,
 ) -> Trained | None:
@@ -55,7 +51,8 @@ def train_as_rank(
     show_output()  # Flyte's plugin hands a rank the task by its code, so that the workflow file is not imported
     with handing_on_failure(platform), platform_errors(platform):
         check_gpus(visible_gpus())
-        environment = environment_from_torchrun(settings.backend, node_range, ranks_per_node)
+        asked = registration()
+        environment = environment_from_torchrun(settings.backend, asked.node_range, asked.ranks_per_node)
         name = f"rank-{environment.rank}"
         if restarts := int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0):
             name += f"-restart-{restarts}"
@@ -106,17 +103,3 @@ def failure_of_node(failed: ChildFailedError) -> Failure:
     if beside.exists():
         return Failure(**json.loads(beside.read_text()))
     return from_exit_code(first.exitcode, rank, machine.node())  # it was killed
-
-
-def download_once(url: str, name: str, download: Callable[[str], None]) -> Path:
-    """A copy of the file or folder that all ranks of this host share; the first one to ask downloads it.
-
-    name: of the file; empty for a folder. download: to a new file, or into an empty folder.
-    """
-    folder = Path(tempfile.gettempdir(), f"dataset-{hashlib.sha256(url.encode()).hexdigest()[:16]}")
-    with FileLock(folder.with_suffix(".lock")):
-        if not folder.exists():
-            beside = Path(tempfile.mkdtemp(prefix=f"{folder.name}-"))
-            download(str(beside / name))
-            os.rename(beside, folder)
-    return folder / name

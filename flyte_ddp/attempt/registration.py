@@ -21,6 +21,10 @@ from flyte_ddp.settings import Settings, read_json, setting
 
 PHASES = ("succeeded", "failed", "timed_out", "aborted")
 ADDRESS = r"[^@\s,:]+@[^@\s,:]+"
+# Kubernetes' rules: a name that a host could have, a key with such a name as its prefix, a value
+NAME = r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?"
+WORD = r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
+KEY = f"({NAME}/)?{WORD}"
 QUANTITY = r"\d+(\.\d+)?(m|k|M|G|T|Ki|Mi|Gi|Ti)?"  # Kubernetes' notation
 # NVIDIA's, by flytekit's names
 ACCELERATORS = (
@@ -47,6 +51,7 @@ class Registration(Settings):
         accelerator: the kind of GPU; none leaves it to the cluster.
         interruptible: whether training may run on preemptible machines; it resumes from its checkpoint.
         attempt_seconds: time limit of a training attempt.
+        retries: further attempts at a training after failures that may not recur.
         wandb_secret: GROUP/KEY of the Flyte secret with the Weights & Biases API key. A pod whose secret the cluster
             lacks never starts, so none is requested unless named.
         nnodes: number of nodes of workflows/multinode.py, or a range MIN:MAX.
@@ -62,6 +67,9 @@ class Registration(Settings):
         webhook_secret: GROUP/KEY of the Flyte secret with that URL, if it is secret.
         console: URL of Flyte's console, for the link in the webhook's message.
         env: the user's own variables for all pods, by name. Everybody who can see the tasks in Flyte can see them.
+        labels, annotations: of all pods and of the executions of the launch plans, by key; for Kueue, for instance.
+        pod_template: name of a PodTemplate in the cluster for the pods of training: tolerations, node selectors,
+            whatever else that cluster asks for.
     """
 
     profile: str = setting("gpu", choices=("gpu", "sandbox"))
@@ -78,6 +86,7 @@ class Registration(Settings):
     accelerator: str = setting("none", choices=("none", *ACCELERATORS))
     interruptible: bool = setting(False)
     attempt_seconds: int = setting(86400, minimum=60)
+    retries: int = setting(2, minimum=0, maximum=100)
     wandb_secret: str = setting("")
     nnodes: str = setting("2")
     nproc_per_node: int = setting(0, minimum=0, maximum=64)
@@ -90,6 +99,9 @@ class Registration(Settings):
     webhook_secret: str = setting("")
     console: str = setting("")
     env: dict = setting({})  # noqa: RUF009 copied
+    labels: dict = setting({})  # noqa: RUF009
+    annotations: dict = setting({})  # noqa: RUF009
+    pod_template: str = setting("")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -104,12 +116,15 @@ class Registration(Settings):
         check_urls(self.webhook, self.webhook_secret, self.console)
         ours = {MIRROR_VARIABLE, CODE_VARIABLE, GPUS_VARIABLE, WEBHOOK_SECRET_VARIABLE}
         ours |= {*map(variable_of, dataclasses.fields(self))}
+        check_strings("env", self.env, "[A-Za-z_][A-Za-z0-9_]*")
+        check_strings("labels", self.labels, KEY, f"({WORD})?")
+        check_strings("annotations", self.annotations, KEY)
+        if not re.fullmatch(f"({NAME})?", self.pod_template):
+            raise InputError(
+                "Registration.pod_template must be the name of a PodTemplate in the cluster, got "
+                f"{json.dumps(self.pod_template)}: `kubectl get podtemplates` lists them"
+            )
         for name, value in self.env.items():
-            if not (re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name) and isinstance(value, str)):
-                raise InputError(
-                    f"Registration.env must map names of variables to strings, got {json.dumps(name)} with "
-                    f'{json.dumps(value)}: write it as {{"NAME": "value"}}'
-                )
             if name in ours:
                 raise InputError(f"Registration.env must not have {name}, got {json.dumps(value)}: set {name} itself")
         for size in (f"{pod}_{of}" for pod in ("training", "preparation", "small") for of in ("cpu", "memory", "disk")):
@@ -165,6 +180,15 @@ def _parsed(text: str) -> Any:
         return read_json(text)
     except json.JSONDecodeError:
         return text
+
+
+def check_strings(field: str, values: dict[str, Any], names: str, texts: str = "(?s:.*)") -> None:
+    for name, value in values.items():
+        if not (re.fullmatch(names, name) and isinstance(value, str) and re.fullmatch(texts, value)):
+            raise InputError(
+                f"Registration.{field} must map names to strings, in the characters that Kubernetes allows, got "
+                f'{json.dumps(name)} with {json.dumps(value)}: write it as {{"NAME": "value"}}'
+            )
 
 
 def check_notify(notify: str, phases: str) -> None:

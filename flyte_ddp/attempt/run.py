@@ -21,11 +21,14 @@ class Run:
 
 
 @contextmanager
-def training_run(platform: Platform, name: str, key: str, resume: bool) -> Iterator[Run]:
-    """A run whose logs and checkpoints are kept while it lasts; key stands for all that determines the result."""
+def training_run(platform: Platform, name: str, key: str, resume: bool, resume_from: str = "") -> Iterator[Run]:
+    """A run whose logs and checkpoints are kept while it lasts; key stands for all that determines the result.
+
+    resume, resume_from: see RunOptions.
+    """
     with (
         run_folder(platform, name) as folder,
         kept_logs(platform, folder) as logs,
-        checkpoint_store(platform, key, resume) as store,
+        checkpoint_store(platform, key, resume, resume_from) as store,
     ):
         yield Run(folder, logs, store)

@@ -3,7 +3,7 @@
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -11,15 +11,18 @@ from flyte_ddp.attempt.failures import platform_errors
 from flyte_ddp.attempt.observing import Observers, tracking_id
 from flyte_ddp.attempt.platform import Platform
 from flyte_ddp.attempt.pod import check_code, check_gpus
+from flyte_ddp.attempt.restarts import Start, restarting
 from flyte_ddp.attempt.run import Run, training_run
 from flyte_ddp.attempt.summaries import RecipeSummary, RunSummary, TrainingSummary, summarise
 from flyte_ddp.attempt.webhook import telling_webhook
 from flyte_ddp.data import prepared
 from flyte_ddp.data.description import StoredData
 from flyte_ddp.engine.job import PREDICTIONS, Job, Subject, TrainingResult, job_of, subject_of
+from flyte_ddp.errors import InputError
 from flyte_ddp.events import Event
 from flyte_ddp.launch import launcher
 from flyte_ddp.launch.environment import World, choose_world, visible_gpus
+from flyte_ddp.model_metadata import ModelMetadata
 from flyte_ddp.report.predictions import Predictions, predictions_of
 from flyte_ddp.report.record import RunFinished, RunInfo
 from flyte_ddp.report.summary import say_summary
@@ -31,7 +34,6 @@ WORKER = "flyte_ddp.engine.worker:run"  # a name, because importing it would imp
 IMAGE_CLASSIFIER = find_code("flyte_ddp.recipes.images:ImageClassifier")
 Given = TypeVar("Given")
 Outputs = TypeVar("Outputs")
-Start = Callable[[Job, Callable[[Event], None]], list[TrainingResult]]
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,11 @@ class Trained:
     def epoch_measures(self) -> list[dict[str, float]]:
         """After each epoch, of the validation samples if there are any, else of the test samples."""
         return [epoch.evaluated for epoch in self.results[0].epochs]
+
+    @property
+    def epoch_accuracies(self) -> list[float]:
+        """The same of an image classifier, from 0 to 1."""
+        return [measures["accuracy"] for measures in self.epoch_measures]
 
     def recipe_summary(self) -> RecipeSummary:
         result = self.results[0]
@@ -119,7 +126,25 @@ class Training(ABC, Generic[Given, Outputs]):
             check_gpus(visible_gpus())
             world = choose_world(settings.backend, options.nproc, settings.batch_size)
             launcher.warm_up()
-            return self.outputs_of(train_by(self.platform, start, world, fetch, options, self.observers))
+            again = restarting(self.platform, start)
+            return self.outputs_of(train_by(self.platform, again, world, fetch, options, self.observers))
+
+    def run_as_rank(
+        self,
+        settings: TrainingSettings,
+        options: RunOptions,
+        data: Given | StoredData | None = None,
+        init: Given | None = None,
+    ) -> Outputs | None:
+        """Trains as one rank of many nodes, in a process that the platform has started; outputs on rank 0 only."""
+        from flyte_ddp.attempt.multinode import train_as_rank  # imports torch
+
+        def fetch() -> Subject:
+            source = data if isinstance(data, StoredData) else self.downloaded_once(data)
+            return self.subject(settings, source, self.downloaded_once(init))
+
+        trained = train_as_rank(self.platform, settings, options, fetch, self.observers)
+        return self.outputs_of(trained) if trained else None
 
     def subject(
         self, settings: TrainingSettings, source: Path | StoredData | None, init: Path | None = None
@@ -133,14 +158,40 @@ class Training(ABC, Generic[Given, Outputs]):
         """Where it is, or a copy."""
 
     @abstractmethod
+    def downloaded_once(self, given: Given | None) -> Path | None:
+        """A copy that all ranks of this host share."""
+
+    @abstractmethod
     def outputs_of(self, trained: Trained) -> Outputs:
         """What the task returns."""
+
+
+class OfImages(Training[Given, Outputs]):
+    """That of an image classifier on a prepared dataset."""
+
+    def __init__(self, observers: Sequence[UserCode] = ()):
+        super().__init__(IMAGE_CLASSIFIER, observers)
+
+    def subject(
+        self, settings: TrainingSettings, source: Path | StoredData | None, init: Path | None = None
+    ) -> Subject:
+        assert isinstance(source, Path)
+        return image_subject(settings, source, init)
 
 
 def image_subject(hp: TrainingSettings, folder: Path, init: Path | None = None) -> Subject:
     """An image classifier and the prepared dataset in the folder, which is verified byte by byte."""
     check_code(IMAGE_CLASSIFIER.version)
     return subject_of(IMAGE_CLASSIFIER, hp, folder, init, prepared.verify(folder))
+
+
+def check_classifier(known: ModelMetadata, path: str) -> None:
+    """Refuses the weights of a recipe; path: where they are."""
+    if known.recipe != IMAGE_CLASSIFIER.name:
+        raise InputError(
+            f"model_state must be of a built-in classifier, and {path} is of {known.recipe}: docs/your-own-model.md "
+            "says what there is for recipes"
+        )
 
 
 def train_by(
@@ -154,9 +205,11 @@ def train_by(
     """Does everything around the ranks of a run. start: runs the ranks for (job, on_event); their results by rank."""
     started = time.time()
     subject = fetch()
-    with training_run(platform, subject.dataset, subject.key, options.resume) as run:
+    with training_run(platform, subject.dataset, subject.key, options.resume, options.resume_from) as run:
         model, report, logs = run.folder / "model.pt", run.folder / "report.html", run.logs.folder
         found = logs / PREDICTIONS
+        if not run.store.is_given:
+            options = replace(options, resume_from="")
         job = job_of(subject, options, model_path=model, checkpoint_path=run.store.path, logs=logs)
         info = info_of(platform, subject, options, run, job.launched - started)
         publish = platform.publisher("Training")
@@ -191,5 +244,6 @@ def info_of(platform: Platform, subject: Subject, options: RunOptions, run: Run,
         description=subject.description,
         data_seconds=data_seconds,
         logs=run.logs.folder,
+        checkpoint=run.store.folder,
         surroundings=surroundings(),
     )

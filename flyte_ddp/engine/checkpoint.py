@@ -18,7 +18,8 @@ from torch.utils.serialization import config as serialization_config
 from flyte_ddp.engine.state import TrainingState
 from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.errors import CheckpointError, InputError
-from flyte_ddp.events import CheckpointFailed, CheckpointWritten, Event
+from flyte_ddp.events import CheckpointFailed, CheckpointRefused, CheckpointWritten, Event
+from flyte_ddp.settings import RunOptions
 from flyte_ddp.storage import sync, temporary_beside
 
 FORMAT = 4
@@ -81,6 +82,13 @@ def read_checkpoint(path: Path, identity: Mapping[str, Any]) -> dict[str, Any]:
         if found != expected:
             raise CheckpointError(f"belongs to another training: its {key} was {found!r}, now it is {expected!r}")
     return content
+
+
+def refuse(error: CheckpointError, options: RunOptions, emit: Callable[[Event], None]) -> None:
+    """Says why training starts anew; raises InputError where the user has asked for this very checkpoint."""
+    if options.resume_from:
+        raise InputError(f"RunOptions.resume_from: the checkpoint in {options.resume_from} {error}")
+    emit(CheckpointRefused(f"the checkpoint {error}"))
 
 
 def checksum(path: Path) -> bytes:

@@ -7,12 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from flyte_ddp.engine.checkpoint import checksum, read_checkpoint, read_same, restore
+from flyte_ddp.engine.checkpoint import checksum, read_checkpoint, read_same, refuse, restore
 from flyte_ddp.engine.job import Job
 from flyte_ddp.engine.state import TrainingState
 from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.errors import CheckpointError
-from flyte_ddp.events import CheckpointRefused
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
 
@@ -36,7 +35,7 @@ def resume(state: TrainingState, job: Job, environment: Environment, link: Link)
                 raise CheckpointError(OTHER_BASE)
             told = [(checksum(path), pytree.tree_map_only(Tensor, lambda tensor: tensor.to("meta"), saved))]
         except CheckpointError as error:
-            link.emit(CheckpointRefused(f"the checkpoint {error}"))
+            refuse(error, job.options, link.emit)
     distributed.broadcast_object_list(told)
     if told[0] is None:
         return True
@@ -48,7 +47,7 @@ def resume(state: TrainingState, job: Job, environment: Environment, link: Link)
     try:
         restore(state, in_place(state, outline if saved is None else saved, is_broadcast=not all(seen)))
     except CheckpointError as error:
-        link.emit(CheckpointRefused(f"the checkpoint {error}"))
+        refuse(error, job.options, link.emit)
         return False
     return True
 

@@ -59,7 +59,7 @@ def training_environment(
     secrets = [flyte.Secret(key, group, as_env_var=name) for name, (group, key) in requested.training_secrets().items()]
     return _environment(
         name, requested.training_size(gpus), variables, files, kind, secrets=secrets or None,
-        interruptible=registration().interruptible, **more,
+        interruptible=registration().interruptible, template=registration().pod_template, **more,
     )  # fmt: skip
 
 
@@ -98,10 +98,26 @@ def _environment(
     variables: Mapping[str, str],
     files: Sequence[str] = (),
     kind: Kind = flyte.TaskEnvironment,
+    template: str = "",
     **more: Any,
 ) -> flyte.TaskEnvironment:
     include = (*shipped(), *files)
-    return kind(name=name, image=IMAGE, resources=resources(size), env_vars={**variables}, include=include, **more)
+    return kind(
+        name=name, image=IMAGE, resources=resources(size), env_vars={**variables}, include=include,
+        pod_template=_pod_template(template), **more,
+    )  # fmt: skip
+
+
+def _pod_template(name: str) -> str | flyte.PodTemplate | None:
+    asked = registration()
+    if not (asked.labels or asked.annotations):
+        return name or None
+    if name:
+        raise InputError(
+            "environment variable DDP_POD_TEMPLATE must not be set beside DDP_LABELS or DDP_ANNOTATIONS under Flyte 2, "
+            f"got {name}: put them into that template"
+        )
+    return flyte.PodTemplate(labels=asked.labels, annotations=asked.annotations)
 
 
 def resources(size: Size) -> flyte.Resources:
@@ -137,7 +153,7 @@ def training_arguments(code: str, ignored: Sequence[str] = ("options",)) -> dict
     """Arguments of a task that trains: cache, retries with pauses, live report and time limit."""
     return {
         "cache": cached(code, ignored, ["torch"]),
-        "retries": flyte.RetryStrategy(2, PAUSES),
+        "retries": flyte.RetryStrategy(registration().retries, PAUSES),
         "report": True,
         "timeout": flyte.Timeout(max_runtime=timedelta(seconds=registration().attempt_seconds)),
     }

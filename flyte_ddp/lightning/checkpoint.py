@@ -10,10 +10,11 @@ import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from torch import Tensor, distributed
 
-from flyte_ddp.engine.checkpoint import check_readable, checksum, read_checkpoint, read_same, write_checkpoint
+from flyte_ddp.engine.checkpoint import check_readable, checksum, read_checkpoint, read_same, refuse, write_checkpoint
 from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.errors import CheckpointError
-from flyte_ddp.events import CheckpointFailed, CheckpointRefused, CheckpointWritten, Event
+from flyte_ddp.events import CheckpointFailed, CheckpointWritten, Event
+from flyte_ddp.settings import RunOptions
 
 NOWHERE = "a file of another host"
 # What __init__ was given: it is given again, and may be of any type
@@ -51,7 +52,7 @@ class CheckpointFiles(TorchCheckpointIO):
             seconds = time.monotonic() - started
             self._emit(CheckpointWritten(*self.position, str(path), stall_seconds=seconds, write_seconds=0.0))
 
-    def find(self) -> str | None:
+    def find(self, options: RunOptions) -> str | None:
         """The path, if rank 0, perhaps on another host, has a checkpoint of this training there; a collective."""
         told: list[Any] = [None]
         if distributed.get_rank() == 0 and os.path.exists(self._path):
@@ -60,7 +61,7 @@ class CheckpointFiles(TorchCheckpointIO):
                 state = read_checkpoint(path, self._identity)["state"]
                 told = [(checksum(path), pytree.tree_map_only(Tensor, lambda one: one.to("meta"), state))]
             except CheckpointError as error:
-                self._emit(CheckpointRefused(f"the checkpoint {error}"))
+                refuse(error, options, self._emit)
         distributed.broadcast_object_list(told)
         self._found = told[0]
         return self._path if self._found else None

@@ -71,7 +71,7 @@ def _train(environment: Environment, device: torch.device, link: Link, job: Ligh
     observer = Observer(environment, link, job, files, validation)
     trainer = trainer_of(environment, device, job, files, validation, observer)
     seed(job)
-    trainer.fit(module, datamodule=data, ckpt_path=files.find())
+    trainer.fit(module, datamodule=data, ckpt_path=files.find(job.run.options))
     started = observer.started or observer.start(trainer)  # the latter if it was interrupted after the last epoch
     seed(job)
     tested = test(trainer, module, data, link, observer)

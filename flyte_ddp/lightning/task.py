@@ -16,7 +16,7 @@ from flyte_ddp.lightning.settings import LightningOptions, LightningSettings
 from flyte_ddp.lightning.training import find_lightning_code, train, train_as_rank
 from flyte_ddp.tasks import platform
 from flyte_ddp.tasks.caching import CodeVersion
-from flyte_ddp.tasks.data import downloaded
+from flyte_ddp.tasks.data import downloaded, downloaded_once
 from flyte_ddp.tasks.pyflyte import set_up_pyflyte, ship
 from flyte_ddp.tasks.recipe import RecipeOutputs, recipe_outputs
 from flyte_ddp.tasks.train import Data, training_arguments
@@ -69,7 +69,7 @@ class LightningTraining:
 
     def run_as_rank(self, settings: LightningSettings, options: LightningOptions, data: Data = None) -> RecipeOutputs:
         """Trains as one rank of many nodes, in a task whose arguments come from multinode; outputs on rank 0 only."""
-        from flyte_ddp.tasks.multinode import downloaded_once, picklable  # it imports torch
+        from flyte_ddp.tasks.multinode import picklable  # it imports torch
 
         fetch = partial(downloaded_once, data)
         trained = train_as_rank(platform, self.lit, settings, options, fetch, self.observers)

@@ -11,7 +11,7 @@ from typing import Any, cast
 from flyte_ddp.attempt.failures import platform_errors
 from flyte_ddp.attempt.platform import Platform
 from flyte_ddp.attempt.pod import check_code, check_gpus
-from flyte_ddp.attempt.registration import registration
+from flyte_ddp.attempt.restarts import restarting
 from flyte_ddp.attempt.training import Trained, train_by
 from flyte_ddp.attempt.webhook import telling_webhook
 from flyte_ddp.data import prepared
@@ -87,7 +87,9 @@ def train(
             job = lit.job(run, options)
             return launcher.launch(RANK, world, job, options.timeout_seconds, on_event, root=lit.code.root)
 
-        return train_by(platform, start, world, lambda: lit.subject(settings, fetch()), options, own_observers)
+        return train_by(
+            platform, restarting(platform, start), world, lambda: lit.subject(settings, fetch()), options, own_observers
+        )
 
 
 def train_as_rank(
@@ -110,9 +112,7 @@ def train_as_rank(
         result: TrainingResult = pkgutil.resolve_name(TRAIN)(environment, device, link, lit.job(run, options))
         return result
 
-    asked, shared = registration(), cast(TrainingSettings, settings)
-    nodes = asked.node_range, asked.ranks_per_node
-    return multinode.train_as_rank(platform, shared, options, subject, *nodes, own_observers, train)
+    return multinode.train_as_rank(platform, cast(TrainingSettings, settings), options, subject, own_observers, train)
 
 
 def check_lightning(settings: LightningSettings, options: LightningOptions) -> None:

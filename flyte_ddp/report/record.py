@@ -15,6 +15,7 @@ from flyte_ddp.events import (
     NotLearning,
     Observer,
     Printed,
+    RanksRestarted,
     RunStarted,
     StepLogged,
 )
@@ -67,6 +68,7 @@ class RunInfo:
         data: folder of the prepared dataset; only for this library's image classifiers, like its description.
         data_seconds: how long fetching and checking the data took.
         logs: folder for the files of trackers and profiler.
+        checkpoint: folder of the checkpoint, as options.resume_from takes it.
         surroundings: versions, hardware and the like, to be shown as they are.
     """
 
@@ -80,6 +82,7 @@ class RunInfo:
     description: DatasetDescription | None
     data_seconds: float
     logs: Path
+    checkpoint: str
     surroundings: dict[str, str]
 
     @property
@@ -113,7 +116,9 @@ class Record(Observer):
     _seen: int = 0
 
     def on_run_started(self, event: RunStarted) -> None:
-        self.started = event
+        self.started, first = event, (event.first_epoch, event.first_step)
+        self.steps = [step for step in self.steps if (step.epoch, step.step) <= first]  # else they come twice
+        self.epochs = [epoch for epoch in self.epochs if epoch.epoch < event.first_epoch]
         for remark in event.remarks:
             self._note(f"{remark}.")
         if event.first_epoch or event.first_step:
@@ -145,6 +150,9 @@ class Record(Observer):
 
     def on_checkpoint_refused(self, event: CheckpointRefused) -> None:
         self._note(f"Started afresh: {event.reason}")
+
+    def on_ranks_restarted(self, event: RanksRestarted) -> None:
+        self._note(f"The ranks were started again: {event.reason}")
 
     def on_printed(self, event: Printed) -> None:
         self._note(f"Rank {event.rank} printed: {event.text}")

@@ -12,10 +12,8 @@ from flytekit.core.type_engine import TypeEngine
 from flytekit.types.file import FlyteFile
 
 from flyte_ddp.attempt.failures import platform_errors
-from flyte_ddp.attempt.folders import run_folder
 from flyte_ddp.errors import NonFiniteError
 from flyte_ddp.launch.failures import RankError
-from flyte_ddp.report.console import say_last
 from flyte_ddp.settings import read_json
 from flyte_ddp.sweep.halving import (
     Entrant,
@@ -31,7 +29,7 @@ from flyte_ddp.sweep.halving import (
 from flyte_ddp.sweep.page import compared
 from flyte_ddp.sweep.search import AnySettings, Sweep
 from flyte_ddp.tasks import platform
-from flyte_ddp.tasks.outputs import output_file, output_page
+from flyte_ddp.tasks.outputs import output_file
 from flyte_ddp.tasks.platform import TaskError, is_local
 from flyte_ddp.tasks.recipe import RecipeOutputs
 from flyte_ddp.tasks.resources import small_resources
@@ -121,9 +119,5 @@ def next_rung(sweep: Sweep, trials: list[str], rungs: Rungs) -> list[Entrant]:
 @platform_errors(platform)
 def compare_trials(sweep: Sweep, trials: list[str], rungs: Rungs, subject: str) -> SweepComparison:
     """Ranks the trials by the sweep's measure; raises ReportedError if none has one."""
-    with run_folder(platform, f"sweep-{subject}") as folder:
-        best = compared(sweep, [read_json(trial) for trial in trials], rungs, subject, folder)
-        report = output_page(folder, f"Sweep of {subject}", best.page)
-    where = [f"Trials:   {best.table}", f"Report:   {report.path}"] if is_local() else []
-    say_last("\n".join([*best.said, *where, ""]))
-    return SweepComparison(trials[best.number - 1], output_file(best.table), report)
+    best = compared(platform, sweep, [read_json(trial) for trial in trials], rungs, subject)
+    return SweepComparison(trials[best.number - 1], output_file(best.table), output_file(best.report))

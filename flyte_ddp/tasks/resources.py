@@ -46,8 +46,9 @@ def training_resources(code: CodeVersion | None = None) -> dict[str, Any]:
     """Arguments of @task for training; code is what determines the result, if that is cached."""
     asked, secrets = registration(), requested.training_secrets()
     return {
-        "container_image": IMAGE,
+        **_every_pod(),
         **training_sizes(asked.training_gpus),
+        "pod_template_name": asked.pod_template or None,
         "accelerator": getattr(accelerators, asked.accelerator, None),  # None for none, too
         "interruptible": asked.interruptible or None,  # None leaves it to the cluster
         "timeout": timedelta(seconds=asked.attempt_seconds),
@@ -62,7 +63,7 @@ def training_resources(code: CodeVersion | None = None) -> dict[str, Any]:
 def preparation_resources() -> dict[str, Any]:
     """Arguments of @task for downloading and preparing a dataset, and for other tasks that need torch but no ranks."""
     return {
-        "container_image": IMAGE,
+        **_every_pod(),
         **sizes(requested.preparation_size()),
         "timeout": timedelta(hours=1),
         "environment": pod_environment(),
@@ -71,13 +72,18 @@ def preparation_resources() -> dict[str, Any]:
 
 def small_resources() -> dict[str, Any]:
     """Arguments of @task for a task that computes nothing."""
-    return {"container_image": IMAGE, **sizes(requested.small_size()), "environment": pod_environment()}
+    return {**_every_pod(), **sizes(requested.small_size()), "environment": pod_environment()}
 
 
 def dynamic_resources() -> dict[str, Any]:
     """Arguments of @dynamic: its pod compiles the tasks that it starts, and needs the registration's settings for
     that."""
     return {**small_resources(), "environment": registered_environment()}
+
+
+def _every_pod() -> dict[str, Any]:
+    asked = registration()
+    return {"container_image": IMAGE, "labels": asked.labels or None, "annotations": asked.annotations or None}
 
 
 def _secret(variable: str, group: str, key: str) -> Secret:

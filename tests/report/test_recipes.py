@@ -84,6 +84,7 @@ def told(tmp_path: Path) -> Recorded:
         description=None,
         data_seconds=0.5,
         logs=tmp_path / "logs",
+        checkpoint=str(tmp_path),
         surroundings={"torch": "2"},
     )
     finished = RunFinished([result, dataclasses.replace(result, peak_bytes=2**31)], None, 9.0)

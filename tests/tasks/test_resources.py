@@ -12,6 +12,7 @@ from flyte_ddp.attempt.registration import Registration
 from flyte_ddp.errors import InputError
 from flyte_ddp.tasks import resources
 from scripts.register import Registered, explain
+from tests.packages import full_package
 from tests.pod import package
 
 
@@ -26,15 +27,22 @@ from tests.pod import package
         ("DDP_SMALL_DISK", "", "quantity"),
         ("DDP_ACCELERATOR", "H1000", "H100"),
         ("DDP_INTERRUPTIBLE", "yes", "true or false"),
+        ("DDP_RETRIES", "-1", "at least 0"),
         ("DDP_ATTEMPT_SECONDS", "6h", "whole number"),
         ("DDP_WANDB_SECRET", "key", "GROUP/KEY"),
         ("DDP_ACCELERATOR", "V100", "7.0"),
         ("DDP_ACCELERATOR", "V5E", "H100"),
         ("DDP_ENV", "NAME=value", "an object"),
         ("DDP_ENV", '{"NAME": 1}', '"NAME" with 1'),
-        ("DDP_ENV", '{"A=B": "1"}', "names of variables"),
+        ("DDP_ENV", '{"A=B": "1"}', '"A=B"'),
         ("DDP_ENV", '{"A": "1", "A": "2"}', '"A" is given twice'),
         ("DDP_ENV", '{"DDP_GPUS": "8"}', "must not have DDP_GPUS"),
+        ("DDP_LABELS", "team=vision", "an object"),
+        ("DDP_LABELS", '{"team": "computer vision"}', '"computer vision"'),
+        ("DDP_LABELS", '{"-team": "vision"}', '"-team"'),
+        ("DDP_LABELS", json.dumps({"team": "v" * 64}), "Kubernetes allows"),
+        ("DDP_ANNOTATIONS", '{"cost": 1}', '"cost" with 1'),
+        ("DDP_POD_TEMPLATE", "Spot_nodes", "kubectl get podtemplates"),
         ("DDP_PROMOTE_TO", "models", "an absolute path"),
         ("DDP_NOTIFY", "me@example.org", "slack:ADDRESS or email:ADDRESS"),
         ("DDP_NOTIFY", "slack:channel", "NAME@HOST"),
@@ -61,12 +69,22 @@ def test_wrong_setting_ends_a_command_without_a_traceback(tmp_path):
     assert "Traceback" not in str(raised.value)
 
 
-def test_mirror_and_own_variables_reach_every_pod():
-    own = {"HTTPS_PROXY": "http://proxy.example:3128", "QUOTES": "\"'"}
-    mirror = {"DDP_DATA_MIRROR": "s3://bucket/originals"}
-    for task in package(DDP_ENV=json.dumps(own), **mirror).tasks.values():
+def test_what_all_pods_get_reaches_every_pod():
+    own = {"HTTPS_PROXY": "http://proxy.example:3128", "QUOTES": "\"'", "DDP_DATA_MIRROR": "s3://bucket/originals"}
+    labels, annotations = {"kueue.x-k8s.io/queue-name": "research"}, {"example.org/cost": 'centre 7, "vision"'}
+    packaged = full_package()
+    for name, task in packaged.tasks.items():
         given = {variable.key: variable.value for variable in task.container.env}
-        assert {**own, **mirror}.items() <= given.items(), task.id.name
+        assert own.items() <= given.items(), name
+        metadata = task.metadata.metadata
+        assert (dict(metadata.labels), dict(metadata.annotations)) == (labels, annotations), name
+    templates = {name.rpartition(".")[2]: task.metadata.pod_template_name for name, task in packaged.tasks.items()}
+    assert (templates["pytorch_mnist_task"], templates["pytorch_multinode_task"]) == ("spot", "spot")
+    assert (templates["prepare_dataset"], templates["plan_shards"]) == ("", "")
+    for name, plan in packaged.launch_plans.items():
+        own_plan = "." not in name  # not the one that Flyte makes for a workflow
+        assert dict(plan.spec.labels.values) == (labels if own_plan else {}), name
+        assert dict(plan.spec.annotations.values) == (annotations if own_plan else {}), name
 
 
 def test_mirror_with_a_password_stays_here(monkeypatch):

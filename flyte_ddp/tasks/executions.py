@@ -1,0 +1,22 @@
+"""What the executions of a launch plan have: Flyte's own notifications of how they ended, labels and annotations."""
+
+from typing import Any
+
+from flytekit import Annotations, Email, Labels, Slack
+from flytekit.models.core.execution import WorkflowExecutionPhase
+
+from flyte_ddp.attempt.registration import registration
+
+KINDS: Any = {"slack": Slack, "email": Email}
+
+
+def execution_options() -> dict[str, Any]:
+    """Arguments of a LaunchPlan: notifications from DDP_NOTIFY and DDP_NOTIFY_PHASES, labels and annotations."""
+    asked = registration()
+    kind, _, recipients = asked.notify.partition(":")
+    phases = [getattr(WorkflowExecutionPhase, name.upper()) for name in asked.notify_phases.split(",")]
+    return {
+        "notifications": [KINDS[kind](phases=phases, recipients_email=recipients.split(","))] if kind else [],
+        "labels": Labels(asked.labels) if asked.labels else None,
+        "annotations": Annotations(asked.annotations) if asked.annotations else None,
+    }
