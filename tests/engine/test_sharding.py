@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from torch import distributed
 
 from flyte_ddp.engine.job import job_in, subject_of
 from flyte_ddp.errors import InputError, NonFiniteError
-from flyte_ddp.events import CheckpointRefused, CheckpointWritten, RunStarted, StepLogged
+from flyte_ddp.events import CheckpointRefused, CheckpointWritten, Event, RunStarted, StepLogged
 from flyte_ddp.launch import launcher
 from flyte_ddp.launch.environment import choose_world
 from flyte_ddp.launch.failures import RankError
@@ -162,7 +163,7 @@ def interrupt(output, after, **how):
     assert Path(output, "checkpoint").exists()
 
 
-WHOLE = {"batch_size": 32, "validation_fraction": 0.2, "epochs": 2}
+WHOLE: dict[str, Any] = {"batch_size": 32, "validation_fraction": 0.2, "epochs": 2}
 
 
 @pytest.mark.slow
@@ -191,7 +192,8 @@ def test_ranks_that_do_not_see_the_checkpoint_get_their_rows_of_it(tmp_path):
     _, _, expected = run("Everything", tmp_path / "whole", nproc=2, **WHOLE)
     interrupt(tmp_path / "cut", 11, nproc=2, **WHOLE)
     subject = subject_of(find_code(f"{HERE}:Everything"), Settings(log_interval=1, **WHOLE))
-    job, events = job_in(tmp_path / "cut", subject, RunOptions(sharding="full", loader_workers=0)), []
+    job = job_in(tmp_path / "cut", subject, RunOptions(sharding="full", loader_workers=0))
+    events: list[Event] = []
     launcher.launch(TWO_HOSTS, choose_world("gloo", 2, WHOLE["batch_size"]), job, 120, events.append)
     (started,) = [event for event in events if isinstance(event, RunStarted)]
     assert started.first_step > 1 or started.first_epoch
