@@ -146,6 +146,15 @@ class CheckpointRefused(Event):
 
 
 @dataclass(frozen=True)
+class RanksRestarted(Event):
+    """The ranks of this pod have ended, for this reason, and start again from the newest checkpoint; left: how often
+    that may happen again."""
+
+    reason: str
+    left: int
+
+
+@dataclass(frozen=True)
 class Printed(Event):
     """A line that a rank's code, or a library, has printed."""
 

@@ -51,6 +51,7 @@ class Registration(Settings):
         accelerator: the kind of GPU; none leaves it to the cluster.
         interruptible: whether training may run on preemptible machines; it resumes from its checkpoint.
         attempt_seconds: time limit of a training attempt.
+        retries: further attempts at a training after failures that may not recur.
         wandb_secret: GROUP/KEY of the Flyte secret with the Weights & Biases API key. A pod whose secret the cluster
             lacks never starts, so none is requested unless named.
         nnodes: number of nodes of workflows/multinode.py, or a range MIN:MAX.
@@ -85,6 +86,7 @@ class Registration(Settings):
     accelerator: str = setting("none", choices=("none", *ACCELERATORS))
     interruptible: bool = setting(False)
     attempt_seconds: int = setting(86400, minimum=60)
+    retries: int = setting(2, minimum=0, maximum=100)
     wandb_secret: str = setting("")
     nnodes: str = setting("2")
     nproc_per_node: int = setting(0, minimum=0, maximum=64)

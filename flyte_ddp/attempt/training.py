@@ -11,6 +11,7 @@ from flyte_ddp.attempt.failures import platform_errors
 from flyte_ddp.attempt.observing import Observers, tracking_id
 from flyte_ddp.attempt.platform import Platform
 from flyte_ddp.attempt.pod import check_code, check_gpus
+from flyte_ddp.attempt.restarts import Start, restarting
 from flyte_ddp.attempt.run import Run, training_run
 from flyte_ddp.attempt.summaries import RecipeSummary, RunSummary, TrainingSummary, summarise
 from flyte_ddp.attempt.webhook import telling_webhook
@@ -33,7 +34,6 @@ WORKER = "flyte_ddp.engine.worker:run"  # a name, because importing it would imp
 IMAGE_CLASSIFIER = find_code("flyte_ddp.recipes.images:ImageClassifier")
 Given = TypeVar("Given")
 Outputs = TypeVar("Outputs")
-Start = Callable[[Job, Callable[[Event], None]], list[TrainingResult]]
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,8 @@ class Training(ABC, Generic[Given, Outputs]):
             check_gpus(visible_gpus())
             world = choose_world(settings.backend, options.nproc, settings.batch_size)
             launcher.warm_up()
-            return self.outputs_of(train_by(self.platform, start, world, fetch, options, self.observers))
+            again = restarting(self.platform, start)
+            return self.outputs_of(train_by(self.platform, again, world, fetch, options, self.observers))
 
     def run_as_rank(
         self,
@@ -168,8 +169,8 @@ class Training(ABC, Generic[Given, Outputs]):
 class OfImages(Training[Given, Outputs]):
     """That of an image classifier on a prepared dataset."""
 
-    def __init__(self) -> None:
-        super().__init__(IMAGE_CLASSIFIER)
+    def __init__(self, observers: Sequence[UserCode] = ()):
+        super().__init__(IMAGE_CLASSIFIER, observers)
 
     def subject(
         self, settings: TrainingSettings, source: Path | StoredData | None, init: Path | None = None

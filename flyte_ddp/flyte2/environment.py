@@ -153,7 +153,7 @@ def training_arguments(code: str, ignored: Sequence[str] = ("options",)) -> dict
     """Arguments of a task that trains: cache, retries with pauses, live report and time limit."""
     return {
         "cache": cached(code, ignored, ["torch"]),
-        "retries": flyte.RetryStrategy(2, PAUSES),
+        "retries": flyte.RetryStrategy(registration().retries, PAUSES),
         "report": True,
         "timeout": flyte.Timeout(max_runtime=timedelta(seconds=registration().attempt_seconds)),
     }

@@ -3,6 +3,7 @@
 import math
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 ROOT = Path("/")
@@ -25,6 +26,17 @@ def usable_memory(root: Path = ROOT) -> int:
     for group in _groups("memory", root):
         limits += _numbers(group / "memory.limit_in_bytes") + _numbers(group / "memory.max")
     return int(min(limits))
+
+
+def memory_kills(root: Path = ROOT) -> int:
+    """How many processes of this container the kernel has killed because its memory was used up; 0 if unknown."""
+    counts = [0]
+    for group in _groups("memory", root):
+        for name in ("memory.events", "memory.oom_control"):
+            with suppress(OSError, ValueError):
+                lines = (line.split() for line in (group / name).read_text().splitlines())
+                counts += [int(count) for key, count in lines if key == "oom_kill"]
+    return max(counts)
 
 
 def _groups(controller: str, root: Path) -> Iterator[Path]:

@@ -10,6 +10,7 @@ from typing import cast
 from flyte_ddp.attempt.failures import platform_errors
 from flyte_ddp.attempt.platform import Platform
 from flyte_ddp.attempt.pod import check_code, check_gpus
+from flyte_ddp.attempt.restarts import restarting
 from flyte_ddp.attempt.training import Trained, train_by
 from flyte_ddp.attempt.webhook import telling_webhook
 from flyte_ddp.data import prepared
@@ -83,7 +84,9 @@ def train(
             job = lit.job(run, options)
             return launcher.launch(RANK, world, job, options.timeout_seconds, on_event, root=lit.code.root)
 
-        return train_by(platform, start, world, lambda: lit.subject(settings, fetch()), options, own_observers)
+        return train_by(
+            platform, restarting(platform, start), world, lambda: lit.subject(settings, fetch()), options, own_observers
+        )
 
 
 def check_lightning(settings: LightningSettings, options: LightningOptions) -> None:

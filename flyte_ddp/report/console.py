@@ -18,6 +18,7 @@ from flyte_ddp.events import (
     NotLearning,
     Observer,
     Printed,
+    RanksRestarted,
     RunStarted,
     StepLogged,
 )
@@ -94,6 +95,9 @@ class Remarks(Observer):
 
     def on_checkpoint_refused(self, event: CheckpointRefused) -> None:
         say(f"Starting afresh: {event.reason}")
+
+    def on_ranks_restarted(self, event: RanksRestarted) -> None:
+        warn(f"the ranks start again from the checkpoint: {event.reason}")
 
 
 class Console(Remarks):

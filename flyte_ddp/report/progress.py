@@ -16,6 +16,7 @@ from flyte_ddp.events import (
     NotLearning,
     Observer,
     Printed,
+    RanksRestarted,
     RunStarted,
     StepLogged,
 )
@@ -32,6 +33,7 @@ EVENTS: dict[str, type[Any]] = {
     "warning": NotLearning,
     "checkpoint_failed": CheckpointFailed,
     "started_afresh": CheckpointRefused,
+    "ranks_restarted": RanksRestarted,
     "printed": Printed,
 }
 NAMES = {kind: name for name, kind in EVENTS.items()}
@@ -79,7 +81,7 @@ class Progress(Observer):
         self._write(NAMES[type(event)], fields_of(event))
 
     on_epoch_finished = on_epoch_chosen = on_not_learning = on_printed = _write_whole
-    on_checkpoint_written = on_checkpoint_failed = on_checkpoint_refused = _write_whole
+    on_checkpoint_written = on_checkpoint_failed = on_checkpoint_refused = on_ranks_restarted = _write_whole
 
     def _write(self, name: str, fields: dict[str, Any]) -> None:
         now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")

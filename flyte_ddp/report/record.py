@@ -15,6 +15,7 @@ from flyte_ddp.events import (
     NotLearning,
     Observer,
     Printed,
+    RanksRestarted,
     RunStarted,
     StepLogged,
 )
@@ -115,7 +116,9 @@ class Record(Observer):
     _seen: int = 0
 
     def on_run_started(self, event: RunStarted) -> None:
-        self.started = event
+        self.started, first = event, (event.first_epoch, event.first_step)
+        self.steps = [step for step in self.steps if (step.epoch, step.step) <= first]  # else they come twice
+        self.epochs = [epoch for epoch in self.epochs if epoch.epoch < event.first_epoch]
         for remark in event.remarks:
             self._note(f"{remark}.")
         if event.first_epoch or event.first_step:
@@ -147,6 +150,9 @@ class Record(Observer):
 
     def on_checkpoint_refused(self, event: CheckpointRefused) -> None:
         self._note(f"Started afresh: {event.reason}")
+
+    def on_ranks_restarted(self, event: RanksRestarted) -> None:
+        self._note(f"The ranks were started again: {event.reason}")
 
     def on_printed(self, event: Printed) -> None:
         self._note(f"Rank {event.rank} printed: {event.text}")

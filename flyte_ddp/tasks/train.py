@@ -8,6 +8,7 @@ from flytekit import Cache
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile, PythonPickledFile
 
+from flyte_ddp.attempt.registration import registration
 from flyte_ddp.attempt.summaries import TrainingSummary
 from flyte_ddp.attempt.training import IMAGE_CLASSIFIER, OfImages, Trained, Training
 from flyte_ddp.data.description import StoredData
@@ -32,7 +33,7 @@ def training_arguments(
     resources."""
     return {
         "cache": Cache(policies=code, salt=salt, ignored_inputs=tuple(ignored_inputs), serialize=True),
-        "retries": 2,
+        "retries": registration().retries,
         "enable_deck": True,
         "deck_fields": (),  # only the report, live
         **training_resources(code),

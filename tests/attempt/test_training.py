@@ -4,6 +4,7 @@ import dataclasses
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch
 from flyte_ddp.attempt.training import OfImages, Trained
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
+from flyte_ddp.user_code import find_code
 from tests.small_training import small_data  # noqa: F401 a fixture
 
 pytestmark = pytest.mark.slow
@@ -76,8 +78,8 @@ class Folders:
 
 
 class FolderTraining(OfImages[Path, Trained]):
-    def __init__(self, platform):
-        super().__init__()
+    def __init__(self, platform, observers=()):
+        super().__init__([find_code(f"tests.attempt.killers:{name}") for name in observers])
         self.platform = platform
 
     def downloaded(self, given):
@@ -89,8 +91,9 @@ class FolderTraining(OfImages[Path, Trained]):
         return trained
 
 
-def run(platform, data, hp=HP, **options):
-    return FolderTraining(platform).run(hp, RunOptions(nproc=1, tracking="off", **options), data)
+def run(platform, data, hp=HP, observers=(), nproc=1, **more):
+    options = RunOptions(nproc=nproc, tracking="off", **more)
+    return FolderTraining(platform, observers).run(hp, options, data)
 
 
 def test_an_attempt_leaves_logs_report_and_checkpoint_and_the_next_one_goes_on_from_there(small_data, tmp_path):  # noqa: F811
@@ -138,3 +141,36 @@ def test_another_execution_goes_on_from_a_named_checkpoint_and_refuses_that_of_a
         run(Folders(tmp_path / "third"), small_data, dataclasses.replace(HP, epochs=3), resume_from=folder)
     with pytest.raises(FolderError, match="must be a folder with a checkpoint in it, got nowhere"):
         run(Folders(tmp_path / "fourth"), small_data, resume_from="nowhere")
+
+
+LONG = dataclasses.replace(HP, epochs=6, batch_size=2)
+OFTEN: dict[str, Any] = {"nproc": 2, "checkpoint_seconds": 0.3}
+
+
+def test_a_killed_rank_comes_back_in_the_same_pod_and_trains_the_same(small_data, tmp_path):  # noqa: F811
+    whole, disturbed = (
+        run(Folders(tmp_path / name), small_data, LONG, observers, **OFTEN)
+        for name, observers in (("whole", ()), ("disturbed", ["Once"]))
+    )
+    assert whole.model.read_bytes() == disturbed.model.read_bytes()
+    assert whole.epoch_measures == disturbed.epoch_measures
+    assert (
+        "the ranks start again from the checkpoint: rank 1 on "
+        in (tmp_path / "disturbed" / "0" / "logs" / "console.log").read_text()
+    )
+    assert "The ranks were started again" in disturbed.report.read_text()
+
+
+def test_ranks_that_are_killed_again_and_again_are_for_another_pod(small_data, tmp_path):  # noqa: F811
+    platform = Folders(tmp_path)
+    with pytest.raises(FolderError, match="SIGKILL") as failed:
+        run(platform, small_data, dataclasses.replace(LONG, epochs=100), ["Always"], **OFTEN)
+    assert failed.value.failure.recoverable
+    log = (tmp_path / "0" / "logs" / "console.log").read_text()
+    assert log.count("the ranks start again") == 2
+
+
+def test_a_rank_killed_before_a_checkpoint_is_for_another_pod(small_data, tmp_path):  # noqa: F811
+    with pytest.raises(FolderError, match="SIGKILL"):
+        run(Folders(tmp_path), small_data, dataclasses.replace(LONG, epochs=100), ["Early"], nproc=2)
+    assert "start again" not in (tmp_path / "0" / "logs" / "console.log").read_text()

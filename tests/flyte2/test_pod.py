@@ -200,11 +200,3 @@ def test_a_pod_without_the_gpus_that_it_asked_for_is_tried_elsewhere(pod):
     missing.finish()
     assert missing.error.error.kind == ContainerError.RECOVERABLE
     assert "as many GPUs as were registered (4), got 0 on " in missing.error.error.message
-
-
-@pytest.mark.slow
-def test_a_pod_with_other_code_than_registered_refuses(pod):
-    stale = pod("stale", DDP_TRAINING_CODE="yesterday's")
-    stale.finish()
-    assert stale.error.error.kind == ContainerError.NON_RECOVERABLE
-    assert "is not the code that was registered" in stale.error.error.message

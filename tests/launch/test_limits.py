@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from flyte_ddp.launch.limits import cpu_limit, usable_memory
+from flyte_ddp.launch.limits import cpu_limit, memory_kills, usable_memory
 
 MACHINE = usable_memory(Path("/nonexistent"))
 NO_LIMIT = "9223372036854771712"
@@ -55,3 +55,21 @@ def test_the_tightest_limit_counts(tmp_path, files, cores, memory):
         file.write_text(content + "\n")
     assert cpu_limit(tmp_path) == cores
     assert usable_memory(tmp_path) == memory
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "kills"),
+    [
+        ("memory.events", "low 0\noom 3\noom_kill 2\noom_group_kill 0", 2),
+        ("memory/memory.oom_control", "oom_kill_disable 0\nunder_oom 0\noom_kill 1", 1),
+        ("memory.events", "nonsense", 0),
+        ("memory.max", "max", 0),
+    ],
+)
+def test_processes_killed_for_want_of_memory_are_counted(tmp_path, file, content, kills):
+    group = tmp_path / "sys/fs/cgroup" / file
+    group.parent.mkdir(parents=True)
+    group.write_text(content + "\n")
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text("5:memory:/\n0::/\n")
+    assert memory_kills(tmp_path) == kills

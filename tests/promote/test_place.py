@@ -1,18 +1,24 @@
 """A place of promoted models: what it says of itself, whoever is killed in it and whoever else is there."""
 
 import hashlib
+import importlib
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import fsspec
 import pytest
+from flytekit import FlyteContextManager
+from flytekit.configuration import DataConfig
+from flytekit.core.data_persistence import FileAccessProvider
 
 from flyte_ddp.attempt.stored import files_at
 from flyte_ddp.errors import InputError, ReportedError
 from flyte_ddp.promote.place import PROMOTED, ROLLED_BACK, Place, version_name
 from flyte_ddp.tasks import platform
+from tests.object_storage import object_storage
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -61,6 +67,23 @@ def test_history_is_kept_and_an_earlier_version_comes_back(place, tmp_path):
     assert (tmp_path / "fetched").read_text() == "first"
     with pytest.raises(InputError, match="name must be one of first, second, got 'third'"):
         place.roll_back("third")
+
+
+def test_a_storage_that_flyte_reads_by_an_implementation_of_its_own(tmp_path, monkeypatch):
+    """Once imported, it has registered one for s3 whose options have other names."""
+    importlib.import_module("flyte.storage")
+    assert fsspec.get_filesystem_class("s3").__module__.startswith("obstore")
+    context = FlyteContextManager.current_context()
+    with object_storage() as storage:
+        for name, value in storage.environment.items():
+            monkeypatch.setenv(name, value)
+        files = FileAccessProvider(str(tmp_path), str(tmp_path), DataConfig.auto())
+        with FlyteContextManager.with_context(context.with_file_access(files)):
+            place = Place(platform, "s3://bucket/models")
+            promote(place, "first", tmp_path)
+            assert place.read().version == "first"
+            assert place.fetch("first", tmp_path / "fetched")["name"] == "first"
+        assert storage.objects["bucket/models/versions/first/model.pt"] == b"first"
 
 
 OUTSIDE = {"format": 1, "version": "../../secret", "history": [{"name": "../../secret", "time": "", "how": PROMOTED}]}

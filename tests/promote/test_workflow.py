@@ -33,6 +33,7 @@ from tests import examples
 from tests.commands import ROOT, output, pyflyte, pyflyte_process, words
 from tests.object_storage import object_storage
 from tests.once import trained_classifier
+from tests.packages import full_package
 from tests.pod import Pod, literal, package, package_for_here
 
 PROMOTE = str(ROOT / "workflows" / "promote.py")
@@ -221,15 +222,16 @@ def test_a_recipe_is_promoted_by_its_headline_the_right_way_round(example, setti
         assert promote(platform, worse, its_model, place, PromotionOptions(better="higher")).summary.promoted
 
 
-@pytest.mark.parametrize("variables", [{}, {"DDP_PROMOTE_TO": "s3://bucket/mnist"}])
-def test_the_nightly_plan_promotes_where_a_place_was_named(variables):
-    plans = package(**variables).launch_plans
-    nightly = plans["nightly"].spec
+@pytest.mark.parametrize(
+    ("registered", "name"),
+    [(package, "workflows.mnist.pytorch_training_wf"), (full_package, "workflows.promote.promote_wf")],
+)
+def test_the_nightly_plan_promotes_where_a_place_was_named(registered, name):
+    nightly = registered().launch_plans["nightly"].spec
     assert nightly.entity_metadata.schedule.cron_schedule.schedule == "0 3 * * *"
-    name = "workflows.promote.promote_wf" if variables else "workflows.mnist.pytorch_training_wf"
     assert nightly.workflow_id.name == name
     assert decode(nightly.default_inputs.parameters["hp"].default)["dataset"] == "mnist"
-    if variables:
+    if registered is full_package:
         assert decode(nightly.default_inputs.parameters["place"].default) == "s3://bucket/mnist"
     assert all(
         parameter.WhichOneof("behavior") == "default" for parameter in nightly.default_inputs.parameters.values()

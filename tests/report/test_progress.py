@@ -15,6 +15,7 @@ from flyte_ddp.events import (
     EpochChosen,
     NotLearning,
     Printed,
+    RanksRestarted,
     StepLogged,
 )
 from flyte_ddp.report.progress import EVENTS, LEFT_OUT, Progress, event_of
@@ -27,6 +28,7 @@ OTHERS = (
     EpochChosen(0, 2, {"loss": 0.5}, stopped_early=True, seconds=0.25),
     CheckpointFailed("full"),
     CheckpointRefused("of another training"),
+    RanksRestarted("rank 1 on host: SIGKILL", 1),
     Printed(1, "line\nbreak \udce4"),
     RunFailed("rank 1 on host: Boom"),
 )

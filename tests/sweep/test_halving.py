@@ -33,7 +33,7 @@ from flyte_ddp.sweep.halving import (
 )
 from flyte_ddp.sweep.search import Sweep, trials_of
 from scripts.dry_run import decode
-from tests.commands import ROOT, pyflyte_process, same, start_pyflyte
+from tests.commands import ROOT, pyflyte, same, start_pyflyte
 from tests.object_storage import object_storage
 from tests.pod import Pod, literal, package_for_here, small_dataset
 
@@ -192,7 +192,7 @@ def test_an_interrupted_sweep_goes_on_and_its_winner_has_the_bits_of_an_uninterr
     running.communicate(timeout=120)
     assert epochs_of(log) == ["1 of 1"] * 3, "and one that failed in its first"
 
-    halved = pyflyte_process(*command)
+    halved = pyflyte(*command)
     assert set(epochs_of(halved.stderr)) <= {"2 of 4", "3 of 4", "4 of 4"}, "the first rung is remembered"
     spared = "7 epochs instead of 16: all 4 trials trained to epoch 1, the best 1 to epoch 4"
     assert f"\nTrained:  {spared}\n" in halved.stderr
@@ -204,7 +204,7 @@ def test_an_interrupted_sweep_goes_on_and_its_winner_has_the_bits_of_an_uninterr
     assert f"Trained: {spared}." in page
     assert "Trained epochs" in page
 
-    whole = pyflyte_process(*sweep(f"[{winner['learning_rate']}]"))
+    whole = pyflyte(*sweep(f"[{winner['learning_rate']}]"))
     assert epochs_of(whole.stderr) == ["1 of 4", "2 of 4", "3 of 4", "4 of 4"]
     (uninterrupted,) = table(whole.stdout)
     assert "trained_epochs" not in uninterrupted

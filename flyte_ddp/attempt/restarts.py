@@ -1,0 +1,47 @@
+"""Starts the ranks of a pod again, from their checkpoint: sooner than in another pod, which has to be found room, to
+start, and to download its data."""
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from flyte_ddp.attempt.platform import Platform
+from flyte_ddp.engine.job import Job, TrainingResult
+from flyte_ddp.events import CheckpointWritten, Event, RanksRestarted
+from flyte_ddp.launch.failures import EFFECTS, RankError
+from flyte_ddp.launch.limits import memory_kills
+
+MOST = 2  # per attempt
+# Not an error of the ranks' own code, nor one of a device: another pod has another device
+KINDS = ("killed", "hang", *EFFECTS)
+# Runs the ranks for (job, on_event); their results by rank
+Start = Callable[[Job, Callable[[Event], None]], list[TrainingResult]]
+
+
+def restarting(platform: Platform, start: Start) -> Start:
+    """start, called again if a rank was killed or lost, or hangs: twice at most, only if there has been a new
+    checkpoint since the call before, and not if the kernel has killed a process for want of memory.
+
+    Not in a local run, where whoever kills a rank is there to start it again.
+    """
+
+    def start_again(job: Job, on_event: Callable[[Event], None]) -> list[TrainingResult]:
+        newest: CheckpointWritten | None = None
+
+        def note(event: Event) -> None:
+            nonlocal newest
+            if isinstance(event, CheckpointWritten):
+                newest = event
+            on_event(event)
+
+        for left in reversed(range(MOST)):
+            before, kills = newest, memory_kills()
+            try:
+                return start(replace(job, launched=time.time()), note)
+            except RankError as error:
+                if newest is before or error.failure.kind not in KINDS or memory_kills() > kills:
+                    raise
+                on_event(RanksRestarted(str(error), left))
+        return start(replace(job, launched=time.time()), on_event)
+
+    return start if platform.is_local() else start_again
