@@ -16,7 +16,9 @@ from PIL import Image
 from safetensors.torch import save_file
 from sklearn.datasets import load_digits
 
+from examples.stream.waves import waves
 from flyte_ddp.data import prepared
+from flyte_ddp.data.block_folder import write_blocks
 from flyte_ddp.data.datasets import prepare
 from flyte_ddp.data.writer import write_prepared
 from flyte_ddp.events import Event, StepLogged
@@ -33,6 +35,7 @@ RECIPES = {
     "finetune_text": "FinetuneText",
     "resnet": "ResNet",
     "segmentation": "Segmentation",
+    "stream": "Stream",
     "tabular": "Tabular",
 }
 # A few steps, the last one of another size
@@ -45,6 +48,7 @@ SMALL: dict[str, dict[str, Any]] = {
     # Adam's first steps are of one size, even where a gradient is nothing but rounding: hence small ones
     "resnet": {"batch_size": 20, "side": 32, "learning_rate": 1e-5},
     "segmentation": {"images": 120, "width": 4},
+    "stream": {"batch_size": 150},
     "tabular": {"batch_size": 20},
 }
 
@@ -82,7 +86,7 @@ def write_images(folder: Path) -> None:
 
 def write_small_dataset(folder: Path) -> None:
     images, labels = prepared.open_split(prepare("digits"), "train")
-    write_prepared(folder / "small", "small", list("0123456789"), images[:300], labels[:300], images[:50], labels[:50])
+    write_prepared(folder, "small", list("0123456789"), images[:300], labels[:300], images[:50], labels[:50])
 
 
 def write_timm_weights(folder: Path) -> None:
@@ -97,11 +101,20 @@ def write_encoder(folder: Path) -> None:
     subprocess.run(command, cwd=project(), check=True, capture_output=True)
 
 
+def write_waves(folder: Path) -> None:
+    for split, seed in (("train", 0), ("test", 1)):
+        write_blocks(folder / split, waves(1, seed), 100)
+
+
 def data_of(name: str) -> str | None:
     """The folder that an example is trained on, if it takes one."""
-    if name == "autoencoder":
-        return str(made_once("dataset", write_small_dataset) / "small")
-    return str(made_once("images", write_images)) if name in ("finetune_images", "resnet") else None
+    writers = {
+        "autoencoder": ("small", write_small_dataset),
+        "finetune_images": ("images", write_images),
+        "resnet": ("images", write_images),
+        "stream": ("blocks", write_waves),
+    }
+    return str(made_once(*writers[name])) if name in writers else None
 
 
 def init_of(name: str) -> str | None:

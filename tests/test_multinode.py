@@ -6,18 +6,22 @@ import platform
 import shutil
 import socket
 import subprocess
+from importlib import import_module
 
 import pytest
 import torch
 from flyteidl.core.errors_pb2 import ContainerError
 from flytekit.types.file import FlyteFile
 
+from flyte_ddp.lightning.settings import LightningOptions
 from flyte_ddp.recipes import models
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
 from scripts.dry_run import build_package
 from tests import examples
 from tests.commands import ROOT, free_port, same
+from tests.lightning.project import train as train_lightning
+from tests.lightning.project import write_project
 from tests.pod import IMAGE, PATIENCE_SECONDS, TWO_NODES, Pod, end, literal, package, run_together, small_dataset
 
 pytest.importorskip("flytekitplugins.kfpytorch", reason="needs flytekitplugins-kfpytorch")
@@ -196,15 +200,47 @@ def train_on_nodes(settings: Settings, options: RunOptions) -> RecipeOutputs:
 """
 
 
-def test_a_users_recipe_on_two_nodes_as_in_a_plain_call(node, tmp_path):
-    project = tmp_path / "project"
-    shutil.copytree(ROOT / "examples" / "charlm", project / "charlm")
-    (project / "charlm" / "nodes.py").write_text(OWN)
+UNDER_LIGHTNING = """
+from flytekit import task
+
+from flyte_ddp import LightningOptions, LightningTraining, RecipeOutputs
+from flyte_ddp.tasks.multinode import multinode
+from numerals.settings import Settings
+
+training = LightningTraining("numerals.model:LitNumerals", data="numerals.model:Numerals")
+
+
+@task(**multinode(training.arguments()))
+def train_on_nodes(settings: Settings, options: LightningOptions) -> RecipeOutputs:
+    return training.run_as_rank(settings, options)
+"""
+
+
+def on_two_nodes(node, project, package, settings, options):
+    """The weights of a training by train_on_nodes of the package's nodes.py."""
     environment = {**TWO_NODES, "PYTHONPATH": str(ROOT)}
-    task = build_package(IMAGE, environment=environment, package="charlm", place=project).tasks[
-        "charlm.nodes.train_on_nodes"
+    built = build_package(IMAGE, environment=environment, package=package, place=project)
+    inputs = {"settings": literal(settings), "options": literal(options)}
+    path = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(project)])}
+    pods = [
+        node(name, task=built.tasks[f"{package}.nodes.train_on_nodes"], inputs=inputs, environment=path)
+        for name in ("first", "second")
     ]
-    inputs = {"settings": literal(examples.small_settings("charlm")), "options": literal(RunOptions())}
-    path = os.pathsep.join([str(ROOT), str(project)])
-    pods = [node(name, task=task, inputs=inputs, environment={"PYTHONPATH": path}) for name in ("first", "second")]
-    assert same(weights(run_together(*pods)), examples.trained("charlm", 2).weights)
+    return weights(run_together(*pods))
+
+
+def test_a_users_recipe_on_two_nodes_as_in_a_plain_call(node, tmp_path):
+    shutil.copytree(ROOT / "examples" / "charlm", tmp_path / "project" / "charlm")
+    (tmp_path / "project" / "charlm" / "nodes.py").write_text(OWN)
+    found = on_two_nodes(node, tmp_path / "project", "charlm", examples.small_settings("charlm"), RunOptions())
+    assert same(found, examples.trained("charlm", 2).weights)
+
+
+def test_a_lightningmodule_on_two_nodes_as_on_one(node, tmp_path, monkeypatch):
+    (tmp_path / "project").mkdir()
+    write_project(tmp_path / "project")
+    (tmp_path / "project" / "numerals" / "nodes.py").write_text(UNDER_LIGHTNING)
+    monkeypatch.syspath_prepend(str(tmp_path / "project"))
+    settings = import_module("numerals.settings").Settings(epochs=2)
+    found = on_two_nodes(node, tmp_path / "project", "numerals", settings, LightningOptions())
+    assert same(found, train_lightning(tmp_path / "one", settings).weights)

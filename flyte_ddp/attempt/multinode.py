@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import distributed
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
@@ -26,7 +27,7 @@ from flyte_ddp.errors import StopRequested
 from flyte_ddp.events import Event
 from flyte_ddp.launch.environment import Environment, environment_from_torchrun, visible_gpus
 from flyte_ddp.launch.failures import Failure, PreemptedError, from_exception, from_exit_code, name_the_cause
-from flyte_ddp.launch.link import DirectLink
+from flyte_ddp.launch.link import DirectLink, Link
 from flyte_ddp.launch.process_group import process_group
 from flyte_ddp.report.console import show_output
 from flyte_ddp.settings import RunOptions, TrainingSettings
@@ -34,6 +35,7 @@ from flyte_ddp.user_code import UserCode
 
 GRACE_SECONDS = 5.0  # lets the rank that caused a failure be the first to report it
 BESIDE = ".failure"
+Train = Callable[[Environment, torch.device, Link, Job], TrainingResult]
 
 
 def train_as_rank(
@@ -42,6 +44,7 @@ def train_as_rank(
     options: RunOptions,
     fetch: Callable[[], Subject],
     own_observers: Sequence[UserCode] = (),
+    train: Train = worker.train,
 ) -> Trained | None:
     """Trains as one rank, where there must be as many as registered; returns what rank 0, which alone has observers and
     checkpoints, has trained, else None."""
@@ -58,10 +61,10 @@ def train_as_rank(
             if environment.rank == 0:
 
                 def start(job: Job, on_event: Callable[[Event], None]) -> list[TrainingResult]:
-                    return run_rank(environment, DirectLink(on_event), job)
+                    return run_rank(environment, DirectLink(on_event), job, train)
 
                 return train_by(platform, start, environment.world, fetch, options, own_observers)
-            run_rank(environment, DirectLink(None), job_of(fetch(), options))
+            run_rank(environment, DirectLink(None), job_of(fetch(), options), train)
         return None
 
 
@@ -76,13 +79,13 @@ def handing_on_failure(platform: Platform) -> Iterator[None]:
         raise
 
 
-def run_rank(environment: Environment, link: DirectLink, job: Job) -> list[TrainingResult]:
+def run_rank(environment: Environment, link: DirectLink, job: Job, train: Train) -> list[TrainingResult]:
     """The results of all ranks; raises RankError, or its recoverable kind, naming this rank; or its InputError."""
     signal.signal(signal.SIGTERM, link.on_signal)
     try:
         with process_group(environment, job.options.timeout_seconds) as device:
             results: list[Any] = [None] * environment.world.size
-            distributed.all_gather_object(results, worker.train(environment, device, link, job))
+            distributed.all_gather_object(results, train(environment, device, link, job))
             return results
     except StopRequested as stopped:
         raise PreemptedError(f"rank {environment.rank} on {environment.host}: SIGTERM: {stopped}") from None

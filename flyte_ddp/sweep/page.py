@@ -77,7 +77,7 @@ def comparison(sweep: Sweep, trials: Sequence[Ranked], subject: str) -> str:
     result, split, spared = best.result, best.result.split, saving(sweep, sorted(trials))
     order = "largest" if sweep.largest else "smallest"
     paragraphs = [f"By {measure} on {result.samples:,} {split} samples after the last epoch, {order} first."]
-    if sweep.measure == "accuracy":
+    if sweep.measure == "accuracy" and result.samples:
         paragraphs[0] += " The figures show the share of errors."
         # One right and one wrong more, or zero errors would mean certainty
         share = (result.measures["accuracy"] * result.samples + 1) / (result.samples + 2)
@@ -127,7 +127,7 @@ def _figure(sweep: Sweep, name: str, trials: Sequence[Ranked]) -> Drawing:
     numeric = all(type(value) in (int, float) for value in values)
     x = values if numeric else [value_text(value) for value in values]
     y = [None if trial.result.failure else trial.result.measures[sweep.measure] for trial in trials]
-    if sweep.measure != "accuracy":
+    if sweep.measure != "accuracy" or not trials[0].result.samples:  # unknown under Lightning, of some loaders
         return Drawing(f"By {name}", scatter(name, x, in_words(sweep.measure), y))
     least = 0.5 / trials[0].result.samples  # the axis is logarithmic
     errors = [None if accuracy is None else max(1 - accuracy, least) for accuracy in y]

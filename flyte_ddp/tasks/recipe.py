@@ -33,7 +33,7 @@ class RecipeOutputs(NamedTuple):
     """The outputs of a recipe's training.
 
     Attributes:
-        epoch_measures: after each epoch, by name; of the validation samples if there are any, else of the test samples.
+        epoch_measures: after each evaluation, by name; of the validation samples, if any, else of the test samples.
         model_state: the trained weights, a CPU state_dict, from which the recipe's load_model rebuilds the network.
             With a validation split they are those of the best epoch, and logs has those of the last one as last.pt.
         summary: the figures.
@@ -46,6 +46,10 @@ class RecipeOutputs(NamedTuple):
     summary: RecipeSummary
     report: FlyteFile["html"]  # noqa: F821
     logs: FlyteDirectory
+
+
+def recipe_outputs(trained: Trained) -> RecipeOutputs:
+    return RecipeOutputs(trained.epoch_measures, *files_of(trained, trained.recipe_summary()))
 
 
 class RecipeTraining(FlytekitTraining[RecipeOutputs]):
@@ -89,4 +93,4 @@ class RecipeTraining(FlytekitTraining[RecipeOutputs]):
         return output_file(predicted(platform, subject, Path(model_state.download()), shard, shards, split))
 
     def outputs_of(self, trained: Trained) -> RecipeOutputs:
-        return RecipeOutputs(trained.epoch_measures, *files_of(trained, trained.recipe_summary()))
+        return recipe_outputs(trained)

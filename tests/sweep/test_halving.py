@@ -17,6 +17,7 @@ from flyteidl.core.dynamic_job_pb2 import DynamicJobSpec
 from flyteidl.core.literals_pb2 import Literal, LiteralCollection
 
 from flyte_ddp.errors import InputError, ReportedError
+from flyte_ddp.lightning.settings import LightningSettings
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.sweep.halving import (
@@ -98,6 +99,16 @@ def test_the_better_ones_go_on_from_their_checkpoints():
     assert saving(BY_TWO, latest) == (
         "16 epochs instead of 32: all 8 trials trained to epoch 1, the best 4 to epoch 2, the best 2 to epoch 4"
     )
+
+
+def test_under_lightning_all_trials_train_to_their_end():
+    two = Sweep({"epochs": [2, 3]})
+    under = [asdict(trial) for trial in trials_of(two, LightningSettings())]
+    assert [LightningSettings.from_json(one.settings).epochs for one in entrants(two, under, []).values()] == [2, 3]
+    assert [trial.epochs for trial in standings(two, under, [after(0, {1: 0.5, 2: 0.6})])] == [2, 3]
+    check_rungs(two, under)
+    with pytest.raises(InputError, match="reduction_factor must be 1 under Lightning, where no training continues"):
+        check_rungs(replace(two, reduction_factor=2), under)
 
 
 def test_one_that_was_cut_takes_the_place_of_one_that_failed():
