@@ -112,7 +112,7 @@ def read_mosaic(options: Options, cache: str) -> Iterator[torch.Tensor]:
     names = {"S3_ENDPOINT_URL": "endpoint_url", "AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret"}
     os.environ.update({variable: options[name] for variable, name in names.items()})
     data = streaming.StreamingDataset(remote="s3://bucket/mosaic", local=cache, shuffle=True, batch_size=BATCH)
-    yield from (batch["number"] for batch in torch.utils.data.DataLoader(data, BATCH, num_workers=WORKERS))
+    yield from (batch["number"] for batch in torch.utils.data.DataLoader(data, batch_size=BATCH, num_workers=WORKERS))
 
 
 def read_litdata(options: Options, cache: str) -> Iterator[torch.Tensor]:
@@ -122,7 +122,7 @@ def read_litdata(options: Options, cache: str) -> Iterator[torch.Tensor]:
         "aws_secret_access_key": options["secret"],
     }
     data = litdata.StreamingDataset("s3://bucket/litdata", cache_dir=cache, shuffle=True, storage_options=client)
-    yield from (batch["number"] for batch in litdata.StreamingDataLoader(data, BATCH, num_workers=WORKERS))
+    yield from (batch["number"] for batch in litdata.StreamingDataLoader(data, batch_size=BATCH, num_workers=WORKERS))
 
 
 READERS: dict[str, Callable[[Options, str], Iterator[torch.Tensor]]] = {
