@@ -1,5 +1,5 @@
-# Everything is created inside this folder: .venv from the lock files, if needed .venv-compare with Accelerate and
-# .venv-oldest-torch and, where uv is missing, .tools with uv.
+# Everything is created inside this folder: .venv from the lock files, if needed .venv-oldest-torch and, where uv is
+# missing, .tools with uv.
 
 # The first of these that runs and is in range creates .venv. 3.13 comes late because flytekit 1.16 declares 3.10 to 3.12.
 PYTHON ?= python3.12 python3.11 python3.10 python3.13 python3
@@ -47,11 +47,11 @@ test-oldest-torch: .venv-oldest-torch/stamp ## Run the tests of the engine with 
 bench: .venv/dev.stamp ## Run the benchmarks, in about half an hour; once each: make bench ARGS="--runs 1"
 	@$(call typed,python -m benchmarks$(if $(ARGS), $(ARGS)))
 
-bench-trainers: .venv-compare/stamp ## Compare with Lightning and Accelerate on two jobs; once: make bench-trainers ARGS="--runs 1"
-	@$(call typed,python -m benchmarks.against_trainers$(if $(ARGS), $(ARGS)),.venv-compare)
+bench-trainers: .venv/dev.stamp ## Compare with Lightning, Accelerate and transformers; once: make bench-trainers ARGS="--runs 1"
+	@$(call typed,python -m benchmarks.against_trainers$(if $(ARGS), $(ARGS)))
 
-bench-models: .venv-compare/stamp ## Train other libraries' models on 1, 2 and 3 ranks and compare the weights
-	@$(call typed,python -m benchmarks.architectures$(if $(ARGS), $(ARGS)),.venv-compare)
+bench-models: .venv/dev.stamp ## Train other libraries' models on 1, 2 and 3 ranks and compare the weights
+	@$(call typed,python -m benchmarks.architectures$(if $(ARGS), $(ARGS)))
 
 gpu-check: .venv/run.stamp ## Check our claims about GPUs on this machine's: make gpu-check ARGS="--data FOLDER"
 	@$(call typed,python -m benchmarks.gpu_check$(if $(ARGS), $(ARGS)))
@@ -74,7 +74,7 @@ register: .venv/run.stamp ## Register: make register IMAGE=registry/name:tag CLU
 smoke: .venv/run.stamp ## Register, and run every workflow with small inputs: make smoke IMAGE=registry/name:tag CLUSTER_CONFIG=…
 	@$(call typed,python -m scripts.smoke --config $(cluster) $(images)$(if $(ARGS), $(ARGS)))
 
-smoke2: .venv/run.stamp ## Train twice on a cluster of Flyte 2: make smoke2 IMAGE=registry/name:tag CLUSTER_CONFIG=…
+smoke2: .venv/run.stamp ## Run what flyte2/ has with small inputs on a cluster of Flyte 2: make smoke2 IMAGE=registry/name:tag CLUSTER_CONFIG=…
 	@$(call typed,python -m scripts.smoke2 --config $(cluster) $(images)$(if $(ARGS), $(ARGS)))
 
 cluster = $(or $(CLUSTER_CONFIG),$(error CLUSTER_CONFIG is not set: the file that names your cluster))
@@ -84,10 +84,9 @@ lock: .venv/pyvenv.cfg ## Compile the lock files from pyproject.toml; newer vers
 	@$(find_uv); $(call compile,requirements.txt $(features) $(ARGS))
 	@$(find_uv); $(call compile,requirements-dev.txt --extra dev --constraints requirements.txt $(ARGS))
 	@$(find_uv); $(call compile,requirements-oldest-torch.txt --extra oldest-torch $(ARGS))
-	@$(find_uv); $(call compile,requirements-compare.txt --extra compare --constraints requirements-dev.txt $(ARGS))
 
 clean: ## Remove what make and the tools have created here
-	rm -rf .venv .venv-compare .venv-oldest-torch .tools .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf .venv .venv-oldest-torch .tools .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # The packages of every feature: `make run` shows all of them, and what an image lacks would be missed only on the cluster.
@@ -128,11 +127,7 @@ compiled = --compile-bytecode
 	@$(call sync,requirements-oldest-torch.txt)
 	@touch $@
 
-.venv-compare/stamp: requirements-compare.txt .venv-compare/pyvenv.cfg
-	@$(call sync,requirements-compare.txt)
-	@touch $@
-
-.venv-compare/pyvenv.cfg .venv-oldest-torch/pyvenv.cfg: .venv/pyvenv.cfg
+.venv-oldest-torch/pyvenv.cfg: .venv/pyvenv.cfg
 	.venv/bin/python -m venv --clear --without-pip $(@D)
 
 # A .venv whose interpreter is gone is recreated.

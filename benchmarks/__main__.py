@@ -1,7 +1,7 @@
 """Runs the benchmarks one after the other and prints the tables for RESULTS.md: `python -m benchmarks --runs 3`.
 
 Not included are benchmarks.faults, which measures no speed, benchmarks.best_preset, which takes three quarters of an
-hour, and benchmarks.against_trainers, which needs Accelerate: make bench-trainers.
+hour, and benchmarks.against_trainers, which takes another: make bench-trainers.
 """
 
 import argparse

@@ -1,7 +1,9 @@
-"""The jobs of examples/charlm and examples/segmentation by Lightning, by Accelerate and by us: `make bench-trainers`.
+"""Jobs of examples by other trainers and by us: `make bench-trainers`.
 
+They are charlm and segmentation by Lightning and Accelerate, and finetune_text by Lightning and transformers' Trainer.
 Network, data, initial weights, global batch, optimizer and schedule are the same; the rest is benchmarks/trainers, each
-file as a user of that trainer writes it. The trainers take turns, with a seed for each run.
+file as a user of that trainer writes it. The trainers take turns, with a seed for each run. Those of finetune_text see
+the sentences in the same order, so that with --dropout 0 they should end with the same loss.
 
 - lines: without comments, docstrings and blank lines, and without network, data and settings. Ours are those of the
   recipe and of the call.
@@ -9,12 +11,12 @@ file as a user of that trainer writes it. The trainers take turns, with a seed f
 - SIGKILL: of the last rank, in the middle of the epoch after half of them; then the same command is run again, and its
   weights are compared with those of an uninterrupted run.
 - 1 and 2 ranks: relative Euclidean distance of their weights, including batch norm's statistics.
+- ours / the faster: our training seconds in each run by those of whichever other trainer was faster in it.
 """
 
 import argparse
-import ast
-import importlib.metadata
 import json
+import math
 import os
 import signal
 import subprocess
@@ -23,7 +25,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.util import find_spec
+from importlib.metadata import version
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
@@ -31,11 +33,16 @@ from typing import NamedTuple
 import torch
 
 from benchmarks.engine import hardware, spread
+from benchmarks.trainers.lines import lines_written
 
 ROOT = Path(__file__).parents[1]
-JOBS = {"charlm": "perplexity", "segmentation": "iou"}
-TRAINERS = ("lightning", "accelerate", "ours")
-RANKS = (1, 2)
+OTHERS = {
+    "charlm": ("lightning", "accelerate"),
+    "segmentation": ("lightning", "accelerate"),
+    "finetune_text": ("lightning", "transformers"),
+}
+MEASURES = {"charlm": "perplexity", "segmentation": "iou", "finetune_text": "accuracy"}
+BY_TORCHRUN = ("accelerate", "transformers")
 PATIENCE_SECONDS = 180  # with a command of which a rank was killed
 
 
@@ -46,12 +53,13 @@ class Training:
     ranks: int
     epochs: int
     seed: int
+    dropout: float
 
     def start(self, folder: Path, kill: str = "") -> "subprocess.Popen[str]":
         """Runs the user's command in the folder; kill is "rank step"."""
         # Without GPUs, Accelerate's own launcher starts several processes only with MPI
         torchrun = ["torch.distributed.run", "--standalone", f"--nproc-per-node={self.ranks}", "-m"]
-        launcher = torchrun if self.trainer == "accelerate" and self.ranks > 1 else []
+        launcher = torchrun if self.trainer in BY_TORCHRUN and self.ranks > 1 else []
         numbers = map(str, (self.ranks, self.epochs, self.seed))
         environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'examples'}"}
         return subprocess.Popen(
@@ -64,9 +72,16 @@ class Training:
             start_new_session=True,
         )
 
+    def prepare(self, folder: Path) -> None:
+        folder.mkdir(exist_ok=True)
+        if self.job == "finetune_text":
+            from benchmarks.trainers.encoder import write_encoder  # it imports transformers
+
+            write_encoder(folder / "encoder", self.dropout)
+
     def run(self, folder: Path) -> "Trained":
         """Raises SystemExit with the trainer's last lines if it fails."""
-        folder.mkdir(exist_ok=True)
+        self.prepare(folder)
         started = time.perf_counter()
         running = self.start(folder)
         output, _ = running.communicate()
@@ -80,7 +95,7 @@ class Training:
     def kill_and_run_again(self, folder: Path, undisturbed: "Trained") -> tuple[float, str]:
         """Seconds until the command and all its processes have ended, infinite if they don't, and what the same command
         does then."""
-        folder.mkdir()
+        self.prepare(folder)
         steps = len(undisturbed.steps)
         steps_per_epoch = steps // self.epochs
         killed_at = self.epochs // 2 * steps_per_epoch + steps_per_epoch // 2
@@ -123,38 +138,6 @@ def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> fl
     return float((flat(one) - flat(other)).norm() / flat(one).norm())
 
 
-def lines_written(job: str, trainer: str) -> int:
-    script = count_lines((ROOT / "benchmarks" / "trainers" / f"{job}_{trainer}.py").read_text())
-    recipe = (ROOT / "examples" / job / "recipe.py").read_text()
-    return script + count_lines(recipe, without_network_and_data=True) if trainer == "ours" else script
-
-
-def count_lines(source: str, without_network_and_data: bool = False) -> int:
-    """Number of lines with code.
-
-    In a recipe's module, its functions, its other classes and the method data count as network and data.
-    """
-    tree = ast.parse(source)
-    left_out = list(_docstrings(tree))
-    if without_network_and_data:
-        recipe = next(node for node in tree.body if isinstance(node, ast.ClassDef) and _is_recipe(node))
-        left_out += [node for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node != recipe]
-        left_out += [node for node in recipe.body if isinstance(node, ast.FunctionDef) and node.name == "data"]
-    excluded = {line for node in left_out for line in range(node.lineno, (node.end_lineno or 0) + 1)}
-    lines = enumerate(source.splitlines(), 1)
-    return sum(bool(line.strip()) and line.strip()[0] != "#" and number not in excluded for number, line in lines)
-
-
-def _is_recipe(node: ast.ClassDef) -> bool:
-    return any(isinstance(base, ast.Name) and base.id == "Recipe" for base in node.bases)
-
-
-def _docstrings(tree: ast.AST) -> Iterator[ast.stmt]:
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None:
-            yield node.body[0]
-
-
 class Row(NamedTuple):
     """What one run measured of a job, a trainer and a number of ranks."""
 
@@ -167,65 +150,86 @@ class Row(NamedTuple):
     ranks_apart: float
 
 
-def measure(jobs: list[str], epochs: int, seed: int) -> Iterator[tuple[tuple[str, str, int], Row]]:
-    """A row for each job, trainer and number of ranks."""
+Key = tuple[str, int, str]  # job, ranks, trainer
+
+
+def measure(arguments: argparse.Namespace, seed: int) -> Iterator[tuple[Key, Row]]:
+    """A row for each job, number of ranks and trainer."""
     single: dict[tuple[str, str], Trained] = {}
-    for job, ranks, trainer in product(jobs, RANKS, TRAINERS):
-        training = Training(job, trainer, ranks, epochs, seed)
-        with tempfile.TemporaryDirectory(prefix="trainers-") as place:
-            undisturbed = training.run(Path(place, "undisturbed"))
-            ended, again = training.kill_and_run_again(Path(place, "killed"), undisturbed)
-        alone = single.setdefault((job, trainer), undisturbed)
-        yield (
-            (job, trainer, ranks),
-            Row(
-                training=undisturbed.training_seconds(epochs),
-                whole=undisturbed.seconds,
-                loss=undisturbed.measures["loss"],
-                measure=undisturbed.measures[JOBS[job]],
-                ended=ended,
-                again=again,
-                ranks_apart=distance(alone.weights, undisturbed.weights),
-            ),
-        )
+    for job, ranks in product(arguments.jobs, arguments.ranks):
+        for trainer in (*OTHERS[job], "ours"):
+            training = Training(job, trainer, ranks, arguments.epochs, seed, arguments.dropout)
+            ended, again = math.nan, ""
+            with tempfile.TemporaryDirectory(prefix="trainers-") as place:
+                undisturbed = training.run(Path(place, "undisturbed"))
+                if seed <= arguments.kills:
+                    ended, again = training.kill_and_run_again(Path(place, "killed"), undisturbed)
+            alone = single.setdefault((job, trainer), undisturbed)
+            yield (
+                (job, ranks, trainer),
+                Row(
+                    training=undisturbed.training_seconds(arguments.epochs),
+                    whole=undisturbed.seconds,
+                    loss=undisturbed.measures["loss"],
+                    measure=undisturbed.measures[MEASURES[job]],
+                    ended=ended,
+                    again=again,
+                    ranks_apart=distance(alone.weights, undisturbed.weights),
+                ),
+            )
 
 
 def cells(rows: list[Row]) -> list[str]:
     training, whole, loss, measures, ended, again, apart = zip(*rows, strict=True)
+    seconds = [each for each in ended if not math.isnan(each)]
     return [
         *(spread(values, digits) for values, digits in ((training, 1), (whole, 1), (loss, 4), (measures, 4))),
-        spread(ended, 1),
-        "; ".join(sorted(set(again))),
+        spread(seconds, 1) if seconds else "",
+        "; ".join(sorted({*again} - {""})),
         f"{max(apart):.0e}" if any(apart) else "",
     ]
 
 
-def main() -> None:
+def ratios(measured: dict[Key, list[Row]]) -> Iterator[str]:
+    """Lines with our training seconds divided by those of the faster of the others, run by run."""
+    for (job, ranks, trainer), rows in measured.items():
+        if trainer == "ours":
+            others = zip(*(measured[job, ranks, other] for other in OTHERS[job]), strict=True)
+            each = [ours.training / min(row.training for row in run) for ours, run in zip(rows, others, strict=True)]
+            yield f"ours / the faster, {job}, ranks {ranks}: {spread(each)}"
+
+
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--kills", type=int, default=3, help="in how many of the runs each training is also killed")
     parser.add_argument("--epochs", type=int, default=4)
-    parser.add_argument("--jobs", nargs="+", choices=JOBS, default=list(JOBS))
+    parser.add_argument("--jobs", nargs="+", choices=OTHERS, default=list(OTHERS))
+    parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2])
+    parser.add_argument("--dropout", type=float, default=0.1, help="of finetune_text's encoder")
     arguments = parser.parse_args()
     if arguments.runs < 1 or arguments.epochs < 2:
         parser.error("--runs must be at least 1 and --epochs 2, so that an epoch is done when the rank is killed")
-    missing = [name for name in ("accelerate", "lightning") if find_spec(name) is None]
-    if missing:
-        sys.exit(f"{' and '.join(missing)} not installed: `make bench-trainers` makes an environment with both")
-    measured: dict[tuple[str, str, int], list[Row]] = {}
+    return arguments
+
+
+def main() -> None:
+    arguments, measured = parse(), dict[Key, list[Row]]()
     for seed in range(1, arguments.runs + 1):
-        for key, row in measure(arguments.jobs, arguments.epochs, seed):
+        for key, row in measure(arguments, seed):
             measured.setdefault(key, []).append(row)
             print(f"run {seed}: {key}: {row}", file=sys.stderr, flush=True)
-    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("lightning", "accelerate"))
+    versions = ", ".join(f"{name} {version(name)}" for name in ("lightning", "accelerate", "transformers"))
     print(f"{hardware()}, {versions}; n = {arguments.runs}, {arguments.epochs} epochs; median [range]\n")
     print(
         "| job | ranks | trainer | lines | training seconds | total seconds | test loss | test measure "
         "| seconds from SIGKILL to the command's end | the same command then | 1 and 2 ranks apart, at most |"
     )
     print("|---|---|---|---|---|---|---|---|---|---|---|")
-    for (job, trainer, ranks), rows in measured.items():
-        named = f"{job}, {JOBS[job]}"
+    for (job, ranks, trainer), rows in measured.items():
+        named = f"{job}, {MEASURES[job]}"
         print(f"| {' | '.join([named, str(ranks), trainer, str(lines_written(job, trainer)), *cells(rows)])} |")
+    print("", *ratios(measured), sep="\n")
 
 
 if __name__ == "__main__":

@@ -1,30 +1,41 @@
 """A folder of weights in the layout that save_pretrained writes, checked before ranks start. Imports no torch."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 from flyte_ddp.errors import InputError
 
 CONFIGS = ("config.json", "adapter_config.json")  # of transformers and timm; of peft
-INDEX, MOST_HEADER_BYTES = "*.safetensors.index.json", 100 << 20  # the format's own limit
+INDEX, ONE_OF_SEVERAL = "*.safetensors.index.json", re.compile(r"-\d+-of-\d+\.safetensors$")
+MOST_HEADER_BYTES = 100 << 20  # the format's own limit
 REMEDY = "write it anew with save_pretrained"
 
 
 def check_pretrained(folder: Path) -> None:
     """Raises InputError if a configuration or weights are missing, or a file was cut off or is of another kind."""
-    if not any((folder / name).is_file() for name in CONFIGS):
+    configs = [folder / name for name in CONFIGS if (folder / name).is_file()]
+    if not configs:
         raise InputError(f"init must have a {' or '.join(CONFIGS)}, but {folder} has none: {REMEDY}")
+    for config in configs:
+        _json(config.read_bytes(), config)
     held = {file.name: _names_in(file) for file in sorted(folder.glob("*.safetensors"))}
+    indexed: set[str] = set()
     for index in folder.glob(INDEX):
         weights = _json(index.read_bytes(), index).get("weight_map")
-        for name, file in weights.items() if isinstance(weights, dict) else ():
+        if not isinstance(weights, dict) or not all(isinstance(file, str) for file in weights.values()):
+            raise _damaged(index)
+        for name, file in weights.items():
             if name not in held.get(file, ()):
                 raise InputError(
                     f"init must have all weights of {index.name}, but {folder} lacks {name} in {file}: {REMEDY}"
                 )
+        indexed |= {*weights.values()}
     if not held:
         raise InputError(f"init must have weights as .safetensors, but {folder} has none: {REMEDY}")
+    if lonely := [name for name in held if ONE_OF_SEVERAL.search(name) and name not in indexed]:
+        raise InputError(f"init must have the index of its files, but {folder} has none for {lonely[0]}: {REMEDY}")
 
 
 def _names_in(file: Path) -> list[str]:
@@ -38,7 +49,7 @@ def _names_in(file: Path) -> list[str]:
     except (KeyError, IndexError, TypeError, ValueError):
         end = -1
     if file.stat().st_size != 8 + length + end:
-        raise InputError(f"init must have whole files, but {file} was cut off or damaged: {REMEDY}")
+        raise _damaged(file)
     return list(tensors)
 
 
@@ -48,5 +59,9 @@ def _json(content: bytes, file: Path) -> dict[str, Any]:
     except ValueError:
         found = None
     if not isinstance(found, dict):
-        raise InputError(f"init must have whole files, but {file} was cut off or damaged: {REMEDY}")
+        raise _damaged(file)
     return found
+
+
+def _damaged(file: Path) -> InputError:
+    return InputError(f"init must have whole files, but {file} was cut off or damaged: {REMEDY}")

@@ -30,6 +30,7 @@ from scripts.dry_run import ROOT, Package, build_package
 from tests.once import digest, made_once
 
 IMAGE = "registry.example/trainer:1"
+TWO_NODES = {"DDP_PROFILE": "sandbox", "DDP_NNODES": "2", "DDP_NPROC_PER_NODE": "1", "DDP_JOIN_MINUTES": "5"}
 LARGEST_SHARE = 0.8  # of the memory limit: other versions of torch want their part too
 STORAGE_CLIENT = 90 * 2**20  # s3fs and botocore, measured: with paths of this machine flytekit leaves them alone
 PATIENCE_SECONDS = 300  # for what takes some 20 s: a test that fails should say so, instead of blocking all others

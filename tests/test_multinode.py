@@ -1,45 +1,33 @@
 """Nodes as processes: the very commands of a PyTorchJob's pods, with the variables that Kubeflow's operator sets."""
 
 import dataclasses
-import json
 import os
 import platform
 import shutil
-import signal
 import socket
 import subprocess
-import threading
+from importlib import import_module
 
 import pytest
 import torch
 from flyteidl.core.errors_pb2 import ContainerError
-from flytekit.core.base_task import IgnoreOutputs
-from flytekit.exceptions.base import FlyteException
-from flytekit.exceptions.user import FlyteUserRuntimeException
 from flytekit.types.file import FlyteFile
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.elastic.rendezvous.api import RendezvousError
 
-from flyte_ddp.attempt.multinode import GRACE_SECONDS, handing_on_failure
-from flyte_ddp.attempt.registration import registration
-from flyte_ddp.errors import InputError
-from flyte_ddp.launch.environment import environment_from_torchrun
-from flyte_ddp.launch.failures import Failure, RankError
+from flyte_ddp.lightning.settings import LightningOptions
 from flyte_ddp.recipes import models
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
-from flyte_ddp.tasks import platform as flytekit_platform
-from flyte_ddp.tasks.platform import TaskInterruptedError
 from scripts.dry_run import build_package
 from tests import examples
-from tests.attempt.test_webhook import Server
-from tests.commands import ROOT, free_port, pyflyte, same
-from tests.pod import IMAGE, PATIENCE_SECONDS, Pod, end, literal, package, run_together, small_dataset
+from tests.commands import ROOT, free_port, same
+from tests.lightning.project import train as train_lightning
+from tests.lightning.project import write_project
+from tests.pod import IMAGE, PATIENCE_SECONDS, TWO_NODES, Pod, end, literal, package, run_together, small_dataset
 
 pytest.importorskip("flytekitplugins.kfpytorch", reason="needs flytekitplugins-kfpytorch")
+pytestmark = pytest.mark.slow
 
 HP = Hyperparameters(epochs=4, batch_size=50, learning_rate=0.02, precision="float32")
-SETTINGS = {"DDP_PROFILE": "sandbox", "DDP_NNODES": "2", "DDP_NPROC_PER_NODE": "1", "DDP_JOIN_MINUTES": "5"}
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +37,7 @@ def place(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tasks():
-    return package(**SETTINGS).tasks
+    return package(**TWO_NODES).tasks
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +121,6 @@ def hosts(tmp_path):
             subprocess.run(["ip", "netns", "delete", name], capture_output=True)
 
 
-@pytest.mark.slow
 def test_two_hosts_begin_with_given_weights_and_train_as_one_does(node, one_node, hosts):
     pods = []
     for name, host in hosts.items():
@@ -145,7 +132,6 @@ def test_two_hosts_begin_with_given_weights_and_train_as_one_does(node, one_node
     assert any("Starts from 8 of 8 tensors of model.pt" in pod.log for pod in pods)
 
 
-@pytest.mark.slow
 def test_lost_node_comes_back_and_all_go_on(node, one_node):
     """Where a lost pod is started again, the others, whose ranks fail with it, wait for it. Flyte's PyTorchJob does not
     start it again: there the next attempt resumes."""
@@ -162,7 +148,6 @@ def test_lost_node_comes_back_and_all_go_on(node, one_node):
     assert same(weights(done.outputs()), one_node)
 
 
-@pytest.mark.slow
 def test_loss_of_the_meeting_place_is_worth_a_retry(node):
     first, second = node("a"), node("b")
     with first.running() as process:
@@ -177,7 +162,6 @@ def test_loss_of_the_meeting_place_is_worth_a_retry(node):
     assert logs.strip() == f"Logs: {second.folder / 'raw' / 'logs'}"
 
 
-@pytest.mark.slow
 def test_failure_begins_with_its_rank_and_says_where_the_logs_of_each_rank_are(node):
     pods = [node(name, hp=dataclasses.replace(HP, learning_rate=1e30)) for name in ("a", "b")]
     processes = [pod.start() for pod in pods]
@@ -199,113 +183,6 @@ def test_failure_begins_with_its_rank_and_says_where_the_logs_of_each_rank_are(n
     assert all(causes)
 
 
-def reported_by_node(first):
-    """What a node reports whose ranks have ended with this failure, as Flyte's plugin passes it on."""
-    from flyte_ddp.tasks.multinode import error_of_node  # needs the plugin
-
-    try:
-        raise FlyteUserRuntimeException(ValueError("what torchrun knows")) from ChildFailedError("ranks", {3: first})
-    except FlyteUserRuntimeException as error:
-        error.__context__ = error.__cause__
-        return error_of_node(error)
-
-
-def test_the_failure_of_a_rank_reaches_its_node_as_it_was(tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    failure = Failure(3, "host", "error", "KeyError", "a: strange: message", "the stack")
-    with pytest.raises(RankError), handing_on_failure(flytekit_platform):
-        raise RankError(failure)
-    (tmp_path / "error.json").write_text('{"message": "what torchrun knows"}')
-    first = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file=str(tmp_path / "error.json"))
-    reported = reported_by_node(first)
-    assert dataclasses.asdict(reported.failure) == json.loads(json.dumps(dataclasses.asdict(failure)))
-    assert str(reported).startswith("rank 3 on host: KeyError: a: strange: message\nLogs: ")
-    assert reported.timestamp == failure.at
-
-
-def test_killed_rank_is_worth_a_retry():
-    reported = reported_by_node(ProcessFailure(local_rank=0, pid=1, exitcode=-signal.SIGKILL, error_file=""))
-    assert isinstance(reported, TaskInterruptedError)
-    assert str(reported).startswith(f"rank 3 on {platform.node()}: SIGKILL: probably out of memory\nLogs: ")
-
-
-def test_what_may_be_an_effect_of_another_nodes_failure_counts_as_later(tmp_path):
-    failures = [Failure(0, "host", kind, "DistBackendError", "lost", at=100.0) for kind in ("peer", "error")]
-    effect, cause = (flytekit_platform.error(failure, "lost") for failure in failures)
-    assert cause.timestamp == 100.0
-    assert effect.timestamp > cause.timestamp + GRACE_SECONDS
-
-
-@pytest.mark.parametrize(
-    ("error", "told"), [(IgnoreOutputs(), 0), (RendezvousError("gone"), 1), (FlyteUserRuntimeException(KeyError()), 1)]
-)
-def test_a_node_tells_the_webhook_unless_it_is_just_not_the_first(monkeypatch, error, told):
-    from flytekitplugins.kfpytorch.task import PytorchElasticFunctionTask
-
-    from flyte_ddp.tasks.multinode import Multinode, MultinodeTask
-
-    def execute(*_, **__):
-        raise error
-
-    monkeypatch.setattr(PytorchElasticFunctionTask, "execute", execute)
-    with Server() as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        monkeypatch.setenv("DDP_WEBHOOK", f"{server.url}/200")
-        with pytest.raises((FlyteException, IgnoreOutputs)):
-            MultinodeTask(Multinode(), trains_nothing).execute()
-        server.shutdown()
-    assert len(server.posted) == told
-
-
-def trains_nothing() -> None:
-    pass
-
-
-@pytest.mark.parametrize(("world", "local"), [(1, 1), (6, 2), (4, 1)])
-def test_other_world_than_registered_is_refused(monkeypatch, world, local):
-    for name, value in {"RANK": 0, "WORLD_SIZE": world, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": local}.items():
-        monkeypatch.setenv(name, str(value))
-    with pytest.raises(InputError, match="as registered"):
-        environment_from_torchrun("gloo", (2, 2), 2)
-
-
-def test_range_of_nodes(monkeypatch):
-    for name, value in {"RANK": 5, "WORLD_SIZE": 6, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 2}.items():
-        monkeypatch.setenv(name, str(value))
-    environment = environment_from_torchrun("gloo", (2, 4), 2)
-    assert (environment.rank, environment.world.size, environment.world.local_size) == (5, 6, 2)
-
-
-def test_no_world_at_all_is_refused(monkeypatch):
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    with pytest.raises(InputError, match="PyTorchJob"):
-        environment_from_torchrun("gloo", (2, 2), 2)
-
-
-def test_registered_as_a_pytorchjob(tasks):
-    task = tasks["workflows.multinode.pytorch_multinode_task"]
-    assert task.type == "pytorch"
-    elastic = task.custom["elasticConfig"]
-    assert (elastic["minReplicas"], elastic["maxReplicas"], elastic["nprocPerNode"]) == (2, 2, 1)
-    policy = task.custom["runPolicy"]["cleanPodPolicy"]
-    assert policy == "CLEANPOD_POLICY_RUNNING", "or the others keep their GPUs while they wait for a lost node"
-    baked = {variable.key: variable.value for variable in task.container.env}
-    assert SETTINGS.items() <= baked.items(), "each pod imports the file anew and has to come to the same numbers"
-    assert list(task.metadata.cache_ignore_input_vars) == ["options"]
-
-
-@pytest.mark.parametrize("value", ["1", "two", "3:2", "0:2"])
-def test_wrong_numbers_of_nodes_are_refused(monkeypatch, value):
-    monkeypatch.setenv("DDP_NNODES", value)
-    with pytest.raises(InputError, match="DDP_NNODES"):
-        registration().node_range  # noqa: B018
-
-
-@pytest.mark.parametrize("workflow", ["pytorch_multinode_wf", "cifar10_multinode_wf"])
-def test_local_run_is_refused_at_once(workflow):
-    assert "many nodes need a cluster" in pyflyte("workflows/multinode.py", workflow, status=2).stderr
-
-
 OWN = """
 from charlm.settings import Settings
 from flytekit import task
@@ -323,16 +200,47 @@ def train_on_nodes(settings: Settings, options: RunOptions) -> RecipeOutputs:
 """
 
 
-@pytest.mark.slow
-def test_a_users_recipe_on_two_nodes_as_in_a_plain_call(node, tmp_path):
-    project = tmp_path / "project"
-    shutil.copytree(ROOT / "examples" / "charlm", project / "charlm")
-    (project / "charlm" / "nodes.py").write_text(OWN)
-    environment = {**SETTINGS, "PYTHONPATH": str(ROOT)}
-    task = build_package(IMAGE, environment=environment, package="charlm", place=project).tasks[
-        "charlm.nodes.train_on_nodes"
+UNDER_LIGHTNING = """
+from flytekit import task
+
+from flyte_ddp import LightningOptions, LightningTraining, RecipeOutputs
+from flyte_ddp.tasks.multinode import multinode
+from numerals.settings import Settings
+
+training = LightningTraining("numerals.model:LitNumerals", data="numerals.model:Numerals")
+
+
+@task(**multinode(training.arguments()))
+def train_on_nodes(settings: Settings, options: LightningOptions) -> RecipeOutputs:
+    return training.run_as_rank(settings, options)
+"""
+
+
+def on_two_nodes(node, project, package, settings, options):
+    """The weights of a training by train_on_nodes of the package's nodes.py."""
+    environment = {**TWO_NODES, "PYTHONPATH": str(ROOT)}
+    built = build_package(IMAGE, environment=environment, package=package, place=project)
+    inputs = {"settings": literal(settings), "options": literal(options)}
+    path = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(project)])}
+    pods = [
+        node(name, task=built.tasks[f"{package}.nodes.train_on_nodes"], inputs=inputs, environment=path)
+        for name in ("first", "second")
     ]
-    inputs = {"settings": literal(examples.small_settings("charlm")), "options": literal(RunOptions())}
-    path = os.pathsep.join([str(ROOT), str(project)])
-    pods = [node(name, task=task, inputs=inputs, environment={"PYTHONPATH": path}) for name in ("first", "second")]
-    assert same(weights(run_together(*pods)), examples.trained("charlm", 2).weights)
+    return weights(run_together(*pods))
+
+
+def test_a_users_recipe_on_two_nodes_as_in_a_plain_call(node, tmp_path):
+    shutil.copytree(ROOT / "examples" / "charlm", tmp_path / "project" / "charlm")
+    (tmp_path / "project" / "charlm" / "nodes.py").write_text(OWN)
+    found = on_two_nodes(node, tmp_path / "project", "charlm", examples.small_settings("charlm"), RunOptions())
+    assert same(found, examples.trained("charlm", 2).weights)
+
+
+def test_a_lightningmodule_on_two_nodes_as_on_one(node, tmp_path, monkeypatch):
+    (tmp_path / "project").mkdir()
+    write_project(tmp_path / "project")
+    (tmp_path / "project" / "numerals" / "nodes.py").write_text(UNDER_LIGHTNING)
+    monkeypatch.syspath_prepend(str(tmp_path / "project"))
+    settings = import_module("numerals.settings").Settings(epochs=2)
+    found = on_two_nodes(node, tmp_path / "project", "numerals", settings, LightningOptions())
+    assert same(found, train_lightning(tmp_path / "one", settings).weights)

@@ -16,11 +16,11 @@ from flytekit import Secret
 
 from scripts.dry_run import ROOT, amounts, decode
 from scripts.smoke import small_inputs
+from tests.packages import KEY, sandbox_package
 from tests.pod import IMAGE, package
 
 TEMPLATE = ROOT / "flyte_ddp" / "new" / "template"
 GOLDEN = Path(__file__).with_name("pytorch_training_wf.json")
-KEY = "a-secret-key-that-must-not-travel"
 TRAINING = "workflows.mnist.pytorch_mnist_task"
 
 
@@ -31,16 +31,7 @@ def gpu():
 
 @pytest.fixture(scope="module")
 def sandbox():
-    """Registered with everything else than the defaults, and with the code archive that `register` uploads."""
-    return package(
-        "--copy",
-        "all",
-        DDP_PROFILE="sandbox",
-        DDP_INTERRUPTIBLE="true",
-        DDP_ATTEMPT_SECONDS="3600",
-        DDP_WANDB_SECRET="tracking/key",
-        WANDB_API_KEY=KEY,
-    )
+    return sandbox_package()
 
 
 # --- tasks ---
@@ -64,9 +55,8 @@ def test_sandbox_asks_for_no_gpu(sandbox):
     assert not task.HasField("extended_resources")
     assert task.metadata.interruptible
     assert task.metadata.timeout.ToSeconds() == 3600
-    (secret,) = task.security_context.secrets
-    assert (secret.group, secret.key, secret.env_var) == ("tracking", "key", "WANDB_API_KEY")
-    assert secret.mount_requirement == Secret.MountType.ENV_VAR.value
+    found = {one.env_var: (one.group, one.key, one.mount_requirement) for one in task.security_context.secrets}
+    assert found["WANDB_API_KEY"] == ("tracking", "key", Secret.MountType.ENV_VAR.value)
 
 
 @pytest.mark.parametrize("profile", ["gpu", "sandbox"])

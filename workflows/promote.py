@@ -11,8 +11,7 @@ from flytekit.types.file import PythonPickledFile
 
 from flyte_ddp.attempt.registration import registration
 from flyte_ddp.promote.job import PromotionOptions
-from flyte_ddp.promote.promotion import PromotionOutputs
-from flyte_ddp.promote.task import RollBackOutputs, check_promotion, promote_images, roll_back
+from flyte_ddp.promote.task import PromotionOutputs, RollBackOutputs, check_promotion, promote_images, roll_back
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.tasks.prepare import prepare_dataset

@@ -13,14 +13,15 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from flyte_ddp.engine import worker
 from flyte_ddp.engine.job import Job, TrainingResult
+from flyte_ddp.events import Event, RunStarted
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
 
 
 @contextmanager
-def clocked_steps(rank: int) -> Iterator[None]:
-    """Writes the times of rank 0's steps to steps.json. With KILL="rank step" in the environment, that rank gets a
-    SIGKILL after this many steps, and the time is written to killed."""
+def clocked_steps(rank: int) -> Iterator[list[float]]:
+    """Yields the times of the steps so far; writes those of rank 0 to steps.json. With KILL="rank step" in the
+    environment, that rank gets a SIGKILL after this many steps, and the time is written to killed."""
     times: list[float] = []
     victim, last = (int(number) for number in os.environ.get("KILL", "-1 0").split())
 
@@ -31,7 +32,7 @@ def clocked_steps(rank: int) -> Iterator[None]:
             os.kill(os.getpid(), signal.SIGKILL)
 
     hook = register_optimizer_step_post_hook(note)
-    yield
+    yield times
     hook.remove()
     if rank == 0:
         Path("steps.json").write_text(json.dumps(times))
@@ -39,5 +40,13 @@ def clocked_steps(rank: int) -> Iterator[None]:
 
 def run(environment: Environment, link: Link, job: Job) -> TrainingResult:
     """Our worker, clocked."""
-    with clocked_steps(environment.rank):
+    emit = link.emit
+    with clocked_steps(environment.rank) as times:
+
+        def noted(event: Event) -> None:
+            if isinstance(event, RunStarted):
+                times.clear()  # a step of the recipe's trial
+            emit(event)
+
+        link.emit = noted  # type: ignore[method-assign]
         return worker.run(environment, link, job)

@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 from flyte_ddp import training
 
+OWN = {"finetune_text": {"lora_rank": 0}}  # settings of a job besides those of all
 CLOCKED = "benchmarks.trainers.clocked"  # names, because importing them would import torch, which our parent doesn't
 
 
@@ -19,7 +20,8 @@ def main() -> None:
     job, trainer, *numbers = sys.argv[1:]
     ranks, epochs, seed = map(int, numbers)
     script = pkgutil.resolve_name(f"benchmarks.trainers.{job}_{trainer}:main")
-    settings = pkgutil.resolve_name(f"{job}.settings:Settings")(epochs=epochs, seed=seed, precision="float32")
+    common = {"epochs": epochs, "seed": seed, "precision": "float32"}
+    settings = pkgutil.resolve_name(f"{job}.settings:Settings")(**common, **OWN.get(job, {}))
     rank = int(os.environ.get("LOCAL_RANK", "0"))  # torchrun and Lightning set it; our ranks don't come by here
     if trainer == "ours":
         with patch.object(training, "WORKER", f"{CLOCKED}:run"):

@@ -1,11 +1,33 @@
 """The built-in datasets, by name."""
 
+from functools import partial
 from pathlib import Path
 
 from flyte_ddp.attempt.platform import Platform
+from flyte_ddp.attempt.registration import registration
+from flyte_ddp.attempt.stored import open_file
 from flyte_ddp.data import datasets
-from flyte_ddp.errors import DownloadError
+from flyte_ddp.errors import DownloadError, InputError
+from flyte_ddp.launch.environment import choose_world
+from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.report.console import download_progress, say
+from flyte_ddp.settings import RunOptions
+
+
+def check_ranks(platform: Platform, hp: Hyperparameters, options: RunOptions) -> None:
+    """Before anything is downloaded or spawned, a local run finds out whether this machine can do what is asked."""
+    if platform.is_local():
+        choose_world(hp.backend, options.nproc, hp.batch_size)
+
+
+def check_nodes(platform: Platform, hp: Hyperparameters) -> None:
+    """Refuses what the registered nodes would refuse only after they have started."""
+    if platform.is_local():
+        raise InputError("many nodes need a cluster: register this file, or run the one for a single machine here")
+    asked = registration()
+    ranks = asked.node_range[1] * asked.ranks_per_node
+    if hp.batch_size < ranks:
+        raise InputError(f"batch_size must be at least the number of ranks ({ranks}), got {hp.batch_size}: raise it")
 
 
 def resolve_name(platform: Platform, asked: str, auto: str = "mnist") -> str:
@@ -35,4 +57,4 @@ def is_available(platform: Platform, name: str) -> bool:
 def prepare(platform: Platform, name: str) -> Path:
     """The folder of the dataset (for its format see flyte_ddp.data.prepared), downloaded where it must be."""
     with download_progress() as progress:
-        return datasets.prepare(name, progress, platform.open_file)
+        return datasets.prepare(name, progress, partial(open_file, platform))

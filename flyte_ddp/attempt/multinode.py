@@ -1,19 +1,17 @@
 """One rank of a training on many nodes, in a process that torchrun, or Flyte's Elastic plugin, has started."""
 
 import dataclasses
-import hashlib
 import json
 import os
 import platform as machine
 import signal
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
+import torch
 from torch import distributed
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
@@ -21,6 +19,7 @@ from flyte_ddp.attempt.failures import failure_of, platform_errors
 from flyte_ddp.attempt.logs import kept_logs
 from flyte_ddp.attempt.platform import Platform
 from flyte_ddp.attempt.pod import check_gpus
+from flyte_ddp.attempt.registration import registration
 from flyte_ddp.attempt.training import Trained, train_by
 from flyte_ddp.engine import worker
 from flyte_ddp.engine.job import Job, Subject, TrainingResult, job_of
@@ -28,7 +27,7 @@ from flyte_ddp.errors import StopRequested
 from flyte_ddp.events import Event
 from flyte_ddp.launch.environment import Environment, environment_from_torchrun, visible_gpus
 from flyte_ddp.launch.failures import Failure, PreemptedError, from_exception, from_exit_code, name_the_cause
-from flyte_ddp.launch.link import DirectLink
+from flyte_ddp.launch.link import DirectLink, Link
 from flyte_ddp.launch.process_group import process_group
 from flyte_ddp.report.console import show_output
 from flyte_ddp.settings import RunOptions, TrainingSettings
@@ -36,6 +35,7 @@ from flyte_ddp.user_code import UserCode
 
 GRACE_SECONDS = 5.0  # lets the rank that caused a failure be the first to report it
 BESIDE = ".failure"
+Train = Callable[[Environment, torch.device, Link, Job], TrainingResult]
 
 
 def train_as_rank(
@@ -43,16 +43,16 @@ def train_as_rank(
     settings: TrainingSettings,
     options: RunOptions,
     fetch: Callable[[], Subject],
-    node_range: tuple[int, int],
-    ranks_per_node: int,
     own_observers: Sequence[UserCode] = (),
+    train: Train = worker.train,
 ) -> Trained | None:
     """Trains as one rank, where there must be as many as registered; returns what rank 0, which alone has observers and
     checkpoints, has trained, else None."""
     show_output()  # Flyte's plugin hands a rank the task by its code, so that the workflow file is not imported
     with handing_on_failure(platform), platform_errors(platform):
         check_gpus(visible_gpus())
-        environment = environment_from_torchrun(settings.backend, node_range, ranks_per_node)
+        asked = registration()
+        environment = environment_from_torchrun(settings.backend, asked.node_range, asked.ranks_per_node)
         name = f"rank-{environment.rank}"
         if restarts := int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0):
             name += f"-restart-{restarts}"
@@ -61,10 +61,10 @@ def train_as_rank(
             if environment.rank == 0:
 
                 def start(job: Job, on_event: Callable[[Event], None]) -> list[TrainingResult]:
-                    return run_rank(environment, DirectLink(on_event), job)
+                    return run_rank(environment, DirectLink(on_event), job, train)
 
                 return train_by(platform, start, environment.world, fetch, options, own_observers)
-            run_rank(environment, DirectLink(None), job_of(fetch(), options))
+            run_rank(environment, DirectLink(None), job_of(fetch(), options), train)
         return None
 
 
@@ -79,13 +79,13 @@ def handing_on_failure(platform: Platform) -> Iterator[None]:
         raise
 
 
-def run_rank(environment: Environment, link: DirectLink, job: Job) -> list[TrainingResult]:
+def run_rank(environment: Environment, link: DirectLink, job: Job, train: Train) -> list[TrainingResult]:
     """The results of all ranks; raises RankError, or its recoverable kind, naming this rank; or its InputError."""
     signal.signal(signal.SIGTERM, link.on_signal)
     try:
         with process_group(environment, job.options.timeout_seconds) as device:
             results: list[Any] = [None] * environment.world.size
-            distributed.all_gather_object(results, worker.train(environment, device, link, job))
+            distributed.all_gather_object(results, train(environment, device, link, job))
             return results
     except StopRequested as stopped:
         raise PreemptedError(f"rank {environment.rank} on {environment.host}: SIGTERM: {stopped}") from None
@@ -103,17 +103,3 @@ def failure_of_node(failed: ChildFailedError) -> Failure:
     if beside.exists():
         return Failure(**json.loads(beside.read_text()))
     return from_exit_code(first.exitcode, rank, machine.node())  # it was killed
-
-
-def download_once(url: str, name: str, download: Callable[[str], None]) -> Path:
-    """A copy of the file or folder that all ranks of this host share; the first one to ask downloads it.
-
-    name: of the file; empty for a folder. download: to a new file, or into an empty folder.
-    """
-    folder = Path(tempfile.gettempdir(), f"dataset-{hashlib.sha256(url.encode()).hexdigest()[:16]}")
-    with FileLock(folder.with_suffix(".lock")):
-        if not folder.exists():
-            beside = Path(tempfile.mkdtemp(prefix=f"{folder.name}-"))
-            download(str(beside / name))
-            os.rename(beside, folder)
-    return folder / name

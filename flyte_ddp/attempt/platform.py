@@ -7,7 +7,7 @@ task's contextvars. Secrets and settings reach an attempt as environment variabl
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Any, Protocol
 
 from flyte_ddp.launch.failures import Failure
 
@@ -60,8 +60,9 @@ class Platform(Protocol):
     def put(self, path: Path, url: str) -> None:
         """Uploads a file, over what is there; raises whatever the storage raises."""
 
-    def open_file(self, url: str) -> BinaryIO:
-        """Opens a file of the storage for reading, such as a dataset on the user's own mirror."""
+    def storage_options(self, protocol: str) -> dict[str, Any]:
+        """With which fsspec's own client opens the storage, such as the endpoint and key of s3; empty if it finds them
+        itself. For whatever is not of this attempt alone: promoted models, the user's own mirror of datasets."""
 
     def publisher(self, title: str) -> Callable[[str], None]:
         """A function that replaces the task's page on the platform, with this title, by the HTML that it is given: a

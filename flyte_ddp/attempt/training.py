@@ -18,9 +18,11 @@ from flyte_ddp.attempt.webhook import telling_webhook
 from flyte_ddp.data import prepared
 from flyte_ddp.data.description import StoredData
 from flyte_ddp.engine.job import PREDICTIONS, Job, Subject, TrainingResult, job_of, subject_of
+from flyte_ddp.errors import InputError
 from flyte_ddp.events import Event
 from flyte_ddp.launch import launcher
 from flyte_ddp.launch.environment import World, choose_world, visible_gpus
+from flyte_ddp.model_metadata import ModelMetadata
 from flyte_ddp.report.predictions import Predictions, predictions_of
 from flyte_ddp.report.record import RunFinished, RunInfo
 from flyte_ddp.report.summary import say_summary
@@ -61,6 +63,11 @@ class Trained:
     def epoch_measures(self) -> list[dict[str, float]]:
         """After each evaluation, of the validation samples if there are any, else of the test samples."""
         return [epoch.evaluated for epoch in self.results[0].epochs]
+
+    @property
+    def epoch_accuracies(self) -> list[float]:
+        """The same of an image classifier, from 0 to 1."""
+        return [measures["accuracy"] for measures in self.epoch_measures]
 
     def recipe_summary(self) -> RecipeSummary:
         result = self.results[0]
@@ -122,6 +129,23 @@ class Training(ABC, Generic[Given, Outputs]):
             again = restarting(self.platform, start)
             return self.outputs_of(train_by(self.platform, again, world, fetch, options, self.observers))
 
+    def run_as_rank(
+        self,
+        settings: TrainingSettings,
+        options: RunOptions,
+        data: Given | StoredData | None = None,
+        init: Given | None = None,
+    ) -> Outputs | None:
+        """Trains as one rank of many nodes, in a process that the platform has started; outputs on rank 0 only."""
+        from flyte_ddp.attempt.multinode import train_as_rank  # imports torch
+
+        def fetch() -> Subject:
+            source = data if isinstance(data, StoredData) else self.downloaded_once(data)
+            return self.subject(settings, source, self.downloaded_once(init))
+
+        trained = train_as_rank(self.platform, settings, options, fetch, self.observers)
+        return self.outputs_of(trained) if trained else None
+
     def subject(
         self, settings: TrainingSettings, source: Path | StoredData | None, init: Path | None = None
     ) -> Subject:
@@ -134,14 +158,40 @@ class Training(ABC, Generic[Given, Outputs]):
         """Where it is, or a copy."""
 
     @abstractmethod
+    def downloaded_once(self, given: Given | None) -> Path | None:
+        """A copy that all ranks of this host share."""
+
+    @abstractmethod
     def outputs_of(self, trained: Trained) -> Outputs:
         """What the task returns."""
+
+
+class OfImages(Training[Given, Outputs]):
+    """That of an image classifier on a prepared dataset."""
+
+    def __init__(self, observers: Sequence[UserCode] = ()):
+        super().__init__(IMAGE_CLASSIFIER, observers)
+
+    def subject(
+        self, settings: TrainingSettings, source: Path | StoredData | None, init: Path | None = None
+    ) -> Subject:
+        assert isinstance(source, Path)
+        return image_subject(settings, source, init)
 
 
 def image_subject(hp: TrainingSettings, folder: Path, init: Path | None = None) -> Subject:
     """An image classifier and the prepared dataset in the folder, which is verified byte by byte."""
     check_code(IMAGE_CLASSIFIER.version)
     return subject_of(IMAGE_CLASSIFIER, hp, folder, init, prepared.verify(folder))
+
+
+def check_classifier(known: ModelMetadata, path: str) -> None:
+    """Refuses the weights of a recipe; path: where they are."""
+    if known.recipe != IMAGE_CLASSIFIER.name:
+        raise InputError(
+            f"model_state must be of a built-in classifier, and {path} is of {known.recipe}: docs/your-own-model.md "
+            "says what there is for recipes"
+        )
 
 
 def train_by(

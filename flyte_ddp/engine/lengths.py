@@ -24,7 +24,10 @@ class Lengths:
 
     def __init__(self, each: Any, count: int, fetch: Callable[[Tensor], Any]):
         """each: (count,) whole numbers. fetch(indices (n,)): their tensors, padded or not. Raises InputError."""
-        given = np.asarray(each)
+        try:
+            given = np.asarray(each)
+        except ValueError:  # of lists of different lengths
+            given = np.asarray(None)
         if given.shape != (count,) or given.dtype.kind not in "iu" or given.min() < 1:
             raise InputError(
                 f"lengths must be {count} whole numbers of at least 1, one for each sample, got shape {given.shape} of "
@@ -35,9 +38,9 @@ class Lengths:
         shapes = [[leaf.shape[1:2] for leaf in pytree.tree_leaves(fetch(torch.tensor([index])))] for index in ends]
         shortest, longest = ((int(self.each[index]),) for index in ends)
         pairs = list(zip(*shapes, strict=True))
-        # In memory, even the shortest has the longest one's shape
         self.is_padded = [pair == (shortest, longest) for pair in pairs]
-        if not any(self.is_padded):
+        self.come_padded = not any(self.is_padded)  # in memory, even the shortest has the longest one's shape
+        if self.come_padded:
             self.is_padded = [pair == (longest, longest) for pair in pairs]
         if not any(self.is_padded):
             raise InputError(
@@ -58,7 +61,7 @@ class Lengths:
         fitted = []
         for leaf, is_padded in zip(leaves, self.is_padded, strict=True):
             if is_padded:
-                if leaf.shape[1] < most:
+                if leaf.shape[1] < most or (leaf.shape[1] > most and not self.come_padded):
                     raise DataError(f"samples have a length of at most {leaf.shape[1]}, but lengths says {most}")
                 leaf = F.pad(leaf, [0, 0] * (leaf.ndim - 2) + [0, longest - leaf.shape[1]])  # less than 0 cuts off
             fitted.append(leaf)

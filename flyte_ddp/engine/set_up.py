@@ -32,6 +32,7 @@ from flyte_ddp.errors import InputError
 from flyte_ddp.events import NotLearning
 from flyte_ddp.frozen_base import frozen_weights
 from flyte_ddp.launch.environment import Environment
+from flyte_ddp.launch.rank import own_lock_of_tqdm
 from flyte_ddp.recipe import Recipe
 from flyte_ddp.settings import TrainingSettings
 from flyte_ddp.user_code import checked_imports
@@ -199,6 +200,7 @@ def load_recipe(job: Job, device: torch.device) -> Recipe:
     name = job.recipe
     with checked_imports(job.root, job.files):
         kind = pkgutil.resolve_name(name)
+        own_lock_of_tqdm()
         if not (isinstance(kind, type) and issubclass(kind, Recipe)):
             raise InputError(f"{name} must be a subclass of flyte_ddp.recipe.Recipe, got {kind!r}")
         recipe = kind(job.settings, data_path_of(job.data))

@@ -3,10 +3,11 @@
 import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from typing import Any
+from typing import Any, cast
 
 from flyte._persistence._db import LocalDB
 from flyte.cli._params import JsonParamType
+from flyte.types import TypeEngine, TypeTransformerFailedError
 
 
 def read_json_inputs(kind: type, read: Callable[[str], Any]) -> None:
@@ -25,6 +26,25 @@ def read_json_inputs(kind: type, read: Callable[[str], Any]) -> None:
 
     convert.theirs = theirs  # type: ignore[attr-defined]
     JsonParamType.convert = convert  # type: ignore[method-assign,assignment]
+
+
+def refuse_inputs(kind: type[Exception], error_of: Callable[[Exception], Exception]) -> None:
+    """Makes an attempt end with error_of(error) if one of its inputs raises an error of a kind.
+
+    The SDK's own error is none of those that it reports to Flyte: the pod would just end.
+    """
+    theirs = getattr(TypeEngine.literal_map_to_kwargs, "theirs", TypeEngine.literal_map_to_kwargs)
+
+    async def literal_map_to_kwargs(*given: Any, **named: Any) -> dict[str, Any]:
+        try:
+            return cast(dict[str, Any], await theirs(*given, **named))
+        except TypeTransformerFailedError as error:
+            if isinstance(error.__cause__, kind):
+                raise error_of(error.__cause__) from None
+            raise
+
+    literal_map_to_kwargs.theirs = theirs  # type: ignore[attr-defined]
+    TypeEngine.literal_map_to_kwargs = literal_map_to_kwargs  # type: ignore[method-assign]
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Training on many nodes, which Flyte 2 starts as a JobSet whose pods run torchrun. Imports torch."""
+"""Training on many nodes, which Flyte 2 starts as a JobSet whose pods run torchrun."""
 
 import dataclasses
 import json
@@ -9,25 +9,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from flyte import storage
-from flyte.io import Dir, File
 
 from flyte_ddp.attempt.failures import attempt_error, failure_of, places_of
-from flyte_ddp.attempt.multinode import download_once
 from flyte_ddp.attempt.webhook import telling_webhook
 from flyte_ddp.flyte2 import platform
-from flyte_ddp.flyte2.data import downloaded
 from flyte_ddp.launch.failures import Failure
-
-
-def downloaded_once(given: File | Dir | None) -> Path | None:
-    """A copy that all ranks of this host share."""
-    if given is None:
-        return None
-
-    def download(place: str) -> None:
-        downloaded(given, place)
-
-    return download_once(given.path, "" if isinstance(given, Dir) else Path(given.path).name, download)
 
 
 @contextmanager

@@ -5,7 +5,7 @@ import tempfile
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any
 
 import flyte
 import flyte.errors
@@ -113,9 +113,18 @@ def put(path: Path, url: str) -> None:
     syncify(storage.put)(str(path), url)
 
 
-def open_file(url: str) -> BinaryIO:
-    file: BinaryIO = storage.get_underlying_filesystem(path=url).open(url, "rb")
-    return file
+def storage_options(protocol: str) -> dict[str, Any]:
+    known: dict[str, Any] = {}
+    if protocol == "s3":
+        s3 = storage.S3.auto()
+        known = {"key": s3.access_key_id, "secret": s3.secret_access_key, "endpoint_url": s3.endpoint}
+        if s3.addressing_style:
+            known["config_kwargs"] = {"s3": {"addressing_style": s3.addressing_style}}
+    elif protocol in ("abfs", "abfss"):
+        azure = storage.ABFS.auto()
+        names = ("account_name", "account_key", "tenant_id", "client_id", "client_secret")
+        known = {name: getattr(azure, name) for name in names}
+    return {name: value for name, value in known.items() if value}
 
 
 # --- what Flyte shows ---

@@ -6,43 +6,30 @@ import flyte
 from flyte.io import Dir, File
 
 from flyte_ddp.attempt import datasets
-from flyte_ddp.attempt.registration import registration
-from flyte_ddp.attempt.training import IMAGE_CLASSIFIER
+from flyte_ddp.attempt.training import check_classifier
 from flyte_ddp.code_version import code_version
 from flyte_ddp.data import prepared
-from flyte_ddp.errors import InputError
 from flyte_ddp.flyte2 import platform
 from flyte_ddp.flyte2.attempt import one_attempt
 from flyte_ddp.flyte2.data import downloaded, output_folder
 from flyte_ddp.flyte2.environment import PAUSES, cached
-from flyte_ddp.launch.environment import choose_world
 from flyte_ddp.model_metadata import needs_metadata
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
 
 
 def resolve_dataset(hp: Hyperparameters, options: RunOptions, auto: str = "mnist") -> str:
-    """The name of the dataset to train on, auto being the workflow's own.
-
-    A local run finds out here, before anything is downloaded or spawned, whether this machine can do what is asked.
-    """
+    """The name of the dataset to train on, auto being the workflow's own; a local run finds out here whether this
+    machine can do what is asked."""
     with one_attempt():
-        if platform.is_local():
-            choose_world(hp.backend, options.nproc, hp.batch_size)
+        datasets.check_ranks(platform, hp, options)
         return datasets.resolve_name(platform, hp.dataset, auto)
 
 
 def resolve_for_multinode(hp: Hyperparameters, auto: str = "mnist") -> str:
     """The same for many nodes; refuses inputs that the nodes would refuse only after they have started."""
     with one_attempt():
-        if platform.is_local():
-            raise InputError("many nodes need a cluster: run this there, or the file for a single machine here")
-        asked = registration()
-        ranks = asked.node_range[1] * asked.ranks_per_node
-        if hp.batch_size < ranks:
-            raise InputError(
-                f"batch_size must be at least the number of ranks ({ranks}), got {hp.batch_size}: raise it"
-            )
+        datasets.check_nodes(platform, hp)
         return datasets.resolve_name(platform, hp.dataset, auto)
 
 
@@ -52,10 +39,7 @@ def classifier_settings(model_state: File) -> Hyperparameters:
         path = downloaded(model_state)
         assert path
         known = needs_metadata(path, "it must be the model_state of a training")
-        if known.recipe != IMAGE_CLASSIFIER.name:
-            raise InputError(
-                f"model_state must be of a built-in classifier, and {model_state.path} is of {known.recipe}"
-            )
+        check_classifier(known, model_state.path)
         return Hyperparameters.from_dict({**known.settings, "dataset": known.data["name"]})
 
 

@@ -9,15 +9,14 @@ import flyte
 from flyte.io import Dir, File
 
 from flyte_ddp.attempt.prediction import predicted
-from flyte_ddp.attempt.registration import registration
 from flyte_ddp.attempt.summaries import TrainingSummary
-from flyte_ddp.attempt.training import IMAGE_CLASSIFIER, Trained, Training, image_subject
+from flyte_ddp.attempt.training import OfImages, Trained, Training
 from flyte_ddp.data.description import StoredData
-from flyte_ddp.engine.job import Subject
 from flyte_ddp.flyte2 import platform
 from flyte_ddp.flyte2.attempt import one_attempt
-from flyte_ddp.flyte2.data import downloaded, output_file, output_folder
+from flyte_ddp.flyte2.data import downloaded, downloaded_once, output_file, output_folder
 from flyte_ddp.flyte2.environment import training_arguments, training_environment
+from flyte_ddp.flyte2.multinode import naming_the_cause
 from flyte_ddp.settings import RunOptions, TrainingSettings
 
 Data: TypeAlias = File | Dir | None
@@ -53,20 +52,10 @@ class Flyte2Training(Training[Data, Outputs]):
             return super().run(settings, options, data, init)
 
     def run_as_rank(
-        self, settings: TrainingSettings, options: RunOptions, data: Data = None, init: Data = None
-    ) -> Outputs | None:
-        """Trains as one rank of many nodes, in a task whose environment is clustered; outputs on rank 0 only."""
-        from flyte_ddp.attempt.multinode import train_as_rank  # they import torch
-        from flyte_ddp.flyte2.multinode import downloaded_once, naming_the_cause
-
-        def fetch() -> Subject:
-            return self.subject(settings, downloaded_once(data), downloaded_once(init))
-
-        asked = registration()
-        nodes = asked.node_range, asked.ranks_per_node
+        self, settings: TrainingSettings, options: RunOptions, data: Data | StoredData = None, init: Data = None
+    ) -> Outputs | None:  # as its base says, in a task whose environment is clustered
         with naming_the_cause():
-            trained = train_as_rank(platform, settings, options, fetch, *nodes, self.observers)
-        return self.outputs_of(trained) if trained else None
+            return super().run_as_rank(settings, options, data, init)
 
     def predict(
         self,
@@ -89,6 +78,9 @@ class Flyte2Training(Training[Data, Outputs]):
 
     def downloaded(self, given: Data) -> Path | None:
         return downloaded(given)
+
+    def downloaded_once(self, given: Data) -> Path | None:
+        return downloaded_once(given)
 
 
 def files_of(trained: Trained) -> dict[str, Any]:
@@ -120,18 +112,11 @@ class TrainingOutputs:
     logs: Dir
 
 
-class ImageTraining(Flyte2Training[TrainingOutputs]):
+class ImageTraining(OfImages[Data, TrainingOutputs], Flyte2Training[TrainingOutputs]):
     """Trains an image classifier on a prepared dataset."""
 
-    def subject(
-        self, settings: TrainingSettings, source: Path | StoredData | None, init: Path | None = None
-    ) -> Subject:
-        assert isinstance(source, Path)
-        return image_subject(settings, source, init)
-
     def outputs_of(self, trained: Trained) -> TrainingOutputs:
-        accuracies = [measures["accuracy"] for measures in trained.epoch_measures]
-        return TrainingOutputs(accuracies, summary=trained.image_summary(), **files_of(trained))
+        return TrainingOutputs(trained.epoch_accuracies, summary=trained.image_summary(), **files_of(trained))
 
 
-image_training = ImageTraining(IMAGE_CLASSIFIER)
+image_training = ImageTraining()

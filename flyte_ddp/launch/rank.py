@@ -83,6 +83,13 @@ def _let_go() -> None:
     sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
 
 
+def own_lock_of_tqdm() -> None:
+    """Gives the progress bars of tqdm, if the user's code has imported it, a lock of this process. Their own is a
+    semaphore of the system, which would outlive the rank."""
+    if "tqdm" in sys.modules:
+        sys.modules["tqdm"].tqdm.set_lock(threading.RLock())
+
+
 def serve(connection: Connection, environment: Environment, target: str, argument: Any, private: str) -> None:
     """The main function of a rank's process: reports the target's return value or failure, and ends the process."""
     atexit.unregister(os._exit)  # see fork_server.py

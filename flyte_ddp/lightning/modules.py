@@ -8,6 +8,7 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from flyte_ddp.errors import InputError
+from flyte_ddp.launch.rank import own_lock_of_tqdm
 from flyte_ddp.lightning.job import LightningJob
 from flyte_ddp.user_code import checked_imports
 
@@ -25,6 +26,7 @@ def build(job: LightningJob) -> tuple[LightningModule, LightningDataModule | Non
 def _made(name: str, base: type, job: LightningJob) -> Any:
     """An object of the named class: each parameter of its __init__ gets the setting of its name."""
     kind = pkgutil.resolve_name(name)
+    own_lock_of_tqdm()
     if not (isinstance(kind, type) and issubclass(kind, base)):
         raise InputError(
             f"{name} must be a subclass of lightning.pytorch.{base.__name__} (that of the package pytorch_lightning is "

@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from flyte_ddp.engine.torch_compat import device_generator, norms, pytree
 from flyte_ddp.engine.watch import Watch
 from flyte_ddp.errors import InputError, NonFiniteError, StopRequested
-from flyte_ddp.events import EpochFinished, RunStarted, StepLogged
+from flyte_ddp.events import EpochFinished, NotLearning, RunStarted, StepLogged
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
 from flyte_ddp.lightning.checkpoint import CheckpointFiles
@@ -217,6 +217,7 @@ class Observer(Checkpoint):
             )
         )
         self._link.emit(self.epochs[-1])
+        self._check_headline({*self.epochs[-1].train, *validation})
         if "loss" in validation:
             steps = int(trainer.num_training_batches)
             for warning in self.watch.after_evaluation(self.epochs[-1], steps):
@@ -225,6 +226,14 @@ class Observer(Checkpoint):
         self._save(trainer, epoch + 1, 0)
         if self._stopping:
             raise StopRequested(epoch + 1, 0)
+
+    def _check_headline(self, logged: set[str]) -> None:
+        """Warns, after the first epoch, of a name that nothing has."""
+        if len(self.epochs) == 1 and self._job.headline not in logged:
+            known = ", ".join(sorted(logged))
+            reason = f"headline must be a measure that the module logs: {known}, got {self._job.headline!r}: change it"
+            self.watch.warnings.append(NotLearning(self.epochs[0].epoch, 0, reason))
+            self._link.emit(self.watch.warnings[-1])
 
     def _save(self, trainer: Trainer, epoch: int, step: int) -> None:
         self.position = self._files.position = epoch, step

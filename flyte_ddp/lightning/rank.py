@@ -33,7 +33,14 @@ SAID_ELSEWHERE = ".*(does not have many workers|using `DistributedSampler`|small
 
 
 def run(environment: Environment, link: Link, job: LightningJob) -> TrainingResult:
-    """Trains the module as this rank; rank 0 writes the weights to job.run.model_path."""
+    """Joins the process group, trains, and leaves it; see train."""
+    with process_group(environment, job.run.options.timeout_seconds) as device:
+        return train(environment, device, link, job)
+
+
+def train(environment: Environment, device: torch.device, link: Link, job: LightningJob) -> TrainingResult:
+    """Trains the module as this rank of the process group, which Lightning finds already initialised; rank 0 writes the
+    weights to job.run.model_path."""
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)  # no word on the accelerators that there are not
     warnings.filterwarnings("ignore", category=FutureWarning, module="lightning")  # between it and torch
@@ -41,12 +48,10 @@ def run(environment: Environment, link: Link, job: LightningJob) -> TrainingResu
     warnings.filterwarnings("ignore", f"(?s){SAID_ELSEWHERE}")
     torch.set_num_threads(environment.threads)
     os.environ.update(place_of(environment))
-    # Lightning finds the process group already initialised
-    with process_group(environment, job.run.options.timeout_seconds) as device:
-        try:
-            return train(environment, device, link, job)
-        except MisconfigurationException as error:
-            raise InputError(f"Lightning cannot train {job.module}: {error}") from None
+    try:
+        return _train(environment, device, link, job)
+    except MisconfigurationException as error:
+        raise InputError(f"Lightning cannot train {job.module}: {error}") from None
 
 
 def place_of(environment: Environment) -> dict[str, str]:
@@ -58,14 +63,15 @@ def place_of(environment: Environment) -> dict[str, str]:
     return {name: str(value) for name, value in {**place, **sizes, **unused}.items()}
 
 
-def train(environment: Environment, device: torch.device, link: Link, job: LightningJob) -> TrainingResult:
+def _train(environment: Environment, device: torch.device, link: Link, job: LightningJob) -> TrainingResult:
     seed(job)
     module, data = build(job)
-    files, validation = CheckpointFiles(job.run.identity, link.emit), LoggedByValidation()
+    files = CheckpointFiles(job.run.checkpoint_path, job.run.identity, link.emit, device)
+    validation = LoggedByValidation()
     observer = Observer(environment, link, job, files, validation)
     trainer = trainer_of(environment, device, job, files, validation, observer)
     seed(job)
-    trainer.fit(module, datamodule=data, ckpt_path=files.usable(Path(job.run.checkpoint_path), job.run.options))
+    trainer.fit(module, datamodule=data, ckpt_path=files.find(job.run.options))
     started = observer.started or observer.start(trainer)  # the latter if it was interrupted after the last epoch
     seed(job)
     tested = test(trainer, module, data, link, observer)

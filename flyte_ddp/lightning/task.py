@@ -8,17 +8,18 @@ def train_model(settings: Settings, options: LightningOptions) -> RecipeOutputs:
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from flyte_ddp.attempt.training import Trained
 from flyte_ddp.lightning.settings import LightningOptions, LightningSettings
-from flyte_ddp.lightning.training import find_lightning_code, train
+from flyte_ddp.lightning.training import find_lightning_code, train, train_as_rank
 from flyte_ddp.tasks import platform
 from flyte_ddp.tasks.caching import CodeVersion
-from flyte_ddp.tasks.data import downloaded
+from flyte_ddp.tasks.data import downloaded, downloaded_once
 from flyte_ddp.tasks.pyflyte import set_up_pyflyte, ship
-from flyte_ddp.tasks.recipe import RecipeOutputs
-from flyte_ddp.tasks.train import Data, files_of, training_arguments
+from flyte_ddp.tasks.recipe import RecipeOutputs, recipe_outputs
+from flyte_ddp.tasks.train import Data, training_arguments
 from flyte_ddp.user_code import find_code
 
 
@@ -60,9 +61,17 @@ class LightningTraining:
 
         Raises what launcher.launch raises.
         """
-        trained = self.train(settings, options, data)
-        return RecipeOutputs(trained.epoch_measures, *files_of(trained, trained.recipe_summary()))
+        return recipe_outputs(self.train(settings, options, data))
 
     def train(self, settings: LightningSettings, options: LightningOptions, data: Data = None) -> Trained:
         """The same, for a task with outputs of its own."""
         return train(platform, self.lit, settings, options, lambda: downloaded(data), self.observers)
+
+    def run_as_rank(self, settings: LightningSettings, options: LightningOptions, data: Data = None) -> RecipeOutputs:
+        """Trains as one rank of many nodes, in a task whose arguments come from multinode; outputs on rank 0 only."""
+        from flyte_ddp.tasks.multinode import picklable  # it imports torch
+
+        fetch = partial(downloaded_once, data)
+        trained = train_as_rank(platform, self.lit, settings, options, fetch, self.observers)
+        outputs: RecipeOutputs = picklable(recipe_outputs(trained) if trained else None)
+        return outputs

@@ -1,11 +1,12 @@
 """A training under Lightning on whatever platform runs it: see flyte_ddp.attempt.training."""
 
+import pkgutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from flyte_ddp.attempt.failures import platform_errors
 from flyte_ddp.attempt.platform import Platform
@@ -18,13 +19,15 @@ from flyte_ddp.engine.job import Job, Subject, TrainingResult, subject_of
 from flyte_ddp.errors import InputError, not_installed
 from flyte_ddp.events import Event
 from flyte_ddp.launch import launcher
-from flyte_ddp.launch.environment import choose_world, visible_gpus
+from flyte_ddp.launch.environment import Environment, choose_world, visible_gpus
+from flyte_ddp.launch.link import Link
 from flyte_ddp.lightning.job import LightningJob
 from flyte_ddp.lightning.settings import LightningOptions, LightningSettings
 from flyte_ddp.settings import TrainingSettings
 from flyte_ddp.user_code import UserCode, find_code, joined
 
-RANK = "flyte_ddp.lightning.rank:run"  # a name, because importing it would import torch
+RANK = "flyte_ddp.lightning.rank:run"  # names, because importing them would import torch
+TRAIN = "flyte_ddp.lightning.rank:train"
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,29 @@ def train(
         return train_by(
             platform, restarting(platform, start), world, lambda: lit.subject(settings, fetch()), options, own_observers
         )
+
+
+def train_as_rank(
+    platform: Platform,
+    lit: LightningCode,
+    settings: LightningSettings,
+    options: LightningOptions,
+    fetch: Callable[[], Path | None],
+    own_observers: Sequence[UserCode] = (),
+) -> Trained | None:
+    """Trains as one rank of many nodes, in a process that Flyte's Elastic plugin has started; returns what rank 0 has
+    trained, else None."""
+    from flyte_ddp.attempt import multinode  # it imports torch
+
+    def subject() -> Subject:
+        check_lightning(settings, options)
+        return lit.subject(settings, fetch())
+
+    def train(environment: Environment, device: Any, link: Link, run: Job) -> TrainingResult:
+        result: TrainingResult = pkgutil.resolve_name(TRAIN)(environment, device, link, lit.job(run, options))
+        return result
+
+    return multinode.train_as_rank(platform, cast(TrainingSettings, settings), options, subject, own_observers, train)
 
 
 def check_lightning(settings: LightningSettings, options: LightningOptions) -> None:

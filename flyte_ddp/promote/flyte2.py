@@ -1,16 +1,20 @@
-"""Promotion within a task of Flyte 2. What compares and stores models is shared with Flyte 1, by flytekit's client."""
+"""Promotion within a task of Flyte 2. For a recipe, in a task of your own:
+
+@env.task(**promotion_arguments())
+async def promote_flowers(model_state: File, settings: Settings, place: str) -> PromotionOutputs:
+    with one_attempt():
+        return promote_model(training.subject(settings, None), model_state, place, PromotionOptions())
+"""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import flyte
 from flyte.io import Dir, File
 
-from flyte_ddp.attempt.folders import runs_dir
 from flyte_ddp.attempt.pod import check_gpus
 from flyte_ddp.attempt.training import image_subject
-from flyte_ddp.errors import InputError
+from flyte_ddp.engine.job import Subject
 from flyte_ddp.flyte2 import platform
 from flyte_ddp.flyte2.attempt import one_attempt
 from flyte_ddp.flyte2.data import downloaded, output_file
@@ -18,7 +22,7 @@ from flyte_ddp.flyte2.environment import PAUSES
 from flyte_ddp.launch.environment import visible_gpus
 from flyte_ddp.promote.job import PromotionOptions
 from flyte_ddp.promote.place import Place
-from flyte_ddp.promote.promotion import PromotionSummary, promote
+from flyte_ddp.promote.promotion import PromotionSummary, promote, writable_place
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 
 
@@ -41,21 +45,13 @@ class PromotionOutputs:
 
 def promotion_arguments() -> dict[str, Any]:
     """Arguments of a task that promotes; it is never cached."""
-    return {"retries": flyte.RetryStrategy(2, PAUSES)}
+    return {"retries": flyte.RetryStrategy(2, PAUSES), "report": True}
 
 
 def resolve_place(place: str) -> str:
     """The root of a Place that can be written to, also before anything is trained; a local run has a default."""
     with one_attempt():
-        if not place and not platform.is_local():
-            raise InputError(
-                "place must be a URL of the cluster's storage, such as s3://bucket/mnist, got none: set it"
-            )
-        local = Path(place or runs_dir().with_name("promoted")).expanduser().absolute()
-        models = Place(place if "://" in place else str(local))
-        models.read()
-        models.begin()
-        return models.root
+        return writable_place(platform, place).root
 
 
 def promote_images(
@@ -64,9 +60,15 @@ def promote_images(
     """Promotes the weights of hp.model, if they are better than those promoted at the place."""
     with one_attempt():
         check_gpus(visible_gpus())
-        folder, model = downloaded(data), downloaded(model_state)
+        folder = downloaded(data)
         assert folder
-        assert model
-        found = promote(image_subject(hp, folder), model, Place(place), options, platform)
-        promoted, report = (output_file(Path(file.path)) for file in (found.model_state, found.report))
-        return PromotionOutputs(found.promoted, promoted, found.summary, report)
+        return promote_model(image_subject(hp, folder), model_state, place, options)
+
+
+def promote_model(subject: Subject, model_state: File, place: str, options: PromotionOptions) -> PromotionOutputs:
+    """Promotes the weights of a training of the subject, as flyte_ddp.promote.promotion.promote does; place: a URL, or
+    an absolute path."""
+    model = downloaded(model_state)
+    assert model
+    found = promote(platform, subject, model, Place(platform, place), options)
+    return PromotionOutputs(found.summary.promoted, output_file(found.model), found.summary, output_file(found.report))

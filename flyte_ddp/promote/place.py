@@ -1,4 +1,4 @@
-"""Where promoted models are kept: a folder, or a URL of Flyte's storage.
+"""Where promoted models are kept: a folder, or a URL of the platform's storage.
 
 PLACE/current.json                 the promoted version, and all promotions so far, oldest first
 PLACE/versions/NAME/model.pt       its weights
@@ -22,10 +22,9 @@ from typing import Any
 
 import click
 from filelock import FileLock
-from flytekit import FlyteContextManager
-from flytekit.core.data_persistence import FileAccessProvider
 
-from flyte_ddp.data.stored import fsspecs_own
+from flyte_ddp.attempt.platform import Platform
+from flyte_ddp.attempt.stored import files_at
 from flyte_ddp.errors import InputError, RecoverableError, ReportedError
 from flyte_ddp.storage import content_digest, write_whole
 
@@ -74,14 +73,13 @@ class Place:
     In a folder, a lock makes simultaneous promotions take turns. Object storage has no lock: see point.
     """
 
-    def __init__(self, root: str):
+    def __init__(self, platform: Platform, root: str):
         """Raises InputError if root is neither an absolute path nor a URL."""
         self.root = root.removeprefix("file://").rstrip("/")
-        self._in_storage = FileAccessProvider.is_remote(self.root)
+        self._in_storage = "://" in self.root
         if not self._in_storage and not os.path.isabs(self.root):
             raise InputError(f"place must be an absolute path or a URL of Flyte's storage (s3://…), got {root!r}")
-        with fsspecs_own(self.root):
-            self._files = FlyteContextManager.current_context().file_access.get_filesystem_for_path(self.root)
+        self._files, _ = files_at(platform, self.root)
 
     def read(self) -> Pointer:
         """Raises ReportedError if current.json is damaged, or missing although there are versions."""

@@ -1,19 +1,11 @@
-"""Measures a candidate beside the promoted model, and promotes it if it is better; for any recipe:
-
-@task(**promotion_arguments())  # of flyte_ddp.promote.task
-@platform_errors(platform)  # of flyte_ddp.attempt.failures and flyte_ddp.tasks
-def promote_model(model_state: PythonPickledFile, settings: Settings, place: str) -> PromotionOutputs:
-    subject = training.subject(settings, None)
-    return promote(subject, Path(model_state.download()), Place(place), PromotionOptions())
-"""
+"""Measures a candidate beside the promoted model, and promotes it if it is better; for any recipe, on any platform."""
 
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from flytekit.types.file import FlyteFile, PythonPickledFile
-
-from flyte_ddp.attempt.folders import run_folder
+from flyte_ddp.attempt.folders import run_folder, runs_dir
+from flyte_ddp.attempt.page import write_page
 from flyte_ddp.attempt.platform import Platform
 from flyte_ddp.engine.job import Measured, Subject, job_of
 from flyte_ddp.errors import InputError, ReportedError
@@ -25,8 +17,6 @@ from flyte_ddp.promote.place import PROMOTED, Place, now, version_name
 from flyte_ddp.report.console import Console, say, say_last
 from flyte_ddp.settings import TrainingSettings
 from flyte_ddp.storage import content_digest
-from flyte_ddp.tasks import platform as flytekit
-from flyte_ddp.tasks.outputs import output_file, output_page
 
 MEASURE = "flyte_ddp.promote.rank:measure_models"  # a name, because importing it would import torch
 
@@ -56,25 +46,38 @@ class PromotionSummary:
     samples: int
 
 
-class PromotionOutputs(NamedTuple):
-    """The outputs of a promotion.
+@dataclass(frozen=True)
+class Promotion:
+    """The outcome, and its files on this machine.
 
     Attributes:
-        promoted: whether the candidate is now the promoted model.
-        model_state: the promoted weights, either the candidate's or still the previous ones.
-        summary: the figures.
-        report: an HTML page in a single file.
+        model: the promoted weights, either the candidate's or still the previous ones.
+        report: an HTML page, which the platform shows, too.
     """
 
-    promoted: bool
-    model_state: PythonPickledFile
     summary: PromotionSummary
-    report: FlyteFile["html"]  # noqa: F821
+    model: Path
+    report: Path
 
 
-def promote(
-    subject: Subject, model: Path, place: Place, options: PromotionOptions, platform: Platform = flytekit
-) -> PromotionOutputs:
+def writable_place(platform: Platform, place: str) -> Place:
+    """That of place_of; raises now, rather than after training, what Place raises if it is damaged or not writable."""
+    found = place_of(platform, place)
+    found.read()
+    found.begin()
+    return found
+
+
+def place_of(platform: Platform, place: str) -> Place:
+    """A local run has a default, and may use relative paths."""
+    if platform.is_local() and "://" not in place:
+        place = str(Path(place or runs_dir().with_name("promoted")).expanduser().absolute())
+    if not place:
+        raise InputError("place must be a URL of Flyte's storage, such as s3://bucket/mnist, got none: set it")
+    return Place(platform, place)
+
+
+def promote(platform: Platform, subject: Subject, model: Path, place: Place, options: PromotionOptions) -> Promotion:
     """subject: from RecipeTraining.subject(settings, data); model: the weights of such a training.
 
     If another promotion happens in the meantime, the candidate is compared again, with that model. Raises the errors of
@@ -105,9 +108,9 @@ def promote(
         )  # fmt: skip
         facts = [("Place", place.root), ("Version", pointer.version), ("Data", subject.dataset)]
         fragment = promotion_page(f"Promotion on {subject.dataset}", verdict, models, pointer, facts)
-        report = output_page(folder, "Promotion", fragment)
+        report = write_page(platform, folder, "Promotion", fragment)
         say_last(f"{place.root}: {outcome(verdict, models[0][1].percent)}")
-        return PromotionOutputs(done, output_file(promoted, PythonPickledFile), summary, report)
+        return Promotion(summary, promoted, report)
 
 
 def measure_both(

@@ -1,4 +1,10 @@
-"""Promotion and roll-back as Flyte tasks."""
+"""Promotion and roll-back as Flyte tasks. For a recipe, in a task of your own:
+
+@task(**promotion_arguments())
+@platform_errors(platform)  # of flyte_ddp.attempt.failures and flyte_ddp.tasks
+def promote_flowers(model_state: PythonPickledFile, settings: Settings, place: str) -> PromotionOutputs:
+    return promote_model(training.subject(settings, None), model_state, place, PromotionOptions())
+"""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -6,26 +12,26 @@ from typing import Any, NamedTuple
 from flytekit import task
 from flytekit.types.file import FlyteFile, PythonPickledFile
 
+from flyte_ddp.attempt.datasets import check_ranks
 from flyte_ddp.attempt.failures import platform_errors
-from flyte_ddp.attempt.folders import run_folder, runs_dir
+from flyte_ddp.attempt.folders import run_folder
 from flyte_ddp.attempt.pod import check_gpus
 from flyte_ddp.attempt.registration import registration
 from flyte_ddp.attempt.requested import training_environment
 from flyte_ddp.attempt.training import image_subject
-from flyte_ddp.errors import InputError
-from flyte_ddp.launch.environment import choose_world, visible_gpus
+from flyte_ddp.engine.job import Subject
+from flyte_ddp.launch.environment import visible_gpus
 from flyte_ddp.promote.job import PromotionOptions
 from flyte_ddp.promote.page import history
 from flyte_ddp.promote.place import Place
-from flyte_ddp.promote.promotion import PromotionOutputs, promote
+from flyte_ddp.promote.promotion import PromotionSummary, place_of, promote, writable_place
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.report.article import article
 from flyte_ddp.report.console import say_last
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.tasks import platform
 from flyte_ddp.tasks.inputs import classifier_metadata, dataset_of, settings_of
-from flyte_ddp.tasks.outputs import output_page
-from flyte_ddp.tasks.platform import is_local
+from flyte_ddp.tasks.outputs import output_file, output_page
 from flyte_ddp.tasks.prepare import PreparedDataset
 from flyte_ddp.tasks.resources import small_resources, training_resources, training_sizes
 
@@ -36,6 +42,22 @@ class PromotionTarget(NamedTuple):
     dataset: str
     place: str
     hp: Hyperparameters
+
+
+class PromotionOutputs(NamedTuple):
+    """The outputs of a promotion.
+
+    Attributes:
+        promoted: whether the candidate is now the promoted model.
+        model_state: the promoted weights, either the candidate's or still the previous ones.
+        summary: the figures.
+        report: an HTML page in a single file.
+    """
+
+    promoted: bool
+    model_state: PythonPickledFile
+    summary: PromotionSummary
+    report: FlyteFile["html"]  # noqa: F821
 
 
 class RollBackOutputs(NamedTuple):
@@ -66,23 +88,11 @@ def check_promotion(
 ) -> PromotionTarget:
     """Fills in what the weights say of themselves; refuses invalid inputs before anything is downloaded or trained."""
     known = classifier_metadata(model_state)
-    target = resolve_place(place)
-    models = Place(target)
-    models.read()
-    models.begin()  # fails now, rather than after training, if it is not writable
-    if is_local() and model_state is None:
-        choose_world(hp.backend, options.nproc, hp.batch_size)
-    dataset = dataset_of(known, hp.dataset, "promote it in a task of your own, see flyte_ddp.promote.promotion")
+    target = writable_place(platform, place).root
+    if model_state is None:
+        check_ranks(platform, hp, options)
+    dataset = dataset_of(known, hp.dataset, "promote it in a task of your own, see flyte_ddp.promote.task")
     return PromotionTarget(dataset, target, settings_of(known, hp))
-
-
-def resolve_place(place: str) -> str:
-    """The root of a Place: a local run has a default, and may use relative paths."""
-    if not is_local():
-        if not place:
-            raise InputError("place must be a URL of Flyte's storage, such as s3://bucket/mnist, got none: set it")
-        return place
-    return place if "://" in place else str(Path(place or runs_dir().with_name("promoted")).expanduser().absolute())
 
 
 @task(**promotion_arguments())
@@ -93,14 +103,24 @@ def promote_images(
     """Promotes the weights of hp.model, if they are better than those promoted at the place."""
     check_gpus(visible_gpus())
     subject = image_subject(hp, Path(data.download()))
-    return promote(subject, Path(model_state.download()), Place(place), options)
+    return promote_model(subject, model_state, place, options)
+
+
+def promote_model(
+    subject: Subject, model_state: PythonPickledFile, place: str, options: PromotionOptions
+) -> PromotionOutputs:
+    """Promotes the weights of a training of the subject, as flyte_ddp.promote.promotion.promote does; place: a URL, or
+    an absolute path."""
+    found = promote(platform, subject, Path(model_state.download()), Place(platform, place), options)
+    model = output_file(found.model, PythonPickledFile)
+    return PromotionOutputs(found.summary.promoted, model, found.summary, output_file(found.report))
 
 
 @task(enable_deck=True, deck_fields=(), **small_resources())
 def roll_back(place: str, name: str) -> RollBackOutputs:
     """Promotes an earlier version again; without a name it only shows the history and the versions."""
     with run_folder(platform, "roll-back") as folder:
-        models = Place(resolve_place(place))
+        models = place_of(platform, place)
         pointer = models.roll_back(name) if name else models.read()
         current = f"Promoted: {pointer.version or 'nothing yet'}"
         report = output_page(folder, f"Models in {models.root}", article(models.root, current, [history(pointer)]))

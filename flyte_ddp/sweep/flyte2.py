@@ -10,15 +10,13 @@ from flyte import storage
 from flyte.errors import RuntimeUserError
 from flyte.io import Dir, File
 
-from flyte_ddp.attempt.folders import run_folder
 from flyte_ddp.errors import InputError, NonFiniteError
 from flyte_ddp.flyte2 import platform
 from flyte_ddp.flyte2.attempt import one_attempt
-from flyte_ddp.flyte2.data import output_file, output_page
+from flyte_ddp.flyte2.data import output_file
 from flyte_ddp.flyte2.training import image_training
 from flyte_ddp.launch.environment import choose_world
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
-from flyte_ddp.report.console import say_last
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.sweep.halving import Entrant, Rungs, TrialResult, check_rungs, entrants, failed, result_of, rungs_of
 from flyte_ddp.sweep.page import compared
@@ -95,9 +93,6 @@ async def run_rungs(sweep: Sweep, trials: Sequence[Hyperparameters], run: Try) -
 
 def compare(sweep: Sweep, trials: Sequence[Hyperparameters], rungs: Rungs, subject: str) -> SweepComparison:
     """Ranks the trials by the sweep's measure; raises ReportedError if none has one."""
-    with one_attempt(), run_folder(platform, f"sweep-{subject}") as folder:
-        best = compared(sweep, [dataclasses.asdict(one) for one in trials], rungs, subject, folder)
-        report = output_page(folder, f"Sweep of {subject}", best.page)
-        where = [f"Trials:   {best.table}", f"Report:   {report.path}"] if platform.is_local() else []
-        say_last("\n".join([*best.said, *where, ""]))
-        return SweepComparison(trials[best.number - 1], output_file(best.table), report)
+    with one_attempt():
+        best = compared(platform, sweep, [dataclasses.asdict(one) for one in trials], rungs, subject)
+        return SweepComparison(trials[best.number - 1], output_file(best.table), output_file(best.report))

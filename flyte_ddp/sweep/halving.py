@@ -97,6 +97,10 @@ def check_rungs(sweep: Sweep, trials: AllTrials) -> None:
     factor, epochs = sweep.reduction_factor, trials[0]["epochs"]
     if factor == 1:
         return
+    if "stop_after" not in trials[0]:
+        raise InputError(
+            f"Sweep.reduction_factor must be 1 under Lightning, where no training continues another one, got {factor}"
+        )
     if any(trial["epochs"] != epochs or trial["stop_after"] for trial in trials):
         raise InputError(
             f"Sweep.reduction_factor must be 1 if trials differ in epochs or set stop_after, got {factor}: leave these "
@@ -165,9 +169,13 @@ def standings(sweep: Sweep, trials: AllTrials, rungs: Sequence[Sequence[TrialRes
             result = result or TrialResult(failure=NO_RESULT)
             seconds = before.result.seconds + result.seconds
             latest[number - 1] = before._replace(
-                result=replace(result, stop_after=rung.stop_after or before.settings["stop_after"], seconds=seconds)
+                result=replace(result, stop_after=_stop_after(rung, before.settings), seconds=seconds)
             )
     return latest
+
+
+def _stop_after(rung: Rung, settings: Mapping[str, Any]) -> int:
+    return int(rung.stop_after or settings.get("stop_after", 0))  # those for Lightning have none
 
 
 def _entrants(sweep: Sweep, rung: Rung, latest: Sequence[Ranked]) -> dict[int, Entrant]:
@@ -175,7 +183,7 @@ def _entrants(sweep: Sweep, rung: Rung, latest: Sequence[Ranked]) -> dict[int, E
     best = ranked(sweep, latest)[: rung.trials]
     return {
         number: Entrant(
-            json.dumps({**settings, "stop_after": rung.stop_after or settings["stop_after"]}), result.checkpoint
+            json.dumps({**settings, **({"stop_after": rung.stop_after} if rung.stop_after else {})}), result.checkpoint
         )
         for number, settings, result in sorted(best)
         if not result.failure

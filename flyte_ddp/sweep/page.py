@@ -1,11 +1,15 @@
-"""The trials of a sweep side by side: a table as CSV, and a page."""
+"""The trials of a sweep side by side, on any platform: a table as CSV, and a page."""
 
 import csv
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from flyte_ddp.attempt.folders import run_folder
+from flyte_ddp.attempt.page import write_page
+from flyte_ddp.attempt.platform import Platform
 from flyte_ddp.report.article import Drawing, Section, article
+from flyte_ddp.report.console import say_last
 from flyte_ddp.report.figures import scatter
 from flyte_ddp.report.words import capitalised, in_words, written
 from flyte_ddp.sweep.halving import (
@@ -25,24 +29,27 @@ PERCENT = ("accuracy",)
 
 
 class Best(NamedTuple):
-    """The number of the best trial, and lines that say it; the file with all of them, and the content of <body>."""
+    """The number of the best trial; files with all of them, as a table and as a page."""
 
     number: int
-    said: list[str]
     table: Path
-    page: str
+    report: Path
 
 
-def compared(sweep: Sweep, trials: AllTrials, rungs: Rungs, subject: str, folder: Path) -> Best:
-    """Ranks the trials by the sweep's measure, and writes a table into the folder; ReportedError if all have failed."""
-    latest = standings(sweep, trials, rungs)
-    ranking, table = ranked(sweep, latest), folder / "trials.csv"
-    if ranking[0].result.failure:
-        raise all_failed(sweep, latest)
-    write_table(sweep, ranking, table)
+def compared(platform: Platform, sweep: Sweep, trials: AllTrials, rungs: Rungs, subject: str) -> Best:
+    """Ranks the trials by the sweep's measure, and says which is the best; ReportedError if all have failed."""
+    with run_folder(platform, f"sweep-{subject}") as folder:
+        latest = standings(sweep, trials, rungs)
+        ranking, table = ranked(sweep, latest), folder / "trials.csv"
+        if ranking[0].result.failure:
+            raise all_failed(sweep, latest)
+        write_table(sweep, ranking, table)
+        report = write_page(platform, folder, f"Sweep of {subject}", comparison(sweep, ranking, subject))
     spared = saving(sweep, latest)
     said = [f"\nBest:     {summary(sweep, ranking[0])}", *([f"Trained:  {spared}"] if spared else [])]
-    return Best(ranking[0].number, said, table, comparison(sweep, ranking, subject))
+    where = [f"Trials:   {table}", f"Report:   {report}"] if platform.is_local() else []
+    say_last("\n".join([*said, *where, ""]))
+    return Best(ranking[0].number, table, report)
 
 
 def heads_of(sweep: Sweep, trials: Sequence[Ranked]) -> list[str]:
@@ -70,7 +77,7 @@ def comparison(sweep: Sweep, trials: Sequence[Ranked], subject: str) -> str:
     result, split, spared = best.result, best.result.split, saving(sweep, sorted(trials))
     order = "largest" if sweep.largest else "smallest"
     paragraphs = [f"By {measure} on {result.samples:,} {split} samples after the last epoch, {order} first."]
-    if sweep.measure == "accuracy":
+    if sweep.measure == "accuracy" and result.samples:
         paragraphs[0] += " The figures show the share of errors."
         # One right and one wrong more, or zero errors would mean certainty
         share = (result.measures["accuracy"] * result.samples + 1) / (result.samples + 2)
@@ -120,7 +127,7 @@ def _figure(sweep: Sweep, name: str, trials: Sequence[Ranked]) -> Drawing:
     numeric = all(type(value) in (int, float) for value in values)
     x = values if numeric else [value_text(value) for value in values]
     y = [None if trial.result.failure else trial.result.measures[sweep.measure] for trial in trials]
-    if sweep.measure != "accuracy":
+    if sweep.measure != "accuracy" or not trials[0].result.samples:  # unknown under Lightning, of some loaders
         return Drawing(f"By {name}", scatter(name, x, in_words(sweep.measure), y))
     least = 0.5 / trials[0].result.samples  # the axis is logarithmic
     errors = [None if accuracy is None else max(1 - accuracy, least) for accuracy in y]

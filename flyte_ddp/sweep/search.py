@@ -6,12 +6,14 @@ import math
 import random
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from flyte_ddp.errors import InputError
+from flyte_ddp.lightning.settings import LightningSettings
 from flyte_ddp.settings import Settings, TrainingSettings, setting
 
-T = TypeVar("T", bound=TrainingSettings)
+AnySettings: TypeAlias = TrainingSettings | LightningSettings
+T = TypeVar("T", bound=AnySettings)
 
 MOST_TRIALS = 200
 
@@ -69,7 +71,7 @@ def trials_of(sweep: Sweep, base: T) -> list[T]:
     return list(dict.fromkeys(_with(base, dict(zip(sweep.values, values, strict=True))) for values in chosen))
 
 
-def _check(sweep: Sweep, base: TrainingSettings, name: str, given: Any) -> None:
+def _check(sweep: Sweep, base: AnySettings, name: str, given: Any) -> None:
     """Raises InputError unless every value that the trials can get is valid for the hyperparameter."""
     ends = given
     if sweep.search == "random" and isinstance(given, dict):
@@ -99,7 +101,7 @@ def _grid(sweep: Sweep) -> Iterable[Any]:
     return itertools.product(*sweep.values.values())
 
 
-def _draws(sweep: Sweep, base: TrainingSettings) -> Iterable[Any]:
+def _draws(sweep: Sweep, base: AnySettings) -> Iterable[Any]:
     source = random.Random(sweep.seed)
     types = {field.name: field.type for field in dataclasses.fields(base)}
     for _ in range(sweep.trials):
@@ -119,4 +121,5 @@ def _drawn(share: float, given: Any, whole: bool) -> Any:
 
 
 def _with(base: T, values: dict[str, Any]) -> T:
-    return type(base).from_dict({**dataclasses.asdict(base), **values})
+    made: Any = type(base).from_dict({**dataclasses.asdict(base), **values})
+    return made

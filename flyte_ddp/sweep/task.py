@@ -12,11 +12,9 @@ from flytekit.core.type_engine import TypeEngine
 from flytekit.types.file import FlyteFile
 
 from flyte_ddp.attempt.failures import platform_errors
-from flyte_ddp.attempt.folders import run_folder
 from flyte_ddp.errors import NonFiniteError
 from flyte_ddp.launch.failures import RankError
-from flyte_ddp.report.console import say_last
-from flyte_ddp.settings import TrainingSettings, read_json
+from flyte_ddp.settings import read_json
 from flyte_ddp.sweep.halving import (
     Entrant,
     Rungs,
@@ -29,9 +27,9 @@ from flyte_ddp.sweep.halving import (
     rungs_of,
 )
 from flyte_ddp.sweep.page import compared
-from flyte_ddp.sweep.search import Sweep
+from flyte_ddp.sweep.search import AnySettings, Sweep
 from flyte_ddp.tasks import platform
-from flyte_ddp.tasks.outputs import output_file, output_page
+from flyte_ddp.tasks.outputs import output_file
 from flyte_ddp.tasks.platform import TaskError, is_local
 from flyte_ddp.tasks.recipe import RecipeOutputs
 from flyte_ddp.tasks.resources import small_resources
@@ -52,7 +50,7 @@ class SweepComparison(NamedTuple):
     report: FlyteFile["html"]  # noqa: F821
 
 
-def run_sweep(sweep: Sweep, trials: Sequence[TrainingSettings], run: Any, subject: str, **given: Any) -> Any:
+def run_sweep(sweep: Sweep, trials: Sequence[AnySettings], run: Any, subject: str, **given: Any) -> Any:
     """Runs the trials and compares them: a SweepComparison. For a @dynamic.
 
     Args:
@@ -81,19 +79,19 @@ def _value_of(result: Any) -> TrialResult:
 
 
 def try_out(
-    run: Callable[..., TrainingOutputs | RecipeOutputs], kind: type[TrainingSettings], entrant: Entrant, **given: Any
+    run: Callable[..., TrainingOutputs | RecipeOutputs], kind: type[AnySettings], entrant: Entrant, **given: Any
 ) -> TrialResult:
-    """Trains, by run(settings, init=..., **given), from the entrant's checkpoint; if that is gone, from the start, with
-    the same result.
+    """Trains, by run(settings, **given), with init=... from the entrant's checkpoint; if that is gone, from the start,
+    with the same result.
 
     A loss that is not finite is a result, too. Any other failure is raised: the result would be cached, but not all of
     them, such as a full disk or GPU memory, follow from the settings.
     """
     started, storage = time.time(), FlyteContextManager.current_context().file_access
     settings, checkpoint = kind.from_json(entrant.settings), entrant.checkpoint
-    init = FlyteFile(checkpoint) if checkpoint and storage.exists(checkpoint) else None
+    init = {"init": FlyteFile(checkpoint)} if checkpoint and storage.exists(checkpoint) else {}
     try:
-        outputs = run(settings, init=init, **given)
+        outputs = run(settings, **init, **given)
     except (RankError, TaskError) as error:
         if error.failure.cause != NonFiniteError.__name__:
             raise
@@ -103,8 +101,8 @@ def try_out(
     if not is_local():  # a map task shows no Deck
         report, final = (path and storage.put_raw_data(path) for path in (report, final))
     if isinstance(outputs, RecipeOutputs):
-        measures = outputs.epoch_measures[-1]
-        loss = measures["loss"]
+        measures = outputs.epoch_measures[-1] or outputs.summary.measures  # without validation, under Lightning
+        loss = measures.get("loss", 0.0)  # which a LightningModule need not log
     else:
         measures, loss = {"accuracy": outputs.epoch_accuracies[-1]}, outputs.summary.test_loss
     return result_of(figures, measures, loss, report, final)
@@ -121,9 +119,5 @@ def next_rung(sweep: Sweep, trials: list[str], rungs: Rungs) -> list[Entrant]:
 @platform_errors(platform)
 def compare_trials(sweep: Sweep, trials: list[str], rungs: Rungs, subject: str) -> SweepComparison:
     """Ranks the trials by the sweep's measure; raises ReportedError if none has one."""
-    with run_folder(platform, f"sweep-{subject}") as folder:
-        best = compared(sweep, [read_json(trial) for trial in trials], rungs, subject, folder)
-        report = output_page(folder, f"Sweep of {subject}", best.page)
-    where = [f"Trials:   {best.table}", f"Report:   {report.path}"] if is_local() else []
-    say_last("\n".join([*best.said, *where, ""]))
-    return SweepComparison(trials[best.number - 1], output_file(best.table), report)
+    best = compared(platform, sweep, [read_json(trial) for trial in trials], rungs, subject)
+    return SweepComparison(trials[best.number - 1], output_file(best.table), output_file(best.report))

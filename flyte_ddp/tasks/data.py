@@ -6,25 +6,26 @@ def flowers_wf(folder: FlyteDirectory, settings: Settings = Settings(), ...) -> 
 """
 
 import hashlib
-import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 from flytekit import Cache, HashMethod, task
-from flytekit.core.data_persistence import FileAccessProvider, get_fsspec_storage_options
+from flytekit.core.data_persistence import FileAccessProvider
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 from flytekit.types.structured import StructuredDataset
-from fsspec.core import strip_protocol
 from fsspec.utils import get_protocol
 
+from flyte_ddp.attempt import stored
 from flyte_ddp.code_version import code_version
 from flyte_ddp.data.description import StoredData
 from flyte_ddp.data.stored import stored_data, use_storage_options
 from flyte_ddp.storage import stream_digest
+from flyte_ddp.tasks import platform
 from flyte_ddp.tasks.caching import CodeVersion, OnClustersOnly
-from flyte_ddp.tasks.platform import is_local, storage
+from flyte_ddp.tasks.platform import is_local
 from flyte_ddp.tasks.resources import small_resources
 
 # --- where they are ---
@@ -37,6 +38,15 @@ def url_of(given: FlyteFile | FlyteDirectory) -> str:
 
 def downloaded(given: FlyteFile | FlyteDirectory | None) -> Path | None:
     return None if given is None else Path(given.download())
+
+
+def downloaded_once(given: FlyteFile | FlyteDirectory | None) -> Path | None:
+    """A copy that all ranks of this host share."""
+    if given is None:
+        return None
+    url, is_folder = url_of(given), isinstance(given, FlyteDirectory)
+    download = partial(platform.storage().get_data, url, is_multipart=is_folder)
+    return stored.download_once(url, "" if is_folder else Path(url).name, download)
 
 
 def source_of(given: FlyteFile | FlyteDirectory | StoredData | None) -> Path | StoredData | None:
@@ -66,7 +76,7 @@ def new_folder() -> FlyteDirectory:
 def _storage_options(url: str) -> dict[str, dict[str, Any]]:
     """Flyte's settings for the URL's storage, as use_storage_options wants them."""
     protocol = get_protocol(url)
-    return {} if protocol == "file" else {protocol: get_fsspec_storage_options(protocol)}
+    return {} if protocol == "file" else {protocol: platform.storage_options(protocol)}
 
 
 def in_place(file: FlyteFile) -> FlyteFile:
@@ -75,12 +85,8 @@ def in_place(file: FlyteFile) -> FlyteFile:
 
 
 def list_files(folder: FlyteDirectory) -> dict[str, str]:
-    """Each file's name below the folder, sorted, with details that change when the file does; without hidden files."""
-    source = url_of(folder)
-    root = str(strip_protocol(source)).rstrip("/")
-    details = _filesystem(source).find(root, detail=True)
-    found = {path[len(root) + 1 :]: str(of_file) for path, of_file in details.items()}
-    return {name: found[name] for name in sorted(found) if not any(part[0] == "." for part in name.split("/"))}
+    """See flyte_ddp.attempt.stored."""
+    return stored.list_files(platform, url_of(folder))
 
 
 def fetch(folder: FlyteDirectory, names: Sequence[str], into: Path) -> list[tuple[str, str]]:
@@ -89,12 +95,9 @@ def fetch(folder: FlyteDirectory, names: Sequence[str], into: Path) -> list[tupl
     if not FileAccessProvider.is_remote(source):
         return [(name, str(Path(source, name))) for name in names]
     copies = [str(into / f"{number}{Path(name).suffix}") for number, name in enumerate(names)]
-    _filesystem(source).get([f"{source.rstrip('/')}/{name}" for name in names], copies)
+    files, root = stored.files_at(platform, source)
+    files.get([f"{root}/{name}" for name in names], copies)
     return list(zip(names, copies, strict=True))
-
-
-def _filesystem(url: str) -> Any:
-    return storage().get_filesystem_for_path(url)
 
 
 # --- their content ---
@@ -102,12 +105,13 @@ def _filesystem(url: str) -> Any:
 
 def of_folder(folder: FlyteDirectory) -> str:
     """A hash that changes when a file is added, removed or written to; of names, sizes, times and other metadata."""
-    return hashlib.sha256(json.dumps(list_files(folder)).encode()).hexdigest()
+    return stored.folder_digest(platform, url_of(folder))
 
 
 def of_file(file: FlyteFile) -> str:
     """The same for one file."""
-    return hashlib.sha256(str(_filesystem(url_of(file)).info(url_of(file))).encode()).hexdigest()
+    files, path = stored.files_at(platform, url_of(file))
+    return hashlib.sha256(str(files.info(path)).encode()).hexdigest()
 
 
 def of_content(file: FlyteFile) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 from flytekit.interaction.click_types import DirParamType, FileParamType, UnionParamType
 from flytekit.types.file import PythonPickledFile
 
-from flyte_ddp.attempt.training import IMAGE_CLASSIFIER
+from flyte_ddp.attempt.training import check_classifier
 from flyte_ddp.errors import InputError
 from flyte_ddp.model_metadata import ModelMetadata, read_metadata
 from flyte_ddp.reading import read_settings
@@ -49,11 +49,8 @@ def classifier_metadata(model_state: PythonPickledFile | None) -> ModelMetadata 
     if is_local() and not Path(path).is_file():
         raise InputError(f"model_state must be a file, and {path} is none: give the one of a training")
     known = read_metadata(model_state.download())
-    if known and known.recipe != IMAGE_CLASSIFIER.name:
-        raise InputError(
-            f"model_state must be of a built-in classifier, and {path} is of {known.recipe}: docs/your-own-model.md "
-            "says what there is for recipes"
-        )
+    if known:
+        check_classifier(known, path)
     return known
 
 

@@ -4,12 +4,9 @@ DDP_NNODES=4 pyflyte ... register is one main node and three workers.
 """
 
 import platform as machine
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 from flytekit.extend import IgnoreOutputs, TaskPlugins
-from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 from flytekitplugins.kfpytorch import CleanPodPolicy, Elastic, RunPolicy
 from flytekitplugins.kfpytorch.task import PytorchElasticFunctionTask
@@ -18,13 +15,12 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 from flyte_ddp.attempt.failures import attempt_error, failure_of, places_of
-from flyte_ddp.attempt.multinode import download_once, failure_of_node
+from flyte_ddp.attempt.multinode import failure_of_node
 from flyte_ddp.attempt.registration import registration
 from flyte_ddp.attempt.requested import registered_environment
 from flyte_ddp.attempt.webhook import telling_webhook
 from flyte_ddp.errors import RecoverableError
 from flyte_ddp.tasks import platform
-from flyte_ddp.tasks.data import url_of
 
 
 class Multinode(Elastic):
@@ -82,15 +78,6 @@ def multinode(arguments: dict[str, Any]) -> dict[str, Any]:
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
     }
     return {**arguments, "task_config": nodes, "environment": environment}
-
-
-def downloaded_once(given: FlyteFile | FlyteDirectory | None) -> Path | None:
-    """A copy that all ranks of this host share."""
-    if given is None:
-        return None
-    url, is_folder = url_of(given), isinstance(given, FlyteDirectory)
-    download = partial(platform.storage().get_data, url, is_multipart=is_folder)
-    return download_once(url, "" if is_folder else Path(url).name, download)
 
 
 def picklable(outputs: Any) -> Any:

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
-from flyte_ddp.report.article import document
+from flyte_ddp.attempt.page import write_page
 from flyte_ddp.tasks import platform
 
 F = TypeVar("F", bound=FlyteFile)
@@ -23,10 +23,7 @@ def output_folder(path: Path, url: str = "") -> FlyteDirectory:
 
 def output_page(folder: Path, title: str, fragment: str) -> FlyteFile:
     """A page as an HTML file of its own in the folder, and as the task's Deck."""
-    path = folder / "report.html"
-    path.write_text(document(title, fragment), encoding="utf-8")
-    platform.publisher(title)(fragment)
-    return output_file(path)
+    return output_file(write_page(platform, folder, title, fragment))
 
 
 def _storage() -> Any:

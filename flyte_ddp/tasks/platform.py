@@ -3,10 +3,10 @@
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from flytekit import Deck, FlyteContextManager, current_context
-from flytekit.core.data_persistence import FileAccessProvider
+from flytekit.core.data_persistence import FileAccessProvider, get_fsspec_storage_options
 from flytekit.exceptions.system import FlyteDownloadDataException
 from flytekit.exceptions.user import (
     FlyteDataNotFoundException,
@@ -87,9 +87,8 @@ def put(path: Path, url: str) -> None:
     storage().put_data(str(path), url)
 
 
-def open_file(url: str) -> BinaryIO:
-    file: BinaryIO = storage().get_filesystem_for_path(url).open(url, "rb")
-    return file
+def storage_options(protocol: str) -> dict[str, Any]:
+    return get_fsspec_storage_options(protocol, storage().data_config)
 
 
 # --- what Flyte shows ---

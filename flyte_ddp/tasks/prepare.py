@@ -11,12 +11,9 @@ from flytekit.types.directory import FlyteDirectory
 
 from flyte_ddp.attempt import datasets
 from flyte_ddp.attempt.failures import platform_errors
-from flyte_ddp.attempt.registration import registration
 from flyte_ddp.attempt.requested import registered_environment
 from flyte_ddp.code_version import code_version
 from flyte_ddp.data import prepared
-from flyte_ddp.errors import InputError
-from flyte_ddp.launch.environment import choose_world
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.tasks import platform
@@ -44,12 +41,8 @@ PreparedDataset = Annotated[FlyteDirectory, HashMethod(dataset_digest)]
 @platform_errors(platform)
 def resolve_dataset(hp: Hyperparameters, options: RunOptions, auto: str = "mnist") -> str:
     """The name of the dataset to train on, auto being the workflow's own; not cached in local runs, which may need a
-    stand-in.
-
-    A local run finds out here, before anything is downloaded or spawned, whether this machine can do what is asked.
-    """
-    if is_local():
-        choose_world(hp.backend, options.nproc, hp.batch_size)
+    stand-in, or find out here that this machine cannot do what is asked."""
+    datasets.check_ranks(platform, hp, options)
     return resolve_name(hp.dataset, auto)
 
 
@@ -61,12 +54,7 @@ def resolve_dataset(hp: Hyperparameters, options: RunOptions, auto: str = "mnist
 @platform_errors(platform)
 def resolve_for_multinode(hp: Hyperparameters, auto: str = "mnist") -> str:
     """The same for many nodes; refuses inputs that the nodes would refuse only after they have started."""
-    if is_local():
-        raise InputError("many nodes need a cluster: register this workflow, or run the one for a single machine here")
-    asked = registration()
-    ranks = asked.node_range[1] * asked.ranks_per_node
-    if hp.batch_size < ranks:
-        raise InputError(f"batch_size must be at least the number of ranks ({ranks}), got {hp.batch_size}: raise it")
+    datasets.check_nodes(platform, hp)
     return resolve_name(hp.dataset, auto)
 
 

@@ -48,6 +48,10 @@ class RecipeOutputs(NamedTuple):
     logs: FlyteDirectory
 
 
+def recipe_outputs(trained: Trained) -> RecipeOutputs:
+    return RecipeOutputs(trained.epoch_measures, *files_of(trained, trained.recipe_summary()))
+
+
 class RecipeTraining(FlytekitTraining[RecipeOutputs]):
     """A recipe, known only by its name: its module, which imports torch, is for the ranks.
 
@@ -89,4 +93,4 @@ class RecipeTraining(FlytekitTraining[RecipeOutputs]):
         return output_file(predicted(platform, subject, Path(model_state.download()), shard, shards, split))
 
     def outputs_of(self, trained: Trained) -> RecipeOutputs:
-        return RecipeOutputs(trained.epoch_measures, *files_of(trained, trained.recipe_summary()))
+        return recipe_outputs(trained)

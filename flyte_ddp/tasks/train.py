@@ -10,13 +10,12 @@ from flytekit.types.file import FlyteFile, PythonPickledFile
 
 from flyte_ddp.attempt.registration import registration
 from flyte_ddp.attempt.summaries import TrainingSummary
-from flyte_ddp.attempt.training import IMAGE_CLASSIFIER, Trained, Training, image_subject
+from flyte_ddp.attempt.training import IMAGE_CLASSIFIER, OfImages, Trained, Training
 from flyte_ddp.data.description import StoredData
-from flyte_ddp.engine.job import Subject
 from flyte_ddp.settings import RunOptions, TrainingSettings
 from flyte_ddp.tasks import platform
 from flyte_ddp.tasks.caching import CodeVersion
-from flyte_ddp.tasks.data import downloaded
+from flyte_ddp.tasks.data import downloaded, downloaded_once
 from flyte_ddp.tasks.outputs import output_file, output_folder
 from flyte_ddp.tasks.resources import training_resources
 
@@ -49,21 +48,15 @@ class FlytekitTraining(Training[Data, Outputs]):
     def downloaded(self, given: Data) -> Path | None:
         return downloaded(given)
 
+    def downloaded_once(self, given: Data) -> Path | None:
+        return downloaded_once(given)
+
     def run_as_rank(
         self, settings: TrainingSettings, options: RunOptions, data: Data | StoredData = None, init: Data = None
-    ) -> Outputs:
-        """Trains as one rank of many nodes, in a task whose arguments come from multinode; outputs on rank 0 only."""
-        from flyte_ddp.attempt.multinode import train_as_rank  # they import torch
-        from flyte_ddp.tasks.multinode import downloaded_once, picklable
+    ) -> Outputs:  # as its base says, in a task whose arguments come from multinode
+        from flyte_ddp.tasks.multinode import picklable  # imports torch
 
-        def fetch() -> Subject:
-            source = data if isinstance(data, StoredData) else downloaded_once(data)
-            return self.subject(settings, source, downloaded_once(init))
-
-        asked = registration()
-        nodes = asked.node_range, asked.ranks_per_node
-        trained = train_as_rank(platform, settings, options, fetch, *nodes, self.observers)
-        return picklable(self.outputs_of(trained) if trained else None)
+        return picklable(super().run_as_rank(settings, options, data, init))
 
 
 def files_of(trained: Trained, summary: Any) -> tuple[PythonPickledFile, Any, FlyteFile, FlyteDirectory]:
@@ -91,18 +84,11 @@ class TrainingOutputs(NamedTuple):
     logs: FlyteDirectory
 
 
-class ImageTraining(FlytekitTraining[TrainingOutputs]):
+class ImageTraining(OfImages[Data, TrainingOutputs], FlytekitTraining[TrainingOutputs]):
     """Trains an image classifier on a prepared dataset."""
 
-    def subject(
-        self, settings: TrainingSettings, source: Path | StoredData | None, init: Path | None = None
-    ) -> Subject:
-        assert isinstance(source, Path)
-        return image_subject(settings, source, init)
-
     def outputs_of(self, trained: Trained) -> TrainingOutputs:
-        accuracies = [measures["accuracy"] for measures in trained.epoch_measures]
-        return TrainingOutputs(accuracies, *files_of(trained, trained.image_summary()))
+        return TrainingOutputs(trained.epoch_accuracies, *files_of(trained, trained.image_summary()))
 
 
-image_training = ImageTraining(IMAGE_CLASSIFIER)
+image_training = ImageTraining()

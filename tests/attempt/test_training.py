@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from flyte_ddp.attempt.training import IMAGE_CLASSIFIER, Trained, Training, image_subject
+from flyte_ddp.attempt.training import OfImages, Trained
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.user_code import find_code
@@ -67,8 +67,8 @@ class Folders:
         Path(url).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, url)
 
-    def open_file(self, url):
-        return open(url, "rb")
+    def storage_options(self, protocol):
+        return {}
 
     def publisher(self, title):
         return self.pages.append
@@ -77,16 +77,15 @@ class Folders:
         return FolderError(failure, message)
 
 
-class FolderTraining(Training[Path, Trained]):
+class FolderTraining(OfImages[Path, Trained]):
     def __init__(self, platform, observers=()):
-        super().__init__(IMAGE_CLASSIFIER, [find_code(f"tests.attempt.killers:{name}") for name in observers])
+        super().__init__([find_code(f"tests.attempt.killers:{name}") for name in observers])
         self.platform = platform
 
     def downloaded(self, given):
         return given
 
-    def subject(self, settings, source, init=None):
-        return image_subject(settings, source, init)
+    downloaded_once = downloaded
 
     def outputs_of(self, trained):
         return trained

@@ -24,6 +24,7 @@ from flyte_ddp.tasks.platform import TaskInterruptedError
 from flyte_ddp.tasks.recipe import RecipeTraining
 from flyte_ddp.tasks.train import image_training
 from scripts import dry_run
+from tests.packages import full_package, sandbox_package
 from tests.pod import Pod, literal, package, package_for_here, small_dataset
 
 TOKEN = "a-token-that-is-not-shown"
@@ -81,7 +82,8 @@ def bad_server(drip):
         listening.close()
 
 
-def test_a_failed_training_is_told_with_rank_host_cause_and_the_link(server, tmp_path):
+@pytest.mark.slow
+def test_a_failed_pod_says_rank_host_cause_and_where_the_logs_are_and_tells_the_webhook(server, tmp_path):
     task = package_for_here().tasks["workflows.mnist.pytorch_mnist_task"]
     inputs = {
         "hp": literal(Hyperparameters(learning_rate=1e30)),
@@ -97,8 +99,13 @@ def test_a_failed_training_is_told_with_rank_host_cause_and_the_link(server, tmp
         "DDP_CONSOLE": "https://flyte.example.org/console/",
     }
     pod = Pod(task, inputs, tmp_path / "pod", environment=flytes)
-    assert pod.finish() == 0
-    assert "NonFiniteError" in pod.error.error.message, "as without a webhook"
+    assert pod.finish() == 0, "Flyte reads the error from the file"
+    _, _, first, second, *_ = pod.error.error.message.splitlines()
+    assert re.search(rf"TaskError: rank \d on {machine.node()}: NonFiniteError: loss is not finite in epoch 1", first)
+    logs = tmp_path / "pod" / "raw" / "logs"
+    assert second.strip() == f"Logs: {logs}"
+    assert "NonFiniteError" in (logs / "console.log").read_text()
+    assert "NonFiniteError" in (logs.parent / "report.html").read_text()
     (posted,) = server.posted
     link = "https://flyte.example.org/console/projects/shop/domains/production/executions/a1b2c3"
     assert posted.pop("rank") in (0, 1)
@@ -198,22 +205,21 @@ def test_a_pod_that_lacks_its_gpus_is_told(server, monkeypatch, training):
 
 
 def test_training_pods_know_the_webhook_or_its_secret():
-    training = "workflows.mnist.pytorch_mnist_task"
-    url = "https://hooks.example.org/1"
-    open_one = package(DDP_WEBHOOK=url, DDP_CONSOLE="https://flyte.example.org/console")
-    given = {variable.key: variable.value for variable in open_one.tasks[training].container.env}
-    assert (given["DDP_WEBHOOK"], given["DDP_CONSOLE"]) == (url, "https://flyte.example.org/console")
-    secret = package(DDP_WEBHOOK_SECRET="hooks/url", DDP_WANDB_SECRET="tracking/key").tasks[training]
+    open_one, secret = (
+        made.tasks["workflows.mnist.pytorch_mnist_task"] for made in (full_package(), sandbox_package())
+    )
+    given = {variable.key: variable.value for variable in open_one.container.env}
+    assert given["DDP_WEBHOOK"] == "https://hooks.example.org/1"
+    assert given["DDP_CONSOLE"] == "https://flyte.example.org/console"
     found = {one.env_var: (one.group, one.key) for one in secret.security_context.secrets}
     assert found == {"DDP_POD_WEBHOOK": ("hooks", "url"), "WANDB_API_KEY": ("tracking", "key")}
     assert {one.mount_requirement for one in secret.security_context.secrets} == {Secret.MountType.ENV_VAR.value}
     assert "DDP_WEBHOOK" not in {variable.key for variable in secret.container.env}
 
 
-@pytest.mark.parametrize(("kind", "field"), [("slack", "slack"), ("email", "email")])
-def test_ready_made_launch_plans_notify(kind, field):
-    asked = {"DDP_NOTIFY": f"{kind}:a@example.org,b@example.org", "DDP_NOTIFY_PHASES": "succeeded,failed"}
-    plans = package(**asked).launch_plans
+@pytest.mark.parametrize(("registered", "field"), [(full_package, "slack"), (sandbox_package, "email")])
+def test_ready_made_launch_plans_notify(registered, field):
+    plans = registered().launch_plans
     for name in ("mnist", "fashion_mnist", "cifar10", "digits_smoke", "nightly"):
         (notified,) = plans[name].spec.entity_metadata.notifications
         assert list(getattr(notified, field).recipients_email) == ["a@example.org", "b@example.org"]

@@ -112,7 +112,9 @@ def test_one_and_three_ranks_give_the_same_as_two(by_pyflyte):
     )
     assert done.returncode == 0, done.stderr
     two = torch.load(folder_of(by_pyflyte) / "model.pt", weights_only=True)
-    for line in done.stdout.splitlines():
+    lines = done.stdout.splitlines()
+    assert len(lines) == 2
+    for line in lines:
         model, *losses = line.split()
         weights = torch.load(model, weights_only=True)
         # Adam enlarges the rounding of another number of threads wherever a gradient is nearly zero: not by element

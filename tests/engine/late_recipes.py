@@ -4,7 +4,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from tests.engine.probe_recipes import SIZE, WIDTH, Rows, Sound, table
+from tests.engine.dataset_recipes import Rows
+from tests.engine.probe_recipes import SIZE, WIDTH, Sound, table
 
 # --- outputs ---
 

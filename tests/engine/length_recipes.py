@@ -101,6 +101,17 @@ class Wrong(Varied):
         return Sentences(extra=1)
 
 
-class WrongInTheMiddle(Varied):
+class Ragged(Varied):
     def lengths(self, split):
-        return [*LENGTHS[:4], LENGTHS[4] + 1, *LENGTHS[5:]]
+        return [[length] * (1 + length % 2) for length in LENGTHS]
+
+
+class WrongInTheMiddle(Varied):
+    more = 1
+
+    def lengths(self, split):
+        return [*LENGTHS[:4], LENGTHS[4] + self.more, *LENGTHS[5:]]
+
+
+class TooShortInTheMiddle(WrongInTheMiddle):
+    more = -1

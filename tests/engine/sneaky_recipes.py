@@ -6,7 +6,8 @@ import torch
 from torch import distributed, nn
 from torchvision.ops import StochasticDepth
 
-from tests.engine.probe_recipes import SIZE, WIDTH, NoisyRows, Rows, Sound, body, table
+from tests.engine.dataset_recipes import NoisyRows, Rows
+from tests.engine.probe_recipes import SIZE, WIDTH, Sound, body, table
 
 # --- the rank, and the number of ranks ---
 

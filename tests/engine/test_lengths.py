@@ -14,8 +14,10 @@ from flyte_ddp.settings import RunOptions
 from flyte_ddp.training import train
 from tests.engine.length_recipes import (
     HeldOut,
+    Ragged,
     Sorted,
     TooFew,
+    TooShortInTheMiddle,
     Unsorted,
     Varied,
     WindowAlone,
@@ -80,7 +82,9 @@ def test_what_is_in_memory_is_cut_to_the_longest_of_a_batch_and_sorting_saves_pa
             InputError,
             r"lengths must be those of the first dimension of a tensor's samples, but for samples 0 and",
         ),
-        (WrongInTheMiddle, DataError, r"samples have a length of at most \d+, but lengths says \d+"),
+        (Ragged, InputError, r"lengths must be 30 whole numbers of at least 1, one for each sample"),
+        (WrongInTheMiddle, DataError, r"samples have a length of at most 7, but lengths says 8"),
+        (TooShortInTheMiddle, DataError, r"samples have a length of at most 7, but lengths says 6"),
     ],
 )
 def test_lengths_that_are_not_those_of_the_samples_are_refused(tmp_path, recipe, error, words):

@@ -125,6 +125,7 @@ def test_loader_workers_end_with_a_killed_parent(digits, tmp_path):
         parent.kill()
         # the ranks and their workers hold the pipe too: this returns when the last of them has ended
         parent.communicate(timeout=60)
+    assert len(pids(tmp_path)) == 4
     assert all(has_ended(pid) for pid in pids(tmp_path))
     assert list(tmp_path.glob("ddp-*")) == []
 

@@ -2,10 +2,12 @@
 
 import json
 import shutil
+import threading
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from tqdm import tqdm
 
 from flyte_ddp.errors import InputError
 from flyte_ddp.events import CheckpointRefused, RunStarted
@@ -57,6 +59,20 @@ def cut(file):
         ),
         (lambda folder: shutil.copy(folder / "a.safetensors", folder / "b.safetensors"), "lacks last in b.safetensors"),
         (lambda folder: cut(folder / INDEX), "index.json was cut off or damaged"),
+        (lambda folder: (folder / INDEX).write_text("{}"), "index.json was cut off or damaged"),
+        (
+            lambda folder: (folder / INDEX).write_text('{"weight_map": {"first": ["a.safetensors"]}}'),
+            "index.json was cut off or damaged",
+        ),
+        (
+            lambda folder: (folder / "a.safetensors").rename(folder / "model-00001-of-00002.safetensors"),
+            "lacks first in a.safetensors",
+        ),
+        (
+            lambda folder: shutil.copy(folder / "a.safetensors", folder / "model-00001-of-00002.safetensors"),
+            "must have the index of its files, but .* has none for model-00001-of-00002.safetensors: write it anew",
+        ),
+        (lambda folder: cut(folder / "config.json"), "config.json was cut off or damaged"),
         (
             lambda folder: (folder / "config.json").unlink(),
             "must have a config.json or adapter_config.json, but .* has none",
@@ -82,6 +98,7 @@ def test_a_training_starts_from_a_folder_which_belongs_to_its_identity(tmp_path)
     result, events = run(Tuned, tmp_path, init=first)
     (started,) = [event for event in events if isinstance(event, RunStarted)]
     assert started.remarks == ["Starts from the folder first"]
+    assert isinstance(tqdm.get_lock(), type(threading.RLock())), "or each rank would leave a semaphore behind"
     assert Tuned.load_model(result.model_path, init_path=first).state_dict().keys() == weights(result.model_path).keys()
     with pytest.raises(InputError, match=r"Tuned starts from given weights: give the folder that has them as init"):
         Tuned.load_model(result.model_path)
@@ -99,7 +116,7 @@ def test_adapters_of_a_folders_weights_are_loaded_with_the_same_folder_alone(tmp
     save_encoder(first, dtype=torch.bfloat16)
     save_encoder(other, seed=1, dtype=torch.bfloat16)
     result, _ = run(Adapted, tmp_path, init=first)
-    assert all("lora" in name for name in weights(result.model_path))
+    assert {"lora" in name for name in weights(result.model_path)} == {True}
     loaded = Adapted.load_model(result.model_path, init_path=first)
     assert {weight.dtype for weight in loaded.parameters()} == {torch.float32, torch.bfloat16}
     with pytest.raises(

@@ -16,7 +16,8 @@ from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.training import train as train_recipe
 from tests.commands import same
-from tests.engine.probe_recipes import SeededDataset, Settings
+from tests.engine.dataset_recipes import SeededDataset
+from tests.engine.probe_recipes import Settings
 from tests.engine.test_training import Unplugged, identical, relative_difference
 
 # High rates waver: an earlier epoch than the last is the best

@@ -1,17 +1,18 @@
 """Runs a task of Flyte 2 as a cluster would: the very command of its pod, as the SDK writes it, with object storage."""
 
+import io
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import torch
 from flyte import TaskTemplate
-from flyte.models import SerializationContext
+from flyte.models import CodeBundle, SerializationContext
 from flyte.syncify import syncify
 from flyte.types import TypeEngine
 from flyteidl2.core.execution_pb2 import ErrorDocument
@@ -20,7 +21,6 @@ from flyteidl2.task.common_pb2 import Inputs, NamedLiteral, Outputs
 from tests.commands import ROOT
 from tests.object_storage import ObjectStorage
 
-BIN = Path(sys.executable).parent
 BUCKET = "s3://bucket"
 
 
@@ -51,11 +51,14 @@ class Pod2:
         number: int = 1,
         action: str = "train",
         environment: Mapping[str, str] = {},
+        code: str = "",
     ):
+        """code: the URL of the archive with the code; without it, the code is this checkout's."""
         self.task, self.storage, self.name = task, storage, f"bucket/run/{action}"
         self.folder = f"{self.name}/{number}"
         storage.objects[f"{self.name}/inputs.pb"] = serialised(task, values)
-        context = SerializationContext(version="v1", root_dir=ROOT)
+        bundle = CodeBundle(computed_version="v1", tgz=code) if code else None
+        context = SerializationContext(version="v1", root_dir=ROOT, code_bundle=bundle)
         before = f"s3://{self.name}/{number - 1}/_flytecheckpoints" if number > 1 else '""'
         given = {
             "{{.input}}": f"s3://{self.name}/inputs.pb",
@@ -68,7 +71,6 @@ class Pod2:
         }
         self.command = [given.get(argument, argument) for argument in task.container_args(context)]
         self.environment = {
-            **os.environ,
             **storage.environment,
             **environment_of(task),
             "_U_RUN_BASE": f"{BUCKET}/run",
@@ -77,7 +79,6 @@ class Pod2:
             "FLYTE_INTERNAL_EXECUTION_ID": "run",
             "FLYTE_INTERNAL_EXECUTION_PROJECT": "flytesnacks",
             "FLYTE_INTERNAL_EXECUTION_DOMAIN": "development",
-            "PYTHONPATH": str(ROOT),
             **environment,
         }
         self.before: list[str] = []  # what starts the command
@@ -86,9 +87,9 @@ class Pod2:
     def start(self) -> "subprocess.Popen[str]":
         with open(self.log_file, "w") as log:
             return subprocess.Popen(
-                [*self.before, str(BIN / self.command[0]), *self.command[1:]],
+                [*self.before, *self.command],
                 cwd=ROOT,
-                env=self.environment,
+                env={**os.environ, "PYTHONPATH": str(ROOT), **self.environment},
                 stdout=log,
                 stderr=log,
                 text=True,
@@ -101,9 +102,12 @@ class Pod2:
         try:
             yield process
         finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            self.end(process)
             process.wait()
+
+    def end(self, process: "subprocess.Popen[str]") -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
     def finish(self, timeout: float = 300) -> int:
         with self.running() as process:
@@ -132,3 +136,10 @@ class Pod2:
     @property
     def log(self) -> str:
         return self.log_file.read_text()
+
+
+def weights(storage: ObjectStorage, outputs: Any) -> dict[str, torch.Tensor]:
+    """Of a training, from the storage."""
+    content = storage.objects[outputs.model_state.path.removeprefix("s3://")]
+    found: dict[str, torch.Tensor] = torch.load(io.BytesIO(content), weights_only=True)
+    return found

@@ -6,6 +6,7 @@ import re
 import shutil
 from pathlib import Path
 
+import flyte
 import numpy as np
 import pytest
 from click.testing import CliRunner
@@ -13,6 +14,7 @@ from flyte.cli._params import JsonParamType
 from flyte.cli.main import main
 
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
+from scripts.smoke2 import all_runs
 from tests.commands import ROOT, words
 
 SMALL = {"dataset": "digits", "epochs": 1, "batch_size": 512}
@@ -86,6 +88,17 @@ def test_a_trained_model_is_promoted_and_predicts(tmp_path, monkeypatch):
     assert len(parts) == 2
     rows = np.concatenate([np.load(part) for part in parts])
     assert np.array_equal(rows, np.load(run / "logs" / "predictions.npy"))
+
+
+@pytest.mark.slow
+def test_what_a_cluster_is_tried_with_runs_here_too(tmp_path, monkeypatch):
+    monkeypatch.setenv("DDP_RUNS_DIR", str(tmp_path))
+    ended = list(all_runs(flyte.with_runcontext("local").run))
+    trained, again, swept, promoted, predicted = (run.outputs()[0] for run in ended)
+    assert trained == again, "cached"
+    assert swept.training.summary.dataset == "digits"
+    assert promoted.promoted
+    assert len(predicted) == 2
 
 
 @pytest.mark.slow

@@ -1,13 +1,11 @@
 """The pods of a JobSet on this machine: the command that the SDK writes, with the variables that the backend sets."""
 
 import importlib
-import io
 import os
 import shutil
 import subprocess
 
 import pytest
-import torch
 from flyte.clustered import ClusteredTaskEnvironment
 from flyte.io import Dir
 from flyteidl2.core.execution_pb2 import ContainerError
@@ -18,7 +16,7 @@ from flyte_ddp.flyte2.environment import clustered
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
 from tests.commands import free_port, same
-from tests.flyte2.pod import Pod2
+from tests.flyte2.pod import Pod2, weights
 from tests.object_storage import object_storage
 
 HP = Hyperparameters(epochs=4, batch_size=16, precision="float32")
@@ -54,7 +52,7 @@ def node(tasks, storage, small_data, tmp_path):
     (tmp_path / "hosts").write_text(f"127.0.0.1 localhost {MASTER}\n")
     ports, data = free_port(), Dir(path="s3://bucket/small", hash=prepared.read_description(small_data).digest)
 
-    def make(number, restart=0, timeout_seconds=100.0, **environment):
+    def make(number, restart=0, timeout_seconds=100.0, rendezvous="static", **environment):
         jobset = {
             "JOBSET_NAME": "job",
             "POD_NAMESPACE": "here",
@@ -63,7 +61,7 @@ def node(tasks, storage, small_data, tmp_path):
             "JOBSET_MAX_RESTARTS": str(restart),
             "NNODES": "2",
             "NPROC_PER_NODE": "1",
-            "RDZV_BACKEND": "static",
+            "RDZV_BACKEND": rendezvous,
             "MASTER_PORT": str(ports + restart),
             "TMPDIR": str(tmp_path / f"{number}-{restart}"),
             "CUDA_VISIBLE_DEVICES": "",
@@ -82,24 +80,21 @@ def node(tasks, storage, small_data, tmp_path):
     return make
 
 
-def weights(storage, outputs):
-    return torch.load(io.BytesIO(storage.objects[outputs.model_state.path.removeprefix("s3://")]), weights_only=True)
-
-
 @pytest.mark.slow
-def test_a_lost_node_restarts_all_and_they_go_on_where_they_were(node, storage, tasks, small_data):
+@pytest.mark.parametrize(("rendezvous", "lost"), [("static", 1), ("c10d", 0)])
+def test_a_lost_node_restarts_all_and_they_go_on_where_they_were(node, storage, tasks, rendezvous, lost):
     values = {"hp": HP, "data": Dir(path="s3://bucket/small"), "options": RunOptions(nproc=2)}
     alone = Pod2(tasks[1].train, values, storage, environment={"DDP_POD_GPUS": "0", "CUDA_VISIBLE_DEVICES": ""})
     assert alone.finish() == 0, alone.log
 
-    first, lost = node(0), node(1)
-    with first.running() as process:
-        lost.kill_when(lambda objects: CHECKPOINT in objects)
+    pods = [node(number, rendezvous=rendezvous) for number in range(2)]
+    with pods[1 - lost].running() as process:
+        pods[lost].kill_when(lambda objects: CHECKPOINT in objects)
         assert process.wait(120) == 1, "the JobSet's controller starts all pods again"
-    first, second = node(0, restart=1), node(1, restart=1)
+    first, second = (node(number, restart=1, rendezvous=rendezvous) for number in range(2))
     with first.running() as process, second.running() as other:
         assert process.wait(200) == other.wait(20) == 0, first.log + second.log
-    assert "resuming from the checkpoint" in first.log
+    assert "resuming from the checkpoint" in first.log + second.log
     assert same(weights(storage, first.outputs()), weights(storage, alone.outputs()))
     assert "bucket/run/nodes/1/logs/rank-0.log" in storage.objects, "of the ranks before the restart"
     assert "bucket/run/nodes/1/restart-1/logs/rank-1.log" in storage.objects

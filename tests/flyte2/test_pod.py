@@ -1,25 +1,31 @@
 """The command of a Flyte 2 pod that trains, as the SDK writes it: killed, started again, retried, stopped."""
 
-import io
+import errno
 import os
 import signal
 import threading
 
 import pytest
-import torch
+from flyte._internal.runtime.convert import convert_from_native_to_error
 from flyte.io import Dir
 from flyteidl2.core.execution_pb2 import ContainerError
+from flyteidl2.task.common_pb2 import Inputs
 
-from flyte2 import mnist
+from flyte2 import mnist, promote
 from flyte_ddp.data import prepared
+from flyte_ddp.flyte2 import platform
+from flyte_ddp.launch.failures import from_exception, from_exit_code
+from flyte_ddp.promote.job import PromotionOptions
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
 from tests.attempt.test_webhook import Server
 from tests.commands import same
-from tests.flyte2.pod import Pod2
+from tests.flyte2.pod import Pod2, weights
 from tests.object_storage import object_storage
+from tests.report import wandb_server as tracker
 
 HP = Hyperparameters(epochs=4, batch_size=16, precision="float32")
+NO_GPU = {"DDP_POD_GPUS": "0", "CUDA_VISIBLE_DEVICES": ""}  # so that this machine's do not matter
 OFTEN = RunOptions(checkpoint_seconds=0.2)
 CHECKPOINT = "bucket/run/train/1/_flytecheckpoints/checkpoint"
 
@@ -41,17 +47,16 @@ def data(storage, small_data):
 @pytest.fixture(scope="module")
 def pod(storage, data):
     def make(action="train", number=1, hp=HP, options=OFTEN, **environment):
-        # no GPU is asked for, so that this machine's do not matter
-        environment = {"DDP_POD_GPUS": "0", "CUDA_VISIBLE_DEVICES": "", **environment}
         values = {"hp": hp, "data": data, "options": options}
-        return Pod2(mnist.train, values, storage, number, action, environment)
+        return Pod2(mnist.train, values, storage, number, action, {**NO_GPU, **environment})
 
     return make
 
 
-def weights(storage, outputs):
-    content = storage.objects[outputs.model_state.path.removeprefix("s3://")]
-    return torch.load(io.BytesIO(content), weights_only=True)
+def tracker_runs(server):
+    """Their names, each time that a client opens or changes one."""
+    asked = zip(server.operations, server.variables, strict=False)  # both grow
+    return [variables["name"] for operation, variables in asked if operation == "UpsertBucket"]
 
 
 @pytest.fixture(scope="module")
@@ -82,14 +87,65 @@ def test_a_killed_pod_comes_back_as_the_same_attempt_and_goes_on_where_it_was(st
 
 
 @pytest.mark.slow
-def test_the_attempt_after_a_failure_goes_on_from_the_previous_ones_checkpoint(storage, pod, whole):
-    first = pod("retried")
-    first.kill_when(lambda objects: CHECKPOINT.replace("train", "retried") in objects)
-    second = pod("retried", 2)
-    assert second.finish() == 0
+def test_a_promotion_is_stored_and_its_report_is_a_tab(storage, data, whole):
+    values = {"model_state": whole.model_state, "data": data, "hp": HP, "options": PromotionOptions()}
+    pod = Pod2(
+        promote.promote, {**values, "place": "s3://bucket/models"}, storage, action="promote", environment=NO_GPU
+    )
+    pod.finish()
+    outputs = pod.outputs()
+    version = f"bucket/models/versions/{outputs.summary.version}"
+    assert same(weights(storage, outputs), weights(storage, whole))
+    assert storage.objects[f"{version}/model.pt"] == storage.objects[whole.model_state.path.removeprefix("s3://")]
+    page = storage.objects["bucket/run/promote/1/report.html"].decode()
+    assert ">Promotion</li>" in page
+    assert f"accuracy {outputs.summary.candidate:.2%}, as the first model" in page
+
+
+@pytest.mark.slow
+def test_the_attempt_after_a_failure_goes_on_from_its_checkpoint_and_in_its_tracker_run(storage, pod, whole):
+    checkpoint = CHECKPOINT.replace("train", "retried")
+    with tracker.Server("answers") as server:
+        tracked = {"WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": server.url}
+        pod("retried", **tracked).kill_when(lambda objects: checkpoint in objects and tracker_runs(server))
+        before = tracker_runs(server)
+        second = pod("retried", 2, **tracked)
+        assert second.finish() == 0
+    after = tracker_runs(server)[len(before) :]
+    assert len({*before}) == 1
+    assert {*before} == {*after}, "all attempts are one run"
     assert "resuming from the checkpoint" in second.log
     assert same(weights(storage, second.outputs()), weights(storage, whole))
     assert "bucket/run/retried/2/_flytecheckpoints/checkpoint" in storage.objects, "for the attempt after this one"
+
+
+def test_a_storage_that_fails_is_told_from_one_without_the_file(storage, tmp_path, monkeypatch):
+    for name, value in storage.environment.items():
+        monkeypatch.setenv(name, value)
+    storage.objects["bucket/there"] = b"x"
+    with pytest.raises(FileNotFoundError):
+        platform.get("s3://bucket/not-there", tmp_path / "file")
+    monkeypatch.setattr(storage, "failures", 1000)
+    with pytest.raises(Exception, match="not now") as error:
+        platform.get("s3://bucket/there", tmp_path / "file")
+    assert not isinstance(error.value, FileNotFoundError), "else training would begin anew"
+
+
+@pytest.mark.slow
+def test_a_lost_mirror_is_worth_a_retry(storage, tmp_path):
+    nowhere = {"DDP_DATA_MIRROR": (tmp_path / "no-such-folder").as_uri(), "DDP_DATA_DIR": str(tmp_path / "empty")}
+    blocked = {"https_proxy": "http://127.0.0.1:9", "http_proxy": "http://127.0.0.1:9"}
+    pod = Pod2(mnist.prepare, {"name": "mnist"}, storage, action="prepare", environment={**nowhere, **blocked})
+    pod.finish()
+    assert pod.error.error.kind == ContainerError.RECOVERABLE, pod.log
+
+
+def test_a_killed_rank_is_worth_a_retry_and_a_full_disk_is_not():
+    killed = from_exit_code(-signal.SIGKILL, 1, "host")
+    full = from_exception(OSError(errno.ENOSPC, "No space left on device"), 1, "host")
+    errors = [convert_from_native_to_error(platform.error(failure, str(failure))) for failure in (killed, full)]
+    assert [error.recoverable for error in errors] == [True, False]
+    assert errors[0].err.message.startswith("rank 1 on host: SIGKILL: probably out of memory")
 
 
 @pytest.mark.slow
@@ -126,16 +182,21 @@ def test_what_only_a_person_can_mend_is_final_and_told_with_the_place_of_the_log
     assert posted["link"] == "https://flyte.example.org/v2/domain/development/project/flytesnacks/runs/run"
 
 
+@pytest.mark.slow
+def test_a_wrong_input_from_the_console_is_final_and_one_line(storage, pod):
+    wrong = pod("wrong")
+    inputs = Inputs.FromString(storage.objects["bucket/run/wrong/inputs.pb"])
+    (hp,) = (named.value.scalar for named in inputs.literals if named.name == "hp")
+    hp.generic.update({"epochz": 1})
+    storage.objects["bucket/run/wrong/inputs.pb"] = inputs.SerializeToString()
+    wrong.finish()
+    assert wrong.error.error.kind == ContainerError.NON_RECOVERABLE, wrong.log
+    assert 'Hyperparameters has no field "epochz"' in wrong.error.error.message
+    assert len(wrong.error.error.message.splitlines()) == 1
+
+
 def test_a_pod_without_the_gpus_that_it_asked_for_is_tried_elsewhere(pod):
     missing = pod("missing", DDP_POD_GPUS="4")
     missing.finish()
     assert missing.error.error.kind == ContainerError.RECOVERABLE
     assert "as many GPUs as were registered (4), got 0 on " in missing.error.error.message
-
-
-@pytest.mark.slow
-def test_a_pod_with_other_code_than_registered_refuses(pod):
-    stale = pod("stale", DDP_TRAINING_CODE="yesterday's")
-    stale.finish()
-    assert stale.error.error.kind == ContainerError.NON_RECOVERABLE
-    assert "is not the code that was registered" in stale.error.error.message

@@ -22,6 +22,7 @@ from flyte_ddp.timing.measurement import TimingOptions
 from scripts.dry_run import decode
 from tests.commands import ROOT, output, pyflyte, start_pyflyte, words
 from tests.once import trained_classifier
+from tests.packages import full_package
 from tests.pod import Pod, literal, package_for_here
 
 INFERENCE = str(ROOT / "workflows" / "inference.py")
@@ -102,14 +103,10 @@ def photos(tmp_path_factory):
     return folder
 
 
-def registered():
-    return package_for_here(DDP_CONCURRENCY="3")
-
-
 def map_task():
     (task,) = (
         task
-        for name, task in registered().tasks.items()
+        for name, task in package_for_here().tasks.items()
         if name.startswith("flyte_ddp.inference.task.map_predict_shard")
     )
     return task
@@ -122,7 +119,7 @@ def map_pod(inputs, shards, number, folder):
 
 @pytest.mark.slow
 def test_failed_shard_is_retried_alone(trained, photos, tmp_path):
-    tasks = registered().tasks
+    tasks = package_for_here().tasks
     data = literal(FlyteDirectory(str(prepare("digits")), remote_directory=False))
     model = literal(PythonPickledFile(str(trained.model), remote_path=False))
     folder = literal(FlyteDirectory(str(photos), remote_directory=False), FlyteDirectory | None)
@@ -160,7 +157,7 @@ def test_map_task_is_registered_with_its_retries_and_so_many_at_a_time():
     assert metadata.retries.retries == 3
     assert metadata.discoverable
     assert list(metadata.cache_ignore_input_vars) == ["model_state", "data", "folder", "options"]
-    nodes = registered().workflows["workflows.inference.inference_wf"].template.nodes
+    nodes = full_package().workflows["workflows.inference.inference_wf"].template.nodes
     (mapped,) = (node.array_node for node in nodes if node.HasField("array_node"))
     assert mapped.parallelism == 3
     assert mapped.min_success_ratio == 1

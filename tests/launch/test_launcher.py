@@ -94,7 +94,7 @@ def test_the_failure_of_a_rank_is_reported_with_its_type_message_and_traceback()
         launch("fail_on_rank_one", 3, "xyzzy")
     first_line = str(failed.value).splitlines()[0]
     assert first_line.startswith("rank 1 on ")
-    assert first_line.endswith(": LookupError: 'no such word: xyzzy'") or first_line.endswith("no such word: xyzzy")
+    assert first_line.endswith(": LookupError: no such word: xyzzy")
     assert 'raise LookupError("no such word: " + argument)' in str(failed.value)
     assert not isinstance(failed.value, RecoverableRankError)
 
@@ -172,8 +172,10 @@ def test_no_process_and_no_folder_outlives_its_parent(tmp_path_factory, number, 
     _, errors = parent.communicate(timeout=60)
     assert all(has_ended(int((folder / rank).read_text())) for rank in ("0", "1"))
     assert list(place.glob("ddp-*")) == []
-    expected = {signal.SIGKILL: "", signal.SIGINT: "KeyboardInterrupt"}
-    assert expected.get(number, f"{number.name}: no step was finished") in errors
+    if number == signal.SIGKILL:
+        assert errors == ""
+    else:
+        assert {signal.SIGINT: "KeyboardInterrupt"}.get(number, f"{number.name}: no step was finished") in errors
 
 
 def suspend_and_resume(parent, ranks):

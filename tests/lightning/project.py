@@ -18,7 +18,7 @@ from tests.commands import ROOT
 VARIANTS = '''
 import torch
 from lightning import LightningDataModule, LightningModule
-from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch import distributed
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, random_split
 
@@ -100,6 +100,20 @@ class Diverging(LitNumerals):
         return super().training_step(batch, batch_idx) * (torch.nan if batch_idx == 12 else 1)
 
 
+class Keeping(LitNumerals):
+    def configure_callbacks(self):
+        return [ModelCheckpoint(self.trainer.default_root_dir, "best", monitor="val_loss")]
+
+
+class TwoOptimizers(LitNumerals):
+    def configure_optimizers(self):
+        return [torch.optim.SGD(self.network[0].parameters(), 0.1), torch.optim.SGD(self.network[3].parameters(), 0.1)]
+
+
+class WithoutTest(Numerals):
+    test_dataloader = LightningDataModule.test_dataloader
+
+
 class ByHand(LitNumerals):
     """Its own optimization, without a loss that anyone could see, and no validation."""
 
@@ -138,11 +152,13 @@ def train(
     data: str = "numerals.model:Numerals",
     nproc: int = 2,
     on_event: Callable[[Event], None] = lambda event: None,
+    headline: str = "accuracy",
+    target: str = RANK,
     **options: Any,
 ) -> Trained:
     """One training; those in the same folder share a checkpoint. The project is on sys.path."""
     folder.mkdir(exist_ok=True)
-    lit, chosen = find_lightning_code(module, data, "accuracy", (), ()), LightningOptions(**options)
+    lit, chosen = find_lightning_code(module, data, headline, (), ()), LightningOptions(**options)
     paths = folder / "model.pt", folder / "checkpoint", folder / "logs"
     run = job_of(lit.subject(settings, None), chosen, *paths)
     events: list[Event] = []
@@ -153,5 +169,5 @@ def train(
 
     preload = [*launcher.PRELOAD, "lightning.pytorch"]
     world = choose_world("gloo", nproc, 100)
-    results = launcher.launch(RANK, world, lit.job(run, chosen), 120, listen, preload, root=lit.code.root)
+    results = launcher.launch(target, world, lit.job(run, chosen), 120, listen, preload, root=lit.code.root)
     return Trained(results[0], torch.load(folder / "model.pt", weights_only=True), events)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from flyte_ddp.errors import InputError
-from flyte_ddp.events import CheckpointWritten, EpochChosen, EpochFinished, RunStarted, StepLogged
+from flyte_ddp.events import CheckpointWritten, EpochChosen, EpochFinished, NotLearning, RunStarted, StepLogged
 from flyte_ddp.launch.failures import PreemptedError, RankError
 from tests.commands import same
 from tests.lightning.project import train, write_project
@@ -68,6 +68,16 @@ def test_a_killed_training_ends_with_the_same_bits_with_shuffling_dropout_and_a_
             assert (ours.train, ours.validation) == (theirs.train, theirs.validation)
 
 
+def test_a_host_without_the_checkpoint_is_sent_it(tmp_path):
+    two: Any = {"target": "tests.lightning.targets:on_two_hosts"}
+    whole = train(tmp_path / "whole", settings())
+    with pytest.raises(KilledError):
+        train(tmp_path / "killed", settings(), on_event=at_checkpoint(2, kill), **two)
+    resumed = train(tmp_path / "killed", settings(), **two)
+    assert [event.first_epoch for event in of(RunStarted, resumed)] == [2]
+    assert same(resumed.weights, whole.weights)
+
+
 def test_a_loader_with_a_state_goes_on_within_an_epoch_also_after_a_stop_on_request(tmp_path):
     one: Any = {"data": "numerals.variants:Resumable", "nproc": 1}
     whole = train(tmp_path / "whole", settings(), **one)
@@ -121,7 +131,31 @@ def test_a_module_that_optimizes_by_itself_and_never_validates_is_trained(tmp_pa
     assert trained.result.tested["accuracy"] > 0.5
 
 
+def test_checkpoints_of_the_modules_own_are_lightnings(tmp_path):
+    whole = train(tmp_path / "whole", settings(), "numerals.variants:Keeping")
+    assert len(of(CheckpointWritten, whole)) == 3
+    with pytest.raises(KilledError):
+        train(tmp_path / "killed", settings(), "numerals.variants:Keeping", on_event=at_checkpoint(1, kill))
+    resumed = train(tmp_path / "killed", settings(), "numerals.variants:Keeping")
+    assert same(resumed.weights, whole.weights)
+    best = import_module("numerals.variants").Keeping.load_from_checkpoint(tmp_path / "whole" / "logs" / "best.ckpt")
+    assert best.hparams.width == 16
+
+
+def test_data_without_a_test_split_and_a_headline_that_is_not_logged(tmp_path):
+    trained = train(tmp_path / "run", settings(epochs=1), data="numerals.variants:WithoutTest", headline="acuracy")
+    assert trained.result.tested == {}
+    (warning,) = trained.result.warnings
+    assert warning.reason.startswith("headline must be a measure that the module logs: accuracy, loss, got 'acuracy'")
+    assert of(NotLearning, trained) == [warning]
+
+
 # --- failures ---
+
+
+def test_several_optimizers_without_manual_optimization_are_refused_in_lightnings_words(tmp_path):
+    with pytest.raises(RankError, match="only supported with manual optimization"):
+        train(tmp_path / "run", settings(), "numerals.variants:TwoOptimizers", nproc=1)
 
 
 def test_a_failure_names_the_rank_and_the_cause(tmp_path):

@@ -1,17 +1,24 @@
 """A place of promoted models: what it says of itself, whoever is killed in it and whoever else is there."""
 
 import hashlib
+import importlib
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import fsspec
 import pytest
 from flytekit import FlyteContextManager
+from flytekit.configuration import DataConfig
+from flytekit.core.data_persistence import FileAccessProvider
 
+from flyte_ddp.attempt.stored import files_at
 from flyte_ddp.errors import InputError, ReportedError
 from flyte_ddp.promote.place import PROMOTED, ROLLED_BACK, Place, version_name
+from flyte_ddp.tasks import platform
+from tests.object_storage import object_storage
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -19,19 +26,18 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture(params=["folder", "storage"])
 def place(request, tmp_path):
     """A folder, and an object storage, fsspec's own in memory."""
-    return Place(str(tmp_path / "place[1]") if request.param == "folder" else f"memory://{tmp_path.name}/place[1]")
+    root = str(tmp_path) if request.param == "folder" else f"memory://{tmp_path.name}"
+    return Place(platform, f"{root}/place[1]")
 
 
 def write(place: Place, path: str, content: bytes) -> None:
-    FlyteContextManager.current_context().file_access.get_filesystem_for_path(place.root).pipe_file(
-        f"{place.root}/{path}", content
-    )
+    files, root = files_at(platform, place.root)
+    files.pipe_file(f"{root}/{path}", content)
 
 
 def remove(place: Place, path: str) -> None:
-    FlyteContextManager.current_context().file_access.get_filesystem_for_path(place.root).rm_file(
-        f"{place.root}/{path}"
-    )
+    files, root = files_at(platform, place.root)
+    files.rm_file(f"{root}/{path}")
 
 
 def promote(place: Place, name: str, folder: Path) -> None:
@@ -61,6 +67,23 @@ def test_history_is_kept_and_an_earlier_version_comes_back(place, tmp_path):
     assert (tmp_path / "fetched").read_text() == "first"
     with pytest.raises(InputError, match="name must be one of first, second, got 'third'"):
         place.roll_back("third")
+
+
+def test_a_storage_that_flyte_reads_by_an_implementation_of_its_own(tmp_path, monkeypatch):
+    """Once imported, it has registered one for s3 whose options have other names."""
+    importlib.import_module("flyte.storage")
+    assert fsspec.get_filesystem_class("s3").__module__.startswith("obstore")
+    context = FlyteContextManager.current_context()
+    with object_storage() as storage:
+        for name, value in storage.environment.items():
+            monkeypatch.setenv(name, value)
+        files = FileAccessProvider(str(tmp_path), str(tmp_path), DataConfig.auto())
+        with FlyteContextManager.with_context(context.with_file_access(files)):
+            place = Place(platform, "s3://bucket/models")
+            promote(place, "first", tmp_path)
+            assert place.read().version == "first"
+            assert place.fetch("first", tmp_path / "fetched")["name"] == "first"
+        assert storage.objects["bucket/models/versions/first/model.pt"] == b"first"
 
 
 OUTSIDE = {"format": 1, "version": "../../secret", "history": [{"name": "../../secret", "time": "", "how": PROMOTED}]}
@@ -114,12 +137,12 @@ def test_a_change_that_was_not_seen_is_not_overwritten(place, tmp_path):
 
 def test_what_is_no_place_is_refused(tmp_path):
     with pytest.raises(InputError, match=r"absolute path or a URL of Flyte's storage .*got 'models'"):
-        Place("models")
+        Place(platform, "models")
     (tmp_path / "file").touch()
     with pytest.raises(InputError, match=r"must be writable: .*Not a directory"):
-        promote(Place(str(tmp_path / "file")), "first", tmp_path)
+        promote(Place(platform, str(tmp_path / "file")), "first", tmp_path)
     with pytest.raises(InputError, match="must have a version to roll back to, but has none"):
-        Place(str(tmp_path / "none")).roll_back("first")
+        Place(platform, str(tmp_path / "none")).roll_back("first")
 
 
 def test_versions_are_named_by_time_and_content():
@@ -138,6 +161,7 @@ def test_a_kill_before_any_operation_leaves_the_old_state_or_the_new_one(tmp_pat
         import hashlib, json, os, shutil, signal, sys
         from pathlib import Path
         from flyte_ddp.promote.place import PROMOTED, Place
+        from flyte_ddp.tasks import platform
 
         root, model = Path(sys.argv[1], "place"), Path(sys.argv[1], "model")
         operations = ("open", "os.mkdir", "os.rename", "os.remove", "fcntl.flock")
@@ -151,14 +175,14 @@ def test_a_kill_before_any_operation_leaves_the_old_state_or_the_new_one(tmp_pat
                     if count == kill_at:
                         os.kill(os.getpid(), signal.SIGKILL)
             sys.addaudithook(watch)
-            place = Place(str(root))
+            place = Place(platform, str(root))
             model.write_text(name)
             seen = place.read()
             place.add(name, model, {"sha256": hashlib.sha256(name.encode()).hexdigest()})
             assert place.point(seen, name, PROMOTED)
 
         def state():
-            place = Place(str(root))
+            place = Place(platform, str(root))
             version = place.read().version
             if version:
                 place.fetch(version, Path(sys.argv[1], "fetched"))
@@ -200,11 +224,12 @@ def test_of_many_promoters_of_a_folder_none_is_lost(tmp_path):
         import hashlib, os, sys
         from pathlib import Path
         from flyte_ddp.promote.place import PROMOTED, Place
+        from flyte_ddp.tasks import platform
 
         for number in range(4):
             if os.fork():
                 continue
-            place, model = Place(sys.argv[1] + "/place"), Path(sys.argv[1], str(number))
+            place, model = Place(platform, sys.argv[1] + "/place"), Path(sys.argv[1], str(number))
             model.touch()
             for turn in range(10):
                 name = f"{number}-{turn}"
@@ -218,6 +243,6 @@ def test_of_many_promoters_of_a_folder_none_is_lost(tmp_path):
             assert os.waitstatus_to_exitcode(os.wait()[1]) == 0
     """
     run(program, str(tmp_path))
-    history = [event.name for event in Place(str(tmp_path / "place")).read().history]
+    history = [event.name for event in Place(platform, str(tmp_path / "place")).read().history]
     assert sorted(history) == sorted(f"{number}-{turn}" for number in range(4) for turn in range(10))
     assert len(os.listdir(tmp_path / "place" / "versions")) == 40

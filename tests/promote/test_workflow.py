@@ -25,6 +25,7 @@ from flyte_ddp.promote.promotion import promote
 from flyte_ddp.promote.task import check_promotion
 from flyte_ddp.recipes.hyperparameters import FashionMNISTHyperparameters, Hyperparameters
 from flyte_ddp.settings import RunOptions
+from flyte_ddp.tasks import platform
 from flyte_ddp.training import train
 from flyte_ddp.user_code import find_code
 from scripts.dry_run import decode
@@ -32,6 +33,7 @@ from tests import examples
 from tests.commands import ROOT, output, pyflyte, pyflyte_process, words
 from tests.object_storage import object_storage
 from tests.once import trained_classifier
+from tests.packages import full_package
 from tests.pod import Pod, literal, package, package_for_here
 
 PROMOTE = str(ROOT / "workflows" / "promote.py")
@@ -187,7 +189,7 @@ def test_a_retried_pod_says_what_the_attempt_before_has_done(weak, strong, tmp_p
     once, again = attempt("b", strong.model), attempt("b, retried", strong.model)
     assert once == again
     assert (once["candidate"], once["current"]) == (strong.accuracy, weak.accuracy)
-    assert len(Place(str(tmp_path / "models")).read().history) == 2
+    assert len(Place(platform, str(tmp_path / "models")).read().history) == 2
 
 
 @pytest.mark.parametrize(
@@ -200,7 +202,7 @@ def test_a_retried_pod_says_what_the_attempt_before_has_done(weak, strong, tmp_p
 def test_a_recipe_is_promoted_by_its_headline_the_right_way_round(example, settings, headline, other, tmp_path):
     examples.project()  # now they can be imported
     kind = pkgutil.resolve_name(f"{example.partition('.')[0]}.settings:Settings")
-    code, place = find_code(example), Place(str(tmp_path / "models"))
+    code, place = find_code(example), Place(platform, str(tmp_path / "models"))
 
     def candidate(epochs):
         mine = kind(epochs=epochs, precision="float32", **settings)
@@ -208,33 +210,35 @@ def test_a_recipe_is_promoted_by_its_headline_the_right_way_round(example, setti
         return subject_of(code, mine), output.model_path, output
 
     (worse, its_model, output), (better, model, _) = candidate(1), candidate(4)
-    first = promote(worse, its_model, place, PromotionOptions())
-    assert (first.promoted, first.summary.measure) == (True, headline)
+    first = promote(platform, worse, its_model, place, PromotionOptions())
+    assert (first.summary.promoted, first.summary.measure) == (True, headline)
     assert first.summary.candidate == pytest.approx(output.epochs[-1].test[headline], abs=1e-4)
-    second = promote(better, model, place, PromotionOptions())
-    assert second.promoted
+    second = promote(platform, better, model, place, PromotionOptions())
+    assert second.summary.promoted
     assert (second.summary.candidate > first.summary.candidate) == (headline != "perplexity")
-    assert not promote(worse, its_model, place, PromotionOptions()).promoted
-    assert not promote(worse, its_model, place, PromotionOptions(measure=other)).promoted
-    if headline == "perplexity":
-        assert promote(worse, its_model, place, PromotionOptions(better="higher")).promoted, "it was told so"
+    assert not promote(platform, worse, its_model, place, PromotionOptions()).summary.promoted
+    assert not promote(platform, worse, its_model, place, PromotionOptions(measure=other)).summary.promoted
+    if headline == "perplexity":  # it is told so
+        assert promote(platform, worse, its_model, place, PromotionOptions(better="higher")).summary.promoted
 
 
-@pytest.mark.parametrize("variables", [{}, {"DDP_PROMOTE_TO": "s3://bucket/mnist"}])
-def test_the_nightly_plan_promotes_where_a_place_was_named(variables):
-    plans = package(**variables).launch_plans
-    nightly = plans["nightly"].spec
+@pytest.mark.parametrize(
+    ("registered", "name"),
+    [(package, "workflows.mnist.pytorch_training_wf"), (full_package, "workflows.promote.promote_wf")],
+)
+def test_the_nightly_plan_promotes_where_a_place_was_named(registered, name):
+    nightly = registered().launch_plans["nightly"].spec
     assert nightly.entity_metadata.schedule.cron_schedule.schedule == "0 3 * * *"
-    name = "workflows.promote.promote_wf" if variables else "workflows.mnist.pytorch_training_wf"
     assert nightly.workflow_id.name == name
     assert decode(nightly.default_inputs.parameters["hp"].default)["dataset"] == "mnist"
-    if variables:
+    if registered is full_package:
         assert decode(nightly.default_inputs.parameters["place"].default) == "s3://bucket/mnist"
     assert all(
         parameter.WhichOneof("behavior") == "default" for parameter in nightly.default_inputs.parameters.values()
     )
 
 
-def test_the_parent_imports_no_torch():
-    program = "import sys, workflows.promote; assert 'torch' not in sys.modules"
+@pytest.mark.parametrize(("file", "absent"), [("workflows.promote", "torch"), ("flyte2.promote", "torch flytekit")])
+def test_the_parent_imports_neither_torch_nor_the_other_platform(file, absent):
+    program = f"import sys, {file}; assert not {{*{absent.split()}}} & {{*sys.modules}}"
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)

@@ -14,7 +14,9 @@ from flyte_ddp.engine.job import PREDICTIONS, job_of, subject_of
 from flyte_ddp.launch import launcher
 from flyte_ddp.launch.environment import choose_world
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
+from flyte_ddp.report.article import document
 from flyte_ddp.report.record import Record, RunFinished, RunInfo
+from flyte_ddp.report.report import fragment
 from flyte_ddp.report.surroundings import surroundings
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.user_code import find_code
@@ -85,3 +87,16 @@ def record(folder: Path) -> None:
 def recorded_file(recorded: Recorded) -> Path:
     """The same, for another process."""
     return recorded.info.logs.parent / "recorded.pickle"
+
+
+def page_of(record: Record) -> str:
+    return document(record.title, fragment(record))
+
+
+@pytest.fixture(scope="session")
+def page(recorded: Recorded, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("page") / "report.html"
+    record = recorded.record
+    record.tracking_url = "https://wandb.example/run?a=1&b=2"
+    path.write_text(page_of(record), encoding="utf-8")
+    return path

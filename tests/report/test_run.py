@@ -11,6 +11,7 @@ from flyte_ddp.settings import RunOptions
 from tests.commands import ROOT, pyflyte_process
 from tests.pod import Pod, literal, package_for_here, small_dataset
 from tests.report.test_tracking import KEY, files_with
+from tests.report.test_watch import watch
 from tests.report.wandb_server import Server
 
 OPTIONS = RunOptions(tracking="online", profile=True)
@@ -69,6 +70,9 @@ def test_pod_shows_its_report_while_it_trains(tmp_path):
     logs = Path(outputs["logs"].scalar.blob.uri)
     names = {path.name for path in logs.rglob("*")}
     assert {"predictions.npy", "rank0.pt.trace.json", "rank1.pt.trace.json", "operators.json"} <= names
+    status, said = watch(logs)
+    assert status == 0
+    assert "Epoch 3 of 3: test accuracy" in said, "from Flyte's storage"
     assert not files_with(KEY, tmp_path)
 
 

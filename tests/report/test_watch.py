@@ -14,14 +14,11 @@ from click.testing import CliRunner
 from flyte_ddp.__main__ import main
 from flyte_ddp.errors import ReportedError
 from flyte_ddp.events import EpochFinished, Printed, RunStarted
-from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.report.console import Console
 from flyte_ddp.report.progress import Progress
 from flyte_ddp.report.record import RunFailed
-from flyte_ddp.settings import RunOptions
 from flyte_ddp.watch.command import File, show
 from tests.object_storage import object_storage
-from tests.pod import Pod, literal, package_for_here, small_dataset
 from tests.report.test_console import on_terminal
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -144,20 +141,6 @@ def test_a_terminal_has_the_live_line(recorded, progress, tmp_path):
         main(["watch", sys.argv[1]])
     """
     assert "Epoch 2 of 2: test accuracy" in on_terminal(program, str(tmp_path))
-
-
-@pytest.mark.slow
-def test_a_pods_progress_is_in_flytes_storage(tmp_path):
-    inputs = {
-        "hp": literal(Hyperparameters(dataset="digits", epochs=1, train_fraction=0.5)),
-        "data": small_dataset(tmp_path / "data"),
-        "options": literal(RunOptions()),
-    }
-    pod = Pod(package_for_here().tasks["workflows.mnist.pytorch_mnist_task"], inputs, tmp_path / "pod")
-    pod.run()
-    status, said = watch(pod.folder / "raw" / "logs")
-    assert status == 0
-    assert "Epoch 1 of 1: test accuracy" in said
 
 
 def test_help_names_the_command():

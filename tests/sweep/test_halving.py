@@ -17,6 +17,7 @@ from flyteidl.core.dynamic_job_pb2 import DynamicJobSpec
 from flyteidl.core.literals_pb2 import Literal, LiteralCollection
 
 from flyte_ddp.errors import InputError, ReportedError
+from flyte_ddp.lightning.settings import LightningSettings
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.sweep.halving import (
@@ -33,7 +34,7 @@ from flyte_ddp.sweep.halving import (
 )
 from flyte_ddp.sweep.search import Sweep, trials_of
 from scripts.dry_run import decode
-from tests.commands import ROOT, pyflyte_process, same, start_pyflyte
+from tests.commands import ROOT, pyflyte, same, start_pyflyte
 from tests.object_storage import object_storage
 from tests.pod import Pod, literal, package_for_here, small_dataset
 
@@ -98,6 +99,16 @@ def test_the_better_ones_go_on_from_their_checkpoints():
     assert saving(BY_TWO, latest) == (
         "16 epochs instead of 32: all 8 trials trained to epoch 1, the best 4 to epoch 2, the best 2 to epoch 4"
     )
+
+
+def test_under_lightning_all_trials_train_to_their_end():
+    two = Sweep({"epochs": [2, 3]})
+    under = [asdict(trial) for trial in trials_of(two, LightningSettings())]
+    assert [LightningSettings.from_json(one.settings).epochs for one in entrants(two, under, []).values()] == [2, 3]
+    assert [trial.epochs for trial in standings(two, under, [after(0, {1: 0.5, 2: 0.6})])] == [2, 3]
+    check_rungs(two, under)
+    with pytest.raises(InputError, match="reduction_factor must be 1 under Lightning, where no training continues"):
+        check_rungs(replace(two, reduction_factor=2), under)
 
 
 def test_one_that_was_cut_takes_the_place_of_one_that_failed():
@@ -192,7 +203,7 @@ def test_an_interrupted_sweep_goes_on_and_its_winner_has_the_bits_of_an_uninterr
     running.communicate(timeout=120)
     assert epochs_of(log) == ["1 of 1"] * 3, "and one that failed in its first"
 
-    halved = pyflyte_process(*command)
+    halved = pyflyte(*command)
     assert set(epochs_of(halved.stderr)) <= {"2 of 4", "3 of 4", "4 of 4"}, "the first rung is remembered"
     spared = "7 epochs instead of 16: all 4 trials trained to epoch 1, the best 1 to epoch 4"
     assert f"\nTrained:  {spared}\n" in halved.stderr
@@ -204,7 +215,7 @@ def test_an_interrupted_sweep_goes_on_and_its_winner_has_the_bits_of_an_uninterr
     assert f"Trained: {spared}." in page
     assert "Trained epochs" in page
 
-    whole = pyflyte_process(*sweep(f"[{winner['learning_rate']}]"))
+    whole = pyflyte(*sweep(f"[{winner['learning_rate']}]"))
     assert epochs_of(whole.stderr) == ["1 of 4", "2 of 4", "3 of 4", "4 of 4"]
     (uninterrupted,) = table(whole.stdout)
     assert "trained_epochs" not in uninterrupted

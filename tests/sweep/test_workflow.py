@@ -22,7 +22,7 @@ from flyte_ddp.sweep.task import try_out
 from flyte_ddp.tasks import platform
 from flyte_ddp.tasks.platform import TaskError
 from scripts.dry_run import decode
-from tests.commands import output, pyflyte, pyflyte_process, start_pyflyte, words
+from tests.commands import output, pyflyte, start_pyflyte, words
 from tests.pod import Pod, literal, package_for_here, small_dataset
 
 SWEEP = ["workflows/sweep.py", "sweep_wf"]
@@ -71,7 +71,7 @@ def test_a_sweep_that_was_cut_off_goes_on_and_shows_the_best_and_the_failed():
     assert running.returncode not in (0, None)
     assert "Every trial" not in log
 
-    done = pyflyte_process(*command)
+    done = pyflyte(*command)
     held_out = "digits: 1,376 training, 125 validation and 296 test images"
     assert done.stderr.count(held_out) == 1, "the failure is remembered"
     assert "resuming from the checkpoint" in done.stderr

@@ -12,6 +12,7 @@ from flyte_ddp.attempt.registration import Registration
 from flyte_ddp.errors import InputError
 from flyte_ddp.tasks import resources
 from scripts.register import Registered, explain
+from tests.packages import full_package
 from tests.pod import package
 
 
@@ -69,14 +70,12 @@ def test_wrong_setting_ends_a_command_without_a_traceback(tmp_path):
 
 
 def test_what_all_pods_get_reaches_every_pod():
-    own = {"HTTPS_PROXY": "http://proxy.example:3128", "QUOTES": "\"'"}
-    mirror = {"DDP_DATA_MIRROR": "s3://bucket/originals"}
+    own = {"HTTPS_PROXY": "http://proxy.example:3128", "QUOTES": "\"'", "DDP_DATA_MIRROR": "s3://bucket/originals"}
     labels, annotations = {"kueue.x-k8s.io/queue-name": "research"}, {"example.org/cost": 'centre 7, "vision"'}
-    texts = {"DDP_LABELS": json.dumps(labels), "DDP_ANNOTATIONS": json.dumps(annotations)}
-    packaged = package(DDP_ENV=json.dumps(own), DDP_POD_TEMPLATE="spot", **mirror, **texts)
+    packaged = full_package()
     for name, task in packaged.tasks.items():
         given = {variable.key: variable.value for variable in task.container.env}
-        assert {**own, **mirror}.items() <= given.items(), name
+        assert own.items() <= given.items(), name
         metadata = task.metadata.metadata
         assert (dict(metadata.labels), dict(metadata.annotations)) == (labels, annotations), name
     templates = {name.rpartition(".")[2]: task.metadata.pod_template_name for name, task in packaged.tasks.items()}

@@ -1,0 +1,14 @@
+"""The page of a task, written once: that of a training is live, see flyte_ddp.report."""
+
+from pathlib import Path
+
+from flyte_ddp.attempt.platform import Platform
+from flyte_ddp.report.article import document
+
+
+def write_page(platform: Platform, folder: Path, title: str, fragment: str) -> Path:
+    """An HTML file of its own in the folder, which the platform shows, too; fragment: the content of <body>."""
+    path = folder / "report.html"
+    path.write_text(document(title, fragment), encoding="utf-8")
+    platform.publisher(title)(fragment)
+    return path

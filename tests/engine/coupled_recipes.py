@@ -1,0 +1,108 @@
+"""Recipes whose samples depend on one another: by their batch, by everyone() or by a norm's groups."""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tests.engine.probe_recipes import WIDTH, Sound, body
+
+
+class MeanOfBatch(Sound):
+    body = body(lambda features: features - features.mean(0))
+
+
+class Mixup(Sound):
+    def augment(self, batch, random):
+        return batch + batch.roll(1, 0)
+
+
+class Ranked(Sound):
+    def measure(self, outputs, batch):
+        loss = (outputs - batch).square().mean(1)
+        return {"loss": loss, "worst": loss == loss.max()}
+
+
+class Contrastive(Sound):
+    def measure(self, outputs, batch):
+        return {"loss": F.cross_entropy(outputs @ batch.T, torch.arange(len(batch)), reduction="none")}
+
+
+class UndeclaredEveryone(Sound):
+    def measure(self, outputs, batch):
+        places = self.share.first + torch.arange(len(batch))
+        return {"loss": F.cross_entropy(outputs @ self.everyone(batch).T, places, reduction="none")}
+
+
+class Everyone(UndeclaredEveryone):
+    couples_samples = True
+
+
+class EveryoneFromZero(Sound):
+    """Forgets where in the global batch the rank's samples are: right on one rank alone."""
+
+    couples_samples = True
+
+    def measure(self, outputs, batch):
+        scores = outputs @ self.everyone(batch).T
+        return {"loss": F.cross_entropy(scores, torch.arange(len(batch)), reduction="none")}
+
+
+class RunningMean(nn.Module):
+    mean: torch.Tensor
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, features):
+        self.mean.lerp_(features.detach().mean(0), 0.1)
+        return features
+
+
+class Buffer(Sound):
+    body = RunningMean
+
+
+class SpectralNorm(Sound):
+    """Its buffers change, but follow no samples."""
+
+    def model(self):
+        return nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))
+
+
+class Permitted(MeanOfBatch):
+    may_depend_on_ranks = True
+
+
+class MicroBatchNorm(Sound):
+    micro_batch, body = 2, staticmethod(lambda: nn.BatchNorm1d(WIDTH))
+
+
+class MicroEveryone(Everyone):
+    micro_batch = 2
+
+
+class GroupedNorm(Sound):
+    """Three rows for each sample, one after another."""
+
+    norm_samples, micro_batch = 2, 4
+
+    def model(self):
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH, eps=0.01), nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, model, batch):
+        return model(batch.repeat_interleave(3, 0)).unflatten(0, (-1, 3)).mean(1)
+
+
+class GroupedNormOfSteps(GroupedNorm):
+    """Three rows for each sample, the first ones of all samples coming first."""
+
+    def forward(self, model, batch):
+        return model(batch.repeat(3, 1)).unflatten(0, (3, -1)).mean(0)
+
+
+class GroupedNormOfSome(GroupedNorm):
+    """Not as many rows for each sample."""
+
+    def forward(self, model, batch):
+        return torch.cat([model(batch[:-1]), batch[-1:]])

@@ -1,0 +1,91 @@
+"""Recipes that draw random numbers: as they may, and as would depend on the number of ranks."""
+
+import random as python_random
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torchvision.ops import StochasticDepth
+
+from tests.engine.probe_recipes import SIZE, WIDTH, Sound, body, table
+
+
+class FunctionalDropout(Sound):
+    body = body(lambda features: F.dropout(features, 0.5))
+
+
+class RandnLike(Sound):
+    body = body(lambda features: features + torch.randn_like(features))
+
+
+class DropPath(Sound):
+    body = body(lambda features: features * (torch.rand(len(features), 1) > 0.5))
+
+
+class TorchvisionDropPath(Sound):
+    def forward(self, model, batch):
+        return StochasticDepth(0.5, "row")(model(batch))
+
+
+class RandomLeakyReLU(Sound):
+    body = nn.RReLU
+
+
+class LSTM(Sound):
+    """Between its layers, torch's C++ draws with time in the first dimension, and the samples in the second."""
+
+    def model(self):
+        return nn.LSTM(1, WIDTH, num_layers=2, batch_first=True, dropout=0.5)
+
+    def forward(self, model, batch):
+        return model(batch[:, :, None])[0][:, -1]
+
+
+class Transformer(Sound):
+    def model(self):
+        return nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.3, batch_first=True)
+
+    def forward(self, model, batch):
+        return model(batch[:, None, :])[:, 0]
+
+
+class OneForTheBatch(Sound):
+    """The same number on all ranks, which start each step from the same state."""
+
+    body = body(lambda features: features * torch.rand(()))
+
+
+class AugmentByTorch(Sound):
+    def augment(self, batch, random):
+        return batch + torch.randn(batch.shape)
+
+
+class AugmentByNumpy(Sound):
+    def augment(self, batch, random):
+        return batch + np.random.normal()
+
+
+class ForwardByPython(Sound):
+    def forward(self, model, batch):
+        return model(batch) * python_random.random()
+
+
+class ForwardByGenerator(Sound):
+    """A generator of the recipe's own, whose state cannot be seen."""
+
+    def forward(self, model, batch):
+        return model(batch) + torch.from_numpy(np.random.default_rng().normal(size=batch.shape).astype(np.float32))
+
+
+class RarelyLonger(Sound):
+    """Drops what is padded to the longest of a rank's samples, which differs as soon as one that is longer comes."""
+
+    def data(self, split):
+        rows = table()
+        rows[(np.arange(SIZE) != 5) | (split == "test"), -1] = 0  # the fifth is not among those that are tried
+        return torch.from_numpy(rows)
+
+    def forward(self, model, batch):
+        length = WIDTH if batch[:, -1].any() else WIDTH - 1
+        return model(F.pad(F.dropout(batch[:, :length], 0.5), (0, WIDTH - length)))

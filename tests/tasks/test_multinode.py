@@ -1,0 +1,134 @@
+"""What a node of a PyTorchJob reports of its ranks, and what one is registered as."""
+
+import dataclasses
+import json
+import platform
+import signal
+import threading
+
+import pytest
+from flytekit.core.base_task import IgnoreOutputs
+from flytekit.exceptions.base import FlyteException
+from flytekit.exceptions.user import FlyteUserRuntimeException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous.api import RendezvousError
+
+from flyte_ddp.attempt.multinode import GRACE_SECONDS, handing_on_failure
+from flyte_ddp.attempt.registration import registration
+from flyte_ddp.errors import InputError
+from flyte_ddp.launch.environment import environment_from_torchrun
+from flyte_ddp.launch.failures import Failure, RankError
+from flyte_ddp.tasks import platform as flytekit_platform
+from flyte_ddp.tasks.platform import TaskInterruptedError
+from tests.attempt.test_webhook import Server
+from tests.commands import pyflyte
+from tests.pod import TWO_NODES, package
+
+pytest.importorskip("flytekitplugins.kfpytorch", reason="needs flytekitplugins-kfpytorch")
+
+
+def reported_by_node(first):
+    """What a node reports whose ranks have ended with this failure, as Flyte's plugin passes it on."""
+    from flyte_ddp.tasks.multinode import error_of_node  # needs the plugin
+
+    try:
+        raise FlyteUserRuntimeException(ValueError("what torchrun knows")) from ChildFailedError("ranks", {3: first})
+    except FlyteUserRuntimeException as error:
+        error.__context__ = error.__cause__
+        return error_of_node(error)
+
+
+def test_the_failure_of_a_rank_reaches_its_node_as_it_was(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    failure = Failure(3, "host", "error", "KeyError", "a: strange: message", "the stack")
+    with pytest.raises(RankError), handing_on_failure(flytekit_platform):
+        raise RankError(failure)
+    (tmp_path / "error.json").write_text('{"message": "what torchrun knows"}')
+    first = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file=str(tmp_path / "error.json"))
+    reported = reported_by_node(first)
+    assert dataclasses.asdict(reported.failure) == json.loads(json.dumps(dataclasses.asdict(failure)))
+    assert str(reported).startswith("rank 3 on host: KeyError: a: strange: message\nLogs: ")
+    assert reported.timestamp == failure.at
+
+
+def test_killed_rank_is_worth_a_retry():
+    reported = reported_by_node(ProcessFailure(local_rank=0, pid=1, exitcode=-signal.SIGKILL, error_file=""))
+    assert isinstance(reported, TaskInterruptedError)
+    assert str(reported).startswith(f"rank 3 on {platform.node()}: SIGKILL: probably out of memory\nLogs: ")
+
+
+def test_what_may_be_an_effect_of_another_nodes_failure_counts_as_later(tmp_path):
+    failures = [Failure(0, "host", kind, "DistBackendError", "lost", at=100.0) for kind in ("peer", "error")]
+    effect, cause = (flytekit_platform.error(failure, "lost") for failure in failures)
+    assert cause.timestamp == 100.0
+    assert effect.timestamp > cause.timestamp + GRACE_SECONDS
+
+
+@pytest.mark.parametrize(
+    ("error", "told"), [(IgnoreOutputs(), 0), (RendezvousError("gone"), 1), (FlyteUserRuntimeException(KeyError()), 1)]
+)
+def test_a_node_tells_the_webhook_unless_it_is_just_not_the_first(monkeypatch, error, told):
+    from flytekitplugins.kfpytorch.task import PytorchElasticFunctionTask
+
+    from flyte_ddp.tasks.multinode import Multinode, MultinodeTask
+
+    def execute(*_, **__):
+        raise error
+
+    monkeypatch.setattr(PytorchElasticFunctionTask, "execute", execute)
+    with Server() as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("DDP_WEBHOOK", f"{server.url}/200")
+        with pytest.raises((FlyteException, IgnoreOutputs)):
+            MultinodeTask(Multinode(), trains_nothing).execute()
+        server.shutdown()
+    assert len(server.posted) == told
+
+
+def trains_nothing() -> None:
+    pass
+
+
+@pytest.mark.parametrize(("world", "local"), [(1, 1), (6, 2), (4, 1)])
+def test_other_world_than_registered_is_refused(monkeypatch, world, local):
+    for name, value in {"RANK": 0, "WORLD_SIZE": world, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": local}.items():
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises(InputError, match="as registered"):
+        environment_from_torchrun("gloo", (2, 2), 2)
+
+
+def test_range_of_nodes(monkeypatch):
+    for name, value in {"RANK": 5, "WORLD_SIZE": 6, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(name, str(value))
+    environment = environment_from_torchrun("gloo", (2, 4), 2)
+    assert (environment.rank, environment.world.size, environment.world.local_size) == (5, 6, 2)
+
+
+def test_no_world_at_all_is_refused(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(InputError, match="PyTorchJob"):
+        environment_from_torchrun("gloo", (2, 2), 2)
+
+
+def test_registered_as_a_pytorchjob():
+    task = package(**TWO_NODES).tasks["workflows.multinode.pytorch_multinode_task"]
+    assert task.type == "pytorch"
+    elastic = task.custom["elasticConfig"]
+    assert (elastic["minReplicas"], elastic["maxReplicas"], elastic["nprocPerNode"]) == (2, 2, 1)
+    policy = task.custom["runPolicy"]["cleanPodPolicy"]
+    assert policy == "CLEANPOD_POLICY_RUNNING", "or the others keep their GPUs while they wait for a lost node"
+    baked = {variable.key: variable.value for variable in task.container.env}
+    assert TWO_NODES.items() <= baked.items(), "each pod imports the file anew and has to come to the same numbers"
+    assert list(task.metadata.cache_ignore_input_vars) == ["options"]
+
+
+@pytest.mark.parametrize("value", ["1", "two", "3:2", "0:2"])
+def test_wrong_numbers_of_nodes_are_refused(monkeypatch, value):
+    monkeypatch.setenv("DDP_NNODES", value)
+    with pytest.raises(InputError, match="DDP_NNODES"):
+        registration().node_range  # noqa: B018
+
+
+@pytest.mark.parametrize("workflow", ["pytorch_multinode_wf", "cifar10_multinode_wf"])
+def test_local_run_is_refused_at_once(workflow):
+    assert "many nodes need a cluster" in pyflyte("workflows/multinode.py", workflow, status=2).stderr
