@@ -116,6 +116,7 @@ def read_mosaic(options: Options, cache: str) -> Iterator[torch.Tensor]:
 
 
 def read_litdata(options: Options, cache: str) -> Iterator[torch.Tensor]:
+    os.environ["AWS_ALLOW_HTTP"] = "true"  # for obstore, by which it reads ahead
     client = {
         "endpoint_url": options["endpoint_url"],
         "aws_access_key_id": options["key"],
