@@ -1,6 +1,7 @@
 """What reading blocks from an object storage costs, against the same samples in memory.
 
     python -m benchmarks.streaming --runs 3
+    python -m benchmarks.streaming --only orders
     python -m benchmarks.streaming --small        # to see that it works; its figures say nothing
 
 The storage is tests/object_storage.py, in a process of its own on this machine, so it takes cores from the training.
@@ -17,6 +18,8 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -41,30 +44,44 @@ from tests.object_storage import object_storage
 
 WIDTHS = {"reading counts": 0, "computing counts": 16}  # channels of the network; 0 is one linear layer
 SPLITS = ("train", "test")
+PARTS = ("speeds", "first", "orders")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--small", action="store_true")
+    parser.add_argument("--only", choices=PARTS, nargs="+", default=PARTS)
     arguments = parser.parse_args()
     print(f"{hardware()}; n = {arguments.runs}\n")
     runs, images = (1, 1000) if arguments.small else (arguments.runs, 50_000)
-    compare_speeds(images, runs)
-    begin_an_epoch(100 if arguments.small else 10_000)
-    compare_orders(1 if arguments.small else 5, "digits" if arguments.small else "mnist")
+    if "speeds" in arguments.only:
+        with local_storage() as options:
+            use_storage_options({"s3": options})
+            os.environ["FSSPEC_S3"] = json.dumps(options)  # for the ranks
+            compare_speeds(images, runs)
+    if "first" in arguments.only:
+        begin_an_epoch(100 if arguments.small else 10_000)
+    if "orders" in arguments.only:
+        compare_orders(1 if arguments.small else 5, "digits" if arguments.small else "mnist")
 
 
 # --- speed ---
 
 
-def compare_speeds(images: int, runs: int) -> None:
+@contextmanager
+def local_storage() -> Iterator[dict[str, Any]]:
+    """An object storage in a process of its own; yields fsspec's options for it."""
     ours, theirs = multiprocessing.Pipe()
     storage = multiprocessing.get_context("spawn").Process(target=serve, args=(theirs,), daemon=True)
     storage.start()
-    options = {"key": "key", "secret": "word", "endpoint_url": ours.recv()}
-    use_storage_options({"s3": options})
-    os.environ["FSSPEC_S3"] = json.dumps(options)  # for the ranks
+    try:
+        yield {"key": "key", "secret": "word", "endpoint_url": ours.recv()}
+    finally:
+        storage.terminate()
+
+
+def compare_speeds(images: int, runs: int) -> None:
     numbers = np.random.default_rng(0)
     for split, count in zip(SPLITS, (images, images // 5), strict=True):
         pixels = numbers.integers(0, 256, (count, 3, 64, 64), dtype=np.uint8)
@@ -80,7 +97,6 @@ def compare_speeds(images: int, runs: int) -> None:
             streamed, held = speeds.values()
             ratio = statistics.median(streamed) / statistics.median(held)
             print(f"| {name} | {workers} | {spread(streamed, 0)} | {spread(held, 0)} | {ratio:.2f} |", flush=True)
-    storage.terminate()
 
 
 def serve(connection: Connection) -> None:

@@ -33,6 +33,7 @@ MODULES = {
     "weights_by_content": "flyte_ddp.tasks.data",
     "index_tars": "flyte_ddp.data.tar",
     "load_model": "flyte_ddp.recipes.models",
+    "new_folder": "flyte_ddp.tasks.data",
     "prepare_dataset": "flyte_ddp.tasks.prepare",
     "read_metadata": "flyte_ddp.model_metadata",
     "setting": "flyte_ddp.settings",

@@ -20,6 +20,7 @@ from flyte_ddp.settings import TrainingSettings as TrainingSettings
 from flyte_ddp.settings import setting as setting
 from flyte_ddp.tasks.data import file_by_content as file_by_content
 from flyte_ddp.tasks.data import folder_by_content as folder_by_content
+from flyte_ddp.tasks.data import new_folder as new_folder
 from flyte_ddp.tasks.data import stream as stream
 from flyte_ddp.tasks.data import weights_by_content as weights_by_content
 from flyte_ddp.tasks.prepare import PreparedDataset as PreparedDataset

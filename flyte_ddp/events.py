@@ -61,7 +61,11 @@ class StepLogged(Event):
 @dataclass(frozen=True)
 class EpochFinished(Event):
     """An epoch's training and evaluation: measures by name, of the training samples, and of the validation samples or,
-    where there are none, of the test samples."""
+    where there are none, of the test samples. With several evaluations per epoch, one of them and the training before.
+
+    Attributes:
+        fraction: how much of the epoch had been trained.
+    """
 
     epoch: int
     samples: int
@@ -70,6 +74,12 @@ class EpochFinished(Event):
     train_seconds: float
     evaluate_seconds: float
     validation: dict[str, float] = field(default_factory=dict)
+    fraction: float = 1.0
+
+    @property
+    def position(self) -> float:
+        """In epochs: 1.25 after a quarter of the second."""
+        return self.epoch + self.fraction
 
     @property
     def split(self) -> str:
@@ -90,14 +100,21 @@ class EpochChosen(Event):
         epochs: how many were trained.
         stopped_early: whether training ended before settings.epochs because patience ran out.
         is_best: False where there was no choice: the epoch is the last one.
+        fraction: how much of the best epoch had been trained, see EpochFinished.
     """
 
     epoch: int
-    epochs: int
+    epochs: float
     measures: dict[str, float]
     stopped_early: bool
     seconds: float
     is_best: bool = True
+    fraction: float = 1.0
+
+    @property
+    def position(self) -> float:
+        """In epochs, as that of EpochFinished."""
+        return self.epoch + self.fraction
 
 
 @dataclass(frozen=True)

@@ -158,11 +158,13 @@ class TrainingSettings(Settings):
         epochs: passes over the training samples.
         stop_after: training stops after this many epochs, although its schedule goes on to epochs; 0 is off. It leaves
             final-checkpoint in its logs, from which the same settings with a later stop, or none, continue.
+        evaluations_per_epoch: how often an epoch is evaluated, at equal distances, the last time at its end. All that
+            happens after an epoch happens after each of them: best weights are chosen, and patience counts them.
         precision: of the forward and backward pass; auto is bfloat16 where the hardware supports it.
         validation_fraction: share of the training samples that are held out, the same ones for any seed, to choose the
             best epoch by; with 0 there is no validation split, and each epoch is evaluated on the test split.
         choose_by: what the best epoch is chosen by: the headline measure or the loss.
-        patience: training ends after this many epochs without an improvement on the validation split; 0 is off.
+        patience: training ends after this many evaluations without an improvement on the validation split; 0 is off.
         minimum_delta: an improvement counts only if it is greater than this.
         freeze: patterns (fnmatch) of the names of layers or parameters that are not trained, separated by commas.
         init_leave_out: patterns like these of the tensors that are not taken from init but initialised anew;
@@ -176,6 +178,7 @@ class TrainingSettings(Settings):
     test_batch_size: int = setting(1000, minimum=1)
     epochs: int = setting(2, minimum=1)
     stop_after: int = setting(0, minimum=0)
+    evaluations_per_epoch: int = setting(1, minimum=1)
     precision: str = setting("auto", choices=PRECISIONS)
     validation_fraction: float = setting(0.0, minimum=0, below=1)
     choose_by: str = setting("headline", choices=("headline", "loss"))

@@ -9,6 +9,11 @@ def encodable(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
+def counted(epochs: float) -> str:
+    """A number of epochs with at most two decimals: 2, 1.25."""
+    return f"{round(epochs, 2):g}"
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """A hint at the nearest of the known names, in brackets; empty if none is near."""
     nearest = difflib.get_close_matches(name, sorted(known), n=1)

@@ -36,13 +36,14 @@ class Result:
     """What a training without Flyte returns.
 
     Attributes:
-        epochs: with the measures of the training samples, and of the validation or test samples as `evaluated`.
+        epochs: of each evaluation, the measures of the training samples since the last one, and of the validation or
+            test samples as `evaluated`.
         warnings: when and why training did not go as it should; empty if all went well.
         model_path: the trained weights, a CPU state_dict; on the first node. With a validation split they are those of
             the best epoch, and last.pt beside it has those of the last.
         output: the folder of all that was written; on the first node.
         tested: measures of the test samples, with the weights at model_path.
-        best_epoch: the epoch of these weights, from 1; 0 without a validation split.
+        best_epoch: which of the epochs these weights are of, from 1; 0 without a validation split.
     """
 
     epochs: list[EpochFinished]

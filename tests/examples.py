@@ -17,7 +17,9 @@ from PIL import Image
 from safetensors.torch import save_file
 from sklearn.datasets import load_digits
 
+from examples.stream.waves import waves
 from flyte_ddp.data import prepared
+from flyte_ddp.data.block_folder import write_blocks
 from flyte_ddp.data.datasets import prepare
 from flyte_ddp.data.writer import write_prepared
 from flyte_ddp.events import Event, StepLogged
@@ -34,6 +36,7 @@ RECIPES = {
     "finetune_text": "FinetuneText",
     "resnet": "ResNet",
     "segmentation": "Segmentation",
+    "stream": "Stream",
     "tabular": "Tabular",
 }
 # A few steps, the last one of another size
@@ -46,6 +49,7 @@ SMALL: dict[str, dict[str, Any]] = {
     # Adam's first steps are of one size, even where a gradient is nothing but rounding: hence small ones
     "resnet": {"batch_size": 20, "side": 32, "learning_rate": 1e-5},
     "segmentation": {"images": 120, "width": 4},
+    "stream": {"batch_size": 150},
     "tabular": {"batch_size": 20},
 }
 
@@ -82,13 +86,16 @@ def _make_project(place: Path) -> None:
     write_prepared(place / "prepared", "small", names, images[:300], labels[:300], images[:50], labels[:50])
     torch.manual_seed(0)
     save_file(timm.create_model("test_convnext", num_classes=2).state_dict(), place / "timm.safetensors")
+    for split, seed in (("train", 0), ("test", 1)):
+        write_blocks(place / "blocks" / split, waves(1, seed), 100)
     make_encoder = [sys.executable, "-m", "finetune_text.encoder", "encoder"]
     subprocess.run(make_encoder, cwd=place, check=True, capture_output=True)
 
 
 def data_of(name: str) -> str | None:
     """The folder that an example is trained on, if it takes one."""
-    folder = {"autoencoder": "prepared", "finetune_images": "images", "resnet": "images"}.get(name)
+    folders = {"autoencoder": "prepared", "finetune_images": "images", "resnet": "images", "stream": "blocks"}
+    folder = folders.get(name)
     return str(project() / folder) if folder else None
 
 

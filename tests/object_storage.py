@@ -3,20 +3,22 @@
 import re
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, unquote, urlsplit
 
 
 class ObjectStorage(ThreadingHTTPServer):
     """objects: by bucket/key. parts: of unfinished uploads, by bucket/key and number. failures: how many of the next
-    reads fail. hanging: reads wait while it is not set."""
+    reads fail, with this status and code. drips: how many of the next objects come byte by byte, too slowly. hanging:
+    reads wait while it is not set. ended: that the storage ends."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Requests)
         self.objects: dict[str, bytes] = {}
         self.parts: dict[str, dict[int, bytes]] = {}
-        self.failures = 0
+        self.failures, self.failure = 0, (400, "Refused")
+        self.drips, self.ended = 0, threading.Event()
         self.hanging = threading.Event()
         self.hanging.set()
 
@@ -76,7 +78,8 @@ class Requests(BaseHTTPRequestHandler):
         self.server.hanging.wait()
         if self.server.failures:
             self.server.failures -= 1
-            self.answer(400, b"<Error><Code>Refused</Code><Message>not now</Message></Error>")
+            status, code = self.server.failure
+            self.answer(status, f"<Error><Code>{code}</Code><Message>not now</Message></Error>".encode())
             return
         if "list-type" in self.query:
             self.list_objects(self.query.get("prefix", [""])[0], bool(self.query.get("delimiter", [""])[0]))
@@ -120,8 +123,17 @@ class Requests(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.send_header("Last-Modified", "Sun, 22 Nov 2026 00:00:00 GMT")
         self.end_headers()
-        if self.command != "HEAD":
+        if self.command == "HEAD":
+            return
+        if not self.server.drips or "Content-Range" not in headers:
             self.wfile.write(content)
+            return
+        self.server.drips -= 1
+        with suppress(OSError):  # nobody waits for the end
+            for byte in content:
+                self.wfile.write(bytes([byte]))
+                if self.server.ended.wait(0.02):
+                    break
 
     @property
     def query(self) -> dict[str, list[str]]:
@@ -142,4 +154,5 @@ def object_storage() -> Iterator[ObjectStorage]:
         try:
             yield server
         finally:
+            server.ended.set()
             server.shutdown()

@@ -30,6 +30,7 @@ ENOUGH: dict[str, tuple[dict[str, Any], str]] = {
     "finetune_text": ({"epochs": 8, "lora_rank": 0}, "loss < 1.3"),
     "resnet": ({"epochs": 3, "side": 32, "batch_size": 8, "learning_rate": 3e-4}, "accuracy > 0.8"),
     "segmentation": ({"images": 400, "batch_size": 16}, "iou > 0.5 and dice > iou"),
+    "stream": ({}, "within > 0.9"),
     "tabular": ({}, "0.4 < r2 < 0.6"),
 }
 
@@ -40,7 +41,7 @@ def test_an_example_is_short_and_its_settings_need_no_torch():
         folder = ROOT / "examples" / name
         lines = {path.name: len(path.read_text().splitlines()) for path in folder.glob("*.py")}
         assert lines["recipe.py"] <= 60
-        assert lines["workflow.py"] <= 30
+        assert lines["workflow.py"] <= (40 if name == "stream" else 30)  # which has a task more
         assert lines["__init__.py"] == 0
         docstring = ast.get_docstring(ast.parse((folder / "workflow.py").read_text()))
         assert docstring is not None
@@ -89,7 +90,7 @@ def test_the_result_is_the_same_on_1_2_and_3_ranks(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["charlm", "finetune_images", "finetune_text"])
+@pytest.mark.parametrize("name", ["charlm", "finetune_images", "finetune_text", "stream"])
 def test_killed_in_the_middle_the_same_call_ends_with_the_same_bits(tmp_path, name):
     kill_all(name, tmp_path)
     assert (tmp_path / "checkpoint").exists()

@@ -25,7 +25,8 @@ class RunSummary:
         tracking_url: of the Weights & Biases run; empty without one.
         warnings: when and why training did not go as it should; empty if all went well.
         validation_samples: size of the validation split; 0 if there is none.
-        best_epoch: the epoch of the returned weights, from 1; 0 without a validation split, when it is the last.
+        best_epoch: the evaluation, one per epoch by default, of the returned weights, from 1; 0 without a validation
+            split, when it is the last.
         parameters: number of the network's parameters.
         sample_flops: floating-point operations of a training step, forward and backward, per sample, as counted.
         peak_memory: peak memory of each rank's process, in bytes, by rank.

@@ -61,7 +61,7 @@ class Trained:
 
     @property
     def epoch_measures(self) -> list[dict[str, float]]:
-        """After each epoch, of the validation samples if there are any, else of the test samples."""
+        """After each evaluation, of the validation samples if there are any, else of the test samples."""
         return [epoch.evaluated for epoch in self.results[0].epochs]
 
     @property

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from fsspec.implementations.local import LocalFileSystem
 
 from flyte_ddp.data.blocks import Blocks, length_of, rows_of
 from flyte_ddp.data.stored import INDEX, Stored
@@ -63,7 +64,8 @@ def write_blocks(folder: str | Path, data: Any, rows: int) -> None:
         raise InputError(f"rows must be at least 1, got {rows}")
     stored = Stored(folder)
     files, root = stored.files, stored.root
-    files.makedirs(root, exist_ok=True)
+    if isinstance(files, LocalFileSystem):  # others have no folders, and s3fs would try to make the bucket
+        files.makedirs(root, exist_ok=True)
     if files.exists(f"{root}/{INDEX}"):
         raise InputError(f"{folder} has blocks already: name another folder")
     written = []

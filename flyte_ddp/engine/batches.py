@@ -53,8 +53,8 @@ class Order(Protocol):
     def at(self, positions: Tensor) -> Tensor:
         """(n,) int64: the samples at these positions (n,), which increase."""
 
-    def fetch(self, parts: Iterable[Tensor], first_step: int) -> Iterator[Any]:
-        """For the samples (n,) of each step from first_step on: their tensors, as Split.fetch."""
+    def fetch(self, parts: Iterable[Tensor], steps: range) -> Iterator[Any]:
+        """For the samples (n,) of each of these steps: their tensors, as Split.fetch."""
 
     def check_room(self) -> None:
         """Raises InputError if this machine has too little for it."""
@@ -75,7 +75,7 @@ class Shuffled:
                 found[of_pass] = shuffled(found[of_pass], size, key)
         return found
 
-    def fetch(self, parts: Iterable[Tensor], first_step: int) -> Iterator[Any]:
+    def fetch(self, parts: Iterable[Tensor], steps: range) -> Iterator[Any]:
         return self.split.fetch(parts)
 
     def check_room(self) -> None:
@@ -115,9 +115,9 @@ class _Batches:
             return self.split.in_order(keys, self.batch_size, self.samples, self._computed)
         return Shuffled(self.split, keys)
 
-    def _fetch(self, order: Order, first_step: int = 0) -> Iterator[tuple[int, Any, BatchShare]]:
-        steps, lengths = range(first_step, len(self)), lengths_of(self.split)
-        trees = order.fetch(self._parts(order, steps), first_step)
+    def _fetch(self, order: Order, steps: range) -> Iterator[tuple[int, Any, BatchShare]]:
+        lengths = lengths_of(self.split)
+        trees = order.fetch(self._parts(order, steps), steps)
         for step, tree in zip(steps, trees, strict=True):
             start, stop = self.samples_until(step), self.samples_until(step + 1)
             own, part = self.mine(step), self._computed(step)
@@ -170,9 +170,9 @@ class TrainBatches(_Batches):
         self.seed, self.passes, self.augment, self.length_window = seed, passes, augment, length_window
         self._order(self._keys(0)).check_room()
 
-    def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Batch]:
-        """The batches of an epoch from first_step on; the last one may be short."""
-        for step, tree, share in self._fetch(self._order_of(epoch), first_step):
+    def epoch(self, epoch: int, first_step: int = 0, end: int | None = None) -> Iterator[Batch]:
+        """The batches of an epoch from first_step on, before end if there is one; the epoch's last may be short."""
+        for step, tree, share in self._fetch(self._order_of(epoch), range(len(self))[first_step:end]):
             # Augmentation must not draw the numbers that the network's dropout draws
             augmented = self.augment(tree, key_of(self.seed, epoch, step, 1), share, epoch)
             yield Batch(augmented, share, key_of(self.seed, epoch, step, 0))
@@ -200,7 +200,7 @@ class TestBatches(_Batches):
         self.order.check_room()
 
     def __iter__(self) -> Iterator[Batch]:
-        for step, tree, share in self._fetch(self.order):
+        for step, tree, share in self._fetch(self.order, range(len(self))):
             yield Batch(tree, share, key_of(step))
 
     def mine_all(self) -> Tensor:

@@ -75,8 +75,8 @@ class BlockOrder:
         """(n,) int64: the stream of each of these positions."""
         return self._sorted(positions.numpy()) % self.used_streams
 
-    def uses(self, streams: range, first_step: int = 0) -> Uses:
-        """What these streams, which follow one another, need from a step on."""
+    def uses(self, streams: range, steps: range) -> Uses:
+        """What these streams, which follow one another, need in these steps; the last uses may be later."""
         first = np.full(len(self._blocks), np.iinfo(np.int64).max)
         last = np.full(len(self._blocks), -1)
         for stream in streams:
@@ -92,7 +92,7 @@ class BlockOrder:
             last[cut] = np.maximum(last[cut], (end - 1) * self.used_streams + stream)
         first, last = first // self.batch_size, np.minimum(last, self.samples - 1) // self.batch_size
         order = np.argsort(first, kind="stable")
-        order = order[(first <= last)[order] & (last >= first_step)[order]]
+        order = order[((first <= last) & (last >= steps.start) & (first < steps.stop))[order]]
         return Uses(self._blocks[order], first[order], last[order])
 
     @cached_property

@@ -133,20 +133,20 @@ class BlockSplit:
 
 
 class BlocksInOrder:
-    """See batches.Order. An epoch's blocks are fetched ahead, and deleted after their last use."""
+    """See batches.Order. The blocks of the steps are fetched ahead, and deleted after their last use."""
 
     def __init__(self, split: BlockSplit, order: BlockOrder, computed: Computed):
         self.split, self.order, self.computed, self.at = split, order, computed, order.at
 
-    def uses(self, first_step: int = 0) -> Uses:
-        """What the streams need that this rank's shares are of."""
+    def uses(self, steps: range) -> Uses:
+        """What the streams need in these steps that this rank's shares are of."""
         # Which streams a share begins and ends with depends on where its batch begins, modulo the streams
         last_step, is_short = divmod(self.order.samples, self.order.batch_size)
         shares = [self.computed(step) for step in range(min(last_step, self.order.used_streams))]
         ends = [self.order.streams_at(torch.tensor([share.start, share.stop - 1])) for share in shares]
         streams = range(min((one for one, _ in ends), default=0), max((one for _, one in ends), default=-1) + 1)
-        uses = self.order.uses(streams, first_step)
-        if not is_short:
+        uses = self.order.uses(streams, steps)
+        if not is_short or last_step not in steps:
             return uses
         # A short batch has fewer samples of each stream, so its shares may be of any
         share = self.computed(last_step)
@@ -154,25 +154,26 @@ class BlocksInOrder:
 
     def check_room(self) -> None:
         """Raises InputError, with the number that is needed, if the cache is too small for what is needed at a time."""
-        uses, reading = self.uses(), self.split.reading
+        steps = range(-(-self.order.samples // self.order.batch_size))
+        uses, reading = self.uses(steps), self.split.reading
         needed = needed_bytes(uses, self.split.sizes[uses.blocks], reading.steps_ahead)
         reading.cache.check(needed)
 
-    def fetch(self, parts: Iterable[Tensor], first_step: int) -> Iterator[Any]:
-        split, reading, uses = self.split, self.split.reading, self.uses(first_step)
+    def fetch(self, parts: Iterable[Tensor], steps: range) -> Iterator[Any]:
+        split, reading, uses = self.split, self.split.reading, self.uses(steps)
         ahead = Ahead(uses, split.sizes[uses.blocks], reading.cache.budget, split.blocks.threads)
 
         def awaited() -> Iterator[Tensor]:
             # By the first part the loader's workers have been started: their fork would not take the threads along
             ahead.start(split.bring, split.drop)
-            for step, part in enumerate(parts, first_step):
+            for step, part in zip(steps, parts, strict=True):
                 ahead.wait(step, split.blocks_of(part.numpy()).tolist())
                 yield part
 
         split.forget()
         loader = Streamed(BlockRows(split), split.device, reading.workers, reading.pin_memory)
         try:
-            for step, tree in enumerate(loader.fetch(awaited()), first_step):
+            for step, tree in zip(steps, loader.fetch(awaited()), strict=True):
                 ahead.finish(step)
                 yield tree
         finally:

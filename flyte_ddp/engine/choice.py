@@ -1,4 +1,4 @@
-"""Which of two values of a measure is better, which epoch's weights are the best, and when to stop early."""
+"""Which of two values of a measure is better, which weights are the best so far, and when to stop early."""
 
 import math
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flyte_ddp.recipe import Recipe
 
-STATE = ("epoch", "score", "improved", "waited", "weights")
+STATE = ("best", "score", "improved", "waited", "weights")
 
 
 def is_lower_better(recipe: Recipe, measure: str) -> bool | None:
@@ -21,25 +21,25 @@ def is_lower_better(recipe: Recipe, measure: str) -> bool | None:
 
 @dataclass
 class Choice:
-    """The best epoch so far; the same on all ranks, since they share the measures.
+    """The best evaluation so far, of one or several per epoch; the same on all ranks, since they share the measures.
 
     Attributes:
-        measure: the measure to compare epochs by; the earliest of equals is the best.
+        measure: the measure to compare by; the earliest of equals is the best.
         is_lower_better: whether lower values of the measure are better.
-        patience: training ends after this many epochs without an improvement; 0 is never.
+        patience: training ends after this many evaluations without an improvement; 0 is never.
         minimum_delta: an improvement must beat the last one by more than this.
-        epoch: the best so far, from 0; -1 if the measure has always been NaN.
+        best: its number, from 0; -1 if the measure has always been NaN.
         score: its measure, negated if lower is better.
         improved: the score at the last improvement.
-        waited: epochs since the last improvement.
-        weights: of the best epoch, on the CPU; never changed in place.
+        waited: evaluations since the last improvement.
+        weights: of the best, on the CPU; never changed in place.
     """
 
     measure: str
     is_lower_better: bool
     patience: int = 0
     minimum_delta: float = 0.0
-    epoch: int = -1
+    best: int = -1
     score: float = -math.inf
     improved: float = -math.inf
     waited: int = 0
@@ -50,20 +50,20 @@ class Choice:
         """Whether training has waited long enough."""
         return 0 < self.patience <= self.waited
 
-    def after_epoch(self, epoch: int, measures: Mapping[str, float], weights: Mapping[str, Tensor]) -> None:
+    def after_evaluation(self, number: int, measures: Mapping[str, float], weights: Mapping[str, Tensor]) -> None:
         """Records the measures of the validation split, and copies the weights if they are the best so far."""
         value = measures.get(self.measure, math.nan)
         score = -value if self.is_lower_better else value
         if score > self.score:
-            self.epoch, self.score = epoch, score
+            self.best, self.score = number, score
             self.weights = {name: tensor.detach().to("cpu", copy=True) for name, tensor in weights.items()}
         self.waited += 1
         if score > self.improved + self.minimum_delta:
             self.improved, self.waited = score, 0
 
     def chosen(self, last: int) -> int:
-        """The epoch whose weights are returned; the last one if the measure has always been NaN."""
-        return last if self.weights is None else self.epoch
+        """The evaluation whose weights are returned; the last one if the measure has always been NaN."""
+        return last if self.weights is None else self.best
 
     def state_dict(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in STATE}

@@ -155,6 +155,7 @@ class TrainingResult:
     """What one rank knows at the end; the epochs are the same on every rank.
 
     Attributes:
+        epochs: each evaluation, with the training before it.
         warnings: where training did not learn as it should.
         headline: the name of the main measure.
         train_samples, test_samples, validation_samples: sizes of the splits.
@@ -162,7 +163,7 @@ class TrainingResult:
         peak_bytes: peak memory of the process.
         peak_gpu_bytes: peak memory of its tensors on the GPU; 0 on a CPU.
         tested: measures of the test split, with the weights at model_path.
-        chosen_epoch: the epoch of these weights, from 0; None without a validation split.
+        chosen_epoch: which of the epochs these weights are of, from 0; None without a validation split.
         parameters: number of the network's parameters.
         sample_flops: floating-point operations of a training step, forward and backward, per sample.
         hardware: name of the GPU, or the CPU's instruction set.

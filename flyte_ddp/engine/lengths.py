@@ -88,8 +88,8 @@ class SimilarLengths:
         self._width = window * batch_size
         self._sorted = lru_cache(2)(self._sort)
 
-    def fetch(self, parts: Iterable[Tensor], first_step: int) -> Iterator[Any]:
-        fetched: Iterator[Any] = self._order.fetch(parts, first_step)
+    def fetch(self, parts: Iterable[Tensor], steps: range) -> Iterator[Any]:
+        fetched: Iterator[Any] = self._order.fetch(parts, steps)
         return fetched
 
     def check_room(self) -> None:

@@ -44,33 +44,36 @@ def fit(
     train: TrainBatches,
     split: TestBatches,
     epochs: int,
+    evaluations: int,
     log_interval: int,
     link: Link,
     checkpoints: Checkpoints,
 ) -> Evaluated | None:
     """Trains from the state's position to the end of the last epoch; the measures end up in state.history.
 
-    split: what to evaluate each epoch on: the validation split if there is one, else the test split. Returns the last
-    epoch's evaluation; None if the training had already been finished.
+    split: what to evaluate on: the validation split if there is one, else the test split. evaluations: per epoch.
+    Returns the last evaluation; None if the training had already been finished.
     """
     evaluated = None
     while state.epoch < epochs and not (state.choice and state.choice.is_over):
-        sums = train_epoch(state, train, log_interval, link, checkpoints)
+        done = state.evaluations_of_epoch
+        begin, end = (len(train) * number // evaluations for number in (done, done + 1))
+        sums = train_epoch(state, train, end, log_interval, link, checkpoints)
         started = time.perf_counter()
         evaluated = evaluate(state, split, link)
         finished = EpochFinished(
             epoch=state.epoch,
-            samples=train.samples,
+            samples=train.samples_until(end) - train.samples_until(begin),
             train=state.measures(sums.pairs),
             test={} if state.choice else evaluated.measures,
             train_seconds=state.epoch_seconds,
             evaluate_seconds=time.perf_counter() - started,
             validation=evaluated.measures if state.choice else {},
+            fraction=end / len(train),
         )
-        state.finish_epoch(finished)
+        state.after_evaluation(finished)
         link.emit(finished)
-        loss = evaluated.measures["loss"]
-        for warning in state.watch.after_epoch(finished.epoch, len(train), loss, evaluated.mismatched):
+        for warning in state.watch.after_evaluation(finished, end, evaluated.mismatched):
             link.emit(warning)
         checkpoints.save(state)
     return evaluated
@@ -83,15 +86,23 @@ def look_at_test(state: TrainingState, test: TestBatches, epochs: int, link: Lin
         state.base.load(state.evaluated, choice.weights)
     evaluated = evaluate(state, test, link)
     if choice:
-        seconds, chosen = time.perf_counter() - started, choice.chosen(state.epoch - 1)
-        link.emit(EpochChosen(chosen, state.epoch, evaluated.measures, state.epoch < epochs, seconds))
+        chosen = state.history[choice.chosen(len(state.history) - 1)]
+        event = EpochChosen(
+            epoch=chosen.epoch,
+            epochs=state.history[-1].position if state.step else state.epoch,
+            measures=evaluated.measures,
+            stopped_early=state.epoch < epochs,
+            seconds=time.perf_counter() - started,
+            fraction=chosen.fraction,
+        )
+        link.emit(event)
     return evaluated
 
 
 def train_epoch(
-    state: TrainingState, train: TrainBatches, log_interval: int, link: Link, checkpoints: Checkpoints
+    state: TrainingState, train: TrainBatches, end: int, log_interval: int, link: Link, checkpoints: Checkpoints
 ) -> Sums:
-    """Steps through the rest of the epoch; returns its sums.
+    """Steps through the epoch up to the step end, where it is evaluated; returns the sums since the last evaluation.
 
     Raises StopRequested, after a checkpoint, if any rank was asked to stop, and NonFiniteError or UnevenShapesError,
     with the weights as before the bad step; all of them on all ranks at the same step.
@@ -102,10 +113,10 @@ def train_epoch(
     sums = logged = state.sums()
     seconds_before, started = state.epoch_seconds, time.perf_counter()
     logged_seconds = seconds_before
-    for batch in train.epoch(state.epoch, state.step):
+    for batch in train.epoch(state.epoch, state.step, end):
         state.train_step(batch, link.stop_requested)
         link.alive()
-        is_last = state.step == len(train)
+        is_last = state.step == end
         if state.step % look_interval and not is_last:
             continue
         sums = state.sums()
@@ -122,7 +133,7 @@ def train_epoch(
             for warning in state.watch.after_steps(state.epoch, state.step, event.measures["loss"], samples):
                 link.emit(warning)
             logged, logged_seconds = sums, state.epoch_seconds
-            if is_last and link.is_heard and state.log_gradients:
+            if state.step == len(train) and link.is_heard and state.log_gradients:
                 link.emit(GradientsSeen(state.epoch, state.gradient_histograms()))
         if sums.stop:
             checkpoints.save(state)

@@ -73,6 +73,11 @@ def set_up(environment: Environment, device: torch.device, job: Job, cache: Bloc
         recipe.length_window,
         partial(augment, recipe),
     )
+    if settings.evaluations_per_epoch > len(batches):
+        raise InputError(
+            f"evaluations_per_epoch must be at most the steps of an epoch, which are {len(batches)}, got "
+            f"{settings.evaluations_per_epoch}: lower it, or batch_size"
+        )
     model, left_out, remarks = first_model(recipe, job)
     constant_loss, total_steps = recipe.constant_loss(), settings.epochs * len(batches)
     mixed = not (constant_loss or recipe.couples_samples)  # then outputs are also paired with other samples

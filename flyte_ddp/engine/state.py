@@ -28,11 +28,12 @@ from flyte_ddp.recipe import Recipe
 
 @dataclass(frozen=True)
 class Sums:
-    """Sums of the epoch so far, all ranks together.
+    """Sums since the last evaluation, all ranks together.
 
     Attributes:
         pairs: value and weight of each measure, alternating.
-        steps: number of steps before the first that was not finite, or whose ranks drew for different shapes.
+        steps: number of the epoch's steps before the first that was not finite, or whose ranks drew for different
+            shapes.
         uneven: whether they did.
         stop: whether any rank was asked to stop.
     """
@@ -181,19 +182,27 @@ class TrainingState:
         return [name for name, _ in found], [gradient for _, gradient in found]
 
     def sums(self) -> Sums:
-        """The sums of the epoch so far; makes the host wait for the device."""
+        """The sums since the last evaluation; makes the host wait for the device."""
         *pairs, uneven, stop, bad_steps = self._sums.tolist()
         return Sums(tuple(pairs), self.step - round(bad_steps), uneven > 0, stop > 0)
 
     def measures(self, pairs: Sequence[float]) -> dict[str, float]:
         return ratios(self.recipe, self.names, pairs)
 
-    def finish_epoch(self, finished: EpochFinished) -> None:
+    @property
+    def evaluations_of_epoch(self) -> int:
+        """How often this epoch has been evaluated."""
+        return sum(finished.epoch == self.epoch for finished in self.history)
+
+    def after_evaluation(self, finished: EpochFinished) -> None:
         self.history.append(finished)
         if self.choice:
-            self.choice.after_epoch(finished.epoch, finished.validation, self.base.without(self.evaluated))
+            number = len(self.history) - 1
+            self.choice.after_evaluation(number, finished.validation, self.base.without(self.evaluated))
         self._sums.zero_()
-        self.epoch, self.step, self.epoch_seconds = self.epoch + 1, 0, 0.0
+        self.epoch_seconds = 0.0
+        if finished.fraction == 1:
+            self.epoch, self.step = self.epoch + 1, 0
 
     def state_dict(self) -> dict[str, Any]:
         """All that a resume needs; tensors are those of the training itself, which the next step changes."""

@@ -4,7 +4,8 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from flyte_ddp.events import NotLearning
+from flyte_ddp.events import EpochFinished, NotLearning
+from flyte_ddp.text import counted
 
 GUESSING = 0.99  # above this share of a constant prediction's loss, a model counts as no better than guessing
 LEAP = 0.3  # a rise of the loss above its lowest by this share of a constant prediction's loss is a leap
@@ -21,7 +22,7 @@ class Watch:
         scale: what a leap is measured by: constant_loss or, if unknown, the mean loss of the first window.
         lowest: the lowest mean training loss of any window since the last leap.
         loss_sum, samples: of the current window.
-        guessing: whether the last epoch ended no better than the constant prediction.
+        guessing: whether the last evaluation was no better than the constant prediction.
         warnings: all warnings so far.
         remedies: the end of each warning.
     """
@@ -53,19 +54,19 @@ class Watch:
         self.lowest = min(mean, before)
         return []
 
-    def after_epoch(self, epoch: int, step: int, loss: float, mismatched: float = 0.0) -> list[NotLearning]:
+    def after_evaluation(self, finished: EpochFinished, step: int, mismatched: float = 0.0) -> list[NotLearning]:
         """Records the mean loss of the test or validation split; returns a warning once it is no better than guessing.
 
         mismatched: mean loss of outputs paired with other samples, which stands in for an unknown constant_loss.
         """
-        bound = self.constant_loss or mismatched
+        loss, bound = finished.evaluated["loss"], self.constant_loss or mismatched
         was_guessing, self.guessing = self.guessing, bound != 0 and loss >= bound - (1 - GUESSING) * abs(bound)
         if was_guessing or not self.guessing:
             return []
         return self._warn(
-            epoch,
+            finished.epoch,
             step,
-            f"no better than guessing after epoch {epoch + 1}: the loss is {loss:.4g}, and "
+            f"no better than guessing after epoch {counted(finished.position)}: the loss is {loss:.4g}, and "
             f"{bound:.4g} for predictions that are the same for all samples: {self.remedies}",
         )
 

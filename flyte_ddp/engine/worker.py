@@ -59,8 +59,10 @@ def _train(environment: Environment, device: torch.device, link: Link, job: Job,
     try:
         profile = os.path.join(job.logs, "profile") if job.options.profile and job.logs else ""
         with profiling(profile, environment.rank, state.optimizer):
-            split = parts.validation or parts.test
-            tested = fit(state, parts.train, split, settings.last_epoch, settings.log_interval, link, checkpoints)
+            split, per_epoch = parts.validation or parts.test, settings.evaluations_per_epoch
+            tested = fit(
+                state, parts.train, split, settings.last_epoch, per_epoch, settings.log_interval, link, checkpoints
+            )
     except (NonFiniteError, UnevenShapesError):  # raised on all ranks at once; the first report of it ends them all
         checkpoints.close()
         distributed.barrier()

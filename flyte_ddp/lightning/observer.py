@@ -219,7 +219,8 @@ class Observer(Checkpoint):
         self._link.emit(self.epochs[-1])
         self._check_headline({*self.epochs[-1].train, *validation})
         if "loss" in validation:
-            for warning in self.watch.after_epoch(epoch, int(trainer.num_training_batches), validation["loss"]):
+            steps = int(trainer.num_training_batches)
+            for warning in self.watch.after_evaluation(self.epochs[-1], steps):
                 self._link.emit(warning)
         self._so_far, self._validation.values = dict(NOTHING), {}
         self._save(trainer, epoch + 1, 0)

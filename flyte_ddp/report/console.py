@@ -23,6 +23,7 @@ from flyte_ddp.events import (
     StepLogged,
 )
 from flyte_ddp.report.words import in_words, split_sizes, written
+from flyte_ddp.text import counted
 
 logger = logging.getLogger("flyte_ddp")
 _last_words: list[str] = []
@@ -118,13 +119,13 @@ class Console(Remarks):
             say(f"resuming from the checkpoint: epoch {event.first_epoch + 1}, step {event.first_step + 1}")
 
     def on_epoch_finished(self, event: EpochFinished) -> None:
-        seconds = f"{event.train_seconds:.1f} s of training"
-        say(f"Epoch {event.epoch + 1} of {self._run.epochs}: {self._measured(event.split, event.evaluated)}, {seconds}")
+        measured, seconds = self._measured(event.split, event.evaluated), f"{event.train_seconds:.1f} s of training"
+        say(f"Epoch {counted(event.position)} of {self._run.epochs}: {measured}, {seconds}")
 
     def on_epoch_chosen(self, event: EpochChosen) -> None:
-        early = f"Stopped early after epoch {event.epochs}. " if event.stopped_early else ""
+        early = f"Stopped early after epoch {counted(event.epochs)}. " if event.stopped_early else ""
         chosen = "Best on the validation split" if event.is_best else "Last"
-        say(f"{early}{chosen}: epoch {event.epoch + 1}, which gives {self._measured('test', event.measures)}")
+        say(f"{early}{chosen}: epoch {counted(event.position)}, which gives {self._measured('test', event.measures)}")
 
     def _measured(self, split: str, measures: Mapping[str, float], decimals: int = 4) -> str:
         # A recipe's headline may be its loss, which is then printed once

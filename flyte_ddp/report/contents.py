@@ -8,6 +8,7 @@ from typing import Any
 from flyte_ddp.report.record import Record
 from flyte_ddp.report.words import capitalised, in_words
 from flyte_ddp.settings import Settings
+from flyte_ddp.text import counted
 
 MOST_MODULES = 40
 MOST_MEASURES = 4  # in a table
@@ -32,9 +33,10 @@ def tiles(record: Record) -> list[tuple[str, str]]:
         if tested:
             early = "; stopped early" if tested.stopped_early else ""
             kind = "the best on the validation split" if tested.is_best else "the last"
-            shown.append((f"epoch {tested.epoch + 1}", f"is {kind}{early}"))
+            shown.append((f"epoch {counted(tested.position)}", f"is {kind}{early}"))
         seconds = sum(epoch.train_seconds for epoch in record.epochs)
-        shown.append((duration(seconds), f"training, {len(record.epochs)} of {record.info.settings.epochs} epochs"))
+        trained = f"{counted(record.epochs[-1].position)} of {record.info.settings.epochs}"
+        shown.append((duration(seconds), f"training, {trained} epochs"))
         rate = sum(epoch.samples for epoch in record.epochs) / max(seconds, 1e-9)
         shown.append((f"{rate:,.0f}", f"{record.samples} per second"))
     if run:
@@ -56,7 +58,7 @@ def epoch_lines(record: Record) -> list[list[str]]:
     names = record.measures[:MOST_MEASURES]
     return [
         [
-            str(epoch.epoch + 1),
+            counted(epoch.position),
             *(record.written(name, measures) for measures in (epoch.evaluated, epoch.train) for name in names),
             f"{epoch.train_seconds + epoch.evaluate_seconds:.1f}",
         ]

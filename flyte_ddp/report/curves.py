@@ -6,6 +6,7 @@ import math
 from flyte_ddp.report.figures import Curves
 from flyte_ddp.report.record import Record
 from flyte_ddp.report.words import capitalised, in_words
+from flyte_ddp.text import counted
 
 MOST_CURVES = 6  # of measures besides the loss
 MOST_LAYERS = 12  # curves in a figure
@@ -30,18 +31,18 @@ def _measure_curves(record: Record, name: str) -> Curves:
     series = {"training": [(at(step), step.measures[name]) for step in record.steps if name in step.measures]}
     remark = ""
     for split in dict.fromkeys(epoch.split for epoch in epochs):
-        points = [(e.epoch + 1.0, e.evaluated[name]) for e in epochs if e.split == split and name in e.evaluated]
+        points = [(e.position, e.evaluated[name]) for e in epochs if e.split == split and name in e.evaluated]
         series[split] = points
         if points:
             last = record.written(name, {name: points[-1][1]})
-            remark = f"{capitalised(split)} {in_words(name)} {last} after epoch {len(epochs)}."
+            remark = f"{capitalised(split)} {in_words(name)} {last} after epoch {counted(epochs[-1].position)}."
     return Curves(
         capitalised(in_words(name)),
         series,
         remark,
         percent=record.started is not None and name in record.started.percent,
         marks=[at(warning) for warning in record.warnings],
-        chosen=tested.epoch + 1.0 if tested and tested.is_best else None,
+        chosen=tested.position if tested and tested.is_best else None,
     )
 
 

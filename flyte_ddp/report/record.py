@@ -118,7 +118,8 @@ class Record(Observer):
     def on_run_started(self, event: RunStarted) -> None:
         self.started, first = event, (event.first_epoch, event.first_step)
         self.steps = [step for step in self.steps if (step.epoch, step.step) <= first]  # else they come twice
-        self.epochs = [epoch for epoch in self.epochs if epoch.epoch < event.first_epoch]
+        position = event.first_epoch + event.first_step / event.steps_per_epoch
+        self.epochs = [epoch for epoch in self.epochs if epoch.position <= position]
         for remark in event.remarks:
             self._note(f"{remark}.")
         if event.first_epoch or event.first_step:
@@ -177,7 +178,8 @@ class Record(Observer):
         if self.finished:
             return "Finished"
         if self.started:
-            return f"Training, epoch {len(self.epochs) + 1} of {self.info.settings.last_epoch}"
+            done = int(self.epochs[-1].position) if self.epochs else self.started.first_epoch
+            return f"Training, epoch {done + 1} of {self.info.settings.last_epoch}"
         return "Starting"
 
     @property

@@ -27,7 +27,7 @@ class Report(Observer):
         self._write_if_due()
 
     def on_epoch_finished(self, event: EpochFinished) -> None:
-        if event.epoch + 1 < self._record.info.settings.last_epoch:  # else the final page follows at once
+        if event.position < self._record.info.settings.last_epoch:  # else the final page follows at once
             self._write_if_due()
 
     def on_not_learning(self, event: NotLearning) -> None:

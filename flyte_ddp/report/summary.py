@@ -5,6 +5,7 @@ from pathlib import Path
 from flyte_ddp.report.console import say_last
 from flyte_ddp.report.record import Record, RunInfo
 from flyte_ddp.report.words import capitalised, in_words, split_sizes
+from flyte_ddp.text import counted
 
 MOST_SAID = 10
 
@@ -20,13 +21,14 @@ def say_summary(record: Record, model: Path, report: Path, show_paths: bool) -> 
     if run:
         stand_in = " (stand-in)" if info.is_stand_in else ""
         lines.append(("Data", f"{run.dataset}, {split_sizes(run)}{stand_in}"))
+    by = "epoch by epoch" if all(epoch.fraction == 1 for epoch in record.epochs) else "evaluation by evaluation"
     lines += [
-        (capitalised(in_words(name)), f"{', '.join(tested)} on the {record.split} {record.samples}, epoch by epoch"),
+        (capitalised(in_words(name)), f"{', '.join(tested)} on the {record.split} {record.samples}, {by}"),
         ("Seconds", ", ".join(f"{name.lower()} {seconds:.1f}" for name, seconds in record.phases())),
     ]
     if record.tested:
         chosen, value = "Chosen" if record.tested.is_best else "Last", record.written(name, record.tested.measures)
-        lines.insert(-1, (chosen, f"epoch {record.tested.epoch + 1}; {value} on the test {record.samples}"))
+        lines.insert(-1, (chosen, f"epoch {counted(record.tested.position)}; {value} on the test {record.samples}"))
     lines += [("Warning", warning.reason) for warning in record.warnings]
     if show_paths:
         lines += [("Model", str(model)), ("Report", str(report)), ("Next", next_step(info, report))]

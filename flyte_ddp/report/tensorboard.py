@@ -43,11 +43,11 @@ class TensorBoard(Observer):
         self._write(step, [self._histogram(name, *counted) for name, counted in event.histograms.items()])
 
     def on_epoch_finished(self, event: EpochFinished) -> None:
-        self._scalars((event.epoch + 1) * self._steps_per_epoch, event.split, event.evaluated)
+        self._scalars(self._step(event), event.split, event.evaluated)
         self._writer.flush()
 
     def on_epoch_chosen(self, event: EpochChosen) -> None:
-        self._scalars((event.epoch + 1) * self._steps_per_epoch, "test", event.measures)
+        self._scalars(self._step(event), "test", event.measures)
 
     def on_run_finished(self, event: RunFinished) -> None:
         """Writes the confident mistakes."""
@@ -64,10 +64,13 @@ class TensorBoard(Observer):
             )
             tag = f"mistakes/{number + 1}: {truth} taken for {guess}"
             values.append(self._summaries.Summary.Value(tag=tag, image=image))
-        self._write(len(event.results[0].epochs) * self._steps_per_epoch, values)
+        self._write(self._step(event.results[0].epochs[-1]), values)
 
     def close(self) -> None:
         self._writer.close()
+
+    def _step(self, event: EpochFinished | EpochChosen) -> int:
+        return round(event.position * self._steps_per_epoch)
 
     def _write(self, step: int, values: list[Any]) -> None:
         summary = self._summaries.Summary(value=values)

@@ -78,14 +78,14 @@ class WandbRun(Observer):
         self._log({f"gradients/{name}": histogram(np_histogram=counted) for name, counted in seen})
 
     def on_epoch_finished(self, event: EpochFinished) -> None:
-        self._step = (event.epoch + 1) * self._steps_per_epoch
+        self._step = round(event.position * self._steps_per_epoch)
         measured = _of_test(event.test)
         measured.update({f"validation_{name}": x for name, x in event.validation.items()})
         figures = {name: getattr(event, name) for name in ("train_seconds", "evaluate_seconds")}
-        self._log({**measured, "train_loss": event.train["loss"], **figures, "epoch": event.epoch + 1})
+        self._log({**measured, "train_loss": event.train["loss"], **figures, "epoch": event.position})
 
     def on_epoch_chosen(self, event: EpochChosen) -> None:
-        self._run.summary.update({**_of_test(event.measures), "best_epoch": event.epoch + 1})
+        self._run.summary.update({**_of_test(event.measures), "best_epoch": event.position})
 
     def on_run_finished(self, event: RunFinished) -> None:
         predictions = predictions_of(self._info, event)

@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from flytekit import Cache, HashMethod, task
 from flytekit.core.data_persistence import FileAccessProvider
@@ -21,7 +21,7 @@ from fsspec.utils import get_protocol
 from flyte_ddp.attempt import stored
 from flyte_ddp.code_version import code_version
 from flyte_ddp.data.description import StoredData
-from flyte_ddp.data.stored import stored_data
+from flyte_ddp.data.stored import stored_data, use_storage_options
 from flyte_ddp.storage import stream_digest
 from flyte_ddp.tasks import platform
 from flyte_ddp.tasks.caching import CodeVersion, OnClustersOnly
@@ -62,8 +62,21 @@ def stream(given: FlyteFile | FlyteDirectory | StructuredDataset) -> StoredData:
     """
     is_table = isinstance(given, StructuredDataset)
     url = str(given.literal.uri if given.literal else given.uri) if is_table else url_of(given)
+    return stored_data(url, _storage_options(url))
+
+
+def new_folder() -> FlyteDirectory:
+    """A new folder in Flyte's storage, for a task to write to, as by write_blocks(f"{folder.path}/train", ...), and to
+    return: the pod's disk need not hold it."""
+    folder = FlyteDirectory.new_remote()
+    use_storage_options(_storage_options(str(folder.path)))
+    return folder
+
+
+def _storage_options(url: str) -> dict[str, dict[str, Any]]:
+    """Flyte's settings for the URL's storage, as use_storage_options wants them."""
     protocol = get_protocol(url)
-    return stored_data(url, {} if protocol == "file" else {protocol: platform.storage_options(protocol)})
+    return {} if protocol == "file" else {protocol: platform.storage_options(protocol)}
 
 
 def in_place(file: FlyteFile) -> FlyteFile:

@@ -33,7 +33,7 @@ class RecipeOutputs(NamedTuple):
     """The outputs of a recipe's training.
 
     Attributes:
-        epoch_measures: after each epoch, by name; of the validation samples if there are any, else of the test samples.
+        epoch_measures: after each evaluation, by name; of the validation samples, if any, else of the test samples.
         model_state: the trained weights, a CPU state_dict, from which the recipe's load_model rebuilds the network.
             With a validation split they are those of the best epoch, and logs has those of the last one as last.pt.
         summary: the figures.

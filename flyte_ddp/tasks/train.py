@@ -69,7 +69,7 @@ class TrainingOutputs(NamedTuple):
     """The outputs of an image classifier's training.
 
     Attributes:
-        epoch_accuracies: after each epoch, on the validation split if there is one, else on the test split; 0 to 1.
+        epoch_accuracies: after each evaluation, on the validation split, if any, else on the test split; 0 to 1.
         model_state: the trained weights, a CPU state_dict; with a validation split those of the best epoch.
         summary: the figures.
         report: an HTML page in one file.

@@ -179,6 +179,26 @@ def test_a_storage_that_hangs_ends_with_the_name_of_the_object(tmp_path, storage
         storage.hanging.set()
 
 
+def test_a_storage_that_trickles_is_asked_again_and_ends_with_the_name_of_the_object(tmp_path, storage, monkeypatch):
+    write_blocks("s3://bucket/blocks", TREE, 4)
+    blocks = BlockFolder("s3://bucket/blocks")
+    monkeypatch.setattr(stored, "PIECE_SECONDS", 0.2)
+    storage.drips = 2
+    assert_same(read(blocks, 0, tmp_path), cut(TREE, 0, 4))
+    assert not storage.drips
+    storage.drips = 10**6
+    with pytest.raises(DownloadError, match=r"s3://bucket/blocks/block-000001.npy could not be read, tried 4 times"):
+        read(blocks, 1, tmp_path)
+
+
+def test_what_may_not_be_read_is_named_at_once(tmp_path, storage):
+    write_blocks("s3://bucket/blocks", TREE, 4)
+    blocks = BlockFolder("s3://bucket/blocks")
+    storage.failures, storage.failure = 1, (403, "AccessDenied")
+    with pytest.raises(DataError, match=r"s3://bucket/blocks/block-000000.npy may not be read: .*: allow it"):
+        read(blocks, 0, tmp_path)
+
+
 # --- tar files ---
 
 

@@ -59,19 +59,20 @@ def test_a_node_needs_only_the_announced_blocks_at_the_announced_steps(
     for node in range(nodes):
         shares = [step[slice(*rank_slice(0, len(step), node, nodes))] for step in steps_of(order)]
         seen = np.concatenate([order.streams_at(share) for share in shares if len(share)])
-        uses = order.uses(range(seen.min(), seen.max() + 1))
+        streams = range(seen.min(), seen.max() + 1)
+        uses = order.uses(streams, range(len(shares)))
         assert len(set(uses.blocks)) == len(uses.blocks)
         assert (np.diff(uses.first) >= 0).all()
         for step, share in enumerate(shares):
             announced = uses.blocks[(uses.first <= step) & (step <= uses.last)]
             assert set(block_of(order, order.at(share))) <= set(announced) if len(share) else True
-        later = order.uses(range(seen.min(), seen.max() + 1), first_step=3)
-        assert set(later.blocks) == set(uses.blocks[uses.last >= 3])
+        later = order.uses(streams, range(3, 5))
+        assert set(later.blocks) == set(uses.blocks[(uses.last >= 3) & (uses.first < 5)])
 
 
 def test_all_nodes_together_announce_each_block_about_once_and_hold_few_at_a_time():
     order = order_of([100] * 400, batch_size=64, window=300, streams=16)
-    halves = [order.uses(range(8)), order.uses(range(8, 16))]
+    halves = [order.uses(streams, range(625)) for streams in (range(8), range(8, 16))]
     assert sum(len(half.blocks) for half in halves) <= 401
     for half in halves:
         held = [((half.first <= step) & (step <= half.last)).sum() for step in range(625)]
@@ -82,7 +83,7 @@ def test_an_epoch_of_a_billion_samples_in_ten_thousand_blocks_begins_anywhere_at
     order = order_of([100_000] * 10_000, batch_size=256, window=8192, streams=32)
     found = order.at(torch.arange(700_000_000, 700_001_024))
     assert len(set(found.tolist())) == 1024
-    assert len(order.uses(range(32), first_step=3_900_000).blocks) < 100
+    assert len(order.uses(range(32), range(3_900_000, order.samples)).blocks) < 100
 
 
 def test_samples_sorted_by_class_come_as_mixed_as_they_can_be():

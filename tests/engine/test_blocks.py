@@ -114,6 +114,16 @@ def test_resuming_in_the_middle_of_an_epoch_fetches_only_what_is_still_needed(di
     assert len(set(fetched(digits / "train")["0"])) < 30
 
 
+def test_evaluations_within_an_epoch_fetch_only_the_blocks_at_hand_again(digits, tmp_path):
+    _, expected, _ = run(digits, tmp_path / "once", 2, epochs=1)
+    note_of(digits / "train").unlink()
+    found, weights, _ = run(digits, tmp_path / "thrice", 2, epochs=1, evaluations_per_epoch=3)
+    assert [epoch.samples for epoch in found.epochs] == [8 * 24, 9 * 24, 604 - 17 * 24]
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+    at_hand = 6 * (20 // ROWS + 2)  # streams, and what a window of each takes
+    assert len(fetched(digits / "train")["0"]) <= 61 + 2 * at_hand
+
+
 @pytest.mark.parametrize(("nproc", "batch_size"), [(2, 24), (4, 26)])
 def test_each_node_reads_its_own_part_of_the_data(digits, tmp_path, nproc, batch_size):
     """Also where ranks share streams, and a batch does not divide by them."""

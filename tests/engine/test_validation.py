@@ -36,7 +36,7 @@ def chosen(values, **settings):
     model = nn.Linear(1, 1)
     for epoch, value in enumerate(values):
         nn.init.constant_(model.weight, epoch)
-        choice.after_epoch(epoch, {"loss": value}, model.state_dict())
+        choice.after_evaluation(epoch, {"loss": value}, model.state_dict())
         if choice.is_over:
             break
     if choice.weights is not None:

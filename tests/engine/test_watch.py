@@ -3,6 +3,7 @@
 import math
 
 from flyte_ddp.engine.watch import Watch
+from flyte_ddp.events import EpochFinished
 
 LOG10 = math.log(10)
 
@@ -12,6 +13,10 @@ def watched(losses, samples=1280, epoch=0):
     for step, loss in enumerate(losses, 1):
         watch.after_steps(epoch, step, loss, samples)
     return watch
+
+
+def evaluated(epoch, loss, fraction=1.0):
+    return EpochFinished(epoch, 10, {}, {"loss": loss}, 1.0, 1.0, fraction=fraction)
 
 
 def test_a_loss_that_falls_is_no_leap_and_neither_is_one_that_wavers():
@@ -34,7 +39,8 @@ def test_a_few_hard_samples_are_no_leap():
 
 def test_guessing_is_told_when_it_begins():
     watch = Watch(LOG10)
-    reported = [bool(watch.after_epoch(epoch, 100, loss)) for epoch, loss in enumerate([2.35, LOG10, 0.5, 2.3, 0.5])]
+    losses = [2.35, LOG10, 0.5, 2.3, 0.5]
+    reported = [bool(watch.after_evaluation(evaluated(epoch, loss), 100)) for epoch, loss in enumerate(losses)]
     assert reported == [True, False, False, True, False]
 
 
@@ -46,7 +52,7 @@ def test_a_resumed_watch_goes_on_where_it_was():
 
 
 def test_samples_that_are_all_alike_tell_nothing():
-    assert Watch(0.0).after_epoch(0, 1, 0.0) == []
+    assert Watch(0.0).after_evaluation(evaluated(0, 0.0), 1) == []
 
 
 def test_without_a_constant_loss_the_first_window_and_mismatched_outputs_stand_in():
@@ -54,6 +60,6 @@ def test_without_a_constant_loss_the_first_window_and_mismatched_outputs_stand_i
     assert watch.after_steps(0, 1, 5.0, 5000) == watch.after_steps(0, 2, 6.0, 5000) == []
     (leapt,) = watch.after_steps(0, 3, 7.0, 5000)
     assert leapt.reason.startswith("the loss leapt from 5 to 7 by step 3")
-    assert watch.after_epoch(0, 3, 2.0, mismatched=3.0) == []
-    (guessing,) = watch.after_epoch(1, 3, 2.99, mismatched=3.0)
-    assert "no better than guessing after epoch 2: the loss is 2.99, and 3 for predictions that" in guessing.reason
+    assert watch.after_evaluation(evaluated(0, 2.0), 3, mismatched=3.0) == []
+    (guessing,) = watch.after_evaluation(evaluated(1, 2.99, 0.25), 3, mismatched=3.0)
+    assert "no better than guessing after epoch 1.25: the loss is 2.99, and 3 for predictions that" in guessing.reason

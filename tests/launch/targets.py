@@ -15,7 +15,8 @@ from torch import Tensor, distributed, nn
 
 from flyte_ddp.engine import worker
 from flyte_ddp.engine.job import Job, TrainingResult
-from flyte_ddp.events import CheckpointFailed
+from flyte_ddp.errors import StopRequested
+from flyte_ddp.events import CheckpointFailed, Event, StepLogged
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
 from flyte_ddp.launch.process_group import process_group
@@ -126,3 +127,20 @@ class BrokenOnRankOne(ImageClassifier):
 
         model.register_forward_hook(add_broken)
         return model
+
+
+def stop_after_the_fifth_step(environment: Environment, link: Link, job: Job) -> tuple[int, int]:
+    """Asks rank 0 to stop once step 4 is logged, so that all ranks stop after the next; returns where."""
+    emit = link.emit
+
+    def emit_and_ask(event: Event) -> None:
+        emit(event)
+        if isinstance(event, StepLogged) and event.step == 4:
+            link.stop_requested = True
+
+    vars(link)["emit"] = emit_and_ask
+    try:
+        worker.run(environment, link, job)
+    except StopRequested as stopped:
+        return stopped.epoch, stopped.step
+    raise AssertionError("not stopped")

@@ -10,6 +10,7 @@ from flyte_ddp.report.article import document
 from flyte_ddp.report.console import Console
 from flyte_ddp.report.contents import epoch_heads, epoch_lines, tiles
 from flyte_ddp.report.curves import progress_curves
+from flyte_ddp.report.progress import event_of, fields_of
 from flyte_ddp.report.record import Record, RunFinished
 from flyte_ddp.report.report import fragment
 from flyte_ddp.report.summary import say_summary
@@ -38,6 +39,24 @@ def validated(recorded: Recorded, tmp_path: Path) -> Recorded:
             event = dataclasses.replace(event, results=results)
         events.append(event)
     return Recorded(dataclasses.replace(recorded.info, logs=tmp_path / "logs"), events)
+
+
+@pytest.fixture
+def parted(validated: Recorded) -> Recorded:
+    """The same, as if its evaluations had been after a quarter of each epoch."""
+    events = []
+    for event in validated.events:
+        if isinstance(event, EpochFinished):
+            event = dataclasses.replace(event, fraction=0.25)
+        elif isinstance(event, EpochChosen):
+            event = dataclasses.replace(event, epochs=1.25, fraction=0.25)
+        elif isinstance(event, RunFinished):
+            epochs = [dataclasses.replace(one, fraction=0.25) for one in event.results[0].epochs]
+            event = dataclasses.replace(
+                event, results=[dataclasses.replace(one, epochs=epochs) for one in event.results]
+            )
+        events.append(event)
+    return Recorded(validated.info, events)
 
 
 def test_the_console_names_the_splits(validated, capsys):
@@ -101,3 +120,42 @@ def test_wandb_names_the_splits(validated, tmp_path):
     assert not logged.values("accuracy")
     assert logged.summary["accuracy"] == 0.625
     assert logged.summary["best_epoch"] == 1
+
+
+def test_evaluations_within_an_epoch_are_shown_as_such(parted, tmp_path, capsys):
+    console, record = Console(), parted.record
+    for event in parted.events:
+        console(event)
+    say_summary(record, Path("model.pt"), Path("/report.html"), show_paths=False)
+    said = capsys.readouterr().err
+    assert "Epoch 1.25 of 2: validation accuracy" in said
+    assert "Stopped early after epoch 1.25. Best on the validation split: epoch 0.25, which gives" in said
+    assert "on the validation images, evaluation by evaluation" in said
+    assert "Chosen:   epoch 0.25; 62.50% on the test images" in said
+    shown = {label: value for value, label in tiles(record)}
+    assert shown["is the best on the validation split; stopped early"] == "epoch 0.25"
+    assert "training, 1.25 of 2 epochs" in shown
+    assert [line[0] for line in epoch_lines(record)] == ["0.25", "1.25"]
+    loss = progress_curves(record)[0]
+    assert [x for x, _ in loss.series["validation"]] == [0.25, 1.25]
+    assert (loss.chosen, loss.remark[-17:]) == (0.25, "after epoch 1.25.")
+    so_far = dataclasses.replace(record, finished=None)
+    assert so_far.status == "Training, epoch 2 of 2"
+
+
+def test_trackers_and_progress_have_evaluations_within_an_epoch_at_their_steps(parted, tmp_path):
+    tracker = TensorBoard(parted.info)
+    for event in parted.events:
+        tracker(event)
+    tracker.close()
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    read = EventAccumulator(str(parted.info.logs / "tensorboard")).Reload()
+    assert [one.step for one in read.Scalars("validation/loss")] == [2, 12]  # of 10 per epoch
+    assert [one.step for one in read.Scalars("test/loss")] == [2]
+    logged = tell_tracker(parted, tmp_path, {"tracking": "offline"}).run
+    assert logged.summary["best_epoch"] == 0.25
+    (finished, *_) = [event for event in parted.events if isinstance(event, EpochFinished)]
+    assert event_of({"event": "epoch", "time": "", **fields_of(finished)}) == finished
+    older = {name: value for name, value in fields_of(finished).items() if name != "fraction"}
+    assert event_of({"event": "epoch", "time": "", **older}).position == 1

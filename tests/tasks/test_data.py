@@ -2,13 +2,18 @@
 
 from pathlib import Path
 
+import numpy as np
 from flytekit import Cache, FlyteContextManager, task, workflow
+from flytekit.core.data_persistence import FileAccessProvider
+from flytekit.core.type_engine import TypeEngine
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
+from flyte_ddp.data.block_folder import write_blocks
 from flyte_ddp.data.image_settings import ImageSettings
-from flyte_ddp.tasks.data import fetch, file_by_content, folder_by_content, list_files, weights_by_content
+from flyte_ddp.tasks.data import fetch, file_by_content, folder_by_content, list_files, new_folder, weights_by_content
 from flyte_ddp.tasks.image_folder import find_images
+from tests.object_storage import object_storage
 
 trained: "list[str]" = []
 
@@ -99,3 +104,28 @@ def test_the_key_of_a_folder_in_storage_follows_its_files():
     assert {one.folder.remote_source for one in found} == {"memory://pets"}
     assert found[0].stamp == found[1].stamp != found[2].stamp
     assert not find_images.metadata.cache, "else nobody would look again"
+
+
+def test_a_task_writes_blocks_into_flytes_storage(monkeypatch, tmp_path):
+    """By Flyte's settings, and what flytekit itself then reads and writes is not disturbed."""
+    monkeypatch.setattr("fsspec.config.conf", {})
+    with object_storage() as server:
+        for name, value in server.environment.items():
+            monkeypatch.setenv(name, value)
+        access = FileAccessProvider(tmp_path, "s3://bucket/raw")
+        with FlyteContextManager.with_context(FlyteContextManager.current_context().with_file_access(access)):
+            folder = new_folder()
+            write_blocks(f"{folder.path}/train", {"number": np.arange(5)}, 2)
+            assert folder.path.startswith("s3://bucket/")
+            place = folder.path.removeprefix("s3://")
+            names = ["block-000000.npy", "block-000001.npy", "block-000002.npy", "index.json"]
+            assert sorted(server.objects) == [f"{place}/train/{name}" for name in names]
+            assert new_folder().path != folder.path
+            literal = TypeEngine.to_literal(
+                FlyteContextManager.current_context(),
+                folder,
+                FlyteDirectory,
+                TypeEngine.to_literal_type(FlyteDirectory),
+            )
+            assert literal.scalar.blob.uri == folder.path
+            assert list(list_files(folder)) == [f"train/{name}" for name in names]
