@@ -24,7 +24,7 @@ help: ## List the targets
 run: .venv/run.stamp ## Train; more arguments: make run ARGS="--hp '{\"epochs\": 1}'"
 	@$(call typed,pyflyte run workflows/mnist.py pytorch_training_wf$(if $(ARGS), $(ARGS)))
 
-example: .venv/$(if $(filter finetune_%,$(NAME)),dev,run).stamp ## Train one of autoencoder, charlm, contrastive, finetune_images, finetune_text, resnet, segmentation, tabular: make example NAME=tabular
+example: .venv/$(if $(filter finetune_%,$(NAME)),dev,run).stamp ## Train one of autoencoder, charlm, contrastive, finetune_images, finetune_text, resnet, segmentation, stream, tabular: make example NAME=tabular
 	@$(call typed,PYTHONPATH=. pyflyte run examples/$(example)/workflow.py $(example)_wf$(if $(ARGS), $(ARGS)))
 
 examples = $(sort $(patsubst examples/%/recipe.py,%,$(wildcard examples/*/recipe.py)))

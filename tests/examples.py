@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import timm
 import torch
 from PIL import Image
 from safetensors.torch import save_file
@@ -67,42 +66,62 @@ class Example(NamedTuple):
 
 @cache
 def project() -> Path:
-    """A copy of the examples that can be imported from, with images in folders and a prepared dataset."""
-    place = made_once("examples", _make_project)
+    """A copy of the examples, which can be imported from now on."""
+    ignored = shutil.ignore_patterns("__pycache__", ".venv")
+    place = made_once(
+        "examples", lambda folder: shutil.copytree(ROOT / "examples", folder, ignore=ignored, dirs_exist_ok=True)
+    )
     sys.path.insert(0, str(place))
     return place
 
 
-def _make_project(place: Path) -> None:
-    shutil.copytree(ROOT / "examples", place, ignore=shutil.ignore_patterns("__pycache__", ".venv"), dirs_exist_ok=True)
+def write_images(folder: Path) -> None:
     digits = load_digits()
     for label in (0, 1):
-        (place / "images" / str(label)).mkdir(parents=True)
+        (folder / str(label)).mkdir()
         for number, image in enumerate(digits.images[digits.target == label][:50]):
             pixels = Image.fromarray((image * 15.9).astype(np.uint8)).resize((32, 32))
-            pixels.save(place / "images" / str(label) / f"{number}.png")
+            pixels.save(folder / str(label) / f"{number}.png")
+
+
+def write_small_dataset(folder: Path) -> None:
     images, labels = prepared.open_split(prepare("digits"), "train")
-    names = list("0123456789")
-    write_prepared(place / "prepared", "small", names, images[:300], labels[:300], images[:50], labels[:50])
+    write_prepared(folder, "small", list("0123456789"), images[:300], labels[:300], images[:50], labels[:50])
+
+
+def write_timm_weights(folder: Path) -> None:
+    import timm  # it takes seconds, which only one of the examples needs
+
     torch.manual_seed(0)
-    save_file(timm.create_model("test_convnext", num_classes=2).state_dict(), place / "timm.safetensors")
+    save_file(timm.create_model("test_convnext", num_classes=2).state_dict(), folder / "timm.safetensors")
+
+
+def write_encoder(folder: Path) -> None:
+    command = [sys.executable, "-m", "finetune_text.encoder", str(folder)]
+    subprocess.run(command, cwd=project(), check=True, capture_output=True)
+
+
+def write_waves(folder: Path) -> None:
     for split, seed in (("train", 0), ("test", 1)):
-        write_blocks(place / "blocks" / split, waves(1, seed), 100)
-    make_encoder = [sys.executable, "-m", "finetune_text.encoder", "encoder"]
-    subprocess.run(make_encoder, cwd=place, check=True, capture_output=True)
+        write_blocks(folder / split, waves(1, seed), 100)
 
 
 def data_of(name: str) -> str | None:
     """The folder that an example is trained on, if it takes one."""
-    folders = {"autoencoder": "prepared", "finetune_images": "images", "resnet": "images", "stream": "blocks"}
-    folder = folders.get(name)
-    return str(project() / folder) if folder else None
+    writers = {
+        "autoencoder": ("small", write_small_dataset),
+        "finetune_images": ("images", write_images),
+        "resnet": ("images", write_images),
+        "stream": ("blocks", write_waves),
+    }
+    return str(made_once(*writers[name])) if name in writers else None
 
 
 def init_of(name: str) -> str | None:
     """The folder or file of weights that an example starts from, if it needs one."""
-    given = {"finetune_images": "timm.safetensors", "finetune_text": "encoder"}.get(name)
-    return str(project() / given) if given else None
+    if name == "finetune_images":
+        return str(made_once("timm", write_timm_weights) / "timm.safetensors")
+    return str(made_once("encoder", write_encoder)) if name == "finetune_text" else None
 
 
 def small(name: str) -> dict[str, Any]:

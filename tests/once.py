@@ -14,7 +14,7 @@ from filelock import FileLock
 from tests.commands import pyflyte
 
 
-def made_once(name: str, make: Callable[[Path], None]) -> Path:
+def made_once(name: str, make: Callable[[Path], object]) -> Path:
     """The folder of this name that all workers share, filled by whoever asks first; the others wait."""
     folder = Path(os.environ["DDP_TEST_SHARED"], name)
     made = folder.with_name(f"{name}.made")

@@ -56,7 +56,7 @@ def test_the_workflow_of_an_example_trains(name):
     settings, enough = ENOUGH[name]
     command = [f"{name}/workflow.py", f"{name}_wf", "--settings", json.dumps(settings)]
     if name in ("finetune_images", "resnet"):
-        command += ["--folder", "images"]
+        command += ["--folder", str(data_of(name))]
     if init := init_of(name):
         command += ["--init", init]
     if name == "finetune_images":

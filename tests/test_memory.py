@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 from flyteidl.core.literals_pb2 import Literal
+from flytekit.types.directory import FlyteDirectory
+from flytekit.types.file import PythonPickledFile
 
+from flyte_ddp.data.datasets import prepare
 from flyte_ddp.data.image_settings import ImageSettings
 from flyte_ddp.export.settings import ClassifierExport, FolderExport
 from flyte_ddp.loading.times import LoadingSettings
@@ -16,12 +19,12 @@ from flyte_ddp.recipes.hyperparameters import (
     CIFAR10Hyperparameters,
     FashionMNISTHyperparameters,
     FolderHyperparameters,
-    Hyperparameters,
 )
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.timing.measurement import TimingOptions
 from scripts.dry_run import amounts
 from tests.commands import ROOT
+from tests.once import trained_classifier
 from tests.pod import Pod, literal, package, small_dataset
 
 pytestmark = pytest.mark.slow
@@ -67,10 +70,12 @@ def test_training_and_export(run, digits):
         options=OPTIONS,
     )
     run("workflows.cifar10.cifar10_task", hp=CIFAR10Hyperparameters(**ONCE), data=digits, options=OPTIONS)
-    trained = run("workflows.mnist.pytorch_mnist_task", hp=Hyperparameters(**ONCE), data=digits, options=OPTIONS)
-    options = ClassifierExport(dataset="digits")
-    given = {"model_state": trained["model_state"], "data": digits, "options": options}
-    exported = run("flyte_ddp.export.task.export_classifier", **given)
+    exported = run(
+        "flyte_ddp.export.task.export_classifier",
+        model_state=PythonPickledFile(str(trained_classifier(train_fraction=0.3).model), remote_path=False),
+        data=FlyteDirectory(str(prepare("digits")), remote_directory=False),
+        options=ClassifierExport(dataset="digits"),
+    )
     model = Path(exported["model"].scalar.blob.uri)
     assert {"model.safetensors", "model.pt2", "model.onnx", "model_card.md"} <= {file.name for file in model.iterdir()}
 

@@ -46,6 +46,7 @@ def main(settings: Settings, ranks: int) -> dict[str, float]:
         eval_strategy="epoch",
         save_strategy="epoch",
         logging_steps=settings.log_interval,
+        average_tokens_across_devices=False,  # else the mean that BERT's loss is would count twice on two ranks
         max_grad_norm=1.0,
         seed=settings.seed,
         use_cpu=True,

@@ -173,6 +173,7 @@ def test_cifar10_that_is_not_to_be_had_is_one_clear_error(tmp_path, monkeypatch)
         prepare("cifar10")
 
 
+@pytest.mark.slow
 def test_real_mnist_by_two_runs_at_once(test_data, folder, monkeypatch):
     monkeypatch.setenv("DDP_DATA_MIRROR", test_data.as_uri())
     prepare_at_once("mnist", 2)

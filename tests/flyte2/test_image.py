@@ -19,9 +19,8 @@ from tests.object_storage import object_storage
 from tests.test_image import image  # noqa: F401 a fixture
 
 ARCHIVE = """if True:
-    import asyncio, sys
+    import asyncio
     from pathlib import Path
-from typing import Any
     from flyte._code_bundle import build_code_bundle
     from flyte2 import mnist
     print(asyncio.run(build_code_bundle(Path.cwd(), dryrun=True, additional_files=mnist.training.include)).tgz)
@@ -59,7 +58,8 @@ def test_a_killed_pod_comes_back_and_ends_with_the_same_bits(image, archive, sma
         values = {"hp": hp, "data": data, "options": RunOptions(checkpoint_seconds=0.2)}
 
         def pod(action):
-            return ImagePod(image, mnist.train, values, storage, action=action, code="s3://bucket/code.tgz")
+            more = {"action": action, "environment": {"DDP_POD_GPUS": "0"}, "code": "s3://bucket/code.tgz"}
+            return ImagePod(image, mnist.train, values, storage, **more)
 
         whole, killed, again = pod("whole"), pod("killed"), pod("killed")
         assert whole.finish() == 0, whole.log

@@ -4,6 +4,7 @@ import importlib
 import os
 import shutil
 import subprocess
+import sys
 
 import pytest
 from flyte.clustered import ClusteredTaskEnvironment
@@ -20,8 +21,8 @@ from tests.flyte2.pod import Pod2, weights
 from tests.object_storage import object_storage
 
 HP = Hyperparameters(epochs=4, batch_size=16, precision="float32")
-# Its processes end with it, also those that torchrun starts in sessions of their own; it has its own /etc/hosts
-CONTAINER = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
+# Its processes end with it, also those that torchrun starts in sessions of their own; its name and hosts are its own
+CONTAINER = ["unshare", "--uts", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
 MASTER = "job-workers-0-0.job.here.svc.cluster.local"
 CHECKPOINT = "bucket/run/nodes/1/_flytecheckpoints/checkpoint"
 
@@ -32,6 +33,7 @@ def tasks():
     with pytest.MonkeyPatch.context() as here:
         here.setenv("DDP_PROFILE", "sandbox")
         here.setenv("DDP_NPROC_PER_NODE", "1")
+        here.delitem(sys.modules, "flyte2.multinode", raising=False)  # registered otherwise
         return importlib.import_module("flyte2.multinode"), importlib.import_module("flyte2.mnist")
 
 
@@ -49,7 +51,7 @@ def node(tasks, storage, small_data, tmp_path):
     tools = all(map(shutil.which, ("unshare", "taskset")))
     if os.geteuid() != 0 or not tools or subprocess.run([*CONTAINER, "true"]).returncode:
         pytest.skip("the pods find each other by a name of the cluster, which only root can give to this machine")
-    (tmp_path / "hosts").write_text(f"127.0.0.1 localhost {MASTER}\n")
+    (tmp_path / "hosts").write_text(f"127.0.0.1 localhost\n127.0.0.2 pod-0 {MASTER}\n127.0.0.3 pod-1\n")
     ports, data = free_port(), Dir(path="s3://bucket/small", hash=prepared.read_description(small_data).digest)
 
     def make(number, restart=0, timeout_seconds=100.0, rendezvous="static", **environment):
@@ -71,7 +73,7 @@ def node(tasks, storage, small_data, tmp_path):
         values = {"hp": HP, "data": data, "options": options}
         pod = Pod2(tasks[0].train, values, storage, action="nodes", environment={**jobset, **environment})
         assert pod.command[0] == "clustered"
-        hosts = f'mount --bind {tmp_path}/hosts /etc/hosts && exec "$@"'
+        hosts = f'hostname pod-{number} && mount --bind {tmp_path}/hosts /etc/hosts && exec "$@"'
         cores = sorted(os.sched_getaffinity(0))
         core = cores[number % len(cores)]  # one thread for each rank, as if both were on one node
         pod.before = [*CONTAINER, "taskset", "-c", str(core), "sh", "-ec", hosts, "sh"]
@@ -96,13 +98,14 @@ def test_a_lost_node_restarts_all_and_they_go_on_where_they_were(node, storage, 
         assert process.wait(200) == other.wait(20) == 0, first.log + second.log
     assert "resuming from the checkpoint" in first.log + second.log
     assert same(weights(storage, first.outputs()), weights(storage, alone.outputs()))
-    assert "bucket/run/nodes/1/logs/rank-0.log" in storage.objects, "of the ranks before the restart"
+    survivors = [f"bucket/run/nodes/1/logs/rank-{rank}.log" for rank in (0, 1)]
+    assert any(name in storage.objects for name in survivors), "of the ranks before the restart"
     assert "bucket/run/nodes/1/restart-1/logs/rank-1.log" in storage.objects
 
 
 @pytest.mark.slow
 def test_the_failure_of_another_rank_is_the_one_that_flyte_hears_of(node):
-    first, second = node(0, timeout_seconds=30), node(1, DDP_TRAINING_CODE="yesterday's")
+    first, second = node(0, timeout_seconds=1), node(1, DDP_TRAINING_CODE="yesterday's")
     with first.running() as process, second.running() as other:
         assert (process.wait(250), other.wait(20)) == (1, 1), first.log
     assert first.error.error.kind == ContainerError.NON_RECOVERABLE

@@ -16,7 +16,6 @@ ROOT = Path(__file__).parents[2]
     ("way", "ranks"),
     [
         ("stop", (0,)),
-        ("sleep", (1,)),
         ("sleep", (0, 1)),
         ("sleep in the data", (0,)),
         ("stopped from outside", (1,)),

@@ -17,6 +17,7 @@ from tests.report.wandb_server import Server
 OPTIONS = RunOptions(tracking="online", profile=True)
 
 
+@pytest.mark.slow
 def test_local_run_shows_itself_and_keeps_the_key(tmp_path):
     """The second one is a cache hit, which says nothing and costs no training."""
     small_dataset(tmp_path / "data" / "prepared" / "digits")  # 1,000 images, once an epoch, are enough here

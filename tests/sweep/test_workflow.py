@@ -108,7 +108,7 @@ def test_a_wrong_sweep_is_a_usage_error_before_anything_is_done(sweep, said, tmp
 
 @pytest.mark.parametrize("cause", ["OutOfMemoryError", "InputError", "SIGKILL"])
 def test_what_may_not_follow_from_the_hyperparameters_is_no_result_to_be_cached(cause):
-    def train(hp: Hyperparameters, init: object) -> Any:
+    def train(hp: Hyperparameters) -> Any:
         raise platform.error(Failure(0, "host", "error", cause, "why", recoverable=False), "why")
 
     with pytest.raises(TaskError, match="why"):
