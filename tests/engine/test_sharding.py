@@ -23,6 +23,10 @@ from tests.engine.sharding_recipes import Optimized
 from tests.engine.test_training import TWO_HOSTS
 from tests.examples import train_small, trained
 
+fsdp = pytest.importorskip("torch.distributed.fsdp")
+if not hasattr(fsdp.FSDPModule, "set_reduce_scatter_unused_params"):
+    pytest.skip("sharding needs a newer torch", allow_module_level=True)
+
 HERE = "tests.engine.sharding_recipes"
 KINDS = "off", "full"
 NAN = {"batch_size": 4, "epochs": 2}
