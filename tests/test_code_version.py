@@ -50,7 +50,7 @@ NOT_CACHED = {"engine.joined", "export.rank", "hardware.rank", "loading.rank", "
 # They import by a computed name: a recipe's, from which find_code starts, or that of the class of a file's settings,
 # which only loading without settings needs. code_version itself only computes names
 COMPUTED = {
-    "engine/set_up.py",
+    "engine/load.py",
     "lightning/modules.py",
     "recipes/models.py",
     "model_metadata.py",

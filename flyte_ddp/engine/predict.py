@@ -10,8 +10,8 @@ from flyte_ddp.engine.arithmetic import settle_arithmetic
 from flyte_ddp.engine.batches import rank_slice
 from flyte_ddp.engine.block_cache import BlockCache
 from flyte_ddp.engine.job import Job
+from flyte_ddp.engine.load import load_recipe, load_split
 from flyte_ddp.engine.measures import code_location
-from flyte_ddp.engine.set_up import load_recipe, load_split
 from flyte_ddp.errors import InputError
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link

@@ -1,43 +1,31 @@
 """Sets up a training on one rank: the recipe, its batches, and the state that steps change."""
 
-import os
-import pkgutil
-import random
-import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import nn
 
-from flyte_ddp.data.blocks import Blocks
-from flyte_ddp.data.description import StoredData
 from flyte_ddp.engine.attributes import check_attributes
 from flyte_ddp.engine.batches import TestBatches, TrainBatches
 from flyte_ddp.engine.block_cache import BlockCache
-from flyte_ddp.engine.block_split import BlockSplit, Reading
 from flyte_ddp.engine.choice import Choice, is_lower_better
 from flyte_ddp.engine.job import Job
-from flyte_ddp.engine.lengths import Lengths
-from flyte_ddp.engine.loading import Streamed
+from flyte_ddp.engine.load import load_recipe, load_split, validation_of
 from flyte_ddp.engine.measures import augment, code_location
 from flyte_ddp.engine.memory import recompute
 from flyte_ddp.engine.placement import place
 from flyte_ddp.engine.probe import Probed, probe
 from flyte_ddp.engine.sharding import check_batch_norm, on_trial
-from flyte_ddp.engine.splits import Resident, Split, hold_out
 from flyte_ddp.engine.state import TrainingState
 from flyte_ddp.engine.warm_start import continue_from, freeze, is_checkpoint, start_from
 from flyte_ddp.errors import InputError
 from flyte_ddp.events import NotLearning
 from flyte_ddp.frozen_base import FrozenBase, frozen_weights
 from flyte_ddp.launch.environment import Environment
-from flyte_ddp.launch.rank import own_lock_of_tqdm
 from flyte_ddp.recipe import Recipe
 from flyte_ddp.settings import TrainingSettings
-from flyte_ddp.user_code import checked_imports
 
 SPLITS = ("train", "test")
 
@@ -163,22 +151,6 @@ def check_types(recipe: Recipe, model: nn.Module) -> None:
         )
 
 
-def validation_of(recipe: Recipe, train: Split, job: Job, cache: BlockCache) -> tuple[Split, Split | None]:
-    """The samples to train on, and those to choose the best epoch by, if there is a validation split."""
-    settings: TrainingSettings = job.settings
-    if recipe.has_validation:
-        if settings.validation_fraction:
-            raise InputError(
-                f"validation_fraction must be 0 where the recipe has a validation split of its own, got "
-                f"{settings.validation_fraction:g}"
-            )
-        return train, load_split(recipe, "validation", job, cache)
-    if settings.validation_fraction:
-        return hold_out(train, settings.validation_fraction)
-    settings.check_validation()
-    return train, None
-
-
 def choice_of(recipe: Recipe, headline: str, settings: TrainingSettings) -> Choice:
     """What chooses the best epoch; InputError if it is unknown whether higher or lower values are better."""
     measure = headline if settings.choose_by == "headline" else "loss"
@@ -189,83 +161,6 @@ def choice_of(recipe: Recipe, headline: str, settings: TrainingSettings) -> Choi
             'epoch: add it to one of them, or set choose_by to "loss"'
         )
     return Choice(measure, lower, settings.patience, settings.minimum_delta)
-
-
-def load_recipe(job: Job, device: torch.device) -> Recipe:
-    """The recipe that the job names, with its settings and data; InputError if that is not a recipe. Seeds all sources
-    of random numbers, since the recipe's data and weights may be drawn from any of them.
-    """
-    seed = job.settings.seed
-    torch.manual_seed(seed)
-    np.random.seed(seed)
-    random.seed(seed)
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # else from_pretrained("a name") would download in each rank
-    if job.root and job.root not in sys.path:
-        sys.path.insert(0, job.root)
-    name = job.recipe
-    with checked_imports(job.root, job.files):
-        kind = pkgutil.resolve_name(name)
-        own_lock_of_tqdm()
-        if not (isinstance(kind, type) and issubclass(kind, Recipe)):
-            raise InputError(f"{name} must be a subclass of flyte_ddp.recipe.Recipe, got {kind!r}")
-        recipe = kind(job.settings, data_path_of(job.data))
-    if not hasattr(recipe, "share"):
-        raise InputError(f"{code_location(recipe, '__init__')} must call super().__init__(settings, data_path)")
-    recipe.device = device
-    recipe.init_path = job.init if job.init and job.init.is_dir() else None
-    return recipe
-
-
-def data_path_of(data: Path | StoredData | None) -> Path | str | None:
-    if not isinstance(data, StoredData):
-        return data
-    from flyte_ddp.data.stored import use_storage_options  # it imports fsspec, which other trainings do without
-
-    use_storage_options(data.options)
-    return data.url
-
-
-def load_split(recipe: Recipe, split: str, job: Job, cache: BlockCache) -> Split:
-    """The samples of a split; InputError, naming the place in the recipe, if the data are invalid."""
-    data = recipe.data(split)
-    options = job.options
-    try:
-        if isinstance(data, Blocks):
-            if recipe.lengths(split) is not None or recipe.length_window:
-                raise InputError("samples in Blocks have one shape: leave out lengths and length_window")
-            return BlockSplit(data, split, Reading(cache, recipe.device, options.loader_workers, options.pin_memory))
-        if isinstance(data, torch.utils.data.IterableDataset):
-            raise InputError(
-                "an IterableDataset has no order that could be resumed or shared among ranks: return Blocks, which "
-                "are read one after the other, too, or a Dataset with a length"
-            )
-        if isinstance(data, torch.utils.data.Dataset) and not isinstance(data, torch.utils.data.TensorDataset):
-            if not len(data):  # type: ignore[arg-type]
-                raise InputError("a Dataset must have samples, and a length")
-            workers, pin_memory = options.loader_workers, options.pin_memory
-            found: Streamed | Resident = Streamed(data, recipe.device, workers, pin_memory)
-        else:
-            data = data.tensors if isinstance(data, torch.utils.data.TensorDataset) else data
-            found = Resident(data, recipe.device)
-    except InputError as error:
-        raise InputError(f'{code_location(recipe, "data")}, split "{split}": {error.message}') from None
-    return with_lengths(found, recipe, split)
-
-
-def with_lengths(found: Streamed | Resident, recipe: Recipe, split: str) -> Split:
-    """The samples with their lengths, if the recipe has any; InputError for lengths that are not theirs."""
-    each = recipe.lengths(split)
-    if each is not None:
-        if isinstance(found, Streamed):
-            found.is_padded = True
-        try:
-            found.lengths = Lengths(each, len(found), lambda indices: next(iter(found.fetch([indices]))))
-        except InputError as error:
-            raise InputError(f'{code_location(recipe, "lengths")}, split "{split}": {error.message}') from None
-    elif split == "train" and recipe.length_window:
-        owner = type(recipe).__name__
-        raise InputError(f"{owner}.length_window must be 0 without {owner}.lengths, got {recipe.length_window}")
-    return found
 
 
 def choose_precision(precision: str, device: torch.device) -> str:

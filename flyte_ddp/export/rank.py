@@ -15,8 +15,8 @@ from flyte_ddp.engine.batches import Batch
 from flyte_ddp.engine.block_cache import BlockCache
 from flyte_ddp.engine.evaluation import Pairs, measure
 from flyte_ddp.engine.job import Job, Measured
+from flyte_ddp.engine.load import load_recipe, load_split
 from flyte_ddp.engine.results import build_metadata
-from flyte_ddp.engine.set_up import load_recipe, load_split
 from flyte_ddp.engine.splits import Split
 from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.errors import InputError

@@ -8,7 +8,7 @@ from flyte_ddp.engine.arithmetic import settle_arithmetic
 from flyte_ddp.engine.block_cache import BlockCache
 from flyte_ddp.engine.evaluation import measure
 from flyte_ddp.engine.job import Job, Measured
-from flyte_ddp.engine.set_up import load_recipe, load_split
+from flyte_ddp.engine.load import load_recipe, load_split
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
 
