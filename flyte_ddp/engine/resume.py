@@ -66,19 +66,22 @@ def in_place(state: TrainingState, saved: dict[str, Any], is_broadcast: bool = F
     def filled(path: tuple[Any, ...], value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        if is_broadcast:
-            sent = (
-                torch.empty_like(value, device=state.device) if value.is_meta else value.to(state.device)
-            ).contiguous()
-            distributed.broadcast(sent.view(-1).view(torch.uint8), 0)  # not all types can be sent
-            value = sent
-        value = state.layout.mine(path, value)
+        came = _broadcast(value, state.device) if is_broadcast else value
+        value, came = (state.layout.mine(path, tensor) for tensor in (value, came))
         tensor = fitting.get(path)
         if not isinstance(tensor, Tensor) or (tensor.shape, tensor.dtype) != (value.shape, value.dtype):
-            # torch's optimizers have their numbers of steps on the CPU
+            # torch's optimizers have their numbers of steps on the CPU, and need the strides of the parameter
             is_optimizers = path[0].key == "optimizer" and value.dim()
             tensor = torch.empty_like(value, device=state.device if is_optimizers else "cpu")
-        return tensor.copy_(value)
+        return tensor.copy_(came)
 
     placed: dict[str, Any] = pytree.tree_map_with_path(filled, saved)
     return placed
+
+
+def _broadcast(value: Tensor, device: torch.device) -> Tensor:
+    """Rank 0's value; the others have it, or a meta tensor."""
+    sent = torch.empty_like(value, device=device) if value.is_meta else value.to(device)
+    sent = sent.contiguous()
+    distributed.broadcast(sent.view(-1).view(torch.uint8), 0)  # not all types can be sent
+    return sent

@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from flytekit.configuration import DataConfig
+from flytekit.core.data_persistence import FileAccessProvider
 from flytekit.types.directory import FlyteDirectory
 
 from flyte_ddp.data.block_folder import write_blocks
@@ -20,6 +22,7 @@ from flyte_ddp.events import RunStarted, StepLogged
 from flyte_ddp.launch import launcher
 from flyte_ddp.launch.environment import choose_world
 from flyte_ddp.settings import RunOptions
+from flyte_ddp.tasks import platform as flytekit_platform
 from flyte_ddp.tasks.data import stream
 from flyte_ddp.training import train
 from flyte_ddp.user_code import find_code
@@ -222,6 +225,8 @@ def test_a_task_trains_on_what_stays_in_the_storage(digits, tmp_path, monkeypatc
         for name, value in server.environment.items():
             monkeypatch.setenv(name, value)
         monkeypatch.setattr("fsspec.config.conf", {})
+        access = FileAccessProvider(str(tmp_path / "here"), str(tmp_path / "there"), DataConfig.auto())
+        monkeypatch.setattr(flytekit_platform, "storage", lambda: access)  # flytekit reads its settings when imported
         data = stream(FlyteDirectory("s3://bucket/digits"))
         assert data.digest == stream(FlyteDirectory(str(digits))).digest
         monkeypatch.delenv("FLYTE_AWS_ENDPOINT")
@@ -232,5 +237,4 @@ def test_a_task_trains_on_what_stays_in_the_storage(digits, tmp_path, monkeypatc
         expected = run(digits, tmp_path / "local", 2, epochs=1)[1]
         assert all(torch.equal(weights[name], expected[name]) for name in expected)
         server.objects["bucket/digits/train/index.json"] += b" "
-        monkeypatch.setenv("FLYTE_AWS_ENDPOINT", server.environment["FLYTE_AWS_ENDPOINT"])
         assert stream(FlyteDirectory("s3://bucket/digits")).digest != data.digest

@@ -8,6 +8,7 @@ import threading
 
 import pytest
 from flytekit.core.base_task import IgnoreOutputs
+from flytekit.core.checkpointer import SyncCheckpoint
 from flytekit.exceptions.base import FlyteException
 from flytekit.exceptions.user import FlyteUserRuntimeException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -20,11 +21,18 @@ from flyte_ddp.launch.environment import environment_from_torchrun
 from flyte_ddp.launch.failures import Failure, RankError
 from flyte_ddp.tasks import platform as flytekit_platform
 from flyte_ddp.tasks.platform import TaskInterruptedError
+from tests.attempt.test_checkpoints import on_a_cluster
 from tests.attempt.test_webhook import Server
 from tests.commands import pyflyte
 from tests.pod import TWO_NODES, package
 
 pytest.importorskip("flytekitplugins.kfpytorch", reason="needs flytekitplugins-kfpytorch")
+
+
+@pytest.fixture
+def in_a_pod(tmp_path):
+    with on_a_cluster(SyncCheckpoint(str(tmp_path / "checkpoint")), tmp_path / "working"):
+        yield
 
 
 def reported_by_node(first):
@@ -38,7 +46,7 @@ def reported_by_node(first):
         return error_of_node(error)
 
 
-def test_the_failure_of_a_rank_reaches_its_node_as_it_was(tmp_path, monkeypatch):
+def test_the_failure_of_a_rank_reaches_its_node_as_it_was(in_a_pod, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     failure = Failure(3, "host", "error", "KeyError", "a: strange: message", "the stack")
     with pytest.raises(RankError), handing_on_failure(flytekit_platform):
@@ -51,7 +59,7 @@ def test_the_failure_of_a_rank_reaches_its_node_as_it_was(tmp_path, monkeypatch)
     assert reported.timestamp == failure.at
 
 
-def test_killed_rank_is_worth_a_retry():
+def test_killed_rank_is_worth_a_retry(in_a_pod):
     reported = reported_by_node(ProcessFailure(local_rank=0, pid=1, exitcode=-signal.SIGKILL, error_file=""))
     assert isinstance(reported, TaskInterruptedError)
     assert str(reported).startswith(f"rank 3 on {platform.node()}: SIGKILL: probably out of memory\nLogs: ")
@@ -67,7 +75,7 @@ def test_what_may_be_an_effect_of_another_nodes_failure_counts_as_later(tmp_path
 @pytest.mark.parametrize(
     ("error", "told"), [(IgnoreOutputs(), 0), (RendezvousError("gone"), 1), (FlyteUserRuntimeException(KeyError()), 1)]
 )
-def test_a_node_tells_the_webhook_unless_it_is_just_not_the_first(monkeypatch, error, told):
+def test_a_node_tells_the_webhook_unless_it_is_just_not_the_first(in_a_pod, monkeypatch, error, told):
     from flytekitplugins.kfpytorch.task import PytorchElasticFunctionTask
 
     from flyte_ddp.tasks.multinode import Multinode, MultinodeTask
