@@ -20,6 +20,7 @@ from flyte_ddp.events import (
     Printed,
     RanksRestarted,
     RunStarted,
+    SlowRank,
     StepLogged,
 )
 from flyte_ddp.report.words import in_words, split_sizes, written
@@ -86,6 +87,9 @@ class Remarks(Observer):
     """Prints what all trainings have in common: warnings, output of ranks, and failed or refused checkpoints."""
 
     def on_not_learning(self, event: NotLearning) -> None:
+        warn(event.reason)
+
+    def on_slow_rank(self, event: SlowRank) -> None:
         warn(event.reason)
 
     def on_printed(self, event: Printed) -> None:
