@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from flyte_ddp.settings import TrainingSettings, setting
 
+SLOWED = "benchmarks.slowed:Slowed"
 WAYS = ("none", "data", "forward pass")
 SAMPLES, FEATURES = 4096, 512
 
@@ -14,7 +15,7 @@ class Settings(TrainingSettings):
     """rank: the slowed one; milliseconds: by which each of its steps takes longer; width: of the network."""
 
     batch_size: int = setting(128, minimum=1)
-    epochs: int = setting(12, minimum=1)
+    epochs: int = setting(16, minimum=1)
     learning_rate: float = setting(0.02)
     precision: str = setting("float32")
     way: str = setting("none", choices=WAYS)

@@ -10,13 +10,12 @@ import sys
 from collections import Counter
 
 from benchmarks.engine import hardware, train
-from benchmarks.slowed_settings import WAYS, Settings, core_of
+from benchmarks.slowed_settings import SLOWED, WAYS, Settings, core_of
 from benchmarks.spinning import busy_processes
 from flyte_ddp.events import Event, SlowRank
 
 BUSY = "busy core"
 CAUSES = {"none": "", "data": "data", "forward pass": "compute", BUSY: "compute"}
-SLOWED = "benchmarks.slowed:Slowed"
 
 
 def main() -> None:

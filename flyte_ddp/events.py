@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 
 class Event:
@@ -128,20 +128,11 @@ class NotLearning(Event):
     reason: str
 
 
-class RankTimes(NamedTuple):
-    """A rank's seconds of waiting for its data, of computing, and of waiting for the other ranks; and its samples."""
-
-    data: float
-    computing: float
-    waiting: float
-    samples: float
-
-
 @dataclass(frozen=True)
 class RanksTimed(Event):
     """Seconds of each rank since this attempt began, by rank: waiting for its data (reading and augmenting them),
-    computing, waiting for the others, and for how long the others waited for it, which is what it needed beyond the
-    median rank."""
+    computing, waiting for the others and exchanging gradients with them, and what it needed beyond the median rank, for
+    which the others have waited."""
 
     data: list[float]
     computing: list[float]

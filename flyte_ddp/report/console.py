@@ -113,8 +113,9 @@ class Console(Remarks):
 
     def on_run_started(self, event: RunStarted) -> None:
         self._run = event
+        hosts = len({*event.hosts})
         say(
-            f"{event.dataset}: {split_sizes(event)}; {event.world_size} ranks "
+            f"{event.dataset}: {split_sizes(event)}; {event.world_size} ranks {f'on {hosts} hosts ' * (hosts > 1)}"
             f"({event.backend}, {event.device}, {event.precision}), ready after {event.startup_seconds:.1f} s"
         )
         for remark in event.remarks:
