@@ -90,7 +90,8 @@ def test_every_format_gives_the_measures_that_the_training_reported(example):
     model = Path(outputs.model.path)
     assert_load_by_name_alone([trained.folder / "model.pt", model / "model.safetensors"], trained.weights, data)
     card = (model / "model_card.md").read_text()
-    assert ("The files contain only the network" in card) == (example in ("autoencoder", "charlm", "contrastive"))
+    has_forward = example in ("autoencoder", "charlm", "contrastive", "stream")
+    assert ("The files contain only the network" in card) == has_forward
     assert ("data\\_path=DATA" in card) == (data is not None)
     assert Path(outputs.report.path).read_text() == (model / "model_card.html").read_text()
 
@@ -168,6 +169,13 @@ def test_inputs_by_name_and_nested_outputs_come_through(short):
     card = (Path(outputs.model.path) / "model_card.md").read_text().replace("\\", "")
     assert "| Input | shift: (batch, 1) float32 |" in card
     assert "| Output | output_scores_1: (batch, 2) float32 |" in card
+
+
+def test_texts_of_any_length_go_through_the_files(short):
+    recipe, settings, path = short("Words")
+    outputs = exported(recipe, settings, path)
+    assert set(outputs.summary.exported) == {"safetensors", "pt2", "onnx"}
+    assert "| Input | words: (batch, any) int64 |" in (Path(outputs.model.path) / "model_card.md").read_text()
 
 
 def test_a_format_that_computes_something_else_fails_the_export(short):
