@@ -86,8 +86,8 @@ def rank_table(record: Record) -> dict[str, Any] | None:
     title = "Seconds of each rank" if size <= MOST_RANKS else f"Seconds of the {MOST_RANKS} slowest of {size} ranks"
     return {
         "title": title,
-        "heads": ["Rank", "Host", "Waits for data", "Computes", "Waits for others", "Is waited for"],
-        "lines": [[rank, run.hosts[rank], *(f"{column[rank]:,.2f}" for column in columns)] for rank in shown],
+        "heads": ["Rank", "Waits for data", "Computes", "Waits for others", "Is waited for"],
+        "lines": [[f"{rank} on {run.hosts[rank]}", *(f"{column[rank]:,.2f}" for column in columns)] for rank in shown],
     }
 
 
