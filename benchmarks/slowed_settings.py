@@ -7,15 +7,15 @@ from flyte_ddp.settings import TrainingSettings, setting
 
 SLOWED = "benchmarks.slowed:Slowed"
 WAYS = ("none", "data", "forward pass")
-SAMPLES, FEATURES = 4096, 512
+SAMPLES, FEATURES = 8192, 512
 
 
 @dataclass(frozen=True)
 class Settings(TrainingSettings):
     """rank: the slowed one; milliseconds: by which each of its steps takes longer; width: of the network."""
 
-    batch_size: int = setting(128, minimum=1)
-    epochs: int = setting(16, minimum=1)
+    batch_size: int = setting(512, minimum=1)
+    epochs: int = setting(24, minimum=1)
     learning_rate: float = setting(0.02)
     precision: str = setting("float32")
     way: str = setting("none", choices=WAYS)

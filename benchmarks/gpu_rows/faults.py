@@ -52,7 +52,7 @@ def hangs(way: str) -> Callable[[Machine], str]:
 def slow_rank(machine: Machine) -> str:
     for way, cause in (("data", "data"), ("forward pass", "compute")):
         events: list[Event] = []
-        settings = Slowed(way=way, rank=1, milliseconds=60, epochs=3)
+        settings = Slowed(way=way, rank=1, milliseconds=60, epochs=6)
         train(SLOWED, settings, machine.world(), on_event=events.append)
         said = [(event.rank, event.cause) for event in events if isinstance(event, SlowRank)]
         expect(said == [(1, cause)], f"{way} of rank 1 is slow, {said} named")

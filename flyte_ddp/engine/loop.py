@@ -74,7 +74,6 @@ def fit(
             fraction=end / len(train),
         )
         state.after_evaluation(finished)
-        link.emit(stragglers.so_far())
         link.emit(finished)
         for warning in state.watch.after_evaluation(finished, end, evaluated.mismatched):
             link.emit(warning)
@@ -137,6 +136,8 @@ def train_epoch(
             raise NonFiniteError(*state.find_non_finite(again), state.epoch, sums.steps)
         if state.step % log_interval == 0 or is_last:
             _log(state, train, logged, sums, state.epoch_seconds - logged_seconds, link, stragglers)
+            if is_last:
+                link.emit(stragglers.so_far())
             logged, logged_seconds = sums, state.epoch_seconds
             if state.step == len(train) and link.is_heard and state.log_gradients:
                 link.emit(GradientsSeen(state.epoch, state.gradient_histograms()))

@@ -141,7 +141,7 @@ def test_warnings_of_both_kinds_outlive_a_resume():
 @pytest.mark.parametrize(("ranks", "slow", "way", "cause"), [(2, 0, "data", "data"), (3, 2, "forward pass", "compute")])
 def test_a_training_names_its_slow_rank(ranks, slow, way, cause):
     """Batch norm has the others wait in the middle of a step, too."""
-    settings = Settings(way=way, rank=slow, milliseconds=60, width=8, epochs=2)
+    settings = Settings(way=way, rank=slow, milliseconds=60, batch_size=256, width=8, epochs=2)
     events: list[Event] = []
     results = train(SLOWED, settings, World(ranks, ranks, "gloo", "cpu"), on_event=events.append)
     (named,) = (event for event in events if isinstance(event, SlowRank))
