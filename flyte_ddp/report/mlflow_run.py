@@ -21,7 +21,7 @@ from flyte_ddp.report.record import RunFailed, RunFinished, RunInfo
 from flyte_ddp.report.tracker import Tracker, parameters_of, world_of
 from flyte_ddp.text import shortened
 
-ADDRESS = "MLFLOW_TRACKING_URI"
+ADDRESS = "MLFLOW_TRACKING_URI"  # of the environment; read early, because mlflow.set_tracking_uri changes it
 # Tags of a run: which training's it is, the last step of each group of measures, and the digest of the model's metadata
 TRAINING, STEPS, MODEL = "flyte_ddp.training", "flyte_ddp.steps", "flyte_ddp.model"
 # What servers take, older ones too: of a request, of a name, and of a value, of which shortened() returns a little more
@@ -40,10 +40,10 @@ ENVIRONMENT = {
 class MlflowRun(Tracker):
     """Sends parameters, measures and the report. What the server does not take is sent again later."""
 
-    def __init__(self, info: RunInfo, folder: Path, on_url: Callable[[str], None]):
-        """folder: has report and model when the run ends. on_url: called with the run's URL once it is known."""
+    def __init__(self, info: RunInfo, address: str, folder: Path, on_url: Callable[[str], None]):
+        """address: of the server. folder: has report and model when the run ends. on_url: called with the run's URL."""
         super().__init__(info)
-        self._client = new_client()
+        self._address, self._client = address, new_client(address)
         from mlflow import entities
 
         self._entities: Any = entities
@@ -132,9 +132,8 @@ class MlflowRun(Tracker):
         new = (metric for metric in self._waiting if metric.step > self._sent.get(group_of(metric), -1))
         self._waiting = deque(new, MOST_WAITING)
         self._reached.update({group: max(step, self._reached.get(group, -1)) for group, step in self._sent.items()})
-        if os.environ[ADDRESS].startswith("http"):
-            address = without_password(os.environ[ADDRESS]).rstrip("/")
-            url = f"{address}/#/experiments/{experiment}/runs/{run_id}"
+        if self._address.startswith("http"):
+            url = f"{without_password(self._address).rstrip('/')}/#/experiments/{experiment}/runs/{run_id}"
             say(f"MLflow: {url}")
             self._on_url(url)
 
@@ -151,11 +150,11 @@ class MlflowRun(Tracker):
 class FilesOfModel(Observer):
     """Adds files to the run of the training that a model is from, when it is closed."""
 
-    def __init__(self, weights: Path, *files: Path):
-        self._weights, self._files = weights, files
+    def __init__(self, address: str, weights: Path, *files: Path):
+        self._address, self._weights, self._files = address, weights, files
 
     def close(self) -> None:
-        metadata, client = read_metadata(self._weights), new_client()
+        metadata, client = read_metadata(self._weights), new_client(self._address)
         places = [place.experiment_id for place in client.search_experiments()]
         wanted = f"tags.`{MODEL}` = '{metadata.digest}'" if metadata else ""
         for run in client.search_runs(places, wanted, max_results=1) if wanted else []:
@@ -163,13 +162,13 @@ class FilesOfModel(Observer):
                 client.log_artifact(run.info.run_id, str(file))
 
 
-def new_client() -> Any:
-    """A client of the server, impatient and quiet."""
+def new_client(address: str) -> Any:
+    """An impatient and quiet one."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     from mlflow.tracking import MlflowClient
 
-    return MlflowClient(os.environ[ADDRESS])
+    return MlflowClient(address)
 
 
 def group_of(metric: Any) -> str:

@@ -27,7 +27,8 @@ def open_tracker(info: RunInfo, folder: Path, on_url: Callable[[str], None]) -> 
     if wish == "tensorboard":
         return Background("TensorBoard", lambda: TensorBoard(info), CLOSE_SECONDS)
     if wish == "mlflow":
-        return Background("MLflow", lambda: MlflowRun(info, folder, on_url), CLOSE_SECONDS)
+        address = os.environ[ADDRESS]
+        return Background("MLflow", lambda: MlflowRun(info, address, folder, on_url), CLOSE_SECONDS)
     if wish in ("online", "offline"):
         return Background("Weights & Biases", lambda: WandbRun(info, wish, on_url), CLOSE_SECONDS, abandon=kill_service)
     return None
@@ -35,8 +36,9 @@ def open_tracker(info: RunInfo, folder: Path, on_url: Callable[[str], None]) -> 
 
 def add_to_run(weights: Path, *files: Path) -> None:
     """Adds the files to the MLflow run of the training of these weights, if there is one; says what fails."""
-    if os.environ.get(ADDRESS) and find_spec("mlflow"):
-        Background("MLflow", lambda: FilesOfModel(weights, *files), CLOSE_SECONDS).close()
+    address = os.environ.get(ADDRESS)
+    if address and find_spec("mlflow"):
+        Background("MLflow", lambda: FilesOfModel(address, weights, *files), CLOSE_SECONDS).close()
 
 
 def choose_tracking(wish: str) -> str:

@@ -41,14 +41,15 @@ def track(recorded, tmp_path):
 
 @pytest.fixture
 def attempt(recorded, server, tmp_path, monkeypatch, request):
-    """attempt(**facts): a run of the recorded training in this process, which sends each event at once."""
+    """attempt(url, **facts): a run of the recorded training in this process, which sends each event at once."""
     monkeypatch.setattr(mlflow_run, "SEND_SECONDS", 0)
     monkeypatch.setattr(mlflow_run, "RETRY_SECONDS", 0)
-    monkeypatch.setenv(ADDRESS, server.url)
     (tmp_path / "report.html").write_text("the report")
     named = {"tracking_id": request.node.name}
     urls: list[str] = []
-    return lambda **facts: MlflowRun(dataclasses.replace(recorded.info, **{**named, **facts}), tmp_path, urls.append)
+    return lambda url=server.url, **facts: MlflowRun(
+        dataclasses.replace(recorded.info, **{**named, **facts}), url, tmp_path, urls.append
+    )
 
 
 def test_run_is_what_was_trained(recorded, track, server, tmp_path):
@@ -137,8 +138,7 @@ def test_what_a_server_that_dies_has_not_taken_is_sent_when_it_is_back(
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "2")
     (started,), steps = recorded.of(RunStarted), recorded.of(StepLogged)
     with serving(tmp_path) as first:
-        monkeypatch.setenv(ADDRESS, first.url)
-        tracker = attempt()
+        tracker = attempt(first.url)
         for event in (started, steps[0]):
             tracker(event)
         first.send(dies)
