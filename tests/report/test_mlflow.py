@@ -17,7 +17,6 @@ from flyte_ddp.report.mlflow_run import ADDRESS, STEPS, MlflowRun
 from flyte_ddp.report.record import RunFailed
 from flyte_ddp.report.tracking import choose_tracking
 from tests.commands import ROOT, free_port, pyflyte_process
-from tests.pod import small_dataset
 from tests.report.mlflow_server import serving
 from tests.report.track import tell_tracker
 from tests.report.wandb_server import Server
@@ -174,8 +173,8 @@ def test_mlflow_needs_an_address(monkeypatch):
 
 
 def test_report_and_model_card_of_a_local_run_are_with_its_run(server, tmp_path):
-    small_dataset(tmp_path / "data" / "prepared" / "digits")
-    hp, options = json.dumps({"dataset": "digits", "batch_size": 100}), json.dumps({"tracking": "mlflow"})
+    hp = json.dumps({"dataset": "digits", "epochs": 1, "train_fraction": 0.3})
+    options = json.dumps({"tracking": "mlflow"})
     command = [str(ROOT / "workflows" / "mnist.py"), "pytorch_training_wf", "--hp", hp, "--options", options]
     place = {"HOME": str(tmp_path), "DDP_DATA_DIR": str(tmp_path / "data"), "DDP_RUNS_DIR": str(tmp_path / "runs")}
     done = pyflyte_process(*command, cwd=tmp_path, environment={**place, ADDRESS: server.url})
