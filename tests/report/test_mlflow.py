@@ -21,7 +21,7 @@ from tests.report.mlflow_server import serving
 from tests.report.track import tell_tracker
 from tests.report.wandb_server import Server
 
-pytest.importorskip("mlflow.server", reason="mlflow and its server are not installed: pip install mlflow")
+pytest.importorskip("mlflow.server", reason="mlflow and its server are not installed: uv pip install 'mlflow>=3'")
 pytestmark = pytest.mark.slow
 TRACKED = {"tracking": "mlflow", "log_gradients": True}
 
@@ -167,7 +167,7 @@ def test_a_server_of_no_use_costs_nothing_but_a_remark(track, mood):
     assert "secret" not in told.said
 
 
-def test_mlflow_needs_an_address(monkeypatch):
+def test_mlflow_needs_an_address():
     with pytest.raises(InputError, match=f"set {ADDRESS}"):
         choose_tracking("mlflow")
 
