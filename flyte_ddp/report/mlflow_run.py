@@ -19,7 +19,7 @@ from flyte_ddp.report.background import IncompleteError, one_line, without_passw
 from flyte_ddp.report.console import say
 from flyte_ddp.report.record import RunFailed, RunFinished, RunInfo
 from flyte_ddp.report.tracker import Tracker, parameters_of, world_of
-from flyte_ddp.text import shortened
+from flyte_ddp.text import encodable, shortened
 
 ADDRESS = "MLFLOW_TRACKING_URI"  # of the environment; read early, because mlflow.set_tracking_uri changes it
 # Tags of a run: which training's it is, the last step of each group of measures, and the digest of the model's metadata
@@ -50,7 +50,7 @@ class MlflowRun(Tracker):
         self._folder, self._on_url = folder, on_url
         self._run_id, self._status, self._reason = "", "FAILED", ""
         self._waiting: deque[Any] = deque(maxlen=MOST_WAITING)
-        self._tags: dict[str, str] = {}
+        self._tags: dict[str, Any] = {}
         self._sent: dict[str, int] = {}
         self._reached: dict[str, int] = {}
         self._lost, self._due = 0, 0.0
@@ -60,7 +60,7 @@ class MlflowRun(Tracker):
 
     def on_run_started(self, event: RunStarted) -> None:
         super().on_run_started(event)
-        self._tags.update({name: str(value) for name, value in world_of(event).items()})
+        self._tags |= world_of(event)
 
     def on_run_finished(self, event: RunFinished) -> None:
         self._status = "FINISHED"
@@ -69,7 +69,7 @@ class MlflowRun(Tracker):
             self._tags[MODEL] = metadata.digest
 
     def on_run_failed(self, event: RunFailed) -> None:
-        self._tags["failure"] = shortened(event.reason, MOST_CHARACTERS)
+        self._tags["failure"] = event.reason
 
     def close(self) -> None:
         self._send()
@@ -106,7 +106,8 @@ class MlflowRun(Tracker):
         batch = list(islice(self._waiting, MOST_METRICS))
         sent = {**self._sent, **{group_of(metric): metric.step for metric in batch}}
         tags = {**self._tags, STEPS: json.dumps(sent)}
-        self._log(self._run_id, metrics=batch, tags=[self._entities.RunTag(*tag) for tag in tags.items()])
+        given = [self._entities.RunTag(name, text_of(value)) for name, value in tags.items()]
+        self._log(self._run_id, metrics=batch, tags=given)
         self._sent, self._tags = sent, {}
         for _ in batch:
             self._waiting.popleft()
@@ -122,7 +123,7 @@ class MlflowRun(Tracker):
         run_id = run.info.run_id
         client.update_run(run_id, "RUNNING")
         parameters = [
-            self._entities.Param(name, shortened(str(value), MOST_CHARACTERS))
+            self._entities.Param(name, text_of(value))
             for name, value in parameters_of(info).items()
             if name not in run.data.params
         ]
@@ -173,6 +174,11 @@ def new_client(address: str) -> Any:
 
 def group_of(metric: Any) -> str:
     return str(metric.key.partition("/")[0])
+
+
+def text_of(value: Any) -> str:
+    """The value as MLflow takes it."""
+    return shortened(encodable(str(value)), MOST_CHARACTERS)
 
 
 def name_of(measure: str) -> str:
