@@ -18,7 +18,7 @@ from flyte_ddp.settings import TrainingSettings
 
 def train(
     hp: TrainingSettings,
-    data: Path,
+    data: Path | None,
     nproc: int = 0,
     folder: str = "",
     checkpoint_seconds: float = 1e9,
@@ -35,7 +35,7 @@ def train(
         recipe,
         hp,
         choose_world(hp.backend, nproc, hp.batch_size),
-        str(data),
+        str(data) if data else "",
         folder,
         worker,
         on_event,

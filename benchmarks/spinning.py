@@ -53,11 +53,14 @@ def seconds(turns: str) -> float:
 
 
 @contextmanager
-def busy_processes(number: int) -> Iterator[None]:
+def busy_processes(number: int, core: int | None = None) -> Iterator[None]:
+    """While the block runs, so many processes compute; on this core, if given."""
     processes = [multiprocessing.Process(target=turn, daemon=True) for _ in range(number)]
     try:
         for process in processes:
             process.start()
+            if core is not None:
+                os.sched_setaffinity(process.pid or 0, {core})
         yield
     finally:
         for process in processes:

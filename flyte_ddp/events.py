@@ -21,6 +21,7 @@ class RunStarted(Event):
         layers: name, type and number of parameters of each module that has parameters of its own.
         validation_samples: 0 where each epoch is evaluated on the test split.
         remarks: which weights training starts with, which of them are frozen, and the micro_batch that fits.
+        hosts: of each rank.
     """
 
     dataset: str
@@ -42,6 +43,7 @@ class RunStarted(Event):
     layers: list[tuple[str, str, int]]
     validation_samples: int = 0
     remarks: list[str] = field(default_factory=list)
+    hosts: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -124,6 +126,37 @@ class NotLearning(Event):
     epoch: int
     step: int
     reason: str
+
+
+@dataclass(frozen=True)
+class RanksTimed(Event):
+    """Seconds of each rank since this attempt began, by rank: waiting for its data (reading and augmenting them),
+    computing, waiting for the others and exchanging gradients with them, and what it needed beyond the median rank, for
+    which the others have waited."""
+
+    data: list[float]
+    computing: list[float]
+    waiting: list[float]
+    waited_for: list[float]
+
+
+@dataclass(frozen=True)
+class SlowRank(Event):
+    """By this step the others have been waiting for a rank. The reason ends with what to look at.
+
+    Attributes:
+        cause: data or compute.
+    """
+
+    epoch: int
+    step: int
+    reason: str
+    rank: int
+    host: str
+    cause: str
+
+
+Warned = NotLearning | SlowRank  # what ends up among a run's warnings
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,9 @@ from benchmarks.gpu_rows.fault_settings import Settings
 from benchmarks.gpu_rows.row import Machine, Row, expect
 from benchmarks.gpu_rows.training import FAULTY, train
 from benchmarks.hangs import hang_in_time, named
+from benchmarks.slowed_settings import SLOWED
+from benchmarks.slowed_settings import Settings as Slowed
+from flyte_ddp.events import Event, SlowRank
 from flyte_ddp.launch.environment import World
 from flyte_ddp.launch.failures import Failure, RankError
 
@@ -46,6 +49,16 @@ def hangs(way: str) -> Callable[[Machine], str]:
     return check
 
 
+def slow_rank(machine: Machine) -> str:
+    for way, cause in (("data", "data"), ("forward pass", "compute")):
+        events: list[Event] = []
+        settings = Slowed(way=way, rank=1, milliseconds=60, epochs=6)
+        train(SLOWED, settings, machine.world(), on_event=events.append)
+        said = [(event.rank, event.cause) for event in events if isinstance(event, SlowRank)]
+        expect(said == [(1, cause)], f"{way} of rank 1 is slow, {said} named")
+    return "rank 1 named for its data, and for its step"
+
+
 def duplicate_gpu(machine: Machine) -> str:
     machine.need_gpus()
     ranks = machine.gpus + 1
@@ -63,5 +76,6 @@ ROWS = [
     Row("SIGSTOP at any moment", hangs("stopped from outside"), is_quick=False),
     Row("a sleep in the data", hangs("sleep in the data"), is_quick=False),
     Row("a sleep in a step", hangs("sleep"), is_quick=False),
+    Row("a slow rank", slow_rank, is_quick=False),
     Row("a sleeping kernel", hangs("sleeping kernel")),
 ]

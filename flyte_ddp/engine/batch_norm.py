@@ -1,5 +1,7 @@
 """Batch norm over the global batch: the ranks add up their sums, forward and backward."""
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -9,11 +11,13 @@ from torch.nn import functional as F
 from flyte_ddp.batch_share import BatchShare
 from flyte_ddp.engine.torch_compat import original
 
+Waiting = Callable[[], AbstractContextManager[None]]
 PLAIN = original(torch.ops.aten.batch_norm.default)
 
 
 def batch_norm(
     share: BatchShare,
+    waiting: Waiting,
     features: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
@@ -26,7 +30,7 @@ def batch_norm(
 ) -> Tensor:
     """What torch.batch_norm returns, and does to the running statistics, for this rank's samples of the global batch.
 
-    torch's own SyncBatchNorm does the same, but only on GPUs.
+    waiting: entered while the ranks exchange their sums. torch's own SyncBatchNorm does the same, but only on GPUs.
     """
     channels = features.shape[1]
     # torch's own kernel does everything at once, but refuses a single row
@@ -38,7 +42,7 @@ def batch_norm(
     bias = torch.zeros(channels, device=features.device) if bias is None else bias
     if share.alone:  # without statistics of the batch, so that samples do not affect each other
         return _fixed(features, weight, bias, torch.zeros_like(bias), torch.ones_like(bias), eps)
-    normalised, mean, variance, count = _Normalise.apply(features, weight, bias, eps, share.borrowed)
+    normalised, mean, variance, count = _Normalise.apply(features, weight, bias, eps, share.borrowed, waiting)
     if running_mean is not None and running_var is not None:
         with torch.no_grad():
             running_mean.lerp_(mean, momentum)
@@ -56,7 +60,7 @@ class _Normalise(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, features: Tensor, weight: Tensor, bias: Tensor, eps: float, borrowed: bool
+        ctx: Any, features: Tensor, weight: Tensor, bias: Tensor, eps: float, borrowed: bool, waiting: Waiting
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         rows = 0 if borrowed else features.numel() // len(weight)
@@ -68,12 +72,13 @@ class _Normalise(torch.autograd.Function):
         # in float64: for features far from 0, the mean square minus the squared mean has few digits left
         mine[1].addcmul_(mine[0], mine[0])
         sums = torch.cat([mine.flatten(), mine.new_ones(1)]).mul_(rows)
-        distributed.all_reduce(sums)
+        with waiting():
+            distributed.all_reduce(sums)
         moments, count = sums[:-1].view(2, -1) / sums[-1:], sums[-1:].float()
         moments[1].addcmul_(moments[0], moments[0], value=-1)
         mean, variance = moments.float()
         ctx.save_for_backward(features, weight, mean, variance, count)
-        ctx.eps, ctx.borrowed = eps, borrowed
+        ctx.eps, ctx.borrowed, ctx.waiting = eps, borrowed, waiting
         normalised = _fixed(features, weight, bias, mean, variance, eps)
         ctx.mark_non_differentiable(mean, variance, count)
         return normalised, mean, variance, count
@@ -88,11 +93,12 @@ class _Normalise(torch.autograd.Function):
         else:
             through, to_weight, to_bias = gradient, torch.zeros_like(weight), torch.zeros_like(weight)
         sums = torch.stack([to_weight, to_bias])
-        distributed.all_reduce(sums)
+        with ctx.waiting():
+            distributed.all_reduce(sums)
         slope, offset = sums * (weight * (variance + ctx.eps).rsqrt() / -count)
         if not ctx.borrowed:
             through = _fixed(features, slope, offset, mean, variance, ctx.eps).add_(through)
-        return through, to_weight, to_bias, None, None
+        return through, to_weight, to_bias, None, None, None
 
 
 def _fixed(features: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, variance: Tensor, eps: float) -> Tensor:

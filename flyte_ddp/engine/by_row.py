@@ -7,13 +7,14 @@ that ask for them.
 import math
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from flyte_ddp.batch_share import BatchShare
+from flyte_ddp.engine.batch_norm import Waiting
 from flyte_ddp.engine.ghost_batch_norm import RunningStatistics
 from flyte_ddp.engine.operators import Numbers, replaced_by
 from flyte_ddp.engine.torch_compat import any_batch_size
@@ -54,6 +55,7 @@ class ByRow:
             doesn't belong together.
         normalised: whether any batch was normalised.
         running: of the network that trains; None without groups of samples to normalise by.
+        waiting: entered while the ranks exchange statistics.
     """
 
     def __init__(self, share: BatchShare):
@@ -62,6 +64,7 @@ class ByRow:
         self.digest = 0
         self.normalised = False
         self.running: RunningStatistics | None = None
+        self.waiting: Waiting = nullcontext
         self._layouts: dict[tuple[str, int], list[Layout]] = {}  # by operation and number of dimensions
         self._found: dict[tuple[str, Shape, int], Layout] = {}
 

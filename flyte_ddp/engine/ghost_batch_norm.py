@@ -6,6 +6,7 @@ statistics move towards is that of all ranks: it travels with the sums of each s
 """
 
 import functools
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -96,7 +97,7 @@ def ghost_batch_norm(
         )
     if share.alone:
         shifted = features + _shift(share, features)
-        return batch_norm(share, shifted, weight, bias, None, None, training, momentum, eps, cudnn_enabled)
+        return batch_norm(share, nullcontext, shifted, weight, bias, None, None, training, momentum, eps, cudnn_enabled)
     groups = features.split(rows // share.count * share.norm_samples)
     dtype = torch.promote_types(features.dtype, torch.float32) if weight is None else weight.dtype
     found = features.new_zeros(len(groups), 2, channels, dtype=dtype)  # torch's kernels write mean and variance there

@@ -9,7 +9,7 @@ from typing import Any
 
 from flyte_ddp.code_version import with_installed
 from flyte_ddp.data.description import DatasetDescription, StoredData
-from flyte_ddp.events import EpochFinished, NotLearning
+from flyte_ddp.events import EpochFinished, Warned
 from flyte_ddp.pretrained import check_pretrained
 from flyte_ddp.settings import RunOptions, TrainingSettings
 from flyte_ddp.storage import content_digest
@@ -156,7 +156,7 @@ class TrainingResult:
 
     Attributes:
         epochs: each evaluation, with the training before it.
-        warnings: where training did not learn as it should.
+        warnings: where training did not go as it should.
         headline: the name of the main measure.
         train_samples, test_samples, validation_samples: sizes of the splits.
         precision: float32 or bfloat16.
@@ -170,7 +170,7 @@ class TrainingResult:
     """
 
     epochs: list[EpochFinished]
-    warnings: list[NotLearning]
+    warnings: list[Warned]
     headline: str
     train_samples: int
     test_samples: int

@@ -12,6 +12,7 @@ from torch import Tensor, distributed
 from flyte_ddp.engine.batches import TestBatches, TrainBatches
 from flyte_ddp.engine.measures import mismatched, pairs_of, sums_of
 from flyte_ddp.engine.state import Sums, TrainingState
+from flyte_ddp.engine.stragglers import Stragglers
 from flyte_ddp.errors import NonFiniteError, StopRequested, UnevenShapesError
 from flyte_ddp.events import EpochChosen, EpochFinished, GradientsSeen, StepLogged
 from flyte_ddp.launch.link import Link
@@ -48,6 +49,7 @@ def fit(
     log_interval: int,
     link: Link,
     checkpoints: Checkpoints,
+    stragglers: Stragglers,
 ) -> Evaluated | None:
     """Trains from the state's position to the end of the last epoch; the measures end up in state.history.
 
@@ -58,7 +60,7 @@ def fit(
     while state.epoch < epochs and not (state.choice and state.choice.is_over):
         done = state.evaluations_of_epoch
         begin, end = (len(train) * number // evaluations for number in (done, done + 1))
-        sums = train_epoch(state, train, end, log_interval, link, checkpoints)
+        sums = train_epoch(state, train, end, log_interval, link, checkpoints, stragglers)
         started = time.perf_counter()
         evaluated = evaluate(state, split, link)
         finished = EpochFinished(
@@ -100,7 +102,13 @@ def look_at_test(state: TrainingState, test: TestBatches, epochs: int, link: Lin
 
 
 def train_epoch(
-    state: TrainingState, train: TrainBatches, end: int, log_interval: int, link: Link, checkpoints: Checkpoints
+    state: TrainingState,
+    train: TrainBatches,
+    end: int,
+    log_interval: int,
+    link: Link,
+    checkpoints: Checkpoints,
+    stragglers: Stragglers,
 ) -> Sums:
     """Steps through the epoch up to the step end, where it is evaluated; returns the sums since the last evaluation.
 
@@ -113,7 +121,7 @@ def train_epoch(
     sums = logged = state.sums()
     seconds_before, started = state.epoch_seconds, time.perf_counter()
     logged_seconds = seconds_before
-    for batch in train.epoch(state.epoch, state.step, end):
+    for batch in state.clock.timed(train.epoch(state.epoch, state.step, end)):
         state.train_step(batch, link.stop_requested, checkpoints.due())
         link.alive()
         is_last = state.step == end
@@ -127,11 +135,9 @@ def train_epoch(
             again = next(train.epoch(state.epoch, sums.steps))
             raise NonFiniteError(*state.find_non_finite(again), state.epoch, sums.steps)
         if state.step % log_interval == 0 or is_last:
-            event = _logged(state, train, logged, sums, state.epoch_seconds - logged_seconds)
-            link.emit(event)
-            samples = event.samples - train.samples_until(logged.steps)
-            for warning in state.watch.after_steps(state.epoch, state.step, event.measures["loss"], samples):
-                link.emit(warning)
+            _log(state, train, logged, sums, state.epoch_seconds - logged_seconds, link, stragglers)
+            if is_last:
+                link.emit(stragglers.so_far())
             logged, logged_seconds = sums, state.epoch_seconds
             if state.step == len(train) and link.is_heard and state.log_gradients:
                 link.emit(GradientsSeen(state.epoch, state.gradient_histograms()))
@@ -143,10 +149,19 @@ def train_epoch(
     return sums
 
 
-def _logged(state: TrainingState, train: TrainBatches, before: Sums, now: Sums, seconds: float) -> StepLogged:
+def _log(
+    state: TrainingState,
+    train: TrainBatches,
+    before: Sums,
+    now: Sums,
+    seconds: float,
+    link: Link,
+    stragglers: Stragglers,
+) -> None:
+    """Tells of the steps since the last log, which took so many seconds; a collective."""
     samples = train.samples_until(now.steps) - train.samples_until(before.steps)
     norms = state.gradient_norms()
-    return StepLogged(
+    logged = StepLogged(
         epoch=state.epoch,
         step=state.step,
         samples=train.samples_until(now.steps),
@@ -156,6 +171,13 @@ def _logged(state: TrainingState, train: TrainBatches, before: Sums, now: Sums, 
         gradient_norms=norms if state.log_gradients else dict(heapq.nlargest(MOST_NORMS, norms.items(), itemgetter(1))),
         gradient_norm=math.hypot(*norms.values()),
     )
+    link.emit(logged)
+    for warning in state.watch.after_steps(state.epoch, state.step, logged.measures["loss"], samples):
+        link.emit(warning)
+    slow = stragglers.after_steps(state.epoch, state.step, now.steps - before.steps, state.clock.read_all())
+    state.watch.warnings += slow
+    for event in (stragglers.so_far(), *slow) if slow else ():
+        link.emit(event)
 
 
 @torch.no_grad()

@@ -87,7 +87,7 @@ def _normalise(rows: "ByRow", *args: Any) -> Tensor:
     rows.normalised |= training
     if training and rows.share.norm_samples:
         return ghost_batch_norm(rows.share, rows.running, *args)
-    return batch_norm(rows.share, *args)
+    return batch_norm(rows.share, rows.waiting, *args)
 
 
 def _normalise_instances(rows: "ByRow", *args: Any) -> Tensor:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from flyte_ddp.engine.measures import ratios, trained_measure
 from flyte_ddp.engine.sharded_state import Layout, Shard, fitted
 from flyte_ddp.engine.sharding import ShardedStep, is_sharded, local, on_shards
 from flyte_ddp.engine.step import ReplicatedStep, Step
+from flyte_ddp.engine.step_clock import Part, StepClock
 from flyte_ddp.engine.torch_compat import device_generator
 from flyte_ddp.engine.watch import Watch
 from flyte_ddp.events import EpochFinished
@@ -75,6 +77,8 @@ class TrainingState:
         self.recipe, self.names, self.device, self.micro_batch = recipe, tuple(names), device, recipe.micro_batch
         self.model, self.rows, self.base, self.average = model, rows, base or FrozenBase(model), average
         rows.running = RunningStatistics(model) if recipe.norm_samples else None
+        self.clock = StepClock(device)
+        rows.waiting = self.clock.waiting
         step = Step(self.model, recipe, rows, self.names, world_size, autocast)
         self.parallel = ShardedStep(step) if is_sharded(model) else ReplicatedStep(step)
         optimizer = recipe.optimizer(self.model)
@@ -120,7 +124,10 @@ class TrainingState:
             self._generator.manual_seed(batch.seed)
             is_last = number == len(parts)
             with self.rows.block(batch.seed), nullcontext() if is_last else self.parallel.no_sync():
-                self.parallel(part, (stop, save), is_last).backward()
+                loss = self.parallel(part, (stop, save), is_last)
+                torch_compat.after_backward(loss, partial(self.clock.lap, Part.COMPUTING))
+                loss.backward()
+                self.clock.lap(Part.WAITING)
         gradients = self._gradients()[1]
         sums, norms = self.parallel.totals(gradients)
         new, statistics, bits, asked = sums.split(self.parallel.module.sizes)
@@ -147,6 +154,7 @@ class TrainingState:
         if self.average:
             self.average.update(self.model, is_first=self.epoch == self.step == 0)
         self.step += 1
+        self.clock.lap(Part.COMPUTING)
 
     def find_non_finite(self, batch: Batch) -> tuple[str, list[int]]:
         """Repeats a bad step to find what is not finite, loss or gradient, and on which ranks; a collective.

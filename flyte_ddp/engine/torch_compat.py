@@ -124,6 +124,15 @@ def copy(tensors: list[Tensor], sources: list[Tensor]) -> None:
     torch._foreach_copy_(tensors, sources)
 
 
+def after_backward(loss: Tensor, call: Callable[[], None]) -> None:
+    """Has backward() of the loss call this once all gradients of this rank are computed.
+
+    What is queued comes in turn, so DistributedDataParallel, which queues its wait for the other ranks at the last
+    gradient, has not begun to wait. Hooks of the gradients themselves cannot tell which one is the last.
+    """
+    loss.register_hook(lambda _: torch.autograd.Variable._execution_engine.queue_callback(call))
+
+
 @contextmanager
 def inductor_left_out() -> Iterator[None]:
     """Puts in a stand-in for the compiler, which the profiler imports only to ask whether it records CUDA graphs.

@@ -4,7 +4,7 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from flyte_ddp.events import EpochFinished, NotLearning
+from flyte_ddp.events import EpochFinished, NotLearning, SlowRank, Warned
 from flyte_ddp.text import counted
 
 GUESSING = 0.99  # above this share of a constant prediction's loss, a model counts as no better than guessing
@@ -23,7 +23,7 @@ class Watch:
         lowest: the lowest mean training loss of any window since the last leap.
         loss_sum, samples: of the current window.
         guessing: whether the last evaluation was no better than the constant prediction.
-        warnings: all warnings so far.
+        warnings: all warnings so far, also those of slow ranks.
         remedies: the end of each warning.
     """
 
@@ -33,7 +33,7 @@ class Watch:
     loss_sum: float = 0.0
     samples: int = 0
     guessing: bool = False
-    warnings: list[NotLearning] = field(default_factory=list)
+    warnings: list[Warned] = field(default_factory=list)
     remedies: str = "lower learning_rate, clip gradients by clip_norm, or raise warmup_fraction"
 
     def after_steps(self, epoch: int, step: int, loss: float, samples: int) -> list[NotLearning]:
@@ -71,11 +71,13 @@ class Watch:
         )
 
     def _warn(self, epoch: int, step: int, reason: str) -> list[NotLearning]:
-        self.warnings.append(NotLearning(epoch, step, reason))
-        return self.warnings[-1:]
+        warning = NotLearning(epoch, step, reason)
+        self.warnings.append(warning)
+        return [warning]
 
     def state_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        vars(self).update(saved, warnings=[NotLearning(**one) for one in saved["warnings"]])
+        warnings = [SlowRank(**one) if "rank" in one else NotLearning(**one) for one in saved["warnings"]]
+        vars(self).update(saved, warnings=warnings)

@@ -17,6 +17,8 @@ from flyte_ddp.engine.profile import profiling
 from flyte_ddp.engine.results import layers_of, result_of, write_last, write_results
 from flyte_ddp.engine.resume import resume
 from flyte_ddp.engine.set_up import Parts, set_up
+from flyte_ddp.engine.sharding import is_sharded
+from flyte_ddp.engine.stragglers import Stragglers
 from flyte_ddp.engine.torch_compat import leave_dynamo_out
 from flyte_ddp.errors import NonFiniteError, UnevenShapesError
 from flyte_ddp.events import RunStarted
@@ -52,7 +54,9 @@ def _train(environment: Environment, device: torch.device, link: Link, job: Job,
     state, settings = parts.state, job.settings
     if state.recipe.micro_batch < 0:
         parts.remarks.append(choose_micro_batch(state, parts.train))
-    link.emit(run_started(parts, environment, job))
+    hosts = [""] * environment.world.size
+    distributed.all_gather_object(hosts, environment.host)
+    link.emit(run_started(parts, environment, job, hosts))
     for warning in state.watch.warnings if not state.history else ():
         link.emit(warning)
     checkpoints = checkpoints_of(environment, link, job)
@@ -61,8 +65,9 @@ def _train(environment: Environment, device: torch.device, link: Link, job: Job,
         with profiling(profile, environment.rank, state.optimizer):
             split, per_epoch = parts.validation or parts.test, settings.evaluations_per_epoch
             tested = fit(
-                state, parts.train, split, settings.last_epoch, per_epoch, settings.log_interval, link, checkpoints
-            )
+                state, parts.train, split, settings.last_epoch, per_epoch, settings.log_interval, link, checkpoints,
+                Stragglers(hosts, meet_within=is_sharded(state.model)),
+            )  # fmt: skip
     except (NonFiniteError, UnevenShapesError):  # raised on all ranks at once; the first report of it ends them all
         checkpoints.close()
         distributed.barrier()
@@ -77,7 +82,7 @@ def _train(environment: Environment, device: torch.device, link: Link, job: Job,
     return result_of(parts, tested.measures)
 
 
-def run_started(parts: Parts, environment: Environment, job: Job) -> RunStarted:
+def run_started(parts: Parts, environment: Environment, job: Job, hosts: list[str]) -> RunStarted:
     state, world = parts.state, environment.world
     return RunStarted(
         dataset=job.dataset,
@@ -99,6 +104,7 @@ def run_started(parts: Parts, environment: Environment, job: Job) -> RunStarted:
         layers=layers_of(state.model),
         validation_samples=len(parts.validation.split) if parts.validation else 0,
         remarks=parts.remarks,
+        hosts=hosts,
     )
 
 

@@ -12,7 +12,7 @@ from lightning.pytorch import LightningModule, Trainer
 from flyte_ddp.engine.job import TrainingResult
 from flyte_ddp.engine.results import hardware, layers_of
 from flyte_ddp.engine.torch_compat import pytree
-from flyte_ddp.events import EpochFinished, NotLearning, RunStarted
+from flyte_ddp.events import EpochFinished, RunStarted, Warned
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.lightning.job import LightningJob
 
@@ -51,7 +51,7 @@ def result_of(
     module: LightningModule,
     started: RunStarted,
     epochs: list[EpochFinished],
-    warnings: list[NotLearning],
+    warnings: list[Warned],
     tested: dict[str, float],
 ) -> TrainingResult:
     device = trainer.strategy.root_device

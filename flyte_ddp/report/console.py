@@ -20,6 +20,7 @@ from flyte_ddp.events import (
     Printed,
     RanksRestarted,
     RunStarted,
+    SlowRank,
     StepLogged,
 )
 from flyte_ddp.report.words import in_words, split_sizes, written
@@ -88,6 +89,9 @@ class Remarks(Observer):
     def on_not_learning(self, event: NotLearning) -> None:
         warn(event.reason)
 
+    def on_slow_rank(self, event: SlowRank) -> None:
+        warn(event.reason)
+
     def on_printed(self, event: Printed) -> None:
         say(f"[rank {event.rank}] {event.text}")
 
@@ -109,8 +113,9 @@ class Console(Remarks):
 
     def on_run_started(self, event: RunStarted) -> None:
         self._run = event
+        hosts = len({*event.hosts})
         say(
-            f"{event.dataset}: {split_sizes(event)}; {event.world_size} ranks "
+            f"{event.dataset}: {split_sizes(event)}; {event.world_size} ranks {f'on {hosts} hosts ' * (hosts > 1)}"
             f"({event.backend}, {event.device}, {event.precision}), ready after {event.startup_seconds:.1f} s"
         )
         for remark in event.remarks:

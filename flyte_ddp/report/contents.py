@@ -1,6 +1,7 @@
 """The report's tiles and tables, as plain values for its template: titles, and lines of (name, value)."""
 
 import dataclasses
+import heapq
 import json
 from collections.abc import Iterable
 from typing import Any
@@ -14,6 +15,7 @@ MOST_MODULES = 40
 MOST_MEASURES = 4  # in a table
 MOST_EPOCHS = 20  # lines in a table
 MOST_SHOWN = 15
+MOST_RANKS = 16  # lines in a table
 
 
 def tiles(record: Record) -> list[tuple[str, str]]:
@@ -71,6 +73,22 @@ def phase_bars(record: Record) -> list[tuple[str, list[str], float]]:
     phases = record.phases()
     most = max(seconds for _, seconds in phases) or 1
     return [(name, [f"{seconds:.2f}"], round(100 * seconds / most, 1)) for name, seconds in phases]
+
+
+def rank_table(record: Record) -> dict[str, Any] | None:
+    """Where each rank's seconds have gone; of many ranks, those that the others waited for most."""
+    run, times = record.started, record.ranks
+    if run is None or times is None:
+        return None
+    columns = times.data, times.computing, times.waiting, times.waited_for
+    size, waited_for = len(times.data), times.waited_for
+    shown = sorted(heapq.nlargest(MOST_RANKS, range(size), waited_for.__getitem__))
+    title = "Seconds of each rank" if size <= MOST_RANKS else f"Seconds of the {MOST_RANKS} slowest of {size} ranks"
+    return {
+        "title": title,
+        "heads": ["Rank", "Waits for data", "Computes", "Waits for others", "Is waited for"],
+        "lines": [[f"{rank} on {run.hosts[rank]}", *(f"{column[rank]:,.2f}" for column in columns)] for rank in shown],
+    }
 
 
 def data_lines(record: Record) -> list[tuple[str, Any]]:

@@ -17,7 +17,9 @@ from flyte_ddp.events import (
     Observer,
     Printed,
     RanksRestarted,
+    RanksTimed,
     RunStarted,
+    SlowRank,
     StepLogged,
 )
 from flyte_ddp.report.record import RunFailed, RunFinished, RunInfo
@@ -31,6 +33,8 @@ EVENTS: dict[str, type[Any]] = {
     "chosen": EpochChosen,
     "checkpoint": CheckpointWritten,
     "warning": NotLearning,
+    "slow_rank": SlowRank,
+    "ranks": RanksTimed,
     "checkpoint_failed": CheckpointFailed,
     "started_afresh": CheckpointRefused,
     "ranks_restarted": RanksRestarted,
@@ -80,7 +84,7 @@ class Progress(Observer):
     def _write_whole(self, event: Any) -> None:
         self._write(NAMES[type(event)], fields_of(event))
 
-    on_epoch_finished = on_epoch_chosen = on_not_learning = on_printed = _write_whole
+    on_epoch_finished = on_epoch_chosen = on_not_learning = on_slow_rank = on_ranks_timed = on_printed = _write_whole
     on_checkpoint_written = on_checkpoint_failed = on_checkpoint_refused = on_ranks_restarted = _write_whole
 
     def _write(self, name: str, fields: dict[str, Any]) -> None:

@@ -16,8 +16,11 @@ from flyte_ddp.events import (
     Observer,
     Printed,
     RanksRestarted,
+    RanksTimed,
     RunStarted,
+    SlowRank,
     StepLogged,
+    Warned,
 )
 from flyte_ddp.launch.failures import message_of
 from flyte_ddp.report.words import written
@@ -103,9 +106,10 @@ class Record(Observer):
     started: RunStarted | None = None
     steps: list[StepLogged] = field(default_factory=list)
     epochs: list[EpochFinished] = field(default_factory=list)
-    warnings: list[NotLearning] = field(default_factory=list)
+    warnings: list[Warned] = field(default_factory=list)
     finished: RunFinished | None = None
     tested: EpochChosen | None = None
+    ranks: RanksTimed | None = None
     failure: str = ""
     checkpoints: int = 0
     stall_seconds: float = 0.0
@@ -140,6 +144,12 @@ class Record(Observer):
 
     def on_not_learning(self, event: NotLearning) -> None:
         self.warnings.append(event)
+
+    def on_slow_rank(self, event: SlowRank) -> None:
+        self.warnings.append(event)
+
+    def on_ranks_timed(self, event: RanksTimed) -> None:
+        self.ranks = event
 
     def on_checkpoint_written(self, event: CheckpointWritten) -> None:
         self.checkpoints += 1
@@ -220,7 +230,7 @@ class Record(Observer):
         percent = self.started.percent if self.started else ()
         return written(name, measures[name], percent) if name in measures else "-"
 
-    def position(self, step: StepLogged | NotLearning) -> float:
+    def position(self, step: StepLogged | Warned) -> float:
         """The position of a step in epochs, with fractions."""
         return step.epoch + step.step / self.started.steps_per_epoch if self.started else 0.0
 

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from flyte_ddp.events import EpochFinished, NotLearning, Observer, RunStarted
+from flyte_ddp.events import EpochFinished, Observer, RunStarted, Warned
 from flyte_ddp.report import contents, curves, page
 from flyte_ddp.report.article import Drawing, document, render_body
 from flyte_ddp.report.figures import Curves, draw, load_matplotlib
@@ -30,8 +30,10 @@ class Report(Observer):
         if event.position < self._record.info.settings.last_epoch:  # else the final page follows at once
             self._write_if_due()
 
-    def on_not_learning(self, event: NotLearning) -> None:
+    def on_not_learning(self, event: Warned) -> None:
         self._write(live=True)
+
+    on_slow_rank = on_not_learning
 
     def on_run_finished(self, event: "RunFinished | RunFailed") -> None:
         self._write(live=False)
@@ -69,6 +71,7 @@ def fragment(record: Record) -> str:
         samples=sample_pictures(record.info),
         phases=contents.phase_bars(record),
         speed=_drawings(curves.speed_curves(record)),
+        ranks=contents.rank_table(record),
         operators=contents.operator_table(record),
         setup=contents.setup_tables(record),
     )

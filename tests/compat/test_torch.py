@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from flyte_ddp.engine import torch_compat
 from flyte_ddp.engine.torch_compat import TorchDispatchMode, pytree
@@ -119,6 +120,35 @@ def test_operators_are_replaced_and_still_do_what_they_did():
     found = subprocess.run([sys.executable, "-c", REPLACED], cwd=ROOT, capture_output=True, text=True, check=True)
     assert found.stdout.split() == ["dropout", "bernoulli_", "bernoulli_", "rand"]
     assert not found.stderr
+
+
+def test_a_call_after_backward_comes_before_ddp_waits_for_the_other_ranks(tmp_path):
+    """DDP puts what the ranks have exchanged in place of a gradient once it has waited for it."""
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        layer = nn.Linear(3, 1, bias=False)
+        parallel = DistributedDataParallel(layer)
+        parallel.register_comm_hook(None, exchange)
+        seen = []
+        for _ in range(2):
+            layer.zero_grad(set_to_none=False)
+            loss = parallel(torch.ones(1, 3)).sum()
+            torch_compat.after_backward(loss, lambda: seen.append(gradient_of(layer)))
+            loss.backward()
+        assert gradient_of(layer) == [[2, 2, 2]]
+        assert seen == [[[1, 1, 1]]] * 2
+    finally:
+        distributed.destroy_process_group()
+
+
+def gradient_of(layer: nn.Linear) -> Any:
+    return layer.weight.grad.tolist()  # type: ignore[union-attr]
+
+
+def exchange(_, bucket):  # torch insists on annotations of its own, or none
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done.set_result(2 * bucket.buffer())
+    return done
 
 
 COMPILER = """if True:

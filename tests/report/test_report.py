@@ -1,5 +1,6 @@
 """The report, made from a real run: what it shows."""
 
+import dataclasses
 import re
 import sys
 from collections.abc import Iterator
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flyte_ddp.events import EpochFinished, NotLearning, Printed, RunStarted, StepLogged
+from flyte_ddp.events import EpochFinished, NotLearning, Printed, RanksTimed, RunStarted, SlowRank, StepLogged
 from flyte_ddp.report.figures import Curves, cloud, draw, load_matplotlib, scatter, thinned
 from flyte_ddp.report.predictions import predictions_of
 from flyte_ddp.report.record import MOST_STEPS, Record, RunFailed, RunFinished
@@ -105,10 +106,14 @@ def test_live_pages_follow_the_run(recorded, tmp_path):
 def test_a_live_page_shows_a_warning_at_once(recorded, tmp_path):
     record = Record(recorded.info)
     report = Report(record, tmp_path / "report.html", lambda body: None)
-    for event in (*recorded.of(RunStarted), *recorded.of(StepLogged)[:2], NotLearning(0, 10, "the loss leapt")):
+    begun = *recorded.of(RunStarted), *recorded.of(StepLogged)[:2]
+    slow = SlowRank(0, 10, "the others wait for rank 1 on <host>", 1, "<host>", "data")
+    for event in (*begun, NotLearning(0, 10, "the loss leapt"), slow):
         record(event)
         report(event)
-    assert "<b>Warning:</b> the loss leapt" in (tmp_path / "report.html").read_text()
+    text = (tmp_path / "report.html").read_text()
+    assert "<b>Warning:</b> the loss leapt" in text
+    assert "<b>Warning:</b> the others wait for rank 1 on &lt;host&gt;" in text
 
 
 def test_a_failed_run_has_a_page(recorded):
@@ -133,6 +138,25 @@ def test_a_training_that_does_not_learn_is_marked(recorded):
     shown = fragment(record)
     assert "<b>Warning:</b> the loss leapt" in shown
     assert shown.count("Warnings at 0.5.") == 2  # in what the loss and the accuracy curves say to those who can't see
+
+
+def test_of_many_ranks_those_that_were_waited_for_most_are_shown(recorded):
+    record = recorded.record
+    assert len(rank_lines(fragment(record))) == 2
+    waited_for = [0.5] * 512
+    waited_for[300] = 1234.567
+    record(dataclasses.replace(record.started, world_size=512, hosts=[f"node-{rank // 8}" for rank in range(512)]))
+    record(RanksTimed([0.25] * 512, [2.0] * 512, [1.0] * 512, waited_for))
+    shown = fragment(record)
+    assert "Seconds of the 16 slowest of 512 ranks" in shown
+    lines = rank_lines(shown)
+    assert len(lines) == 16
+    assert re.findall(r">([^<>]+)</t", lines[-1]) == ["300 on node-37", "0.25", "2.00", "1.00", "1,234.57"]
+
+
+def rank_lines(shown: str) -> list[str]:
+    (table,) = re.findall(r"<caption>Seconds of .*?ranks?</caption>.*?<tbody>(.*?)</tbody>", shown, re.DOTALL)
+    return re.findall(r"<tr>.*?</tr>", table, re.DOTALL)
 
 
 def test_a_long_run_is_thinned_out(recorded):
