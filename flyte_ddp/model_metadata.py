@@ -4,6 +4,7 @@ It is one more entry in the zip archive that torch.save writes, which torch.load
 the header.
 """
 
+import hashlib
 import json
 import pkgutil
 from dataclasses import asdict, dataclass
@@ -51,6 +52,11 @@ class ModelMetadata:
 
     def as_json(self) -> str:
         return json.dumps(asdict(self), indent=2, default=str)  # a recipe's facts may be anything
+
+    @property
+    def digest(self) -> str:
+        """The same for the same weights, whatever the format of their file, and nearly always another for others."""
+        return hashlib.sha256(self.as_json().encode()).hexdigest()
 
     def load_settings(self) -> Settings:
         """The settings of the training; imports the module of their class."""

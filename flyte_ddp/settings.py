@@ -29,7 +29,7 @@ S = TypeVar("S", bound="Settings")
 
 BACKENDS = ("auto", "gloo", "nccl")
 PRECISIONS = ("auto", "float32", "bfloat16")
-TRACKING = ("auto", "online", "offline", "tensorboard", "off")
+TRACKING = ("auto", "online", "offline", "tensorboard", "mlflow", "off")
 SHARDING = ("off", "full")
 
 TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "a string", dict: "an object"}
@@ -222,9 +222,10 @@ class RunOptions(Settings):
         resume_from: the folder of an unfinished run's checkpoint, which its log and its report name, in Flyte's storage
             or on this machine: what was aborted, or ran elsewhere, goes on from there. Refused for another training.
         tracking: online and offline are Weights & Biases; auto is online where it has a key, else off; tensorboard
-            writes event files.
+            writes event files; mlflow sends to the server that MLFLOW_TRACKING_URI names.
         wandb_project: the W&B project; empty is WANDB_PROJECT, else flyte-ddp.
         wandb_entity: the W&B user or team; empty is WANDB_ENTITY, else the key's own.
+        mlflow_experiment: the MLflow experiment; empty is MLFLOW_EXPERIMENT_NAME, else flyte-ddp.
         profile: whether torch.profiler records some steps of every rank.
         log_gradients: whether trackers get each parameter's gradient norm and, after each epoch, its histogram.
         keep_checkpoint: whether to keep the last checkpoint, as final-checkpoint, so that a later training can continue
@@ -245,6 +246,7 @@ class RunOptions(Settings):
     tracking: str = setting("auto", choices=TRACKING)
     wandb_project: str = setting("")
     wandb_entity: str = setting("")
+    mlflow_experiment: str = setting("")
     profile: bool = setting(False)
     log_gradients: bool = setting(False)
     loader_workers: int = setting(2, minimum=0, maximum=64)

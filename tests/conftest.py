@@ -18,11 +18,11 @@ pytest_plugins = ["tests.small_training"]
 def pytest_configure(config: pytest.Config) -> None:
     """Gives the session a home, data, runs and temporary files of its own, before any test module imports flytekit.
 
-    flytekit's local cache is always ~/.flyte/local-cache, so the home folder has to move. Settings of Flyte, of W&B
-    (its key too) and our own go out of the environment. Subprocesses inherit all this.
+    flytekit's local cache is always ~/.flyte/local-cache, so the home folder has to move. Settings of Flyte, of
+    trackers (keys too) and our own go out of the environment. Subprocesses inherit all this.
     """
     for name in list(os.environ):
-        if name.startswith(("FLYTE", "WANDB_", "DDP_", "XDG_")) and not name.startswith("DDP_TEST_"):
+        if name.startswith(("FLYTE", "WANDB_", "MLFLOW_", "DDP_", "XDG_")) and not name.startswith("DDP_TEST_"):
             del os.environ[name]
     # Failed tests' folders outlive the session, where pytest always puts them.
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())

@@ -32,6 +32,7 @@ def sandbox_package() -> Package:
         "all",
         DDP_ATTEMPT_SECONDS="3600",
         DDP_INTERRUPTIBLE="true",
+        DDP_MLFLOW_SECRET="tracking/address",
         DDP_NOTIFY="email:a@example.org,b@example.org",
         DDP_NOTIFY_PHASES="succeeded,failed",
         DDP_PROFILE="sandbox",

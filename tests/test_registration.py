@@ -57,6 +57,7 @@ def test_sandbox_asks_for_no_gpu(sandbox):
     assert task.metadata.timeout.ToSeconds() == 3600
     found = {one.env_var: (one.group, one.key, one.mount_requirement) for one in task.security_context.secrets}
     assert found["WANDB_API_KEY"] == ("tracking", "key", Secret.MountType.ENV_VAR.value)
+    assert found["MLFLOW_TRACKING_URI"] == ("tracking", "address", Secret.MountType.ENV_VAR.value)
 
 
 @pytest.mark.parametrize("profile", ["gpu", "sandbox"])
@@ -227,7 +228,7 @@ def test_modules_import_without_optional_packages():
 
         class Missing:
             def find_spec(self, name, path=None, target=None):
-                optional = {"flytekitplugins", "lightning", "matplotlib", "tensorboard"}
+                optional = {"flytekitplugins", "lightning", "matplotlib", "mlflow", "tensorboard"}
                 if name.partition(".")[0] in optional:
                     raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 

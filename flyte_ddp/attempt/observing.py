@@ -38,7 +38,7 @@ class Observers:
     ):
         """publish: shows the page, as HTML, where people see it live. own: the user's."""
         self.record, self._report_path, self._publish = Record(info), report_path, publish
-        self._tracker = open_tracker(info, self._on_url)
+        self._tracker = open_tracker(info, report_path.parent, self._on_url)
         self._console = open_console()
         self._own = OwnObservers(own)
         self._report = Background("the report", self._open_report, REPORT_SECONDS)
@@ -73,11 +73,15 @@ class Observers:
                 self._progress(event)
         closes = (self._close_tracker, self._own.close)
         tracker, own = (threading.Thread(target=close, args=(event,), daemon=True) for close in closes)
-        tracker.start()
         own.start()
-        if self.record.info.options.tracking in ("auto", "online") and not self.record.tracking_url:
+        tracking = self.record.info.options.tracking
+        if tracking != "mlflow":
+            tracker.start()
+        if tracking in ("auto", "online") and not self.record.tracking_url:
             tracker.join()  # the run's URL may still come, and belongs in the report
         self._report.close(event)
+        if tracking == "mlflow":
+            tracker.start()  # it sends the report
         tracker.join()
         own.join()
         if not self._report_path.exists():  # without its output the task would fail

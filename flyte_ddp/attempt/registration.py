@@ -54,6 +54,7 @@ class Registration(Settings):
         retries: further attempts at a training after failures that may not recur.
         wandb_secret: GROUP/KEY of the Flyte secret with the Weights & Biases API key. A pod whose secret the cluster
             lacks never starts, so none is requested unless named.
+        mlflow_secret: GROUP/KEY of the Flyte secret with the address of the MLflow server, if it has a password.
         nnodes: number of nodes of workflows/multinode.py, or a range MIN:MAX.
         nproc_per_node: ranks per node there; 0 is one per GPU, or two with profile sandbox.
         join_minutes: how long the first nodes wait for the last: one has the image, another must be created.
@@ -88,6 +89,7 @@ class Registration(Settings):
     attempt_seconds: int = setting(86400, minimum=60)
     retries: int = setting(2, minimum=0, maximum=100)
     wandb_secret: str = setting("")
+    mlflow_secret: str = setting("")
     nnodes: str = setting("2")
     nproc_per_node: int = setting(0, minimum=0, maximum=64)
     join_minutes: int = setting(15, minimum=1, maximum=1440)

@@ -11,6 +11,13 @@ from flyte_ddp.attempt.webhook import CONSOLE_VARIABLE, WEBHOOK_SECRET_VARIABLE,
 from flyte_ddp.data.download import MIRROR_VARIABLE, mirror_from_environment
 from flyte_ddp.errors import InputError
 
+# The variable that has a secret in a pod, and the field of a Registration that names it
+SECRETS = {
+    "WANDB_API_KEY": "wandb_secret",
+    "MLFLOW_TRACKING_URI": "mlflow_secret",
+    WEBHOOK_SECRET_VARIABLE: "webhook_secret",
+}
+
 
 @dataclass(frozen=True)
 class Size:
@@ -83,14 +90,13 @@ def addresses() -> dict[str, str]:
 
 def training_secrets() -> dict[str, tuple[str, str]]:
     """The secrets of a training pod: variable -> group and key."""
-    asked = registration()
-    named = {"WANDB_API_KEY": asked.wandb_secret, WEBHOOK_SECRET_VARIABLE: asked.webhook_secret}
+    named = {variable: getattr(registration(), field) for variable, field in SECRETS.items()}
     return {variable: _group_and_key(name, variable) for variable, name in named.items() if name}
 
 
 def _group_and_key(name: str, variable: str) -> tuple[str, str]:
     group, separator, key = name.partition("/")
     if not (group and separator and key):
-        registered = "DDP_WANDB_SECRET" if variable == "WANDB_API_KEY" else "DDP_WEBHOOK_SECRET"
+        registered = f"DDP_{SECRETS[variable].upper()}"
         raise InputError(f"environment variable {registered} must be GROUP/KEY, got {json.dumps(name)}")
     return group, key

@@ -22,7 +22,7 @@ class RunSummary:
         backend: nccl or gloo.
         device: cuda or cpu.
         precision: float32 or bfloat16.
-        tracking_url: of the Weights & Biases run; empty without one.
+        tracking_url: of the Weights & Biases or MLflow run; empty without one.
         warnings: when and why training did not go as it should; empty if all went well.
         validation_samples: size of the validation split; 0 if there is none.
         best_epoch: the evaluation, one per epoch by default, of the returned weights, from 1; 0 without a validation

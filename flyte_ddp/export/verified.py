@@ -11,6 +11,7 @@ from flyte_ddp.export.card import Card, describe
 from flyte_ddp.export.settings import FILES, ExportJob, Written
 from flyte_ddp.launch.alone import run_alone
 from flyte_ddp.report.console import Console, say
+from flyte_ddp.report.tracking import add_to_run
 from flyte_ddp.storage import writing_to
 
 # Names, because they import torch
@@ -46,6 +47,7 @@ def export(asked: ExportJob) -> tuple[Written, dict[str, Measured], Card]:
         (folder / "model_card.html").write_text(card.page, encoding="utf-8")
         for file in (path for path in folder.rglob("*") if path.is_file()):
             shutil.copymode(folder / "model_card.md", file)  # safetensors makes its files private
+    add_to_run(Path(asked.job.model_path), folder / "model_card.md", folder / "model_card.html")
     return written, formats, card
 
 

@@ -3,6 +3,7 @@
 import contextvars
 import os
 import queue
+import re
 import sys
 import threading
 import time
@@ -120,7 +121,12 @@ def give_way() -> None:
 
 
 def one_line(error: BaseException) -> str:
-    """The message, shortened, on one line and without the W&B key."""
-    text = " ".join(message_of(error).split())
+    """The message, shortened, on one line, without the W&B key and the passwords of addresses."""
+    text = without_password(" ".join(message_of(error).split()))
     key = os.environ.get("WANDB_API_KEY")
     return (text.replace(key, "(key)") if key else text)[:400]
+
+
+def without_password(text: str) -> str:
+    """The text with USER:PASSWORD@ left out of its URLs."""
+    return re.sub(r"(?<=://)[^/\s@]+@", "", text)

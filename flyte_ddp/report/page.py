@@ -156,7 +156,7 @@ REPORT = """
 {% endfor %}
 </div>
 {% set url = record.tracking_url %}
-{% if url %}<p>Weights &amp; Biases: <a href="{{ url }}" rel="noreferrer">{{ url }}</a></p>{% endif %}
+{% if url %}<p>Tracked at <a href="{{ url }}" rel="noreferrer">{{ url }}</a></p>{% endif %}
 {% if record.notes %}
 <div class="notice long"><b>Notes</b>{% for note in record.notes %}<p>{{ note }}</p>{% endfor %}</div>
 {% endif %}

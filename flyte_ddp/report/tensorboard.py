@@ -6,15 +6,16 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
-from flyte_ddp.events import EpochChosen, EpochFinished, GradientsSeen, Observer, RunStarted, StepLogged
+from flyte_ddp.events import EpochFinished, GradientsSeen
 from flyte_ddp.report.figures import png_of
 from flyte_ddp.report.predictions import predictions_of
 from flyte_ddp.report.record import RunFinished, RunInfo
+from flyte_ddp.report.tracker import Tracker
 
 MISTAKES = 16
 
 
-class TensorBoard(Observer):
+class TensorBoard(Tracker):
     """Writes scalars, gradient histograms, hyperparameters and confident mistakes into the run's logs folder."""
 
     def __init__(self, info: RunInfo):
@@ -22,32 +23,19 @@ class TensorBoard(Observer):
         from tensorboard.plugins.text.summary_v2 import text_pb
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        self._info, self._events, self._summaries = info, event_pb2, summary_pb2
+        super().__init__(info)
+        self._events, self._summaries = event_pb2, summary_pb2
         self._writer = EventFileWriter(str(info.logs / "tensorboard"))
-        self._steps_per_epoch = 1
         settings = text_pb("hyperparameters", textwrap.indent(info.settings.to_json(indent=1), "    "))
         self._writer.add_event(event_pb2.Event(wall_time=time.time(), step=0, summary=settings))
-
-    def on_run_started(self, event: RunStarted) -> None:
-        self._steps_per_epoch = event.steps_per_epoch
-
-    def on_step_logged(self, event: StepLogged) -> None:
-        step = event.epoch * self._steps_per_epoch + event.step
-        figures = {name: getattr(event, name) for name in ("learning_rate", "samples_per_second", "gradient_norm")}
-        self._scalars(step, "train", {**event.measures, **figures})
-        if self._info.options.log_gradients:
-            self._scalars(step, "gradient_norm", event.gradient_norms)
 
     def on_gradients_seen(self, event: GradientsSeen) -> None:
         step = (event.epoch + 1) * self._steps_per_epoch
         self._write(step, [self._histogram(name, *counted) for name, counted in event.histograms.items()])
 
     def on_epoch_finished(self, event: EpochFinished) -> None:
-        self._scalars(self._step(event), event.split, event.evaluated)
+        super().on_epoch_finished(event)
         self._writer.flush()
-
-    def on_epoch_chosen(self, event: EpochChosen) -> None:
-        self._scalars(self._step(event), "test", event.measures)
 
     def on_run_finished(self, event: RunFinished) -> None:
         """Writes the confident mistakes."""
@@ -68,9 +56,6 @@ class TensorBoard(Observer):
 
     def close(self) -> None:
         self._writer.close()
-
-    def _step(self, event: EpochFinished | EpochChosen) -> int:
-        return round(event.position * self._steps_per_epoch)
 
     def _write(self, step: int, values: list[Any]) -> None:
         summary = self._summaries.Summary(value=values)

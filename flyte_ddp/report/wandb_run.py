@@ -5,7 +5,6 @@ import re
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ from flyte_ddp.report.background import IncompleteError, one_line
 from flyte_ddp.report.console import say
 from flyte_ddp.report.predictions import Predictions, predictions_of
 from flyte_ddp.report.record import RunFailed, RunFinished, RunInfo
+from flyte_ddp.report.tracker import figures_of, parameters_of, world_of
 
 # As in the tutorial: how many images of each of the first test batches go into the table
 BATCHES_SHOWN = 10
@@ -60,17 +60,15 @@ class WandbRun(Observer):
 
     def on_run_started(self, event: RunStarted) -> None:
         self._steps_per_epoch = event.steps_per_epoch
-        world = {name: getattr(event, name) for name in ("world_size", "backend", "device", "precision")}
-        self._run.config.update({**world, "dataset": event.dataset}, allow_val_change=True)
+        self._run.config.update(world_of(event), allow_val_change=True)
         self._run.summary["graph_0"] = self._graph(event)
 
     def on_step_logged(self, event: StepLogged) -> None:
         self._step = event.epoch * self._steps_per_epoch + event.step
         measured = {name if name == "loss" else f"train_{name}": x for name, x in event.measures.items()}
-        figures = {name: getattr(event, name) for name in ("learning_rate", "samples_per_second", "gradient_norm")}
         by_parameter = event.gradient_norms if self._info.options.log_gradients else {}
         norms = {f"gradient_norms/{name}": norm for name, norm in by_parameter.items()}
-        self._log({**measured, **figures, "epoch": event.epoch + 1, **norms})
+        self._log({**measured, **figures_of(event), "epoch": event.epoch + 1, **norms})
 
     def on_gradients_seen(self, event: GradientsSeen) -> None:
         histogram = self._wandb.Histogram
@@ -116,7 +114,6 @@ class WandbRun(Observer):
 
     def _init(self, mode: str) -> Any:
         info, wandb = self._info, self._wandb
-        data = {"data_digest": info.description.digest} if info.description else {}
         settings = wandb.Settings(
             init_timeout=INIT_SECONDS,
             login_timeout=INIT_SECONDS,
@@ -141,7 +138,7 @@ class WandbRun(Observer):
             resume="allow",
             project=info.options.wandb_project or os.environ.get("WANDB_PROJECT") or "flyte-ddp",
             entity=info.options.wandb_entity or None,
-            config={"recipe": info.recipe, **asdict(info.settings), **data},
+            config=parameters_of(info),
             settings=settings,
         )
 

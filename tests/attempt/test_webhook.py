@@ -212,7 +212,11 @@ def test_training_pods_know_the_webhook_or_its_secret():
     assert given["DDP_WEBHOOK"] == "https://hooks.example.org/1"
     assert given["DDP_CONSOLE"] == "https://flyte.example.org/console"
     found = {one.env_var: (one.group, one.key) for one in secret.security_context.secrets}
-    assert found == {"DDP_POD_WEBHOOK": ("hooks", "url"), "WANDB_API_KEY": ("tracking", "key")}
+    assert found == {
+        "DDP_POD_WEBHOOK": ("hooks", "url"),
+        "WANDB_API_KEY": ("tracking", "key"),
+        "MLFLOW_TRACKING_URI": ("tracking", "address"),
+    }
     assert {one.mount_requirement for one in secret.security_context.secrets} == {Secret.MountType.ENV_VAR.value}
     assert "DDP_WEBHOOK" not in {variable.key for variable in secret.container.env}
 

@@ -15,6 +15,7 @@ from flyte_ddp.data.prepared import open_split
 from flyte_ddp.errors import InputError
 from flyte_ddp.events import EpochFinished, GradientsSeen, RunStarted, StepLogged
 from flyte_ddp.report import wandb_run
+from flyte_ddp.report.mlflow_run import name_of
 from flyte_ddp.report.tracking import choose_tracking
 from tests.report.track import Told, tell_tracker
 from tests.report.wandb_file import Logged
@@ -160,10 +161,18 @@ def test_auto_needs_a_key(monkeypatch, tmp_path, capsys):
     assert KEY not in capsys.readouterr().err
 
 
-def test_tensorboard_that_is_not_installed_is_refused(monkeypatch):
-    monkeypatch.setitem(sys.modules, "tensorboard", None)
-    with pytest.raises(InputError, match=re.escape('not installed: pip install "flyte-ddp-training[tensorboard]"')):
-        choose_tracking("tensorboard")
+@pytest.mark.parametrize("tracker", ["tensorboard", "mlflow"])
+def test_a_tracker_that_is_not_installed_is_refused(tracker, monkeypatch):
+    monkeypatch.setitem(sys.modules, tracker, None)
+    with pytest.raises(InputError, match=re.escape(f'not installed: pip install "flyte-ddp-training[{tracker}]"')):
+        choose_tracking(tracker)
+
+
+def test_names_are_made_fit_for_mlflow():
+    assert name_of("train/f1 (macro) @0.5") == "train/f1 _macro_ _0.5"
+    assert name_of("test/../a//b/./c/") == "test/a/b/c"
+    assert name_of("test/größe") == "test/größe"
+    assert len(name_of("test/" + 300 * "a")) == 250
 
 
 def test_tensorboard_files_say_what_was_trained(recorded, track):

@@ -50,7 +50,7 @@ def main() -> None:
     Path(logs).mkdir()
     setting = dataclasses.replace(setting, logs=Path(logs), options=RunOptions.from_json(options))
     urls: list[str] = []
-    tracker = open_tracker(setting, urls.append)
+    tracker = open_tracker(setting, Path(logs).parent, urls.append)
     if tracker:
         for event in events:
             tracker(event)

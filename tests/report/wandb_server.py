@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Server:
-    """Mood: answers; forbids (403 to everything); silent (never answers); stops (takes the run, then never answers)."""
+    """Mood: answers; forbids (403 to all); fails (500); silent (never answers); stops (takes the run, then silent)."""
 
     def __init__(self, mood: str):
         self.operations: list[str] = []
@@ -99,7 +99,7 @@ class Handler(BaseHTTPRequestHandler):
         if self.told.mood == "silent":
             self.told.hang()
         body = json.dumps(content).encode()
-        self.send_response(403 if self.told.mood == "forbids" else 200)
+        self.send_response({"forbids": 403, "fails": 500}.get(self.told.mood, 200))
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()

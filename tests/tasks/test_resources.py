@@ -30,6 +30,7 @@ from tests.pod import package
         ("DDP_RETRIES", "-1", "at least 0"),
         ("DDP_ATTEMPT_SECONDS", "6h", "whole number"),
         ("DDP_WANDB_SECRET", "key", "GROUP/KEY"),
+        ("DDP_MLFLOW_SECRET", "key", "GROUP/KEY"),
         ("DDP_ACCELERATOR", "V100", "7.0"),
         ("DDP_ACCELERATOR", "V5E", "H100"),
         ("DDP_ENV", "NAME=value", "an object"),
