@@ -171,7 +171,9 @@ def _content(path: Path) -> Any:
     try:
         manifest = read_manifest(path)
         return open_shards(path, manifest) if manifest else _load(path, mmap=True)
-    except (KeyError, TypeError, ValueError, OSError) as error:
+    except CheckpointError:
+        raise
+    except Exception as error:  # of many types, as the manifest may have any form
         raise CheckpointError(f"cannot be read: {type(error).__name__}: {error}") from None
 
 

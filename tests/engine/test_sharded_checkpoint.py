@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections import OrderedDict
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -13,14 +14,14 @@ import pytest
 import torch
 from torch import distributed
 
-from flyte_ddp.engine.checkpoint import FORMAT, CheckpointWriter, read_checkpoint
+from flyte_ddp.engine.checkpoint import FORMAT, read_checkpoint
 from flyte_ddp.engine.sharded_checkpoint import ShardWriter, described, problem_of, rebuilt
 from flyte_ddp.engine.sharded_state import Shard
-from flyte_ddp.events import CheckpointFailed, CheckpointRefused, CheckpointWritten, RunStarted
+from flyte_ddp.events import CheckpointRefused, CheckpointWritten, RunStarted, StepLogged
 from flyte_ddp.launch.environment import Environment, World
 from flyte_ddp.manifest import read_manifest, shards_beside
 from flyte_ddp.recipe import CPU
-from tests.engine.test_sharding import WHOLE, Unplugged, assert_alike, interrupt, run
+from tests.engine.test_sharding import KINDS, WHOLE, Unplugged, assert_alike, interrupt, run
 
 ROOT = Path(__file__).parents[2]
 ALONE = Environment(World(1, 1, "gloo", "cpu"), 0, 0, "", 1)
@@ -85,7 +86,7 @@ def test_one_that_cannot_be_written_leaves_the_one_before_and_nothing_else(rank,
     (folder,) = shards_beside(path).iterdir()
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, before[1]))
     try:
-        with pytest.raises(OSError, match="rank 0: .*File too large"):
+        with pytest.raises(OSError, match=r"rank 0: .*File too large"):
             rank.begin(content_of(2, torch.ones(2**10, 2**10)), CPU)()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -192,30 +193,39 @@ def test_ranks_that_are_killed_before_any_operation_leave_the_old_one_or_the_new
     assert int(done.stdout) >= 20
 
 
+class Seen:
+    """Sees where a training starts and has a checkpoint, and fails after so many events that are left, which kills the
+    ranks."""
+
+    def __init__(self, left=10**9):
+        self.left, self.started, self.reached, self.refused = left, (0, 0), (0, 0), []
+
+    def __call__(self, event):
+        if isinstance(event, RunStarted):
+            self.started = event.first_epoch, event.first_step
+        elif isinstance(event, CheckpointWritten):
+            self.reached = event.epoch, event.step
+        elif isinstance(event, CheckpointRefused):
+            self.refused.append(event.reason)
+        self.left -= isinstance(event, (CheckpointWritten, StepLogged))
+        if self.left < 0:
+            raise Unplugged
+
+
 @pytest.mark.slow
 def test_a_training_that_is_killed_twenty_times_ends_with_the_same_bits(tmp_path):
     settings = {**WHOLE, "epochs": 10}
     _, _, expected = run("Everything", tmp_path / "whole", nproc=2, **settings)
-    draws, refused, reached = np.random.default_rng(0), [], (0, 0)
+    draws, seen = np.random.default_rng(0), Seen()
     for _ in range(20):
-        starts, left = [], iter(range(int(draws.integers(1, 12))))
-
-        def unplug(event):
-            nonlocal reached
-            refused.extend([event] if isinstance(event, CheckpointRefused) else [])
-            starts.extend([(event.first_epoch, event.first_step)] if isinstance(event, RunStarted) else [])
-            if isinstance(event, CheckpointWritten):
-                reached = event.epoch, event.step
-            if next(left, None) is None:
-                raise Unplugged
-
-        before = reached
+        seen.left, before = int(draws.integers(1, 12)), seen.reached
         with pytest.raises(Unplugged):
-            run("Everything", tmp_path / "cut", watch=unplug, seconds=0, nproc=2, **settings)
-        assert not starts or starts[0] >= before
-    resumed = run("Everything", tmp_path / "cut", watch=refused.append, nproc=2, **settings)
+            run("Everything", tmp_path / "cut", watch=seen, seconds=0, nproc=2, **settings)
+        assert seen.started >= before
+    seen.left = 10**9
+    resumed = run("Everything", tmp_path / "cut", watch=seen, nproc=2, **settings)
     assert all(torch.equal(resumed[2][name], value) for name, value in expected.items())
-    assert not any(isinstance(event, CheckpointRefused) for event in refused)
+    assert not seen.refused
     assert not shards_beside(tmp_path / "cut" / "checkpoint").exists()
 
 
@@ -233,31 +243,26 @@ def cut(tmp_path_factory):
     return folder
 
 
-def go_on(cut, folder, sharding, damage=lambda shards: None, **settings):
-    """The training that goes on from a copy of the checkpoint, after this damage, and the reasons to refuse that."""
+def go_on(cut, folder, sharding, damage=None, left=10**9, **settings):
+    """The training that goes on from a copy of the checkpoint, after this damage; and what is seen of it."""
     shutil.copytree(cut, folder)
-    damage(*shards_beside(folder / "checkpoint").iterdir())
-    refused = []
-
-    def watch(event):
-        refused.extend([event.reason] if isinstance(event, CheckpointRefused) else [])
-
-    return run("Everything", folder, sharding, watch=watch, **{**WHOLE, **settings}), refused
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    return run("Everything", tmp_path_factory.mktemp("whole"), "off", nproc=1, **WHOLE)
+    if damage:
+        damage(*shards_beside(folder / "checkpoint").iterdir())
+    seen = Seen(left)
+    with suppress(Unplugged):
+        return run("Everything", folder, sharding, watch=seen, **{**WHOLE, **settings}), seen
+    return None, seen
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("sharding", ["off", "full"])
-def test_it_is_read_on_one_rank_with_and_without_sharding(cut, whole, tmp_path, sharding):
-    resumed, refused = go_on(cut, tmp_path / "resumed", sharding)
-    assert not refused
-    assert min(resumed[0]) > (0, 3)
-    assert_alike(resumed, whole)
-    assert not shards_beside(tmp_path / "resumed" / "checkpoint").exists()
+def test_it_is_read_on_one_rank_with_and_without_sharding(cut, tmp_path):
+    whole = run("Everything", tmp_path / "whole", "off", **WHOLE)
+    for sharding in KINDS:
+        resumed, seen = go_on(cut, tmp_path / sharding, sharding)
+        assert not seen.refused
+        assert seen.started > (0, 2)
+        assert_alike(resumed, whole)
+        assert not shards_beside(tmp_path / sharding / "checkpoint").exists()
 
 
 def flip(folder):
@@ -280,16 +285,15 @@ DAMAGE = {
 
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_damage_is_named_and_training_starts_anew(cut, whole, tmp_path, kind):
+def test_damage_is_named_and_training_starts_anew(cut, tmp_path, kind):
     damage, reason = DAMAGE[kind]
-    anew, (refused,) = go_on(cut, tmp_path / "damaged", "full", damage)
-    assert reason in refused
-    assert min(anew[0]) == (0, 1)
-    assert_alike(anew, whole)
+    _, seen = go_on(cut, tmp_path / "damaged", "full", damage, left=0)
+    assert reason in seen.refused[0]
+    assert seen.started == (0, 0)
 
 
 @pytest.mark.usefixtures("alone")
 def test_that_of_another_training_is_refused(cut, tmp_path):
-    anew, (refused,) = go_on(cut, tmp_path / "other", "full", seed=7)
-    assert "belongs to another training: its seed was 0, now it is 7" in refused
-    assert min(anew[0]) == (0, 1)
+    _, seen = go_on(cut, tmp_path / "other", "full", left=0, seed=7)
+    assert seen.refused == ["the checkpoint belongs to another training: its seed was 1, now it is 7"]
+    assert seen.started == (0, 0)
