@@ -56,11 +56,10 @@ def resume(state: TrainingState, job: Job, environment: Environment, link: Link)
 
 
 def _on_meta(tensor: Tensor | StoredTensor) -> Tensor:
-    return (
-        tensor.to("meta")
-        if isinstance(tensor, Tensor)
-        else torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-    )
+    """Its type, shape and strides."""
+    if isinstance(tensor, StoredTensor):
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    return tensor.to("meta")
 
 
 def _verify_shards(content: dict[str, Any] | None) -> bool:
