@@ -4,11 +4,7 @@ anything in them is unpickled."""
 import hashlib
 import io
 import os
-import shutil
-import threading
-import time
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -22,8 +18,8 @@ from flyte_ddp.engine.sharded_state import Shard, fill, with_room
 from flyte_ddp.engine.state import TrainingState
 from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.errors import CheckpointError, InputError
-from flyte_ddp.events import CheckpointFailed, CheckpointRefused, CheckpointWritten, Event
-from flyte_ddp.manifest import DIGEST_BYTES, read_manifest, shards_beside
+from flyte_ddp.events import CheckpointRefused, Event
+from flyte_ddp.manifest import DIGEST_BYTES, read_manifest
 from flyte_ddp.recipe import CPU
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.storage import sync, temporary_beside
@@ -192,87 +188,3 @@ def _digest(file: IO[bytes], count: int) -> bytes:
         digest.update(piece)
         count -= len(piece)
     return digest.digest()
-
-
-def begin_file(path: Path, content: dict[str, Any], device: torch.device) -> Callable[[], None]:
-    """Copies a state, from a GPU to the host's memory, on a CPU, or of a sharded network, into a file beside path; what
-    it returns makes that the checkpoint. Both raise OSError."""
-    if device.type == "cpu" or any(isinstance(leaf, Shard) for leaf in pytree.tree_leaves(content)):
-        write = partial(finish, write_draft(path, content, device), path)
-    else:
-        copied = pytree.tree_map_only(Tensor, lambda tensor: tensor.to("cpu", copy=True), content)
-        write = partial(write_checkpoint, path, copied)
-
-    def rest() -> None:
-        write()
-        shutil.rmtree(shards_beside(path), ignore_errors=True)  # of a checkpoint before this one
-
-    return rest
-
-
-class CheckpointWriter:
-    """Writes checkpoints: the state is copied once, and a thread sees to the rest while training continues.
-
-    The next step changes the weights, so training waits for that copy. From a GPU it goes to the host's memory, from
-    where the thread writes it, tensor by tensor. On a CPU the copy is the file itself, in the kernel's cache, which is
-    not the process's memory: where memory is short the kernel writes it out, and training waits for the disk instead of
-    being killed. Checksum, disk and renaming are left to the thread.
-
-    A checkpoint that cannot be written is reported and skipped: training need not fail because a disk does.
-    """
-
-    def __init__(
-        self, path: Path, identity: Mapping[str, Any], seconds: float, emit: Callable[[Event], None],
-        begin: Callable[[dict[str, Any], torch.device], Callable[[], None]] | None = None,
-    ):  # fmt: skip
-        """begin: how a checkpoint is written, as by begin_file, which is the default."""
-        self._path, self._identity, self._seconds, self._emit = path, dict(identity), seconds, emit
-        self._begin = begin or partial(begin_file, path)
-        self._thread: threading.Thread | None = None
-        self._last = time.monotonic()
-
-    def due(self) -> bool:
-        return time.monotonic() - self._last >= self._seconds
-
-    def save(self, state: TrainingState) -> None:
-        started = time.monotonic()
-        self.close()
-        content = {"format": FORMAT, "identity": self._identity, "state": state.state_dict()}
-        try:
-            rest = self._begin(content, state.device)
-        except OSError as error:
-            self._emit(CheckpointFailed(f"{self._path}: {error.strerror}"))
-            return
-        finally:
-            self._last = time.monotonic()
-        arguments = (rest, state.epoch, state.step, self._last - started)
-        self._thread = threading.Thread(target=self._write, args=arguments)
-        self._thread.start()
-
-    def close(self) -> None:
-        """Waits until the current checkpoint is written."""
-        if self._thread:
-            self._thread.join()
-
-    def _write(self, rest: Callable[[], None], epoch: int, step: int, stall_seconds: float) -> None:
-        started = time.monotonic()
-        try:
-            rest()
-        except OSError as error:
-            self._emit(CheckpointFailed(f"{self._path}: {error.strerror}"))
-        else:
-            seconds = time.monotonic() - started
-            self._emit(CheckpointWritten(epoch, step, str(self._path), stall_seconds, seconds))
-
-
-class NoCheckpoints:
-    """Writes nothing, for the other ranks: rank 0 has the same state, or gets what is sharded from other hosts, too."""
-
-    def due(self) -> bool:
-        return False
-
-    def save(self, state: TrainingState) -> None:
-        fill(None, state.state_dict(), state.device)
-
-    def close(self) -> None:
-        pass

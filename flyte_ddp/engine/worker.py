@@ -1,26 +1,22 @@
 """One rank from start to end, whoever started its process."""
 
-import math
 import os
 import time
-from pathlib import Path
 
 import torch
 from torch import distributed
 
 from flyte_ddp.engine.arithmetic import settle_arithmetic
 from flyte_ddp.engine.block_cache import BlockCache
-from flyte_ddp.engine.checkpoint import CheckpointWriter, NoCheckpoints, check_readable
+from flyte_ddp.engine.checkpoint import check_readable
+from flyte_ddp.engine.checkpoint_writer import checkpoints_of
 from flyte_ddp.engine.job import Job, TrainingResult
-from flyte_ddp.engine.loop import Checkpoints, fit, gather, look_at_test
+from flyte_ddp.engine.loop import fit, gather, look_at_test
 from flyte_ddp.engine.memory import choose_micro_batch
 from flyte_ddp.engine.profile import profiling
 from flyte_ddp.engine.results import layers_of, result_of, write_last, write_results
 from flyte_ddp.engine.resume import resume
 from flyte_ddp.engine.set_up import Parts, set_up
-from flyte_ddp.engine.sharded_checkpoint import ShardWriter
-from flyte_ddp.engine.sharding import is_sharded
-from flyte_ddp.engine.state import TrainingState
 from flyte_ddp.engine.torch_compat import leave_dynamo_out
 from flyte_ddp.errors import NonFiniteError, UnevenShapesError
 from flyte_ddp.events import RunStarted
@@ -114,13 +110,3 @@ def keep_freed_memory() -> None:
     of its time. Has no effect without glibc.
     """
     torch.empty(31 << 20, dtype=torch.uint8)  # bytes; the threshold grows to 32 MiB at most
-
-
-def checkpoints_of(state: TrainingState, environment: Environment, link: Link, job: Job) -> Checkpoints:
-    """What writes this rank's part of the checkpoints; a collective of a sharded network."""
-    world, path, every = environment.world, Path(job.checkpoint_path), job.options.checkpoint_seconds
-    if is_sharded(state.model) and world.size == world.local_size:
-        shards = ShardWriter(path, environment)
-        every = math.inf if environment.rank else every  # rank 0 says when
-        return CheckpointWriter(path, job.identity, every, link.emit, shards.begin)
-    return NoCheckpoints() if environment.rank else CheckpointWriter(path, job.identity, every, link.emit)

@@ -3,11 +3,20 @@
 import hashlib
 import itertools
 import shutil
+import threading
+from pathlib import Path
+
+import pytest
+import torch
 
 from flyte_ddp.attempt.checkpoints import checkpoint_store
+from flyte_ddp.attempt.training import Trained, Training
 from flyte_ddp.events import CheckpointWritten
 from flyte_ddp.manifest import read_manifest, shards_beside, write_manifest
+from flyte_ddp.settings import RunOptions
+from flyte_ddp.user_code import find_code
 from tests.attempt.test_training import Folders
+from tests.engine.probe_recipes import Settings
 
 FILES = "0.safetensors", "1.safetensors"
 
@@ -99,16 +108,52 @@ def test_an_upload_that_ends_anywhere_leaves_the_last_whole_one(tmp_path):
 
 def test_one_that_is_replaced_while_it_is_uploaded_arrives_whole(tmp_path):
     platform, stored = Watched(tmp_path), tmp_path / "0" / "checkpoints" / "checkpoint"
-    steps, seen = iter(range(2, 5)), []
+    steps, seen, is_last = iter(range(2, 5)), [], threading.Event()
 
     def watch(url):
         seen.append(whole(stored))
-        if url.endswith("/0.safetensors") and (step := next(steps, 0)):
-            written(store, step)
+        if url.endswith("/0.safetensors"):
+            if step := next(steps, 0):
+                written(store, step)
+            else:
+                is_last.set()
 
     platform.watch = watch
     with checkpoint_store(platform, "key", resume=True) as store:
         written(store, 1)
+        assert is_last.wait(60)
     assert whole(stored) == 4
     assert sorted(set(seen)) == [0, 1, 2, 3]
     assert len([*shards_beside(stored).iterdir()]) == 2, "the names are used again"
+
+
+class Sharded(Training[Path, Trained]):
+    def __init__(self, platform):
+        super().__init__(find_code("tests.engine.sharding_recipes:Everything"))
+        self.platform = platform
+
+    def downloaded(self, given):
+        return given
+
+    downloaded_once = downloaded
+
+    def outputs_of(self, trained):
+        return trained
+
+
+@pytest.mark.slow
+def test_an_attempt_on_other_ranks_goes_on_from_the_shards_of_the_one_before(tmp_path):
+    fsdp = pytest.importorskip("torch.distributed.fsdp")
+    if not hasattr(fsdp.FSDPModule, "set_reduce_scatter_unused_params"):
+        pytest.skip("sharding needs a newer torch")
+    settings = Settings(batch_size=32, epochs=2)
+    models = []
+    for attempt, nproc in enumerate((2, 3)):
+        options = RunOptions(nproc=nproc, sharding="full", tracking="off", loader_workers=0)
+        models.append(torch.load(Sharded(Folders(tmp_path, attempt)).run(settings, options).model, weights_only=True))
+    assert all(torch.equal(value, models[1][name]) for name, value in models[0].items())
+    log = (tmp_path / "1" / "logs" / "console.log").read_text()
+    assert "resuming from the checkpoint" in log
+    assert "Train Epoch" not in log
+    shards = tmp_path / "0" / "checkpoints" / "checkpoint-shards"
+    assert {file.name for file in shards.rglob("*") if file.is_file()} == {*FILES}

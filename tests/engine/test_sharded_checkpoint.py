@@ -61,6 +61,14 @@ def test_what_json_does_not_have_is_refused(value):
         rebuilt(*described([value]))
 
 
+def test_tensors_of_a_gpu_may_change_once_they_are_copied(rank, tmp_path):
+    rows = torch.ones(2, 3)
+    rest = rank.begin(content_of(1, rows), torch.device("cuda"))
+    rows.zero_()
+    rest()
+    assert torch.equal(read_checkpoint(tmp_path / "checkpoint", {})["state"]["shards"]["0"].read(), torch.ones(2, 3))
+
+
 def test_tensors_may_change_once_they_are_copied_and_take_no_memory_meanwhile(rank, tmp_path):
     rows = [torch.full((2**11, 2**10), float(value)) for value in range(24)]
     before = resource.getrlimit(resource.RLIMIT_DATA)
@@ -134,6 +142,7 @@ KILLS = """if True:
             shard = Shard(torch.full((end - first, 2), float(step)), torch.Size((7, 2)))
             state = {"epoch": 0, "step": step, "shard": shard, "whole": torch.full((2,), float(step))}
             writer.begin({"format": FORMAT, "identity": {}, "state": state}, CPU)()
+            distributed.barrier()  # rank 0 is the last to end
         os._exit(0)
 
     def run(*arguments):
