@@ -6,7 +6,6 @@ So a rank of any other training of this recipe, sharded or not, reads what it ne
 """
 
 import errno
-import json
 import shutil
 import uuid
 from collections.abc import Callable, Mapping
@@ -19,7 +18,6 @@ import torch
 from torch import Tensor, distributed
 
 from flyte_ddp.engine.sharded_state import Shard, rows_of
-from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.process_group import gloo_group
 from flyte_ddp.manifest import shards_beside, write_manifest
@@ -72,26 +70,43 @@ class StoredTensor:
         return found
 
 
-def described(state: Any) -> tuple[dict[str, Any], dict[str, Tensor | Shard]]:
-    """The state as JSON has it, and its tensors by name; TypeError for what JSON does not have."""
-    paths, tree = pytree.tree_flatten_with_path(state)
+def described(state: Any) -> tuple[Any, dict[str, Tensor | Shard]]:
+    """The state as JSON can have it, and its tensors by name; TypeError for what is neither."""
     names: dict[int, str] = {}
-    tensors, leaves = {}, []
-    for path, leaf in paths:
-        plain = leaf.item() if isinstance(leaf, np.generic) else leaf
-        if isinstance(leaf, (Tensor, Shard)):
-            name = names.setdefault(id(leaf), pytree.keystr(path))
-            tensors[name], plain = leaf, {"tensor": name}
-        elif type(plain) not in PLAIN:
-            raise TypeError(f"JSON has no {type(plain).__name__}")
-        leaves.append(plain)
-    return {"tree": json.loads(pytree.treespec_dumps(tree)), "leaves": leaves}, tensors
+    tensors: dict[str, Tensor | Shard] = {}
+
+    def describe(value: Any, name: str) -> Any:
+        if isinstance(value, (Tensor, Shard)):
+            name = names.setdefault(id(value), name)  # tied weights have several
+            tensors[name] = value
+            return {"tensor": name}
+        if isinstance(value, dict):
+            return {"dict": [[_plain(key), describe(inner, f"{name}[{key!r}]")] for key, inner in value.items()]}
+        if type(value) in (list, tuple):
+            return {type(value).__name__: [describe(inner, f"{name}[{at}]") for at, inner in enumerate(value)]}
+        return _plain(value)
+
+    return describe(state, ""), tensors
 
 
-def rebuilt(description: dict[str, Any], tensors: Mapping[str, Any]) -> Any:
+def _plain(value: Any) -> Any:
+    plain = value.item() if isinstance(value, np.generic) else value
+    if type(plain) not in PLAIN:
+        raise TypeError(f"JSON has no {type(plain).__name__}")
+    return plain
+
+
+def rebuilt(description: Any, tensors: Mapping[str, Any]) -> Any:
     """The state of which this is the description, with these for its tensors."""
-    leaves = [tensors[leaf["tensor"]] if isinstance(leaf, dict) else leaf for leaf in description["leaves"]]
-    return pytree.treespec_loads(json.dumps(description["tree"])).unflatten(leaves)
+    if not isinstance(description, dict):
+        return description
+    ((kind, content),) = description.items()
+    if kind == "tensor":
+        return tensors[content]
+    if kind == "dict":
+        return {key: rebuilt(inner, tensors) for key, inner in content}
+    built = [rebuilt(inner, tensors) for inner in content]
+    return tuple(built) if kind == "tuple" else built
 
 
 def open_shards(path: Path, manifest: dict[str, Any]) -> dict[str, Any]:
