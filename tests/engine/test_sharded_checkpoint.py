@@ -16,6 +16,7 @@ import torch
 from torch import distributed
 
 from flyte_ddp.engine.checkpoint import FORMAT, read_checkpoint
+from flyte_ddp.engine.checkpoint_writer import begin_file
 from flyte_ddp.engine.sharded_checkpoint import ShardWriter, described, problem_of, rebuilt
 from flyte_ddp.engine.sharded_state import Shard
 from flyte_ddp.events import CheckpointRefused, CheckpointWritten, RunStarted, StepLogged
@@ -104,6 +105,9 @@ def test_one_that_cannot_be_written_leaves_the_one_before_and_nothing_else(rank,
     rank.begin(content_of(3, torch.ones(2, 2)), CPU)()
     assert read_checkpoint(path, {})["state"]["step"] == 3
     assert folder not in shards_beside(path).iterdir()
+    begin_file(path, content_of(4), CPU)()
+    assert read_checkpoint(path, {})["state"]["step"] == 4
+    assert not shards_beside(path).exists()
 
 
 KILLS = """if True:
@@ -113,7 +117,8 @@ KILLS = """if True:
     import torch
     from torch import distributed
     from flyte_ddp.engine.checkpoint import FORMAT, read_checkpoint
-    from flyte_ddp.engine.sharded_checkpoint import ShardWriter, problem_of
+    from flyte_ddp.engine.checkpoint_writer import begin_file
+from flyte_ddp.engine.sharded_checkpoint import ShardWriter, problem_of
     from flyte_ddp.engine.sharded_state import Shard, rows_of
     from flyte_ddp.launch.environment import Environment, World
     from flyte_ddp.manifest import shards_beside
