@@ -117,8 +117,7 @@ KILLS = """if True:
     import torch
     from torch import distributed
     from flyte_ddp.engine.checkpoint import FORMAT, read_checkpoint
-    from flyte_ddp.engine.checkpoint_writer import begin_file
-from flyte_ddp.engine.sharded_checkpoint import ShardWriter, problem_of
+    from flyte_ddp.engine.sharded_checkpoint import ShardWriter, problem_of
     from flyte_ddp.engine.sharded_state import Shard, rows_of
     from flyte_ddp.launch.environment import Environment, World
     from flyte_ddp.manifest import shards_beside
