@@ -27,6 +27,8 @@ NOT_RUN = {
         CLUSTER
     ),
     "pyflyte --config flyte.config run --remote workflows/mnist.py pytorch_training_wf": CLUSTER,
+    "pyflyte run --remote workflows/mnist.py pytorch_training_wf --hp '{\"epochs\": 10}' --options "
+    '\'{"resume_from": "s3://my-bucket/metadata/.../_flytecheckpoints"}\'': CLUSTER,
     "flyte run --image trainer=registry.example.org/me/trainer:1 flyte2/mnist.py main --hp '{\"epochs\": 1}'": CLUSTER,
     "flyte deploy --image trainer=registry.example.org/me/trainer:1 flyte2/mnist.py workflow": CLUSTER,
     "DDP_GPUS=8 DDP_NNODES=4 flyte run --image trainer=registry.example.org/me/trainer:1 flyte2/multinode.py main": (
