@@ -3,8 +3,9 @@
 import itertools
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from typing import Any
 
 import torch
 from torch import distributed
@@ -12,7 +13,7 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from flyte_ddp.launch.environment import Environment, default_variable
+from flyte_ddp.launch.environment import Environment, World, default_variable
 
 RENDEZVOUS = itertools.count()  # of this process; all ranks go through them in the same order
 BEYOND_SECONDS = 60.0  # how much longer a collective waits than the launcher, which then can still query hanging ranks
@@ -29,9 +30,7 @@ def process_group(environment: Environment, timeout_seconds: float) -> Iterator[
         device = torch.device("cuda", environment.local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
     rank, size, timeout = environment.rank, environment.world.size, timedelta(seconds=timeout_seconds + BEYOND_SECONDS)
-    is_one_host = size == environment.world.local_size  # then gloo keeps off the network, which can make it hang
-    loopback = "lo" if os.path.exists("/sys/class/net/lo") else "lo0"
-    with default_variable("GLOO_SOCKET_IFNAME", loopback) if is_one_host else nullcontext():
+    with _off_network(environment.world):
         store = _meet(environment, timeout)
         distributed.init_process_group(
             environment.world.backend,
@@ -44,6 +43,20 @@ def process_group(environment: Environment, timeout_seconds: float) -> Iterator[
         )
     yield device
     distributed.destroy_process_group()
+
+
+def gloo_group(world: World) -> Any:
+    """Another group of all ranks, whose collectives of objects a thread can call while training has its own; itself a
+    collective."""
+    with _off_network(world):
+        return distributed.new_group(backend="gloo")
+
+
+def _off_network(world: World) -> AbstractContextManager[None]:
+    """While ranks of one host meet: gloo then keeps off the network, which can make it hang."""
+    if world.size > world.local_size:
+        return nullcontext()
+    return default_variable("GLOO_SOCKET_IFNAME", "lo" if os.path.exists("/sys/class/net/lo") else "lo0")
 
 
 def _meet(environment: Environment, timeout: timedelta) -> Store:
