@@ -19,10 +19,13 @@ BEYOND_SECONDS = 60.0  # how much longer a collective waits than the launcher, w
 
 
 @contextmanager
-def process_group(environment: Environment, timeout_seconds: float) -> Iterator[torch.device]:
+def process_group(
+    environment: Environment, timeout_seconds: float, store: Store | None = None
+) -> Iterator[torch.device]:
     """Joins all ranks; yields this rank's device. A rank that fails leaves the group as it is: its process ends anyway.
 
     timeout_seconds: how long the launcher waits for a step before it ends the ranks; collectives wait a little longer.
+    store: what meet has returned, if it has been called.
     """
     device = torch.device(environment.world.device)
     if device.type == "cuda":
@@ -32,11 +35,9 @@ def process_group(environment: Environment, timeout_seconds: float) -> Iterator[
     is_one_host = size == environment.world.local_size  # then gloo keeps off the network, which can make it hang
     loopback = "lo" if os.path.exists("/sys/class/net/lo") else "lo0"
     with default_variable("GLOO_SOCKET_IFNAME", loopback) if is_one_host else nullcontext():
-        store = _meet(environment, timeout)
         distributed.init_process_group(
             environment.world.backend,
-            # torchrun's store outlives a process group, and the next one would find the addresses of the last
-            store=PrefixStore(f"rendezvous {next(RENDEZVOUS)}", store),
+            store=store or meet(environment, timeout_seconds),
             rank=rank,
             world_size=size,
             timeout=timeout,
@@ -46,10 +47,14 @@ def process_group(environment: Environment, timeout_seconds: float) -> Iterator[
     distributed.destroy_process_group()
 
 
-def _meet(environment: Environment, timeout: timedelta) -> Store:
+def meet(environment: Environment, timeout_seconds: float) -> Store:
+    """Waits for all ranks; returns a store that they share, for one process group."""
     size, (scheme, _, path) = environment.world.size, environment.init_method.partition("://")
+    timeout = timedelta(seconds=timeout_seconds + BEYOND_SECONDS)
     if scheme == "file":  # no URL: torch would take a "#" or "?" in the path for its end
         store: Store = FileStore(path, size)
         store.set_timeout(timeout)
-        return store
-    return next(rendezvous(environment.init_method, environment.rank, size, timeout=timeout))[0]
+    else:
+        store = next(rendezvous(environment.init_method, environment.rank, size, timeout=timeout))[0]
+    # torchrun's store outlives a process group, and the next one would find the addresses of the last
+    return PrefixStore(f"rendezvous {next(RENDEZVOUS)}", store)

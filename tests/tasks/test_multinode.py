@@ -14,11 +14,12 @@ from flytekit.exceptions.user import FlyteUserRuntimeException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
-from flyte_ddp.attempt.multinode import GRACE_SECONDS, handing_on_failure
+from flyte_ddp.attempt.multinode import handing_on_failure
 from flyte_ddp.attempt.registration import registration
 from flyte_ddp.errors import InputError
 from flyte_ddp.launch.environment import environment_from_torchrun
 from flyte_ddp.launch.failures import Failure, RankError
+from flyte_ddp.launch.watched import GRACE_SECONDS
 from flyte_ddp.tasks import platform as flytekit_platform
 from flyte_ddp.tasks.platform import TaskInterruptedError
 from tests.attempt.test_checkpoints import on_a_cluster
