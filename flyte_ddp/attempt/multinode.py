@@ -27,6 +27,7 @@ from flyte_ddp.errors import StopRequested
 from flyte_ddp.events import Event
 from flyte_ddp.launch.environment import Environment, environment_from_torchrun, visible_gpus
 from flyte_ddp.launch.failures import (
+    LOSSES,
     Failure,
     PreemptedError,
     RankError,
@@ -34,6 +35,7 @@ from flyte_ddp.launch.failures import (
     from_exit_code,
     name_the_cause,
 )
+from flyte_ddp.launch.limits import memory_kills
 from flyte_ddp.launch.link import DirectLink, Link
 from flyte_ddp.launch.process_group import process_group
 from flyte_ddp.launch.watched import watched
@@ -114,3 +116,11 @@ def failure_of_node(failed: ChildFailedError) -> Failure:
     if beside.exists():
         return Failure(**json.loads(beside.read_text()))
     return from_exit_code(first.exitcode, rank, machine.node())  # it was killed
+
+
+def worth_restarts() -> Callable[[ChildFailedError], bool]:
+    """Tells whether torch's agent should start a node's ranks again after a failure: if one was lost, but not if the
+    kernel has killed one for want of memory since this was called. Nor if one hangs: its agent may stand still, too,
+    and would be waited for."""
+    kills = memory_kills()
+    return lambda failed: failure_of_node(failed).kind in LOSSES and memory_kills() == kills

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from flyte_ddp.launch.failures import Failure
 
 ANSWER_SECONDS = 5.0  # for the ranks of a hang to say where they are; stopped ones never do
+NO_ANSWER = "does not answer (stopped, or stuck in the kernel)\n"
+KEEPS_STORE = "does not answer, nor does the store of all ranks, which it keeps: others may hang, too\n"
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,7 @@ class Answer:
     reached: int = -1
     is_idle: bool = False
     collective: str = ""
-    stack: str = "does not answer (stopped, or stuck in the kernel)\n"
+    stack: str = NO_ANSWER
 
 
 def hang_of(answers: Mapping[int, Answer], hosts: Mapping[int, str], timeout_seconds: float) -> Failure:

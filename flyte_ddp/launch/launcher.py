@@ -21,7 +21,7 @@ import flyte_ddp
 from flyte_ddp.events import Event, RunStarted
 from flyte_ddp.launch.environment import Environment, World, default_variable, threads_per_rank
 from flyte_ddp.launch.failures import PreemptedError, from_exit_code, name_the_cause
-from flyte_ddp.launch.hangs import ANSWER_SECONDS, Answer, hang_of
+from flyte_ddp.launch.hangs import ANSWER_SECONDS, NO_ANSWER, Answer, hang_of
 from flyte_ddp.launch.launch_compat import leave_behind
 from flyte_ddp.launch.rank import serve
 from flyte_ddp.launch.signals import STOP_SIGNALS, on_signals, stop_requests
@@ -220,7 +220,7 @@ def _hung(ranks: list[_Rank], timeout_seconds: float, on_event: Callable[[Event]
         before, sizes = sizes, [rank.stacks.stat().st_size for rank in running]
         if sizes == before and all(sizes) and all(rank.answer != Answer() for rank in running):
             break
-    answers = {rank.rank: replace(rank.answer, stack=rank.stacks.read_text() or Answer.stack) for rank in running}
+    answers = {rank.rank: replace(rank.answer, stack=rank.stacks.read_text() or NO_ANSWER) for rank in running}
     return name_the_cause([hang_of(answers, {rank.rank: rank.host for rank in running}, timeout_seconds)])
 
 

@@ -18,7 +18,7 @@ from torch.distributed.distributed_c10d import Store
 
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.failures import Failure, from_exception, name_the_cause
-from flyte_ddp.launch.hangs import ANSWER_SECONDS, Answer, hang_of
+from flyte_ddp.launch.hangs import ANSWER_SECONDS, KEEPS_STORE, Answer, hang_of
 from flyte_ddp.launch.launch_compat import stack_of, standing
 from flyte_ddp.launch.link import ALIVE_SECONDS, DirectLink
 from flyte_ddp.launch.process_group import meet
@@ -129,7 +129,7 @@ class RollCall:
         """What the ranks have found; until then, and if the store does not answer, that its keeper is silent."""
         if self.found.done():
             return self.found.result()
-        return self._found(self._reason, {0: Answer(), self._rank: self._answer()}, {0: self._keeper})
+        return self._found(self._reason, {0: Answer(stack=KEEPS_STORE), self._rank: self._answer()}, {0: self._keeper})
 
     def _run(self) -> None:
         with suppress(RuntimeError):  # of torch: the store is gone, or a key is not there in time
@@ -164,7 +164,7 @@ class RollCall:
 
     def _found(self, reason: str, answers: dict[int, Answer], hosts: dict[int, str]) -> Found:
         hosts = {rank: hosts.get(rank, "unknown host") for rank in answers} | {self._rank: self._host}
-        silent = [f"rank {rank} on {hosts[rank]}" for rank in sorted(answers) if answers[rank] == Answer()]
+        silent = [f"rank {rank} on {hosts[rank]}" for rank in sorted(answers) if answers[rank].reached < 0]
         do_not = "does not answer" if len(silent) == 1 else "do not answer"
         return Found(
             reason, hang_of(answers, hosts, self._timeout_seconds), f"{', '.join(silent)} {do_not}" if silent else ""

@@ -5,6 +5,7 @@ import json
 import platform
 import signal
 import threading
+from contextlib import suppress
 
 import pytest
 from flytekit.core.base_task import IgnoreOutputs
@@ -14,11 +15,11 @@ from flytekit.exceptions.user import FlyteUserRuntimeException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
-from flyte_ddp.attempt.multinode import handing_on_failure
+from flyte_ddp.attempt.multinode import handing_on_failure, worth_restarts
 from flyte_ddp.attempt.registration import registration
-from flyte_ddp.errors import InputError
+from flyte_ddp.errors import InputError, NonFiniteError
 from flyte_ddp.launch.environment import environment_from_torchrun
-from flyte_ddp.launch.failures import Failure, RankError
+from flyte_ddp.launch.failures import Failure, RankError, from_exception, from_exit_code
 from flyte_ddp.launch.watched import GRACE_SECONDS
 from flyte_ddp.tasks import platform as flytekit_platform
 from flyte_ddp.tasks.platform import TaskInterruptedError
@@ -64,6 +65,25 @@ def test_killed_rank_is_worth_a_retry(in_a_pod):
     reported = reported_by_node(ProcessFailure(local_rank=0, pid=1, exitcode=-signal.SIGKILL, error_file=""))
     assert isinstance(reported, TaskInterruptedError)
     assert str(reported).startswith(f"rank 3 on {platform.node()}: SIGKILL: probably out of memory\nLogs: ")
+
+
+@pytest.mark.parametrize(
+    ("failure", "again"),
+    [
+        (from_exit_code(-signal.SIGKILL, 1, "host"), True),
+        (from_exception(RuntimeError("[gloo/pair.cc:534] Connection closed by peer"), 1, "host"), True),
+        (Failure(1, "host", "hang", "Hang", "no step"), False),
+        (from_exception(NonFiniteError("loss", [1], 0, 0), 1, "host"), False),
+        (from_exception(InputError("batch_size"), 1, "host"), False),
+    ],
+)
+def test_only_lost_ranks_are_started_again_by_torchs_agent(tmp_path, monkeypatch, failure, again):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    with suppress(RankError), handing_on_failure(flytekit_platform):
+        raise RankError(failure)
+    (tmp_path / "error.json").write_text('{"message": "what torchrun knows"}')
+    first = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file=str(tmp_path / "error.json"))
+    assert worth_restarts()(ChildFailedError("ranks", {1: first})) == again
 
 
 def test_what_may_be_an_effect_of_another_nodes_failure_counts_as_later(tmp_path):
