@@ -1,12 +1,11 @@
 """From a rank's SIGKILL to the next step: in the same pod, and, as if there were no restarts, in the next attempt's.
 
-`python -m benchmarks.restarts --runs 3`; the commands of Flyte's pods on this machine, in turns. The next attempt starts
-at once: what a cluster adds (finding room, pulling the image, downloading data) is not in it.
+`python -m benchmarks.restarts --runs 3`: the commands of Flyte's pods on this machine, in turns. The next attempt
+starts at once: what a cluster adds (finding room, pulling the image, downloading data) is not in it.
 """
 
 import argparse
 import os
-import re
 import signal
 import sys
 import tempfile
@@ -24,7 +23,6 @@ from scripts.dry_run import build_package
 from tests.pod import IMAGE, Pod, is_whole, literal, small_dataset
 
 HP = Hyperparameters(epochs=1000, batch_size=50, learning_rate=0.02, precision="float32", log_interval=1)
-STEP = re.compile(r"Train Epoch")
 AGAIN = "the ranks start again from the checkpoint"
 WITHOUT_RESTARTS = """
 from flyte_ddp.attempt import restarts
@@ -42,18 +40,16 @@ def seconds_to_next_step(task: Any, data: Literal, folder: Path, restarts: bool)
     if not restarts:
         first.command = [sys.executable, "-c", WITHOUT_RESTARTS, *first.command[1:]]
     with first.running() as process:
-        first.wait_until(
-            lambda: is_whole(first.checkpoints / "checkpoint") and STEP.search(first.log) is not None, process
-        )
+        first.wait_until(lambda: is_whole(first.checkpoints / "checkpoint") and "Train Epoch" in first.log, process)
         os.kill(a_rank_of(process.pid), signal.SIGKILL)
         killed = time.monotonic()
         if restarts:
-            first.wait_until(lambda: STEP.search(first.log.partition(AGAIN)[2]) is not None, process)
+            first.wait_until(lambda: "Train Epoch" in first.log.partition(AGAIN)[2], process)
             return time.monotonic() - killed
         process.wait()
     second = Pod(task, inputs, folder / "second", previous=first)
     with second.running() as process:
-        second.wait_until(lambda: STEP.search(second.log) is not None, process)
+        second.wait_until(lambda: "Train Epoch" in second.log, process)
         return time.monotonic() - killed
 
 

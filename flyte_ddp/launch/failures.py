@@ -55,6 +55,9 @@ class Failure:
     others: tuple[int, ...] = ()
     at: float = field(default_factory=time.time)
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "others", tuple(self.others))  # JSON, by which it travels, makes them a list
+
     @property
     def is_effect(self) -> bool:
         """Whether another rank may be the cause."""
