@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from concurrent import futures
 from contextlib import suppress
+from contextvars import copy_context
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -45,7 +46,7 @@ def watched(
         except BaseException as error:
             value.set_exception(error)
 
-    thread = threading.Thread(target=run, name="rank", daemon=True)
+    thread = threading.Thread(target=copy_context().run, args=(run,), name="rank", daemon=True)
 
     def answer() -> Answer:
         return Answer(*standing(environment.local_rank), stack_of(thread.ident))

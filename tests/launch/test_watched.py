@@ -108,11 +108,12 @@ class StandsStill(HashStore):
 
     def __init__(self):
         super().__init__()
-        self.asked = threading.Event()
+        self.asked, self.over = threading.Event(), threading.Event()
 
     def check(self, keys):
         self.asked.set()
-        threading.Event().wait()
+        self.over.wait()
+        return True
 
 
 def test_a_store_that_does_not_answer_speaks_against_its_keeper():
@@ -122,6 +123,7 @@ def test_a_store_that_does_not_answer_speaks_against_its_keeper():
     call.ask("hang")
     store.asked.wait()
     found = call.result()
+    store.over.set()
     assert (found.failure.rank, found.failure.host, found.failure.others) == (0, "node-a", ())
     assert found.silent == "rank 0 on node-a does not answer"
     assert "nor does the store" in found.failure.details
@@ -145,8 +147,10 @@ def raising(error):
 
 
 def test_work_that_never_ends_is_left_behind_with_its_stack(tmp_path):
+    over = threading.Event()
+
     def in_an_endless_loop(store):
-        while True:
+        while not over.is_set():
             pass
 
     try:
@@ -154,6 +158,7 @@ def test_work_that_never_ends_is_left_behind_with_its_stack(tmp_path):
             watched(in_an_endless_loop, DirectLink(None), alone(tmp_path), 0.1)
     finally:
         atexit.unregister(os._exit)
+        over.set()
     assert failed.value.failure.kind == "hang"
     assert "in in_an_endless_loop" in failed.value.failure.details
 
