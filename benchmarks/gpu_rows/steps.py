@@ -47,8 +47,8 @@ def inspected(look: AbstractContextManager[Any], steps: list[int]) -> Iterator[N
             train_step(state, batch, *requests)
         steps.append(state.step)
 
-    def fetched(batches: TrainBatches, number: int, *steps: int | None) -> Iterator[Batch]:
-        each = epoch(batches, number, *steps)
+    def fetched(batches: TrainBatches, number: int, first_step: int = 0, end: int | None = None) -> Iterator[Batch]:
+        each = epoch(batches, number, first_step, end)
         yield from [next(each) for _ in range(FIRST)]
         while True:
             with look:

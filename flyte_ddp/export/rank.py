@@ -15,6 +15,7 @@ from flyte_ddp.engine.batches import Batch
 from flyte_ddp.engine.block_cache import BlockCache
 from flyte_ddp.engine.evaluation import Pairs, measure
 from flyte_ddp.engine.job import Job, Measured
+from flyte_ddp.engine.lengths import lengths_of, padded
 from flyte_ddp.engine.load import load_recipe, load_split
 from flyte_ddp.engine.results import build_metadata
 from flyte_ddp.engine.splits import Split
@@ -48,7 +49,7 @@ def _write_formats(recipe: Recipe, test: Split, link: Link, asked: ExportJob) ->
 
     measured = measure(recipe, model, test, link, look=look)
     few, more = (
-        programs.call_of(recipe, model, batch_of(recipe, test, count), count) for count in (programs.FEW, programs.MORE)
+        programs.call_of(recipe, model, batch_of(recipe, test, indices), len(indices)) for indices in few_and_more(test)
     )
     metadata = build_metadata(recipe, job, measured.headline, measured.measures, asked.training)
     metadata = dataclasses.replace(metadata, settings=asked.settings)
@@ -99,7 +100,7 @@ def measure_file(environment: Environment, link: Link, argument: tuple[Job, str,
         try:
             network = programs.open_network(name, Path(path), recipe.initial_model(), structure)
             with torch.inference_mode():
-                recipe.forward(network, batch_of(recipe, test, 1))
+                recipe.forward(network, batch_of(recipe, test, torch.tensor([0])))
             return measure(recipe, network, test, link)
         except Exception as error:
             return _first_lines(error)
@@ -116,11 +117,20 @@ def class_shares(recipe: Recipe, seen: Sequence[tuple[Tensor, Tensor]]) -> dict[
     return {str(name): right / count for name, right, count in found if count}
 
 
-def batch_of(recipe: Recipe, test: Split, count: int) -> Any:
-    """The first `count` test samples, repeated if there are fewer."""
-    (tree,) = test.fetch([torch.arange(count) % len(test)])
+def few_and_more(test: Split) -> tuple[Tensor, Tensor]:
+    """(FEW,) the shortest and (MORE,) the longest test samples, if they have lengths; repeated if there are fewer."""
+    lengths = lengths_of(test)
+    order = lengths.each.argsort(stable=True) if lengths else torch.arange(min(programs.MORE, len(test)))
+    few, more = (torch.arange(count) % len(order) for count in (programs.FEW, programs.MORE))
+    return order[few], order.flip(0)[more]
+
+
+def batch_of(recipe: Recipe, test: Split, indices: Tensor) -> Any:
+    """These test samples, as a batch of their own."""
+    (tree,) = test.fetch([indices])
+    count = len(indices)
     vars(recipe.share).update(vars(BatchShare(0, count, count, alone=True)))
-    return tree
+    return padded(test, tree, indices, indices)
 
 
 def source_before(recipe: Recipe) -> str:

@@ -113,7 +113,7 @@ class ExportJob:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """An input or output of the network; "batch" in its shape is any number of samples."""
+    """An input or output of the network; in its shape, "batch" is any number of samples, and "any" any other number."""
 
     name: str
     shape: tuple[str, ...]

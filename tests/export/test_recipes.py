@@ -170,6 +170,13 @@ def test_inputs_by_name_and_nested_outputs_come_through(short):
     assert "| Output | output_scores_1: (batch, 2) float32 |" in card
 
 
+def test_texts_of_any_length_go_through_the_files(short):
+    recipe, settings, path = short("Words")
+    outputs = exported(recipe, settings, path)
+    assert set(outputs.summary.exported) == {"safetensors", "pt2", "onnx"}
+    assert "| Input | words: (batch, any) int64 |" in (Path(outputs.model.path) / "model_card.md").read_text()
+
+
 def test_a_format_that_computes_something_else_fails_the_export(short):
     name, settings, path = short("Lying")
     with pytest.raises(
