@@ -5,7 +5,7 @@ import multiprocessing.process
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 
@@ -21,8 +21,10 @@ def standing(local_rank: int) -> tuple[int, bool, str]:
     is_idle = True
     if torch.cuda.is_initialized():
         is_idle = torch.cuda.default_stream(local_rank % torch.cuda.device_count()).query()
-    group = torch.distributed.group.WORLD
-    return group._get_sequence_number_for_group(), is_idle, _collective(torch)
+    collective = ""
+    with suppress(Exception):  # of another version of torch: it is no more than an addition
+        collective = _collective(torch)
+    return torch.distributed.group.WORLD._get_sequence_number_for_group(), is_idle, collective
 
 
 def _collective(torch: Any) -> str:

@@ -26,6 +26,7 @@ from flyte_ddp.launch.process_group import meet
 
 # Lets the rank that caused a failure be the first to report it, and the others say that they are still there
 GRACE_SECONDS = ANSWER_SECONDS + 2 * ALIVE_SECONDS
+UNKNOWN = "unknown host"
 Value = TypeVar("Value")
 
 
@@ -112,7 +113,7 @@ class RollCall:
         self._store: Any = store
         self._timeout_seconds, self._answer = timeout_seconds, answer
         self._rank, self._size, self._host = environment.rank, environment.world.size, environment.host
-        self._keeper = "unknown host"  # of the store: the first rank's
+        self._keeper = UNKNOWN  # host of the first rank, which keeps the store
         self._reason, self._woken, self._closed = "", threading.Event(), False
         self._thread = threading.Thread(target=self._run, name="roll call", daemon=True)
         self._thread.start()
@@ -130,7 +131,8 @@ class RollCall:
         """What the ranks have found; until then, and if the store does not answer, that its keeper is silent."""
         if self.found.done():
             return self.found.result()
-        return self._found(self._reason, {0: Answer(stack=KEEPS_STORE), self._rank: self._answer()}, {0: self._keeper})
+        answers, hosts = {0: Answer(stack=KEEPS_STORE)}, {0: self._keeper}
+        return self._found(self._reason, answers | {self._rank: self._answer()}, hosts | {self._rank: self._host})
 
     def _run(self) -> None:
         with suppress(RuntimeError):  # of torch: the store is gone, or a key is not there in time
@@ -144,7 +146,7 @@ class RollCall:
     def _call(self) -> Found:
         own = f"{self._reason} {self._rank}"
         first = self._store.compare_set("asked", "", own).decode()
-        answer = json.dumps([self._rank, asdict(self._answer())])
+        answer = json.dumps([self._rank, self._host, asdict(self._answer())])
         self._store.append("answers", f"{answer}\n")
         if first == own:
             time.sleep(ANSWER_SECONDS)
@@ -157,14 +159,15 @@ class RollCall:
         return Found(**{**told, "failure": Failure(**told["failure"])})
 
     def _gather(self, reason: str) -> Found:
-        said = map(json.loads, self._store.get("answers").decode().splitlines())
-        answers = dict.fromkeys(range(self._size), Answer()) | {rank: Answer(**answer) for rank, answer in said}
-        keys = {rank: f"host {rank}" for rank in answers}
-        hosts = {rank: self._store.get(key).decode() for rank, key in keys.items() if self._store.check([key])}
+        answers, hosts = dict.fromkeys(range(self._size), Answer()), dict.fromkeys(range(self._size), UNKNOWN)
+        for rank, host, answer in map(json.loads, self._store.get("answers").decode().splitlines()):
+            answers[rank], hosts[rank] = Answer(**answer), host
+        for rank in answers:
+            if hosts[rank] == UNKNOWN and self._store.check([f"host {rank}"]):
+                hosts[rank] = self._store.get(f"host {rank}").decode()
         return self._found(reason, answers, hosts)
 
     def _found(self, reason: str, answers: dict[int, Answer], hosts: dict[int, str]) -> Found:
-        hosts = {rank: hosts.get(rank, "unknown host") for rank in answers} | {self._rank: self._host}
         silent = [f"rank {rank} on {hosts[rank]}" for rank in sorted(answers) if answers[rank].reached < 0]
         do_not = "does not answer" if len(silent) == 1 else "do not answer"
         return Found(

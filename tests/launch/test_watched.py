@@ -213,3 +213,11 @@ def test_where_all_have_come_equally_far_nobody_is_waited_for():
     failure = hang_of(dict.fromkeys(range(4), IN_REDUCE), HOSTS, 5)
     assert (failure.rank, failure.others, failure.host) == (0, (1, 2, 3), "node-a, node-b")
     assert "wait in" not in failure.message
+
+
+def test_of_many_ranks_the_stacks_of_those_that_are_waited_for_are_kept():
+    answers = {rank: Answer(9, True, "", f"in step {rank}\n" * 100) for rank in range(500)}
+    failure = hang_of(answers | {400: Answer(8, True, "", "the culprit\n")}, dict.fromkeys(range(500), "node"), 5)
+    assert failure.rank == 400
+    assert "the culprit" in failure.details
+    assert len(failure.details) < 60_000, "each rank reads it, and Flyte does not read an error of megabytes"
