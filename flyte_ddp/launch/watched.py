@@ -154,7 +154,8 @@ class RollCall:
             with suppress(DistStoreError):  # not told in time: that rank may be lost, too
                 self._store.wait(["found"], timedelta(seconds=GRACE_SECONDS))
         if not self._store.check(["found"]):
-            self._store.set("found", json.dumps(asdict(self._gather(first.split()[0]))))
+            # Several may come to this at once: the first one's holds
+            self._store.compare_set("found", "", json.dumps(asdict(self._gather(first.split()[0]))))
         told = json.loads(self._store.get("found"))
         return Found(**{**told, "failure": Failure(**told["failure"])})
 
