@@ -37,8 +37,10 @@ def _collective(torch: Any) -> str:
         return ""
     choose = min if is_nccl else max
     found = choose(entries, key=lambda entry: entry["record_id"])
-    tensors = (f"{kind} {size}" for kind, size in zip(found["input_dtypes"], found["input_sizes"], strict=False))
-    return f"{found['profiling_name']} of {', '.join(tensors)}"
+    tensors = ", ".join(
+        f"{kind} {size}" for kind, size in zip(found["input_dtypes"], found["input_sizes"], strict=False)
+    )
+    return f"{found['profiling_name']} of {tensors}" if tensors else str(found["profiling_name"])
 
 
 def stack_of(thread: int | None) -> str:
