@@ -37,10 +37,9 @@ def _collective(torch: Any) -> str:
         return ""
     choose = min if is_nccl else max
     found = choose(entries, key=lambda entry: entry["record_id"])
-    tensors = ", ".join(
-        f"{kind} {size}" for kind, size in zip(found["input_dtypes"], found["input_sizes"], strict=False)
-    )
-    return f"{found['profiling_name']} of {tensors}" if tensors else str(found["profiling_name"])
+    name, types, sizes = (found[key] for key in ("profiling_name", "input_dtypes", "input_sizes"))
+    tensors = ", ".join(f"{kind} {size}" for kind, size in zip(types, sizes, strict=False))
+    return f"{name} of {tensors}" if tensors else str(name)
 
 
 def stack_of(thread: int | None) -> str:

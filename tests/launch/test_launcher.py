@@ -2,6 +2,7 @@
 
 import os
 import platform
+import re
 import signal
 import statistics
 import subprocess
