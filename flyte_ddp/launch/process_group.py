@@ -20,10 +20,13 @@ BEYOND_SECONDS = 60.0  # how much longer a collective waits than the launcher, w
 
 
 @contextmanager
-def process_group(environment: Environment, timeout_seconds: float) -> Iterator[torch.device]:
+def process_group(
+    environment: Environment, timeout_seconds: float, store: Store | None = None
+) -> Iterator[torch.device]:
     """Joins all ranks; yields this rank's device. A rank that fails leaves the group as it is: its process ends anyway.
 
     timeout_seconds: how long the launcher waits for a step before it ends the ranks; collectives wait a little longer.
+    store: what meet has returned, if it has been called.
     """
     device = torch.device(environment.world.device)
     if device.type == "cuda":
@@ -31,11 +34,9 @@ def process_group(environment: Environment, timeout_seconds: float) -> Iterator[
         torch.cuda.set_device(device)
     rank, size, timeout = environment.rank, environment.world.size, timedelta(seconds=timeout_seconds + BEYOND_SECONDS)
     with _off_network(environment.world):
-        store = _meet(environment, timeout)
         distributed.init_process_group(
             environment.world.backend,
-            # torchrun's store outlives a process group, and the next one would find the addresses of the last
-            store=PrefixStore(f"rendezvous {next(RENDEZVOUS)}", store),
+            store=store or meet(environment, timeout_seconds),
             rank=rank,
             world_size=size,
             timeout=timeout,
@@ -59,10 +60,14 @@ def _off_network(world: World) -> AbstractContextManager[None]:
     return default_variable("GLOO_SOCKET_IFNAME", "lo" if os.path.exists("/sys/class/net/lo") else "lo0")
 
 
-def _meet(environment: Environment, timeout: timedelta) -> Store:
+def meet(environment: Environment, timeout_seconds: float) -> Store:
+    """Waits for all ranks; returns a store that they share, for one process group."""
     size, (scheme, _, path) = environment.world.size, environment.init_method.partition("://")
+    timeout = timedelta(seconds=timeout_seconds + BEYOND_SECONDS)
     if scheme == "file":  # no URL: torch would take a "#" or "?" in the path for its end
         store: Store = FileStore(path, size)
         store.set_timeout(timeout)
-        return store
-    return next(rendezvous(environment.init_method, environment.rank, size, timeout=timeout))[0]
+    else:
+        store = next(rendezvous(environment.init_method, environment.rank, size, timeout=timeout))[0]
+    # torchrun's store outlives a process group, and the next one would find the addresses of the last
+    return PrefixStore(f"rendezvous {next(RENDEZVOUS)}", store)
