@@ -91,7 +91,7 @@ clean: ## Remove what make and the tools have created here
 
 # The packages of every feature: `make run` shows all of them, and what an image lacks would be missed only on the cluster.
 features = --extra export --extra figures --extra flyte2 --extra lightning --extra multinode --extra parquet \
-	--extra tensorboard
+	--extra sharding --extra tensorboard
 
 # One lock for Python 3.10 to 3.13 on every platform; it names no index, so each site's own settings apply.
 compile = "$$uv" pip compile --quiet --universal --python-version 3.10 --generate-hashes \

@@ -19,8 +19,8 @@ from torch import distributed, nn
 
 from benchmarks.engine import hardware
 from benchmarks.gpu_rows import training
-from flyte_ddp.engine import worker
 from flyte_ddp.engine.block_cache import BlockCache
+from flyte_ddp.engine.checkpoint_writer import checkpoints_of
 from flyte_ddp.engine.job import Job
 from flyte_ddp.engine.resume import resume as resume_from
 from flyte_ddp.engine.set_up import set_up
@@ -86,7 +86,7 @@ def save(environment: Environment, link: Link, job: Job) -> tuple[float, ...]:
     with process_group(environment, job.options.timeout_seconds) as device:
         parts = set_up(environment, device, job, BlockCache(environment))
         parts.state.train_step(next(parts.train.epoch(0, 0)), False)
-        checkpoints = worker.checkpoints_of(environment, link, job)
+        checkpoints = checkpoints_of(parts.state, environment, link, job)
         for _ in range(3):
             with Peak() as peak:
                 started = time.perf_counter()

@@ -18,8 +18,8 @@ from torch import nn
 from benchmarks.checkpoint_memory import DEPTH, MEGABYTE, SAMPLES, WIDTH, Large, Peak, resident
 from benchmarks.engine import hardware
 from benchmarks.gpu_rows import training
-from flyte_ddp.engine import worker
 from flyte_ddp.engine.block_cache import BlockCache
+from flyte_ddp.engine.checkpoint_writer import checkpoints_of
 from flyte_ddp.engine.job import Job
 from flyte_ddp.engine.set_up import set_up
 from flyte_ddp.engine.torch_compat import leave_dynamo_out
@@ -52,7 +52,7 @@ def measure(environment: Environment, link: Link, job: Job) -> tuple[float, ...]
         with Peak() as in_step:
             start = resident()
             parts.state.train_step(batch, False)
-        checkpoints = worker.checkpoints_of(environment, link, job)
+        checkpoints = checkpoints_of(parts.state, environment, link, job)
         with Peak() as in_checkpoint:
             kept = resident()
             checkpoints.save(parts.state)

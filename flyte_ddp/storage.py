@@ -58,6 +58,15 @@ def sync(file: IO[bytes]) -> None:
     os.fsync(file.fileno())
 
 
+def sync_folder(folder: Path) -> None:
+    """Returns when the names of the files in it are on disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 @contextmanager
 def whole_file(path: Path) -> Iterator[io.BufferedRandom]:
     """A file beside path that replaces it when the block ends without an error: path has the old content or the new."""

@@ -20,6 +20,7 @@ from flyte_ddp.events import EpochFinished, Event, all_of
 from flyte_ddp.launch import launcher
 from flyte_ddp.launch.environment import choose_world, is_first_rank
 from flyte_ddp.launch.failures import PreemptedError
+from flyte_ddp.manifest import remove_checkpoint
 from flyte_ddp.report.console import Console, open_console, show_output
 from flyte_ddp.report.own_observers import OwnObservers
 from flyte_ddp.report.record import RunFailed, RunFinished
@@ -130,7 +131,7 @@ def run_job(job: Job, on_event: Callable[[Event], None]) -> list[TrainingResult]
     """Trains with ranks of its own, or as one of its launcher's; the checkpoint is removed when training has ended."""
     is_first, checkpoint, options = is_first_rank(), Path(job.checkpoint_path), job.options
     if is_first and not options.resume:
-        checkpoint.unlink(missing_ok=True)
+        remove_checkpoint(checkpoint)
     try:
         if "WORLD_SIZE" in os.environ:
             results = [pkgutil.resolve_name(JOINED)(job, on_event)]
@@ -142,7 +143,7 @@ def run_job(job: Job, on_event: Callable[[Event], None]) -> list[TrainingResult]
     except PreemptedError as stopped:
         raise PreemptedError(f"{stopped}; the same command resumes from {checkpoint}") from None
     if is_first:
-        checkpoint.unlink(missing_ok=True)
+        remove_checkpoint(checkpoint)
     return results
 
 

@@ -175,6 +175,10 @@ class Pod:
             end(process)
 
     @property
+    def logs(self) -> Path:
+        return self.folder / "raw" / "logs"
+
+    @property
     def log(self) -> str:
         return (self.folder / "log").read_text()
 

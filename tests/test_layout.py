@@ -22,6 +22,7 @@ GROUND = (
     "code_version",
     "errors",
     "events",
+    "manifest",
     "model_metadata",
     "pretrained",
     "random_numbers",

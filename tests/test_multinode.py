@@ -3,7 +3,9 @@
 import dataclasses
 import os
 import platform
+import re
 import shutil
+import signal
 import socket
 import subprocess
 from importlib import import_module
@@ -146,6 +148,32 @@ def test_lost_node_comes_back_and_all_go_on(node, one_node):
     done, other = (first, again) if first.outputs_file.exists() else (again, first)
     assert "resuming from the checkpoint" in done.log
     assert same(weights(done.outputs()), one_node)
+    (lost,) = rank_of(second)
+    (survivor,) = {"0", "1"} - {lost}
+    assert f"rank {lost} on {platform.node()} does not answer" in (first.logs / f"rank-{survivor}.log").read_text()
+
+
+def rank_of(pod):
+    return set(re.findall(r"\[rank (\d)\] Logs: ", pod.log))
+
+
+def test_a_node_that_stands_still_ends_the_run_within_its_time_and_is_named(node, small, init):
+    options = literal(RunOptions(timeout_seconds=20.0))
+    inputs = {"hp": literal(dataclasses.replace(HP, epochs=1000)), "data": small, "options": options, "init": init}
+    first, second = node("a", inputs=inputs), node("b", inputs=inputs)
+    with first.running() as process:
+        first.wait_until(lambda: listens(first), process)
+        with second.running() as other:
+            first.wait_until(lambda: "Train Epoch" in first.log + second.log, process)
+            os.killpg(other.pid, signal.SIGSTOP)
+            process.wait(PATIENCE_SECONDS)
+    (hanging,) = rank_of(second)
+    error = first.error.error
+    assert error.kind == ContainerError.RECOVERABLE, first.log
+    said = f"rank {hanging} on {platform.node()}: Hang: no step within timeout_seconds (20); the others wait in gloo:"
+    assert said in error.message
+    assert "the stacks of all ranks follow" in error.message
+    assert not list(first.logs.glob("*restart*")), "the agent would wait for that of the other node"
 
 
 def test_loss_of_the_meeting_place_is_worth_a_retry(node):
@@ -159,7 +187,7 @@ def test_loss_of_the_meeting_place_is_worth_a_retry(node):
     assert second.error.error.kind == ContainerError.RECOVERABLE, second.log
     _, _, reported, logs, *_ = second.error.error.message.splitlines()
     assert f" on {platform.node()}: " in reported or f"node {platform.node()}: " in reported
-    assert logs.strip() == f"Logs: {second.folder / 'raw' / 'logs'}"
+    assert logs.strip() == f"Logs: {second.logs}"
 
 
 def test_failure_begins_with_its_rank_and_says_where_the_logs_of_each_rank_are(node):
@@ -172,13 +200,12 @@ def test_failure_begins_with_its_rank_and_says_where_the_logs_of_each_rank_are(n
         end(*processes)
     causes = []
     for pod in pods:
-        logs = pod.folder / "raw" / "logs"
-        (own,) = logs.glob("rank-?.log")
+        (own,) = pod.logs.glob("rank-*.log")  # no start again, which would end alike
         assert "NonFiniteError" in own.read_text()
-        assert f"[rank {own.name[5]}] Logs: {logs}" in pod.log
+        assert f"[rank {own.name[5]}] Logs: {pod.logs}" in pod.log
         _, _, first, second, *_ = pod.error.error.message.splitlines()
         if f"TaskError: rank {own.name[5]} on {platform.node()}: NonFiniteError: loss is not finite" in first:
-            causes.append(second.strip() == f"Logs: {logs}")
+            causes.append(second.strip() == f"Logs: {pod.logs}")
     assert causes, "of the other node the meeting place may be gone before it can tell"
     assert all(causes)
 

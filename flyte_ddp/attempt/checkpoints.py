@@ -1,6 +1,7 @@
 """Where checkpoints live between attempts: in the user's folder for local runs, in the platform's storage otherwise."""
 
 import contextvars
+import itertools
 import os
 import shutil
 import tempfile
@@ -9,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
 
@@ -16,6 +18,7 @@ from flyte_ddp.attempt.folders import runs_dir
 from flyte_ddp.attempt.platform import Platform
 from flyte_ddp.errors import InputError, RecoverableError
 from flyte_ddp.events import CheckpointWritten, Observer
+from flyte_ddp.manifest import read_manifest, remove_checkpoint, shards_beside, write_manifest
 from flyte_ddp.report.background import one_line
 from flyte_ddp.report.console import say, warn
 from flyte_ddp.storage import temporary_beside, writing_to
@@ -41,7 +44,7 @@ class Store(Observer):
         if not url or self.path.exists():
             return
         try:
-            _get(platform, f"{url.rstrip('/')}/{self.path.name}", self.path)
+            _get_checkpoint(platform, url.rstrip("/"), self.path)
         except FileNotFoundError:
             raise InputError(
                 f"RunOptions.resume_from must be a folder with a checkpoint in it, got {url}: it is named in the log "
@@ -59,16 +62,34 @@ def _get(platform: Platform, url: str, path: Path) -> None:
         beside.unlink(missing_ok=True)
 
 
+def _get_checkpoint(platform: Platform, url: str, path: Path) -> None:
+    """Gets the checkpoint in a folder of the storage, with its shards; FileNotFoundError if there is none."""
+    beside = temporary_beside(path)
+    try:
+        platform.get(f"{url}/{path.name}", beside)
+        if manifest := read_manifest(beside):
+            folder = shards_beside(path) / manifest["folder"]
+            folder.mkdir(parents=True, exist_ok=True)
+            for name in manifest["files"]:
+                with suppress(FileNotFoundError):  # ranks refuse it, and name what is missing
+                    _get(platform, f"{url}/{folder.parent.name}/{folder.name}/{name}", folder / name)
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
 class PlatformStore(Store):
     """Uploads checkpoints to the platform's storage, from which the next attempt restores them.
 
-    A thread uploads, so that training never waits; while it is busy, only the newest checkpoint is kept for upload.
+    A thread uploads, so that training never waits; while it is busy, only the newest checkpoint is kept for upload. Of
+    a sharded one the manifest comes last, and its files never take the place of those that the stored manifest names.
     """
 
     def __init__(self, path: Path, platform: Platform):
         super().__init__(path)
         self._platform, self.folder = platform, platform.checkpoint_url()
         self._new, self._closing = threading.Event(), False
+        self._taken: set[str] = set()  # folders of shards that the manifest in the storage may name
         say(f"Checkpoints: {self.folder}")
         # the thread needs this one's context, in which the platform knows its storage
         self._thread = threading.Thread(target=contextvars.copy_context().run, args=(self._upload,), daemon=True)
@@ -106,7 +127,9 @@ class PlatformStore(Store):
     def _fetch(self, url: str) -> bool:
         """Gets the checkpoint in a folder of the storage, or where that says; whether there is one."""
         with suppress(FileNotFoundError):
-            _get(self._platform, f"{url}/{self.path.name}", self.path)
+            _get_checkpoint(self._platform, url, self.path)
+            if manifest := read_manifest(self.path):
+                self._taken = {manifest["folder"]}
             return True
         with suppress(FileNotFoundError):
             elsewhere = self.path.with_name(ELSEWHERE)
@@ -130,11 +153,39 @@ class PlatformStore(Store):
             closing = self._closing
             try:
                 if self.path.exists():
-                    self._platform.put(self.path, f"{self.folder}/{self.path.name}")
+                    self._put()
             except Exception as error:  # each storage has its own errors; the next upload may succeed
                 warn(f"a checkpoint was not uploaded: {type(error).__name__}: {error}")
             if closing:
                 return
+
+    def _put(self) -> None:
+        manifest = read_manifest(self.path)
+        if not manifest:
+            return self._platform.put(self.path, f"{self.folder}/{self.path.name}")
+        pinned = temporary_beside(self.path)
+        try:
+            pinned.mkdir()
+            for name in manifest["files"]:  # links, since the ranks remove the files once they have written newer ones
+                os.link(shards_beside(self.path) / manifest["folder"] / name, pinned / name)
+            self._put_shards(pinned, manifest)
+        except FileNotFoundError:
+            if read_manifest(self.path) == manifest:
+                raise
+            # a newer one is there, whose event follows
+        finally:
+            shutil.rmtree(pinned, ignore_errors=True)
+
+    def _put_shards(self, pinned: Path, manifest: dict[str, Any]) -> None:
+        """Uploads the files in a folder, then their manifest. There are few names for folders, as nothing is removed
+        from the storage."""
+        slot = next(name for name in map(str, itertools.count()) if name not in self._taken)
+        for name in manifest["files"]:
+            self._platform.put(pinned / name, f"{self.folder}/{shards_beside(self.path).name}/{slot}/{name}")
+        self._taken.add(slot)  # for good, should it be unknown whether the manifest has arrived
+        write_manifest(pinned / self.path.name, {**manifest, "folder": slot})
+        self._platform.put(pinned / self.path.name, f"{self.folder}/{self.path.name}")
+        self._taken = {slot}
 
 
 @contextmanager
@@ -145,7 +196,7 @@ def checkpoint_store(platform: Platform, key: str, resume: bool, resume_from: st
         with _local_folder(key) as folder:
             path = folder / "checkpoint"
             if not resume:
-                path.unlink(missing_ok=True)
+                remove_checkpoint(path)
             store = Store(path)
             store.fetch_given(platform, resume_from)
             yield store

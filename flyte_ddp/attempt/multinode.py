@@ -5,7 +5,6 @@ import json
 import os
 import platform as machine
 import signal
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import distributed
+from torch.distributed.distributed_c10d import Store
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from flyte_ddp.attempt.failures import failure_of, platform_errors
@@ -26,14 +26,23 @@ from flyte_ddp.engine.job import Job, Subject, TrainingResult, job_of
 from flyte_ddp.errors import StopRequested
 from flyte_ddp.events import Event
 from flyte_ddp.launch.environment import Environment, environment_from_torchrun, visible_gpus
-from flyte_ddp.launch.failures import Failure, PreemptedError, from_exception, from_exit_code, name_the_cause
+from flyte_ddp.launch.failures import (
+    LOSSES,
+    Failure,
+    PreemptedError,
+    RankError,
+    from_exception,
+    from_exit_code,
+    name_the_cause,
+)
+from flyte_ddp.launch.limits import memory_kills
 from flyte_ddp.launch.link import DirectLink, Link
 from flyte_ddp.launch.process_group import process_group
+from flyte_ddp.launch.watched import watched
 from flyte_ddp.report.console import show_output
 from flyte_ddp.settings import RunOptions, TrainingSettings
 from flyte_ddp.user_code import UserCode
 
-GRACE_SECONDS = 5.0  # lets the rank that caused a failure be the first to report it
 BESIDE = ".failure"
 Train = Callable[[Environment, torch.device, Link, Job], TrainingResult]
 
@@ -81,19 +90,23 @@ def handing_on_failure(platform: Platform) -> Iterator[None]:
 
 def run_rank(environment: Environment, link: DirectLink, job: Job, train: Train) -> list[TrainingResult]:
     """The results of all ranks; raises RankError, or its recoverable kind, naming this rank; or its InputError."""
-    signal.signal(signal.SIGTERM, link.on_signal)
-    try:
-        with process_group(environment, job.options.timeout_seconds) as device:
+    seconds = job.options.timeout_seconds
+
+    def work(store: Store) -> list[TrainingResult]:
+        with process_group(environment, seconds, store) as device:
             results: list[Any] = [None] * environment.world.size
             distributed.all_gather_object(results, train(environment, device, link, job))
             return results
+
+    signal.signal(signal.SIGTERM, link.on_signal)
+    try:
+        return watched(work, link, environment, seconds)
     except StopRequested as stopped:
         raise PreemptedError(f"rank {environment.rank} on {environment.host}: SIGTERM: {stopped}") from None
+    except RankError:  # which it has named
+        raise
     except Exception as error:
-        failure = from_exception(error, environment.rank, environment.host)
-        if failure.kind == "peer":
-            time.sleep(GRACE_SECONDS)
-        raise name_the_cause([failure]) from error
+        raise name_the_cause([from_exception(error, environment.rank, environment.host)]) from error
 
 
 def failure_of_node(failed: ChildFailedError) -> Failure:
@@ -103,3 +116,11 @@ def failure_of_node(failed: ChildFailedError) -> Failure:
     if beside.exists():
         return Failure(**json.loads(beside.read_text()))
     return from_exit_code(first.exitcode, rank, machine.node())  # it was killed
+
+
+def worth_restarts() -> Callable[[ChildFailedError], bool]:
+    """Tells whether torch's agent should start a node's ranks again after a failure: if one was lost, but not if the
+    kernel has killed one for want of memory since this was called. Nor if one hangs: its agent may stand still, too,
+    and would be waited for."""
+    kills = memory_kills()
+    return lambda failed: failure_of_node(failed).kind in LOSSES and memory_kills() == kills

@@ -8,12 +8,10 @@ from dataclasses import replace
 from flyte_ddp.attempt.platform import Platform
 from flyte_ddp.engine.job import Job, TrainingResult
 from flyte_ddp.events import CheckpointWritten, Event, RanksRestarted
-from flyte_ddp.launch.failures import EFFECTS, RankError
+from flyte_ddp.launch.failures import LOSSES, RankError
 from flyte_ddp.launch.limits import memory_kills
 
 MOST = 2  # per attempt
-# Not an error of the ranks' own code, nor one of a device: another pod has another device
-KINDS = ("killed", "hang", *EFFECTS)
 # Runs the ranks for (job, on_event); their results by rank
 Start = Callable[[Job, Callable[[Event], None]], list[TrainingResult]]
 
@@ -39,7 +37,7 @@ def restarting(platform: Platform, start: Start) -> Start:
             try:
                 return start(replace(job, launched=time.time()), note)
             except RankError as error:
-                if newest is before or error.failure.kind not in KINDS or memory_kills() > kills:
+                if newest is before or error.failure.kind not in ("hang", *LOSSES) or memory_kills() > kills:
                     raise
                 on_event(RanksRestarted(str(error), left))
         return start(replace(job, launched=time.time()), on_event)

@@ -1,12 +1,10 @@
-"""Checkpoint files: written whole or not at all, verified before anything in them is unpickled."""
+"""Checkpoints: written whole or not at all, in one file or, of sharded networks, in one for each rank; verified before
+anything in them is unpickled."""
 
 import hashlib
 import io
 import os
-import threading
-import time
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -15,18 +13,18 @@ import torch
 from torch import Tensor
 from torch.utils.serialization import config as serialization_config
 
+from flyte_ddp.engine.sharded_checkpoint import described, open_shards, rebuilt
 from flyte_ddp.engine.sharded_state import Shard, fill, with_room
-from flyte_ddp.engine.sharding import is_sharded
 from flyte_ddp.engine.state import TrainingState
 from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.errors import CheckpointError, InputError
-from flyte_ddp.events import CheckpointFailed, CheckpointRefused, CheckpointWritten, Event
+from flyte_ddp.events import CheckpointRefused, Event
+from flyte_ddp.manifest import DIGEST_BYTES, read_manifest
 from flyte_ddp.recipe import CPU
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.storage import sync, temporary_beside
 
 FORMAT = 4
-DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 def write_checkpoint(path: Path, content: dict[str, Any]) -> None:
@@ -68,7 +66,8 @@ def finish(draft: Path, path: Path) -> None:
 def read_checkpoint(path: Path, identity: Mapping[str, Any]) -> dict[str, Any]:
     """The content of a checkpoint; raises CheckpointError if it is damaged or of a training with another identity.
 
-    Its tensors are mapped, not read: a copy of what is kept takes memory, and frees the file.
+    Its tensors are mapped, not read: a copy of what is kept takes memory, and frees the file. Those of a sharded one
+    are StoredTensors, and content["shards"] has the digests of its files, which are still to be verified.
     """
     try:
         with open(path, "rb") as file:
@@ -77,7 +76,7 @@ def read_checkpoint(path: Path, identity: Mapping[str, Any]) -> dict[str, Any]:
         raise CheckpointError(f"cannot be read: {error.strerror}") from None
     if digest != expected:
         raise CheckpointError("is damaged, or of an older version: its content does not match its checksum")
-    content = _load(path, mmap=True)
+    content = _content(path)
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         found = content.get("format") if isinstance(content, dict) else type(content).__name__
         raise CheckpointError(f"has format {found}, this version reads {FORMAT}")
@@ -107,7 +106,7 @@ def checksum(path: Path) -> bytes:
 def read_same(path: Path, expected: bytes) -> dict[str, Any] | None:
     """The content of the checkpoint that another rank has verified, if it is at this path here, too."""
     try:
-        return _load(path, mmap=True) if checksum(path) == expected else None
+        return _content(path) if checksum(path) == expected else None
     except (OSError, CheckpointError):
         return None
 
@@ -125,19 +124,22 @@ def restore(state: TrainingState, saved: dict[str, Any]) -> None:
 
 def check_readable(state: dict[str, Any]) -> None:
     """Raises InputError if a checkpoint of this state could not be read again, for the type of something in it."""
-    _check_readable(pytree.tree_map_only((Tensor, Shard), lambda _: torch.empty(0), state), "")
+    is_sharded = any(isinstance(leaf, Shard) for leaf in pytree.tree_leaves(state))
+    _check_readable(pytree.tree_map_only((Tensor, Shard), lambda _: torch.empty(0), state), "", is_sharded)
 
 
-def _check_readable(content: Any, where: str) -> None:
+def _check_readable(content: Any, where: str, is_sharded: bool) -> None:
     try:
         buffer = io.BytesIO()
         _save(content, buffer)
         buffer.seek(0)
         _load(buffer)
+        if is_sharded:
+            rebuilt(*described(content))
     except Exception:  # of many types, and about the whole: the part to blame is found by trying each
         parts = content if isinstance(content, dict) else dict(enumerate(content if isinstance(content, list) else ()))
         for key, part in parts.items():
-            _check_readable(part, f"{where}[{key!r}]")
+            _check_readable(part, f"{where}[{key!r}]", is_sharded)
         raise InputError(
             f"a checkpoint cannot hold state{where}, of type {type(content).__name__}, because it could not be read "
             "again: make it a number, a string, a tensor, or a list or dict of these"
@@ -160,6 +162,17 @@ def save(content: Any, file: IO[bytes], checksums: bool = True) -> None:
         raise
 
 
+def _content(path: Path) -> Any:
+    """Of a checkpoint that is whole, without reading its tensors."""
+    try:
+        manifest = read_manifest(path)
+        return open_shards(path, manifest) if manifest else _load(path, mmap=True)
+    except CheckpointError:
+        raise
+    except Exception as error:  # of many types, as the manifest may have any form
+        raise CheckpointError(f"cannot be read: {type(error).__name__}: {error}") from None
+
+
 def _load(file: Path | IO[bytes], mmap: bool = False) -> Any:
     try:
         return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
@@ -175,70 +188,3 @@ def _digest(file: IO[bytes], count: int) -> bytes:
         digest.update(piece)
         count -= len(piece)
     return digest.digest()
-
-
-class CheckpointWriter:
-    """Rank 0's checkpoints: the state is copied once, and a thread sees to the rest while training continues.
-
-    The next step changes the weights, so training waits for that copy. From a GPU it goes to the host's memory, from
-    where the thread writes it, tensor by tensor. On a CPU, or of a sharded network, the copy is the file itself, in the
-    kernel's cache, which is not the process's memory: where memory is short the kernel writes it out, and training
-    waits for the disk instead of being killed. Checksum, disk and renaming are left to the thread.
-
-    A checkpoint that cannot be written is reported and skipped: training need not fail because a disk does.
-    """
-
-    def __init__(self, path: Path, identity: Mapping[str, Any], seconds: float, emit: Callable[[Event], None]):
-        self._path, self._identity, self._seconds, self._emit = path, dict(identity), seconds, emit
-        self._thread: threading.Thread | None = None
-        self._last = time.monotonic()
-
-    def due(self) -> bool:
-        return time.monotonic() - self._last >= self._seconds
-
-    def save(self, state: TrainingState) -> None:
-        started = time.monotonic()
-        self.close()
-        content = {"identity": self._identity, "state": state.state_dict()}
-        try:
-            if state.device.type == "cpu" or is_sharded(state.model):
-                rest = partial(finish, write_draft(self._path, content, state.device), self._path)
-            else:
-                copied = pytree.tree_map_only(Tensor, lambda tensor: tensor.to("cpu", copy=True), content)
-                rest = partial(write_checkpoint, self._path, copied)
-        except OSError as error:
-            self._emit(CheckpointFailed(f"{self._path}: {error.strerror}"))
-            return
-        finally:
-            self._last = time.monotonic()
-        arguments = (rest, state.epoch, state.step, self._last - started)
-        self._thread = threading.Thread(target=self._write, args=arguments)
-        self._thread.start()
-
-    def close(self) -> None:
-        """Waits until the current checkpoint is written."""
-        if self._thread:
-            self._thread.join()
-
-    def _write(self, rest: Callable[[], None], epoch: int, step: int, stall_seconds: float) -> None:
-        started = time.monotonic()
-        try:
-            rest()
-        except OSError as error:
-            self._emit(CheckpointFailed(f"{self._path}: {error.strerror}"))
-        else:
-            seconds = time.monotonic() - started
-            self._emit(CheckpointWritten(epoch, step, str(self._path), stall_seconds, seconds))
-
-
-class NoCheckpoints:
-    """Writes nothing, for the other ranks: rank 0 has the same state, or else gets what is sharded from them."""
-
-    def due(self) -> bool:
-        return False
-
-    def save(self, state: TrainingState) -> None:
-        fill(None, state.state_dict(), state.device)
-
-    def close(self) -> None:
-        pass

@@ -3,6 +3,7 @@
 import signal
 from collections.abc import Callable
 
+from torch.distributed.distributed_c10d import Store
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from flyte_ddp.engine import worker
@@ -13,13 +14,14 @@ from flyte_ddp.launch.environment import environment_from_variables
 from flyte_ddp.launch.failures import PreemptedError
 from flyte_ddp.launch.link import DirectLink
 from flyte_ddp.launch.process_group import process_group
+from flyte_ddp.launch.watched import watched
 
 
 @record  # so that torchrun's report has the error of the rank that failed first
 def join_and_train(job: Job, on_event: Callable[[Event], None]) -> TrainingResult:
     """Joins the other ranks and trains as one of them; rank 0 passes events to on_event.
 
-    A request to stop ends it with PreemptedError, after a checkpoint.
+    A request to stop ends it with PreemptedError, after a checkpoint; see watched for hangs and lost ranks.
     """
     settings = job.settings
     environment = environment_from_variables(settings.backend)
@@ -29,10 +31,15 @@ def join_and_train(job: Job, on_event: Callable[[Event], None]) -> TrainingResul
             f"got {settings.batch_size}: raise it"
         )
     link = DirectLink(on_event if environment.rank == 0 else None)
-    with process_group(environment, job.options.timeout_seconds) as device:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, link.on_signal)
-        try:
+    seconds = job.options.timeout_seconds
+
+    def work(store: Store) -> TrainingResult:
+        with process_group(environment, seconds, store) as device:
             return worker.train(environment, device, link, job)
-        except StopRequested as stopped:
-            raise PreemptedError(f"rank {environment.rank} on {environment.host}: {stopped}") from None
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, link.on_signal)
+    try:
+        return watched(work, link, environment, seconds)
+    except StopRequested as stopped:
+        raise PreemptedError(f"rank {environment.rank} on {environment.host}: {stopped}") from None

@@ -25,6 +25,8 @@ class Checkpoints(Protocol):
 
     def save(self, state: TrainingState) -> None: ...
 
+    def close(self) -> None: ...
+
 
 class Evaluated(NamedTuple):
     """The evaluation of a whole test or validation split.

@@ -9,6 +9,7 @@ from torch import Tensor, distributed
 
 from flyte_ddp.engine.checkpoint import checksum, read_checkpoint, read_same, refuse, restore
 from flyte_ddp.engine.job import Job
+from flyte_ddp.engine.sharded_checkpoint import StoredTensor, problem_of
 from flyte_ddp.engine.sharding import local
 from flyte_ddp.engine.state import TrainingState
 from flyte_ddp.engine.torch_compat import pytree
@@ -23,34 +24,56 @@ def resume(state: TrainingState, job: Job, environment: Environment, link: Link)
     """Restores the state on all ranks from rank 0's checkpoint, if there is one that belongs to this training; False if
     that failed half-way, on all ranks alike.
 
-    Rank 0 verifies the file, and ranks that see the same one map it, too. If some do not, those of another host, the
-    tensors are broadcast, one by one.
+    Rank 0 verifies the file, and ranks that see the same one map it, too; of a sharded one each reads its rows. If some
+    do not see it, those of another host, the tensors are broadcast, one by one.
     """
-    path, saved = Path(job.checkpoint_path), None
+    path, content = Path(job.checkpoint_path), None
     told: list[Any] = [None]
     if environment.rank == 0 and os.path.exists(job.checkpoint_path):
         try:
-            saved = read_checkpoint(path, job.identity)["state"]
-            if saved.get("base", "") != state.base.digest:  # of which all ranks have rank 0's weights
-                saved = None
+            content = read_checkpoint(path, job.identity)
+            if content["state"].get("base", "") != state.base.digest:  # of which all ranks have rank 0's weights
                 raise CheckpointError(OTHER_BASE)
-            told = [(checksum(path), pytree.tree_map_only(Tensor, lambda tensor: tensor.to("meta"), saved))]
+            told = [(checksum(path), pytree.tree_map_only((Tensor, StoredTensor), _on_meta, content["state"]))]
         except CheckpointError as error:
             refuse(error, job.options, link.emit)
     distributed.broadcast_object_list(told)
     if told[0] is None:
         return True
     expected, outline = told[0]
-    if saved is None and (content := read_same(path, expected)):
-        saved = content["state"]
-    seen: list[Any] = [None] * environment.world.size
-    distributed.all_gather_object(seen, saved is not None)
+    content = content or read_same(path, expected)
     try:
-        restore(state, in_place(state, outline if saved is None else saved, is_broadcast=not all(seen)))
+        is_seen_by_all = _verify_shards(content)
+    except CheckpointError as error:
+        refuse(error, job.options, link.emit)
+        return True
+    try:
+        restore(state, in_place(state, content["state"] if content else outline, is_broadcast=not is_seen_by_all))
     except CheckpointError as error:
         refuse(error, job.options, link.emit)
         return False
     return True
+
+
+def _on_meta(tensor: Tensor | StoredTensor) -> Tensor:
+    """Its type, shape and strides."""
+    if isinstance(tensor, StoredTensor):
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    return tensor.to("meta")
+
+
+def _verify_shards(content: dict[str, Any] | None) -> bool:
+    """Whether all ranks have the content of the checkpoint, of whose shards, if any, each verifies some; raises
+    CheckpointError on all of them. A collective."""
+    seen: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(seen, content is not None)
+    place, count = sum(seen[: distributed.get_rank()]), sum(seen)
+    mine = sorted(content.get("shards", {}).items())[place::count] if content else []
+    problems: list[Any] = [None] * len(seen)
+    distributed.all_gather_object(problems, next(filter(None, (problem_of(*shard) for shard in mine)), ""))
+    for problem in filter(None, problems):
+        raise CheckpointError(problem)
+    return all(seen)
 
 
 def in_place(state: TrainingState, saved: dict[str, Any], is_broadcast: bool = False) -> dict[str, Any]:
@@ -64,10 +87,11 @@ def in_place(state: TrainingState, saved: dict[str, Any], is_broadcast: bool = F
     fitting = {path: local(value) for path, value in pytree.tree_flatten_with_path(own)[0]}
 
     def filled(path: tuple[Any, ...], value: Any) -> Any:
-        if not isinstance(value, Tensor):
+        if not isinstance(value, (Tensor, StoredTensor)):
             return value
-        came = _broadcast(value, state.device) if is_broadcast else value
-        value, came = (state.layout.mine(path, tensor) for tensor in (value, came))
+        came = _broadcast(_read(value), state.device) if is_broadcast else value
+        came = _read(state.layout.mine(path, came))
+        value = state.layout.mine(path, value) if isinstance(value, Tensor) else came
         tensor = fitting.get(path)
         if not isinstance(tensor, Tensor) or (tensor.shape, tensor.dtype) != (value.shape, value.dtype):
             # torch's optimizers have their numbers of steps on the CPU, and need the strides of the parameter
@@ -77,6 +101,10 @@ def in_place(state: TrainingState, saved: dict[str, Any], is_broadcast: bool = F
 
     placed: dict[str, Any] = pytree.tree_map_with_path(filled, saved)
     return placed
+
+
+def _read(value: Tensor | StoredTensor) -> Tensor:
+    return value if isinstance(value, Tensor) else value.read()
 
 
 def _broadcast(value: Tensor, device: torch.device) -> Tensor:

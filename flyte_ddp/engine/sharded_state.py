@@ -111,8 +111,8 @@ class Layout:
         found: dict[str, Any] = pytree.tree_map_with_path(mark, state) if self._weights else state
         return found
 
-    def mine(self, path: tuple[Any, ...], whole: Tensor) -> Tensor:
-        """This rank's rows of a tensor of the state."""
+    def mine(self, path: tuple[Any, ...], whole: Any) -> Any:
+        """This rank's rows of a tensor of the state, or of one that is still to be read."""
         if self._weight(path) is None or not whole.ndim:
             return whole
         first, last = rows_of(len(whole), distributed.get_rank(), distributed.get_world_size())

@@ -8,6 +8,7 @@ there. What belongs to no unit is the last unit, which is whole during all of th
 Whatever is not sharded passes through these functions as it is.
 """
 
+import importlib.util
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -24,7 +25,7 @@ from flyte_ddp.engine.batches import Batch
 from flyte_ddp.engine.by_row import ByRow
 from flyte_ddp.engine.measures import code_location
 from flyte_ddp.engine.step import Step
-from flyte_ddp.errors import InputError
+from flyte_ddp.errors import InputError, not_installed
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.recipe import Recipe
 from flyte_ddp.settings import RunOptions
@@ -61,9 +62,11 @@ def check_recipe(recipe: Recipe, options: RunOptions, environment: Environment) 
 
     owner, world = type(recipe).__name__, environment.world
     reduces_unused = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
+    has_safetensors = importlib.util.find_spec("safetensors") is not None
     on_gpus_by_gloo = world.device == "cuda" and world.backend != "nccl"
     for is_refused, problem in (
         (not reduces_unused, f"sharding needs torch 2.15 or later, got {torch.__version__}: install it"),
+        (not has_safetensors, f"sharding needs {not_installed('safetensors', 'sharding')}"),
         (not recipe.shard, f'{owner}.shard must name layers with sharding, such as ("blocks.*",), got none: do so'),
         (recipe.micro_batch < 0, f"{owner}.micro_batch must not be -1 with sharding: give a number of samples"),
         (recipe.couples_samples, f"{owner}.couples_samples must be False with sharding: compare no samples"),

@@ -9,12 +9,13 @@ from typing import Any
 
 from torch import nn
 
-from flyte_ddp.engine.checkpoint import DIGEST_BYTES, read_checkpoint, restore
+from flyte_ddp.engine.checkpoint import read_checkpoint, restore
 from flyte_ddp.engine.job import Job
 from flyte_ddp.engine.resume import OTHER_BASE, in_place
 from flyte_ddp.engine.state import TrainingState
 from flyte_ddp.engine.torch_compat import is_batch_norm
 from flyte_ddp.errors import CheckpointError, InputError
+from flyte_ddp.manifest import DIGEST_BYTES
 from flyte_ddp.weights import describe_misfits, listed, misfits, read_weights, with_base, with_tied
 
 ZIP_END, ZIP_END_BYTES = b"PK\x05\x06", 22  # how the last record of a file from torch.save begins, and its size

@@ -2,14 +2,14 @@
 
 import os
 import time
-from pathlib import Path
 
 import torch
 from torch import distributed
 
 from flyte_ddp.engine.arithmetic import settle_arithmetic
 from flyte_ddp.engine.block_cache import BlockCache
-from flyte_ddp.engine.checkpoint import CheckpointWriter, NoCheckpoints, check_readable
+from flyte_ddp.engine.checkpoint import check_readable
+from flyte_ddp.engine.checkpoint_writer import checkpoints_of
 from flyte_ddp.engine.job import Job, TrainingResult
 from flyte_ddp.engine.loop import fit, gather, look_at_test
 from flyte_ddp.engine.memory import choose_micro_batch
@@ -59,7 +59,7 @@ def _train(environment: Environment, device: torch.device, link: Link, job: Job,
     link.emit(run_started(parts, environment, job, hosts))
     for warning in state.watch.warnings if not state.history else ():
         link.emit(warning)
-    checkpoints = checkpoints_of(environment, link, job)
+    checkpoints = checkpoints_of(state, environment, link, job)
     try:
         profile = os.path.join(job.logs, "profile") if job.options.profile and job.logs else ""
         with profiling(profile, environment.rank, state.optimizer):
@@ -116,10 +116,3 @@ def keep_freed_memory() -> None:
     of its time. Has no effect without glibc.
     """
     torch.empty(31 << 20, dtype=torch.uint8)  # bytes; the threshold grows to 32 MiB at most
-
-
-def checkpoints_of(environment: Environment, link: Link, job: Job) -> CheckpointWriter | NoCheckpoints:
-    if environment.rank == 0:
-        every = job.options.checkpoint_seconds
-        return CheckpointWriter(Path(job.checkpoint_path), job.identity, every, link.emit)
-    return NoCheckpoints()

@@ -29,6 +29,7 @@ MORE_MEMORY = " (lower batch_size, or train on more GPUs)"
 LESS_LOADING = " (out of memory, or of shared memory? lower loader_workers or batch_size)"
 OTHER_RANKS = ' (under nccl each rank needs a GPU of its own: lower the number of ranks, or set backend to "gloo")'
 EFFECTS = ("aborted", "peer")  # the kinds of which another rank may be the cause, the more likely one last
+LOSSES = ("killed", *EFFECTS)  # not errors of the ranks' own code, nor of a device: another pod has another device
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,9 @@ class Failure:
     recoverable: bool = True
     others: tuple[int, ...] = ()
     at: float = field(default_factory=time.time)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "others", tuple(self.others))  # JSON, by which it travels, makes them a list
 
     @property
     def is_effect(self) -> bool:

@@ -1,22 +1,72 @@
 """The private parts of multiprocessing and torch that the launcher uses, without importing torch: see tests/compat."""
 
+import json
 import multiprocessing.process
 import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 
-def standing(local_rank: int) -> tuple[int, bool]:
-    """How many collectives this rank has reached, and whether its GPU is idle (always true on a CPU).
+def standing(local_rank: int) -> tuple[int, bool, str]:
+    """How many collectives this rank has reached, whether its GPU is idle (always true on a CPU), and which collective
+    it is in, with types and shapes; empty if it is in none, or TORCH_FR_BUFFER_SIZE=0 switches torch's recorder off.
 
-    torch itself counts them, including those of DistributedDataParallel.
+    torch itself counts and records them, including those of DistributedDataParallel.
     """
     torch: Any = sys.modules.get("torch")
     if torch is None or not torch.distributed.is_initialized():
-        return 0, True
+        return 0, True, ""
     is_idle = True
     if torch.cuda.is_initialized():
         is_idle = torch.cuda.default_stream(local_rank % torch.cuda.device_count()).query()
-    return torch.distributed.group.WORLD._get_sequence_number_for_group(), is_idle
+    collective = ""
+    with suppress(Exception):  # of another version of torch: it is no more than an addition
+        collective = _collective(torch)
+    return torch.distributed.group.WORLD._get_sequence_number_for_group(), is_idle, collective
+
+
+def _collective(torch: Any) -> str:
+    """Under NCCL the first that has not ended; gloo's ends are not recorded, and its ranks wait in the last."""
+    recorders = torch._C._distributed_c10d
+    is_nccl = torch.distributed.get_backend() == "nccl"
+    dump = recorders._dump_nccl_trace_json if is_nccl else recorders._dump_fr_trace_json
+    entries = json.loads(dump(includeCollectives=True, onlyActive=is_nccl)).get("entries", [])
+    if not entries:
+        return ""
+    choose = min if is_nccl else max
+    found = choose(entries, key=lambda entry: entry["record_id"])
+    name, types, sizes = (found[key] for key in ("profiling_name", "input_dtypes", "input_sizes"))
+    tensors = ", ".join(f"{kind} {size}" for kind, size in zip(types, sizes, strict=False))
+    return f"{name} of {tensors}" if tensors else str(name)
+
+
+def stack_of(thread: int | None) -> str:
+    """Where a thread of this process is, by its ident; empty if it has ended."""
+    frame = sys._current_frames().get(thread or 0)
+    return "".join(traceback.format_stack(frame)) if frame else ""
+
+
+@contextmanager
+def restarts_only(is_worth_it: Callable[[Any], bool]) -> Iterator[None]:
+    """In the block, torch's elastic agent starts its ranks again only if is_worth_it(ChildFailedError of them all). It
+    has no setting for that, and the caller of elastic_launch does not get to see the agent (torch 2.15)."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher import api
+
+    class Agent(api.LocalElasticAgent):  # type: ignore[name-defined]
+        def _monitor_workers(self, worker_group: Any) -> Any:
+            found = super()._monitor_workers(worker_group)
+            if found.is_failed() and not (found.failures and is_worth_it(ChildFailedError("ranks", found.failures))):
+                self._remaining_restarts = 0
+            return found
+
+    own, api.LocalElasticAgent = api.LocalElasticAgent, Agent  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        api.LocalElasticAgent = own  # type: ignore[attr-defined]
 
 
 def leave_behind(process: Any) -> None:

@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from multiprocessing import connection, forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ from typing import Any
 import flyte_ddp
 from flyte_ddp.events import Event, RunStarted
 from flyte_ddp.launch.environment import Environment, World, default_variable, threads_per_rank
-from flyte_ddp.launch.failures import Failure, PreemptedError, from_exit_code, name_the_cause
+from flyte_ddp.launch.failures import PreemptedError, from_exit_code, name_the_cause
+from flyte_ddp.launch.hangs import ANSWER_SECONDS, NO_ANSWER, Answer, hang_of
 from flyte_ddp.launch.launch_compat import leave_behind
 from flyte_ddp.launch.rank import serve
 from flyte_ddp.launch.signals import STOP_SIGNALS, on_signals, stop_requests
@@ -38,7 +40,6 @@ SPIN_COUNT = "10000"
 STOP_SECONDS = 10.0  # from a request to stop until ranks are killed without a checkpoint
 GRACE_SECONDS = 3.0  # for the other ranks' reports once one has failed: the first to arrive may not be the cause
 POLL_SECONDS = 0.2
-ANSWER_SECONDS = 5.0  # for the ranks of a hang to report their progress; stopped ones never do
 SETTLE_SECONDS = 0.5  # their stacks, which they write piece by piece, are whole when they have not grown for so long
 END_SECONDS = 10.0  # after SIGKILL, until a rank is abandoned: stuck in a driver, it may never end
 
@@ -94,9 +95,6 @@ def launch(
             shutil.rmtree(private, ignore_errors=True)
 
 
-SILENT = -1, False  # standing of a rank that has not answered: below all others
-
-
 class _Rank:
     """The parent's side of one rank: its process, the pipe to it, and what it has sent so far."""
 
@@ -112,7 +110,7 @@ class _Rank:
         self.outcome = ""  # done, stopped or failed
         self.value: Any = None
         self.peak_bytes = 0
-        self.standing = SILENT
+        self.answer = Answer()
         self.silent_seconds = 0.0
         with _importable(root):
             self.process.start()
@@ -134,7 +132,7 @@ class _Rank:
             elif kind == "alive":
                 self.peak_bytes = content
             elif kind == "standing":
-                self.standing = content
+                self.answer = content
             else:
                 self.outcome, self.value = kind, content
         if ended and not self.outcome:
@@ -208,11 +206,7 @@ def _stopped(ranks: list[_Rank], signals: list[int]) -> BaseException:
 
 
 def _hung(ranks: list[_Rank], timeout_seconds: float, on_event: Callable[[Event], None]) -> Exception:
-    """Names the ranks that the others wait for, with the Python stacks of every rank.
-
-    All ranks reach the same collectives in the same order, and wait there for the ranks that have reached fewer, or
-    whose GPU is still busy with earlier work.
-    """
+    """Names the ranks that the others wait for, with the Python stacks of every rank."""
     running = [rank for rank in ranks if not rank.outcome]
     for rank in running:
         os.kill(rank.process.pid or 0, signal.SIGUSR1)
@@ -224,14 +218,10 @@ def _hung(ranks: list[_Rank], timeout_seconds: float, on_event: Callable[[Event]
         for rank in running:
             rank.receive(on_event)
         before, sizes = sizes, [rank.stacks.stat().st_size for rank in running]
-        if sizes == before and all(sizes) and all(rank.standing != SILENT for rank in running):
+        if sizes == before and all(sizes) and all(rank.answer != Answer() for rank in running):
             break
-    silent = "does not answer (stopped, or stuck in the kernel)\n"
-    stacks = "\n".join(f"rank {rank.rank}:\n{rank.stacks.read_text() or silent}" for rank in running)
-    least = min(rank.standing for rank in running)
-    first, *others = (rank.rank for rank in running if rank.standing == least)
-    message = f"no step within timeout_seconds ({timeout_seconds:g}); the stacks of all ranks follow"
-    return name_the_cause([Failure(first, ranks[0].host, "hang", "Hang", message, stacks, others=tuple(others))])
+    answers = {rank.rank: replace(rank.answer, stack=rank.stacks.read_text() or NO_ANSWER) for rank in running}
+    return name_the_cause([hang_of(answers, {rank.rank: rank.host for rank in running}, timeout_seconds)])
 
 
 def _suspend(ranks: list[_Rank]) -> None:

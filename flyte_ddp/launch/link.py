@@ -13,6 +13,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from flyte_ddp.events import Event, Printed
+from flyte_ddp.launch.hangs import Answer
 from flyte_ddp.launch.launch_compat import standing
 
 ALIVE_SECONDS = 1.0  # between two heartbeats, which cost a system call each
@@ -83,7 +84,7 @@ class ParentLink(Link):
         try:
             while True:
                 if self._connection.recv() == "standing":
-                    self.send("standing", standing(self._rank))
+                    self.send("standing", Answer(*standing(self._rank)))
                 else:
                     self.stop_requested = True
         except (EOFError, OSError):
@@ -95,13 +96,21 @@ class ParentLink(Link):
 
 
 class DirectLink(Link):
-    """Passes events to observers in this process, if any; for ranks that another launcher has started."""
+    """Passes events to observers in this process, if any; for ranks that another launcher has started.
+
+    steps: counts signs of life, for watched.
+    """
 
     def __init__(self, on_event: Callable[[Event], None] | None):
         super().__init__(is_heard=on_event is not None)
         self._on_event, self._lock = on_event, threading.Lock()  # the checkpoint thread emits too
+        self.steps = 0
+
+    def alive(self) -> None:
+        self.steps += 1
 
     def emit(self, event: Event) -> None:
+        self.steps += 1
         if self._on_event:
             with self._lock:
                 self._on_event(event)

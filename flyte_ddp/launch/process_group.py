@@ -3,8 +3,9 @@
 import itertools
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from typing import Any
 
 import torch
 from torch import distributed
@@ -12,31 +13,30 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from flyte_ddp.launch.environment import Environment, default_variable
+from flyte_ddp.launch.environment import Environment, World, default_variable
 
 RENDEZVOUS = itertools.count()  # of this process; all ranks go through them in the same order
 BEYOND_SECONDS = 60.0  # how much longer a collective waits than the launcher, which then can still query hanging ranks
 
 
 @contextmanager
-def process_group(environment: Environment, timeout_seconds: float) -> Iterator[torch.device]:
+def process_group(
+    environment: Environment, timeout_seconds: float, store: Store | None = None
+) -> Iterator[torch.device]:
     """Joins all ranks; yields this rank's device. A rank that fails leaves the group as it is: its process ends anyway.
 
     timeout_seconds: how long the launcher waits for a step before it ends the ranks; collectives wait a little longer.
+    store: what meet has returned, if it has been called.
     """
     device = torch.device(environment.world.device)
     if device.type == "cuda":
         device = torch.device("cuda", environment.local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
     rank, size, timeout = environment.rank, environment.world.size, timedelta(seconds=timeout_seconds + BEYOND_SECONDS)
-    is_one_host = size == environment.world.local_size  # then gloo keeps off the network, which can make it hang
-    loopback = "lo" if os.path.exists("/sys/class/net/lo") else "lo0"
-    with default_variable("GLOO_SOCKET_IFNAME", loopback) if is_one_host else nullcontext():
-        store = _meet(environment, timeout)
+    with _off_network(environment.world):
         distributed.init_process_group(
             environment.world.backend,
-            # torchrun's store outlives a process group, and the next one would find the addresses of the last
-            store=PrefixStore(f"rendezvous {next(RENDEZVOUS)}", store),
+            store=store or meet(environment, timeout_seconds),
             rank=rank,
             world_size=size,
             timeout=timeout,
@@ -46,10 +46,28 @@ def process_group(environment: Environment, timeout_seconds: float) -> Iterator[
     distributed.destroy_process_group()
 
 
-def _meet(environment: Environment, timeout: timedelta) -> Store:
+def gloo_group(world: World) -> Any:
+    """Another group of all ranks, whose collectives of objects a thread can call while training has its own; itself a
+    collective."""
+    with _off_network(world):
+        return distributed.new_group(backend="gloo")
+
+
+def _off_network(world: World) -> AbstractContextManager[None]:
+    """While ranks of one host meet: gloo then keeps off the network, which can make it hang."""
+    if world.size > world.local_size:
+        return nullcontext()
+    return default_variable("GLOO_SOCKET_IFNAME", "lo" if os.path.exists("/sys/class/net/lo") else "lo0")
+
+
+def meet(environment: Environment, timeout_seconds: float) -> Store:
+    """Waits for all ranks; returns a store that they share, for one process group."""
     size, (scheme, _, path) = environment.world.size, environment.init_method.partition("://")
+    timeout = timedelta(seconds=timeout_seconds + BEYOND_SECONDS)
     if scheme == "file":  # no URL: torch would take a "#" or "?" in the path for its end
         store: Store = FileStore(path, size)
         store.set_timeout(timeout)
-        return store
-    return next(rendezvous(environment.init_method, environment.rank, size, timeout=timeout))[0]
+    else:
+        store = next(rendezvous(environment.init_method, environment.rank, size, timeout=timeout))[0]
+    # torchrun's store outlives a process group, and the next one would find the addresses of the last
+    return PrefixStore(f"rendezvous {next(RENDEZVOUS)}", store)

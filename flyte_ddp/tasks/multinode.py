@@ -15,11 +15,12 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 from flyte_ddp.attempt.failures import attempt_error, failure_of, places_of
-from flyte_ddp.attempt.multinode import failure_of_node
+from flyte_ddp.attempt.multinode import failure_of_node, worth_restarts
 from flyte_ddp.attempt.registration import registration
 from flyte_ddp.attempt.requested import registered_environment
 from flyte_ddp.attempt.webhook import telling_webhook
 from flyte_ddp.errors import RecoverableError
+from flyte_ddp.launch.launch_compat import restarts_only
 from flyte_ddp.tasks import platform
 
 
@@ -30,7 +31,8 @@ class Multinode(Elastic):
 class MultinodeTask(PytorchElasticFunctionTask):
     def execute(self, **inputs: Any) -> Any:
         try:
-            return super().execute(**inputs)
+            with restarts_only(worth_restarts()):
+                return super().execute(**inputs)
         except IgnoreOutputs:  # of a node without rank 0, when all has gone well
             raise
         except Exception as error:
@@ -61,7 +63,7 @@ def multinode(arguments: dict[str, Any]) -> dict[str, Any]:
         nnodes="{}:{}".format(*asked.node_range),
         nproc_per_node=asked.ranks_per_node,
         monitor_interval=1,
-        max_restarts=2,  # of all ranks, within an attempt, when one dies but its pod lives
+        max_restarts=2,  # of all ranks, within an attempt, when one is lost but its pod lives
         rdzv_configs=rendezvous,
         # A lost pod ends Flyte's PyTorchJob. The others would wait for it and hold their GPUs, which the next attempt
         # needs

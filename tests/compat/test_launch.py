@@ -1,23 +1,70 @@
 """The private parts that the launcher uses; tests/launch/test_hang.py has processes that hang or are abandoned."""
 
+import threading
+
+import pytest
 import torch
 from torch import distributed, nn
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.nn.parallel import DistributedDataParallel
 
 from flyte_ddp.launch import launch_compat
 
 
-def test_a_rank_counts_its_collectives(tmp_path):
-    assert launch_compat.standing(0) == (0, True)
+def test_a_rank_counts_its_collectives_and_names_the_last(tmp_path):
+    assert launch_compat.standing(0) == (0, True, "")
     distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
-        before, _ = launch_compat.standing(0)
-        distributed.all_reduce(torch.ones(1))
+        before, _, _ = launch_compat.standing(0)
+        distributed.all_reduce(torch.ones(2, 3))
         model = DistributedDataParallel(nn.Linear(1, 1))
-        between, _ = launch_compat.standing(0)
+        between, _, built = launch_compat.standing(0)
         model(torch.ones(1)).backward()
-        after, is_idle = launch_compat.standing(0)
+        after, is_idle, collective = launch_compat.standing(0)
     finally:
         distributed.destroy_process_group()
     assert before < between < after
     assert is_idle
+    assert collective == "gloo:all_reduce of Float [2]", "of the gradients of weight and bias"
+    assert built != collective
+
+
+def test_the_stack_of_another_thread():
+    go_on, begun = threading.Event(), threading.Event()
+
+    def wait_here():
+        begun.set()
+        go_on.wait()
+
+    thread = threading.Thread(target=wait_here)
+    thread.start()
+    begun.wait()
+    assert "in wait_here" in launch_compat.stack_of(thread.ident)
+    go_on.set()
+    thread.join()
+    assert launch_compat.stack_of(thread.ident) == ""
+
+
+def start_and_fail(place):
+    (place / str(len(list(place.iterdir())))).touch()
+    raise LookupError("no such word")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("is_worth_it", "starts"), [(True, 3), (False, 1)])
+def test_torchs_agent_starts_ranks_again_only_if_that_is_worth_it(tmp_path, is_worth_it, starts):
+    config = LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=1, max_restarts=2, monitor_interval=0.1, start_method="fork",
+        rdzv_backend="c10d", rdzv_endpoint="localhost:0", run_id="restarts",
+    )  # fmt: skip
+    asked = []
+
+    def is_worth(failed):
+        asked.append(failed.get_first_failure()[1].message)
+        return is_worth_it
+
+    with launch_compat.restarts_only(is_worth), pytest.raises(ChildFailedError):
+        elastic_launch(config, start_and_fail)(tmp_path)
+    assert len(list(tmp_path.iterdir())) == starts
+    assert all("no such word" in str(message) for message in asked)

@@ -1,10 +1,9 @@
 """What a node of a PyTorchJob reports of its ranks, and what one is registered as."""
 
-import dataclasses
-import json
 import platform
 import signal
 import threading
+from contextlib import suppress
 
 import pytest
 from flytekit.core.base_task import IgnoreOutputs
@@ -14,11 +13,12 @@ from flytekit.exceptions.user import FlyteUserRuntimeException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
-from flyte_ddp.attempt.multinode import GRACE_SECONDS, handing_on_failure
+from flyte_ddp.attempt.multinode import handing_on_failure, worth_restarts
 from flyte_ddp.attempt.registration import registration
-from flyte_ddp.errors import InputError
+from flyte_ddp.errors import InputError, NonFiniteError
 from flyte_ddp.launch.environment import environment_from_torchrun
-from flyte_ddp.launch.failures import Failure, RankError
+from flyte_ddp.launch.failures import Failure, RankError, from_exception, from_exit_code
+from flyte_ddp.launch.watched import GRACE_SECONDS
 from flyte_ddp.tasks import platform as flytekit_platform
 from flyte_ddp.tasks.platform import TaskInterruptedError
 from tests.attempt.test_checkpoints import on_a_cluster
@@ -48,14 +48,14 @@ def reported_by_node(first):
 
 def test_the_failure_of_a_rank_reaches_its_node_as_it_was(in_a_pod, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    failure = Failure(3, "host", "error", "KeyError", "a: strange: message", "the stack")
+    failure = Failure(3, "host", "error", "KeyError", "a: strange: message", "the stack", others=(4,))
     with pytest.raises(RankError), handing_on_failure(flytekit_platform):
         raise RankError(failure)
     (tmp_path / "error.json").write_text('{"message": "what torchrun knows"}')
     first = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file=str(tmp_path / "error.json"))
     reported = reported_by_node(first)
-    assert dataclasses.asdict(reported.failure) == json.loads(json.dumps(dataclasses.asdict(failure)))
-    assert str(reported).startswith("rank 3 on host: KeyError: a: strange: message\nLogs: ")
+    assert reported.failure == failure
+    assert str(reported).startswith("ranks 3, 4 on host: KeyError: a: strange: message\nLogs: ")
     assert reported.timestamp == failure.at
 
 
@@ -63,6 +63,25 @@ def test_killed_rank_is_worth_a_retry(in_a_pod):
     reported = reported_by_node(ProcessFailure(local_rank=0, pid=1, exitcode=-signal.SIGKILL, error_file=""))
     assert isinstance(reported, TaskInterruptedError)
     assert str(reported).startswith(f"rank 3 on {platform.node()}: SIGKILL: probably out of memory\nLogs: ")
+
+
+@pytest.mark.parametrize(
+    ("failure", "again"),
+    [
+        (from_exit_code(-signal.SIGKILL, 1, "host"), True),
+        (from_exception(RuntimeError("[gloo/pair.cc:534] Connection closed by peer"), 1, "host"), True),
+        (Failure(1, "host", "hang", "Hang", "no step"), False),
+        (from_exception(NonFiniteError("loss", [1], 0, 0), 1, "host"), False),
+        (from_exception(InputError("batch_size"), 1, "host"), False),
+    ],
+)
+def test_only_lost_ranks_are_started_again_by_torchs_agent(tmp_path, monkeypatch, failure, again):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    with suppress(RankError), handing_on_failure(flytekit_platform):
+        raise RankError(failure)
+    (tmp_path / "error.json").write_text('{"message": "what torchrun knows"}')
+    first = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file=str(tmp_path / "error.json"))
+    assert worth_restarts()(ChildFailedError("ranks", {1: first})) == again
 
 
 def test_what_may_be_an_effect_of_another_nodes_failure_counts_as_later(tmp_path):

@@ -1,0 +1,66 @@
+"""Which ranks the others wait for, and how that is said. Standard library only."""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from flyte_ddp.launch.failures import Failure
+from flyte_ddp.text import shortened
+
+ANSWER_SECONDS = 5.0  # for the ranks of a hang to say where they are; stopped ones never do
+NO_ANSWER = "does not answer (stopped, or stuck in the kernel)\n"
+MOST_CHARACTERS = 50_000  # of all stacks: those of the ranks that are waited for come first
+KEEPS_STORE = "does not answer, nor does the store of all ranks, which it keeps: others may hang, too\n"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Where a rank is; by default that of a rank which does not answer.
+
+    Attributes:
+        reached: how many collectives it has reached.
+        is_idle: whether its GPU has no work left; true on a CPU.
+        collective: the last that it has reached, or that its GPU is in, with types and shapes; empty if unknown.
+        stack: where its threads are, or the one that trains.
+    """
+
+    reached: int = -1
+    is_idle: bool = False
+    collective: str = ""
+    stack: str = NO_ANSWER
+
+
+def hang_of(answers: Mapping[int, Answer], hosts: Mapping[int, str], timeout_seconds: float) -> Failure:
+    """The failure that names the ranks that the others wait for, with what each rank answers.
+
+    All ranks reach the same collectives in the same order, and wait there for the ranks that have reached fewer, or
+    whose GPU is still busy with earlier work.
+    """
+    progress = {rank: (answer.reached, answer.is_idle) for rank, answer in answers.items()}
+    by_progress, least = sorted(progress, key=lambda rank: (progress[rank], rank)), min(progress.values())
+    first, *others = (rank for rank in by_progress if progress[rank] == least)
+    waiting = {answers[rank].collective for rank in progress if progress[rank] > least} - {""}
+    message = f"no step within timeout_seconds ({timeout_seconds:g})"
+    if waiting:
+        message += f"; the others wait in {' and '.join(sorted(waiting))}"
+    return Failure(
+        rank=first,
+        host=", ".join(dict.fromkeys(hosts[rank] for rank in (first, *others))),
+        kind="hang",
+        cause="Hang",
+        message=f"{message}; the stacks of all ranks follow",
+        details=shortened(_details({rank: answers[rank] for rank in by_progress}, hosts), MOST_CHARACTERS),
+        others=tuple(others),
+    )
+
+
+def _details(answers: Mapping[int, Answer], hosts: Mapping[int, str]) -> str:
+    """What the ranks answer, once for all of a host's that answer the same."""
+    alike: dict[tuple[str, str, str], list[int]] = defaultdict(list)
+    for rank, answer in answers.items():
+        alike[hosts[rank], answer.collective, answer.stack].append(rank)
+    return "\n".join(
+        f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}:\non {host}"
+        f"{f', last collective {collective}' if collective else ''}\n{stack}"
+        for (host, collective, stack), ranks in alike.items()
+    )

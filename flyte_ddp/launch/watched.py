@@ -1,0 +1,176 @@
+"""Watches a rank that torchrun or a cluster has started, from its own main thread, which never waits for anything else:
+so it can end whatever the rank's work, in another thread, is stuck in, and say which ranks are to blame."""
+
+import atexit
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from concurrent import futures
+from contextlib import suppress
+from contextvars import copy_context
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from typing import Any, TypeVar
+
+from torch.distributed import DistStoreError
+from torch.distributed.distributed_c10d import Store
+
+from flyte_ddp.launch.environment import Environment
+from flyte_ddp.launch.failures import Failure, from_exception, name_the_cause
+from flyte_ddp.launch.hangs import ANSWER_SECONDS, KEEPS_STORE, Answer, hang_of
+from flyte_ddp.launch.launch_compat import stack_of, standing
+from flyte_ddp.launch.link import ALIVE_SECONDS, DirectLink
+from flyte_ddp.launch.process_group import meet
+
+# Lets the rank that caused a failure be the first to report it, and the others say that they are still there
+GRACE_SECONDS = ANSWER_SECONDS + 2 * ALIVE_SECONDS
+UNKNOWN = "unknown host"
+Value = TypeVar("Value")
+
+
+def watched(
+    work: Callable[[Store], Value], link: DirectLink, environment: Environment, timeout_seconds: float
+) -> Value:
+    """Runs work(store) in a thread of its own and returns its value; store: for the process group of all ranks.
+
+    Raises what work raises; RankError, or its recoverable kind, if this rank has lost another one, and if any rank has
+    been without a step for timeout_seconds: with the ranks that the others wait for. A thread that is stuck then is
+    left behind, and the process ends without waiting for it.
+    """
+    store, value = meet(environment, timeout_seconds), futures.Future[Value]()
+
+    def run() -> None:
+        try:
+            value.set_result(work(store))
+        except BaseException as error:
+            value.set_exception(error)
+
+    thread = threading.Thread(target=copy_context().run, args=(run,), name="rank", daemon=True)
+
+    def answer() -> Answer:
+        return Answer(*standing(environment.local_rank), stack_of(thread.ident))
+
+    roll_call = RollCall(store.clone(), environment, timeout_seconds, answer)
+    thread.start()
+    try:
+        _wait(value, link, roll_call, timeout_seconds)
+        return value.result()
+    except Exception as error:
+        failure = from_exception(error, environment.rank, environment.host)
+        if failure.kind != "peer":
+            raise
+        roll_call.ask("loss")
+        futures.wait([roll_call.found], GRACE_SECONDS)
+        found = roll_call.result()
+        lost = replace(failure, message=failure.message + (found.silent and f"; {found.silent}"))
+        raise name_the_cause([found.failure if found.reason == "hang" else lost]) from error
+    finally:
+        roll_call.close()
+
+
+def _wait(value: "futures.Future[Value]", link: DirectLink, roll_call: "RollCall", timeout_seconds: float) -> None:
+    """Returns when the value is there; raises RankError if a rank hangs."""
+    silent_seconds, steps, now = 0.0, link.steps, time.monotonic()
+    while not futures.wait([value], ALIVE_SECONDS).done:
+        # Not silent while this very process was suspended
+        turn, now = min(time.monotonic() - now, 2 * ALIVE_SECONDS), time.monotonic()
+        silent_seconds, steps = (silent_seconds + turn if steps == link.steps else 0.0), link.steps
+        is_over = silent_seconds > timeout_seconds + 2 * ANSWER_SECONDS
+        if silent_seconds > timeout_seconds:
+            roll_call.ask("hang")
+        if is_over or (roll_call.found.done() and roll_call.result().reason == "hang"):
+            atexit.register(os._exit, 1)  # the thread that is left behind would block the end of the interpreter
+            raise name_the_cause([roll_call.result().failure])
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a roll call has found.
+
+    Attributes:
+        reason: hang, or loss (of a rank, noticed by another one).
+        failure: if it is a hang, how to report it.
+        silent: which ranks do not answer, as the end of a message.
+    """
+
+    reason: str
+    failure: Failure
+    silent: str
+
+
+class RollCall:
+    """Asks all ranks through their store where they are, in a thread of its own: a store that is kept by a rank which
+    stands still never answers.
+
+    A rank looks once a second whether another one has asked. Of those that ask, the first reads all answers and tells
+    the others; so no rank's effort grows with the number of ranks, except for that one's, and once.
+    """
+
+    def __init__(self, store: Store, environment: Environment, timeout_seconds: float, answer: Callable[[], Answer]):
+        self.found: futures.Future[Found] = futures.Future()
+        self._store: Any = store
+        self._timeout_seconds, self._answer = timeout_seconds, answer
+        self._rank, self._size, self._host = environment.rank, environment.world.size, environment.host
+        self._keeper = UNKNOWN  # host of the first rank, which keeps the store
+        self._reason, self._woken, self._closed = "", threading.Event(), False
+        self._thread = threading.Thread(target=self._run, name="roll call", daemon=True)
+        self._thread.start()
+
+    def ask(self, reason: str) -> None:
+        self._reason = self._reason or reason
+        self._woken.set()
+
+    def close(self) -> None:
+        self._closed = True
+        self._woken.set()
+        self._thread.join(ALIVE_SECONDS)
+
+    def result(self) -> Found:
+        """What the ranks have found; until then, and if the store does not answer, that its keeper is silent."""
+        if self.found.done():
+            return self.found.result()
+        answers, hosts = {0: Answer(stack=KEEPS_STORE)}, {0: self._keeper}
+        return self._found(self._reason, answers | {self._rank: self._answer()}, hosts | {self._rank: self._host})
+
+    def _run(self) -> None:
+        with suppress(RuntimeError):  # of torch: the store is gone, or a key is not there in time
+            self._store.set(f"host {self._rank}", self._host)
+            self._keeper = self._store.get("host 0").decode()
+            while not self._woken.wait(ALIVE_SECONDS) and not self._store.check(["asked"]):
+                pass
+            if not self._closed:
+                self.found.set_result(self._call())
+
+    def _call(self) -> Found:
+        own = f"{self._reason} {self._rank}"
+        first = self._store.compare_set("asked", "", own).decode()
+        answer = json.dumps([self._rank, self._host, asdict(self._answer())])
+        self._store.append("answers", f"{answer}\n")
+        if first == own:
+            time.sleep(ANSWER_SECONDS)
+        else:
+            with suppress(DistStoreError):  # not told in time: that rank may be lost, too
+                self._store.wait(["found"], timedelta(seconds=GRACE_SECONDS))
+        if not self._store.check(["found"]):
+            # Several may come to this at once: the first one's holds
+            self._store.compare_set("found", "", json.dumps(asdict(self._gather(first.split()[0]))))
+        told = json.loads(self._store.get("found"))
+        return Found(**{**told, "failure": Failure(**told["failure"])})
+
+    def _gather(self, reason: str) -> Found:
+        answers, hosts = dict.fromkeys(range(self._size), Answer()), dict.fromkeys(range(self._size), UNKNOWN)
+        for rank, host, answer in map(json.loads, self._store.get("answers").decode().splitlines()):
+            answers[rank], hosts[rank] = Answer(**answer), host
+        for rank in answers:
+            if hosts[rank] == UNKNOWN and self._store.check([f"host {rank}"]):
+                hosts[rank] = self._store.get(f"host {rank}").decode()
+        return self._found(reason, answers, hosts)
+
+    def _found(self, reason: str, answers: dict[int, Answer], hosts: dict[int, str]) -> Found:
+        silent = [f"rank {rank} on {hosts[rank]}" for rank in sorted(answers) if answers[rank].reached < 0]
+        do_not = "does not answer" if len(silent) == 1 else "do not answer"
+        return Found(
+            reason, hang_of(answers, hosts, self._timeout_seconds), f"{', '.join(silent)} {do_not}" if silent else ""
+        )

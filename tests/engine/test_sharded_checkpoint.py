@@ -1,0 +1,313 @@
+"""A checkpoint of a sharded training is whole or absent, and is read by any other training of its recipe."""
+
+import json
+import math
+import resource
+import shutil
+import subprocess
+import sys
+from collections import OrderedDict
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import distributed
+
+from flyte_ddp.engine.checkpoint import FORMAT, read_checkpoint
+from flyte_ddp.engine.checkpoint_writer import begin_file
+from flyte_ddp.engine.sharded_checkpoint import ShardWriter, described, problem_of, rebuilt
+from flyte_ddp.engine.sharded_state import Shard
+from flyte_ddp.events import CheckpointRefused, CheckpointWritten, RunStarted, StepLogged
+from flyte_ddp.launch.environment import Environment, World
+from flyte_ddp.manifest import read_manifest, shards_beside
+from flyte_ddp.recipe import CPU
+from tests.engine.test_sharding import KINDS, WHOLE, Unplugged, assert_alike, interrupt, run
+
+ROOT = Path(__file__).parents[2]
+ALONE = Environment(World(1, 1, "gloo", "cpu"), 0, 0, "", 1)
+
+
+@pytest.fixture
+def rank(tmp_path):
+    """The only rank's writer."""
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    yield ShardWriter(tmp_path / "checkpoint", ALONE)
+    distributed.destroy_process_group()
+
+
+def content_of(step, *rows):
+    """A checkpoint's content, with these tensors sharded over one rank."""
+    shards = {str(number): Shard(tensor, tensor.shape) for number, tensor in enumerate(rows)}
+    return {"format": FORMAT, "identity": {}, "state": {"epoch": 0, "step": step, "shards": shards}}
+
+
+def test_a_state_comes_back_from_json_as_it_was():
+    shard, tensor = Shard(torch.ones(1, 2), torch.Size((3, 2))), torch.zeros(2)
+    state = {
+        "tied": shard, "too": shard, "groups": [{"betas": (0.9, math.inf), "params": [0, 1], "none": None}],
+        "state": {0: {"step": tensor}, 1: {}}, "order": OrderedDict(b=1, a=np.float32(0.1)),
+    }  # fmt: skip
+    description, tensors = described(state)
+    again = rebuilt(json.loads(json.dumps(description)), tensors)
+    assert again == {**state, "order": OrderedDict(b=1, a=float(np.float32(0.1)))}
+    assert type(again["order"]["a"]) is float
+    assert again["tied"] is again["too"] is shard
+    assert len(tensors) == 2
+
+
+@pytest.mark.parametrize("value", [torch.float32, {(1, 2): 3}, b"bytes", {1, 2}])
+def test_what_json_does_not_have_is_refused(value):
+    with pytest.raises(TypeError):
+        rebuilt(*described([value]))
+
+
+def test_tensors_of_a_gpu_may_change_once_they_are_copied(rank, tmp_path):
+    rows = torch.ones(2, 3)
+    rest = rank.begin(content_of(1, rows), torch.device("cuda"))
+    rows.zero_()
+    rest()
+    assert torch.equal(read_checkpoint(tmp_path / "checkpoint", {})["state"]["shards"]["0"].read(), torch.ones(2, 3))
+
+
+def test_tensors_may_change_once_they_are_copied_and_take_no_memory_meanwhile(rank, tmp_path):
+    rows = [torch.full((2**11, 2**10), float(value)) for value in range(24)]
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    (taken,) = (line.split()[1] for line in Path("/proc/self/status").read_text().splitlines() if "VmData" in line)
+    try:
+        resource.setrlimit(resource.RLIMIT_DATA, (int(taken) * 1024 + 3 * rows[0].nbytes, before[1]))
+        rest = rank.begin(content_of(1, *rows), CPU)
+        for tensor in rows:
+            tensor.fill_(-1)
+        rest()
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
+    content = read_checkpoint(tmp_path / "checkpoint", {})
+    assert not any(problem_of(*shard) for shard in content["shards"].items())
+    for number, stored in content["state"]["shards"].items():
+        assert bool((stored.read() == int(number)).all())
+        assert torch.equal(stored[5:7][1:].read(), torch.full((1, 2**10), float(number)))
+
+
+def test_one_that_cannot_be_written_leaves_the_one_before_and_nothing_else(rank, tmp_path):
+    rank.begin(content_of(1, torch.ones(2, 2)), CPU)()
+    path, before = tmp_path / "checkpoint", resource.getrlimit(resource.RLIMIT_FSIZE)
+    (folder,) = shards_beside(path).iterdir()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, before[1]))
+    try:
+        with pytest.raises(OSError, match=r"rank 0: .*File too large"):
+            rank.begin(content_of(2, torch.ones(2**10, 2**10)), CPU)()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert read_checkpoint(path, {})["state"]["step"] == 1
+    assert [*shards_beside(path).iterdir()] == [folder]
+    rank.begin(content_of(3, torch.ones(2, 2)), CPU)()
+    assert read_checkpoint(path, {})["state"]["step"] == 3
+    assert folder not in shards_beside(path).iterdir()
+    begin_file(path, content_of(4), CPU)()
+    assert read_checkpoint(path, {})["state"]["step"] == 4
+    assert not shards_beside(path).exists()
+
+
+KILLS = """if True:
+    import os, shutil, signal, sys
+    from datetime import timedelta
+    from pathlib import Path
+    import torch
+    from torch import distributed
+    from flyte_ddp.engine.checkpoint import FORMAT, read_checkpoint
+    from flyte_ddp.engine.sharded_checkpoint import ShardWriter, problem_of
+    from flyte_ddp.engine.sharded_state import Shard, rows_of
+    from flyte_ddp.launch.environment import Environment, World
+    from flyte_ddp.manifest import shards_beside
+    from flyte_ddp.recipe import CPU
+
+    SIZE, root = 3, Path(sys.argv[1])
+    path = root / "place" / "checkpoint"
+    operations = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.scandir", "shutil.rmtree")
+
+    def save(rank, steps, victim=-1, kill_at=0):
+        meeting = dict(init_method=f"file://{root}/rendezvous", rank=rank, world_size=SIZE)
+        distributed.init_process_group("gloo", timeout=timedelta(seconds=60), **meeting)
+        writer = ShardWriter(path, Environment(World(SIZE, SIZE, "gloo", "cpu"), rank, rank, "", 1))
+        count, last = 0, False
+
+        def watch(event, _):
+            nonlocal count
+            if last and rank == victim and event in operations:
+                count += 1
+                if count == kill_at:
+                    os.killpg(0, signal.SIGKILL)
+
+        sys.addaudithook(watch)
+        for step in steps:
+            last = step == steps[-1]
+            first, end = rows_of(7, rank, SIZE)
+            shard = Shard(torch.full((end - first, 2), float(step)), torch.Size((7, 2)))
+            state = {"epoch": 0, "step": step, "shard": shard, "whole": torch.full((2,), float(step))}
+            writer.begin({"format": FORMAT, "identity": {}, "state": state}, CPU)()
+            distributed.barrier()  # rank 0 is the last to end
+        os._exit(0)
+
+    def run(*arguments):
+        (root / "rendezvous").unlink(missing_ok=True)
+        ended, held = os.pipe()
+        leader = os.fork()
+        if not leader:
+            os.setpgid(0, 0)
+            for rank in range(SIZE):
+                if not os.fork():
+                    save(rank, *arguments)
+            os._exit(any([os.wait()[1] for _ in range(SIZE)]))
+        os.close(held)
+        os.read(ended, 1)  # until none of them is left
+        os.close(ended)
+        status = os.waitstatus_to_exitcode(os.waitpid(leader, 0)[1])
+        assert status in (0, -signal.SIGKILL), status
+        return status == 0
+
+    def whole():
+        content = read_checkpoint(path, {})
+        assert not any(problem_of(*shard) for shard in content["shards"].items())
+        state = content["state"]
+        for tensor in (state["shard"], state["whole"]):
+            assert set(tensor.read().flatten().tolist()) == {state["step"]}, state["step"]
+        assert state["shard"].shape == (7, 2)
+        return state["step"]
+
+    def folders():
+        return len([*shards_beside(path).iterdir()])
+
+    kills, seen = 0, set()
+    for victim in range(SIZE):
+        ended, kill_at = False, 0
+        while not ended:
+            kill_at += 1
+            shutil.rmtree(root / "place", ignore_errors=True)
+            (root / "place").mkdir()
+            ended = run([1, 2], victim, kill_at)
+            found = whole()
+            assert found in ((2,) if ended else (1, 2)), found
+            kills += not ended
+            seen.add(found)
+            assert run([3])  # it finds nothing in its way
+            assert whole() == 3
+            assert folders() == 1
+    assert seen == {1, 2}, seen
+    print(kills)
+"""
+
+
+@pytest.mark.slow
+def test_ranks_that_are_killed_before_any_operation_leave_the_old_one_or_the_new_one(tmp_path):
+    """All at once, just before one of them makes its n-th operation on a file or folder."""
+    done = subprocess.run([sys.executable, "-c", KILLS, str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) >= 20
+
+
+class Seen:
+    """Sees where a training starts and has a checkpoint, and fails after so many events that are left, which kills the
+    ranks."""
+
+    def __init__(self, left=10**9):
+        self.left, self.started, self.reached, self.refused = left, (0, 0), (0, 0), []
+
+    def __call__(self, event):
+        if isinstance(event, RunStarted):
+            self.started = event.first_epoch, event.first_step
+        elif isinstance(event, CheckpointWritten):
+            self.reached = event.epoch, event.step
+        elif isinstance(event, CheckpointRefused):
+            self.refused.append(event.reason)
+        self.left -= isinstance(event, (CheckpointWritten, StepLogged))
+        if self.left < 0:
+            raise Unplugged
+
+
+@pytest.mark.slow
+def test_a_training_that_is_killed_twenty_times_ends_with_the_same_bits(tmp_path):
+    settings = {**WHOLE, "epochs": 10}
+    _, _, expected = run("Everything", tmp_path / "whole", nproc=2, **settings)
+    draws, seen = np.random.default_rng(0), Seen()
+    for _ in range(20):
+        seen.left, before = int(draws.integers(1, 12)), seen.reached
+        with pytest.raises(Unplugged):
+            run("Everything", tmp_path / "cut", watch=seen, seconds=0, nproc=2, **settings)
+        assert seen.started >= before
+    seen.left = 10**9
+    resumed = run("Everything", tmp_path / "cut", watch=seen, nproc=2, **settings)
+    assert all(torch.equal(resumed[2][name], value) for name, value in expected.items())
+    assert not seen.refused
+    assert not shards_beside(tmp_path / "cut" / "checkpoint").exists()
+
+
+# --- what is read ---
+
+
+@pytest.fixture(scope="module")
+def cut(tmp_path_factory):
+    """The folder of a training on two ranks that was interrupted."""
+    folder = tmp_path_factory.mktemp("cut")
+    interrupt(folder, 5, sharding="full", nproc=2, **WHOLE)
+    manifest = read_manifest(folder / "checkpoint")
+    assert manifest
+    assert sorted(manifest["files"]) == ["0.safetensors", "1.safetensors"]
+    return folder
+
+
+def go_on(cut, folder, sharding, damage=None, left=10**9, **settings):
+    """The training that goes on from a copy of the checkpoint, after this damage; and what is seen of it."""
+    shutil.copytree(cut, folder)
+    if damage:
+        damage(*shards_beside(folder / "checkpoint").iterdir())
+    seen = Seen(left)
+    with suppress(Unplugged):
+        return run("Everything", folder, sharding, watch=seen, **{**WHOLE, **settings}), seen
+    return None, seen
+
+
+@pytest.mark.usefixtures("alone")
+def test_it_is_read_on_one_rank_with_and_without_sharding(cut, tmp_path):
+    whole = run("Everything", tmp_path / "whole", "off", **WHOLE)
+    for sharding in KINDS:
+        resumed, seen = go_on(cut, tmp_path / sharding, sharding)
+        assert not seen.refused
+        assert seen.started > (0, 2)
+        assert_alike(resumed, whole)
+        assert not shards_beside(tmp_path / sharding / "checkpoint").exists()
+
+
+def flip(folder):
+    shard = folder / "1.safetensors"
+    raw = bytearray(shard.read_bytes())
+    raw[-100] ^= 1
+    shard.write_bytes(raw)
+
+
+DAMAGE = {
+    "flipped": (flip, "the checkpoint is damaged: 1.safetensors of its shards does not match its digest"),
+    "missing": (lambda folder: (folder / "0.safetensors").unlink(), "0.safetensors of its shards cannot be read: No "),
+    "short": (lambda folder: (folder / "0.safetensors").write_bytes(b"short"), "damaged: 0.safetensors of its shards"),
+    "manifest": (
+        lambda folder: (folder.parents[1] / "checkpoint").write_bytes(b"{" * 100),
+        "its content does not match its checksum",
+    ),
+}
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damage_is_named_and_training_starts_anew(cut, tmp_path, kind):
+    damage, reason = DAMAGE[kind]
+    _, seen = go_on(cut, tmp_path / "damaged", "full", damage, left=0)
+    assert reason in seen.refused[0]
+    assert seen.started == (0, 0)
+
+
+@pytest.mark.usefixtures("alone")
+def test_that_of_another_training_is_refused(cut, tmp_path):
+    _, seen = go_on(cut, tmp_path / "other", "full", left=0, seed=7)
+    assert seen.refused == ["the checkpoint belongs to another training: its seed was 1, now it is 7"]
+    assert seen.started == (0, 0)
