@@ -85,18 +85,24 @@ def in_place(state: TrainingState, saved: dict[str, Any], is_broadcast: bool = F
     networks = {"model": state.model, "average": state.average.model if state.average else None}
     own = {name: network.state_dict() for name, network in networks.items() if network}
     fitting = {path: local(value) for path, value in pytree.tree_flatten_with_path(own)[0]}
+    updated = [local(weight) for group in state.optimizer.param_groups for weight in group["params"]]
+
+    def new(path: tuple[Any, ...], value: Tensor) -> Tensor:
+        """torch's optimizers have their numbers of steps on the CPU, and all else where their weights are; the fused
+        ones rely on what is as large as a weight to lie as it does, which it may not where it was saved."""
+        if not value.dim() or [key.key for key in path[:2]] != ["optimizer", "state"]:
+            return torch.empty_like(value, device="cpu")
+        weight = updated[path[2].key]
+        return torch.empty_like(weight if weight.shape == value.shape else value, dtype=value.dtype)
 
     def filled(path: tuple[Any, ...], value: Any) -> Any:
         if not isinstance(value, (Tensor, StoredTensor)):
             return value
         came = _broadcast(_read(value), state.device) if is_broadcast else value
         came = _read(state.layout.mine(path, came))
-        value = state.layout.mine(path, value) if isinstance(value, Tensor) else came
         tensor = fitting.get(path)
-        if not isinstance(tensor, Tensor) or (tensor.shape, tensor.dtype) != (value.shape, value.dtype):
-            # torch's optimizers have their numbers of steps on the CPU, and need the strides of the parameter
-            is_optimizers = path[0].key == "optimizer" and value.dim()
-            tensor = torch.empty_like(value, device=state.device if is_optimizers else "cpu")
+        if not isinstance(tensor, Tensor) or (tensor.shape, tensor.dtype) != (came.shape, came.dtype):
+            tensor = new(path, came)
         return tensor.copy_(came)
 
     placed: dict[str, Any] = pytree.tree_map_with_path(filled, saved)

@@ -100,6 +100,15 @@ def test_it_starts_from_weights_and_goes_on_from_a_checkpoint_as_without_shardin
 
 
 @pytest.mark.usefixtures("alone")
+def test_an_optimizers_state_goes_on_with_the_strides_of_its_weights(tmp_path):
+    first = {kind: run("ChannelsLast", tmp_path / kind, kind)[1].output / "final-checkpoint" for kind in KINDS}
+    expected = run("ChannelsLast", tmp_path / "on", "off", init=first["off"], epochs=2)
+    for before, after in (("full", "off"), ("off", "full"), ("full", "full")):
+        on = run("ChannelsLast", tmp_path / before / after, after, init=first[before], epochs=2)
+        assert_alike(on, expected)
+
+
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(
     ("kind", "more"), [("Adagrad", {"fused": True}), ("NAdam", {}), ("Rprop", {}), ("SGD", {"fused": True})]
 )
