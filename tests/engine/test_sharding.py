@@ -181,8 +181,7 @@ WHOLE: dict[str, Any] = {"batch_size": 32, "validation_fraction": 0.2, "epochs":
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("before", "after"),
-    [(("full", 2), ("full", 2)), (("full", 2), ("off", 1)), (("off", 2), ("full", 3)), (("full", 3), ("full", 2))],
+    ("before", "after"), [(("full", 2), ("off", 1)), (("full", 2), ("full", 3)), (("off", 2), ("full", 2))]
 )
 def test_a_training_goes_on_with_or_without_sharding_on_any_number_of_ranks(tmp_path, before, after):
     whole = run("Everything", tmp_path / "whole", after[0], nproc=after[1], **WHOLE)
@@ -196,8 +195,6 @@ def test_a_training_goes_on_with_or_without_sharding_on_any_number_of_ranks(tmp_
     assert not refused
     assert min(resumed[0]) > (1, 1)
     assert_alike(resumed, whole)
-    if before == after:
-        assert all(torch.equal(resumed[2][name], value) for name, value in whole[2].items())
 
 
 @pytest.mark.slow
