@@ -6,6 +6,7 @@ import json
 import os
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from concurrent import futures
 from contextlib import suppress
@@ -45,6 +46,9 @@ def watched(
         try:
             value.set_result(work(store))
         except BaseException as error:
+            # Loader workers end with the frames that hold them. The error, which the future keeps alive, would not let
+            # go of those, and multiprocessing would wait at the end of the process for workers that wait for that end.
+            traceback.clear_frames(error.__traceback__)
             value.set_exception(error)
 
     thread = threading.Thread(target=copy_context().run, args=(run,), name="rank", daemon=True)

@@ -1,6 +1,7 @@
 """Samples of different lengths: the padding, and so the result, is that of the global batch."""
 
 import math
+import multiprocessing
 from types import SimpleNamespace
 
 import pytest
@@ -88,8 +89,9 @@ def test_what_is_in_memory_is_cut_to_the_longest_of_a_batch_and_sorting_saves_pa
     ],
 )
 def test_lengths_that_are_not_those_of_the_samples_are_refused(tmp_path, recipe, error, words):
-    with pytest.raises(error, match=words):
+    with pytest.raises(error, match=words) as kept:
         run(recipe, tmp_path, batch_size=1)
+    assert multiprocessing.active_children() == [], f"loader workers live as long as {kept.value!r}"
 
 
 @pytest.mark.parametrize(
