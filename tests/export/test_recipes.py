@@ -78,7 +78,8 @@ def short(trained_lines, tmp_path):
     return copy
 
 
-@pytest.mark.parametrize("example", [name for name in RECIPES if name != "finetune_text"])
+# Predictions of each kind: of a forward() or the network, of texts, of images in memory and from a folder, of blocks
+@pytest.mark.parametrize("example", ["charlm", "contrastive", "finetune_images", "stream", "tabular"])
 def test_every_format_gives_the_measures_that_the_training_reported(example):
     trained, data = examples.trained(example, 1), examples.data_of(example)
     recipe = f"{example}.recipe:{RECIPES[example]}"
