@@ -3,6 +3,7 @@
 import math
 import random
 import signal
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -71,8 +72,7 @@ class Observer(Checkpoint):
         self._seed(self.position[0], 0)  # a shuffled order is drawn next
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
-        # Lightning's own handler broadcasts, which hangs if not all ranks get the signal
-        signal.signal(signal.SIGTERM, self._on_sigterm)
+        self._keep_signal_handler()
         if trainer.num_training_batches == float("inf"):
             raise InputError(
                 f"{self._job.datamodule or self._job.module}: train_dataloader has no length: set limit_train_batches "
@@ -90,7 +90,12 @@ class Observer(Checkpoint):
         return self.started
 
     def on_test_start(self, trainer: Trainer, module: LightningModule) -> None:
-        signal.signal(signal.SIGTERM, self._on_sigterm)
+        self._keep_signal_handler()
+
+    def _keep_signal_handler(self) -> None:
+        """Lightning's own broadcasts, which hangs if not all ranks get the signal; in other threads it sets none."""
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, self._on_sigterm)
 
     def on_train_epoch_start(self, trainer: Trainer, module: LightningModule) -> None:
         if not self._is_first_epoch:

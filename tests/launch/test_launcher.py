@@ -133,6 +133,7 @@ def interrupt_clean_up(event, arguments):
         os.kill(os.getpid(), signal.SIGINT)
 
 sys.addaudithook(interrupt_clean_up)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which nohup has ignored
 from tests.launch.test_launcher import launch
 launch("say_pids_and_wait", argument=sys.argv[1], on_event=lambda event: print("waiting", flush=True))
 """
