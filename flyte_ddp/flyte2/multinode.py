@@ -19,12 +19,12 @@ from flyte_ddp.launch.failures import Failure
 @contextmanager
 def naming_the_cause() -> Iterator[None]:
     """Flyte shows, and acts upon, the error of rank 0 alone. So each rank leaves its own in the storage, and rank 0, if
-    it has only lost another one, raises that one's instead."""
+    it has only lost another one or waited for it, raises that one's instead."""
     try:
         yield
     except Exception as error:
         own, others = failure_of(platform, error), f"{platform.logs_url()}/failures"
-        if own.is_effect and os.environ["RANK"] == "0":
+        if (own.is_effect or own.kind == "hang") and os.environ["RANK"] == "0":
             own = next(iter(_causes(others)), own)
         elif not own.is_effect:
             _leave(own, f"{others}/rank-{os.environ['RANK']}.json")

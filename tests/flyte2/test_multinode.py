@@ -105,7 +105,7 @@ def test_a_lost_node_restarts_all_and_they_go_on_where_they_were(node, storage, 
 
 @pytest.mark.slow
 def test_the_failure_of_another_rank_is_the_one_that_flyte_hears_of(node):
-    first, second = node(0, timeout_seconds=10), node(1, timeout_seconds=10, DDP_TRAINING_CODE="yesterday's")
+    first, second = node(0, timeout_seconds=3), node(1, timeout_seconds=3, DDP_TRAINING_CODE="yesterday's")
     with first.running() as process, second.running() as other:
         assert (process.wait(250), other.wait(20)) == (1, 1), first.log
     assert first.error.error.kind == ContainerError.NON_RECOVERABLE
