@@ -32,7 +32,7 @@ class ImageClassifier(Classifier):
         self.passes_per_epoch = self.description.passes_per_epoch
         self.train_fraction = settings.train_fraction
         self.clip_norm, self.ema_decay = settings.clip_norm, settings.ema_decay
-        self.label_smoothing = settings.label_smoothing
+        self.label_smoothing, self.norm_samples = settings.label_smoothing, settings.norm_samples
 
     @classmethod
     def load_model(

@@ -1,11 +1,7 @@
-"""Recipes of test_ghost_batch_norm.py."""
+"""A recipe of test_ghost_batch_norm.py."""
 
 from flyte_ddp.recipes.images import ImageClassifier
 
 
-class ByGroups(ImageClassifier):
-    norm_samples = 4
-
-
-class ByGroupsInParts(ByGroups):
+class InParts(ImageClassifier):
     micro_batch = 4

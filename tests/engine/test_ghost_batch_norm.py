@@ -13,9 +13,10 @@ from flyte_ddp.errors import InputError
 from tests.engine.by_row_targets import Applied, Derived
 from tests.engine.test_training import Unplugged, identical, relative_difference, unplug_at
 
-GROUPS, IN_PARTS = (f"tests.engine.norm_recipes:{name}" for name in ("ByGroups", "ByGroupsInParts"))
+IN_PARTS = "tests.engine.norm_recipes:InParts"
 # 98 images: in the last of seven steps there are two of them, a single short group
 NETWORK = {"model": "fashion_cnn", "train_fraction": 98 / 318, "learning_rate": 0.005}
+GROUPS = {**NETWORK, "norm_samples": 4}
 
 
 @pytest.fixture(autouse=True)
@@ -145,8 +146,8 @@ def test_running_statistics_that_are_no_buffers_are_refused():
 
 
 def test_the_weights_are_the_same_on_any_number_of_ranks_and_in_parts(train):
-    one, two, three = (train(ranks, name=f"{ranks}", recipe=GROUPS, **NETWORK) for ranks in (1, 2, 3))
-    parts = train(2, name="parts", recipe=IN_PARTS, **NETWORK)
+    one, two, three = (train(ranks, name=f"{ranks}", **GROUPS) for ranks in (1, 2, 3))
+    parts = train(2, name="parts", recipe=IN_PARTS, **GROUPS)
     assert {"norm1.running_mean", "norm1.running_var", "norm1.num_batches_tracked"} <= set(one.weights)
     for other in (two, three, parts):
         assert relative_difference(one, other) < 1e-4
@@ -156,7 +157,7 @@ def test_the_weights_are_the_same_on_any_number_of_ranks_and_in_parts(train):
 
 
 def test_a_run_that_was_cut_off_goes_on_with_the_same_bits(train):
-    settings = {"recipe": IN_PARTS, "epochs": 2, "log_interval": 1, "ema_decay": 0.9, **NETWORK}
+    settings = {"recipe": IN_PARTS, "epochs": 2, "log_interval": 1, "ema_decay": 0.9, **GROUPS}
     expected = train(name="whole", **settings)
     with pytest.raises(Unplugged):
         train(name="cut", checkpoint_seconds=0, on_event=unplug_at(4), **settings)
