@@ -54,7 +54,7 @@ def main() -> None:
     parser.add_argument("--only", choices=PARTS, nargs="+", default=PARTS)
     arguments = parser.parse_args()
     print(f"{hardware()}; n = {arguments.runs}\n")
-    runs, images = (1, 1000) if arguments.small else (arguments.runs, 50_000)
+    runs, images = (1, 1000) if arguments.small else (arguments.runs, 20_000)
     if "speeds" in arguments.only:
         with local_storage() as options:
             use_storage_options({"s3": options})
@@ -86,17 +86,15 @@ def compare_speeds(images: int, runs: int) -> None:
     for split, count in zip(SPLITS, (images, images // 5), strict=True):
         pixels = numbers.integers(0, 256, (count, 3, 64, 64), dtype=np.uint8)
         write_blocks(f"s3://bucket/{split}", (pixels, numbers.integers(0, 10, count)), max(1, images // 50))
-    print("| | loader workers | images per second from storage, median [range] | in memory | ratio |")
-    print("|---|---|---|---|---|")
+    print("| | images per second from storage, median [range] | in memory | ratio |\n|---|---|---|---|")
     for name, width in WIDTHS.items():
-        for workers in (0, 2):
-            speeds: dict[str, list[float]] = {"s3://bucket": [], "memory:s3://bucket": []}
-            for _ in range(runs):
-                for source, found in speeds.items():
-                    found.append(speed(source, width, workers))
-            streamed, held = speeds.values()
-            ratio = statistics.median(streamed) / statistics.median(held)
-            print(f"| {name} | {workers} | {spread(streamed, 0)} | {spread(held, 0)} | {ratio:.2f} |", flush=True)
+        speeds: dict[str, list[float]] = {"s3://bucket": [], "memory:s3://bucket": []}
+        for _ in range(runs):
+            for source, found in speeds.items():
+                found.append(speed(source, width))
+        streamed, held = speeds.values()
+        ratio = statistics.median(streamed) / statistics.median(held)
+        print(f"| {name} | {spread(streamed, 0)} | {spread(held, 0)} | {ratio:.2f} |", flush=True)
 
 
 def serve(connection: Connection) -> None:
@@ -105,10 +103,10 @@ def serve(connection: Connection) -> None:
         threading.Event().wait()
 
 
-def speed(source: str, width: int, workers: int) -> float:
+def speed(source: str, width: int) -> float:
     """Images per second of the training loop of the second epoch."""
     settings = Settings(source=source, width=width, epochs=2, precision="float32", log_interval=1000)
-    options = RunOptions(nproc=1, loader_workers=workers, tracking="off", resume=False)
+    options = RunOptions(nproc=1, tracking="off", resume=False)
     with tempfile.TemporaryDirectory() as folder:
         epoch = train("benchmarks.streamed_images:Images", settings, options, output=folder, on_event=print_no).epochs[
             1
@@ -170,7 +168,7 @@ def accuracy(source: str, window: int, seed: int) -> float:
     settings = Settings(
         source=source, channels=1, width=16, window=window, epochs=1, seed=seed, batch_size=64, precision="float32"
     )
-    options = RunOptions(nproc=1, loader_workers=1, tracking="off", resume=False)
+    options = RunOptions(nproc=1, tracking="off", resume=False)
     with tempfile.TemporaryDirectory() as folder:
         result = train("benchmarks.streamed_images:Images", settings, options, output=folder, on_event=print_no)
     print(f"window {window}, seed {seed}: {result.tested}", file=sys.stderr)

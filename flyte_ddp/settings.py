@@ -230,8 +230,8 @@ class RunOptions(Settings):
         log_gradients: whether trackers get each parameter's gradient norm and, after each epoch, its histogram.
         keep_checkpoint: whether to keep the last checkpoint, as final-checkpoint, so that a later training can continue
             from it.
-        loader_workers: processes per rank that read ahead samples that are not in memory; with 0 the rank reads them
-            itself.
+        loader_workers: processes per rank that read ahead samples of a Dataset that are not in memory; with 0 the rank
+            reads them itself. Blocks need none: a thread of the rank reads them ahead.
         pin_memory: whether such batches are copied to a GPU from page-locked memory; without a GPU it has no effect.
         cache_bytes: of each node's disk that Blocks of data may take; 0 is half of what is free.
         sharding: with full, each rank keeps a part of the weights, gradients and optimizer state, and the layers that

@@ -77,12 +77,13 @@ def length_of(tree: Any, name: str) -> int:
     return lengths.pop()
 
 
-def tree_of(rows: np.ndarray) -> Any:
-    """The tree of arrays (n, ...), each in memory of its own, that rows_of made the rows from; its lists are tuples."""
+def tree_of(rows: np.ndarray, order: slice | np.ndarray = slice(None)) -> Any:
+    """The tree of arrays (n, ...), each in memory of its own, that rows_of made the rows from; its lists are tuples.
+    order: of the rows, by index."""
     names = rows.dtype.names
     if names is None:
-        return np.ascontiguousarray(rows)
-    parts = {name: tree_of(rows[name]) for name in names}
+        return np.ascontiguousarray(rows[order])
+    parts = {name: tree_of(rows[name], order) for name in names}
     return tuple(parts.values()) if names == _numbered(len(names)) else parts
 
 

@@ -146,13 +146,13 @@ class Ahead:
             threading.Thread(target=self._work, daemon=True).start()
 
     def wait(self, step: int, blocks: Iterable[int]) -> None:
-        """Returns when these blocks, which the step needs, are there; raises what kept one away."""
+        """Returns when these blocks, which the step needs, are there, or after close; raises what kept one away."""
         needed = set(blocks)
         assert all(self.last.get(block, -1) >= step for block in needed), "a block that was not announced"
         with self._changed:
             self._waiting = step
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._failure or needed <= self._here)
+            self._changed.wait_for(lambda: self._failure or self._is_closed or needed <= self._here)
             if self._failure:
                 raise self._failure
 
@@ -205,8 +205,7 @@ class Ahead:
         self._changed.notify_all()
 
 
-def needed_bytes(uses: Uses, sizes: np.ndarray, steps_ahead: int) -> int:
-    """The most bytes that are needed at a time, if blocks are deleted this many steps after their last use; sizes: (n,)
-    of the uses' blocks."""
-    times, changes = np.concatenate([uses.first, uses.last + 1 + steps_ahead]), np.concatenate([sizes, -sizes])
+def needed_bytes(uses: Uses, sizes: np.ndarray) -> int:
+    """The most bytes that are needed at a time; sizes: (n,) of the uses' blocks."""
+    times, changes = np.concatenate([uses.first, uses.last + 1]), np.concatenate([sizes, -sizes])
     return int(np.cumsum(changes[np.lexsort([changes, times])]).max())

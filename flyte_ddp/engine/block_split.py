@@ -1,6 +1,5 @@
 """A split whose samples are in blocks: which blocks a batch needs, and its rows from their files."""
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ from torch import Tensor
 from flyte_ddp.data.blocks import Blocks, open_rows, tree_of
 from flyte_ddp.engine.block_cache import Ahead, BlockCache, needed_bytes
 from flyte_ddp.engine.block_order import BlockOrder, Uses
-from flyte_ddp.engine.loading import Streamed
+from flyte_ddp.engine.loading import made_ahead
 from flyte_ddp.engine.order import shuffled
 from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.errors import DataError, InputError
@@ -21,23 +20,18 @@ from flyte_ddp.random_numbers import key_of
 
 SPREAD_BLOCKS = 4  # how many blocks the samples come from that are to be from all over a split
 HEADER_BYTES = 4096  # of a block's file, at most
+BATCHES_AHEAD = 2
 
 Computed = Callable[[int], slice]
 
 
 @dataclass(frozen=True)
 class Reading:
-    """How samples get to a rank: through which cache, to which device, and by how many loader workers."""
+    """How samples get to a rank: through which cache, to which device, and whether from page-locked memory."""
 
     cache: BlockCache
     device: torch.device
-    workers: int = 0
     pin_memory: bool = False
-
-    @property
-    def steps_ahead(self) -> int:
-        """How many batches the loader asks for before the first of them is there: two for each worker."""
-        return 2 * self.workers
 
 
 class BlockSplit:
@@ -53,7 +47,7 @@ class BlockSplit:
         self.sizes = np.zeros_like(self.block_lengths)  # in bytes; not known before the first one is there
         self._kept: set[int] = set()  # whose files fetch has left for its next call
         self._keep({0})
-        self.row = np.asarray(open_rows(self.path(0), int(self.block_lengths[0]), self._name(0)))[:0].copy()
+        self.row = np.asarray(open_rows(self.path(0), int(self.block_lengths[0]), self.name_of(0)))[:0].copy()
         self.sizes = self.block_lengths * kind_of(self.row).itemsize + HEADER_BYTES
 
     def __len__(self) -> int:
@@ -128,7 +122,7 @@ class BlockSplit:
     def _file(self, block: int) -> str:
         return f"{self.name}-{self.chosen[block]}"
 
-    def _name(self, block: int) -> str:
+    def name_of(self, block: int) -> str:
         return self.blocks.name(int(self.chosen[block]))
 
 
@@ -154,69 +148,66 @@ class BlocksInOrder:
 
     def check_room(self) -> None:
         """Raises InputError, with the number that is needed, if the cache is too small for what is needed at a time."""
-        steps = range(-(-self.order.samples // self.order.batch_size))
-        uses, reading = self.uses(steps), self.split.reading
-        needed = needed_bytes(uses, self.split.sizes[uses.blocks], reading.steps_ahead)
-        reading.cache.check(needed)
+        uses = self.uses(range(-(-self.order.samples // self.order.batch_size)))
+        self.split.reading.cache.check(needed_bytes(uses, self.split.sizes[uses.blocks]))
 
     def fetch(self, parts: Iterable[Tensor], steps: range) -> Iterator[Any]:
-        split, reading, uses = self.split, self.split.reading, self.uses(steps)
-        ahead = Ahead(uses, split.sizes[uses.blocks], reading.cache.budget, split.blocks.threads)
+        split, uses, rows = self.split, self.uses(steps), BlockRows(self.split)
+        ahead = Ahead(uses, split.sizes[uses.blocks], split.reading.cache.budget, split.blocks.threads)
+        pins = split.reading.pin_memory and split.device.type == "cuda"
+        gpu = torch.cuda.current_device() if pins else 0
 
-        def awaited() -> Iterator[Tensor]:
-            # By the first part the loader's workers have been started: their fork would not take the threads along
-            ahead.start(split.bring, split.drop)
+        def read() -> Iterator[Any]:
+            if pins:
+                torch.cuda.set_device(gpu)  # a thread begins with the host's first, where pinning would take memory
             for step, part in zip(steps, parts, strict=True):
                 ahead.wait(step, split.blocks_of(part.numpy()).tolist())
-                yield part
+                tree = pytree.tree_map(torch.from_numpy, rows.read_batch(part.numpy()))
+                ahead.finish(step)
+                yield pytree.tree_map(Tensor.pin_memory, tree) if pins else tree
 
         split.forget()
-        loader = Streamed(BlockRows(split), split.device, reading.workers, reading.pin_memory)
+        ahead.start(split.bring, rows.drop)
         try:
-            for step, tree in zip(steps, loader.fetch(awaited()), strict=True):
-                ahead.finish(step)
-                yield tree
+            for tree in made_ahead(read(), BATCHES_AHEAD):
+                yield pytree.tree_map(lambda leaf: leaf.to(split.device, non_blocking=True), tree)
         finally:
             ahead.close()
 
 
 class BlockRows:
-    """Reads samples from the files of their blocks, in the rank or in a loader worker."""
+    """Reads samples from the files of their blocks, which stay open until they are dropped."""
 
     def __init__(self, split: BlockSplit):
-        self.row, self.ends, self.chosen = split.row, split.ends, split.chosen
-        self.block_lengths = split.block_lengths
-        self.start = str(split.path(0)).removesuffix(f"{split.chosen[0]}.npy")
+        self.split = split
         self._opened: dict[int, np.ndarray] = {}  # (n, bytes of a row) uint8: the fastest to take rows from
-
-    def __len__(self) -> int:
-        return int(self.ends[-1])
 
     def read_batch(self, samples: np.ndarray) -> Any:
         """A tree of arrays (n, ...); their blocks must be in the cache. Raises DataError for a block of other rows."""
-        blocks = np.searchsorted(self.ends, samples, side="right")
-        found = np.empty((len(samples), kind_of(self.row).itemsize), np.uint8)
-        needed = np.unique(blocks).tolist()
-        if not self._opened.keys() >= set(needed):
-            # a deleted file takes space for as long as it is open
-            self._opened = {one: rows for one, rows in self._opened.items() if os.path.exists(self._path(one))}
-        for block in needed:
-            mine = blocks == block
-            found[mine] = self._open(block)[samples[mine] - (self.ends[block] - self.block_lengths[block])]
-        return tree_of(found.view(self.row.dtype).reshape(len(samples), *self.row.shape[1:]))
+        split, row = self.split, self.split.row
+        blocks = split.blocks_of(samples)
+        order = np.argsort(blocks, kind="stable")
+        sorted_blocks, places = blocks[order], (samples - (split.ends - split.block_lengths)[blocks])[order]
+        starts = [0, *(np.flatnonzero(np.diff(sorted_blocks)) + 1).tolist()]
+        found = np.empty((len(samples), kind_of(row).itemsize), np.uint8)
+        for start, stop in zip(starts, [*starts[1:], len(samples)], strict=True):
+            opened = self._open(int(sorted_blocks[start]))
+            opened.take(places[start:stop], axis=0, out=found[start:stop], mode="clip")  # "raise" would copy
+        rows = found.view(row.dtype).reshape(len(samples), *row.shape[1:])
+        return tree_of(rows, np.argsort(order))
+
+    def drop(self, block: int) -> None:
+        self._opened.pop(block, None)  # a deleted file takes space for as long as it is open
+        self.split.drop(block)
 
     def _open(self, block: int) -> np.ndarray:
         if block not in self._opened:
-            name, row = f"block {self.chosen[block]}", self.row
-            rows = open_rows(self._path(block), int(self.block_lengths[block]), name)
-            if kind_of(rows) != kind_of(row):
-                name = f"block {self.chosen[block]}"
-                raise DataError(f"{name} has samples of {kind_of(rows)}, where others have {kind_of(row)}")
+            name, kind = self.split.name_of(block), kind_of(self.split.row)
+            rows = open_rows(self.split.path(block), int(self.split.block_lengths[block]), name)
+            if kind_of(rows) != kind:
+                raise DataError(f"{name} has samples of {kind_of(rows)}, where others have {kind}")
             self._opened[block] = np.asarray(rows).reshape(-1).view(np.uint8).reshape(len(rows), -1)
         return self._opened[block]
-
-    def _path(self, block: int) -> Path:
-        return Path(f"{self.start}{self.chosen[block]}.npy")
 
 
 def kind_of(rows: np.ndarray) -> np.dtype:

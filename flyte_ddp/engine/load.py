@@ -67,7 +67,7 @@ def load_split(recipe: Recipe, split: str, job: Job, cache: BlockCache) -> Split
         if isinstance(data, Blocks):
             if recipe.lengths(split) is not None or recipe.length_window:
                 raise InputError("samples in Blocks have one shape: leave out lengths and length_window")
-            return BlockSplit(data, split, Reading(cache, recipe.device, options.loader_workers, options.pin_memory))
+            return BlockSplit(data, split, Reading(cache, recipe.device, options.pin_memory))
         if isinstance(data, torch.utils.data.IterableDataset):
             raise InputError(
                 "an IterableDataset has no order that could be resumed or shared among ranks: return Blocks, which "

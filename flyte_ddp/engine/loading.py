@@ -7,7 +7,9 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -21,6 +23,8 @@ from flyte_ddp.errors import DataError
 # A forked worker has its first batch after 0.04 s; it must not use CUDA, and does not. A forkserver would belong to the
 # rank and import torch once more (6 s on two busy cores). macOS's libraries don't survive a fork.
 START_METHOD = "fork" if sys.platform == "linux" else "spawn"
+
+T = TypeVar("T")
 
 
 class Streamed:
@@ -62,6 +66,35 @@ class Streamed:
             if read.problem:
                 raise DataError(read.problem)
             yield pytree.tree_map(lambda leaf: leaf.to(self.device, non_blocking=True), read.tensors())
+
+
+def made_ahead(items: Iterator[T], count: int) -> Iterator[T]:
+    """The items, of which a thread makes so many before they are asked for; what it raises is raised here."""
+    asked: SimpleQueue[bool] = SimpleQueue()
+    made: SimpleQueue[Future[T]] = SimpleQueue()
+
+    def make() -> None:
+        while asked.get():
+            item: Future[T] = Future()
+            try:
+                item.set_result(next(items))
+            except BaseException as error:
+                item.set_exception(error)
+            made.put(item)
+
+    threading.Thread(target=make, daemon=True).start()
+    for _ in range(count):
+        asked.put(True)
+    try:
+        while True:
+            try:
+                item = made.get().result()
+            except StopIteration:
+                return
+            yield item
+            asked.put(True)
+    finally:
+        asked.put(False)
 
 
 class _Read:
