@@ -68,6 +68,15 @@ def epoch_lines(record: Record) -> list[list[str]]:
     ]
 
 
+def kept_table(record: Record) -> dict[str, Any] | None:
+    """The evaluations whose weights options.keep_best has left in the logs, the best first."""
+    if not record.kept:
+        return None
+    measure = record.kept[0].measure
+    lines = [[one.file, counted(one.epoch), record.written(measure, {measure: one.value})] for one in record.kept]
+    return {"heads": ["File", "Epoch", f"Validation {in_words(measure)}"], "lines": lines}
+
+
 def phase_bars(record: Record) -> list[tuple[str, list[str], float]]:
     """Each phase's seconds, and them as a share of the longest one's, in percent."""
     phases = record.phases()

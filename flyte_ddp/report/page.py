@@ -165,6 +165,7 @@ REPORT = """
 <h2>Progress</h2><div class="grid">
 {% for shown in curves %}{{ figure(shown) }}{% endfor %}
 {% if epochs %}{{ grid_table("Epochs", epoch_heads, epochs) }}{% endif %}
+{% if kept %}{{ grid_table("Best evaluations, in the logs", kept.heads, kept.lines, True) }}{% endif %}
 </div>
 {% endif %}
 
