@@ -72,7 +72,7 @@ def fragment(record: Record) -> str:
         samples=sample_pictures(record.info),
         phases=contents.phase_bars(record),
         speed=_drawings(curves.speed_curves(record)),
-        ranks=contents.rank_table(record),
+        ranks=contents.ranks(record),
         operators=contents.operator_table(record),
         setup=contents.setup_tables(record),
     )
