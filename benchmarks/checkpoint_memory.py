@@ -86,7 +86,7 @@ def save(environment: Environment, link: Link, job: Job) -> tuple[float, ...]:
     with process_group(environment, job.options.timeout_seconds) as device:
         parts = set_up(environment, device, job, BlockCache(environment))
         parts.state.train_step(next(parts.train.epoch(0, 0)), False)
-        checkpoints = checkpoints_of(parts.state, environment, link, job)
+        checkpoints = checkpoints_of(parts.state, environment, link.emit, job)
         for _ in range(3):
             with Peak() as peak:
                 started = time.perf_counter()

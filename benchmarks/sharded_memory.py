@@ -52,7 +52,7 @@ def measure(environment: Environment, link: Link, job: Job) -> tuple[float, ...]
         with Peak() as in_step:
             start = resident()
             parts.state.train_step(batch, False)
-        checkpoints = checkpoints_of(parts.state, environment, link, job)
+        checkpoints = checkpoints_of(parts.state, environment, link.emit, job)
         with Peak() as in_checkpoint:
             kept = resident()
             checkpoints.save(parts.state)

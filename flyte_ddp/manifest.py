@@ -20,6 +20,11 @@ def shards_beside(path: Path) -> Path:
     return path.with_name(f"{path.name}-shards")
 
 
+def models_beside(path: Path) -> Path:
+    """The folder with the weights of the best evaluations so far, of a training with its checkpoint at this path."""
+    return path.with_name(f"{path.name}-best")
+
+
 def read_manifest(path: Path) -> dict[str, Any] | None:
     """The manifest at this path; None if the checkpoint is a single file, or damaged. Raises OSError."""
     with open(path, "rb") as file:
@@ -40,6 +45,7 @@ def write_manifest(path: Path, manifest: dict[str, Any]) -> None:
 
 
 def remove_checkpoint(path: Path) -> None:
-    """Removes the checkpoint at this path, if there is one, with its shards."""
+    """Removes the checkpoint at this path, if there is one, with its shards and models."""
     path.unlink(missing_ok=True)
-    shutil.rmtree(shards_beside(path), ignore_errors=True)
+    for folder in (shards_beside(path), models_beside(path)):
+        shutil.rmtree(folder, ignore_errors=True)

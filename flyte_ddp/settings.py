@@ -201,13 +201,15 @@ class TrainingSettings(Settings):
         """The epoch, from 1, that training ends with, unless early stopping ends it before."""
         return self.stop_after or self.epochs
 
-    def check_validation(self) -> None:
-        """Raises InputError for settings that make no sense without a validation split."""
-        if self.patience:
-            raise InputError(
-                f"{type(self).__name__}.patience must be 0 without a validation split, got {self.patience}: set "
-                "validation_fraction, such as 0.1, or has_validation in a recipe that has such a split of its own"
-            )
+    def check_validation(self, keep_best: int = 0) -> None:
+        """Raises InputError for settings, or an option, that make no sense without a validation split."""
+        given = {f"{type(self).__name__}.patience": self.patience, "RunOptions.keep_best": keep_best}
+        for name, value in given.items():
+            if value:
+                raise InputError(
+                    f"{name} must be 0 without a validation split, got {value}: set validation_fraction, such as 0.1, "
+                    "or has_validation in a recipe that has such a split of its own"
+                )
 
 
 @dataclass(frozen=True)
@@ -230,6 +232,8 @@ class RunOptions(Settings):
         log_gradients: whether trackers get each parameter's gradient norm and, after each epoch, its histogram.
         keep_checkpoint: whether to keep the last checkpoint, as final-checkpoint, so that a later training can continue
             from it.
+        keep_best: how many of the best evaluations on the validation split leave their weights in the logs, the best
+            as best-1-epoch-N.pt; 0 is none.
         loader_workers: processes per rank that read ahead samples of a Dataset that are not in memory; with 0 the rank
             reads them itself. Blocks need none: a thread of the rank reads them ahead.
         pin_memory: whether such batches are copied to a GPU from page-locked memory; without a GPU it has no effect.
@@ -252,5 +256,6 @@ class RunOptions(Settings):
     loader_workers: int = setting(2, minimum=0, maximum=64)
     pin_memory: bool = setting(True)
     keep_checkpoint: bool = setting(False)
+    keep_best: int = setting(0, minimum=0)
     cache_bytes: int = setting(0, minimum=0)
     sharding: str = setting("off", choices=SHARDING)

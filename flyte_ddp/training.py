@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flyte_ddp.data.description import StoredData
-from flyte_ddp.engine.job import PREDICTIONS, Job, TrainingResult, job_in, subject_of
+from flyte_ddp.engine.job import PREDICTIONS, Job, KeptModel, TrainingResult, job_in, subject_of
 from flyte_ddp.errors import InputError
 from flyte_ddp.events import EpochFinished, Event, all_of
 from flyte_ddp.launch import launcher
@@ -45,6 +45,7 @@ class Result:
         output: the folder of all that was written; on the first node.
         tested: measures of the test samples, with the weights at model_path.
         best_epoch: which of the epochs these weights are of, from 1; 0 without a validation split.
+        kept: what options.keep_best has left in output, the best first.
     """
 
     epochs: list[EpochFinished]
@@ -53,6 +54,7 @@ class Result:
     output: Path
     tested: dict[str, float]
     best_epoch: int
+    kept: list[KeptModel]
 
 
 def train(
@@ -112,7 +114,7 @@ def train(
     result = results[0]
     warnings = [one.reason for one in result.warnings]
     best_epoch = 0 if result.chosen_epoch is None else result.chosen_epoch + 1
-    return Result(result.epochs, warnings, Path(job.model_path), folder, result.tested, best_epoch)
+    return Result(result.epochs, warnings, Path(job.model_path), folder, result.tested, best_epoch, result.kept)
 
 
 def existing(data: str | Path | None) -> Path | StoredData | None:

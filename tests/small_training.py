@@ -76,6 +76,7 @@ def trainer(small_data: Path, parent: Path) -> Callable[..., Any]:
         data: Path = small_data,
         loader_workers: int = 0,
         init: Path | None = None,
+        keep_best: int = 0,
         **hyperparameters: Any,
     ) -> Any:
         import torch
@@ -88,6 +89,7 @@ def trainer(small_data: Path, parent: Path) -> Callable[..., Any]:
             timeout_seconds=timeout_seconds,
             loader_workers=loader_workers,
             keep_checkpoint=True,
+            keep_best=keep_best,
         )
         subject = subject_of(find_code(recipe), hp, data, init, prepared.read_description(data))
         job = job_in(folder, subject, options)

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ from filelock import FileLock, Timeout
 
 from flyte_ddp.attempt.folders import runs_dir
 from flyte_ddp.attempt.platform import Platform
+from flyte_ddp.attempt.stored_models import StoredModels, get_file
 from flyte_ddp.errors import InputError, RecoverableError
 from flyte_ddp.events import CheckpointWritten, Observer
-from flyte_ddp.manifest import read_manifest, remove_checkpoint, shards_beside, write_manifest
+from flyte_ddp.manifest import models_beside, read_manifest, remove_checkpoint, shards_beside, write_manifest
 from flyte_ddp.report.background import one_line
 from flyte_ddp.report.console import say, warn
 from flyte_ddp.storage import temporary_beside, writing_to
@@ -53,18 +55,9 @@ class Store(Observer):
         self.is_given = True
 
 
-def _get(platform: Platform, url: str, path: Path) -> None:
-    beside = temporary_beside(path)
-    try:
-        platform.get(url, beside)
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)
-
-
-def _get_checkpoint(platform: Platform, url: str, path: Path) -> None:
-    """Gets the checkpoint in a folder of the storage, with its shards; FileNotFoundError if there is none."""
-    beside = temporary_beside(path)
+def _get_checkpoint(platform: Platform, url: str, path: Path) -> StoredModels:
+    """Gets the checkpoint in a folder of the storage, and what is beside it; FileNotFoundError if there is none."""
+    beside, models = temporary_beside(path), StoredModels(platform, url, path)
     try:
         platform.get(f"{url}/{path.name}", beside)
         if manifest := read_manifest(beside):
@@ -72,8 +65,10 @@ def _get_checkpoint(platform: Platform, url: str, path: Path) -> None:
             folder.mkdir(parents=True, exist_ok=True)
             for name in manifest["files"]:
                 with suppress(FileNotFoundError):  # ranks refuse it, and name what is missing
-                    _get(platform, f"{url}/{folder.parent.name}/{folder.name}/{name}", folder / name)
+                    get_file(platform, f"{url}/{folder.parent.name}/{folder.name}/{name}", folder / name)
+        models.get()
         os.replace(beside, path)
+        return models
     finally:
         beside.unlink(missing_ok=True)
 
@@ -90,6 +85,7 @@ class PlatformStore(Store):
         self._platform, self.folder = platform, platform.checkpoint_url()
         self._new, self._closing = threading.Event(), False
         self._taken: set[str] = set()  # folders of shards that the manifest in the storage may name
+        self._models = StoredModels(platform, self.folder, path)
         say(f"Checkpoints: {self.folder}")
         # the thread needs this one's context, in which the platform knows its storage
         self._thread = threading.Thread(target=contextvars.copy_context().run, args=(self._upload,), daemon=True)
@@ -127,13 +123,15 @@ class PlatformStore(Store):
     def _fetch(self, url: str) -> bool:
         """Gets the checkpoint in a folder of the storage, or where that says; whether there is one."""
         with suppress(FileNotFoundError):
-            _get_checkpoint(self._platform, url, self.path)
+            models = _get_checkpoint(self._platform, url, self.path)
+            if url == self.folder:
+                self._models = models
             if manifest := read_manifest(self.path):
                 self._taken = {manifest["folder"]}
             return True
         with suppress(FileNotFoundError):
             elsewhere = self.path.with_name(ELSEWHERE)
-            _get(self._platform, f"{url}/{ELSEWHERE}", elsewhere)
+            get_file(self._platform, f"{url}/{ELSEWHERE}", elsewhere)
             return self._fetch(elsewhere.read_text())
         return False
 
@@ -160,31 +158,41 @@ class PlatformStore(Store):
                 return
 
     def _put(self) -> None:
-        manifest = read_manifest(self.path)
-        if not manifest:
+        shards, models = shards_beside(self.path), models_beside(self.path)
+        if not (shards.exists() or models.exists()):
             return self._platform.put(self.path, f"{self.folder}/{self.path.name}")
-        pinned = temporary_beside(self.path)
+        folder = temporary_beside(self.path)
+        pinned = folder / self.path.name
         try:
-            pinned.mkdir()
-            for name in manifest["files"]:  # links, since the ranks remove the files once they have written newer ones
-                os.link(shards_beside(self.path) / manifest["folder"] / name, pinned / name)
-            self._put_shards(pinned, manifest)
+            folder.mkdir()
+            os.link(self.path, pinned)  # links, since the ranks remove the files once they have written newer ones
+            if manifest := read_manifest(pinned):
+                for name in manifest["files"]:
+                    os.link(shards / manifest["folder"] / name, folder / name)
+            for model in models.glob("*.pt"):
+                with suppress(FileNotFoundError):  # the newest checkpoint does without it
+                    os.link(model, folder / model.name)
+            if self.path.samefile(pinned):  # else a newer one is there, whose event follows
+                self._models.put(folder, partial(self._put_checkpoint, pinned, manifest))
         except FileNotFoundError:
-            if read_manifest(self.path) == manifest:
+            if self.path.samefile(pinned):
                 raise
-            # a newer one is there, whose event follows
         finally:
-            shutil.rmtree(pinned, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
 
-    def _put_shards(self, pinned: Path, manifest: dict[str, Any]) -> None:
-        """Uploads the files in a folder, then their manifest. There are few names for folders, as nothing is removed
-        from the storage."""
+    def _put_checkpoint(self, pinned: Path, manifest: dict[str, Any] | None) -> None:
+        """Uploads a checkpoint; of a sharded one the files beside it, then their manifest. There are few names for
+        folders, as nothing is removed from the storage."""
+        url = f"{self.folder}/{self.path.name}"
+        if manifest is None:
+            return self._platform.put(pinned, url)
         slot = next(name for name in map(str, itertools.count()) if name not in self._taken)
         for name in manifest["files"]:
-            self._platform.put(pinned / name, f"{self.folder}/{shards_beside(self.path).name}/{slot}/{name}")
+            self._platform.put(pinned.with_name(name), f"{self.folder}/{shards_beside(self.path).name}/{slot}/{name}")
         self._taken.add(slot)  # for good, should it be unknown whether the manifest has arrived
-        write_manifest(pinned / self.path.name, {**manifest, "folder": slot})
-        self._platform.put(pinned / self.path.name, f"{self.folder}/{self.path.name}")
+        renamed = pinned.with_name("manifest")
+        write_manifest(renamed, {**manifest, "folder": slot})
+        self._platform.put(renamed, url)
         self._taken = {slot}
 
 

@@ -16,6 +16,8 @@ from flyte_ddp.settings import RunOptions
 
 def check_ranks(platform: Platform, hp: Hyperparameters, options: RunOptions) -> None:
     """Before anything is downloaded or spawned, a local run finds out whether this machine can do what is asked."""
+    if not hp.validation_fraction:
+        hp.check_validation(options.keep_best)
     if platform.is_local():
         choose_world(hp.backend, options.nproc, hp.batch_size)
 

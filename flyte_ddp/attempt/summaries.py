@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from flyte_ddp.engine.job import TrainingResult
+from flyte_ddp.engine.job import KeptModel, TrainingResult
 from flyte_ddp.launch.environment import World
 from flyte_ddp.launch.peaks import peak
 from flyte_ddp.report.record import RunFinished
@@ -27,6 +27,7 @@ class RunSummary:
         validation_samples: size of the validation split; 0 if there is none.
         best_epoch: the evaluation, one per epoch by default, of the returned weights, from 1; 0 without a validation
             split, when it is the last.
+        kept: what options.keep_best has left in the logs, the best first: file, epoch, measure and value.
         parameters: number of the network's parameters.
         sample_flops: floating-point operations of a training step, forward and backward, per sample, as counted.
         peak_memory: peak memory of each rank's process, in bytes, by rank.
@@ -47,6 +48,7 @@ class RunSummary:
     warnings: list[str]
     validation_samples: int
     best_epoch: int
+    kept: list[KeptModel]
     parameters: int
     sample_flops: float
     peak_memory: list[int]
@@ -103,6 +105,7 @@ def summarise(world: World, finished: RunFinished, tracking_url: str) -> RunSumm
         warnings=[warning.reason for warning in result.warnings],
         validation_samples=result.validation_samples,
         best_epoch=0 if result.chosen_epoch is None else result.chosen_epoch + 1,
+        kept=result.kept,
         parameters=result.parameters,
         sample_flops=result.sample_flops,
         peak_memory=[one.peak_bytes for one in finished.results],

@@ -22,7 +22,6 @@ from flyte_ddp.engine.state import TrainingState
 from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.events import CheckpointFailed, CheckpointWritten, Event
 from flyte_ddp.launch.environment import Environment
-from flyte_ddp.launch.link import Link
 from flyte_ddp.manifest import shards_beside
 
 # Copies the content of a checkpoint, whose tensors may change then; what it returns, for a thread, writes it. Both may
@@ -30,13 +29,15 @@ from flyte_ddp.manifest import shards_beside
 Begin = Callable[[dict[str, Any], torch.device], Callable[[], None]]
 
 
-def checkpoints_of(state: TrainingState, environment: Environment, link: Link, job: Job) -> Checkpoints:
+def checkpoints_of(
+    state: TrainingState, environment: Environment, emit: Callable[[Event], None], job: Job
+) -> Checkpoints:
     """What writes this rank's part of the checkpoints; a collective of a sharded network."""
     world, path, every = environment.world, Path(job.checkpoint_path), job.options.checkpoint_seconds
     if is_sharded(state.model) and world.size == world.local_size:
         every = math.inf if environment.rank else every  # rank 0 says when
-        return CheckpointWriter(ShardWriter(path, environment).begin, job, every, link.emit)
-    return NoCheckpoints() if environment.rank else CheckpointWriter(partial(begin_file, path), job, every, link.emit)
+        return CheckpointWriter(ShardWriter(path, environment).begin, job, every, emit)
+    return NoCheckpoints() if environment.rank else CheckpointWriter(partial(begin_file, path), job, every, emit)
 
 
 def begin_file(path: Path, content: dict[str, Any], device: torch.device) -> Callable[[], None]:

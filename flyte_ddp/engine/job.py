@@ -16,7 +16,7 @@ from flyte_ddp.storage import content_digest
 from flyte_ddp.user_code import UserCode
 
 # What rank 0 leaves in the logs: the recipe's predictions (N, ...) on the test samples, its pictures, the weights of
-# the last epoch where others may be better, and the checkpoint of the finished training, on request
+# the last epoch where others may be better, and the checkpoint of the finished training, on request; see KeptModel, too
 PREDICTIONS, PICTURES, LAST, FINAL = "predictions.npy", "pictures.npz", "last.pt", "final-checkpoint"
 
 
@@ -151,6 +151,23 @@ class Measured:
 
 
 @dataclass(frozen=True)
+class KeptModel:
+    """One of the best evaluations, whose weights options.keep_best has left in the logs.
+
+    Attributes:
+        file: its name there; it has the weights as model_state has those of the best.
+        epoch: after which it was, with fractions where an epoch has several.
+        measure: what the best are chosen by.
+        value: of that measure, on the validation split.
+    """
+
+    file: str
+    epoch: float
+    measure: str
+    value: float
+
+
+@dataclass(frozen=True)
 class TrainingResult:
     """What one rank knows at the end; the epochs are the same on every rank.
 
@@ -167,6 +184,7 @@ class TrainingResult:
         parameters: number of the network's parameters.
         sample_flops: floating-point operations of a training step, forward and backward, per sample.
         hardware: name of the GPU, or the CPU's instruction set.
+        kept: the best evaluations that options.keep_best asked for, the best first; on rank 0.
     """
 
     epochs: list[EpochFinished]
@@ -183,3 +201,4 @@ class TrainingResult:
     parameters: int = 0
     sample_flops: float = 0.0
     hardware: str = ""
+    kept: list[KeptModel] = field(default_factory=list)

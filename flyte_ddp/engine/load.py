@@ -114,5 +114,5 @@ def validation_of(recipe: Recipe, train: Split, job: Job, cache: BlockCache) -> 
         return train, load_split(recipe, "validation", job, cache)
     if settings.validation_fraction:
         return hold_out(train, settings.validation_fraction)
-    settings.check_validation()
+    settings.check_validation(job.options.keep_best)
     return train, None

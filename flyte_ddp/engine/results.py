@@ -13,7 +13,7 @@ from torch import Tensor, distributed, nn
 
 from flyte_ddp.batch_share import BatchShare
 from flyte_ddp.engine.checkpoint import finish, save, write_draft
-from flyte_ddp.engine.job import FINAL, LAST, PICTURES, PREDICTIONS, Job, TrainingResult
+from flyte_ddp.engine.job import FINAL, LAST, PICTURES, PREDICTIONS, Job, KeptModel, TrainingResult
 from flyte_ddp.engine.set_up import Parts
 from flyte_ddp.engine.sharded_state import Shard, fill, with_room
 from flyte_ddp.engine.sharding import is_sharded
@@ -33,7 +33,7 @@ def write_last(parts: Parts, job: Job) -> None:
     state = parts.state
     with writing_to(job.logs, "DDP_RUNS_DIR"):
         if parts.validation:
-            _write_weights(parts, job, Path(job.logs, LAST), state.history[-1].validation)
+            write_weights(parts, job, Path(job.logs, LAST), state.history[-1].validation)
         if job.options.keep_checkpoint or job.settings.stop_after:
             path, content = Path(job.logs, FINAL), {"identity": job.identity, "state": state.state_dict()}
             if distributed.get_rank():
@@ -47,7 +47,7 @@ def write_results(parts: Parts, tested: dict[str, float], predictions: Tensor | 
     has any."""
     path, is_first = Path(job.model_path), distributed.get_rank() == 0
     with writing_to(path.parent, "DDP_RUNS_DIR"):
-        _write_weights(parts, job, path, tested)
+        write_weights(parts, job, path, tested)
         drawn = draw_pictures(parts.state, parts.test.split) if is_first or is_sharded(parts.state.model) else []
         if is_first and predictions is not None:
             np.save(Path(job.logs, PREDICTIONS), predictions.cpu().numpy())
@@ -55,9 +55,13 @@ def write_results(parts: Parts, tested: dict[str, float], predictions: Tensor | 
             write_pictures(drawn, Path(job.logs, PICTURES))
 
 
-def _write_weights(parts: Parts, job: Job, path: Path, measures: dict[str, float]) -> None:
+def write_weights(
+    parts: Parts, job: Job, path: Path, measures: dict[str, float], weights: Mapping[str, Tensor | Shard] | None = None
+) -> None:
+    """Rank 0 writes these weights, or those that are evaluated, with their metadata; a collective if sharded. Raises
+    OSError, there alone."""
     state, size = parts.state, distributed.get_world_size()
-    weights = state.evaluated_weights()
+    weights = weights or state.evaluated_weights()
     if distributed.get_rank():
         return fill(None, weights, state.device)
     training = {"world_size": size, "hardware": hardware(state.device), "precision": parts.precision}
@@ -94,8 +98,8 @@ def hardware(device: torch.device) -> str:
     return f"CPU, {torch.backends.cpu.get_cpu_capability()}"
 
 
-def result_of(parts: Parts, tested: dict[str, float]) -> TrainingResult:
-    """tested: measures of the test split."""
+def result_of(parts: Parts, tested: dict[str, float], kept: list[KeptModel]) -> TrainingResult:
+    """tested: measures of the test split. kept: the best evaluations in the logs."""
     state, choice = parts.state, parts.state.choice
     return TrainingResult(
         epochs=state.history,
@@ -112,6 +116,7 @@ def result_of(parts: Parts, tested: dict[str, float]) -> TrainingResult:
         parameters=sum(parameter.numel() for parameter in state.model.parameters()),
         sample_flops=parts.found.sample_flops,
         hardware=hardware(state.device),
+        kept=kept,
     )
 
 
@@ -153,10 +158,16 @@ def export_model(
     firsts = first_names(tensors)
     copies = {name: tensors[name].detach().cpu().contiguous() for name in {*firsts.values()}}
     is_whole = not any(isinstance(value, Shard) for value in weights.values())
-    with whole_file(path) as file:
-        # Tied weights once; of what is still to be filled, torch's checksums would be wrong
-        save({name: copies[first] for name, first in firsts.items()}, file, checksums=is_whole)
-        file.flush()
-        fill(Path(file.name), weights, device)
-        if metadata:
-            add_metadata(file, metadata)
+    written = None
+    try:
+        with whole_file(path) as file:
+            # Tied weights once; of what is still to be filled, torch's checksums would be wrong
+            save({name: copies[first] for name, first in firsts.items()}, file, checksums=is_whole)
+            file.flush()
+            written = Path(file.name)
+            fill(written, weights, device)
+            if metadata:
+                add_metadata(file, metadata)
+    finally:
+        if not written:  # the other ranks wait for it
+            fill(None, weights, device)

@@ -11,6 +11,7 @@ from flyte_ddp.engine.block_cache import BlockCache
 from flyte_ddp.engine.checkpoint import check_readable
 from flyte_ddp.engine.checkpoint_writer import checkpoints_of
 from flyte_ddp.engine.job import Job, TrainingResult
+from flyte_ddp.engine.kept import KeepingCheckpoints, KeptModels
 from flyte_ddp.engine.loop import fit, gather, look_at_test
 from flyte_ddp.engine.memory import choose_micro_batch
 from flyte_ddp.engine.profile import profiling
@@ -21,7 +22,7 @@ from flyte_ddp.engine.sharding import is_sharded
 from flyte_ddp.engine.stragglers import Stragglers
 from flyte_ddp.engine.torch_compat import leave_dynamo_out
 from flyte_ddp.errors import NonFiniteError, UnevenShapesError
-from flyte_ddp.events import RunStarted
+from flyte_ddp.events import RunStarted, all_of
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
 from flyte_ddp.launch.process_group import process_group
@@ -59,7 +60,10 @@ def _train(environment: Environment, device: torch.device, link: Link, job: Job,
     link.emit(run_started(parts, environment, job, hosts))
     for warning in state.watch.warnings if not state.history else ():
         link.emit(warning)
-    checkpoints = checkpoints_of(state, environment, link, job)
+    kept = KeptModels(parts, job, link.emit) if job.options.keep_best else None
+    checkpoints = checkpoints_of(state, environment, all_of(kept, link.emit) if kept else link.emit, job)
+    if kept:
+        checkpoints = KeepingCheckpoints(kept, checkpoints, state)
     try:
         profile = os.path.join(job.logs, "profile") if job.options.profile and job.logs else ""
         with profiling(profile, environment.rank, state.optimizer):
@@ -79,7 +83,7 @@ def _train(environment: Environment, device: torch.device, link: Link, job: Job,
         tested = look_at_test(state, parts.test, settings.last_epoch, link)
     predictions = None if tested.predictions is None else gather(tested.predictions, parts.test)
     write_results(parts, tested.measures, predictions, job)
-    return result_of(parts, tested.measures)
+    return result_of(parts, tested.measures, kept.publish() if kept else [])
 
 
 def run_started(parts: Parts, environment: Environment, job: Job, hosts: list[str]) -> RunStarted:

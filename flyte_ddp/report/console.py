@@ -19,15 +19,18 @@ from flyte_ddp.events import (
     Observer,
     Printed,
     RanksRestarted,
+    RanksTimed,
     RunStarted,
     SlowRank,
     StepLogged,
 )
+from flyte_ddp.report.ranks import Table, in_text, rank_tables
 from flyte_ddp.report.words import in_words, split_sizes, written
 from flyte_ddp.text import counted
 
 logger = logging.getLogger("flyte_ddp")
 _last_words: list[str] = []
+MOST_RANKS = 4  # lines in a table
 
 
 class Terminal(logging.Handler):
@@ -110,9 +113,11 @@ class Console(Remarks):
 
     def __init__(self) -> None:
         self._run: RunStarted
+        self._ranks: list[Table] = []
+        self._has_slow_rank = False
 
     def on_run_started(self, event: RunStarted) -> None:
-        self._run = event
+        self._run, self._ranks = event, []
         hosts = len({*event.hosts})
         say(
             f"{event.dataset}: {split_sizes(event)}; {event.world_size} ranks {f'on {hosts} hosts ' * (hosts > 1)}"
@@ -126,6 +131,24 @@ class Console(Remarks):
     def on_epoch_finished(self, event: EpochFinished) -> None:
         measured, seconds = self._measured(event.split, event.evaluated), f"{event.train_seconds:.1f} s of training"
         say(f"Epoch {counted(event.position)} of {self._run.epochs}: {measured}, {seconds}")
+
+    def on_slow_rank(self, event: SlowRank) -> None:
+        super().on_slow_rank(event)
+        self._has_slow_rank = True
+
+    def on_ranks_timed(self, event: RanksTimed) -> None:
+        self._ranks = rank_tables(self._run.hosts, event, MOST_RANKS) if len(event.data) > 1 else []
+
+    def say_ranks(self) -> None:
+        """Where the seconds of ranks and hosts have gone so far, once."""
+        for table in self._ranks:
+            say(in_text(table))
+        self._ranks = []
+
+    def close(self) -> None:
+        """Says so if there is something to be seen: several hosts, or a slow rank."""
+        if self._has_slow_rank or len(self._ranks) > 1:
+            self.say_ranks()
 
     def on_epoch_chosen(self, event: EpochChosen) -> None:
         early = f"Stopped early after epoch {counted(event.epochs)}. " if event.stopped_early else ""
@@ -180,6 +203,7 @@ class LiveConsole(Console):
 
     def close(self) -> None:
         self._progress.stop()
+        super().close()
 
 
 @contextmanager

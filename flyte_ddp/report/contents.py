@@ -1,11 +1,11 @@
 """The report's tiles and tables, as plain values for its template: titles, and lines of (name, value)."""
 
 import dataclasses
-import heapq
 import json
 from collections.abc import Iterable
 from typing import Any
 
+from flyte_ddp.report.ranks import Table, rank_tables
 from flyte_ddp.report.record import Record
 from flyte_ddp.report.words import capitalised, in_words
 from flyte_ddp.settings import Settings
@@ -68,6 +68,15 @@ def epoch_lines(record: Record) -> list[list[str]]:
     ]
 
 
+def kept_table(record: Record) -> dict[str, Any] | None:
+    """The evaluations whose weights options.keep_best has left in the logs, the best first."""
+    if not record.kept:
+        return None
+    measure = record.kept[0].measure
+    lines = [[one.file, counted(one.epoch), record.written(measure, {measure: one.value})] for one in record.kept]
+    return {"heads": ["File", "Epoch", f"Validation {in_words(measure)}"], "lines": lines}
+
+
 def phase_bars(record: Record) -> list[tuple[str, list[str], float]]:
     """Each phase's seconds, and them as a share of the longest one's, in percent."""
     phases = record.phases()
@@ -75,20 +84,10 @@ def phase_bars(record: Record) -> list[tuple[str, list[str], float]]:
     return [(name, [f"{seconds:.2f}"], round(100 * seconds / most, 1)) for name, seconds in phases]
 
 
-def rank_table(record: Record) -> dict[str, Any] | None:
-    """Where each rank's seconds have gone; of many ranks, those that the others waited for most."""
+def ranks(record: Record) -> list[Table]:
+    """Where the seconds of each rank, and of each of several hosts, have gone."""
     run, times = record.started, record.ranks
-    if run is None or times is None:
-        return None
-    columns = times.data, times.computing, times.waiting, times.waited_for
-    size, waited_for = len(times.data), times.waited_for
-    shown = sorted(heapq.nlargest(MOST_RANKS, range(size), waited_for.__getitem__))
-    title = "Seconds of each rank" if size <= MOST_RANKS else f"Seconds of the {MOST_RANKS} slowest of {size} ranks"
-    return {
-        "title": title,
-        "heads": ["Rank", "Waits for data", "Computes", "Waits for others", "Is waited for"],
-        "lines": [[f"{rank} on {run.hosts[rank]}", *(f"{column[rank]:,.2f}" for column in columns)] for rank in shown],
-    }
+    return rank_tables(run.hosts, times, MOST_RANKS) if run and times else []
 
 
 def data_lines(record: Record) -> list[tuple[str, Any]]:

@@ -165,6 +165,7 @@ REPORT = """
 <h2>Progress</h2><div class="grid">
 {% for shown in curves %}{{ figure(shown) }}{% endfor %}
 {% if epochs %}{{ grid_table("Epochs", epoch_heads, epochs) }}{% endif %}
+{% if kept %}{{ grid_table("Best evaluations, in the logs", kept.heads, kept.lines, True) }}{% endif %}
 </div>
 {% endif %}
 
@@ -210,7 +211,7 @@ REPORT = """
 <h2>Speed</h2><div class="columns">{{ bars("Seconds by phase", ("Phase", "Seconds"), phases) }}
 {% for shown in speed %}{{ figure(shown) }}{% endfor %}
 </div>
-{% if ranks %}<div class="apart">{{ grid_table(ranks.title, ranks.heads, ranks.lines) }}</div>{% endif %}
+{% for table in ranks %}<div class="apart">{{ grid_table(table.title, table.heads, table.lines) }}</div>{% endfor %}
 {% if operators %}
 <div class="apart">{{ grid_table(operators.title, operators.heads, operators.lines, True) }}</div>
 {% endif %}

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from flyte_ddp.data.description import DatasetDescription
-from flyte_ddp.engine.job import TrainingResult
+from flyte_ddp.engine.job import KeptModel, TrainingResult
 from flyte_ddp.events import (
     CheckpointFailed,
     CheckpointRefused,
@@ -216,6 +216,11 @@ class Record(Observer):
     @property
     def headline(self) -> str:
         return self.started.headline if self.started else "loss"
+
+    @property
+    def kept(self) -> list[KeptModel]:
+        """The best evaluations, whose weights are in the logs; known once training has finished."""
+        return self.finished.results[0].kept if self.finished else []
 
     @property
     def measures(self) -> list[str]:

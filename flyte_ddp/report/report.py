@@ -64,6 +64,7 @@ def fragment(record: Record) -> str:
         curves=_drawings(curves.progress_curves(record)),
         epoch_heads=contents.epoch_heads(record),
         epochs=contents.epoch_lines(record),
+        kept=contents.kept_table(record),
         **verdict(record),
         pictures=drawn_pictures(record.info.logs),
         figures=drawn_figures(record.info.logs),
@@ -71,7 +72,7 @@ def fragment(record: Record) -> str:
         samples=sample_pictures(record.info),
         phases=contents.phase_bars(record),
         speed=_drawings(curves.speed_curves(record)),
-        ranks=contents.rank_table(record),
+        ranks=contents.ranks(record),
         operators=contents.operator_table(record),
         setup=contents.setup_tables(record),
     )

@@ -29,6 +29,10 @@ def say_summary(record: Record, model: Path, report: Path, show_paths: bool) -> 
     if record.tested:
         chosen, value = "Chosen" if record.tested.is_best else "Last", record.written(name, record.tested.measures)
         lines.insert(-1, (chosen, f"epoch {counted(record.tested.position)}; {value} on the test {record.samples}"))
+    for one in record.kept[:MOST_SAID]:
+        value = f"{in_words(one.measure)} {record.written(one.measure, {one.measure: one.value})}"
+        file = info.logs / one.file if show_paths else one.file
+        lines.append(("Kept", f"{file}, {value} on the validation {record.samples}"))
     lines += [("Warning", warning.reason) for warning in record.warnings]
     if show_paths:
         lines += [("Model", str(model)), ("Report", str(report)), ("Next", next_step(info, report))]

@@ -56,6 +56,8 @@ class File:
 def watch(path: str, timeout: float | None) -> None:
     """Show the training whose logs are at PLACE, a folder or a URL of Flyte's storage, until it ends.
 
+    In the end, or when you leave it by Ctrl-C, it tells where the seconds of ranks and hosts have gone so far.
+
     PLACE is what a run prints after "Logs:", its output `logs`, or the progress.jsonl in it. The exit status is 0 if
     the training has succeeded, and 1 if it has failed or nothing new has come.
     """
@@ -64,6 +66,7 @@ def watch(path: str, timeout: float | None) -> None:
     try:
         last = show(file, console, timeout)
     finally:
+        console.say_ranks()
         console.close()
     if isinstance(last, RunFailed):
         raise ReportedError(f"The training failed: {last.reason}")

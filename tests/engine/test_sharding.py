@@ -32,11 +32,13 @@ KINDS = "off", "full"
 NAN = {"batch_size": 4, "epochs": 2}
 
 
-def run(name, output, sharding="full", nproc=1, watch=lambda event: None, seconds=1e9, init=None, **settings):
+def run(
+    name, output, sharding="full", nproc=1, watch=lambda event: None, seconds=1e9, init=None, keep_best=0, **settings
+):
     """Losses of each step, the result and its weights."""
     options = RunOptions(
         nproc=nproc, sharding=sharding, tracking="off", loader_workers=0, keep_checkpoint=True,
-        checkpoint_seconds=seconds,
+        checkpoint_seconds=seconds, keep_best=keep_best,
     )  # fmt: skip
     losses = {}
 
@@ -195,6 +197,25 @@ def test_a_training_goes_on_with_or_without_sharding_on_any_number_of_ranks(tmp_
     assert not refused
     assert min(resumed[0]) > (1, 1)
     assert_alike(resumed, whole)
+
+
+@pytest.mark.slow
+def test_the_best_evaluations_are_kept_as_without_sharding_and_after_a_cut(tmp_path):
+    settings = {**WHOLE, "epochs": 4, "evaluations_per_epoch": 2, "keep_best": 3}
+    off, full = (run("Everything", tmp_path / kind, kind, nproc=2, **settings)[1] for kind in KINDS)
+    interrupt(tmp_path / "cut", 21, nproc=2, **settings)
+    cut = run("Everything", tmp_path / "cut", nproc=2, **settings)[1]
+    assert cut.kept == full.kept
+    assert [one.file for one in off.kept] == [one.file for one in full.kept]
+    assert len(full.kept) == 3
+    for one in full.kept:
+        files = [result.output / one.file for result in (off, full, cut)]
+        assert files[1].read_bytes() == files[2].read_bytes()
+        plain, sharded = (torch.load(file, weights_only=True) for file in files[:2])
+        assert list(plain) == list(sharded)
+        assert all(torch.allclose(plain[name], sharded[name], atol=1e-3) for name in plain)
+    best, model = (torch.load(path, weights_only=True) for path in (full.output / full.kept[0].file, full.model_path))
+    assert all(torch.equal(best[name], value) for name, value in model.items())
 
 
 @pytest.mark.slow

@@ -55,7 +55,8 @@ def test_what_this_machine_or_lightning_cannot_do_is_refused_before_a_rank_is_st
 
 
 @pytest.mark.parametrize(
-    ("option", "value"), [("profile", True), ("log_gradients", True), ("keep_checkpoint", True), ("sharding", "full")]
+    ("option", "value"),
+    [("profile", True), ("log_gradients", True), ("keep_checkpoint", True), ("keep_best", 3), ("sharding", "full")],
 )
 def test_an_option_that_means_nothing_under_lightning_is_refused(option, value):
     with pytest.raises(InputError, match=f"LightningOptions.{option} is for recipes"):

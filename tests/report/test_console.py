@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 from flytekit.clis.sdk_in_container.pyflyte import main as pyflyte
 
-from flyte_ddp.events import EpochFinished, NotLearning, Printed, RunStarted, SlowRank, StepLogged
+from flyte_ddp.events import EpochFinished, NotLearning, Printed, RanksTimed, RunStarted, SlowRank, StepLogged
 from flyte_ddp.launch import launcher
 from flyte_ddp.launch.environment import choose_world
 from flyte_ddp.report.console import Console, download_progress, logger, say, show_output, warn
@@ -44,12 +44,23 @@ def test_plain_lines_in_the_tutorials_manner(recorded, capsys):
     assert sum(line.startswith("Train Epoch") for line in said) == 4
     assert sum(line.startswith("Epoch ") for line in said) == 2
     warned = ["Warning: no better than guessing", "Warning: the others wait"]
-    assert said[-4:] == [*warned, "[rank 0] from the first", "[rank 1] from another"]
+    assert said[-7:-3] == [*warned, "[rank 0] from the first", "[rank 1] from another"]
+    assert said[-3].startswith("Seconds of each rank: ")
+    assert [line.split()[:2] for line in said[-2:]] == [["rank", "0"], ["rank", "1"]]
 
 
 def test_several_hosts_are_counted(recorded, capsys):
     Console()(dataclasses.replace(recorded.events[0], world_size=4, hosts=["a", "b", "b", "a"]))
     assert "; 4 ranks on 2 hosts (gloo, " in capsys.readouterr().err
+
+
+def test_a_training_on_one_host_without_a_slow_rank_has_nothing_to_say_of_them(recorded, capsys):
+    console = Console()
+    for event in recorded.events:
+        console(event)
+    assert recorded.of(RanksTimed)
+    console.close()
+    assert "Seconds of" not in capsys.readouterr().err
 
 
 def test_a_program_with_a_handler_of_its_own_gets_what_would_be_printed(monkeypatch, capsys):

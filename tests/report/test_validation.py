@@ -1,10 +1,12 @@
 """What is shown of a training with a validation split: its curves, the chosen epoch, one look at the test split."""
 
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
 
+from flyte_ddp.engine.job import KeptModel
 from flyte_ddp.events import EpochChosen, EpochFinished, RunStarted
 from flyte_ddp.report.article import document
 from flyte_ddp.report.console import Console
@@ -91,6 +93,22 @@ def test_the_report_has_the_validation_curves_and_the_chosen_epoch(validated):
     assert "Held out for validation" in page
     assert " The best: 1. Validation loss" in page
     assert ">chosen</text>" in page
+
+
+def test_the_report_and_the_last_words_list_what_was_kept(validated, capsys):
+    record = validated.record
+    assert record.finished
+    kept = [
+        KeptModel("best-1-epoch-0.25.pt", 0.25, "accuracy", 0.875),
+        KeptModel("best-2-epoch-2.pt", 2, "accuracy", 0.5),
+    ]
+    results = [dataclasses.replace(one, kept=kept) for one in record.finished.results]
+    record.finished = dataclasses.replace(record.finished, results=results)
+    page = re.sub(r"<[^>]+>|\s", " ", fragment(record))
+    assert "File Epoch Validation accuracy" in " ".join(page.split())
+    assert "best-1-epoch-0.25.pt 0.25 87.50% best-2-epoch-2.pt 2 50.00%" in " ".join(page.split())
+    say_summary(record, Path("model.pt"), Path("/report.html"), show_paths=True)
+    assert f"Kept:     {record.info.logs}/best-2-epoch-2.pt, accuracy 50.00% on the val" in capsys.readouterr().err
 
 
 def test_before_the_end_the_report_shows_the_validation_split(validated):

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from flyte_ddp.__main__ import main
 from flyte_ddp.errors import ReportedError
-from flyte_ddp.events import EpochFinished, Printed, RunStarted
+from flyte_ddp.events import EpochFinished, Printed, RanksTimed, RunStarted, SlowRank
 from flyte_ddp.report.console import Console
 from flyte_ddp.report.progress import Progress
 from flyte_ddp.report.record import RunFailed
@@ -68,6 +68,29 @@ def test_a_running_training_is_followed_to_its_failure(recorded, progress, tmp_p
     assert process.returncode == 1
 
 
+def test_ranks_and_hosts_are_told_in_the_end_and_as_soon_as_one_leaves(recorded, progress, tmp_path):
+    progress(recorded.events[0])
+    progress(RanksTimed([0.1, 0.2], [1.0, 1.5], [0.5, 0.0], [0.0, 0.6]))
+    _, said = watch(tmp_path, "--timeout", "0")
+    assert [line.split()[:2] for line in said.splitlines()[2:4]] == [["rank", "0"], ["rank", "1"]]
+    assert said.splitlines()[3].split()[-4:] == ["0.20", "1.50", "0.00", "0.60"]
+
+    hosts, seconds = [f"node-{rank // 8}" for rank in range(512)], [1.0] * 512
+    waited_for = [0.0] * 512
+    waited_for[300] = 80.0
+    progress(dataclasses.replace(recorded.events[0], world_size=512, hosts=hosts))
+    progress(RanksTimed(seconds, seconds, seconds, waited_for))
+    progress(SlowRank(0, 5, "the others wait for rank 300 on node-37, which computes", 300, "node-37", "compute"))
+    progress(RunFailed("enough"))
+    lines = watch(tmp_path)[1].splitlines()
+    assert "Warning: the others wait for rank 300 on node-37, which computes" in lines
+    at = lines.index(next(line for line in lines if line.startswith("Seconds of the 4 slowest of 512 ranks:")))
+    assert any(re.fullmatch("rank 300 on node-37( +1.00){3} +80.00", line) for line in lines[at : at + 5])
+    assert lines[at + 5].startswith("Seconds of the 16 slowest of 64 hosts:")
+    assert any(re.fullmatch("host node-37, mean of 8( +1.00){3} +10.00", line) for line in lines[at + 5 :])
+    assert len(lines) < at + 24, "a large world stays readable"
+
+
 def test_an_object_storage_is_watched_as_well(recorded, progress, tmp_path):
     events = [event for event in recorded.events if type(event) is not RunStarted]
     progress(recorded.events[0])
@@ -111,6 +134,8 @@ def damaged(lines):
     yield [lines[0], json.dumps({**step, "measures": None}).encode()]
     yield [lines[0], json.dumps({**step, "measures": {"loss": "low"}}).encode()]
     yield [lines[0], json.dumps({**step, "event": ["step"]}).encode()]
+    three = dict.fromkeys(("data", "computing", "waiting", "waited_for"), [0.5] * 3)
+    yield [lines[0], json.dumps({"event": "ranks", **three}).encode()]
 
 
 def test_a_damaged_file_is_one_error_that_names_the_line(recorded, progress, tmp_path):

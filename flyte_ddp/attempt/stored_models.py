@@ -1,0 +1,72 @@
+"""The weights of the best evaluations so far, beside a checkpoint in the platform's storage."""
+
+import itertools
+import json
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from flyte_ddp.attempt.platform import Platform
+from flyte_ddp.manifest import models_beside
+from flyte_ddp.storage import temporary_beside
+
+LIST = "list.json"  # in the storage: which of the files there, 0, 1, 2, …, is which of those beside the checkpoint
+
+
+def get_file(platform: Platform, url: str, path: Path) -> None:
+    """Downloads a file, whole or not at all."""
+    beside = temporary_beside(path)
+    try:
+        platform.get(url, beside)
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+class StoredModels:
+    """Those beside the checkpoint in a folder of the storage.
+
+    Each is uploaded once, before the first checkpoint that needs it. Nothing is removed from the storage, but the name
+    of a file is used again once the stored checkpoint does without it: there are at most twice as many as are kept.
+    """
+
+    def __init__(self, platform: Platform, folder: str, path: Path):
+        """folder: of the checkpoint in the storage; path: that of the checkpoint on this machine."""
+        self._platform, self._path = platform, path
+        self._url = f"{folder}/{models_beside(path).name}"
+        self._stored: dict[str, str] = {}  # by name beside the checkpoint, that in the storage, as its list may say
+        self._listed: dict[str, str] | None = {}  # what the list says; None where that is unknown
+
+    def get(self) -> None:
+        """Those that may belong to the stored checkpoint, if there are any."""
+        found, local = self._path.with_name(LIST), models_beside(self._path)
+        try:
+            get_file(self._platform, f"{self._url}/{LIST}", found)
+        except FileNotFoundError:
+            return
+        self._stored = self._listed = json.loads(found.read_text())
+        local.mkdir(exist_ok=True)
+        for name, file in self._stored.items():
+            if Path(name).name == name and name.endswith(".pt"):  # the list may be another's
+                with suppress(FileNotFoundError):  # the ranks do without it
+                    get_file(self._platform, f"{self._url}/{file}", local / name)
+
+    def put(self, folder: Path, put_checkpoint: Callable[[], None]) -> None:
+        """Uploads the models in the folder, which are all that a checkpoint needs, then that checkpoint."""
+        before = self._stored
+        free = (file for file in map(str, itertools.count()) if file not in before.values())
+        now = {file.name: before.get(file.name) or next(free) for file in sorted(folder.glob("*.pt"))}
+        for name in now.keys() - before.keys():
+            self._platform.put(folder / name, f"{self._url}/{now[name]}")
+        self._list(folder, {**before, **now})
+        put_checkpoint()
+        self._list(folder, now)
+
+    def _list(self, folder: Path, stored: dict[str, str]) -> None:
+        if stored == self._listed:
+            return
+        self._stored, self._listed = {**self._stored, **stored}, None
+        (folder / LIST).write_text(json.dumps(stored))
+        self._platform.put(folder / LIST, f"{self._url}/{LIST}")
+        self._stored = self._listed = stored

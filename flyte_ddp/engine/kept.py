@@ -1,0 +1,135 @@
+"""Keeps the weights of the best evaluations, each in a file of its own beside the checkpoint, until training has ended.
+
+So a checkpoint does not grow by them, and each is written, and uploaded, once. Which evaluations are kept follows from
+their measures, which a checkpoint has, and from the files that are there.
+"""
+
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from torch import Tensor, distributed
+
+from flyte_ddp.engine.job import Job, KeptModel
+from flyte_ddp.engine.loop import Checkpoints
+from flyte_ddp.engine.results import write_weights
+from flyte_ddp.engine.set_up import Parts
+from flyte_ddp.engine.sharded_state import Shard
+from flyte_ddp.engine.state import TrainingState
+from flyte_ddp.events import CheckpointFailed, CheckpointWritten, Event, Observer
+from flyte_ddp.manifest import models_beside
+from flyte_ddp.storage import writing_to
+from flyte_ddp.text import counted
+
+
+class KeptModels(Observer):
+    """The best evaluations so far, options.keep_best at most, the best first; the same on all ranks.
+
+    A file that is no longer among them is removed when there is a checkpoint that does without it, so that training
+    resumes from any checkpoint with all that it had.
+    """
+
+    def __init__(self, parts: Parts, job: Job, emit: Callable[[Event], None]):
+        """Finds those that were kept before a resume; a collective.
+
+        Of the evaluations of another training that this one continues, and of those before keep_best was set, only the
+        best is known.
+        """
+        self._parts, self._job, self._emit = parts, job, emit
+        self._folder = models_beside(Path(job.checkpoint_path or "another host's"))
+        self._is_first = distributed.get_rank() == 0
+        if self._is_first:
+            with suppress(OSError):  # whoever writes into it meets that, too
+                self._folder.mkdir(exist_ok=True)
+        state, choice, found = parts.state, parts.state.choice, [self._found() if self._is_first else []]
+        distributed.broadcast_object_list(found)
+        self._kept = self._best(number for number in found[0] if number < len(state.history))
+        if choice and choice.weights is not None and choice.best not in self._kept:
+            self._keep(choice.best, state.layout.marked({"choice": {"weights": choice.weights}})["choice"]["weights"])
+
+    def after_evaluation(self) -> None:
+        """Writes the weights that have just been evaluated, if they are among the best; a collective if sharded."""
+        state = self._parts.state
+        self._keep(len(state.history) - 1, state.evaluated_weights())
+
+    def on_checkpoint_written(self, event: CheckpointWritten) -> None:
+        """Of the state with these best ones: the next evaluation waits for it."""
+        kept = {self._file(number) for number in self._kept}
+        for file in self._folder.glob("*.pt") if self._is_first else ():
+            if file not in kept:
+                file.unlink(missing_ok=True)
+
+    def publish(self) -> list[KeptModel]:
+        """Rank 0 puts those that could be written into the logs, and says what they are."""
+        if not self._is_first:
+            return []
+        logs, choice = Path(self._job.logs), self._parts.state.choice
+        found: list[KeptModel] = []
+        assert choice
+        with writing_to(logs, "DDP_RUNS_DIR"):
+            for older in logs.glob("best-*-epoch-*.pt"):
+                older.unlink()
+            for number in filter(lambda number: self._file(number).exists(), self._kept):
+                epoch = self._parts.state.history[number]
+                name = f"best-{len(found) + 1}-epoch-{counted(epoch.position)}.pt"
+                _link(self._file(number), logs / name)
+                found.append(KeptModel(name, epoch.position, choice.measure, epoch.validation[choice.measure]))
+        return found
+
+    def _keep(self, number: int, weights: Mapping[str, Tensor | Shard]) -> None:
+        self._kept = self._best([*self._kept, number])
+        if number not in self._kept:
+            return
+        epoch, file = self._parts.state.history[number], self._file(number)
+        try:
+            write_weights(self._parts, self._job, file, epoch.validation, weights)
+        except OSError as error:  # training need not fail because a disk does
+            self._emit(CheckpointFailed(f"{file}, epoch {counted(epoch.position)} for keep_best: {error.strerror}"))
+
+    def _best(self, numbers: Iterable[int]) -> list[int]:
+        """The earliest of equals first, as Choice has it."""
+        choice, history = self._parts.state.choice, self._parts.state.history
+        assert choice
+        sign = 1 if choice.is_lower_better else -1
+        values = {number: sign * history[number].validation.get(choice.measure, math.nan) for number in {*numbers}}
+        measured = [number for number, value in values.items() if value < math.inf]
+        return sorted(measured, key=lambda number: (values[number], number))[: self._job.options.keep_best]
+
+    def _file(self, number: int) -> Path:
+        return self._folder / f"{self._job.key}-{number + 1}.pt"
+
+    def _found(self) -> list[int]:
+        """Which evaluations of this training have a file."""
+        names = [file.stem.split("-") for file in self._folder.glob(f"{self._job.key}-*.pt")]
+        return [int(number) - 1 for _, number in names]
+
+
+class KeepingCheckpoints:
+    """Checkpoints before which the weights of the best evaluations are written."""
+
+    def __init__(self, kept: KeptModels, checkpoints: Checkpoints, state: TrainingState):
+        self._kept, self._checkpoints, self._evaluations = kept, checkpoints, len(state.history)
+
+    def due(self) -> bool:
+        return self._checkpoints.due()
+
+    def save(self, state: TrainingState) -> None:
+        if len(state.history) > self._evaluations:
+            self._evaluations = len(state.history)
+            self._checkpoints.close()  # what it does without must not depend on this evaluation
+            self._kept.after_evaluation()
+        self._checkpoints.save(state)
+
+    def close(self) -> None:
+        self._checkpoints.close()
+
+
+def _link(file: Path, other: Path) -> None:
+    """A second name for a file, or a copy where there is none, as on another disk."""
+    try:
+        os.link(file, other)
+    except OSError:
+        shutil.copyfile(file, other)

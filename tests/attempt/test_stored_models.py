@@ -1,0 +1,100 @@
+"""The best evaluations' weights in a platform's storage fit the checkpoint there, whatever happens to an upload."""
+
+import itertools
+import re
+import shutil
+
+import pytest
+
+from flyte_ddp.attempt.checkpoints import checkpoint_store
+from flyte_ddp.events import CheckpointWritten
+from flyte_ddp.manifest import models_beside
+from flyte_ddp.storage import write_whole
+from tests.attempt.test_sharded_checkpoints import Watched
+from tests.attempt.test_training import HP, Folders, run
+from tests.small_training import small_data  # noqa: F401 a fixture
+
+BEST = {1: (1,), 2: (1, 2), 3: (3, 2), 4: (3, 4), 5: (5, 4), 6: (5, 6)}  # kept after each evaluation
+
+
+def written(store, number):
+    """What rank 0 leaves after an evaluation: models, then the checkpoint, then without those that it does not need."""
+    folder = models_beside(store.path)
+    folder.mkdir(exist_ok=True)
+    if number in BEST[number]:
+        write_whole(folder / f"key-{number}.pt", b"weights of %d" % number)
+    write_whole(store.path, b"%d" % number)
+    for file in folder.glob("*.pt"):
+        if int(file.stem.removeprefix("key-")) not in BEST[number]:
+            file.unlink()
+    store.on_checkpoint_written(CheckpointWritten(0, number, str(store.path), 0.0, 0.0))
+
+
+def whole(path):
+    """The number of the checkpoint at the path, 0 without one; all that it needs is there."""
+    number = int(path.read_bytes()) if path.exists() else 0
+    for one in BEST.get(number, ()):
+        assert (models_beside(path) / f"key-{one}.pt").read_bytes() == b"weights of %d" % one
+    return number
+
+
+def stored(folder):
+    return sorted(file.name for file in (folder / "checkpoints" / "checkpoint-best").iterdir())
+
+
+def test_each_attempt_begins_with_those_of_the_one_before(tmp_path):
+    for attempt in range(6):
+        with checkpoint_store(Folders(tmp_path, attempt), "key", resume=True) as store:
+            assert whole(store.path) == attempt
+            written(store, attempt + 1)
+    assert len(stored(tmp_path / "5")) <= 5, "the list, and twice two files"
+
+
+def test_one_attempt_uploads_each_once_and_uses_names_again(tmp_path):
+    platform, puts = Watched(tmp_path), []
+    platform.watch = lambda url: puts.append(url.rpartition("/")[2])
+    for number in BEST:
+        with checkpoint_store(platform, "key", resume=True) as store:
+            assert whole(store.path) == number - 1
+            written(store, number)
+        shutil.rmtree(tmp_path / "pod-0")  # as it is when the pod starts again
+    assert len([name for name in puts if name.isdecimal()]) == len(BEST)
+    assert {*stored(tmp_path / "0")} <= {"0", "1", "2", "3", "list.json"}
+
+
+@pytest.mark.parametrize("number", [3, 4])
+def test_an_upload_that_ends_anywhere_leaves_what_the_stored_checkpoint_needs(tmp_path, number):
+    """From its n-th put on, the storage takes nothing; then the pod starts again."""
+    found = set()
+    for puts in itertools.count():
+        platform = Watched(tmp_path / str(puts))
+        for earlier in range(1, number):
+            with checkpoint_store(platform, "key", resume=True) as store:
+                written(store, earlier)
+        platform.left = puts
+        with checkpoint_store(platform, "key", resume=True) as store:
+            written(store, number)
+        is_over, platform.left = platform.left >= 0, 10**9
+        for _ in range(2):
+            shutil.rmtree(tmp_path / str(puts) / "pod-0")
+            with checkpoint_store(platform, "key", resume=True) as store:
+                found.add(whole(store.path))
+                written(store, whole(store.path) + 1)
+        if is_over:
+            break
+    assert {number - 1, number} <= found
+    assert puts >= 4
+
+
+@pytest.mark.slow
+def test_the_next_attempt_has_the_same_files_in_its_logs(small_data, tmp_path):  # noqa: F811
+    hp = type(HP)(**{**vars(HP), "epochs": 4, "validation_fraction": 0.2, "learning_rate": 0.25})
+    first, again = (run(Folders(tmp_path, attempt), small_data, hp, keep_best=2) for attempt in (0, 1))
+    log = (tmp_path / "1" / "logs" / "console.log").read_text()
+    assert "resuming from the checkpoint" in log
+    assert "Train Epoch" not in log
+    assert first.figures.kept == again.figures.kept
+    for one in first.figures.kept:
+        assert (first.logs / one.file).read_bytes() == (again.logs / one.file).read_bytes()
+        assert one.file in first.report.read_text()
+        assert re.search(rf"Kept: +{one.file}, accuracy [0-9.]+% on the validation images", log)
