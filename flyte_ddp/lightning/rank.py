@@ -34,13 +34,13 @@ SAID_ELSEWHERE = ".*(does not have many workers|using `DistributedSampler`|small
 
 def run(environment: Environment, link: Link, job: LightningJob) -> TrainingResult:
     """Joins the process group, trains, and leaves it; see train."""
-    with process_group(environment, job.run.options.timeout_seconds) as device:
+    with process_group(environment, job.options.timeout_seconds) as device:
         return train(environment, device, link, job)
 
 
 def train(environment: Environment, device: torch.device, link: Link, job: LightningJob) -> TrainingResult:
     """Trains the module as this rank of the process group, which Lightning finds already initialised; rank 0 writes the
-    weights to job.run.model_path."""
+    weights to job.model_path."""
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)  # no word on the accelerators that there are not
     warnings.filterwarnings("ignore", category=FutureWarning, module="lightning")  # between it and torch
@@ -51,7 +51,7 @@ def train(environment: Environment, device: torch.device, link: Link, job: Light
     try:
         return _train(environment, device, link, job)
     except MisconfigurationException as error:
-        raise InputError(f"Lightning cannot train {job.module}: {error}") from None
+        raise InputError(f"Lightning cannot train {job.recipe}: {error}") from None
 
 
 def place_of(environment: Environment) -> dict[str, str]:
@@ -66,18 +66,18 @@ def place_of(environment: Environment) -> dict[str, str]:
 def _train(environment: Environment, device: torch.device, link: Link, job: LightningJob) -> TrainingResult:
     seed(job)
     module, data = build(job)
-    files = CheckpointFiles(job.run.checkpoint_path, job.run.identity, link.emit, device)
+    files = CheckpointFiles(job.checkpoint_path, job.identity, link.emit, device)
     validation = LoggedByValidation()
     observer = Observer(environment, link, job, files, validation)
     trainer = trainer_of(environment, device, job, files, validation, observer)
     seed(job)
-    trainer.fit(module, datamodule=data, ckpt_path=files.find(job.run.options))
+    trainer.fit(module, datamodule=data, ckpt_path=files.find(job.options))
     started = observer.started or observer.start(trainer)  # the latter if it was interrupted after the last epoch
     seed(job)
     tested = test(trainer, module, data, link, observer)
     if environment.rank == 0:
-        with writing_to(Path(job.run.model_path).parent, "DDP_RUNS_DIR"):
-            export_model(module.state_dict(), Path(job.run.model_path))
+        with writing_to(Path(job.model_path).parent, "DDP_RUNS_DIR"):
+            export_model(module.state_dict(), Path(job.model_path))
     return result_of(job, trainer, module, started, observer.epochs, observer.watch.warnings, tested)
 
 
@@ -101,7 +101,7 @@ def trainer_of(
         accelerator="gpu" if device.type == "cuda" else "cpu",
         devices=world.local_size,
         num_nodes=world.size // world.local_size,
-        strategy=job.strategy,
+        strategy=job.options.strategy,
         precision=PRECISIONS[settings.precision],  # type: ignore[arg-type]
         plugins=[TorchElasticEnvironment(), files],
         max_epochs=settings.epochs,
