@@ -22,7 +22,7 @@ workflow = workflow_environment("inference", preparation, prediction)
 
 @prediction.task(**image_training.arguments(ignored=()))
 async def predict(shard: int, shards: int, model_state: File, hp: Hyperparameters, data: Dir, split: str) -> File:
-    """The shares (n, classes) that the network gives to each class, as an .npy file."""
+    """The log-probabilities (n, classes) of a shard, as an .npy file."""
     return image_training.predict(model_state, hp, shard, shards, data, split)
 
 

@@ -11,7 +11,7 @@ from flyte_ddp.storage import stream_digest
 
 
 def downloaded(given: File | Dir | None, to: str | None = None) -> Path | None:
-    """Where it is, or a copy, in any case one if its place is named. Raises DownloadError, which is worth another
+    """Where it is, or a copy, in any case one if `to` names its path. Raises DownloadError, which is worth another
     attempt."""
     if given is None:
         return None
@@ -26,8 +26,8 @@ def downloaded_once(given: File | Dir | None) -> Path | None:
     if given is None:
         return None
 
-    def download(place: str) -> None:
-        downloaded(given, place)
+    def download(path: str) -> None:
+        downloaded(given, path)
 
     return download_once(given.path, "" if isinstance(given, Dir) else Path(given.path).name, download)
 

@@ -29,7 +29,7 @@ from flyte_ddp.random_numbers import key_of
 NOTHING = {"loss": 0.0, "weight": 0.0, "samples": 0.0, "seconds": 0.0, "evaluation": 0.0}
 
 
-class Observer(Checkpoint):
+class RankObserver(Checkpoint):
     """Tells the parent what happens, saves checkpoints, and stops the ranks on request.
 
     Lightning calls a Checkpoint after all other callbacks. Each step begins with random numbers of its own, so that

@@ -128,9 +128,9 @@ class Console(Remarks):
         )
 
     def on_step_logged(self, event: events.StepLogged) -> None:
-        share = event.step / self._run.steps_per_epoch
+        done = event.step / self._run.steps_per_epoch
         say(
-            f"Train Epoch: {event.epoch + 1} [{event.samples}/{self._run.samples_per_epoch} ({share:.0%})]"
+            f"Train Epoch: {event.epoch + 1} [{event.samples}/{self._run.samples_per_epoch} ({done:.0%})]"
             f"\tLoss: {event.measures['loss']:.6f}"
         )
 

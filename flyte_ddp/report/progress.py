@@ -32,7 +32,7 @@ LEFT_OUT: dict[str, Any] = {"layers": [], "gradient_norms": {}, "path": ""}
 WRITTEN_STEPS = 1000  # so many steps are all written; after them, one for each further thousandth of the elapsed time
 
 
-class Progress(events.Observer):
+class ProgressFile(events.Observer):
     """Appends a line for each event of a run; on a cluster the file goes to Flyte's storage with the other logs."""
 
     def __init__(self, info: RunInfo):
