@@ -46,6 +46,14 @@ def classifier_settings(model_state: File) -> Hyperparameters:
         return Hyperparameters.from_dict({**known.settings, "dataset": known.data["name"]})
 
 
+def shard_numbers(shards: int) -> range:
+    """To map a prediction over: those of so many shards."""
+    with one_attempt():
+        if shards < 1:
+            raise InputError(f"shards must be at least 1, got {shards}: that many parts are predicted, each on its own")
+        return range(shards)
+
+
 def preparation_arguments() -> dict[str, Any]:
     """Arguments of a task that prepares a dataset."""
     code = code_version("flyte_ddp.data.datasets")
