@@ -12,7 +12,7 @@ from flyte2.mnist import preparation, prepare
 from flyte_ddp.attempt.registration import registration
 from flyte_ddp.flyte2.data import by_content
 from flyte_ddp.flyte2.environment import workflow_environment
-from flyte_ddp.flyte2.prepare import classifier_settings
+from flyte_ddp.flyte2.prepare import classifier_settings, shard_numbers
 from flyte_ddp.flyte2.training import image_training
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 
@@ -22,7 +22,7 @@ workflow = workflow_environment("inference", preparation, prediction)
 
 @prediction.task(**image_training.arguments(ignored=()))
 async def predict(shard: int, shards: int, model_state: File, hp: Hyperparameters, data: Dir, split: str) -> File:
-    """The shares (n, classes) that the network gives to each class, as an .npy file."""
+    """The log-probabilities (n, classes) of a shard, as an .npy file."""
     return image_training.predict(model_state, hp, shard, shards, data, split)
 
 
@@ -33,7 +33,8 @@ async def main(model_state: File, shards: int = 4, split: str = "test") -> list[
     model_state: the output of a training, whose metadata say what network and dataset it is of. Returns the shards'
     files, in their order.
     """
+    numbers = shard_numbers(shards)
     hp, weights = classifier_settings(model_state), by_content(model_state)
     each = partial(predict, shards=shards, model_state=weights, hp=hp, data=await prepare(hp.dataset), split=split)
     concurrency = registration().concurrency
-    return [part async for part in flyte.map.aio(each, range(shards), concurrency=concurrency)]  # type: ignore[misc]
+    return [part async for part in flyte.map.aio(each, numbers, concurrency=concurrency)]  # type: ignore[misc]

@@ -23,7 +23,7 @@ from flyte_ddp.errors import InputError, ReportedError
 LIBRARY = "flyte_ddp"
 HERE = str(Path(flyte_ddp.__path__[0]).parent)
 # They start ranks, listen to them, show what they found and store it: no result depends on them
-AROUND = ("launch.", "report.", "attempt.", "tasks.", "flyte2.", "lightning.task", "lightning.training", "sweep.page")
+AROUND = ("launch.", "report.", "attempt.", "tasks.", "flyte2.", "lightning.task", "sweep.page")
 AROUND_RANKS = tuple(f"{LIBRARY}.{name}" for name in AROUND)
 # What users import from the library itself stands for its module: flyte_ddp/__init__.py only looks it up
 FACE = {f"{LIBRARY}.{name}": module for name, module in flyte_ddp.MODULES.items()}

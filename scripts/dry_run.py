@@ -36,15 +36,15 @@ def build_package(
     *arguments: str,
     environment: Mapping[str, str] | None = None,
     package: str = "workflows",
-    place: Path = ROOT,
+    folder: Path = ROOT,
 ) -> Package:
-    """Packages a Python package's workflows, found in the folder place, for this image, and reads the result; raises
+    """Packages a Python package's workflows, found in the folder, for this image, and reads the result; raises
     RuntimeError with pyflyte's output."""
-    with tempfile.TemporaryDirectory() as folder:
-        archive = Path(folder, "package.tgz")
+    with tempfile.TemporaryDirectory() as temporary:
+        archive = Path(temporary, "package.tgz")
         command = ["pyflyte", "--pkgs", package, "package", "--image", f"trainer={image}", "--output", str(archive)]
         environment = {**os.environ, **(environment or {})}
-        made = subprocess.run([*command, *arguments], cwd=place, env=environment, capture_output=True, text=True)
+        made = subprocess.run([*command, *arguments], cwd=folder, env=environment, capture_output=True, text=True)
         if not archive.exists():
             raise RuntimeError(f"{made.stdout}{made.stderr}")
         return read_package(archive.read_bytes())

@@ -203,9 +203,9 @@ def main() -> None:
     parser.add_argument("--once", action="append", default=[], help="run workflows whose names contain this only once")
     parser.add_argument("--minutes", type=float, default=60, help="after which running workflows are terminated (60)")
     asked, others = parser.parse_known_args()
-    place = ["--project", asked.project, "--domain", asked.domain]
+    target = ["--project", asked.project, "--domain", asked.domain]
     version = time.strftime("smoke-%Y%m%d-%H%M%S", time.gmtime())
-    registered = register(asked.config, [*others, *place, "--version", version])
+    registered = register(asked.config, [*others, *target, "--version", version])
     if not registered.complete:
         sys.exit(1)
     small, only = small_inputs(seed=int(time.time())), asked.only or [""]

@@ -246,7 +246,7 @@ def train_on_nodes(settings: Settings, options: LightningOptions) -> RecipeOutpu
 def on_two_nodes(node, project, package, settings, options):
     """The weights of a training by train_on_nodes of the package's nodes.py."""
     environment = {**TWO_NODES, "PYTHONPATH": str(ROOT)}
-    built = build_package(IMAGE, environment=environment, package=package, place=project)
+    built = build_package(IMAGE, environment=environment, package=package, folder=project)
     inputs = {"settings": literal(settings), "options": literal(options)}
     path = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(project)])}
     pods = [

@@ -28,7 +28,7 @@ def project(tmp_path, monkeypatch):
 
 def registered(place: Path):
     environment = {"DDP_PROFILE": "sandbox", "PYTHONPATH": str(ROOT)}
-    return build_package(IMAGE, environment=environment, package="charlm", place=place).tasks[
+    return build_package(IMAGE, environment=environment, package="charlm", folder=place).tasks[
         "charlm.workflow.train_charlm"
     ]
 

@@ -7,12 +7,7 @@ from flytekit import Cache, dynamic, task, workflow
 
 from flyte_ddp.attempt.registration import registration
 from flyte_ddp.autoencoder.settings import AutoencoderHyperparameters
-from flyte_ddp.autoencoder.task import (
-    AUTOENCODER,
-    AutoencoderOutputs,
-    resolve_for_autoencoder,
-    train_autoencoder,
-)
+from flyte_ddp.autoencoder.task import AutoencoderOutputs, autoencoder, resolve_for_autoencoder
 from flyte_ddp.code_version import code_version
 from flyte_ddp.errors import InputError
 from flyte_ddp.lightning.settings import LightningOptions
@@ -26,17 +21,17 @@ set_up_pyflyte()
 OWN_CODE = CodeVersion(code_version("workflows.autoencoder"), ())
 
 
-@task(**AUTOENCODER.arguments())
+@task(**autoencoder.arguments())
 def autoencoder_task(
     hp: AutoencoderHyperparameters, data: PreparedDataset, options: LightningOptions
 ) -> AutoencoderOutputs:
     """Trains on the prepared dataset, with options.nproc ranks."""
-    return train_autoencoder(hp, data, options)
+    return autoencoder.run(hp, options, data)
 
 
 @dynamic(
     task_config=OnClustersOnly(),
-    cache=Cache(policies=[AUTOENCODER.version, RESOLVING, OWN_CODE], ignored_inputs=("gpus", "options")),
+    cache=Cache(policies=[autoencoder.version, RESOLVING, OWN_CODE], ignored_inputs=("gpus", "options")),
     **dynamic_resources(),
 )
 def train_on_gpus(gpus: int, hp: AutoencoderHyperparameters, options: LightningOptions) -> AutoencoderOutputs:

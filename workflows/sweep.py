@@ -13,16 +13,13 @@ from flytekit.types.file import FlyteFile, PythonPickledFile
 from flyte_ddp.attempt.failures import platform_errors
 from flyte_ddp.attempt.summaries import TrainingSummary
 from flyte_ddp.code_version import code_version
-from flyte_ddp.errors import InputError
-from flyte_ddp.launch.environment import choose_world
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
-from flyte_ddp.sweep.halving import Entrant, TrialResult, check_rungs
-from flyte_ddp.sweep.search import Sweep, trials_of
+from flyte_ddp.sweep.halving import Entrant, TrialResult, classifier_trials
+from flyte_ddp.sweep.search import Sweep
 from flyte_ddp.sweep.task import SweepComparison, run_sweep, try_out
 from flyte_ddp.tasks import platform
 from flyte_ddp.tasks.caching import CodeVersion
-from flyte_ddp.tasks.platform import is_local
 from flyte_ddp.tasks.prepare import PreparedDataset, prepare_dataset, resolve_dataset
 from flyte_ddp.tasks.pyflyte import set_up_pyflyte
 from flyte_ddp.tasks.resources import dynamic_resources, small_resources, training_resources
@@ -55,14 +52,7 @@ class SweepOutputs(NamedTuple):
 @platform_errors(platform)
 def list_trials(sweep: Sweep, hp: Hyperparameters, options: RunOptions) -> list[Hyperparameters]:
     """The hyperparameters of each trial, all checked before anything is downloaded or spawned."""
-    trials = trials_of(sweep, hp)
-    check_rungs(sweep, [vars(trial) for trial in trials])
-    if (sweep.measure, sweep.largest) != ("accuracy", True):
-        raise InputError(f"Sweep.measure must be accuracy for image classifiers, largest first, got {sweep.measure!r}")
-    if is_local():
-        for trial in trials:
-            choose_world(trial.backend, options.nproc, trial.batch_size)
-    return trials
+    return classifier_trials(platform, sweep, hp, options)
 
 
 @task(

@@ -23,7 +23,7 @@ def literal(value: Any) -> Literal:
 
 
 def main(storage: Path) -> None:
-    tasks = build_package("trainer:1", environment={"DDP_PROFILE": "sandbox"}, package="task", place=Path.cwd()).tasks
+    tasks = build_package("trainer:1", environment={"DDP_PROFILE": "sandbox"}, package="task", folder=Path.cwd()).tasks
     container = tasks["task.train_digits"].container
     print(*container.args, flush=True)
     inputs = {"settings": literal(Settings()), "options": literal(RunOptions(nproc=2))}

@@ -42,14 +42,14 @@ def _of_a_download(platform: Platform, error: BaseException) -> BaseException:
     return error
 
 
-def places_of(platform: Platform) -> str:
+def urls_of(platform: Platform) -> str:
     """Where an attempt's files are, in a message."""
     return f"Logs: {platform.logs_url()}\nCheckpoint, if it came to that: {platform.checkpoint_url()}"
 
 
-def attempt_error(platform: Platform, failure: Failure, places: str = "") -> Exception:
+def attempt_error(platform: Platform, failure: Failure, urls: str = "") -> Exception:
     """The platform's error for a failure; the lines after the first say where the attempt's files are."""
     headline, separator, details = encodable(str(failure)).partition("\n")
-    where = f"\n{places}" if places else ""
+    where = f"\n{urls}" if urls else ""
     message = f"{shortened(headline, MOST_CHARACTERS)}{where}{separator}{shortened(details, MOST_CHARACTERS)}"
     return platform.error(failure, message)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from click import ClickException
 
-from flyte_ddp.attempt.failures import attempt_error, failure_of, places_of
+from flyte_ddp.attempt.failures import attempt_error, failure_of, urls_of
 from flyte_ddp.attempt.platform import Platform
 from flyte_ddp.events import Observer, Printed
 from flyte_ddp.launch.failures import message_of
@@ -65,7 +65,7 @@ def kept_logs(platform: Platform, run: Path, name: str = "console", prefix: str 
     except BaseException as error:
         append(folder / f"{name}.log", f"{type(error).__name__}: {message_of(error)}")
         if isinstance(error, ClickException):
-            raise attempt_error(platform, failure_of(platform, error), places_of(platform)) from None
+            raise attempt_error(platform, failure_of(platform, error), urls_of(platform)) from None
         raise
     finally:
         uploads.close()

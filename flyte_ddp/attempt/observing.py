@@ -13,7 +13,7 @@ from flyte_ddp.events import Observer
 from flyte_ddp.report.background import Background, one_line
 from flyte_ddp.report.console import open_console, warn
 from flyte_ddp.report.own_observers import OwnObservers
-from flyte_ddp.report.progress import Progress
+from flyte_ddp.report.progress import ProgressFile
 from flyte_ddp.report.record import Record, RunFailed, RunFinished, RunInfo
 from flyte_ddp.report.report import Report
 from flyte_ddp.report.tracking import open_tracker
@@ -42,7 +42,7 @@ class Observers:
         self._console = open_console()
         self._own = OwnObservers(own)
         self._report = Background("the report", self._open_report, REPORT_SECONDS)
-        self._progress = Progress(info)
+        self._progress = ProgressFile(info)
         self._listening: list[Observer] = [
             self.record, self._console, self._report, self._progress, *others, self._own,
         ]  # fmt: skip

@@ -1,11 +1,12 @@
 """A training on whatever platform runs it: all that happens around the ranks, from the fetched data to the figures."""
 
+import pkgutil
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from flyte_ddp.attempt.failures import platform_errors
 from flyte_ddp.attempt.observing import Observers, tracking_id
@@ -21,7 +22,8 @@ from flyte_ddp.engine.job import PREDICTIONS, Job, Subject, TrainingResult, job_
 from flyte_ddp.errors import InputError
 from flyte_ddp.events import Event
 from flyte_ddp.launch import launcher
-from flyte_ddp.launch.environment import World, choose_world, visible_gpus
+from flyte_ddp.launch.environment import Environment, World, choose_world, visible_gpus
+from flyte_ddp.launch.link import Link
 from flyte_ddp.model_metadata import ModelMetadata
 from flyte_ddp.report.predictions import Predictions, predictions_of
 from flyte_ddp.report.record import RunFinished, RunInfo
@@ -30,7 +32,6 @@ from flyte_ddp.report.surroundings import surroundings
 from flyte_ddp.settings import RunOptions, TrainingSettings
 from flyte_ddp.user_code import UserCode, find_code
 
-WORKER = "flyte_ddp.engine.worker:run"  # a name, because importing it would import torch
 IMAGE_CLASSIFIER = find_code("flyte_ddp.recipes.images:ImageClassifier")
 Given = TypeVar("Given")
 Outputs = TypeVar("Outputs")
@@ -91,9 +92,16 @@ class Trained:
 
 
 class Training(ABC, Generic[Given, Outputs]):
-    """How a platform's tasks train something: from data as they are Given to Outputs."""
+    """How a platform's tasks train something: from data as they are Given to Outputs.
+
+    Attributes:
+        worker: what ranks run, beside a train for those of many nodes; a name, because importing it would import torch.
+        preload: what the process that they are forked from imports.
+    """
 
     platform: Platform
+    worker = "flyte_ddp.engine.worker:run"
+    preload: Sequence[str] = launcher.PRELOAD
 
     def __init__(self, code: UserCode, observers: Sequence[UserCode] = ()):
         """code: the recipe's. observers: the user's."""
@@ -120,12 +128,14 @@ class Training(ABC, Generic[Given, Outputs]):
             return self.subject(settings, source, self.downloaded(init))
 
         def start(job: Job, on_event: Callable[[Event], None]) -> list[TrainingResult]:
-            return launcher.launch(WORKER, world, job, options.timeout_seconds, on_event, root=self.code.root)
+            given, seconds = self.job_of_ranks(job), options.timeout_seconds
+            return launcher.launch(self.worker, world, given, seconds, on_event, root=self.code.root)
 
         with telling_webhook(self.platform), platform_errors(self.platform):
+            self.check(settings, options)
             check_gpus(visible_gpus())
-            world = choose_world(settings.backend, options.nproc, settings.batch_size)
-            launcher.warm_up()
+            world = choose_world(settings.backend, options.nproc, self.most_ranks(settings))
+            launcher.warm_up(self.preload)
             again = restarting(self.platform, start)
             return self.outputs_of(train_by(self.platform, again, world, fetch, options, self.observers))
 
@@ -140,11 +150,28 @@ class Training(ABC, Generic[Given, Outputs]):
         from flyte_ddp.attempt.multinode import train_as_rank  # imports torch
 
         def fetch() -> Subject:
+            self.check(settings, options)
             source = data if isinstance(data, StoredData) else self.downloaded_once(data)
             return self.subject(settings, source, self.downloaded_once(init))
 
-        trained = train_as_rank(self.platform, settings, options, fetch, self.observers)
+        def train(environment: Environment, device: Any, link: Link, job: Job) -> TrainingResult:
+            worker = pkgutil.resolve_name(self.worker.partition(":")[0])
+            result: TrainingResult = worker.train(environment, device, link, self.job_of_ranks(job))
+            return result
+
+        trained = train_as_rank(self.platform, settings, options, fetch, self.observers, train)
         return self.outputs_of(trained) if trained else None
+
+    def check(self, settings: TrainingSettings, options: RunOptions) -> None:
+        """Raises InputError for what cannot be trained here."""
+
+    def most_ranks(self, settings: TrainingSettings) -> int:
+        """How many ranks can share a step."""
+        return settings.batch_size
+
+    def job_of_ranks(self, job: Job) -> Job:
+        """What the worker is given."""
+        return job
 
     def subject(
         self, settings: TrainingSettings, source: Path | StoredData | None, init: Path | None = None
@@ -153,12 +180,14 @@ class Training(ABC, Generic[Given, Outputs]):
         check_code(self.code.version)
         return subject_of(self.code, settings, source, init)
 
+    @staticmethod
     @abstractmethod
-    def downloaded(self, given: Given | None) -> Path | None:
+    def downloaded(given: Any) -> Path | None:
         """Where it is, or a copy."""
 
+    @staticmethod
     @abstractmethod
-    def downloaded_once(self, given: Given | None) -> Path | None:
+    def downloaded_once(given: Any) -> Path | None:
         """A copy that all ranks of this host share."""
 
     @abstractmethod

@@ -1,15 +1,13 @@
 """Notifies a webhook of a failed training: a JSON POST, which cannot fail a run and delays it by seconds at most."""
 
-import json
 import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime, timezone
 from typing import Any
-from urllib.error import HTTPError
-from urllib.parse import urlsplit
-from urllib.request import HTTPRedirectHandler, Request, build_opener
+
+import requests
 
 from flyte_ddp.attempt.failures import failure_of
 from flyte_ddp.attempt.platform import Platform
@@ -48,25 +46,15 @@ def notify(url: str, content: dict[str, Any]) -> None:
 
 
 def post(url: str, content: dict[str, Any], problems: list[str]) -> None:
-    """Clears problems once the server has accepted the content, or adds what went wrong."""
+    """Clears problems once the server has accepted the content, or adds what went wrong. A redirect is refused: the
+    POST would become a GET without its content."""
+    headers = {"User-Agent": "flyte-ddp"}
     try:
-        if urlsplit(url).scheme not in ("http", "https"):
-            raise ValueError
-        body = json.dumps(content).encode()
-        request = Request(url, body, {"Content-Type": "application/json", "User-Agent": "flyte-ddp"})
-        with build_opener(NoRedirects).open(request, timeout=POST_SECONDS):
-            problems.clear()
-    except HTTPError as error:
-        problems.append(f"its server answered {error.code}")
+        answer = requests.post(url, json=content, headers=headers, timeout=POST_SECONDS, allow_redirects=False)
     except Exception as error:  # of sockets, TLS and URLs, whose messages may have the URL in them
         problems.append(type(error).__name__)
-
-
-class NoRedirects(HTTPRedirectHandler):
-    """Refuses redirects: a redirected POST becomes a GET without its content."""
-
-    def redirect_request(self, *_: Any, **__: Any) -> None:
-        return None
+    else:
+        problems[:] = [] if answer.status_code < 300 else [f"its server answered {answer.status_code}"]
 
 
 def content_of(failure: Failure, platform: Platform) -> dict[str, Any]:

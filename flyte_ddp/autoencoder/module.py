@@ -71,18 +71,18 @@ class PreparedImages(LightningDataModule):
     def setup(self, stage: str) -> None:
         trainer = self.trainer
         assert trainer is not None
-        self.place = trainer.global_rank, trainer.world_size
+        self.rank_and_size = trainer.global_rank, trainer.world_size
         resident = partial(Resident, device=trainer.strategy.root_device)
         if stage == "test":
             images = prepared.open_split(self.folder, "test")[0]
-            self.test = TestBatches(resident(images), EVALUATION_BATCH, *self.place)
+            self.test = TestBatches(resident(images), EVALUATION_BATCH, *self.rank_and_size)
             return
         images, labels = prepared.open_split(self.folder, "train")
         chosen, passes = held_out(labels), prepared.read_description(self.folder).passes_per_epoch
         # of always predicting the mean image
         self.constant_loss = float(np.var(images[chosen] / np.float32(255), axis=0).mean())
-        self.train = TrainBatches(resident(images[~chosen]), self.batch_size, self.seed, *self.place, passes)
-        self.validation = TestBatches(resident(images[chosen]), EVALUATION_BATCH, *self.place)
+        self.train = TrainBatches(resident(images[~chosen]), self.batch_size, self.seed, *self.rank_and_size, passes)
+        self.validation = TestBatches(resident(images[chosen]), EVALUATION_BATCH, *self.rank_and_size)
 
     def train_dataloader(self) -> "Loader":
         return Loader(self.train, lambda: self.train.epoch(*self.next_step()))

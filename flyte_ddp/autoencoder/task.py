@@ -8,12 +8,12 @@ from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile, PythonPickledFile
 
 from flyte_ddp.attempt.summaries import RunSummary
+from flyte_ddp.attempt.training import Trained
 from flyte_ddp.autoencoder.settings import AutoencoderHyperparameters
 from flyte_ddp.code_version import code_version
 from flyte_ddp.launch.environment import choose_world
 from flyte_ddp.lightning.settings import LightningOptions
-from flyte_ddp.lightning.task import LightningTraining
-from flyte_ddp.lightning.training import check_lightning
+from flyte_ddp.lightning.task import OfLightning, check_lightning
 from flyte_ddp.tasks.caching import CodeVersion, OnClustersOnly
 from flyte_ddp.tasks.platform import is_local
 from flyte_ddp.tasks.prepare import resolve_name
@@ -21,7 +21,6 @@ from flyte_ddp.tasks.resources import small_resources
 from flyte_ddp.tasks.train import files_of
 
 MODULE = "flyte_ddp.autoencoder.module"
-AUTOENCODER = LightningTraining(f"{MODULE}:LitAutoencoder", f"{MODULE}:PreparedImages")
 
 
 @dataclass(frozen=True)
@@ -57,6 +56,22 @@ class AutoencoderOutputs(NamedTuple):
     logs: FlyteDirectory
 
 
+class AutoencoderTraining(OfLightning[AutoencoderOutputs]):
+    """Trains on a prepared dataset."""
+
+    def outputs_of(self, trained: Trained) -> AutoencoderOutputs:
+        result = trained.results[0]
+        summary = AutoencoderSummary(**vars(trained.figures), dataset=trained.dataset, test_loss=result.tested["loss"])
+        return AutoencoderOutputs(
+            [epoch.train["loss"] for epoch in result.epochs],
+            [epoch.validation["loss"] for epoch in result.epochs],
+            *files_of(trained, summary),
+        )
+
+
+autoencoder = AutoencoderTraining(f"{MODULE}:LitAutoencoder", f"{MODULE}:PreparedImages")
+
+
 @task(
     task_config=OnClustersOnly(),
     cache=Cache(
@@ -74,17 +89,3 @@ def resolve_for_autoencoder(hp: AutoencoderHyperparameters, options: LightningOp
         check_lightning(hp, options)
         choose_world(hp.backend, options.nproc, hp.batch_size)
     return resolve_name(hp.dataset)
-
-
-def train_autoencoder(
-    hp: AutoencoderHyperparameters, data: FlyteDirectory, options: LightningOptions
-) -> AutoencoderOutputs:
-    """Trains on a prepared dataset with one process per rank; raises what launcher.launch raises."""
-    trained = AUTOENCODER.train(hp, options, data)
-    result = trained.results[0]
-    summary = AutoencoderSummary(**vars(trained.figures), dataset=trained.dataset, test_loss=result.tested["loss"])
-    return AutoencoderOutputs(
-        [epoch.train["loss"] for epoch in result.epochs],
-        [epoch.validation["loss"] for epoch in result.epochs],
-        *files_of(trained, summary),
-    )

@@ -40,15 +40,12 @@ class Sound(NamedTuple):
 
 def list_images(folder: Path) -> Files:
     """Names relative to folder, sorted, by split and class; InputError if there is nothing to train on."""
-    if not folder.is_dir():
-        what = "is a file" if folder.exists() else "does not exist"
-        raise InputError(f"folder {folder} {what}: give a folder with one sub-folder of image files per class")
-    divided = all((folder / split).is_dir() for split in SPLITS)
-    found: Files = {}
-    for split in SPLITS if divided else ("",):
-        below = sorted(entry.name for entry in os.scandir(folder / split) if entry.is_dir())
-        classes = {name: _image_names(folder, Path(split, name)) for name in below if not name.startswith(".")}
-        found[split] = {name: files for name, files in classes.items() if files}
+    try:
+        found = _all_images(folder)
+    except PermissionError as error:
+        raise InputError(
+            f"{error.filename} may not be read: allow it (chmod -R u+rX), or give another folder"
+        ) from None
     for split, classes in found.items():
         where = f"folder {folder / split}"
         if not classes:
@@ -61,6 +58,19 @@ def list_images(folder: Path) -> Files:
     strange = sorted(set(found.get("test", {})) - set(found.get("train", {})))
     if strange:
         raise InputError(f"folder {folder / 'test'} has classes that train/ has not: {', '.join(strange[:MOST_NAMED])}")
+    return found
+
+
+def _all_images(folder: Path) -> Files:
+    if not folder.is_dir():
+        what = "is a file" if folder.exists() else "does not exist"
+        raise InputError(f"folder {folder} {what}: give a folder with one sub-folder of image files per class")
+    divided = all((folder / split).is_dir() for split in SPLITS)
+    found: Files = {}
+    for split in SPLITS if divided else ("",):
+        below = sorted(entry.name for entry in os.scandir(folder / split) if entry.is_dir())
+        classes = {name: _image_names(folder, Path(split, name)) for name in below if not name.startswith(".")}
+        found[split] = {name: files for name, files in classes.items() if files}
     return found
 
 
@@ -232,10 +242,15 @@ def _image_names(folder: Path, below: Path) -> list[str]:
     """The image files anywhere below a sub-folder, by names relative to the folder, sorted."""
     return sorted(
         os.path.relpath(os.path.join(parent, name), folder)
-        for parent, _, names in os.walk(folder / below)
+        for parent, _, names in os.walk(folder / below, onerror=_refuse)
         for name in names
         if name.lower().endswith(EXTENSIONS) and not name.startswith(".")
     )
+
+
+def _refuse(error: OSError) -> None:
+    """A folder that cannot be listed: os.walk would pass over it."""
+    raise error
 
 
 def _printable(name: str) -> str:

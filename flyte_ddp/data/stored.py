@@ -142,7 +142,7 @@ class StoredFile(io.RawIOBase):
     """A file for libraries that read here and there, such as pyarrow."""
 
     def __init__(self, stored: Stored, file: str, size: int):
-        self.stored, self.file, self.size, self.place = stored, file, size, 0
+        self.stored, self.file, self.size, self.position = stored, file, size, 0
 
     def readable(self) -> bool:
         return True
@@ -151,19 +151,19 @@ class StoredFile(io.RawIOBase):
         return True
 
     def tell(self) -> int:
-        return self.place
+        return self.position
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self.place = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self.place, io.SEEK_END: self.size}[whence]
-        return self.place
+        self.position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self.position, io.SEEK_END: self.size}[whence]
+        return self.position
 
     def readinto(self, buffer: Any) -> int:
-        stop = min(self.place + min(len(buffer), PIECE_BYTES), self.size)
-        if stop <= self.place:
+        stop = min(self.position + min(len(buffer), PIECE_BYTES), self.size)
+        if stop <= self.position:
             return 0
-        piece = self.stored.read(self.file, self.place, stop)
+        piece = self.stored.read(self.file, self.position, stop)
         buffer[: len(piece)] = piece
-        self.place = stop
+        self.position = stop
         return len(piece)
 
 

@@ -18,7 +18,7 @@ from flyte_ddp.data.image_files import decode, reason
 from flyte_ddp.data.stored import PiecesFile, Stored
 from flyte_ddp.errors import DataError, InputError
 
-IMAGES = ("jpg", "jpeg", "png", "webp")
+IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
 
 
 class TarImages(Indexed):
@@ -28,7 +28,11 @@ class TarImages(Indexed):
     """
 
     def __init__(
-        self, url: str | Path, shape: tuple[int, int, int], images: Sequence[str] = IMAGES, labels: str = "cls"
+        self,
+        url: str | Path,
+        shape: tuple[int, int, int],
+        images: Sequence[str] = IMAGE_EXTENSIONS,
+        labels: str = "cls",
     ):
         """shape: C, H and W, C being 1 or 3: images are scaled to cover it, and cropped around the centre. images: the
         extensions that may hold a sample's image. labels: that of its label, a whole number as text."""

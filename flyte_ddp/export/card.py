@@ -95,7 +95,7 @@ def classes_section(written: Written) -> Section:
         "By class",
         caption="Share of each class's test samples that is predicted correctly",
         heads=("Class", "Accuracy"),
-        lines=[(name, f"{share:.2%}") for name, share in written.classes.items()],
+        lines=[(name, f"{accuracy:.2%}") for name, accuracy in written.classes.items()],
     )
 
 

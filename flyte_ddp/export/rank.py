@@ -76,7 +76,7 @@ def _write_formats(recipe: Recipe, test: Split, link: Link, asked: ExportJob) ->
     inputs, outputs = programs.specs_of(model, few, more)
     return Written(
         measured=measured,
-        classes=class_shares(recipe, seen),
+        classes=class_accuracies(recipe, seen),
         metadata=metadata,
         samples=recipe.samples,
         parameters=sum(one.numel() for one in model.parameters()),
@@ -106,7 +106,7 @@ def measure_file(environment: Environment, link: Link, argument: tuple[Job, str,
             return _first_lines(error)
 
 
-def class_shares(recipe: Recipe, seen: Sequence[tuple[Tensor, Tensor]]) -> dict[str, float]:
+def class_accuracies(recipe: Recipe, seen: Sequence[tuple[Tensor, Tensor]]) -> dict[str, float]:
     """seen: labels (n,) and hits (n,) of each batch of a classifier."""
     if not seen:
         return {}

@@ -10,15 +10,15 @@ from flyte_ddp.flyte2 import platform
 from flyte_ddp.storage import stream_digest
 
 
-def downloaded(data: File | Dir | None, to: str | None = None) -> Path | None:
-    """Where it is, or a copy, in any case one if its place is named. Raises DownloadError, which is worth another
+def downloaded(given: File | Dir | None, to: str | None = None) -> Path | None:
+    """Where it is, or a copy, in any case one if `to` names its path. Raises DownloadError, which is worth another
     attempt."""
-    if data is None:
+    if given is None:
         return None
     try:
-        return Path(data.download_sync(to))
+        return Path(given.download_sync(to))
     except Exception as error:  # each storage has its own
-        raise DownloadError(f"{data.path} cannot be downloaded: {type(error).__name__}: {error}") from None
+        raise DownloadError(f"{given.path} cannot be downloaded: {type(error).__name__}: {error}") from None
 
 
 def downloaded_once(given: File | Dir | None) -> Path | None:
@@ -26,8 +26,8 @@ def downloaded_once(given: File | Dir | None) -> Path | None:
     if given is None:
         return None
 
-    def download(place: str) -> None:
-        downloaded(given, place)
+    def download(path: str) -> None:
+        downloaded(given, path)
 
     return download_once(given.path, "" if isinstance(given, Dir) else Path(given.path).name, download)
 

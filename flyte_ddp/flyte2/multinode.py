@@ -10,7 +10,7 @@ from pathlib import Path
 
 from flyte import storage
 
-from flyte_ddp.attempt.failures import attempt_error, failure_of, places_of
+from flyte_ddp.attempt.failures import attempt_error, failure_of, urls_of
 from flyte_ddp.attempt.webhook import telling_webhook
 from flyte_ddp.flyte2 import platform
 from flyte_ddp.launch.failures import Failure
@@ -30,7 +30,7 @@ def naming_the_cause() -> Iterator[None]:
             _leave(own, f"{others}/rank-{os.environ['RANK']}.json")
         if os.environ["RANK"] == "0":
             with telling_webhook(platform):
-                raise attempt_error(platform, own, places_of(platform)) from None
+                raise attempt_error(platform, own, urls_of(platform)) from None
         raise
 
 

@@ -9,6 +9,7 @@ from flyte_ddp.attempt import datasets
 from flyte_ddp.attempt.training import check_classifier
 from flyte_ddp.code_version import code_version
 from flyte_ddp.data import prepared
+from flyte_ddp.errors import InputError
 from flyte_ddp.flyte2 import platform
 from flyte_ddp.flyte2.attempt import one_attempt
 from flyte_ddp.flyte2.data import downloaded, output_folder
@@ -38,9 +39,19 @@ def classifier_settings(model_state: File) -> Hyperparameters:
     with one_attempt():
         path = downloaded(model_state)
         assert path
+        if not path.is_file():
+            raise InputError(f"model_state must be a file, and {path} is none: give the one of a training")
         known = needs_metadata(path, "it must be the model_state of a training")
         check_classifier(known, model_state.path)
         return Hyperparameters.from_dict({**known.settings, "dataset": known.data["name"]})
+
+
+def shard_numbers(shards: int) -> range:
+    """To map a prediction over: those of so many shards."""
+    with one_attempt():
+        if shards < 1:
+            raise InputError(f"shards must be at least 1, got {shards}: that many parts are predicted, each on its own")
+        return range(shards)
 
 
 def preparation_arguments() -> dict[str, Any]:

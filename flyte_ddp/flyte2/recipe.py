@@ -22,16 +22,7 @@ from flyte_ddp.user_code import find_code
 
 @dataclass(frozen=True)
 class RecipeOutputs:
-    """The outputs of a recipe's training.
-
-    Attributes:
-        epoch_measures: after each evaluation, by name; of the validation samples, if any, else of the test samples.
-        model_state: the trained weights, a CPU state_dict, from which the recipe's load_model rebuilds the network.
-            With a validation split they are those of the best epoch, and logs has those of the last one as last.pt.
-        summary: the figures.
-        report: an HTML page in one file.
-        logs: a folder with the recipe's predictions on the test samples, and what ranks, trackers and profiler wrote.
-    """
+    """The outputs of a recipe's training, see flyte_ddp.tasks.recipe.RecipeOutputs."""
 
     epoch_measures: list[dict[str, float]]
     model_state: File

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 import flyte
@@ -31,6 +30,8 @@ class Flyte2Training(Training[Data, Outputs]):
     """
 
     platform = platform
+    downloaded = staticmethod(downloaded)
+    downloaded_once = staticmethod(downloaded_once)
 
     def environment(self, name: str, **more: Any) -> flyte.TaskEnvironment:
         """The environment of the task; more: the arguments of clustered, for many nodes."""
@@ -76,12 +77,6 @@ class Flyte2Training(Training[Data, Outputs]):
             assert model
             return output_file(predicted(platform, subject, model, shard, shards, split))
 
-    def downloaded(self, given: Data) -> Path | None:
-        return downloaded(given)
-
-    def downloaded_once(self, given: Data) -> Path | None:
-        return downloaded_once(given)
-
 
 def files_of(trained: Trained) -> dict[str, Any]:
     """The outputs that all trainings have."""
@@ -94,16 +89,7 @@ def files_of(trained: Trained) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class TrainingOutputs:
-    """The outputs of an image classifier's training.
-
-    Attributes:
-        epoch_accuracies: after each evaluation, on the validation split, if any, else on the test split; 0 to 1.
-        model_state: the trained weights, a CPU state_dict; with a validation split those of the best epoch.
-        summary: the figures.
-        report: an HTML page in one file.
-        logs: a folder with predictions on the test split, and what ranks, trackers and profiler wrote; with a
-            validation split also last.pt, the weights of the last epoch.
-    """
+    """The outputs of an image classifier's training, see flyte_ddp.tasks.train.TrainingOutputs."""
 
     epoch_accuracies: list[float]
     model_state: File

@@ -4,14 +4,7 @@ from dataclasses import dataclass
 
 from flyte_ddp.launch.environment import World
 
-
-@dataclass(frozen=True)
-class TorchGpu:
-    """A GPU that a rank can use."""
-
-    name: str
-    memory: int  # bytes
-    capability: str  # NVIDIA's compute capability, such as 9.0
+GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -20,9 +13,10 @@ class Capabilities:
 
     Attributes:
         cuda, nccl: versions that this torch was built with; empty without.
+        gpus: that a rank can use: name, memory and NVIDIA's compute capability.
         no_gpu: why torch cannot use a GPU; empty if it can.
         complaints: warnings while initialising the GPUs.
-        peers: how many pairs of GPUs can access each other's memory directly, and how many pairs there are.
+        peers: how many of the pairs of GPUs can access each other's memory directly.
         cpu_bfloat16: the CPU's instructions for bfloat16.
         world, precision: of a training; None and empty if it would be refused, with the reason as refusal.
     """
@@ -30,11 +24,15 @@ class Capabilities:
     torch: str
     cuda: str
     nccl: str
-    gpus: list[TorchGpu]
+    gpus: list[str]
     no_gpu: str
     complaints: list[str]
-    peers: tuple[int, int]
+    peers: str
     cpu_bfloat16: list[str]
     world: World | None
     precision: str
     refusal: str
+
+
+def gib(count: float) -> str:
+    return f"{count / GIB:.2f} GiB" if count < 10 * GIB else f"{count / GIB:,.0f} GiB"

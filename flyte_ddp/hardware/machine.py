@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from flyte_ddp.hardware import nvidia
-from flyte_ddp.hardware.capabilities import Capabilities
+from flyte_ddp.hardware.capabilities import GIB, Capabilities, gib
 from flyte_ddp.hardware.nvidia import DriverGpu, UnknownError, first_line
 from flyte_ddp.launch.alone import run_alone
 from flyte_ddp.launch.environment import available_cores, nvidia_devices, threads_per_rank
@@ -21,7 +21,6 @@ T = TypeVar("T")
 
 SURVEY = "flyte_ddp.hardware.rank:survey"  # a name, because importing it would import torch
 SURVEY_SECONDS = 120.0  # until torch counts as hung; CUDA takes seconds for each GPU
-GIB = 2**30
 SHARED_MEMORY = GIB  # what NVIDIA's documentation recommends for containers with NCCL
 # Bytes of host memory for each rank. cpu: measured on MNIST, where two ranks and their parent take 0.8 GB;
 # cuda: an estimate, for the CUDA context and its libraries
@@ -133,7 +132,7 @@ def _about_gpus(machine: Machine, torch: Capabilities) -> Iterator[str]:
             f"MIG partitions GPU {', '.join(divided)}: a process sees only one instance, and NCCL cannot connect two "
             "instances of one GPU, so train with one rank, or without MIG"
         )
-    if len({(gpu.name, gpu.memory) for gpu in torch.gpus}) > 1:
+    if len({*torch.gpus}) > 1:
         yield "the GPUs differ, and the slowest sets the pace: choose equal ones with CUDA_VISIBLE_DEVICES"
 
 
@@ -163,7 +162,3 @@ def _about_host(machine: Machine, torch: Capabilities) -> Iterator[str]:
             )
     if torch.precision == "float32":
         yield "no bfloat16 in hardware here, or not requested: training computes in float32, which takes longer"
-
-
-def gib(count: float) -> str:
-    return f"{count / GIB:.2f} GiB" if count < 10 * GIB else f"{count / GIB:,.0f} GiB"

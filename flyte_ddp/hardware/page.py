@@ -1,13 +1,16 @@
 """A machine's facts for people: as text for a terminal or a log, and as a page."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import TypeVar
 
-from flyte_ddp.hardware.capabilities import Capabilities
-from flyte_ddp.hardware.machine import Machine, gib, warnings
+from flyte_ddp.hardware.capabilities import Capabilities, gib
+from flyte_ddp.hardware.machine import Machine, warnings
 from flyte_ddp.hardware.nvidia import UnknownError, first_line
 from flyte_ddp.launch.environment import threads_per_rank
 from flyte_ddp.report.article import Section, article
 from flyte_ddp.report.words import multiples
+
+T = TypeVar("T")
 
 Lines = list[tuple[str, str]]
 
@@ -18,10 +21,19 @@ def facts(machine: Machine) -> dict[str, Lines]:
     """Label and value of every fact, by heading."""
     return {
         "A training here": _training_lines(machine.torch),
-        "GPUs": _gpu_lines(machine),
-        "Between GPUs": _interconnect_lines(machine),
+        "GPUs": [*_driver_lines(machine), *_torch_lines(machine.torch)],
+        "Between GPUs": [
+            ("Direct memory access", shown(machine.torch, lambda torch: torch.peers)),
+            ("InfiniBand, RoCE", shown(machine.ports, lambda ports: multiples(ports) or "none")),
+            ("NCCL settings", ", ".join(f"{name}={value}" for name, value in machine.nccl.items()) or "none"),
+        ],
         "Processor and memory": _host_lines(machine),
     }
+
+
+def shown(fact: T | UnknownError, form: Callable[[T], str]) -> str:
+    """The fact in words, or why it is not known."""
+    return str(fact) if isinstance(fact, UnknownError) else form(fact)
 
 
 def as_text(host: str, machine: Machine) -> str:
@@ -59,8 +71,8 @@ def _training_lines(torch: Capabilities | UnknownError) -> Lines:
     ]
 
 
-def _gpu_lines(machine: Machine) -> Lines:
-    gpus, torch = machine.gpus, machine.torch
+def _driver_lines(machine: Machine) -> Lines:
+    gpus = machine.gpus
     if isinstance(gpus, UnknownError):
         lines = [("Driver", str(gpus))]
     elif not gpus:
@@ -72,44 +84,25 @@ def _gpu_lines(machine: Machine) -> Lines:
             ("Memory in use", ", ".join(gpu.used_mib for gpu in gpus) + " MiB"),
             ("MIG", multiples([gpu.mig for gpu in gpus])),
         ]
-    visible = "not set" if machine.visible is None else f'"{machine.visible}"'
-    lines.append(("CUDA_VISIBLE_DEVICES", visible))
+    return [*lines, ("CUDA_VISIBLE_DEVICES", "not set" if machine.visible is None else f'"{machine.visible}"')]
+
+
+def _torch_lines(torch: Capabilities | UnknownError) -> Lines:
     if isinstance(torch, UnknownError):
-        return [*lines, ("torch", str(torch))]
-    usable = [f"{gpu.name}, {gib(gpu.memory)}, compute capability {gpu.capability}" for gpu in torch.gpus]
+        return [("torch", str(torch))]
     return [
-        *lines,
-        ("torch can use", multiples(usable) if usable else f"none: {first_line(torch.no_gpu)}"),
+        ("torch can use", multiples(torch.gpus) or f"none: {first_line(torch.no_gpu)}"),
         ("torch", f"{torch.torch}, built for {f'CUDA {torch.cuda}' if torch.cuda else 'CPUs only'}"),
         ("NCCL", torch.nccl or "not in this torch"),
     ]
 
 
-def _interconnect_lines(machine: Machine) -> Lines:
-    torch, ports = machine.torch, machine.ports
-    if isinstance(torch, UnknownError):
-        peers = str(torch)
-    else:
-        peers = "{} of {} pairs".format(*torch.peers) if torch.peers[1] else "no pair of GPUs"
-    return [
-        ("Direct memory access", peers),
-        ("InfiniBand, RoCE", str(ports) if isinstance(ports, UnknownError) else multiples(ports) or "none"),
-        ("NCCL settings", ", ".join(f"{name}={value}" for name, value in machine.nccl.items()) or "none"),
-    ]
-
-
 def _host_lines(machine: Machine) -> Lines:
-    torch = machine.torch
     limit = f"limited to {machine.cpu_limit:g}" if machine.cpu_limit < machine.cores[1] else "no CPU limit"
-    bfloat16 = str(torch) if isinstance(torch, UnknownError) else ", ".join(torch.cpu_bfloat16) or "none"
     return [
         ("Processor", machine.processor),
         ("Cores", f"{machine.cores[0]} usable of {machine.cores[1]}, {limit}"),
-        ("bfloat16 instructions", bfloat16),
-        ("Memory", _amount(machine.memory, "usable")),
-        ("/dev/shm", _amount(machine.shared_memory, "free")),
+        ("bfloat16 instructions", shown(machine.torch, lambda torch: ", ".join(torch.cpu_bfloat16) or "none")),
+        ("Memory", shown(machine.memory, lambda found: f"{gib(found[0])} usable of {gib(found[1])}")),
+        ("/dev/shm", shown(machine.shared_memory, lambda found: f"{gib(found[0])} free of {gib(found[1])}")),
     ]
-
-
-def _amount(amount: Any, word: str) -> str:
-    return str(amount) if isinstance(amount, UnknownError) else f"{gib(amount[0])} {word} of {gib(amount[1])}"

@@ -9,7 +9,7 @@ from torch import distributed
 
 from flyte_ddp.engine.set_up import choose_precision
 from flyte_ddp.errors import InputError
-from flyte_ddp.hardware.capabilities import Capabilities, TorchGpu
+from flyte_ddp.hardware.capabilities import Capabilities, gib
 from flyte_ddp.launch.environment import choose_world
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
@@ -28,6 +28,7 @@ def survey(environment: Any, link: Any, inputs: tuple[Hyperparameters, RunOption
         refusal = error.message
     pairs = list(combinations(range(len(gpus)), 2))
     can = torch.cuda.can_device_access_peer
+    both = sum(can(a, b) and can(b, a) for a, b in pairs)
     return Capabilities(
         torch=str(torch.__version__),  # unpickling its own type would import torch
         cuda=torch.version.cuda or "",
@@ -35,7 +36,7 @@ def survey(environment: Any, link: Any, inputs: tuple[Hyperparameters, RunOption
         gpus=gpus,
         no_gpu=no_gpu,
         complaints=[str(warning.message) for warning in caught],
-        peers=(sum(can(a, b) and can(b, a) for a, b in pairs), len(pairs)),
+        peers=f"{both} of {len(pairs)} pairs" if pairs else "no pair of GPUs",
         cpu_bfloat16=[name for name, there in torch.cpu.get_capabilities().items() if "bf16" in name and there],
         world=world,
         precision=precision,
@@ -43,11 +44,12 @@ def survey(environment: Any, link: Any, inputs: tuple[Hyperparameters, RunOption
     )
 
 
-def _usable_gpus() -> tuple[list[TorchGpu], str]:
+def _usable_gpus() -> tuple[list[str], str]:
     """The GPUs, or none and the reason."""
     try:
         torch.cuda.init()
         found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     except (RuntimeError, AssertionError) as error:  # no GPU, no driver, one too old; a torch without CUDA
         return [], str(error)
-    return [TorchGpu(gpu.name, gpu.total_memory, f"{gpu.major}.{gpu.minor}") for gpu in found], ""
+    shown = "{}, {}, compute capability {}.{}".format
+    return [shown(gpu.name, gib(gpu.total_memory), gpu.major, gpu.minor) for gpu in found], ""

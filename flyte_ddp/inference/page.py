@@ -10,9 +10,8 @@ import numpy as np
 
 from flyte_ddp.data.description import DatasetDescription
 from flyte_ddp.inference.shards import InferenceOptions, Row, read_rows
-from flyte_ddp.report.article import Section, article
+from flyte_ddp.report.article import Section, article, set_up
 from flyte_ddp.report.figures import picture
-from flyte_ddp.report.surroundings import surroundings
 
 MOST_PICTURES = 24
 MOST_ERRORS = 20
@@ -94,23 +93,17 @@ def predicted_article(
         heads=("File", "Reason"),
         lines=[(row.image, row.error) for row in found.errors],
     )
-    setup = Section(
-        "Set-up",
-        caption="Inputs and environment",
-        heads=("", ""),
-        lines=[
-            ("Network", f"{options.model}, trained on {description.name}"),
-            ("Shards, batch size", f"{options.shards}, {options.batch_size}"),
-            *surroundings().items(),
-        ],
+    setup = set_up(
+        ("Network", f"{options.model}, trained on {description.name}"),
+        ("Shards, batch size", f"{options.shards}, {options.batch_size}"),
     )
     return article(title, str(found), [by_class, least_certain, *([unreadable] if found.errors else []), setup])
 
 
 def _class_line(name: str, found: Tally) -> tuple[str, ...]:
     known, right = found.known[name], found.right[name]
-    share = f"{right / known:.2%}" if known else "-"
-    return name, f"{found.predicted[name]:,}", f"{known:,}", f"{right:,}", share
+    accuracy = f"{right / known:.2%}" if known else "-"
+    return name, f"{found.predicted[name]:,}", f"{known:,}", f"{right:,}", accuracy
 
 
 def _words(row: Row) -> str:

@@ -37,11 +37,11 @@ def predict_images(environment: Environment, link: Link, job: ShardJob) -> None:
     device = torch.device(environment.world.device)
     description = prepared.read_description(job.data)
     images, rows = read_images(job, description)
-    model = load_model(job.model_path, job.model, description.image_shape, len(description.classes))
+    model = load_model(job.model_path, job.options.model, description.image_shape, len(description.classes))
     model.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
     normalise = Normaliser(description, device)
     found: list[tuple[float, int]] = []
-    for batch in TestBatches(Resident(images, device), job.batch_size, rank=0, world_size=1):
+    for batch in TestBatches(Resident(images, device), job.options.batch_size, rank=0, world_size=1):
         scores, guesses = model(normalise(batch.tree)).softmax(1).max(1)
         found += zip(scores.tolist(), guesses.tolist(), strict=True)
         link.alive()
@@ -53,10 +53,10 @@ def read_images(job: ShardJob, description: DatasetDescription) -> tuple[np.ndar
     """The shard's images (n, C, H, W) uint8, and their rows without predictions; a file that cannot be read gives zeros
     and its problem. InputError if Pillow does not support that many channels."""
     if not job.files:
-        images, labels = prepared.open_split(job.data, job.split)
-        chosen = range(job.first, job.last)
+        images, labels = prepared.open_split(job.data, job.options.split)
+        chosen = range(job.shard.first, job.shard.last)
         known = [Row(str(index), description.classes[labels[index]], "", "", "") for index in chosen]
-        return images[job.first : job.last], known
+        return images[job.shard.first : job.shard.last], known
     if description.image_shape[0] not in MODES:
         raise InputError(
             f"a folder's images can have 1 or 3 channels, the dataset's have {description.image_shape[0]}: leave "

@@ -64,18 +64,15 @@ class ShardJob:
 
     Attributes:
         data: folder of the prepared dataset that the model was trained on.
-        files: (name, path) of each image file; empty for images first..last of the dataset's split.
+        files: (name, path) of each image file; empty for images of the dataset's split.
         output: file for the rows.
     """
 
+    shard: Shard
+    options: InferenceOptions
     model_path: str
-    model: str
     data: str
-    split: str
-    first: int
-    last: int
     files: Sequence[tuple[str, str]]
-    batch_size: int
     output: str
 
 

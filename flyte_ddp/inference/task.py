@@ -134,17 +134,8 @@ def predict_shard(
     with tempfile.TemporaryDirectory(prefix="ddp-") as copies:
         names = list(list_files(folder))[shard.first : shard.last] if folder is not None else []
         beside = temporary_beside(part)
-        job = ShardJob(
-            model_path=model_state.download(),
-            model=options.model,
-            data=data.download(),
-            split=options.split,
-            first=shard.first,
-            last=shard.last,
-            files=fetch(folder, names, Path(copies)) if folder is not None else [],
-            batch_size=options.batch_size,
-            output=str(beside),
-        )
+        files = fetch(folder, names, Path(copies)) if folder is not None else []
+        job = ShardJob(shard, options, model_state.download(), data.download(), files, str(beside))
         try:
             run_alone(PREDICTOR, job, options.timeout_seconds, Console(), choose_world("auto", 1, 1))
             os.replace(beside, part)

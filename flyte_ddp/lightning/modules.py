@@ -15,11 +15,11 @@ from flyte_ddp.user_code import checked_imports
 
 def build(job: LightningJob) -> tuple[LightningModule, LightningDataModule | None]:
     """The module and its data; raises InputError if they are no such classes, or cannot be built from the settings."""
-    with checked_imports(job.run.root, job.run.files):
-        module = _made(job.module, LightningModule, job)
+    with checked_imports(job.root, job.files):
+        module = _made(job.recipe, LightningModule, job)
         data = _made(job.datamodule, LightningDataModule, job) if job.datamodule else None
     if not any(is_overridden("train_dataloader", one) for one in (module, data) if one):
-        raise InputError(f"{job.datamodule or job.module} must define train_dataloader, which returns what to train on")
+        raise InputError(f"{job.datamodule or job.recipe} must define train_dataloader, which returns what to train on")
     return module, data
 
 
@@ -34,9 +34,9 @@ def _made(name: str, base: type, job: LightningJob) -> Any:
         )
     given = {
         "settings": job.settings,
-        "data_path": job.run.data,
-        "loader_workers": job.run.options.loader_workers,
-        "pin_memory": job.run.options.pin_memory,
+        "data_path": job.data,
+        "loader_workers": job.options.loader_workers,
+        "pin_memory": job.options.pin_memory,
         **vars(job.settings),
     }
     parameters = inspect.signature(kind).parameters.values()

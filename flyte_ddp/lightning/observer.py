@@ -29,7 +29,7 @@ from flyte_ddp.random_numbers import key_of
 NOTHING = {"loss": 0.0, "weight": 0.0, "samples": 0.0, "seconds": 0.0, "evaluation": 0.0}
 
 
-class Observer(Checkpoint):
+class RankObserver(Checkpoint):
     """Tells the parent what happens, saves checkpoints, and stops the ranks on request.
 
     Lightning calls a Checkpoint after all other callbacks. Each step begins with random numbers of its own, so that
@@ -75,7 +75,7 @@ class Observer(Checkpoint):
         self._keep_signal_handler()
         if trainer.num_training_batches == float("inf"):
             raise InputError(
-                f"{self._job.datamodule or self._job.module}: train_dataloader has no length: set limit_train_batches "
+                f"{self._job.datamodule or self._job.recipe}: train_dataloader has no length: set limit_train_batches "
                 "to the number of batches that make an epoch"
             )
         self.watch.constant_loss = float(getattr(trainer.datamodule, "constant_loss", 0.0))  # type: ignore[attr-defined]
@@ -178,7 +178,7 @@ class Observer(Checkpoint):
             "weight": sum(samples for loss, samples in window if loss is not None),
             "samples": sum(samples for _, samples in window),
             "stops": self._link.stop_requested,
-            "due": rank == 0 and time.monotonic() - self._saved >= self._job.run.options.checkpoint_seconds,
+            "due": rank == 0 and time.monotonic() - self._saved >= self._job.options.checkpoint_seconds,
         }
         bad = [float(one == rank and not math.isfinite(mine["loss"])) for one in range(size)]
         numbers = torch.tensor([*mine.values(), *bad], dtype=torch.float64, device=trainer.strategy.root_device)
@@ -242,7 +242,7 @@ class Observer(Checkpoint):
 
     def _save(self, trainer: Trainer, epoch: int, step: int) -> None:
         self.position = self._files.position = epoch, step
-        trainer.save_checkpoint(self._job.run.checkpoint_path)
+        trainer.save_checkpoint(self._job.checkpoint_path)
         self._saved = self._looked = time.monotonic()
 
 

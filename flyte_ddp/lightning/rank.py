@@ -24,7 +24,7 @@ from flyte_ddp.lightning.checkpoint import CheckpointFiles
 from flyte_ddp.lightning.job import LightningJob
 from flyte_ddp.lightning.measures import LoggedByValidation, measures_of
 from flyte_ddp.lightning.modules import build
-from flyte_ddp.lightning.observer import Observer
+from flyte_ddp.lightning.observer import RankObserver
 from flyte_ddp.lightning.results import result_of
 from flyte_ddp.lightning.settings import LIMITS, PRECISIONS
 from flyte_ddp.storage import writing_to
@@ -34,50 +34,50 @@ SAID_ELSEWHERE = ".*(does not have many workers|using `DistributedSampler`|small
 
 def run(environment: Environment, link: Link, job: LightningJob) -> TrainingResult:
     """Joins the process group, trains, and leaves it; see train."""
-    with process_group(environment, job.run.options.timeout_seconds) as device:
+    with process_group(environment, job.options.timeout_seconds) as device:
         return train(environment, device, link, job)
 
 
 def train(environment: Environment, device: torch.device, link: Link, job: LightningJob) -> TrainingResult:
     """Trains the module as this rank of the process group, which Lightning finds already initialised; rank 0 writes the
-    weights to job.run.model_path."""
+    weights to job.model_path."""
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)  # no word on the accelerators that there are not
     warnings.filterwarnings("ignore", category=FutureWarning, module="lightning")  # between it and torch
     warnings.filterwarnings("ignore", ".*sync_dist=True")  # a lone rank is warned even where it is set
     warnings.filterwarnings("ignore", f"(?s){SAID_ELSEWHERE}")
     torch.set_num_threads(environment.threads)
-    os.environ.update(place_of(environment))
+    os.environ.update(variables_of(environment))
     try:
         return _train(environment, device, link, job)
     except MisconfigurationException as error:
-        raise InputError(f"Lightning cannot train {job.module}: {error}") from None
+        raise InputError(f"Lightning cannot train {job.recipe}: {error}") from None
 
 
-def place_of(environment: Environment) -> dict[str, str]:
+def variables_of(environment: Environment) -> dict[str, str]:
     """The variables in which Lightning looks for a rank that torchrun, or another launcher, has started."""
     node = environment.rank // environment.world.local_size
-    place = {"RANK": environment.rank, "LOCAL_RANK": environment.local_rank, "GROUP_RANK": node}
+    position = {"RANK": environment.rank, "LOCAL_RANK": environment.local_rank, "GROUP_RANK": node}
     sizes = {"WORLD_SIZE": environment.world.size, "LOCAL_WORLD_SIZE": environment.world.local_size}
     unused = {"MASTER_ADDR": "localhost", "MASTER_PORT": 0}  # the process group exists
-    return {name: str(value) for name, value in {**place, **sizes, **unused}.items()}
+    return {name: str(value) for name, value in {**position, **sizes, **unused}.items()}
 
 
 def _train(environment: Environment, device: torch.device, link: Link, job: LightningJob) -> TrainingResult:
     seed(job)
     module, data = build(job)
-    files = CheckpointFiles(job.run.checkpoint_path, job.run.identity, link.emit, device)
+    files = CheckpointFiles(job.checkpoint_path, job.identity, link.emit, device)
     validation = LoggedByValidation()
-    observer = Observer(environment, link, job, files, validation)
+    observer = RankObserver(environment, link, job, files, validation)
     trainer = trainer_of(environment, device, job, files, validation, observer)
     seed(job)
-    trainer.fit(module, datamodule=data, ckpt_path=files.find(job.run.options))
+    trainer.fit(module, datamodule=data, ckpt_path=files.find(job.options))
     started = observer.started or observer.start(trainer)  # the latter if it was interrupted after the last epoch
     seed(job)
     tested = test(trainer, module, data, link, observer)
     if environment.rank == 0:
-        with writing_to(Path(job.run.model_path).parent, "DDP_RUNS_DIR"):
-            export_model(module.state_dict(), Path(job.run.model_path))
+        with writing_to(Path(job.model_path).parent, "DDP_RUNS_DIR"):
+            export_model(module.state_dict(), Path(job.model_path))
     return result_of(job, trainer, module, started, observer.epochs, observer.watch.warnings, tested)
 
 
@@ -92,7 +92,7 @@ def trainer_of(
     job: LightningJob,
     files: CheckpointFiles,
     validation: LoggedByValidation,
-    observer: Observer,
+    observer: RankObserver,
 ) -> Trainer:
     settings, world = job.settings, environment.world
     limits: dict[str, Any] = {name: getattr(settings, name) for name in LIMITS}
@@ -101,7 +101,7 @@ def trainer_of(
         accelerator="gpu" if device.type == "cuda" else "cpu",
         devices=world.local_size,
         num_nodes=world.size // world.local_size,
-        strategy=job.strategy,
+        strategy=job.options.strategy,
         precision=PRECISIONS[settings.precision],  # type: ignore[arg-type]
         plugins=[TorchElasticEnvironment(), files],
         max_epochs=settings.epochs,
@@ -122,7 +122,7 @@ def trainer_of(
 
 
 def test(
-    trainer: Trainer, module: LightningModule, data: LightningDataModule | None, link: Link, observer: Observer
+    trainer: Trainer, module: LightningModule, data: LightningDataModule | None, link: Link, observer: RankObserver
 ) -> dict[str, float]:
     """The measures of the test split, with the weights of the last epoch; empty if there is no such split."""
     has_split = any(is_overridden("test_dataloader", one) for one in (module, data) if one)

@@ -23,7 +23,7 @@ def run_started(
     world, steps, loader = environment.world, int(trainer.num_training_batches), trainer.train_dataloader
     train_samples = samples_of(loader)
     return RunStarted(
-        dataset=job.run.dataset,
+        dataset=job.dataset,
         samples="samples",
         headline=job.headline,
         percent=job.percent,
@@ -38,7 +38,7 @@ def run_started(
         steps_per_epoch=steps,
         first_epoch=first_epoch,
         first_step=first_step,
-        startup_seconds=time.time() - job.run.launched,
+        startup_seconds=time.time() - job.launched,
         layers=layers_of(trainer.lightning_module),
         validation_samples=samples_of(trainer.val_dataloaders),
         remarks=[f"under Lightning {__version__}, {type(trainer.strategy).__name__}"],

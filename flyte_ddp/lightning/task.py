@@ -7,27 +7,36 @@ def train_model(settings: Settings, options: LightningOptions) -> RecipeOutputs:
     return training.run(settings, options)
 """
 
+import sys
 from collections.abc import Sequence
-from functools import partial
-from typing import Any
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, TypeVar, cast
 
+from flyte_ddp.attempt.pod import check_code
 from flyte_ddp.attempt.training import Trained
+from flyte_ddp.data import prepared
+from flyte_ddp.data.description import StoredData
+from flyte_ddp.engine.job import Job, Subject, subject_of
+from flyte_ddp.errors import InputError, not_installed
+from flyte_ddp.launch import launcher
+from flyte_ddp.launch.environment import visible_gpus
+from flyte_ddp.lightning.job import LightningJob
 from flyte_ddp.lightning.settings import LightningOptions, LightningSettings
-from flyte_ddp.lightning.training import find_lightning_code, train, train_as_rank
-from flyte_ddp.tasks import platform
-from flyte_ddp.tasks.caching import CodeVersion
-from flyte_ddp.tasks.data import downloaded, downloaded_once
-from flyte_ddp.tasks.pyflyte import set_up_pyflyte, ship
-from flyte_ddp.tasks.recipe import RecipeOutputs, recipe_outputs
-from flyte_ddp.tasks.train import Data, training_arguments
-from flyte_ddp.user_code import find_code
+from flyte_ddp.settings import RunOptions, TrainingSettings
+from flyte_ddp.tasks.recipe import NamedTraining, RecipeOutputs, recipe_outputs
+from flyte_ddp.tasks.train import Data
+from flyte_ddp.user_code import find_code, joined
+
+Outputs = TypeVar("Outputs")
 
 
-class LightningTraining:
-    """A LightningModule and its data, known only by their names: their modules, which import torch, are for the ranks.
+class OfLightning(NamedTraining[Outputs]):
+    """That of a LightningModule and its data, whose modules, too, are for the ranks."""
 
-    Their first-party code and data files are shipped to the pods with the workflow's, and determine the cache version.
-    """
+    worker = "flyte_ddp.lightning.rank:run"
+    preload = (*launcher.PRELOAD, "lightning.pytorch")
+    distributions = ("torch", "lightning")
 
     def __init__(
         self,
@@ -45,33 +54,58 @@ class LightningTraining:
 
         Create it at the top level of the workflow file, after the imports. Raises InputError if there is no such class.
         """
-        set_up_pyflyte()
-        self.lit = find_lightning_code(module, data, headline, percent, data_files)
-        self.version = CodeVersion(self.lit.code.version, ("torch", "lightning"))
-        self.observers = [find_code(one) for one in observers]
-        for code in (self.lit.code, *self.observers):
-            ship(code.files)
+        ranks = (self.worker.partition(":")[0],)
+        codes = [find_code(module, data_files, ranks), *([find_code(data, ranks=ranks)] if data else [])]
+        super().__init__(joined(codes), observers)
+        self.datamodule, self.headline, self.percent = data, headline, tuple(percent)
 
-    def arguments(self, ignored_inputs: Sequence[str] = ("options",)) -> dict[str, Any]:
-        """Arguments of the @task that trains: cache, retries, live report, resources."""
-        return training_arguments(self.version, f"{self.lit.code.name} ", ignored_inputs)
-
-    def run(self, settings: LightningSettings, options: LightningOptions, data: Data = None) -> RecipeOutputs:
+    def run(self, settings: LightningSettings, options: LightningOptions, data: Data = None) -> Outputs:  # type: ignore[override]
         """Trains with one process per rank, on the file or folder data, if the module or its data use one.
 
         Raises what launcher.launch raises.
         """
-        return recipe_outputs(self.train(settings, options, data))
+        # Whatever is around the ranks needs but what both kinds of settings have
+        return super().run(cast(TrainingSettings, settings), options, data)
 
-    def train(self, settings: LightningSettings, options: LightningOptions, data: Data = None) -> Trained:
-        """The same, for a task with outputs of its own."""
-        return train(platform, self.lit, settings, options, lambda: downloaded(data), self.observers)
-
-    def run_as_rank(self, settings: LightningSettings, options: LightningOptions, data: Data = None) -> RecipeOutputs:
+    def run_as_rank(self, settings: LightningSettings, options: LightningOptions, data: Data = None) -> Outputs:  # type: ignore[override]
         """Trains as one rank of many nodes, in a task whose arguments come from multinode; outputs on rank 0 only."""
-        from flyte_ddp.tasks.multinode import picklable  # it imports torch
+        return super().run_as_rank(cast(TrainingSettings, settings), options, data)
 
-        fetch = partial(downloaded_once, data)
-        trained = train_as_rank(platform, self.lit, settings, options, fetch, self.observers)
-        outputs: RecipeOutputs = picklable(recipe_outputs(trained) if trained else None)
-        return outputs
+    def check(self, settings: TrainingSettings, options: RunOptions) -> None:
+        check_lightning(settings, options)
+
+    def most_ranks(self, settings: TrainingSettings) -> int:
+        return sys.maxsize  # the module's own batch size is of one rank
+
+    def subject(
+        self, settings: TrainingSettings, source: Path | StoredData | None, init: Path | None = None
+    ) -> Subject:
+        check_code(self.code.version)
+        is_prepared = isinstance(source, Path) and (source / prepared.DESCRIPTION).exists()
+        description = prepared.read_description(cast(Path, source)) if is_prepared else None
+        return subject_of(self.code, settings, source, description=description)
+
+    def job_of_ranks(self, job: Job) -> LightningJob:
+        own: dict[str, Any] = {"datamodule": self.datamodule, "headline": self.headline, "percent": self.percent}
+        return LightningJob(**vars(job), **own)
+
+
+class LightningTraining(OfLightning[RecipeOutputs]):
+    """A LightningModule and its data, known only by their names, with the outputs of a recipe."""
+
+    def outputs_of(self, trained: Trained) -> RecipeOutputs:
+        return recipe_outputs(trained)
+
+
+def check_lightning(settings: Any, options: Any) -> None:
+    """Raises InputError for what this machine, or Lightning, cannot do."""
+    for value, kind in ((settings, LightningSettings), (options, LightningOptions)):
+        if not isinstance(value, kind):
+            raise InputError(f"{type(value).__name__} must derive from flyte_ddp.{kind.__name__}")
+    if find_spec("lightning") is None:
+        raise InputError(f"a LightningModule needs {not_installed('lightning', 'lightning')}")
+    if settings.precision == "float16" and not visible_gpus():
+        raise InputError(
+            "precision float16 needs a GPU (Lightning's 16-mixed does not run on a CPU) and none is visible here: "
+            "use bfloat16 or float32"
+        )

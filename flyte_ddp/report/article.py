@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from flyte_ddp.report import page
+from flyte_ddp.report.surroundings import surroundings
 from flyte_ddp.text import encodable
 
 BODY = """
@@ -17,25 +18,14 @@ BODY = """
 <div class="grid">
 {% for shown in section.figures %}{{ figure(shown) }}{% endfor %}
 {% if section.heads %}{{ grid_table(section.caption or section.title, section.heads, section.lines) }}
-{% elif section.lines %}
-<div class="card wide"><table>{% if section.caption %}<caption>{{ section.caption }}</caption>{% endif %}<tbody>
-{% for label, text in section.lines %}
-<tr><th scope="row" style="width: 12rem">{{ label }}</th><td>{{ text }}</td></tr>
-{% endfor %}
-</tbody></table></div>
+{% elif section.lines %}{{ table(section.caption, section.lines, True) }}
 {% endif %}
 {% if section.output %}
 <div class="card wide"><div class="scroll" tabindex="0" role="region" aria-label="{{ section.title }}"><pre>
 {{ section.output }}</pre></div></div>
 {% endif %}
 </div>
-{% if section.pictures %}
-<ul class="pictures">
-{% for source, label in section.pictures %}
-<li><img src="{{ source }}" alt="{{ label }}">{{ label }}</li>
-{% endfor %}
-</ul>
-{% endif %}
+{% if section.pictures %}{{ gallery(section.pictures) }}{% endif %}
 {% endfor %}
 </main>
 """
@@ -67,6 +57,11 @@ class Section:
     lines: Sequence[Sequence[str]] = ()
     output: str = ""
     pictures: Sequence[tuple[str, str]] = ()
+
+
+def set_up(*facts: tuple[str, str]) -> Section:
+    """The section of what was asked for, and where it ran."""
+    return Section("Set-up", caption="Inputs and environment", lines=[*facts, *surroundings().items()])
 
 
 def article(title: str, subtitle: str, sections: Sequence[Section]) -> str:

@@ -9,21 +9,8 @@ from typing import Any
 
 import click
 
+from flyte_ddp import events
 from flyte_ddp.data.download import Progress
-from flyte_ddp.events import (
-    CheckpointFailed,
-    CheckpointRefused,
-    EpochChosen,
-    EpochFinished,
-    NotLearning,
-    Observer,
-    Printed,
-    RanksRestarted,
-    RanksTimed,
-    RunStarted,
-    SlowRank,
-    StepLogged,
-)
 from flyte_ddp.report.ranks import Table, in_text, rank_tables
 from flyte_ddp.report.words import in_words, split_sizes, written
 from flyte_ddp.text import counted
@@ -86,25 +73,24 @@ def open_console() -> "Console":
     return LiveConsole() if on_terminal() else Console()
 
 
-class Remarks(Observer):
+class Remarks(events.Observer):
     """Prints what all trainings have in common: warnings, output of ranks, and failed or refused checkpoints."""
 
-    def on_not_learning(self, event: NotLearning) -> None:
+    def on_not_learning(self, event: events.Warned) -> None:
         warn(event.reason)
 
-    def on_slow_rank(self, event: SlowRank) -> None:
-        warn(event.reason)
+    on_slow_rank = on_not_learning
 
-    def on_printed(self, event: Printed) -> None:
+    def on_printed(self, event: events.Printed) -> None:
         say(f"[rank {event.rank}] {event.text}")
 
-    def on_checkpoint_failed(self, event: CheckpointFailed) -> None:
+    def on_checkpoint_failed(self, event: events.CheckpointFailed) -> None:
         warn(f"no checkpoint could be written: {event.reason}")
 
-    def on_checkpoint_refused(self, event: CheckpointRefused) -> None:
+    def on_checkpoint_refused(self, event: events.CheckpointRefused) -> None:
         say(f"Starting afresh: {event.reason}")
 
-    def on_ranks_restarted(self, event: RanksRestarted) -> None:
+    def on_ranks_restarted(self, event: events.RanksRestarted) -> None:
         warn(f"the ranks start again from the checkpoint: {event.reason}")
 
 
@@ -112,11 +98,11 @@ class Console(Remarks):
     """Prints a line per logged step and per epoch, in the tutorial's format."""
 
     def __init__(self) -> None:
-        self._run: RunStarted
+        self._run: events.RunStarted
         self._ranks: list[Table] = []
         self._has_slow_rank = False
 
-    def on_run_started(self, event: RunStarted) -> None:
+    def on_run_started(self, event: events.RunStarted) -> None:
         self._run, self._ranks = event, []
         hosts = len({*event.hosts})
         say(
@@ -128,15 +114,15 @@ class Console(Remarks):
         if event.first_epoch or event.first_step:
             say(f"resuming from the checkpoint: epoch {event.first_epoch + 1}, step {event.first_step + 1}")
 
-    def on_epoch_finished(self, event: EpochFinished) -> None:
+    def on_epoch_finished(self, event: events.EpochFinished) -> None:
         measured, seconds = self._measured(event.split, event.evaluated), f"{event.train_seconds:.1f} s of training"
         say(f"Epoch {counted(event.position)} of {self._run.epochs}: {measured}, {seconds}")
 
-    def on_slow_rank(self, event: SlowRank) -> None:
+    def on_slow_rank(self, event: events.Warned) -> None:
         super().on_slow_rank(event)
         self._has_slow_rank = True
 
-    def on_ranks_timed(self, event: RanksTimed) -> None:
+    def on_ranks_timed(self, event: events.RanksTimed) -> None:
         self._ranks = rank_tables(self._run.hosts, event, MOST_RANKS) if len(event.data) > 1 else []
 
     def say_ranks(self) -> None:
@@ -150,7 +136,7 @@ class Console(Remarks):
         if self._has_slow_rank or len(self._ranks) > 1:
             self.say_ranks()
 
-    def on_epoch_chosen(self, event: EpochChosen) -> None:
+    def on_epoch_chosen(self, event: events.EpochChosen) -> None:
         early = f"Stopped early after epoch {counted(event.epochs)}. " if event.stopped_early else ""
         chosen = "Best on the validation split" if event.is_best else "Last"
         say(f"{early}{chosen}: epoch {counted(event.position)}, which gives {self._measured('test', event.measures)}")
@@ -163,10 +149,10 @@ class Console(Remarks):
             if name in measures
         )
 
-    def on_step_logged(self, event: StepLogged) -> None:
-        share = event.step / self._run.steps_per_epoch
+    def on_step_logged(self, event: events.StepLogged) -> None:
+        done = event.step / self._run.steps_per_epoch
         say(
-            f"Train Epoch: {event.epoch + 1} [{event.samples}/{self._run.samples_per_epoch} ({share:.0%})]"
+            f"Train Epoch: {event.epoch + 1} [{event.samples}/{self._run.samples_per_epoch} ({done:.0%})]"
             f"\tLoss: {event.measures['loss']:.6f}"
         )
 
@@ -182,7 +168,7 @@ class LiveConsole(Console):
         self._progress.start()
         self._task = self._progress.add_task("Starting the ranks", total=None)
 
-    def on_run_started(self, event: RunStarted) -> None:
+    def on_run_started(self, event: events.RunStarted) -> None:
         super().on_run_started(event)
         # restarted, so that the estimate of the time left excludes the start-up
         self._progress.remove_task(self._task)
@@ -192,7 +178,7 @@ class LiveConsole(Console):
             completed=event.first_epoch * event.steps_per_epoch + event.first_step,
         )
 
-    def on_step_logged(self, event: StepLogged) -> None:
+    def on_step_logged(self, event: events.StepLogged) -> None:
         run = self._run
         self._progress.update(
             self._task,

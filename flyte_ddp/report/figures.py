@@ -155,15 +155,15 @@ def cloud(points: np.ndarray, labels: np.ndarray, names: Sequence[str], turned: 
     return drawn(plot, description, (SIZE[0], 0.85 * SIZE[0]), projection="3d", azim=turned)
 
 
-def scatter(x_name: str, x: Sequence[Any], y_name: str, y: Sequence[float | None], are_shares: bool = False) -> str:
+def scatter(x_name: str, x: Sequence[Any], y_name: str, y: Sequence[float | None], are_fractions: bool = False) -> str:
     """Values over numbers or names as an SVG element, the first one being the best, with a cross for a missing one.
 
-    Numbers that differ widely are on a logarithmic axis, and so are shares, which are above 0 and shown in per cent.
+    Numbers that differ widely are on a logarithmic axis, and so are fractions, which are above 0 and shown in per cent.
     Without matplotlib, in words.
     """
     points = [(one, value) for one, value in zip(x, y, strict=True) if value is not None]
     missing = [one for one, value in zip(x, y, strict=True) if value is None]
-    best = f"{points[0][1]:.2%}" if are_shares else f"{points[0][1]:.4g}"
+    best = f"{points[0][1]:.2%}" if are_fractions else f"{points[0][1]:.4g}"
     said = f"{y_name} by {x_name}: {len(points)} values, the best {best} at {points[0][0]}"
 
     def plot(axes: Any) -> None:
@@ -181,7 +181,7 @@ def scatter(x_name: str, x: Sequence[Any], y_name: str, y: Sequence[float | None
                 axes.set_xticks(sorted(set(x)))
                 axes.xaxis.set_minor_locator(NullLocator())
             write_numbers(axes.xaxis)
-        if are_shares:
+        if are_fractions:
             axes.set_yscale("log")
             axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             write_numbers(axes.yaxis, lambda value, _: f"{100 * value:.3g}%")

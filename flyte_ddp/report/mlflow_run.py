@@ -156,9 +156,9 @@ class FilesOfModel(Observer):
 
     def close(self) -> None:
         metadata, client = read_metadata(self._weights), new_client(self._address)
-        places = [place.experiment_id for place in client.search_experiments()]
+        experiments = [one.experiment_id for one in client.search_experiments()]
         wanted = f"tags.`{MODEL}` = '{metadata.digest}'" if metadata else ""
-        for run in client.search_runs(places, wanted, max_results=1) if wanted else []:
+        for run in client.search_runs(experiments, wanted, max_results=1) if wanted else []:
             for file in self._files:
                 client.log_artifact(run.info.run_id, str(file))
 

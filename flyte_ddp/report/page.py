@@ -48,6 +48,7 @@ STYLE = """
 .ddp th, .ddp td { text-align: left; font-weight: 400; padding: .3rem .6rem .3rem 0; vertical-align: top;
   border-bottom: 1px solid var(--line); }
 .ddp td { overflow-wrap: anywhere; }
+.ddp .wide > table th { width: 12rem; }
 .ddp tr:last-child > * { border-bottom: 0; }
 .ddp thead th { color: var(--soft); font-weight: 600; overflow-wrap: normal; }
 .ddp .number { text-align: right; white-space: nowrap; }
@@ -82,8 +83,8 @@ STYLE = """
 """
 
 MACROS = """
-{% macro table(title, lines) %}
-<div class="card"><table><caption>{{ title }}</caption><tbody>
+{% macro table(title, lines, wide=False) %}
+<div class="card{% if wide %} wide{% endif %}"><table>{% if title %}<caption>{{ title }}</caption>{% endif %}<tbody>
 {% for line in lines %}
 <tr><th scope="row">{{ line[0] }}</th><td>
 {% if line[2] is defined and line[2] %}<b>{{ line[1] }}</b> <small class="soft">(default {{ line[2] }})</small>
@@ -97,9 +98,9 @@ MACROS = """
 <div class="card"><table class="bars"><caption>{{ title }}</caption><thead><tr>
 {% for head in heads %}<th scope="col"{% if not loop.first %} class="number"{% endif %}>{{ head }}</th>{% endfor %}
 <td></td></tr></thead><tbody>
-{% for label, values, share in lines %}
+{% for label, values, percent in lines %}
 <tr><th scope="row">{{ label }}</th>{% for value in values %}<td class="number">{{ value }}</td>{% endfor %}
-<td><span class="bar" aria-hidden="true"><i style="width: {{ share }}%"></i></span></td></tr>
+<td><span class="bar" aria-hidden="true"><i style="width: {{ percent }}%"></i></span></td></tr>
 {% endfor %}
 </tbody></table></div>
 {% endmacro %}
@@ -114,6 +115,14 @@ MACROS = """
 {% for value in line[1:] %}<td class="number">{{ value }}</td>{% endfor %}</tr>
 {% endfor %}
 </tbody></table></div></div>
+{% endmacro %}
+
+{% macro gallery(pictures, size="", of="") %}
+<ul class="pictures {{ size }}">
+{% for picture, caption in pictures %}
+<li><img src="{{ picture }}" alt="{{ of }}{{ caption }}">{{ caption }}</li>
+{% endfor %}
+</ul>
 {% endmacro %}
 
 {% macro figure(shown) %}<figure><figcaption>{{ shown.title }}</figcaption>{{ shown.svg | safe }}</figure>{% endmacro %}
@@ -185,11 +194,7 @@ REPORT = """
 {% endif %}
 
 {% if pictures %}
-<h2>Pictures</h2><ul class="pictures drawn">
-{% for picture, caption in pictures %}
-<li><img src="{{ picture }}" alt="{{ caption }}">{{ caption }}</li>
-{% endfor %}
-</ul>
+<h2>Pictures</h2>{{ gallery(pictures, "drawn") }}
 {% endif %}
 
 {% if figures %}
@@ -199,11 +204,7 @@ REPORT = """
 {% if data %}
 <h2>Data</h2><div class="grid">{{ table("Dataset", data) }}
 {% if samples %}
-<div class="card"><h3>Training images</h3><ul class="pictures small">
-{% for picture, name in samples %}
-<li><img src="{{ picture }}" alt="Training image of class {{ name }}">{{ name }}</li>
-{% endfor %}
-</ul></div>
+<div class="card"><h3>Training images</h3>{{ gallery(samples, "small", "Training image of class ") }}</div>
 {% endif %}
 </div>
 {% endif %}

@@ -7,38 +7,24 @@ import time
 from datetime import datetime, timezone
 from typing import Any
 
-from flyte_ddp.events import (
-    CheckpointFailed,
-    CheckpointRefused,
-    CheckpointWritten,
-    EpochChosen,
-    EpochFinished,
-    NotLearning,
-    Observer,
-    Printed,
-    RanksRestarted,
-    RanksTimed,
-    RunStarted,
-    SlowRank,
-    StepLogged,
-)
+from flyte_ddp import events
 from flyte_ddp.report.record import RunFailed, RunFinished, RunInfo
 
 FORMAT = 2
 FILE = "progress.jsonl"
 EVENTS: dict[str, type[Any]] = {
-    "started": RunStarted,
-    "step": StepLogged,
-    "epoch": EpochFinished,
-    "chosen": EpochChosen,
-    "checkpoint": CheckpointWritten,
-    "warning": NotLearning,
-    "slow_rank": SlowRank,
-    "ranks": RanksTimed,
-    "checkpoint_failed": CheckpointFailed,
-    "started_afresh": CheckpointRefused,
-    "ranks_restarted": RanksRestarted,
-    "printed": Printed,
+    "started": events.RunStarted,
+    "step": events.StepLogged,
+    "epoch": events.EpochFinished,
+    "chosen": events.EpochChosen,
+    "checkpoint": events.CheckpointWritten,
+    "warning": events.NotLearning,
+    "slow_rank": events.SlowRank,
+    "ranks": events.RanksTimed,
+    "checkpoint_failed": events.CheckpointFailed,
+    "started_afresh": events.CheckpointRefused,
+    "ranks_restarted": events.RanksRestarted,
+    "printed": events.Printed,
 }
 NAMES = {kind: name for name, kind in EVENTS.items()}
 # Too long for a line, or specific to this machine; with what readers get instead
@@ -46,20 +32,20 @@ LEFT_OUT: dict[str, Any] = {"layers": [], "gradient_norms": {}, "path": ""}
 WRITTEN_STEPS = 1000  # so many steps are all written; after them, one for each further thousandth of the elapsed time
 
 
-class Progress(Observer):
+class ProgressFile(events.Observer):
     """Appends a line for each event of a run; on a cluster the file goes to Flyte's storage with the other logs."""
 
     def __init__(self, info: RunInfo):
         self._path, self._run = info.logs / FILE, {"run": info.name, "attempt": info.attempt}
-        self._started: RunStarted | None = None
+        self._started: events.RunStarted | None = None
         self._since = self._last = time.monotonic()
         self._steps = 0
 
-    def on_run_started(self, event: RunStarted) -> None:
+    def on_run_started(self, event: events.RunStarted) -> None:
         self._started, self._since = event, time.monotonic()
         self._write("started", {"format": FORMAT, **self._run, **fields_of(event)})
 
-    def on_step_logged(self, event: StepLogged) -> None:
+    def on_step_logged(self, event: events.StepLogged) -> None:
         assert self._started is not None  # it comes first
         run, now = self._started, time.monotonic()
         elapsed = now - self._since

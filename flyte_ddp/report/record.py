@@ -4,24 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from flyte_ddp import events
 from flyte_ddp.data.description import DatasetDescription
 from flyte_ddp.engine.job import KeptModel, TrainingResult
-from flyte_ddp.events import (
-    CheckpointFailed,
-    CheckpointRefused,
-    CheckpointWritten,
-    EpochChosen,
-    EpochFinished,
-    NotLearning,
-    Observer,
-    Printed,
-    RanksRestarted,
-    RanksTimed,
-    RunStarted,
-    SlowRank,
-    StepLogged,
-    Warned,
-)
 from flyte_ddp.launch.failures import message_of
 from flyte_ddp.report.words import written
 from flyte_ddp.settings import RunOptions, TrainingSettings
@@ -99,17 +84,17 @@ class RunInfo:
 
 
 @dataclass
-class Record(Observer):
+class Record(events.Observer):
     """The run so far."""
 
     info: RunInfo
-    started: RunStarted | None = None
-    steps: list[StepLogged] = field(default_factory=list)
-    epochs: list[EpochFinished] = field(default_factory=list)
-    warnings: list[Warned] = field(default_factory=list)
+    started: events.RunStarted | None = None
+    steps: list[events.StepLogged] = field(default_factory=list)
+    epochs: list[events.EpochFinished] = field(default_factory=list)
+    warnings: list[events.Warned] = field(default_factory=list)
     finished: RunFinished | None = None
-    tested: EpochChosen | None = None
-    ranks: RanksTimed | None = None
+    tested: events.EpochChosen | None = None
+    ranks: events.RanksTimed | None = None
     failure: str = ""
     checkpoints: int = 0
     stall_seconds: float = 0.0
@@ -119,7 +104,7 @@ class Record(Observer):
     _every: int = 1  # one in this many logged steps is kept
     _seen: int = 0
 
-    def on_run_started(self, event: RunStarted) -> None:
+    def on_run_started(self, event: events.RunStarted) -> None:
         self.started, first = event, (event.first_epoch, event.first_step)
         self.steps = [step for step in self.steps if (step.epoch, step.step) <= first]  # else they come twice
         position = event.first_epoch + event.first_step / event.steps_per_epoch
@@ -129,43 +114,42 @@ class Record(Observer):
         if event.first_epoch or event.first_step:
             self._note(f"Resumed from a checkpoint at epoch {event.first_epoch + 1}, step {event.first_step + 1}.")
 
-    def on_step_logged(self, event: StepLogged) -> None:
+    def on_step_logged(self, event: events.StepLogged) -> None:
         self._seen += 1
         if self._seen % self._every == 0:
             self.steps.append(event)
         if len(self.steps) > MOST_STEPS:
             self.steps, self._every = self.steps[1::2], self._every * 2
 
-    def on_epoch_finished(self, event: EpochFinished) -> None:
+    def on_epoch_finished(self, event: events.EpochFinished) -> None:
         self.epochs.append(event)
 
-    def on_epoch_chosen(self, event: EpochChosen) -> None:
+    def on_epoch_chosen(self, event: events.EpochChosen) -> None:
         self.tested = event
 
-    def on_not_learning(self, event: NotLearning) -> None:
+    def on_not_learning(self, event: events.Warned) -> None:
         self.warnings.append(event)
 
-    def on_slow_rank(self, event: SlowRank) -> None:
-        self.warnings.append(event)
+    on_slow_rank = on_not_learning
 
-    def on_ranks_timed(self, event: RanksTimed) -> None:
+    def on_ranks_timed(self, event: events.RanksTimed) -> None:
         self.ranks = event
 
-    def on_checkpoint_written(self, event: CheckpointWritten) -> None:
+    def on_checkpoint_written(self, event: events.CheckpointWritten) -> None:
         self.checkpoints += 1
         self.stall_seconds += event.stall_seconds
         self.write_seconds += event.write_seconds
 
-    def on_checkpoint_failed(self, event: CheckpointFailed) -> None:
+    def on_checkpoint_failed(self, event: events.CheckpointFailed) -> None:
         self._note(f"A checkpoint could not be written: {event.reason}")
 
-    def on_checkpoint_refused(self, event: CheckpointRefused) -> None:
+    def on_checkpoint_refused(self, event: events.CheckpointRefused) -> None:
         self._note(f"Started afresh: {event.reason}")
 
-    def on_ranks_restarted(self, event: RanksRestarted) -> None:
+    def on_ranks_restarted(self, event: events.RanksRestarted) -> None:
         self._note(f"The ranks were started again: {event.reason}")
 
-    def on_printed(self, event: Printed) -> None:
+    def on_printed(self, event: events.Printed) -> None:
         self._note(f"Rank {event.rank} printed: {event.text}")
 
     def on_run_finished(self, event: RunFinished) -> None:
@@ -235,7 +219,7 @@ class Record(Observer):
         percent = self.started.percent if self.started else ()
         return written(name, measures[name], percent) if name in measures else "-"
 
-    def position(self, step: StepLogged | Warned) -> float:
+    def position(self, step: events.StepLogged | events.Warned) -> float:
         """The position of a step in epochs, with fractions."""
         return step.epoch + step.step / self.started.steps_per_epoch if self.started else 0.0
 

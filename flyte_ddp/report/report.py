@@ -12,7 +12,7 @@ from flyte_ddp.report.figures import Curves, draw, load_matplotlib
 from flyte_ddp.report.record import Record, RunFailed, RunFinished
 from flyte_ddp.report.verdict import drawn_figures, drawn_pictures, sample_pictures, verdict
 
-PAGES_SHARE = 0.05  # the largest share of the time to spend on pages that the next one replaces
+PAGES_FRACTION = 0.05  # the largest fraction of the time to spend on pages that the next one replaces
 
 
 class Report(Observer):
@@ -52,7 +52,7 @@ class Report(Observer):
         os.replace(beside, self._path)
         self._publish(body)
         now = time.monotonic()
-        self._next_page = now + (now - started) * (1 / PAGES_SHARE - 1)
+        self._next_page = now + (now - started) * (1 / PAGES_FRACTION - 1)
 
 
 def fragment(record: Record) -> str:

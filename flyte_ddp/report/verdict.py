@@ -58,9 +58,9 @@ def verdict(record: Record) -> dict[str, Any]:
 def _confusion(counts: np.ndarray) -> list[list[tuple[int, str, str, str]]]:
     """Count, heat, kind and look of each cell: shaded by its share of the row, mistakes much more strongly, or they
     would not be visible."""
-    shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
+    fractions = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
     right = np.eye(len(counts), dtype=bool)
-    heats = np.where(right, shares, np.minimum(1, 4 * np.sqrt(shares)))
+    heats = np.where(right, fractions, np.minimum(1, 4 * np.sqrt(fractions)))
     # A medium shade would contrast with neither dark nor light text
     heats = np.where(heats > 0.5, np.maximum(heats, 0.85), heats)
     looks = np.where(heats > 0.5, "hot", np.where(counts, "", "none"))

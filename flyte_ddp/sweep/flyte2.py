@@ -10,17 +10,25 @@ from flyte import storage
 from flyte.errors import RuntimeUserError
 from flyte.io import Dir, File
 
-from flyte_ddp.errors import InputError, NonFiniteError
+from flyte_ddp.errors import NonFiniteError
 from flyte_ddp.flyte2 import platform
 from flyte_ddp.flyte2.attempt import one_attempt
 from flyte_ddp.flyte2.data import output_file
 from flyte_ddp.flyte2.training import image_training
-from flyte_ddp.launch.environment import choose_world
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
-from flyte_ddp.sweep.halving import Entrant, Rungs, TrialResult, check_rungs, entrants, failed, result_of, rungs_of
+from flyte_ddp.sweep.halving import (
+    Entrant,
+    Rungs,
+    TrialResult,
+    classifier_trials,
+    entrants,
+    failed,
+    result_of,
+    rungs_of,
+)
 from flyte_ddp.sweep.page import compared
-from flyte_ddp.sweep.search import Sweep, trials_of
+from flyte_ddp.sweep.search import Sweep
 
 Try = Callable[[Entrant], Awaitable[TrialResult]]
 
@@ -43,14 +51,7 @@ class SweepComparison:
 def list_trials(sweep: Sweep, hp: Hyperparameters, options: RunOptions) -> list[Hyperparameters]:
     """The hyperparameters of each trial, all checked before anything is downloaded or spawned."""
     with one_attempt():
-        trials = trials_of(sweep, hp)
-        check_rungs(sweep, [vars(trial) for trial in trials])
-        if (sweep.measure, sweep.largest) != ("accuracy", True):
-            raise InputError(f"Sweep.measure must be accuracy for image classifiers, largest, got {sweep.measure!r}")
-        if platform.is_local():
-            for trial in trials:
-                choose_world(trial.backend, options.nproc, trial.batch_size)
-        return trials
+        return classifier_trials(platform, sweep, hp, options)
 
 
 def try_out(entrant: Entrant, data: Dir, options: RunOptions) -> TrialResult:
@@ -76,11 +77,11 @@ def try_out(entrant: Entrant, data: Dir, options: RunOptions) -> TrialResult:
 async def run_rungs(sweep: Sweep, trials: Sequence[Hyperparameters], run: Try) -> Rungs:
     """Runs the trials of a rung side by side, sweep.concurrency at a time; None for one whose pods have failed for
     good."""
-    settings, places = [dataclasses.asdict(one) for one in trials], asyncio.Semaphore(sweep.concurrency)
+    settings, slots = [dataclasses.asdict(one) for one in trials], asyncio.Semaphore(sweep.concurrency)
     rungs: Rungs = []
 
     async def attempt(entrant: Entrant) -> TrialResult | None:
-        async with places:
+        async with slots:
             try:
                 return await run(entrant)
             except RuntimeUserError:  # Flyte's page of that task has it

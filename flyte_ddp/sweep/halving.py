@@ -10,11 +10,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from flyte_ddp.attempt.datasets import check_ranks
+from flyte_ddp.attempt.platform import Platform
 from flyte_ddp.attempt.summaries import RunSummary
 from flyte_ddp.errors import InputError, ReportedError
 from flyte_ddp.launch.failures import Failure, RankError
+from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.report.console import say
-from flyte_ddp.sweep.search import Sweep
+from flyte_ddp.settings import RunOptions
+from flyte_ddp.sweep.search import Sweep, trials_of
 
 NO_RESULT = "no result: the log of its pod says why"
 
@@ -111,6 +115,20 @@ def check_rungs(sweep: Sweep, trials: AllTrials) -> None:
             f"Sweep.reduction_factor must be at most the numbers of epochs ({epochs}) and trials ({len(trials)}), got "
             f"{factor}: otherwise no trials can be cut, so raise these or lower the factor"
         )
+
+
+def classifier_trials(
+    platform: Platform, sweep: Sweep, hp: Hyperparameters, options: RunOptions
+) -> list[Hyperparameters]:
+    """The hyperparameters of each trial of an image classifier, all checked before anything is downloaded or
+    spawned."""
+    trials = trials_of(sweep, hp)
+    check_rungs(sweep, [vars(trial) for trial in trials])
+    if (sweep.measure, sweep.largest) != ("accuracy", True):
+        raise InputError(f"Sweep.measure must be accuracy for image classifiers, largest first, got {sweep.measure!r}")
+    for trial in trials:
+        check_ranks(platform, trial, options)
+    return trials
 
 
 def run_rungs(sweep: Sweep, trials: AllTrials, run: Callable[[Entrant], TrialResult]) -> Rungs:

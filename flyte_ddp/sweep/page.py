@@ -80,8 +80,8 @@ def comparison(sweep: Sweep, trials: Sequence[Ranked], subject: str) -> str:
     if sweep.measure == "accuracy" and result.samples:
         paragraphs[0] += " The figures show the share of errors."
         # One right and one wrong more, or zero errors would mean certainty
-        share = (result.measures["accuracy"] * result.samples + 1) / (result.samples + 2)
-        chance = 2 * (share * (1 - share) / result.samples) ** 0.5
+        fraction = (result.measures["accuracy"] * result.samples + 1) / (result.samples + 2)
+        chance = 2 * (fraction * (1 - fraction) / result.samples) ** 0.5
         paragraphs.append(f"Trials within {chance:.1%} of each other may differ by chance alone.")
     paragraphs += [f"Trained: {spared}."] if spared else []
     advice = "Trials were not compared on the test samples" if split == "validation" else "There were no others"
@@ -131,4 +131,4 @@ def _figure(sweep: Sweep, name: str, trials: Sequence[Ranked]) -> Drawing:
         return Drawing(f"By {name}", scatter(name, x, in_words(sweep.measure), y))
     least = 0.5 / trials[0].result.samples  # the axis is logarithmic
     errors = [None if accuracy is None else max(1 - accuracy, least) for accuracy in y]
-    return Drawing(f"By {name}", scatter(name, x, f"{trials[0].result.split} errors", errors, are_shares=True))
+    return Drawing(f"By {name}", scatter(name, x, f"{trials[0].result.split} errors", errors, are_fractions=True))

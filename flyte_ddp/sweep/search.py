@@ -108,14 +108,14 @@ def _draws(sweep: Sweep, base: AnySettings) -> Iterable[Any]:
         yield [_drawn(source.random(), given, types[name] is int) for name, given in sweep.values.items()]
 
 
-def _drawn(share: float, given: Any, whole: bool) -> Any:
+def _drawn(position: float, given: Any, whole: bool) -> Any:
     """The value at a position, from 0 to 1, of a list or range."""
     if isinstance(given, list):
-        return given[int(share * len(given))]
+        return given[int(position * len(given))]
     drawn = Range.from_dict(given)
     margin = 0.5 if whole else 0.0  # gives the end values a full share
     least, most = drawn.minimum - margin, drawn.maximum + margin
-    value = least * (most / least) ** share if drawn.scale == "log" else least + (most - least) * share
+    value = least * (most / least) ** position if drawn.scale == "log" else least + (most - least) * position
     value = round(value) if whole else float(f"{value:.4g}")  # short enough to read and retype
     return min(max(value, drawn.minimum), drawn.maximum)
 

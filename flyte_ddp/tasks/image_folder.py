@@ -57,13 +57,13 @@ def find_images(
     if folder and not is_local():
         raise InputError(f"folder must be where the cluster can read it (such as s3://…), got {folder}: upload it")
     if folder:
-        place = Path(folder).expanduser().absolute()
+        path = Path(folder).expanduser().absolute()
     else:
-        place = lfw_folder() if images.source == "lfw" else digit_images()
+        path = lfw_folder() if images.source == "lfw" else digit_images()
     if not is_local():
-        return FoundImages(FlyteDirectory(str(place)), "")
+        return FoundImages(FlyteDirectory(str(path)), "")
     forget_lost_results()
-    return FoundImages(FlyteDirectory(str(place), remote_directory=False), stamp(place))
+    return FoundImages(FlyteDirectory(str(path), remote_directory=False), stamp(path))
 
 
 @task(
@@ -93,14 +93,14 @@ def digit_images() -> Path:
 
 def attach(index: FlyteDirectory, folder: FlyteDirectory) -> FlyteDirectory:
     """A folder for the ranks, filled when it is downloaded: the index, and where the images themselves are."""
-    place = Path(tempfile.mkdtemp(dir=working_folder(), prefix="images-"))
+    path = Path(tempfile.mkdtemp(dir=working_folder(), prefix="images-"))
 
     def fill() -> None:
         for file in Path(index.download()).iterdir():
-            os.symlink(file, place / file.name)
+            os.symlink(file, path / file.name)
         images = Path(folder.download())
         if not is_local():  # where it is a copy, made later than the index
-            verify_images(place, images)
-        link_images(place, images)
+            verify_images(path, images)
+        link_images(path, images)
 
-    return FlyteDirectory(str(place), downloader=fill)
+    return FlyteDirectory(str(path), downloader=fill)

@@ -14,7 +14,7 @@ from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
-from flyte_ddp.attempt.failures import attempt_error, failure_of, places_of
+from flyte_ddp.attempt.failures import attempt_error, failure_of, urls_of
 from flyte_ddp.attempt.multinode import failure_of_node, worth_restarts
 from flyte_ddp.attempt.registration import registration
 from flyte_ddp.attempt.requested import registered_environment
@@ -49,7 +49,7 @@ def error_of_node(error: Exception) -> Exception:
         failure = failure_of(platform, lost)
     else:
         return error
-    return attempt_error(platform, failure, places_of(platform))
+    return attempt_error(platform, failure, urls_of(platform))
 
 
 TaskPlugins.register_pythontask_plugin(Multinode, MultinodeTask)

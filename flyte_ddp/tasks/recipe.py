@@ -9,7 +9,7 @@ def train_model(settings: Settings, options: RunOptions) -> RecipeOutputs:
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile, PythonPickledFile
@@ -26,7 +26,9 @@ from flyte_ddp.tasks.data import downloaded, source_of
 from flyte_ddp.tasks.outputs import output_file
 from flyte_ddp.tasks.pyflyte import set_up_pyflyte, ship
 from flyte_ddp.tasks.train import Data, FlytekitTraining, files_of, training_arguments
-from flyte_ddp.user_code import find_code
+from flyte_ddp.user_code import UserCode, find_code
+
+Outputs = TypeVar("Outputs")
 
 
 class RecipeOutputs(NamedTuple):
@@ -52,11 +54,28 @@ def recipe_outputs(trained: Trained) -> RecipeOutputs:
     return RecipeOutputs(trained.epoch_measures, *files_of(trained, trained.recipe_summary()))
 
 
-class RecipeTraining(FlytekitTraining[RecipeOutputs]):
-    """A recipe, known only by its name: its module, which imports torch, is for the ranks.
+class NamedTraining(FlytekitTraining[Outputs]):
+    """A user's code, known only by its name: its module, which imports torch, is for the ranks.
 
     Its first-party code and data files are shipped to the pods with the workflow's, and determine the cache version.
     """
+
+    distributions: Sequence[str] = ("torch",)
+
+    def __init__(self, code: UserCode, observers: Sequence[str]):
+        set_up_pyflyte()
+        super().__init__(code, [find_code(one) for one in observers])
+        self.version = CodeVersion(code.version, self.distributions)
+        for one in (self.code, *self.observers):
+            ship(one.files)
+
+    def arguments(self, ignored_inputs: Sequence[str] = ("options",)) -> dict[str, Any]:
+        """Arguments of the @task that trains or predicts: cache, retries, live report, resources."""
+        return training_arguments(self.version, f"{self.code.name} ", ignored_inputs)
+
+
+class RecipeTraining(NamedTraining[RecipeOutputs]):
+    """A recipe, known only by its name: its module, which imports torch, is for the ranks."""
 
     def __init__(self, recipe: str, data_files: Sequence[str] = (), observers: Sequence[str] = ()):
         """recipe: "package.module:Name". data_files: files that it reads, relative to its module's file. observers:
@@ -65,14 +84,7 @@ class RecipeTraining(FlytekitTraining[RecipeOutputs]):
         Create it at the top level of the workflow file, after the imports. Raises InputError if there is no such
         recipe.
         """
-        set_up_pyflyte()
-        super().__init__(find_code(recipe, data_files), [find_code(one) for one in observers])
-        for code in (self.code, *self.observers):
-            ship(code.files)
-
-    def arguments(self, ignored_inputs: Sequence[str] = ("options",)) -> dict[str, Any]:
-        """Arguments of the @task that trains or predicts: cache, retries, live report, resources."""
-        return training_arguments(CodeVersion(self.code.version), f"{self.code.name} ", ignored_inputs)
+        super().__init__(find_code(recipe, data_files), observers)
 
     @platform_errors(platform)
     def predict(

@@ -1,7 +1,6 @@
 """Training within a Flyte task, from typed inputs to typed outputs; and that of the built-in image classifiers."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from flytekit import Cache
@@ -44,12 +43,8 @@ class FlytekitTraining(Training[Data, Outputs]):
     """Trains within a task of flytekit, on one node or many."""
 
     platform = platform
-
-    def downloaded(self, given: Data) -> Path | None:
-        return downloaded(given)
-
-    def downloaded_once(self, given: Data) -> Path | None:
-        return downloaded_once(given)
+    downloaded = staticmethod(downloaded)
+    downloaded_once = staticmethod(downloaded_once)
 
     def run_as_rank(
         self, settings: TrainingSettings, options: RunOptions, data: Data | StoredData = None, init: Data = None

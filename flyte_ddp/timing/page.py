@@ -4,9 +4,8 @@ from collections.abc import Sequence
 from statistics import median
 
 from flyte_ddp.data.description import DatasetDescription
-from flyte_ddp.report.article import Drawing, Section, article
+from flyte_ddp.report.article import Drawing, Section, article, set_up
 from flyte_ddp.report.figures import Curves, draw
-from flyte_ddp.report.surroundings import surroundings
 from flyte_ddp.timing.measurement import METHODS, Measurement, TimingOptions
 
 UNIT = "images per device and batch"
@@ -31,18 +30,17 @@ def timing_article(
         },
         ticks=options.sizes,
     )
-    set_up = {one.method: f"{one.method} ({one.devices} with {one.threads} threads each)" for one in found}
+    named = {one.method: f"{one.method} ({one.devices} with {one.threads} threads each)" for one in found}
     measured = Section(
         "Measured",
         [f"{options.model}, float32, test images of {description.name}: from host memory to scores on the device."],
         [Drawing(curves.title, draw(curves))],
         caption=f"Images per second, median [range] of n = {options.repeats}",
-        heads=(UNIT.capitalize(), *(set_up[method] for method in METHODS)),
+        heads=(UNIT.capitalize(), *(named[method] for method in METHODS)),
         lines=[(str(size), *(spread(rates[method, size]) for method in METHODS)) for size in options.sizes],
     )
-    lines = [("Running processes before", f"{load:.1f}"), *surroundings().items()]
-    where = Section("Set-up", caption="Where", heads=("", ""), lines=lines)
-    return article("Timing of inference", "One device, nn.DataParallel, one process per device", [measured, where])
+    sections = [measured, set_up(("Running processes before", f"{load:.1f}"))]
+    return article("Timing of inference", "One device, nn.DataParallel, one process per device", sections)
 
 
 def spread(rates: Sequence[float]) -> str:

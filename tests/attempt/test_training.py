@@ -82,7 +82,8 @@ class FolderTraining(OfImages[Path, Trained]):
         super().__init__([find_code(f"tests.attempt.killers:{name}") for name in observers])
         self.platform = platform
 
-    def downloaded(self, given):
+    @staticmethod
+    def downloaded(given):
         return given
 
     downloaded_once = downloaded

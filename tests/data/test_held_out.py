@@ -18,7 +18,7 @@ def test_classes_are_held_out_in_proportion_and_always_the_same_images():
     assert (held_out(labels) == chosen).all()
 
 
-@pytest.mark.parametrize("share", [0, 1, -1, 1e-4])
-def test_a_split_without_images_is_refused(share):
-    with pytest.raises(InputError, match=f"share must leave an image on either side of 1501, got {share:g}"):
-        held_out_count(1501, share)
+@pytest.mark.parametrize("fraction", [0, 1, -1, 1e-4])
+def test_a_split_without_images_is_refused(fraction):
+    with pytest.raises(InputError, match=f"fraction must leave an image on either side of 1501, got {fraction:g}"):
+        held_out_count(1501, fraction)

@@ -2,6 +2,8 @@
 
 import os
 import shutil
+import tempfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -182,3 +184,22 @@ def test_limits_that_leave_nothing_are_refused(folder):
         index(folder, ImageSettings(least_images=500))
     with pytest.raises(InputError, match=r"unreadable_share must be at least 0 and below 1, got 1\.5"):
         ImageSettings(unreadable_share=1.5)
+
+
+@pytest.mark.parametrize("closed", ["", "cats"])
+def test_a_folder_that_may_not_be_read_is_named_and_no_class_left_out_in_silence(closed):
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # others may list what is below /tmp
+        for name in ("cats", "dogs"):
+            Path(folder, name).mkdir()
+            Path(folder, name, "0.png").touch()
+        os.chmod(folder, 0o755)
+        os.chmod(Path(folder, closed), 0)
+        user = os.geteuid()
+        try:
+            if user == 0:  # root may read everything
+                os.seteuid(65534)
+            with pytest.raises(InputError, match=f"{Path(folder, closed)}.* may not be read: allow it"):
+                stamp(Path(folder))
+        finally:
+            os.seteuid(user)
+            os.chmod(Path(folder, closed), 0o755)

@@ -47,6 +47,17 @@ def test_an_input_that_is_wrong_is_refused_in_one_line(hp, says):
     assert "Traceback" not in said
 
 
+def test_a_model_that_is_not_there_is_said_to_be_missing(tmp_path):
+    model = tmp_path / "none.pt"
+    said = flyte_run("--model_state", str(model), status=1, file="flyte2/inference.py")
+    assert "model_state must be a file, and" in said
+
+
+def test_no_shards_are_refused_instead_of_predicting_nothing(tmp_path):
+    said = flyte_run("--model_state", str(tmp_path / "none.pt"), "--shards", "0", status=1, file="flyte2/inference.py")
+    assert "shards must be at least 1, got 0" in said
+
+
 def test_a_run_is_cached_by_its_inputs_but_not_its_options_until_its_files_are_gone(tmp_path, monkeypatch):
     monkeypatch.setenv("DDP_RUNS_DIR", str(tmp_path))
     hp = json.dumps({**SMALL, "seed": 11})

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from flyte_ddp.hardware.capabilities import Capabilities, TorchGpu
-from flyte_ddp.hardware.machine import GIB, Machine, known, warnings
+from flyte_ddp.hardware.capabilities import GIB, Capabilities
+from flyte_ddp.hardware.machine import Machine, known, warnings
 from flyte_ddp.hardware.nvidia import DriverGpu, UnknownError
 from flyte_ddp.hardware.page import as_page, as_text
 from flyte_ddp.launch.environment import World, nvidia_devices
@@ -93,10 +93,10 @@ def capabilities(number: int, precision: str = "bfloat16", **changes: Any) -> Ca
         torch="2.9.0+cu128",
         cuda="12.8",
         nccl="2.27.5",
-        gpus=[TorchGpu(H100, 80 * GIB, "9.0")] * number,
+        gpus=[f"{H100}, 80 GiB, compute capability 9.0"] * number,
         no_gpu="" if number else "Found no NVIDIA driver on your system.",
         complaints=[],
-        peers=(number * (number - 1) // 2,) * 2,
+        peers="{0} of {0} pairs".format(number * (number - 1) // 2),
         cpu_bfloat16=["amx_bf16"],
         world=world,
         precision=precision,
@@ -134,7 +134,7 @@ def test_where_nothing_is_wrong_there_is_no_warning(gpus):
 
 
 MIG = [DriverGpu("0", "NVIDIA A100", "40960", "0", "Enabled", "570.86")]
-UNEQUAL = [TorchGpu("NVIDIA A100", 40 * GIB, "8.0"), TorchGpu(H100, 80 * GIB, "9.0")]
+UNEQUAL = ["NVIDIA A100, 40 GiB, compute capability 8.0", f"{H100}, 80 GiB, compute capability 9.0"]
 OLD = capabilities(0, no_gpu="The NVIDIA driver on your system is too old (found version 11040).\nPlease update")
 REFUSED = capabilities(0, world=None, refusal="nproc must be at most 1")
 

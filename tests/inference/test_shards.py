@@ -11,7 +11,7 @@ from flyte_ddp.data.image_files import decode
 from flyte_ddp.data.prepared import read_description
 from flyte_ddp.errors import InputError
 from flyte_ddp.inference.rank import read_images
-from flyte_ddp.inference.shards import Row, ShardJob, read_rows, write_rows
+from flyte_ddp.inference.shards import InferenceOptions, Row, Shard, ShardJob, read_rows, write_rows
 
 
 @pytest.mark.parametrize("mode", ["L", "RGB", "RGBA", "P", "1", "CMYK"])
@@ -42,7 +42,7 @@ def test_unreadable_file_is_a_reason_not_an_end(tmp_path):
     (tmp_path / "words.png").write_text("no image")
     description, files = read_description(prepare("digits")), ["words.png", "nowhere.png"]
     paths = [(name, str(tmp_path / name)) for name in files]
-    job = ShardJob("", "", "", "test", first=0, last=2, files=paths, batch_size=1, output="")
+    job = ShardJob(Shard(0, 1, 0, 2, key=""), InferenceOptions(), "", "", paths, "")
     images, rows = read_images(job, description)
     assert images.shape == (2, *description.image_shape)
     assert [(row.image, row.error) for row in rows] == [

@@ -176,6 +176,7 @@ def test_timing_study_measures_every_method_and_says_what_it_sees(tmp_path):
     assert all(float(row["images_per_second"]) > 0 for row in rows)
     page = Path(output(done, "report")).read_text()
     assert "median [range] of n = 2" in page
+    assert not re.search(r"<th[^>]*></th>", page), "every column has a name"
     rates = [float(row["images_per_second"]) for row in rows if (row["method"], row["batch_size"]) == (methods[0], "4")]
     assert f"{median(rates):,.0f} [{min(rates):,.0f}-{max(rates):,.0f}]" in page
     assert all(f"{method} (" in page for method in methods)

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -12,7 +12,8 @@ from flyte_ddp.events import Event
 from flyte_ddp.launch import launcher
 from flyte_ddp.launch.environment import choose_world
 from flyte_ddp.lightning.settings import LightningOptions, LightningSettings
-from flyte_ddp.lightning.training import RANK, find_lightning_code
+from flyte_ddp.lightning.task import LightningTraining
+from flyte_ddp.settings import TrainingSettings
 from tests.commands import ROOT
 
 VARIANTS = '''
@@ -153,21 +154,20 @@ def train(
     nproc: int = 2,
     on_event: Callable[[Event], None] = lambda event: None,
     headline: str = "accuracy",
-    target: str = RANK,
+    target: str = "flyte_ddp.lightning.rank:run",
     **options: Any,
 ) -> Trained:
     """One training; those in the same folder share a checkpoint. The project is on sys.path."""
     folder.mkdir(exist_ok=True)
-    lit, chosen = find_lightning_code(module, data, headline, (), ()), LightningOptions(**options)
+    training, chosen = LightningTraining(module, data, headline), LightningOptions(**options)
     paths = folder / "model.pt", folder / "checkpoint", folder / "logs"
-    run = job_of(lit.subject(settings, None), chosen, *paths)
+    job = training.job_of_ranks(job_of(training.subject(cast(TrainingSettings, settings), None), chosen, *paths))
     events: list[Event] = []
 
     def listen(event: Event) -> None:
         events.append(event)
         on_event(event)
 
-    preload = [*launcher.PRELOAD, "lightning.pytorch"]
     world = choose_world("gloo", nproc, 100)
-    results = launcher.launch(target, world, lit.job(run, chosen), 120, listen, preload, root=lit.code.root)
+    results = launcher.launch(target, world, job, 120, listen, training.preload, root=training.code.root)
     return Trained(results[0], torch.load(folder / "model.pt", weights_only=True), events)

@@ -12,5 +12,5 @@ from flyte_ddp.lightning.job import LightningJob
 def on_two_hosts(environment: Environment, link: Link, job: LightningJob) -> TrainingResult:
     """The second rank has no files of the first."""
     if environment.rank:
-        job = replace(job, run=replace(job.run, model_path="", checkpoint_path="", logs=""))
+        job = replace(job, model_path="", checkpoint_path="", logs="")
     return rank.run(environment, link, job)

@@ -9,7 +9,7 @@ import torch
 from flyte_ddp import LightningOptions, LightningSettings, LightningTraining, RunOptions, TrainingSettings
 from flyte_ddp.errors import InputError
 from flyte_ddp.lightning.measures import measures_of
-from flyte_ddp.lightning.training import check_lightning
+from flyte_ddp.lightning.task import check_lightning
 from flyte_ddp.user_code import find_code, joined
 from tests.commands import ROOT
 from tests.lightning.project import write_project
@@ -71,7 +71,7 @@ def test_a_limit_of_batches_is_a_share_or_a_whole_number():
 
 def test_the_version_follows_the_code_of_the_module_of_its_data_and_of_what_trains_it(project):
     def version():
-        return LightningTraining("numerals.model:LitNumerals", data="numerals.data:Numerals").lit.code.version
+        return LightningTraining("numerals.model:LitNumerals", data="numerals.data:Numerals").code.version
 
     (project / "numerals" / "data.py").write_text("from numerals.model import Numerals\n")
     first = version()
@@ -98,7 +98,7 @@ def test_without_lightning_a_workflow_file_is_read_and_a_run_says_what_to_instal
         sys.modules["lightning"] = None  # as where it is not installed
         from flyte_ddp import LightningOptions, LightningSettings, LightningTraining
         from flyte_ddp.errors import InputError
-        from flyte_ddp.lightning.training import check_lightning
+        from flyte_ddp.lightning.task import check_lightning
         LightningTraining("numerals.model:LitNumerals", data="numerals.model:Numerals")
         assert not {"torch", "sklearn"} & set(sys.modules)
         try:

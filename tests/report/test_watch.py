@@ -15,7 +15,7 @@ from flyte_ddp.__main__ import main
 from flyte_ddp.errors import ReportedError
 from flyte_ddp.events import EpochFinished, Printed, RanksTimed, RunStarted, SlowRank
 from flyte_ddp.report.console import Console
-from flyte_ddp.report.progress import Progress
+from flyte_ddp.report.progress import ProgressFile
 from flyte_ddp.report.record import RunFailed
 from flyte_ddp.watch.command import File, show
 from tests.object_storage import object_storage
@@ -38,7 +38,7 @@ def watch(*arguments):
 
 @pytest.fixture
 def progress(recorded, tmp_path):
-    return Progress(dataclasses.replace(recorded.info, logs=tmp_path))
+    return ProgressFile(dataclasses.replace(recorded.info, logs=tmp_path))
 
 
 def test_a_finished_training_looks_as_it_did_where_it_ran(recorded, progress, tmp_path, capsys):
