@@ -19,12 +19,23 @@ class PromotionOptions(Settings):
         better: whether a higher or a lower value is better; auto is as for the recipe's best epoch.
         margin: the candidate must be better than the promoted model by more than this.
         timeout_seconds: how long the measuring may go without a batch before it counts as hung.
+        registered_model: name in the model registry of MLflow, on the server that MLFLOW_TRACKING_URI names, under
+            which the alias champion is to point to what is promoted; empty is none.
     """
 
     measure: str = setting("")
     better: str = setting("auto", choices=BETTER)
     margin: float = setting(0.0, minimum=0)
     timeout_seconds: float = setting(300.0, minimum=1, maximum=86400)
+    registered_model: str = setting("")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if set(self.registered_model) & set("/:'\""):  # MLflow refuses the first two, and its searches the others
+            raise InputError(
+                f"PromotionOptions.registered_model must have no /, :, ' or \", got {self.registered_model!r}: choose "
+                "another name"
+            )
 
 
 @dataclass(frozen=True)

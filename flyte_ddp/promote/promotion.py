@@ -1,5 +1,6 @@
 """Measures a candidate beside the promoted model, and promotes it if it is better; for any recipe, on any platform."""
 
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,11 @@ from flyte_ddp.engine.job import Measured, Subject, job_of
 from flyte_ddp.errors import InputError, ReportedError
 from flyte_ddp.launch.alone import run_alone
 from flyte_ddp.launch.environment import choose_world
+from flyte_ddp.model_metadata import read_metadata
 from flyte_ddp.promote.job import PromotionOptions, Verdict, judge
 from flyte_ddp.promote.page import outcome, promotion_page
-from flyte_ddp.promote.place import PROMOTED, Place, now, version_name
+from flyte_ddp.promote.place import PROMOTED, Place, Pointer, now, version_name
+from flyte_ddp.promote.registry import register
 from flyte_ddp.report.console import Console, say, say_last
 from flyte_ddp.settings import TrainingSettings
 from flyte_ddp.storage import content_digest
@@ -34,6 +37,7 @@ class PromotionSummary:
         current: its value for the model that was promoted before; None if there was none.
         margin: the candidate had to be better by more than this.
         samples: number of samples of the test split.
+        registered: its entry in MLflow's registry, models:/NAME/NUMBER; empty if none was asked for, or made.
     """
 
     place: str
@@ -44,6 +48,7 @@ class PromotionSummary:
     current: float | None
     margin: float
     samples: int
+    registered: str
 
 
 @dataclass(frozen=True)
@@ -96,21 +101,44 @@ def promote(platform: Platform, subject: Subject, model: Path, place: Place, opt
             if done or not verdict.is_better:
                 break
             version = version_name(digest)
-            place.add(version, model, {"sha256": digest, "run": run, **facts_of(subject, verdict, against)})
+            facts = facts_of(subject, verdict, against)
+            metadata = read_metadata(model)
+            facts |= {"registered_model": options.registered_model, "metadata": metadata.digest if metadata else ""}
+            place.add(version, model, {"sha256": digest, "run": run, **facts})
             if place.point(pointer, version, PROMOTED):
                 pointer, done = place.read(), True
                 break
             say(f"{place.root} has changed in the meantime: comparing with the model that is promoted now")
         promoted = model if done else folder / "before.pt"
+        asked = options.registered_model if done else ""
+        registered = register(place, pointer.version, asked) if asked else ""
         summary = PromotionSummary(
             place.root, pointer.version, done, verdict.measure, verdict.candidate, verdict.current, verdict.margin,
-            models[0][1].samples,
+            models[0][1].samples, registered,
         )  # fmt: skip
-        facts = [("Place", place.root), ("Version", pointer.version), ("Data", subject.dataset)]
-        fragment = promotion_page(f"Promotion on {subject.dataset}", verdict, models, pointer, facts)
+        shown = [("Place", place.root), ("Version", pointer.version), ("Data", subject.dataset)]
+        if asked:
+            shown.append(("MLflow's registry", registered or f"not registered as {asked}: the log says why"))
+        fragment = promotion_page(f"Promotion on {subject.dataset}", verdict, models, pointer, shown)
         report = write_page(platform, folder, "Promotion", fragment)
         say_last(f"{place.root}: {outcome(verdict, models[0][1].percent)}")
         return Promotion(summary, promoted, report)
+
+
+def roll_back(place: Place, version: str) -> Pointer:
+    """Promotes an earlier version again, also in the registered models that it, or what was promoted before, is in."""
+    try:
+        before = [place.read().version]
+    except ReportedError:  # which a roll-back mends
+        before = []
+    pointer = place.roll_back(version)
+    names = []
+    for one in (*before, version):
+        with suppress(ReportedError):
+            names.append(place.facts(one).get("registered_model") if one else "")
+    for name in filter(None, dict.fromkeys(names)):
+        register(place, version, name)
+    return pointer
 
 
 def measure_both(

@@ -9,7 +9,7 @@ def promote_flowers(model_state: PythonPickledFile, settings: Settings, place: s
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flytekit import task
+from flytekit import Secret, task
 from flytekit.types.file import FlyteFile, PythonPickledFile
 
 from flyte_ddp.attempt.datasets import check_ranks
@@ -21,6 +21,7 @@ from flyte_ddp.attempt.requested import training_environment
 from flyte_ddp.attempt.training import image_subject
 from flyte_ddp.engine.job import Subject
 from flyte_ddp.launch.environment import visible_gpus
+from flyte_ddp.promote import promotion
 from flyte_ddp.promote.job import PromotionOptions
 from flyte_ddp.promote.page import history
 from flyte_ddp.promote.place import Place
@@ -28,6 +29,7 @@ from flyte_ddp.promote.promotion import PromotionSummary, place_of, promote, wri
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.report.article import article
 from flyte_ddp.report.console import say_last
+from flyte_ddp.report.mlflow_run import ADDRESS
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.tasks import platform
 from flyte_ddp.tasks.inputs import classifier_metadata, dataset_of, settings_of
@@ -74,11 +76,17 @@ def promotion_arguments() -> dict[str, Any]:
         **training_resources(),
         **training_sizes(gpus),
         "environment": training_environment(gpus),
-        "secret_requests": None,
+        "secret_requests": mlflow_secret(),
         "retries": 2,
         "enable_deck": True,
         "deck_fields": (),
     }
+
+
+def mlflow_secret() -> list[Secret] | None:
+    """The address of the server with the registry, if it is a secret."""
+    asked = training_resources()["secret_requests"] or []
+    return [secret for secret in asked if secret.env_var == ADDRESS] or None
 
 
 @task(**small_resources())
@@ -116,12 +124,12 @@ def promote_model(
     return PromotionOutputs(found.summary.promoted, model, found.summary, output_file(found.report))
 
 
-@task(enable_deck=True, deck_fields=(), **small_resources())
+@task(enable_deck=True, deck_fields=(), secret_requests=mlflow_secret(), **small_resources())
 def roll_back(place: str, name: str) -> RollBackOutputs:
     """Promotes an earlier version again; without a name it only shows the history and the versions."""
     with run_folder(platform, "roll-back") as folder:
         models = place_of(platform, place)
-        pointer = models.roll_back(name) if name else models.read()
+        pointer = promotion.roll_back(models, name) if name else models.read()
         current = f"Promoted: {pointer.version or 'nothing yet'}"
         report = output_page(folder, f"Models in {models.root}", article(models.root, current, [history(pointer)]))
     say_last(f"{current}\nVersions: {', '.join(models.versions()) or 'none'}")

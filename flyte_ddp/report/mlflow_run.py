@@ -156,11 +156,17 @@ class FilesOfModel(Observer):
 
     def close(self) -> None:
         metadata, client = read_metadata(self._weights), new_client(self._address)
-        experiments = [one.experiment_id for one in client.search_experiments()]
-        wanted = f"tags.`{MODEL}` = '{metadata.digest}'" if metadata else ""
-        for run in client.search_runs(experiments, wanted, max_results=1) if wanted else []:
+        if run := run_of(client, metadata.digest if metadata else ""):
             for file in self._files:
                 client.log_artifact(run.info.run_id, str(file))
+
+
+def run_of(client: Any, digest: str) -> Any:
+    """The run of the training of a model whose metadata have this digest; None if there is none."""
+    if not digest:
+        return None
+    experiments = [one.experiment_id for one in client.search_experiments()]
+    return next(iter(client.search_runs(experiments, f"tags.`{MODEL}` = '{digest}'", max_results=1)), None)
 
 
 def new_client(address: str) -> Any:
