@@ -1,6 +1,6 @@
 """Where a network is: whole on a rank's device, or sharded over all ranks."""
 
-from torch import nn
+from torch import distributed, nn
 
 from flyte_ddp.engine.average import Average
 from flyte_ddp.engine.sharding import check_recipe, check_weights, shard
@@ -22,7 +22,9 @@ def place(
         return Average(model, recipe.ema_decay) if recipe.ema_decay else None
     check_recipe(recipe, options, environment)
     check_weights(recipe, model)
-    base.digest  # noqa: B018 of whole weights
+    told = [base.digest if environment.rank == 0 else ""]  # of whole weights, with their values
+    distributed.broadcast_object_list(told)
+    base.digest = told[0]
     average = Average(model, recipe.ema_decay) if recipe.ema_decay else None
     shard(recipe, [model, average.model] if average else [model], recipe.device)
     return average

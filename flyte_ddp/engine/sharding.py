@@ -108,7 +108,8 @@ def check_batch_norm(recipe: Recipe, model: nn.Module, is_normalised: bool) -> N
 
 
 def shard(recipe: Recipe, networks: Sequence[nn.Module], device: torch.device) -> None:
-    """Shards networks that are on the CPU, with rank 0's weights; a collective. No more than a unit is whole there."""
+    """Shards networks that are on the CPU, or have no values, with rank 0's weights; a collective. No more than a unit
+    is whole on the device."""
     from torch.distributed.device_mesh import init_device_mesh  # slow imports, which others do without
     from torch.distributed.fsdp import fully_shard
 
@@ -126,8 +127,21 @@ def shard(recipe: Recipe, networks: Sequence[nn.Module], device: torch.device) -
 
 def _from_first(tensor: Tensor, device: torch.device) -> None:
     """Moves a tensor to the device, with rank 0's values."""
-    tensor.data = tensor.detach().to(device).contiguous()
+    if tensor.is_meta:
+        give_room(tensor, device)
+    else:
+        tensor.data = tensor.detach().to(device).contiguous()
     distributed.broadcast(tensor.detach().view(-1).view(torch.uint8), 0)  # not all types can be sent
+
+
+def give_room(tensor: Tensor, device: torch.device) -> None:
+    """Puts a tensor without values on the device, where it has any; it stays the same object, and tied.
+
+    RuntimeError if another tensor is a view of it.
+    """
+    room = torch.empty_like(tensor, device=device, memory_format=torch.contiguous_format)
+    is_parameter = isinstance(tensor, nn.Parameter)
+    torch.utils.swap_tensors(tensor, nn.Parameter(room, tensor.requires_grad) if is_parameter else room)
 
 
 @contextmanager
