@@ -11,6 +11,7 @@ from torch import Tensor, distributed
 
 from flyte_ddp.engine.batches import TestBatches, TrainBatches
 from flyte_ddp.engine.measures import mismatched, pairs_of, sums_of
+from flyte_ddp.engine.sharding import in_own_types
 from flyte_ddp.engine.state import Sums, TrainingState
 from flyte_ddp.engine.stragglers import Stragglers
 from flyte_ddp.errors import NonFiniteError, StopRequested, UnevenShapesError
@@ -190,18 +191,19 @@ def evaluate(state: TrainingState, test: TestBatches, link: Link) -> Evaluated:
     mismatches = not (state.watch.constant_loss or recipe.couples_samples)
     mine: list[Tensor] = []
     sums = torch.zeros(2 * len(state.names) + 2, dtype=torch.float64, device=state.device)
-    for batch in test:
-        vars(recipe.share).update(vars(batch.share))
-        with state.rows.block(batch.seed):
-            outputs = recipe.forward(model, batch.tree)
-            sums[:-2] += sums_of(pairs_of(recipe, outputs, batch, state.names))
-            if mismatches and batch.share.count > 1:
-                others = pairs_of(recipe, mismatched(outputs), batch, state.names)
-                sums[-2:] += sums_of({"loss": others["loss"]})
-            predictions = recipe.predictions(outputs, batch.tree)
-        if predictions is not None:
-            mine.append(batch.share.own(predictions))
-        link.alive()
+    with in_own_types(model):
+        for batch in test:
+            vars(recipe.share).update(vars(batch.share))
+            with state.rows.block(batch.seed):
+                outputs = recipe.forward(model, batch.tree)
+                sums[:-2] += sums_of(pairs_of(recipe, outputs, batch, state.names))
+                if mismatches and batch.share.count > 1:
+                    others = pairs_of(recipe, mismatched(outputs), batch, state.names)
+                    sums[-2:] += sums_of({"loss": others["loss"]})
+                predictions = recipe.predictions(outputs, batch.tree)
+            if predictions is not None:
+                mine.append(batch.share.own(predictions))
+            link.alive()
     distributed.all_reduce(sums)
     *pairs, loss, weight = sums.tolist()
     return Evaluated(state.measures(pairs), loss / weight if weight else 0.0, torch.cat(mine) if mine else None)

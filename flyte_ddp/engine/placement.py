@@ -11,11 +11,16 @@ from flyte_ddp.settings import RunOptions
 
 
 def place(
-    recipe: Recipe, model: nn.Module, base: FrozenBase, options: RunOptions, environment: Environment
+    recipe: Recipe,
+    model: nn.Module,
+    base: FrozenBase,
+    options: RunOptions,
+    environment: Environment,
+    precision: str = "float32",
 ) -> Average | None:
     """Moves the network to the device, or shards it; returns its average, if there is one, at the same place.
 
-    A collective; InputError for what cannot be sharded.
+    A collective; InputError for what cannot be sharded. precision: of training, float32 or bfloat16.
     """
     if options.sharding == "off":
         model.to(recipe.device)
@@ -26,5 +31,5 @@ def place(
     distributed.broadcast_object_list(told)
     base.digest = told[0]
     average = Average(model, recipe.ema_decay) if recipe.ema_decay else None
-    shard(recipe, [model, average.model] if average else [model], recipe.device)
+    shard(recipe, [model, average.model] if average else [model], recipe.device, precision)
     return average

@@ -69,7 +69,7 @@ def set_up(environment: Environment, device: torch.device, job: Job, cache: Bloc
         )
     model, left_out, remarks = first_model(recipe, job)
     base = FrozenBase(model, left_out)
-    average = place(recipe, model, base, job.options, environment)
+    average = place(recipe, model, base, job.options, environment, precision)
     constant_loss, total_steps = recipe.constant_loss(), settings.epochs * len(batches)
     mixed = not (constant_loss or recipe.couples_samples)  # then outputs are also paired with other samples
     splits = {"train": train, "test": test}

@@ -31,6 +31,11 @@ from flyte_ddp.recipe import Recipe
 from flyte_ddp.settings import RunOptions
 
 OFF = "or set options.sharding to off"
+# Under autocast, all that these do with their weights is done in bfloat16
+CAST = (
+    nn.Linear, nn.MultiheadAttention, nn.Conv1d, nn.Conv2d, nn.Conv3d,
+    nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
+)  # fmt: skip
 # They treat each number by itself, so a rank can update its rows without the others
 BY_ELEMENT = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 
@@ -107,14 +112,16 @@ def check_batch_norm(recipe: Recipe, model: nn.Module, is_normalised: bool) -> N
 # --- the network ---
 
 
-def shard(recipe: Recipe, networks: Sequence[nn.Module], device: torch.device) -> None:
+def shard(recipe: Recipe, networks: Sequence[nn.Module], device: torch.device, precision: str) -> None:
     """Shards networks that are on the CPU, or have no values, with rank 0's weights; a collective. No more than a unit
-    is whole on the device."""
+    is whole on the device. precision: that the first one is trained in."""
     from torch.distributed.device_mesh import init_device_mesh  # slow imports, which others do without
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     mesh = init_device_mesh(device.type, (distributed.get_world_size(),))
     for network in networks:
+        is_cast = precision == "bfloat16" and network is networks[0]
+        policy = _in_bfloat16(network) if is_cast else MixedPrecisionPolicy()
         for buffer in network.buffers():
             _from_first(buffer, device)
         for unit in (*matching_layers(recipe, "shard", network).values(), network):
@@ -122,7 +129,22 @@ def shard(recipe: Recipe, networks: Sequence[nn.Module], device: torch.device) -
                 if not is_shard(weight):
                     _from_first(weight, device)
             # The last unit, too: torch would leave it whole after an evaluation
-            fully_shard(unit, mesh=mesh, reshard_after_forward=True)
+            fully_shard(unit, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
+
+
+def _in_bfloat16(network: nn.Module) -> Any:
+    """The policy by which weights are exchanged in bfloat16 that autocast would make bfloat16 on each rank: it gives
+    the same numbers. Others, such as those of embeddings and norms, are exchanged as they are."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    others = (layer for layer in network.modules() if not isinstance(layer, CAST))
+    kept = {id(weight) for layer in others for weight in layer.parameters(recurse=False)}
+    return MixedPrecisionPolicy(
+        torch.bfloat16,
+        reduce_dtype=torch.float32,
+        cast_forward_inputs=False,
+        param_dtype_override_fn=lambda weight: weight.dtype if id(weight) in kept else None,
+    )
 
 
 def _from_first(tensor: Tensor, device: torch.device) -> None:
@@ -144,6 +166,11 @@ def give_room(tensor: Tensor, device: torch.device) -> None:
     torch.utils.swap_tensors(tensor, nn.Parameter(room, tensor.requires_grad) if is_parameter else room)
 
 
+def in_own_types(model: nn.Module) -> AbstractContextManager[None]:
+    """While the block runs, weights of a sharded network are exchanged as they are, to compute without autocast."""
+    return torch_compat.gathered_as_they_are(unit for unit in model.modules() if is_sharded(unit))
+
+
 @contextmanager
 def on_trial(recipe: Recipe, model: nn.Module) -> Iterator[None]:
     """While the block tries a sharded network, which cannot be copied: its weights and buffers are put back at the end,
@@ -153,7 +180,8 @@ def on_trial(recipe: Recipe, model: nn.Module) -> Iterator[None]:
         return
     kept = {name: local(value).clone() for name, value in _tensors(model)}
     try:
-        yield
+        with in_own_types(model):
+            yield
     except RuntimeError as error:
         if "DTensor" not in str(error):
             raise

@@ -1,5 +1,7 @@
 """Recipes whose networks are to be sharded from the start, and some whose model() needs values for that."""
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -8,6 +10,9 @@ from tests.engine.probe_recipes import WIDTH, Sound
 
 class Network(nn.Sequential):
     """With tied weights, a part that model() freezes, and buffers of which one is in no file."""
+
+    total: Any
+    shift: torch.Tensor
 
     def __init__(self):
         super().__init__(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
@@ -27,7 +32,7 @@ class Starting(Sound):
 class Reading(Starting):
     def model(self):
         network = Network()
-        network.total = network[0].weight.sum().item()
+        network.total = network.get_parameter("0.weight").sum().item()
         return network
 
 

@@ -30,7 +30,7 @@ def place_each(environment: Environment, link: Link, jobs: list[Job]) -> list[di
                 "remarks": remarks,
                 "base": (base.names, base.digest),
                 "trained": {name for name, weight in model.named_parameters() if weight.requires_grad},
-                "tied": model[3].weight is model[0].weight,
+                "tied": model.get_parameter("3.weight") is model.get_parameter("0.weight"),
                 **{of: {name: local(t).tolist() for name, t in _named(one)} for of, one in networks.items()},
             })  # fmt: skip
     return found
