@@ -24,7 +24,7 @@ MOST_NORMS = 10
 class Checkpoints(Protocol):
     def due(self) -> bool: ...
 
-    def save(self, state: TrainingState) -> None: ...
+    def save(self, state: TrainingState, is_last: bool = False) -> None: ...
 
     def close(self) -> None: ...
 
@@ -60,7 +60,11 @@ def fit(
     Returns the last evaluation; None if the training had already been finished.
     """
     evaluated = None
-    while state.epoch < epochs and not (state.choice and state.choice.is_over):
+
+    def is_over() -> bool:
+        return state.epoch >= epochs or bool(state.choice and state.choice.is_over)
+
+    while not is_over():
         done = state.evaluations_of_epoch
         begin, end = (len(train) * number // evaluations for number in (done, done + 1))
         sums = train_epoch(state, train, end, log_interval, link, checkpoints, stragglers)
@@ -80,7 +84,7 @@ def fit(
         link.emit(finished)
         for warning in state.watch.after_evaluation(finished, end, evaluated.mismatched):
             link.emit(warning)
-        checkpoints.save(state)
+        checkpoints.save(state, is_over())
     return evaluated
 
 
@@ -145,7 +149,7 @@ def train_epoch(
             if state.step == len(train) and link.is_heard and state.log_gradients:
                 link.emit(GradientsSeen(state.epoch, state.gradient_histograms()))
         if sums.stop:
-            checkpoints.save(state)
+            checkpoints.save(state, is_last=True)
             raise StopRequested(state.epoch, state.step)
         if sums.saves > before.saves and not is_last:
             checkpoints.save(state)

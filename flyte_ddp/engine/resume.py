@@ -1,6 +1,7 @@
 """Resumes a training from its checkpoint, on all ranks."""
 
 import os
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor, distributed
 
 from flyte_ddp.engine.checkpoint import checksum, read_checkpoint, read_same, refuse, restore
+from flyte_ddp.engine.fetched_shards import fetched
 from flyte_ddp.engine.job import Job
 from flyte_ddp.engine.sharded_checkpoint import StoredTensor, problem_of
 from flyte_ddp.engine.sharding import local
@@ -16,6 +18,7 @@ from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.errors import CheckpointError
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
+from flyte_ddp.manifest import read_manifest
 
 OTHER_BASE = "belongs to another training: the weights that model() freezes were others"
 
@@ -25,7 +28,8 @@ def resume(state: TrainingState, job: Job, environment: Environment, link: Link)
     that failed half-way, on all ranks alike.
 
     Rank 0 verifies the file, and ranks that see the same one map it, too; of a sharded one each reads its rows. If some
-    do not see it, those of another host, the tensors are broadcast, one by one.
+    do not see it, those of another host, the tensors are broadcast, one by one. The files of a manifest with a URL are
+    in the platform's storage, from which each host gets those that it needs.
     """
     path, content = Path(job.checkpoint_path), None
     told: list[Any] = [None]
@@ -34,24 +38,31 @@ def resume(state: TrainingState, job: Job, environment: Environment, link: Link)
             content = read_checkpoint(path, job.identity)
             if content["state"].get("base", "") != state.base.digest:  # of which all ranks have rank 0's weights
                 raise CheckpointError(OTHER_BASE)
-            told = [(checksum(path), pytree.tree_map_only((Tensor, StoredTensor), _on_meta, content["state"]))]
+            manifest = read_manifest(path)
+            outline = pytree.tree_map_only((Tensor, StoredTensor), _on_meta, content["state"])
+            told = [(checksum(path), outline, manifest if manifest and "url" in manifest else None)]
         except CheckpointError as error:
             refuse(error, job.options, link.emit)
     distributed.broadcast_object_list(told)
     if told[0] is None:
         return True
-    expected, outline = told[0]
-    content = content or read_same(path, expected)
-    try:
-        is_seen_by_all = _verify_shards(content)
-    except CheckpointError as error:
-        refuse(error, job.options, link.emit)
-        return True
-    try:
-        restore(state, in_place(state, content["state"] if content else outline, is_broadcast=not is_seen_by_all))
-    except CheckpointError as error:
-        refuse(error, job.options, link.emit)
-        return False
+    expected, outline, manifest = told[0]
+    with ExitStack() as stack:
+        try:
+            if manifest and job.storage:
+                content = stack.enter_context(fetched(manifest, state.layout, job.storage, environment))
+                is_seen_by_all = True
+            else:
+                content = content or read_same(path, expected)
+                is_seen_by_all = _verify_shards(content)
+        except CheckpointError as error:
+            refuse(error, job.options, link.emit)
+            return True
+        try:
+            restore(state, in_place(state, content["state"] if content else outline, is_broadcast=not is_seen_by_all))
+        except CheckpointError as error:
+            refuse(error, job.options, link.emit)
+            return False
     return True
 
 
