@@ -3,6 +3,7 @@
 from torch import distributed, nn
 
 from flyte_ddp.engine.average import Average
+from flyte_ddp.engine.mesh import make_mesh
 from flyte_ddp.engine.sharding import check_recipe, check_weights, shard
 from flyte_ddp.frozen_base import FrozenBase
 from flyte_ddp.launch.environment import Environment
@@ -31,5 +32,6 @@ def place(
     distributed.broadcast_object_list(told)
     base.digest = told[0]
     average = Average(model, recipe.ema_decay) if recipe.ema_decay else None
-    shard(recipe, [model, average.model] if average else [model], recipe.device, precision)
+    mesh = make_mesh(options, environment)
+    shard(recipe, [model, average.model] if average else [model], mesh, precision)
     return average

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
 
+from flyte_ddp.engine.mesh import copies
 from flyte_ddp.engine.sharding import is_shard, local
 from flyte_ddp.engine.torch_compat import pytree
 
@@ -35,8 +36,9 @@ class Cut:
 
 
 def cut() -> Cut:
-    """Over all ranks, each of which has a part of its own."""
-    return Cut(distributed.get_world_size(), distributed.get_rank(), writes=True)
+    """Over all ranks, or those of each node."""
+    rank, parts = distributed.get_rank(), distributed.get_world_size() // copies()
+    return Cut(parts, rank % parts, writes=rank < parts)
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +49,7 @@ class Shard:
     shape: torch.Size
 
     def gather(self, room: Tensor | None, device: torch.device) -> None:
-        """Copies the rows of all ranks into the room that rank 0 has for them; a collective, by way of the device."""
+        """Copies the rows of all ranks into the room that rank 0 has for them, by way of the device; a collective."""
         rank, parts = distributed.get_rank(), cut().parts
         for owner in range(parts):
             first, last = rows_of(self.shape[0], owner, parts)

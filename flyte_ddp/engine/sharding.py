@@ -24,6 +24,7 @@ from flyte_ddp.engine.attributes import matching_layers
 from flyte_ddp.engine.batches import Batch
 from flyte_ddp.engine.by_row import ByRow
 from flyte_ddp.engine.measures import code_location
+from flyte_ddp.engine.mesh import copies
 from flyte_ddp.engine.step import Step
 from flyte_ddp.errors import InputError, not_installed
 from flyte_ddp.launch.environment import Environment
@@ -112,22 +113,20 @@ def check_batch_norm(recipe: Recipe, model: nn.Module, is_normalised: bool) -> N
 # --- the network ---
 
 
-def shard(recipe: Recipe, networks: Sequence[nn.Module], device: torch.device, precision: str) -> None:
+def shard(recipe: Recipe, networks: Sequence[nn.Module], mesh: Any, precision: str) -> None:
     """Shards networks that are on the CPU, or have no values, with rank 0's weights; a collective. No more than a unit
-    is whole on the device. precision: that the first one is trained in."""
-    from torch.distributed.device_mesh import init_device_mesh  # slow imports, which others do without
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    is whole on the device. mesh: see make_mesh. precision: that the first one is trained in."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # a slow import, which others do without
 
-    mesh = init_device_mesh(device.type, (distributed.get_world_size(),))
     for network in networks:
         is_cast = precision == "bfloat16" and network is networks[0]
         policy = _in_bfloat16(network) if is_cast else MixedPrecisionPolicy()
         for buffer in network.buffers():
-            _from_first(buffer, device)
+            _from_first(buffer, recipe.device)
         for unit in (*matching_layers(recipe, "shard", network).values(), network):
             for weight in unit.parameters():
                 if not is_shard(weight):
-                    _from_first(weight, device)
+                    _from_first(weight, recipe.device)
             # The last unit, too: torch would leave it whole after an evaluation
             fully_shard(unit, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
 
@@ -226,10 +225,10 @@ class ShardedStep(nn.Module):
         return batch.parts(most, self.module.world_size)
 
     def totals(self, gradients: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """Step.sums of all ranks, and the norm of each gradient by this rank's rows of it; a collective."""
+        """Step.sums of all ranks, and the norm of each gradient by the rows of all, each once; a collective."""
         sums = self.module.sums.grad
         assert sums is not None  # after a backward pass
-        mine = torch.cat([sums.double(), torch_compat.norms(gradients).double().square()])
+        mine = torch.cat([sums.double(), torch_compat.norms(gradients).double().square() / copies()])
         distributed.all_reduce(mine)
         return (mine[: len(sums)] / self.module.world_size).float(), mine[len(sums) :].sqrt().float()
 

@@ -1,13 +1,18 @@
 """What tests of sharding have ranks do."""
 
+import os
+import signal
+from dataclasses import replace
 from typing import Any
 
 from torch import distributed
 
+from flyte_ddp.engine import worker
 from flyte_ddp.engine.block_cache import BlockCache
-from flyte_ddp.engine.job import Job
+from flyte_ddp.engine.job import Job, TrainingResult
 from flyte_ddp.engine.loop import evaluate
 from flyte_ddp.engine.set_up import set_up
+from flyte_ddp.engine.state import TrainingState
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
 from flyte_ddp.launch.process_group import process_group
@@ -41,3 +46,37 @@ def count_exchanged(environment: Environment, link: Link, jobs: list[Job]) -> li
             evaluate(parts.state, parts.test, link)
             found.append({**counts, "evaluating": gathered.bytes - counts["gathered"]})
     return found
+
+
+def train_on_two_nodes(environment: Environment, link: Link, job: Job) -> TrainingResult:
+    """Trains as two nodes do, with half of the ranks on each; only the first sees the checkpoint."""
+    return worker.run(*_on_two_nodes(environment, link, job))
+
+
+def kill_on_two_nodes(environment: Environment, link: Link, job: Job) -> TrainingResult:
+    """As train_on_two_nodes, but rank 3 is killed in the middle of the second epoch, when there is a checkpoint."""
+    given = _on_two_nodes(environment, link, job)
+    if environment.rank == 3:
+        train_step = TrainingState.train_step
+
+        def killed(state: TrainingState, *args: Any, **kwargs: Any) -> None:
+            if (state.epoch, state.step) == (1, 2):
+                os.kill(os.getpid(), signal.SIGKILL)
+            train_step(state, *args, **kwargs)
+
+        TrainingState.train_step = killed  # type: ignore
+    return worker.run(*given)
+
+
+def train_on_uneven_nodes(environment: Environment, link: Link, job: Job) -> TrainingResult:
+    """Trains with two ranks on the first node and one on the second."""
+    size = 2 if environment.rank < 2 else 1
+    world = replace(environment.world, local_size=size)
+    return worker.run(replace(environment, world=world, local_rank=environment.rank % 2), link, job)
+
+
+def _on_two_nodes(environment: Environment, link: Link, job: Job) -> tuple[Environment, Link, Job]:
+    half = environment.world.size // 2
+    world, local_rank = replace(environment.world, local_size=half), environment.rank % half
+    seen = job if environment.rank < half else replace(job, checkpoint_path="")
+    return replace(environment, world=world, local_rank=local_rank), link, seen
