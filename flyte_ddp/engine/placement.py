@@ -4,7 +4,8 @@ from torch import distributed, nn
 
 from flyte_ddp.engine.average import Average
 from flyte_ddp.engine.mesh import make_mesh
-from flyte_ddp.engine.sharding import check_recipe, check_weights, shard
+from flyte_ddp.engine.shardable import check_recipe, check_weights
+from flyte_ddp.engine.sharding import shard
 from flyte_ddp.frozen_base import FrozenBase
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.recipe import Recipe

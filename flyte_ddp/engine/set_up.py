@@ -16,7 +16,8 @@ from flyte_ddp.engine.measures import augment
 from flyte_ddp.engine.memory import recompute
 from flyte_ddp.engine.placement import place
 from flyte_ddp.engine.probe import Probed, probe
-from flyte_ddp.engine.sharding import check_batch_norm, on_trial
+from flyte_ddp.engine.shardable import check_batch_norm
+from flyte_ddp.engine.sharding import on_trial
 from flyte_ddp.engine.state import TrainingState
 from flyte_ddp.engine.warm_start import continue_from, is_checkpoint
 from flyte_ddp.errors import InputError

@@ -16,6 +16,7 @@ from flyte_ddp.settings import RunOptions
 from flyte_ddp.user_code import find_code
 from tests.engine.probe_recipes import Settings
 from tests.engine.test_sharding import HERE, assert_alike
+from tests.engine.test_sharding import run as train
 
 SETTINGS = Settings(batch_size=32, epochs=2, log_interval=1)  # 20 steps
 pytest.importorskip("torch.distributed.fsdp")
@@ -84,6 +85,12 @@ def test_it_goes_on_from_others_and_they_from_it(hybrid, cut, tmp_path, sharding
     resumed = run(tmp_path / "other", "hybrid")
     assert resumed[3] == (1, 0)
     assert_alike(resumed, hybrid)
+
+
+@pytest.mark.usefixtures("alone")
+def test_on_one_node_it_is_full(tmp_path):
+    full, hybrid = (train("Sharded", tmp_path / sharding, sharding)[2] for sharding in ("full", "hybrid"))
+    assert all(torch.equal(hybrid[name], value) for name, value in full.items())
 
 
 @pytest.mark.slow
