@@ -28,9 +28,12 @@ def models_beside(path: Path) -> Path:
 def read_manifest(path: Path) -> dict[str, Any] | None:
     """The manifest at this path; None if the checkpoint is a single file, or damaged. Raises OSError."""
     with open(path, "rb") as file:
-        content = file.read()[:-DIGEST_BYTES] if file.read(1) == b"{" else b""
+        whole = b"{" + file.read() if file.read(1) == b"{" else b""
+    content, digest = whole[:-DIGEST_BYTES], whole[-DIGEST_BYTES:]
+    if hashlib.sha256(content).digest() != digest:
+        return None
     try:
-        found: dict[str, Any] = json.loads(b"{" + content)
+        found: dict[str, Any] = json.loads(content)
         names = [found["folder"], *found["files"]]
     except (KeyError, TypeError, ValueError):
         return None

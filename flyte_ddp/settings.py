@@ -30,7 +30,7 @@ S = TypeVar("S", bound="Settings")
 BACKENDS = ("auto", "gloo", "nccl")
 PRECISIONS = ("auto", "float32", "bfloat16")
 TRACKING = ("auto", "online", "offline", "tensorboard", "mlflow", "off")
-SHARDING = ("off", "full")
+SHARDING = ("off", "full", "hybrid")
 
 TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "a string", dict: "an object"}
 BY_NAME = {kind.__name__: kind for kind in TYPE_NAMES}
@@ -239,7 +239,8 @@ class RunOptions(Settings):
         pin_memory: whether such batches are copied to a GPU from page-locked memory; without a GPU it has no effect.
         cache_bytes: of each node's disk that Blocks of data may take; 0 is half of what is free.
         sharding: with full, each rank keeps a part of the weights, gradients and optimizer state, and the layers that
-            Recipe.shard names are made whole one after the other; for models that are too large for one GPU.
+            Recipe.shard names are made whole one after the other; for models that are too large for one GPU. With
+            hybrid, it shares them with the ranks of its node alone, and each node has a copy.
     """
 
     nproc: int = setting(0, minimum=0, maximum=1024)

@@ -7,11 +7,11 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from filelock import FileLock, Timeout
 
@@ -26,7 +26,8 @@ from flyte_ddp.report.console import say, warn
 from flyte_ddp.storage import temporary_beside, writing_to
 
 WAITS = (2.0, 10.0, 60.0)  # seconds before the next try; storage's client has tried several times itself by then
-ELSEWHERE = "elsewhere"  # the file in which an attempt leaves the URL of a checkpoint that it could not read
+ELSEWHERE = "elsewhere"  # the file in which an attempt leaves the URL of a checkpoint that it could not read, or copy
+Value = TypeVar("Value")
 
 
 class Store(Observer):
@@ -38,39 +39,68 @@ class Store(Observer):
         is_given: whether it is the one of options.resume_from.
     """
 
-    def __init__(self, path: Path):
-        self.path, self.folder, self.is_given = path, str(path.parent), False
+    def __init__(self, path: Path, platform: Platform, folder: str = ""):
+        self.path, self.folder, self.is_given = path, folder or str(path.parent), False
+        self._platform, self._models = platform, StoredModels(platform, self.folder, path)
 
-    def fetch_given(self, platform: Platform, url: str) -> None:
+    def fetch_given(self, url: str) -> None:
         """Gets the checkpoint that the user names, if this training has none of its own yet."""
         if not url or self.path.exists():
             return
-        try:
-            _get_checkpoint(platform, url.rstrip("/"), self.path)
-        except FileNotFoundError:
+        if not self._fetch(url.rstrip("/")):
             raise InputError(
                 f"RunOptions.resume_from must be a folder with a checkpoint in it, got {url}: it is named in the log "
                 "and in the report of the execution that was not finished; without it, training starts anew"
-            ) from None
+            )
         self.is_given = True
 
+    def _fetch(self, url: str) -> str:
+        """Gets the checkpoint in a folder of the storage, or where that says; the folder, empty if there is none."""
+        with suppress(FileNotFoundError):
+            self._get_checkpoint(url)
+            return url
+        with suppress(FileNotFoundError):
+            elsewhere = self.path.with_name(ELSEWHERE)
+            get_file(self._platform, f"{url}/{ELSEWHERE}", elsewhere)
+            return self._fetch(elsewhere.read_text())
+        return ""
 
-def _get_checkpoint(platform: Platform, url: str, path: Path) -> StoredModels:
-    """Gets the checkpoint in a folder of the storage, and what is beside it; FileNotFoundError if there is none."""
-    beside, models = temporary_beside(path), StoredModels(platform, url, path)
-    try:
-        platform.get(f"{url}/{path.name}", beside)
-        if manifest := read_manifest(beside):
-            folder = shards_beside(path) / manifest["folder"]
-            folder.mkdir(parents=True, exist_ok=True)
-            for name in manifest["files"]:
-                with suppress(FileNotFoundError):  # ranks refuse it, and name what is missing
-                    get_file(platform, f"{url}/{folder.parent.name}/{folder.name}/{name}", folder / name)
-        models.get()
-        os.replace(beside, path)
-        return models
-    finally:
-        beside.unlink(missing_ok=True)
+    def _get_checkpoint(self, url: str) -> None:
+        """With what is beside it; raises FileNotFoundError if there is none."""
+        beside, models = temporary_beside(self.path), StoredModels(self._platform, url, self.path)
+        try:
+            self._platform.get(f"{url}/{self.path.name}", beside)
+            if manifest := read_manifest(beside):
+                self._get_shards(url, beside, manifest)
+            models.get()
+            os.replace(beside, self.path)
+        finally:
+            beside.unlink(missing_ok=True)
+        if url == self.folder:
+            self._models = models
+
+    def _get_shards(self, url: str, manifest_file: Path, manifest: dict[str, Any]) -> None:
+        folder = shards_beside(self.path) / manifest["folder"]
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in manifest["files"]:
+            with suppress(FileNotFoundError):  # ranks refuse it, and name what is missing
+                get_file(self._platform, f"{url}/{folder.parent.name}/{folder.name}/{name}", folder / name)
+
+
+def patiently(problem_with: str, call: Callable[[], Value]) -> Value:
+    """Calls it, and later again if storage fails; RecoverableError, which begins with these words, if it still does."""
+    for seconds in (*WAITS, None):
+        try:
+            return call()
+        except FileNotFoundError:
+            raise
+        except Exception as error:  # each storage has its own errors
+            problem = f"{type(error).__name__}: {one_line(error)}"
+        if seconds is None:
+            break
+        say(f"The checkpoint cannot be read yet, next try in {seconds:g} s: {problem}")
+        time.sleep(seconds)
+    raise RecoverableError(f"{problem_with}: {problem}: check access")
 
 
 class PlatformStore(Store):
@@ -81,11 +111,9 @@ class PlatformStore(Store):
     """
 
     def __init__(self, path: Path, platform: Platform):
-        super().__init__(path)
-        self._platform, self.folder = platform, platform.checkpoint_url()
+        super().__init__(path, platform, platform.checkpoint_url())
         self._new, self._closing = threading.Event(), False
         self._taken: set[str] = set()  # folders of shards that the manifest in the storage may name
-        self._models = StoredModels(platform, self.folder, path)
         say(f"Checkpoints: {self.folder}")
         # the thread needs this one's context, in which the platform knows its storage
         self._thread = threading.Thread(target=contextvars.copy_context().run, args=(self._upload,), daemon=True)
@@ -100,40 +128,29 @@ class PlatformStore(Store):
         """
         previous = self._platform.previous_checkpoint_url()
         urls = [self.folder, previous] if resume and previous else [self.folder]
-        for seconds in (*WAITS, None):
-            try:
-                if any(map(self._fetch, urls)):
-                    self._new.set()
-                return
-            except Exception as error:  # each storage has its own errors
-                problem = f"{type(error).__name__}: {one_line(error)}"
-            if seconds is None:
-                if previous:
-                    self._point_to(previous)
-                raise RecoverableError(f"cannot tell whether {urls[-1]} has a checkpoint: {problem}: check access")
-            say(f"The checkpoint cannot be read yet, next try in {seconds:g} s: {problem}")
-            time.sleep(seconds)
+
+        def find() -> str:
+            return next(filter(None, map(self._fetch, urls)), "")
+
+        try:
+            if found := patiently(f"cannot tell whether {urls[-1]} has a checkpoint", find):
+                self._hand_on(found)
+        except RecoverableError:
+            if previous:
+                self._point_to(previous)
+            raise
+
+    def _hand_on(self, url: str) -> None:
+        """Makes the checkpoint, which was found in this folder, this attempt's own."""
+        if manifest := read_manifest(self.path):
+            self._taken = {manifest["folder"]}
+        self._new.set()
 
     def _point_to(self, url: str) -> None:
         elsewhere = self.path.with_name(ELSEWHERE)
         elsewhere.write_text(url)
         with suppress(Exception):  # if storage cannot be written to either, Flyte hears nothing of this attempt at all
             self._platform.put(elsewhere, f"{self.folder}/{ELSEWHERE}")
-
-    def _fetch(self, url: str) -> bool:
-        """Gets the checkpoint in a folder of the storage, or where that says; whether there is one."""
-        with suppress(FileNotFoundError):
-            models = _get_checkpoint(self._platform, url, self.path)
-            if url == self.folder:
-                self._models = models
-            if manifest := read_manifest(self.path):
-                self._taken = {manifest["folder"]}
-            return True
-        with suppress(FileNotFoundError):
-            elsewhere = self.path.with_name(ELSEWHERE)
-            get_file(self._platform, f"{url}/{ELSEWHERE}", elsewhere)
-            return self._fetch(elsewhere.read_text())
-        return False
 
     def on_checkpoint_written(self, event: CheckpointWritten) -> None:
         self._new.set()
@@ -158,8 +175,8 @@ class PlatformStore(Store):
                 return
 
     def _put(self) -> None:
-        shards, models = shards_beside(self.path), models_beside(self.path)
-        if not (shards.exists() or models.exists()):
+        models = models_beside(self.path)
+        if not (read_manifest(self.path) or models.exists()):
             return self._platform.put(self.path, f"{self.folder}/{self.path.name}")
         folder = temporary_beside(self.path)
         pinned = folder / self.path.name
@@ -167,8 +184,7 @@ class PlatformStore(Store):
             folder.mkdir()
             os.link(self.path, pinned)  # links, since the ranks remove the files once they have written newer ones
             if manifest := read_manifest(pinned):
-                for name in manifest["files"]:
-                    os.link(shards / manifest["folder"] / name, folder / name)
+                self._pin_shards(manifest, folder)
             for model in models.glob("*.pt"):
                 with suppress(FileNotFoundError):  # the newest checkpoint does without it
                     os.link(model, folder / model.name)
@@ -179,6 +195,10 @@ class PlatformStore(Store):
                 raise
         finally:
             shutil.rmtree(folder, ignore_errors=True)
+
+    def _pin_shards(self, manifest: dict[str, Any], folder: Path) -> None:
+        for name in manifest["files"]:
+            os.link(shards_beside(self.path) / manifest["folder"] / name, folder / name)
 
     def _put_checkpoint(self, pinned: Path, manifest: dict[str, Any] | None) -> None:
         """Uploads a checkpoint; of a sharded one the files beside it, then their manifest. There are few names for
@@ -197,23 +217,25 @@ class PlatformStore(Store):
 
 
 @contextmanager
-def checkpoint_store(platform: Platform, key: str, resume: bool, resume_from: str = "") -> Iterator[Store]:
+def checkpoint_store(
+    platform: Platform, key: str, resume: bool, resume_from: str = "", stored: type[PlatformStore] = PlatformStore
+) -> Iterator[Store]:
     """The path of this training's checkpoint; with resume, an earlier attempt's checkpoint is already there, else the
-    one in the folder resume_from."""
+    one in the folder resume_from. stored: what there is outside of local runs."""
     if platform.is_local():
         with _local_folder(key) as folder:
             path = folder / "checkpoint"
             if not resume:
                 remove_checkpoint(path)
-            store = Store(path)
-            store.fetch_given(platform, resume_from)
+            store = Store(path, platform)
+            store.fetch_given(resume_from)
             yield store
             shutil.rmtree(folder, ignore_errors=True)  # only reached when training succeeded
         return
-    store = PlatformStore(platform.working_folder() / "checkpoint", platform)
+    store = stored(platform.working_folder() / "checkpoint", platform)
     try:
         store.restore(resume)
-        store.fetch_given(platform, resume_from)
+        store.fetch_given(resume_from)
         yield store
     finally:
         store.close()

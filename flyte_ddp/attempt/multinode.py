@@ -19,6 +19,7 @@ from flyte_ddp.attempt.failures import failure_of, platform_errors
 from flyte_ddp.attempt.logs import kept_logs
 from flyte_ddp.attempt.platform import Platform
 from flyte_ddp.attempt.pod import check_gpus
+from flyte_ddp.attempt.rank_storage import PlatformRankStorage, StoreOfRanks
 from flyte_ddp.attempt.registration import registration
 from flyte_ddp.attempt.training import Trained, train_by
 from flyte_ddp.engine import worker
@@ -66,14 +67,16 @@ def train_as_rank(
         if restarts := int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0):
             name += f"-restart-{restarts}"
         own = platform.working_folder() / name
+        storage = None if platform.is_local() else PlatformRankStorage(platform, own / "checkpoint")
         with kept_logs(platform, own, name, prefix=f"[rank {environment.rank}] "):
             if environment.rank == 0:
 
                 def start(job: Job, on_event: Callable[[Event], None]) -> list[TrainingResult]:
-                    return run_rank(environment, DirectLink(on_event), job, train)
+                    return run_rank(environment, DirectLink(on_event), dataclasses.replace(job, storage=storage), train)
 
-                return train_by(platform, start, environment.world, fetch, options, own_observers)
-            run_rank(environment, DirectLink(None), job_of(fetch(), options), train)
+                return train_by(platform, start, environment.world, fetch, options, own_observers, StoreOfRanks)
+            job = dataclasses.replace(job_of(fetch(), options), storage=storage)
+            run_rank(environment, DirectLink(None), job, train)
         return None
 
 

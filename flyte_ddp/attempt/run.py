@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from flyte_ddp.attempt.checkpoints import Store, checkpoint_store
+from flyte_ddp.attempt.checkpoints import PlatformStore, Store, checkpoint_store
 from flyte_ddp.attempt.folders import run_folder
 from flyte_ddp.attempt.logs import Logs, kept_logs
 from flyte_ddp.attempt.platform import Platform
@@ -21,14 +21,21 @@ class Run:
 
 
 @contextmanager
-def training_run(platform: Platform, name: str, key: str, resume: bool, resume_from: str = "") -> Iterator[Run]:
+def training_run(
+    platform: Platform,
+    name: str,
+    key: str,
+    resume: bool,
+    resume_from: str = "",
+    stored: type[PlatformStore] = PlatformStore,
+) -> Iterator[Run]:
     """A run whose logs and checkpoints are kept while it lasts; key stands for all that determines the result.
 
-    resume, resume_from: see RunOptions.
+    resume, resume_from: see RunOptions. stored: see checkpoint_store.
     """
     with (
         run_folder(platform, name) as folder,
         kept_logs(platform, folder) as logs,
-        checkpoint_store(platform, key, resume, resume_from) as store,
+        checkpoint_store(platform, key, resume, resume_from, stored) as store,
     ):
         yield Run(folder, logs, store)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from flyte_ddp.attempt.checkpoints import PlatformStore
 from flyte_ddp.attempt.failures import platform_errors
 from flyte_ddp.attempt.observing import Observers, tracking_id
 from flyte_ddp.attempt.platform import Platform
@@ -230,11 +231,13 @@ def train_by(
     fetch: Callable[[], Subject],
     options: RunOptions,
     own_observers: Sequence[UserCode],
+    stored: type[PlatformStore] = PlatformStore,
 ) -> Trained:
-    """Does everything around the ranks of a run. start: runs the ranks for (job, on_event); their results by rank."""
+    """Does everything around the ranks of a run. start: runs the ranks for (job, on_event); their results by rank.
+    stored: see checkpoint_store."""
     started = time.time()
     subject = fetch()
-    with training_run(platform, subject.dataset, subject.key, options.resume, options.resume_from) as run:
+    with training_run(platform, subject.dataset, subject.key, options.resume, options.resume_from, stored) as run:
         model, report, logs = run.folder / "model.pt", run.folder / "report.html", run.logs.folder
         found = logs / PREDICTIONS
         if not run.store.is_given:

@@ -19,7 +19,7 @@ from flyte_ddp.engine.state import TrainingState
 from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.errors import CheckpointError, InputError
 from flyte_ddp.events import CheckpointRefused, Event
-from flyte_ddp.manifest import DIGEST_BYTES, read_manifest
+from flyte_ddp.manifest import DIGEST_BYTES, read_manifest, shards_beside
 from flyte_ddp.recipe import CPU
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.storage import sync, temporary_beside
@@ -166,7 +166,7 @@ def _content(path: Path) -> Any:
     """Of a checkpoint that is whole, without reading its tensors."""
     try:
         manifest = read_manifest(path)
-        return open_shards(path, manifest) if manifest else _load(path, mmap=True)
+        return open_shards(shards_beside(path) / manifest["folder"], manifest) if manifest else _load(path, mmap=True)
     except CheckpointError:
         raise
     except Exception as error:  # of many types, as the manifest may have any form

@@ -1,5 +1,6 @@
 """Writes checkpoints while training goes on."""
 
+import contextvars
 import math
 import shutil
 import threading
@@ -10,13 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
 from flyte_ddp.engine.checkpoint import FORMAT, finish, write_checkpoint, write_draft
 from flyte_ddp.engine.job import Job
 from flyte_ddp.engine.loop import Checkpoints
-from flyte_ddp.engine.sharded_checkpoint import ShardWriter
-from flyte_ddp.engine.sharded_state import Shard, fill
+from flyte_ddp.engine.shard_writer import ShardWriter, SharedFolder, Stored
 from flyte_ddp.engine.sharding import is_sharded
 from flyte_ddp.engine.state import TrainingState
 from flyte_ddp.engine.torch_compat import pytree
@@ -33,17 +33,19 @@ def checkpoints_of(
     state: TrainingState, environment: Environment, emit: Callable[[Event], None], job: Job
 ) -> Checkpoints:
     """What writes this rank's part of the checkpoints; a collective of a sharded network."""
-    world, path, every = environment.world, Path(job.checkpoint_path), job.options.checkpoint_seconds
-    if is_sharded(state.model) and world.size == world.local_size:
-        every = math.inf if environment.rank else every  # rank 0 says when
-        return CheckpointWriter(ShardWriter(path, environment).begin, job, every, emit)
-    return NoCheckpoints() if environment.rank else CheckpointWriter(partial(begin_file, path), job, every, emit)
+    path, every = Path(job.checkpoint_path), job.options.checkpoint_seconds
+    if not is_sharded(state.model):
+        begin = partial(begin_file, path)
+        return NoCheckpoints() if environment.rank else CheckpointWriter(begin, job, every, emit)
+    place = Stored(job.storage) if job.storage else SharedFolder(path, environment)
+    kind = StoredCheckpointWriter if job.storage else CheckpointWriter
+    every = math.inf if environment.rank else every  # rank 0 says when
+    return kind(ShardWriter(place, environment).begin, job, every, emit)
 
 
 def begin_file(path: Path, content: dict[str, Any], device: torch.device) -> Callable[[], None]:
     """Begin for a single file at path, beside which the copy is; but that from a GPU is in the host's memory."""
-    # What is sharded comes from other hosts, too, row by row into the file
-    if device.type == "cpu" or any(isinstance(leaf, Shard) for leaf in pytree.tree_leaves(content)):
+    if device.type == "cpu":
         write = partial(finish, write_draft(path, content, device), path)
     else:
         copied = pytree.tree_map_only(Tensor, lambda tensor: tensor.to("cpu", copy=True), content)
@@ -77,7 +79,8 @@ class CheckpointWriter:
     def due(self) -> bool:
         return time.monotonic() - self._last >= self._seconds
 
-    def save(self, state: TrainingState) -> None:
+    def save(self, state: TrainingState, is_last: bool = False) -> None:
+        """is_last: training ends with it."""
         started = time.monotonic()
         self.close()
         content = {"format": FORMAT, "identity": self._identity, "state": state.state_dict()}
@@ -88,8 +91,9 @@ class CheckpointWriter:
             return
         finally:
             self._last = time.monotonic()
-        arguments = (rest, state.epoch, state.step, self._last - started)
-        self._thread = threading.Thread(target=self._write, args=arguments)
+        arguments = (self._write, rest, state.epoch, state.step, self._last - started)
+        # the thread needs this one's context, in which a platform knows its storage
+        self._thread = threading.Thread(target=contextvars.copy_context().run, args=arguments)
         self._thread.start()
 
     def close(self) -> None:
@@ -108,14 +112,31 @@ class CheckpointWriter:
             self._emit(CheckpointWritten(epoch, step, self._path, stall_seconds, seconds))
 
 
+class StoredCheckpointWriter(CheckpointWriter):
+    """Whose checkpoints are written once they are in a storage. That may take longer than an epoch: training does not
+    wait then, but leaves out the next one, unless it is the last."""
+
+    def due(self) -> bool:
+        return super().due() and not self._is_busy()
+
+    def save(self, state: TrainingState, is_last: bool = False) -> None:
+        told = [is_last or not self._is_busy()]
+        distributed.broadcast_object_list(told)  # rank 0 knows best, as it waits for the others
+        if told[0]:
+            super().save(state, is_last)
+
+    def _is_busy(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+
 class NoCheckpoints:
-    """Writes nothing, for the other ranks: rank 0 has the same state, or gets what is sharded from other hosts, too."""
+    """Writes nothing, for the other ranks: rank 0 has the same state."""
 
     def due(self) -> bool:
         return False
 
-    def save(self, state: TrainingState) -> None:
-        fill(None, state.state_dict(), state.device)
+    def save(self, state: TrainingState, is_last: bool = False) -> None:
+        pass
 
     def close(self) -> None:
         pass

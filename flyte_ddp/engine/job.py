@@ -5,7 +5,7 @@ import json
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from flyte_ddp.code_version import with_installed
 from flyte_ddp.data.description import DatasetDescription, StoredData
@@ -97,6 +97,22 @@ def digest_of(data: Path | StoredData | None) -> str:
     return data.digest if isinstance(data, StoredData) else content_digest(data) if data else ""
 
 
+class RankStorage(Protocol):
+    """The platform's storage, where each rank reaches it by itself.
+
+    Attributes:
+        path: on this rank's own disk, as the training's checkpoint is in the storage.
+    """
+
+    path: Path
+
+    def put(self, file: Path) -> None:
+        """Uploads a file at the path, or in a folder beside it; raises OSError."""
+
+    def get(self, url: str, file: Path) -> None:
+        """Downloads a file; raises FileNotFoundError if the storage has none, RecoverableError if it fails."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Job(Subject):
     """One run of a training, as its ranks need to know it; rank 0 writes, each path may be empty on the others.
@@ -104,6 +120,7 @@ class Job(Subject):
     Attributes:
         model_path: the trained weights; with a validation split those of the best epoch.
         checkpoint_path: where the checkpoint is kept; training resumes from an earlier one there.
+        storage: where sharded checkpoints are kept instead, if each rank reaches it.
         logs: folder for all else: PREDICTIONS, PICTURES, LAST, FINAL, and the profile of each rank.
         launched: time.time() of the launch.
     """
@@ -112,6 +129,7 @@ class Job(Subject):
     model_path: str = ""
     checkpoint_path: str = ""
     logs: str = ""
+    storage: RankStorage | None = None
     launched: float = field(default_factory=time.time)
 
 

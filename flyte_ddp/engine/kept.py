@@ -116,12 +116,12 @@ class KeepingCheckpoints:
     def due(self) -> bool:
         return self._checkpoints.due()
 
-    def save(self, state: TrainingState) -> None:
+    def save(self, state: TrainingState, is_last: bool = False) -> None:
         if len(state.history) > self._evaluations:
             self._evaluations = len(state.history)
             self._checkpoints.close()  # what it does without must not depend on this evaluation
             self._kept.after_evaluation()
-        self._checkpoints.save(state)
+        self._checkpoints.save(state, is_last)
 
     def close(self) -> None:
         self._checkpoints.close()

@@ -11,6 +11,7 @@ from torch import Tensor, distributed
 
 from flyte_ddp.engine.batches import TestBatches, TrainBatches
 from flyte_ddp.engine.measures import mismatched, pairs_of, sums_of
+from flyte_ddp.engine.sharding import in_own_types
 from flyte_ddp.engine.state import Sums, TrainingState
 from flyte_ddp.engine.stragglers import Stragglers
 from flyte_ddp.errors import NonFiniteError, StopRequested, UnevenShapesError
@@ -23,7 +24,7 @@ MOST_NORMS = 10
 class Checkpoints(Protocol):
     def due(self) -> bool: ...
 
-    def save(self, state: TrainingState) -> None: ...
+    def save(self, state: TrainingState, is_last: bool = False) -> None: ...
 
     def close(self) -> None: ...
 
@@ -59,7 +60,11 @@ def fit(
     Returns the last evaluation; None if the training had already been finished.
     """
     evaluated = None
-    while state.epoch < epochs and not (state.choice and state.choice.is_over):
+
+    def is_over() -> bool:
+        return state.epoch >= epochs or bool(state.choice and state.choice.is_over)
+
+    while not is_over():
         done = state.evaluations_of_epoch
         begin, end = (len(train) * number // evaluations for number in (done, done + 1))
         sums = train_epoch(state, train, end, log_interval, link, checkpoints, stragglers)
@@ -79,7 +84,7 @@ def fit(
         link.emit(finished)
         for warning in state.watch.after_evaluation(finished, end, evaluated.mismatched):
             link.emit(warning)
-        checkpoints.save(state)
+        checkpoints.save(state, is_over())
     return evaluated
 
 
@@ -144,7 +149,7 @@ def train_epoch(
             if state.step == len(train) and link.is_heard and state.log_gradients:
                 link.emit(GradientsSeen(state.epoch, state.gradient_histograms()))
         if sums.stop:
-            checkpoints.save(state)
+            checkpoints.save(state, is_last=True)
             raise StopRequested(state.epoch, state.step)
         if sums.saves > before.saves and not is_last:
             checkpoints.save(state)
@@ -190,18 +195,19 @@ def evaluate(state: TrainingState, test: TestBatches, link: Link) -> Evaluated:
     mismatches = not (state.watch.constant_loss or recipe.couples_samples)
     mine: list[Tensor] = []
     sums = torch.zeros(2 * len(state.names) + 2, dtype=torch.float64, device=state.device)
-    for batch in test:
-        vars(recipe.share).update(vars(batch.share))
-        with state.rows.block(batch.seed):
-            outputs = recipe.forward(model, batch.tree)
-            sums[:-2] += sums_of(pairs_of(recipe, outputs, batch, state.names))
-            if mismatches and batch.share.count > 1:
-                others = pairs_of(recipe, mismatched(outputs), batch, state.names)
-                sums[-2:] += sums_of({"loss": others["loss"]})
-            predictions = recipe.predictions(outputs, batch.tree)
-        if predictions is not None:
-            mine.append(batch.share.own(predictions))
-        link.alive()
+    with in_own_types(model):
+        for batch in test:
+            vars(recipe.share).update(vars(batch.share))
+            with state.rows.block(batch.seed):
+                outputs = recipe.forward(model, batch.tree)
+                sums[:-2] += sums_of(pairs_of(recipe, outputs, batch, state.names))
+                if mismatches and batch.share.count > 1:
+                    others = pairs_of(recipe, mismatched(outputs), batch, state.names)
+                    sums[-2:] += sums_of({"loss": others["loss"]})
+                predictions = recipe.predictions(outputs, batch.tree)
+            if predictions is not None:
+                mine.append(batch.share.own(predictions))
+            link.alive()
     distributed.all_reduce(sums)
     *pairs, loss, weight = sums.tolist()
     return Evaluated(state.measures(pairs), loss / weight if weight else 0.0, torch.cat(mine) if mine else None)

@@ -16,7 +16,7 @@ from flyte_ddp.engine.checkpoint import finish, save, write_draft
 from flyte_ddp.engine.job import FINAL, LAST, PICTURES, PREDICTIONS, Job, KeptModel, TrainingResult
 from flyte_ddp.engine.set_up import Parts
 from flyte_ddp.engine.sharded_state import Shard, fill, with_room
-from flyte_ddp.engine.sharding import is_sharded
+from flyte_ddp.engine.sharding import in_own_types, is_sharded
 from flyte_ddp.engine.splits import Split
 from flyte_ddp.engine.state import TrainingState
 from flyte_ddp.model_metadata import ModelMetadata, add_metadata
@@ -126,7 +126,8 @@ def draw_pictures(state: TrainingState, test: Split) -> Sequence[tuple[str, Tens
     recipe, count = state.recipe, min(len(test), MOST_PICTURES)
     (tree,) = test.fetch([torch.arange(count)])
     vars(recipe.share).update(vars(BatchShare(0, count, count, alone=True)))
-    outputs: Any | None = recipe.forward(state.evaluated.eval(), tree)
+    with in_own_types(state.evaluated):
+        outputs: Any | None = recipe.forward(state.evaluated.eval(), tree)
     return recipe.pictures(outputs, tree)[:MOST_PICTURES]
 
 

@@ -2,27 +2,27 @@
 
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
-from torch import nn
 
 from flyte_ddp.engine.attributes import check_attributes
 from flyte_ddp.engine.batches import TestBatches, TrainBatches
 from flyte_ddp.engine.block_cache import BlockCache
 from flyte_ddp.engine.choice import Choice, is_lower_better
+from flyte_ddp.engine.first_model import first_model
 from flyte_ddp.engine.job import Job
 from flyte_ddp.engine.load import load_recipe, load_split, validation_of
-from flyte_ddp.engine.measures import augment, code_location
+from flyte_ddp.engine.measures import augment
 from flyte_ddp.engine.memory import recompute
 from flyte_ddp.engine.placement import place
 from flyte_ddp.engine.probe import Probed, probe
-from flyte_ddp.engine.sharding import check_batch_norm, on_trial
+from flyte_ddp.engine.shardable import check_batch_norm
+from flyte_ddp.engine.sharding import on_trial
 from flyte_ddp.engine.state import TrainingState
-from flyte_ddp.engine.warm_start import continue_from, freeze, is_checkpoint, start_from
+from flyte_ddp.engine.warm_start import continue_from, is_checkpoint
 from flyte_ddp.errors import InputError
 from flyte_ddp.events import NotLearning
-from flyte_ddp.frozen_base import FrozenBase, frozen_weights
+from flyte_ddp.frozen_base import FrozenBase
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.recipe import Recipe
 from flyte_ddp.settings import TrainingSettings
@@ -70,7 +70,7 @@ def set_up(environment: Environment, device: torch.device, job: Job, cache: Bloc
         )
     model, left_out, remarks = first_model(recipe, job)
     base = FrozenBase(model, left_out)
-    average = place(recipe, model, base, job.options, environment)
+    average = place(recipe, model, base, job.options, environment, precision)
     constant_loss, total_steps = recipe.constant_loss(), settings.epochs * len(batches)
     mixed = not (constant_loss or recipe.couples_samples)  # then outputs are also paired with other samples
     splits = {"train": train, "test": test}
@@ -94,61 +94,6 @@ def set_up(environment: Environment, device: torch.device, job: Job, cache: Bloc
     place_in_world = settings.test_batch_size, rank, world_size, mixed
     validated = TestBatches(validation, *place_in_world) if validation else None
     return Parts(state, batches, validated, TestBatches(test, *place_in_world), found, precision, remarks)
-
-
-def first_model(recipe: Recipe, job: Job) -> tuple[nn.Module, set[str], list[str]]:
-    """The network with its initial weights, unless training continues from a checkpoint, on the CPU; the names of those
-    that model() provides and freezes; and remarks."""
-    settings: TrainingSettings = job.settings
-    torch.manual_seed(settings.seed)
-    recipe.has_read_init = False  # for a tokenizer, perhaps
-    model, remarks, init = recipe.model(), [], job.init
-    if init and init.is_dir():
-        _check_folder(recipe, init)
-        remarks.append(f"Starts from the folder {init.name}")
-    lazy = [name for name, parameter in model.named_parameters() if nn.parameter.is_lazy(parameter)]
-    if lazy:
-        raise InputError(
-            f"{code_location(recipe, 'model')}: {lazy[0]} has no shape yet: call the network once in model(), on "
-            "zeros of a batch's shape, or name the layer's size"
-        )
-    base = frozen_weights(model)
-    if init and init.is_file() and not is_checkpoint(init):
-        taken, remark = start_from(model, init, settings.init_leave_out)
-        remarks.append(remark)
-        base = {name: value for name, value in base.items() if name not in taken}
-    if settings.freeze:
-        remarks.append(freeze(model, settings.freeze))
-    check_types(recipe, model)
-    return model, set(base), remarks
-
-
-def _check_folder(recipe: Recipe, init: Path) -> None:
-    """Raises InputError where model() has left it aside, or settings are for a file."""
-    if not recipe.has_read_init:
-        raise InputError(
-            f"{code_location(recipe, 'model')} must load init, which is the folder {init}: for example with "
-            "from_pretrained(self.init_path), or give a file"
-        )
-    if recipe.settings.init_leave_out:
-        raise InputError(
-            f"init_leave_out must be empty, because model() itself loads the folder {init}, got "
-            f"{recipe.settings.init_leave_out!r}"
-        )
-
-
-def check_types(recipe: Recipe, model: nn.Module) -> None:
-    """Raises InputError for weights of a type that loses what an optimizer adds to them."""
-    for name, weight in model.named_parameters():
-        if weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and not weight.requires_grad):
-            continue
-        rule, remedy = "what is trained must be float32, or small updates are lost", "call float() on it"
-        if not weight.requires_grad:
-            rule, remedy = "what is frozen must be float32 or bfloat16", "call bfloat16() on it"
-        raise InputError(
-            f"{code_location(recipe, 'model')}: {name} is {str(weight.dtype).removeprefix('torch.')}, but {rule}: "
-            f"{remedy}, or give from_pretrained a dtype (precision decides what is computed in)"
-        )
 
 
 def choice_of(recipe: Recipe, headline: str, settings: TrainingSettings) -> Choice:

@@ -10,8 +10,35 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
 
+from flyte_ddp.engine.mesh import copies
 from flyte_ddp.engine.sharding import is_shard, local
 from flyte_ddp.engine.torch_compat import pytree
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How what is sharded is cut into parts, of consecutive rows: rank 0 has the first one, and so on; the first ranks
+    that between them have all parts write them to files.
+
+    Attributes:
+        parts: their number.
+        part: this rank's.
+        writes: whether this rank is one of those that write.
+    """
+
+    parts: int
+    part: int
+    writes: bool
+
+    def rows(self, count: int) -> tuple[int, int]:
+        """First and last row, exclusive, of this rank's part of so many rows."""
+        return rows_of(count, self.part, self.parts)
+
+
+def cut() -> Cut:
+    """Over all ranks, or those of each node."""
+    rank, parts = distributed.get_rank(), distributed.get_world_size() // copies()
+    return Cut(parts, rank % parts, writes=rank < parts)
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,10 +49,10 @@ class Shard:
     shape: torch.Size
 
     def gather(self, room: Tensor | None, device: torch.device) -> None:
-        """Copies the rows of all ranks into the room that rank 0 has for them; a collective, by way of the device."""
-        rank, size = distributed.get_rank(), distributed.get_world_size()
-        for owner in range(size):
-            first, last = rows_of(self.shape[0], owner, size)
+        """Copies the rows of all ranks into the room that rank 0 has for them, by way of the device; a collective."""
+        rank, parts = distributed.get_rank(), cut().parts
+        for owner in range(parts):
+            first, last = rows_of(self.shape[0], owner, parts)
             if rank == owner and first < last and room is None:
                 distributed.send(_as_bytes(self.rows.to(device)), 0)
             elif room is not None and first < last:
@@ -39,10 +66,10 @@ def _as_bytes(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8)  # not all types can be sent
 
 
-def rows_of(count: int, rank: int, size: int) -> tuple[int, int]:
-    """First and last row, exclusive, of a rank's part of so many rows, as fully_shard cuts them."""
-    most = -(-count // size)
-    return min(rank * most, count), min((rank + 1) * most, count)
+def rows_of(count: int, part: int, parts: int) -> tuple[int, int]:
+    """First and last row, exclusive, of a part of so many rows, as fully_shard cuts them."""
+    most = -(-count // parts)
+    return min(part * most, count), min((part + 1) * most, count)
 
 
 def with_room(content: Any) -> Any:
@@ -115,7 +142,7 @@ class Layout:
         """This rank's rows of a tensor of the state, or of one that is still to be read."""
         if self._weight(path) is None or not whole.ndim:
             return whole
-        first, last = rows_of(len(whole), distributed.get_rank(), distributed.get_world_size())
+        first, last = cut().rows(len(whole))
         return whole[first:last]
 
 

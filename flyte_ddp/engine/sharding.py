@@ -8,7 +8,6 @@ there. What belongs to no unit is the last unit, which is whole during all of th
 Whatever is not sharded passes through these functions as it is.
 """
 
-import importlib.util
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -24,13 +23,17 @@ from flyte_ddp.engine.attributes import matching_layers
 from flyte_ddp.engine.batches import Batch
 from flyte_ddp.engine.by_row import ByRow
 from flyte_ddp.engine.measures import code_location
+from flyte_ddp.engine.mesh import copies
 from flyte_ddp.engine.step import Step
-from flyte_ddp.errors import InputError, not_installed
-from flyte_ddp.launch.environment import Environment
+from flyte_ddp.errors import InputError
 from flyte_ddp.recipe import Recipe
-from flyte_ddp.settings import RunOptions
 
 OFF = "or set options.sharding to off"
+# Under autocast, all that these do with their weights is done in bfloat16
+CAST = (
+    nn.Linear, nn.MultiheadAttention, nn.Conv1d, nn.Conv2d, nn.Conv3d,
+    nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
+)  # fmt: skip
 # They treat each number by itself, so a rank can update its rows without the others
 BY_ELEMENT = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 
@@ -53,81 +56,64 @@ def local(tensor: Tensor) -> Tensor:
     return rows
 
 
-# --- what can be sharded ---
-
-
-def check_recipe(recipe: Recipe, options: RunOptions, environment: Environment) -> None:
-    """Raises InputError for what a recipe, or an option, asks for that sharding lacks."""
-    from torch.distributed.fsdp import FSDPModule  # a slow import, which others do without
-
-    owner, world = type(recipe).__name__, environment.world
-    reduces_unused = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
-    has_safetensors = importlib.util.find_spec("safetensors") is not None
-    on_gpus_by_gloo = world.device == "cuda" and world.backend != "nccl"
-    for is_refused, problem in (
-        (not reduces_unused, f"sharding needs torch 2.15 or later, got {torch.__version__}: install it"),
-        (not has_safetensors, f"sharding needs {not_installed('safetensors', 'sharding')}"),
-        (not recipe.shard, f'{owner}.shard must name layers with sharding, such as ("blocks.*",), got none: do so'),
-        (recipe.micro_batch < 0, f"{owner}.micro_batch must not be -1 with sharding: give a number of samples"),
-        (recipe.couples_samples, f"{owner}.couples_samples must be False with sharding: compare no samples"),
-        (options.log_gradients, "log_gradients must be false with sharding, as no rank has a gradient: leave it out"),
-        (on_gpus_by_gloo, f"backend must be nccl to shard over GPUs, got {world.backend}: choose it"),
-    ):
-        if is_refused:
-            raise InputError(f"{problem}, {OFF}")
-
-
-def check_weights(recipe: Recipe, model: nn.Module) -> None:
-    """Raises InputError for weights that cannot be cut into rows, or that two units share."""
-    where, units = code_location(recipe, "model"), matching_layers(recipe, "shard", model)
-    found: dict[int, tuple[str, str | None]] = {}
-    for name, weight in model.named_parameters(remove_duplicate=False):
-        unit = next((unit for unit in units if name.startswith(f"{unit}.")), None)
-        if not weight.ndim:
-            raise InputError(f"{where}: {name} has no rows to shard: give it the shape (1,), {OFF}")
-        if torch_compat.has_gradient_hooks(weight):
-            raise InputError(f"{where}: {name} has a hook on its gradient, which sharding would lose: remove it, {OFF}")
-        first, its_unit = found.setdefault(id(weight), (name, unit))
-        if its_unit != unit:
-            raise InputError(
-                f"{type(recipe).__name__}.shard must keep tied weights together, but {name} is {first}, too: name a "
-                f"layer that has both, or none that has one, {OFF}"
-            )
-
-
-def check_batch_norm(recipe: Recipe, model: nn.Module, is_normalised: bool) -> None:
-    """Raises InputError where batch norm of a sharded network sees the whole global batch."""
-    if is_sharded(model) and is_normalised and not recipe.norm_samples:
-        raise InputError(
-            f"{type(recipe).__name__}.norm_samples must be set where a network with batch norm is sharded, got 0: set "
-            f"it, or use nn.GroupNorm, {OFF}"
-        )
-
-
 # --- the network ---
 
 
-def shard(recipe: Recipe, networks: Sequence[nn.Module], device: torch.device) -> None:
-    """Shards networks that are on the CPU, with rank 0's weights; a collective. No more than a unit is whole there."""
-    from torch.distributed.device_mesh import init_device_mesh  # slow imports, which others do without
-    from torch.distributed.fsdp import fully_shard
+def shard(recipe: Recipe, networks: Sequence[nn.Module], mesh: Any, precision: str) -> None:
+    """Shards networks that are on the CPU, or have no values, with rank 0's weights; a collective. No more than a unit
+    is whole on the device. mesh: see make_mesh. precision: that the first one is trained in."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # a slow import, which others do without
 
-    mesh = init_device_mesh(device.type, (distributed.get_world_size(),))
     for network in networks:
+        is_cast = precision == "bfloat16" and network is networks[0]
+        policy = _in_bfloat16(network) if is_cast else MixedPrecisionPolicy()
         for buffer in network.buffers():
-            _from_first(buffer, device)
+            _from_first(buffer, recipe.device)
         for unit in (*matching_layers(recipe, "shard", network).values(), network):
             for weight in unit.parameters():
                 if not is_shard(weight):
-                    _from_first(weight, device)
+                    _from_first(weight, recipe.device)
             # The last unit, too: torch would leave it whole after an evaluation
-            fully_shard(unit, mesh=mesh, reshard_after_forward=True)
+            fully_shard(unit, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
+
+
+def _in_bfloat16(network: nn.Module) -> Any:
+    """The policy by which weights are exchanged in bfloat16 that autocast would make bfloat16 on each rank: it gives
+    the same numbers. Others, such as those of embeddings and norms, are exchanged as they are."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    others = (layer for layer in network.modules() if not isinstance(layer, CAST))
+    kept = {id(weight) for layer in others for weight in layer.parameters(recurse=False)}
+    return MixedPrecisionPolicy(
+        torch.bfloat16,
+        reduce_dtype=torch.float32,
+        cast_forward_inputs=False,
+        param_dtype_override_fn=lambda weight: weight.dtype if id(weight) in kept else None,
+    )
 
 
 def _from_first(tensor: Tensor, device: torch.device) -> None:
     """Moves a tensor to the device, with rank 0's values."""
-    tensor.data = tensor.detach().to(device).contiguous()
+    if tensor.is_meta:
+        give_room(tensor, device)
+    else:
+        tensor.data = tensor.detach().to(device).contiguous()
     distributed.broadcast(tensor.detach().view(-1).view(torch.uint8), 0)  # not all types can be sent
+
+
+def give_room(tensor: Tensor, device: torch.device) -> None:
+    """Puts a tensor without values on the device, where it has any; it stays the same object, and tied.
+
+    RuntimeError if another tensor is a view of it.
+    """
+    room = torch.empty_like(tensor, device=device, memory_format=torch.contiguous_format)
+    is_parameter = isinstance(tensor, nn.Parameter)
+    torch.utils.swap_tensors(tensor, nn.Parameter(room, tensor.requires_grad) if is_parameter else room)
+
+
+def in_own_types(model: nn.Module) -> AbstractContextManager[None]:
+    """While the block runs, weights of a sharded network are exchanged as they are, to compute without autocast."""
+    return torch_compat.gathered_as_they_are(unit for unit in model.modules() if is_sharded(unit))
 
 
 @contextmanager
@@ -139,7 +125,8 @@ def on_trial(recipe: Recipe, model: nn.Module) -> Iterator[None]:
         return
     kept = {name: local(value).clone() for name, value in _tensors(model)}
     try:
-        yield
+        with in_own_types(model):
+            yield
     except RuntimeError as error:
         if "DTensor" not in str(error):
             raise
@@ -184,10 +171,10 @@ class ShardedStep(nn.Module):
         return batch.parts(most, self.module.world_size)
 
     def totals(self, gradients: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """Step.sums of all ranks, and the norm of each gradient by this rank's rows of it; a collective."""
+        """Step.sums of all ranks, and the norm of each gradient by the rows of all, each once; a collective."""
         sums = self.module.sums.grad
         assert sums is not None  # after a backward pass
-        mine = torch.cat([sums.double(), torch_compat.norms(gradients).double().square()])
+        mine = torch.cat([sums.double(), torch_compat.norms(gradients).double().square() / copies()])
         distributed.all_reduce(mine)
         return (mine[: len(sums)] / self.module.world_size).float(), mine[len(sums) :].sqrt().float()
 

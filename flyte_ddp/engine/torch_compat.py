@@ -3,9 +3,10 @@
 import functools
 import importlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -122,6 +123,32 @@ def move_towards(tensors: list[Tensor], targets: list[Tensor], share: float) -> 
 def copy(tensors: list[Tensor], sources: list[Tensor]) -> None:
     """Copies each source into its tensor."""
     torch._foreach_copy_(tensors, sources)
+
+
+@contextmanager
+def gathered_as_they_are(units: Iterable[Any]) -> Iterator[None]:
+    """While the block runs, fully_shard's units put weights together in their own types, whatever their policy.
+
+    MixedPrecisionPolicy is public, but nothing that changes it later.
+    """
+    groups = [group for unit in units for group in unit._get_fsdp_state()._fsdp_param_groups]
+    params = {param: param.mp_policy for group in groups for param in group.fsdp_params}
+    cast = {
+        param: policy for param, policy in params.items() if policy.param_dtype not in (None, param.sharded_param.dtype)
+    }
+
+    def gather(policies: dict[Any, Any]) -> None:
+        for param, policy in policies.items():
+            param.mp_policy, param.all_gather_outputs = policy, []
+            vars(param).pop("_unsharded_param", None)  # made again, in the other type
+        for group in groups if policies else ():
+            group._init_mp_dtypes()
+
+    gather({param: replace(policy, param_dtype=None) for param, policy in cast.items()})
+    try:
+        yield
+    finally:
+        gather(cast)
 
 
 def after_backward(loss: Tensor, call: Callable[[], None]) -> None:

@@ -2,7 +2,7 @@
 
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -46,11 +46,11 @@ def process_group(
     distributed.destroy_process_group()
 
 
-def gloo_group(world: World) -> Any:
-    """Another group of all ranks, whose collectives of objects a thread can call while training has its own; itself a
-    collective."""
+def gloo_group(world: World, ranks: Sequence[int]) -> Any:
+    """Another group, of these ranks, whose collectives of objects a thread can call while training has its own; itself
+    a collective. They wait for as long as the others live: of a hang, training itself hears."""
     with _off_network(world):
-        return distributed.new_group(backend="gloo")
+        return distributed.new_group(ranks, timeout=timedelta(days=1), backend="gloo")
 
 
 def _off_network(world: World) -> AbstractContextManager[None]:

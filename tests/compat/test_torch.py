@@ -176,3 +176,22 @@ def test_neither_ddp_nor_optimizers_nor_the_profiler_bring_the_compiler(tmp_path
         command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=300
     )
     assert done.stdout == "['torch._dynamo', 'torch._dynamo.utils']\n", done.stderr
+
+
+def test_weights_can_be_gathered_in_their_own_types_before_and_after_the_first_use(tmp_path):
+    fsdp = pytest.importorskip("torch.distributed.fsdp")
+    if not hasattr(fsdp.FSDPModule, "set_reduce_scatter_unused_params"):
+        pytest.skip("sharding needs a newer torch")
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    policy = fsdp.MixedPrecisionPolicy(torch.bfloat16, cast_forward_inputs=False)
+    mesh = distributed.device_mesh.init_device_mesh("cpu", (1,))
+    layer = fsdp.fully_shard(nn.Linear(2, 2), mesh=mesh, reshard_after_forward=True, mp_policy=policy)
+    features = torch.ones(1, 2)
+    try:
+        for _ in range(2):
+            with torch_compat.gathered_as_they_are([layer]):
+                assert layer(features).dtype == torch.float32
+            layer(features.bfloat16()).sum().backward()
+            assert layer.weight.grad.dtype == torch.float32
+    finally:
+        distributed.destroy_process_group()

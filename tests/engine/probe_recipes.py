@@ -17,7 +17,7 @@ SIZE, WIDTH = 12, 8
 class Settings(TrainingSettings):
     batch_size: int = setting(8, minimum=1)
     epochs: int = setting(1, minimum=1)
-    precision: str = setting("float32", choices=("float32",))
+    precision: str = setting("float32", choices=("float32", "bfloat16"))
 
 
 def table(seed=0):

@@ -101,6 +101,12 @@ class Sharded(Kept):
     shard = ("blocks.*",)
 
 
+class Plain(Sharded):
+    """Without an average, which would be evaluated."""
+
+    ema_decay = 0.0
+
+
 class Choosing(nn.Module):
     """Each sample is for one of two experts, and an expert without samples isn't called."""
 

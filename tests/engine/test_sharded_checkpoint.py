@@ -17,7 +17,8 @@ from torch import distributed
 
 from flyte_ddp.engine.checkpoint import FORMAT, read_checkpoint
 from flyte_ddp.engine.checkpoint_writer import begin_file
-from flyte_ddp.engine.sharded_checkpoint import ShardWriter, described, problem_of, rebuilt
+from flyte_ddp.engine.shard_writer import ShardWriter, SharedFolder
+from flyte_ddp.engine.sharded_checkpoint import described, problem_of, rebuilt
 from flyte_ddp.engine.sharded_state import Shard
 from flyte_ddp.events import CheckpointRefused, CheckpointWritten, RunStarted, StepLogged
 from flyte_ddp.launch.environment import Environment, World
@@ -33,7 +34,7 @@ ALONE = Environment(World(1, 1, "gloo", "cpu"), 0, 0, "", 1)
 def rank(tmp_path):
     """The only rank's writer."""
     distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
-    yield ShardWriter(tmp_path / "checkpoint", ALONE)
+    yield ShardWriter(SharedFolder(tmp_path / "checkpoint", ALONE), ALONE)
     distributed.destroy_process_group()
 
 
@@ -117,7 +118,8 @@ KILLS = """if True:
     import torch
     from torch import distributed
     from flyte_ddp.engine.checkpoint import FORMAT, read_checkpoint
-    from flyte_ddp.engine.sharded_checkpoint import ShardWriter, problem_of
+    from flyte_ddp.engine.shard_writer import ShardWriter, SharedFolder
+    from flyte_ddp.engine.sharded_checkpoint import problem_of
     from flyte_ddp.engine.sharded_state import Shard, rows_of
     from flyte_ddp.launch.environment import Environment, World
     from flyte_ddp.manifest import shards_beside
@@ -130,7 +132,8 @@ KILLS = """if True:
     def save(rank, steps, victim=-1, kill_at=0):
         meeting = dict(init_method=f"file://{root}/rendezvous", rank=rank, world_size=SIZE)
         distributed.init_process_group("gloo", timeout=timedelta(seconds=60), **meeting)
-        writer = ShardWriter(path, Environment(World(SIZE, SIZE, "gloo", "cpu"), rank, rank, "", 1))
+        environment = Environment(World(SIZE, SIZE, "gloo", "cpu"), rank, rank, "", 1)
+        writer = ShardWriter(SharedFolder(path, environment), environment)
         count, last = 0, False
 
         def watch(event, _):

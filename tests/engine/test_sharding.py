@@ -13,13 +13,14 @@ from flyte_ddp.engine.job import job_in, subject_of
 from flyte_ddp.errors import InputError, NonFiniteError
 from flyte_ddp.events import CheckpointRefused, CheckpointWritten, Event, RunStarted, StepLogged
 from flyte_ddp.launch import launcher
-from flyte_ddp.launch.environment import choose_world
+from flyte_ddp.launch.environment import World, choose_world
 from flyte_ddp.launch.failures import RankError
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.training import train
 from flyte_ddp.user_code import find_code
+from tests.engine.memory_recipes import Blocks
 from tests.engine.probe_recipes import Settings
-from tests.engine.sharding_recipes import Optimized
+from tests.engine.sharding_recipes import Digits, Optimized
 from tests.engine.test_training import TWO_HOSTS
 from tests.examples import train_small, trained
 
@@ -29,6 +30,7 @@ if not hasattr(fsdp.FSDPModule, "set_reduce_scatter_unused_params"):
 
 HERE = "tests.engine.sharding_recipes"
 KINDS = "off", "full"
+FULL = RunOptions(sharding="full", loader_workers=0)
 NAN = {"batch_size": 4, "epochs": 2}
 
 
@@ -130,6 +132,33 @@ def test_what_is_not_finite_is_named(tmp_path, name, where):
     for sharding in KINDS:
         with pytest.raises(NonFiniteError, match=where):
             run(name, tmp_path, sharding)
+
+
+@pytest.mark.usefixtures("alone")
+def test_in_bfloat16_it_computes_with_the_same_numbers_and_evaluates_in_float32(tmp_path):
+    """Its norms and its positions are of float32 in both."""
+    settings = {"batch_size": 64, "precision": "bfloat16"}
+    off, full = (run("Digits", tmp_path / kind, kind, **settings) for kind in KINDS)
+    assert [*full[0].values()] == pytest.approx([*off[0].values()], rel=1e-6)
+    assert_alike(full, off)
+    recipe, batch = Digits(None), Digits(None).data("test")
+    exact = recipe.measure(Digits.load_model(full[1].model_path, Settings())(batch[0]), batch)["loss"].mean()
+    assert full[1].tested["loss"] == pytest.approx(exact.item(), rel=1e-6)
+    assert list(off[0].values()) != list(run("Digits", tmp_path / "float32", "off", batch_size=64)[0].values())
+
+
+def test_in_bfloat16_ranks_exchange_half_of_the_weights_bytes(tmp_path):
+    """In a step's forward and backward pass, but not in an evaluation; gradients are of float32."""
+    jobs = [
+        job_in(tmp_path, subject_of(find_code(f"{HERE}:Plain"), Settings(precision=precision)), FULL)
+        for precision in ("float32", "bfloat16")
+    ]
+    target, world = "tests.engine.sharding_targets:count_exchanged", World(2, 2, "gloo", "cpu")
+    (exact, cast), again = launcher.launch(target, world, jobs, 60, lambda event: None)
+    assert [exact, cast] == again
+    weights = 4 * sum(weight.numel() for weight in Blocks().parameters())
+    assert exact == {"gathered": 2 * weights, "reduced": weights, "evaluating": weights}
+    assert cast == {**exact, "gathered": exact["gathered"] // 2}
 
 
 @pytest.mark.slow
