@@ -1,4 +1,4 @@
-"""Kills one of two nodes again and again while they write a sharded checkpoint or upload it, and prints what came of it.
+"""Kills one of two nodes again and again while they write or upload a sharded checkpoint, and prints what came of it.
 
 The nodes are two agents of torchrun with a rank and a disk each; the storage is a folder. Each kill is before another
 operation on a file of a checkpoint, and ends an attempt; the next one has to go on from the last whole checkpoint, and

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import random
 import shutil
 import tempfile
 import threading
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import distributed
 
+from benchmarks import lost_nodes
 from flyte_ddp.attempt import checkpoints
 from flyte_ddp.attempt.checkpoints import checkpoint_store
 from flyte_ddp.attempt.rank_storage import PlatformRankStorage, StoreOfRanks
@@ -30,8 +32,9 @@ from flyte_ddp.launch.link import DirectLink
 from flyte_ddp.manifest import read_manifest
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.user_code import find_code
-from tests.attempt.test_sharded_checkpoints import Watched
+from tests.attempt.test_sharded_checkpoints import Sharded, Watched
 from tests.attempt.test_training import Folders
+from tests.commands import same
 from tests.engine.probe_recipes import Settings
 
 fsdp = pytest.importorskip("torch.distributed.fsdp")
@@ -218,3 +221,32 @@ def test_training_does_not_wait_for_a_slow_upload_but_for_the_last_one(tmp_path)
     assert last == (2, 0)
     assert rank.told.index(rank.of(EpochFinished)[0]) < rank.told.index(rank.of(CheckpointWritten)[0])
     assert (1, 0) not in [(event.epoch, event.step) for event in rank.of(CheckpointWritten)]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """The weights of a training on two nodes."""
+    root = tmp_path_factory.mktemp("undisturbed")
+    assert lost_nodes.attempt(root, 0, epochs=2) == [0, 0]
+    return torch.load(root / "model.pt", weights_only=True)
+
+
+@pytest.mark.slow
+def test_a_training_that_loses_nodes_while_they_upload_ends_with_the_same_bits(tmp_path, undisturbed):
+    rows = lost_nodes.killed(tmp_path, 3, 2, random.Random(2))
+    assert len(rows) >= 3
+    assert same(torch.load(tmp_path / "model.pt", weights_only=True), undisturbed)
+
+
+@pytest.mark.slow
+def test_one_node_goes_on_from_the_files_of_two(tmp_path, undisturbed):
+    assert 0 not in lost_nodes.attempt(tmp_path, 0, epochs=2, victim=1, operation=40)
+    settings = Settings(**{**lost_nodes.SETTINGS, "epochs": 2})
+    for sharding, nproc in (("full", 2), ("off", 1)):
+        shutil.copytree(tmp_path / "0", tmp_path / sharding / "0")
+        options = RunOptions(nproc=nproc, sharding=sharding, tracking="off", loader_workers=0)
+        model = Sharded(Folders(tmp_path / sharding, attempt=1)).run(settings, options).model
+        found = torch.load(model, weights_only=True)
+        assert "resuming from the checkpoint" in (tmp_path / sharding / "1" / "logs" / "console.log").read_text()
+        assert sharding == "off" or same(found, undisturbed)
+        assert all(torch.allclose(found[name], value, rtol=1e-3, atol=1e-4) for name, value in undisturbed.items())
