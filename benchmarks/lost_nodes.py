@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -23,7 +24,7 @@ from flyte_ddp.manifest import read_manifest, shards_beside
 from flyte_ddp.storage import content_digest
 from tests.commands import free_port, same
 
-SETTINGS = {"batch_size": 32, "validation_fraction": 0.2, "log_interval": 1}
+SETTINGS: dict[str, Any] = {"batch_size": 32, "validation_fraction": 0.2, "log_interval": 1}
 REGISTERED = {"DDP_PROFILE": "sandbox", "DDP_NNODES": "2", "DDP_NPROC_PER_NODE": "1"}
 PATIENCE_SECONDS = 300
 MOST_OPERATIONS = 60  # some four checkpoints'
