@@ -293,7 +293,9 @@ def test_a_sharded_training_that_loses_a_node_goes_on_from_the_files_of_both(nod
         first.wait_until(lambda: listens(first), process)
         second = make("b", checkpoints=stored.parent)
         second.kill_when(lambda: is_whole(stored))
-        assert len(read_manifest(stored)["files"]) == 2
+        manifest = read_manifest(stored)
+        assert manifest
+        assert len(manifest["files"]) == 2
         again = make("b-again", checkpoints=stored.parent)
         with again.running() as other:
             assert (process.wait(PATIENCE_SECONDS), other.wait(PATIENCE_SECONDS)) == (0, 0), first.log + again.log
