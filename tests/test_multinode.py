@@ -8,6 +8,7 @@ import shutil
 import signal
 import socket
 import subprocess
+from functools import partial
 from importlib import import_module
 
 import pytest
@@ -16,6 +17,7 @@ from flyteidl.core.errors_pb2 import ContainerError
 from flytekit.types.file import FlyteFile
 
 from flyte_ddp.lightning.settings import LightningOptions
+from flyte_ddp.manifest import read_manifest
 from flyte_ddp.recipes import models
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
@@ -24,7 +26,18 @@ from tests import examples
 from tests.commands import ROOT, free_port, same
 from tests.lightning.project import train as train_lightning
 from tests.lightning.project import write_project
-from tests.pod import IMAGE, PATIENCE_SECONDS, TWO_NODES, Pod, end, literal, package, run_together, small_dataset
+from tests.pod import (
+    IMAGE,
+    PATIENCE_SECONDS,
+    TWO_NODES,
+    Pod,
+    end,
+    is_whole,
+    literal,
+    package,
+    run_together,
+    small_dataset,
+)
 
 pytest.importorskip("flytekitplugins.kfpytorch", reason="needs flytekitplugins-kfpytorch")
 pytestmark = pytest.mark.slow
@@ -243,24 +256,52 @@ def train_on_nodes(settings: Settings, options: LightningOptions) -> RecipeOutpu
 """
 
 
-def on_two_nodes(node, project, package, settings, options):
-    """The weights of a training by train_on_nodes of the package's nodes.py."""
+def pods_of(node, project, package, settings, options):
+    """A function that makes a node's pod of a training by train_on_nodes of the package's nodes.py."""
     environment = {**TWO_NODES, "PYTHONPATH": str(ROOT)}
     built = build_package(IMAGE, environment=environment, package=package, place=project)
     inputs = {"settings": literal(settings), "options": literal(options)}
     path = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(project)])}
-    pods = [
-        node(name, task=built.tasks[f"{package}.nodes.train_on_nodes"], inputs=inputs, environment=path)
-        for name in ("first", "second")
-    ]
-    return weights(run_together(*pods))
+    return partial(node, task=built.tasks[f"{package}.nodes.train_on_nodes"], inputs=inputs, environment=path)
 
 
-def test_a_users_recipe_on_two_nodes_as_in_a_plain_call(node, tmp_path):
+def on_two_nodes(*training):
+    make = pods_of(*training)
+    return weights(run_together(*map(make, ("first", "second"))))
+
+
+@pytest.fixture
+def charlm(tmp_path):
+    """The folder of a project with the example."""
     shutil.copytree(ROOT / "examples" / "charlm", tmp_path / "project" / "charlm")
     (tmp_path / "project" / "charlm" / "nodes.py").write_text(OWN)
-    found = on_two_nodes(node, tmp_path / "project", "charlm", examples.small_settings("charlm"), RunOptions())
+    return tmp_path / "project"
+
+
+def test_a_users_recipe_on_two_nodes_as_in_a_plain_call(node, charlm):
+    found = on_two_nodes(node, charlm, "charlm", examples.small_settings("charlm"), RunOptions())
     assert same(found, examples.trained("charlm", 2).weights)
+
+
+def test_a_sharded_training_that_loses_a_node_goes_on_from_the_files_of_both(node, charlm, tmp_path):
+    options = RunOptions(sharding="full", checkpoint_seconds=0)
+    make = pods_of(node, charlm, "charlm", examples.small_settings("charlm"), options)
+    whole = weights(run_together(*(make(name, checkpoints=tmp_path / "whole") for name in ("first", "second"))))
+    stored = tmp_path / "stored" / "checkpoint"
+    first = make("a", checkpoints=stored.parent)
+    with first.running() as process:
+        first.wait_until(lambda: listens(first), process)
+        second = make("b", checkpoints=stored.parent)
+        second.kill_when(lambda: is_whole(stored))
+        manifest = read_manifest(stored)
+        assert manifest
+        assert len(manifest["files"]) == 2
+        again = make("b-again", checkpoints=stored.parent)
+        with again.running() as other:
+            assert (process.wait(PATIENCE_SECONDS), other.wait(PATIENCE_SECONDS)) == (0, 0), first.log + again.log
+    done, other = (first, again) if first.outputs_file.exists() else (again, first)
+    assert "resuming from the checkpoint" in done.log, done.log
+    assert same(weights(done.outputs()), whole)
 
 
 def test_a_lightningmodule_on_two_nodes_as_on_one(node, tmp_path, monkeypatch):
