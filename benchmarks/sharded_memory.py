@@ -20,9 +20,13 @@ from benchmarks.engine import hardware
 from benchmarks.gpu_rows import training
 from flyte_ddp.engine.block_cache import BlockCache
 from flyte_ddp.engine.checkpoint_writer import checkpoints_of
+from flyte_ddp.engine.first_model import first_model
 from flyte_ddp.engine.job import Job
+from flyte_ddp.engine.load import load_recipe
+from flyte_ddp.engine.placement import place
 from flyte_ddp.engine.set_up import set_up
 from flyte_ddp.engine.torch_compat import leave_dynamo_out
+from flyte_ddp.frozen_base import FrozenBase
 from flyte_ddp.launch.environment import Environment, choose_world
 from flyte_ddp.launch.link import Link
 from flyte_ddp.launch.process_group import process_group
@@ -40,8 +44,8 @@ class Sharded(Large):
 
 
 def measure(environment: Environment, link: Link, job: Job) -> tuple[float, ...]:
-    """MB that this rank takes: at most while it sets up, at most in the second step, after it, and at most while a
-    checkpoint is written."""
+    """MB that this rank takes: at most until it has its part of the network, until it has tried that, in the second
+    step, after it, and while a checkpoint is written."""
     leave_dynamo_out()
     with process_group(environment, job.options.timeout_seconds) as device:
         with Peak() as in_set_up:
@@ -57,7 +61,17 @@ def measure(environment: Environment, link: Link, job: Job) -> tuple[float, ...]
             kept = resident()
             checkpoints.save(parts.state)
             checkpoints.close()
-        found = in_set_up.bytes, start - before + in_step.bytes, kept - before, kept - before + in_checkpoint.bytes
+        recipe = load_recipe(job, device)
+        with Peak() as in_build:
+            model, left_out, _ = first_model(recipe, job)
+            place(recipe, model, FrozenBase(model, left_out), job.options, environment)
+        found = (
+            in_build.bytes,
+            in_set_up.bytes,
+            start - before + in_step.bytes,
+            kept - before,
+            kept - before + in_checkpoint.bytes,
+        )
         return tuple(each / MEGABYTE for each in found)
 
 
@@ -72,15 +86,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     print(f"{hardware()}; MB of the rank that takes most\n")
-    print("| sharding | ranks | ideal | kept | most in a step | most at the start: rank 0 | others | in a checkpoint |")
-    print("|---|---|---|---|---|---|---|---|")
+    print("| sharding | ranks | ideal | kept | in a step | built: rank 0 | others | at the start | in a checkpoint |")
+    print("|---|---|---|---|---|---|---|---|---|")
     os.environ["MALLOC_MMAP_THRESHOLD_"] = str(2**20)  # else glibc keeps what is freed for later
     for ranks, sharding in [(1, "off"), *((ranks, "full") for ranks in parser.parse_args().ranks)]:
         first, *others = found = train(ranks, sharding)
-        _, step, kept, saving = (max(values) for values in zip(*found, strict=True))
-        start = f"{first[0]:.0f} | {max((other[0] for other in others), default=0):.0f}"
+        _, start, step, kept, saving = (max(values) for values in zip(*found, strict=True))
+        built = f"{first[0]:.0f} | {max((other[0] for other in others), default=0):.0f}"
         ideal = IDEAL / ranks if sharding == "full" else IDEAL
-        print(f"| {sharding} | {ranks} | {ideal:.0f} | {kept:.0f} | {step:.0f} | {start} | {saving:.0f} |", flush=True)
+        print(
+            f"| {sharding} | {ranks} | {ideal:.0f} | {kept:.0f} | {step:.0f} | {built} | {start:.0f} | {saving:.0f} |",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":
