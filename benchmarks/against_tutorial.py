@@ -1,10 +1,11 @@
 """Compares the time to train MNIST with that of the tutorial: `python -m benchmarks.against_tutorial --runs 3`.
 
 The tutorial trains its ten epochs on one rank per GPU, or on two ranks without GPUs; its final accuracy is the target.
-Ours trains once on FRACTION of the images and must reach the target: on the same number of ranks, and on one rank with
-all cores. Seconds are those of the training loops alone, without evaluation. The trainings alternate.
+Ours trains by presets/shortest.yaml, once on some of the images, and must reach the target: on the same number of
+ranks, and on one rank with all cores. Seconds are those of the training loops alone, without evaluation. The trainings
+alternate.
 
-With --held-out it shows instead how FRACTION was chosen, without the test images: after one pass over as many images,
+With --held-out it shows instead how their number was chosen, without the test images: after one pass over as many,
 every seed has to reach the target on held-out training images.
 """
 
@@ -13,6 +14,8 @@ import gzip
 import tempfile
 from pathlib import Path
 
+import yaml
+
 from benchmarks.engine import hardware, percent, spread, train
 from benchmarks.tutorial import BATCH_SIZE, train_tutorial
 from flyte_ddp.data.datasets import data_dir, prepare
@@ -20,7 +23,8 @@ from flyte_ddp.data.prepared import read_description
 from flyte_ddp.launch.environment import choose_world
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 
-FRACTION = 0.42
+SHORTEST = yaml.safe_load((Path(__file__).parents[1] / "presets" / "shortest.yaml").read_text())
+FRACTION = SHORTEST["train_fraction"]
 VALIDATION_FRACTION = 1 / 12
 
 
@@ -46,7 +50,7 @@ def main() -> None:
             epochs = train_tutorial(Path(root), arguments.epochs, world.size)
             found[tutorial].append((sum(epoch["seconds"] for epoch in epochs), 100 * epochs[-1]["accuracy"]))
             for ranks in sorted({world.size, 1}, reverse=True):
-                hp = Hyperparameters(epochs=1, train_fraction=FRACTION, seed=seed)
+                hp = Hyperparameters(**SHORTEST, seed=seed)
                 result = train(hp, data, ranks)[0].epochs[-1]
                 name = f"ours, {FRACTION:.0%} of the images, {ranks_of(ranks)}"
                 found.setdefault(name, []).append((result.train_seconds, 100 * result.test["accuracy"]))
@@ -67,7 +71,9 @@ def measure_held_out(data: Path, runs: int, ranks: int) -> None:
         accuracies = []
         for seed in range(1, runs + 1):
             share = fraction / (1 - VALIDATION_FRACTION)  # of the images that are not held out
-            hp = Hyperparameters(epochs=1, train_fraction=share, seed=seed, validation_fraction=VALIDATION_FRACTION)
+            hp = Hyperparameters(
+                **{**SHORTEST, "train_fraction": share, "validation_fraction": VALIDATION_FRACTION, "seed": seed}
+            )
             epoch = train(hp, data, ranks)[0].epochs[-1]
             accuracies.append(100 * epoch.evaluated["accuracy"])
         print(f"| {images:,} | {runs} | {percent(accuracies)} |", flush=True)
