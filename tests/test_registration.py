@@ -60,6 +60,12 @@ def test_sandbox_asks_for_no_gpu(sandbox):
     assert found["MLFLOW_TRACKING_URI"] == ("tracking", "address", Secret.MountType.ENV_VAR.value)
 
 
+def test_promotion_and_roll_back_know_the_mlflow_server_and_no_other_secret(sandbox):
+    for name in ("promote_images", "roll_back"):
+        task = sandbox.tasks[f"flyte_ddp.promote.task.{name}"]
+        assert [one.env_var for one in task.security_context.secrets] == ["MLFLOW_TRACKING_URI"]
+
+
 @pytest.mark.parametrize("profile", ["gpu", "sandbox"])
 def test_preparation_asks_for_less(request, profile):
     tasks = request.getfixturevalue(profile).tasks
