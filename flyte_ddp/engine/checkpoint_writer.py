@@ -37,10 +37,10 @@ def checkpoints_of(
     if not is_sharded(state.model):
         begin = partial(begin_file, path)
         return NoCheckpoints() if environment.rank else CheckpointWriter(begin, job, every, emit)
-    place = Stored(job.storage) if job.storage else SharedFolder(path, environment)
+    destination = Stored(job.storage) if job.storage else SharedFolder(path, environment)
     kind = StoredCheckpointWriter if job.storage else CheckpointWriter
     every = math.inf if environment.rank else every  # rank 0 says when
-    return kind(ShardWriter(place, environment).begin, job, every, emit)
+    return kind(ShardWriter(destination, environment).begin, job, every, emit)
 
 
 def begin_file(path: Path, content: dict[str, Any], device: torch.device) -> Callable[[], None]:

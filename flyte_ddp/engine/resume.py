@@ -89,8 +89,8 @@ def _verify_shards(content: dict[str, Any] | None) -> list[bool]:
     CheckpointError on all ranks. A collective."""
     seen: list[Any] = [None] * distributed.get_world_size()
     distributed.all_gather_object(seen, content is not None)
-    place, count = sum(seen[: distributed.get_rank()]), sum(seen)
-    mine = sorted(content.get("shards", {}).items())[place::count] if content else []
+    position, count = sum(seen[: distributed.get_rank()]), sum(seen)
+    mine = sorted(content.get("shards", {}).items())[position::count] if content else []
     problems: list[Any] = [None] * len(seen)
     distributed.all_gather_object(problems, next(filter(None, (problem_of(*shard) for shard in mine)), ""))
     for problem in filter(None, problems):

@@ -23,7 +23,7 @@ from flyte_ddp.manifest import shards_beside, write_manifest
 from flyte_ddp.storage import content_digest, sync, sync_folder
 
 
-class Place(Protocol):
+class Destination(Protocol):
     """Where the files of checkpoints go, and the manifest that says which of them count. All may raise OSError."""
 
     def begin(self, position: str) -> Path:
@@ -120,16 +120,16 @@ class Stored:
 class ShardWriter:
     """Writes this rank's part of each checkpoint."""
 
-    def __init__(self, place: Place, environment: Environment):
+    def __init__(self, destination: Destination, environment: Environment):
         """A collective."""
-        self._place, self._cut = place, cut()
+        self._destination, self._cut = destination, cut()
         self._group = gloo_group(environment.world, range(self._cut.parts))
 
     def begin(self, content: dict[str, Any], device: torch.device) -> Callable[[], None]:
         """Copies this rank's tensors; what it returns writes the checkpoint, a collective for a thread of each rank,
         which raises OSError on rank 0 if any rank fails."""
         description, tensors = described(content)
-        folder = self._place.begin(f"{content['state']['epoch']}-{content['state']['step']}")
+        folder = self._destination.begin(f"{content['state']['epoch']}-{content['state']['step']}")
         if not self._cut.writes:
             return lambda: None
         entries = {name: self._entry(tensor) for name, tensor in tensors.items()}
@@ -168,9 +168,11 @@ class ShardWriter:
         if told is None:
             return
         if problems := [f"rank {rank}: {problem}" for rank, (_, problem) in enumerate(told) if problem]:
-            self._place.discard(file.parent)
+            self._destination.discard(file.parent)
             raise OSError(errno.EIO, problems[0])
-        self._place.commit({**manifest, "files": {_file_of(part): digest for part, (digest, _) in enumerate(told)}})
+        self._destination.commit(
+            {**manifest, "files": {_file_of(part): digest for part, (digest, _) in enumerate(told)}}
+        )
 
     def _kept(self, file: Path) -> tuple[str, str]:
         """The digest of a file that is kept from now on, and what went wrong, if anything did."""
@@ -179,7 +181,7 @@ class ShardWriter:
                 sync(written)
             sync_folder(file.parent)
             digest = content_digest(file)
-            self._place.keep(file)
+            self._destination.keep(file)
             return digest, ""
         except OSError as error:
             return "", str(error.strerror)
