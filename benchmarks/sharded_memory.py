@@ -23,7 +23,7 @@ from flyte_ddp.engine.checkpoint_writer import checkpoints_of
 from flyte_ddp.engine.first_model import first_model
 from flyte_ddp.engine.job import Job
 from flyte_ddp.engine.load import load_recipe
-from flyte_ddp.engine.placement import place
+from flyte_ddp.engine.placement import to_device
 from flyte_ddp.engine.set_up import set_up
 from flyte_ddp.engine.torch_compat import leave_dynamo_out
 from flyte_ddp.frozen_base import FrozenBase
@@ -64,7 +64,7 @@ def measure(environment: Environment, link: Link, job: Job) -> tuple[float, ...]
         recipe = load_recipe(job, device)
         with Peak() as in_build:
             model, left_out, _ = first_model(recipe, job)
-            place(recipe, model, FrozenBase(model, left_out), job.options, environment)
+            to_device(recipe, model, FrozenBase(model, left_out), job.options, environment)
         found = (
             in_build.bytes,
             in_set_up.bytes,

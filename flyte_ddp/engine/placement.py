@@ -12,7 +12,7 @@ from flyte_ddp.recipe import Recipe
 from flyte_ddp.settings import RunOptions
 
 
-def place(
+def to_device(
     recipe: Recipe,
     model: nn.Module,
     base: FrozenBase,

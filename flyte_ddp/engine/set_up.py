@@ -14,7 +14,7 @@ from flyte_ddp.engine.job import Job
 from flyte_ddp.engine.load import load_recipe, load_split, validation_of
 from flyte_ddp.engine.measures import augment
 from flyte_ddp.engine.memory import recompute
-from flyte_ddp.engine.placement import place
+from flyte_ddp.engine.placement import to_device
 from flyte_ddp.engine.probe import Probed, probe
 from flyte_ddp.engine.shardable import check_batch_norm
 from flyte_ddp.engine.sharding import on_trial
@@ -70,7 +70,7 @@ def set_up(environment: Environment, device: torch.device, job: Job, cache: Bloc
         )
     model, left_out, remarks = first_model(recipe, job)
     base = FrozenBase(model, left_out)
-    average = place(recipe, model, base, job.options, environment, precision)
+    average = to_device(recipe, model, base, job.options, environment, precision)
     constant_loss, total_steps = recipe.constant_loss(), settings.epochs * len(batches)
     mixed = not (constant_loss or recipe.couples_samples)  # then outputs are also paired with other samples
     splits = {"train": train, "test": test}

@@ -5,7 +5,7 @@ from typing import Any
 from flyte_ddp.engine.first_model import first_model
 from flyte_ddp.engine.job import Job
 from flyte_ddp.engine.load import load_recipe
-from flyte_ddp.engine.placement import place
+from flyte_ddp.engine.placement import to_device
 from flyte_ddp.engine.sharding import local
 from flyte_ddp.frozen_base import FrozenBase
 from flyte_ddp.launch.environment import Environment
@@ -22,7 +22,7 @@ def place_each(environment: Environment, link: Link, jobs: list[Job]) -> list[di
             model, left_out, remarks = first_model(recipe, job)
             without = {name for name, tensor in _named(model) if tensor.is_meta}
             base = FrozenBase(model, left_out)
-            average = place(recipe, model, base, job.options, environment)
+            average = to_device(recipe, model, base, job.options, environment)
             assert average
             networks = {"model": model, "average": average.model}
             found.append({
