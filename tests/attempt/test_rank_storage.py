@@ -208,7 +208,7 @@ def test_training_does_not_wait_for_a_slow_upload_but_for_the_last_one(tmp_path)
     class Slow(Folders):
         def put(self, path, url):
             if url.endswith(".safetensors"):
-                assert arrives.wait(300)
+                assert arrives.wait(60)
             super().put(path, url)
 
     def watch(event):
