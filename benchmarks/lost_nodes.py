@@ -30,7 +30,7 @@ PATIENCE_SECONDS = 300
 MOST_OPERATIONS = 60  # some four checkpoints'
 
 
-def start_node(number: int, port: int, root: Path, asked: str) -> "subprocess.Popen[str]":
+def start_node(number: int, port: int, root: Path, asked: str, log_file: Path) -> "subprocess.Popen[str]":
     """One core each: the result depends on a rank's threads."""
     disk = root / f"node-{number}"
     disk.mkdir(exist_ok=True)
@@ -40,7 +40,7 @@ def start_node(number: int, port: int, root: Path, asked: str) -> "subprocess.Po
         f"import os, sys; os.sched_setaffinity(0, [{cores[number % len(cores)]}]); os.execv(sys.argv[1], sys.argv[1:])"
     )
     environment = {**os.environ, **REGISTERED, "TMPDIR": str(disk), "GLOO_SOCKET_IFNAME": "lo"}
-    with open(root / f"log-{number}", "a") as log:
+    with open(log_file, "w") as log:
         return subprocess.Popen(
             [sys.executable, "-c", pin, sys.executable, *run, "-m", "tests.attempt.node", asked],
             env=environment, stdout=log, stderr=log, text=True,
@@ -51,7 +51,7 @@ def attempt(root: Path, number: int, epochs: int, victim: int = -1, operation: i
     """How the two nodes of an attempt end."""
     given = {"root": str(root), "attempt": number, "victim": str(victim), "operation": operation}
     asked, port = json.dumps({**given, "settings": {**SETTINGS, "epochs": epochs}}), free_port()
-    nodes = [start_node(node, port, root, asked) for node in range(2)]
+    nodes = [start_node(node, port, root, asked, root / f"log-{number}-{node}") for node in range(2)]
     try:
         return [node.wait(PATIENCE_SECONDS) for node in nodes]
     finally:
@@ -61,7 +61,8 @@ def attempt(root: Path, number: int, epochs: int, victim: int = -1, operation: i
 
 
 def logged(root: Path, number: int) -> str:
-    return "".join(file.read_text() for file in sorted((root / str(number) / "logs").glob("rank-*.log")))
+    """What the nodes of an attempt have said; a lost one's last words never reach the storage."""
+    return "".join(file.read_text() for file in sorted(root.glob(f"log-{number}-*")))
 
 
 def check_whole(root: Path, number: int) -> str:

@@ -31,6 +31,7 @@ from flyte_ddp.launch.environment import Environment, World
 from flyte_ddp.launch.link import DirectLink
 from flyte_ddp.manifest import read_manifest
 from flyte_ddp.settings import RunOptions
+from flyte_ddp.storage import content_digest
 from flyte_ddp.user_code import find_code
 from tests.attempt.test_sharded_checkpoints import Sharded, Watched
 from tests.attempt.test_training import Folders
@@ -102,12 +103,14 @@ def next_attempt(cut, tmp_path):
 
 
 def shards_of(platform, attempt=0):
-    """The files of the checkpoint that an attempt has left in the storage."""
+    """The files of the checkpoint that an attempt has left whole in the storage."""
     folder = platform.root / str(attempt) / "checkpoints"
     manifest = read_manifest(folder / "checkpoint")
     assert manifest
     assert "url" not in manifest
-    return [folder / "checkpoint-shards" / manifest["folder"] / name for name in manifest["files"]]
+    files = {folder / "checkpoint-shards" / manifest["folder"] / name: told for name, told in manifest["files"].items()}
+    assert all(content_digest(file) == digest for file, digest in files.items())
+    return [*files]
 
 
 @pytest.fixture(scope="module")
@@ -208,7 +211,7 @@ def test_training_does_not_wait_for_a_slow_upload_but_for_the_last_one(tmp_path)
     class Slow(Folders):
         def put(self, path, url):
             if url.endswith(".safetensors"):
-                assert arrives.wait(300)
+                assert arrives.wait(60)
             super().put(path, url)
 
     def watch(event):

@@ -231,6 +231,38 @@ def test_ranks_that_are_killed_before_any_operation_leave_the_old_one_or_the_new
     assert int(done.stdout) >= 20
 
 
+HOSTS = """if True:
+    import os, sys
+    from pathlib import Path
+    from torch import distributed
+    from flyte_ddp.engine.shard_writer import SharedFolder
+    from flyte_ddp.errors import InputError
+    from flyte_ddp.launch.environment import Environment, World
+
+    root, is_shared = Path(sys.argv[1]), sys.argv[2] == "shared"
+    rank = 0 if os.fork() else 1
+    own = root / ("shared" if is_shared else f"disk of {rank}")
+    own.mkdir(exist_ok=True)
+    os.chdir(own)
+    distributed.init_process_group("gloo", init_method=f"file://{root}/rendezvous", rank=rank, world_size=2)
+    try:
+        SharedFolder(Path("checkpoint"), Environment(World(2, 1, "gloo", "cpu"), rank, 0, "", 1))
+        refused = False
+    except InputError as error:
+        refused = "one that all hosts share" in str(error) and "which rank 1 does not see" in str(error)
+    distributed.barrier()
+    status = refused == is_shared or any(own.iterdir())
+    os._exit(status if rank else os.waitstatus_to_exitcode(os.wait()[1]) or status)
+"""
+
+
+@pytest.mark.parametrize("kind", ["shared", "apart"])
+def test_hosts_that_do_not_share_the_folder_are_refused(tmp_path, kind):
+    """The folder is named alike on both, but each may have its own."""
+    done = subprocess.run([sys.executable, "-c", HOSTS, str(tmp_path), kind], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 class Seen:
     """Sees where a training starts and has a checkpoint, and fails after so many events that are left, which kills the
     ranks."""
