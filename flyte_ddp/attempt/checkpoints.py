@@ -71,7 +71,7 @@ class Store(Observer):
         try:
             self._platform.get(f"{url}/{self.path.name}", beside)
             if manifest := read_manifest(beside):
-                self._get_shards(url, beside, manifest)
+                self.get_shards(url, beside, manifest)
             models.get()
             os.replace(beside, self.path)
         finally:
@@ -79,7 +79,7 @@ class Store(Observer):
         if url == self.folder:
             self._models = models
 
-    def _get_shards(self, url: str, manifest_file: Path, manifest: dict[str, Any]) -> None:
+    def get_shards(self, url: str, manifest_file: Path, manifest: dict[str, Any]) -> None:
         folder = shards_beside(self.path) / manifest["folder"]
         folder.mkdir(parents=True, exist_ok=True)
         for name in manifest["files"]:
@@ -134,13 +134,13 @@ class PlatformStore(Store):
 
         try:
             if found := patiently(f"cannot tell whether {urls[-1]} has a checkpoint", find):
-                self._hand_on(found)
+                self.hand_on(found)
         except RecoverableError:
             if previous:
                 self._point_to(previous)
             raise
 
-    def _hand_on(self, url: str) -> None:
+    def hand_on(self, url: str) -> None:
         """Makes the checkpoint, which was found in this folder, this attempt's own."""
         if manifest := read_manifest(self.path):
             self._taken = {manifest["folder"]}
@@ -184,23 +184,23 @@ class PlatformStore(Store):
             folder.mkdir()
             os.link(self.path, pinned)  # links, since the ranks remove the files once they have written newer ones
             if manifest := read_manifest(pinned):
-                self._pin_shards(manifest, folder)
+                self.pin_shards(manifest, folder)
             for model in models.glob("*.pt"):
                 with suppress(FileNotFoundError):  # the newest checkpoint does without it
                     os.link(model, folder / model.name)
             if self.path.samefile(pinned):  # else a newer one is there, whose event follows
-                self._models.put(folder, partial(self._put_checkpoint, pinned, manifest))
+                self._models.put(folder, partial(self.put_checkpoint, pinned, manifest))
         except FileNotFoundError:
             if self.path.samefile(pinned):
                 raise
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
-    def _pin_shards(self, manifest: dict[str, Any], folder: Path) -> None:
+    def pin_shards(self, manifest: dict[str, Any], folder: Path) -> None:
         for name in manifest["files"]:
             os.link(shards_beside(self.path) / manifest["folder"] / name, folder / name)
 
-    def _put_checkpoint(self, pinned: Path, manifest: dict[str, Any] | None) -> None:
+    def put_checkpoint(self, pinned: Path, manifest: dict[str, Any] | None) -> None:
         """Uploads a checkpoint; of a sharded one the files beside it, then their manifest. There are few names for
         folders, as nothing is removed from the storage."""
         url = f"{self.folder}/{self.path.name}"

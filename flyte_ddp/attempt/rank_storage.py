@@ -31,21 +31,21 @@ class StoreOfRanks(PlatformStore):
     """Rank 0's, which leaves the files of sharded checkpoints to the ranks. Of an earlier one it gets the manifest
     alone, to which it adds where the files are."""
 
-    def _get_shards(self, url: str, manifest_file: Path, manifest: dict[str, Any]) -> None:
+    def get_shards(self, url: str, manifest_file: Path, manifest: dict[str, Any]) -> None:
         write_manifest(
             manifest_file, {**manifest, "url": f"{url}/{shards_beside(self.path).name}/{manifest['folder']}"}
         )
 
-    def _hand_on(self, url: str) -> None:
+    def hand_on(self, url: str) -> None:
         """A copy of all files would take long: the next attempt is told where they are."""
         if not read_manifest(self.path):
-            super()._hand_on(url)
+            super().hand_on(url)
         elif url != self.folder:
             self._point_to(url)
 
-    def _pin_shards(self, manifest: dict[str, Any], folder: Path) -> None:
+    def pin_shards(self, manifest: dict[str, Any], folder: Path) -> None:
         pass
 
-    def _put_checkpoint(self, pinned: Path, manifest: dict[str, Any] | None) -> None:
+    def put_checkpoint(self, pinned: Path, manifest: dict[str, Any] | None) -> None:
         if manifest is None:
-            super()._put_checkpoint(pinned, manifest)
+            super().put_checkpoint(pinned, manifest)
