@@ -123,6 +123,8 @@ def checked(owner: str, field: "dataclasses.Field[Any]", value: Any) -> Any:
         value = int(value)  # Flyte's older literals carry every number as a double
     if type(value) is not expected or (expected is float and not math.isfinite(value)):
         raise InputError(f"{name} must be {TYPE_NAMES[expected]}, got {_shown(value)}")
+    if expected is int and not -(2**63) <= value < 2**63:  # Flyte's cache and literals hold no more
+        raise InputError(f"{name} must be a whole number of 64 bits, got {_shown(value)}")
     if rules["choices"] and value not in rules["choices"]:
         raise InputError(f"{name} must be one of {', '.join(rules['choices'])}, got {_shown(value)}")
     if expected in (int, float):
