@@ -77,9 +77,7 @@ def test_missing_fields_take_defaults_and_whole_numbers_become_floats():
 
 
 def test_a_whole_number_that_flyte_cannot_store_is_refused():
-    with pytest.raises(
-        InputError, match=r"Hyperparameters\.epochs must be a whole number of 64 bits, got 9"
-    ):
+    with pytest.raises(InputError, match=r"Hyperparameters\.epochs must be a whole number of 64 bits, got 9"):
         Hyperparameters.from_json('{"epochs": 9223372036854775808}')
 
 
