@@ -101,6 +101,8 @@ def read_index(stored: Stored) -> list[dict[str, Any]]:
         kinds = {"name": str, "rows": int, "bytes": int, "sha256": str}
         if not all(type(block[key]) is kind for block in blocks for key, kind in kinds.items()):
             raise TypeError
+        if not blocks:
+            raise DataError(f"{where} has no blocks", "write the folder again")
     except (ValueError, KeyError, TypeError):
         raise DataError(f"{where} is damaged", "write the folder again") from None
     return blocks

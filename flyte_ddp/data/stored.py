@@ -89,7 +89,8 @@ class Stored:
             limit = {"timeout": PIECE_SECONDS} if self.files.async_impl else {}  # a disk has none
             found: bytes = self.files.cat_file(path, start=start, end=stop, **limit)
             if start is not None and stop is not None and len(found) != stop - start:
-                raise OSError(f"{len(found)} bytes instead of {stop - start}, as if it were cut short")
+                had = f"{len(found):,} bytes instead of {stop - start:,}"
+                raise OSError(f"{had}, as if it were cut short: write it again if it stays so")
             return found
 
         return self._tried(file, ask)
