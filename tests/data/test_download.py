@@ -73,10 +73,10 @@ def test_slow_but_alive_connection_outlasts_every_limit(folder):
         answer(request, b"", length=len(CONTENT))
         for start in range(0, len(CONTENT), 20_000):
             request.wfile.write(CONTENT[start : start + 20_000])
-            ended.wait(0.1)
+            ended.wait(0.2)
 
     with served(slow) as (url, _):
-        limits = Limits(answer_seconds=0.5, window_seconds=0.3, window_bytes=2000, silence_seconds=0.6)
+        limits = Limits(answer_seconds=1.5, window_seconds=1.5, window_bytes=2000, silence_seconds=2)  # of 2.6 in all
         assert Mirrors([url], opener=Opener(limits)).fetch(NAME, MD5, folder).read_bytes() == CONTENT
 
 
