@@ -19,6 +19,7 @@ import json
 import multiprocessing
 import os
 import resource
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -72,18 +73,25 @@ def main() -> None:
         os.environ.update({variable: options[name] for variable, name in names.items()})
         write_all(arguments.images, folder)
         fsspec.filesystem("s3", **options).put(f"{folder}/", "bucket/", recursive=True)
-        found: dict[tuple[str, str], list[Read]] = {(name, folder): [] for name in READERS}
+        found: dict[tuple[str, str], list[Read | None]] = {(name, folder): [] for name in READERS}
         found.update({(name, STORAGE): [] for name in ("blocks", "mosaicml-streaming")})
         for _, (one, runs) in product(range(arguments.runs), found.items()):
             with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as alone:
-                runs.append(alone.submit(read_epoch, *one, arguments.images).result())
-    print("| | from | seconds until the first batch | images per second | CPU µs per image | ours is faster by |")
-    print("|---|---|---|---|---|---|")
+                try:
+                    runs.append(alone.submit(read_epoch, *one, arguments.images).result())
+                except Exception as error:
+                    print(f"{one[0]}, from {one[1]}: {type(error).__name__}", file=sys.stderr)
+                    runs.append(None)
+    print(
+        "| | from | seconds until the first batch | images per second | CPU µs per image | ours is faster by | failed |"
+    )
+    print("|---|---|---|---|---|---|---|")
     for (name, root), runs in found.items():
-        firsts, rates, costs = zip(*runs, strict=True)
         # of one round, under one load
-        ratios = [mine.rate / other for mine, other in zip(found["blocks", root], rates, strict=True)]
-        columns = (spread(firsts), spread(rates, 0), spread(costs, 0), spread(ratios))
+        both = [(mine, one) for mine, one in zip(found["blocks", root], runs, strict=True) if mine and one]
+        firsts, rates, costs = zip(*(one for _, one in both), strict=True)
+        ratios = [mine.rate / one.rate for mine, one in both]
+        columns = (spread(firsts), spread(rates, 0), spread(costs, 0), spread(ratios), str(runs.count(None)))
         print(f"| {name} | {'storage' if root == STORAGE else 'folder'} | {' | '.join(columns)} |")
 
 

@@ -243,6 +243,8 @@ class RunOptions(Settings):
         sharding: with full, each rank keeps a part of the weights, gradients and optimizer state, and the layers that
             Recipe.shard names are made whole one after the other; for models that are too large for one GPU. With
             hybrid, it shares them with the ranks of its node alone, and each node has a copy.
+        compile: whether torch.compile compiles, one by one, the layers that Recipe.shard names, or else the network;
+            for GPUs.
     """
 
     nproc: int = setting(0, minimum=0, maximum=1024)
@@ -262,3 +264,4 @@ class RunOptions(Settings):
     keep_best: int = setting(0, minimum=0)
     cache_bytes: int = setting(0, minimum=0)
     sharding: str = setting("off", choices=SHARDING)
+    compile: bool = setting(False)

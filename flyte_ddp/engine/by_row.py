@@ -56,6 +56,7 @@ class ByRow:
         normalised: whether any batch was normalised.
         running: of the network that trains; None without groups of samples to normalise by.
         waiting: entered while the ranks exchange statistics.
+        is_compiled: whether torch compiles the network.
     """
 
     def __init__(self, share: BatchShare):
@@ -65,6 +66,7 @@ class ByRow:
         self.normalised = False
         self.running: RunningStatistics | None = None
         self.waiting: Waiting = nullcontext
+        self.is_compiled = False
         self._layouts: dict[tuple[str, int], list[Layout]] = {}  # by operation and number of dimensions
         self._found: dict[tuple[str, Shape, int], Layout] = {}
 
@@ -111,12 +113,18 @@ class ByRow:
 
     def position(self, operation: str, shape: Shape) -> tuple[Layout, int, int]:
         """Of the next call: its layout, its key, and the position of its first element."""
+        self.leave_compiled()
         wanted = operation, shape, self.share.count
         layout = self._found.get(wanted) or self._found.setdefault(wanted, self._layout(operation, shape))
         (key,) = torch.empty(1, dtype=torch.int64).random_().tolist()
         self.drawn.append((operation, shape))
         self.note(repr(layout))
         return layout, key, 0 if layout.dimension is None else self.share.first * layout.each * math.prod(layout.rest)
+
+    def leave_compiled(self) -> None:
+        """Has the operation that calls this called as it is, between what is compiled before and after it."""
+        if self.is_compiled:
+            torch.empty(1).item()  # torch cannot compile what depends on a number
 
     def _layout(self, operation: str, shape: Shape) -> Layout:
         known, count = self._layouts.get((operation, len(shape)), []), self.share.count

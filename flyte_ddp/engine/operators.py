@@ -7,6 +7,8 @@ another way is found by the probe, which refuses it.
 
 import functools
 import importlib.util
+import os
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -17,7 +19,7 @@ from torch import Tensor
 from flyte_ddp import random_numbers
 from flyte_ddp.engine.batch_norm import batch_norm
 from flyte_ddp.engine.ghost_batch_norm import ghost_batch_norm
-from flyte_ddp.engine.torch_compat import original, plain_attention
+from flyte_ddp.engine.torch_compat import leave_uncompiled, original, plain_attention
 
 if TYPE_CHECKING:
     from flyte_ddp.engine.by_row import ByRow
@@ -84,6 +86,8 @@ def _attend(
 
 def _normalise(rows: "ByRow", *args: Any) -> Tensor:
     training = args[5]
+    if training:
+        rows.leave_compiled()
     rows.normalised |= training
     if training and rows.share.norm_samples:
         return ghost_batch_norm(rows.share, rows.running, *args)
@@ -170,10 +174,16 @@ FACTORIES: dict[str, Callable[..., Tensor]] = {
 }
 
 
+def has_triton() -> bool:
+    """Whether Triton is installed, and has the C compiler that it needs, which slim images leave out."""
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    return importlib.util.find_spec("triton") is not None and compiler is not None
+
+
 @functools.cache
 def dropout_kernel() -> Any:
-    """The module of that name; None where there is no Triton to compile it."""
-    if importlib.util.find_spec("triton") is None:
+    """The module of that name; None where it cannot be compiled."""
+    if not has_triton():
         return None
     from flyte_ddp.engine import dropout_kernel
 
@@ -183,22 +193,26 @@ def dropout_kernel() -> Any:
 @functools.cache
 def _replace_operators() -> list[torch.library.Library]:
     """Once per process; what is returned keeps them replaced."""
+    leave_uncompiled(_call)
     library = torch.library.Library("aten", "IMPL")
     for replacements, keys in (OPERATORS, ("AutogradCPU", "AutogradCUDA")), (FACTORIES, ("CPU", "CUDA")):
         for name, ours in replacements.items():
+            packet, _, overload = name.partition(".")
+            theirs = original(getattr(getattr(torch.ops.aten, packet), overload or "default"))
             for key in keys:
-                library.impl(name, _switch(name, ours), key)
+                library.impl(name, functools.partial(_call, ours, theirs), key)
     return [library]
 
 
-def _switch(name: str, ours: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _call(
+    ours: Callable[..., Tensor],
+    theirs: Callable[..., Tensor],
+    /,
+    *args: Any,
+    generator: torch.Generator | None = None,
+    **kwargs: Any,
+) -> Tensor:
     """Calls ours in a block, unless the user gives a generator of their own, else torch's."""
-    packet, _, overload = name.partition(".")
-    theirs = original(getattr(getattr(torch.ops.aten, packet), overload or "default"))
-
-    def call(*args: Any, generator: torch.Generator | None = None, **kwargs: Any) -> Tensor:
-        if _active and generator is None:
-            return ours(_active, *args, **kwargs)
-        return theirs(*args, **kwargs, **({} if generator is None else {"generator": generator}))
-
-    return call
+    if _active and generator is None:
+        return ours(_active, *args, **kwargs)
+    return theirs(*args, **kwargs, **({} if generator is None else {"generator": generator}))

@@ -9,6 +9,7 @@ from flyte_ddp.engine.attributes import check_attributes
 from flyte_ddp.engine.batches import TestBatches, TrainBatches
 from flyte_ddp.engine.block_cache import BlockCache
 from flyte_ddp.engine.choice import Choice, is_lower_better
+from flyte_ddp.engine.compiled import check_device, compile_layers
 from flyte_ddp.engine.first_model import first_model
 from flyte_ddp.engine.job import Job
 from flyte_ddp.engine.load import load_recipe, load_split, validation_of
@@ -47,6 +48,8 @@ def set_up(environment: Environment, device: torch.device, job: Job, cache: Bloc
     """A collective; InputError for an invalid recipe, or one whose result would depend on the number of ranks."""
     settings, rank, world_size = job.settings, environment.rank, environment.world.size
     precision = choose_precision(settings.precision, device)
+    if job.options.compile:
+        check_device(device)
     recipe = load_recipe(job, device)
     train, test = (load_split(recipe, split, job, cache) for split in SPLITS)
     check_attributes(recipe, world_size)
@@ -84,7 +87,10 @@ def set_up(environment: Environment, device: torch.device, job: Job, cache: Bloc
         autocast=precision == "bfloat16", total_steps=total_steps, constant_loss=constant_loss,
         base=base, average=average, log_gradients=job.options.log_gradients,
     )  # fmt: skip
-    recompute(recipe, model, found.rows)  # after the trials and the average, which are copies without it
+    # After the trials and the average, which are copies without these
+    if job.options.compile:
+        compile_layers(recipe, found.rows, [model, average.model] if average else [model])
+    recompute(recipe, model, found.rows)
     if validation:
         state.choice = choice_of(recipe, found.headline, settings)
     reasons = [f"the result depends on the number of ranks: {reason}" for reason in found.reasons]

@@ -15,8 +15,8 @@ WINDOW_SECONDS = 1.0  # a window is a log, or as many as take so long: whatever 
 MOST_TOLD = 16  # warnings, so that a large world that is slow does not fill its page
 SAMPLES = 3  # the column of a table of times after those of Part
 WORDS = {
-    "data": "waits for its data {} in each step, the median rank {} ({}): look at what its host reads from, or raise "
-    "loader_workers",
+    "data": "waits for its data {} in each step, the median rank {} ({}): look at what its host "
+    "reads from; for a Dataset, raise loader_workers",
     "compute": "computes {} in each step, the median rank {} ({}): look for other programs on its host, and for a GPU "
     "that is hot or shared",
 }

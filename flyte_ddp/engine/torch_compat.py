@@ -56,6 +56,16 @@ def original(operation: Any) -> Callable[..., Any]:
     return call
 
 
+def leave_uncompiled(function: Any) -> None:
+    """Has torch.compile leave calls of a function as they are, and all that it calls.
+
+    torch.compiler.disable is public, but imports torch._dynamo, see leave_dynamo_out.
+    """
+    dynamo = torch._C._dynamo.eval_frame
+    skipped = dynamo._FrameExecStrategy(dynamo._FrameAction.SKIP, dynamo._FrameAction.SKIP)
+    dynamo.set_code_exec_strategy(function.__code__, skipped)
+
+
 def plain_attention(*args: Any, **kwargs: Any) -> Tensor:
     """scaled_dot_product_attention by torch's other operations, dropout among them, instead of a fused kernel.
 

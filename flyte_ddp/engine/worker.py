@@ -10,6 +10,7 @@ from flyte_ddp.engine.arithmetic import settle_arithmetic
 from flyte_ddp.engine.block_cache import BlockCache
 from flyte_ddp.engine.checkpoint import check_readable
 from flyte_ddp.engine.checkpoint_writer import checkpoints_of
+from flyte_ddp.engine.compiled import compile_now
 from flyte_ddp.engine.job import Job, TrainingResult
 from flyte_ddp.engine.kept import KeepingCheckpoints, KeptModels
 from flyte_ddp.engine.loop import fit, gather, look_at_test
@@ -37,7 +38,8 @@ def run(environment: Environment, link: Link, job: Job) -> TrainingResult:
 
 def train(environment: Environment, device: torch.device, link: Link, job: Job) -> TrainingResult:
     """Trains as this rank of the process group; rank 0 writes the weights to job.model_path."""
-    leave_dynamo_out()
+    if not job.options.compile:
+        leave_dynamo_out()
     keep_freed_memory()
     settle_arithmetic()
     torch.set_num_threads(environment.threads)
@@ -55,6 +57,8 @@ def _train(environment: Environment, device: torch.device, link: Link, job: Job,
     state, settings = parts.state, job.settings
     if state.recipe.micro_batch < 0:
         parts.remarks.append(choose_micro_batch(state, parts.train))
+    if job.options.compile:
+        compile_now(state, parts.train, parts.validation or parts.test, link)
     hosts = [""] * environment.world.size
     distributed.all_gather_object(hosts, environment.host)
     link.emit(run_started(parts, environment, job, hosts))

@@ -10,7 +10,10 @@ STRATEGIES = ("auto", "ddp", "ddp_find_unused_parameters_true")
 LIMITS = ("limit_train_batches", "limit_val_batches", "limit_test_batches")
 ALGORITHMS = ("norm", "value")
 # Options that mean nothing to Lightning's Trainer
-FOR_RECIPES = {"profile": False, "log_gradients": False, "keep_checkpoint": False, "keep_best": 0, "sharding": "off"}
+FOR_RECIPES = {
+    "profile": False, "log_gradients": False, "keep_checkpoint": False, "keep_best": 0, "sharding": "off",
+    "compile": False,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,34 @@
+"""What tests of compiling have ranks do, and a recipe for them."""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from flyte_ddp.engine import set_up, worker
+from flyte_ddp.engine.job import Job, TrainingResult
+from flyte_ddp.launch.environment import Environment
+from flyte_ddp.launch.link import Link
+from tests.engine.probe_recipes import WIDTH, Sound
+
+
+def count_compiled(environment: Environment, link: Link, job: Job) -> tuple[TrainingResult, int]:
+    """The result, and how many pieces of code were compiled, for a CPU and without a compiler of C++."""
+    import torch._dynamo.utils
+
+    set_up.check_device = lambda device: None
+    torch.compile = partial[Any](torch.compile, backend="aot_eager")
+    result = worker.run(environment, link, job)
+    return result, torch._dynamo.utils.counters["frames"]["ok"]
+
+
+class Whole(Sound):
+    """Names no layers, so that its network is compiled as one, around what draws or normalises; rather uneven."""
+
+    def model(self):
+        layers = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.2), nn.GELU(), nn.Linear(WIDTH, WIDTH)
+        return nn.Sequential(*layers)
+
+    def forward(self, model, batch):
+        return model(batch * torch.rand(len(batch), 1))
