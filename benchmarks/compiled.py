@@ -28,7 +28,6 @@ SIZES: dict[str, dict[str, Any]] = {
     "as it comes": {},
     "without dropout": {"dropout": 0.0},
     "512 wide, 8 layers": {"width": 512, "layers": 8},
-    "512 wide, 8 layers, without dropout": {"width": 512, "layers": 8, "dropout": 0.0},
 }
 
 

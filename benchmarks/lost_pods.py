@@ -1,9 +1,9 @@
 """Takes pods away from trainings on a cluster, and prints what happened to them and to their logs.
 
 CLUSTER_CONFIG=~/.flyte/config.yaml python -m benchmarks.lost_pods VERSION, after make register ARGS="--version VERSION"
-with DDP_PROFILE=sandbox and DDP_NPROC_PER_NODE=1. For --only sharded, register the char-LM, too, on two nodes: from examples,
-DDP_NNODES=2 pyflyte register --version VERSION charlm, with the same variables and image. The cluster's pods must be containers of the local docker daemon,
-with the pods' names. Its storage is read with FLYTE_AWS_ENDPOINT, FLYTE_AWS_ACCESS_KEY_ID and
+with DDP_PROFILE=sandbox and DDP_NPROC_PER_NODE=1. For --only sharded, with the same variables and image, from examples:
+DDP_NNODES=2 pyflyte register --version VERSION charlm. The cluster's pods must be containers of the local docker
+daemon, with the pods' names. Its storage is read with FLYTE_AWS_ENDPOINT, FLYTE_AWS_ACCESS_KEY_ID and
 FLYTE_AWS_SECRET_ACCESS_KEY.
 """
 
@@ -31,7 +31,7 @@ from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-from charlm.settings import Settings  # noqa: E402
+from charlm.settings import Settings
 
 PATIENCE_SECONDS = 3600
 LOST_SECONDS = 10.0  # of its logs, at most, with a pod
@@ -68,14 +68,14 @@ def victims(epochs: int, seed: int) -> dict[str, Victim]:
     hp = Hyperparameters(dataset="digits", epochs=epochs, train_fraction=0.25, seed=seed)
     inputs = {"hp": hp, "options": RunOptions(checkpoint_seconds=2.0)}
     autoencoder = AutoencoderHyperparameters(dataset="digits", epochs=6 * epochs, limit_train_batches=0.25, seed=seed)
-    large = Settings(epochs=epochs, width=256, characters=60_000, seed=seed)
+    large = Settings(epochs=4 * epochs, width=256, characters=120_000, seed=seed)
     sharded = {"settings": large, "options": RunOptions(sharding="full", checkpoint_seconds=2.0)}
     several = {"gpus": 0, "hp": autoencoder, "options": LightningOptions(tracking="off")}
     return {
         "training": Victim("workflows.mnist.pytorch_training_wf", inputs, "console.log", "Epoch 1 of "),
         "two nodes": Victim("workflows.multinode.pytorch_multinode_wf", inputs, "rank-0.log", "Epoch 1 of "),
         "autoencoder": Victim("workflows.autoencoder.autoencoder_wf", several, "console.log", "Epoch 3 of "),
-        "sharded on two nodes": Victim("charlm.workflow.charlm_wf", sharded, "rank-0.log", "Epoch 1 of "),
+        "sharded on two nodes": Victim("charlm.multinode.charlm_multinode_wf", sharded, "rank-0.log", "Epoch 1 of "),
     }
 
 

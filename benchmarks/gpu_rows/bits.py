@@ -62,6 +62,14 @@ def from_source(source: str, fraction: float = 0.0) -> Callable[[Machine], str]:
     return check
 
 
+def compiled(machine: Machine) -> str:
+    machine.need_gpus()
+    settings, world = Settings(precision="float32"), machine.world(1, "nccl")
+    plain, found = (train(FAULTY, settings, world, compile=one)[0].tested["loss"] for one in (False, True))
+    expect(abs(found - plain) < 1e-3 * abs(plain), f"a loss of {found:.6f} instead of {plain:.6f}")
+    return f"losses {plain:.6f} and {found:.6f}"
+
+
 def borrowed_share(machine: Machine) -> str:
     size = next(size for size in range(50, SAMPLES) if SAMPLES % size == 1)
     settings = Settings(batch_size=size, precision="bfloat16")
@@ -111,6 +119,7 @@ ROWS = [
     Row("one rank under nccl", one_rank),
     Row("two ranks under gloo, on one GPU if there is one", two_on_one),
     Row("all ranks under nccl", all_ranks),
+    Row("compiled by torch.compile", compiled, is_quick=False),
     Row("samples from a memory map", from_source("memory map")),
     Row("samples from a Dataset, by loader workers", from_source("dataset"), is_quick=False),
     Row("validation samples held out of a memory map", from_source("memory map", 0.25), is_quick=False),

@@ -29,6 +29,7 @@ def train(
     checkpoint_seconds: float = 1e9,
     loader_workers: int = 0,
     sharding: str = "off",
+    compile: bool = False,
 ) -> list[Any]:
     """What the target returns on each rank; model and checkpoint are written to folder, if given."""
     with tempfile.TemporaryDirectory() as temporary:
@@ -37,6 +38,7 @@ def train(
             timeout_seconds=timeout_seconds,
             loader_workers=loader_workers,
             sharding=sharding,
+            compile=compile,
         )
         description = read_description(data) if data else None
         source = Path(data) if data else None

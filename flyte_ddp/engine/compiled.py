@@ -16,15 +16,21 @@ from flyte_ddp.engine.by_row import ByRow
 from flyte_ddp.engine.operators import has_triton
 from flyte_ddp.engine.sharding import in_own_types
 from flyte_ddp.engine.state import TrainingState
+from flyte_ddp.engine.torch_compat import allow_compiling
 from flyte_ddp.errors import InputError
 from flyte_ddp.launch.link import Link
 from flyte_ddp.recipe import Recipe
+
+WAYS = 8  # of calling a layer, such as for another size of batch, or for evaluation, that may be compiled
 
 
 def check_device(device: torch.device) -> None:
     """Raises InputError where compiling does not pay, or cannot be done."""
     if device.type == "cpu":
-        raise InputError("options.compile must be false without a GPU: TODO; leave it out")
+        raise InputError(
+            "options.compile must be false without a GPU, got true: on CPUs a step may become slower by it, see docs/large"
+            "-models.md; leave it out"
+        )
     if not has_triton():
         raise InputError("options.compile needs Triton and a C compiler: install gcc in the image, or leave it out")
 
@@ -32,9 +38,10 @@ def check_device(device: torch.device) -> None:
 def compile_layers(recipe: Recipe, rows: ByRow, networks: Sequence[nn.Module]) -> None:
     """Has torch compile what is called from now on."""
     rows.is_compiled = True
-    for network in networks:
-        for layer in _layers(recipe, network):
-            layer.forward = torch.compile(layer.forward)  # Module.compile would take the layer's hooks along
+    layers = [layer for network in networks for layer in _layers(recipe, network)]
+    allow_compiling(WAYS * len(layers))  # layers may differ in what is compiled into each, such as a number of its own
+    for layer in layers:
+        layer.forward = torch.compile(layer.forward)  # Module.compile would take the layer's hooks along
 
 
 def _layers(recipe: Recipe, network: nn.Module) -> list[nn.Module]:

@@ -66,6 +66,13 @@ def leave_uncompiled(function: Any) -> None:
     dynamo.set_code_exec_strategy(function.__code__, skipped)
 
 
+def allow_compiling(times: int) -> None:
+    """Lets torch.compile compile the same code so often: past its own limit it would leave it as it is."""
+    config = torch._dynamo.config
+    config.recompile_limit = max(config.recompile_limit, times)
+    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, times)
+
+
 def plain_attention(*args: Any, **kwargs: Any) -> Tensor:
     """scaled_dot_product_attention by torch's other operations, dropout among them, instead of a fused kernel.
 

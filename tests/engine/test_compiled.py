@@ -1,9 +1,10 @@
 """A network that torch.compile compiles is trained as it is otherwise: by another backend than for GPUs."""
 
+import shutil
+
 import pytest
 import torch
 
-from flyte_ddp.engine import operators
 from flyte_ddp.engine.compiled import check_device
 from flyte_ddp.engine.job import job_in, subject_of
 from flyte_ddp.errors import InputError
@@ -18,24 +19,29 @@ TARGETS = "tests.engine.compiled_targets"
 
 
 def test_it_is_refused_without_a_gpu_or_what_compiles_for_it(monkeypatch, tmp_path):
-    with pytest.raises(InputError, match="options.compile must be false without a GPU"):
+    with pytest.raises(InputError, match=r"options\.compile must be false without a GPU"):
         train("tests.engine.sharding_recipes:Digits", Settings(), RunOptions(nproc=1, compile=True), output=tmp_path)
-    monkeypatch.setattr(operators.shutil, "which", lambda name: None)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
     monkeypatch.delenv("CC", raising=False)
     with pytest.raises(InputError, match="install gcc in the image"):
         check_device(torch.device("cuda"))
 
 
 @pytest.mark.parametrize(
-    ("recipe", "sharding", "ranks", "size"),
+    ("recipe", "sharding", "ranks", "size", "least"),
     [
-        ("sharding_recipes:Everything", "off", 1, 16),
-        ("sharding_recipes:Everything", "full", 2, 16),
-        ("compiled_targets:Whole", "off", 2, 8),
+        ("sharding_recipes:Everything", "off", 1, 16, 1),
+        ("sharding_recipes:Everything", "full", 2, 16, 1),
+        ("compiled_targets:Numbered", "off", 1, 12, 12),
+        ("compiled_targets:Whole", "off", 2, 8, 3),
     ],
 )
-def test_it_computes_the_same_numbers(recipe, sharding, ranks, size, tmp_path):
+def test_it_computes_the_same_numbers(recipe, sharding, ranks, size, least, tmp_path):
     """Everything draws in each layer, which it computes again, and has an average; an epoch's last batch is short."""
+    from torch.distributed.fsdp import FSDPModule
+
+    if sharding == "full" and not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        pytest.skip("sharding needs a newer torch")
     results = []
     for is_compiled in (False, True):
         folder = tmp_path / str(is_compiled)
@@ -45,6 +51,7 @@ def test_it_computes_the_same_numbers(recipe, sharding, ranks, size, tmp_path):
         world = World(ranks, ranks, "gloo", "cpu")
         results.append(launcher.launch(f"{TARGETS}:count_compiled", world, job, 120, lambda event: None)[0])
     (plain, none), (compiled, pieces) = results
-    assert pieces > none == 0
+    assert none == 0
+    assert pieces >= least
     assert compiled.epochs[-1].train == pytest.approx(plain.epochs[-1].train, rel=1e-5)
     assert compiled.tested == pytest.approx(plain.tested, rel=1e-4)
