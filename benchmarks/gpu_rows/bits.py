@@ -12,11 +12,13 @@ from benchmarks.gpu_rows import images
 from benchmarks.gpu_rows.fault_settings import SAMPLES, Settings
 from benchmarks.gpu_rows.row import Machine, Missing, Row, expect
 from benchmarks.gpu_rows.training import FAULTY, IMAGES, train
+from examples.charlm.settings import Settings as TextSettings
 from flyte_ddp.events import Event, StepLogged
 from flyte_ddp.launch import launcher
 from flyte_ddp.launch.environment import World, visible_gpus
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 
+CHARLM = "examples.charlm.recipe:CharLM"
 HP = Hyperparameters(model="fashion_cnn", batch_size=64, epochs=1, precision="float32", log_interval=1, flip=True)
 
 
@@ -62,12 +64,21 @@ def from_source(source: str, fraction: float = 0.0) -> Callable[[Machine], str]:
     return check
 
 
-def compiled(machine: Machine) -> str:
-    machine.need_gpus()
-    settings, world = Settings(precision="float32"), machine.world(1, "nccl")
-    plain, found = (train(FAULTY, settings, world, compile=one)[0].tested["loss"] for one in (False, True))
-    expect(abs(found - plain) < 1e-3 * abs(plain), f"a loss of {found:.6f} instead of {plain:.6f}")
-    return f"losses {plain:.6f} and {found:.6f}"
+def alike(precision: str, **options: Any) -> Callable[[Machine], str]:
+    """The char-LM trained with these options gives the loss that it has without, up to rounding."""
+
+    def check(machine: Machine) -> str:
+        if "compile" in options:
+            machine.need_gpus()
+        if "sharding" in options and importlib.util.find_spec("safetensors") is None:
+            raise Missing("safetensors is not installed")
+        world = machine.world(machine.gpus, "nccl") if machine.gpus else machine.world()
+        settings = TextSettings(epochs=1, characters=20_000, precision=precision)
+        plain, found = (train(CHARLM, settings, world, **more)[0].tested["loss"] for more in ({}, options))
+        expect(abs(found - plain) < 1e-3 * plain, f"a loss of {found:.6f} instead of {plain:.6f}")
+        return f"{world.size} ranks, losses {plain:.6f} and {found:.6f}"
+
+    return check
 
 
 def borrowed_share(machine: Machine) -> str:
@@ -119,7 +130,9 @@ ROWS = [
     Row("one rank under nccl", one_rank),
     Row("two ranks under gloo, on one GPU if there is one", two_on_one),
     Row("all ranks under nccl", all_ranks),
-    Row("compiled by torch.compile", compiled, is_quick=False),
+    Row("sharded over all ranks", alike("float32", sharding="full"), is_quick=False),
+    Row("sharded over all ranks, in bfloat16", alike("bfloat16", sharding="full"), is_quick=False),
+    Row("compiled by torch.compile", alike("float32", compile=True), is_quick=False),
     Row("samples from a memory map", from_source("memory map")),
     Row("samples from a Dataset, by loader workers", from_source("dataset"), is_quick=False),
     Row("validation samples held out of a memory map", from_source("memory map", 0.25), is_quick=False),
