@@ -6,33 +6,23 @@ import platform
 import re
 import shutil
 import signal
-import socket
 import subprocess
-from functools import partial
-from importlib import import_module
 
 import pytest
 import torch
 from flyteidl.core.errors_pb2 import ContainerError
 from flytekit.types.file import FlyteFile
 
-from flyte_ddp.lightning.settings import LightningOptions
-from flyte_ddp.manifest import read_manifest
 from flyte_ddp.recipes import models
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
-from scripts.dry_run import build_package
-from tests import examples
-from tests.commands import ROOT, free_port, same
-from tests.lightning.project import train as train_lightning
-from tests.lightning.project import write_project
+from tests.commands import same
+from tests.nodes import listens, lose_one, meeting, weights
 from tests.pod import (
-    IMAGE,
     PATIENCE_SECONDS,
     TWO_NODES,
     Pod,
     end,
-    is_whole,
     literal,
     package,
     run_together,
@@ -42,6 +32,7 @@ from tests.pod import (
 pytest.importorskip("flytekitplugins.kfpytorch", reason="needs flytekitplugins-kfpytorch")
 pytestmark = pytest.mark.slow
 
+OPTIONS = RunOptions(checkpoint_seconds=0.4)
 HP = Hyperparameters(epochs=4, batch_size=50, learning_rate=0.02, precision="float32")
 
 
@@ -75,36 +66,14 @@ def one_node(tasks, place, small, init):
 
 @pytest.fixture
 def node(tasks, small, init, tmp_path):
-    """A function that makes a node's pod; all of a test's nodes meet."""
-    kubeflow = {
-        "PET_RDZV_ENDPOINT": f"127.0.0.1:{free_port()}",
-        "PET_RDZV_BACKEND": "c10d",
-        "PET_NNODES": "2:2",
-        "PET_NPROC_PER_NODE": "1",
-        "FLYTE_INTERNAL_EXECUTION_ID": tmp_path.name,
-    }
+    """A function that makes a node's pod of a training of MNIST."""
+    make, task = meeting(tmp_path), tasks["workflows.multinode.pytorch_multinode_task"]
 
-    ours = tasks["workflows.multinode.pytorch_multinode_task"]
+    def of_mnist(name, checkpoints=None, hp=HP, options=OPTIONS):
+        inputs = {"hp": literal(hp), "data": small, "options": literal(options), "init": init}
+        return make(name, task, inputs, checkpoints)
 
-    def make(name, checkpoints=None, hp=HP, task=ours, inputs=None, environment=None):
-        if inputs is None:
-            options = literal(RunOptions(checkpoint_seconds=0.4))
-            inputs = {"hp": literal(hp), "data": small, "options": options, "init": init}
-        environment = {**kubeflow, "TMPDIR": str(tmp_path / f"{name}-tmp"), **(environment or {})}
-        (tmp_path / f"{name}-tmp").mkdir()
-        return Pod(task, inputs, tmp_path / name, environment=environment, checkpoints=checkpoints, cores=1)
-
-    return make
-
-
-def weights(outputs):
-    return torch.load(outputs["model_state"].scalar.blob.uri, weights_only=True)
-
-
-def listens(pod):
-    """Whether the first node has made the meeting place; as in a PyTorchJob, that is always the same one."""
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", int(pod.environment["PET_RDZV_ENDPOINT"].rpartition(":")[2]))) == 0
+    return of_mnist
 
 
 @pytest.fixture
@@ -147,19 +116,11 @@ def test_two_hosts_begin_with_given_weights_and_train_as_one_does(node, one_node
     assert any("Starts from 8 of 8 tensors of model.pt" in pod.log for pod in pods)
 
 
-def test_lost_node_comes_back_and_all_go_on(node, one_node):
+def test_lost_node_comes_back_and_all_go_on(node, one_node, tmp_path):
     """Where a lost pod is started again, the others, whose ranks fail with it, wait for it. Flyte's PyTorchJob does not
     start it again: there the next attempt resumes."""
-    first = node("a")
-    with first.running() as process:
-        first.wait_until(lambda: listens(first), process)
-        second = node("b", checkpoints=first.checkpoints)
-        second.kill_when(lambda: any(first.checkpoints.glob("checkpoint")))
-        again = node("b-again", checkpoints=first.checkpoints)
-        with again.running() as other:
-            assert (process.wait(PATIENCE_SECONDS), other.wait(PATIENCE_SECONDS)) == (0, 0), first.log + again.log
-    done, other = (first, again) if first.outputs_file.exists() else (again, first)
-    assert "resuming from the checkpoint" in done.log
+    stored = tmp_path / "stored"
+    first, second, done = lose_one(node, stored, (stored / "checkpoint").exists)
     assert same(weights(done.outputs()), one_node)
     (lost,) = rank_of(second)
     (survivor,) = {"0", "1"} - {lost}
@@ -170,10 +131,9 @@ def rank_of(pod):
     return set(re.findall(r"\[rank (\d)\] Logs: ", pod.log))
 
 
-def test_a_node_that_stands_still_ends_the_run_within_its_time_and_is_named(node, small, init):
-    options = literal(RunOptions(timeout_seconds=20.0))
-    inputs = {"hp": literal(dataclasses.replace(HP, epochs=1000)), "data": small, "options": options, "init": init}
-    first, second = node("a", inputs=inputs), node("b", inputs=inputs)
+def test_a_node_that_stands_still_ends_the_run_within_its_time_and_is_named(node):
+    given = {"hp": dataclasses.replace(HP, epochs=1000), "options": RunOptions(timeout_seconds=20.0)}
+    first, second = node("a", **given), node("b", **given)
     with first.running() as process:
         first.wait_until(lambda: listens(first), process)
         with second.running() as other:
@@ -221,94 +181,3 @@ def test_failure_begins_with_its_rank_and_says_where_the_logs_of_each_rank_are(n
             causes.append(second.strip() == f"Logs: {pod.logs}")
     assert causes, "of the other node the meeting place may be gone before it can tell"
     assert all(causes)
-
-
-OWN = """
-from charlm.settings import Settings
-from flytekit import task
-
-from flyte_ddp.settings import RunOptions
-from flyte_ddp.tasks.multinode import multinode
-from flyte_ddp.tasks.recipe import RecipeOutputs, RecipeTraining
-
-training = RecipeTraining("charlm.recipe:CharLM")
-
-
-@task(**multinode(training.arguments()))
-def train_on_nodes(settings: Settings, options: RunOptions) -> RecipeOutputs:
-    return training.run_as_rank(settings, options)
-"""
-
-
-UNDER_LIGHTNING = """
-from flytekit import task
-
-from flyte_ddp import LightningOptions, LightningTraining, RecipeOutputs
-from flyte_ddp.tasks.multinode import multinode
-from numerals.settings import Settings
-
-training = LightningTraining("numerals.model:LitNumerals", data="numerals.model:Numerals")
-
-
-@task(**multinode(training.arguments()))
-def train_on_nodes(settings: Settings, options: LightningOptions) -> RecipeOutputs:
-    return training.run_as_rank(settings, options)
-"""
-
-
-def pods_of(node, project, package, settings, options):
-    """A function that makes a node's pod of a training by train_on_nodes of the package's nodes.py."""
-    environment = {**TWO_NODES, "PYTHONPATH": str(ROOT)}
-    built = build_package(IMAGE, environment=environment, package=package, folder=project)
-    inputs = {"settings": literal(settings), "options": literal(options)}
-    path = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(project)])}
-    return partial(node, task=built.tasks[f"{package}.nodes.train_on_nodes"], inputs=inputs, environment=path)
-
-
-def on_two_nodes(*training):
-    make = pods_of(*training)
-    return weights(run_together(*map(make, ("first", "second"))))
-
-
-@pytest.fixture
-def charlm(tmp_path):
-    """The folder of a project with the example."""
-    shutil.copytree(ROOT / "examples" / "charlm", tmp_path / "project" / "charlm")
-    (tmp_path / "project" / "charlm" / "nodes.py").write_text(OWN)
-    return tmp_path / "project"
-
-
-def test_a_users_recipe_on_two_nodes_as_in_a_plain_call(node, charlm):
-    found = on_two_nodes(node, charlm, "charlm", examples.small_settings("charlm"), RunOptions())
-    assert same(found, examples.trained("charlm", 2).weights)
-
-
-def test_a_sharded_training_that_loses_a_node_goes_on_from_the_files_of_both(node, charlm, tmp_path):
-    options = RunOptions(sharding="full", checkpoint_seconds=0)
-    make = pods_of(node, charlm, "charlm", examples.small_settings("charlm"), options)
-    whole = weights(run_together(*(make(name, checkpoints=tmp_path / "whole") for name in ("first", "second"))))
-    stored = tmp_path / "stored" / "checkpoint"
-    first = make("a", checkpoints=stored.parent)
-    with first.running() as process:
-        first.wait_until(lambda: listens(first), process)
-        second = make("b", checkpoints=stored.parent)
-        second.kill_when(lambda: is_whole(stored))
-        manifest = read_manifest(stored)
-        assert manifest
-        assert len(manifest["files"]) == 2
-        again = make("b-again", checkpoints=stored.parent)
-        with again.running() as other:
-            assert (process.wait(PATIENCE_SECONDS), other.wait(PATIENCE_SECONDS)) == (0, 0), first.log + again.log
-    done, other = (first, again) if first.outputs_file.exists() else (again, first)
-    assert "resuming from the checkpoint" in done.log, done.log
-    assert same(weights(done.outputs()), whole)
-
-
-def test_a_lightningmodule_on_two_nodes_as_on_one(node, tmp_path, monkeypatch):
-    (tmp_path / "project").mkdir()
-    write_project(tmp_path / "project")
-    (tmp_path / "project" / "numerals" / "nodes.py").write_text(UNDER_LIGHTNING)
-    monkeypatch.syspath_prepend(str(tmp_path / "project"))
-    settings = import_module("numerals.settings").Settings(epochs=2)
-    found = on_two_nodes(node, tmp_path / "project", "numerals", settings, LightningOptions())
-    assert same(found, train_lightning(tmp_path / "one", settings).weights)
