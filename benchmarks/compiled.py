@@ -16,7 +16,9 @@ import torch
 from torch import distributed
 
 from benchmarks.engine import hardware, spread
-from benchmarks.many_ranks import EXAMPLES, Repeated, names_of
+from benchmarks.many_ranks import Repeated, names_of
+from examples.charlm.recipe import CharLM
+from examples.charlm.settings import Settings
 from flyte_ddp.engine.batches import TestBatches, TrainBatches
 from flyte_ddp.engine.by_row import ByRow
 from flyte_ddp.engine.compiled import compile_layers, compile_now
@@ -60,10 +62,6 @@ def measured(size: str, how: str) -> tuple[float, float]:
 
 def one(size: str, is_compiled: bool) -> tuple[float, float]:
     """Milliseconds per step, and the seconds that compiling took."""
-    sys.path.insert(0, str(EXAMPLES))
-    from charlm.recipe import CharLM
-    from charlm.settings import Settings
-
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     with tempfile.NamedTemporaryFile() as meeting:
         distributed.init_process_group("gloo", init_method=f"file://{meeting.name}", rank=0, world_size=1)

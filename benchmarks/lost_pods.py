@@ -18,20 +18,17 @@ import time
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 from flytekit.configuration import Config
 from flytekit.models.core.execution import WorkflowExecutionPhase
 from flytekit.remote import FlyteRemote
 
+from examples.charlm.settings import Settings
 from flyte_ddp.autoencoder.settings import AutoencoderHyperparameters
 from flyte_ddp.lightning.settings import LightningOptions
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-from charlm.settings import Settings
 
 PATIENCE_SECONDS = 3600
 LOST_SECONDS = 10.0  # of its logs, at most, with a pod

@@ -59,11 +59,12 @@ def compile_now(state: TrainingState, train: TrainBatches, test: TestBatches, li
             for layer in _layers(state.recipe, network):
                 hooks.callback(layer.register_forward_hook(lambda *_: link.alive()).remove)
         for batch in _of_all_sizes(train, next(train.epoch(0))):
-            part = state.parallel.parts(batch, state.micro_batch)[0]
-            with state.rows.block(part.seed):
-                state.parallel.module.train()(part, (False, False), True).backward()
-            state.parallel.zero_grad()
-            link.alive()
+            first, *others = state.parallel.parts(batch, state.micro_batch)
+            for part in (first, *others[-1:]):  # which may be smaller
+                with state.rows.block(part.seed):
+                    state.parallel.module.train()(part, (False, False), True).backward()
+                state.parallel.zero_grad()
+                link.alive()
         for batch in _of_all_sizes(test, next(iter(test))):
             vars(state.recipe.share).update(vars(batch.share))
             with in_own_types(state.evaluated), torch.no_grad(), state.rows.block(batch.seed):

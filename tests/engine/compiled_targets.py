@@ -8,19 +8,31 @@ from torch import nn
 
 from flyte_ddp.engine import set_up, worker
 from flyte_ddp.engine.job import Job, TrainingResult
+from flyte_ddp.events import Event, RunStarted
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
 from tests.engine.probe_recipes import WIDTH, Sound
 
 
-def count_compiled(environment: Environment, link: Link, job: Job) -> tuple[TrainingResult, int]:
-    """The result, and how many pieces of code were compiled, for a CPU and without a compiler of C++."""
+def count_compiled(environment: Environment, link: Link, job: Job) -> tuple[TrainingResult, int, int]:
+    """The result, and how many pieces of code were compiled before the first step, and in the end.
+
+    For a CPU, and without a compiler of C++.
+    """
     import torch._dynamo.utils
 
     vars(set_up)["check_device"] = lambda device: None
     torch.compile = partial[Any](torch.compile, backend="aot_eager")
+    compiled, emit, begun = torch._dynamo.utils.counters["frames"], link.emit, []
+
+    def note(event: Event) -> None:
+        if isinstance(event, RunStarted):
+            begun.append(compiled["ok"])
+        emit(event)
+
+    vars(link)["emit"] = note
     result = worker.run(environment, link, job)
-    return result, torch._dynamo.utils.counters["frames"]["ok"]
+    return result, begun[0], compiled["ok"]
 
 
 class Numbered(Sound):
