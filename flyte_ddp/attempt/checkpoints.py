@@ -216,9 +216,12 @@ class PlatformStore(Store):
         self._taken = {slot}
 
 
+NewStore = Callable[[Path, Platform], PlatformStore]
+
+
 @contextmanager
 def checkpoint_store(
-    platform: Platform, key: str, resume: bool, resume_from: str = "", stored: type[PlatformStore] = PlatformStore
+    platform: Platform, key: str, resume: bool, resume_from: str = "", stored: NewStore = PlatformStore
 ) -> Iterator[Store]:
     """The path of this training's checkpoint; with resume, an earlier attempt's checkpoint is already there, else the
     one in the folder resume_from. stored: what there is outside of local runs."""

@@ -7,6 +7,7 @@ import platform as machine
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import distributed
 from torch.distributed.distributed_c10d import Store
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+from flyte_ddp.attempt.checkpoints import PlatformStore
 from flyte_ddp.attempt.failures import failure_of, platform_errors
 from flyte_ddp.attempt.logs import kept_logs
 from flyte_ddp.attempt.platform import Platform
@@ -74,7 +76,8 @@ def train_as_rank(
                 def start(job: Job, on_event: Callable[[Event], None]) -> list[TrainingResult]:
                     return run_rank(environment, DirectLink(on_event), dataclasses.replace(job, storage=storage), train)
 
-                return train_by(platform, start, environment.world, fetch, options, own_observers, StoreOfRanks)
+                stored = partial(StoreOfRanks, ranks=storage) if storage else PlatformStore
+                return train_by(platform, start, environment.world, fetch, options, own_observers, stored)
             job = dataclasses.replace(job_of(fetch(), options), storage=storage)
             run_rank(environment, DirectLink(None), job, train)
         return None

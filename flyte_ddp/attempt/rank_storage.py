@@ -1,12 +1,15 @@
 """Sharded checkpoints of ranks on many nodes, each of which speaks to the platform's storage for itself."""
 
 import errno
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from flyte_ddp.attempt.checkpoints import PlatformStore, patiently
 from flyte_ddp.attempt.platform import Platform
-from flyte_ddp.manifest import read_manifest, shards_beside, write_manifest
+from flyte_ddp.manifest import models_beside, read_manifest, shards_beside, write_manifest
 from flyte_ddp.report.background import one_line
 
 
@@ -15,21 +18,40 @@ class PlatformRankStorage:
 
     def __init__(self, platform: Platform, path: Path):
         self.path = path
+        self.store: StoreOfRanks | None = None
         self._platform, self._folder = platform, platform.checkpoint_url()
 
     def put(self, file: Path) -> None:
-        try:
-            self._platform.put(file, f"{self._folder}/{file.relative_to(self.path.parent)}")
-        except Exception as error:  # each storage has its own
-            raise OSError(errno.EIO, f"{type(error).__name__}: {one_line(error)}") from None
+        with _as_os_error():
+            self._put(file)
+
+    def put_manifest(self, file: Path) -> None:
+        assert self.store
+        with _as_os_error():
+            self.store.put_by_rank(lambda: self._put(file))
 
     def get(self, url: str, file: Path) -> None:
         patiently(f"cannot read {url}", lambda: self._platform.get(url, file))
 
+    def _put(self, file: Path) -> None:
+        self._platform.put(file, f"{self._folder}/{file.relative_to(self.path.parent)}")
+
 
 class StoreOfRanks(PlatformStore):
-    """Rank 0's, which leaves the files of sharded checkpoints to the ranks. Of an earlier one it gets the manifest
-    alone, to which it adds where the files are."""
+    """Rank 0's, which leaves sharded checkpoints to the ranks. Of an earlier one it gets the manifest alone, to which
+    it adds where the files are."""
+
+    def __init__(self, path: Path, platform: Platform, ranks: PlatformRankStorage):
+        """ranks: rank 0's own."""
+        self._lock, self._is_left_to_ranks = threading.Lock(), False
+        super().__init__(path, platform)
+        ranks.store = self
+
+    def put_by_rank(self, put_manifest: Callable[[], None]) -> None:
+        """Uploads the models that a checkpoint needs, then its manifest; what is at the path is an earlier one."""
+        with self._lock:
+            self._is_left_to_ranks = True
+            self._models.put(models_beside(self.path), put_manifest)
 
     def get_shards(self, url: str, manifest_file: Path, manifest: dict[str, Any]) -> None:
         write_manifest(
@@ -43,9 +65,16 @@ class StoreOfRanks(PlatformStore):
         elif url != self.folder:
             self._point_to(url)
 
-    def pin_shards(self, manifest: dict[str, Any], folder: Path) -> None:
-        pass
+    def _put(self) -> None:
+        with self._lock:
+            if not self._is_left_to_ranks and not read_manifest(self.path):
+                super()._put()
 
-    def put_checkpoint(self, pinned: Path, manifest: dict[str, Any] | None) -> None:
-        if manifest is None:
-            super().put_checkpoint(pinned, manifest)
+
+@contextmanager
+def _as_os_error() -> Iterator[None]:
+    """Each storage has errors of its own."""
+    try:
+        yield
+    except Exception as error:
+        raise OSError(errno.EIO, f"{type(error).__name__}: {one_line(error)}") from None

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from flyte_ddp.attempt.checkpoints import PlatformStore, Store, checkpoint_store
+from flyte_ddp.attempt.checkpoints import NewStore, PlatformStore, Store, checkpoint_store
 from flyte_ddp.attempt.folders import run_folder
 from flyte_ddp.attempt.logs import Logs, kept_logs
 from flyte_ddp.attempt.platform import Platform
@@ -27,7 +27,7 @@ def training_run(
     key: str,
     resume: bool,
     resume_from: str = "",
-    stored: type[PlatformStore] = PlatformStore,
+    stored: NewStore = PlatformStore,
 ) -> Iterator[Run]:
     """A run whose logs and checkpoints are kept while it lasts; key stands for all that determines the result.
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from flyte_ddp.attempt.checkpoints import PlatformStore
+from flyte_ddp.attempt.checkpoints import NewStore, PlatformStore
 from flyte_ddp.attempt.failures import platform_errors
 from flyte_ddp.attempt.observing import Observers, tracking_id
 from flyte_ddp.attempt.platform import Platform
@@ -231,7 +231,7 @@ def train_by(
     fetch: Callable[[], Subject],
     options: RunOptions,
     own_observers: Sequence[UserCode],
-    stored: type[PlatformStore] = PlatformStore,
+    stored: NewStore = PlatformStore,
 ) -> Trained:
     """Does everything around the ranks of a run. start: runs the ranks for (job, on_event); their results by rank.
     stored: see checkpoint_store."""

@@ -107,7 +107,10 @@ class RankStorage(Protocol):
     path: Path
 
     def put(self, file: Path) -> None:
-        """Uploads a file at the path, or in a folder beside it; raises OSError."""
+        """Uploads a file in a folder beside the path; raises OSError."""
+
+    def put_manifest(self, file: Path) -> None:
+        """Rank 0 uploads the file at the path, and before it all else that this checkpoint needs; raises OSError."""
 
     def get(self, url: str, file: Path) -> None:
         """Downloads a file; raises FileNotFoundError if the storage has none, RecoverableError if it fails."""

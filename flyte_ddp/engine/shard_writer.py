@@ -110,7 +110,7 @@ class Stored:
     def commit(self, manifest: dict[str, Any]) -> None:
         write_manifest(self._path, manifest)
         self._taken.add(manifest["folder"])  # for good, should it be unknown whether the manifest has arrived
-        self._storage.put(self._path)
+        self._storage.put_manifest(self._path)
         self._taken = {manifest["folder"]}
 
     def discard(self, folder: Path) -> None:

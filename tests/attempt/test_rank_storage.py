@@ -6,6 +6,7 @@ import random
 import shutil
 import tempfile
 import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -52,19 +53,24 @@ class Unplugged(Exception):
 class Rank:
     """The only rank of a training on nodes, with a platform; what it tells of itself, and its weights."""
 
-    def __init__(self, platform, sharding="full", cut_at=(9, 0), watch=lambda event: None, **settings):
-        self.told, self.weights, self._cut_at, self._look = [], {}, cut_at, watch
+    def __init__(self, platform, sharding="full", cut_at=(9, 0), watch=lambda event: None, keep_best=0, **settings):
+        self.told, self.weights, self.kept, self._cut_at, self._look = [], {}, {}, cut_at, watch
         subject = subject_of(find_code("tests.engine.sharding_recipes:Everything"), Settings(**{**WHOLE, **settings}))
-        options = RunOptions(sharding=sharding, checkpoint_seconds=0, tracking="off", loader_workers=0)
+        options = RunOptions(
+            sharding=sharding, checkpoint_seconds=0, keep_best=keep_best, tracking="off", loader_workers=0
+        )
+        platform.root.mkdir(exist_ok=True)
         own = Path(tempfile.mkdtemp(dir=platform.root))
         (own / "logs").mkdir()
-        with checkpoint_store(platform, "key", resume=True, stored=StoreOfRanks) as store:
+        storage = PlatformRankStorage(platform, own / "checkpoint")
+        with checkpoint_store(platform, "key", resume=True, stored=partial(StoreOfRanks, ranks=storage)) as store:
             job = job_of(subject, options, own / "model.pt", store.path, own / "logs")
-            job = dataclasses.replace(job, storage=PlatformRankStorage(platform, own / "checkpoint"))
+            job = dataclasses.replace(job, storage=storage)
             environment = Environment(World(1, 1, "gloo", "cpu"), 0, 0, f"file://{own}/rendezvous", 1)
             try:
                 worker.run(environment, DirectLink(self._watch), job)
                 self.weights = torch.load(own / "model.pt", weights_only=True)
+                self.kept = {file.name: torch.load(file, weights_only=True) for file in (own / "logs").glob("best-*")}
             except Unplugged:
                 pass
             finally:
@@ -202,6 +208,46 @@ def test_an_upload_that_fails_leaves_the_last_whole_one_and_training_goes_on(tmp
     assert shard.parent.name.endswith("-0")
     content = json.loads((tmp_path / "0" / "checkpoints" / "checkpoint").read_bytes()[:-32])["content"]
     assert ["step", first.step] in dict(content["dict"])["state"]["dict"]
+
+
+def test_the_best_models_are_there_as_soon_as_a_checkpoint_that_needs_them(tmp_path):
+    """The storage takes nothing any more when the first of them is uploaded, its list, the checkpoint, or later."""
+    platform, urls = Watched(tmp_path / "undisturbed"), []
+    platform.watch = urls.append
+    undisturbed = Rank(platform, keep_best=2).kept
+    assert len(undisturbed) == 2
+    first = next(number for number, url in enumerate(urls) if url.endswith("-best/0"))
+    started = []
+    for puts in range(first, first + 4):
+        platform = Watched(tmp_path / str(puts))
+        platform.left = puts
+        Rank(platform, cut_at=(1, 1), keep_best=2)
+        resumed = Rank(Folders(platform.root, attempt=1), keep_best=2)
+        assert resumed.kept.keys() == undisturbed.keys()
+        assert all(same(resumed.kept[name], weights) for name, weights in undisturbed.items())
+        started.append(resumed.started)
+    assert [at >= (1, 0) for at in started] == [False, False, False, True]
+
+
+def test_a_plain_checkpoint_that_uploads_slowly_does_not_take_the_place_of_a_sharded_one(tmp_path):
+    """Each attempt begins with that of the one before, which is handed on while the ranks train."""
+    Rank(Folders(tmp_path), "off", cut_at=(0, 2))
+    sharded = threading.Event()
+
+    class Slow(Folders):
+        def put(self, path, url):
+            if url.endswith("/checkpoint") and not read_manifest(Path(path)):
+                sharded.wait(2)  # if that is not waited for, it arrives in this time
+            super().put(path, url)
+
+    def watch(event):
+        if isinstance(event, CheckpointWritten):
+            sharded.set()
+
+    platform = Slow(tmp_path, attempt=1)
+    (*_, last) = Rank(platform, cut_at=(1, 3), watch=watch).of(CheckpointWritten)
+    assert shards_of(platform, attempt=1)
+    assert Rank(Folders(tmp_path, attempt=2), cut_at=(0, 0)).started == (last.epoch, last.step)
 
 
 def test_training_does_not_wait_for_a_slow_upload_but_for_the_last_one(tmp_path):
