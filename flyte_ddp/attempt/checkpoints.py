@@ -168,13 +168,13 @@ class PlatformStore(Store):
             closing = self._closing
             try:
                 if self.path.exists():
-                    self._put()
+                    self.put_newest()
             except Exception as error:  # each storage has its own errors; the next upload may succeed
                 warn(f"a checkpoint was not uploaded: {type(error).__name__}: {error}")
             if closing:
                 return
 
-    def _put(self) -> None:
+    def put_newest(self) -> None:
         models = models_beside(self.path)
         if not (read_manifest(self.path) or models.exists()):
             return self._platform.put(self.path, f"{self.folder}/{self.path.name}")

@@ -65,10 +65,10 @@ class StoreOfRanks(PlatformStore):
         elif url != self.folder:
             self._point_to(url)
 
-    def _put(self) -> None:
+    def put_newest(self) -> None:
         with self._lock:
             if not self._is_left_to_ranks and not read_manifest(self.path):
-                super()._put()
+                super().put_newest()
 
 
 @contextmanager

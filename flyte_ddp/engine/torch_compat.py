@@ -1,12 +1,13 @@
 """The private parts of torch that this package uses, as of version 2.15.0: see tests/compat."""
 
 import functools
-import importlib
+import importlib.util
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -201,12 +202,18 @@ def leave_dynamo_out() -> None:
 
     DistributedDataParallel and torch.optim import torch._dynamo only to tell it to leave them alone, and torchvision's
     models for a question that they hardly ever ask. That import takes longer than torch's own (3.6 s after 2.7 s on two
-    EPYC cores, torch 2.15) and every rank would wait for it. The stand-in has what these need; any other attribute
-    loads the real module.
+    EPYC cores, torch 2.15) and every rank would wait for it. The stand-in has what these need, and the real settings,
+    a file of their own, which torch.utils.checkpoint and FSDP read; any other attribute loads the real module.
     """
     if "torch._dynamo" not in sys.modules:
         sys.modules["torch._dynamo"] = torch._dynamo = _Dynamo("torch._dynamo")
         sys.modules["torch._dynamo.utils"] = _Dynamo.utils = _Utils("torch._dynamo.utils")
+        file = Path(torch.__file__).with_name("_dynamo") / "config.py"
+        spec = importlib.util.spec_from_file_location("torch._dynamo.config", file)
+        assert spec
+        assert spec.loader
+        sys.modules[spec.name] = _Dynamo.config = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(_Dynamo.config)
 
 
 def _real_dynamo() -> Any:
@@ -234,6 +241,7 @@ class _Utils(ModuleType):
 
 class _Dynamo(ModuleType):
     utils: _Utils
+    config: ModuleType
     trace_rules = SimpleNamespace(clear_lru_cache=lambda: None)
 
     @staticmethod

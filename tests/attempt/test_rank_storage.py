@@ -212,8 +212,9 @@ def test_an_upload_that_fails_leaves_the_last_whole_one_and_training_goes_on(tmp
 
 def test_the_best_models_are_there_as_soon_as_a_checkpoint_that_needs_them(tmp_path):
     """The storage takes nothing any more when the first of them is uploaded, its list, the checkpoint, or later."""
-    platform, urls = Watched(tmp_path / "undisturbed"), []
-    platform.watch = urls.append
+    platform = Watched(tmp_path / "undisturbed")
+    urls: list[str] = []
+    platform.watch = lambda url: urls.append(url)
     undisturbed = Rank(platform, keep_best=2).kept
     assert len(undisturbed) == 2
     first = next(number for number, url in enumerate(urls) if url.endswith("-best/0"))

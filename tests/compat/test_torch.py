@@ -175,7 +175,7 @@ def test_neither_ddp_nor_optimizers_nor_the_profiler_bring_the_compiler(tmp_path
     done = subprocess.run(
         command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=300
     )
-    assert done.stdout == "['torch._dynamo', 'torch._dynamo.utils']\n", done.stderr
+    assert done.stdout == "['torch._dynamo', 'torch._dynamo.utils', 'torch._dynamo.config']\n", done.stderr
 
 
 def test_weights_can_be_gathered_in_their_own_types_before_and_after_the_first_use(tmp_path):

@@ -8,13 +8,19 @@ import pytest
 
 PROGRAM = """if True:
     import sys, torch
+    from torch.utils.checkpoint import checkpoint
     from flyte_ddp.engine.torch_compat import leave_dynamo_out
     leave_dynamo_out()
     torch.optim.SGD([torch.ones(1, requires_grad=True)], 0.1)
     import torchvision.models
+    import torch._dynamo.config as settings
+    settings.suppress_errors = True
+    checkpoint(torch.sin, torch.ones(1, requires_grad=True), use_reentrant=False)
     assert "torch._dynamo.convert_frame" not in sys.modules
     {}
     assert "torch._dynamo.convert_frame" in sys.modules
+    assert torch._dynamo.config is settings
+    assert settings.suppress_errors
 """
 NEEDS = [
     'assert torch.compile(lambda x: 2 * x, backend="eager")(torch.ones(2)).tolist() == [2, 2]',
