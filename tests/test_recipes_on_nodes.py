@@ -6,6 +6,7 @@ from functools import partial
 from importlib import import_module
 
 import pytest
+import torch
 
 from flyte_ddp.lightning.settings import LightningOptions
 from flyte_ddp.manifest import read_manifest
@@ -58,8 +59,8 @@ def charlm(pods_of, tmp_path):
     return partial(pods_of, "charlm.multinode.train_charlm_multinode", examples.small_settings("charlm"))
 
 
-def on_both(make, **more):
-    return weights(run_together(*(make(name, **more) for name in ("first", "second"))))
+def on_both(make):
+    return weights(run_together(*(make(name) for name in ("first", "second"))))
 
 
 def test_a_users_recipe_as_in_a_plain_call(charlm):
@@ -67,8 +68,8 @@ def test_a_users_recipe_as_in_a_plain_call(charlm):
 
 
 def test_a_sharded_training_that_loses_a_node_goes_on_from_the_files_of_both(charlm, tmp_path):
+    """The bits are compared in tests/attempt/test_rank_storage.py."""
     make, stored = charlm(RunOptions(sharding="full", checkpoint_seconds=0)), tmp_path / "stored"
-    whole = on_both(make, checkpoints=tmp_path / "whole")
     files = []
 
     def has_files_of_both():
@@ -78,7 +79,8 @@ def test_a_sharded_training_that_loses_a_node_goes_on_from_the_files_of_both(cha
 
     _, _, done = lose_one(make, stored, has_files_of_both)
     assert files[0] == 2
-    assert same(weights(done.outputs()), whole)
+    found, expected = weights(done.outputs()), examples.trained("charlm", 2).weights
+    assert all(torch.allclose(found[name], value, rtol=1e-3, atol=1e-5) for name, value in expected.items())
 
 
 def test_a_lightningmodule_as_on_one(pods_of, tmp_path, monkeypatch):

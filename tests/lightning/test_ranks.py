@@ -30,6 +30,12 @@ def project(tmp_path_factory):
         yield folder
 
 
+@pytest.fixture(scope="module")
+def whole(project, tmp_path_factory):
+    """An undisturbed training."""
+    return train(tmp_path_factory.mktemp("whole"), settings())
+
+
 def settings(**values):
     kind = import_module("numerals.settings").Settings
     return kind(**{"epochs": 3, "width": 16, **values})
@@ -55,8 +61,7 @@ def of(kind, trained):
     return [event for event in trained.events if isinstance(event, kind)]
 
 
-def test_a_killed_training_ends_with_the_same_bits_with_shuffling_dropout_and_a_schedule(tmp_path):
-    whole = train(tmp_path / "whole", settings())
+def test_a_killed_training_ends_with_the_same_bits_with_shuffling_dropout_and_a_schedule(tmp_path, whole):
     for epochs in (1, 3):
         with pytest.raises(KilledError):
             train(tmp_path / f"after-{epochs}", settings(), on_event=at_checkpoint(epochs, kill))
@@ -68,9 +73,8 @@ def test_a_killed_training_ends_with_the_same_bits_with_shuffling_dropout_and_a_
             assert (ours.train, ours.validation) == (theirs.train, theirs.validation)
 
 
-def test_a_host_without_the_checkpoint_is_sent_it(tmp_path):
+def test_a_host_without_the_checkpoint_is_sent_it(tmp_path, whole):
     two: Any = {"target": "tests.lightning.targets:on_two_hosts"}
-    whole = train(tmp_path / "whole", settings())
     with pytest.raises(KilledError):
         train(tmp_path / "killed", settings(), on_event=at_checkpoint(2, kill), **two)
     resumed = train(tmp_path / "killed", settings(), **two)
