@@ -138,6 +138,8 @@ KILLS = """if True:
             shutil.copyfile(file, beside)
             os.replace(beside, stored)
 
+        put_manifest = put
+
     def save(rank, steps, victim=-1, kill_at=0):
         meeting = dict(init_method=f"file://{root}/rendezvous", rank=rank, world_size=SIZE)
         distributed.init_process_group("gloo", timeout=timedelta(seconds=60), **meeting)
