@@ -80,6 +80,13 @@ def test_what_is_written_is_read(tmp_path, pieces):
             assert_same(read(blocks, number, tmp_path), cut(TREE, 3 * number, 3 * number + 3))
 
 
+@pytest.mark.filterwarnings("ignore:Stored array in format 2.0")
+def test_a_block_may_have_thousands_of_arrays(tmp_path):
+    tree = {f"feature_{number}": np.arange(7) + number for number in range(3000)}
+    write_blocks(tmp_path / "blocks", tree, 4)
+    assert_same(read(BlockFolder(tmp_path / "blocks"), 1, tmp_path), cut(tree, 4, 7))
+
+
 def test_object_storage(tmp_path, storage):
     write_blocks("s3://bucket/blocks", TREE, 4)
     assert_same(read(BlockFolder("s3://bucket/blocks"), 1, tmp_path), cut(TREE, 4, 7))
