@@ -13,6 +13,8 @@ import numpy as np
 
 from flyte_ddp.errors import DataError, InputError, ReportedError
 
+MOST_HEADER_BYTES = 2**24  # of an .npy file; numpy's own limit is reached by the names of 400 arrays
+
 
 class Blocks:
     """What Recipe.data may return: samples that are read block by block, each once per epoch and node.
@@ -95,7 +97,7 @@ def save_rows(path: Path, rows: np.ndarray) -> None:
 def open_rows(path: Path, length: int, name: str) -> np.ndarray:
     """The rows of a block's file, which stay on disk; DataError if it is not as long as it should be."""
     try:
-        rows: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
+        rows: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False, max_header_size=MOST_HEADER_BYTES)
     except ValueError as error:  # numpy's for a header that makes no sense, and for a file that is cut short
         raise DataError(f"{name} is cut short, or no block: {error}") from None
     if len(rows) != length:

@@ -159,13 +159,13 @@ class StoredFile(io.RawIOBase):
         return self.position
 
     def readinto(self, buffer: Any) -> int:
-        stop = min(self.position + min(len(buffer), PIECE_BYTES), self.size)
-        if stop <= self.position:
-            return 0
-        piece = self.stored.read(self.file, self.position, stop)
-        buffer[: len(piece)] = piece
-        self.position = stop
-        return len(piece)
+        """Fills the buffer, by as many requests as it takes, up to the end: fewer bytes are an error to pyarrow."""
+        begin = self.position
+        stop = min(begin + len(buffer), self.size)
+        for start in range(begin, stop, PIECE_BYTES):
+            self.position = min(start + PIECE_BYTES, stop)
+            buffer[start - begin : self.position - begin] = self.stored.read(self.file, start, self.position)
+        return self.position - begin
 
 
 class PiecesFile(io.RawIOBase):

@@ -82,22 +82,44 @@ def index_tars(url: str | Path) -> None:
 
 
 def samples_of(pieces: Iterable[bytes], name: str) -> Iterator[tuple[str, dict[str, bytes]]]:
-    """Each sample's key and its files' contents by extension; DataError if the tar file is damaged."""
+    """Each sample's key and its files' contents by extension; DataError if the tar file is damaged, or hides some."""
     key, files = "", dict[str, bytes]()
     try:
         with tarfile.open(fileobj=PiecesFile(iter(pieces)), mode="r|") as opened:
             for member in opened:
                 folder, _, last = member.name.rpartition("/")
                 first, _, extension = last.partition(".")
-                if not member.isfile() or not first:
+                if not first:
+                    continue
+                if member.islnk() or member.issym():
+                    raise DataError(
+                        f"{name}: {member.name} is a link: files must be there with their content",
+                        "write it again with tar --dereference --hard-dereference",
+                    )
+                if not member.isfile():
                     continue
                 if files and key != f"{folder}/{first}":
                     yield key, files
                     files = {}
                 key = f"{folder}/{first}"
+                extension = extension.lower()
+                if extension in files:
+                    raise DataError(f"{name}: {key} has .{extension} more than once", "give each sample another name")
                 content: Any = opened.extractfile(member)
-                files[extension.lower()] = content.read()
+                files[extension] = content.read()
+            _check_end(opened.fileobj, name)
     except tarfile.TarError as error:
         raise DataError(f"{name} is no tar file, or cut short: {error}") from None
     if files:
         yield key, files
+
+
+def _check_end(file: Any, name: str) -> None:
+    """tarfile takes a header that it cannot read, other than the first, for the end."""
+    more = False
+    while rest := file.read(tarfile.RECORDSIZE):
+        more |= any(rest)
+    if file.tell() % tarfile.BLOCKSIZE:
+        raise DataError(f"{name} is no tar file, or cut short: its last header is not whole", "write it again")
+    if more:
+        raise DataError(f"{name}: more follows its end: it is damaged, or several in one", "write it again")

@@ -1,6 +1,6 @@
 """The blocks at hand, as files on the node's disk: fetched ahead, shared by the node's ranks, and soon deleted again.
 
-    DDP_CACHE_DIR/<run>-<node>/<rank>/<split>-<block>.npy
+    DDP_CACHE_DIR/ddp-blocks/<run>-<node>/<rank>/<split>-<block>.npy
 
 A file is written beside its name and renamed, so a name always stands for a whole block. What another rank of the node
 has is linked, so the file system knows when a block is no longer needed by any. Each rank locks a file of its own for
@@ -35,7 +35,8 @@ class BlockCache:
     def __init__(self, environment: Environment, cache_bytes: int = 0):
         """cache_bytes: for all ranks of the node; 0 is half of what is free."""
         self.environment, self.cache_bytes = environment, cache_bytes
-        self.root = Path(os.environ.get(VARIABLE) or Path(tempfile.gettempdir(), "ddp-blocks")).absolute()
+        # A folder of its own: open removes what others have left there, and the user may name all of a disk
+        self.root = Path(os.environ.get(VARIABLE) or tempfile.gettempdir(), "ddp-blocks").absolute()
         self.budget = 0  # in bytes, for this rank's blocks
         self._alive: IO[bytes] | None = None  # locked for as long as this rank lives
 

@@ -19,7 +19,7 @@ from flyte_ddp.errors import DataError, InputError
 from flyte_ddp.random_numbers import key_of
 
 SPREAD_BLOCKS = 4  # how many blocks the samples come from that are to be from all over a split
-HEADER_BYTES = 4096  # of a block's file, at most
+HEADER_BYTES = 4096  # of a block's file, unless it has hundreds of arrays
 BATCHES_AHEAD = 2
 
 Computed = Callable[[int], slice]

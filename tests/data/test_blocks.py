@@ -80,6 +80,13 @@ def test_what_is_written_is_read(tmp_path, pieces):
             assert_same(read(blocks, number, tmp_path), cut(TREE, 3 * number, 3 * number + 3))
 
 
+@pytest.mark.filterwarnings("ignore:Stored array in format 2.0")
+def test_a_block_may_have_thousands_of_arrays(tmp_path):
+    tree = {f"feature_{number}": np.arange(7) + number for number in range(3000)}
+    write_blocks(tmp_path / "blocks", tree, 4)
+    assert_same(read(BlockFolder(tmp_path / "blocks"), 1, tmp_path), cut(tree, 4, 7))
+
+
 def test_object_storage(tmp_path, storage):
     write_blocks("s3://bucket/blocks", TREE, 4)
     assert_same(read(BlockFolder("s3://bucket/blocks"), 1, tmp_path), cut(TREE, 4, 7))
@@ -239,8 +246,50 @@ def test_a_tar_file_that_is_wrong_is_named(tmp_path):
     with pytest.raises(DataError, match=r"a.tar has changed since it was written"):
         read(TarImages(tmp_path, (3, 8, 8)), 0, tmp_path / "..")
     (tmp_path / "c.tar").write_bytes(b"no tar" * 1000)
-    (tmp_path / "index.json").unlink()
+    for name in ("a.tar", "index.json"):
+        (tmp_path / name).unlink()
     with pytest.raises(DataError, match=r"c.tar is no tar file, or cut short"):
+        index_tars(tmp_path)
+
+
+def appended(kind, *names):
+    """Adds members of 4 bytes, or links, to a tar file."""
+
+    def damage(path):
+        with tarfile.open(path, "a") as file:
+            for name in names:
+                member = tarfile.TarInfo(name)
+                member.type, member.linkname = kind, "some/000.png"
+                member.size = 4 if kind == tarfile.REGTYPE else 0
+                file.addfile(member, io.BytesIO(b"1234"))
+
+    return damage
+
+
+def damage_second_header(path):
+    content = bytearray(path.read_bytes())
+    content[content.index(b"some/001.png")] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (appended(tarfile.LNKTYPE, "some/002.png", "some/002.cls"), r"some/002.png is a link: .* --hard-dereference"),
+        (appended(tarfile.SYMTYPE, "some/002.png", "some/002.cls"), r"some/002.png is a link: .* --dereference"),
+        (
+            appended(tarfile.REGTYPE, "some/001.png", "some/001.cls"),
+            r"some/001 has .png more than once: .*another name",
+        ),
+        (damage_second_header, r"more follows .* damaged, or several in one: write it again"),
+        (lambda path: path.write_bytes(2 * path.read_bytes()), r"more follows .* damaged, or several in one"),
+        (lambda path: path.write_bytes(path.read_bytes().partition(b"some/001.png")[0] + b"some/0"), r"or cut short"),
+    ],
+)
+def test_a_tar_file_that_would_lose_samples_is_refused(tmp_path, damage, words):
+    write_tar(tmp_path / "a.tar", [("000", 10), ("001", 20)])
+    damage(tmp_path / "a.tar")
+    with pytest.raises(DataError, match=rf"a.tar.*{words}"):
         index_tars(tmp_path)
 
 

@@ -17,7 +17,7 @@ from flyte_ddp.launch.environment import Environment, World
 def place(tmp_path, monkeypatch):
     monkeypatch.setenv("DDP_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr("secrets.token_hex", lambda count: "run")  # the same on all ranks
-    return tmp_path / "cache"
+    return tmp_path / "cache" / "ddp-blocks"
 
 
 def cache_of(rank=0, ranks=1, local_size=1, cache_bytes=1000):
@@ -87,6 +87,16 @@ def test_a_running_training_keeps_its_files_when_another_starts(place, monkeypat
         monkeypatch.setattr("secrets.token_hex", lambda count: "other")
         with cache_of():
             assert running.path("train-1").exists()
+
+
+def test_what_else_is_in_the_folder_that_the_user_names_stays(place):
+    """Such as where it is all of a larger disk."""
+    results = place.parent / "my-results"
+    results.mkdir(parents=True)
+    (results / "model.pt").write_bytes(b"weights")
+    with cache_of() as cache:
+        cache.fetch("train-1", write)
+    assert (results / "model.pt").read_bytes() == b"weights"
 
 
 def test_by_default_half_of_the_free_disk_is_shared_by_the_ranks_of_a_node(place):

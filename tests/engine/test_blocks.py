@@ -166,12 +166,12 @@ def test_a_cache_that_is_too_small_is_refused_with_what_is_needed(digits, tmp_pa
 def test_what_a_kill_has_left_is_removed_by_the_next_start(alone, digits, tmp_path, monkeypatch):
     monkeypatch.setenv("DDP_CACHE_DIR", str(tmp_path / "cache"))
     for number in (0, 1):
-        left = tmp_path / "cache" / f"abc-{number}" / "3"
+        left = tmp_path / "cache" / "ddp-blocks" / f"abc-{number}" / "3"
         left.mkdir(parents=True)
         (left / "train-7.npy").write_bytes(b"half")
         (left.parent / "3.alive").touch()
     run(digits, tmp_path / "trained")
-    assert os.listdir(tmp_path / "cache") == [".lock"]
+    assert os.listdir(tmp_path / "cache" / "ddp-blocks") == [".lock"]
 
 
 def test_validation_takes_whole_blocks(alone, digits, tmp_path):
