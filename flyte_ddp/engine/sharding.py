@@ -34,6 +34,7 @@ CAST = (
     nn.Linear, nn.MultiheadAttention, nn.Conv1d, nn.Conv2d, nn.Conv3d,
     nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
 )  # fmt: skip
+OVERRIDDEN = "forward", "_conv_forward"  # by which a class derived from one of these computes otherwise
 # They treat each number by itself, so a rank can update its rows without the others
 BY_ELEMENT = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 
@@ -82,7 +83,7 @@ def _in_bfloat16(network: nn.Module) -> Any:
     the same numbers. Others, such as those of embeddings and norms, are exchanged as they are."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    others = (layer for layer in network.modules() if not isinstance(layer, CAST))
+    others = (layer for layer in network.modules() if not _is_cast(layer))
     kept = {id(weight) for layer in others for weight in layer.parameters(recurse=False)}
     return MixedPrecisionPolicy(
         torch.bfloat16,
@@ -90,6 +91,14 @@ def _in_bfloat16(network: nn.Module) -> Any:
         cast_forward_inputs=False,
         param_dtype_override_fn=lambda weight: weight.dtype if id(weight) in kept else None,
     )
+
+
+def _is_cast(layer: nn.Module) -> bool:
+    """Whether torch's own code is all that computes with its weights: a class derived from it, or a hook before it,
+    such as spectral_norm's, may do so in float32."""
+    kinds = [kind for kind in CAST if isinstance(layer, kind)]
+    is_own = all(getattr(type(layer), name, None) is getattr(kind, name, None) for kind in kinds for name in OVERRIDDEN)
+    return bool(kinds) and is_own and not layer._forward_pre_hooks
 
 
 def _from_first(tensor: Tensor, device: torch.device) -> None:

@@ -134,6 +134,29 @@ class ExpertsAlone(Experts):
     shard = ("1.experts.*",)
 
 
+class ByDirection(nn.Linear):
+    """Computes with its weights before torch does."""
+
+    def forward(self, features):
+        return F.linear(features, 3 * F.normalize(self.weight, dim=1), self.bias)
+
+
+class Standardised(nn.Conv1d):
+    def _conv_forward(self, features, weight, bias):
+        return super()._conv_forward(features, weight / weight.norm(), bias)
+
+
+class OwnLayers(Sound):
+    """Layers derived from torch's own, or with a hook, whose weights are used as they are, too."""
+
+    shard = ("*",)
+
+    def model(self):
+        body = nn.Unflatten(1, (1, WIDTH)), Standardised(1, 1, 3, padding=1), nn.Flatten()
+        hooked = nn.utils.spectral_norm(nn.Linear(WIDTH, WIDTH))
+        return nn.Sequential(ByDirection(WIDTH, WIDTH), *body, hooked, nn.Linear(WIDTH, WIDTH))
+
+
 class Optimized(Sharded):
     kind: Any = torch.optim.SGD
     more: Any = None

@@ -147,6 +147,12 @@ def test_in_bfloat16_it_computes_with_the_same_numbers_and_evaluates_in_float32(
     assert list(off[0].values()) != list(run("Digits", tmp_path / "float32", "off", batch_size=64)[0].values())
 
 
+@pytest.mark.usefixtures("alone")
+def test_in_bfloat16_layers_that_compute_with_their_weights_themselves_have_the_same_numbers(tmp_path):
+    off, full = (run("OwnLayers", tmp_path / kind, kind, precision="bfloat16") for kind in KINDS)
+    assert [*full[0].values()] == pytest.approx([*off[0].values()], rel=1e-6)
+
+
 def test_in_bfloat16_ranks_exchange_half_of_the_weights_bytes(tmp_path):
     """In a step's forward and backward pass, but not in an evaluation; gradients are of float32."""
     jobs = [
