@@ -157,6 +157,17 @@ class OwnLayers(Sound):
         return nn.Sequential(ByDirection(WIDTH, WIDTH), *body, hooked, nn.Linear(WIDTH, WIDTH))
 
 
+class Rotating(Sharded):
+    """Has a buffer of a type that safetensors lacks, and a single number of it."""
+
+    def model(self):
+        network = super().model()
+        angles = torch.arange(WIDTH, dtype=torch.float64)
+        network.register_buffer("rotations", torch.polar(torch.ones_like(angles), angles))
+        network.register_buffer("rotation", network.rotations[1].clone())
+        return network
+
+
 class Optimized(Sharded):
     kind: Any = torch.optim.SGD
     more: Any = None
