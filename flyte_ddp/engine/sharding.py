@@ -34,6 +34,11 @@ CAST = (
     nn.Linear, nn.MultiheadAttention, nn.Conv1d, nn.Conv2d, nn.Conv3d,
     nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
 )  # fmt: skip
+# What is wrong if torch's error has such a word
+PROBLEMS = {
+    "DTensor": "weights are whole only while {layers} are called: call these rather than what is inside",
+    "RegisterPostBackwardFunction": "{layers} must not change their inputs in place: set inplace=False, or copy these",
+}
 OVERRIDDEN = "forward", "_conv_forward"  # by which a class derived from one of these computes otherwise
 # They treat each number by itself, so a rank can update its rows without the others
 BY_ELEMENT = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
@@ -128,7 +133,7 @@ def in_own_types(model: nn.Module) -> AbstractContextManager[None]:
 @contextmanager
 def on_trial(recipe: Recipe, model: nn.Module) -> Iterator[None]:
     """While the block tries a sharded network, which cannot be copied: its weights and buffers are put back at the end,
-    and what torch says of weights outside of their unit is explained."""
+    and what torch says of weights outside of their unit, and of a unit's inputs, is explained."""
     if not is_sharded(model):
         yield
         return
@@ -137,12 +142,11 @@ def on_trial(recipe: Recipe, model: nn.Module) -> Iterator[None]:
         with in_own_types(model):
             yield
     except RuntimeError as error:
-        if "DTensor" not in str(error):
+        problem = next((problem for word, problem in PROBLEMS.items() if word in str(error)), "")
+        if not problem:
             raise
-        raise InputError(
-            f"{code_location(recipe, 'forward')}: with sharding, weights are whole only while the network, and the "
-            f"layers that {type(recipe).__name__}.shard names, are called: call these rather than what is inside, {OFF}"
-        ) from error
+        told = problem.format(layers=f"the network, and the layers that {type(recipe).__name__}.shard names,")
+        raise InputError(f"{code_location(recipe, 'forward')}: with sharding, {told}, {OFF}") from error
     model.zero_grad()
     for name, value in _tensors(model):
         if name in kept and local(value).shape == kept[name].shape:

@@ -242,3 +242,13 @@ class Inside(Sharded):
 
     def forward(self, model, batch):
         return model.head(batch)
+
+
+class InPlace(Sharded):
+    """A unit begins with an activation that overwrites its input."""
+
+    shard = ("1",)
+
+    def model(self):
+        unit = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH))
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), unit)
