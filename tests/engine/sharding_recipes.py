@@ -1,5 +1,6 @@
 """Recipes whose networks are sharded, and some that cannot be."""
 
+import functools
 from typing import Any
 
 import torch
@@ -252,3 +253,23 @@ class InPlace(Sharded):
     def model(self):
         unit = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH))
         return nn.Sequential(nn.Linear(WIDTH, WIDTH), unit)
+
+
+@functools.cache
+def scale():
+    return torch.ones(WIDTH)
+
+
+class Scaled(nn.Linear):
+    def __init__(self):
+        super().__init__(WIDTH, WIDTH)
+        self.scale = scale()
+
+    def forward(self, features):
+        return super().forward(features) * self.scale
+
+
+class Cached(Sound):
+    """Its second network has a tensor of the first."""
+
+    shard, body = ("1",), Scaled

@@ -288,3 +288,8 @@ def test_what_cannot_be_sharded_is_refused_with_a_remedy(tmp_path, name):
     remedy = "" if name == "NoSuchLayer" else ".*, or set options.sharding to off"
     with pytest.raises(InputError, match=REFUSED[name] + remedy):
         run(name, tmp_path)
+
+
+def test_a_tensor_that_outlives_the_try_without_values_is_refused_with_a_remedy(tmp_path):
+    with pytest.raises(InputError, match=r"Cached.model .*has no values: make it in each call, or set options.sh"):
+        run("Cached", tmp_path, nproc=2)
