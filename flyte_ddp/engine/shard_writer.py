@@ -153,10 +153,13 @@ class ShardWriter:
 
     def _own(self, tensor: Tensor | Shard) -> Tensor | None:
         """What this rank's file has of it: of what is not sharded rank 0's has all, as a copy: it may share memory with
-        others, which safetensors refuses."""
+        others, which safetensors refuses. Complex numbers, some of which it lacks, are pairs of real ones."""
         if isinstance(tensor, Shard):
             return tensor.rows.contiguous() if len(tensor.rows) else None
-        return tensor.clone(memory_format=torch.contiguous_format) if self._cut.part == 0 else None
+        if self._cut.part:
+            return None
+        copied = tensor.clone(memory_format=torch.contiguous_format)
+        return torch.view_as_real(copied.resolve_conj()) if copied.is_complex() else copied
 
     def _finish(self, manifest: dict[str, Any], file: Path, problem: str) -> None:
         digest, problem = ("", problem) if problem else self._kept(file)

@@ -63,11 +63,15 @@ class StoredTensor:
         for path, begin, end in self.parts():
             with safe_open(path, "pt") as file:
                 if not self.shape:
-                    return found.copy_(file.get_tensor(self.name))
+                    return found.copy_(self._joined(file.get_tensor(self.name)))
                 rows = slice(max(begin, self.first), min(end, self.first + len(self)))
-                part = file.get_slice(self.name)[rows.start - begin : rows.stop - begin]
+                part = self._joined(file.get_slice(self.name)[rows.start - begin : rows.stop - begin])
                 found[rows.start - self.first : rows.stop - self.first] = part
         return found
+
+    def _joined(self, part: Tensor) -> Tensor:
+        """Complex numbers from pairs of real ones."""
+        return torch.view_as_complex(part) if self.dtype.is_complex and not part.is_complex() else part
 
 
 def described(state: Any) -> tuple[Any, dict[str, Tensor | Shard]]:

@@ -8,6 +8,7 @@ there. What belongs to no unit is the last unit, which is whole during all of th
 Whatever is not sharded passes through these functions as it is.
 """
 
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -34,6 +35,17 @@ CAST = (
     nn.Linear, nn.MultiheadAttention, nn.Conv1d, nn.Conv2d, nn.Conv3d,
     nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
 )  # fmt: skip
+OVERRIDDEN = "forward", "_conv_forward"  # by which a class derived from one of these computes otherwise
+# Patterns of torch's errors, the method to blame for each, and what is wrong with it
+PROBLEMS = {
+    "DTensor": ("forward", "weights are whole only while {layers} are called: call these rather than what is inside"),
+    "RegisterPostBackwardFunction": (
+        "forward",
+        "{layers} must not change their inputs in place: set inplace=False, or copy these",
+    ),
+    # The first call of model() may have been without values, and something may be kept of it, as by functools.cache
+    r"\bmeta\b": ("model", "a tensor that is kept between calls has no values: make it in each call"),
+}
 # They treat each number by itself, so a rank can update its rows without the others
 BY_ELEMENT = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 
@@ -82,7 +94,7 @@ def _in_bfloat16(network: nn.Module) -> Any:
     the same numbers. Others, such as those of embeddings and norms, are exchanged as they are."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    others = (layer for layer in network.modules() if not isinstance(layer, CAST))
+    others = (layer for layer in network.modules() if not _is_cast(layer))
     kept = {id(weight) for layer in others for weight in layer.parameters(recurse=False)}
     return MixedPrecisionPolicy(
         torch.bfloat16,
@@ -90,6 +102,14 @@ def _in_bfloat16(network: nn.Module) -> Any:
         cast_forward_inputs=False,
         param_dtype_override_fn=lambda weight: weight.dtype if id(weight) in kept else None,
     )
+
+
+def _is_cast(layer: nn.Module) -> bool:
+    """Whether torch's own code is all that computes with its weights: a class derived from it, or a hook before it,
+    such as spectral_norm's, may do so in float32."""
+    kinds = [kind for kind in CAST if isinstance(layer, kind)]
+    is_own = all(getattr(type(layer), name, None) is getattr(kind, name, None) for kind in kinds for name in OVERRIDDEN)
+    return bool(kinds) and is_own and not layer._forward_pre_hooks
 
 
 def _from_first(tensor: Tensor, device: torch.device) -> None:
@@ -119,7 +139,7 @@ def in_own_types(model: nn.Module) -> AbstractContextManager[None]:
 @contextmanager
 def on_trial(recipe: Recipe, model: nn.Module) -> Iterator[None]:
     """While the block tries a sharded network, which cannot be copied: its weights and buffers are put back at the end,
-    and what torch says of weights outside of their unit is explained."""
+    and what torch says of weights outside of their unit, of a unit's inputs, and of missing values is explained."""
     if not is_sharded(model):
         yield
         return
@@ -128,12 +148,12 @@ def on_trial(recipe: Recipe, model: nn.Module) -> Iterator[None]:
         with in_own_types(model):
             yield
     except RuntimeError as error:
-        if "DTensor" not in str(error):
+        named = (found for pattern, found in PROBLEMS.items() if re.search(pattern, str(error)))
+        method, problem = next(named, ("", ""))
+        if not problem:
             raise
-        raise InputError(
-            f"{code_location(recipe, 'forward')}: with sharding, weights are whole only while the network, and the "
-            f"layers that {type(recipe).__name__}.shard names, are called: call these rather than what is inside, {OFF}"
-        ) from error
+        told = problem.format(layers=f"the network, and the layers that {type(recipe).__name__}.shard names,")
+        raise InputError(f"{code_location(recipe, method)}: with sharding, {told}, {OFF}") from error
     model.zero_grad()
     for name, value in _tensors(model):
         if name in kept and local(value).shape == kept[name].shape:

@@ -1,5 +1,6 @@
 """Recipes whose networks are sharded, and some that cannot be."""
 
+import functools
 from typing import Any
 
 import torch
@@ -134,6 +135,40 @@ class ExpertsAlone(Experts):
     shard = ("1.experts.*",)
 
 
+class ByDirection(nn.Linear):
+    """Computes with its weights before torch does."""
+
+    def forward(self, features):
+        return F.linear(features, 3 * F.normalize(self.weight, dim=1), self.bias)
+
+
+class Standardised(nn.Conv1d):
+    def _conv_forward(self, features, weight, bias):
+        return super()._conv_forward(features, weight / weight.norm(), bias)
+
+
+class OwnLayers(Sound):
+    """Layers derived from torch's own, or with a hook, whose weights are used as they are, too."""
+
+    shard = ("*",)
+
+    def model(self):
+        body = nn.Unflatten(1, (1, WIDTH)), Standardised(1, 1, 3, padding=1), nn.Flatten()
+        hooked = nn.utils.spectral_norm(nn.Linear(WIDTH, WIDTH))
+        return nn.Sequential(ByDirection(WIDTH, WIDTH), *body, hooked, nn.Linear(WIDTH, WIDTH))
+
+
+class Rotating(Sharded):
+    """Has a buffer of a type that safetensors lacks, and a single number of it."""
+
+    def model(self):
+        network = super().model()
+        angles = torch.arange(WIDTH, dtype=torch.float64)
+        network.register_buffer("rotations", torch.polar(torch.ones_like(angles), angles))
+        network.register_buffer("rotation", network.rotations[1].clone())
+        return network
+
+
 class Optimized(Sharded):
     kind: Any = torch.optim.SGD
     more: Any = None
@@ -208,3 +243,33 @@ class Inside(Sharded):
 
     def forward(self, model, batch):
         return model.head(batch)
+
+
+class InPlace(Sharded):
+    """A unit begins with an activation that overwrites its input."""
+
+    shard = ("1",)
+
+    def model(self):
+        unit = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH))
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), unit)
+
+
+@functools.cache
+def scale():
+    return torch.ones(WIDTH)
+
+
+class Scaled(nn.Linear):
+    def __init__(self):
+        super().__init__(WIDTH, WIDTH)
+        self.scale = scale()
+
+    def forward(self, features):
+        return super().forward(features) * self.scale
+
+
+class Cached(Sound):
+    """Its second network has a tensor of the first."""
+
+    shard, body = ("1",), Scaled

@@ -9,6 +9,7 @@ import torch
 
 from flyte_ddp.events import CheckpointRefused, CheckpointWritten, RunStarted, StepLogged
 from flyte_ddp.manifest import read_manifest, shards_beside
+from tests.engine.sharding_recipes import Rotating
 from tests.engine.test_sharding import KINDS, WHOLE, Unplugged, assert_alike, interrupt, run
 
 
@@ -82,6 +83,26 @@ def test_it_is_read_on_one_rank_with_and_without_sharding(cut, tmp_path):
         assert seen.started > (0, 2)
         assert_alike(resumed, whole)
         assert not shards_beside(tmp_path / sharding / "checkpoint").exists()
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_buffer_may_be_of_a_type_that_safetensors_lacks(tmp_path):
+    def unplug(event):  # not in the thread that writes a checkpoint
+        if isinstance(event, StepLogged) and event.epoch:
+            raise Unplugged
+
+    with pytest.raises(Unplugged):
+        run("Rotating", tmp_path / "cut", watch=unplug, seconds=0, epochs=4)
+    for sharding in KINDS:
+        folder, seen = tmp_path / sharding, Seen()
+        shutil.copytree(tmp_path / "cut", folder)
+        _, _, found = run("Rotating", folder, sharding, watch=seen, epochs=4)
+        assert seen.started > (0, 0)
+        assert not seen.refused
+        expected = Rotating(None).model().rotations
+        assert found["rotations"].dtype == torch.complex128
+        assert torch.equal(found["rotations"], expected)
+        assert torch.equal(found["rotation"], expected[1])
 
 
 def flip(folder):

@@ -147,6 +147,12 @@ def test_in_bfloat16_it_computes_with_the_same_numbers_and_evaluates_in_float32(
     assert list(off[0].values()) != list(run("Digits", tmp_path / "float32", "off", batch_size=64)[0].values())
 
 
+@pytest.mark.usefixtures("alone")
+def test_in_bfloat16_layers_that_compute_with_their_weights_themselves_have_the_same_numbers(tmp_path):
+    off, full = (run("OwnLayers", tmp_path / kind, kind, precision="bfloat16") for kind in KINDS)
+    assert [*full[0].values()] == pytest.approx([*off[0].values()], rel=1e-6)
+
+
 def test_in_bfloat16_ranks_exchange_half_of_the_weights_bytes(tmp_path):
     """In a step's forward and backward pass, but not in an evaluation; gradients are of float32."""
     jobs = [
@@ -272,6 +278,7 @@ REFUSED = {
     "BatchNorm": "BatchNorm.norm_samples must be set where a network with batch norm is sharded, got 0",
     "Factored": "the optimizer must be one of torch.optim's ASGD, .* treat each number by itself, got Adafactor",
     "Inside": "Inside.forward .*: with sharding, weights are whole only while the network, .* are called",
+    "InPlace": "InPlace.forward .*: with sharding, .* InPlace.shard names, must not change their inputs in place: set",
 }
 
 
@@ -281,3 +288,8 @@ def test_what_cannot_be_sharded_is_refused_with_a_remedy(tmp_path, name):
     remedy = "" if name == "NoSuchLayer" else ".*, or set options.sharding to off"
     with pytest.raises(InputError, match=REFUSED[name] + remedy):
         run(name, tmp_path)
+
+
+def test_a_tensor_that_outlives_the_try_without_values_is_refused_with_a_remedy(tmp_path):
+    with pytest.raises(InputError, match=r"Cached.model .*has no values: make it in each call, or set options.sh"):
+        run("Cached", tmp_path, nproc=2)
