@@ -26,7 +26,7 @@ from flyte_ddp.report.console import say, warn
 from flyte_ddp.storage import temporary_beside, writing_to
 
 WAITS = (2.0, 10.0, 60.0)  # seconds before the next try; storage's client has tried several times itself by then
-ELSEWHERE = "elsewhere"  # the file in which an attempt leaves the URL of a checkpoint that it could not read, or copy
+ELSEWHERE = "elsewhere"  # the file in which an attempt that has no checkpoint yet leaves the URL of an earlier one
 Value = TypeVar("Value")
 
 
@@ -59,6 +59,8 @@ class Store(Observer):
         with suppress(FileNotFoundError):
             self._get_checkpoint(url)
             return url
+        if url == self.folder:  # its own word is for the next attempt
+            return ""
         with suppress(FileNotFoundError):
             elsewhere = self.path.with_name(ELSEWHERE)
             get_file(self._platform, f"{url}/{ELSEWHERE}", elsewhere)
@@ -121,12 +123,12 @@ class PlatformStore(Store):
 
     def restore(self, resume: bool) -> None:
         """Downloads the newest checkpoint: this attempt's own, if only its processes were restarted, else, with resume,
-        that of the previous attempt. The latter is saved as this attempt's own at once: otherwise the next attempt
-        would find nothing if this one ended before its first checkpoint.
-
-        If storage does not deliver it, the next attempt is told where it is, and this one ends with RecoverableError.
+        that of the previous attempt. The latter is saved as this attempt's own at once; until that is done, the next
+        attempt is told where it is. If storage does not deliver it, this one ends with RecoverableError.
         """
         previous = self._platform.previous_checkpoint_url()
+        if resume:
+            point_to_previous(self._platform)
         urls = [self.folder, previous] if resume and previous else [self.folder]
 
         def find() -> str:
@@ -136,8 +138,8 @@ class PlatformStore(Store):
             if found := patiently(f"cannot tell whether {urls[-1]} has a checkpoint", find):
                 self.hand_on(found)
         except RecoverableError:
-            if previous:
-                self._point_to(previous)
+            if resume:
+                point_to_previous(self._platform)  # the storage may have failed before, too
             raise
 
     def hand_on(self, url: str) -> None:
@@ -145,12 +147,6 @@ class PlatformStore(Store):
         if manifest := read_manifest(self.path):
             self._taken = {manifest["folder"]}
         self._new.set()
-
-    def _point_to(self, url: str) -> None:
-        elsewhere = self.path.with_name(ELSEWHERE)
-        elsewhere.write_text(url)
-        with suppress(Exception):  # if storage cannot be written to either, Flyte hears nothing of this attempt at all
-            self._platform.put(elsewhere, f"{self.folder}/{ELSEWHERE}")
 
     def on_checkpoint_written(self, event: CheckpointWritten) -> None:
         self._new.set()
@@ -214,6 +210,20 @@ class PlatformStore(Store):
         write_manifest(renamed, {**manifest, "folder": slot})
         self._platform.put(renamed, url)
         self._taken = {slot}
+
+
+def point_to_previous(platform: Platform) -> None:
+    """Tells the next attempt where the checkpoint of the previous one is: it knows no other attempt than this one,
+    which may end before it has a checkpoint of its own, or its data."""
+    if not platform.is_local() and (previous := platform.previous_checkpoint_url()):
+        point_to(platform, previous)
+
+
+def point_to(platform: Platform, url: str) -> None:
+    elsewhere = platform.working_folder() / ELSEWHERE
+    elsewhere.write_text(url)
+    with suppress(Exception):  # if storage cannot be written to, Flyte hears nothing of this attempt at all
+        platform.put(elsewhere, f"{platform.checkpoint_url()}/{ELSEWHERE}")
 
 
 NewStore = Callable[[Path, Platform], PlatformStore]

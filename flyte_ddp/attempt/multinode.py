@@ -16,7 +16,7 @@ from torch import distributed
 from torch.distributed.distributed_c10d import Store
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from flyte_ddp.attempt.checkpoints import PlatformStore
+from flyte_ddp.attempt.checkpoints import PlatformStore, point_to_previous
 from flyte_ddp.attempt.failures import failure_of, platform_errors
 from flyte_ddp.attempt.logs import kept_logs
 from flyte_ddp.attempt.platform import Platform
@@ -28,7 +28,7 @@ from flyte_ddp.engine import worker
 from flyte_ddp.engine.job import Job, Subject, TrainingResult, job_of
 from flyte_ddp.errors import StopRequested
 from flyte_ddp.events import Event
-from flyte_ddp.launch.environment import Environment, environment_from_torchrun, visible_gpus
+from flyte_ddp.launch.environment import Environment, environment_from_torchrun, is_first_rank, visible_gpus
 from flyte_ddp.launch.failures import (
     LOSSES,
     Failure,
@@ -62,6 +62,8 @@ def train_as_rank(
     checkpoints, has trained, else None."""
     show_output()  # Flyte's plugin hands a rank the task by its code, so that the workflow file is not imported
     with handing_on_failure(platform), platform_errors(platform):
+        if options.resume and is_first_rank():
+            point_to_previous(platform)
         check_gpus(visible_gpus())
         asked = registration()
         environment = environment_from_torchrun(settings.backend, asked.node_range, asked.ranks_per_node)

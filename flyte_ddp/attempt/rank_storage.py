@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from flyte_ddp.attempt.checkpoints import PlatformStore, patiently
+from flyte_ddp.attempt.checkpoints import PlatformStore, patiently, point_to
 from flyte_ddp.attempt.platform import Platform
 from flyte_ddp.manifest import models_beside, read_manifest, shards_beside, write_manifest
 from flyte_ddp.report.background import one_line
@@ -63,7 +63,7 @@ class StoreOfRanks(PlatformStore):
         if not read_manifest(self.path):
             super().hand_on(url)
         elif url != self.folder:
-            self._point_to(url)
+            point_to(self._platform, url)
 
     def put_newest(self) -> None:
         with self._lock:

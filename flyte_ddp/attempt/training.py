@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from flyte_ddp.attempt.checkpoints import NewStore, PlatformStore
+from flyte_ddp.attempt.checkpoints import NewStore, PlatformStore, point_to_previous
 from flyte_ddp.attempt.failures import platform_errors
 from flyte_ddp.attempt.observing import Observers, tracking_id
 from flyte_ddp.attempt.platform import Platform
@@ -133,6 +133,8 @@ class Training(ABC, Generic[Given, Outputs]):
             return launcher.launch(self.worker, world, given, seconds, on_event, root=self.code.root)
 
         with telling_webhook(self.platform), platform_errors(self.platform):
+            if options.resume:
+                point_to_previous(self.platform)
             self.check(settings, options)
             check_gpus(visible_gpus())
             world = choose_world(settings.backend, options.nproc, self.most_ranks(settings))

@@ -14,6 +14,7 @@ from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
+from flyte_ddp.attempt.checkpoints import point_to_previous
 from flyte_ddp.attempt.failures import attempt_error, failure_of, urls_of
 from flyte_ddp.attempt.multinode import failure_of_node, worth_restarts
 from flyte_ddp.attempt.registration import registration
@@ -30,6 +31,7 @@ class Multinode(Elastic):
 
 class MultinodeTask(PytorchElasticFunctionTask):
     def execute(self, **inputs: Any) -> Any:
+        point_to_previous(platform)  # the nodes may not all come
         try:
             with restarts_only(worth_restarts()):
                 return super().execute(**inputs)

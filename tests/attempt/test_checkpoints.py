@@ -12,8 +12,12 @@ from flytekit.core.context_manager import ExecutionState
 
 from flyte_ddp.attempt import checkpoints
 from flyte_ddp.attempt.checkpoints import checkpoint_store
+from flyte_ddp.attempt.pod import GPUS_VARIABLE
 from flyte_ddp.errors import RecoverableError
+from flyte_ddp.recipes.hyperparameters import Hyperparameters
+from flyte_ddp.settings import RunOptions
 from flyte_ddp.tasks import platform
+from tests.attempt.test_training import FolderError, Folders, FolderTraining
 from tests.unreliable_storage import UnreliableStorage
 
 ROOT = Path(__file__).parents[2]
@@ -136,3 +140,50 @@ def test_an_attempt_whose_pod_was_started_again_goes_on_from_its_own(attempt, tm
 
 def test_without_a_checkpoint_training_starts(attempt):
     assert attempt(7) is None
+
+
+# --- on a platform of folders ---
+
+
+class NoCheckpoints(Folders):
+    """Takes no checkpoint: as when the pod is lost before its upload has ended."""
+
+    def put(self, path, url):
+        if url.endswith("/checkpoint"):
+            raise OSError("503 Slow Down")
+        super().put(path, url)
+
+
+def restored(platform, resume=True):
+    """The checkpoint that an attempt begins with; empty without one."""
+    with checkpoint_store(platform, "key", resume) as store:
+        return store.path.read_text() if store.path.exists() else ""
+
+
+@pytest.fixture
+def stored(tmp_path):
+    """The root of a platform on which the first attempt has left a checkpoint."""
+    (tmp_path / "0" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "0" / "checkpoints" / "checkpoint").write_text("half a training")
+    return tmp_path
+
+
+def test_attempts_that_are_lost_before_they_have_handed_it_on_lose_nothing(stored):
+    for number in (1, 2):
+        assert restored(NoCheckpoints(stored, number)) == "half a training"
+    assert restored(Folders(stored, 3)) == "half a training"
+
+
+def test_an_attempt_that_ends_before_it_has_its_data_loses_nothing(stored, monkeypatch):
+    monkeypatch.setenv(GPUS_VARIABLE, "99")
+    with pytest.raises(FolderError, match="this pod must have as many GPUs as were registered"):
+        FolderTraining(Folders(stored, 1)).run(Hyperparameters(), RunOptions(), stored)
+    assert restored(Folders(stored, 2)) == "half a training"
+
+
+def test_who_does_not_want_to_resume_starts_anew_also_where_the_pod_starts_again(stored):
+    for _ in range(2):
+        assert restored(NoCheckpoints(stored, 1), resume=False) == ""
+    restored(NoCheckpoints(stored, 1))
+    (stored / "pod-1" / "checkpoint").unlink()
+    assert restored(Folders(stored, 1), resume=False) == ""

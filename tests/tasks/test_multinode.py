@@ -13,6 +13,8 @@ from flytekit.exceptions.user import FlyteUserRuntimeException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
+from flyte_ddp.attempt import checkpoints
+from flyte_ddp.attempt.checkpoints import checkpoint_store
 from flyte_ddp.attempt.multinode import handing_on_failure, worth_restarts
 from flyte_ddp.attempt.registration import registration
 from flyte_ddp.errors import InputError, NonFiniteError
@@ -110,6 +112,27 @@ def test_a_node_tells_the_webhook_unless_it_is_just_not_the_first(in_a_pod, monk
             MultinodeTask(Multinode(), trains_nothing).execute()
         server.shutdown()
     assert len(server.posted) == told
+
+
+def test_an_attempt_whose_nodes_do_not_meet_hands_on_where_the_checkpoint_is(tmp_path, monkeypatch):
+    from flytekitplugins.kfpytorch.task import PytorchElasticFunctionTask
+
+    from flyte_ddp.tasks.multinode import Multinode, MultinodeTask
+
+    def execute(*_, **__):
+        raise RendezvousError("the last node did not come")
+
+    monkeypatch.setattr(PytorchElasticFunctionTask, "execute", execute)
+    monkeypatch.setattr(checkpoints, "WAITS", ())
+    folders = [tmp_path / str(attempt) for attempt in range(3)]
+    folders[0].mkdir()
+    (folders[0] / "checkpoint").write_text("half a training")
+    pod = on_a_cluster(SyncCheckpoint(str(folders[1]), str(folders[0])), tmp_path / "first pod")
+    with pod, pytest.raises(TaskInterruptedError, match="the last node did not come"):
+        MultinodeTask(Multinode(), trains_nothing).execute()
+    next_one = on_a_cluster(SyncCheckpoint(str(folders[2]), str(folders[1])), tmp_path / "second pod")
+    with next_one, checkpoint_store(flytekit_platform, "key", resume=True) as store:
+        assert store.path.read_text() == "half a training"
 
 
 def trains_nothing() -> None:
