@@ -7,6 +7,7 @@ another way is found by the probe, which refuses it.
 
 import functools
 import importlib.util
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -81,6 +82,8 @@ def _attend(
     """torch's fused kernels draw by themselves; its plain one calls dropout."""
     if not dropout_p:
         return ATTEND(query, key, value, mask, 0.0, *args, **kwargs)
+    if isinstance(mask, Tensor) and mask.dtype == torch.bool:  # the plain one would add it, as 0 and 1
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, -math.inf)
     return plain_attention(query, key, value, mask, dropout_p, *args, **kwargs)
 
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import scaled_dot_product_attention as attend
 from torch.utils.checkpoint import checkpoint
 
 from flyte_ddp.batch_share import BatchShare
@@ -110,6 +111,39 @@ def test_each_call_draws_other_numbers_and_each_seed_does():
         assert torch.equal(torch.rand(4, 2), one)
     assert not torch.equal(one, other)
     assert not torch.equal(one, next_step)
+
+
+TRIL = torch.ones(6, 6, dtype=torch.bool).tril()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"attn_mask": TRIL},
+        {"attn_mask": TRIL.expand(4, 1, 6, 6)},
+        {"attn_mask": TRIL & (torch.arange(6) > 0)},
+        {"attn_mask": torch.linspace(-2, 2, 36).view(6, 6)},
+        {"is_causal": True},
+        {"scale": 0.9},
+        {"enable_gqa": True},
+    ],
+)
+def test_attention_that_drops_weighs_as_torchs(options, dtype):
+    heads = 1 if "enable_gqa" in options else 2
+    mask = options.get("attn_mask")
+    if mask is not None and mask.dtype != torch.bool:
+        options = {**options, "attn_mask": mask.to(dtype)}
+    query, key = torch.randn(4, 2, 6, 8).to(dtype), torch.randn(4, heads, 6, 8).to(dtype)
+    each = torch.eye(6, dtype=dtype).expand(4, heads, 6, 6)  # so that the weights come out
+    expected = attend(query, key, each, **options)
+    with rows_of(0, 4, 4).block(0):
+        weights = attend(query, key, each, dropout_p=0.25, **options)
+    kept = weights != 0
+    assert 0.6 < kept[expected > 1e-6].float().mean() < 0.9
+    tolerance = 1e-5 if dtype == torch.float32 else 0.02
+    torch.testing.assert_close(weights[kept] * 0.75, expected[kept], atol=1e-6, rtol=tolerance)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
