@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from flyte_ddp.launch import launcher
 from flyte_ddp.report.console import show_output
 
 pytest_plugins = ["tests.small_training"]
@@ -56,6 +57,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def output() -> None:
     """What the library says is printed, as in a command."""
     show_output()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def ranks() -> None:
+    """The process that a session's ranks are forked from imports what else many of their recipes need, once."""
+    launcher.warm_up([*launcher.PRELOAD, "sklearn.datasets", "torch.distributed.fsdp"])
 
 
 @pytest.fixture(scope="session")

@@ -43,13 +43,14 @@ def resume(state: TrainingState, job: Job, environment: Environment, link: Link)
                 raise CheckpointError(OTHER_BASE)
             manifest = read_manifest(path)
             outline = pytree.tree_map_only((Tensor, StoredTensor), _on_meta, content["state"])
-            told = [(checksum(path), outline, manifest if manifest and "url" in manifest else None)]
+            manifest = manifest if manifest and "url" in manifest else None
+            told = [(checksum(path), outline, manifest, job.options)]
         except CheckpointError as error:
             refuse(error, job.options, link.emit)
     distributed.broadcast_object_list(told)
     if told[0] is None:
         return True
-    expected, outline, manifest = told[0]
+    expected, outline, manifest, options = told[0]  # options of rank 0, which knows whether it is resume_from's
     with ExitStack() as stack:
         try:
             if manifest and job.storage:
@@ -59,12 +60,12 @@ def resume(state: TrainingState, job: Job, environment: Environment, link: Link)
                 content = content or read_same(path, expected)
                 receivers = _receivers(state, _verify_shards(content))
         except CheckpointError as error:
-            refuse(error, job.options, link.emit)
+            refuse(error, options, link.emit)
             return True
         try:
             restore(state, in_place(state, content["state"] if content else outline, receivers))
         except CheckpointError as error:
-            refuse(error, job.options, link.emit)
+            refuse(error, options, link.emit)
             return False
     return True
 

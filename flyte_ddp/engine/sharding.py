@@ -109,7 +109,7 @@ def _is_cast(layer: nn.Module) -> bool:
     such as spectral_norm's, may do so in float32."""
     kinds = [kind for kind in CAST if isinstance(layer, kind)]
     is_own = all(getattr(type(layer), name, None) is getattr(kind, name, None) for kind in kinds for name in OVERRIDDEN)
-    return bool(kinds) and is_own and not layer._forward_pre_hooks
+    return bool(kinds) and is_own and not torch_compat.has_forward_pre_hooks(layer)
 
 
 def _from_first(tensor: Tensor, device: torch.device) -> None:

@@ -107,6 +107,11 @@ def has_gradient_hooks(weight: Tensor) -> bool:
     return bool(weight._backward_hooks or weight._post_accumulate_grad_hooks)
 
 
+def has_forward_pre_hooks(layer: nn.Module) -> bool:
+    """Whether something is called before its forward, which may compute with its weights, as spectral_norm's hook."""
+    return bool(layer._forward_pre_hooks)
+
+
 def guard_steps(optimizer: Optimizer, flag: Tensor) -> bool:
     """Makes an optimizer leave the weights unchanged once flag is 1; returns False if this one cannot.
 

@@ -193,6 +193,7 @@ def test_an_error_outside_of_the_ranks_names_this_host(server, monkeypatch):
 def test_a_pod_that_lacks_its_gpus_is_told(server, monkeypatch, training):
     monkeypatch.setenv("DDP_WEBHOOK", f"{server.url}/200")
     monkeypatch.setenv(GPUS_VARIABLE, "1024")
+    monkeypatch.setattr(platform, "previous_checkpoint_url", lambda: "")
     monkeypatch.syspath_prepend(str(dry_run.ROOT / "examples"))
     with pytest.raises(TaskInterruptedError, match="as many GPUs as were registered"):
         training()

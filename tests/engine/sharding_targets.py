@@ -68,6 +68,12 @@ def kill_on_two_nodes(environment: Environment, link: Link, job: Job) -> Trainin
     return worker.run(*given)
 
 
+def train_on_a_checkpoint_of_its_own(environment: Environment, link: Link, job: Job) -> TrainingResult:
+    """Trains as many nodes do in a retry: only rank 0 knows that the checkpoint is not the one that the user names."""
+    named = replace(job, options=replace(job.options, resume_from="a folder"))
+    return worker.run(environment, link, named if environment.rank else job)
+
+
 def train_on_uneven_nodes(environment: Environment, link: Link, job: Job) -> TrainingResult:
     """Trains with two ranks on the first node and one on the second."""
     size = 2 if environment.rank < 2 else 1

@@ -7,10 +7,16 @@ import numpy as np
 import pytest
 import torch
 
+from flyte_ddp.engine.job import job_in, subject_of
 from flyte_ddp.events import CheckpointRefused, CheckpointWritten, RunStarted, StepLogged
+from flyte_ddp.launch import launcher
+from flyte_ddp.launch.environment import World
 from flyte_ddp.manifest import read_manifest, shards_beside
+from flyte_ddp.settings import RunOptions
+from flyte_ddp.user_code import find_code
+from tests.engine.probe_recipes import Settings
 from tests.engine.sharding_recipes import Rotating
-from tests.engine.test_sharding import KINDS, WHOLE, Unplugged, assert_alike, interrupt, run
+from tests.engine.test_sharding import HERE, KINDS, WHOLE, Unplugged, assert_alike, interrupt, run
 
 
 class Seen:
@@ -129,6 +135,18 @@ def test_damage_is_named_and_training_starts_anew(cut, tmp_path, kind):
     damage, reason = DAMAGE[kind]
     _, seen = go_on(cut, tmp_path / "damaged", "full", damage, left=0)
     assert reason in seen.refused[0]
+    assert seen.started == (0, 0)
+
+
+def test_damage_to_an_earlier_attempts_checkpoint_is_not_to_the_one_given(cut, tmp_path):
+    shutil.copytree(cut, tmp_path / "damaged")
+    flip(*shards_beside(tmp_path / "damaged" / "checkpoint").iterdir())
+    subject = subject_of(find_code(f"{HERE}:Everything"), Settings(log_interval=1, **WHOLE))
+    job = job_in(tmp_path / "damaged", subject, RunOptions(sharding="full", loader_workers=0, checkpoint_seconds=0))
+    seen, target = Seen(left=0), "tests.engine.sharding_targets:train_on_a_checkpoint_of_its_own"
+    with pytest.raises(Unplugged):
+        launcher.launch(target, World(2, 2, "gloo", "cpu"), job, 60, seen)
+    assert seen.refused == [DAMAGE["flipped"][1]]
     assert seen.started == (0, 0)
 
 
