@@ -20,7 +20,7 @@ from torch import Tensor
 from flyte_ddp import random_numbers
 from flyte_ddp.engine.batch_norm import batch_norm
 from flyte_ddp.engine.ghost_batch_norm import ghost_batch_norm
-from flyte_ddp.engine.torch_compat import leave_uncompiled, original, plain_attention
+from flyte_ddp.engine.torch_compat import check, leave_uncompiled, original, plain_attention
 
 if TYPE_CHECKING:
     from flyte_ddp.engine.by_row import ByRow
@@ -52,6 +52,8 @@ def draws_so_far() -> int:
 
 
 def _dropout(rows: "ByRow", features: Tensor, p: float, train: bool) -> Tensor:
+    if not 0 <= p <= 1:
+        raise ValueError(f"dropout: p must be at least 0 and at most 1, got {p}")
     if not train or p == 0:
         return features
     kernel = dropout_kernel() if features.is_cuda else None
@@ -104,10 +106,13 @@ def _normalise_instances(rows: "ByRow", *args: Any) -> Tensor:
     return found
 
 
-def _fill(numbers: Callable[..., Numbers]) -> Callable[..., Tensor]:
-    """Of an operation that fills a tensor in place: numbers(dtype, its further arguments)."""
+def _fill(name: str, numbers: Callable[..., Numbers]) -> Callable[..., Tensor]:
+    """Of torch's operation of that name, which fills a tensor in place: numbers(dtype, its further arguments)."""
+    packet, _, overload = name.partition(".")
+    theirs = original(getattr(getattr(torch.ops.aten, packet), overload or "default"))
 
     def fill(rows: "ByRow", filled: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        theirs(filled.new_empty(0), *args, **kwargs)  # refuses wrong arguments
         by_position = numbers(filled.dtype, *args, **kwargs)
         return filled.copy_(rows.draw("fill", filled.shape, filled.device, by_position))
 
@@ -131,16 +136,30 @@ def _bernoulli(dtype: torch.dtype, p: float = 0.5) -> Numbers:
     return lambda *position: random_numbers.uniform(*position) < p
 
 
-def _bernoulli_of(rows: "ByRow", filled: Tensor, p: Tensor) -> Tensor:
-    return filled.copy_(rows.draw("fill", filled.shape, filled.device, random_numbers.uniform) < p)
-
-
 def _integers(dtype: Any, low: int, high: int) -> Numbers:
     return functools.partial(random_numbers.integers, low=low, high=high)
 
 
+UNIFORM, NORMAL = _fill("uniform_", _uniform), _fill("normal_", _normal)
+BERNOULLI, INTEGERS = _fill("bernoulli_.float", _bernoulli), _fill("random_.from", _integers)
+
+
+def _bernoulli_of(rows: "ByRow", filled: Tensor, p: Tensor) -> Tensor:
+    check(p.clamp(0, 1) == p, "bernoulli: each p must be at least 0 and at most 1")
+    return filled.copy_(rows.draw("fill", filled.shape, filled.device, random_numbers.uniform) < p)
+
+
+def _normal_of(rows: "ByRow", mean: Any, std: Any = 1.0) -> Tensor:
+    """As torch's, it has no gradients for its mean and standard deviation."""
+    with torch.no_grad():
+        if isinstance(std, Tensor):
+            check(std >= 0, "normal: each std must be at least 0")
+            return mean + std * NORMAL(rows, torch.empty_like(mean + std))
+        return mean + NORMAL(rows, torch.empty_like(mean), 0.0, std)
+
+
 def _integers_of(rows: "ByRow", low: int, high: int, size: Sequence[int], **like: Any) -> Tensor:
-    return _fill(_integers)(rows, torch.empty(size, **{"dtype": torch.int64, **like}), low, high)
+    return INTEGERS(rows, torch.empty(size, **{"dtype": torch.int64, **like}), low, high)
 
 
 # What is replaced above autograd: torch's C++ calls these, too
@@ -150,30 +169,28 @@ OPERATORS: dict[str, Callable[..., Tensor]] = {
     "scaled_dot_product_attention": _attend,
     "batch_norm": _normalise,
     "instance_norm": _normalise_instances,
-    "bernoulli_.float": _fill(_bernoulli),
+    "bernoulli_.float": BERNOULLI,
     "bernoulli_.Tensor": _bernoulli_of,
     "bernoulli": lambda rows, p: _bernoulli_of(rows, torch.empty_like(p), p),
-    "bernoulli.p": lambda rows, like, p: _fill(_bernoulli)(rows, torch.empty_like(like), p),
-    "uniform_": _fill(_uniform),
-    "normal_": _fill(_normal),
-    "normal.Tensor_float": lambda rows, mean, std=1.0: mean + _fill(_normal)(rows, torch.empty_like(mean), 0.0, std),
-    "normal.float_Tensor": lambda rows, mean, std: mean + std * _fill(_normal)(rows, torch.empty_like(std)),
-    "normal.Tensor_Tensor": lambda rows, mean, std: mean + std * _fill(_normal)(rows, torch.empty_like(mean + std)),
-    "exponential_": _fill(_exponential),
+    "bernoulli.p": lambda rows, like, p: BERNOULLI(rows, torch.empty_like(like), p),
+    "uniform_": UNIFORM,
+    "normal_": NORMAL,
+    "normal.Tensor_float": _normal_of,
+    "normal.float_Tensor": _normal_of,
+    "normal.Tensor_Tensor": _normal_of,
+    "exponential_": _fill("exponential_", _exponential),
 }
 # What makes a tensor comes from Python below autograd; so it is replaced there, by an empty one and what fills it
 FACTORIES: dict[str, Callable[..., Tensor]] = {
-    "rand": lambda rows, size, **like: _fill(_uniform)(rows, torch.empty(size, **like)),
-    "randn": lambda rows, size, **like: _fill(_normal)(rows, torch.empty(size, **like)),
-    "normal.float_float": lambda rows, *args, **like: _fill(_normal)(rows, torch.empty(args[2], **like), *args[:2]),
+    "rand": lambda rows, size, **like: UNIFORM(rows, torch.empty(size, **like)),
+    "randn": lambda rows, size, **like: NORMAL(rows, torch.empty(size, **like)),
+    "normal.float_float": lambda rows, *args, **like: NORMAL(rows, torch.empty(args[2], **like), *args[:2]),
     "randint": lambda rows, high, size, **like: _integers_of(rows, 0, high, size, **like),
     "randint.low": lambda rows, *args, **like: _integers_of(rows, *args, **like),
-    "rand_like": lambda rows, one, **like: _fill(_uniform)(rows, torch.empty_like(one, **like)),
-    "randn_like": lambda rows, one, **like: _fill(_normal)(rows, torch.empty_like(one, **like)),
-    "randint_like": lambda rows, one, high, **like: _fill(_integers)(rows, torch.empty_like(one, **like), 0, high),
-    "randint_like.low_dtype": lambda rows, one, *args, **like: _fill(_integers)(
-        rows, torch.empty_like(one, **like), *args
-    ),
+    "rand_like": lambda rows, one, **like: UNIFORM(rows, torch.empty_like(one, **like)),
+    "randn_like": lambda rows, one, **like: NORMAL(rows, torch.empty_like(one, **like)),
+    "randint_like": lambda rows, one, high, **like: INTEGERS(rows, torch.empty_like(one, **like), 0, high),
+    "randint_like.low_dtype": lambda rows, one, *args, **like: INTEGERS(rows, torch.empty_like(one, **like), *args),
 }
 
 

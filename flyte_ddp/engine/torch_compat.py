@@ -83,6 +83,11 @@ def plain_attention(*args: Any, **kwargs: Any) -> Tensor:
     return found
 
 
+def check(are_good: Tensor, message: str) -> None:
+    """RuntimeError with the message if one is False; a GPU fails later, so that nothing waits for it."""
+    torch.ops.aten._assert_async.msg(are_good.all(), message)
+
+
 def arguments_of(operation: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
     """By name, with the defaults that the operation declares; a TorchDispatchMode gets no defaults, and no names."""
     declared = operation._schema.arguments

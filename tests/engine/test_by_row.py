@@ -91,6 +91,32 @@ def test_outside_of_a_block_torch_draws_as_ever():
     assert torch.equal(drawn[0], theirs)
 
 
+WRONG = {
+    "uniform_": lambda: torch.empty(4).uniform_(3, 1),
+    "to - 1 is out of bounds": lambda: torch.randint(0, 1000, (4,), dtype=torch.int8),
+    "'from' to be less than 'to'": lambda: torch.randint(3, 3, (4,)),
+    "bernoulli_ expects p": lambda: torch.empty(4).bernoulli_(1.5),
+    "bernoulli: each p": lambda: torch.bernoulli(torch.tensor([0.5, 1.5, 0.5, 0.5])),
+    "normal: each std": lambda: torch.normal(0.0, torch.tensor([1.0, 1.0, -1.0, 1.0])),
+    "normal expects std": lambda: torch.normal(torch.ones(4), -1.0),
+    "lambda > 0": lambda: torch.empty(4).exponential_(0),
+    "dropout: p must be": lambda: torch.dropout(torch.ones(4), 1.5, True),
+}
+
+
+@pytest.mark.parametrize("told", WRONG)
+def test_wrong_arguments_are_refused_as_by_torch(told):
+    with rows_of(0, 4, 4).block(0), pytest.raises((RuntimeError, ValueError), match=told):
+        WRONG[told]()
+
+
+def test_a_normal_number_has_no_gradient_for_its_mean_as_in_torch():
+    mean, std = torch.zeros(4, 2, requires_grad=True), torch.ones(4, 2, requires_grad=True)
+    with rows_of(0, 4, 4).block(0):
+        for drawn in (torch.normal(mean, std), torch.normal(mean, 1.0), torch.normal(0.0, std)):
+            assert not drawn.requires_grad
+
+
 def test_what_all_samples_share_is_equal_on_all_ranks():
     drawn = []
     for first, count in ((0, 4), (0, 3), (3, 1)):
