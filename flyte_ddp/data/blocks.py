@@ -107,9 +107,11 @@ def open_rows(path: Path, length: int, name: str) -> np.ndarray:
 
 def _row_kind(tree: Any, name: str) -> np.dtype:
     if isinstance(tree, (tuple, list)):
-        return np.dtype([(str(place), _field(part, name)) for place, part in enumerate(tree)])
+        return np.dtype([(str(place), _field(part, f"{name}: {place}")) for place, part in enumerate(tree)])
     if isinstance(tree, dict):
-        return np.dtype([(str(key), _field(part, name)) for key, part in tree.items()])
+        if not all(isinstance(key, str) for key in tree) or tuple(tree) == _numbered(len(tree)):
+            raise DataError(f"{name}: the keys of a dict must be strings, and not a tuple's 0, 1, …, got {[*tree]}")
+        return np.dtype([(key, _field(part, f"{name}: {key}")) for key, part in tree.items()])
     if not isinstance(tree, np.ndarray) or not tree.ndim or tree.dtype.kind not in "biufc":
         got = f"{tree.dtype} {tree.shape}" if isinstance(tree, np.ndarray) else type(tree).__name__
         raise DataError(f"{name}: samples must be arrays of numbers (n, ...), got {got}: encode them as numbers")

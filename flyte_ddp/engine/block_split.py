@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,10 @@ class BlockSplit:
 
     def __init__(self, blocks: Blocks, name: str, reading: Reading, chosen: np.ndarray | None = None):
         """name: of the split. chosen: (n,) int64, the blocks that it consists of; None is all of them."""
+        for attribute in ("window", "streams", "threads"):
+            value = getattr(blocks, attribute)
+            if not isinstance(value, Integral) or value < 1:
+                raise InputError(f"{attribute} of Blocks must be an integer of at least 1, got {value!r}")
         reading.cache.open()
         self.blocks, self.name, self.reading, self.device = blocks, name, reading, reading.device
         self.chosen = np.arange(len(blocks.lengths)) if chosen is None else chosen

@@ -14,6 +14,7 @@ from flytekit.core.data_persistence import FileAccessProvider
 from flytekit.types.directory import FlyteDirectory
 
 from flyte_ddp.data.block_folder import write_blocks
+from flyte_ddp.data.blocks import Blocks
 from flyte_ddp.data.datasets import prepare
 from flyte_ddp.data.prepared import open_split
 from flyte_ddp.engine.job import job_in, subject_of
@@ -195,13 +196,20 @@ def test_what_has_no_order_is_refused(alone, digits, tmp_path, recipe, words):
         run(digits, tmp_path, recipe=recipe)
 
 
+@pytest.mark.parametrize("value", [0, 2.5, None])
+def test_an_attribute_that_is_no_count_is_refused(alone, digits, tmp_path, monkeypatch, value):
+    monkeypatch.setattr(Blocks, "threads", value)
+    with pytest.raises(InputError, match=f"threads of Blocks must be an integer of at least 1, got {value}"):
+        run(digits, tmp_path)
+
+
 PROBLEMS = {
     "raises": r"block \d+ could not be read:(?s:.)*block_recipes.py(?s:.)*no such animal",
     "type": r"block \d+ has samples of .*<f8.*, where others have .*<f4",
     "missing": r"block \d+ has samples of .*, where others have .*label",
     "shorter": r"block \d+ has 9 samples, where 10 were announced",
     "uneven": r"block \d+: all arrays must have as many rows, got \[9, 10\]",
-    "words": r"block \d+: samples must be arrays of numbers \(n, ...\), got <U1 \(10,\): encode",
+    "words": r"block \d+: label: samples must be arrays of numbers \(n, ...\), got <U1 \(10,\): encode",
 }
 
 
