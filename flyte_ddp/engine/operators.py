@@ -114,22 +114,26 @@ def _fill(name: str, numbers: Callable[..., Numbers]) -> Callable[..., Tensor]:
     def fill(rows: "ByRow", filled: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         theirs(filled.new_empty(0), *args, **kwargs)  # refuses wrong arguments
         by_position = numbers(filled.dtype, *args, **kwargs)
-        return filled.copy_(rows.draw("fill", filled.shape, filled.device, by_position))
+        drawn = torch.view_as_real(filled) if filled.is_complex() else filled
+        drawn.copy_(rows.draw("fill", drawn.shape, drawn.device, by_position))
+        return filled
 
     return fill
 
 
 def _uniform(dtype: torch.dtype, low: float = 0.0, high: float = 1.0) -> Numbers:
-    drawn = functools.partial(random_numbers.uniform, dtype=dtype)
+    drawn = functools.partial(random_numbers.uniform, dtype=dtype.to_real())
     return lambda *position: drawn(*position).mul_(high - low).add_(low)
 
 
 def _normal(dtype: torch.dtype, mean: float = 0.0, std: float = 1.0) -> Numbers:
+    std = std / math.sqrt(2) if dtype.is_complex else std  # each part has half of the variance
     return lambda *position: random_numbers.normal(*position).mul_(std).add_(mean)
 
 
 def _exponential(dtype: torch.dtype, rate: float = 1.0) -> Numbers:
-    return lambda *position: random_numbers.uniform(*position).neg_().log1p_().div_(-rate)
+    # never 0, as torch's: who takes logarithms, such as Gumbel softmax, relies on it
+    return lambda *position: random_numbers.uniform(*position).clamp_(min=2.0**-24).neg_().log1p_().div_(-rate)
 
 
 def _bernoulli(dtype: torch.dtype, p: float = 0.5) -> Numbers:

@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention as attend
 from torch.utils.checkpoint import checkpoint
 
+from flyte_ddp import random_numbers
 from flyte_ddp.batch_share import BatchShare
 from flyte_ddp.engine.by_row import ByRow
 from flyte_ddp.errors import InputError
@@ -115,6 +116,41 @@ def test_a_normal_number_has_no_gradient_for_its_mean_as_in_torch():
     with rows_of(0, 4, 4).block(0):
         for drawn in (torch.normal(mean, std), torch.normal(mean, 1.0), torch.normal(0.0, std)):
             assert not drawn.requires_grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_exponential_numbers_are_never_0_as_in_torch(monkeypatch, dtype):
+    """Or Gumbel softmax, which takes their logarithms, would sooner or later return NaN."""
+    monkeypatch.setattr(random_numbers, "uniform", lambda key, first, count, device: torch.linspace(0, 0.9, count))
+    with rows_of(0, 4, 4).block(0):
+        drawn = torch.empty(4, dtype=dtype).exponential_()
+        assert torch.nn.functional.gumbel_softmax(torch.zeros(4, 5, dtype=dtype)).isfinite().all()
+    assert drawn[0] > 0
+    expected = -torch.log1p(-torch.linspace(0, 0.9, 4)[1:])
+    torch.testing.assert_close(drawn[1:].float(), expected, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda size: torch.rand(size, 3, dtype=torch.complex64),
+        lambda size: torch.randn(size, 3, dtype=torch.complex64),
+        lambda size: torch.zeros(size, 3, dtype=torch.complex128).normal_(1, 2),
+        lambda size: torch.normal(torch.ones(size, 3, dtype=torch.complex64), 2 * torch.ones(3)),
+    ],
+)
+def test_complex_numbers_have_two_parts_as_in_torch(draw):
+    size = 20_000
+    with rows_of(0, size, size).block(0):
+        whole = draw(size)
+    with rows_of(size // 2, size // 2, size).block(0):
+        assert torch.equal(draw(size // 2), whole[size // 2 :])
+    expected = draw(size)
+    assert whole.dtype == expected.dtype
+    for mine, theirs in zip(torch.view_as_real(whole).unbind(-1), torch.view_as_real(expected).unbind(-1), strict=True):
+        torch.testing.assert_close(mine.mean(), theirs.mean(), rtol=0, atol=0.05)
+        torch.testing.assert_close(mine.std(), theirs.std(), rtol=0.05, atol=0)
+    assert abs(torch.corrcoef(torch.view_as_real(whole).flatten(0, 1).T)[0, 1]) < 0.05
 
 
 def test_what_all_samples_share_is_equal_on_all_ranks():
