@@ -100,6 +100,12 @@ KERNEL = """if True:
             mask = random_numbers.kept(key, first, features.numel(), features.device, p).view_as(features)
             mask = mask * random_numbers.threshold_of(p)[1]
             assert torch.equal(dropped, features * mask) and torch.equal(features.grad, mask)
+    # of a gradient's gradient, as a penalty on gradients needs
+    slopes = torch.ones(37, 11, requires_grad=True)
+    (gradient,) = torch.autograd.grad(Dropout.apply(features, 0.3, key, 7), features, slopes, create_graph=True)
+    gradient.sum().backward()
+    mask = random_numbers.kept(key, 7, features.numel(), features.device, 0.3).view_as(features)
+    assert torch.equal(slopes.grad, mask * random_numbers.threshold_of(0.3)[1])
 """
 
 

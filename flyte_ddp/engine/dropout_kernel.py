@@ -27,7 +27,7 @@ class Dropout(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return _drop(gradient, *ctx.position), None, None, None
+        return Dropout.apply(gradient, *ctx.position), None, None, None  # which has a gradient, too
 
 
 def _drop(features: Tensor, p: float, key: int, first: int) -> Tensor:
