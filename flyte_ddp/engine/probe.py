@@ -18,6 +18,7 @@ from flyte_ddp.engine.comparison import dependences, optimizer_of, scaled_rates
 from flyte_ddp.engine.data_probe import of_first_rank, on_any_rank, unequal_data
 from flyte_ddp.engine.measures import code_location, headline_of, mismatched, pairs_of, ratios, trained_measure
 from flyte_ddp.engine.splits import Part, Split, spread
+from flyte_ddp.engine.torch_compat import count_in_total
 from flyte_ddp.engine.trials import Trial, Trials
 from flyte_ddp.errors import InputError
 from flyte_ddp.recipe import Recipe
@@ -56,7 +57,7 @@ def probe(recipe: Recipe, model: nn.Module, splits: dict[str, Split], steps: int
     reasons, rows = unequal_data(recipe, splits), ByRow(recipe.share)
     try:
         trials = Trials(recipe, model, rows, splits["train"], _count(recipe, splits["train"]))
-        with FlopCounterMode(display=False) as counter:
+        with count_in_total(FlopCounterMode(display=False)) as counter:
             whole = trials(0, trials.size)
         _refuse_micro_batch(recipe, rows)
         _refuse_without_gradients(recipe, whole)

@@ -4,7 +4,7 @@ import functools
 import importlib.util
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -93,6 +93,17 @@ def arguments_of(operation: Any, args: Sequence[Any], kwargs: dict[str, Any]) ->
     declared = operation._schema.arguments
     defaults = {argument.name: argument.default_value for argument in declared if argument.has_default_value()}
     return {**defaults, **dict(zip((argument.name for argument in declared), args, strict=False)), **kwargs}
+
+
+def count_in_total(counter: Any) -> Any:
+    """The FlopCounterMode, which then does not tell layers apart.
+
+    To do so, it hangs hooks on what goes into layers, which make torch.autograd.grad() fail for it if it is a leaf, as
+    the positions of atoms are in a network of forces. It has no public way to do without.
+    """
+    counter.mod_tracker = nullcontext()
+    counter.mod_tracker.parents = {"Global"}
+    return counter
 
 
 def copy_with_hooks(model: nn.Module) -> nn.Module:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.flop_counter import FlopCounterMode
 
 from flyte_ddp.engine import torch_compat
 from flyte_ddp.engine.torch_compat import TorchDispatchMode, pytree
@@ -54,6 +55,13 @@ def test_a_copy_of_a_network_has_the_hooks_on_its_gradients():
 
 def add_two(parameter):
     parameter.grad += 2
+
+
+def test_operations_are_counted_in_total_though_a_leaf_goes_into_a_layer():
+    layer, leaf = nn.Linear(2, 3), torch.ones(5, 2, requires_grad=True)
+    with torch_compat.count_in_total(FlopCounterMode(display=False)) as counter:
+        torch.autograd.grad(layer(leaf).sum(), leaf)
+    assert counter.get_total_flops() == 2 * (2 * 5 * 2 * 3)  # forward, and backward to the leaf alone
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])

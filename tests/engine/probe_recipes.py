@@ -56,6 +56,16 @@ class Validated(Sound):
         return super().data(split)[:5] if split == "validation" else super().data(split)
 
 
+class Forces(Sound):
+    """The slopes of an energy at positions that are a leaf, in evaluation, too."""
+
+    @torch.enable_grad()
+    def forward(self, model, batch):
+        positions = batch.clone().requires_grad_()
+        energy = model(positions).tanh().sum()
+        return torch.autograd.grad(energy, positions, create_graph=model.training)[0]
+
+
 class Undirected(Sound):
     """Its headline may be better the more of it there is, or the less."""
 
