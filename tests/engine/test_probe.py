@@ -75,6 +75,7 @@ SOUND = [
     "GroupedNorm",
     "SeededDataset",
     "Validated",
+    "InPlace",
     "Forces",
     "Undirected",
 ]
