@@ -77,12 +77,21 @@ def _differences(recipe: Recipe, trials: Trials, whole: Trial, parts: Sequence[T
         if any(not _is_close(buffer, part.buffers.get(name, buffer)) for part in parts)
     ]
     owners = {type(trials.model.get_submodule(name.rpartition(".")[0])).__name__: name for name in followers}
-    # everyone() in a trial passes no gradient on to the other part
-    return ([] if trials.everyones else _coupled_gradients(recipe, whole, parts)) + [
+    reasons = [
         f"{code_location(recipe, 'forward')}: the buffer {name} of {owner} depends on the samples of its rank: "
         "compute it from everyone(), or keep no running statistics"
         for owner, name in owners.items()
     ]
+    # exactly, since of a large table a batch may change few rows
+    unlike = [name for name, total in whole.weights.items() if any(part.weights.get(name) != total for part in parts)]
+    for name in unlike[:1]:
+        owner = type(trials.model.get_submodule(name.rpartition(".")[0])).__name__
+        reasons.append(
+            f"{code_location(recipe, 'forward')}: it changes {name} of {owner} by the samples of its rank: change no "
+            "weights there; of nn.Embedding, leave out max_norm"
+        )
+    # everyone() in a trial passes no gradient on to the other part
+    return ([] if trials.everyones else _coupled_gradients(recipe, whole, parts)) + reasons
 
 
 def _coupled_gradients(recipe: Recipe, whole: Trial, parts: Sequence[Trial]) -> list[str]:

@@ -53,7 +53,7 @@ def compile_now(state: TrainingState, train: TrainBatches, test: TestBatches, li
 
     All of that may take longer than a step ever should; so the rank says after each layer that it is alive.
     """
-    buffers = [(buffer, buffer.clone()) for buffer in state.model.buffers()]
+    changing = [(tensor, tensor.clone()) for tensor in state.changing]
     with ExitStack() as hooks:
         for network in {state.model, state.evaluated}:
             for layer in _layers(state.recipe, network):
@@ -69,8 +69,8 @@ def compile_now(state: TrainingState, train: TrainBatches, test: TestBatches, li
             vars(state.recipe.share).update(vars(batch.share))
             with in_own_types(state.evaluated), torch.no_grad(), state.rows.block(batch.seed):
                 state.recipe.forward(state.evaluated.eval(), batch.tree)
-    for buffer, before in buffers:
-        buffer.copy_(before)
+    for tensor, before in changing:
+        tensor.copy_(before)
 
 
 def _of_all_sizes(batches: TrainBatches | TestBatches, batch: Batch) -> list[Batch]:

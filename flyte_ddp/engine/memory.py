@@ -62,7 +62,7 @@ def choose_micro_batch(state: TrainingState, train: TrainBatches) -> str:
 def _fits(state: TrainingState, part: Batch) -> bool:
     """Whether there is memory to compute these samples as in a step, which leaves no trace."""
     weights = [weight for weight in state.model.parameters() if weight.requires_grad]
-    buffers = [(buffer, buffer.clone()) for buffer in state.model.buffers()]
+    changing = [(tensor, tensor.clone()) for tensor in state.changing]
     try:
         # A first step allocates the optimizer's state: for Adam twice the weights, and seldom more
         reserved = [] if state.optimizer.state else [torch.empty_like(weight) for weight in [*weights, *weights]]
@@ -76,7 +76,7 @@ def _fits(state: TrainingState, part: Batch) -> bool:
         return False
     finally:
         with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
+            for tensor, before in changing:
+                tensor.copy_(before)
         if state.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -19,7 +19,7 @@ from flyte_ddp.engine.data_probe import of_first_rank, on_any_rank, unequal_data
 from flyte_ddp.engine.measures import code_location, headline_of, mismatched, pairs_of, ratios, trained_measure
 from flyte_ddp.engine.splits import Part, Split, spread
 from flyte_ddp.engine.torch_compat import count_in_total
-from flyte_ddp.engine.trials import Trial, Trials
+from flyte_ddp.engine.trials import Trial, Trials, changed_weights
 from flyte_ddp.errors import InputError
 from flyte_ddp.recipe import Recipe
 
@@ -38,6 +38,7 @@ class Probed:
         reasons: why the result depends on the number of ranks; only if the recipe allows that.
         sample_flops: floating-point operations of a training step, forward and backward, per sample.
         rows: what draws by row, having seen where samples are in what is drawn.
+        moving: the weights, by name, that are not trained but changed otherwise, such as a teacher's.
     """
 
     names: tuple[str, ...]
@@ -45,6 +46,7 @@ class Probed:
     reasons: list[str]
     sample_flops: float
     rows: ByRow
+    moving: frozenset[str]
 
 
 def probe(recipe: Recipe, model: nn.Module, splits: dict[str, Split], steps: int, mixed: bool) -> Probed:
@@ -68,6 +70,7 @@ def probe(recipe: Recipe, model: nn.Module, splits: dict[str, Split], steps: int
             )
         reasons += dependences(recipe, trials, whole) or scaled_rates(recipe, trials.model, steps)
         _try_step(recipe, trials.model)
+        moving = _moving(trials, model)
         tests = Trials(recipe, model, rows, splits["test"], _count(recipe, splits["test"], is_training=False), False)
         tested = tests(0, tests.size)
         _try_results(recipe, tested, mixed)
@@ -80,7 +83,7 @@ def probe(recipe: Recipe, model: nn.Module, splits: dict[str, Split], steps: int
         raise InputError(f"the result would depend on the number of ranks: {'; '.join(reasons)}. {REMEDY}")
     names = tuple(whole.pairs)
     headline = headline_of(recipe, ratios(recipe, names, _totals(whole)))
-    return Probed(names, headline, reasons, counter.get_total_flops() / trials.size, rows)
+    return Probed(names, headline, reasons, counter.get_total_flops() / trials.size, rows, moving)
 
 
 def _count(recipe: Recipe, split: Split, is_training: bool = True) -> int:
@@ -170,6 +173,16 @@ def _try_step(recipe: Recipe, model: nn.Module) -> None:
     remedy = "choose one that needs no closure and takes dense gradients, such as torch.optim.AdamW"
     with _fault_named(f"{code_location(recipe, 'optimizer')}: {type(optimizer).__name__} cannot make a step", remedy):
         optimizer.step()
+
+
+def _moving(trials: Trials, model: nn.Module) -> frozenset[str]:
+    """The frozen weights that change once those that are trained have: a teacher starts as a copy of these."""
+    frozen = {name for name, weight in model.named_parameters(remove_duplicate=False) if not weight.requires_grad}
+    if not frozen or not trials.original:
+        return frozenset()
+    trials.original = None  # the trial goes on from the step
+    trials(0, trials.size)
+    return frozenset(frozen & changed_weights(trials.model, model).keys())
 
 
 @torch.no_grad()

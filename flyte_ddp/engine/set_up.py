@@ -85,7 +85,8 @@ def set_up(environment: Environment, device: torch.device, job: Job, cache: Bloc
     state = TrainingState(
         recipe, model, found.rows, found.names, device, world_size,
         autocast=precision == "bfloat16", total_steps=total_steps, constant_loss=constant_loss,
-        base=base, average=average, log_gradients=job.options.log_gradients,
+        base=FrozenBase(model, base.names - found.moving) if found.moving else base,  # which model() does not provide
+        moving=found.moving, average=average, log_gradients=job.options.log_gradients,
     )  # fmt: skip
     # After the trials and the average, which are copies without these
     if job.options.compile:

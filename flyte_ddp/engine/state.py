@@ -1,6 +1,6 @@
 """The state of a training: weights, optimizer, schedule, average, position and measures so far; and its step."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -68,14 +68,17 @@ class TrainingState:
         total_steps: int,
         constant_loss: float = 0.0,
         base: FrozenBase | None = None,
+        moving: Iterable[str] = (),
         average: Average | None = None,
         log_gradients: bool = False,
     ):
-        """names: of the measures, "loss" first. base: the weights that model() has frozen. log_gradients: whether
+        """names: of the measures, "loss" first. base: the weights that model() has frozen. moving: those that forward
+        changes nevertheless. log_gradients: whether
         events have those of all parameters."""
         self.log_gradients = log_gradients
         self.recipe, self.names, self.device, self.micro_batch = recipe, tuple(names), device, recipe.micro_batch
         self.model, self.rows, self.base, self.average = model, rows, base or FrozenBase(model), average
+        self._moving = [model.get_parameter(name) for name in moving]
         rows.running = RunningStatistics(model) if recipe.norm_samples else None
         self.clock = StepClock(device)
         rows.waiting = self.clock.waiting
@@ -106,6 +109,11 @@ class TrainingState:
         return self.average.model if self.average else self.model
 
     @property
+    def changing(self) -> list[Tensor]:
+        """What a forward pass changes."""
+        return [*self.model.buffers(), *self._moving]
+
+    @property
     def learning_rate(self) -> float:
         return float(self.schedule.get_last_lr()[0])
 
@@ -116,10 +124,10 @@ class TrainingState:
         """
         self.parallel.zero_grad()  # here rather than at the end, so that gradients can be inspected until the next step
         parts = self.parallel.parts(batch, self.micro_batch)
-        buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()] if len(parts) > 1 else []
+        changing = [(tensor, tensor.clone()) for tensor in self.changing] if len(parts) > 1 else []
         for number, part in enumerate(parts, 1):
-            for buffer, before in buffers:  # a step changes them once, in however many parts it is computed
-                buffer.copy_(before)
+            for tensor, before in changing:  # a step changes them once, in however many parts it is computed
+                tensor.copy_(before)
             # For what all samples share and torch draws by itself: the same on all ranks
             self._generator.manual_seed(batch.seed)
             is_last = number == len(parts)

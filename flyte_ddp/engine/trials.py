@@ -33,6 +33,7 @@ class Trial:
         drawn: operation and shape of what was drawn by row.
         strays: the methods that drew numpy's or Python's random numbers.
         buffers: of the network, afterwards.
+        weights: the sums of those that are not as they were before, by name.
         gradients: of the sum of what is trained, by parameter; none in evaluation.
     """
 
@@ -43,6 +44,7 @@ class Trial:
     drawn: list[tuple[str, tuple[int, ...]]]
     strays: list[str]
     buffers: dict[str, Tensor]
+    weights: dict[str, float]
     gradients: dict[str, Tensor]
 
 
@@ -59,6 +61,7 @@ class Trials:
         self.recipe, self.size, self.device, self.is_training = recipe, size, split.device, is_training
         # A copy, unless it is sharded: what a trial changes in the network, such as counts of calls, is not kept
         self.model, self.rows = model if is_sharded(model) else copy_with_hooks(model), rows
+        self.original = None if is_sharded(model) else model
         self.buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         self.everyones: list[Tensor] = []  # what everyone() returned for the whole batch, call by call
         # Both parts are spread over the split too, or of sorted samples each would have a class of its own; and one is
@@ -106,11 +109,16 @@ class Trials:
         strays = [stage for stage, before, after in zip(methods, host, host[1:], strict=False) if before != after]
         buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         gradients = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
-        return Trial(last - first, stages, pairs, draws.found, self.rows.drawn, strays, buffers, gradients)
+        changed = changed_weights(self.model, self.original) if self.original else {}
+        weights = {name: weight.sum(dtype=torch.float64).item() for name, weight in changed.items()}
+        return Trial(last - first, stages, pairs, draws.found, self.rows.drawn, strays, buffers, weights, gradients)
 
     def _start_afresh(self) -> None:
         self.model.train(self.is_training).zero_grad()
         with torch.no_grad():
+            if self.original:
+                for weight, first in zip(self.model.parameters(), self.original.parameters(), strict=True):
+                    weight.copy_(first)
             for name, buffer in self.model.named_buffers():
                 if name in self.buffers and buffer.shape == self.buffers[name].shape:
                     buffer.copy_(self.buffers[name])
@@ -121,6 +129,13 @@ class Trials:
 
     def _repeat(self, noted: Iterator[Tensor]) -> Any:
         return lambda mine: next(noted, mine).detach()
+
+
+def changed_weights(model: nn.Module, original: nn.Module) -> dict[str, Tensor]:
+    """By name, with every name of tied ones, the network's parameters that are not as in the original."""
+    before = dict(original.named_parameters(remove_duplicate=False))
+    now = {name: weight.detach() for name, weight in model.named_parameters(remove_duplicate=False)}
+    return {name: weight for name, weight in now.items() if not torch.equal(weight, before[name])}
 
 
 @contextmanager

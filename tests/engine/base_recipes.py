@@ -37,6 +37,33 @@ class Tied(Sound):
         return nn.Sequential(shared, nn.Linear(WIDTH, WIDTH), copy.copy(shared))
 
 
+class Follower(nn.Module):
+    """A student, and a teacher that follows its weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.student = nn.Linear(WIDTH, WIDTH)
+        self.teacher = copy.deepcopy(self.student).requires_grad_(False)
+
+    def forward(self, features):
+        if self.training:
+            with torch.no_grad():
+                for follower, weight in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+                    follower.lerp_(weight, 0.1)
+        return self.student(features) - 0.5 * self.teacher(features)
+
+
+class Taught(Sound):
+    """A frozen base, which is as model() has it, and a teacher, which is not."""
+
+    def model(self):
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH).requires_grad_(False), Follower())
+
+
+class TaughtInParts(Taught):
+    micro_batch = 3
+
+
 class Typed(Sound):
     """The weights of its layers have the types that are set here."""
 

@@ -114,6 +114,19 @@ class TokenMean(Sound):
         return {"loss": ((outputs - rows).square() * is_token).sum(1) / lengths.float().mean()}
 
 
+class ScaledTable(Sound):
+    """Scales the rows that a batch looks up, in the table itself."""
+
+    def data(self, split):
+        return torch.arange(SIZE)
+
+    def model(self):
+        return nn.Embedding(SIZE, WIDTH, max_norm=1.0)
+
+    def measure(self, outputs, batch):
+        return {"loss": outputs.square().mean(1)}
+
+
 class CentredInEvaluation(Sound):
     def forward(self, model, batch):
         outputs = model(batch)

@@ -14,7 +14,17 @@ from flyte_ddp.model_metadata import needs_metadata
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.training import train
 from tests.engine import base_recipes
-from tests.engine.base_recipes import Averaged, Based, FrozenBfloat16, FrozenFloat16, Lora, Tied, TrainedBfloat16
+from tests.engine.base_recipes import (
+    Averaged,
+    Based,
+    FrozenBfloat16,
+    FrozenFloat16,
+    Lora,
+    Taught,
+    TaughtInParts,
+    Tied,
+    TrainedBfloat16,
+)
 from tests.engine.probe_recipes import Settings, Sound
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -58,7 +68,21 @@ def test_what_model_freezes_is_in_no_file_and_loading_puts_both_together(tmp_pat
     assert all(torch.equal(loaded.state_dict()[name], value) for name, value in weights(result.model_path).items())
 
 
-@pytest.mark.parametrize("recipe", [Based, Averaged])
+def test_a_frozen_teacher_that_follows_what_is_trained_is_in_the_files(tmp_path):
+    result, _ = run(Taught, tmp_path / "whole")
+    assert weights(result.model_path).keys() == {
+        "1.student.weight", "1.student.bias", "1.teacher.weight", "1.teacher.bias"
+    }  # fmt: skip
+    torch.manual_seed(Settings().seed)
+    first, loaded = Taught(Settings()).model(), Taught.load_model(result.model_path)
+    assert torch.equal(loaded.state_dict()["0.weight"], first.state_dict()["0.weight"])
+    assert not torch.equal(loaded.state_dict()["1.teacher.weight"], first.state_dict()["1.teacher.weight"])
+    in_parts, _ = run(TaughtInParts, tmp_path / "parts")  # in which it follows once per step
+    for name, value in weights(in_parts.model_path).items():
+        torch.testing.assert_close(value, weights(result.model_path)[name])
+
+
+@pytest.mark.parametrize("recipe", [Based, Averaged, Taught])
 def test_a_training_resumes_and_goes_on_with_the_same_bits(tmp_path, recipe):
     expected, _ = run(recipe, tmp_path / "whole", epochs=3)
     run(recipe, tmp_path / "first", epochs=3, stop_after=1)

@@ -25,6 +25,7 @@ REFUSED = {
     "ClampedByHook": ["the gradient of 0.weight is not the sum of its samples'", "clip_norm"],
     "ClampedAfterwards": ["the gradient of 0.weight is not the sum of its samples'"],
     "NormalisedBackward": ["the gradient of 0.weight is not the sum of its samples'", "backward()"],
+    "ScaledTable": ["ScaledTable.forward", "changes weight of Embedding by the samples of its rank", "max_norm"],
     "MeanOfMany": ["MeanOfMany.forward", "depends on the others of its batch"],
     "SortedByClass": ["SortedByClass.forward", "depends on the others of its batch"],
     "TokenMean": ["TokenMean.measure", "'loss' (", "depends on the others of its batch"],
