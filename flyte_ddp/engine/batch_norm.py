@@ -86,19 +86,55 @@ class _Normalise(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         features, weight, mean, variance, count = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return *_differentiable(ctx, gradient, features, weight, count), None, None, None
         if len(features):
             through, to_weight, to_bias = torch.ops.aten.native_batch_norm_backward(
                 gradient, features, weight, mean, variance, None, None, False, ctx.eps, [True, True, True]
             )
         else:
             through, to_weight, to_bias = gradient, torch.zeros_like(weight), torch.zeros_like(weight)
-        sums = torch.stack([to_weight, to_bias])
+        sums = torch.stack([to_weight, to_bias]) * (not ctx.borrowed)
         with ctx.waiting():
             distributed.all_reduce(sums)
         slope, offset = sums * (weight * (variance + ctx.eps).rsqrt() / -count)
         if not ctx.borrowed:
             through = _fixed(features, slope, offset, mean, variance, ctx.eps).add_(through)
         return through, to_weight, to_bias, None, None, None
+
+
+def _differentiable(ctx: Any, gradient: Tensor, features: Tensor, weight: Tensor, count: Tensor) -> tuple[Tensor, ...]:
+    """What _Normalise.backward returns, in operations that autograd follows, for the gradients of gradients."""
+    over, by_channel = [0, *range(2, features.ndim)], (1, -1, *[1] * (features.ndim - 2))
+
+    def mean_of(values: Tensor) -> Tensor:
+        total: Tensor = _Sum.apply((values[:0] if ctx.borrowed else values).sum(over), ctx.waiting)
+        return (total / count).view(by_channel)
+
+    slopes, wide = gradient.double(), features.double()  # float64: see forward
+    centred = wide - mean_of(wide)
+    scale = (mean_of(centred.square()) + ctx.eps).rsqrt()
+    normalised = centred * scale
+    coupled = mean_of(slopes) + normalised * mean_of(slopes * normalised)
+    coupled = coupled * (not ctx.borrowed)  # 0, but a part of the graph, so that all ranks sum up alike on the way back
+    through = (slopes - coupled) * scale * weight.view(by_channel)
+    to_weight, to_bias = (slopes * normalised).sum(over), slopes.sum(over)
+    return through.to(features.dtype), to_weight.to(weight.dtype), to_bias.to(weight.dtype)
+
+
+class _Sum(torch.autograd.Function):
+    """The sum over all ranks, each of which has a loss that depends on it."""
+
+    @staticmethod
+    def forward(ctx: Any, mine: Tensor, waiting: Waiting) -> Tensor:
+        ctx.waiting, total = waiting, mine.clone()
+        with waiting():
+            distributed.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _Sum.apply(gradient, ctx.waiting), None
 
 
 def _fixed(features: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, variance: Tensor, eps: float) -> Tensor:

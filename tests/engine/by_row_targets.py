@@ -85,6 +85,19 @@ class Derived(nn.BatchNorm1d):
         return super().forward(features).relu()
 
 
+class Slopes(nn.Module):
+    """What a penalty on gradients, or a network of forces, computes with batch norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4, eps=0.5)
+
+    def forward(self, features: Tensor) -> Tensor:
+        energy = self.norm(features).tanh().sum()
+        slopes: Tensor = torch.autograd.grad(energy, features, create_graph=True)[0]
+        return slopes
+
+
 def drop_path(features: Tensor) -> Tensor:
     return features * features.new_empty(len(features), 1, 1).bernoulli_(0.5)
 
@@ -102,6 +115,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "batch norm 1d": (lambda: nn.BatchNorm1d(5), (5, 4)),
     "batch norm 2d": (lambda: nn.Sequential(nn.Conv2d(2, 5, 3), nn.BatchNorm2d(5), nn.ReLU()), (2, 5, 4)),
     "batch norm 3d": (lambda: nn.BatchNorm3d(5), (5, 2, 3, 2)),
+    "slopes of batch norm": (Slopes, (4,)),
+    "slopes of batch norm 1d": (Slopes, (4, 3)),
     "attention": (lambda: SelfAttention(need_weights=False), (5, 8)),
     "attention with weights": (lambda: SelfAttention(need_weights=True), (5, 8)),
     "attention, samples second": (lambda: SelfAttention(need_weights=False, batch_first=False), (5, 8)),
