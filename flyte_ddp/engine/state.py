@@ -124,6 +124,7 @@ class TrainingState:
         """
         self.parallel.zero_grad()  # here rather than at the end, so that gradients can be inspected until the next step
         parts = self.parallel.parts(batch, self.micro_batch)
+        self.parallel.module.digests.clear()
         changing = [(tensor, tensor.clone()) for tensor in self.changing] if len(parts) > 1 else []
         for number, part in enumerate(parts, 1):
             for tensor, before in changing:  # a step changes them once, in however many parts it is computed
@@ -148,8 +149,8 @@ class TrainingState:
         norm = torch.linalg.vector_norm(self._norms)
         total = norm + new[self._trained] + new[self._trained + 1]
         self.flag.logical_or_(total - total)  # 0 if finite, else NaN, which counts as true
-        if self.world_size > 1:
-            uneven = (bits * (self.world_size - bits)).amax() > 0.5  # far from 0 whatever the rounding
+        if len(bits):
+            uneven = (bits * (self.world_size - bits)).amax() > 0.2  # far from 0 whatever the rounding
             self._sums[-4].add_(uneven)
             self.flag.logical_or_(uneven)
         self._sums[-1].add_(self.flag)

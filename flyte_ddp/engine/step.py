@@ -42,7 +42,11 @@ class Step(nn.Module):
     afterwards. The sums of the measures travel with them, as the gradient of a parameter that is never trained: that
     saves a second all-reduce, and all ranks know the same sums at the same step. So does what running statistics move
     towards, where batch norm goes by groups. And so do the bits of a digest of the shapes that random numbers were
-    drawn for: if a bit's sum is neither 0 nor the number of ranks, these shapes differ.
+    drawn for: if a bit's sum is neither 0 nor the number of ranks, these shapes differ. A rank whose parts differ among
+    themselves gives halves.
+
+    Attributes:
+        digests: of the parts of this step.
     """
 
     def __init__(
@@ -53,7 +57,9 @@ class Step(nn.Module):
         self.world_size, self.autocast = world_size, autocast
         self.trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         # Values and weights by name, running statistics, bits of the digest, requests to stop and to save
-        self.sizes = [2 * len(names), rows.running.size if rows.running else 0, BITS if world_size > 1 else 0, 2]
+        bits = BITS if world_size > 1 or recipe.micro_batch else 0
+        self.sizes = [2 * len(names), rows.running.size if rows.running else 0, bits, 2]
+        self.digests: set[int] = set()
         self.sums = nn.Parameter(torch.zeros(sum(self.sizes), device=recipe.device))
 
     def forward(self, batch: Batch, requests: tuple[bool, bool], is_last: bool) -> Tensor:
@@ -72,8 +78,9 @@ class Step(nn.Module):
             torch.sum(torch.stack([part for pair in pairs.values() for part in pair]), 1, out=measured)
             if running:
                 running.write(statistics)
+            self.digests.add(self.rows.digest)
             if len(bits):
-                bits.copy_(constants(bits_of(self.rows.digest if is_last else 0), sums.device))
+                bits.copy_(constants(bits_of(self.digests if is_last else {0}), sums.device))
             asked.copy_(constants(tuple(float(request and is_last) for request in requests), sums.device))
         # backward(gradient) would save this product, but imports sympy
         return _Reaching.apply(self.world_size * (trained + self.sums @ sums), *self.trainable)
@@ -101,6 +108,7 @@ class ReplicatedStep(DistributedDataParallel):
         return [gradient for gradient in found if gradient is not None]
 
 
-def bits_of(digest: int) -> tuple[float, ...]:
-    """The last bits of a digest."""
-    return tuple(float(digest >> bit & 1) for bit in range(BITS))
+def bits_of(digests: set[int]) -> tuple[float, ...]:
+    """The last bits of a digest; halves for several."""
+    digest, *others = digests
+    return tuple(0.5 if others else float(digest >> bit & 1) for bit in range(BITS))

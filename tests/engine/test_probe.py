@@ -110,8 +110,8 @@ def test_weights_of_the_loss_that_are_not_finite_end_the_run(alone, tmp_path, na
 def test_every_recipe_of_the_modules_is_tested():
     recipes = {name for name, kind in CLASSES.items() if issubclass(kind, Sound)}
     assert recipes - {*REFUSED, *SOUND} == {
-        "Permitted", "OneRankRaises", "RarelyLonger", "Chatty", "Unseeded", "Borrowing", "BorrowingGroups",
-        "NaNWeights", "InfiniteWeights",
+        "Permitted", "OneRankRaises", "RarelyLonger", "RarelyLongerPart", "Chatty", "Unseeded", "Borrowing",
+        "BorrowingGroups", "NaNWeights", "InfiniteWeights",
     }  # fmt: skip
 
 
@@ -136,7 +136,7 @@ def test_a_recipe_can_let_it_pass_and_the_result_says_so(tmp_path):
                 "default_rng(0)",
             ],
         ),
-        ("RarelyLonger", ["epoch 1, step ", "samples had different shapes", "dropout (", "pad all samples"]),
+        ("RarelyLonger", ["epoch 1, step ", "samples, or", "had different shapes", "dropout (", "pad all samples"]),
         ("OneRankRaises", ["rank ", "ZeroDivisionError", "only where the share begins later"]),
     ],
 )
@@ -146,6 +146,13 @@ def test_ranks_that_refuse_end_the_run_with_their_reason_and_leave_no_process(tm
     first_line = str(caught.value).partition("\n")[0]
     assert all(word in first_line for word in words), first_line
     assert multiprocessing.active_children() == []
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_parts_of_other_shapes_end_the_run_on_any_number_of_ranks(tmp_path, nproc):
+    """All of an epoch is in one batch: micro_batch would change the result."""
+    with pytest.raises(RankError, match=r"epoch 1, step 1, .* parts .* had different shapes .*dropout \("):
+        run("RarelyLongerPart", tmp_path, nproc, batch_size=SIZE)
 
 
 @pytest.mark.parametrize("name", ["Borrowing", "BorrowingGroups"])
