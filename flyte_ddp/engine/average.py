@@ -19,9 +19,12 @@ class Average:
     @torch.no_grad()
     def update(self, model: nn.Module, is_first: bool) -> None:
         # each once: a state_dict lists tied weights under every name that they have
-        mine, theirs = (
-            [local(value) for value in (*network.parameters(), *network.buffers())] for network in (self.model, model)
+        own, others = (
+            {name: local(value) for name, value in (*network.named_parameters(), *network.named_buffers())}
+            for network in (self.model, model)
         )
+        fitting = [name for name, value in own.items() if name in others and others[name].shape == value.shape]
+        mine, theirs = ([values[name] for name in fitting] for values in (own, others))  # without caches that grow
         floats = [index for index, value in enumerate(mine) if value.is_floating_point()]
         share = 1.0 if is_first else 1 - self.decay
         torch_compat.move_towards([mine[i] for i in floats], [theirs[i] for i in floats], share)

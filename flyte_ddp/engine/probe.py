@@ -62,6 +62,7 @@ def probe(recipe: Recipe, model: nn.Module, splits: dict[str, Split], steps: int
         with count_in_total(FlopCounterMode(display=False)) as counter:
             whole = trials(0, trials.size)
         _refuse_micro_batch(recipe, rows)
+        _refuse_lost(recipe, trials, whole)
         _refuse_without_gradients(recipe, whole)
         _refuse_unreached(recipe, model, splits["train"], trials, whole)
         if trials.everyones and not recipe.couples_samples:
@@ -125,6 +126,22 @@ def _refuse_micro_batch(recipe: Recipe, rows: ByRow) -> None:
         why = "with couples_samples, which needs whole batches"
     if why:
         raise InputError(f"{type(recipe).__name__}.micro_batch must be 0 {why}, got {recipe.micro_batch}")
+
+
+def _refuse_lost(recipe: Recipe, trials: Trials, whole: Trial) -> None:
+    """Buffers that a step changes and a checkpoint lacks, or that it makes and that model() has no place for."""
+    kept = trials.model.state_dict().keys()
+    for name, now in whole.buffers.items():
+        before = trials.buffers.get(name)
+        is_same = before is not None and torch.equal(now, before)
+        is_fitting = before is not None and now.shape == before.shape
+        if is_same or is_fitting == (name in kept):  # a cache that grows is made again
+            continue
+        owner = type(trials.model.get_submodule(name.rpartition(".")[0])).__name__
+        does, remedy = "creates", "of which model() has none of this shape: create it in its __init__"
+        if is_fitting:
+            does, remedy = "changes", "which no checkpoint has: register it with persistent=True"
+        raise InputError(f"{code_location(recipe, 'model')}: forward {does} the buffer {name} of {owner}, {remedy}")
 
 
 def _refuse_without_gradients(recipe: Recipe, whole: Trial) -> None:

@@ -106,3 +106,49 @@ class GroupedNormOfSome(GroupedNorm):
 
     def forward(self, model, batch):
         return torch.cat([model(batch[:-1]), batch[-1:]])
+
+
+class Counted(nn.Module):
+    """Counts its calls, where no state_dict has it."""
+
+    calls: torch.Tensor
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()), persistent=False)
+
+    def forward(self, features):
+        self.calls += 1
+        return features * (1 + 1 / self.calls)
+
+
+class LostBuffer(Sound):
+    body = Counted
+
+
+class Mask(nn.Module):
+    """Makes its mask at the first call."""
+
+    mask: torch.Tensor | None
+
+    def __init__(self, persistent=True):
+        super().__init__()
+        self.register_buffer("mask", None, persistent)
+
+    def forward(self, features):
+        if self.mask is None:
+            self.mask = torch.ones(features.shape[1])
+        return features * self.mask
+
+
+class LateBuffer(Sound):
+    body = Mask
+
+
+class LateCache(Sound):
+    """In front of other buffers, so that it has the place of one of them."""
+
+    ema_decay = 0.9
+
+    def body(self):
+        return nn.Sequential(Mask(persistent=False), nn.BatchNorm1d(WIDTH))
