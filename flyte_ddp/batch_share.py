@@ -33,6 +33,9 @@ class BatchShare:
     alone: bool = False
     stand_in: Callable[[Tensor], Tensor] | None = None
 
+    def __deepcopy__(self, memo: Any) -> "BatchShare":
+        return self  # copies of a layer share it, too
+
     def own(self, rows: Tensor) -> Tensor:
         """The rows of the rank's own samples: all, or (0, ...) of borrowed ones."""
         return rows[:0] if self.borrowed else rows

@@ -117,6 +117,10 @@ class Recipe:
         self.settings, self.data_path = settings, data_path
         self.share = BatchShare()
 
+    def __deepcopy__(self, memo: Any) -> "Recipe":
+        """Itself: a layer that has been given everyone() needs it in copies of the network, too."""
+        return self
+
     @property
     def init_path(self) -> Path:
         """The folder that the task was given as init, for from_pretrained in model(); InputError without one. It is

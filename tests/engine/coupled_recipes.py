@@ -63,6 +63,26 @@ class Buffer(Sound):
     body = RunningMean
 
 
+class MeanOfAll(RunningMean):
+    """Is given the recipe's everyone(), of which trials and the average must not make a copy."""
+
+    def __init__(self, everyone):
+        super().__init__()
+        self.everyone = everyone
+
+    def forward(self, features):
+        if self.training:
+            self.mean.lerp_(self.everyone(features.detach()).mean(0), 0.1)
+        return features - self.mean
+
+
+class EveryonesBuffer(Sound):
+    couples_samples, ema_decay = True, 0.5
+
+    def body(self):
+        return MeanOfAll(self.everyone)
+
+
 class SpectralNorm(Sound):
     """Its buffers change, but follow no samples."""
 

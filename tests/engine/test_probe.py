@@ -72,6 +72,7 @@ SOUND = [
     "Transformer",
     "OneForTheBatch",
     "Everyone",
+    "EveryonesBuffer",
     "Experts",
     "SpectralNorm",
     "LateCache",
