@@ -129,8 +129,15 @@ def _refuse_micro_batch(recipe: Recipe, rows: ByRow) -> None:
 
 
 def _refuse_lost(recipe: Recipe, trials: Trials, whole: Trial) -> None:
-    """Buffers that a step changes and a checkpoint lacks, or that it makes and that model() has no place for."""
-    kept = trials.model.state_dict().keys()
+    """What no file can have, buffers that a step changes and a checkpoint lacks, and those that it creates and that
+    model() has no place for."""
+    kept = trials.model.state_dict()
+    for name, value in kept.items():
+        if not isinstance(value, Tensor):
+            raise InputError(
+                f"{code_location(recipe, 'model')}: its state_dict must have nothing but tensors, got {name} "
+                f"({type(value).__name__}): let get_extra_state() return a tensor, or leave it out"
+            )
     for name, now in whole.buffers.items():
         before = trials.buffers.get(name)
         is_same = before is not None and torch.equal(now, before)

@@ -43,6 +43,7 @@ REFUSED = {
     "Buffer": ["the buffer 1.mean of RunningMean", "everyone()"],
     "LostBuffer": ["LostBuffer.model", "forward changes the buffer 1.calls of Counted", "persistent=True"],
     "LateBuffer": ["LateBuffer.model", "forward creates the buffer 1.mask of Mask", "in its __init__"],
+    "ExtraState": ["ExtraState.model", "must have nothing but tensors", "1._extra_state (dict)"],
     "NoisyDataset": ["NoisyDataset.data", "its NoisyRows gives another sample each time", "in augment()"],
     "RarelyNoisyDataset": ["its RarelyNoisyRows gives another sample each time"],
     "EmptyDataset": ["EmptyDataset.data", 'split "train"', "must have samples"],
