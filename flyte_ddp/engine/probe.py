@@ -17,6 +17,7 @@ from flyte_ddp.engine.by_row import ByRow
 from flyte_ddp.engine.comparison import dependences, optimizer_of, scaled_rates
 from flyte_ddp.engine.data_probe import of_first_rank, on_any_rank, unequal_data
 from flyte_ddp.engine.measures import code_location, headline_of, mismatched, pairs_of, ratios, trained_measure
+from flyte_ddp.engine.sharding import is_sharded
 from flyte_ddp.engine.splits import Part, Split, spread
 from flyte_ddp.engine.torch_compat import count_in_total
 from flyte_ddp.engine.trials import Trial, Trials, changed_weights
@@ -64,6 +65,8 @@ def probe(recipe: Recipe, model: nn.Module, splits: dict[str, Split], steps: int
         _refuse_micro_batch(recipe, rows)
         _refuse_lost(recipe, trials, whole)
         _refuse_without_gradients(recipe, whole)
+        if not is_sharded(trials.model):
+            _refuse_reentrant(recipe, whole)
         _refuse_unreached(recipe, model, splits["train"], trials, whole)
         if trials.everyones and not recipe.couples_samples:
             raise InputError(
@@ -170,6 +173,22 @@ def _refuse_without_gradients(recipe: Recipe, whole: Trial) -> None:
             f"{code_location(recipe, 'model')}: the gradient of {sparse[0]} must not be sparse: create its layer with "
             "sparse=False"
         )
+
+
+def _refuse_reentrant(recipe: Recipe, whole: Trial) -> None:
+    """Its parameters would get gradients twice in a step, which DistributedDataParallel takes for an error."""
+    seen, ahead = set(), [whole.pairs[trained_measure(list(whole.pairs))][0].grad_fn]
+    while ahead:
+        node = ahead.pop()
+        if node is None or node in seen:
+            continue
+        if node.name() == "CheckpointFunctionBackward":
+            raise InputError(
+                f"{code_location(recipe, 'forward')}: torch.utils.checkpoint must have use_reentrant=False: change it, "
+                "or name the layers in the recipe's recompute"
+            )
+        seen.add(node)
+        ahead += [function for function, _ in node.next_functions]
 
 
 def _refuse_unreached(recipe: Recipe, model: nn.Module, split: Split, trials: Trials, whole: Trial) -> None:

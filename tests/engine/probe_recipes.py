@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from flyte_ddp.recipe import Recipe
 from flyte_ddp.settings import TrainingSettings, setting
@@ -64,6 +65,20 @@ class InPlace(Sound):
 
     def forward(self, model, batch):
         return model(batch.mul_(2))
+
+
+class Reentrant(Sound):
+    """Computes a layer again within the backward pass, by a backward pass of its own."""
+
+    use_reentrant = True
+
+    def forward(self, model, batch):
+        first, *others = model
+        return nn.Sequential(*others)(checkpoint(first, batch.requires_grad_(), use_reentrant=self.use_reentrant))
+
+
+class NotReentrant(Reentrant):
+    use_reentrant = False
 
 
 class Forces(Sound):

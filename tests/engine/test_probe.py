@@ -44,6 +44,7 @@ REFUSED = {
     "LostBuffer": ["LostBuffer.model", "forward changes the buffer 1.calls of Counted", "persistent=True"],
     "LateBuffer": ["LateBuffer.model", "forward creates the buffer 1.mask of Mask", "in its __init__"],
     "ExtraState": ["ExtraState.model", "must have nothing but tensors", "1._extra_state (dict)"],
+    "Reentrant": ["Reentrant.forward", "use_reentrant=False", "recompute"],
     "NoisyDataset": ["NoisyDataset.data", "its NoisyRows gives another sample each time", "in augment()"],
     "RarelyNoisyDataset": ["its RarelyNoisyRows gives another sample each time"],
     "EmptyDataset": ["EmptyDataset.data", 'split "train"', "must have samples"],
@@ -81,6 +82,7 @@ SOUND = [
     "SeededDataset",
     "Validated",
     "InPlace",
+    "NotReentrant",
     "Forces",
     "Undirected",
 ]
