@@ -223,7 +223,11 @@ def _moving(trials: Trials, model: nn.Module) -> frozenset[str]:
     frozen = {name for name, weight in model.named_parameters(remove_duplicate=False) if not weight.requires_grad}
     if not frozen or not trials.original:
         return frozenset()
-    trials.original = None  # the trial goes on from the step
+    with torch.no_grad():  # a little, where the step, which lacks schedule and clipping, may have gone anywhere
+        for weight, first in zip(trials.model.parameters(), model.parameters(), strict=True):
+            if weight.requires_grad:
+                weight.copy_(1.01 * first)
+    trials.original = None  # the trial goes on from there
     trials(0, trials.size)
     return frozenset(frozen & changed_weights(trials.model, model).keys())
 

@@ -60,6 +60,21 @@ class Taught(Sound):
         return nn.Sequential(nn.Linear(WIDTH, WIDTH).requires_grad_(False), Follower())
 
 
+class TaughtFast(Taught):
+    """The trial's step is one without the schedule and clipping of training: what follows it may be anything."""
+
+    def optimizer(self, model):
+        return torch.optim.SGD([weight for weight in model.parameters() if weight.requires_grad], 3e38, weight_decay=99)
+
+    def factor(self, step, steps):
+        return 1e-41
+
+    def forward(self, model, batch):
+        outputs = super().forward(model, batch)
+        torch.distributions.Normal(outputs, 1.0)  # refuses a NaN
+        return outputs
+
+
 class TaughtInParts(Taught):
     micro_batch = 3
 

@@ -21,6 +21,7 @@ from tests.engine.base_recipes import (
     FrozenFloat16,
     Lora,
     Taught,
+    TaughtFast,
     TaughtInParts,
     Tied,
     TrainedBfloat16,
@@ -80,6 +81,11 @@ def test_a_frozen_teacher_that_follows_what_is_trained_is_in_the_files(tmp_path)
     in_parts, _ = run(TaughtInParts, tmp_path / "parts")  # in which it follows once per step
     for name, value in weights(in_parts.model_path).items():
         torch.testing.assert_close(value, weights(result.model_path)[name])
+
+
+def test_a_teacher_is_looked_for_with_weights_that_have_hardly_moved(tmp_path):
+    result, _ = run(TaughtFast, tmp_path)
+    assert "1.teacher.weight" in weights(result.model_path)
 
 
 @pytest.mark.parametrize("recipe", [Based, Averaged, Taught])
