@@ -42,7 +42,7 @@ def said(tmp_path_factory) -> list[str]:
     run = functools.partial(subprocess.run, cwd=project, env=environment, text=True, timeout=300)
     printed = []
     for block, _ in BLOCKS:
-        for _ in range(3):
+        for _ in range(10):
             command = ["bash", "-ec", SETUP + block.replace("29500", str(free_port()))]
             done = run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
             if "terminate called without an active exception" not in done.stdout:

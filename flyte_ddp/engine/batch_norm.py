@@ -94,7 +94,9 @@ class _Normalise(torch.autograd.Function):
             )
         else:
             through, to_weight, to_bias = gradient, torch.zeros_like(weight), torch.zeros_like(weight)
-        sums = torch.stack([to_weight, to_bias]) * (not ctx.borrowed)
+        sums = torch.stack([to_weight, to_bias])
+        if ctx.borrowed:
+            sums.zero_()
         with ctx.waiting():
             distributed.all_reduce(sums)
         slope, offset = sums * (weight * (variance + ctx.eps).rsqrt() / -count)
