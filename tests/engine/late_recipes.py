@@ -4,8 +4,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from flyte_ddp.recipe import Recipe
 from tests.engine.dataset_recipes import Rows
-from tests.engine.probe_recipes import SIZE, WIDTH, Sound, table
+from tests.engine.probe_recipes import SIZE, WIDTH, Settings, Sound, table
 
 # --- outputs ---
 
@@ -130,6 +131,74 @@ class LazyButCalled(Lazy):
         model = super().model()
         model(torch.zeros(1, WIDTH))
         return model
+
+
+class NoNetwork(Sound):
+    """Its author has forgotten a return, as those of the next have."""
+
+    def model(self):
+        super().model()
+
+
+class NoOutputs(Sound):
+    def forward(self, model, batch):
+        model(batch)
+
+
+class NoFactor(Sound):
+    def factor(self, step, steps):
+        step / steps
+
+
+class FactorOfText(Sound):
+    def factor(self, step, steps):
+        return "0.5"
+
+
+class FactorNaN(Sound):
+    def factor(self, step, steps):
+        return float("nan")
+
+
+class FactorTensor(Sound):
+    def factor(self, step, steps):
+        return torch.tensor([0.5])
+
+
+class NoMeasure(Recipe):
+    data, model, forward = Sound.data, Sound.model, Sound.forward
+    body = nn.Identity
+
+
+class NoModel(Recipe):
+    data, measure = Sound.data, Sound.measure
+
+
+class NoData(Recipe):
+    model, measure = Sound.model, Sound.measure
+
+
+class NoArguments(Sound):
+    def __init__(self):
+        super().__init__(Settings())
+
+
+class OtherWeights(Sound):
+    """Its optimizer has weights that are not the network's."""
+
+    def optimizer(self, model):
+        return torch.optim.SGD(super().model().parameters(), 0.1)
+
+
+class OwnNetwork(Sound):
+    """Its optimizer has the weights of the network that model() returned."""
+
+    def model(self):
+        self.network = super().model()
+        return self.network
+
+    def optimizer(self, model):
+        return torch.optim.SGD(self.network.parameters(), 0.1)
 
 
 class NamedRows(Rows):

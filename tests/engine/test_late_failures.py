@@ -25,11 +25,21 @@ REFUSED = {
     "TwoOptimizers": ["TwoOptimizers.optimizer", "must return one optimizer of torch.optim, got list", "groups"],
     "LearnedWeights": ["LearnedWeights.measure", "the weights of 'loss' must not need a gradient", "detach()"],
     "Lazy": ["Lazy.model", "0.weight has no shape yet", "call the network once in model()"],
+    "NoNetwork": ["NoNetwork.model", "must return the network, an nn.Module, got NoneType"],
+    "NoOutputs": ["NoOutputs.forward", "must return the network's outputs, got None"],
+    "NoFactor": ["NoFactor.factor", "must return a finite number, got None"],
+    "FactorOfText": ["FactorOfText.factor", "must return a finite number, got '0.5'"],
+    "FactorNaN": ["FactorNaN.factor", "must return a finite number, got nan"],
+    "NoMeasure": ["NoMeasure must define measure(outputs, batch)"],
+    "NoModel": ["NoModel must define model()"],
+    "NoData": ["NoData must define data(split)"],
+    "NoArguments": ["NoArguments.__init__", "must take settings and data_path", "too many positional arguments"],
+    "OtherWeights": ["OtherWeights.optimizer", "the network's parameters, got one of shape (8, 8) that is none"],
     "NamedArrays": ["NamedArrays.data", "must be numbers, got str192"],
 }
 SOUND = [
     "MixedOutputs", "InsistingWithConstantLoss", "Trimmed", "Predicting", "PredictingBools", "LearnedWeightsElsewhere",
-    "LazyButCalled",
+    "LazyButCalled", "FactorTensor", "OwnNetwork",
 ]  # fmt: skip
 
 
@@ -44,7 +54,7 @@ def test_what_would_fail_later_is_refused_at_once(alone, tmp_path, name):
         run(name, tmp_path)
     message = caught.value.message
     assert all(words in message for words in REFUSED[name]), message
-    assert re.search(r"_recipes.py, line \d+", message), message
+    assert " must define " in message or re.search(r"_recipes.py, line \d+", message), message
 
 
 @pytest.mark.parametrize("name", SOUND)
