@@ -211,6 +211,16 @@ class NamedSamples(Sound):
         return NamedRows()
 
 
+class MissingRows(Rows):
+    def __getitem__(self, index):
+        raise FileNotFoundError(f"images/{index}.png")
+
+
+class MissingSamples(Sound):
+    def data(self, split):
+        return MissingRows()
+
+
 class NamedArrays(Sound):
     def data(self, split):
         return table(), np.array([f"row {index}" for index in range(SIZE)])

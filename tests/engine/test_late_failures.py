@@ -67,6 +67,11 @@ def test_a_dataset_with_strings_in_its_samples_is_refused(alone, tmp_path):
         run("NamedSamples", tmp_path)
 
 
+def test_a_sample_that_cannot_be_read_says_why_in_its_first_line(alone, tmp_path):
+    with pytest.raises(DataError, match=r"^a sample could not be read: FileNotFoundError: images/\d+.png\n"):
+        run("MissingSamples", tmp_path)
+
+
 def test_predictions_of_types_that_no_backend_adds_up_come_from_all_ranks(tmp_path):
     run("Predicting", tmp_path, nproc=2)
     predictions = np.load(tmp_path / "predictions.npy")
