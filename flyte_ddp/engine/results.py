@@ -31,7 +31,7 @@ def write_last(parts: Parts, job: Job) -> None:
     """Rank 0 writes the weights after the last epoch, if another one may be best, and its checkpoint if
     requested, or if training stops early, to be continued; a collective."""
     state = parts.state
-    with writing_to(job.logs, "DDP_RUNS_DIR"):
+    with writing_to(job.logs, job.chosen_by):
         if parts.validation:
             write_weights(parts, job, Path(job.logs, LAST), state.history[-1].validation)
         if job.options.keep_checkpoint or job.settings.stop_after:
@@ -46,7 +46,7 @@ def write_results(parts: Parts, tested: dict[str, float], predictions: Tensor | 
     """Rank 0 writes the results; a collective. tested: measures of the test split. predictions: (N, ...), if the recipe
     has any."""
     path, is_first = Path(job.model_path), distributed.get_rank() == 0
-    with writing_to(path.parent, "DDP_RUNS_DIR"):
+    with writing_to(path.parent, job.chosen_by):
         write_weights(parts, job, path, tested)
         drawn = draw_pictures(parts.state, parts.test.split) if is_first or is_sharded(parts.state.model) else []
         if is_first and predictions is not None:
