@@ -8,6 +8,8 @@ import pytest
 from flyte_ddp.errors import InputError
 from flyte_ddp.recipe import Recipe
 from flyte_ddp.settings import RunOptions, TrainingSettings
+from flyte_ddp.tasks.platform import TaskError
+from flyte_ddp.tasks.recipe import RecipeTraining
 from flyte_ddp.training import name_of, train
 from tests.engine.probe_recipes import Sound
 
@@ -52,3 +54,10 @@ def test_arguments_of_other_types_are_refused_before_anything_is_written(tmp_pat
     with pytest.raises(InputError, match=f"^{words}"):
         train(**arguments)
     assert not list(tmp_path.iterdir())
+
+
+def test_the_training_of_a_task_is_refused_outside_of_one(tmp_path, monkeypatch):
+    monkeypatch.setenv("DDP_RUNS_DIR", str(tmp_path))
+    training = RecipeTraining("tests.engine.probe_recipes:Sound")
+    with pytest.raises(TaskError, match=r"^run\(\) must be called in a task.*: call the task, or flyte_ddp.train"):
+        training.run(TrainingSettings(), RunOptions())
