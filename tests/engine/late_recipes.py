@@ -183,6 +183,25 @@ class NoArguments(Sound):
         super().__init__(Settings())
 
 
+class Misspelt(Sound):
+    def agument(self, batch, random):
+        return batch
+
+
+class MisspeltValue(Sound):
+    clipnorm = 1.0
+
+
+class OwnHelper(Sound):
+    """Its measure calls what is named like an attribute, so it is no mistake."""
+
+    def sample(self, outputs):
+        return outputs
+
+    def measure(self, outputs, batch):
+        return super().measure(self.sample(outputs), batch)
+
+
 class OtherWeights(Sound):
     """Its optimizer has weights that are not the network's."""
 

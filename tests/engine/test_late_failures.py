@@ -34,12 +34,14 @@ REFUSED = {
     "NoModel": ["NoModel must define model()"],
     "NoData": ["NoData must define data(split)"],
     "NoArguments": ["NoArguments.__init__", "must take settings and data_path", "too many positional arguments"],
+    "Misspelt": ["Misspelt.agument is used nowhere (did you mean augment?)"],
+    "MisspeltValue": ["MisspeltValue.clipnorm is used nowhere (did you mean clip_norm?)"],
     "OtherWeights": ["OtherWeights.optimizer", "the network's parameters, got one of shape (8, 8) that is none"],
     "NamedArrays": ["NamedArrays.data", "must be numbers, got str192"],
 }
 SOUND = [
     "MixedOutputs", "InsistingWithConstantLoss", "Trimmed", "Predicting", "PredictingBools", "LearnedWeightsElsewhere",
-    "LazyButCalled", "FactorTensor", "OwnNetwork",
+    "LazyButCalled", "FactorTensor", "OwnNetwork", "OwnHelper",
 ]  # fmt: skip
 
 
@@ -54,7 +56,7 @@ def test_what_would_fail_later_is_refused_at_once(alone, tmp_path, name):
         run(name, tmp_path)
     message = caught.value.message
     assert all(words in message for words in REFUSED[name]), message
-    assert " must define " in message or re.search(r"_recipes.py, line \d+", message), message
+    assert re.search(r" must define | is used nowhere |_recipes.py, line \d+", message), message
 
 
 @pytest.mark.parametrize("name", SOUND)
