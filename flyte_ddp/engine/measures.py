@@ -48,6 +48,10 @@ def pairs_of(recipe: Recipe, outputs: Any, batch: Batch, names: Sequence[str] = 
     if not isinstance(measured, dict) or "loss" not in measured:
         got = f"names {sorted(measured)}" if isinstance(measured, dict) else type(measured).__name__
         raise InputError(f'{code_location(recipe, "measure")} must return a dict with "loss" in it, got {got}')
+    numbered = [name for name in measured if not isinstance(name, str)]
+    if numbered:
+        where = code_location(recipe, "measure")
+        raise InputError(f"{where}: the names of measures must be strings, got {numbered[0]!r}")
     if names and set(measured) != set(names):
         raise InputError(
             f"{code_location(recipe, 'measure')} must always return the same measures, {', '.join(sorted(names))}, got "

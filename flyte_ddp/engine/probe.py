@@ -187,11 +187,13 @@ def _try_results(recipe: Recipe, tested: Trial, mixed: bool) -> None:
             raise InputError(f"{where} must return a tensor with a row for each of the {count} samples, got {got}")
         with _fault_named(f"{where}: NumPy cannot hold what it returns", "call float() on it"):
             predictions.cpu().numpy()
-    for _, picture in recipe.pictures(outputs, tree):
+    where = code_location(recipe, "pictures")
+    with _fault_named(f"{where} fails, or returns no pairs of a caption and an image", "return () for none"):
+        pictures = [(str(caption), picture) for caption, picture in recipe.pictures(outputs, tree)]
+    for _, picture in pictures:
         if picture.ndim != 3 or picture.shape[0] not in (1, 3):
             raise InputError(
-                f"{code_location(recipe, 'pictures')} must return images (C, H, W) of 1 or 3 channels, got shape "
-                f"{tuple(picture.shape)}"
+                f"{where} must return images (C, H, W) of 1 or 3 channels, got shape {tuple(picture.shape)}"
             )
 
 

@@ -4,6 +4,7 @@ import platform
 import resource
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +129,7 @@ def draw_pictures(state: TrainingState, test: Split) -> Sequence[tuple[str, Tens
     vars(recipe.share).update(vars(BatchShare(0, count, count, alone=True)))
     with in_own_types(state.evaluated):
         outputs: Any | None = recipe.forward(state.evaluated.eval(), tree)
-    return recipe.pictures(outputs, tree)[:MOST_PICTURES]
+    return [*islice(recipe.pictures(outputs, tree), MOST_PICTURES)]
 
 
 def write_pictures(drawn: Sequence[tuple[str, Tensor]], path: Path) -> None:

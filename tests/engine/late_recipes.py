@@ -202,6 +202,31 @@ class OwnHelper(Sound):
         return super().measure(self.sample(outputs), batch)
 
 
+class InPlace(Sound):
+    """What it changes is a copy, as in training."""
+
+    def augment(self, batch, random):
+        return batch.mul_(2)
+
+    def forward(self, model, batch):
+        return model(batch.sub_(1))
+
+
+class NumberedMeasure(Sound):
+    def measure(self, outputs, batch):
+        return {**super().measure(outputs, batch), 5: batch[:, 0]}
+
+
+class YieldingPictures(Sound):
+    def pictures(self, outputs, batch):
+        yield "first", batch.expand(1, *batch.shape).clamp(0, 1)
+
+
+class NoPictures(Sound):
+    def pictures(self, outputs, batch):
+        batch.clone()
+
+
 class OtherWeights(Sound):
     """Its optimizer has weights that are not the network's."""
 

@@ -36,12 +36,14 @@ REFUSED = {
     "NoArguments": ["NoArguments.__init__", "must take settings and data_path", "too many positional arguments"],
     "Misspelt": ["Misspelt.agument is used nowhere (did you mean augment?)"],
     "MisspeltValue": ["MisspeltValue.clipnorm is used nowhere (did you mean clip_norm?)"],
+    "NumberedMeasure": ["NumberedMeasure.measure", "names of measures must be strings, got 5"],
+    "NoPictures": ["NoPictures.pictures", "returns no pairs of a caption and an image", "return () for none"],
     "OtherWeights": ["OtherWeights.optimizer", "the network's parameters, got one of shape (8, 8) that is none"],
     "NamedArrays": ["NamedArrays.data", "must be numbers, got str192"],
 }
 SOUND = [
     "MixedOutputs", "InsistingWithConstantLoss", "Trimmed", "Predicting", "PredictingBools", "LearnedWeightsElsewhere",
-    "LazyButCalled", "FactorTensor", "OwnNetwork", "OwnHelper",
+    "LazyButCalled", "FactorTensor", "OwnNetwork", "OwnHelper", "InPlace", "YieldingPictures",
 ]  # fmt: skip
 
 
