@@ -7,6 +7,7 @@ of its own, is reported with its place in the recipe and with what to write inst
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
@@ -174,6 +175,9 @@ def _try_step(recipe: Recipe, model: nn.Module) -> None:
 @torch.no_grad()
 def _try_results(recipe: Recipe, tested: Trial, mixed: bool) -> None:
     """What becomes of outputs after an epoch, and after the last one."""
+    facts: Any = recipe.facts()
+    if not isinstance(facts, dict):  # which the metadata of the weights could not be read with
+        raise InputError(f"{code_location(recipe, 'facts')} must return a dict, got {type(facts).__name__}")
     outputs, tree, predictions = (tested.stages[stage] for stage in ("forward", "data", "predictions"))
     batch = Batch(tree, recipe.share)
     if mixed:

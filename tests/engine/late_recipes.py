@@ -227,6 +227,11 @@ class NoPictures(Sound):
         batch.clone()
 
 
+class NoFacts(Sound):
+    def facts(self):
+        super().facts()
+
+
 class OtherWeights(Sound):
     """Its optimizer has weights that are not the network's."""
 

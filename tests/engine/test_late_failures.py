@@ -38,6 +38,7 @@ REFUSED = {
     "MisspeltValue": ["MisspeltValue.clipnorm is used nowhere (did you mean clip_norm?)"],
     "NumberedMeasure": ["NumberedMeasure.measure", "names of measures must be strings, got 5"],
     "NoPictures": ["NoPictures.pictures", "returns no pairs of a caption and an image", "return () for none"],
+    "NoFacts": ["NoFacts.facts", "must return a dict, got NoneType"],
     "OtherWeights": ["OtherWeights.optimizer", "the network's parameters, got one of shape (8, 8) that is none"],
     "NamedArrays": ["NamedArrays.data", "must be numbers, got str192"],
 }
