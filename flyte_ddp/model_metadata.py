@@ -90,10 +90,17 @@ def add_metadata(weights: Path | IO[bytes], metadata: ModelMetadata) -> None:
 
 def needs_metadata(weights: str | Path, remedy: str) -> ModelMetadata:
     """The metadata of a weights file; InputError if it has none."""
+    check_is_file(weights)
     metadata = read_metadata(weights)
     if metadata is None:
         raise InputError(f"{weights} has no metadata, which training writes into it: {remedy}")
     return metadata
+
+
+def check_is_file(weights: str | Path) -> None:
+    """Raises InputError for a place without a file."""
+    if not Path(weights).is_file():
+        raise InputError(f"model_state must be a file, and {weights} is none: give the one of a training")
 
 
 def _of_our_format(content: Any) -> dict[str, Any]:

@@ -55,6 +55,10 @@ class Random:
         return numbers(key, share.first * each, share.count * each, self._device).view(share.count, *shape)
 
 
+def _undefined(recipe: "Recipe", method: str) -> InputError:
+    return InputError(f"{type(recipe).__name__} must define {method}, see docs/your-own-model.md: is it misspelt?")
+
+
 class Recipe:
     """The parts of a training. A subclass must define data, model and measure; the rest has defaults.
 
@@ -171,7 +175,7 @@ class Recipe:
         stay on disk and are read batch by batch; a torch.utils.data.Dataset with a length is read sample by sample, by
         options.loader_workers processes per rank; Blocks are fetched from a storage as they are needed.
         """
-        raise NotImplementedError
+        raise _undefined(self, "data(split)")
 
     def lengths(self, split: str) -> Any:
         """(N,) whole numbers, for samples of different lengths; None where all have the same shape.
@@ -187,7 +191,7 @@ class Recipe:
         What it draws and normalises by the batch, in whatever way, will be that of the whole global batch, or of
         groups of norm_samples.
         """
-        raise NotImplementedError
+        raise _undefined(self, "model()")
 
     def measure(self, outputs: Any, batch: Tree) -> Measures:
         """The measures of each sample, including "loss", which is minimized, unless there is an "objective".
@@ -195,7 +199,7 @@ class Recipe:
         Each is reported as the sum of its values over the sum of its weights (1 by default), over the whole split; what
         is minimized is the same ratio over the global batch, by its values: its weights must not need a gradient.
         """
-        raise NotImplementedError
+        raise _undefined(self, "measure(outputs, batch)")
 
     def forward(self, model: nn.Module, batch: Tree) -> Any:
         """The network's outputs for a batch: a Tree."""

@@ -75,6 +75,7 @@ class Settings(DataClassJsonMixin):
     """Base of all settings: strict, possibly partial JSON in, InputError for whatever breaks a field's rule."""
 
     def __post_init__(self) -> None:
+        _check_declared(type(self))
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
             object.__setattr__(self, field.name, checked(type(self).__name__, field, getattr(self, field.name)))
 
@@ -107,6 +108,22 @@ class Settings(DataClassJsonMixin):
                 raise InputError(f"{cls.__name__} has no field {_shown(name)}{hint}; known: {', '.join(fields)}")
             checked(cls.__name__, fields[name], value)
         return values
+
+
+def _check_declared(kind: type[Settings]) -> None:
+    """Raises InputError for what dataclasses leave aside in silence: fields of a class without the decorator, and new
+    defaults without a type."""
+    known = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    for one in kind.__mro__[: kind.__mro__.index(Settings)]:
+        types = vars(one).get("__annotations__", {})
+        untyped = [name for name in vars(one) if name in known and name not in types]
+        is_decorated = "__dataclass_fields__" in vars(one)
+        if not is_decorated and (untyped or any("ClassVar" not in str(each) for each in types.values())):
+            raise InputError(f"{one.__name__} needs @dataclass(frozen=True), without which its fields have no effect")
+        if untyped:
+            name = untyped[0]
+            example = f"{name}: {getattr(known[name].type, '__name__', known[name].type)} = {vars(one)[name]!r}"
+            raise InputError(f"{one.__name__}.{name} must have a type, as in {example}: it has no effect without")
 
 
 def checked(owner: str, field: "dataclasses.Field[Any]", value: Any) -> Any:

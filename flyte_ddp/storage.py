@@ -20,7 +20,7 @@ LEFTOVER_SECONDS = 3600.0
 def writing_to(directory: str | Path, variable: str) -> Iterator[None]:
     """Turns the errors of a full, read-only or forbidden disk into one InputError that names the folder.
 
-    variable is the environment variable with which the user can choose another folder.
+    variable is the environment variable, or argument, with which the user can choose another folder.
     """
     try:
         yield

@@ -26,7 +26,7 @@ from flyte_ddp.report.own_observers import OwnObservers
 from flyte_ddp.report.record import RunFailed, RunFinished
 from flyte_ddp.settings import RunOptions, TrainingSettings
 from flyte_ddp.storage import writing_to
-from flyte_ddp.user_code import find_code
+from flyte_ddp.user_code import EXAMPLE, find_code
 
 WORKER = "flyte_ddp.engine.worker:run"  # names, because importing them would import torch
 JOINED = "flyte_ddp.engine.joined:join_and_train"
@@ -87,6 +87,16 @@ def train(
     """
     started = time.time()
     show_output()
+    if not isinstance(settings, TrainingSettings):
+        raise InputError(f"settings must be an object of TrainingSettings or a subclass, got {settings!r}")
+    if not isinstance(options, RunOptions):
+        raise InputError(f"options must be an object of RunOptions, got {options!r}")
+    if not isinstance(recipe, (str, type)):
+        raise InputError(f"recipe must be a name such as {EXAMPLE}, or the class itself, got {recipe!r}")
+    if "://" in str(output):
+        raise InputError(
+            f"output must be a folder of this machine, got {output}: copy it to the storage later, or train in a task"
+        )
     name = recipe if isinstance(recipe, str) else name_of(recipe)
     code, watching = find_code(name, data_files), [find_code(one) for one in observers]
     folder = Path(output).expanduser().absolute()

@@ -55,6 +55,8 @@ def find_code(name: str, data_files: Sequence[str] = (), ranks: Sequence[str] = 
     ranks: modules of this library that use the code. The version does not change when comments, docstrings or
     formatting are edited, nor between Python 3.10 and 3.13. Raises InputError.
     """
+    if not isinstance(name, str):
+        raise InputError(f"give a name such as {EXAMPLE}, got {name!r}: what ranks import is found by its name")
     module, colon, attribute = name.partition(":")
     if not (colon and attribute.isidentifier() and all(part.isidentifier() for part in module.split("."))):
         raise InputError(f"give a name such as {EXAMPLE}, got {name!r}: name the module with dots, without .py")

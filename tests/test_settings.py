@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
+from typing import ClassVar
 
 import msgpack
 import pytest
@@ -16,7 +17,7 @@ from mashumaro.codecs.msgpack import MessagePackDecoder
 from flyte_ddp.errors import InputError
 from flyte_ddp.reading import read_settings
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
-from flyte_ddp.settings import RunOptions
+from flyte_ddp.settings import RunOptions, TrainingSettings
 
 WRONG = [
     ('{"epochz": 2}', ['no field "epochz"', "did you mean epochs?", "batch_size"]),
@@ -74,6 +75,29 @@ def test_missing_fields_take_defaults_and_whole_numbers_become_floats():
     assert isinstance(hp.learning_rate, float)
     assert isinstance(hp.epochs, int)
     assert Hyperparameters.from_json(hp.to_json()) == hp
+
+
+def test_fields_that_dataclasses_would_leave_aside_are_refused():
+    class Undecorated(TrainingSettings):
+        width: int = 8
+
+    class UndecoratedDefault(TrainingSettings):
+        epochs = 7
+
+    @dataclasses.dataclass(frozen=True)
+    class Untyped(TrainingSettings):
+        epochs = 7
+
+    for kind in (Undecorated, UndecoratedDefault):
+        with pytest.raises(InputError, match=rf"^{kind.__name__} needs @dataclass\(frozen=True\)"):
+            kind()
+    with pytest.raises(InputError, match=r"^Untyped.epochs must have a type, as in epochs: int = 7"):
+        Untyped()
+
+    class Same(TrainingSettings):
+        UNIT: ClassVar[str] = "images"
+
+    assert Same(epochs=3).epochs == 3
 
 
 def test_a_whole_number_that_flyte_cannot_store_is_refused():

@@ -51,7 +51,7 @@ def test_a_full_disk_for_the_model_is_one_clear_error(small_data, tmp_path):
     done = limited(1_000_000, "-c", TRAIN, str(small_data), str(tmp_path))
     assert done.returncode == 1
     assert f"InputError: cannot write to {tmp_path}: File too large" in done.stderr
-    assert "set DDP_RUNS_DIR to another folder" in done.stderr
+    assert "set output to another folder" in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 

@@ -209,7 +209,9 @@ def test_the_version_does_not_depend_on_the_folder_nor_on_code_that_is_not_impor
 # --- mistakes ---
 
 
-@pytest.mark.parametrize("name", ["recipes.flowers", "recipes/flowers.py:X", "a b:c", "recipes.:X", ":X", "a:b.c"])
+@pytest.mark.parametrize(
+    "name", ["recipes.flowers", "recipes/flowers.py:X", "a b:c", "recipes.:X", ":X", "a:b.c", InputError, None]
+)
 def test_a_malformed_name_is_refused_with_the_form(name):
     with pytest.raises(InputError, match=r'give a name such as "package\.module:Name", got ') as refused:
         find_code(name)

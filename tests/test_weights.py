@@ -12,6 +12,8 @@ from torch import nn
 
 from flyte_ddp.errors import InputError
 from flyte_ddp.model_metadata import ModelMetadata, add_metadata, read_metadata
+from flyte_ddp.recipe import Recipe
+from flyte_ddp.recipes.models import load_model
 from flyte_ddp.weights import load_weights
 
 KNOWN = ModelMetadata(
@@ -117,3 +119,10 @@ def test_a_file_is_known_by_its_content(tmp_path):
     save_file(OWN, path)
     network = load_weights(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)), path)
     assert torch.equal(network.state_dict()["1.weight"], OWN["1.weight"])
+
+
+@pytest.mark.parametrize("load", [load_model, Recipe.load_model])
+def test_a_place_without_a_file_is_not_taken_for_one_without_metadata(tmp_path, load):
+    for place in (tmp_path, tmp_path / "nowhere.pt"):
+        with pytest.raises(InputError, match=rf"^model_state must be a file, and {place} is none: give the one of a"):
+            load(place)

@@ -17,6 +17,7 @@ from fsspec.implementations.local import LocalFileSystem
 from flyte_ddp.data.blocks import Blocks, length_of, rows_of
 from flyte_ddp.data.stored import INDEX, Stored
 from flyte_ddp.errors import DataError, InputError
+from flyte_ddp.storage import writing_to
 
 FORMAT = 1
 
@@ -60,12 +61,13 @@ def write_blocks(folder: str | Path, data: Any, rows: int) -> None:
         rows: samples of a block, the last of which may be shorter. Blocks of 16 to 128 MiB are read at full speed, and
             an epoch mixes a few hundred better than a few.
     """
-    if rows < 1:
-        raise InputError(f"rows must be at least 1, got {rows}")
+    if not isinstance(rows, (int, np.integer)) or rows < 1:
+        raise InputError(f"rows must be a whole number of at least 1, got {rows}")
     stored = Stored(folder)
     files, root = stored.files, stored.root
     if isinstance(files, LocalFileSystem):  # others have no folders, and s3fs would try to make the bucket
-        files.makedirs(root, exist_ok=True)
+        with writing_to(folder, "folder"):
+            files.makedirs(root, exist_ok=True)
     if files.exists(f"{root}/{INDEX}"):
         raise InputError(f"{folder} has blocks already: name another folder")
     written = []
@@ -73,7 +75,8 @@ def write_blocks(folder: str | Path, data: Any, rows: int) -> None:
         buffer = io.BytesIO()
         np.lib.format.write_array(buffer, block, allow_pickle=False)
         content, name = buffer.getvalue(), f"block-{number:06}.npy"
-        files.pipe_file(f"{root}/{name}", content)
+        with writing_to(folder, "folder"):
+            files.pipe_file(f"{root}/{name}", content)
         written.append(entry(name, len(block), len(content), hashlib.sha256(content)))
     write_index(files, root, written)
 

@@ -52,8 +52,9 @@ class Blocks:
             tree = self._read(number)
         except (InputError, ReportedError):
             raise
-        except Exception:
-            raise DataError(f"{self.name(number)} could not be read:\n{traceback.format_exc()}") from None
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
+            raise DataError(f"{self.name(number)} could not be read: {reason}") from None
         rows = rows_of(tree, self.name(number))
         if len(rows) != self.lengths[number]:
             raise DataError(f"{self.name(number)} has {len(rows)} samples, where {self.lengths[number]} were announced")

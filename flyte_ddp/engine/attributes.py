@@ -1,7 +1,12 @@
 """The rules for a recipe's attributes."""
 
 import dataclasses
+import difflib
 import fnmatch
+import inspect
+import re
+import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,19 +37,42 @@ class Attributes:
     may_depend_on_ranks: bool = setting(False)
 
 
+NAMES = ("percent", "lower_is_better", "higher_is_better", "recompute", "shard")
+METHODS = (
+    "data", "lengths", "model", "measure", "forward", "facts", "augment", "optimizer", "factor", "derive",
+    "constant_loss", "predictions", "pictures",
+)  # fmt: skip
+
+
 def check_attributes(recipe: Recipe, world_size: int) -> None:
-    """Raises InputError for an attribute that breaks its rule."""
+    """Raises InputError for an attribute that breaks its rule, or is misspelt."""
     owner = type(recipe).__name__
+    for kind in type(recipe).__mro__:
+        _check_spelling(kind)
     for field in dataclasses.fields(Attributes):
         value: Any = getattr(recipe, field.name)
         # in its own type, since 8.0 counts as a whole number
         vars(recipe)[field.name] = checked(owner, field, value.item() if isinstance(value, np.generic) else value)
-    for name in ("percent", "lower_is_better", "higher_is_better", "recompute", "shard"):
+    for name in NAMES:
         names = getattr(recipe, name)
         if not isinstance(names, (tuple, list)) or not all(isinstance(one, str) for one in names):
             raise InputError(f'{owner}.{name} must be a tuple of names, such as ("accuracy",), got {names!r}')
     if recipe.norm_samples:
         _check_groups(owner, recipe, world_size)
+
+
+def _check_spelling(kind: type) -> None:
+    """Raises InputError for a name that nothing in its module uses and that is nearly one of Recipe's: the latter's
+    default would be taken in silence."""
+    known = {*METHODS, *NAMES, *(field.name for field in dataclasses.fields(Attributes))} - {*vars(kind)}
+    source = ""
+    for name in vars(kind):
+        nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
+        if nearest and not hasattr(Recipe, name):
+            with suppress(OSError, TypeError):  # of a class that was made at run time
+                source = source or inspect.getsource(sys.modules[kind.__module__])
+            if len(re.findall(rf"\b{name}\b", source)) == 1:
+                raise InputError(f"{kind.__name__}.{name} is used nowhere (did you mean {nearest[0]}?): rename it")
 
 
 def _check_groups(owner: str, recipe: Recipe, world_size: int) -> None:

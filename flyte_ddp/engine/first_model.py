@@ -99,7 +99,10 @@ def _without_values(recipe: Recipe, job: Job) -> nn.Module:
 def _built(recipe: Recipe, seed: int) -> nn.Module:
     torch.manual_seed(seed)
     recipe.has_read_init = False  # for a tokenizer, perhaps
-    model = recipe.model()
+    model: Any = recipe.model()
+    if not isinstance(model, nn.Module):
+        got = type(model).__name__
+        raise InputError(f"{code_location(recipe, 'model')} must return the network, an nn.Module, got {got}")
     lazy = [name for name, parameter in model.named_parameters() if nn.parameter.is_lazy(parameter)]
     if lazy:
         raise InputError(

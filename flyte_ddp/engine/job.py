@@ -3,7 +3,7 @@
 import hashlib
 import json
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -125,6 +125,7 @@ class Job(Subject):
         checkpoint_path: where the checkpoint is kept; training resumes from an earlier one there.
         storage: where sharded checkpoints are kept instead, if each rank reaches it.
         logs: folder for all else: PREDICTIONS, PICTURES, LAST, FINAL, and the profile of each rank.
+        chosen_by: the variable, or argument, by which the user chooses the folder of all these.
         launched: time.time() of the launch.
     """
 
@@ -132,6 +133,7 @@ class Job(Subject):
     model_path: str = ""
     checkpoint_path: str = ""
     logs: str = ""
+    chosen_by: str = "DDP_RUNS_DIR"
     storage: RankStorage | None = None
     launched: float = field(default_factory=time.time)
 
@@ -149,7 +151,8 @@ def job_of(
 
 def job_in(folder: Path, subject: Subject, options: RunOptions) -> Job:
     """A job that leaves everything in one folder."""
-    return job_of(subject, options, model_path=folder / "model.pt", checkpoint_path=folder / "checkpoint", logs=folder)
+    job = job_of(subject, options, model_path=folder / "model.pt", checkpoint_path=folder / "checkpoint", logs=folder)
+    return replace(job, chosen_by="output")
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,7 @@ class KeptModels(Observer):
         logs, choice = Path(self._job.logs), self._parts.state.choice
         found: list[KeptModel] = []
         assert choice
-        with writing_to(logs, "DDP_RUNS_DIR"):
+        with writing_to(logs, self._job.chosen_by):
             for older in logs.glob("best-*-epoch-*.pt"):
                 older.unlink()
             for number in filter(lambda number: self._file(number).exists(), self._kept):

@@ -1,5 +1,6 @@
 """The recipe that a job names, and the samples of its splits."""
 
+import inspect
 import os
 import pkgutil
 import random
@@ -42,7 +43,13 @@ def load_recipe(job: Job, device: torch.device) -> Recipe:
         own_lock_of_tqdm()
         if not (isinstance(kind, type) and issubclass(kind, Recipe)):
             raise InputError(f"{name} must be a subclass of flyte_ddp.recipe.Recipe, got {kind!r}")
-        recipe = kind(job.settings, data_path_of(job.data))
+        given = job.settings, data_path_of(job.data)
+        try:
+            inspect.signature(kind).bind(*given)
+        except TypeError as error:
+            where = code_location(kind, "__init__")
+            raise InputError(f"{where} must take settings and data_path, as Recipe's does: {error}") from None
+        recipe = kind(*given)
     if not hasattr(recipe, "share"):
         raise InputError(f"{code_location(recipe, '__init__')} must call super().__init__(settings, data_path)")
     recipe.device = device

@@ -126,8 +126,9 @@ class _Reader(Dataset[Any]):
             return _Read(read_samples(self.dataset, indices, self.is_padded))
         except DataError as error:  # raised here, it would be wrapped in two tracebacks
             return _Read((), str(error))
-        except Exception:
-            return _Read((), f"a sample could not be read:\n{traceback.format_exc()}")
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
+            return _Read((), f"a sample could not be read: {reason}")
 
 
 def read_samples(dataset: Any, indices: np.ndarray, is_padded: bool = False) -> Any:

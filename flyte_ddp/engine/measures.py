@@ -16,11 +16,12 @@ from flyte_ddp.recipe import Random, Recipe
 
 
 def code_location(recipe: Any, method: str) -> str:
-    """'Name.method (file, line n)' of the user's code."""
-    function = inspect.unwrap(getattr(type(recipe), method))
+    """'Name.method (file, line n)' of the user's code; recipe: one, or its class."""
+    kind = recipe if isinstance(recipe, type) else type(recipe)
+    function = inspect.unwrap(getattr(kind, method))
     code = getattr(function, "__code__", None)
     where = f" ({code.co_filename}, line {code.co_firstlineno})" if code else ""
-    return f"{type(recipe).__name__}.{method}{where}"
+    return f"{kind.__name__}.{method}{where}"
 
 
 def augment(recipe: Recipe, tree: Any, seed: int, share: BatchShare, epoch: int = 0) -> Any:
@@ -41,10 +42,16 @@ def pairs_of(recipe: Recipe, outputs: Any, batch: Batch, names: Sequence[str] = 
 
     Raises InputError, naming the place in the recipe, if measure() returns anything else.
     """
+    if outputs is None:
+        raise InputError(f"{code_location(recipe, 'forward')} must return the network's outputs, got None")
     measured = recipe.measure(outputs, batch.tree)
     if not isinstance(measured, dict) or "loss" not in measured:
         got = f"names {sorted(measured)}" if isinstance(measured, dict) else type(measured).__name__
         raise InputError(f'{code_location(recipe, "measure")} must return a dict with "loss" in it, got {got}')
+    numbered = [name for name in measured if not isinstance(name, str)]
+    if numbered:
+        where = code_location(recipe, "measure")
+        raise InputError(f"{where}: the names of measures must be strings, got {numbered[0]!r}")
     if names and set(measured) != set(names):
         raise InputError(
             f"{code_location(recipe, 'measure')} must always return the same measures, {', '.join(sorted(names))}, got "

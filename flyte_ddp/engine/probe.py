@@ -7,6 +7,7 @@ of its own, is reported with its place in the recipe and with what to write inst
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
@@ -235,6 +236,9 @@ def _moving(trials: Trials, model: nn.Module) -> frozenset[str]:
 @torch.no_grad()
 def _try_results(recipe: Recipe, tested: Trial, mixed: bool) -> None:
     """What becomes of outputs after an epoch, and after the last one."""
+    facts: Any = recipe.facts()
+    if not isinstance(facts, dict):  # which the metadata of the weights could not be read with
+        raise InputError(f"{code_location(recipe, 'facts')} must return a dict, got {type(facts).__name__}")
     outputs, tree, predictions = (tested.stages[stage] for stage in ("forward", "data", "predictions"))
     batch = Batch(tree, recipe.share)
     if mixed:
@@ -248,11 +252,13 @@ def _try_results(recipe: Recipe, tested: Trial, mixed: bool) -> None:
             raise InputError(f"{where} must return a tensor with a row for each of the {count} samples, got {got}")
         with _fault_named(f"{where}: NumPy cannot hold what it returns", "call float() on it"):
             predictions.cpu().numpy()
-    for _, picture in recipe.pictures(outputs, tree):
+    where = code_location(recipe, "pictures")
+    with _fault_named(f"{where} fails, or returns no pairs of a caption and an image", "return () for none"):
+        pictures = [(str(caption), picture) for caption, picture in recipe.pictures(outputs, tree)]
+    for _, picture in pictures:
         if picture.ndim != 3 or picture.shape[0] not in (1, 3):
             raise InputError(
-                f"{code_location(recipe, 'pictures')} must return images (C, H, W) of 1 or 3 channels, got shape "
-                f"{tuple(picture.shape)}"
+                f"{where} must return images (C, H, W) of 1 or 3 channels, got shape {tuple(picture.shape)}"
             )
 
 

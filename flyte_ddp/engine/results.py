@@ -4,6 +4,7 @@ import platform
 import resource
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ def write_last(parts: Parts, job: Job) -> None:
     """Rank 0 writes the weights after the last epoch, if another one may be best, and its checkpoint if
     requested, or if training stops early, to be continued; a collective."""
     state = parts.state
-    with writing_to(job.logs, "DDP_RUNS_DIR"):
+    with writing_to(job.logs, job.chosen_by):
         if parts.validation:
             write_weights(parts, job, Path(job.logs, LAST), state.history[-1].validation)
         if job.options.keep_checkpoint or job.settings.stop_after:
@@ -46,7 +47,7 @@ def write_results(parts: Parts, tested: dict[str, float], predictions: Tensor | 
     """Rank 0 writes the results; a collective. tested: measures of the test split. predictions: (N, ...), if the recipe
     has any."""
     path, is_first = Path(job.model_path), distributed.get_rank() == 0
-    with writing_to(path.parent, "DDP_RUNS_DIR"):
+    with writing_to(path.parent, job.chosen_by):
         write_weights(parts, job, path, tested)
         drawn = draw_pictures(parts.state, parts.test.split) if is_first or is_sharded(parts.state.model) else []
         if is_first and predictions is not None:
@@ -128,7 +129,7 @@ def draw_pictures(state: TrainingState, test: Split) -> Sequence[tuple[str, Tens
     vars(recipe.share).update(vars(BatchShare(0, count, count, alone=True)))
     with in_own_types(state.evaluated):
         outputs: Any | None = recipe.forward(state.evaluated.eval(), tree)
-    return recipe.pictures(outputs, tree)[:MOST_PICTURES]
+    return [*islice(recipe.pictures(outputs, tree), MOST_PICTURES)]
 
 
 def write_pictures(drawn: Sequence[tuple[str, Tensor]], path: Path) -> None:

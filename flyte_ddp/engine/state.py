@@ -17,13 +17,14 @@ from flyte_ddp.engine.batches import Batch
 from flyte_ddp.engine.by_row import ByRow
 from flyte_ddp.engine.choice import Choice
 from flyte_ddp.engine.ghost_batch_norm import RunningStatistics
-from flyte_ddp.engine.measures import ratios, trained_measure
+from flyte_ddp.engine.measures import code_location, ratios, trained_measure
 from flyte_ddp.engine.sharded_state import Layout, Shard, fitted
 from flyte_ddp.engine.sharding import ShardedStep, is_sharded, local, on_shards
 from flyte_ddp.engine.step import ReplicatedStep, Step
 from flyte_ddp.engine.step_clock import Part, StepClock
 from flyte_ddp.engine.torch_compat import device_generator
 from flyte_ddp.engine.watch import Watch
+from flyte_ddp.errors import InputError
 from flyte_ddp.events import EpochFinished
 from flyte_ddp.frozen_base import FrozenBase
 from flyte_ddp.recipe import Recipe
@@ -85,6 +86,15 @@ class TrainingState:
         step = Step(self.model, recipe, rows, self.names, world_size, autocast)
         self.parallel = ShardedStep(step) if is_sharded(model) else ReplicatedStep(step)
         optimizer = recipe.optimizer(self.model)
+        # Only here, since a recipe may keep the network of model(), of which those that it is tried with are copies
+        own = {id(weight) for weight in model.parameters()}
+        others = [weight for group in optimizer.param_groups for weight in group["params"] if id(weight) not in own]
+        if others:
+            raise InputError(
+                f"{code_location(recipe, 'optimizer')} must be given the network's parameters, got one of shape "
+                f"{tuple(others[0].shape)} that is none of them: no gradient of it would be exchanged, or kept on a "
+                "resume; make it a part of the network that model() returns"
+            )
         self.layout = Layout(self.model, optimizer)
         self.optimizer = on_shards(optimizer)
         self.schedule = LambdaLR(self.optimizer, lambda step: recipe.factor(step, total_steps))

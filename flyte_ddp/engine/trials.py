@@ -89,7 +89,7 @@ class Trials:
         if part is None:
             part = pytree.tree_map(lambda leaf: leaf[first:last], self.trees[0, self.size])
         stages = {"data": part}
-        part = pytree.tree_map(lambda leaf: leaf.clone(), part)  # which a recipe may change in place
+        part = pytree.tree_map(torch.clone, part)  # as in training, where what a recipe changes in place is a copy, too
         with Draws() as draws, among_ranks(rank, world_size), torch.set_grad_enabled(self.is_training):
             self._start_afresh()
             if self.is_training:

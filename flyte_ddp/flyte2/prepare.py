@@ -39,8 +39,6 @@ def classifier_settings(model_state: File) -> Hyperparameters:
     with one_attempt():
         path = downloaded(model_state)
         assert path
-        if not path.is_file():
-            raise InputError(f"model_state must be a file, and {path} is none: give the one of a training")
         known = needs_metadata(path, "it must be the model_state of a training")
         check_classifier(known, model_state.path)
         return Hyperparameters.from_dict({**known.settings, "dataset": known.data["name"]})

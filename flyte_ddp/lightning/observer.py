@@ -85,6 +85,11 @@ class RankObserver(Checkpoint):
         self.start(trainer)
 
     def start(self, trainer: Trainer) -> RunStarted:
+        if not trainer.num_training_batches:  # Lightning ends at once then, without training
+            raise InputError(
+                f"{self._job.datamodule or self._job.recipe}: train_dataloader must have a batch for each rank: "
+                "give it more samples, a smaller batch size, or drop_last=False"
+            )
         self.started = run_started(self._environment, self._job, trainer, *self.position)
         self._link.emit(self.started)
         return self.started

@@ -6,7 +6,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from flyte_ddp.errors import InputError
 from flyte_ddp.recipe import Measures, Recipe
+
+IGNORED = -100  # torch's losses leave such samples out
 
 
 class Classifier(Recipe):
@@ -20,13 +23,35 @@ class Classifier(Recipe):
     label_smoothing = 0.0
 
     def measure(self, outputs: Tensor, batch: Any) -> Measures:
-        labels, logarithms = batch[1], F.log_softmax(outputs.float(), dim=1)
+        labels = batch[1]
+        self._check(outputs, labels)
+        logarithms = F.log_softmax(outputs.float(), dim=1)
         # without smoothing, so that it can be compared with the loss on the test split
         loss = F.nll_loss(logarithms, labels, reduction="none")
         measures: dict[str, Any] = {"loss": loss, "accuracy": outputs.argmax(1) == labels}
         if self.label_smoothing:
             measures["objective"] = torch.lerp(loss, -logarithms.mean(1), self.label_smoothing)
         return measures
+
+    def _check(self, outputs: Any, labels: Any) -> None:
+        """Raises InputError for what torch refuses without naming data or network."""
+        owner, count = type(self).__name__, len(labels)
+        if not isinstance(outputs, Tensor) or outputs.ndim != 2:
+            got = f"shape {tuple(outputs.shape)}" if isinstance(outputs, Tensor) else type(outputs).__name__
+            raise InputError(f"{owner}: forward must return logits, a tensor of shape ({count}, classes), got {got}")
+        if labels.dtype not in (torch.int64, torch.uint8) or labels.ndim != 1:
+            dtype = str(labels.dtype).removeprefix("torch.")
+            raise InputError(
+                f"{owner}: labels must be int64 of shape ({count},), got {dtype} of shape {tuple(labels.shape)}"
+            )
+        if labels.is_cpu or self.share.alone:  # a GPU would have to be waited for, so there only in the trial
+            classes = outputs.shape[1]
+            wrong = labels[(labels >= classes) | ((labels < 0) & (labels != IGNORED))]
+            if len(wrong):
+                raise InputError(
+                    f"{owner}: labels must be from 0 to {classes - 1}, since the network returns {classes} logits, "
+                    f"got {int(wrong[0])}"
+                )
 
     def predictions(self, outputs: Tensor, batch: Any) -> Tensor:
         """(n, classes) log-probabilities."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flyte_ddp.errors import InputError
-from flyte_ddp.model_metadata import read_metadata
+from flyte_ddp.model_metadata import check_is_file, read_metadata
 from flyte_ddp.recipe import Recipe
 from flyte_ddp.recipes.airbench import Airbench94
 from flyte_ddp.weights import load_weights
@@ -148,6 +148,7 @@ def load_model(
     is executed, but if another recipe trained it, that recipe's module is imported to build the network, from data_path
     and init_path too if needed.
     """
+    check_is_file(path)
     metadata = read_metadata(path)
     if metadata and metadata.recipe != OURS and name is None:
         recipe = pkgutil.resolve_name(metadata.recipe)

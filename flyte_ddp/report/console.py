@@ -116,7 +116,7 @@ class Console(Remarks):
 
     def on_epoch_finished(self, event: events.EpochFinished) -> None:
         measured, seconds = self._measured(event.split, event.evaluated), f"{event.train_seconds:.1f} s of training"
-        say(f"Epoch {counted(event.position)} of {self._run.epochs}: {measured}, {seconds}")
+        say(f"Epoch {counted(event.position)} of {self._run.epochs}: {', '.join(filter(None, (measured, seconds)))}")
 
     def on_slow_rank(self, event: events.Warned) -> None:
         super().on_slow_rank(event)

@@ -22,10 +22,9 @@ def say_summary(record: Record, model: Path, report: Path, show_paths: bool) -> 
         stand_in = " (stand-in)" if info.is_stand_in else ""
         lines.append(("Data", f"{run.dataset}, {split_sizes(run)}{stand_in}"))
     by = "epoch by epoch" if all(epoch.fraction == 1 for epoch in record.epochs) else "evaluation by evaluation"
-    lines += [
-        (capitalised(in_words(name)), f"{', '.join(tested)} on the {record.split} {record.samples}, {by}"),
-        ("Seconds", ", ".join(f"{name.lower()} {seconds:.1f}" for name, seconds in record.phases())),
-    ]
+    if any(epoch.evaluated for epoch in record.epochs):  # a LightningModule may do without
+        lines.append((capitalised(in_words(name)), f"{', '.join(tested)} on the {record.split} {record.samples}, {by}"))
+    lines.append(("Seconds", ", ".join(f"{name.lower()} {seconds:.1f}" for name, seconds in record.phases())))
     if record.tested:
         chosen, value = "Chosen" if record.tested.is_best else "Last", record.written(name, record.tested.measures)
         lines.insert(-1, (chosen, f"epoch {counted(record.tested.position)}; {value} on the test {record.samples}"))

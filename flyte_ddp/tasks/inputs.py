@@ -1,7 +1,6 @@
 """Readable errors for invalid command-line inputs, and for files that are not models."""
 
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from flytekit.interaction.click_types import DirParamType, FileParamType, UnionParamType
@@ -9,7 +8,7 @@ from flytekit.types.file import PythonPickledFile
 
 from flyte_ddp.attempt.training import check_classifier
 from flyte_ddp.errors import InputError
-from flyte_ddp.model_metadata import ModelMetadata, read_metadata
+from flyte_ddp.model_metadata import ModelMetadata, check_is_file, read_metadata
 from flyte_ddp.reading import read_settings
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import Settings
@@ -46,8 +45,8 @@ def classifier_metadata(model_state: PythonPickledFile | None) -> ModelMetadata 
     if model_state is None:
         return None
     path = model_state.path
-    if is_local() and not Path(path).is_file():
-        raise InputError(f"model_state must be a file, and {path} is none: give the one of a training")
+    if is_local():
+        check_is_file(path)
     known = read_metadata(model_state.download())
     if known:
         check_classifier(known, path)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from flytekit import Deck, FlyteContextManager, current_context
+from flytekit.core.checkpointer import SyncCheckpoint
 from flytekit.core.data_persistence import FileAccessProvider, get_fsspec_storage_options
 from flytekit.exceptions.system import FlyteDownloadDataException
 from flytekit.exceptions.user import (
@@ -16,6 +17,7 @@ from flytekit.exceptions.user import (
 )
 
 from flyte_ddp.attempt.webhook import CONSOLE_VARIABLE
+from flyte_ddp.errors import InputError
 from flyte_ddp.launch.failures import Failure
 from flyte_ddp.tasks.flytekit_compat import (
     checkpoint_destination,
@@ -69,11 +71,21 @@ def previous_logs_url() -> str:
 
 
 def checkpoint_url() -> str:
-    return checkpoint_destination(current_context().checkpoint).rstrip("/")
+    return checkpoint_destination(_checkpoint()).rstrip("/")
 
 
 def previous_checkpoint_url() -> str:
-    return (checkpoint_source(current_context().checkpoint) or "").rstrip("/")
+    return (checkpoint_source(_checkpoint()) or "").rstrip("/")
+
+
+def _checkpoint() -> SyncCheckpoint:
+    try:
+        found: SyncCheckpoint = current_context().checkpoint
+    except NotImplementedError:  # flytekit's, of a platform that is too old
+        raise InputError(
+            "run() must be called in a task, while Flyte runs that: call the task, or flyte_ddp.train without Flyte"
+        ) from None
+    return found
 
 
 def get(url: str, path: Path) -> None:

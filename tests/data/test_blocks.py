@@ -98,7 +98,8 @@ def test_object_storage(tmp_path, storage):
     ("data", "rows", "words"),
     [
         (iter(()), 3, "there must be a sample"),
-        (TREE, 0, "rows must be at least 1, got 0"),
+        (TREE, 0, "rows must be a whole number of at least 1, got 0"),
+        (iter([TREE]), 2.5, "rows must be a whole number of at least 1, got 2.5"),
         (iter([TREE, {**TREE, "image": TREE["image"].astype(float)}]), 3, "all trees must have the same types"),
         ({"0": np.zeros(3), "1": np.zeros(3)}, 3, r"keys of a dict must be .* got \['0', '1'\]"),
         ({"a": {5: np.zeros(3)}}, 3, r"a: the keys of a dict must be strings, .* got \[5\]"),
@@ -111,6 +112,12 @@ def test_what_cannot_be_written_is_refused(tmp_path, data, rows, words):
     with pytest.raises((InputError, DataError), match=words):
         write_blocks(tmp_path / "blocks", data, rows)
     assert not (tmp_path / "blocks" / "index.json").exists()
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "blocks").write_text("a file")
+    with pytest.raises(InputError, match=rf"cannot write to {tmp_path}/blocks: File exists; .* set folder to another"):
+        write_blocks(tmp_path / "blocks", TREE, 3)
 
 
 def truncate(path):

@@ -4,8 +4,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from flyte_ddp.recipe import Recipe
 from tests.engine.dataset_recipes import Rows
-from tests.engine.probe_recipes import SIZE, WIDTH, Sound, table
+from tests.engine.probe_recipes import SIZE, WIDTH, Settings, Sound, table
 
 # --- outputs ---
 
@@ -132,6 +133,123 @@ class LazyButCalled(Lazy):
         return model
 
 
+class NoNetwork(Sound):
+    """Its author has forgotten a return, as those of the next have."""
+
+    def model(self):
+        super().model()
+
+
+class NoOutputs(Sound):
+    def forward(self, model, batch):
+        model(batch)
+
+
+class NoFactor(Sound):
+    def factor(self, step, steps):
+        step / steps
+
+
+class FactorOfText(Sound):
+    def factor(self, step, steps):
+        return "0.5"
+
+
+class FactorNaN(Sound):
+    def factor(self, step, steps):
+        return float("nan")
+
+
+class FactorTensor(Sound):
+    def factor(self, step, steps):
+        return torch.tensor([0.5])
+
+
+class NoMeasure(Recipe):
+    data, model, forward = Sound.data, Sound.model, Sound.forward
+    body = nn.Identity
+
+
+class NoModel(Recipe):
+    data, measure = Sound.data, Sound.measure
+
+
+class NoData(Recipe):
+    model, measure = Sound.model, Sound.measure
+
+
+class NoArguments(Sound):
+    def __init__(self):
+        super().__init__(Settings())
+
+
+class Misspelt(Sound):
+    def agument(self, batch, random):
+        return batch
+
+
+class MisspeltValue(Sound):
+    clipnorm = 1.0
+
+
+class OwnHelper(Sound):
+    """Its measure calls what is named like an attribute, so it is no mistake."""
+
+    def sample(self, outputs):
+        return outputs
+
+    def measure(self, outputs, batch):
+        return super().measure(self.sample(outputs), batch)
+
+
+class InPlace(Sound):
+    """What it changes is a copy, as in training."""
+
+    def augment(self, batch, random):
+        return batch.mul_(2)
+
+    def forward(self, model, batch):
+        return model(batch.sub_(1))
+
+
+class NumberedMeasure(Sound):
+    def measure(self, outputs, batch):
+        return {**super().measure(outputs, batch), 5: batch[:, 0]}
+
+
+class YieldingPictures(Sound):
+    def pictures(self, outputs, batch):
+        yield "first", batch.expand(1, *batch.shape).clamp(0, 1)
+
+
+class NoPictures(Sound):
+    def pictures(self, outputs, batch):
+        batch.clone()
+
+
+class NoFacts(Sound):
+    def facts(self):
+        super().facts()
+
+
+class OtherWeights(Sound):
+    """Its optimizer has weights that are not the network's."""
+
+    def optimizer(self, model):
+        return torch.optim.SGD(super().model().parameters(), 0.1)
+
+
+class OwnNetwork(Sound):
+    """Its optimizer has the weights of the network that model() returned."""
+
+    def model(self):
+        self.network = super().model()
+        return self.network
+
+    def optimizer(self, model):
+        return torch.optim.SGD(self.network.parameters(), 0.1)
+
+
 class NamedRows(Rows):
     def __getitem__(self, index):
         return {"row": table()[index], "name": f"row {index}"}
@@ -140,6 +258,16 @@ class NamedRows(Rows):
 class NamedSamples(Sound):
     def data(self, split):
         return NamedRows()
+
+
+class MissingRows(Rows):
+    def __getitem__(self, index):
+        raise FileNotFoundError(f"images/{index}.png")
+
+
+class MissingSamples(Sound):
+    def data(self, split):
+        return MissingRows()
 
 
 class NamedArrays(Sound):

@@ -25,11 +25,26 @@ REFUSED = {
     "TwoOptimizers": ["TwoOptimizers.optimizer", "must return one optimizer of torch.optim, got list", "groups"],
     "LearnedWeights": ["LearnedWeights.measure", "the weights of 'loss' must not need a gradient", "detach()"],
     "Lazy": ["Lazy.model", "0.weight has no shape yet", "call the network once in model()"],
+    "NoNetwork": ["NoNetwork.model", "must return the network, an nn.Module, got NoneType"],
+    "NoOutputs": ["NoOutputs.forward", "must return the network's outputs, got None"],
+    "NoFactor": ["NoFactor.factor", "must return a finite number, got None"],
+    "FactorOfText": ["FactorOfText.factor", "must return a finite number, got '0.5'"],
+    "FactorNaN": ["FactorNaN.factor", "must return a finite number, got nan"],
+    "NoMeasure": ["NoMeasure must define measure(outputs, batch)"],
+    "NoModel": ["NoModel must define model()"],
+    "NoData": ["NoData must define data(split)"],
+    "NoArguments": ["NoArguments.__init__", "must take settings and data_path", "too many positional arguments"],
+    "Misspelt": ["Misspelt.agument is used nowhere (did you mean augment?)"],
+    "MisspeltValue": ["MisspeltValue.clipnorm is used nowhere (did you mean clip_norm?)"],
+    "NumberedMeasure": ["NumberedMeasure.measure", "names of measures must be strings, got 5"],
+    "NoPictures": ["NoPictures.pictures", "returns no pairs of a caption and an image", "return () for none"],
+    "NoFacts": ["NoFacts.facts", "must return a dict, got NoneType"],
+    "OtherWeights": ["OtherWeights.optimizer", "the network's parameters, got one of shape (8, 8) that is none"],
     "NamedArrays": ["NamedArrays.data", "must be numbers, got str192"],
 }
 SOUND = [
     "MixedOutputs", "InsistingWithConstantLoss", "Trimmed", "Predicting", "PredictingBools", "LearnedWeightsElsewhere",
-    "LazyButCalled",
+    "LazyButCalled", "FactorTensor", "OwnNetwork", "OwnHelper", "InPlace", "YieldingPictures",
 ]  # fmt: skip
 
 
@@ -44,7 +59,7 @@ def test_what_would_fail_later_is_refused_at_once(alone, tmp_path, name):
         run(name, tmp_path)
     message = caught.value.message
     assert all(words in message for words in REFUSED[name]), message
-    assert re.search(r"_recipes.py, line \d+", message), message
+    assert re.search(r" must define | is used nowhere |_recipes.py, line \d+", message), message
 
 
 @pytest.mark.parametrize("name", SOUND)
@@ -57,6 +72,11 @@ def test_a_dataset_with_strings_in_its_samples_is_refused(alone, tmp_path):
         run("NamedSamples", tmp_path)
 
 
+def test_a_sample_that_cannot_be_read_says_why_in_its_first_line(alone, tmp_path):
+    with pytest.raises(DataError, match=r"^a sample could not be read: FileNotFoundError: images/\d+.png\n"):
+        run("MissingSamples", tmp_path)
+
+
 def test_predictions_of_types_that_no_backend_adds_up_come_from_all_ranks(tmp_path):
     run("Predicting", tmp_path, nproc=2)
     predictions = np.load(tmp_path / "predictions.npy")
@@ -67,7 +87,7 @@ def test_predictions_of_types_that_no_backend_adds_up_come_from_all_ranks(tmp_pa
 def test_every_recipe_of_the_module_is_tested():
     kinds = [kind for kind in vars(late_recipes).values() if isinstance(kind, type) and issubclass(kind, Sound)]
     recipes = {kind.__name__ for kind in kinds if kind.__module__ == late_recipes.__name__}
-    assert recipes - {*REFUSED, *SOUND} == {"NamedSamples"}
+    assert recipes - {*REFUSED, *SOUND} == {"NamedSamples", "MissingSamples"}
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,13 @@ class WithoutLength(Numerals):
         return DataLoader(Endless(), self.batch_size)
 
 
+class WithoutBatches(Numerals):
+    """Fewer samples than a batch, of which only whole ones are taken."""
+
+    def train_dataloader(self):
+        return DataLoader(self.parts[0], 10_000, drop_last=True)
+
+
 class Depth(LitNumerals):
     def __init__(self, width, learning_rate, depth): ...
 

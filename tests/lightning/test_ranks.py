@@ -183,6 +183,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_at_the_next_look(tmp_path):
         ("variants:Depth", "model:Numerals", {}, "Depth.__init__ needs depth, and Settings has no such field: add one"),
         ("model:LitNumerals", "variants:WithoutTraining", {}, "WithoutTraining must define train_dataloader"),
         ("model:LitNumerals", "variants:WithoutLength", {}, "train_dataloader has no length: set limit_train_batches"),
+        ("model:LitNumerals", "variants:WithoutBatches", {}, "WithoutBatches: train_dataloader must have a batch for"),
         ("model:LitNumerals", "model:Numerals", {"limit_train_batches": 0.001}, "Try at least `limit_train_batches="),
         (
             "variants:WithoutOptimizer",

@@ -118,6 +118,17 @@ def test_a_headline_that_is_the_loss_is_said_once(told, capsys):
     assert record.measures == ["loss", "perplexity", "top5_share"]
 
 
+def test_an_epoch_that_is_not_evaluated_has_no_measures_to_say(told, capsys):
+    """As of a LightningModule without validation."""
+    console, record, epoch = Console(), Record(told.info), epoch_of(0, measured(2.5), {})
+    for event in (STARTED, epoch, RunFinished([TrainingResult([epoch], [], "", 0, 0, "float32", 0, 0)], None, 9.0)):
+        console(event)
+        record(event)
+    assert capsys.readouterr().err.splitlines()[1] == "Epoch 1 of 2: 3.1 s of training"
+    say_summary(record, Path("/runs/model.pt"), Path("/runs/report.html"), show_paths=False)
+    assert [line.partition(":")[0] for line in capsys.readouterr().err.splitlines()] == ["", "Data", "Seconds"]
+
+
 def test_last_words_are_of_the_headline(told, capsys):
     say_summary(told.record, Path("/runs/model.pt"), Path("/runs/report.html"), show_paths=False)
     assert capsys.readouterr().err.splitlines()[1:3] == [

@@ -1,0 +1,41 @@
+"""What the network and the data of a Classifier must return; torch's own errors name neither."""
+
+import re
+
+import pytest
+import torch
+
+from flyte_ddp.errors import InputError
+from flyte_ddp.recipes.classifier import Classifier
+from flyte_ddp.settings import TrainingSettings
+
+LOGITS, LABELS = torch.zeros(4, 3), torch.tensor([0, 1, 2, 0])
+
+
+class Flowers(Classifier):
+    pass
+
+
+def measured(outputs, labels):
+    return Flowers(TrainingSettings()).measure(outputs, (torch.zeros(4, 8), labels))
+
+
+@pytest.mark.parametrize(
+    ("outputs", "labels", "words"),
+    [
+        (LOGITS, LABELS + 1, "labels must be from 0 to 2, since the network returns 3 logits, got 3"),
+        (LOGITS, LABELS - 1, "labels must be from 0 to 2, since the network returns 3 logits, got -1"),
+        (LOGITS, LABELS.float(), "labels must be int64 of shape (4,), got float32 of shape (4,)"),
+        (LOGITS, LABELS.int(), "labels must be int64 of shape (4,), got int32 of shape (4,)"),
+        (LOGITS, LABELS[:, None], "labels must be int64 of shape (4,), got int64 of shape (4, 1)"),
+        ((LOGITS, 1), LABELS, "forward must return logits, a tensor of shape (4, classes), got tuple"),
+        (LOGITS[:, 0], LABELS, "forward must return logits, a tensor of shape (4, classes), got shape (4,)"),
+    ],
+)
+def test_what_is_no_classification_is_refused_by_name(outputs, labels, words):
+    with pytest.raises(InputError, match=re.escape(f"Flowers: {words}")):
+        measured(outputs, labels)
+
+
+def test_labels_may_be_bytes():
+    assert measured(LOGITS, LABELS.to(torch.uint8))["loss"].shape == (4,)
