@@ -38,10 +38,6 @@ class Attributes:
 
 
 NAMES = ("percent", "lower_is_better", "higher_is_better", "recompute", "shard")
-METHODS = (
-    "data", "lengths", "model", "measure", "forward", "facts", "augment", "optimizer", "factor", "derive",
-    "constant_loss", "predictions", "pictures",
-)  # fmt: skip
 
 
 def check_attributes(recipe: Recipe, world_size: int) -> None:
@@ -64,15 +60,16 @@ def check_attributes(recipe: Recipe, world_size: int) -> None:
 def _check_spelling(kind: type) -> None:
     """Raises InputError for a name that nothing in its module uses and that is nearly one of Recipe's: the latter's
     default would be taken in silence."""
-    known = {*METHODS, *NAMES, *(field.name for field in dataclasses.fields(Attributes))} - {*vars(kind)}
-    source = ""
+    known, source = {name for name in vars(Recipe) if not name.startswith("_")} - {*vars(kind)}, ""
     for name in vars(kind):
         nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
         if nearest and not hasattr(Recipe, name):
             with suppress(OSError, TypeError):  # of a class that was made at run time
                 source = source or inspect.getsource(sys.modules[kind.__module__])
             if len(re.findall(rf"\b{name}\b", source)) == 1:
-                raise InputError(f"{kind.__name__}.{name} is used nowhere (did you mean {nearest[0]}?): rename it")
+                raise InputError(
+                    f"{kind.__name__}.{name} is used nowhere in its file (did you mean {nearest[0]}?): rename it"
+                )
 
 
 def _check_groups(owner: str, recipe: Recipe, world_size: int) -> None:

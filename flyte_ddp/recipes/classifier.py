@@ -27,7 +27,11 @@ class Classifier(Recipe):
         self._check(outputs, labels)
         logarithms = F.log_softmax(outputs.float(), dim=1)
         # without smoothing, so that it can be compared with the loss on the test split
-        loss = F.nll_loss(logarithms, labels, reduction="none")
+        try:
+            loss = F.nll_loss(logarithms, labels, reduction="none")
+        except IndexError:  # a GPU has none, so there the trial looks
+            self._check_range(outputs, labels)
+            raise
         measures: dict[str, Any] = {"loss": loss, "accuracy": outputs.argmax(1) == labels}
         if self.label_smoothing:
             measures["objective"] = torch.lerp(loss, -logarithms.mean(1), self.label_smoothing)
@@ -44,14 +48,17 @@ class Classifier(Recipe):
             raise InputError(
                 f"{owner}: labels must be int64 of shape ({count},), got {dtype} of shape {tuple(labels.shape)}"
             )
-        if labels.is_cpu or self.share.alone:  # a GPU would have to be waited for, so there only in the trial
-            classes = outputs.shape[1]
-            wrong = labels[(labels >= classes) | ((labels < 0) & (labels != IGNORED))]
-            if len(wrong):
-                raise InputError(
-                    f"{owner}: labels must be from 0 to {classes - 1}, since the network returns {classes} logits, "
-                    f"got {int(wrong[0])}"
-                )
+        if self.share.alone:
+            self._check_range(outputs, labels)
+
+    def _check_range(self, outputs: Tensor, labels: Tensor) -> None:
+        classes = outputs.shape[1]
+        wrong = labels[(labels >= classes) | ((labels < 0) & (labels != IGNORED))]
+        if len(wrong):
+            raise InputError(
+                f"{type(self).__name__}: labels must be from 0 to {classes - 1}, since the network returns {classes} "
+                f"logits, got {int(wrong[0])}"
+            )
 
     def predictions(self, outputs: Tensor, batch: Any) -> Tensor:
         """(n, classes) log-probabilities."""
