@@ -69,11 +69,18 @@ def cut(tmp_path_factory):
     return folder
 
 
+def shards_of(folder):
+    """Those of its checkpoint; beside them may be what is left of the next one."""
+    manifest = read_manifest(folder / "checkpoint")
+    assert manifest
+    return shards_beside(folder / "checkpoint") / manifest["folder"]
+
+
 def go_on(cut, folder, sharding, damage=None, left=10**9, **settings):
     """The training that goes on from a copy of the checkpoint, after this damage; and what is seen of it."""
     shutil.copytree(cut, folder)
     if damage:
-        damage(*shards_beside(folder / "checkpoint").iterdir())
+        damage(shards_of(folder))
     seen = Seen(left)
     with suppress(Unplugged):
         return run("Everything", folder, sharding, watch=seen, **{**WHOLE, **settings}), seen
@@ -140,7 +147,7 @@ def test_damage_is_named_and_training_starts_anew(cut, tmp_path, kind):
 
 def test_damage_to_an_earlier_attempts_checkpoint_is_not_to_the_one_given(cut, tmp_path):
     shutil.copytree(cut, tmp_path / "damaged")
-    flip(*shards_beside(tmp_path / "damaged" / "checkpoint").iterdir())
+    flip(shards_of(tmp_path / "damaged"))
     subject = subject_of(find_code(f"{HERE}:Everything"), Settings(log_interval=1, **WHOLE))
     job = job_in(tmp_path / "damaged", subject, RunOptions(sharding="full", loader_workers=0, checkpoint_seconds=0))
     seen, target = Seen(left=0), "tests.engine.sharding_targets:train_on_a_checkpoint_of_its_own"
