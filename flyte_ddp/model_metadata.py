@@ -93,7 +93,7 @@ def needs_metadata(weights: str | Path, remedy: str) -> ModelMetadata:
     check_is_file(weights)
     metadata = read_metadata(weights)
     if metadata is None:
-        raise InputError(f"{weights} has no metadata, which training writes into it: {remedy}")
+        raise InputError(f"{weights} has no metadata, which training writes into it, or is damaged: {remedy}")
     return metadata
 
 

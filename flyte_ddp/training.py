@@ -26,7 +26,7 @@ from flyte_ddp.report.own_observers import OwnObservers
 from flyte_ddp.report.record import RunFailed, RunFinished
 from flyte_ddp.settings import RunOptions, TrainingSettings
 from flyte_ddp.storage import writing_to
-from flyte_ddp.user_code import EXAMPLE, find_code
+from flyte_ddp.user_code import EXAMPLE, find_code, find_observers
 
 WORKER = "flyte_ddp.engine.worker:run"  # names, because importing them would import torch
 JOINED = "flyte_ddp.engine.joined:join_and_train"
@@ -98,7 +98,7 @@ def train(
             f"output must be a folder of this machine, got {output}: copy it to the storage later, or train in a task"
         )
     name = recipe if isinstance(recipe, str) else name_of(recipe)
-    code, watching = find_code(name, data_files), [find_code(one) for one in observers]
+    code, watching = find_code(name, data_files), find_observers(observers)
     folder = Path(output).expanduser().absolute()
     source, first = existing(data), Path(init).expanduser().absolute() if init else None
     if first and not first.exists():

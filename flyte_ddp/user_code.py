@@ -73,7 +73,7 @@ def find_code(name: str, data_files: Sequence[str] = (), ranks: Sequence[str] = 
     sources = imported([module, *ranks], root)
     versions = {one: source.hash for one, source in sources.items()}
     files = {source.file for one, source in sources.items() if one.partition(".")[0] != LIBRARY}
-    for one in data_files:
+    for one in _listed("data_files", data_files):
         path = os.path.abspath(os.path.join(os.path.dirname(file), one))
         if not os.path.isfile(path):
             raise InputError(f"{name}: data file {one!r} is not a file; it is looked for as {path}")
@@ -83,6 +83,16 @@ def find_code(name: str, data_files: Sequence[str] = (), ranks: Sequence[str] = 
             files.add(path)
             versions[Path(path).relative_to(root).as_posix()] = hashlib.sha256(Path(path).read_bytes()).hexdigest()
     return UserCode(name, root, tuple(sorted(files)), version_of(versions))
+
+
+def find_observers(names: Sequence[str]) -> list[UserCode]:
+    return [find_code(one) for one in _listed("observers", names)]
+
+
+def _listed(what: str, names: Sequence[str]) -> Sequence[str]:
+    if isinstance(names, str):  # which is a sequence of letters, too
+        raise InputError(f"{what} must be a list, got {names!r}: write [{names!r}]")
+    return names
 
 
 def joined(codes: Sequence[UserCode]) -> UserCode:

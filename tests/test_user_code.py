@@ -10,7 +10,7 @@ import pytest
 
 from flyte_ddp.code_version import imported
 from flyte_ddp.errors import InputError
-from flyte_ddp.user_code import find_code
+from flyte_ddp.user_code import find_code, find_observers
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -216,6 +216,13 @@ def test_a_malformed_name_is_refused_with_the_form(name):
     with pytest.raises(InputError, match=r'give a name such as "package\.module:Name", got ') as refused:
         find_code(name)
     assert repr(name) in str(refused.value)
+
+
+def test_a_name_in_the_place_of_several_is_refused():
+    with pytest.raises(InputError, match=r"observers must be a list, got 'm:Name': write \['m:Name'\]"):
+        find_observers("m:Name")
+    with pytest.raises(InputError, match=r"data_files must be a list, got 'labels.txt'"):
+        find_code("tests.test_user_code:NAME", "labels.txt")
 
 
 @pytest.mark.parametrize(

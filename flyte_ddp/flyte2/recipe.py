@@ -17,7 +17,7 @@ from flyte_ddp.attempt.summaries import RecipeSummary
 from flyte_ddp.attempt.training import Trained
 from flyte_ddp.flyte2.inputs import set_up_flyte
 from flyte_ddp.flyte2.training import Flyte2Training, files_of
-from flyte_ddp.user_code import find_code
+from flyte_ddp.user_code import find_code, find_observers
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class RecipeTraining(Flyte2Training[RecipeOutputs]):
         recipe.
         """
         set_up_flyte()
-        super().__init__(find_code(recipe, data_files), [find_code(one) for one in observers])
+        super().__init__(find_code(recipe, data_files), find_observers(observers))
 
     def outputs_of(self, trained: Trained) -> RecipeOutputs:
         return RecipeOutputs(trained.epoch_measures, summary=trained.recipe_summary(), **files_of(trained))

@@ -26,7 +26,7 @@ from flyte_ddp.tasks.data import downloaded, source_of
 from flyte_ddp.tasks.outputs import output_file
 from flyte_ddp.tasks.pyflyte import set_up_pyflyte, ship
 from flyte_ddp.tasks.train import Data, FlytekitTraining, files_of, training_arguments
-from flyte_ddp.user_code import UserCode, find_code
+from flyte_ddp.user_code import UserCode, find_code, find_observers
 
 Outputs = TypeVar("Outputs")
 
@@ -64,7 +64,7 @@ class NamedTraining(FlytekitTraining[Outputs]):
 
     def __init__(self, code: UserCode, observers: Sequence[str]):
         set_up_pyflyte()
-        super().__init__(code, [find_code(one) for one in observers])
+        super().__init__(code, find_observers(observers))
         self.version = CodeVersion(code.version, self.distributions)
         for one in (self.code, *self.observers):
             ship(one.files)
