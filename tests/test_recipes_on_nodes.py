@@ -68,7 +68,7 @@ def test_a_users_recipe_as_in_a_plain_call(charlm):
 
 
 def test_a_sharded_training_that_loses_a_node_goes_on_from_the_files_of_both(charlm, tmp_path):
-    """The bits are compared in tests/attempt/test_rank_storage.py."""
+    """The bits are compared in tests/attempt/test_lost_nodes.py."""
     make, stored = charlm(RunOptions(sharding="full", checkpoint_seconds=0)), tmp_path / "stored"
     files = []
 

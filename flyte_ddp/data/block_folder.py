@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from fsspec.implementations.local import LocalFileSystem
 
-from flyte_ddp.data.blocks import Blocks, length_of, rows_of
+from flyte_ddp.data.blocks import Blocks, check_count, length_of, rows_of
 from flyte_ddp.data.stored import INDEX, Stored
 from flyte_ddp.errors import DataError, InputError
 from flyte_ddp.storage import writing_to
@@ -61,8 +61,7 @@ def write_blocks(folder: str | Path, data: Any, rows: int) -> None:
         rows: samples of a block, the last of which may be shorter. Blocks of 16 to 128 MiB are read at full speed, and
             an epoch mixes a few hundred better than a few.
     """
-    if not isinstance(rows, (int, np.integer)) or rows < 1:
-        raise InputError(f"rows must be a whole number of at least 1, got {rows}")
+    check_count("rows", rows)
     stored = Stored(folder)
     files, root = stored.files, stored.root
     if isinstance(files, LocalFileSystem):  # others have no folders, and s3fs would try to make the bucket

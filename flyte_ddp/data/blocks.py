@@ -6,6 +6,7 @@ as the samples do. So a random sample is one read, and numpy alone can read and 
 
 import traceback
 from collections.abc import Callable, Sequence
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,11 @@ class Blocks:
         if len(rows) != self.lengths[number]:
             raise DataError(f"{self.name(number)} has {len(rows)} samples, where {self.lengths[number]} were announced")
         save_rows(path, rows)
+
+
+def check_count(name: str, value: Any) -> None:
+    if not isinstance(value, Integral) or value < 1:
+        raise InputError(f"{name} must be a whole number of at least 1, got {value!r}")
 
 
 def rows_of(tree: Any, name: str) -> np.ndarray:

@@ -37,9 +37,6 @@ class Attributes:
     may_depend_on_ranks: bool = setting(False)
 
 
-NAMES = ("percent", "lower_is_better", "higher_is_better", "recompute", "shard")
-
-
 def check_attributes(recipe: Recipe, world_size: int) -> None:
     """Raises InputError for an attribute that breaks its rule, or is misspelt."""
     owner = type(recipe).__name__
@@ -49,7 +46,7 @@ def check_attributes(recipe: Recipe, world_size: int) -> None:
         value: Any = getattr(recipe, field.name)
         # in its own type, since 8.0 counts as a whole number
         vars(recipe)[field.name] = checked(owner, field, value.item() if isinstance(value, np.generic) else value)
-    for name in NAMES:
+    for name in ("percent", "lower_is_better", "higher_is_better", "recompute", "shard"):
         names = getattr(recipe, name)
         if not isinstance(names, (tuple, list)) or not all(isinstance(one, str) for one in names):
             raise InputError(f'{owner}.{name} must be a tuple of names, such as ("accuracy",), got {names!r}')

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flyte_ddp.data.blocks import Blocks, open_rows, tree_of
+from flyte_ddp.data.blocks import Blocks, check_count, open_rows, tree_of
 from flyte_ddp.engine.block_cache import Ahead, BlockCache, needed_bytes
 from flyte_ddp.engine.block_order import BlockOrder, Uses
 from flyte_ddp.engine.loading import made_ahead
@@ -41,9 +40,7 @@ class BlockSplit:
     def __init__(self, blocks: Blocks, name: str, reading: Reading, chosen: np.ndarray | None = None):
         """name: of the split. chosen: (n,) int64, the blocks that it consists of; None is all of them."""
         for attribute in ("window", "streams", "threads"):
-            value = getattr(blocks, attribute)
-            if not isinstance(value, Integral) or value < 1:
-                raise InputError(f"{attribute} of Blocks must be an integer of at least 1, got {value!r}")
+            check_count(f"{attribute} of Blocks", getattr(blocks, attribute))
         reading.cache.open()
         self.blocks, self.name, self.reading, self.device = blocks, name, reading, reading.device
         self.chosen = np.arange(len(blocks.lengths)) if chosen is None else chosen

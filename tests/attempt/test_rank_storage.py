@@ -1,10 +1,8 @@
-"""Checkpoints of a sharded training on many nodes, whose ranks speak to the platform's storage themselves."""
+"""A sharded training on many nodes goes on from what its ranks have put into the platform's storage."""
 
 import dataclasses
-import json
 import shutil
 import tempfile
-import threading
 from functools import partial
 from pathlib import Path
 
@@ -12,7 +10,6 @@ import pytest
 import torch
 from torch import distributed
 
-from benchmarks import lost_nodes
 from flyte_ddp.attempt import checkpoints
 from flyte_ddp.attempt.checkpoints import checkpoint_store
 from flyte_ddp.attempt.rank_storage import PlatformRankStorage, StoreOfRanks
@@ -20,10 +17,8 @@ from flyte_ddp.engine import worker
 from flyte_ddp.engine.job import job_of, subject_of
 from flyte_ddp.errors import RecoverableError
 from flyte_ddp.events import (
-    CheckpointFailed,
     CheckpointRefused,
     CheckpointWritten,
-    EpochFinished,
     RunStarted,
     StepLogged,
 )
@@ -33,9 +28,7 @@ from flyte_ddp.manifest import read_manifest
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.storage import content_digest
 from flyte_ddp.user_code import find_code
-from tests.attempt.test_sharded_checkpoints import Sharded, Watched
 from tests.attempt.test_training import Folders
-from tests.commands import same
 from tests.engine.probe_recipes import Settings
 
 fsdp = pytest.importorskip("torch.distributed.fsdp")
@@ -193,118 +186,3 @@ def test_storage_that_cannot_be_read_ends_the_attempt_and_loses_nothing(next_att
     with pytest.raises(RecoverableError, match=r"cannot read .*/0.safetensors: OSError: 503 Slow Down: check access"):
         Rank(Failing(next_attempt.root, attempt=1))
     assert Rank(Folders(next_attempt.root, attempt=2), cut_at=(0, 0)).started >= (1, 0)
-
-
-def test_an_upload_that_fails_leaves_the_last_whole_one_and_training_goes_on(tmp_path):
-    """The storage takes the first three files: the third is a shard of the second checkpoint."""
-    platform = Watched(tmp_path)
-    platform.left = 3
-    rank = Rank(platform, cut_at=(1, 3))
-    (first,) = rank.of(CheckpointWritten)
-    assert rank.of(CheckpointFailed)[0].reason.endswith("OSError: 503 Slow Down")
-    assert (rank.of(StepLogged)[-1].epoch, rank.of(StepLogged)[-1].step) == (1, 3)
-    (shard,) = shards_of(platform)
-    assert shard.parent.name.endswith("-0")
-    content = json.loads((tmp_path / "0" / "checkpoints" / "checkpoint").read_bytes()[:-32])["content"]
-    assert ["step", first.step] in dict(content["dict"])["state"]["dict"]
-
-
-def test_the_best_models_are_there_as_soon_as_a_checkpoint_that_needs_them(tmp_path):
-    """The storage takes nothing any more when the first of them is uploaded, its list, the checkpoint, or later."""
-    platform = Watched(tmp_path / "undisturbed")
-    urls: list[str] = []
-    platform.watch = lambda url: urls.append(url)
-    undisturbed = Rank(platform, keep_best=2).kept
-    assert len(undisturbed) == 2
-    first = next(number for number, url in enumerate(urls) if url.endswith("-best/0"))
-    started = []
-    for puts in range(first, first + 4):
-        platform = Watched(tmp_path / str(puts))
-        platform.left = puts
-        Rank(platform, cut_at=(1, 1), keep_best=2)
-        resumed = Rank(Folders(platform.root, attempt=1), keep_best=2)
-        assert resumed.kept.keys() == undisturbed.keys()
-        assert all(same(resumed.kept[name], weights) for name, weights in undisturbed.items())
-        started.append(resumed.started)
-    assert [at >= (1, 0) for at in started] == [False, False, False, True]
-
-
-def test_a_plain_checkpoint_that_uploads_slowly_does_not_take_the_place_of_a_sharded_one(tmp_path):
-    """Each attempt begins with that of the one before, which is handed on while the ranks train."""
-    Rank(Folders(tmp_path), "off", cut_at=(0, 2))
-    sharded = threading.Event()
-
-    class Slow(Folders):
-        def put(self, path, url):
-            if url.endswith("/checkpoint") and not read_manifest(Path(path)):
-                sharded.wait(2)  # if that is not waited for, it arrives in this time
-            super().put(path, url)
-
-    def watch(event):
-        if isinstance(event, CheckpointWritten):
-            sharded.set()
-
-    platform = Slow(tmp_path, attempt=1)
-    (*_, last) = Rank(platform, cut_at=(1, 3), watch=watch).of(CheckpointWritten)
-    assert shards_of(platform, attempt=1)
-    assert Rank(Folders(tmp_path, attempt=2), cut_at=(0, 0)).started == (last.epoch, last.step)
-
-
-def test_training_does_not_wait_for_a_slow_upload_but_for_the_last_one(tmp_path):
-    """The first file arrives only in the second epoch."""
-    arrives = threading.Event()
-
-    class Slow(Folders):
-        def put(self, path, url):
-            if url.endswith(".safetensors"):
-                assert arrives.wait(60)
-            super().put(path, url)
-
-    def watch(event):
-        if isinstance(event, StepLogged) and (event.epoch, event.step) == (1, 3):
-            arrives.set()
-
-    rank = Rank(Slow(tmp_path), watch=watch)
-    first, *_, last = ((event.epoch, event.step) for event in rank.of(CheckpointWritten))
-    assert first == (0, 1)
-    assert last == (2, 0)
-    assert rank.told.index(rank.of(EpochFinished)[0]) < rank.told.index(rank.of(CheckpointWritten)[0])
-    assert (1, 0) not in [(event.epoch, event.step) for event in rank.of(CheckpointWritten)]
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    """The weights of a training on two nodes."""
-    root = tmp_path_factory.mktemp("undisturbed")
-    assert lost_nodes.attempt(root, 0, epochs=2) == [0, 0]
-    return torch.load(root / "model.pt", weights_only=True)
-
-
-@pytest.fixture(scope="module")
-def lost(tmp_path_factory):
-    """The root of a platform on which an attempt ended as it lost a node."""
-    root = tmp_path_factory.mktemp("lost")
-    assert 0 not in lost_nodes.attempt(root, 0, epochs=2, victim=1, operation=40)
-    return root
-
-
-@pytest.mark.slow
-def test_a_training_that_loses_a_node_while_it_uploads_ends_with_the_same_bits(lost, tmp_path, undisturbed):
-    assert lost_nodes.check_whole(lost, 0)
-    shutil.copytree(lost / "0", tmp_path / "0")
-    assert lost_nodes.attempt(tmp_path, 1, epochs=2) == [0, 0]
-    assert "resuming from the checkpoint" in lost_nodes.logged(tmp_path, 1)
-    assert same(torch.load(tmp_path / "model.pt", weights_only=True), undisturbed)
-
-
-@pytest.mark.slow
-def test_one_node_goes_on_from_the_files_of_two(lost, tmp_path, undisturbed):
-    settings = Settings(**{**lost_nodes.SETTINGS, "epochs": 2})
-    for sharding, nproc in (("full", 2), ("off", 1)):
-        shutil.copytree(lost / "0", tmp_path / sharding / "0")
-        options = RunOptions(nproc=nproc, sharding=sharding, tracking="off", loader_workers=0)
-        model = Sharded(Folders(tmp_path / sharding, attempt=1)).run(settings, options).model
-        found = torch.load(model, weights_only=True)
-        assert "resuming from the checkpoint" in (tmp_path / sharding / "1" / "logs" / "console.log").read_text()
-        assert sharding == "off" or same(found, undisturbed)
-        assert all(torch.allclose(found[name], value, rtol=1e-3, atol=1e-4) for name, value in undisturbed.items())

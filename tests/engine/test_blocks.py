@@ -199,7 +199,7 @@ def test_what_has_no_order_is_refused(alone, digits, tmp_path, recipe, words):
 @pytest.mark.parametrize("value", [0, 2.5, None])
 def test_an_attribute_that_is_no_count_is_refused(alone, digits, tmp_path, monkeypatch, value):
     monkeypatch.setattr(Blocks, "threads", value)
-    with pytest.raises(InputError, match=f"threads of Blocks must be an integer of at least 1, got {value}"):
+    with pytest.raises(InputError, match=f"threads of Blocks must be a whole number of at least 1, got {value}"):
         run(digits, tmp_path)
 
 

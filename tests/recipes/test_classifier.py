@@ -16,10 +16,13 @@ class Flowers(Classifier):
     pass
 
 
-def measured(outputs, labels):
-    return Flowers(TrainingSettings()).measure(outputs, (torch.zeros(4, 8), labels))
+def measured(outputs, labels, alone=False):
+    recipe = Flowers(TrainingSettings())
+    recipe.share.alone = alone
+    return recipe.measure(outputs, (torch.zeros(4, 8), labels))
 
 
+@pytest.mark.parametrize("alone", [False, True])
 @pytest.mark.parametrize(
     ("outputs", "labels", "words"),
     [
@@ -32,10 +35,15 @@ def measured(outputs, labels):
         (LOGITS[:, 0], LABELS, "forward must return logits, a tensor of shape (4, classes), got shape (4,)"),
     ],
 )
-def test_what_is_no_classification_is_refused_by_name(outputs, labels, words):
+def test_what_is_no_classification_is_refused_by_name(outputs, labels, words, alone):
     with pytest.raises(InputError, match=re.escape(f"Flowers: {words}")):
-        measured(outputs, labels)
+        measured(outputs, labels, alone)
 
 
 def test_labels_may_be_bytes():
     assert measured(LOGITS, LABELS.to(torch.uint8))["loss"].shape == (4,)
+
+
+def test_ignored_labels_have_no_loss():
+    labels = torch.where(LABELS == 0, -100, LABELS)
+    assert (measured(LOGITS, labels, alone=True)["loss"] == 0).tolist() == [True, False, False, True]

@@ -1,0 +1,98 @@
+"""Data that stay in a storage, which may fail: they are asked for again, and named."""
+
+import pytest
+
+from flyte_ddp.data import stored
+from flyte_ddp.data.block_folder import BlockFolder, write_blocks
+from flyte_ddp.errors import DataError, DownloadError, InputError
+from tests.data.test_blocks import TREE, assert_same, cut, read
+from tests.object_storage import object_storage
+
+
+@pytest.fixture
+def storage(monkeypatch):
+    with object_storage() as server:
+        monkeypatch.setattr(stored, "PAUSE_SECONDS", 0)
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+        options = {
+            "key": "key",
+            "secret": "word",
+            "client_kwargs": {"endpoint_url": server.environment["FLYTE_AWS_ENDPOINT"]},
+        }
+        monkeypatch.setattr("fsspec.config.conf", {})
+        stored.use_storage_options({"s3": {**options, "skip_instance_cache": True}})
+        yield server
+
+
+def test_object_storage(tmp_path, storage):
+    write_blocks("s3://bucket/blocks", TREE, 4)
+    assert_same(read(BlockFolder("s3://bucket/blocks"), 1, tmp_path), cut(TREE, 4, 7))
+    with pytest.raises(InputError, match="s3://bucket/blocks has blocks already: name another folder"):
+        write_blocks("s3://bucket/blocks", TREE, 4)
+
+
+def test_a_storage_that_fails_now_and_then_is_asked_again(tmp_path, storage):
+    write_blocks("s3://bucket/blocks", TREE, 4)
+    blocks = BlockFolder("s3://bucket/blocks")
+    storage.failures = 3
+    assert_same(read(blocks, 0, tmp_path), cut(TREE, 0, 4))
+    assert not storage.failures
+
+
+def test_a_storage_that_refuses_for_good_ends_with_the_name_of_the_object(tmp_path, storage):
+    write_blocks("s3://bucket/blocks", TREE, 4)
+    blocks = BlockFolder("s3://bucket/blocks")
+    storage.failures = 10**6
+    with pytest.raises(DownloadError, match=r"s3://bucket/blocks/block-000000.npy could not be read, tried 4 times"):
+        read(blocks, 0, tmp_path)
+    assert not list(tmp_path.glob("1*"))
+
+
+def test_a_storage_that_hangs_ends_with_the_name_of_the_object(tmp_path, storage, monkeypatch):
+    write_blocks("s3://bucket/blocks", TREE, 4)
+    blocks = BlockFolder("s3://bucket/blocks")
+    monkeypatch.setattr(stored, "PIECE_SECONDS", 0.2)
+    storage.hanging.clear()
+    try:
+        with pytest.raises(
+            DownloadError, match=r"s3://bucket/blocks/block-000000.npy could not be read, tried 4 times"
+        ):
+            read(blocks, 0, tmp_path)
+    finally:
+        storage.hanging.set()
+
+
+def test_a_storage_that_trickles_is_asked_again_and_ends_with_the_name_of_the_object(tmp_path, storage, monkeypatch):
+    write_blocks("s3://bucket/blocks", TREE, 4)
+    blocks = BlockFolder("s3://bucket/blocks")
+    monkeypatch.setattr(stored, "PIECE_SECONDS", 0.2)
+    storage.drips = 2
+    assert_same(read(blocks, 0, tmp_path), cut(TREE, 0, 4))
+    assert not storage.drips
+    storage.drips = 10**6
+    with pytest.raises(DownloadError, match=r"s3://bucket/blocks/block-000001.npy could not be read, tried 4 times"):
+        read(blocks, 1, tmp_path)
+
+
+def test_what_may_not_be_read_is_named_at_once(tmp_path, storage):
+    write_blocks("s3://bucket/blocks", TREE, 4)
+    blocks = BlockFolder("s3://bucket/blocks")
+    storage.failures, storage.failure = 1, (403, "AccessDenied")
+    with pytest.raises(DataError, match=r"s3://bucket/blocks/block-000000.npy may not be read: .*: allow it"):
+        read(blocks, 0, tmp_path)
+
+
+def test_what_stays_in_a_storage_is_known_by_its_index_or_by_its_files(tmp_path):
+    write_blocks(tmp_path / "blocks", TREE, 4)
+    before = stored.stored_data(str(tmp_path)).digest
+    (tmp_path / "blocks" / "other").write_text("not in the index")
+    assert stored.stored_data(str(tmp_path)).digest == before
+    (tmp_path / "a.parquet").write_text("a")
+    digests = {before, stored.stored_data(f"file://{tmp_path}").digest}
+    (tmp_path / "a.parquet").write_text("ab")
+    digests.add(stored.stored_data(str(tmp_path)).digest)
+    assert len(digests) == 3
+    (tmp_path / "empty").mkdir()
+    for nowhere in ("empty", "nowhere"):
+        with pytest.raises((InputError, DataError), match=r"data must be a folder with files|is not there"):
+            stored.stored_data(f"file://{tmp_path / nowhere}")
