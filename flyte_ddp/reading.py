@@ -27,7 +27,7 @@ def read_settings(text: str) -> Any:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise InputError(
-            f"{text[:200]} cannot be read ({reason}): give a JSON object or a .json or .yaml file"
+            f"{text[:200] or repr(text)} cannot be read ({reason}): give a JSON object or a .json or .yaml file"
         ) from None
 
 

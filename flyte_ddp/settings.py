@@ -87,7 +87,7 @@ class Settings(DataClassJsonMixin):
         except InputError as error:
             raise InputError(f"{cls.__name__}: {error.message}") from None
         except ValueError as error:
-            raise InputError(f"{cls.__name__}: not JSON: {error}") from None
+            raise InputError(f"{cls.__name__}: not JSON: {error}, got {_shown(s)}") from None
         return cls.from_dict(values)
 
     @classmethod

@@ -100,6 +100,11 @@ def test_fields_that_dataclasses_would_leave_aside_are_refused():
     assert Same(epochs=3).epochs == 3
 
 
+def test_text_that_is_not_json_is_shown():
+    with pytest.raises(InputError, match=r'Hyperparameters: not JSON: .*line 1 column 1.*, got "epochs=3"'):
+        Hyperparameters.from_json("epochs=3")
+
+
 def test_a_whole_number_that_flyte_cannot_store_is_refused():
     with pytest.raises(InputError, match=r"Hyperparameters\.epochs must be a whole number of 64 bits, got 9"):
         Hyperparameters.from_json('{"epochs": 9223372036854775808}')
@@ -111,6 +116,7 @@ def test_a_whole_number_that_flyte_cannot_store_is_refused():
         ('{"epochs": 2', ["not JSON", "line 1, column 13"]),
         ("nowhere.yaml", ["nowhere.yaml cannot be read", "No such file", ".yaml file"]),
         (".", ["Is a directory"]),
+        ("", ["'' cannot be read"]),
     ],
 )
 def test_unreadable_text_and_files_are_answered_with_place_and_reason(text, words):

@@ -2,14 +2,13 @@
 
 import math
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from flyte_ddp.engine.draws import DRAWN
-from flyte_ddp.engine.measures import code_location
+from flyte_ddp.engine.measures import code_location, finite_number
 from flyte_ddp.engine.sharding import is_shard, on_shards
 from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.engine.trials import Trial, Trials, among_ranks
@@ -161,7 +160,7 @@ def scaled_rates(recipe: Recipe, model: nn.Module, steps: int) -> list[str]:
     found = []
     for rank, world_size in ((0, 1), (1, 2)):
         with among_ranks(rank, world_size):
-            few = [_factor(recipe, step, steps) for step in sorted({0, 1, steps // 2, steps - 1})]
+            few = [finite_number(recipe, "factor", step, steps) for step in sorted({0, 1, steps // 2, steps - 1})]
             found.append({"optimizer": _plain_groups(optimizer_of(recipe, model)), "factor": few})
     one, two = found
     return [
@@ -170,18 +169,6 @@ def scaled_rates(recipe: Recipe, model: nn.Module, steps: int) -> list[str]:
         for method in one
         if one[method] != two[method]
     ]
-
-
-def _factor(recipe: Recipe, step: int, steps: int) -> float:
-    factor: Any = recipe.factor(step, steps)
-    number = math.nan
-    with suppress(TypeError, ValueError, RuntimeError):  # torch's, for a tensor of several elements
-        number = float(1.0 * factor)  # as the schedule does, which refuses text
-    if not math.isfinite(number):
-        raise InputError(
-            f"{code_location(recipe, 'factor')} must return a finite number, got {factor!r} for step {step} of {steps}"
-        )
-    return number
 
 
 def _plain_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

@@ -63,6 +63,8 @@ def outline(model: nn.Module) -> list[tuple[Any, ...]]:
 
 def _with_values(recipe: Recipe, job: Job) -> First:
     settings, init = job.settings, job.init
+    if settings.init_leave_out and not init:
+        raise InputError(f"init_leave_out must be empty without init, got {settings.init_leave_out!r}")
     model, remarks = _built(recipe, settings.seed), []
     if init and init.is_dir():
         _check_folder(recipe, init)

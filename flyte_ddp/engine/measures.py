@@ -3,6 +3,7 @@
 import inspect
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -22,6 +23,17 @@ def code_location(recipe: Any, method: str) -> str:
     code = getattr(function, "__code__", None)
     where = f" ({code.co_filename}, line {code.co_firstlineno})" if code else ""
     return f"{kind.__name__}.{method}{where}"
+
+
+def finite_number(recipe: Recipe, method: str, *arguments: int) -> float:
+    """What the recipe's method returns; InputError if that is no finite number."""
+    returned, number = getattr(recipe, method)(*arguments), math.nan
+    with suppress(TypeError, ValueError, RuntimeError):  # torch's, for a tensor of several elements
+        number = float(1.0 * returned)  # which refuses text
+    if not math.isfinite(number):
+        called = f"{method}({', '.join(map(str, arguments))})"
+        raise InputError(f"{code_location(recipe, method)} must return a finite number, got {returned!r} from {called}")
+    return number
 
 
 def augment(recipe: Recipe, tree: Any, seed: int, share: BatchShare, epoch: int = 0) -> Any:

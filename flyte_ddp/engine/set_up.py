@@ -13,7 +13,7 @@ from flyte_ddp.engine.compiled import check_device, compile_layers
 from flyte_ddp.engine.first_model import first_model
 from flyte_ddp.engine.job import Job
 from flyte_ddp.engine.load import load_recipe, load_split, validation_of
-from flyte_ddp.engine.measures import augment
+from flyte_ddp.engine.measures import augment, finite_number
 from flyte_ddp.engine.memory import recompute
 from flyte_ddp.engine.placement import to_device
 from flyte_ddp.engine.probe import Probed, probe
@@ -74,7 +74,7 @@ def set_up(environment: Environment, device: torch.device, job: Job, cache: Bloc
     model, left_out, remarks = first_model(recipe, job)
     base = FrozenBase(model, left_out)
     average = to_device(recipe, model, base, job.options, environment, precision)
-    constant_loss, total_steps = recipe.constant_loss(), settings.epochs * len(batches)
+    constant_loss, total_steps = finite_number(recipe, "constant_loss"), settings.epochs * len(batches)
     mixed = not (constant_loss or recipe.couples_samples)  # then outputs are also paired with other samples
     splits = {"train": train, "test": test}
     if validation and recipe.has_validation:

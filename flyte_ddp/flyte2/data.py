@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import flyte
 from flyte.io import Dir, File
 
 from flyte_ddp.attempt.stored import download_once, folder_digest, open_file
@@ -33,12 +34,14 @@ def downloaded_once(given: File | Dir | None) -> Path | None:
 
 
 def output_file(path: Path) -> File:
-    """A local run's file stays where it is."""
-    return File.from_local_sync(str(path))
+    """A local run's file stays where it is; so does that of a plain call of a task's function, without Flyte."""
+    return File.from_local_sync(str(path)) if flyte.ctx() else File(path=str(path))
 
 
 def output_folder(path: Path, url: str = "", digest: str | None = None) -> Dir:
     """url: where it belongs; empty leaves it to Flyte. digest: of its content, as key of the caches."""
+    if not flyte.ctx():
+        return Dir(path=str(path), hash=digest)
     return Dir.from_local_sync(str(path), url or None, dir_cache_key=digest)
 
 

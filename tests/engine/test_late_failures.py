@@ -30,6 +30,7 @@ REFUSED = {
     "NoFactor": ["NoFactor.factor", "must return a finite number, got None"],
     "FactorOfText": ["FactorOfText.factor", "must return a finite number, got '0.5'"],
     "FactorNaN": ["FactorNaN.factor", "must return a finite number, got nan"],
+    "LossOfText": ["LossOfText.constant_loss", "must return a finite number, got 'unknown'"],
     "NoMeasure": ["NoMeasure must define measure(outputs, batch)"],
     "NoModel": ["NoModel must define model()"],
     "NoData": ["NoData must define data(split)"],

@@ -153,6 +153,12 @@ def test_weights_that_do_not_fit_are_refused_or_left_out(tmp_path):
         start_from(own, path, "*")
 
 
+def test_what_to_leave_out_of_nothing_is_refused(tmp_path):
+    settings = Settings(init_leave_out="fc2")
+    with pytest.raises(InputError, match="init_leave_out must be empty without init, got 'fc2'"):
+        train_recipe("tests.engine.probe_recipes:Sound", settings, RunOptions(nproc=1), output=tmp_path)
+
+
 def test_a_file_that_is_not_there_is_refused(tmp_path):
     with pytest.raises(InputError, match=r"init must be a file or folder that is there, got .*nowhere.pt"):
         train_recipe("tests.engine.probe_recipes:Sound", Settings(), output=tmp_path, init=tmp_path / "nowhere.pt")

@@ -13,9 +13,12 @@ from click.testing import CliRunner
 from flyte.cli._params import JsonParamType
 from flyte.cli.main import main
 
+from flyte_ddp.flyte2.recipe import RecipeTraining
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
+from flyte_ddp.settings import RunOptions
 from scripts.smoke2 import all_runs
 from tests.commands import ROOT, words
+from tests.engine.probe_recipes import Settings as Probed
 
 SMALL = {"dataset": "digits", "epochs": 1, "batch_size": 512}
 
@@ -45,6 +48,12 @@ def test_an_input_that_is_wrong_is_refused_in_one_line(hp, says):
     said = flyte_run("--hp", hp, status=1)
     assert says in said
     assert "Traceback" not in said
+
+
+def test_a_training_runs_without_a_run_of_flyte():
+    outputs = RecipeTraining("tests.engine.probe_recipes:Sound").run(Probed(epochs=1), RunOptions(nproc=1))
+    assert len(outputs.epoch_measures) == 1
+    assert all(Path(output.path).exists() for output in (outputs.model_state, outputs.report, outputs.logs))
 
 
 def test_a_model_that_is_not_there_is_said_to_be_missing(tmp_path):
