@@ -135,8 +135,9 @@ class ByRow:
         indices = {layout.dimension for layout in known}
         if fitting or len(indices) > 1:
             raise InputError(
-                f"{operation} of shape {shape} may have the samples in more than one dimension, or in none: choose "
-                "batch_size so that each rank has at least 2 samples, and give all samples the same shape"
+                f"{operation} of shape {shape} may have the samples in more than one dimension, or in none, as this "
+                f"rank's number of samples is {count}: choose batch_size so that each rank has at least 2 samples, in "
+                "an epoch's last batch, too, and give all samples the same shape"
             )
         index = indices.pop() if indices else 0
         if index is None or not shape or not count or shape[index] % count:
