@@ -56,19 +56,31 @@ class _GatherRows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, mine: Tensor, size: int, unit: int) -> Tensor:
-        world_size = distributed.get_world_size()
-        ctx.count, ctx.most = len(mine), -(-size // (unit * world_size)) * unit
-        ctx.slots = _slots(size, unit, world_size, ctx.most, mine.device)
-        everyones = mine.new_empty(world_size * ctx.most, *mine.shape[1:])
-        distributed.all_gather_into_tensor(everyones, _padded(mine, ctx.most, slice(len(mine))))
-        return everyones[ctx.slots]
+        most, slots = _places(size, unit, mine.device)
+        ctx.arguments = len(mine), size, unit
+        everyones = mine.new_empty(distributed.get_world_size() * most, *mine.shape[1:])
+        distributed.all_gather_into_tensor(everyones, _padded(mine, most, slice(len(mine))))
+        return everyones[slots]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        world_size = distributed.get_world_size()
-        mine = gradient.new_empty(ctx.most, *gradient.shape[1:])  # the sum of the gradients of all ranks' losses
-        distributed.reduce_scatter_tensor(mine, _padded(gradient, world_size * ctx.most, ctx.slots))
-        return mine[: ctx.count], None, None
+        return _AddRows.apply(gradient, *ctx.arguments), None, None
+
+
+class _AddRows(torch.autograd.Function):
+    """The sum of all ranks' rows, of which each gets its own: the gradient of _GatherRows, as that is of this."""
+
+    @staticmethod
+    def forward(ctx: Any, everyones: Tensor, count: int, size: int, unit: int) -> Tensor:
+        most, slots = _places(size, unit, everyones.device)
+        ctx.arguments = size, unit
+        mine = everyones.new_empty(most, *everyones.shape[1:])
+        distributed.reduce_scatter_tensor(mine, _padded(everyones, distributed.get_world_size() * most, slots))
+        return mine[:count]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return _GatherRows.apply(gradient, *ctx.arguments), None, None, None
 
 
 def _padded(rows: Tensor, size: int, slots: slice | Tensor) -> Tensor:
@@ -77,8 +89,9 @@ def _padded(rows: Tensor, size: int, slots: slice | Tensor) -> Tensor:
     return padded
 
 
-def _slots(size: int, unit: int, world_size: int, most: int, device: torch.device) -> Tensor:
-    """(size,) int64: where each row of the global batch is among the ranks' rows with their padding."""
-    rows, units = torch.arange(size, device=device), -(-size // unit)
+def _places(size: int, unit: int, device: torch.device) -> tuple[int, Tensor]:
+    """How many rows each rank sends, and (size,) int64: where each row of the global batch is among all of these."""
+    world_size, rows, units = distributed.get_world_size(), torch.arange(size, device=device), -(-size // unit)
     ranks = ((rows // unit + 1) * world_size - 1) // units  # see batches.rank_slice
-    return ranks * most + rows - units * ranks // world_size * unit
+    most = -(-size // (unit * world_size)) * unit
+    return most, ranks * most + rows - units * ranks // world_size * unit

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torchvision.ops import StochasticDepth
 
-from flyte_ddp.batch_share import BatchShare
+from flyte_ddp.batch_share import BatchShare, gather_rows
 from flyte_ddp.engine.batches import TestBatches
 from flyte_ddp.engine.by_row import ByRow
 from flyte_ddp.engine.splits import Resident
@@ -173,6 +173,19 @@ def compute(environment: Environment, link: Link, size: int) -> dict[str, Comput
                 {key: value.numpy() for key, value in model.state_dict().items()},
             )
     return found
+
+
+def penalise(environment: Environment, link: Link, size: int) -> np.ndarray:
+    """The gradient, for this rank's samples, of a penalty on gradients that pass through everyone()."""
+    share, mine = share_of(environment, size)
+    with process_group(environment, 60):
+        torch.manual_seed(0)
+        features = torch.randn(size, 4)[mine].requires_grad_()
+        energy = share.own((features @ gather_rows(features, share).T).tanh()).sum()
+        (slopes,) = torch.autograd.grad(energy, features, create_graph=True)
+        share.own(slopes).square().sum().backward()
+    assert features.grad is not None
+    return share.own(features.grad).numpy()
 
 
 UNUSUAL = (

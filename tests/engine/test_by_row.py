@@ -56,6 +56,13 @@ def test_dropout_drops(computed, name):
     assert not np.allclose(computed[10, 1][0][name].outputs, undisturbed, atol=1e-3)
 
 
+@pytest.mark.parametrize("size", [10, 2])
+def test_a_penalty_on_gradients_through_everyone_is_the_same_on_any_number_of_ranks(size):
+    alone, two, three = (np.concatenate(launch("penalise", size, ranks)) for ranks in (1, 2, 3))
+    assert_near(two, alone)
+    assert_near(three, alone)
+
+
 def test_batch_norm_on_one_rank_is_torchs():
     for kind, (ours, theirs) in zip(KINDS, launch("compare_with_torch", None)[0], strict=True):
         assert len(ours) == len(theirs) >= 6
