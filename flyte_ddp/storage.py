@@ -85,13 +85,28 @@ def write_whole(path: Path, content: bytes | memoryview) -> None:
         file.write(content)
 
 
+def files_below(folder: str | Path) -> Iterator[Path]:
+    """All files below a folder, and links that lead nowhere, also where links lead to folders; raises OSError if one
+    may not be read, InputError for links in a circle."""
+    for parent, folders, names in os.walk(folder, onerror=_refuse, followlinks=True):
+        yield from (Path(parent, name) for name in names)
+        for inner in (Path(parent, name) for name in folders):
+            if inner.is_symlink() and inner.resolve() in {around.resolve() for around in inner.parents}:
+                raise InputError(f"{inner} leads to {inner.resolve()}, in which it is itself: remove that link")
+
+
+def _refuse(error: OSError) -> None:
+    """A folder that cannot be listed: os.walk would pass over it."""
+    raise error
+
+
 def content_digest(path: Path, algorithm: str = "sha256") -> str:
     """The hash as hex of the content of a file, or of the names and contents of all files below a folder."""
     if not path.is_dir():
         with open(path, "rb") as file:
             return stream_digest(file, algorithm)
     digest = hashlib.new(algorithm, usedforsecurity=False)
-    for inner in sorted(inner for inner in path.rglob("*") if inner.is_file()):
+    for inner in sorted(filter(Path.is_file, files_below(path))):
         digest.update(os.fsencode(inner.relative_to(path)) + f"\0{content_digest(inner, algorithm)}\n".encode())
     return digest.hexdigest()
 

@@ -7,10 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from flyte_ddp.attempt.stored import folder_digest
+from flyte_ddp.data.stored import Stored
 from flyte_ddp.engine.checkpoint import read_checkpoint, write_checkpoint
 from flyte_ddp.errors import CheckpointError, InputError
 from flyte_ddp.events import CheckpointFailed
-from flyte_ddp.storage import writing_to
+from flyte_ddp.storage import content_digest, writing_to
+from flyte_ddp.tasks import platform
 
 ROOT = Path(__file__).parents[1]
 
@@ -66,3 +69,30 @@ def test_a_checkpoint_of_another_format_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="has format 0, this version reads 4"):
         read_checkpoint(tmp_path / "old", {})
     assert [path.name for path in tmp_path.iterdir()] == ["old"]
+
+
+def test_what_links_lead_to_belongs_to_a_folder(tmp_path):
+    folder, elsewhere = tmp_path / "folder", tmp_path / "elsewhere"
+    folder.mkdir()
+    elsewhere.mkdir()
+    file = elsewhere / "file"
+    file.write_text("one")
+    (folder / "of a folder").symlink_to(elsewhere)
+    (folder / "of a file").symlink_to(file)
+    (folder / "nowhere").symlink_to(tmp_path / "nothing")
+    found = {"of a folder/file", "of a file"}
+    assert Stored(folder).sizes() == dict.fromkeys(found, 3)
+    before = content_digest(folder), folder_digest(platform, str(folder))
+    file.write_text("two")
+    after = content_digest(folder), folder_digest(platform, str(folder))
+    assert not {*before} & {*after}
+
+
+def test_links_in_a_circle_are_refused(tmp_path):
+    one, two = tmp_path / "one", tmp_path / "two"
+    one.mkdir()
+    two.mkdir()
+    (one / "on").symlink_to(two)
+    (two / "back").symlink_to(one)
+    with pytest.raises(InputError, match=rf"{one}/on/back leads to {one}, in which it is itself: remove that link"):
+        content_digest(one)

@@ -14,7 +14,7 @@ from fsspec.core import url_to_fs
 from fsspec.utils import get_protocol
 
 from flyte_ddp.attempt.platform import Platform
-from flyte_ddp.data.stored import fsspecs_own
+from flyte_ddp.data.stored import find, fsspecs_own
 
 
 def files_at(platform: Platform, url: str) -> tuple[AbstractFileSystem, str]:
@@ -34,7 +34,7 @@ def open_file(platform: Platform, url: str) -> BinaryIO:
 def list_files(platform: Platform, folder: str) -> dict[str, str]:
     """Each file's name below the folder, sorted, with details that change when the file does; without hidden files."""
     files, root = files_at(platform, folder)
-    found = {path[len(root) + 1 :]: str(details) for path, details in files.find(root, detail=True).items()}
+    found = {path[len(root) + 1 :]: str(details) for path, details in find(files, root).items()}
     return {name: found[name] for name in sorted(found) if not any(part[0] == "." for part in name.split("/"))}
 
 

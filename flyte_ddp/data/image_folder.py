@@ -21,7 +21,7 @@ from flyte_ddp.data.prepared import DESCRIPTION, SPLITS
 from flyte_ddp.data.writer import mean_and_std, pixel_counts, write_dataset
 from flyte_ddp.errors import DataError, InputError
 from flyte_ddp.launch.environment import available_cores
-from flyte_ddp.storage import temporary_beside
+from flyte_ddp.storage import files_below, temporary_beside
 
 EXTENSIONS = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 TEST_EVERY = 5
@@ -240,17 +240,8 @@ def _judge(folder: Path, bad: Sequence[str], count: int, limit: float, say: Call
 
 def _image_names(folder: Path, below: Path) -> list[str]:
     """The image files anywhere below a sub-folder, by names relative to the folder, sorted."""
-    return sorted(
-        os.path.relpath(os.path.join(parent, name), folder)
-        for parent, _, names in os.walk(folder / below, onerror=_refuse)
-        for name in names
-        if name.lower().endswith(EXTENSIONS) and not name.startswith(".")
-    )
-
-
-def _refuse(error: OSError) -> None:
-    """A folder that cannot be listed: os.walk would pass over it."""
-    raise error
+    files = (file for file in files_below(folder / below) if file.name.lower().endswith(EXTENSIONS))
+    return sorted(os.path.relpath(file, folder) for file in files if not file.name.startswith("."))
 
 
 def _printable(name: str) -> str:

@@ -7,6 +7,7 @@ that names the file, before the launcher takes the rank for hung (RunOptions.tim
 import hashlib
 import io
 import json
+import os
 import pkgutil
 import time
 from collections.abc import Callable, Iterator
@@ -15,10 +16,13 @@ from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 import fsspec
+from fsspec import AbstractFileSystem
+from fsspec.implementations.local import LocalFileSystem
 from fsspec.registry import known_implementations
 
 from flyte_ddp.data.description import StoredData
 from flyte_ddp.errors import DataError, DownloadError, InputError
+from flyte_ddp.storage import files_below
 
 INDEX = "index.json"  # of a folder of blocks
 STAMPS = ("ETag", "etag", "mtime")  # what changes when a file is written, by the storages' names for it
@@ -50,6 +54,20 @@ def fsspecs_own(url: str) -> Iterator[None]:
         fsspec.register_implementation(protocol, registered, clobber=True)
 
 
+def find(files: AbstractFileSystem, root: str) -> dict[str, dict[str, Any]]:
+    """What the client says of each file below root, by path; on a disk also of those that links lead to, which fsspec
+    passes over."""
+    if not isinstance(files, LocalFileSystem):
+        found: dict[str, dict[str, Any]] = files.find(root, detail=True)
+        return found
+    paths = files_below(root) if os.path.isdir(root) else [Path(root)]
+    return {str(path): _details(path.stat()) for path in paths if path.is_file()}
+
+
+def _details(status: os.stat_result) -> dict[str, Any]:
+    return {"size": status.st_size, "mtime": status.st_mtime, "created": status.st_ctime, "ino": status.st_ino}
+
+
 class Stored:
     """The files below a URL, or the single file that it names."""
 
@@ -72,8 +90,7 @@ class Stored:
 
         def ask() -> dict[str, Any]:
             self.files.invalidate_cache()
-            found: dict[str, Any] = self.files.find(self.root, detail=True)
-            return found
+            return find(self.files, self.root)
 
         found = {path[len(self.root) + 1 :]: details for path, details in self._tried("", ask).items()}
         shown = {

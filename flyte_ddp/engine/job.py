@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from flyte_ddp.code_version import with_installed
 from flyte_ddp.data.description import DatasetDescription, StoredData
+from flyte_ddp.errors import InputError
 from flyte_ddp.events import EpochFinished, Warned
 from flyte_ddp.pretrained import check_pretrained
 from flyte_ddp.settings import RunOptions, TrainingSettings
@@ -94,7 +95,11 @@ def subject_of(
 
 
 def digest_of(data: Path | StoredData | None) -> str:
-    return data.digest if isinstance(data, StoredData) else content_digest(data) if data else ""
+    """Raises InputError for data that cannot be read."""
+    try:
+        return data.digest if isinstance(data, StoredData) else content_digest(data) if data else ""
+    except OSError as error:
+        raise InputError(f"data cannot be read: {error.filename}: {error.strerror}") from None
 
 
 class RankStorage(Protocol):

@@ -119,6 +119,13 @@ def test_a_small_file_of_too_many_pixels_is_not_decoded(tmp_path):
     assert decode(tmp_path / "huge.jpeg", (1, 20, 20)).shape == (1, 20, 20), "decoded at an eighth of its size"
 
 
+def test_images_that_links_lead_to_are_found(folder, tmp_path):
+    before = described(index(folder)).train_samples
+    shutil.copytree(folder / "class 1", tmp_path / "more of class 1")
+    (folder / "class 1" / "more").symlink_to(tmp_path / "more of class 1")
+    assert described(index(folder)).train_samples > before
+
+
 def test_unreadable_files_are_named_and_counted_up_to_the_share(folder):
     good = sorted((folder / "class 1").iterdir())
     (folder / "class 1" / "empty.png").touch()
