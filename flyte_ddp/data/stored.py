@@ -146,14 +146,24 @@ def stored_data(url: str, options: dict[str, dict[str, Any]] | None = None) -> S
     if not details:
         raise InputError(f"data must be a folder with files, or a file, got {url}")
     # Where blocks have an index, it has their digests
-    indexed = {name.rpartition("/")[0] for name in details if PurePosixPath(name).name == INDEX}
+    indexes = {name: stored.read(name) for name in details if PurePosixPath(name).name == INDEX}
+    indexed = {PurePosixPath(name).parent for name, content in indexes.items() if _is_of_blocks(content)}
     seen: list[Any] = []
     for name, one in details.items():
-        if PurePosixPath(name).name == INDEX:
-            seen.append((name, hashlib.sha256(stored.read(name)).hexdigest()))
-        elif name.rpartition("/")[0] not in indexed:
+        if name in indexes:
+            seen.append((name, hashlib.sha256(indexes[name]).hexdigest()))
+        elif PurePosixPath(name).parent not in indexed:
             seen.append((name, one["size"], str(next((one[key] for key in STAMPS if key in one), ""))))
     return StoredData(url, hashlib.sha256(json.dumps(seen).encode()).hexdigest(), options or {})
+
+
+def _is_of_blocks(index: bytes) -> bool:
+    """Other libraries' folders have an index of this name, too."""
+    try:
+        content = json.loads(index)
+    except ValueError:
+        return False
+    return isinstance(content, dict) and "blocks" in content
 
 
 class StoredFile(io.RawIOBase):

@@ -92,6 +92,11 @@ def test_what_stays_in_a_storage_is_known_by_its_index_or_by_its_files(tmp_path)
     (tmp_path / "a.parquet").write_text("ab")
     digests.add(stored.stored_data(str(tmp_path)).digest)
     assert len(digests) == 3
+    (tmp_path / "index.json").write_text('{"shards": []}')
+    digests.add(stored.stored_data(str(tmp_path)).digest)
+    (tmp_path / "a.parquet").write_text("abc")
+    digests.add(stored.stored_data(str(tmp_path)).digest)
+    assert len(digests) == 5, "another library's index leaves the files beside it to be looked at"
     (tmp_path / "empty").mkdir()
     for nowhere in ("empty", "nowhere"):
         with pytest.raises((InputError, DataError), match=r"data must be a folder with files|is not there"):
