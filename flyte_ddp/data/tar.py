@@ -107,19 +107,20 @@ def samples_of(pieces: Iterable[bytes], name: str) -> Iterator[tuple[str, dict[s
                     raise DataError(f"{name}: {key} has .{extension} more than once", "give each sample another name")
                 content: Any = opened.extractfile(member)
                 files[extension] = content.read()
-            _check_end(opened.fileobj, name)
+            _check_end(opened, name)
     except tarfile.TarError as error:
         raise DataError(f"{name} is no tar file, or cut short: {error}") from None
     if files:
         yield key, files
 
 
-def _check_end(file: Any, name: str) -> None:
-    """tarfile takes a header that it cannot read, other than the first, for the end."""
+def _check_end(opened: tarfile.TarFile, name: str) -> None:
+    """tarfile takes a header that it cannot read, other than the first, for the end, and does without an end."""
+    file: Any = opened.fileobj
     more = False
     while rest := file.read(tarfile.RECORDSIZE):
         more |= any(rest)
-    if file.tell() % tarfile.BLOCKSIZE:
+    if file.tell() % tarfile.BLOCKSIZE or file.tell() == opened.offset:  # of the end, of zeros
         raise DataError(f"{name} is no tar file, or cut short: its last header is not whole", "write it again")
     if more:
         raise DataError(f"{name}: more follows its end: it is damaged, or several in one", "write it again")
