@@ -43,6 +43,10 @@ PROBLEMS = {
         "forward",
         "{layers} must not change their inputs in place: set inplace=False, or copy these",
     ),
+    "storage of size 0": (
+        "forward",
+        "gradients of gradients would need weights that are cut again by then: do without create_graph=True",
+    ),
     # The first call of model() may have been without values, and something may be kept of it, as by functools.cache
     r"\bmeta\b": ("model", "a tensor that is kept between calls has no values: make it in each call"),
 }

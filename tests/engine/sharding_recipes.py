@@ -245,6 +245,14 @@ class Inside(Sharded):
         return model.head(batch)
 
 
+class Slopes(Sharded):
+    """Of an energy, which follow weights that are cut by then."""
+
+    def forward(self, model, batch):
+        positions = batch.requires_grad_()
+        return torch.autograd.grad(model(positions).tanh().sum(), positions, create_graph=True)[0]
+
+
 class InPlace(Sharded):
     """A unit begins with an activation that overwrites its input."""
 

@@ -278,6 +278,7 @@ REFUSED = {
     "BatchNorm": "BatchNorm.norm_samples must be set where a network with batch norm is sharded, got 0",
     "Factored": "the optimizer must be one of torch.optim's ASGD, .* treat each number by itself, got Adafactor",
     "Inside": "Inside.forward .*: with sharding, weights are whole only while the network, .* are called",
+    "Slopes": "Slopes.forward .*: with sharding, gradients of gradients .*: do without create_graph=True",
     "InPlace": "InPlace.forward .*: with sharding, .* InPlace.shard names, must not change their inputs in place: set",
 }
 
