@@ -105,6 +105,16 @@ def _built(recipe: Recipe, seed: int) -> nn.Module:
     if not isinstance(model, nn.Module):
         got = type(model).__name__
         raise InputError(f"{code_location(recipe, 'model')} must return the network, an nn.Module, got {got}")
+    scripted = [
+        name
+        for name, layer in model.named_modules()
+        if isinstance(layer, torch.jit.ScriptModule) and any(True for _ in layer.parameters())
+    ]
+    if scripted:
+        raise InputError(
+            f"{code_location(recipe, 'model')}: {scripted[0] or 'the network'} must not come from torch.jit, whose "
+            "layers lose their gradients when they are copied: return the module that it was made of"
+        )
     lazy = [name for name, parameter in model.named_parameters() if nn.parameter.is_lazy(parameter)]
     if lazy:
         raise InputError(

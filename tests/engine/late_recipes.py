@@ -133,6 +133,11 @@ class LazyButCalled(Lazy):
         return model
 
 
+class Scripted(Sound):
+    def model(self):
+        return torch.jit.script(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()))
+
+
 class NoNetwork(Sound):
     """Its author has forgotten a return, as those of the next have."""
 
