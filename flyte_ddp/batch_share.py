@@ -59,7 +59,7 @@ class _GatherRows(torch.autograd.Function):
         most, slots = _places(size, unit, mine.device)
         ctx.arguments = len(mine), size, unit
         everyones = mine.new_empty(distributed.get_world_size() * most, *mine.shape[1:])
-        distributed.all_gather_into_tensor(everyones, _padded(mine, most, slice(len(mine))))
+        distributed.all_gather_into_tensor(_bytes(everyones), _bytes(_padded(mine, most, slice(len(mine)))))
         return everyones[slots]
 
     @staticmethod
@@ -81,6 +81,11 @@ class _AddRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         return _GatherRows.apply(gradient, *ctx.arguments), None, None, None
+
+
+def _bytes(rows: Tensor) -> Tensor:
+    """Backends cannot send numbers of all types."""
+    return rows.view(-1).view(torch.uint8)
 
 
 def _padded(rows: Tensor, size: int, slots: slice | Tensor) -> Tensor:

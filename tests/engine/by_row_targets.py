@@ -175,6 +175,15 @@ def compute(environment: Environment, link: Link, size: int) -> dict[str, Comput
     return found
 
 
+def gather(environment: Environment, link: Link, size: int) -> list[bool]:
+    """Whether everyone()'s rows of many types, and of single numbers, are those of the global batch."""
+    share, mine = share_of(environment, size)
+    kinds = torch.bool, torch.uint8, torch.int16, torch.int64, torch.float16, torch.bfloat16, torch.complex64
+    with process_group(environment, 60):
+        wholes = [torch.arange(3 * size).view(size, 3).to(kind) for kind in kinds] + [torch.arange(size)]
+        return [torch.equal(gather_rows(whole[mine], share), whole) for whole in wholes]
+
+
 def penalise(environment: Environment, link: Link, size: int) -> np.ndarray:
     """The gradient, for this rank's samples, of a penalty on gradients that pass through everyone()."""
     share, mine = share_of(environment, size)

@@ -56,6 +56,10 @@ def test_dropout_drops(computed, name):
     assert not np.allclose(computed[10, 1][0][name].outputs, undisturbed, atol=1e-3)
 
 
+def test_rows_of_any_type_can_be_gathered():
+    assert all(map(all, launch("gather", 5, ranks=2)))
+
+
 @pytest.mark.parametrize("size", [10, 2])
 def test_a_penalty_on_gradients_through_everyone_is_the_same_on_any_number_of_ranks(size):
     alone, two, three = (np.concatenate(launch("penalise", size, ranks)) for ranks in (1, 2, 3))
