@@ -81,7 +81,10 @@ def test_what_links_lead_to_belongs_to_a_folder(tmp_path):
     (folder / "of a file").symlink_to(file)
     (folder / "nowhere").symlink_to(tmp_path / "nothing")
     found = {"of a folder/file", "of a file"}
-    assert Stored(folder).sizes() == dict.fromkeys(found, 3)
+    for url in (folder, f"file://{folder}/", f"{tmp_path}//folder", f"{tmp_path}/./folder", f"{folder}/../folder"):
+        assert Stored(url).sizes() == dict.fromkeys(found, 3)
+    assert Stored(file).sizes() == {"": 3}
+    assert Stored(tmp_path / "nothing").sizes() == {}
     before = content_digest(folder), folder_digest(platform, str(folder))
     file.write_text("two")
     after = content_digest(folder), folder_digest(platform, str(folder))

@@ -60,8 +60,10 @@ def find(files: AbstractFileSystem, root: str) -> dict[str, dict[str, Any]]:
     if not isinstance(files, LocalFileSystem):
         found: dict[str, dict[str, Any]] = files.find(root, detail=True)
         return found
-    paths = files_below(root) if os.path.isdir(root) else [Path(root)]
-    return {str(path): _details(path.stat()) for path in paths if path.is_file()}
+    if not os.path.isdir(root):
+        return {root: _details(os.stat(root))} if os.path.isfile(root) else {}
+    files_there = (path for path in files_below(root) if path.is_file())
+    return {f"{root}/{path.relative_to(root).as_posix()}": _details(path.stat()) for path in files_there}
 
 
 def _details(status: os.stat_result) -> dict[str, Any]:
