@@ -77,6 +77,7 @@ def _with_values(recipe: Recipe, job: Job) -> First:
     if settings.freeze:
         remarks.append(freeze(model, settings.freeze))
     check_types(recipe, model)
+    _check_scripts(recipe, model)
     return model, set(base), remarks
 
 
@@ -105,16 +106,6 @@ def _built(recipe: Recipe, seed: int) -> nn.Module:
     if not isinstance(model, nn.Module):
         got = type(model).__name__
         raise InputError(f"{code_location(recipe, 'model')} must return the network, an nn.Module, got {got}")
-    scripted = [
-        name
-        for name, layer in model.named_modules()
-        if isinstance(layer, torch.jit.ScriptModule) and any(True for _ in layer.parameters())
-    ]
-    if scripted:
-        raise InputError(
-            f"{code_location(recipe, 'model')}: {scripted[0] or 'the network'} must not come from torch.jit, whose "
-            "layers lose their gradients when they are copied: return the module that it was made of"
-        )
     lazy = [name for name, parameter in model.named_parameters() if nn.parameter.is_lazy(parameter)]
     if lazy:
         raise InputError(
@@ -136,6 +127,16 @@ def _check_folder(recipe: Recipe, init: Path) -> None:
             f"init_leave_out must be empty, because model() itself loads the folder {init}, got "
             f"{recipe.settings.init_leave_out!r}"
         )
+
+
+def _check_scripts(recipe: Recipe, model: nn.Module) -> None:
+    """Raises InputError for what torch.jit has made of layers that are trained: torch loses their gradients."""
+    for name, layer in model.named_modules():
+        if isinstance(layer, torch.jit.ScriptModule) and any(weight.requires_grad for weight in layer.parameters()):
+            raise InputError(
+                f"{code_location(recipe, 'model')}: {name or 'the network'} must not come from torch.jit, or must be "
+                "frozen, since its copies have no gradients: return the module that it was made of"
+            )
 
 
 def check_types(recipe: Recipe, model: nn.Module) -> None:

@@ -138,6 +138,14 @@ class Scripted(Sound):
         return torch.jit.script(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()))
 
 
+class FrozenScripted(Sound):
+    def model(self):
+        layers = Scripted.model(self)
+        for weight in layers.parameters():
+            weight.requires_grad_(False)
+        return nn.Sequential(layers, nn.Linear(WIDTH, WIDTH))
+
+
 class NoNetwork(Sound):
     """Its author has forgotten a return, as those of the next have."""
 

@@ -25,7 +25,7 @@ REFUSED = {
     "TwoOptimizers": ["TwoOptimizers.optimizer", "must return one optimizer of torch.optim, got list", "groups"],
     "LearnedWeights": ["LearnedWeights.measure", "the weights of 'loss' must not need a gradient", "detach()"],
     "Lazy": ["Lazy.model", "0.weight has no shape yet", "call the network once in model()"],
-    "Scripted": ["Scripted.model", "the network must not come from torch.jit", "the module that it was made of"],
+    "Scripted": ["Scripted.model", "the network must not come from torch.jit, or must be frozen", "return the module"],
     "NoNetwork": ["NoNetwork.model", "must return the network, an nn.Module, got NoneType"],
     "NoOutputs": ["NoOutputs.forward", "must return the network's outputs, got None"],
     "NoFactor": ["NoFactor.factor", "must return a finite number, got None"],
@@ -46,7 +46,7 @@ REFUSED = {
 }
 SOUND = [
     "MixedOutputs", "InsistingWithConstantLoss", "Trimmed", "Predicting", "PredictingBools", "LearnedWeightsElsewhere",
-    "LazyButCalled", "FactorTensor", "OwnNetwork", "OwnHelper", "InPlace", "YieldingPictures",
+    "LazyButCalled", "FactorTensor", "OwnNetwork", "OwnHelper", "InPlace", "YieldingPictures", "FrozenScripted",
 ]  # fmt: skip
 
 
