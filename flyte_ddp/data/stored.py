@@ -128,6 +128,8 @@ class Stored:
                 time.sleep(PAUSE_SECONDS * 2 ** (number - 1))
             try:
                 return ask()
+            except InputError:
+                raise
             except FileNotFoundError:
                 raise DataError(f"{self.name(file)} is not there", "put it back, or correct the URL") from None
             except PermissionError as error:
