@@ -138,9 +138,9 @@ class Scripted(Sound):
         return torch.jit.script(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()))
 
 
-class FrozenScripted(Sound):
+class FrozenScripted(Scripted):
     def model(self):
-        layers = Scripted.model(self)
+        layers = super().model()
         for weight in layers.parameters():
             weight.requires_grad_(False)
         return nn.Sequential(layers, nn.Linear(WIDTH, WIDTH))
