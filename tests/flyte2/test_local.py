@@ -4,6 +4,8 @@ import csv
 import json
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import flyte
@@ -13,12 +15,9 @@ from click.testing import CliRunner
 from flyte.cli._params import JsonParamType
 from flyte.cli.main import main
 
-from flyte_ddp.flyte2.recipe import RecipeTraining
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
-from flyte_ddp.settings import RunOptions
 from scripts.smoke2 import all_runs
 from tests.commands import ROOT, words
-from tests.engine.probe_recipes import Settings as Probed
 
 SMALL = {"dataset": "digits", "epochs": 1, "batch_size": 512}
 
@@ -50,10 +49,21 @@ def test_an_input_that_is_wrong_is_refused_in_one_line(hp, says):
     assert "Traceback" not in said
 
 
+PLAIN = """
+from pathlib import Path
+from flyte_ddp import RunOptions
+from flyte_ddp.flyte2.recipe import RecipeTraining
+from tests.engine.probe_recipes import Settings
+outputs = RecipeTraining("tests.engine.probe_recipes:Sound").run(Settings(epochs=1), RunOptions(nproc=1))
+assert len(outputs.epoch_measures) == 1
+assert all(Path(output.path).exists() for output in (outputs.model_state, outputs.report, outputs.logs))
+"""
+
+
 def test_a_training_runs_without_a_run_of_flyte():
-    outputs = RecipeTraining("tests.engine.probe_recipes:Sound").run(Probed(epochs=1), RunOptions(nproc=1))
-    assert len(outputs.epoch_measures) == 1
-    assert all(Path(output.path).exists() for output in (outputs.model_state, outputs.report, outputs.logs))
+    """In a process of its own: `flyte run` sets Flyte up for good."""
+    done = subprocess.run([sys.executable, "-c", PLAIN], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_model_that_is_not_there_is_said_to_be_missing(tmp_path):
