@@ -31,6 +31,15 @@ def writing_to(directory: str | Path, variable: str) -> Iterator[None]:
         ) from None
 
 
+@contextmanager
+def reading() -> Iterator[None]:
+    """Turns the error of a file or folder that may not be read into one InputError that names it."""
+    try:
+        yield
+    except PermissionError as error:
+        raise InputError(f"{error.filename} may not be read: allow it (chmod -R u+rX), or give another") from None
+
+
 def temporary_beside(path: Path) -> Path:
     """A name in the same folder that no other process uses (for os.replace) and that remove_leftovers recognises."""
     return path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")

@@ -4,7 +4,8 @@ import os
 import re
 import socket
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -75,3 +76,17 @@ def free_port() -> int:
 def same(ours: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tensor]) -> bool:
     """Whether two models have the same bits."""
     return ours.keys() == others.keys() and all(torch.equal(ours[name], others[name]) for name in ours)
+
+
+@contextmanager
+def unreadable(path: Path) -> Iterator[None]:
+    """While the block runs, which as root runs as somebody else, the file or folder may not be read."""
+    mode, user = path.stat().st_mode, os.geteuid()
+    path.chmod(0)
+    try:
+        if user == 0:  # root may read everything
+            os.seteuid(65534)
+        yield
+    finally:
+        os.seteuid(user)
+        path.chmod(mode)

@@ -1,8 +1,10 @@
 """Disks that are full, read-only or not there."""
 
+import os
 import resource
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -10,10 +12,12 @@ import pytest
 from flyte_ddp.attempt.stored import folder_digest
 from flyte_ddp.data.stored import Stored
 from flyte_ddp.engine.checkpoint import read_checkpoint, write_checkpoint
+from flyte_ddp.engine.job import digest_of
 from flyte_ddp.errors import CheckpointError, InputError
 from flyte_ddp.events import CheckpointFailed
 from flyte_ddp.storage import content_digest, writing_to
 from flyte_ddp.tasks import platform
+from tests.commands import unreadable
 
 ROOT = Path(__file__).parents[1]
 
@@ -71,6 +75,17 @@ def test_a_checkpoint_of_another_format_is_refused(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["old"]
 
 
+@pytest.mark.parametrize("closed", ["", "below", "below/file"])
+def test_data_that_may_not_be_read_are_named(closed):
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # others may list what is below /tmp
+        Path(folder, "below").mkdir()
+        Path(folder, "below", "file").touch()
+        os.chmod(folder, 0o755)
+        message = f"{Path(folder, closed)}.* may not be read: allow it"
+        with unreadable(Path(folder, closed)), pytest.raises(InputError, match=message):
+            digest_of(Path(folder))
+
+
 def test_what_links_lead_to_belongs_to_a_folder(tmp_path):
     folder, elsewhere = tmp_path / "folder", tmp_path / "elsewhere"
     folder.mkdir()
@@ -86,7 +101,7 @@ def test_what_links_lead_to_belongs_to_a_folder(tmp_path):
     assert Stored(file).sizes() == {"": 3}
     assert Stored(tmp_path / "nothing").sizes() == {}
     before = content_digest(folder), folder_digest(platform, str(folder))
-    file.write_text("two")
+    file.write_text("three")  # of another length: within a tick of the clock it would have the same time
     after = content_digest(folder), folder_digest(platform, str(folder))
     assert not {*before} & {*after}
 

@@ -21,7 +21,7 @@ from flyte_ddp.data.prepared import DESCRIPTION, SPLITS
 from flyte_ddp.data.writer import mean_and_std, pixel_counts, write_dataset
 from flyte_ddp.errors import DataError, InputError
 from flyte_ddp.launch.environment import available_cores
-from flyte_ddp.storage import files_below, temporary_beside
+from flyte_ddp.storage import files_below, reading, temporary_beside
 
 EXTENSIONS = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 TEST_EVERY = 5
@@ -40,12 +40,8 @@ class Sound(NamedTuple):
 
 def list_images(folder: Path) -> Files:
     """Names relative to folder, sorted, by split and class; InputError if there is nothing to train on."""
-    try:
+    with reading():
         found = _all_images(folder)
-    except PermissionError as error:
-        raise InputError(
-            f"{error.filename} may not be read: allow it (chmod -R u+rX), or give another folder"
-        ) from None
     for split, classes in found.items():
         where = f"folder {folder / split}"
         if not classes:

@@ -9,11 +9,10 @@ from typing import Any, Protocol
 
 from flyte_ddp.code_version import with_installed
 from flyte_ddp.data.description import DatasetDescription, StoredData
-from flyte_ddp.errors import InputError
 from flyte_ddp.events import EpochFinished, Warned
 from flyte_ddp.pretrained import check_pretrained
 from flyte_ddp.settings import RunOptions, TrainingSettings
-from flyte_ddp.storage import content_digest
+from flyte_ddp.storage import content_digest, reading
 from flyte_ddp.user_code import UserCode
 
 # What rank 0 leaves in the logs: the recipe's predictions (N, ...) on the test samples, its pictures, the weights of
@@ -75,7 +74,7 @@ def subject_of(
 ) -> Subject:
     """The training of a recipe; whoever asks for the same one, in whatever way, gets the same identity.
 
-    Raises InputError if init is a folder without whole weights.
+    Raises InputError if init is a folder without whole weights, or if it or the data may not be read.
     """
     if init and init.is_dir():
         check_pretrained(init)
@@ -90,16 +89,14 @@ def subject_of(
         files=code.files,
         description=description,
         init=init,
-        init_digest=content_digest(init) if init else "",
+        init_digest=digest_of(init),
     )
 
 
 def digest_of(data: Path | StoredData | None) -> str:
-    """Raises InputError for data that cannot be read."""
-    try:
+    """Raises InputError for what may not be read."""
+    with reading():
         return data.digest if isinstance(data, StoredData) else content_digest(data) if data else ""
-    except OSError as error:
-        raise InputError(f"data cannot be read: {error.filename}: {error.strerror}") from None
 
 
 class RankStorage(Protocol):
