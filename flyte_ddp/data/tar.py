@@ -115,12 +115,13 @@ def samples_of(pieces: Iterable[bytes], name: str) -> Iterator[tuple[str, dict[s
 
 
 def _check_end(opened: tarfile.TarFile, name: str) -> None:
-    """tarfile takes a header that it cannot read, other than the first, for the end, and does without an end."""
+    """tarfile takes a header that it cannot read, other than the first, for the end, and so it does that of the file;
+    a whole one has a block of zeros there."""
     file: Any = opened.fileobj
     more = False
     while rest := file.read(tarfile.RECORDSIZE):
         more |= any(rest)
-    if file.tell() % tarfile.BLOCKSIZE or file.tell() == opened.offset:  # of the end, of zeros
-        raise DataError(f"{name} is no tar file, or cut short: its last header is not whole", "write it again")
+    if file.tell() % tarfile.BLOCKSIZE or file.tell() == opened.offset:
+        raise DataError(f"{name} is no tar file, or cut short: its end is missing", "write it again")
     if more:
         raise DataError(f"{name}: more follows its end: it is damaged, or several in one", "write it again")
