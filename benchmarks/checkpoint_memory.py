@@ -85,7 +85,7 @@ def save(environment: Environment, link: Link, job: Job) -> tuple[float, ...]:
     seconds until it is on disk. The first may find a machine without free pages at hand."""
     with process_group(environment, job.options.timeout_seconds) as device:
         parts = set_up(environment, device, job, BlockCache(environment))
-        parts.state.train_step(next(parts.train.epoch(0, 0)), False)
+        parts.state.train_step(next(parts.train.steps(0)), False)
         checkpoints = checkpoints_of(parts.state, environment, link.emit, job)
         for _ in range(3):
             with Peak() as peak:

@@ -79,9 +79,9 @@ def one(size: str, is_compiled: bool) -> tuple[float, float]:
         seconds = time.perf_counter() - started
         state.parallel.train()
         times = []
-        for batch in train.epoch(0):
+        for shares in train.steps(0):
             started = time.perf_counter()
-            state.train_step(batch, False)
+            state.train_step(shares, False)
             if device.type == "cuda":
                 torch.cuda.synchronize()
             times.append(time.perf_counter() - started)

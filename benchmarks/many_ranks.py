@@ -112,10 +112,10 @@ def one_rank(name: str, ranks: int, folder: Path) -> tuple[float, float]:
     assert isinstance(state.parallel, ReplicatedStep)
     state.parallel.register_comm_hook(None, nothing_exchanged)
     state.parallel.train()
-    times, epoch = [], batches.epoch(0)
+    times, steps = [], batches.steps(0)
     for _ in range(STEPS):
         started = time.process_time()
-        state.train_step(next(epoch), False)
+        state.train_step(next(steps), False)
         times.append(time.process_time() - started)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     return round(statistics.median(times[2:]) * 1e3, 1), round(peak)

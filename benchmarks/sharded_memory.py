@@ -51,11 +51,11 @@ def measure(environment: Environment, link: Link, job: Job) -> tuple[float, ...]
         with Peak() as in_set_up:
             before = resident()
             parts = set_up(environment, device, job, BlockCache(environment))
-        batch = next(parts.train.epoch(0, 0))
-        parts.state.train_step(batch, False)
+        shares = next(parts.train.steps(0))
+        parts.state.train_step(shares, False)
         with Peak() as in_step:
             start = resident()
-            parts.state.train_step(batch, False)
+            parts.state.train_step(shares, False)
         checkpoints = checkpoints_of(parts.state, environment, link.emit, job)
         with Peak() as in_checkpoint:
             kept = resident()

@@ -65,10 +65,10 @@ def compare_with_fixed_batch(environment: Environment, link: Link, job: Job) -> 
     rates = []
 
     def alternating(state: TrainingState, train: TrainBatches, *arguments: Any) -> Sums:
-        batch = next(train.epoch(state.epoch))
-        FixedBatch(state, batch).block()  # warm-up: the first steps of a process are slow
-        fixed, epoch = FixedBatch(state, batch), train.epoch
-        with patch.object(train, "epoch", lambda *position: fixed.between(epoch(*position))):
+        shares = next(train.steps(state.epoch))
+        FixedBatch(state, shares).block()  # warm-up: the first steps of a process are slow
+        fixed, steps = FixedBatch(state, shares), train.steps
+        with patch.object(train, "steps", lambda *position: fixed.between(steps(*position))):
             started = clock(state.device)
             sums = train_epoch(state, train, *arguments)
             seconds = clock(state.device) - started - fixed.away_seconds
@@ -88,24 +88,24 @@ class FixedBatch:
         away_seconds: the same plus the time to save and restore the state.
     """
 
-    def __init__(self, state: TrainingState, batch: Batch):
-        self.state, self.batch = state, batch
+    def __init__(self, state: TrainingState, shares: list[Batch]):
+        self.state, self.shares = state, shares
         self.samples, self.seconds, self.away_seconds = 0, 0.0, 0.0
 
-    def between(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        for number, batch in enumerate(batches):
+    def between(self, steps: Iterator[list[Batch]]) -> Iterator[list[Batch]]:
+        for number, shares in enumerate(steps):
             if number % BLOCK == 0:
                 self.block()
-            yield batch
+            yield shares
 
     def block(self) -> None:
         left = clock(self.state.device)
         saved = copy.deepcopy(self.state.state_dict())  # which are the live tensors
         started = clock(self.state.device)
         for _ in range(BLOCK):
-            self.state.train_step(self.batch, False)
+            self.state.train_step(self.shares, False)
         self.seconds += clock(self.state.device) - started
-        self.samples += BLOCK * self.batch.share.size
+        self.samples += BLOCK * self.shares[0].share.size
         self.state.load_state_dict(saved)
         self.away_seconds += clock(self.state.device) - left
 

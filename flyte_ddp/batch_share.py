@@ -21,6 +21,7 @@ class BatchShare:
         size: the number of samples in the whole global batch.
         borrowed: whether the samples that the rank computes are another rank's.
         norm_samples: if not 0, batch norm sees groups of this many samples, between which shares are cut.
+        part: which of the global batch's parts it is, with virtual ranks.
         alone: whether this is a trial without the other ranks, which must leave no trace.
         stand_in: what gather_rows calls if alone; without it, the rank's own rows are returned.
     """
@@ -30,6 +31,7 @@ class BatchShare:
     size: int = 0
     borrowed: bool = False
     norm_samples: int = 0
+    part: int = 0
     alone: bool = False
     stand_in: Callable[[Tensor], Tensor] | None = None
 

@@ -176,6 +176,11 @@ class TrainingSettings(Settings):
         batch_size: samples of one optimizer step, all ranks together.
         test_batch_size: samples of one evaluation batch, all ranks together.
         epochs: passes over the training samples.
+        virtual_ranks: the number of parts that a global batch is computed in, as by so many ranks of
+            DistributedDataParallel, on any number of ranks up to it: the result has the same bits on each. Batch norm
+            sees a part at a time. 0 is off: then the result is the same up to rounding.
+        threads: torch's threads in each rank; 0 is one with virtual_ranks, since on more of them kernels add in another
+            order, and otherwise the machine's cores, divided by its ranks.
         stop_after: training stops after this many epochs, although its schedule goes on to epochs; 0 is off. It leaves
             final-checkpoint in its logs, from which the same settings with a later stop, or none, continue.
         evaluations_per_epoch: how often an epoch is evaluated, at equal distances, the last time at its end. All that
@@ -197,6 +202,8 @@ class TrainingSettings(Settings):
     batch_size: int = setting(128, minimum=1)
     test_batch_size: int = setting(1000, minimum=1)
     epochs: int = setting(2, minimum=1)
+    virtual_ranks: int = setting(0, minimum=0)
+    threads: int = setting(0, minimum=0)
     stop_after: int = setting(0, minimum=0)
     evaluations_per_epoch: int = setting(1, minimum=1)
     precision: str = setting("auto", choices=PRECISIONS)
@@ -209,6 +216,11 @@ class TrainingSettings(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.virtual_ranks > self.batch_size:
+            raise InputError(
+                f"{type(self).__name__}.virtual_ranks must be at most batch_size ({self.batch_size}), so that each has a "
+                f"sample, got {self.virtual_ranks}: lower it, or raise batch_size"
+            )
         if self.stop_after > self.epochs:
             raise InputError(
                 f"{type(self).__name__}.stop_after must be at most epochs ({self.epochs}), got {self.stop_after}: "

@@ -38,17 +38,19 @@ class Operations(TorchDispatchMode):
 @contextmanager
 def inspected(look: AbstractContextManager[Any], steps: list[int]) -> Iterator[None]:
     """While the block runs, all but the first steps of a training, each with fetching its batch, run within `look`."""
-    train_step, epoch = TrainingState.train_step, TrainBatches.epoch
+    train_step, in_turn = TrainingState.train_step, TrainBatches.steps
 
-    def stepped(state: TrainingState, batch: Batch, *requests: bool) -> None:
+    def stepped(state: TrainingState, shares: list[Batch], *requests: bool) -> None:
         if state.step < FIRST:
-            return train_step(state, batch, *requests)
+            return train_step(state, shares, *requests)
         with look:
-            train_step(state, batch, *requests)
+            train_step(state, shares, *requests)
         steps.append(state.step)
 
-    def fetched(batches: TrainBatches, number: int, first_step: int = 0, end: int | None = None) -> Iterator[Batch]:
-        each = epoch(batches, number, first_step, end)
+    def fetched(
+        batches: TrainBatches, number: int, first_step: int = 0, end: int | None = None
+    ) -> Iterator[list[Batch]]:
+        each = in_turn(batches, number, first_step, end)
         yield from [next(each) for _ in range(FIRST)]
         while True:
             with look:
@@ -57,7 +59,7 @@ def inspected(look: AbstractContextManager[Any], steps: list[int]) -> Iterator[N
                 return
             yield following
 
-    with patch.object(TrainingState, "train_step", stepped), patch.object(TrainBatches, "epoch", fetched):
+    with patch.object(TrainingState, "train_step", stepped), patch.object(TrainBatches, "steps", fetched):
         yield
 
 

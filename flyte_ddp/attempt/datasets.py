@@ -8,7 +8,7 @@ from flyte_ddp.attempt.registration import registration
 from flyte_ddp.attempt.stored import open_file
 from flyte_ddp.data import datasets
 from flyte_ddp.errors import DownloadError, InputError
-from flyte_ddp.launch.environment import choose_world
+from flyte_ddp.launch import environment
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.report.console import download_progress, say
 from flyte_ddp.settings import RunOptions
@@ -19,7 +19,7 @@ def check_ranks(platform: Platform, hp: Hyperparameters, options: RunOptions) ->
     if not hp.validation_fraction:
         hp.check_validation(options.keep_best)
     if platform.is_local():
-        choose_world(hp.backend, options.nproc, hp.batch_size)
+        environment.choose_world(hp.backend, options.nproc, hp.batch_size, hp.virtual_ranks)
 
 
 def check_nodes(platform: Platform, hp: Hyperparameters) -> None:
@@ -28,8 +28,7 @@ def check_nodes(platform: Platform, hp: Hyperparameters) -> None:
         raise InputError("many nodes need a cluster: register this file, or run the one for a single machine here")
     asked = registration()
     ranks = asked.node_range[1] * asked.ranks_per_node
-    if hp.batch_size < ranks:
-        raise InputError(f"batch_size must be at least the number of ranks ({ranks}), got {hp.batch_size}: raise it")
+    environment.check_ranks(ranks, hp.batch_size, hp.virtual_ranks)
 
 
 def resolve_name(platform: Platform, asked: str, auto: str = "mnist") -> str:

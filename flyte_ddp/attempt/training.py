@@ -137,7 +137,7 @@ class Training(ABC, Generic[Given, Outputs]):
                 point_to_previous(self.platform)
             self.check(settings, options)
             check_gpus(visible_gpus())
-            world = choose_world(settings.backend, options.nproc, self.most_ranks(settings))
+            world = choose_world(settings.backend, options.nproc, *self.most_ranks(settings))
             launcher.warm_up(self.preload)
             again = restarting(self.platform, start)
             return self.outputs_of(train_by(self.platform, again, world, fetch, options, self.observers))
@@ -168,9 +168,9 @@ class Training(ABC, Generic[Given, Outputs]):
     def check(self, settings: TrainingSettings, options: RunOptions) -> None:
         """Raises InputError for what cannot be trained here."""
 
-    def most_ranks(self, settings: TrainingSettings) -> int:
-        """How many ranks can share a step."""
-        return settings.batch_size
+    def most_ranks(self, settings: TrainingSettings) -> tuple[int, int]:
+        """What limits the ranks of a step: the samples of its batch and, unless 0, its virtual ranks."""
+        return settings.batch_size, settings.virtual_ranks
 
     def job_of_ranks(self, job: Job) -> Job:
         """What the worker is given."""

@@ -74,9 +74,10 @@ def _check_groups(owner: str, recipe: Recipe, world_size: int) -> None:
     size, batch_size, micro_batch = recipe.norm_samples, recipe.settings.batch_size, recipe.micro_batch
     if batch_size % size:
         raise InputError(f"{owner}.norm_samples must divide batch_size ({batch_size}), got {size}: change one of them")
-    if batch_size // size < world_size:
+    ranks, kind = recipe.settings.virtual_ranks or world_size, "virtual ranks" * bool(recipe.settings.virtual_ranks)
+    if batch_size // size < ranks:
         raise InputError(
-            f"{owner}.norm_samples must be at most {batch_size // world_size}, so that each of {world_size} ranks has "
+            f"{owner}.norm_samples must be at most {batch_size // ranks}, so that each of {ranks} {kind or 'ranks'} has "
             f"a group of batch_size ({batch_size}), got {size}: lower it or the number of ranks, or raise batch_size"
         )
     if micro_batch % size:

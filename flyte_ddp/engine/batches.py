@@ -100,12 +100,30 @@ def rank_slice(start: int, stop: int, rank: int, world_size: int, unit: int = 1)
     return first, min(last, stop)
 
 
-class _Batches:
-    """A rank's shares of the global batches; norm_samples: see BatchShare."""
+def parts_of_rank(virtual_ranks: int, rank: int, world_size: int) -> range:
+    """Which of a global batch's parts a rank computes, as evenly as they go."""
+    return range(virtual_ranks * rank // world_size, virtual_ranks * (rank + 1) // world_size)
 
-    def __init__(self, split: Split, samples: int, batch_size: int, rank: int, world_size: int, norm_samples: int = 0):
+
+class _Batches:
+    """A rank's shares of the global batches; norm_samples: see BatchShare.
+
+    With virtual ranks, a global batch has so many parts, on any number of ranks, and each of a rank's is a share.
+    """
+
+    def __init__(
+        self,
+        split: Split,
+        samples: int,
+        batch_size: int,
+        rank: int,
+        world_size: int,
+        norm_samples: int = 0,
+        virtual_ranks: int = 0,
+    ):
         self.split, self.samples, self.batch_size = split, samples, batch_size
         self.rank, self.world_size, self.norm_samples = rank, world_size, norm_samples
+        self.virtual_ranks, self.parts = virtual_ranks, parts_of_rank(virtual_ranks, rank, world_size)
 
     def __len__(self) -> int:
         return -(-self.samples // self.batch_size)
@@ -116,8 +134,14 @@ class _Batches:
 
     def mine(self, step: int) -> slice:
         """This rank's share of a step's global batch, as a slice of the order."""
+        if self.virtual_ranks:
+            return slice(self._cut(step, self.parts[0]).start, self._cut(step, self.parts[-1]).stop)
+        return self._cut(step, self.rank, self.world_size)
+
+    def _cut(self, step: int, number: int, count: int = 0) -> slice:
+        """One of so many parts of a step's global batch, by default of the virtual ranks'."""
         start, stop = self.samples_until(step), self.samples_until(step + 1)
-        return slice(*rank_slice(start, stop, self.rank, self.world_size, self.norm_samples or 1))
+        return slice(*rank_slice(start, stop, number, count or self.virtual_ranks, self.norm_samples or 1))
 
     def _order(self, keys: Sequence[int | None]) -> Order:
         """keys: of each pass over the samples."""
@@ -125,7 +149,8 @@ class _Batches:
             return self.split.in_order(keys, self.batch_size, self.samples, self._computed)
         return Shuffled(self.split, keys)
 
-    def _fetch(self, order: Order, steps: range) -> Iterator[tuple[int, Any, BatchShare]]:
+    def _fetch(self, order: Order, steps: range) -> Iterator[tuple[int, list[tuple[Any, BatchShare]]]]:
+        """Of each step, the rank's shares and their tensors."""
         lengths = lengths_of(self.split)
         trees = order.fetch(self._parts(order, steps), steps)
         for step, tree in zip(steps, trees, strict=True):
@@ -135,7 +160,24 @@ class _Batches:
             if lengths:  # of the whole global batch, which all ranks pad alike
                 everyones = order.at(torch.arange(start, stop))
                 tree = lengths.padded(tree, everyones[part.start - start : part.stop - start], everyones)
-            yield step, tree, BatchShare(part.start - start, count, stop - start, is_borrowed, self.norm_samples)
+            share = BatchShare(part.start - start, count, stop - start, is_borrowed, self.norm_samples)
+            yield step, [*self._cut_up(step, tree, share)] if self.virtual_ranks else [(tree, share)]
+
+    def _cut_up(self, step: int, tree: Any, share: BatchShare) -> Iterator[tuple[Any, BatchShare]]:
+        """The rank's parts that have samples, or else the borrowed ones. Batch norm sees a part at a time."""
+        if share.borrowed:
+            yield tree, replace(share, norm_samples=share.norm_samples or share.count)
+            return
+        first = self.samples_until(step) + share.first
+        for number in self.parts:
+            cut = self._cut(step, number)
+            rows, count = slice(cut.start - first, cut.stop - first), cut.stop - cut.start
+            if count:
+                part = tree if count == share.count else pytree.tree_map(lambda leaf, rows=rows: leaf[rows], tree)
+                yield part, replace(
+                    share, first=share.first + rows.start, count=count,
+                    norm_samples=share.norm_samples or count, part=number,
+                )  # fmt: skip
 
     def _computed(self, step: int) -> slice:
         """What the rank computes of a step's global batch: its share, or, if that is empty, the next rank's first
@@ -174,18 +216,25 @@ class TrainBatches(_Batches):
         norm_samples: int = 0,
         length_window: int = 0,
         augment: Callable[[Any, int, BatchShare, int], Any] = lambda tree, *_: tree,
+        virtual_ranks: int = 0,
     ):
         samples = max(1, round(len(split) * passes * fraction))
-        super().__init__(split, samples, batch_size, rank, world_size, norm_samples)
+        super().__init__(split, samples, batch_size, rank, world_size, norm_samples, virtual_ranks)
         self.seed, self.passes, self.augment, self.length_window = seed, passes, augment, length_window
         self._order(self._keys(0)).check_room()
 
     def epoch(self, epoch: int, first_step: int = 0, end: int | None = None) -> Iterator[Batch]:
-        """The batches of an epoch from first_step on, before end if there is one; the epoch's last may be short."""
-        for step, tree, share in self._fetch(self._order_of(epoch), range(len(self))[first_step:end]):
+        """All shares of steps(), one after the other."""
+        for shares in self.steps(epoch, first_step, end):
+            yield from shares
+
+    def steps(self, epoch: int, first_step: int = 0, end: int | None = None) -> Iterator[list[Batch]]:
+        """The rank's shares of each global batch of an epoch, from first_step on, before end if there is one; the
+        epoch's last may be short."""
+        for step, shares in self._fetch(self._order_of(epoch), range(len(self))[first_step:end]):
             # Augmentation must not draw the numbers that the network's dropout draws
-            augmented = self.augment(tree, key_of(self.seed, epoch, step, 1), share, epoch)
-            yield Batch(augmented, share, key_of(self.seed, epoch, step, 0))
+            seed, other = (key_of(self.seed, epoch, step, use) for use in (0, 1))
+            yield [Batch(self.augment(tree, other, share, epoch), share, seed) for tree, share in shares]
 
     def _order_of(self, epoch: int) -> Order:
         order, lengths = self._order(self._keys(epoch)), lengths_of(self.split)
@@ -204,14 +253,17 @@ class TestBatches(_Batches):
     mixed: shuffles the samples, always in the same way.
     """
 
-    def __init__(self, split: Split, batch_size: int, rank: int, world_size: int, mixed: bool = False):
-        super().__init__(split, len(split), batch_size, rank, world_size)
+    def __init__(
+        self, split: Split, batch_size: int, rank: int, world_size: int, mixed: bool = False, virtual_ranks: int = 0
+    ):
+        super().__init__(split, len(split), batch_size, rank, world_size, virtual_ranks=virtual_ranks)
         self.order = self._order([key_of(0) if mixed else None])
         self.order.check_room()
 
     def __iter__(self) -> Iterator[Batch]:
-        for step, tree, share in self._fetch(self.order, range(len(self))):
-            yield Batch(tree, share, key_of(step))
+        for step, shares in self._fetch(self.order, range(len(self))):
+            for tree, share in shares:
+                yield Batch(tree, share, key_of(step))
 
     def mine_all(self) -> Tensor:
         """(n,) int64: this rank's sample indices, in the order in which they come."""

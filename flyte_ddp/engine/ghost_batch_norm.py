@@ -90,7 +90,8 @@ def ghost_batch_norm(
 ) -> Tensor:
     """The features, each normalised by its group of share.norm_samples samples; running: of the network that trains."""
     rows, channels = features.shape[:2]
-    if rows % share.count:
+    size = rows if share.count <= share.norm_samples else rows // share.count * share.norm_samples
+    if rows % share.count and (share.alone or size < rows):
         raise InputError(
             f"norm_samples must be 0 where batch norm does not get as many rows for each sample, got {rows} rows of "
             f"{share.count} samples"
@@ -98,7 +99,7 @@ def ghost_batch_norm(
     if share.alone:
         shifted = features + _shift(share, features)
         return batch_norm(share, nullcontext, shifted, weight, bias, None, None, training, momentum, eps, cudnn_enabled)
-    groups = features.split(rows // share.count * share.norm_samples)
+    groups = features.split(size)
     dtype = torch.promote_types(features.dtype, torch.float32) if weight is None else weight.dtype
     found = features.new_zeros(len(groups), 2, channels, dtype=dtype)  # torch's kernels write mean and variance there
     normalised = [

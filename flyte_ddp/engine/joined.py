@@ -8,9 +8,9 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from flyte_ddp.engine import worker
 from flyte_ddp.engine.job import Job, TrainingResult
-from flyte_ddp.errors import InputError, StopRequested
+from flyte_ddp.errors import StopRequested
 from flyte_ddp.events import Event
-from flyte_ddp.launch.environment import environment_from_variables
+from flyte_ddp.launch.environment import check_ranks, environment_from_variables
 from flyte_ddp.launch.failures import PreemptedError
 from flyte_ddp.launch.link import DirectLink
 from flyte_ddp.launch.process_group import process_group
@@ -25,11 +25,7 @@ def join_and_train(job: Job, on_event: Callable[[Event], None]) -> TrainingResul
     """
     settings = job.settings
     environment = environment_from_variables(settings.backend)
-    if settings.batch_size < environment.world.size:
-        raise InputError(
-            f"batch_size must be at least the number of ranks ({environment.world.size}), "
-            f"got {settings.batch_size}: raise it"
-        )
+    check_ranks(environment.world.size, settings.batch_size, settings.virtual_ranks)
     link = DirectLink(on_event if environment.rank == 0 else None)
     seconds = job.options.timeout_seconds
 

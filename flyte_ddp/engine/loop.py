@@ -128,8 +128,8 @@ def train_epoch(
     sums = logged = state.sums()
     seconds_before, started = state.epoch_seconds, time.perf_counter()
     logged_seconds = seconds_before
-    for batch in state.clock.timed(train.epoch(state.epoch, state.step, end)):
-        state.train_step(batch, link.stop_requested, checkpoints.due())
+    for shares in state.clock.timed(train.steps(state.epoch, state.step, end)):
+        state.train_step(shares, link.stop_requested, checkpoints.due())
         link.alive()
         is_last = state.step == end
         if state.step % look_interval and not is_last:
@@ -139,7 +139,7 @@ def train_epoch(
         if sums.steps < state.step:
             if sums.uneven:
                 raise UnevenShapesError(state.epoch, sums.steps, state.rows.drawn)
-            again = next(train.epoch(state.epoch, sums.steps))
+            again = next(train.steps(state.epoch, sums.steps))
             raise NonFiniteError(*state.find_non_finite(again), state.epoch, sums.steps)
         if state.step % log_interval == 0 or is_last:
             _log(state, train, logged, sums, state.epoch_seconds - logged_seconds, link, stragglers)
@@ -194,12 +194,14 @@ def evaluate(state: TrainingState, test: TestBatches, link: Link) -> Evaluated:
     model.eval()
     mismatches = not (state.watch.constant_loss or recipe.couples_samples)
     mine: list[Tensor] = []
-    sums = torch.zeros(2 * len(state.names) + 2, dtype=torch.float64, device=state.device)
+    # With virtual ranks each part has its own, to be added up in their order, whichever rank has computed it
+    by_part = torch.zeros(test.virtual_ranks or 1, 2 * len(state.names) + 2, dtype=torch.float64, device=state.device)
     with in_own_types(model):
         for batch in test:
             vars(recipe.share).update(vars(batch.share))
             with state.rows.block(batch.seed):
                 outputs = recipe.forward(model, batch.tree)
+                sums = by_part[batch.share.part]
                 sums[:-2] += sums_of(pairs_of(recipe, outputs, batch, state.names))
                 if mismatches and batch.share.count > 1:
                     others = pairs_of(recipe, mismatched(outputs), batch, state.names)
@@ -208,8 +210,8 @@ def evaluate(state: TrainingState, test: TestBatches, link: Link) -> Evaluated:
             if predictions is not None:
                 mine.append(batch.share.own(predictions))
             link.alive()
-    distributed.all_reduce(sums)
-    *pairs, loss, weight = sums.tolist()
+    distributed.all_reduce(by_part)
+    *pairs, loss, weight = by_part.sum(0).tolist()
     return Evaluated(state.measures(pairs), loss / weight if weight else 0.0, torch.cat(mine) if mine else None)
 
 

@@ -47,7 +47,8 @@ def choose_micro_batch(state: TrainingState, train: TrainBatches) -> str:
     share. InputError if a single sample is too much.
     """
     batch = next(train.epoch(0))
-    most = state.micro_batch if state.micro_batch > 0 else -(-train.batch_size // train.world_size)
+    shares = train.virtual_ranks or train.world_size
+    most = state.micro_batch if state.micro_batch > 0 else -(-train.batch_size // shares)
     while any(on_any_rank([not _fits(state, batch.parts(most)[0])], state.device)):
         if most == 1:
             raise InputError(

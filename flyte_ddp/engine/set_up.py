@@ -20,6 +20,7 @@ from flyte_ddp.engine.probe import Probed, probe
 from flyte_ddp.engine.shardable import check_batch_norm
 from flyte_ddp.engine.sharding import on_trial
 from flyte_ddp.engine.state import TrainingState
+from flyte_ddp.engine.virtual_ranks import check_recipe, check_settings, uneven_parts
 from flyte_ddp.engine.warm_start import continue_from, is_checkpoint
 from flyte_ddp.errors import InputError
 from flyte_ddp.events import NotLearning
@@ -47,10 +48,12 @@ class Parts:
 def set_up(environment: Environment, device: torch.device, job: Job, cache: BlockCache) -> Parts:
     """A collective; InputError for an invalid recipe, or one whose result would depend on the number of ranks."""
     settings, rank, world_size = job.settings, environment.rank, environment.world.size
+    check_settings(settings, job.options, world_size)
     precision = choose_precision(settings.precision, device)
     if job.options.compile:
         check_device(device)
     recipe = load_recipe(job, device)
+    check_recipe(recipe)
     train, test = (load_split(recipe, split, job, cache) for split in SPLITS)
     check_attributes(recipe, world_size)
     kept, validation = validation_of(recipe, train, job, cache)
@@ -65,6 +68,7 @@ def set_up(environment: Environment, device: torch.device, job: Job, cache: Bloc
         recipe.norm_samples,
         recipe.length_window,
         partial(augment, recipe),
+        settings.virtual_ranks,
     )
     if settings.evaluations_per_epoch > len(batches):
         raise InputError(
@@ -72,6 +76,7 @@ def set_up(environment: Environment, device: torch.device, job: Job, cache: Bloc
             f"{settings.evaluations_per_epoch}: lower it, or batch_size"
         )
     model, left_out, remarks = first_model(recipe, job)
+    remarks += uneven_parts(settings.virtual_ranks, world_size)
     base = FrozenBase(model, left_out)
     average = to_device(recipe, model, base, job.options, environment, precision)
     constant_loss, total_steps = finite_number(recipe, "constant_loss"), settings.epochs * len(batches)
@@ -98,7 +103,7 @@ def set_up(environment: Environment, device: torch.device, job: Job, cache: Bloc
     state.watch.warnings += [NotLearning(0, 0, reason) for reason in reasons]
     if job.init and job.init.is_file() and is_checkpoint(job.init):
         remarks.append(continue_from(state, job.init, job, len(batches)))
-    place_in_world = settings.test_batch_size, rank, world_size, mixed
+    place_in_world = settings.test_batch_size, rank, world_size, mixed, settings.virtual_ranks
     validated = TestBatches(validation, *place_in_world) if validation else None
     return Parts(state, batches, validated, TestBatches(test, *place_in_world), found, precision, remarks)
 

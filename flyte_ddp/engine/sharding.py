@@ -10,7 +10,7 @@ Whatever is not sharded passes through these functions as it is.
 
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -25,7 +25,7 @@ from flyte_ddp.engine.batches import Batch
 from flyte_ddp.engine.by_row import ByRow
 from flyte_ddp.engine.measures import code_location
 from flyte_ddp.engine.mesh import copies
-from flyte_ddp.engine.step import Step
+from flyte_ddp.engine.step import Step, Totals, gradients_of
 from flyte_ddp.errors import InputError
 from flyte_ddp.recipe import Recipe
 
@@ -194,13 +194,18 @@ class ShardedStep(nn.Module):
         """As many on each rank, since making a unit whole takes all of them."""
         return batch.parts(most, self.module.world_size)
 
-    def totals(self, gradients: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """Step.sums of all ranks, and the norm of each gradient by the rows of all, each once; a collective."""
+    def added_up(self, backward: Callable[[], None]) -> Totals:
+        """As ReplicatedStep's; of the norm of each gradient, each row's part once. A collective."""
+        backward()
         sums = self.module.sums.grad
         assert sums is not None  # after a backward pass
-        mine = torch.cat([sums.double(), torch_compat.norms(gradients).double().square() / copies()])
+        norms = torch_compat.norms([local(gradient) for gradient in gradients_of(self.module)])
+        mine = torch.cat([sums.double(), norms.double().square() / copies()])
         distributed.all_reduce(mine)
-        return (mine[: len(sums)] / self.module.world_size).float(), mine[len(sums) :].sqrt().float()
+        return self.module.split((mine[: len(sums)] / self.module.world_size).float(), mine[len(sums) :].sqrt().float())
+
+    def finish_part(self, is_last: bool) -> None:
+        pass
 
     def own_gradients(self, loss: Tensor) -> list[Tensor]:
         """None: what a rank's samples add to the gradients is added to the others' at once."""

@@ -16,6 +16,7 @@ from flyte_ddp.engine.average import Average
 from flyte_ddp.engine.batches import Batch
 from flyte_ddp.engine.by_row import ByRow
 from flyte_ddp.engine.choice import Choice
+from flyte_ddp.engine.exact_step import ExactStep
 from flyte_ddp.engine.ghost_batch_norm import RunningStatistics
 from flyte_ddp.engine.measures import code_location, ratios, trained_measure
 from flyte_ddp.engine.sharded_state import Layout, Shard, fitted
@@ -80,11 +81,18 @@ class TrainingState:
         self.recipe, self.names, self.device, self.micro_batch = recipe, tuple(names), device, recipe.micro_batch
         self.model, self.rows, self.base, self.average = model, rows, base or FrozenBase(model), average
         self._moving = [model.get_parameter(name) for name in moving]
-        rows.running = RunningStatistics(model) if recipe.norm_samples else None
+        virtual_ranks: int = recipe.settings.virtual_ranks
+        rows.running = RunningStatistics(model) if recipe.norm_samples or virtual_ranks else None
         self.clock = StepClock(device)
         rows.waiting = self.clock.waiting
         step = Step(self.model, recipe, rows, self.names, world_size, autocast)
-        self.parallel = ShardedStep(step) if is_sharded(model) else ReplicatedStep(step)
+        self.parallel = (
+            ShardedStep(step)
+            if is_sharded(model)
+            else ExactStep(step, virtual_ranks)
+            if virtual_ranks
+            else ReplicatedStep(step)
+        )
         optimizer = recipe.optimizer(self.model)
         # Only here, since a recipe may keep the network of model(), of which those that it is tried with are copies
         own = {id(weight) for weight in model.parameters()}
@@ -127,46 +135,31 @@ class TrainingState:
     def learning_rate(self) -> float:
         return float(self.schedule.get_last_lr()[0])
 
-    def train_step(self, batch: Batch, stop: bool, save: bool = False) -> None:
-        """One optimizer update from this rank's share of a global batch; a collective.
+    def train_step(self, shares: Sequence[Batch], stop: bool, save: bool = False) -> None:
+        """One optimizer update from this rank's shares of a global batch; a collective.
 
         stop, save: what this rank asks of all of them, see Sums.
         """
         self.parallel.zero_grad()  # here rather than at the end, so that gradients can be inspected until the next step
-        parts = self.parallel.parts(batch, self.micro_batch)
-        self.parallel.module.digests.clear()
-        changing = [(tensor, tensor.clone()) for tensor in self.changing] if len(parts) > 1 else []
-        for number, part in enumerate(parts, 1):
-            for tensor, before in changing:  # a step changes them once, in however many parts it is computed
-                tensor.copy_(before)
-            # For what all samples share and torch draws by itself: the same on all ranks
-            self._generator.manual_seed(batch.seed)
-            is_last = number == len(parts)
-            with self.rows.block(batch.seed), nullcontext() if is_last else self.parallel.no_sync():
-                loss = self.parallel(part, (stop, save), is_last)
-                torch_compat.after_backward(loss, partial(self.clock.lap, Part.COMPUTING))
-                loss.backward()
-                self.clock.lap(Part.WAITING)
-        gradients = self._gradients()[1]
-        sums, norms = self.parallel.totals(gradients)
-        new, statistics, bits, asked = sums.split(self.parallel.module.sizes)
+        before = [(tensor, tensor.clone()) for tensor in self.changing] if self._may_repeat(shares) else []
+        totals = self.parallel.added_up(partial(self._backward, shares, (stop, save), before))
+        new = totals.measured
         self._sums[:-4].add_(new)
-        self._sums[-3:-1].add_(asked)
+        self._sums[-3:-1].add_(totals.asked)
         if self.rows.running:
-            self.rows.running.move(statistics)
+            self.rows.running.move(totals.statistics)
         scale = new[self._trained + 1].reciprocal().nan_to_num_(posinf=0.0)  # 0 if the weights add up to 0
-        self._norms = norms * scale
+        self._norms = totals.norms * scale
         norm = torch.linalg.vector_norm(self._norms)
         total = norm + new[self._trained] + new[self._trained + 1]
         self.flag.logical_or_(total - total)  # 0 if finite, else NaN, which counts as true
-        if len(bits):
-            uneven = (bits * (self.world_size - bits)).amax() > 0.2  # far from 0 whatever the rounding
-            self._sums[-4].add_(uneven)
-            self.flag.logical_or_(uneven)
+        if totals.uneven is not None:
+            self._sums[-4].add_(totals.uneven)
+            self.flag.logical_or_(totals.uneven)
         self._sums[-1].add_(self.flag)
         if self.recipe.clip_norm:
             scale = scale * (self.recipe.clip_norm / norm).clamp(max=1)
-        torch_compat.scale(gradients, scale)
+        torch_compat.scale(self._gradients()[1], scale)
         if self._is_guarded or not self.flag:
             self.optimizer.step()
         self.schedule.step()
@@ -175,15 +168,39 @@ class TrainingState:
         self.step += 1
         self.clock.lap(Part.COMPUTING)
 
-    def find_non_finite(self, batch: Batch) -> tuple[str, list[int]]:
+    def _may_repeat(self, shares: Sequence[Batch]) -> bool:
+        """Whether a step may have more than one forward pass."""
+        return isinstance(self.parallel, ExactStep) or len(self.parallel.parts(shares[0], self.micro_batch)) > 1
+
+    def _backward(
+        self, shares: Sequence[Batch], asked: tuple[bool, bool], before: Sequence[tuple[Tensor, Tensor]]
+    ) -> None:
+        """before: what a forward pass changes, as it was; a step changes it once, in however many passes."""
+        self.parallel.module.digests.clear()
+        for share in shares:
+            parts = self.parallel.parts(share, self.micro_batch)
+            for number, part in enumerate(parts, 1):
+                for tensor, value in before:
+                    tensor.copy_(value)
+                # For what all samples share and torch draws by itself: the same on all ranks
+                self._generator.manual_seed(part.seed)
+                is_last = share is shares[-1] and number == len(parts)
+                with self.rows.block(part.seed), nullcontext() if is_last else self.parallel.no_sync():
+                    loss = self.parallel(part, asked, is_last)
+                    torch_compat.after_backward(loss, partial(self.clock.lap, Part.COMPUTING))
+                    loss.backward()
+                    self.clock.lap(Part.WAITING)
+            self.parallel.finish_part(share is shares[-1])
+
+    def find_non_finite(self, shares: Sequence[Batch]) -> tuple[str, list[int]]:
         """Repeats a bad step to find what is not finite, loss or gradient, and on which ranks; a collective.
 
         The step itself cannot tell: its gradients are those of all ranks together.
         """
         bad = [False, False]
-        for part in self.parallel.parts(batch, self.micro_batch):
-            self._generator.manual_seed(batch.seed)
-            with self.rows.block(batch.seed):
+        for part in (part for share in shares for part in self.parallel.parts(share, self.micro_batch)):
+            self._generator.manual_seed(part.seed)
+            with self.rows.block(part.seed):
                 loss = self.parallel.module(part, (False, False), False)
                 gradients = self.parallel.own_gradients(loss)
             norms = [torch.linalg.vector_norm(gradient) for gradient in gradients]
@@ -249,6 +266,7 @@ class TrainingState:
             "optimizer": self.optimizer.state_dict(),
             "schedule": self.schedule.state_dict(),
             "sums": self._sums,
+            "grid": self.parallel.grid if isinstance(self.parallel, ExactStep) else None,
             "micro_batch": self.micro_batch,
             "epoch": self.epoch,
             "step": self.step,
@@ -278,6 +296,8 @@ class TrainingState:
         self.schedule.load_state_dict(saved["schedule"])
         measured = slice(2 * len(self.names))  # without the old run's requests
         self._sums[measured] = saved["sums"][measured]
+        if isinstance(self.parallel, ExactStep):
+            self.parallel.grid = saved["grid"]
         if self.recipe.micro_batch < 0:
             self.micro_batch = saved.get("micro_batch", -1)
         self.epoch, self.step, self.epoch_seconds = saved["epoch"], saved["step"], saved["epoch_seconds"]

@@ -1,7 +1,7 @@
 """The forward pass of a training step, with all that the ranks have to add up."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -62,28 +62,58 @@ class Step(nn.Module):
         self.digests: set[int] = set()
         self.sums = nn.Parameter(torch.zeros(sum(self.sizes), device=recipe.device))
 
-    def forward(self, batch: Batch, requests: tuple[bool, bool], is_last: bool) -> Tensor:
-        """requests: whether to stop, and to save. is_last: of the parts that the rank's share is computed in."""
+    def computed(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The sum of what is trained, and (2 k,) value and weight of each measure, alternating, of the batch."""
         vars(self.recipe.share).update(vars(batch.share))
-        running = self.rows.running
-        if running:
-            running.start()
+        if self.rows.running:
+            self.rows.running.start()
         with torch.autocast(self.sums.device.type, torch.bfloat16, enabled=self.autocast):
             outputs = self.recipe.forward(self.model, batch.tree)
             pairs = pairs_of(self.recipe, outputs, batch, self.names)
-        trained = pairs[trained_measure(self.names)][0].sum()
+        with torch.no_grad():
+            measured = torch.stack([part for pair in pairs.values() for part in pair]).sum(1)
+        self.digests.add(self.rows.digest)
+        return pairs[trained_measure(self.names)][0].sum(), measured
+
+    def forward(self, batch: Batch, requests: tuple[bool, bool], is_last: bool) -> Tensor:
+        """requests: whether to stop, and to save. is_last: of the parts that the rank's share is computed in."""
+        trained, values = self.computed(batch)
         with torch.no_grad():
             sums = torch.empty_like(self.sums)
             measured, statistics, bits, asked = sums.split(self.sizes)
-            torch.sum(torch.stack([part for pair in pairs.values() for part in pair]), 1, out=measured)
-            if running:
-                running.write(statistics)
-            self.digests.add(self.rows.digest)
+            measured.copy_(values)
+            if self.rows.running:
+                self.rows.running.write(statistics)
             if len(bits):
                 bits.copy_(constants(bits_of(self.digests if is_last else {0}), sums.device))
             asked.copy_(constants(tuple(float(request and is_last) for request in requests), sums.device))
         # backward(gradient) would save this product, but imports sympy
         return _Reaching.apply(self.world_size * (trained + self.sums @ sums), *self.trainable)
+
+    def split(self, sums: Tensor, norms: Tensor) -> "Totals":
+        """sums: of all ranks. norms: of the gradients."""
+        measured, statistics, bits, asked = sums.split(self.sizes)
+        # far from 0 whatever the rounding
+        uneven = (bits * (self.world_size - bits)).amax() > 0.2 if len(bits) else None
+        return Totals(measured, statistics, uneven, asked, norms)
+
+
+class Totals(NamedTuple):
+    """What the ranks have added up in a step, besides the gradients.
+
+    Attributes:
+        measured: value and weight of each measure, alternating.
+        statistics: what running statistics move towards.
+        uneven: whether the ranks drew for different shapes; None if that is not known.
+        asked: how many ranks asked to stop, and to save.
+        norms: of each parameter's gradient.
+    """
+
+    measured: Tensor
+    statistics: Tensor
+    uneven: Tensor | None
+    asked: Tensor
+    norms: Tensor
 
 
 class ReplicatedStep(DistributedDataParallel):
@@ -98,14 +128,22 @@ class ReplicatedStep(DistributedDataParallel):
         """Those that the rank's share is computed in, of at most so many samples."""
         return batch.parts(most)
 
-    def totals(self, gradients: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """Step.sums of all ranks, and the norm of each gradient."""
-        return self.module.sums.grad, torch_compat.norms(gradients)
+    def added_up(self, backward: Callable[[], None]) -> Totals:
+        """Runs forward and backward pass; then each parameter has the sum of its gradients on all ranks."""
+        backward()
+        return self.module.split(self.module.sums.grad, torch_compat.norms(gradients_of(self.module)))
+
+    def finish_part(self, is_last: bool) -> None:
+        pass
 
     def own_gradients(self, loss: Tensor) -> list[Tensor]:
         """Those of this rank's samples alone."""
         found = torch.autograd.grad(loss, self.module.trainable, allow_unused=True)
         return [gradient for gradient in found if gradient is not None]
+
+
+def gradients_of(step: Step) -> list[Tensor]:
+    return [parameter.grad for parameter in step.trainable if parameter.grad is not None]
 
 
 def bits_of(digests: set[int]) -> tuple[float, ...]:

@@ -66,19 +66,19 @@ class StepClock:
         yield
         self.lap(Part.WAITING)
 
-    def timed(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """The batches, each with the time until it was there, from now on."""
+    def timed(self, steps: Iterable[list[Batch]]) -> Iterator[list[Batch]]:
+        """The rank's shares of each step, with the time until they were there, from now on."""
         self._marks.clear()
         self._set_to_zero()
-        coming = iter(batches)
+        coming = iter(steps)
         while True:
             self.lap(Part.OTHER)
-            batch = next(coming, None)
+            shares = next(coming, None)
             self.lap(Part.DATA)
-            if batch is None:
+            if shares is None:
                 return
-            self._samples += batch.share.count
-            yield batch
+            self._samples += sum(share.share.count for share in shares)
+            yield shares
 
     def read_all(self) -> np.ndarray:
         """(ranks, 4): seconds of DATA, COMPUTING and WAITING since the last call, and samples; a collective.

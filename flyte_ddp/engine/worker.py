@@ -42,7 +42,7 @@ def train(environment: Environment, device: torch.device, link: Link, job: Job) 
         leave_dynamo_out()
     keep_freed_memory()
     settle_arithmetic()
-    torch.set_num_threads(environment.threads)
+    torch.set_num_threads(job.settings.threads or (1 if job.settings.virtual_ranks else environment.threads))
     with BlockCache(environment, job.options.cache_bytes) as cache:
         return _train(environment, device, link, job, cache)
 

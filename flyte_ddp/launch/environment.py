@@ -48,11 +48,11 @@ class Environment:
         return platform.node()
 
 
-def choose_world(backend: str, nproc: int, batch_size: int) -> World:
+def choose_world(backend: str, nproc: int, batch_size: int, virtual_ranks: int = 0) -> World:
     """The ranks to run on this host for a backend (auto, gloo, nccl).
 
-    With nproc 0 there is one rank per visible GPU, or two where there is none. Ranks under gloo may share a GPU.
-    Raises InputError if this machine cannot run them.
+    With nproc 0 there is one rank per visible GPU, or two where there is none, but no more than can share a batch.
+    Ranks under gloo may share a GPU. Raises InputError if this machine cannot run them.
     """
     gpus = visible_gpus()
     if backend == "nccl" and gpus == 0:
@@ -60,12 +60,20 @@ def choose_world(backend: str, nproc: int, batch_size: int) -> World:
     backend = backend if backend != "auto" else ("nccl" if gpus else "gloo")
     if backend == "nccl" and nproc > gpus:
         raise InputError(f"nproc must be at most the number of visible GPUs ({gpus}) under nccl, got {nproc}: lower it")
-    size = nproc or min(gpus or DEFAULT_CPU_RANKS, batch_size)
-    if batch_size < size:
-        raise InputError(
-            f"batch_size must be at least the number of ranks ({size}), got {batch_size}: raise it or lower nproc"
-        )
+    size = nproc or min(gpus or DEFAULT_CPU_RANKS, virtual_ranks or batch_size)
+    check_ranks(size, batch_size, virtual_ranks)
     return World(size=size, local_size=size, backend=backend, device="cuda" if gpus else "cpu")
+
+
+def check_ranks(size: int, batch_size: int, virtual_ranks: int = 0) -> None:
+    """Raises InputError for more ranks than can share a batch."""
+    name, most = ("virtual_ranks", virtual_ranks) if virtual_ranks else ("batch_size", batch_size)
+    if most < size:
+        cost = ", which gives other bits," if virtual_ranks else ""
+        raise InputError(
+            f"{name} must be at least the number of ranks ({size}), got {most}: raise it{cost} or start fewer ranks "
+            "(nproc)"
+        )
 
 
 def environment_from_torchrun(backend: str, nodes: tuple[int, int], ranks_per_node: int) -> Environment:

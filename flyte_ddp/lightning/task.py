@@ -74,8 +74,8 @@ class OfLightning(NamedTraining[Outputs]):
     def check(self, settings: TrainingSettings, options: RunOptions) -> None:
         check_lightning(settings, options)
 
-    def most_ranks(self, settings: TrainingSettings) -> int:
-        return sys.maxsize  # the module's own batch size is of one rank
+    def most_ranks(self, settings: TrainingSettings) -> tuple[int, int]:
+        return sys.maxsize, 0  # the module's own batch size is of one rank
 
     def subject(
         self, settings: TrainingSettings, source: Path | StoredData | None, init: Path | None = None

@@ -41,7 +41,7 @@ def count_exchanged(environment: Environment, link: Link, jobs: list[Job]) -> li
             parts = set_up(environment, device, job, BlockCache(environment))
             for counted in (gathered, reduced):
                 counted.bytes = 0
-            parts.state.train_step(next(parts.train.epoch(0)), False)
+            parts.state.train_step(next(parts.train.steps(0)), False)
             counts = {"gathered": gathered.bytes, "reduced": reduced.bytes}
             evaluate(parts.state, parts.test, link)
             found.append({**counts, "evaluating": gathered.bytes - counts["gathered"]})

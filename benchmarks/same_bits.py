@@ -1,0 +1,162 @@
+"""The same bits on any number of ranks: digests of models by ranks, and what that costs.
+
+    python -m benchmarks.same_bits                    # digests on 1, 2, 3 and 4 ranks
+    python -m benchmarks.same_bits --costs --runs 3   # a step's time, of that of the same without virtual ranks
+
+Costs are ratios of medians of steps' times. Both sides run in the same processes, by turns of a few steps, so that both
+meet the same load of the machine. With as many virtual ranks as ranks they are compared with DistributedDataParallel as
+it is used otherwise; with four times as many, with its accumulation of as many micro-batches.
+"""
+
+import argparse
+import hashlib
+import pkgutil
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu_rows.training import IMAGES, train
+from flyte_ddp.engine.block_cache import BlockCache
+from flyte_ddp.engine.job import Job
+from flyte_ddp.engine.set_up import Parts, set_up
+from flyte_ddp.engine.torch_compat import leave_dynamo_out
+from flyte_ddp.launch.environment import Environment, World, visible_gpus
+from flyte_ddp.launch.link import Link
+from flyte_ddp.launch.process_group import process_group
+from flyte_ddp.settings import TrainingSettings
+
+PARTS, RANKS = 4, (1, 2, 3, 4)
+TURN, TURNS = 5, 12  # steps of one side before the other's, and how often
+SETTINGS = "flyte_ddp.recipes.hyperparameters:Hyperparameters"
+# Recipe, its settings, and those that differ from the defaults
+JOBS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "charlm": ("charlm.recipe:CharLM", "charlm.settings:Settings", {"characters": 20_000, "epochs": 1}),
+    "U-Net": ("segmentation.recipe:Segmentation", "segmentation.settings:Settings", {"images": 400, "epochs": 1}),
+    "mnist_cnn": (IMAGES, SETTINGS, {"model": "mnist_cnn", "epochs": 2}),
+    "resnet9": (IMAGES, SETTINGS, {"model": "resnet9", "epochs": 1, "train_fraction": 0.5}),
+}
+
+
+def settings_of(name: str, **more: Any) -> TrainingSettings:
+    kind, changed = JOBS[name][1:]
+    settings: TrainingSettings = pkgutil.resolve_name(kind)(precision="float32", **{**changed, **more})
+    return settings
+
+
+def data_of(name: str) -> str:
+    if JOBS[name][0] != IMAGES:
+        return ""
+    from flyte_ddp.data.datasets import prepare
+
+    return str(prepare("digits"))
+
+
+def world(ranks: int) -> World:
+    return World(ranks, ranks, "gloo", "cuda" if visible_gpus() else "cpu")
+
+
+# --- digests ---
+
+
+def show_digests(names: list[str]) -> None:
+    print(f"| model, {PARTS} virtual ranks | {' | '.join(f'{ranks} ranks' for ranks in RANKS)} | |")
+    print("|---|" + "---|" * (len(RANKS) + 1))
+    unlike = []
+    for name in names:
+        digests = [digest(name, ranks) for ranks in RANKS]
+        is_same = len({*digests}) == 1
+        unlike += [] if is_same else [name]
+        print(f"| {name} | {' | '.join(digests)} | {'the same' if is_same else 'OTHER BITS'} |", flush=True)
+    if unlike:
+        raise SystemExit(f"other bits on another number of ranks: {', '.join(unlike)}")
+
+
+def digest(name: str, ranks: int) -> str:
+    """Of the weights of a training by so many ranks."""
+    with tempfile.TemporaryDirectory() as folder:
+        train(JOBS[name][0], settings_of(name, virtual_ranks=PARTS), world(ranks), data_of(name), folder)
+        weights = torch.load(Path(folder, "model.pt"), weights_only=True)
+    content = b"".join(weight.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for weight in weights.values())
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+# --- costs ---
+
+
+def show_costs(names: list[str], runs: int) -> None:
+    print("| model | ranks | virtual ranks | ms per step | of that without, median [range] | steps added up again |")
+    print("|---|---|---|---|---|---|")
+    for name in names:
+        for ranks, parts in ((2, 2), (2, 8), (1, 1), (1, 4)):
+            settings = settings_of(name, virtual_ranks=parts)
+            target = "benchmarks.same_bits:compare"
+            found = [train(JOBS[name][0], settings, world(ranks), data_of(name), target=target)[0] for _ in range(runs)]
+            times, ratios, again = zip(*found, strict=True)
+            ratio = f"{statistics.median(ratios):.3f} [{min(ratios):.3f}-{max(ratios):.3f}]"
+            print(
+                f"| {name} | {ranks} | {parts} | {statistics.median(times):.1f} | {ratio} | {sum(again)} |", flush=True
+            )
+
+
+def compare(environment: Environment, link: Link, job: Job) -> tuple[float, float, int]:
+    """Milliseconds of a step by virtual ranks, the ratio to those without, and how many had to be added up again."""
+    leave_dynamo_out()
+    torch.set_num_threads(1)
+    with process_group(environment, job.options.timeout_seconds) as device:
+        exact = set_up(environment, device, job, BlockCache(environment))
+        plain = set_up(
+            environment, device, replace(job, settings=replace(job.settings, virtual_ranks=0)), BlockCache(environment)
+        )
+        size = job.settings.batch_size // job.settings.virtual_ranks
+        plain.state.micro_batch = size if job.settings.virtual_ranks > environment.world.size else 0
+        times: tuple[list[float], list[float]] = [], []
+        steps = [steps_of(side) for side in (exact, plain)]
+        for _ in range(TURNS):
+            for side, following, seconds in zip((exact, plain), steps, times, strict=True):
+                for _ in range(TURN):
+                    shares = next(following)
+                    started = clock(device)
+                    side.state.train_step(shares, False)
+                    seconds.append(clock(device) - started)
+                link.alive()
+        medians = [statistics.median(seconds[TURN:]) for seconds in times]
+    return medians[0] * 1e3, medians[0] / medians[1], getattr(exact.state.parallel, "repeated", 0)
+
+
+def steps_of(side: Parts) -> Any:
+    side.state.parallel.train()
+    while True:
+        for shares in side.train.steps(0):
+            if shares[0].share.size == side.train.batch_size:
+                yield shares
+
+
+def clock(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--costs", action="store_true", help="measure steps instead of comparing digests")
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--only", nargs="*", default=[*JOBS], choices=[*JOBS])
+    arguments = parser.parse_args()
+    sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+    device = torch.cuda.get_device_name() if visible_gpus() else f"CPU, {torch.backends.cpu.get_cpu_capability()}"
+    print(f"{device}; torch {torch.__version__}, one thread a rank\n", flush=True)
+    if arguments.costs:
+        show_costs(arguments.only, arguments.runs)
+    else:
+        show_digests(arguments.only)
+
+
+if __name__ == "__main__":
+    main()
