@@ -18,13 +18,13 @@ SHORT = {"batch_size": 105, "train_fraction": 106 / 318, "learning_rate": 0.02, 
 
 
 class Spiking(ImageClassifier):
-    """Whose gradients are 2^30 times as large in some steps, 2^30 times as small in others, and 0 in others."""
+    """Of which a few samples have gradients 2^30 times as large, and others 2^30 times as small, or 0."""
 
     def measure(self, outputs, batch):
         measured = super().measure(outputs, batch)
-        largest = batch[0].float().mean()
-        exponent = int(largest * 1e4) % 5 * 15 - 30
-        return {**measured, "objective": measured["loss"] * (2.0**exponent if exponent < 30 else 0.0)}
+        kinds = batch[0].flatten(1).sum(1, dtype=torch.int64) % 40
+        factors = torch.tensor([2.0**30, 0.0, 2.0**-30, *[1.0] * 37])
+        return {**measured, "objective": measured["loss"] * factors[kinds]}
 
 
 class Weighted(ImageClassifier):
