@@ -23,8 +23,8 @@ from flyte_ddp.engine.checkpoints.writer import checkpoints_of
 from flyte_ddp.engine.job import Job
 from flyte_ddp.engine.load import load_recipe
 from flyte_ddp.engine.network.first_model import first_model
+from flyte_ddp.engine.network.placement import to_device
 from flyte_ddp.engine.set_up import set_up
-from flyte_ddp.engine.sharding.placement import to_device
 from flyte_ddp.engine.torch_compat import leave_dynamo_out
 from flyte_ddp.launch.environment import Environment, choose_world
 from flyte_ddp.launch.link import Link

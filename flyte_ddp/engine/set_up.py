@@ -17,7 +17,7 @@ from flyte_ddp.engine.monitor.choice import Choice, is_lower_better
 from flyte_ddp.engine.network.compiled import check_device, compile_layers
 from flyte_ddp.engine.network.first_model import first_model
 from flyte_ddp.engine.network.memory import recompute
-from flyte_ddp.engine.sharding.placement import to_device
+from flyte_ddp.engine.network.placement import to_device
 from flyte_ddp.engine.sharding.shardable import check_batch_norm
 from flyte_ddp.engine.sharding.sharding import on_trial
 from flyte_ddp.engine.state import TrainingState

@@ -5,7 +5,7 @@ from typing import Any
 from flyte_ddp.engine.job import Job
 from flyte_ddp.engine.load import load_recipe
 from flyte_ddp.engine.network.first_model import first_model
-from flyte_ddp.engine.sharding.placement import to_device
+from flyte_ddp.engine.network.placement import to_device
 from flyte_ddp.engine.sharding.sharding import local
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
