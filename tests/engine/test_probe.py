@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.faults import has_ended
 from flyte_ddp.errors import InputError, NonFiniteError
-from flyte_ddp.events import NotLearning, Printed
+from flyte_ddp.events import Event, NotLearning, Printed
 from flyte_ddp.launch.failures import RankError
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.training import train
@@ -129,7 +129,7 @@ def test_a_recipe_can_let_it_pass_and_the_result_says_so(tmp_path):
     assert re.search(FILES, warning)
     assert result.epochs[-1].test["loss"] > 0
 
-    said = []
+    said: list[Event] = []
     first = tmp_path / "final-checkpoint"
     options = RunOptions(nproc=2, loader_workers=1, tracking="off")
     train(CLASSES["Permitted"], Settings(epochs=2), options, output=tmp_path / "on", init=first, on_event=said.append)

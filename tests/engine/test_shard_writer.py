@@ -10,6 +10,7 @@ from collections import OrderedDict
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from flyte_ddp.engine.job import job_of, subject_of
 from flyte_ddp.engine.shard_writer import ShardWriter, SharedFolder
 from flyte_ddp.engine.sharded_checkpoint import described, problem_of, rebuilt
 from flyte_ddp.engine.sharded_state import Layout, Shard
-from flyte_ddp.events import CheckpointFailed
+from flyte_ddp.events import CheckpointFailed, Event
 from flyte_ddp.launch.environment import Environment, World
 from flyte_ddp.manifest import read_manifest, shards_beside
 from flyte_ddp.recipe import CPU
@@ -116,7 +117,7 @@ def test_one_that_cannot_be_written_leaves_the_one_before_and_nothing_else(rank,
 
 
 class Copies:
-    """A storage whose URLs are folders."""
+    """A storage whose URLs are files of this machine."""
 
     def get(self, url, file):
         shutil.copy(url, file)
@@ -125,12 +126,13 @@ class Copies:
 def test_what_one_job_of_a_host_has_fetched_is_not_anothers(rank, tmp_path):
     rank.begin(content_of(1, torch.ones(2, 2)), CPU)()
     path = tmp_path / "checkpoint"
-    manifest = read_manifest(path)
+    manifest = read_manifest(path) or {}
     manifest["url"] = str(shards_beside(path) / manifest["folder"])
     network = nn.Linear(1, 1)
     layout = Layout(network, torch.optim.SGD(network.parameters()))
-    with fetched(manifest, layout, Copies(), ALONE) as one:
-        with fetched(manifest, layout, Copies(), ALONE) as other:
+    storage: Any = Copies()
+    with fetched(manifest, layout, storage, ALONE) as one:
+        with fetched(manifest, layout, storage, ALONE) as other:
             (file,) = other["shards"]
             file.write_bytes(b"damaged")
         assert torch.equal(one["state"]["shards"]["0"].read(), torch.ones(2, 2))
@@ -147,7 +149,8 @@ def test_a_rank_that_fails_in_whatever_way_tells_the_others_and_training(rank, t
         def __getattr__(self, name):
             return getattr(SharedFolder(tmp_path / "checkpoint", ALONE), name)
 
-    writer, events = ShardWriter(Breaking(), ALONE), []
+    writer, events = ShardWriter(Breaking(), ALONE), list[Event]()
+    state: Any = SimpleNamespace(state_dict=dict, device=CPU, epoch=1, step=2)
     with pytest.raises(OSError, match="rank 0: LookupError: no such bucket"):
         writer.begin(content_of(1, torch.ones(2, 2)), CPU)()
 
@@ -156,7 +159,7 @@ def test_a_rank_that_fails_in_whatever_way_tells_the_others_and_training(rank, t
 
     job = job_of(subject_of(find_code("tests.engine.probe_recipes:Sound"), TrainingSettings()), checkpoint_path="here")
     written = CheckpointWriter(begin, job, 0, events.append)
-    written.save(SimpleNamespace(state_dict=dict, device=CPU, epoch=1, step=2))
+    written.save(state)
     written.close()
     assert events == [CheckpointFailed("here: LookupError: no such bucket")]
 
