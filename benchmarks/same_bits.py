@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_rows.training import IMAGES, train
-from flyte_ddp.engine.block_cache import BlockCache
+from flyte_ddp.engine.batches.block_cache import BlockCache
 from flyte_ddp.engine.job import Job
 from flyte_ddp.engine.set_up import Parts, set_up
 from flyte_ddp.engine.torch_compat import leave_dynamo_out
@@ -52,7 +52,7 @@ def settings_of(name: str, **more: Any) -> TrainingSettings:
 def data_of(name: str) -> str:
     if JOBS[name][0] != IMAGES:
         return ""
-    from flyte_ddp.data.datasets import prepare
+    from flyte_ddp.data.sources.datasets import prepare
 
     return str(prepare("digits"))
 

@@ -1,0 +1,169 @@
+"""A training step by virtual ranks: the same bits on any number of ranks.
+
+A global batch is cut into parts, as many as there are virtual ranks, whatever the number of ranks. A rank computes whole
+parts, one after the other, so each kernel sees the same shapes and numbers as if it were a rank of its own; and what the
+parts have to add up are whole numbers (whole_numbers.py), or is added up part by part.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+
+import torch
+from torch import Tensor, distributed, nn
+
+from flyte_ddp.engine import torch_compat
+from flyte_ddp.engine.batches.batches import Batch
+from flyte_ddp.engine.global_batch.ghost_batch_norm import constants
+from flyte_ddp.engine.step import Step, Totals, gradients_of
+from flyte_ddp.engine.virtual_ranks.whole_numbers import Digits, buckets_of
+
+
+class ExactStep(nn.Module):
+    """Step on all ranks, like ReplicatedStep; gradients are sent bucket by bucket while others are still computed.
+
+    What the parts measure travels with the first bucket, each part's in a place of its own, where the other ranks have
+    zeros: so it can be added up in the order of the parts.
+    """
+
+    def __init__(self, step: Step, virtual_ranks: int):
+        super().__init__()
+        device, running = step.sums.device, step.rows.running
+        self.module, self._digits = step, Digits.of(virtual_ranks)
+        statistics = torch.zeros(running.size if running else 0, device=device)
+        # By part: value and weight of each measure, and the digest of what was drawn, from 1
+        self._measured = torch.zeros(virtual_ranks, 2 * len(step.names) + 1, dtype=torch.float64, device=device)
+        tensors = [*step.trainable, *([statistics] if running else ())]
+        self._buckets = buckets_of(tensors, self._digits, more=2 + 2 * self._measured.numel())
+        self._left = [0] * len(self._buckets)  # how many gradients of each bucket are still to come
+        self._next = len(self._buckets)  # the bucket to be sent next
+        self._counts = [len(bucket.views) for bucket in self._buckets]
+        self._statistics = self._buckets[0].views[0] if running else statistics
+        self._counts[0] -= bool(running)
+        views = [(number, view) for number, bucket in enumerate(self._buckets) for view in bucket.views]
+        for tensor, (number, view) in zip(reversed(tensors), views, strict=True):
+            if isinstance(tensor, nn.Parameter):
+                tensor.grad = view
+                tensor.register_post_accumulate_grad_hook(partial(self._arrived, number))
+        self._is_looking, self._has_grid = False, False
+
+    def forward(self, batch: Batch, requests: tuple[bool, bool], is_last: bool) -> Tensor:
+        trained, measured = self.module.computed(batch)
+        running, digests = self.module.rows.running, self.module.digests
+        with torch.no_grad():
+            if running:
+                written = torch.empty_like(self._statistics)
+                running.write(written)
+                self._statistics += written
+            if not batch.share.borrowed:
+                of_part = self._measured[batch.share.part]
+                of_part[:-1] += measured
+                of_part[-1] = 1 + max(digests) if len(digests) == 1 else -1
+            if is_last and not self._is_looking:
+                first = self._buckets[0].more
+                first[:2] = constants(tuple(map(float, requests)), first.device)
+                first[2:] = self._measured.view(-1).view(torch.int32)
+                self._left, self._next = list(self._counts), 0
+        return trained
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Keeps the gradients where they are."""
+        for bucket in self._buckets:
+            bucket.gradients.zero_()
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def parts(self, batch: Batch, most: int) -> list[Batch]:
+        return batch.parts(most)
+
+    def own_gradients(self, loss: Tensor) -> list[Tensor]:
+        found = torch.autograd.grad(loss, self.module.trainable, allow_unused=True)
+        return [gradient for gradient in found if gradient is not None]
+
+    def added_up(self, backward: Callable[[], None]) -> Totals:
+        """As ReplicatedStep's; calls backward again if a number does not fit, and makes all NaN if one is not finite.
+
+        The host waits for the device.
+        """
+        is_exact = (self._has_grid and self._sum(backward)) or (self._look(backward) and self._sum(backward))
+        for bucket in self._buckets:
+            if is_exact:
+                bucket.total()
+            else:
+                bucket.gradients.fill_(torch.nan)
+        more = self._buckets[0].more
+        measured = more[2:].view(torch.float64).view_as(self._measured)
+        drawn = measured[:, -1]
+        uneven = (drawn < 0).any() | ((drawn != drawn.amax()) & (drawn != 0)).any()
+        norms = torch_compat.norms(gradients_of(self.module))
+        return Totals(measured[:, :-1].sum(0), self._statistics, uneven, more[:2], norms)
+
+    def finish_part(self, is_last: bool) -> None:
+        """After the backward passes of one of the rank's parts."""
+        if self._is_looking:
+            for bucket in self._buckets:
+                bucket.look()
+        elif is_last:
+            self._send(len(self._buckets))  # those of which a gradient has not come, such as an unused expert's
+        else:
+            for bucket in self._buckets:
+                bucket.add()
+        if self._is_looking or not is_last:
+            self.zero_grad()
+
+    def _arrived(self, number: int, _: Tensor) -> None:
+        """A gradient of this bucket is complete."""
+        self._left[number] -= 1
+        if self._left[number] == 0 and self._next < len(self._buckets):
+            following = range(self._next, len(self._buckets))
+            self._send(next((number for number in following if self._left[number]), len(self._buckets)))
+
+    def _send(self, end: int) -> None:
+        """Adds and sends the buckets before this one, in the same order on all ranks."""
+        for bucket in self._buckets[self._next : end]:
+            bucket.add()
+            bucket.send()
+        self._next = end
+
+    def _start(self, is_looking: bool) -> None:
+        self._is_looking, self._next = is_looking, len(self._buckets)
+        self._measured.zero_()
+        self.zero_grad()
+        for bucket in self._buckets:
+            bucket.start()
+
+    def _sum(self, backward: Callable[[], None]) -> bool:
+        """Whether the addends of all ranks fitted."""
+        self._start(is_looking=False)
+        backward()
+        return not torch.cat([bucket.receive() for bucket in self._buckets]).any()
+
+    def _look(self, backward: Callable[[], None]) -> bool:
+        """Lets numbers follow from the addends themselves; False if those are not finite. A collective."""
+        self._start(is_looking=True)
+        backward()
+        largest = torch.cat([bucket.largest for bucket in self._buckets]).nan_to_num_(nan=math.inf)
+        distributed.all_reduce(largest, distributed.ReduceOp.MAX)
+        if not largest.isfinite().all():
+            return False
+        for bucket, largest_of in zip(self._buckets, self._by_bucket(largest), strict=True):
+            bucket.expect(largest_of)
+        self._has_grid = True
+        return True
+
+    def _by_bucket(self, by_block: Tensor) -> Sequence[Tensor]:
+        return by_block.split([len(bucket.largest) for bucket in self._buckets])
+
+    @property
+    def grid(self) -> Tensor | None:
+        """(blocks, 1) int32: all that the next step's numbers depend on, besides the training itself."""
+        return torch.cat([bucket.exponents for bucket in self._buckets]) if self._has_grid else None
+
+    @grid.setter
+    def grid(self, exponents: Tensor | None) -> None:
+        self._has_grid = exponents is not None
+        if exponents is not None:
+            for bucket, of_bucket in zip(self._buckets, self._by_bucket(exponents), strict=True):
+                bucket.follow(of_bucket.to(bucket.exponents.device))

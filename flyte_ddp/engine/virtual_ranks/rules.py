@@ -1,0 +1,40 @@
+"""What a training by virtual ranks needs, and what it costs: see exact_step.py."""
+
+from flyte_ddp.engine.batches.batches import parts_of_rank
+from flyte_ddp.errors import InputError
+from flyte_ddp.launch.environment import check_ranks
+from flyte_ddp.recipe import Recipe
+from flyte_ddp.settings import RunOptions, TrainingSettings
+
+OFF = "set virtual_ranks to 0, with which the result is the same up to rounding"
+
+
+def check_settings(settings: TrainingSettings, options: RunOptions, world_size: int) -> None:
+    """Raises InputError for more ranks than can share a batch, and for what cannot be done by virtual ranks."""
+    check_ranks(world_size, settings.batch_size, settings.virtual_ranks)
+    if settings.virtual_ranks and options.sharding != "off":
+        raise InputError(
+            f"virtual_ranks must be 0 with sharding, whose sums of gradients are rounded, got {settings.virtual_ranks}: "
+            f"set options.sharding to off, or {OFF}"
+        )
+
+
+def check_recipe(recipe: Recipe) -> None:
+    """Raises InputError where a loss needs the whole batch, of which a part is computed at a time."""
+    if recipe.settings.virtual_ranks and recipe.couples_samples:
+        raise InputError(
+            f"virtual_ranks must be 0 for {type(recipe).__name__}, whose couples_samples needs the whole batch at once, "
+            f"got {recipe.settings.virtual_ranks}: {OFF}"
+        )
+
+
+def uneven_parts(virtual_ranks: int, world_size: int) -> list[str]:
+    """A remark where some ranks compute more parts than others, which wait for them."""
+    if virtual_ranks % world_size == 0:
+        return []
+    most, even = len(parts_of_rank(virtual_ranks, world_size - 1, world_size)), virtual_ranks / world_size
+    return [
+        f"virtual_ranks: {world_size} ranks compute {virtual_ranks} parts of a batch, so that a step takes as long as "
+        f"{most} of them, {most / even:.2f} times as long as if they went evenly: a divisor of {virtual_ranks} wastes "
+        "nothing"
+    ]

@@ -1,0 +1,132 @@
+"""With virtual ranks the result has the same bits on any number of ranks, whatever disturbs the training."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from flyte_ddp.errors import InputError
+from flyte_ddp.events import RunStarted
+from flyte_ddp.launch.failures import RankError
+from flyte_ddp.recipes.hyperparameters import Hyperparameters
+from flyte_ddp.recipes.images import ImageClassifier
+from tests.engine.test_training import Unplugged, identical, unplug_at
+
+BATCH_NORM = {"model": "fashion_cnn", "shift_pixels": 2, "flip": True, "ema_decay": 0.9, "batch_size": 30}
+# 106 images, 105 a step: in the last one only one part has a sample
+SHORT = {"batch_size": 105, "train_fraction": 106 / 318, "learning_rate": 0.02, "label_smoothing": 0.1}
+
+
+class Spiking(ImageClassifier):
+    """Of which a few samples have gradients 2^30 times as large, and others 2^30 times as small, or 0."""
+
+    def measure(self, outputs, batch):
+        measured = super().measure(outputs, batch)
+        kinds = batch[0].flatten(1).sum(1, dtype=torch.int64) % 40
+        factors = torch.tensor([2.0**30, 0.0, 2.0**-30, *[1.0] * 37])
+        return {**measured, "objective": measured["loss"] * factors[kinds]}
+
+
+class Weighted(ImageClassifier):
+    """Samples have weights that differ, and a third of the parts' sums are 0."""
+
+    clip_norm = 0.5
+
+    def measure(self, outputs, batch):
+        measured = super().measure(outputs, batch)
+        weights = (batch[1] % 3).float()
+        return {**measured, "loss": (measured["loss"] * weights, weights)}
+
+
+@pytest.mark.parametrize("settings", [{}, BATCH_NORM, SHORT, {"precision": "bfloat16", "validation_fraction": 0.1}])
+def test_equal_bytes_on_one_two_three_and_five_ranks(train, settings):
+    one, *others = (train(nproc, name=f"{nproc}", virtual_ranks=5, **settings) for nproc in (1, 2, 3, 5))
+    for other in others:
+        assert identical(one, other)
+
+
+@pytest.mark.parametrize("recipe", ["Spiking", "Weighted"])
+def test_equal_bytes_where_numbers_do_not_fit_or_weights_differ(train, recipe):
+    name = f"tests.engine.virtual_ranks.test_same_bits:{recipe}"
+    one, *others = (train(nproc, name=f"{nproc}", virtual_ranks=4, recipe=name) for nproc in (1, 2, 3))
+    for other in others:
+        assert identical(one, other)
+
+
+def test_as_close_as_rounding_to_a_training_without(train):
+    few = {"train_fraction": 64 / 318}
+    plain, exact = train(2, name="plain", **few), train(2, name="exact", virtual_ranks=4, **few)
+    for name, weight in plain.weights.items():
+        assert (weight - exact.weights[name]).abs().max() < 1e-5
+
+
+def test_a_run_that_was_cut_off_goes_on_with_other_numbers_of_ranks_to_the_same_bits(train, whole):
+    settings = {"epochs": 2, "log_interval": 1, "virtual_ranks": 4, **BATCH_NORM}
+    expected = whole(1, **settings)
+    for nproc, step in ((3, 3), (1, 7)):
+        with pytest.raises(Unplugged):
+            train(nproc, name="cut", checkpoint_seconds=0, on_event=unplug_at(step), **settings)
+    resumed = train(2, name="cut", checkpoint_seconds=0, **settings)
+    assert isinstance(resumed.events[0], RunStarted)
+    assert (resumed.events[0].first_epoch, resumed.events[0].first_step) > (0, 3)
+    assert identical(expected, resumed)
+
+
+def test_another_number_of_virtual_ranks_is_another_training(train):
+    one, other = (train(1, name=f"{number}", virtual_ranks=number) for number in (2, 4))
+    assert not identical(one, other)
+
+
+def test_what_is_not_finite_is_named_with_its_rank(train):
+    with pytest.raises(RankError, match=r"NonFiniteError: gradient is not finite in epoch 1, step 8, on rank 1"):
+        train(3, target="tests.launch.targets:break_gradient_of_rank_one", checkpoint_seconds=0, virtual_ranks=3)
+
+
+def test_parts_that_do_not_go_evenly_are_said_with_what_it_costs(train):
+    (started, *_) = train(3, virtual_ranks=4, epochs=1).events
+    assert isinstance(started, RunStarted)
+    assert any("3 ranks compute 4 parts" in remark and "1.50 times" in remark for remark in started.remarks)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"virtual_ranks": -1}, "virtual_ranks must be at least 0, got -1"),
+        ({"virtual_ranks": 2.5}, "virtual_ranks must be a whole number, got 2.5"),
+        ({"virtual_ranks": 17}, r"virtual_ranks must be at most batch_size \(16\).*, got 17: lower it, or raise batch"),
+    ],
+)
+def test_numbers_that_cannot_be_are_refused(settings, words):
+    with pytest.raises(InputError, match=words):
+        Hyperparameters(batch_size=16, **settings)
+
+
+def test_more_ranks_than_virtual_ones_are_refused_with_both_remedies(train):
+    with pytest.raises(InputError, match=r"virtual_ranks must be at least the number of ranks \(3\), got 2: raise it"):
+        train(3, virtual_ranks=2)
+
+
+def test_features_that_need_the_whole_batch_are_refused(alone, tmp_path):
+    from flyte_ddp.settings import RunOptions
+    from flyte_ddp.training import train
+    from tests.engine.probe_recipes import Settings
+
+    for options, recipe, words in (
+        (RunOptions(sharding="full"), "tests.engine.probe_recipes:Sound", "virtual_ranks must be 0 with sharding"),
+        (RunOptions(), "tests.engine.virtual_ranks.test_same_bits:Coupled", "virtual_ranks must be 0 for Coupled"),
+    ):
+        settings = replace(Settings(), virtual_ranks=2)
+        with pytest.raises(InputError, match=words):
+            train(recipe, settings, replace(options, tracking="off"), output=tmp_path)
+
+
+class Coupled(ImageClassifier):
+    couples_samples = True
+
+    def data(self, split):
+        raise AssertionError("refused before data are read")
+
+
+def test_a_steps_threads_are_one_unless_they_are_set(train):
+    found = {threads: train(1, name=f"{threads}", virtual_ranks=2, threads=threads) for threads in (0, 1)}
+    assert all(torch.equal(weight, found[1].weights[name]) for name, weight in found[0].weights.items())
