@@ -238,8 +238,8 @@ class TrainingSettings(Settings):
         super().__post_init__()
         if self.virtual_ranks > self.batch_size:
             raise InputError(
-                f"{type(self).__name__}.virtual_ranks must be at most batch_size ({self.batch_size}), so that each has a "
-                f"sample, got {self.virtual_ranks}: lower it, or raise batch_size"
+                f"{type(self).__name__}.virtual_ranks must be at most batch_size ({self.batch_size}), got "
+                f"{self.virtual_ranks}: lower it, or raise batch_size"
             )
         if self.stop_after > self.epochs:
             raise InputError(

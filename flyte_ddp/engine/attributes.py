@@ -74,10 +74,11 @@ def _check_groups(owner: str, recipe: Recipe, world_size: int) -> None:
     size, batch_size, micro_batch = recipe.norm_samples, recipe.settings.batch_size, recipe.micro_batch
     if batch_size % size:
         raise InputError(f"{owner}.norm_samples must divide batch_size ({batch_size}), got {size}: change one of them")
-    ranks, kind = recipe.settings.virtual_ranks or world_size, "virtual ranks" * bool(recipe.settings.virtual_ranks)
+    virtual_ranks = recipe.settings.virtual_ranks
+    ranks, kind = virtual_ranks or world_size, "virtual ranks" if virtual_ranks else "ranks"
     if batch_size // size < ranks:
         raise InputError(
-            f"{owner}.norm_samples must be at most {batch_size // ranks}, so that each of {ranks} {kind or 'ranks'} has "
+            f"{owner}.norm_samples must be at most {batch_size // ranks}, so that each of {ranks} {kind} has "
             f"a group of batch_size ({batch_size}), got {size}: lower it or the number of ranks, or raise batch_size"
         )
     if micro_batch % size:

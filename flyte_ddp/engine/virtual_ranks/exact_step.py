@@ -1,8 +1,8 @@
 """A training step by virtual ranks: the same bits on any number of ranks.
 
-A global batch is cut into parts, as many as there are virtual ranks, whatever the number of ranks. A rank computes whole
-parts, one after the other, so each kernel sees the same shapes and numbers as if it were a rank of its own; and what the
-parts have to add up are whole numbers (whole_numbers.py), or is added up part by part.
+A global batch is cut into parts, as many as there are virtual ranks, whatever the number of ranks. A rank computes
+whole parts, one after the other, so each kernel sees the same shapes and numbers as if the part had a rank of its own.
+The gradients of the parts become whole numbers (whole_numbers.py); what they measure is added up in their order.
 """
 
 import math

@@ -14,8 +14,8 @@ def check_settings(settings: TrainingSettings, options: RunOptions, world_size: 
     check_ranks(world_size, settings.batch_size, settings.virtual_ranks)
     if settings.virtual_ranks and options.sharding != "off":
         raise InputError(
-            f"virtual_ranks must be 0 with sharding, whose sums of gradients are rounded, got {settings.virtual_ranks}: "
-            f"set options.sharding to off, or {OFF}"
+            f"virtual_ranks must be 0 with sharding, which rounds sums of gradients, got {settings.virtual_ranks}: set "
+            f"options.sharding to off, or {OFF}"
         )
 
 
@@ -23,8 +23,8 @@ def check_recipe(recipe: Recipe) -> None:
     """Raises InputError where a loss needs the whole batch, of which a part is computed at a time."""
     if recipe.settings.virtual_ranks and recipe.couples_samples:
         raise InputError(
-            f"virtual_ranks must be 0 for {type(recipe).__name__}, whose couples_samples needs the whole batch at once, "
-            f"got {recipe.settings.virtual_ranks}: {OFF}"
+            f"virtual_ranks must be 0 for {type(recipe).__name__}, whose couples_samples needs the whole batch, got "
+            f"{recipe.settings.virtual_ranks}: {OFF}"
         )
 
 
@@ -33,8 +33,8 @@ def uneven_parts(virtual_ranks: int, world_size: int) -> list[str]:
     if virtual_ranks % world_size == 0:
         return []
     most, even = len(parts_of_rank(virtual_ranks, world_size - 1, world_size)), virtual_ranks / world_size
-    return [
+    remark = (
         f"virtual_ranks: {world_size} ranks compute {virtual_ranks} parts of a batch, so that a step takes as long as "
-        f"{most} of them, {most / even:.2f} times as long as if they went evenly: a divisor of {virtual_ranks} wastes "
-        "nothing"
-    ]
+        f"{most} of them, {most / even:.2f} times as long as if they went evenly: choose a divisor of {virtual_ranks}"
+    )
+    return [remark]

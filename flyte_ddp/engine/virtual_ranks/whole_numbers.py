@@ -1,8 +1,8 @@
 """Sums of gradients that are the same bits in whatever order, and by however many ranks, they are added up.
 
-Each addend becomes whole numbers: multiples of a power of two, which is that of a block of 64 neighbours, so that a rare
-token's row keeps its digits beside others that are 2^40 times as large. Whole numbers add up to the same in a rank, in
-a ring or in a tree. An int32 is sent in as many bytes as a float32.
+Each addend becomes whole numbers: multiples of a power of two, which is that of a block of 64 neighbours, so that a
+rare token's row keeps its digits beside others that are 2^40 times as large. Whole numbers add up to the same in a
+rank, in a ring or in a tree. An int32 is sent in as many bytes as a float32.
 
 What the power of two is follows from the sum of the step before, which all ranks have: no collective is needed for it.
 """
@@ -27,8 +27,8 @@ class Digits:
     Attributes:
         addend: bits of each addend, so that the sum fits however they add up.
         total: bits of a sum as large as that of the step before.
-        cancelled: how many bits an addend may be larger than the sum: those of independent noise are by a half of log2 of
-            their number.
+        cancelled: by how many bits an addend is expected to be larger than the sum, at most: as independent noise is,
+            by a half of log2 of their number.
     """
 
     addend: int
@@ -141,7 +141,7 @@ def buckets_of(tensors: Sequence[Tensor], digits: Digits, more: int) -> list[Buc
 
 
 def _like(tensor: Tensor, piece: Tensor) -> Tensor:
-    """The beginning of a piece of memory, in which a tensor's numbers lie as its own do: fused optimizers rely on it."""
+    """The beginning of a piece of memory, with a tensor's strides, on which fused optimizers rely."""
     if isinstance(tensor, nn.Parameter) and not tensor.is_contiguous():
         strides = torch.empty_like(tensor).stride()
         return piece.as_strided(tensor.shape, strides, piece.storage_offset())
