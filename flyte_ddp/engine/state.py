@@ -326,7 +326,7 @@ class TrainingState:
         measured = slice(2 * len(self.names))  # without the old run's requests
         self._sums[measured] = saved["sums"][measured]
         if isinstance(self.parallel, ExactStep):
-            self.parallel.grid = saved["grid"]
+            self.parallel.grid = saved.get("grid")
         logged = saved.get("logged")
         self.logged = Sums(**{**logged, "pairs": tuple(logged["pairs"]), "saves": 0}) if logged else None
         if self.recipe.micro_batch < 0:

@@ -173,8 +173,8 @@ class _Batches:
             cut = self._cut(step, number)
             rows, count = slice(cut.start - first, cut.stop - first), cut.stop - cut.start
             if count:
-                part = tree if count == share.count else pytree.tree_map(lambda leaf, rows=rows: leaf[rows], tree)
-                yield part, replace(
+                # In memory of their own, since kernels may go by where a tensor begins
+                yield pytree.tree_map(lambda leaf, rows=rows: leaf[rows].clone(), tree), replace(
                     share, first=share.first + rows.start, count=count,
                     norm_samples=share.norm_samples or count, part=number,
                 )  # fmt: skip

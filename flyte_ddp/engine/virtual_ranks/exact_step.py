@@ -163,7 +163,8 @@ class ExactStep(nn.Module):
 
     @grid.setter
     def grid(self, exponents: Tensor | None) -> None:
-        self._has_grid = exponents is not None
-        if exponents is not None:
+        """None, or that of a network of which others are trained, has the next step look for itself."""
+        self._has_grid = exponents is not None and len(exponents) == sum(len(each.largest) for each in self._buckets)
+        if exponents is not None and self._has_grid:
             for bucket, of_bucket in zip(self._buckets, self._by_bucket(exponents), strict=True):
                 bucket.follow(of_bucket.to(bucket.exponents.device))

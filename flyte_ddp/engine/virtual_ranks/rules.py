@@ -20,11 +20,18 @@ def check_settings(settings: TrainingSettings, options: RunOptions, world_size: 
 
 
 def check_recipe(recipe: Recipe) -> None:
-    """Raises InputError where a loss needs the whole batch, of which a part is computed at a time."""
-    if recipe.settings.virtual_ranks and recipe.couples_samples:
+    """Raises InputError where a loss needs the whole batch, of which a part is computed at a time, and where a
+    machine's memory would decide the result."""
+    virtual_ranks, owner = recipe.settings.virtual_ranks, type(recipe).__name__
+    if virtual_ranks and recipe.couples_samples:
         raise InputError(
-            f"virtual_ranks must be 0 for {type(recipe).__name__}, whose couples_samples needs the whole batch, got "
-            f"{recipe.settings.virtual_ranks}: {OFF}"
+            f"virtual_ranks must be 0 for {owner}, whose couples_samples needs the whole batch, got {virtual_ranks}: "
+            f"{OFF}"
+        )
+    if virtual_ranks and recipe.micro_batch == -1:
+        raise InputError(
+            f"virtual_ranks must be 0 for {owner}, whose micro_batch of -1 goes by what fits into memory, got "
+            f"{virtual_ranks}: give micro_batch a number, or {OFF}"
         )
 
 
