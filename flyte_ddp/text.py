@@ -1,12 +1,24 @@
 """Text of unknown origin and length, made fit for files, protocols and people."""
 
 import difflib
+import re
 from collections.abc import Iterable
+
+# A URL's user, alone or with a password, in which there may be a / or an @; in abfs://CONTAINER@ACCOUNT there is none
+USER = re.compile(
+    r"(?<=://)(?:[^\s/@:'\"]*:(?:(?!://)[^\s'\"])*@|(?<!abfs://)(?<!abfss://)[^\s/?#@'\"]+@)", re.IGNORECASE
+)
+SECRET = re.compile(r"([?&][^\s=&#]*(?:sig|token|secret|password|key|credential)[^\s=&#]*=)[^\s&#'\"]+", re.IGNORECASE)
 
 
 def encodable(text: str) -> str:
     """The text with lone surrogates escaped: they stem from file names that are not text, and UTF-8 has none."""
     return text.encode("utf-8", "backslashreplace").decode()
+
+
+def masked(text: str) -> str:
+    """The text without the users and passwords of the URLs in it, nor the secrets of their queries."""
+    return SECRET.sub(r"\1***", USER.sub("***@", text)) if "://" in text else text
 
 
 def counted(epochs: float) -> str:

@@ -81,7 +81,7 @@ def test_an_older_dataset_with_a_deviation_of_0_is_damaged(folder):
     description = read_description(folder)
     content = {**dataclasses.asdict(description), "std": (0.2, 0.0, 0.2)}
     (folder / "dataset.json").write_text(json.dumps({**content, "digest": digest_of(content)}))
-    with pytest.raises(DataError, match="with a standard deviation of 0, .*: delete the folder"):
+    with pytest.raises(DataError, match=r"with a standard deviation of 0, .*: delete the folder"):
         read_description(folder)
 
 
