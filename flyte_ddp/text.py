@@ -9,6 +9,14 @@ USER = re.compile(
     r"(?<=://)(?:[^\s/@:'\"]*:(?:(?!://)[^\s'\"])*@|(?<!abfs://)(?<!abfss://)[^\s/?#@'\"]+@)", re.IGNORECASE
 )
 SECRET = re.compile(r"([?&][^\s=&#]*(?:sig|token|secret|password|key|credential)[^\s=&#]*=)[^\s&#'\"]+", re.IGNORECASE)
+# What a terminal obeys; and what reorders the text around it, or breaks its line (Unicode's annexes 9 and 14)
+CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
+CONTROLS |= {code: f"\\u{code:04x}" for code in (0x61C, 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A))}
+
+
+def without_controls(text: str) -> str:
+    """The text with what would steer a terminal, or reorder what it shows, escaped."""
+    return text.translate(CONTROLS)
 
 
 def encodable(text: str) -> str:
