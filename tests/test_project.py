@@ -121,7 +121,7 @@ def test_what_is_imported_is_declared():
     names = {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module and not node.level}
     names |= {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     modules = {name.partition(".")[0] for name in names} - {*sys.stdlib_module_names, "flyte_ddp", *COME_WITH}
-    packages = packages_distributions() | {"mlflow": ["mlflow-skinny"]}
+    packages = {**packages_distributions(), "mlflow": ["mlflow-skinny"]}
     declared = {*re.findall(r'"([A-Za-z0-9-]+)[>\[]', (ROOT / "pyproject.toml").read_text())}
     assert {*COME_WITH.values()} <= declared
     missing = {name for name in modules if not {one.lower() for one in packages[name]} & declared}
