@@ -29,6 +29,12 @@ def masked(text: str) -> str:
     return SECRET.sub(r"\1***", USER.sub("***@", text)) if "://" in text else text
 
 
+def reason_of(error: BaseException) -> str:
+    """What went wrong, on one line: as the system says it, or with the type of the error."""
+    said = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+    return " ".join(str(said).split())
+
+
 def counted(epochs: float) -> str:
     """A number of epochs with at most two decimals: 2, 1.25."""
     return f"{round(epochs, 2):g}"

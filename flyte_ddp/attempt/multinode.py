@@ -87,12 +87,13 @@ def train_as_rank(
 
 @contextmanager
 def handing_on_failure(platform: Platform) -> Iterator[None]:
-    """Leaves the failure of a rank beside torchrun's file of its error, which has only the text."""
+    """Leaves the failure of a rank beside torchrun's file of its error, which has only the text; where there is no
+    torchrun, nobody looks for it."""
     try:
         yield
     except Exception as error:
-        beside = Path(os.environ["TORCHELASTIC_ERROR_FILE"] + BESIDE)
-        beside.write_text(json.dumps(dataclasses.asdict(failure_of(platform, error))))
+        if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+            Path(file + BESIDE).write_text(json.dumps(dataclasses.asdict(failure_of(platform, error))))
         raise
 
 

@@ -23,6 +23,7 @@ from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.events import CheckpointFailed, CheckpointWritten, Event
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.manifest import shards_beside
+from flyte_ddp.text import reason_of
 
 # Copies the content of a checkpoint, whose tensors may change then; what it returns, for a thread, writes it. Both may
 # raise OSError
@@ -87,7 +88,7 @@ class CheckpointWriter:
         try:
             rest = self._begin(content, state.device)
         except OSError as error:
-            self._emit(CheckpointFailed(f"{self._path}: {error.strerror}"))
+            self._emit(CheckpointFailed(f"{self._path}: {reason_of(error)}"))
             return
         finally:
             self._last = time.monotonic()
@@ -105,8 +106,8 @@ class CheckpointWriter:
         started = time.monotonic()
         try:
             rest()
-        except OSError as error:
-            self._emit(CheckpointFailed(f"{self._path}: {error.strerror}"))
+        except Exception as error:  # nobody else would hear of it
+            self._emit(CheckpointFailed(f"{self._path}: {reason_of(error)}"))
         else:
             seconds = time.monotonic() - started
             self._emit(CheckpointWritten(epoch, step, self._path, stall_seconds, seconds))

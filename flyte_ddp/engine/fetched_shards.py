@@ -1,10 +1,9 @@
 """Fetches what ranks need of a sharded checkpoint from the platform's storage: each file once for a host."""
 
-import hashlib
-import json
 import os
 import shutil
 import tempfile
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,9 +28,10 @@ def fetched(
     """The content of the checkpoint with this manifest, of whose files those that have rows of this rank are on its
     disk while the block runs, verified; raises CheckpointError on all ranks if one of theirs is damaged or missing. A
     collective."""
-    name = hashlib.sha256(json.dumps(manifest).encode()).hexdigest()[:16]
-    folder = Path(tempfile.gettempdir(), f"checkpoint-{name}")  # the host's
-    folder.mkdir(parents=True, exist_ok=True)
+    told = [uuid.uuid4().hex]
+    distributed.broadcast_object_list(told)
+    folder = Path(tempfile.gettempdir(), f"checkpoint-{told[0]}")  # of this job's ranks on this host, and no others
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     content = open_shards(folder, manifest)
     leaves = pytree.tree_flatten_with_path(content["state"])[0]
     mine = [layout.mine(path, leaf) for path, leaf in leaves if isinstance(leaf, StoredTensor)]

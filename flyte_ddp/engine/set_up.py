@@ -33,7 +33,8 @@ SPLITS = ("train", "test")
 
 @dataclass(frozen=True)
 class Parts:
-    """found: what the probe found. precision: float32 or bfloat16. remarks: which weights training starts with."""
+    """found: what the probe found. precision: float32 or bfloat16. remarks: which weights training starts with.
+    warnings: what is to be said whether training starts or goes on."""
 
     state: TrainingState
     train: TrainBatches
@@ -42,6 +43,7 @@ class Parts:
     found: Probed
     precision: str
     remarks: list[str]
+    warnings: list[NotLearning]
 
 
 def set_up(environment: Environment, device: torch.device, job: Job, cache: BlockCache) -> Parts:
@@ -95,12 +97,14 @@ def set_up(environment: Environment, device: torch.device, job: Job, cache: Bloc
     if validation:
         state.choice = choice_of(recipe, found.headline, settings)
     reasons = [f"the result depends on the number of ranks: {reason}" for reason in found.reasons]
-    state.watch.warnings += [NotLearning(0, 0, reason) for reason in reasons]
+    warnings = [NotLearning(0, 0, reason) for reason in reasons]
+    state.watch.warnings += warnings
     if job.init and job.init.is_file() and is_checkpoint(job.init):
         remarks.append(continue_from(state, job.init, job, len(batches)))
     place_in_world = settings.test_batch_size, rank, world_size, mixed
     validated = TestBatches(validation, *place_in_world) if validation else None
-    return Parts(state, batches, validated, TestBatches(test, *place_in_world), found, precision, remarks)
+    tested = TestBatches(test, *place_in_world)
+    return Parts(state, batches, validated, tested, found, precision, remarks, warnings)
 
 
 def choice_of(recipe: Recipe, headline: str, settings: TrainingSettings) -> Choice:

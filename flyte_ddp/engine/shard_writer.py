@@ -21,6 +21,7 @@ from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.process_group import gloo_group
 from flyte_ddp.manifest import shards_beside, write_manifest
 from flyte_ddp.storage import content_digest, sync, sync_folder
+from flyte_ddp.text import reason_of
 
 
 class Destination(Protocol):
@@ -186,8 +187,8 @@ class ShardWriter:
             digest = content_digest(file)
             self._destination.keep(file)
             return digest, ""
-        except OSError as error:
-            return "", str(error.strerror)
+        except Exception as error:  # of whatever type: the others wait to hear of it
+            return "", reason_of(error)
 
 
 def _file_of(part: int) -> str:
@@ -196,12 +197,11 @@ def _file_of(part: int) -> str:
 
 def _write(file: Path, tensors: dict[str, Tensor]) -> str:
     """Writes tensors to a file; returns what went wrong, if anything did: the others must hear of it."""
-    from safetensors import SafetensorError  # an optional library
-    from safetensors.torch import save_file
+    from safetensors.torch import save_file  # an optional library
 
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         save_file(tensors, file)
-    except (OSError, SafetensorError) as error:
-        return str(getattr(error, "strerror", None) or error)
+    except Exception as error:
+        return reason_of(error)
     return ""

@@ -40,7 +40,7 @@ class _Moment:
 
 
 class StepClock:
-    """Splits a rank's time at marks.
+    """Splits a rank's time at marks; steps are those since the last call of read_all or timed.
 
     On a GPU these are events in its stream, so nobody waits for them, and the time is the device's own: data that come
     while it still computes have not been waited for.
@@ -78,6 +78,7 @@ class StepClock:
             if batch is None:
                 return
             self._samples += batch.share.count
+            self.steps += 1
             yield batch
 
     def read_all(self) -> np.ndarray:
@@ -95,7 +96,8 @@ class StepClock:
         return everyones.cpu().numpy()
 
     def _set_to_zero(self) -> None:
-        self._seconds, self._samples = [0.0] * len(Part), 0
+        self._seconds = [0.0] * len(Part)
+        self._samples = self.steps = 0
 
     def _add_up(self) -> None:
         """Adds up what the device has reached."""

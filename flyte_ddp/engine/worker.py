@@ -62,7 +62,7 @@ def _train(environment: Environment, device: torch.device, link: Link, job: Job,
     hosts = [""] * environment.world.size
     distributed.all_gather_object(hosts, environment.host)
     link.emit(run_started(parts, environment, job, hosts))
-    for warning in state.watch.warnings if not state.history else ():
+    for warning in parts.warnings:
         link.emit(warning)
     kept = KeptModels(parts, job, link.emit) if job.options.keep_best else None
     checkpoints = checkpoints_of(state, environment, all_of(kept, link.emit) if kept else link.emit, job)

@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.faults import has_ended
 from flyte_ddp.errors import InputError, NonFiniteError
-from flyte_ddp.events import Printed
+from flyte_ddp.events import Event, NotLearning, Printed
 from flyte_ddp.launch.failures import RankError
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.training import train
@@ -123,11 +123,17 @@ def test_every_recipe_of_the_modules_is_tested():
 
 
 def test_a_recipe_can_let_it_pass_and_the_result_says_so(tmp_path):
-    result = run("Permitted", tmp_path, nproc=2)
+    result = run("Permitted", tmp_path, nproc=2, stop_after=1, epochs=2)
     (warning,) = result.warnings
     assert "the result depends on the number of ranks" in warning
     assert re.search(FILES, warning)
     assert result.epochs[-1].test["loss"] > 0
+
+    said: list[Event] = []
+    first = tmp_path / "final-checkpoint"
+    options = RunOptions(nproc=2, loader_workers=1, tracking="off")
+    train(CLASSES["Permitted"], Settings(epochs=2), options, output=tmp_path / "on", init=first, on_event=said.append)
+    assert [one.reason for one in said if isinstance(one, NotLearning)] == [warning]
 
 
 @pytest.mark.parametrize(

@@ -3,24 +3,33 @@
 import json
 import math
 import resource
+import shutil
 import subprocess
 import sys
 from collections import OrderedDict
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import distributed
+from torch import distributed, nn
 
 from flyte_ddp.engine.checkpoint import FORMAT, read_checkpoint
-from flyte_ddp.engine.checkpoint_writer import begin_file
+from flyte_ddp.engine.checkpoint_writer import CheckpointWriter, begin_file
+from flyte_ddp.engine.fetched_shards import fetched
+from flyte_ddp.engine.job import job_of, subject_of
 from flyte_ddp.engine.shard_writer import ShardWriter, SharedFolder
 from flyte_ddp.engine.sharded_checkpoint import described, problem_of, rebuilt
-from flyte_ddp.engine.sharded_state import Shard
+from flyte_ddp.engine.sharded_state import Layout, Shard
+from flyte_ddp.events import CheckpointFailed, Event
 from flyte_ddp.launch.environment import Environment, World
-from flyte_ddp.manifest import shards_beside
+from flyte_ddp.manifest import read_manifest, shards_beside
 from flyte_ddp.recipe import CPU
+from flyte_ddp.settings import TrainingSettings
+from flyte_ddp.user_code import find_code
 
 ROOT = Path(__file__).parents[2]
 ALONE = Environment(World(1, 1, "gloo", "cpu"), 0, 0, "", 1)
@@ -105,6 +114,54 @@ def test_one_that_cannot_be_written_leaves_the_one_before_and_nothing_else(rank,
     begin_file(path, content_of(4), CPU)()
     assert read_checkpoint(path, {})["state"]["step"] == 4
     assert not shards_beside(path).exists()
+
+
+class Copies:
+    """A storage whose URLs are files of this machine."""
+
+    def get(self, url, file):
+        shutil.copy(url, file)
+
+
+def test_what_one_job_of_a_host_has_fetched_is_not_anothers(rank, tmp_path):
+    rank.begin(content_of(1, torch.ones(2, 2)), CPU)()
+    path = tmp_path / "checkpoint"
+    manifest = read_manifest(path) or {}
+    manifest["url"] = str(shards_beside(path) / manifest["folder"])
+    network = nn.Linear(1, 1)
+    layout = Layout(network, torch.optim.SGD(network.parameters()))
+    storage: Any = Copies()
+    with fetched(manifest, layout, storage, ALONE) as one:
+        with fetched(manifest, layout, storage, ALONE) as other:
+            (file,) = other["shards"]
+            file.write_bytes(b"damaged")
+        assert torch.equal(one["state"]["shards"]["0"].read(), torch.ones(2, 2))
+    assert not any(file.parent.exists() for file in (*one["shards"], *other["shards"]))
+
+
+def test_a_rank_that_fails_in_whatever_way_tells_the_others_and_training(rank, tmp_path):
+    class Breaking:
+        """A storage with an error of its own."""
+
+        def keep(self, file):
+            raise LookupError("no such bucket")
+
+        def __getattr__(self, name):
+            return getattr(SharedFolder(tmp_path / "checkpoint", ALONE), name)
+
+    writer, events = ShardWriter(Breaking(), ALONE), list[Event]()
+    state: Any = SimpleNamespace(state_dict=dict, device=CPU, epoch=1, step=2)
+    with pytest.raises(OSError, match="rank 0: LookupError: no such bucket"):
+        writer.begin(content_of(1, torch.ones(2, 2)), CPU)()
+
+    def begin(content, device):
+        return partial(Breaking().keep, None)
+
+    job = job_of(subject_of(find_code("tests.engine.probe_recipes:Sound"), TrainingSettings()), checkpoint_path="here")
+    written = CheckpointWriter(begin, job, 0, events.append)
+    written.save(state)
+    written.close()
+    assert events == [CheckpointFailed("here: LookupError: no such bucket")]
 
 
 KILLS = """if True:

@@ -3,7 +3,7 @@
 import math
 
 from flyte_ddp.engine.watch import Watch
-from flyte_ddp.events import EpochFinished
+from flyte_ddp.events import EpochFinished, NotLearning
 
 LOG10 = math.log(10)
 
@@ -63,3 +63,14 @@ def test_without_a_constant_loss_the_first_window_and_mismatched_outputs_stand_i
     assert watch.after_evaluation(evaluated(0, 2.0), 3, mismatched=3.0) == []
     (guessing,) = watch.after_evaluation(evaluated(1, 2.99, 0.25), 3, mismatched=3.0)
     assert "no better than guessing after epoch 1.25: the loss is 2.99, and 3 for predictions that" in guessing.reason
+
+
+def test_what_is_found_at_a_start_is_kept_when_training_goes_on():
+    earlier, watch = watched([0.1, 2.0]), Watch(LOG10)
+    found = NotLearning(0, 0, "the result depends on the number of ranks")
+    watch.warnings.append(found)
+    watch.load_state_dict(earlier.state_dict())
+    assert watch.warnings == [*earlier.warnings, found]
+    again = Watch(LOG10, warnings=[found])
+    again.load_state_dict(watch.state_dict())
+    assert again.warnings == watch.warnings

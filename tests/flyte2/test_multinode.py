@@ -112,6 +112,12 @@ def test_the_failure_of_another_rank_is_the_one_that_flyte_hears_of(node):
     assert "is not the code that was registered" in first.error.error.message
 
 
+def test_without_torchrun_a_rank_says_what_it_lacks(tasks):
+    training = tasks[0].image_training
+    with pytest.raises(InputError, match="RANK is not set: many nodes train under torchrun"):
+        training.run_as_rank(HP, RunOptions(), None)
+
+
 def test_a_range_of_nodes_is_refused(monkeypatch):
     monkeypatch.setenv("DDP_NNODES", "2:4")
     with pytest.raises(InputError, match="DDP_NNODES must be one number, got 2:4: Flyte 2 starts all nodes or none"):

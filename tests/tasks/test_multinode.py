@@ -18,7 +18,7 @@ from flyte_ddp.attempt.checkpoints import checkpoint_store
 from flyte_ddp.attempt.multinode import handing_on_failure, worth_restarts
 from flyte_ddp.attempt.registration import registration
 from flyte_ddp.errors import InputError, NonFiniteError
-from flyte_ddp.launch.environment import environment_from_torchrun
+from flyte_ddp.launch.environment import environment_from_torchrun, environment_from_variables
 from flyte_ddp.launch.failures import Failure, RankError, from_exception, from_exit_code
 from flyte_ddp.launch.watched import GRACE_SECONDS
 from flyte_ddp.tasks import platform as flytekit_platform
@@ -59,6 +59,12 @@ def test_the_failure_of_a_rank_reaches_its_node_as_it_was(in_a_pod, tmp_path, mo
     assert reported.failure == failure
     assert str(reported).startswith("ranks 3, 4 on host: KeyError: a: strange: message\nLogs: ")
     assert reported.timestamp == failure.at
+
+
+def test_without_torchruns_agent_a_failure_stays_what_it_was(monkeypatch):
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    with pytest.raises(InputError, match="RANK is not set"), handing_on_failure(flytekit_platform):
+        environment_from_variables("gloo")
 
 
 def test_killed_rank_is_worth_a_retry(in_a_pod):
