@@ -14,13 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from flyte_ddp.events import Observer, RunStarted
-<<<<<<< HEAD
-from flyte_ddp.model_metadata import read_metadata
-from flyte_ddp.report.background import IncompleteError, one_line
-=======
 from flyte_ddp.model_files.model_metadata import read_metadata
-from flyte_ddp.report.background import IncompleteError, one_line, without_password
->>>>>>> main
+from flyte_ddp.report.background import IncompleteError, one_line
 from flyte_ddp.report.console import say
 from flyte_ddp.report.record import RunFailed, RunFinished, RunInfo
 from flyte_ddp.report.tracker import Tracker, parameters_of, world_of

@@ -13,12 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-<<<<<<< HEAD
 from flyte_ddp.data.description import digest_of
-from flyte_ddp.data.prepared import (
-=======
 from flyte_ddp.data.prepared.prepared import (
->>>>>>> main
     FILES,
     open_split,
     read_description,

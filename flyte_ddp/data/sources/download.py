@@ -9,11 +9,7 @@ from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-<<<<<<< HEAD:flyte_ddp/data/download.py
-from flyte_ddp.data.open_url import Opener, RefusedError, UnreachableError
-=======
-from flyte_ddp.data.sources.open_url import Opener, RefusedError, UnreachableError, without_password
->>>>>>> main:flyte_ddp/data/sources/download.py
+from flyte_ddp.data.sources.open_url import Opener, RefusedError, UnreachableError
 from flyte_ddp.errors import DownloadError, InputError
 from flyte_ddp.storage import content_digest, whole_file, writing_to
 from flyte_ddp.text import masked
