@@ -51,7 +51,8 @@ def write_results(parts: Parts, tested: dict[str, float], predictions: Tensor | 
         write_weights(parts, job, path, tested)
         drawn = draw_pictures(parts.state, parts.test.split) if is_first or is_sharded(parts.state.model) else []
         if is_first and predictions is not None:
-            np.save(Path(job.logs, PREDICTIONS), predictions.cpu().numpy())
+            with whole_file(Path(job.logs, PREDICTIONS)) as file:
+                np.save(file, predictions.cpu().numpy())
         if is_first and drawn:
             write_pictures(drawn, Path(job.logs, PICTURES))
 
@@ -137,7 +138,8 @@ def write_pictures(drawn: Sequence[tuple[str, Tensor]], path: Path) -> None:
     images = [picture.detach().cpu().float().clamp(0, 1).mul(255).round().byte().numpy() for _, picture in drawn]
     captions = np.array([caption for caption, _ in drawn])
     arrays: Any = {str(number): image for number, image in enumerate(images)}
-    np.savez(path, captions=captions, **arrays)
+    with whole_file(path) as file:
+        np.savez(file, captions=captions, **arrays)
 
 
 def layers_of(model: nn.Module) -> list[tuple[str, str, int]]:
