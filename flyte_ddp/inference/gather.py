@@ -96,6 +96,6 @@ def images_of(
     shown = Listing([listed[number] for number in numbers])
     shape = prepared.read_description(data).image_shape
     with tempfile.TemporaryDirectory(prefix="ddp-") as copies:
-        images = [decode(Path(path), shape) for _, path in shown.fetch(folder, Path(copies))]
+        seen = [decode(Path(path), shape) for _, path in shown.fetch(folder, Path(copies))]
     shown.verify(folder)
-    return images
+    return seen
