@@ -8,8 +8,8 @@ from pathlib import Path
 from flytekit.types.directory import FlyteDirectory
 
 from flyte_ddp.errors import ReportedError
+from flyte_ddp.flyte1.data import fetch, list_files
 from flyte_ddp.inference.shards import Shard
-from flyte_ddp.tasks.data import fetch, list_files
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Listing:
         return Listing(self.files[shard.first : shard.last])
 
     def fetch(self, folder: FlyteDirectory | None, into: Path) -> list[tuple[str, str]]:
-        """Each name with the path of its file on this machine; see flyte_ddp.tasks.data."""
+        """Each name with the path of its file on this machine; see flyte_ddp.flyte1.data."""
         if folder is None:
             return []
         try:

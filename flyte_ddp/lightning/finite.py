@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import torch
 from lightning.pytorch import LightningModule, Trainer
 
-from flyte_ddp.engine.sharding import local
+from flyte_ddp.engine.sharding.sharding import local
 from flyte_ddp.errors import NonFiniteError
 
 
