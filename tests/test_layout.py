@@ -22,6 +22,7 @@ GROUND = (
     "code_version",
     "errors",
     "events",
+    "lock",
     "manifest",
     "model_metadata",
     "pretrained",
