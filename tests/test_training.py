@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from flyte_ddp.errors import InputError
+from flyte_ddp.flyte1.platform import TaskError
+from flyte_ddp.flyte1.recipe import RecipeTraining
 from flyte_ddp.recipe import Recipe
 from flyte_ddp.settings import RunOptions, TrainingSettings
-from flyte_ddp.tasks.platform import TaskError
-from flyte_ddp.tasks.recipe import RecipeTraining
 from flyte_ddp.training import alone_in, name_of, train
 from tests.commands import unreadable
 from tests.engine.probe_recipes import Sound

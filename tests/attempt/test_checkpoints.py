@@ -17,12 +17,12 @@ from flyte_ddp.attempt.checkpoints import ABANDONED_SECONDS, checkpoint_store
 from flyte_ddp.attempt.pod import GPUS_VARIABLE
 from flyte_ddp.errors import RecoverableError
 from flyte_ddp.events import CheckpointWritten
+from flyte_ddp.flyte1 import platform
 from flyte_ddp.lock import LOCK
 from flyte_ddp.manifest import models_beside
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.storage import LEFTOVER_SECONDS, write_whole
-from flyte_ddp.tasks import platform
 from tests.attempt.test_training import FolderError, Folders, FolderTraining
 from tests.unreliable_storage import UnreliableStorage
 
