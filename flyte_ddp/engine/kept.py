@@ -93,7 +93,7 @@ class KeptModels(Observer):
         assert choice
         sign = 1 if choice.is_lower_better else -1
         values = {number: sign * history[number].validation.get(choice.measure, math.nan) for number in {*numbers}}
-        measured = [number for number, value in values.items() if value < math.inf]
+        measured = [number for number, value in values.items() if math.isfinite(value)]
         return sorted(measured, key=lambda number: (values[number], number))[: self._job.options.keep_best]
 
     def _file(self, number: int) -> Path:

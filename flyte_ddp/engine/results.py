@@ -118,7 +118,7 @@ def result_of(parts: Parts, tested: dict[str, float], kept: list[KeptModel]) -> 
         peak_gpu_bytes=torch.cuda.max_memory_allocated(state.device) if state.device.type == "cuda" else 0,
         validation_samples=len(parts.validation.split) if parts.validation else 0,
         tested=tested,
-        chosen_epoch=choice.chosen(len(state.history) - 1) if choice else None,
+        chosen_epoch=choice.best if choice and choice.best >= 0 else None,
         parameters=sum(parameter.numel() for parameter in state.model.parameters()),
         sample_flops=parts.found.sample_flops,
         hardware=hardware(state.device),
