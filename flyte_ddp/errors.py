@@ -105,3 +105,7 @@ class UnevenShapesError(ReportedError):
 
 class CheckpointError(RuntimeError):
     """A checkpoint cannot be used; the message completes the sentence 'the checkpoint …'."""
+
+
+class OtherTrainingError(CheckpointError):
+    """It is another training's, or another version's, for which it may be of use."""
