@@ -158,7 +158,7 @@ def _trained(
         _train(parts, until)
         if until < STEPS and environment.rank == 0:
             torch.save(parts.state.state_dict(), path.with_suffix(".pt"))
-        measures = evaluate(parts.state, parts.validation or parts.test, link).measures
+        measures = evaluate(parts.state, parts.validation or parts.test, link, "test", 0.0).measures
         link.alive()
     weights = [*parts.state.model.state_dict().values(), *parts.state.evaluated.state_dict().values()]
     moments = [value for each in parts.state.optimizer.state.values() for value in each.values()]
