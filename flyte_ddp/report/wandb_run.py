@@ -15,7 +15,7 @@ from flyte_ddp.report.background import IncompleteError, one_line
 from flyte_ddp.report.console import say
 from flyte_ddp.report.predictions import Predictions, predictions_of
 from flyte_ddp.report.record import RunFailed, RunFinished, RunInfo
-from flyte_ddp.report.tracker import figures_of, parameters_of, world_of
+from flyte_ddp.report.tracker import DIGEST, figures_of, parameters_of, world_of
 
 # As in the tutorial: how many images of each of the first test batches go into the table
 BATCHES_SHOWN = 10
@@ -80,7 +80,8 @@ class WandbRun(Observer):
         measured = _of_test(event.test)
         measured.update({f"validation_{name}": x for name, x in event.validation.items()})
         figures = {name: getattr(event, name) for name in ("train_seconds", "evaluate_seconds")}
-        self._log({**measured, "train_loss": event.train["loss"], **figures, "epoch": event.position})
+        told = {"epoch": event.position, DIGEST: event.digest}
+        self._log({**measured, "train_loss": event.train["loss"], **figures, **told})
 
     def on_epoch_chosen(self, event: EpochChosen) -> None:
         self._run.summary.update({**_of_test(event.measures), "best_epoch": event.position})
@@ -93,6 +94,7 @@ class WandbRun(Observer):
         self._run.summary.update(
             {
                 "total_seconds": event.total_seconds,
+                DIGEST: event.results[0].digest,
                 "warnings": [warning.reason for warning in event.results[0].warnings],
                 "rank_peak_bytes": [rank.peak_bytes for rank in event.results],
             }
