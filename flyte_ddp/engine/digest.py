@@ -14,10 +14,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, distributed
 
-from flyte_ddp.engine.sharded_state import Shard, cut, with_room
+from flyte_ddp.engine.sharding.sharded_state import Shard, cut, with_room
+from flyte_ddp.model_files.weights import first_names
 from flyte_ddp.random_numbers import split_mix
 from flyte_ddp.recipe import CPU
-from flyte_ddp.weights import first_names
 
 WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 KEYS = 1 << 14  # they recur with an offset of their own; a CPU's cache has room for so many

@@ -16,8 +16,8 @@ from lightning.pytorch.callbacks import Checkpoint
 
 from flyte_ddp.engine.digest import weights_digest
 from flyte_ddp.engine.machine import machine, moved
+from flyte_ddp.engine.monitor.watch import Watch
 from flyte_ddp.engine.torch_compat import device_generator, norms, pytree
-from flyte_ddp.engine.watch import Watch
 from flyte_ddp.errors import InputError, NonFiniteError, StopRequested
 from flyte_ddp.events import EpochFinished, NotLearning, RunStarted, StepLogged, digests_of
 from flyte_ddp.launch.environment import Environment

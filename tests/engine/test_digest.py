@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from flyte_ddp.engine.digest import KEYS, sum_of, weights_digest
-from flyte_ddp.model_metadata import read_metadata
+from flyte_ddp.model_files.model_metadata import read_metadata
 
 MODULUS = 1 << 64
 
