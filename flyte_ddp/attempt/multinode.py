@@ -24,6 +24,7 @@ from flyte_ddp.attempt.pod import check_gpus
 from flyte_ddp.attempt.rank_storage import PlatformRankStorage, StoreOfRanks
 from flyte_ddp.attempt.registration import registration
 from flyte_ddp.attempt.training import Trained, train_by
+from flyte_ddp.code.user_code import UserCode
 from flyte_ddp.engine import worker
 from flyte_ddp.engine.job import Job, Subject, TrainingResult, job_of
 from flyte_ddp.errors import StopRequested
@@ -45,7 +46,6 @@ from flyte_ddp.launch.process_group import process_group
 from flyte_ddp.launch.watched import watched
 from flyte_ddp.report.console import show_output
 from flyte_ddp.settings import RunOptions, TrainingSettings
-from flyte_ddp.user_code import UserCode
 
 BESIDE = ".failure"
 Train = Callable[[Environment, torch.device, Link, Job], TrainingResult]

@@ -9,12 +9,12 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, distributed
 
-from flyte_ddp.engine.batches import TestBatches, TrainBatches
+from flyte_ddp.engine.batches.batches import TestBatches, TrainBatches
 from flyte_ddp.engine.measures import mismatched, pairs_of, sums_of
-from flyte_ddp.engine.sharding import in_own_types
+from flyte_ddp.engine.monitor.step_clock import Part
+from flyte_ddp.engine.monitor.stragglers import Stragglers
+from flyte_ddp.engine.sharding.sharding import in_own_types
 from flyte_ddp.engine.state import Sums, TrainingState
-from flyte_ddp.engine.step_clock import Part
-from flyte_ddp.engine.stragglers import Stragglers
 from flyte_ddp.errors import NonFiniteError, StopRequested, UnevenShapesError
 from flyte_ddp.events import EpochChosen, EpochFinished, GradientsSeen, StepLogged
 from flyte_ddp.launch.link import Link

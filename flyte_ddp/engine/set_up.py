@@ -6,25 +6,25 @@ from functools import partial
 import torch
 
 from flyte_ddp.engine.attributes import check_attributes
-from flyte_ddp.engine.batches import TestBatches, TrainBatches
-from flyte_ddp.engine.block_cache import BlockCache
-from flyte_ddp.engine.choice import Choice, is_lower_better
-from flyte_ddp.engine.compiled import check_device, compile_layers
-from flyte_ddp.engine.first_model import first_model
+from flyte_ddp.engine.batches.batches import TestBatches, TrainBatches
+from flyte_ddp.engine.batches.block_cache import BlockCache
+from flyte_ddp.engine.checkpoints.warm_start import continue_from, is_checkpoint
+from flyte_ddp.engine.checks.probe import Probed, probe
 from flyte_ddp.engine.job import Job
 from flyte_ddp.engine.load import load_recipe, load_split, validation_of
 from flyte_ddp.engine.measures import augment, finite_number
-from flyte_ddp.engine.memory import recompute
-from flyte_ddp.engine.placement import to_device
-from flyte_ddp.engine.probe import Probed, probe
-from flyte_ddp.engine.shardable import check_batch_norm
-from flyte_ddp.engine.sharding import on_trial
+from flyte_ddp.engine.monitor.choice import Choice, is_lower_better
+from flyte_ddp.engine.network.compiled import check_device, compile_layers
+from flyte_ddp.engine.network.first_model import first_model
+from flyte_ddp.engine.network.memory import recompute
+from flyte_ddp.engine.network.placement import to_device
+from flyte_ddp.engine.sharding.shardable import check_batch_norm
+from flyte_ddp.engine.sharding.sharding import on_trial
 from flyte_ddp.engine.state import TrainingState
-from flyte_ddp.engine.warm_start import continue_from, is_checkpoint
 from flyte_ddp.errors import InputError
 from flyte_ddp.events import NotLearning
-from flyte_ddp.frozen_base import FrozenBase
 from flyte_ddp.launch.environment import Environment
+from flyte_ddp.model_files.frozen_base import FrozenBase
 from flyte_ddp.recipe import Recipe
 from flyte_ddp.settings import TrainingSettings
 

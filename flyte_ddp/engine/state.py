@@ -13,21 +13,21 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from flyte_ddp.engine import torch_compat
 from flyte_ddp.engine.average import Average
-from flyte_ddp.engine.batches import Batch
-from flyte_ddp.engine.by_row import ByRow
-from flyte_ddp.engine.choice import Choice
-from flyte_ddp.engine.ghost_batch_norm import RunningStatistics
+from flyte_ddp.engine.batches.batches import Batch
+from flyte_ddp.engine.global_batch.by_row import ByRow
+from flyte_ddp.engine.global_batch.ghost_batch_norm import RunningStatistics
 from flyte_ddp.engine.measures import code_location, ratios, trained_measure
+from flyte_ddp.engine.monitor.choice import Choice
+from flyte_ddp.engine.monitor.step_clock import Part, StepClock
+from flyte_ddp.engine.monitor.watch import Watch
 from flyte_ddp.engine.readback import Readback
-from flyte_ddp.engine.sharded_state import Layout, Shard, fitted
-from flyte_ddp.engine.sharding import ShardedStep, is_sharded, local, on_shards
+from flyte_ddp.engine.sharding.sharded_state import Layout, Shard, fitted
+from flyte_ddp.engine.sharding.sharding import ShardedStep, is_sharded, local, on_shards
 from flyte_ddp.engine.step import ReplicatedStep, Step
-from flyte_ddp.engine.step_clock import Part, StepClock
 from flyte_ddp.engine.torch_compat import device_generator
-from flyte_ddp.engine.watch import Watch
 from flyte_ddp.errors import InputError
 from flyte_ddp.events import EpochFinished
-from flyte_ddp.frozen_base import FrozenBase
+from flyte_ddp.model_files.frozen_base import FrozenBase
 from flyte_ddp.recipe import Recipe
 
 

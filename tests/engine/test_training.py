@@ -184,7 +184,7 @@ def test_an_unusable_checkpoint_is_refused_with_a_reason_and_training_starts_afr
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_the_last_good_checkpoint(train, tmp_path):
-    from flyte_ddp.engine.checkpoint import read_checkpoint
+    from flyte_ddp.engine.checkpoints.checkpoint import read_checkpoint
 
     with pytest.raises(RankError, match=r"NonFiniteError: loss is not finite in epoch 1, step \d+") as failed:
         train(learning_rate=1e20, checkpoint_seconds=0)
@@ -194,7 +194,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_the_last_good_checkpoi
 
 
 def test_a_gradient_that_is_not_finite_ends_all_ranks_before_the_step(train, tmp_path):
-    from flyte_ddp.engine.checkpoint import read_checkpoint
+    from flyte_ddp.engine.checkpoints.checkpoint import read_checkpoint
 
     with pytest.raises(RankError) as failed:
         train(3, target="tests.launch.targets:break_gradient_of_rank_one", checkpoint_seconds=0)
@@ -225,7 +225,7 @@ def test_a_request_to_stop_is_obeyed_by_all_ranks_in_the_same_step_however_rarel
 
 
 def test_a_bad_step_is_found_before_a_checkpoint_has_what_came_after_it(train, tmp_path):
-    from flyte_ddp.engine.checkpoint import read_checkpoint
+    from flyte_ddp.engine.checkpoints.checkpoint import read_checkpoint
 
     target = "tests.launch.targets:break_gradient_while_behind"
     with pytest.raises(RankError, match="NonFiniteError: gradient is not finite in epoch 1, step 8, on rank 1"):

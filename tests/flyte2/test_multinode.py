@@ -11,7 +11,7 @@ from flyte.clustered import ClusteredTaskEnvironment
 from flyte.io import Dir
 from flyteidl2.core.execution_pb2 import ContainerError
 
-from flyte_ddp.data import prepared
+from flyte_ddp.data.prepared import prepared
 from flyte_ddp.errors import InputError
 from flyte_ddp.flyte2.environment import clustered
 from flyte_ddp.recipes.hyperparameters import Hyperparameters

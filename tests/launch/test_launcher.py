@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 
 from benchmarks.faults import has_ended
-from flyte_ddp.code_version import imported
+from flyte_ddp.code.code_version import imported
+from flyte_ddp.code.user_code import ENGINE
 from flyte_ddp.launch import launcher
 from flyte_ddp.launch.environment import World, available_cores
 from flyte_ddp.launch.failures import RankError, RecoverableRankError
 from flyte_ddp.launch.signals import stop_requests
-from flyte_ddp.user_code import ENGINE
 
 TARGETS = "tests.launch.targets"
 
