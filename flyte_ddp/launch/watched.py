@@ -32,14 +32,12 @@ UNKNOWN = "unknown host"
 Value = TypeVar("Value")
 
 
-def watched(
-    work: Callable[[Store], Value], link: DirectLink, environment: Environment, timeouts: Timeouts
-) -> Value:
+def watched(work: Callable[[Store], Value], link: DirectLink, environment: Environment, timeouts: Timeouts) -> Value:
     """Runs work(store) in a thread of its own and returns its value; store: for the process group of all ranks.
 
     Raises what work raises; RankError, or its recoverable kind, if this rank has lost another one, and if any rank has
-    been silent for longer than its phase may take: with the ranks that the others wait for. A thread that is stuck then is
-    left behind, and the process ends without waiting for it.
+    been silent for longer than what it does may take: with the ranks that the others wait for. A thread that is stuck
+    then is left behind, and the process ends without waiting for it.
     """
     store, value = meet(environment, timeouts), futures.Future[Value]()
 

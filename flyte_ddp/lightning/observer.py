@@ -20,6 +20,7 @@ from flyte_ddp.errors import InputError, NonFiniteError, StopRequested
 from flyte_ddp.events import EpochFinished, NotLearning, RunStarted, StepLogged
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
+from flyte_ddp.launch.phases import WRITING
 from flyte_ddp.lightning.checkpoint import CheckpointFiles
 from flyte_ddp.lightning.job import LightningJob
 from flyte_ddp.lightning.measures import LoggedByValidation, measures_of
@@ -247,6 +248,7 @@ class RankObserver(Checkpoint):
 
     def _save(self, trainer: Trainer, epoch: int, step: int) -> None:
         self.position = self._files.position = epoch, step
+        self._link.alive(WRITING)
         trainer.save_checkpoint(self._job.checkpoint_path)
         self._saved = self._looked = time.monotonic()
 

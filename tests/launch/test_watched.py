@@ -14,7 +14,7 @@ from flyte_ddp.launch.environment import Environment, World
 from flyte_ddp.launch.failures import RankError
 from flyte_ddp.launch.hangs import Answer, hang_of
 from flyte_ddp.launch.link import DirectLink
-from flyte_ddp.launch.phases import STARTING, WRITING, Timeouts
+from flyte_ddp.launch.phases import STARTING, STEPPING, WRITING, Timeouts
 from flyte_ddp.launch.watched import RollCall, watched
 
 IN_REDUCE = Answer(9, True, "gloo:all_reduce of Float [8]", "in all_reduce\n")
@@ -176,6 +176,36 @@ def test_steps_keep_a_rank_from_being_taken_for_one_that_hangs(tmp_path):
     assert watched(steps, link, alone(tmp_path), Timeouts(0.5)) == "done"
 
 
+def test_a_start_and_writing_may_take_longer_than_a_step_and_a_hang_in_them_is_said_to_be_one(tmp_path):
+    link, over = DirectLink(None), threading.Event()
+
+    def starts_and_writes(store):
+        threading.Event().wait(0.5)
+        for phase in (STEPPING, WRITING):
+            link.alive(phase)
+        threading.Event().wait(0.5)
+
+    def hangs(store):
+        link.alive(WRITING)
+        over.wait()
+
+    watched(starts_and_writes, link, alone(tmp_path), Timeouts(0.2, start=60, write=60))
+    try:
+        with pytest.raises(RankError, match=r"still writing .* after write_timeout_seconds .0.3.; the stacks"):
+            watched(hangs, link, environment(0, 1, f"file://{tmp_path}/other"), Timeouts(0.2, start=60, write=0.3))
+    finally:
+        atexit.unregister(os._exit)
+        over.set()
+
+
+def test_a_rank_that_does_not_answer_is_in_the_phase_of_the_others():
+    starting = Answer(1, True, IN_REDUCE.collective, "", STARTING)
+    failure = hang_of({0: starting, 1: Answer(), 2: starting}, HOSTS, Timeouts(300, start=1800))
+    assert failure.rank == 1
+    said = "still starting (data, network, checkpoint, first step) after start_timeout_seconds (1800)"
+    assert failure.message.startswith(said)
+
+
 def test_the_loss_of_a_rank_names_it_and_its_host(tmp_path):
     """As gloo says it, which knows an address at best."""
 
@@ -218,7 +248,9 @@ def test_where_all_have_come_equally_far_nobody_is_waited_for():
 
 def test_of_many_ranks_the_stacks_of_those_that_are_waited_for_are_kept():
     answers = {rank: Answer(9, True, "", f"in step {rank}\n" * 100) for rank in range(500)}
-    failure = hang_of(answers | {400: Answer(8, True, "", "the culprit\n")}, dict.fromkeys(range(500), "node"), Timeouts(5))
+    failure = hang_of(
+        answers | {400: Answer(8, True, "", "the culprit\n")}, dict.fromkeys(range(500), "node"), Timeouts(5)
+    )
     assert failure.rank == 400
     assert "the culprit" in failure.details
     assert len(failure.details) < 60_000, "each rank reads it, and Flyte does not read an error of megabytes"
