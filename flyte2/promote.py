@@ -16,7 +16,7 @@ from flyte_ddp.promote.job import PromotionOptions
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
 
-promotion = image_training.environment("promotion")
+promotion = image_training.environment("promotion", most_gpus=1)
 workflow = workflow_environment("promote", preparation, training, promotion)
 
 # Not active when deployed: flyte update trigger nightly promote.main --activate

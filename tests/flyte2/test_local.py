@@ -72,6 +72,17 @@ def test_a_model_that_is_not_there_is_said_to_be_missing(tmp_path):
     assert "model_state must be a file, and" in said
 
 
+@pytest.mark.parametrize("is_there", [False, True])
+def test_what_to_start_from_must_be_a_file_before_anything_is_prepared(tmp_path, is_there):
+    path = tmp_path / "of a training"
+    if is_there:
+        path.mkdir()
+    said = flyte_run("--init", str(path), status=1)
+    assert "of a training must be a file that is there: give" in said
+    assert "Traceback" not in said
+    assert "Task 'mnist.prepare'" not in said
+
+
 def test_no_shards_are_refused_instead_of_predicting_nothing(tmp_path):
     said = flyte_run("--model_state", str(tmp_path / "none.pt"), "--shards", "0", status=1, file="flyte2/inference.py")
     assert "shards must be at least 1, got 0" in said
