@@ -6,7 +6,7 @@ reads this module again, gets them as variables.
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -31,10 +31,20 @@ IMAGE = flyte.Image.from_ref_name("trainer")  # named by --image trainer=NAME, o
 PAUSES = flyte.Backoff(base=timedelta(seconds=10), factor=6.0, cap=timedelta(minutes=10))
 
 
-def workflow_environment(name: str, *called: flyte.TaskEnvironment) -> flyte.TaskEnvironment:
-    """For a task that only calls others, which are of these environments."""
+def workflow_environment(
+    name: str, *called: flyte.TaskEnvironment, secrets: Sequence[str] = ()
+) -> flyte.TaskEnvironment:
+    """For a task that computes little, such as one that only calls others, which are of these environments. secrets:
+    the variables of those that it needs, as far as they are registered."""
     set_up_flyte()
-    return _environment(name, requested.small_size(), registered_environment(), depends_on=[*called])
+    return _environment(
+        name, requested.small_size(), registered_environment(), depends_on=[*called], secrets=_secrets(secrets)
+    )
+
+
+def _secrets(variables: Collection[str]) -> list[flyte.Secret] | None:
+    named = requested.training_secrets().items()
+    return [flyte.Secret(key, group, as_env_var=name) for name, (group, key) in named if name in variables] or None
 
 
 def preparation_environment(name: str) -> flyte.TaskEnvironment:
@@ -60,9 +70,8 @@ def training_environment(
     """
     gpus = requested.training_gpus(most_gpus) if own is None or own.gpu is None else _gpus_of(own)
     variables = {**requested.training_environment(gpus, code), **requested.addresses(), **variables}
-    secrets = [flyte.Secret(key, group, as_env_var=name) for name, (group, key) in requested.training_secrets().items()]
     return _environment(
-        name, requested.training_size(gpus), variables, files, kind, own=own, secrets=secrets or None,
+        name, requested.training_size(gpus), variables, files, kind, own=own, secrets=_secrets(requested.SECRETS),
         interruptible=registration().interruptible, template=registration().pod_template, **more,
     )  # fmt: skip
 

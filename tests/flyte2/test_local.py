@@ -78,7 +78,7 @@ def test_what_to_start_from_must_be_a_file_before_anything_is_prepared(tmp_path,
     if is_there:
         path.mkdir()
     said = flyte_run("--init", str(path), status=1)
-    assert "of a training must be a file that is there: give" in said
+    assert "must be a file that is there: give the path" in said
     assert "Traceback" not in said
     assert "Task 'mnist.prepare'" not in said
 
@@ -114,6 +114,14 @@ def test_a_failure_is_said_and_not_tried_again():
     assert "retrying in" not in said
 
 
+def test_a_roll_back_to_what_is_not_there_is_one_line(tmp_path):
+    place = ("--place", str(tmp_path / "place"))
+    assert "Versions: none" in flyte_run(*place, file="flyte2/promote.py", task="roll_back")
+    said = flyte_run(*place, "--name", "second", file="flyte2/promote.py", task="roll_back", status=1)
+    assert "has none: promote one first" in said
+    assert "Traceback" not in said
+
+
 @pytest.mark.slow
 def test_a_trained_model_is_promoted_and_predicts(tmp_path, monkeypatch):
     monkeypatch.setenv("DDP_RUNS_DIR", str(tmp_path))
@@ -122,6 +130,12 @@ def test_a_trained_model_is_promoted_and_predicts(tmp_path, monkeypatch):
     assert "as the first model" in first
     again = flyte_run("--place", place, "--hp", hp, file="flyte2/promote.py")
     assert "promoted=False" in again
+    (version,) = (path.name for path in (tmp_path / "place" / "versions").iterdir())
+    assert f"Versions: {version}" in flyte_run("--place", place, file="flyte2/promote.py", task="roll_back")
+    back = flyte_run("--place", place, "--name", version, file="flyte2/promote.py", task="roll_back")
+    assert f"Promoted: {version}" in back
+    pointer = json.loads((tmp_path / "place" / "current.json").read_text())
+    assert [event["how"] for event in pointer["history"]] == ["promoted", "rolled back"]
     (run,) = (path.parent for path in tmp_path.glob("*-digits-*/logs"))
     arguments = ("--model_state", str(run / "model.pt"), "--shards", "2")
     flyte_run(*arguments, file="flyte2/inference.py")
