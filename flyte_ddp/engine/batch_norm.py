@@ -88,9 +88,10 @@ class _Normalise(torch.autograd.Function):
         features, weight, mean, variance, count = ctx.saved_tensors
         if torch.is_grad_enabled():
             return *_differentiable(ctx, gradient, features, weight, count), None, None, None
-        if len(features):
+        scale = (variance + ctx.eps).rsqrt()
+        if len(features):  # CUDA needs mean and scale although they follow from the others
             through, to_weight, to_bias = torch.ops.aten.native_batch_norm_backward(
-                gradient, features, weight, mean, variance, None, None, False, ctx.eps, [True, True, True]
+                gradient, features, weight, mean, variance, mean, scale, False, ctx.eps, [True, True, True]
             )
         else:
             through, to_weight, to_bias = gradient, torch.zeros_like(weight), torch.zeros_like(weight)
@@ -99,7 +100,7 @@ class _Normalise(torch.autograd.Function):
             sums.zero_()
         with ctx.waiting():
             distributed.all_reduce(sums)
-        slope, offset = sums * (weight * (variance + ctx.eps).rsqrt() / -count)
+        slope, offset = sums * (weight * scale / -count)
         if not ctx.borrowed:
             through = _fixed(features, slope, offset, mean, variance, ctx.eps).add_(through)
         return through, to_weight, to_bias, None, None, None
