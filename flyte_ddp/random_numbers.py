@@ -9,7 +9,6 @@ import hashlib
 import math
 from enum import Enum
 
-import numpy as np
 import torch
 from numpy.random import PCG64DXSM
 from torch import Tensor

@@ -112,7 +112,8 @@ KERNEL = """if True:
             assert torch.equal(dropped, features * mask) and torch.equal(features.grad, mask)
     for dtype in (torch.float32, torch.float16):
         odd = torch.tensor([1.1, -1.1, torch.nan, torch.inf, -torch.inf] * 50, dtype=dtype)
-        mask = random_numbers.kept(key, 7, odd.numel(), odd.device, 0.3).to(dtype).mul_(random_numbers.threshold_of(0.3)[1])
+        mask = random_numbers.kept(key, 7, odd.numel(), odd.device, 0.3).to(dtype)
+        mask.mul_(random_numbers.threshold_of(0.3)[1])
         found, expected = Dropout.apply(odd, 0.3, key, 7), odd * mask
         assert torch.equal(found.isnan(), expected.isnan())
         assert torch.equal(found.nan_to_num().view(torch.uint8), expected.nan_to_num().view(torch.uint8))

@@ -212,7 +212,9 @@ class TestBatches(_Batches):
         for step, tree, share in self._fetch(self.order, range(len(self))):
             yield Batch(tree, share, key_of(Use.TEST_STEP, step))
 
-    def mine_all(self) -> Tensor:
-        """(n,) int64: this rank's sample indices, in the order in which they come."""
-        mine = [self.mine(step) for step in range(len(self))]
-        return self.order.at(torch.cat([torch.arange(part.start, part.stop) for part in mine]))
+    def everyones(self) -> Iterator[tuple[Tensor, tuple[int, int]]]:
+        """For each global batch: its samples (n,) int64, and where this rank's own begin and end among them."""
+        for step in range(len(self)):
+            start, stop = self.samples_until(step), self.samples_until(step + 1)
+            mine = self.mine(step)
+            yield self.order.at(torch.arange(start, stop)), (mine.start - start, mine.stop - start)

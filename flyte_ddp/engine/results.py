@@ -15,6 +15,7 @@ from torch import Tensor, distributed, nn
 from flyte_ddp.batch_share import BatchShare
 from flyte_ddp.engine.checkpoint import finish, save, write_draft
 from flyte_ddp.engine.job import FINAL, LAST, PICTURES, PREDICTIONS, Job, KeptModel, TrainingResult
+from flyte_ddp.engine.loop import Evaluated, gather
 from flyte_ddp.engine.set_up import Parts
 from flyte_ddp.engine.sharded_state import Shard, fill, with_room
 from flyte_ddp.engine.sharding import in_own_types, is_sharded
@@ -43,17 +44,33 @@ def write_last(parts: Parts, job: Job) -> None:
                 finish(write_draft(path, content, state.device), path)
 
 
-def write_results(parts: Parts, tested: dict[str, float], predictions: Tensor | None, job: Job) -> None:
-    """Rank 0 writes the results; a collective. tested: measures of the test split. predictions: (N, ...), if the recipe
-    has any."""
+def write_results(parts: Parts, tested: Evaluated, job: Job) -> None:
+    """Rank 0 writes the results; a collective. tested: on the test split."""
     path, is_first = Path(job.model_path), distributed.get_rank() == 0
     with writing_to(path.parent, job.chosen_by):
-        write_weights(parts, job, path, tested)
+        write_weights(parts, job, path, tested.measures)
         drawn = draw_pictures(parts.state, parts.test.split) if is_first or is_sharded(parts.state.model) else []
-        if is_first and predictions is not None:
-            np.save(Path(job.logs, PREDICTIONS), predictions.cpu().numpy())
+        if tested.predictions is not None:
+            write_predictions(tested.predictions, parts, Path(job.logs, PREDICTIONS))
         if is_first and drawn:
             write_pictures(drawn, Path(job.logs, PICTURES))
+
+
+def write_predictions(mine: Tensor, parts: Parts, path: Path) -> None:
+    """Rank 0 writes the rows (N, ...) of all ranks, batch by batch, so that no rank ever has them all; a collective.
+    Raises OSError, there alone, once the others have been heard."""
+    test, rows = parts.test, gather(mine, parts.test, parts.state.device)
+    try:
+        if distributed.get_rank() == 0:
+            shape = len(test.split), *mine.shape[1:]
+            with whole_file(path) as file:
+                written = np.lib.format.open_memmap(file.name, "w+", mine.numpy().dtype, shape)
+                for samples, values in rows:
+                    written[samples.numpy()] = values.numpy()
+                written.flush()
+    finally:
+        for _ in rows:
+            pass
 
 
 def write_weights(

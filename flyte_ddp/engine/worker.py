@@ -13,7 +13,7 @@ from flyte_ddp.engine.checkpoint_writer import checkpoints_of
 from flyte_ddp.engine.compiled import compile_now
 from flyte_ddp.engine.job import Job, TrainingResult
 from flyte_ddp.engine.kept import KeepingCheckpoints, KeptModels
-from flyte_ddp.engine.loop import fit, gather, look_at_test
+from flyte_ddp.engine.loop import fit, look_at_test
 from flyte_ddp.engine.memory import choose_micro_batch
 from flyte_ddp.engine.profile import profiling
 from flyte_ddp.engine.results import layers_of, result_of, write_last, write_results
@@ -51,7 +51,13 @@ def _train(environment: Environment, device: torch.device, link: Link, job: Job,
     with checked_imports(job.root, job.files):
         parts = set_up(environment, device, job, cache)
     check_readable(parts.state.state_dict())
-    if not resume(parts.state, job, environment, link):
+    other = resume(parts.state, job, environment, link)
+    if other:
+        del parts
+        parts = set_up(environment, device, job, cache, other)
+        parts.remarks.append(f"precision: {other}, which the checkpoint has been trained in")
+        other = resume(parts.state, job, environment, link)
+    if other is not None:
         del parts  # its memory is needed again
         parts = set_up(environment, device, job, cache)
     state, settings = parts.state, job.settings
@@ -59,6 +65,9 @@ def _train(environment: Environment, device: torch.device, link: Link, job: Job,
         parts.remarks.append(choose_micro_batch(state, parts.train))
     if job.options.compile:
         compile_now(state, parts.train, parts.validation or parts.test, link)
+    if device.type == "cuda":  # without what the trials have taken
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
     hosts = [""] * environment.world.size
     distributed.all_gather_object(hosts, environment.host)
     link.emit(run_started(parts, environment, job, hosts))
@@ -85,8 +94,7 @@ def _train(environment: Environment, device: torch.device, link: Link, job: Job,
     write_last(parts, job)
     if parts.validation or tested is None:  # None: resumed after the last epoch
         tested = look_at_test(state, parts.test, settings.last_epoch, link)
-    predictions = None if tested.predictions is None else gather(tested.predictions, parts.test)
-    write_results(parts, tested.measures, predictions, job)
+    write_results(parts, tested, job)
     return result_of(parts, tested.measures, kept.publish() if kept else [])
 
 

@@ -64,12 +64,8 @@ def test_it_is_as_random_as_a_list_that_is_shuffled(size):
 
 
 def test_several_orders_at_once():
-    sizes, keys = (
-        np.array([5, 40, 5, 1, 40, 17]),
-        np.array(
-            [key_of(Use.PASS, 1), key_of(Use.PASS, 2), key_of(Use.PASS, 1), 0, key_of(Use.PASS, 3), key_of(Use.PASS, 2)]
-        ),
-    )
+    one, two, three = (key_of(Use.PASS, number) for number in (1, 2, 3))
+    sizes, keys = np.array([5, 40, 5, 1, 40, 17]), np.array([one, two, one, 0, three, two])
     positions = np.array([3, 39, 0, 0, 0, 11])
     each = [shuffled(*(of[one : one + 1] for of in (positions, sizes, keys)))[0] for one in range(6)]
     assert shuffled(positions, sizes, keys).tolist() == each
