@@ -9,7 +9,7 @@ import json
 import pkgutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any, get_origin, get_type_hints
+from typing import IO, Any, TypeVar, get_origin, get_type_hints
 from zipfile import ZIP_STORED, ZipFile, ZipInfo
 
 from flyte_ddp.errors import InputError
@@ -20,6 +20,7 @@ HEADER = "flyte_ddp"  # the metadata's entry in the header of a safetensors file
 ENTRY = "flyte_ddp.json"  # and in a zip archive
 MOST_BYTES = 2**20  # of an entry: ours have a few thousand
 MOST_HEADER_BYTES = 10**8  # as in safetensors itself
+Kind = TypeVar("Kind")
 
 
 @dataclass(frozen=True)
@@ -58,12 +59,24 @@ class ModelMetadata:
         """The same for the same weights, whatever the format of their file, and nearly always another for others."""
         return hashlib.sha256(self.as_json().encode()).hexdigest()
 
-    def load_settings(self) -> Settings:
-        """The settings of the training; imports the module of their class."""
-        kind = pkgutil.resolve_name(self.settings_class)
-        if not (isinstance(kind, type) and issubclass(kind, Settings)):
-            raise InputError(f"settings_class must name a class of settings, got {self.settings_class}")
-        return kind.from_dict(self.settings)
+    def load_settings(self, path: str | Path) -> Settings:
+        """The settings of the training; imports the module of their class. path: of these weights."""
+        return class_named(self.settings_class, Settings, f"{path}: the class of the settings").from_dict(self.settings)
+
+
+def class_named(name: str, base: type[Kind], what: str) -> type[Kind]:
+    """The class "package.module:Name", which imports its module; InputError if it cannot be imported, or is not derived
+    from base. what: begins the sentence."""
+    try:
+        kind = pkgutil.resolve_name(name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise InputError(
+            f"{what}, {name}, cannot be imported ({type(error).__name__}: {error}): start Python in the folder from "
+            "which its module can be imported, or put that folder on PYTHONPATH"
+        ) from error
+    if not (isinstance(kind, type) and issubclass(kind, base)):
+        raise InputError(f"{what} must be derived from {base.__name__}, got {name}")
+    return kind
 
 
 def read_metadata(weights: str | Path) -> ModelMetadata | None:

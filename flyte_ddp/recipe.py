@@ -148,13 +148,13 @@ class Recipe:
         init_path: Path | None = None,
     ) -> nn.Module:
         """The trained network from a model_state or safetensors file, in evaluation mode on the CPU; nothing in the
-        file is executed.
+        file is executed, but the module of the settings' class, which it names, is imported.
 
         settings: those of the training; by default those in the file's metadata.
         data_path, init_path: those of the training, where model() needs them.
         """
         if settings is None:
-            settings = needs_metadata(path, "give the settings of the training").load_settings()
+            settings = needs_metadata(path, "give the settings of the training").load_settings(path)
         recipe = cls(settings, data_path)
         recipe.init_path = init_path
         return recipe.trained_model(path)

@@ -1,7 +1,5 @@
 """The exponential moving average of a network's weights and statistics."""
 
-import copy
-
 import torch
 from torch import nn
 
@@ -13,8 +11,8 @@ class Average:
     """torch.optim.swa_utils has one, too, but it makes the host wait for the device at every step."""
 
     def __init__(self, model: nn.Module, decay: float):
-        shared = {id(weight): weight for weight in model.parameters() if not weight.requires_grad}  # is never copied
-        self.model, self.decay = copy.deepcopy(model, shared).requires_grad_(False), decay
+        frozen = [weight for weight in model.parameters() if not weight.requires_grad]  # is never copied
+        self.model, self.decay = torch_compat.copy_of(model, frozen).requires_grad_(False), decay
 
     @torch.no_grad()
     def update(self, model: nn.Module, is_first: bool) -> None:

@@ -4,8 +4,10 @@ anything in them is unpickled."""
 import hashlib
 import io
 import os
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import IO, Any
 
 import numpy as np
@@ -24,7 +26,7 @@ from flyte_ddp.recipe import CPU
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.storage import sync, temporary_beside
 
-FORMAT = 4
+FORMAT = 5
 
 
 def write_checkpoint(path: Path, content: dict[str, Any]) -> None:
@@ -82,11 +84,23 @@ def read_checkpoint(path: Path, identity: Mapping[str, Any]) -> dict[str, Any]:
         raise CheckpointError(f"has format {found}, this version reads {FORMAT}")
     if not all(isinstance(content.get(part), dict) for part in ("identity", "state")):
         raise CheckpointError("has no identity or no state")
-    for key, expected in identity.items():
-        found = content["identity"].get(key)
-        if found != expected:
-            raise CheckpointError(f"belongs to another training: its {key} was {found!r}, now it is {expected!r}")
+    for (*_, name), found, expected in differences(content["identity"], identity):
+        raise CheckpointError(f"belongs to another training: its {name} was {found!r}, now it is {expected!r}")
     return content
+
+
+def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
+    """Where an identity differs from ours, or from as much as is given of it: ("code",) or ("settings", "seed"), and
+    both values."""
+
+    def parts(identity: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:
+        settings = identity.get("settings")
+        named = settings.items() if isinstance(settings, dict) else ()  # it may be another's
+        rest: dict[tuple[str, ...], Any] = {(name,): value for name, value in identity.items() if name != "settings"}
+        return {**rest, **{("settings", name): value for name, value in named}}
+
+    found = parts(theirs)
+    yield from ((path, found.get(path), value) for path, value in parts(ours).items() if found.get(path) != value)
 
 
 def refuse(error: CheckpointError, options: RunOptions, emit: Callable[[Event], None]) -> None:
@@ -176,6 +190,12 @@ def _content(path: Path) -> Any:
 def _load(file: Path | IO[bytes], mmap: bool = False) -> Any:
     try:
         return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
+    except UnpicklingError as error:  # torch advises to trust the file
+        found = re.search(r"GLOBAL (\S+)", str(error))
+        kind = f" ({found[1]})" if found else ""
+        raise CheckpointError(
+            f"cannot be read: it has something else than tensors and plain values in it{kind}"
+        ) from None
     except Exception as error:  # of many types, from pickle, zipfile and torch
         first_line = str(error).partition("\n")[0]
         raise CheckpointError(f"cannot be read: {type(error).__name__}: {first_line}") from None

@@ -51,9 +51,10 @@ class Subject:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What determines the result, and must be equal for one run to resume from the checkpoint of another."""
+        """What determines the result, and must be equal for one run to resume from the checkpoint of another; settings
+        are apart from the rest, as a recipe's may have any name."""
         return {
-            **asdict(self.settings),
+            "settings": asdict(self.settings),
             "recipe": self.recipe,
             "data": self.data_digest,
             "code": self.code_version,

@@ -15,7 +15,7 @@ from flyte_ddp.engine.measures import code_location
 from flyte_ddp.errors import InputError
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
-from flyte_ddp.storage import writing_to
+from flyte_ddp.storage import whole_file, writing_to
 from flyte_ddp.user_code import checked_imports
 
 
@@ -44,6 +44,6 @@ def run(environment: Environment, link: Link, argument: tuple[Job, str, int, int
             found.append(predictions.cpu())
             link.alive()
     rows = torch.cat(found).numpy() if found else np.empty(0, np.float32)
-    with writing_to(job.logs, "DDP_RUNS_DIR"):
-        np.save(Path(job.logs, f"predictions-{number}.npy"), rows)
+    with writing_to(job.logs, "DDP_RUNS_DIR"), whole_file(Path(job.logs, f"predictions-{number}.npy")) as file:
+        np.save(file, rows)
     return len(rows)

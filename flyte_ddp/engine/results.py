@@ -154,7 +154,8 @@ def write_pictures(drawn: Sequence[tuple[str, Tensor]], path: Path) -> None:
     images = [picture.detach().cpu().float().clamp(0, 1).mul(255).round().byte().numpy() for _, picture in drawn]
     captions = np.array([caption for caption, _ in drawn])
     arrays: Any = {str(number): image for number, image in enumerate(images)}
-    np.savez(path, captions=captions, **arrays)
+    with whole_file(path) as file:
+        np.savez(file, captions=captions, **arrays)
 
 
 def layers_of(model: nn.Module) -> list[tuple[str, str, int]]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from flyte_ddp.engine.checkpoint import read_checkpoint, restore
+from flyte_ddp.engine.checkpoint import differences, read_checkpoint, restore
 from flyte_ddp.engine.job import Job
 from flyte_ddp.engine.resume import OTHER_BASE, in_place
 from flyte_ddp.engine.state import TrainingState
@@ -21,9 +21,13 @@ from flyte_ddp.weights import describe_misfits, listed, misfits, read_weights, w
 ZIP_END, ZIP_END_BYTES = b"PK\x05\x06", 22  # how the last record of a file from torch.save begins, and its size
 MISMATCHING = "mismatching"
 # What may change within an epoch: the rest determines which samples remain, or what the sums so far mean
-FREE_WITHIN_EPOCH = (
-    "backend", "choose_by", "code", "epochs", "init", "log_interval", "minimum_delta", "patience", "stop_after",
-)  # fmt: skip
+FREE_WITHIN_EPOCH = {
+    ("code",), ("init",),
+    *(("settings", name) for name in (
+        "backend", "choose_by", "epochs", "log_interval", "minimum_delta", "patience", "stop_after",
+    )),
+}  # fmt: skip
+JUDGED_BY = {("data",), ("settings", "choose_by"), ("settings", "validation_fraction")}  # what is the best epoch
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -108,14 +112,14 @@ def _continue_from(state: TrainingState, path: Path, job: Job, steps_per_epoch: 
 
 def _check_settings(saved: dict[str, Any], theirs: dict[str, Any], job: Job) -> None:
     """Raises InputError if nothing is left to train, or an epoch would end with other settings than it began with."""
-    settings, ours = job.settings, job.identity
+    settings = job.settings
     if saved["epoch"] >= settings.last_epoch:
         name = "stop_after" if settings.stop_after else "epochs"
         raise InputError(
             f"{name} must be above {saved['epoch']}, because it includes the epochs of init, got "
             f"{settings.last_epoch}: raise it"
         )
-    differing = [name for name in ours if name not in FREE_WITHIN_EPOCH and theirs.get(name) != ours[name]]
+    differing = [path[-1] for path, *_ in differences(theirs, job.identity) if path not in FREE_WITHIN_EPOCH]
     if saved["step"] and differing:
         raise InputError(
             "init is a checkpoint from within an epoch, which needs the same settings and data, but these differ: "
@@ -127,10 +131,11 @@ def _judge_choice(state: TrainingState, fresh: Any, theirs: dict[str, Any], ours
     """Drops the other training's best epoch if it does not count here; patience that ran out there begins anew."""
     if not state.choice:
         return
-    same = all(theirs.get(name) == ours[name] for name in ("choose_by", "data", "validation_fraction"))
-    if not same:  # the best by another measure, or on other samples
+    if not JUDGED_BY.isdisjoint(
+        path for path, *_ in differences(theirs, ours)
+    ):  # the best by another measure, or on other samples
         state.choice.load_state_dict(fresh)
-    elif state.choice.is_over and not theirs.get("stop_after"):  # stopped by patience, not by stop_after
+    elif state.choice.is_over and not theirs["settings"].get("stop_after"):  # stopped by patience, not by stop_after
         state.choice.waited = 0
 
 

@@ -4,19 +4,21 @@ import hashlib
 import io
 import resource
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from flyte_ddp.engine.checkpoint import FORMAT, read_checkpoint, write_checkpoint
+from flyte_ddp.engine.checkpoint import FORMAT, differences, read_checkpoint, write_checkpoint
+from flyte_ddp.engine.job import Subject
 from flyte_ddp.errors import CheckpointError, InputError
 from flyte_ddp.events import CheckpointRefused, EpochFinished
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.tasks.recipe import RecipeTraining
 from flyte_ddp.training import train
-from tests.engine.probe_recipes import Settings, Sound
+from tests.engine.probe_recipes import Named, Settings, Sound
 
 
 class NumpyNumbers(Sound):
@@ -75,6 +77,18 @@ def test_what_could_not_be_read_again_is_refused_before_training(tmp_path):
         run(Marked, tmp_path)
 
 
+def test_a_setting_of_any_name_belongs_to_the_identity():
+    def training(**settings):
+        return Subject("a:Recipe", Named(**settings), code_version="1", dataset="none", data_digest="2")
+
+    first = training()
+    for name, value in [*dict.fromkeys(("recipe", "data", "code", "init"), "other").items(), ("settings", {"code": 1})]:
+        other = training(**{name: value})
+        assert other.key != first.key
+        assert [path for path, *_ in differences(first.identity, other.identity)] == [("settings", name)]
+    assert [path for path, *_ in differences(first.identity, replace(first, code_version="3").identity)] == [("code",)]
+
+
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
@@ -83,7 +97,7 @@ def test_what_could_not_be_read_again_is_refused_before_training(tmp_path):
         ({"format": FORMAT, "identity": {}, "state": [1]}, "has no identity or no state"),
         (
             {"format": FORMAT, "identity": {}, "state": {"x": np.float64(1)}},
-            "cannot be read: UnpicklingError: W",
+            r"^cannot be read: it has something else than tensors and plain values in it \(numpy.*scalar\)$",
         ),
     ],
 )

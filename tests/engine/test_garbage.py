@@ -12,7 +12,7 @@ class Cycle:
 
 
 def test_what_a_step_leaves_behind_is_collected_before_the_next_one_and_not_earlier():
-    left = []
+    left: list[weakref.ref[Cycle]] = []
     for number in collected_between(iter(range(3))):
         assert not gc.isenabled()
         assert [one() for one in left] == [None] * number
