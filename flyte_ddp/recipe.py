@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from flyte_ddp import random_numbers
 from flyte_ddp.batch_share import BatchShare, gather_rows
 from flyte_ddp.errors import InputError
-from flyte_ddp.model_metadata import needs_metadata
-from flyte_ddp.weights import REMEDY, load_weights
+from flyte_ddp.model_files.model_metadata import needs_metadata
+from flyte_ddp.model_files.weights import REMEDY, load_weights
 
 CPU = torch.device("cpu")
 # A tensor, or a tuple, list or dict of Trees; the first dimension of each tensor is the samples

@@ -18,6 +18,12 @@ def encodable(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
+def reason_of(error: BaseException) -> str:
+    """What went wrong, on one line: as the system says it, or with the type of the error."""
+    said = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+    return " ".join(str(said).split())
+
+
 def counted(epochs: float) -> str:
     """A number of epochs with at most two decimals: 2, 1.25."""
     return f"{round(epochs, 2):g}"

@@ -98,7 +98,7 @@ def test_no_two_uses_or_positions_have_the_same_key():
 
 KERNEL = """if True:
     import torch
-    from flyte_ddp.engine.dropout_kernel import Dropout
+    from flyte_ddp.engine.global_batch.dropout_kernel import Dropout
     from flyte_ddp import random_numbers
     random_numbers.words = random_numbers.split_mix
     key, features = 12345, torch.randn(37, 11, requires_grad=True)

@@ -12,10 +12,10 @@ from safetensors.torch import save_file
 from torch import nn
 
 from flyte_ddp.errors import InputError
-from flyte_ddp.model_metadata import ModelMetadata, add_metadata, read_metadata
+from flyte_ddp.model_files.model_metadata import ModelMetadata, add_metadata, read_metadata
+from flyte_ddp.model_files.weights import load_weights
 from flyte_ddp.recipe import Recipe
 from flyte_ddp.recipes.models import load_model
-from flyte_ddp.weights import load_weights
 
 KNOWN = ModelMetadata(
     recipe="a:Recipe",

@@ -11,14 +11,14 @@ from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import PythonPickledFile
 
 from flyte_ddp.attempt.registration import registration
+from flyte_ddp.flyte1.prepare import PreparedDataset, prepare_dataset
+from flyte_ddp.flyte1.pyflyte import set_up_pyflyte
+from flyte_ddp.flyte1.resources import dynamic_resources
 from flyte_ddp.inference.gather import InferenceOutputs, gather_shards
 from flyte_ddp.inference.shards import InferenceOptions
 from flyte_ddp.inference.task import check_inputs, plan_shards, predict_shard
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
-from flyte_ddp.tasks.prepare import PreparedDataset, prepare_dataset
-from flyte_ddp.tasks.pyflyte import set_up_pyflyte
-from flyte_ddp.tasks.resources import dynamic_resources
 from flyte_ddp.timing.measurement import TimingOptions
 from flyte_ddp.timing.task import TimingOutputs, check_timing, time_inference
 from workflows.mnist import pytorch_training_wf

@@ -12,12 +12,12 @@ from torch.nn import functional as F
 
 from benchmarks.gpu_rows.row import Missing, expect
 from flyte_ddp.batch_share import BatchShare, gather_rows
-from flyte_ddp.engine.batch_norm import Normalise
-from flyte_ddp.engine.batches import TestBatches
-from flyte_ddp.engine.by_row import ByRow
-from flyte_ddp.engine.comparison import is_close, tolerance_of
+from flyte_ddp.engine.batches.batches import TestBatches
+from flyte_ddp.engine.batches.splits import Resident
+from flyte_ddp.engine.checks.comparison import is_close, tolerance_of
+from flyte_ddp.engine.global_batch.batch_norm import Normalise
+from flyte_ddp.engine.global_batch.by_row import ByRow
 from flyte_ddp.engine.loop import gather
-from flyte_ddp.engine.splits import Resident
 from flyte_ddp.recipes.models import build_model
 
 SHAPES = ((16, 6, 8, 8), (16, 6), (16, 6, 1, 1), (16, 6, 9), (16, 6, 4, 4, 4))

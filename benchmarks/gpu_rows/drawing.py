@@ -11,8 +11,8 @@ from torch.nn import functional as F
 from benchmarks.gpu_rows.row import Missing, expect
 from flyte_ddp import random_numbers
 from flyte_ddp.batch_share import BatchShare
-from flyte_ddp.engine import operators
-from flyte_ddp.engine.by_row import ByRow
+from flyte_ddp.engine.global_batch import operators
+from flyte_ddp.engine.global_batch.by_row import ByRow
 
 SIZE, HALF = 16, 8  # samples of a global batch, and of the second of two ranks
 DRAWS: dict[str, Callable[..., Tensor]] = {

@@ -51,7 +51,7 @@ def data_of(name: str, place: Path) -> str:
         return str(images.made_up((1, 28, 28), 1270, place))
     if name == "stream":
         from examples.stream.waves import waves
-        from flyte_ddp.data.block_folder import write_blocks
+        from flyte_ddp.data.blocks.block_folder import write_blocks
 
         for split, seed in (("train", 0), ("test", 1)):
             write_blocks(folder / split, waves(1, seed), 100)

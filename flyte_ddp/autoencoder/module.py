@@ -10,10 +10,10 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from torch import Tensor
 
 from flyte_ddp.autoencoder.network import PIXELS, Autoencoder
-from flyte_ddp.data import prepared
 from flyte_ddp.data.held_out import held_out
-from flyte_ddp.engine.batches import Batch, TestBatches, TrainBatches
-from flyte_ddp.engine.splits import Resident
+from flyte_ddp.data.prepared import prepared
+from flyte_ddp.engine.batches.batches import Batch, TestBatches, TrainBatches
+from flyte_ddp.engine.batches.splits import Resident
 from flyte_ddp.report.figures import cloud
 from flyte_ddp.storage import whole_file
 

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from flyte_ddp.engine import torch_compat
-from flyte_ddp.engine.sharding import local
+from flyte_ddp.engine.sharding.sharding import local
 
 
 class Average:

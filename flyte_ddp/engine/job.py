@@ -7,13 +7,13 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from flyte_ddp.code_version import with_installed
+from flyte_ddp.code.code_version import with_installed
+from flyte_ddp.code.user_code import UserCode
 from flyte_ddp.data.description import DatasetDescription, StoredData
 from flyte_ddp.events import EpochFinished, Warned
-from flyte_ddp.pretrained import check_pretrained
+from flyte_ddp.model_files.pretrained import check_pretrained
 from flyte_ddp.settings import RunOptions, TrainingSettings
 from flyte_ddp.storage import content_digest, reading
-from flyte_ddp.user_code import UserCode
 
 # What rank 0 leaves in the logs: the recipe's predictions (N, ...) on the test samples, its pictures, the weights of
 # the last epoch where others may be better, and the checkpoint of the finished training, on request; see KeptModel, too

@@ -17,7 +17,7 @@ from flyte_ddp.engine.job import Job, KeptModel
 from flyte_ddp.engine.loop import Checkpoints
 from flyte_ddp.engine.results import write_weights
 from flyte_ddp.engine.set_up import Parts
-from flyte_ddp.engine.sharded_state import Shard
+from flyte_ddp.engine.sharding.sharded_state import Shard
 from flyte_ddp.engine.state import TrainingState
 from flyte_ddp.events import CheckpointFailed, CheckpointWritten, Event, Observer
 from flyte_ddp.manifest import models_beside

@@ -10,12 +10,13 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, distributed
 
-from flyte_ddp.engine.batches import TestBatches, TrainBatches
+from flyte_ddp.engine.batches.batches import TestBatches, TrainBatches
 from flyte_ddp.engine.garbage import collected_between
 from flyte_ddp.engine.measures import mismatched, pairs_of, sums_of
-from flyte_ddp.engine.sharding import in_own_types
+from flyte_ddp.engine.monitor.step_clock import Part
+from flyte_ddp.engine.monitor.stragglers import Stragglers
+from flyte_ddp.engine.sharding.sharding import in_own_types
 from flyte_ddp.engine.state import Sums, TrainingState
-from flyte_ddp.engine.stragglers import Stragglers
 from flyte_ddp.errors import NonFiniteError, StopRequested, UnevenShapesError
 from flyte_ddp.events import EpochChosen, EpochFinished, GradientsSeen, StepLogged
 from flyte_ddp.launch.link import Link
@@ -124,30 +125,30 @@ def train_epoch(
     Raises StopRequested, after a checkpoint, if any rank was asked to stop, and NonFiniteError or UnevenShapesError,
     with the weights as before the bad step; all of them on all ranks at the same step.
     """
-    # A CPU can check the sums after every step; checking those on a GPU makes the host wait, so it must be rare
-    look_interval = 1 if state.device.type == "cpu" else log_interval
     state.parallel.train()
-    sums = logged = state.sums()
+    sums = state.sums()
+    state.logged = state.logged or sums
     seconds_before, started = state.epoch_seconds, time.perf_counter()
-    logged_seconds = seconds_before
     for batch in collected_between(state.clock.timed(train.epoch(state.epoch, state.step, end))):
         state.train_step(batch, link.stop_requested, checkpoints.due())
         link.alive()
         is_last = state.step == end
-        if state.step % look_interval and not is_last:
+        is_logged = state.step % log_interval == 0 or is_last
+        recent = state.recent_sums()
+        if not is_logged and not (recent and recent.asks(sums)):
             continue
-        before, sums = sums, state.sums()
         state.epoch_seconds = seconds_before + time.perf_counter() - started
+        before, sums = sums, state.sums()  # which may be of steps after that, and makes the host wait, as saving does
         if sums.steps < state.step:
             if sums.uneven:
                 raise UnevenShapesError(state.epoch, sums.steps, state.rows.drawn)
             again = next(train.epoch(state.epoch, sums.steps))
             raise NonFiniteError(*state.find_non_finite(again), state.epoch, sums.steps)
-        if state.step % log_interval == 0 or is_last:
-            _log(state, train, logged, sums, state.epoch_seconds - logged_seconds, link, stragglers)
+        if is_logged:
+            _log(state, train, state.logged, sums, link, stragglers)
+            state.logged = sums
             if is_last:
                 link.emit(stragglers.so_far())
-            logged, logged_seconds = sums, state.epoch_seconds
             if state.step == len(train) and link.is_heard and state.log_gradients:
                 link.emit(GradientsSeen(state.epoch, state.gradient_histograms()))
         if sums.stop:
@@ -163,11 +164,10 @@ def _log(
     train: TrainBatches,
     before: Sums,
     now: Sums,
-    seconds: float,
     link: Link,
     stragglers: Stragglers,
 ) -> None:
-    """Tells of the steps since the last log, which took so many seconds; a collective."""
+    """Tells of the steps since the last log; a collective."""
     samples = train.samples_until(now.steps) - train.samples_until(before.steps)
     norms = state.gradient_norms()
     logged = StepLogged(
@@ -176,14 +176,16 @@ def _log(
         samples=train.samples_until(now.steps),
         measures=state.measures(now.since(before)),
         learning_rate=state.learning_rate,
-        samples_per_second=samples / seconds,
+        samples_per_second=samples / (now.seconds - before.seconds),
         gradient_norms=norms if state.log_gradients else dict(heapq.nlargest(MOST_NORMS, norms.items(), itemgetter(1))),
         gradient_norm=math.hypot(*norms.values()),
     )
     link.emit(logged)
     for warning in state.watch.after_steps(state.epoch, state.step, logged.measures["loss"], samples):
         link.emit(warning)
-    slow = stragglers.after_steps(state.epoch, state.step, now.steps - before.steps, state.clock.read_all())
+    steps, times = state.clock.steps, state.clock.read_all()
+    state.keep_pace(float(times[:, : Part.OTHER].sum(1).max()) / steps)
+    slow = stragglers.after_steps(state.epoch, state.step, steps, times)
     state.watch.warnings += slow
     for event in (stragglers.so_far(), *slow) if slow else ():
         link.emit(event)

@@ -13,18 +13,18 @@ import torch
 from torch import Tensor, distributed, nn
 
 from flyte_ddp.batch_share import BatchShare
-from flyte_ddp.engine.checkpoint import finish, save, write_draft
+from flyte_ddp.engine.batches.splits import Split
+from flyte_ddp.engine.checkpoints.checkpoint import finish, save, write_draft
 from flyte_ddp.engine.job import FINAL, LAST, PICTURES, PREDICTIONS, Job, KeptModel, TrainingResult
 from flyte_ddp.engine.loop import Evaluated, gather
 from flyte_ddp.engine.set_up import Parts
-from flyte_ddp.engine.sharded_state import Shard, fill, with_room
-from flyte_ddp.engine.sharding import in_own_types, is_sharded
-from flyte_ddp.engine.splits import Split
+from flyte_ddp.engine.sharding.sharded_state import Shard, fill, with_room
+from flyte_ddp.engine.sharding.sharding import in_own_types, is_sharded
 from flyte_ddp.engine.state import TrainingState
-from flyte_ddp.model_metadata import ModelMetadata, add_metadata
+from flyte_ddp.model_files.model_metadata import ModelMetadata, add_metadata
+from flyte_ddp.model_files.weights import first_names
 from flyte_ddp.recipe import CPU, Recipe
 from flyte_ddp.storage import whole_file, writing_to
-from flyte_ddp.weights import first_names
 
 MOST_PICTURES = 24
 

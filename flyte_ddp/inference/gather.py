@@ -12,17 +12,17 @@ from flytekit.types.file import CSVFile, FlyteFile
 
 from flyte_ddp.attempt.failures import platform_errors
 from flyte_ddp.attempt.folders import run_folder
-from flyte_ddp.data import prepared
 from flyte_ddp.data.image_files import decode
+from flyte_ddp.data.prepared import prepared
+from flyte_ddp.flyte1 import platform
+from flyte_ddp.flyte1.data import fetch, list_files
+from flyte_ddp.flyte1.outputs import output_file, output_page
+from flyte_ddp.flyte1.platform import is_local
+from flyte_ddp.flyte1.prepare import PreparedDataset
+from flyte_ddp.flyte1.resources import preparation_resources
 from flyte_ddp.inference.page import Tally, predicted_article, tally
 from flyte_ddp.inference.shards import InferenceOptions, read_rows, write_rows
 from flyte_ddp.report.console import say_last
-from flyte_ddp.tasks import platform
-from flyte_ddp.tasks.data import fetch, list_files
-from flyte_ddp.tasks.outputs import output_file, output_page
-from flyte_ddp.tasks.platform import is_local
-from flyte_ddp.tasks.prepare import PreparedDataset
-from flyte_ddp.tasks.resources import preparation_resources
 
 
 @dataclass(frozen=True)

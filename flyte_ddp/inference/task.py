@@ -20,22 +20,22 @@ from flyte_ddp.attempt.folders import runs_dir
 from flyte_ddp.attempt.pod import check_code, check_gpus
 from flyte_ddp.attempt.registration import registration
 from flyte_ddp.attempt.requested import training_environment
-from flyte_ddp.code_version import code_version
-from flyte_ddp.data import prepared
+from flyte_ddp.code.code_version import code_version
+from flyte_ddp.data.prepared import prepared
 from flyte_ddp.errors import InputError
+from flyte_ddp.flyte1 import platform
+from flyte_ddp.flyte1.caching import CodeVersion
+from flyte_ddp.flyte1.data import fetch, list_files
+from flyte_ddp.flyte1.inputs import classifier_metadata, dataset_of
+from flyte_ddp.flyte1.outputs import output_file
+from flyte_ddp.flyte1.platform import is_local, working_folder
+from flyte_ddp.flyte1.prepare import PreparedDataset
+from flyte_ddp.flyte1.resources import preparation_resources, small_resources, training_resources, training_sizes
 from flyte_ddp.inference.shards import InferenceOptions, ModelFile, Shard, ShardJob
 from flyte_ddp.launch.alone import run_alone
 from flyte_ddp.launch.environment import choose_world, visible_gpus
 from flyte_ddp.report.console import Console, say
 from flyte_ddp.storage import remove_leftovers, temporary_beside, writing_to
-from flyte_ddp.tasks import platform
-from flyte_ddp.tasks.caching import CodeVersion
-from flyte_ddp.tasks.data import fetch, list_files
-from flyte_ddp.tasks.inputs import classifier_metadata, dataset_of
-from flyte_ddp.tasks.outputs import output_file
-from flyte_ddp.tasks.platform import is_local, working_folder
-from flyte_ddp.tasks.prepare import PreparedDataset
-from flyte_ddp.tasks.resources import preparation_resources, small_resources, training_resources, training_sizes
 
 # names, because importing them would import torch
 PREDICTOR = "flyte_ddp.inference.rank:predict_images"

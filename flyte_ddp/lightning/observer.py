@@ -14,8 +14,8 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
+from flyte_ddp.engine.monitor.watch import Watch
 from flyte_ddp.engine.torch_compat import device_generator, norms, pytree
-from flyte_ddp.engine.watch import Watch
 from flyte_ddp.errors import InputError, NonFiniteError, StopRequested
 from flyte_ddp.events import EpochFinished, NotLearning, RunStarted, StepLogged
 from flyte_ddp.launch.environment import Environment

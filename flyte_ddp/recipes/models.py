@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flyte_ddp.errors import InputError
-from flyte_ddp.model_metadata import check_is_file, class_named, read_metadata
+from flyte_ddp.model_files.model_metadata import check_is_file, class_named, read_metadata
+from flyte_ddp.model_files.weights import load_weights
 from flyte_ddp.recipe import Recipe
 from flyte_ddp.recipes.airbench import Airbench94
-from flyte_ddp.weights import load_weights
 
 OURS = "flyte_ddp.recipes.images:ImageClassifier"  # a name, because its module imports this one
 MNIST = {"network": "mnist_cnn", "image_shape": (1, 28, 28), "classes": range(10)}

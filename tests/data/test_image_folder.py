@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from flyte_ddp.data.datasets import prepare
 from flyte_ddp.data.description import FolderDescription
 from flyte_ddp.data.image_files import decode, link_images
-from flyte_ddp.data.image_folder import index_folder, stamp, verify_images, write_folder
-from flyte_ddp.data.image_settings import ImageSettings
-from flyte_ddp.data.prepared import open_images, open_split, verify
+from flyte_ddp.data.prepared.prepared import open_images, open_split, verify
+from flyte_ddp.data.sources.datasets import prepare
+from flyte_ddp.data.sources.image_folder import index_folder, stamp, verify_images, write_folder
+from flyte_ddp.data.sources.image_settings import ImageSettings
 from flyte_ddp.errors import DataError, InputError
 from tests.commands import unreadable
 

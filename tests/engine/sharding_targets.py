@@ -8,7 +8,7 @@ from typing import Any
 from torch import distributed
 
 from flyte_ddp.engine import worker
-from flyte_ddp.engine.block_cache import BlockCache
+from flyte_ddp.engine.batches.block_cache import BlockCache
 from flyte_ddp.engine.job import Job, TrainingResult
 from flyte_ddp.engine.loop import evaluate
 from flyte_ddp.engine.set_up import set_up

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from flyte_ddp.engine.choice import Choice
-from flyte_ddp.engine.loading import Streamed
-from flyte_ddp.engine.splits import Part, Resident, hold_out
+from flyte_ddp.engine.batches.loading import Streamed
+from flyte_ddp.engine.batches.splits import Part, Resident, hold_out
+from flyte_ddp.engine.monitor.choice import Choice
 from flyte_ddp.errors import InputError
 from flyte_ddp.events import EpochChosen, EpochFinished, RunStarted, StepLogged
 from flyte_ddp.recipes.hyperparameters import Hyperparameters

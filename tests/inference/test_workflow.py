@@ -14,8 +14,8 @@ from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import PythonPickledFile
 from PIL import Image
 
-from flyte_ddp.data import prepared
-from flyte_ddp.data.datasets import prepare
+from flyte_ddp.data.prepared import prepared
+from flyte_ddp.data.sources.datasets import prepare
 from flyte_ddp.errors import InputError
 from flyte_ddp.inference.shards import InferenceOptions
 from flyte_ddp.timing.measurement import TimingOptions

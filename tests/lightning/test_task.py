@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from flyte_ddp import LightningOptions, LightningSettings, LightningTraining, RunOptions, TrainingSettings
+from flyte_ddp.code.user_code import find_code, joined
 from flyte_ddp.errors import InputError
 from flyte_ddp.lightning.measures import measures_of
 from flyte_ddp.lightning.task import check_lightning
-from flyte_ddp.user_code import find_code, joined
 from tests.commands import ROOT
 from tests.lightning.project import write_project
 

@@ -15,19 +15,19 @@ from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import PythonPickledFile
 
 from flyte_ddp.attempt.training import IMAGE_CLASSIFIER
-from flyte_ddp.data.datasets import prepare
+from flyte_ddp.code.user_code import find_code
+from flyte_ddp.data.sources.datasets import prepare
 from flyte_ddp.engine.job import Measured, subject_of
 from flyte_ddp.errors import InputError
-from flyte_ddp.model_metadata import ModelMetadata, add_metadata
+from flyte_ddp.flyte1 import platform
+from flyte_ddp.model_files.model_metadata import ModelMetadata, add_metadata
 from flyte_ddp.promote.job import PromotionOptions, judge
 from flyte_ddp.promote.place import Place
 from flyte_ddp.promote.promotion import promote
 from flyte_ddp.promote.task import check_promotion
 from flyte_ddp.recipes.hyperparameters import FashionMNISTHyperparameters, Hyperparameters
 from flyte_ddp.settings import RunOptions
-from flyte_ddp.tasks import platform
 from flyte_ddp.training import train
-from flyte_ddp.user_code import find_code
 from scripts.dry_run import decode
 from tests import examples
 from tests.commands import ROOT, output, pyflyte, pyflyte_process, words

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from flyte_ddp.data.prepared import open_split
+from flyte_ddp.data.prepared.prepared import open_split
 from flyte_ddp.errors import InputError
 from flyte_ddp.events import EpochFinished, GradientsSeen, RunStarted, StepLogged
 from flyte_ddp.report import wandb_run
