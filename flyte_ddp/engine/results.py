@@ -50,6 +50,8 @@ def write_results(parts: Parts, tested: Evaluated, job: Job) -> None:
     with writing_to(path.parent, job.chosen_by):
         write_weights(parts, job, path, tested.measures)
         drawn = draw_pictures(parts.state, parts.test.split) if is_first or is_sharded(parts.state.model) else []
+        for name in (PREDICTIONS, PICTURES) if is_first else ():  # of an earlier training in the same folder
+            Path(job.logs, name).unlink(missing_ok=True)
         if tested.predictions is not None:
             write_predictions(tested.predictions, parts, Path(job.logs, PREDICTIONS))
         if is_first and drawn:
@@ -130,7 +132,7 @@ def result_of(parts: Parts, tested: dict[str, float], kept: list[KeptModel]) -> 
         peak_gpu_bytes=torch.cuda.max_memory_allocated(state.device) if state.device.type == "cuda" else 0,
         validation_samples=len(parts.validation.split) if parts.validation else 0,
         tested=tested,
-        chosen_epoch=choice.chosen(len(state.history) - 1) if choice else None,
+        chosen_epoch=choice.best if choice and choice.best >= 0 else None,
         parameters=sum(parameter.numel() for parameter in state.model.parameters()),
         sample_flops=parts.found.sample_flops,
         hardware=hardware(state.device),

@@ -21,6 +21,7 @@ from flyte_ddp.events import EpochFinished, NotLearning, RunStarted, StepLogged
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
 from flyte_ddp.lightning.checkpoint import CheckpointFiles
+from flyte_ddp.lightning.finite import broken, check_finite
 from flyte_ddp.lightning.job import LightningJob
 from flyte_ddp.lightning.measures import LoggedByValidation, measures_of
 from flyte_ddp.lightning.results import run_started
@@ -185,15 +186,16 @@ class RankObserver(Checkpoint):
             "stops": self._link.stop_requested,
             "due": rank == 0 and time.monotonic() - self._saved >= self._job.options.checkpoint_seconds,
         }
-        bad = [float(one == rank and not math.isfinite(mine["loss"])) for one in range(size)]
+        is_finite = math.isfinite(mine["loss"]) and not broken(self._validation.trained())[0]
+        bad = [float(one == rank and not is_finite) for one in range(size)]
         numbers = torch.tensor([*mine.values(), *bad], dtype=torch.float64, device=trainer.strategy.root_device)
         totals: list[float] = trainer.strategy.reduce(numbers, reduce_op="sum").tolist()
         ranks = [one for one, is_bad in enumerate(totals[len(mine) :]) if is_bad]
         if ranks:
-            raise NonFiniteError("loss", ranks, epoch, step)
+            raise NonFiniteError.in_step("loss", ranks, epoch, step)
         # float16 overflows now and then, and Lightning's scaler then skips the step
         if self._job.settings.precision != "float16" and not math.isfinite(self._norm):
-            raise NonFiniteError("gradient", list(range(size)), epoch, step)
+            raise NonFiniteError.in_step("gradient", list(range(size)), epoch, step)
         return dict(zip(mine, totals, strict=False))
 
     # --- epochs ---
@@ -215,6 +217,8 @@ class RankObserver(Checkpoint):
     def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
         epoch, so_far, validation = trainer.current_epoch, self._so_far, measures_of(self._validation.values)
         loss = _mean(so_far["loss"], so_far["weight"])
+        steps = int(trainer.num_training_batches)
+        check_finite(trainer, module, self._validation.trained(), validation, epoch, steps)
         self.epochs.append(
             EpochFinished(
                 epoch=epoch,
@@ -228,10 +232,11 @@ class RankObserver(Checkpoint):
         )
         self._link.emit(self.epochs[-1])
         self._check_headline({*self.epochs[-1].train, *validation})
+        warnings = self.watch.not_finite(broken(validation)[1], "validation", epoch + 1, steps)
         if "loss" in validation:
-            steps = int(trainer.num_training_batches)
-            for warning in self.watch.after_evaluation(self.epochs[-1], steps):
-                self._link.emit(warning)
+            warnings += self.watch.after_evaluation(self.epochs[-1], steps)
+        for warning in warnings:
+            self._link.emit(warning)
         self._so_far, self._validation.values = dict(NOTHING), {}
         self._save(trainer, epoch + 1, 0)
         if self._stopping:

@@ -9,7 +9,7 @@ from flyte_ddp.report.ranks import Table, rank_tables
 from flyte_ddp.report.record import Record
 from flyte_ddp.report.words import capitalised, in_words
 from flyte_ddp.settings import Settings
-from flyte_ddp.text import counted
+from flyte_ddp.text import counted, masked
 
 MOST_MODULES = 40
 MOST_MEASURES = 4  # in a table
@@ -194,4 +194,4 @@ def _list(values: Any) -> str:
 
 
 def _text(value: Any) -> str:
-    return json.dumps(value) if isinstance(value, bool) or value == "" else str(value)
+    return json.dumps(value) if isinstance(value, bool) or value == "" else masked(str(value))
