@@ -70,7 +70,7 @@ def _train(environment: Environment, device: torch.device, link: Link, job: Job,
     if device.type == "cuda":  # without what the trials have taken
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
-    state.ran_on, moves = moved(state.ran_on, machine(environment, device, parts.precision))
+    state.ran_on, moves = moved(state.ran_on, machine(environment, device, parts.precision, job.options))
     parts.remarks.extend(moves)
     hosts = [""] * environment.world.size
     distributed.all_gather_object(hosts, environment.host)

@@ -141,9 +141,10 @@ class Trials:
     def _batch_statistics(self, is_whole: bool) -> Callable[[Tensor, int], tuple[Tensor, Tensor]]:
         """What batch norm normalises by: the whole batch, for a part of it, too, so that samples do not affect each
         other. Without any, the activations of a deep network would grow beyond all bounds."""
-        calls = Counter[int]()
+        calls, layers = Counter[int](), {id(buffer) for buffer in self.model.buffers()}
 
         def statistics(features: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+            layer = layer if layer in layers else features.shape[1]  # those without buffers are told by their order
             calls[layer] += 1
             call = layer, calls[layer]
             if is_whole:
