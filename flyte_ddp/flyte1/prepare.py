@@ -68,7 +68,7 @@ def resolve_name(asked: str, auto: str = "mnist") -> str:
 
 
 def forget_lost_results() -> None:
-    """Drops local cache entries of this process's tasks whose files are gone, so that they run again instead of failing.
+    """Drops local cache entries of this process's tasks whose files are gone, so that they run again, and do not fail.
 
     Flyte's local cache stores paths, never contents, and offers no such check. All projects of a user share it, and
     other runs may drop entries at the same time; those of other projects' tasks, whose disk may be back later, stay.
