@@ -218,6 +218,7 @@ class TrainingResult:
         sample_flops: floating-point operations of a training step, forward and backward, per sample.
         hardware: name of the GPU, or the CPU's instruction set.
         kept: the best evaluations that options.keep_best asked for, the best first; on rank 0.
+        digest: of the weights at model_path, see flyte_ddp.engine.digest.
     """
 
     epochs: list[EpochFinished]
@@ -235,3 +236,4 @@ class TrainingResult:
     sample_flops: float = 0.0
     hardware: str = ""
     kept: list[KeptModel] = field(default_factory=list)
+    digest: str = ""
