@@ -194,7 +194,7 @@ def run_job(job: Job, on_event: Callable[[Event], None]) -> list[TrainingResult]
             settings = job.settings
             name_of(type(settings), "settings")
             world = choose_world(settings.backend, options.nproc, settings.batch_size)
-            results = launcher.launch(WORKER, world, job, options.timeout_seconds, on_event, root=job.root)
+            results = launcher.launch(WORKER, world, job, options, on_event, root=job.root)
     except PreemptedError as stopped:
         raise PreemptedError(f"{stopped}; the same command resumes from {checkpoint}") from None
     if is_first:
