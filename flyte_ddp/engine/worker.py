@@ -61,7 +61,7 @@ def _train(environment: Environment, device: torch.device, link: Link, job: Job,
         parts.remarks.append(choose_micro_batch(state, parts.train))
     if job.options.compile:
         compile_now(state, parts.train, parts.validation or parts.test, link)
-    state.ran_on, moves = moved(state.ran_on, machine(environment, device, parts.precision))
+    state.ran_on, moves = moved(state.ran_on, machine(environment, device, parts.precision, job.options))
     parts.remarks.extend(moves)
     hosts = [""] * environment.world.size
     distributed.all_gather_object(hosts, environment.host)

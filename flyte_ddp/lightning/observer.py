@@ -96,7 +96,7 @@ class RankObserver(Checkpoint):
                 f"{self._job.datamodule or self._job.recipe}: train_dataloader must have a batch for each rank: "
                 "give it more samples, a smaller batch size, or drop_last=False"
             )
-        now = machine(self._environment, trainer.strategy.root_device, self._job.settings.precision)
+        now = machine(self._environment, trainer.strategy.root_device, self._job.settings.precision, self._job.options)
         self.ran_on, remarks = moved(self.ran_on, now)
         started = run_started(self._environment, self._job, trainer, *self.position)
         self.started = replace(
