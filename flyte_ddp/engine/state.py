@@ -95,6 +95,7 @@ class TrainingState:
         rows.running = RunningStatistics(model) if recipe.norm_samples or virtual_ranks else None
         self.clock = StepClock(device)
         rows.waiting = self.clock.waiting
+        self.precision = "bfloat16" if autocast else "float32"
         step = Step(self.model, recipe, rows, self.names, world_size, autocast)
         self.parallel = (
             ShardedStep(step)
@@ -299,6 +300,7 @@ class TrainingState:
             "grid": self.parallel.grid if isinstance(self.parallel, ExactStep) else None,
             "logged": asdict(self.logged) if self.logged else None,
             "micro_batch": self.micro_batch,
+            "precision": self.precision,
             "epoch": self.epoch,
             "step": self.step,
             "epoch_seconds": self.epoch_seconds,
