@@ -1,5 +1,7 @@
 """Errors by what should happen next: fix the input, try again, or give up."""
 
+from flyte_ddp.text import counted, masked
+
 try:
     from click import ClickException, UsageError
 except ModuleNotFoundError:  # torch and this library are enough to train
@@ -22,11 +24,18 @@ class InputError(UsageError, ValueError):
     """The user can fix this: the message names the value, the rule and the remedy.
 
     A ValueError to Python callers; as a click.UsageError it ends `pyflyte run` with a short message and exit status 2.
+    Like that of a ReportedError, the message never shows the passwords of URLs.
     """
+
+    def __init__(self, message: str):
+        super().__init__(masked(message))
 
 
 class ReportedError(ClickException, RuntimeError):
     """A failure whose message says everything: `pyflyte run` prints it without the parent's traceback."""
+
+    def __init__(self, message: str):
+        super().__init__(masked(message))
 
 
 class RecoverableError(ReportedError):
@@ -42,7 +51,7 @@ class DataError(ReportedError):
 
     def __init__(self, problem: str, remedy: str = ""):
         super().__init__(f"{problem}: {remedy}" if remedy else problem)
-        self.problem = problem
+        self.problem = masked(problem)
 
 
 class StopRequested(Exception):
@@ -54,16 +63,29 @@ class StopRequested(Exception):
 
 
 class NonFiniteError(ArithmeticError):
-    """The loss or the gradient became NaN or infinite; the weights are those before that step."""
+    """Something became NaN or infinite, with which there is nothing to go on with, and nothing to compare."""
 
-    def __init__(self, what: str, ranks: "list[int]", epoch: int, step: int):
+    @classmethod
+    def in_step(cls, what: str, ranks: "list[int]", epoch: int, step: int) -> "NonFiniteError":
+        """What: loss, gradient (both with the weights as before that step) or a weight."""
         causes = {
             "loss": "broken values in the data",
             "gradient": "an operation whose derivative is not finite everywhere, such as a square root at 0",
+            "a weight": "a step of the module's own optimization by a gradient that is not finite",
         }
-        super().__init__(
+        return cls(
             f"{what} is not finite in epoch {epoch + 1}, step {step + 1}, on rank {', '.join(map(str, ranks))}: "
             f"lower learning_rate, or look for {causes[what]}; the last good checkpoint is kept"
+        )
+
+    @classmethod
+    def in_evaluation(cls, value: float, split: str, epochs: float) -> "NonFiniteError":
+        """The loss of a whole split, after so many epochs."""
+        return cls(
+            f"the loss on the {split} split is {value:g} after epoch {counted(epochs)}, although training had finite "
+            f"losses: lower learning_rate, or look for broken values in the {split} split, or for what a network does "
+            "in evaluation alone, such as batch norm with running statistics that are not finite; the last good "
+            "checkpoint is kept"
         )
 
 
@@ -83,3 +105,7 @@ class UnevenShapesError(ReportedError):
 
 class CheckpointError(RuntimeError):
     """A checkpoint cannot be used; the message completes the sentence 'the checkpoint …'."""
+
+
+class OtherTrainingError(CheckpointError):
+    """It is another training's, or another version's, for which it may be of use."""

@@ -23,6 +23,7 @@ GROUND = (
     "code",
     "errors",
     "events",
+    "lock",
     "manifest",
     "model_files",
     "random_numbers",

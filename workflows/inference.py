@@ -55,10 +55,11 @@ def inference_wf(
     checked = check_inputs(model_state=model_state, folder=folder, options=options)
     data = prepare_dataset(name=checked.dataset)
     weights = given_or_trained(model_state=model_state, data=data, options=checked.options)
-    shards = plan_shards(model_state=weights, data=data, folder=folder, options=checked.options)
-    fixed = partial(predict_shard, model_state=weights, data=data, folder=folder, options=checked.options)
-    parts = map_task(fixed, concurrency=registration().concurrency or None)(shard=shards)
-    return gather_shards(parts=parts, data=data, folder=folder, options=checked.options)
+    plan = plan_shards(model_state=weights, data=data, folder=folder, options=checked.options)
+    images = {"data": data, "folder": folder, "listing": plan.listing, "options": checked.options}
+    fixed = partial(predict_shard, model_state=weights, **images)
+    parts = map_task(fixed, concurrency=registration().concurrency or None)(shard=plan.shards)
+    return gather_shards(parts=parts, **images)
 
 
 @workflow

@@ -40,11 +40,13 @@ class Evaluated(NamedTuple):
         measures: by name.
         mismatched: mean loss of outputs paired with other samples; 0 if it was not computed.
         predictions: (n, ...) of this rank's samples only; None if the recipe returns none.
+        broken: names of the measures of which a sample's value is not finite.
     """
 
     measures: dict[str, float]
     mismatched: float
     predictions: Tensor | None
+    broken: list[str]
 
 
 def fit(
@@ -73,7 +75,9 @@ def fit(
         begin, end = (len(train) * number // evaluations for number in (done, done + 1))
         sums = train_epoch(state, train, end, log_interval, link, checkpoints, stragglers)
         started = time.perf_counter()
-        evaluated = evaluate(state, split, link)
+        evaluated = evaluate(
+            state, split, link, "validation" if state.choice else "test", state.epoch + end / len(train)
+        )
         finished = EpochFinished(
             epoch=state.epoch,
             samples=train.samples_until(end) - train.samples_until(begin),
@@ -83,10 +87,12 @@ def fit(
             evaluate_seconds=time.perf_counter() - started,
             validation=evaluated.measures if state.choice else {},
             fraction=end / len(train),
+            digest=state.digest(),
         )
         state.after_evaluation(finished)
         link.emit(finished)
-        for warning in state.watch.after_evaluation(finished, end, evaluated.mismatched):
+        warnings = state.watch.not_finite(evaluated.broken, finished.split, finished.position, end)
+        for warning in warnings + state.watch.after_evaluation(finished, end, evaluated.mismatched):
             link.emit(warning)
         checkpoints.save(state, is_over())
     return evaluated
@@ -97,14 +103,20 @@ def look_at_test(state: TrainingState, test: TestBatches, epochs: int, link: Lin
     choice, started = state.choice, time.perf_counter()
     if choice and choice.weights is not None:
         state.load_weights(state.evaluated, choice.weights)
-    evaluated = evaluate(state, test, link)
+    chosen = state.history[choice.chosen(len(state.history) - 1) if choice else -1]
+    evaluated = evaluate(state, test, link, "test", chosen.position)
+    warnings = state.watch.not_finite(evaluated.broken, "test", chosen.position, 0)
+    if choice and choice.best < 0:
+        warnings += state.watch.never_chosen(choice.measure, chosen.position)
+    for warning in warnings:
+        link.emit(warning)
     if choice:
-        chosen = state.history[choice.chosen(len(state.history) - 1)]
         event = EpochChosen(
             epoch=chosen.epoch,
             epochs=state.history[-1].position if state.step else state.epoch,
             measures=evaluated.measures,
             stopped_early=state.epoch < epochs,
+            is_best=choice.best >= 0,
             seconds=time.perf_counter() - started,
             fraction=chosen.fraction,
         )
@@ -144,7 +156,7 @@ def train_epoch(
             if sums.uneven:
                 raise UnevenShapesError(state.epoch, sums.steps, state.rows.drawn)
             again = next(train.epoch(state.epoch, sums.steps))
-            raise NonFiniteError(*state.find_non_finite(again), state.epoch, sums.steps)
+            raise NonFiniteError.in_step(*state.find_non_finite(again), state.epoch, sums.steps)
         if is_logged:
             _log(state, train, state.logged, sums, link, stragglers)
             state.logged = sums
@@ -193,8 +205,11 @@ def _log(
 
 
 @torch.no_grad()
-def evaluate(state: TrainingState, test: TestBatches, link: Link) -> Evaluated:
-    """The measures over the whole split, computed in float32: each rank evaluates its share, and sums are added up."""
+def evaluate(state: TrainingState, test: TestBatches, link: Link, split: str, position: float) -> Evaluated:
+    """The measures over the whole split, computed in float32: each rank evaluates its share, and sums are added up.
+
+    Raises NonFiniteError, on all ranks, if the loss is not finite. position: in epochs.
+    """
     recipe, model = state.recipe, state.evaluated
     model.eval()
     mismatches = not (state.watch.constant_loss or recipe.couples_samples)
@@ -215,7 +230,12 @@ def evaluate(state: TrainingState, test: TestBatches, link: Link) -> Evaluated:
             link.alive()
     distributed.all_reduce(sums)
     *pairs, loss, weight = sums.tolist()
-    return Evaluated(state.measures(pairs), loss / weight if weight else 0.0, torch.cat(mine) if mine else None)
+    totals = dict(zip(state.names, zip(pairs[::2], pairs[1::2], strict=True), strict=True))
+    broken = [name for name, total in totals.items() if not math.isfinite(sum(total))]
+    if "loss" in broken:
+        raise NonFiniteError.in_evaluation(totals["loss"][0] / (totals["loss"][1] or 1.0), split, position)
+    predictions = torch.cat(mine) if mine else None
+    return Evaluated(state.measures(pairs), loss / weight if weight else 0.0, predictions, broken)
 
 
 @torch.inference_mode()

@@ -15,9 +15,9 @@ from flyte_ddp.code.code_version import code_version
 from flyte_ddp.data.image_files import link_images
 from flyte_ddp.data.prepared.prepared import SPLITS, open_split, read_description
 from flyte_ddp.data.sources.datasets import data_dir, prepare
-from flyte_ddp.data.sources.image_folder import index_folder, lfw_folder, stamp, verify_images, write_folder
+from flyte_ddp.data.sources.image_folder import index_folder, lfw_folder, stamp_of, verify_images, write_folder
 from flyte_ddp.data.sources.image_settings import ImageSettings
-from flyte_ddp.errors import InputError
+from flyte_ddp.errors import InputError, ReportedError
 from flyte_ddp.flyte1 import platform
 from flyte_ddp.flyte1.caching import CodeVersion
 from flyte_ddp.flyte1.data import of_folder, url_of
@@ -63,7 +63,7 @@ def find_images(
     if not is_local():
         return FoundImages(FlyteDirectory(str(path)), "")
     forget_lost_results()
-    return FoundImages(FlyteDirectory(str(path), remote_directory=False), stamp(path))
+    return FoundImages(FlyteDirectory(str(path), remote_directory=False), stamp_of(path))
 
 
 @task(
@@ -74,8 +74,13 @@ def find_images(
 @platform_errors(platform)
 def index_images(folder: FlyteDirectory, stamp: str, images: ImageSettings) -> PreparedDataset:
     """Reads every image once, and returns what training needs to know about them, without the images."""
-    name = Path(url_of(folder)).name
-    index = index_folder(Path(folder.download()), name, images, say)
+    name, is_stored = Path(url_of(folder)).name, FileAccessProvider.is_remote(url_of(folder))
+    path = Path(folder.download())
+    index = index_folder(path, name, images, say)
+    if stamp and stamp != (of_folder(folder) if is_stored else stamp_of(path)):
+        raise ReportedError(
+            f"{url_of(folder)} has changed while its images were read: run again, and leave it as it is"
+        )
     return output_folder(index)
 
 

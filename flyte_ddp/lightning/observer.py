@@ -6,7 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -14,13 +14,16 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
+from flyte_ddp.engine.digest import weights_digest
+from flyte_ddp.engine.machine import machine, moved
 from flyte_ddp.engine.monitor.watch import Watch
 from flyte_ddp.engine.torch_compat import device_generator, norms, pytree
 from flyte_ddp.errors import InputError, NonFiniteError, StopRequested
-from flyte_ddp.events import EpochFinished, NotLearning, RunStarted, StepLogged
+from flyte_ddp.events import EpochFinished, NotLearning, RunStarted, StepLogged, digests_of
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
 from flyte_ddp.lightning.checkpoint import CheckpointFiles
+from flyte_ddp.lightning.finite import broken, check_finite
 from flyte_ddp.lightning.job import LightningJob
 from flyte_ddp.lightning.measures import LoggedByValidation, measures_of
 from flyte_ddp.lightning.results import run_started
@@ -47,6 +50,7 @@ class RankObserver(Checkpoint):
         self._environment, self._link, self._job = environment, link, job
         self._files, self._validation = files, validation
         self.epochs: list[EpochFinished] = []
+        self.ran_on: list[dict[str, Any]] = []  # see engine/machine.py
         self.watch = Watch(remedies="lower the learning rate, or set gradient_clip_val")
         self._so_far = dict(NOTHING)  # of this epoch
         self._window: list[tuple[torch.Tensor | None, int]] = []  # loss and samples of each step since the last look
@@ -59,11 +63,12 @@ class RankObserver(Checkpoint):
     def state_dict(self) -> dict[str, Any]:
         epochs = [asdict(epoch) for epoch in self.epochs]
         so_far = {"so_far": self._so_far, "position": list(self.position)}
-        return {"epochs": epochs, "watch": self.watch.state_dict(), **so_far}
+        return {"epochs": epochs, "ran_on": self.ran_on, "watch": self.watch.state_dict(), **so_far}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.epochs = [EpochFinished(**epoch) for epoch in state_dict["epochs"]]
         self.watch.load_state_dict(state_dict["watch"])
+        self.ran_on = state_dict.get("ran_on", [])
         self._so_far, self.position = dict(state_dict["so_far"]), tuple(state_dict["position"])
 
     # --- before the steps ---
@@ -90,7 +95,12 @@ class RankObserver(Checkpoint):
                 f"{self._job.datamodule or self._job.recipe}: train_dataloader must have a batch for each rank: "
                 "give it more samples, a smaller batch size, or drop_last=False"
             )
-        self.started = run_started(self._environment, self._job, trainer, *self.position)
+        now = machine(self._environment, trainer.strategy.root_device, self._job.settings.precision)
+        self.ran_on, remarks = moved(self.ran_on, now)
+        started = run_started(self._environment, self._job, trainer, *self.position)
+        self.started = replace(
+            started, remarks=started.remarks + remarks, ran_on=self.ran_on, earlier=digests_of(self.epochs)
+        )
         self._link.emit(self.started)
         return self.started
 
@@ -185,15 +195,16 @@ class RankObserver(Checkpoint):
             "stops": self._link.stop_requested,
             "due": rank == 0 and time.monotonic() - self._saved >= self._job.options.checkpoint_seconds,
         }
-        bad = [float(one == rank and not math.isfinite(mine["loss"])) for one in range(size)]
+        is_finite = math.isfinite(mine["loss"]) and not broken(self._validation.trained())[0]
+        bad = [float(one == rank and not is_finite) for one in range(size)]
         numbers = torch.tensor([*mine.values(), *bad], dtype=torch.float64, device=trainer.strategy.root_device)
         totals: list[float] = trainer.strategy.reduce(numbers, reduce_op="sum").tolist()
         ranks = [one for one, is_bad in enumerate(totals[len(mine) :]) if is_bad]
         if ranks:
-            raise NonFiniteError("loss", ranks, epoch, step)
+            raise NonFiniteError.in_step("loss", ranks, epoch, step)
         # float16 overflows now and then, and Lightning's scaler then skips the step
         if self._job.settings.precision != "float16" and not math.isfinite(self._norm):
-            raise NonFiniteError("gradient", list(range(size)), epoch, step)
+            raise NonFiniteError.in_step("gradient", list(range(size)), epoch, step)
         return dict(zip(mine, totals, strict=False))
 
     # --- epochs ---
@@ -215,6 +226,8 @@ class RankObserver(Checkpoint):
     def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
         epoch, so_far, validation = trainer.current_epoch, self._so_far, measures_of(self._validation.values)
         loss = _mean(so_far["loss"], so_far["weight"])
+        steps = int(trainer.num_training_batches)
+        check_finite(trainer, module, self._validation.trained(), validation, epoch, steps)
         self.epochs.append(
             EpochFinished(
                 epoch=epoch,
@@ -224,14 +237,16 @@ class RankObserver(Checkpoint):
                 train_seconds=so_far["seconds"],
                 evaluate_seconds=so_far["evaluation"],
                 validation=validation,
+                digest=weights_digest(module.state_dict(), device=trainer.strategy.root_device),
             )
         )
         self._link.emit(self.epochs[-1])
         self._check_headline({*self.epochs[-1].train, *validation})
+        warnings = self.watch.not_finite(broken(validation)[1], "validation", epoch + 1, steps)
         if "loss" in validation:
-            steps = int(trainer.num_training_batches)
-            for warning in self.watch.after_evaluation(self.epochs[-1], steps):
-                self._link.emit(warning)
+            warnings += self.watch.after_evaluation(self.epochs[-1], steps)
+        for warning in warnings:
+            self._link.emit(warning)
         self._so_far, self._validation.values = dict(NOTHING), {}
         self._save(trainer, epoch + 1, 0)
         if self._stopping:

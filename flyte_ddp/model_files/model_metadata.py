@@ -37,6 +37,7 @@ class ModelMetadata:
         training: world_size, hardware and precision.
         versions: of Python and torch.
         base_digest: see FrozenBase; empty if the file has all weights.
+        weights_digest: that of the weights, as the training reported it, see flyte_ddp.engine.digest.
     """
 
     recipe: str
@@ -49,6 +50,7 @@ class ModelMetadata:
     training: dict[str, Any]
     versions: dict[str, str]
     base_digest: str = ""
+    weights_digest: str = ""
     format: int = FORMAT
 
     def as_json(self) -> str:

@@ -79,7 +79,7 @@ def test_killed_rank_is_worth_a_retry(in_a_pod):
         (from_exit_code(-signal.SIGKILL, 1, "host"), True),
         (from_exception(RuntimeError("[gloo/pair.cc:534] Connection closed by peer"), 1, "host"), True),
         (Failure(1, "host", "hang", "Hang", "no step"), False),
-        (from_exception(NonFiniteError("loss", [1], 0, 0), 1, "host"), False),
+        (from_exception(NonFiniteError.in_step("loss", [1], 0, 0), 1, "host"), False),
         (from_exception(InputError("batch_size"), 1, "host"), False),
     ],
 )

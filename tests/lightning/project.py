@@ -108,6 +108,33 @@ class Diverging(LitNumerals):
         return super().training_step(batch, batch_idx) * (torch.nan if batch_idx == 12 else 1)
 
 
+class Broken(LitNumerals):
+    """Its own optimization destroys the weights in a step and then returns early, as a guard would."""
+
+    def __init__(self, width, learning_rate):
+        super().__init__(width, learning_rate)
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        loss = self.measured(batch, "train")
+        if not loss.isfinite():
+            return
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss * (torch.nan if batch_idx == 12 else 1))
+        optimizer.step()
+
+
+class BrokenInValidation(LitNumerals):
+    def validation_step(self, batch, batch_idx):
+        super().validation_step((batch[0] * torch.nan, batch[1]), batch_idx)
+
+
+class BrokenInTest(LitNumerals):
+    def measured(self, batch, split):
+        return super().measured((batch[0] * (torch.nan if split == "test" else 1), batch[1]), split)
+
+
 class Keeping(LitNumerals):
     def configure_callbacks(self):
         return [ModelCheckpoint(self.trainer.default_root_dir, "best", monitor="val_loss")]

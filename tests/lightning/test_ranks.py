@@ -176,6 +176,20 @@ def test_a_loss_that_is_not_finite_ends_the_run_at_the_next_look(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        ("Broken", "a weight is not finite in epoch 1, step 40, on rank 0, 1"),
+        ("BrokenInValidation", "the loss on the validation split is nan after epoch 1, although"),
+        ("BrokenInTest", "the loss on the test split is nan after epoch 1, although"),
+    ],
+)
+def test_what_is_not_finite_ends_the_run_wherever_it_shows(tmp_path, module, words):
+    with pytest.raises(RankError, match=f"NonFiniteError: {words}"):
+        train(tmp_path / "run", settings(epochs=1), f"numerals.variants:{module}")
+    assert not (tmp_path / "run" / "model.pt").exists()
+
+
+@pytest.mark.parametrize(
     ("module", "data", "values", "words"),
     [
         ("model:nn", "model:Numerals", {}, "numerals.model:nn must be a subclass of lightning.pytorch.LightningModule"),

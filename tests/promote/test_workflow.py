@@ -169,6 +169,16 @@ def test_a_candidate_that_has_diverged_is_not_even_the_first():
         judge(dataclasses.replace(ACCURATE, measures={"accuracy": math.nan}), None, PromotionOptions())
 
 
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite_tells_of_a_broken_network_whatever_its_accuracy(loss):
+    """Most samples being of the first class, always guessing that is often right."""
+    broken = dataclasses.replace(ACCURATE, measures={**ACCURATE.measures, "loss": loss, "accuracy": 0.99})
+    for current in (None, ACCURATE):
+        with pytest.raises(InputError, match=f"the candidate's loss must be finite, got {loss}"):
+            judge(broken, current, PromotionOptions())
+    assert judge(BETTER, broken, PromotionOptions()).is_better
+
+
 @pytest.mark.slow
 def test_a_retried_pod_says_what_the_attempt_before_has_done(weak, strong, tmp_path):
     task = package_for_here().tasks["flyte_ddp.promote.task.promote_images"]

@@ -81,7 +81,7 @@ def lfw_folder() -> Path:
     return folder
 
 
-def stamp(folder: Path) -> str:
+def stamp_of(folder: Path) -> str:
     """Changes when an image file is added, removed or written to; looks only at names, sizes and times."""
     digest = hashlib.sha256()
     names = (name for classes in list_images(folder).values() for files in classes.values() for name in files)

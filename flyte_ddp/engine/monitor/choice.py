@@ -28,7 +28,7 @@ class Choice:
         is_lower_better: whether lower values of the measure are better.
         patience: training ends after this many evaluations without an improvement; 0 is never.
         minimum_delta: an improvement must beat the last one by more than this.
-        best: its number, from 0; -1 if the measure has always been NaN.
+        best: its number, from 0; -1 if the measure has never been finite.
         score: its measure, negated if lower is better.
         improved: the score at the last improvement.
         waited: evaluations since the last improvement.
@@ -53,7 +53,7 @@ class Choice:
     def after_evaluation(self, number: int, measures: Mapping[str, float], weights: Mapping[str, Tensor]) -> None:
         """Records the measures of the validation split, and copies the weights if they are the best so far."""
         value = measures.get(self.measure, math.nan)
-        score = -value if self.is_lower_better else value
+        score = -math.inf if not math.isfinite(value) else -value if self.is_lower_better else value
         if score > self.score:
             self.best, self.score = number, score
             self.weights = {name: tensor.detach().to("cpu", copy=True) for name, tensor in weights.items()}
@@ -62,7 +62,7 @@ class Choice:
             self.improved, self.waited = score, 0
 
     def chosen(self, last: int) -> int:
-        """The evaluation whose weights are returned; the last one if the measure has always been NaN."""
+        """The evaluation whose weights are returned; the last one if the measure has never been finite."""
         return last if self.weights is None else self.best
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Detects a training that does not learn, from its losses. Standard library only."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -23,6 +24,7 @@ class Watch:
         lowest: the lowest mean training loss of any window since the last leap.
         loss_sum, samples: of the current window.
         guessing: whether the last evaluation was no better than the constant prediction.
+        broken: split and name of each measure that was not finite.
         warnings: all warnings so far, also those of slow ranks.
         remedies: the end of each warning.
     """
@@ -33,11 +35,14 @@ class Watch:
     loss_sum: float = 0.0
     samples: int = 0
     guessing: bool = False
+    broken: list[str] = field(default_factory=list)
     warnings: list[Warned] = field(default_factory=list)
     remedies: str = "lower learning_rate, clip gradients by clip_norm, or raise warmup_fraction"
 
     def after_steps(self, epoch: int, step: int, loss: float, samples: int) -> list[NotLearning]:
-        """Records the mean loss of the latest samples; returns a warning if the loss has leapt."""
+        """Records the mean loss of the latest samples, NaN if there is none; returns a warning if it has leapt."""
+        if math.isnan(loss):
+            return []
         self.loss_sum, self.samples = self.loss_sum + loss * samples, self.samples + samples
         if self.samples < WINDOW:
             return []
@@ -70,6 +75,26 @@ class Watch:
             f"{bound:.4g} for predictions that are the same for all samples: {self.remedies}",
         )
 
+    def not_finite(self, names: Iterable[str], split: str, position: float, step: int) -> list[NotLearning]:
+        """Warnings of measures other than the loss that samples of the split have made NaN or infinite, once each."""
+        new = [name for name in names if f"{split} {name}" not in self.broken]
+        self.broken += [f"{split} {name}" for name in new]
+        reason = (
+            "{} on the {} split is not finite after epoch {}, although the loss is: look for samples whose value "
+            "divides by 0, or leave these out"
+        )
+        reasons = [reason.format(name, split, counted(position)) for name in new]
+        return [warning for one in reasons for warning in self._warn(_epoch(position), step, one)]
+
+    def never_chosen(self, measure: str, position: float) -> list[NotLearning]:
+        """A warning that no evaluation was the best, since this measure has never been finite."""
+        return self._warn(
+            _epoch(position),
+            0,
+            f"the weights are those of the last epoch, not of the best: {measure} on the validation split has never "
+            'been a finite number: look for samples whose value divides by 0, or set choose_by to "loss"',
+        )
+
     def _warn(self, epoch: int, step: int, reason: str) -> list[NotLearning]:
         warning = NotLearning(epoch, step, reason)
         self.warnings.append(warning)
@@ -82,3 +107,8 @@ class Watch:
         warnings = [SlowRank(**one) if "rank" in one else NotLearning(**one) for one in saved["warnings"]]
         found = [warning for warning in self.warnings if warning not in warnings]  # at this start
         vars(self).update(saved, warnings=[*warnings, *found])
+
+
+def _epoch(position: float) -> int:
+    """The epoch, from 0, that has been trained up to this position."""
+    return math.ceil(position) - 1

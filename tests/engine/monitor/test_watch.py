@@ -37,6 +37,22 @@ def test_a_few_hard_samples_are_no_leap():
     assert watched([0.01] * 99 + [2.5], samples=10).warnings == []
 
 
+def test_steps_without_a_loss_are_not_compared_with():
+    (warning,) = watched([0.05, math.nan, 2.0]).warnings
+    assert "the loss leapt from 0.05 to 2" in warning.reason
+
+
+def test_a_measure_that_is_not_finite_is_told_once_for_each_split():
+    watch = Watch(LOG10)
+    told = [
+        watch.not_finite(["f1"], split, epoch, 9)
+        for split, epoch in (("validation", 1), ("validation", 2), ("test", 2))
+    ]
+    assert [len(warnings) for warnings in told] == [1, 0, 1]
+    assert (told[0][0].epoch, told[2][0].epoch) == (0, 1)
+    assert "f1 on the test split is not finite after epoch 2" in watch.warnings[1].reason
+
+
 def test_guessing_is_told_when_it_begins():
     watch = Watch(LOG10)
     losses = [2.35, LOG10, 0.5, 2.3, 0.5]
