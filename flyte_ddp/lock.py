@@ -5,7 +5,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -29,14 +29,15 @@ def held(folder: Path) -> Iterator[bool]:
         raise HeldError(f"process {os.getpid()}, this one")
     try:
         with _locked(path) as (file, is_locked):
-            file.truncate(0)
-            since = time.strftime("%Y-%m-%d %H:%M:%S")
-            file.write(f"process {os.getpid()} on {socket.gethostname()}, since {since}")
-            file.flush()
             try:
+                file.truncate(0)
+                since = time.strftime("%Y-%m-%d %H:%M:%S")
+                file.write(f"process {os.getpid()} on {socket.gethostname()}, since {since}")
+                file.flush()
                 yield is_locked
             finally:
-                path.unlink(missing_ok=True)
+                with suppress(OSError):  # who comes next takes the file as it is
+                    path.unlink()
     finally:
         del _held[path]
 

@@ -52,10 +52,9 @@ NOT_CACHED = {"engine.joined", "export.rank", "hardware.rank", "loading.rank", "
 COMPUTED = {
     "engine/load.py",
     "lightning/modules.py",
-    "recipes/models.py",
     "model_files/model_metadata.py",
     "code/code_version.py",
-    "data/stored.py",
+    "data/fsspec_compat.py",
 }
 
 EDIT = """if True:

@@ -176,17 +176,18 @@ class PlatformStore(Store):
         pinned, status = folder / self.path.name, self.path.stat()
         try:
             folder.mkdir()
-            link_or_copy(self.path, pinned)  # since the ranks remove the files once they have written newer ones
-            if manifest := read_manifest(pinned):
-                self.pin_shards(manifest, folder)
+            try:
+                link_or_copy(self.path, pinned)  # since the ranks remove the files once they have written newer ones
+                if manifest := read_manifest(pinned):
+                    self.pin_shards(manifest, folder)
+            except FileNotFoundError:
+                if self._is_still(status):
+                    raise
             for model in models.glob("*.pt"):
                 with suppress(FileNotFoundError):  # the newest checkpoint does without it
                     link_or_copy(model, folder / model.name)
             if self._is_still(status):  # else a newer one is there, whose event follows
                 self._models.put(folder, partial(self.put_checkpoint, pinned, manifest))
-        except FileNotFoundError:
-            if self._is_still(status):
-                raise
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 

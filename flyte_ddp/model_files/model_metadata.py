@@ -63,7 +63,13 @@ class ModelMetadata:
 
     def load_settings(self, path: str | Path) -> Settings:
         """The settings of the training; imports the module of their class. path: of these weights."""
-        return class_named(self.settings_class, Settings, f"{path}: the class of the settings").from_dict(self.settings)
+        kind = class_named(self.settings_class, Settings, f"{path}: the class of the settings")
+        try:
+            return kind.from_dict(self.settings)
+        except InputError as error:
+            raise InputError(
+                f"{path} is of other settings than there are now, load it with that code: {error}"
+            ) from None
 
 
 def class_named(name: str, base: type[Kind], what: str) -> type[Kind]:

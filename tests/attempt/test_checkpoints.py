@@ -237,6 +237,18 @@ class ReadsTwice(Folders):
         super().put(path, url)
 
 
+class NoBucket(ReadsTwice):
+    def put(self, path, url):
+        super().put(path, url)
+        raise FileNotFoundError("The specified bucket does not exist")
+
+
+def test_a_bucket_that_is_not_there_is_said_though_a_newer_checkpoint_is(tmp_path, capsys):
+    with checkpoint_store(NoBucket(tmp_path), "key", resume=True) as store:
+        write_whole(store.path, b"half")
+    assert "a checkpoint was not uploaded: FileNotFoundError: The specified bucket does not" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("is_linked", [True, False])
 def test_what_is_uploaded_stays_what_it_was(tmp_path, monkeypatch, is_linked):
     if not is_linked:
