@@ -157,6 +157,9 @@ class TrainingState:
         self.parallel.zero_grad()  # here rather than at the end, so that gradients can be inspected until the next step
         before = [(tensor, tensor.clone()) for tensor in self.changing] if self._may_repeat(shares) else []
         totals = self.parallel.added_up(partial(self._backward, shares, (stop, save), before))
+        # From here on no rank asks another: the totals are those of all ranks together, bit for bit the same on each,
+        # so flag, scale and clipping, which follow from them, are, too, and either all ranks step or none. Nor does the
+        # host wait for the device: they stay there, and an optimizer that can (_is_guarded) reads the flag
         new = totals.measured
         self._sums[:-4].add_(new)
         self._sums[-3:-1].add_(totals.asked)

@@ -47,6 +47,8 @@ class ExactStep(nn.Module):
                 tensor.grad = view
                 tensor.register_post_accumulate_grad_hook(partial(self._arrived, number))
         self._is_looking, self._has_grid = False, False
+        if distributed.get_world_size() > 1:
+            take_first(step.model)
 
     def forward(self, batch: Batch, requests: tuple[bool, bool], is_last: bool) -> Tensor:
         trained, measured = self.module.computed(batch)
@@ -168,3 +170,12 @@ class ExactStep(nn.Module):
         if exponents is not None and self._has_grid:
             for bucket, of_bucket in zip(self._buckets, self._by_bucket(exponents), strict=True):
                 bucket.follow(of_bucket.to(bucket.exponents.device))
+
+
+@torch.no_grad()
+def take_first(model: nn.Module) -> None:
+    """Gives the network rank 0's values: initial ones may have other bits on another host's processor."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        sent = tensor.contiguous()
+        distributed.broadcast(sent.view(-1).view(torch.uint8), 0)  # not all types can be sent
+        tensor.copy_(sent)
