@@ -2,7 +2,7 @@
 
 try:
     from click import ClickException, UsageError
-except ModuleNotFoundError:  # torch and this library are enough to train
+except ModuleNotFoundError:  # a rank, or a model that is loaded, may have nothing but torch and this library
 
     class ClickException(Exception):  # type: ignore[no-redef]
         def __init__(self, message: str):
@@ -54,15 +54,18 @@ class StopRequested(Exception):
 
 
 class NonFiniteError(ArithmeticError):
-    """The loss or the gradient became NaN or infinite; the weights are those before that step."""
+    """The loss or the gradient became NaN or infinite, the weights being those before that step; or, where no engine
+    guards the step, the weights themselves."""
 
     def __init__(self, what: str, ranks: "list[int]", epoch: int, step: int):
+        verb = "are" if what == "weights" else "is"
         causes = {
             "loss": "broken values in the data",
             "gradient": "an operation whose derivative is not finite everywhere, such as a square root at 0",
+            "weights": "a step with gradients that were not finite, which nothing has kept the optimizer from",
         }
         super().__init__(
-            f"{what} is not finite in epoch {epoch + 1}, step {step + 1}, on rank {', '.join(map(str, ranks))}: "
+            f"{what} {verb} not finite in epoch {epoch + 1}, step {step + 1}, on rank {', '.join(map(str, ranks))}: "
             f"lower learning_rate, or look for {causes[what]}; the last good checkpoint is kept"
         )
 

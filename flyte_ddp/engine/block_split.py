@@ -37,6 +37,8 @@ class Reading:
 class BlockSplit:
     """See Split. Its samples are those of the first block, then those of the second, and so on."""
 
+    remedy = "look at its host's way to the storage and at its disk, or raise threads of Blocks"
+
     def __init__(self, blocks: Blocks, name: str, reading: Reading, chosen: np.ndarray | None = None):
         """name: of the split. chosen: (n,) int64, the blocks that it consists of; None is all of them."""
         for attribute in ("window", "streams", "threads"):

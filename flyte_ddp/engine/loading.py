@@ -34,6 +34,8 @@ class Streamed:
     (n, ...).
     """
 
+    remedy = "look at what its host reads from, or raise loader_workers"
+
     def __init__(self, dataset: Any, device: torch.device, workers: int = 0, pin_memory: bool = False):
         self.dataset, self.device, self.workers, self.pin_memory = dataset, device, workers, pin_memory
         self.lengths: Lengths | None = None

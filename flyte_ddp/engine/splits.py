@@ -16,9 +16,14 @@ from flyte_ddp.random_numbers import key_of
 
 
 class Split(Protocol):
-    """The samples of a split, wherever they are."""
+    """The samples of a split, wherever they are.
+
+    Attributes:
+        remedy: for a rank that waits for them longer than others.
+    """
 
     device: torch.device
+    remedy: str
 
     def __len__(self) -> int: ...
 
@@ -32,6 +37,7 @@ class Resident:
     def __init__(self, data: Any, device: torch.device):
         """Raises InputError if the data cannot be trained on; the caller says which data."""
         self.device = device
+        self.remedy = "look for other programs on its host, at what augment does, and at the disk of memory maps"
         self.lengths: Lengths | None = None
         leaves, self._structure = pytree.tree_flatten(data)
         leaves = [leaf if isinstance(leaf, np.memmap) else _as_tensor(leaf) for leaf in leaves]
@@ -76,7 +82,7 @@ class Part:
     """Some samples of a split: `count` of them, at(positions (n,) int64) being their indices in it."""
 
     def __init__(self, split: Split, count: int, at: Callable[[Tensor], Tensor]):
-        self.split, self.count, self.at, self.device = split, count, at, split.device
+        self.split, self.count, self.at, self.device, self.remedy = split, count, at, split.device, split.remedy
         lengths = lengths_of(split)
         self.lengths = lengths.of(at(torch.arange(count))) if lengths else None
 

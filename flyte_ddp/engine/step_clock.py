@@ -44,6 +44,9 @@ class StepClock:
 
     On a GPU these are events in its stream, so nobody waits for them, and the time is the device's own: data that come
     while it still computes have not been waited for.
+
+    Attributes:
+        samples: since they were read.
     """
 
     def __init__(self, device: torch.device):
@@ -77,7 +80,7 @@ class StepClock:
             self.lap(Part.DATA)
             if batch is None:
                 return
-            self._samples += batch.share.count
+            self.samples += batch.share.count
             yield batch
 
     def read_all(self) -> np.ndarray:
@@ -88,14 +91,14 @@ class StepClock:
         """
         self._add_up()
         mine = torch.zeros(distributed.get_world_size(), 4, dtype=torch.float64)
-        mine[distributed.get_rank()] = torch.tensor([*self._seconds[: Part.OTHER], self._samples], dtype=mine.dtype)
+        mine[distributed.get_rank()] = torch.tensor([*self._seconds[: Part.OTHER], self.samples], dtype=mine.dtype)
         self._set_to_zero()
         everyones = mine.to(self._device)
         distributed.all_reduce(everyones)
         return everyones.cpu().numpy()
 
     def _set_to_zero(self) -> None:
-        self._seconds, self._samples = [0.0] * len(Part), 0
+        self._seconds, self.samples = [0.0] * len(Part), 0
 
     def _add_up(self) -> None:
         """Adds up what the device has reached."""
