@@ -133,6 +133,28 @@ def test_wrong_input_is_refused_in_a_line(arguments, words):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("left", "words"),
+    [
+        ({"WORLD_SIZE": "2"}, "RANK is not set: WORLD_SIZE=2 says that torchrun"),
+        ({"WORLD_SIZE": "1", "RANK": "0"}, "MASTER_ADDR is not set: WORLD_SIZE=1 says that torchrun"),
+        (
+            {"WORLD_SIZE": "two", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"},
+            "WORLD_SIZE must be a whole number, as torchrun sets it, got 'two'",
+        ),
+    ],
+)
+def test_variables_that_something_else_has_left_are_named(left, words, tmp_path):
+    environment = {**os.environ, **left}
+    done = subprocess.run(
+        [sys.executable, *MODULE, "--output", str(tmp_path)], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert "unset it" in done.stderr or "must be" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_its_parent_needs_neither_flytekit_nor_torch():
     program = (
         "import logging, sys, workflows.without_flyte; print(logging.getLogger('flyte_ddp').handlers, "

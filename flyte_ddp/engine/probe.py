@@ -38,6 +38,7 @@ class Probed:
         names: of the measures.
         headline: the name of the main measure.
         reasons: why the result depends on the number of ranks; only if the recipe allows that.
+        alike: what changes all samples of a batch alike, where one would rather change each.
         sample_flops: floating-point operations of a training step, forward and backward, per sample.
         rows: what draws by row, having seen where samples are in what is drawn.
         moving: the weights, by name, that are not trained but changed otherwise, such as a teacher's.
@@ -46,6 +47,7 @@ class Probed:
     names: tuple[str, ...]
     headline: str
     reasons: list[str]
+    alike: list[str]
     sample_flops: float
     rows: ByRow
     moving: frozenset[str]
@@ -73,7 +75,8 @@ def probe(recipe: Recipe, model: nn.Module, splits: dict[str, Split], steps: int
             raise InputError(
                 f"{code_location(recipe, 'measure')}: a recipe that calls everyone() needs couples_samples = True"
             )
-        reasons += dependences(recipe, trials, whole) or scaled_rates(recipe, trials.model, steps)
+        # what differs from the start would be found again wherever it goes
+        reasons = reasons or dependences(recipe, trials, whole) or scaled_rates(recipe, trials.model, steps)
         _try_step(recipe, trials.model)
         moving = _moving(trials, model)
         tests = Trials(recipe, model, rows, splits["test"], _count(recipe, splits["test"], is_training=False), False)
@@ -88,7 +91,12 @@ def probe(recipe: Recipe, model: nn.Module, splits: dict[str, Split], steps: int
         raise InputError(f"the result would depend on the number of ranks: {'; '.join(reasons)}. {REMEDY}")
     names = tuple(whole.pairs)
     headline = headline_of(recipe, ratios(recipe, names, _totals(whole)))
-    return Probed(names, headline, reasons, counter.get_total_flops() / trials.size, rows, moving)
+    alike = [
+        f"{where}: torchvision's {name} changes all samples of a batch alike, by the same random numbers: call it on "
+        "each sample, in a Dataset, or draw from the argument random of augment()"
+        for where, name in whole.alike
+    ]
+    return Probed(names, headline, reasons, alike, counter.get_total_flops() / trials.size, rows, moving)
 
 
 def _count(recipe: Recipe, split: Split, is_training: bool = True) -> int:

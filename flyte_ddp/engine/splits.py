@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flyte_ddp.engine.arrays import KINDS, tensor_of
 from flyte_ddp.engine.block_split import BlockSplit
 from flyte_ddp.engine.lengths import Lengths, lengths_of
 from flyte_ddp.engine.order import shuffled
@@ -40,7 +41,7 @@ class Resident:
         self.remedy = "look for other programs on its host, at what augment does, and at the disk of memory maps"
         self.lengths: Lengths | None = None
         leaves, self._structure = pytree.tree_flatten(data)
-        leaves = [leaf if isinstance(leaf, np.memmap) else _as_tensor(leaf) for leaf in leaves]
+        leaves = [leaf if isinstance(_checked(leaf), np.memmap) else _as_tensor(leaf) for leaf in leaves]
         lengths = [len(leaf) if leaf.ndim else 0 for leaf in leaves]
         if not lengths or min(lengths) < 1 or len(set(lengths)) > 1:
             shapes = ", ".join(str(tuple(leaf.shape)) for leaf in leaves) or "no tensors"
@@ -62,7 +63,7 @@ class Resident:
             yield pytree.tree_unflatten(leaves, self._structure)
 
     def _read(self, leaf: np.memmap, indices: Tensor) -> Tensor:
-        return self._to_device(torch.from_numpy(leaf[indices.numpy()]))
+        return self._to_device(tensor_of(leaf[indices.numpy()]))
 
     def _to_device(self, read: Tensor) -> Tensor:
         # only from page-locked memory is the copy asynchronous
@@ -70,12 +71,16 @@ class Resident:
         return read.to(self.device, non_blocking=True)
 
 
-def _as_tensor(leaf: Any) -> Tensor:
+def _checked(leaf: Any) -> Any:
     if not isinstance(leaf, (Tensor, np.ndarray)):
         raise InputError(f"data must be tensors, arrays or a torch Dataset, got {type(leaf).__name__}")
-    if isinstance(leaf, np.ndarray) and leaf.dtype.kind not in "biufc":
+    if isinstance(leaf, np.ndarray) and leaf.dtype.kind not in KINDS:
         raise InputError(f"data must be numbers, got {leaf.dtype.name}: leave it out, or encode it as numbers")
-    return torch.as_tensor(leaf)
+    return leaf
+
+
+def _as_tensor(leaf: Tensor | np.ndarray) -> Tensor:
+    return leaf if isinstance(leaf, Tensor) else tensor_of(leaf)
 
 
 class Part:
