@@ -146,8 +146,9 @@ def test_wrong_input_is_refused_in_a_line(arguments, words):
 )
 def test_variables_that_something_else_has_left_are_named(left, words, tmp_path):
     environment = {**os.environ, **left}
+    arguments = ["--hp", '{"dataset": "digits"}', "--output", str(tmp_path)]
     done = subprocess.run(
-        [sys.executable, *MODULE, "--output", str(tmp_path)], cwd=ROOT, env=environment, capture_output=True, text=True
+        [sys.executable, *MODULE, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True
     )
     assert done.returncode == 2
     assert words in done.stderr
