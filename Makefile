@@ -15,7 +15,7 @@ export FLYTE_INTERNAL_IMAGE
 typed = printf '%s\n' '+ $(subst ','\'',$(1))'; PATH="$(CURDIR)/$(or $(2),.venv)/bin:$$PATH" $(1)
 
 .DEFAULT_GOAL := help
-.PHONY: help run example test test-all lint test-oldest-torch bench bench-trainers bench-models gpu-check faults image dry-run package register smoke smoke2
+.PHONY: help run example test test-all test-processors lint test-oldest-torch bench bench-trainers bench-models gpu-check faults image dry-run package register smoke smoke2
 .PHONY: lock clean
 
 help: ## List the targets
@@ -35,6 +35,10 @@ test: .venv/dev.stamp ## Run the tests that a change needs, in minutes; a part: 
 
 test-all: .venv/dev.stamp ## Run all tests, with commands, pods and examples as their users run them
 	@$(call typed,pytest$(if $(ARGS), $(ARGS)))
+
+test-processors: .venv/dev.stamp ## Run the tests of the engine as on a processor with AVX2, and on one without
+	@$(call typed,ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 pytest -m "not slow" tests/engine$(if $(ARGS), $(ARGS)))
+	@$(call typed,ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_ENABLE_INSTRUCTIONS=SSE4_2 pytest -m "not slow" tests/engine$(if $(ARGS), $(ARGS)))
 
 lint: .venv/dev.stamp ## Check style and types with ruff and mypy
 	@$(call typed,ruff check)

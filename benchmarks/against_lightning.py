@@ -12,7 +12,7 @@ import sys
 import time
 
 from benchmarks.engine import hardware, spread, train
-from flyte_ddp.data.datasets import prepare
+from flyte_ddp.data.sources.datasets import prepare
 from flyte_ddp.launch.environment import choose_world
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 

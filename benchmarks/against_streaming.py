@@ -37,11 +37,11 @@ from torch.utils.data import DataLoader
 
 from benchmarks.engine import hardware, spread
 from benchmarks.streaming import local_storage
-from flyte_ddp.data.block_folder import BlockFolder, write_blocks
-from flyte_ddp.engine.batches import TrainBatches
-from flyte_ddp.engine.block_cache import VARIABLE, BlockCache
-from flyte_ddp.engine.block_split import BlockSplit, Reading
-from flyte_ddp.engine.splits import Resident
+from flyte_ddp.data.blocks.block_folder import BlockFolder, write_blocks
+from flyte_ddp.engine.batches.batches import TrainBatches
+from flyte_ddp.engine.batches.block_cache import VARIABLE, BlockCache
+from flyte_ddp.engine.batches.block_split import BlockSplit, Reading
+from flyte_ddp.engine.batches.splits import Resident
 from flyte_ddp.launch.environment import Environment, World
 
 SHAPE, ROWS, BATCH, WORKERS = (3, 64, 64), 1000, 128, 2

@@ -18,8 +18,8 @@ import yaml
 
 from benchmarks.engine import hardware, percent, spread, train
 from benchmarks.tutorial import BATCH_SIZE, train_tutorial
-from flyte_ddp.data.datasets import data_dir, prepare
-from flyte_ddp.data.prepared import read_description
+from flyte_ddp.data.prepared.prepared import read_description
+from flyte_ddp.data.sources.datasets import data_dir, prepare
 from flyte_ddp.launch.environment import choose_world
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 

@@ -25,9 +25,9 @@ from benchmarks.models import MODELS, Settings
 from flyte_ddp.errors import InputError
 from flyte_ddp.events import CheckpointWritten, Event
 from flyte_ddp.launch.failures import RankError
+from flyte_ddp.model_files.weights import read_weights
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.training import train
-from flyte_ddp.weights import read_weights
 
 RUNS = ((1, 0.0), (2, 0.0), (3, 0.0), (1, 2.0**-23))  # ranks, and how much larger images are
 SPAWN = multiprocessing.get_context("spawn")

@@ -16,8 +16,8 @@ import yaml
 
 from benchmarks.engine import hardware
 from benchmarks.training import HEAD, measure
-from flyte_ddp.data.datasets import prepare
-from flyte_ddp.data.prepared import read_description
+from flyte_ddp.data.prepared.prepared import read_description
+from flyte_ddp.data.sources.datasets import prepare
 
 VALIDATION_FRACTION = 1 / 12
 VARIED = {"shift_pixels": (1, 2), "ema_decay": (0.0, 0.999)}

@@ -19,10 +19,10 @@ from torch import distributed, nn
 
 from benchmarks.engine import hardware
 from benchmarks.gpu_rows import training
-from flyte_ddp.engine.block_cache import BlockCache
-from flyte_ddp.engine.checkpoint_writer import checkpoints_of
+from flyte_ddp.engine.batches.block_cache import BlockCache
+from flyte_ddp.engine.checkpoints.resume import resume as resume_from
+from flyte_ddp.engine.checkpoints.writer import checkpoints_of
 from flyte_ddp.engine.job import Job
-from flyte_ddp.engine.resume import resume as resume_from
 from flyte_ddp.engine.set_up import set_up
 from flyte_ddp.launch.environment import Environment, choose_world
 from flyte_ddp.launch.link import Link

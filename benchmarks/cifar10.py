@@ -15,7 +15,7 @@ import yaml
 
 from benchmarks.engine import hardware
 from benchmarks.training import HEAD, measure
-from flyte_ddp.data.datasets import prepare
+from flyte_ddp.data.sources.datasets import prepare
 from flyte_ddp.recipes.hyperparameters import CIFAR10Hyperparameters
 
 EXAMPLE: dict[str, Any] = {

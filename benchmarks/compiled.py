@@ -19,9 +19,9 @@ from benchmarks.engine import hardware, spread
 from benchmarks.many_ranks import Repeated, names_of
 from examples.charlm.recipe import CharLM
 from examples.charlm.settings import Settings
-from flyte_ddp.engine.batches import TestBatches, TrainBatches
-from flyte_ddp.engine.by_row import ByRow
-from flyte_ddp.engine.compiled import compile_layers, compile_now
+from flyte_ddp.engine.batches.batches import TestBatches, TrainBatches
+from flyte_ddp.engine.global_batch.by_row import ByRow
+from flyte_ddp.engine.network.compiled import compile_layers, compile_now
 from flyte_ddp.engine.state import TrainingState
 from flyte_ddp.launch.link import Link
 

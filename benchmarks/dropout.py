@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from benchmarks.engine import hardware, spread
 from flyte_ddp.batch_share import BatchShare
-from flyte_ddp.engine.by_row import ByRow
+from flyte_ddp.engine.global_batch.by_row import ByRow
 
 SHAPE, TIMES = (32, 128, 256), 20
 

@@ -10,7 +10,7 @@ import argparse
 
 from benchmarks.engine import hardware, spread, train
 from benchmarks.stopwatch import Rates
-from flyte_ddp.data.datasets import prepare
+from flyte_ddp.data.sources.datasets import prepare
 from flyte_ddp.launch.environment import available_cores, choose_world
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 

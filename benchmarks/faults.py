@@ -25,9 +25,9 @@ from typing import Any
 
 import flyte_ddp.training
 from benchmarks import engine
-from flyte_ddp.data import prepared
-from flyte_ddp.data.datasets import prepare
-from flyte_ddp.data.writer import write_prepared
+from flyte_ddp.data.prepared import prepared
+from flyte_ddp.data.prepared.writer import write_prepared
+from flyte_ddp.data.sources.datasets import prepare
 from flyte_ddp.events import Event, RunStarted, StepLogged
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions

@@ -20,8 +20,8 @@ from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.stopwatch import clock
-from flyte_ddp.data.datasets import prepare
-from flyte_ddp.data.prepared import open_split, read_description
+from flyte_ddp.data.prepared.prepared import open_split, read_description
+from flyte_ddp.data.sources.datasets import prepare
 from flyte_ddp.engine.set_up import choose_precision
 from flyte_ddp.launch.environment import choose_world
 from flyte_ddp.recipes.hyperparameters import Hyperparameters

@@ -24,14 +24,14 @@ from torch import distributed
 
 from benchmarks.engine import hardware, spread
 from benchmarks.gpu_rows.training import IMAGES
-from flyte_ddp.data.datasets import prepare
-from flyte_ddp.data.image_folder import write_folder
-from flyte_ddp.data.prepared import open_split
-from flyte_ddp.engine.batches import TrainBatches
-from flyte_ddp.engine.by_row import ByRow
-from flyte_ddp.engine.loading import Streamed
+from flyte_ddp.data.prepared.prepared import open_split
+from flyte_ddp.data.sources.datasets import prepare
+from flyte_ddp.data.sources.image_folder import write_folder
+from flyte_ddp.engine.batches.batches import TrainBatches
+from flyte_ddp.engine.batches.loading import Streamed
+from flyte_ddp.engine.batches.splits import Resident
+from flyte_ddp.engine.global_batch.by_row import ByRow
 from flyte_ddp.engine.measures import augment
-from flyte_ddp.engine.splits import Resident
 from flyte_ddp.engine.state import TrainingState
 from flyte_ddp.engine.step import ReplicatedStep
 from flyte_ddp.recipe import Recipe

@@ -18,7 +18,8 @@ from benchmarks import engine
 from benchmarks.engine import spread
 from benchmarks.gpu_rows.training import IMAGES
 from flyte_ddp.attempt.observing import Observers
-from flyte_ddp.data import datasets, prepared
+from flyte_ddp.data.prepared import prepared
+from flyte_ddp.data.sources import datasets
 from flyte_ddp.launch import launcher
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.report.record import RunFinished, RunInfo

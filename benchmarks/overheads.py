@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.engine import hardware, spread, train
-from flyte_ddp.data.datasets import prepare
+from flyte_ddp.data.sources.datasets import prepare
 from flyte_ddp.events import Event, StepLogged
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 

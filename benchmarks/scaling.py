@@ -16,9 +16,9 @@ import numpy as np
 
 from benchmarks.engine import hardware, spread, train
 from benchmarks.stopwatch import Cost
-from flyte_ddp.data.datasets import prepare
-from flyte_ddp.data.prepared import open_split, read_description
-from flyte_ddp.data.writer import write_prepared
+from flyte_ddp.data.prepared.prepared import open_split, read_description
+from flyte_ddp.data.prepared.writer import write_prepared
+from flyte_ddp.data.sources.datasets import prepare
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 
 WORKER = "benchmarks.stopwatch:count_cost"

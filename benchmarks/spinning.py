@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from benchmarks.engine import hardware, spread, train
-from flyte_ddp.data.datasets import prepare
+from flyte_ddp.data.sources.datasets import prepare
 from flyte_ddp.launch.environment import available_cores
 from flyte_ddp.launch.launcher import SPIN_COUNT
 from flyte_ddp.recipes.hyperparameters import Hyperparameters

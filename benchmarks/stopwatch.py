@@ -9,7 +9,7 @@ from unittest.mock import patch
 import torch
 
 from flyte_ddp.engine import loop, worker
-from flyte_ddp.engine.batches import Batch, TrainBatches
+from flyte_ddp.engine.batches.batches import Batch, TrainBatches
 from flyte_ddp.engine.job import Job
 from flyte_ddp.engine.loop import train_epoch
 from flyte_ddp.engine.state import Sums, TrainingState

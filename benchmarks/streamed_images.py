@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from flyte_ddp.data.block_folder import BlockFolder
+from flyte_ddp.data.blocks.block_folder import BlockFolder
 from flyte_ddp.recipes.classifier import Classifier
 from flyte_ddp.settings import TrainingSettings, setting
 

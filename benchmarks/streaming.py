@@ -29,14 +29,14 @@ import torch
 
 from benchmarks.engine import hardware, percent, spread
 from benchmarks.streamed_images import Settings
-from flyte_ddp.data.block_folder import write_blocks
-from flyte_ddp.data.blocks import Blocks
-from flyte_ddp.data.datasets import prepare
-from flyte_ddp.data.prepared import open_split
+from flyte_ddp.data.blocks.block_folder import write_blocks
+from flyte_ddp.data.blocks.blocks import Blocks
+from flyte_ddp.data.prepared.prepared import open_split
+from flyte_ddp.data.sources.datasets import prepare
 from flyte_ddp.data.stored import use_storage_options
-from flyte_ddp.engine.batches import TrainBatches
-from flyte_ddp.engine.block_cache import BlockCache
-from flyte_ddp.engine.block_split import BlockSplit, Reading
+from flyte_ddp.engine.batches.batches import TrainBatches
+from flyte_ddp.engine.batches.block_cache import BlockCache
+from flyte_ddp.engine.batches.block_split import BlockSplit, Reading
 from flyte_ddp.launch.environment import Environment, World
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.training import train

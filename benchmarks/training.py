@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from benchmarks.engine import hardware, percent, spread, train
-from flyte_ddp.data.datasets import prepare
+from flyte_ddp.data.sources.datasets import prepare
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 
 BEST = yaml.safe_load((Path(__file__).parents[1] / "presets" / "best.yaml").read_text())

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from flyte.io import Dir, File
 
 from flyte2.mnist import preparation, prepare, train, training
-from flyte_ddp.code_version import code_version
+from flyte_ddp.code.code_version import code_version
 from flyte_ddp.flyte2.environment import training_arguments, workflow_environment
 from flyte_ddp.flyte2.prepare import resolve_dataset
 from flyte_ddp.flyte2.training import TrainingOutputs, image_training

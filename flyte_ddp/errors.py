@@ -1,5 +1,7 @@
 """Errors by what should happen next: fix the input, try again, or give up."""
 
+from flyte_ddp.text import counted
+
 try:
     from click import ClickException, UsageError
 except ModuleNotFoundError:  # a rank, or a model that is loaded, may have nothing but torch and this library
@@ -54,19 +56,29 @@ class StopRequested(Exception):
 
 
 class NonFiniteError(ArithmeticError):
-    """The loss or the gradient became NaN or infinite, the weights being those before that step; or, where no engine
-    guards the step, the weights themselves."""
+    """Something became NaN or infinite, with which there is nothing to go on with, and nothing to compare."""
 
-    def __init__(self, what: str, ranks: "list[int]", epoch: int, step: int):
-        verb = "are" if what == "weights" else "is"
+    @classmethod
+    def in_step(cls, what: str, ranks: "list[int]", epoch: int, step: int) -> "NonFiniteError":
+        """What: loss, gradient (both with the weights as before that step) or a weight."""
         causes = {
             "loss": "broken values in the data",
             "gradient": "an operation whose derivative is not finite everywhere, such as a square root at 0",
-            "weights": "a step with gradients that were not finite, which nothing has kept the optimizer from",
+            "a weight": "a step of the module's own optimization by a gradient that is not finite",
         }
-        super().__init__(
-            f"{what} {verb} not finite in epoch {epoch + 1}, step {step + 1}, on rank {', '.join(map(str, ranks))}: "
+        return cls(
+            f"{what} is not finite in epoch {epoch + 1}, step {step + 1}, on rank {', '.join(map(str, ranks))}: "
             f"lower learning_rate, or look for {causes[what]}; the last good checkpoint is kept"
+        )
+
+    @classmethod
+    def in_evaluation(cls, value: float, split: str, epochs: float) -> "NonFiniteError":
+        """The loss of a whole split, after so many epochs."""
+        return cls(
+            f"the loss on the {split} split is {value:g} after epoch {counted(epochs)}, although training had finite "
+            f"losses: lower learning_rate, or look for broken values in the {split} split, or for what a network does "
+            "in evaluation alone, such as batch norm with running statistics that are not finite; the last good "
+            "checkpoint is kept"
         )
 
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from flyte_ddp import random_numbers
 from flyte_ddp.batch_share import BatchShare, gather_rows
 from flyte_ddp.errors import InputError
-from flyte_ddp.model_metadata import needs_metadata
-from flyte_ddp.weights import REMEDY, load_weights
+from flyte_ddp.model_files.model_metadata import needs_metadata
+from flyte_ddp.model_files.weights import REMEDY, load_weights
 
 CPU = torch.device("cpu")
 # A tensor, or a tuple, list or dict of Trees; the first dimension of each tensor is the samples
@@ -147,13 +147,13 @@ class Recipe:
         init_path: Path | None = None,
     ) -> nn.Module:
         """The trained network from a model_state or safetensors file, in evaluation mode on the CPU; nothing in the
-        file is executed.
+        file is executed, but the module of the settings' class, which it names, is imported.
 
         settings: those of the training; by default those in the file's metadata.
         data_path, init_path: those of the training, where model() needs them.
         """
         if settings is None:
-            settings = needs_metadata(path, "give the settings of the training").load_settings()
+            settings = needs_metadata(path, "give the settings of the training").load_settings(path)
         recipe = cls(settings, data_path)
         recipe.init_path = init_path
         return recipe.trained_model(path)

@@ -142,6 +142,8 @@ def checked(owner: str, field: "dataclasses.Field[Any]", value: Any) -> Any:
         raise InputError(f"{name} must be {TYPE_NAMES[expected]}, got {_shown(value)}")
     if expected is int and not -(2**63) <= value < 2**63:  # Flyte's cache and literals hold no more
         raise InputError(f"{name} must be a whole number of 64 bits, got {_shown(value)}")
+    if expected is dict:
+        _check_json(name, value)
     if rules["choices"] and value not in rules["choices"]:
         raise InputError(f"{name} must be one of {', '.join(rules['choices'])}, got {_shown(value)}")
     if expected in (int, float):
@@ -149,6 +151,24 @@ def checked(owner: str, field: "dataclasses.Field[Any]", value: Any) -> Any:
         if not within:
             raise InputError(f"{name} must be {_range(rules)}, got {_shown(value)}")
     return value
+
+
+def _check_json(name: str, value: Any) -> None:
+    """Raises InputError for what is not the same once it has been JSON, as in inputs of tasks and files of weights."""
+    if type(value) is dict:
+        for key, inner in value.items():
+            if type(key) is not str:
+                rule = "must have strings as names, as JSON has no others"
+                raise InputError(f'{name} {rule}, got {key!r}: write it as "{key}"')
+            _check_json(f"{name}.{key}", inner)
+    elif type(value) is list:
+        for number, inner in enumerate(value):
+            _check_json(f"{name}[{number}]", inner)
+    elif not (value is None or type(value) in (str, int, bool) or (type(value) is float and math.isfinite(value))):
+        raise InputError(
+            f"{name} must be what JSON keeps as it is, a finite number, a string, true, false, null, a list or an "
+            f"object of these, got {_shown(value)} ({type(value).__name__}): convert it"
+        )
 
 
 def _range(rules: Mapping[str, Any]) -> str:

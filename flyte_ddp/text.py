@@ -3,10 +3,25 @@
 import difflib
 from collections.abc import Iterable
 
+# What a terminal obeys; and what reorders the text around it, or breaks its line (Unicode's annexes 9 and 14)
+CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
+CONTROLS |= {code: f"\\u{code:04x}" for code in (0x61C, 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A))}
+
+
+def without_controls(text: str) -> str:
+    """The text with what would steer a terminal, or reorder what it shows, escaped."""
+    return text.translate(CONTROLS)
+
 
 def encodable(text: str) -> str:
     """The text with lone surrogates escaped: they stem from file names that are not text, and UTF-8 has none."""
     return text.encode("utf-8", "backslashreplace").decode()
+
+
+def reason_of(error: BaseException) -> str:
+    """What went wrong, on one line: as the system says it, or with the type of the error."""
+    said = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+    return " ".join(str(said).split())
 
 
 def counted(epochs: float) -> str:

@@ -13,6 +13,7 @@ from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
+from flyte_ddp.code.user_code import EXAMPLE, find_code, find_observers
 from flyte_ddp.data.description import StoredData
 from flyte_ddp.engine.job import PREDICTIONS, Job, KeptModel, TrainingResult, job_in, subject_of
 from flyte_ddp.errors import InputError
@@ -26,7 +27,6 @@ from flyte_ddp.report.own_observers import OwnObservers
 from flyte_ddp.report.record import RunFailed, RunFinished
 from flyte_ddp.settings import RunOptions, TrainingSettings
 from flyte_ddp.storage import writing_to
-from flyte_ddp.user_code import EXAMPLE, find_code, find_observers
 
 WORKER = "flyte_ddp.engine.worker:run"  # names, because importing them would import torch
 JOINED = "flyte_ddp.engine.joined:join_and_train"

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from flyte_ddp.attempt.registration import Registration, registration
 from flyte_ddp.errors import InputError
-from flyte_ddp.tasks.resources import training_sizes
+from flyte_ddp.flyte1.resources import training_sizes
 from scripts.dry_run import ROOT
 
 REFUSED = re.compile(r"Requested (\w+) \w+ \[(.+?)\] is greater than (current limit set in the platform .*?\[.+?\]|.*)")

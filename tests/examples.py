@@ -17,10 +17,10 @@ from safetensors.torch import save_file
 from sklearn.datasets import load_digits
 
 from examples.stream.waves import waves
-from flyte_ddp.data import prepared
-from flyte_ddp.data.block_folder import write_blocks
-from flyte_ddp.data.datasets import prepare
-from flyte_ddp.data.writer import write_prepared
+from flyte_ddp.data.blocks.block_folder import write_blocks
+from flyte_ddp.data.prepared import prepared
+from flyte_ddp.data.prepared.writer import write_prepared
+from flyte_ddp.data.sources.datasets import prepare
 from flyte_ddp.events import Event, StepLogged
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.training import train

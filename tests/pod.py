@@ -22,9 +22,9 @@ from flyteidl.core.types_pb2 import BlobType
 from flytekit import FlyteContextManager
 from flytekit.core.type_engine import TypeEngine
 
-from flyte_ddp.data import prepared
-from flyte_ddp.data.datasets import prepare
-from flyte_ddp.data.writer import write_prepared
+from flyte_ddp.data.prepared import prepared
+from flyte_ddp.data.prepared.writer import write_prepared
+from flyte_ddp.data.sources.datasets import prepare
 from flyte_ddp.launch.environment import visible_gpus
 from scripts.dry_run import ROOT, Package, build_package
 from tests.once import digest, made_once

@@ -7,16 +7,16 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from flyte_ddp.data import prepared
-from flyte_ddp.data.datasets import prepare
-from flyte_ddp.data.writer import write_prepared
+from flyte_ddp.code.user_code import find_code
+from flyte_ddp.data.prepared import prepared
+from flyte_ddp.data.prepared.writer import write_prepared
+from flyte_ddp.data.sources.datasets import prepare
 from flyte_ddp.engine.job import TrainingResult, job_in, subject_of
 from flyte_ddp.events import Event
 from flyte_ddp.launch import launcher
 from flyte_ddp.launch.environment import choose_world
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
-from flyte_ddp.user_code import find_code
 
 WORKER = "flyte_ddp.engine.worker:run"
 RECIPE = "flyte_ddp.recipes.images:ImageClassifier"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import flyte_ddp
-from flyte_ddp.user_code import find_code
+from flyte_ddp.code.user_code import find_code
 
 ROOT = Path(__file__).parents[1]
 
@@ -57,7 +57,7 @@ def test_a_recipe_that_imports_from_it_consists_of_its_own_files(tmp_path, monke
     assert find_code("own_recipe:Mine").files == (str(tmp_path / "own_recipe.py"),)
     # nor does the face make all that it names part of the library's own recipes
     files = find_code("flyte_ddp.recipes.images:ImageClassifier").files
-    assert not [file for file in files if "/tasks/" in file]
+    assert not [file for file in files if "/flyte1/" in file]
 
 
 def test_pages_examples_and_template_import_from_it():

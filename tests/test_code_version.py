@@ -14,10 +14,10 @@ from flytekit.core.cache import VersionParameters
 
 from flyte_ddp.attempt.pod import check_code
 from flyte_ddp.attempt.requested import training_environment
-from flyte_ddp.code_version import imported
+from flyte_ddp.code.code_version import imported
+from flyte_ddp.code.user_code import ENGINE
 from flyte_ddp.errors import ReportedError
-from flyte_ddp.tasks.caching import CodeVersion
-from flyte_ddp.user_code import ENGINE
+from flyte_ddp.flyte1.caching import CodeVersion
 
 ROOT = Path(__file__).parents[1]
 RECIPES = (
@@ -26,12 +26,12 @@ RECIPES = (
     "autoencoder.recipe:AutoencoderRecipe",
 )
 OF_ALL = (
-    "flyte_ddp/engine/loop.py", "flyte_ddp/engine/probe.py", "flyte_ddp/engine/predict.py", "flyte_ddp/recipe.py",
-    "flyte_ddp/settings.py", "flyte_ddp/batch_share.py", "flyte_ddp/data/description.py",
+    "flyte_ddp/engine/loop.py", "flyte_ddp/engine/checks/probe.py", "flyte_ddp/engine/predict.py",
+    "flyte_ddp/recipe.py", "flyte_ddp/settings.py", "flyte_ddp/batch_share.py", "flyte_ddp/data/description.py",
 )  # fmt: skip
 OF_NONE = (
     "flyte_ddp/launch/launcher.py", "flyte_ddp/launch/process_group.py", "flyte_ddp/report/page.py",
-    "flyte_ddp/tasks/train.py", "flyte_ddp/attempt/summaries.py", "flyte_ddp/training.py",
+    "flyte_ddp/flyte1/train.py", "flyte_ddp/attempt/summaries.py", "flyte_ddp/training.py",
     "flyte_ddp/lightning/rank.py", "flyte_ddp/export/rank.py", "workflows/mnist.py",
 )  # fmt: skip
 OF_SOME = {
@@ -39,7 +39,7 @@ OF_SOME = {
     "flyte_ddp/recipes/images.py": RECIPES[:2],
     "flyte_ddp/recipes/models.py": RECIPES[:2],
     "flyte_ddp/data/image_files.py": RECIPES,
-    "flyte_ddp/data/prepared.py": RECIPES,
+    "flyte_ddp/data/prepared/prepared.py": RECIPES,
     "flyte_ddp/data/held_out.py": RECIPES[2:],
     "examples/autoencoder/recipe.py": RECIPES[2:],
     "examples/contrastive/recipe.py": RECIPES[1:2],
@@ -53,15 +53,15 @@ COMPUTED = {
     "engine/load.py",
     "lightning/modules.py",
     "recipes/models.py",
-    "model_metadata.py",
-    "code_version.py",
+    "model_files/model_metadata.py",
+    "code/code_version.py",
     "data/stored.py",
 }
 
 EDIT = """if True:
     import json, sys
     from pathlib import Path
-    from flyte_ddp.user_code import find_code
+    from flyte_ddp.code.user_code import find_code
     recipes, edits = json.load(sys.stdin)
     before, changed = {name: find_code(name).version for name in recipes}, []
     for file, addition in edits:

@@ -15,23 +15,21 @@ LAYERS = (
     "report",
     "training",
     "attempt",
-    "tasks",
+    "flyte1",
     "lightning",
 )
 GROUND = (
-    "code_version",
+    "code",
     "errors",
     "events",
     "manifest",
-    "model_metadata",
-    "pretrained",
+    "model_files",
     "random_numbers",
     "reading",
     "schedules",
     "settings",
     "storage",
     "text",
-    "user_code",
 )
 FEATURES = (
     "__main__",
@@ -60,7 +58,7 @@ def _modules() -> dict[str, Path]:
 
 def _layer(module: str) -> str:
     layer = module.partition(".")[0]
-    return "ground" if layer in GROUND else "recipe" if layer in ("batch_share", "frozen_base", "weights") else layer
+    return "ground" if layer in GROUND else "recipe" if layer in ("batch_share",) else layer
 
 
 def _imported_names(path: Path) -> set[str]:
@@ -89,8 +87,8 @@ def test_no_layer_imports_from_one_above():
     wrong = {}
     for module, path in _modules().items():
         layer = _layer(module)
-        if layer == "flyte2":  # beside tasks: the other platform
-            allowed = (*LAYERS[: LAYERS.index("tasks")], layer)
+        if layer == "flyte2":  # beside flyte1: the other platform
+            allowed = (*LAYERS[: LAYERS.index("flyte1")], layer)
         else:
             allowed = (*LAYERS, "flyte2", layer) if layer in FEATURES else LAYERS[: LAYERS.index(layer) + 1]
         upwards = {name for name in _imports(path) if _layer(name) not in allowed}
@@ -101,7 +99,7 @@ def test_no_layer_imports_from_one_above():
 
 def test_what_every_platform_shares_imports_none():
     """flyte_ddp.attempt and all below it import neither flytekit nor flyte, not even inside a function."""
-    below = [path for module, path in _modules().items() if _layer(module) in LAYERS[: LAYERS.index("tasks")]]
+    below = [path for module, path in _modules().items() if _layer(module) in LAYERS[: LAYERS.index("flyte1")]]
     assert below
     for path in below:
         found = {name.split(".")[0] for name in _imported_names(path)}
@@ -109,6 +107,6 @@ def test_what_every_platform_shares_imports_none():
 
 
 def test_neither_platform_imports_the_other():
-    for layer, others in {"tasks": {"flyte"}, "flyte2": {"flytekit", "flytekitplugins", "flyteidl"}}.items():
+    for layer, others in {"flyte1": {"flyte"}, "flyte2": {"flytekit", "flytekitplugins", "flyteidl"}}.items():
         for path in (path for module, path in _modules().items() if _layer(module) == layer):
             assert not {name.split(".")[0] for name in _imported_names(path)} & others, path

@@ -11,8 +11,8 @@ from flyteidl.core.literals_pb2 import Literal
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import PythonPickledFile
 
-from flyte_ddp.data.datasets import prepare
-from flyte_ddp.data.image_settings import ImageSettings
+from flyte_ddp.data.sources.datasets import prepare
+from flyte_ddp.data.sources.image_settings import ImageSettings
 from flyte_ddp.export.settings import ClassifierExport, FolderExport
 from flyte_ddp.loading.times import LoadingSettings
 from flyte_ddp.recipes.hyperparameters import (
@@ -57,8 +57,8 @@ def digits(tmp_path_factory):
 @pytest.fixture(scope="module")
 def images(run):
     """The inputs of tasks that read image files."""
-    found = run("flyte_ddp.tasks.image_folder.find_images", folder="", images=ImageSettings())
-    index = run("flyte_ddp.tasks.image_folder.index_images", images=ImageSettings(), **found)["o0"]
+    found = run("flyte_ddp.flyte1.image_folder.find_images", folder="", images=ImageSettings())
+    index = run("flyte_ddp.flyte1.image_folder.index_images", images=ImageSettings(), **found)["o0"]
     return {"index": index, "folder": found["folder"]}
 
 

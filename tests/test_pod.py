@@ -10,7 +10,7 @@ from flyteidl.core.tasks_pb2 import Resources
 
 from flyte_ddp.autoencoder.settings import AutoencoderHyperparameters
 from flyte_ddp.lightning.settings import LightningOptions
-from flyte_ddp.model_metadata import read_metadata
+from flyte_ddp.model_files.model_metadata import read_metadata
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
 from tests.commands import pyflyte
@@ -30,9 +30,9 @@ def prepared(place):
     """The outputs of the first two pods: the name of the dataset, and the prepared dataset."""
     tasks = package_for_here().tasks
     inputs = {"hp": literal(HP), "options": literal(RunOptions())}
-    name = Pod(tasks["flyte_ddp.tasks.prepare.resolve_dataset"], inputs, place / "resolve").run()["o0"]
+    name = Pod(tasks["flyte_ddp.flyte1.prepare.resolve_dataset"], inputs, place / "resolve").run()["o0"]
     assert name.scalar.primitive.string_value == "digits"
-    data = Pod(tasks["flyte_ddp.tasks.prepare.prepare_dataset"], {"name": name}, place / "prepare").run()["o0"]
+    data = Pod(tasks["flyte_ddp.flyte1.prepare.prepare_dataset"], {"name": name}, place / "prepare").run()["o0"]
     assert data.scalar.blob.uri.startswith(str(place / "prepare" / "raw"))
     return data
 
@@ -130,7 +130,7 @@ def test_pod_without_the_gpus_that_it_asked_for_is_tried_elsewhere(place, small)
 
 @pytest.mark.slow
 def test_lost_mirror_is_worth_a_retry(place):
-    task = package_for_here().tasks["flyte_ddp.tasks.prepare.prepare_dataset"]
+    task = package_for_here().tasks["flyte_ddp.flyte1.prepare.prepare_dataset"]
     nowhere = {"DDP_DATA_MIRROR": (place / "no-such-folder").as_uri(), "DDP_DATA_DIR": str(place / "empty")}
     blocked = {"https_proxy": "http://127.0.0.1:9", "http_proxy": "http://127.0.0.1:9"}
     pod = Pod(task, {"name": literal("mnist")}, place / "no-mirror", environment={**nowhere, **blocked})

@@ -88,7 +88,7 @@ def test_neighbours_calls_and_steps_are_independent():
 
 KERNEL = """if True:
     import torch
-    from flyte_ddp.engine.dropout_kernel import Dropout
+    from flyte_ddp.engine.global_batch.dropout_kernel import Dropout
     from flyte_ddp import random_numbers
     random_numbers.words = random_numbers.split_mix
     key, features = random_numbers.key_of(3, 4), torch.randn(37, 11, requires_grad=True)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from flyte_ddp.code.user_code import find_code
 from flyte_ddp.settings import RunOptions
-from flyte_ddp.user_code import find_code
 from scripts.dry_run import build_package
 from tests import examples
 from tests.commands import ROOT, same

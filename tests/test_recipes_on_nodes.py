@@ -26,7 +26,7 @@ UNDER_LIGHTNING = """
 from flytekit import task
 
 from flyte_ddp import LightningOptions, LightningTraining, RecipeOutputs
-from flyte_ddp.tasks.multinode import multinode
+from flyte_ddp.flyte1.multinode import multinode
 from numerals.settings import Settings
 
 training = LightningTraining("numerals.model:LitNumerals", data="numerals.model:Numerals")

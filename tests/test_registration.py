@@ -69,7 +69,7 @@ def test_promotion_and_roll_back_know_the_mlflow_server_and_no_other_secret(sand
 @pytest.mark.parametrize("profile", ["gpu", "sandbox"])
 def test_preparation_asks_for_less(request, profile):
     tasks = request.getfixturevalue(profile).tasks
-    for name in ("flyte_ddp.tasks.prepare.resolve_dataset", "flyte_ddp.tasks.prepare.prepare_dataset"):
+    for name in ("flyte_ddp.flyte1.prepare.resolve_dataset", "flyte_ddp.flyte1.prepare.prepare_dataset"):
         assert "gpu" not in amounts(tasks[name].container.resources.limits)
         assert not tasks[name].security_context.secrets
 
@@ -84,9 +84,9 @@ def test_every_task_is_a_plain_container_of_the_named_image(gpu):
 
 
 def test_caches_and_retries(gpu):
-    resolve = gpu.tasks["flyte_ddp.tasks.prepare.resolve_dataset"].metadata
-    prepare = gpu.tasks["flyte_ddp.tasks.prepare.prepare_dataset"].metadata
-    init = gpu.tasks["flyte_ddp.tasks.data.init_by_content"].metadata
+    resolve = gpu.tasks["flyte_ddp.flyte1.prepare.resolve_dataset"].metadata
+    prepare = gpu.tasks["flyte_ddp.flyte1.prepare.prepare_dataset"].metadata
+    init = gpu.tasks["flyte_ddp.flyte1.data.init_by_content"].metadata
     train = gpu.tasks[TRAINING].metadata
     assert all(metadata.discoverable for metadata in (resolve, prepare, init, train)), "a cached run starts no pod"
     assert prepare.cache_serializable
@@ -245,7 +245,7 @@ def test_modules_import_without_optional_packages():
     files = [file for file in code_files() if TEMPLATE not in file.parents]
     modules = sorted(".".join(file.relative_to(ROOT).with_suffix("").parts) for file in files)
     ranks = ("checkpoint", "measures", "modules", "observer", "rank", "results")  # for those who have the package
-    left_out = ("__init__", "tasks.multinode", "autoencoder.module", *(f"lightning.{name}" for name in ranks))
+    left_out = ("__init__", "flyte1.multinode", "autoencoder.module", *(f"lightning.{name}" for name in ranks))
     modules = [module for module in modules if not module.endswith(left_out)]
     result = subprocess.run([sys.executable, "-c", program, *modules], cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr

@@ -2,10 +2,13 @@
 
 import dataclasses
 import json
+import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
 import msgpack
+import numpy as np
 import pytest
 import yaml
 from flytekit.core.type_engine import _default_msgpack_decoder
@@ -17,7 +20,7 @@ from mashumaro.codecs.msgpack import MessagePackDecoder
 from flyte_ddp.errors import InputError
 from flyte_ddp.reading import read_settings
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
-from flyte_ddp.settings import RunOptions, TrainingSettings
+from flyte_ddp.settings import RunOptions, TrainingSettings, setting
 
 WRONG = [
     ('{"epochz": 2}', ['no field "epochz"', "did you mean epochs?", "batch_size"]),
@@ -204,3 +207,28 @@ def test_any_text_is_either_read_or_refused_in_one_line(text):
     except InputError as error:
         answer = str(error)
     assert answer
+
+
+@dataclass(frozen=True)
+class Weighted(TrainingSettings):
+    weights: dict = setting({})  # noqa: RUF009 copied
+
+
+@pytest.mark.parametrize(
+    ("weights", "words"),
+    [
+        ({0: 1.0}, 'Weighted.weights must have strings as names, as JSON has no others, got 0: write it as "0"'),
+        ({"by": [{"class": {True: 1}}]}, r"Weighted.weights.by\[0\].class must have strings as names, .* got True"),
+        (
+            {"shape": (2, 3)},
+            r"Weighted.weights.shape must be what JSON keeps as it is, .* \(tuple\): convert it",
+        ),
+        ({"a": np.float32(1)}, r"Weighted.weights.a must be what JSON keeps as it is, .* \(float32\): convert it"),
+        ({"a": math.inf}, "Weighted.weights.a must be what JSON keeps as it is, a finite number"),
+    ],
+)
+def test_an_object_in_settings_is_the_same_after_it_has_been_json(weights, words):
+    with pytest.raises(InputError, match=f"^{words}"):
+        Weighted(weights=weights)
+    kept = Weighted(weights={"0": [1, 2.5, None, {"deep": True}], "1": {}})
+    assert Weighted.from_json(kept.to_json()) == kept

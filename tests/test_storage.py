@@ -11,12 +11,12 @@ import pytest
 
 from flyte_ddp.attempt.stored import folder_digest
 from flyte_ddp.data.stored import Stored
-from flyte_ddp.engine.checkpoint import read_checkpoint, write_checkpoint
+from flyte_ddp.engine.checkpoints.checkpoint import read_checkpoint, write_checkpoint
 from flyte_ddp.engine.job import digest_of
 from flyte_ddp.errors import CheckpointError, InputError
 from flyte_ddp.events import CheckpointFailed
+from flyte_ddp.flyte1 import platform
 from flyte_ddp.storage import content_digest, writing_to
-from flyte_ddp.tasks import platform
 from tests.commands import unreadable
 
 ROOT = Path(__file__).parents[1]
@@ -70,7 +70,7 @@ def test_a_folder_that_cannot_be_is_one_clear_error():
 
 def test_a_checkpoint_of_another_format_is_refused(tmp_path):
     write_checkpoint(tmp_path / "old", {"format": 0, "identity": {}, "state": {}})
-    with pytest.raises(CheckpointError, match="has format 0, this version reads 4"):
+    with pytest.raises(CheckpointError, match="has format 0, this version reads 5"):
         read_checkpoint(tmp_path / "old", {})
     assert [path.name for path in tmp_path.iterdir()] == ["old"]
 

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from flyte_ddp.errors import InputError
+from flyte_ddp.flyte1.platform import TaskError
+from flyte_ddp.flyte1.recipe import RecipeTraining
 from flyte_ddp.recipe import Recipe
 from flyte_ddp.settings import RunOptions, TrainingSettings
-from flyte_ddp.tasks.platform import TaskError
-from flyte_ddp.tasks.recipe import RecipeTraining
 from flyte_ddp.training import name_of, train
 from tests.engine.probe_recipes import Sound
 

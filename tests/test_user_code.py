@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from flyte_ddp.code_version import imported
+from flyte_ddp.code.code_version import imported
+from flyte_ddp.code.user_code import find_code, find_observers
 from flyte_ddp.errors import InputError
-from flyte_ddp.user_code import find_code, find_observers
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -280,7 +280,7 @@ def test_a_remote_run_ships_it_from_a_repository_with_workflows_of_its_own(tmp_p
         import workflows.train  # the user's
         from flytekit.constants import CopyFileDetection
         from flytekit.tools.script_mode import ls_files
-        from flyte_ddp.tasks.recipe import RecipeTraining
+        from flyte_ddp.flyte1.recipe import RecipeTraining
         RecipeTraining("{NAME}", ["labels.txt"], observers=["watching.notes:Notes"])
         import workflows.shared, named  # one that was shipped already
         watched = RecipeTraining("{NAME}", ["labels.txt"], observers=["watching.notes:Notes"])

@@ -3,6 +3,7 @@
 import json
 import re
 import tracemalloc
+from dataclasses import replace
 from zipfile import ZIP_DEFLATED, ZIP_STORED, ZipFile
 
 import pytest
@@ -11,10 +12,10 @@ from safetensors.torch import save_file
 from torch import nn
 
 from flyte_ddp.errors import InputError
-from flyte_ddp.model_metadata import ModelMetadata, add_metadata, read_metadata
+from flyte_ddp.model_files.model_metadata import ModelMetadata, add_metadata, read_metadata
+from flyte_ddp.model_files.weights import load_weights
 from flyte_ddp.recipe import Recipe
 from flyte_ddp.recipes.models import load_model
-from flyte_ddp.weights import load_weights
 
 KNOWN = ModelMetadata(
     recipe="a:Recipe",
@@ -119,6 +120,35 @@ def test_a_file_is_known_by_its_content(tmp_path):
     save_file(OWN, path)
     network = load_weights(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)), path)
     assert torch.equal(network.state_dict()["1.weight"], OWN["1.weight"])
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            {"recipe": "nowhere.model:Recipe"},
+            r"the recipe, nowhere.model:Recipe, cannot be imported \(Module.*",
+        ),
+        (
+            {"recipe": "torch.nn:Nothing"},
+            r"the recipe, torch.nn:Nothing, cannot be imported \(Attr.*Nothing.*",
+        ),
+        ({"recipe": "no name"}, r"the recipe, no name, cannot be imported \(ValueError: .*"),
+        ({"recipe": "torch.nn:Linear"}, "the recipe must be derived from Recipe, got torch.nn:Linear"),
+        (
+            {"settings_class": "nowhere:Own"},
+            "the class of the settings, nowhere:Own, cannot .*put that folder on PY",
+        ),
+        ({"settings_class": "torch.nn:Linear"}, "the class of the settings must be derived from Settings, got"),
+    ],
+)
+def test_a_class_that_metadata_name_in_vain_is_said_with_the_file_and_the_remedy(tmp_path, change, words):
+    path = tmp_path / "model.pt"
+    torch.save(OWN, path)
+    known = {"recipe": "tests.engine.probe_recipes:Sound", "settings_class": "tests.engine.probe_recipes:Settings"}
+    add_metadata(path, replace(KNOWN, **{**known, **change}))
+    with pytest.raises(InputError, match=f"^{path}: {words}"):
+        load_model(path)
 
 
 @pytest.mark.parametrize("load", [load_model, Recipe.load_model])

@@ -8,13 +8,13 @@ from flytekit import Cache, dynamic, task, workflow
 from flyte_ddp.attempt.registration import registration
 from flyte_ddp.autoencoder.settings import AutoencoderHyperparameters
 from flyte_ddp.autoencoder.task import AutoencoderOutputs, autoencoder, resolve_for_autoencoder
-from flyte_ddp.code_version import code_version
+from flyte_ddp.code.code_version import code_version
 from flyte_ddp.errors import InputError
+from flyte_ddp.flyte1.caching import CodeVersion, OnClustersOnly
+from flyte_ddp.flyte1.prepare import RESOLVING, PreparedDataset, prepare_dataset
+from flyte_ddp.flyte1.pyflyte import set_up_pyflyte
+from flyte_ddp.flyte1.resources import dynamic_resources, resize
 from flyte_ddp.lightning.settings import LightningOptions
-from flyte_ddp.tasks.caching import CodeVersion, OnClustersOnly
-from flyte_ddp.tasks.prepare import RESOLVING, PreparedDataset, prepare_dataset
-from flyte_ddp.tasks.pyflyte import set_up_pyflyte
-from flyte_ddp.tasks.resources import dynamic_resources, resize
 
 set_up_pyflyte()
 

@@ -7,7 +7,7 @@ pyflyte run workflows/export.py export_folder_wf --folder FOLDER --model_state m
 from flytekit import dynamic, workflow
 from flytekit.types.file import PythonPickledFile
 
-from flyte_ddp.data.image_settings import ImageSettings
+from flyte_ddp.data.sources.image_settings import ImageSettings
 from flyte_ddp.export.settings import ClassifierExport, FolderExport
 from flyte_ddp.export.task import (
     ExportOutputs,
@@ -16,12 +16,12 @@ from flyte_ddp.export.task import (
     export_classifier,
     export_folder_classifier,
 )
+from flyte_ddp.flyte1.image_folder import find_images, index_images
+from flyte_ddp.flyte1.prepare import PreparedDataset, prepare_dataset
+from flyte_ddp.flyte1.pyflyte import set_up_pyflyte
+from flyte_ddp.flyte1.resources import dynamic_resources
 from flyte_ddp.recipes.hyperparameters import FolderHyperparameters, Hyperparameters
 from flyte_ddp.settings import RunOptions
-from flyte_ddp.tasks.image_folder import find_images, index_images
-from flyte_ddp.tasks.prepare import PreparedDataset, prepare_dataset
-from flyte_ddp.tasks.pyflyte import set_up_pyflyte
-from flyte_ddp.tasks.resources import dynamic_resources
 from workflows.image_folder import image_folder_wf
 from workflows.mnist import pytorch_training_wf
 

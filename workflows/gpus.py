@@ -3,15 +3,15 @@
 from flytekit import Cache, dynamic, workflow
 from flytekit.types.file import FlyteFile
 
-from flyte_ddp.code_version import code_version
+from flyte_ddp.code.code_version import code_version
+from flyte_ddp.flyte1.caching import CodeVersion, OnClustersOnly
+from flyte_ddp.flyte1.data import init_by_content
+from flyte_ddp.flyte1.prepare import RESOLVING, prepare_dataset, resolve_dataset
+from flyte_ddp.flyte1.pyflyte import set_up_pyflyte
+from flyte_ddp.flyte1.resources import dynamic_resources, resize
+from flyte_ddp.flyte1.train import TRAINING_CODE, TrainingOutputs
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
-from flyte_ddp.tasks.caching import CodeVersion, OnClustersOnly
-from flyte_ddp.tasks.data import init_by_content
-from flyte_ddp.tasks.prepare import RESOLVING, prepare_dataset, resolve_dataset
-from flyte_ddp.tasks.pyflyte import set_up_pyflyte
-from flyte_ddp.tasks.resources import dynamic_resources, resize
-from flyte_ddp.tasks.train import TRAINING_CODE, TrainingOutputs
 from workflows.mnist import pytorch_mnist_task
 
 set_up_pyflyte()

@@ -11,16 +11,16 @@ from flytekit import task, workflow
 from flytekit.types.file import FlyteFile
 
 from flyte_ddp.attempt.folders import run_folder
+from flyte_ddp.flyte1 import platform
+from flyte_ddp.flyte1.outputs import output_page
+from flyte_ddp.flyte1.pyflyte import set_up_pyflyte
+from flyte_ddp.flyte1.resources import training_resources
 from flyte_ddp.hardware.machine import Machine, look, warnings
 from flyte_ddp.hardware.nvidia import UnknownError
 from flyte_ddp.hardware.page import as_page, as_text, facts
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.report.console import say_last
 from flyte_ddp.settings import RunOptions
-from flyte_ddp.tasks import platform
-from flyte_ddp.tasks.outputs import output_page
-from flyte_ddp.tasks.pyflyte import set_up_pyflyte
-from flyte_ddp.tasks.resources import training_resources
 
 set_up_pyflyte()
 

@@ -10,17 +10,17 @@ from flytekit import task, workflow
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
-from flyte_ddp.data.image_settings import ImageSettings
+from flyte_ddp.data.sources.image_settings import ImageSettings
+from flyte_ddp.flyte1.data import init_by_content
+from flyte_ddp.flyte1.image_folder import attach, find_images, index_images
+from flyte_ddp.flyte1.prepare import PreparedDataset
+from flyte_ddp.flyte1.pyflyte import set_up_pyflyte
+from flyte_ddp.flyte1.resources import training_resources
+from flyte_ddp.flyte1.train import TrainingOutputs, image_training, training_arguments
 from flyte_ddp.loading.task import LoadingChoice, study_loading
 from flyte_ddp.loading.times import LoadingSettings
 from flyte_ddp.recipes.hyperparameters import FolderHyperparameters
 from flyte_ddp.settings import RunOptions
-from flyte_ddp.tasks.data import init_by_content
-from flyte_ddp.tasks.image_folder import attach, find_images, index_images
-from flyte_ddp.tasks.prepare import PreparedDataset
-from flyte_ddp.tasks.pyflyte import set_up_pyflyte
-from flyte_ddp.tasks.resources import training_resources
-from flyte_ddp.tasks.train import TrainingOutputs, image_training, training_arguments
 
 set_up_pyflyte()
 

@@ -11,14 +11,14 @@ from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import PythonPickledFile
 
 from flyte_ddp.attempt.registration import registration
+from flyte_ddp.flyte1.prepare import PreparedDataset, prepare_dataset
+from flyte_ddp.flyte1.pyflyte import set_up_pyflyte
+from flyte_ddp.flyte1.resources import dynamic_resources
 from flyte_ddp.inference.gather import InferenceOutputs, gather_shards
 from flyte_ddp.inference.shards import InferenceOptions
 from flyte_ddp.inference.task import check_inputs, plan_shards, predict_shard
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
-from flyte_ddp.tasks.prepare import PreparedDataset, prepare_dataset
-from flyte_ddp.tasks.pyflyte import set_up_pyflyte
-from flyte_ddp.tasks.resources import dynamic_resources
 from flyte_ddp.timing.measurement import TimingOptions
 from flyte_ddp.timing.task import TimingOutputs, check_timing, time_inference
 from workflows.mnist import pytorch_training_wf
@@ -55,10 +55,11 @@ def inference_wf(
     checked = check_inputs(model_state=model_state, folder=folder, options=options)
     data = prepare_dataset(name=checked.dataset)
     weights = given_or_trained(model_state=model_state, data=data, options=checked.options)
-    shards = plan_shards(model_state=weights, data=data, folder=folder, options=checked.options)
-    fixed = partial(predict_shard, model_state=weights, data=data, folder=folder, options=checked.options)
-    parts = map_task(fixed, concurrency=registration().concurrency or None)(shard=shards)
-    return gather_shards(parts=parts, data=data, folder=folder, options=checked.options)
+    plan = plan_shards(model_state=weights, data=data, folder=folder, options=checked.options)
+    images = {"data": data, "folder": folder, "listing": plan.listing, "options": checked.options}
+    fixed = partial(predict_shard, model_state=weights, **images)
+    parts = map_task(fixed, concurrency=registration().concurrency or None)(shard=plan.shards)
+    return gather_shards(parts=parts, **images)
 
 
 @workflow

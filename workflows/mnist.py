@@ -6,12 +6,12 @@ pyflyte run workflows/mnist.py pytorch_training_wf --hp '{"epochs": 1}'
 from flytekit import task, workflow
 from flytekit.types.file import FlyteFile
 
+from flyte_ddp.flyte1.data import init_by_content
+from flyte_ddp.flyte1.prepare import PreparedDataset, prepare_dataset, resolve_dataset
+from flyte_ddp.flyte1.pyflyte import set_up_pyflyte
+from flyte_ddp.flyte1.train import TrainingOutputs, image_training, training_arguments
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
-from flyte_ddp.tasks.data import init_by_content
-from flyte_ddp.tasks.prepare import PreparedDataset, prepare_dataset, resolve_dataset
-from flyte_ddp.tasks.pyflyte import set_up_pyflyte
-from flyte_ddp.tasks.train import TrainingOutputs, image_training, training_arguments
 
 set_up_pyflyte()
 

@@ -8,16 +8,16 @@ from flytekit import task, workflow
 from flytekit.types.file import FlyteFile
 
 from flyte_ddp.errors import not_installed
+from flyte_ddp.flyte1.data import init_by_content
+from flyte_ddp.flyte1.prepare import PreparedDataset, prepare_dataset, resolve_for_multinode
+from flyte_ddp.flyte1.pyflyte import set_up_pyflyte
+from flyte_ddp.flyte1.train import TrainingOutputs, image_training, training_arguments
 from flyte_ddp.recipes.hyperparameters import CIFAR10Hyperparameters, Hyperparameters
 from flyte_ddp.report.console import say, show_output
 from flyte_ddp.settings import RunOptions
-from flyte_ddp.tasks.data import init_by_content
-from flyte_ddp.tasks.prepare import PreparedDataset, prepare_dataset, resolve_for_multinode
-from flyte_ddp.tasks.pyflyte import set_up_pyflyte
-from flyte_ddp.tasks.train import TrainingOutputs, image_training, training_arguments
 
 try:
-    from flyte_ddp.tasks.multinode import multinode
+    from flyte_ddp.flyte1.multinode import multinode
 except ModuleNotFoundError as error:
     if not (error.name or "").startswith("flytekitplugins"):
         raise

@@ -10,13 +10,13 @@ from flytekit import dynamic, workflow
 from flytekit.types.file import PythonPickledFile
 
 from flyte_ddp.attempt.registration import registration
+from flyte_ddp.flyte1.prepare import prepare_dataset
+from flyte_ddp.flyte1.pyflyte import set_up_pyflyte
+from flyte_ddp.flyte1.resources import dynamic_resources
 from flyte_ddp.promote.job import PromotionOptions
 from flyte_ddp.promote.task import PromotionOutputs, RollBackOutputs, check_promotion, promote_images, roll_back
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
-from flyte_ddp.tasks.prepare import prepare_dataset
-from flyte_ddp.tasks.pyflyte import set_up_pyflyte
-from flyte_ddp.tasks.resources import dynamic_resources
 from workflows.mnist import pytorch_mnist_task
 
 set_up_pyflyte()

@@ -12,18 +12,18 @@ from flytekit.types.file import FlyteFile, PythonPickledFile
 
 from flyte_ddp.attempt.failures import platform_errors
 from flyte_ddp.attempt.summaries import TrainingSummary
-from flyte_ddp.code_version import code_version
+from flyte_ddp.code.code_version import code_version
+from flyte_ddp.flyte1 import platform
+from flyte_ddp.flyte1.caching import CodeVersion
+from flyte_ddp.flyte1.prepare import PreparedDataset, prepare_dataset, resolve_dataset
+from flyte_ddp.flyte1.pyflyte import set_up_pyflyte
+from flyte_ddp.flyte1.resources import dynamic_resources, small_resources, training_resources
+from flyte_ddp.flyte1.train import TRAINING_CODE, image_training
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.sweep.halving import Entrant, TrialResult, classifier_trials
 from flyte_ddp.sweep.search import Sweep
 from flyte_ddp.sweep.task import SweepComparison, run_sweep, try_out
-from flyte_ddp.tasks import platform
-from flyte_ddp.tasks.caching import CodeVersion
-from flyte_ddp.tasks.prepare import PreparedDataset, prepare_dataset, resolve_dataset
-from flyte_ddp.tasks.pyflyte import set_up_pyflyte
-from flyte_ddp.tasks.resources import dynamic_resources, small_resources, training_resources
-from flyte_ddp.tasks.train import TRAINING_CODE, image_training
 from workflows.mnist import pytorch_mnist_task
 
 set_up_pyflyte()
@@ -36,7 +36,7 @@ class SweepOutputs(NamedTuple):
     """The outputs of a sweep: a SweepComparison, and the outputs of training with the best on all training images.
 
     Attributes:
-        model_state, summary, training_report, logs: see flyte_ddp.tasks.train.TrainingOutputs.
+        model_state, summary, training_report, logs: see flyte_ddp.flyte1.train.TrainingOutputs.
     """
 
     best: Hyperparameters

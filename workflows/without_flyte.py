@@ -15,7 +15,7 @@ from pathlib import Path
 
 import click
 
-from flyte_ddp.data import datasets
+from flyte_ddp.data.sources import datasets
 from flyte_ddp.errors import InputError
 from flyte_ddp.launch.environment import is_first_rank
 from flyte_ddp.reading import read_settings

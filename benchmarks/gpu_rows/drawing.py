@@ -7,8 +7,8 @@ from torch.nn import functional as F
 
 from flyte_ddp import random_numbers
 from flyte_ddp.batch_share import BatchShare
-from flyte_ddp.engine.by_row import ByRow
-from flyte_ddp.engine.operators import dropout_kernel
+from flyte_ddp.engine.global_batch.by_row import ByRow
+from flyte_ddp.engine.global_batch.operators import dropout_kernel
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
 

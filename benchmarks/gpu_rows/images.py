@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from flyte_ddp.data.writer import write_prepared
+from flyte_ddp.data.prepared.writer import write_prepared
 
 CLASSES = [str(number) for number in range(10)]
 

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import torch
 
 from flyte_ddp.engine import worker
-from flyte_ddp.engine.batches import Batch, TrainBatches
+from flyte_ddp.engine.batches.batches import Batch, TrainBatches
 from flyte_ddp.engine.job import Job
 from flyte_ddp.engine.state import TrainingState
 from flyte_ddp.engine.torch_compat import TorchDispatchMode, inductor_left_out

@@ -5,13 +5,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from flyte_ddp.data.prepared import read_description
+from flyte_ddp.code.user_code import find_code
+from flyte_ddp.data.prepared.prepared import read_description
 from flyte_ddp.engine.job import job_in, subject_of
 from flyte_ddp.events import Event
 from flyte_ddp.launch import launcher
 from flyte_ddp.launch.environment import World
 from flyte_ddp.settings import RunOptions, TrainingSettings
-from flyte_ddp.user_code import find_code
 
 WORKER = "flyte_ddp.engine.worker:run"
 FAULTY, IMAGES = "benchmarks.gpu_rows.faulty:Faulty", "flyte_ddp.recipes.images:ImageClassifier"

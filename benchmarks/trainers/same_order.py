@@ -7,9 +7,9 @@ from finetune_text.recipe import FinetuneText
 from finetune_text.settings import Settings
 from torch.utils.data import DistributedSampler
 
-from flyte_ddp.engine.batches import Shuffled
-from flyte_ddp.engine.lengths import SimilarLengths
-from flyte_ddp.engine.loading import Streamed
+from flyte_ddp.engine.batches.batches import Shuffled
+from flyte_ddp.engine.batches.lengths import SimilarLengths
+from flyte_ddp.engine.batches.loading import Streamed
 from flyte_ddp.random_numbers import key_of
 from flyte_ddp.recipe import CPU
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from flyte_ddp import Measures, Recipe
-from flyte_ddp.data import prepared
 from flyte_ddp.data.held_out import held_out
+from flyte_ddp.data.prepared import prepared
 
 
 class Autoencoder(nn.Module):

@@ -8,7 +8,7 @@ from flytekit import task, workflow
 from charlm.settings import Settings
 from charlm.workflow import training
 from flyte_ddp import RecipeOutputs, RunOptions
-from flyte_ddp.tasks.multinode import multinode
+from flyte_ddp.flyte1.multinode import multinode
 
 
 @task(**multinode(training.arguments()))

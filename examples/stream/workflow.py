@@ -7,7 +7,7 @@ from flytekit import task, workflow
 from flytekit.types.directory import FlyteDirectory
 
 from flyte_ddp import RecipeOutputs, RecipeTraining, RunOptions, new_folder, stream, write_blocks
-from flyte_ddp.tasks.resources import small_resources
+from flyte_ddp.flyte1.resources import small_resources
 from stream.settings import Settings
 from stream.waves import waves
 

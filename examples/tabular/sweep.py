@@ -8,10 +8,10 @@ from typing import Any
 from flytekit import dynamic, task, workflow
 
 from flyte_ddp import RecipeTraining, RunOptions
+from flyte_ddp.flyte1.resources import dynamic_resources
 from flyte_ddp.sweep.halving import Entrant, TrialResult
 from flyte_ddp.sweep.search import Sweep, trials_of
 from flyte_ddp.sweep.task import SweepComparison, run_sweep, try_out
-from flyte_ddp.tasks.resources import dynamic_resources
 from tabular.settings import Settings
 
 WIDTHS = Sweep({"width": [2, 16, 32, 64]}, measure="r2", reduction_factor=4)

@@ -6,7 +6,7 @@ from pathlib import Path
 from flyte_ddp.attempt.platform import Platform
 from flyte_ddp.attempt.registration import registration
 from flyte_ddp.attempt.stored import open_file
-from flyte_ddp.data import datasets
+from flyte_ddp.data.sources import datasets
 from flyte_ddp.errors import DownloadError, InputError
 from flyte_ddp.launch.environment import choose_world
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
@@ -57,6 +57,6 @@ def is_available(platform: Platform, name: str) -> bool:
 
 
 def prepare(platform: Platform, name: str) -> Path:
-    """The folder of the dataset (for its format see flyte_ddp.data.prepared), downloaded where it must be."""
+    """The folder of the dataset (for its format see flyte_ddp.data.prepared.prepared), downloaded where it must be."""
     with download_progress() as progress:
         return datasets.prepare(name, progress, partial(open_file, platform))

@@ -102,29 +102,33 @@ class Uploads:
     def _round(self) -> None:
         try:
             # small files first: the ranks' output must not wait for a profile
-            files = sorted((file.stat().st_size, file) for file in self._files())
-            for _, file in files:
+            for _, file in sorted(self._files()):
                 self._send(file)
             self._failing = False
-        except FileNotFoundError:
-            pass  # a temporary file has been removed in the meantime
         except Exception as error:  # each storage has its own
             if not self._failing:
                 warn(f"the logs are not in {self._url} yet: {type(error).__name__}: {one_line(error)}")
             self._failing = True
 
-    def _files(self) -> Iterator[Path]:
-        yield from self._run.glob("report.html")
+    def _files(self) -> Iterator[tuple[int, Path]]:
+        """Each with its size; without links that lead nowhere, and what is removed in the meantime."""
+        files = [*self._run.glob("report.html")]
         for folder, _, names in os.walk(self._run / "logs"):
-            yield from (Path(folder, name) for name in names if not name.startswith("."))  # .name is half-written
+            files += (Path(folder, name) for name in names if not name.startswith("."))  # .name is half-written
+        for file in files:
+            with suppress(FileNotFoundError):
+                yield file.stat().st_size, file
 
     def _send(self, file: Path) -> None:
-        status = file.stat()
-        state = (status.st_mtime_ns, status.st_size)
-        if state == self._sent.get(file) or time.monotonic() < self._due.get(file, 0.0):
-            return
         copy = self._run / ".upload"
-        shutil.copyfile(file, copy)  # the storage's client fails if a file grows during the upload
+        try:
+            status = file.stat()
+            state = (status.st_mtime_ns, status.st_size)
+            if state == self._sent.get(file) or time.monotonic() < self._due.get(file, 0.0):
+                return
+            shutil.copyfile(file, copy)  # the storage's client fails if a file grows during the upload
+        except FileNotFoundError:  # removed in the meantime
+            return
         self._platform.put(copy, f"{self._url}/{file.relative_to(self._run).as_posix()}")
         self._sent[file], self._due[file] = state, time.monotonic() + state[1] / BYTES_PER_SECOND
 

@@ -24,6 +24,7 @@ from flyte_ddp.attempt.pod import check_gpus
 from flyte_ddp.attempt.rank_storage import PlatformRankStorage, StoreOfRanks
 from flyte_ddp.attempt.registration import registration
 from flyte_ddp.attempt.training import Trained, train_by
+from flyte_ddp.code.user_code import UserCode
 from flyte_ddp.engine import worker
 from flyte_ddp.engine.job import Job, Subject, TrainingResult, job_of
 from flyte_ddp.errors import StopRequested
@@ -44,7 +45,6 @@ from flyte_ddp.launch.process_group import process_group
 from flyte_ddp.launch.watched import watched
 from flyte_ddp.report.console import show_output
 from flyte_ddp.settings import RunOptions, TrainingSettings
-from flyte_ddp.user_code import UserCode
 
 BESIDE = ".failure"
 Train = Callable[[Environment, torch.device, Link, Job], TrainingResult]
@@ -87,12 +87,13 @@ def train_as_rank(
 
 @contextmanager
 def handing_on_failure(platform: Platform) -> Iterator[None]:
-    """Leaves the failure of a rank beside torchrun's file of its error, which has only the text."""
+    """Leaves the failure of a rank beside torchrun's file of its error, which has only the text; where there is no
+    torchrun, nobody looks for it."""
     try:
         yield
     except Exception as error:
-        beside = Path(os.environ["TORCHELASTIC_ERROR_FILE"] + BESIDE)
-        beside.write_text(json.dumps(dataclasses.asdict(failure_of(platform, error))))
+        if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+            Path(file + BESIDE).write_text(json.dumps(dataclasses.asdict(failure_of(platform, error))))
         raise
 
 

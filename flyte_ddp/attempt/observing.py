@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from flyte_ddp.attempt.platform import Platform
+from flyte_ddp.code.user_code import UserCode
 from flyte_ddp.events import Observer
 from flyte_ddp.report.background import Background, one_line
 from flyte_ddp.report.console import open_console, warn
@@ -17,7 +18,6 @@ from flyte_ddp.report.progress import ProgressFile
 from flyte_ddp.report.record import Record, RunFailed, RunFinished, RunInfo
 from flyte_ddp.report.report import Report
 from flyte_ddp.report.tracking import open_tracker
-from flyte_ddp.user_code import UserCode
 
 REPORT_SECONDS = 60.0  # how long the end of a run waits for its final page
 

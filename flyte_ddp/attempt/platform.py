@@ -1,6 +1,6 @@
 """What an attempt at a task needs of the platform that runs it. All else in this package knows no platform.
 
-flyte_ddp.tasks.platform is that of flytekit. An implementation is a module with these functions, or an object; whoever
+flyte_ddp.flyte1.platform is that of flytekit. An implementation is a module with these functions, or an object; whoever
 trains hands it on as the argument `platform`. The functions are called from threads, too, which run in a copy of the
 task's contextvars. Secrets and settings reach an attempt as environment variables on every platform.
 """

@@ -3,7 +3,7 @@
 import os
 import platform
 
-from flyte_ddp.code_version import OTHER_CODE
+from flyte_ddp.code.code_version import OTHER_CODE
 from flyte_ddp.errors import RecoverableError, ReportedError
 
 CODE_VARIABLE, GPUS_VARIABLE = "DDP_TRAINING_CODE", "DDP_POD_GPUS"  # where they are not set, nothing is checked

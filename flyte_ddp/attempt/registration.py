@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from flyte_ddp.attempt.pod import CODE_VARIABLE, GPUS_VARIABLE
 from flyte_ddp.attempt.webhook import WEBHOOK_SECRET_VARIABLE
-from flyte_ddp.data.download import MIRROR_VARIABLE
+from flyte_ddp.data.sources.download import MIRROR_VARIABLE
 from flyte_ddp.errors import InputError
 from flyte_ddp.launch.environment import DEFAULT_CPU_RANKS
 from flyte_ddp.settings import Settings, read_json, setting

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 from flyte_ddp.attempt.pod import CODE_VARIABLE, GPUS_VARIABLE
 from flyte_ddp.attempt.registration import Registration, registration, variable_of
 from flyte_ddp.attempt.webhook import CONSOLE_VARIABLE, WEBHOOK_SECRET_VARIABLE, WEBHOOK_VARIABLE
-from flyte_ddp.data.download import MIRROR_VARIABLE, mirror_from_environment
+from flyte_ddp.data.sources.download import MIRROR_VARIABLE, mirror_from_environment
 from flyte_ddp.errors import InputError
 
 # The variable that has a secret in a pod, and the field of a Registration that names it

@@ -17,21 +17,21 @@ from flyte_ddp.attempt.restarts import Start, restarting
 from flyte_ddp.attempt.run import Run, training_run
 from flyte_ddp.attempt.summaries import RecipeSummary, RunSummary, TrainingSummary, summarise
 from flyte_ddp.attempt.webhook import telling_webhook
-from flyte_ddp.data import prepared
+from flyte_ddp.code.user_code import UserCode, find_code
 from flyte_ddp.data.description import StoredData
+from flyte_ddp.data.prepared import prepared
 from flyte_ddp.engine.job import PREDICTIONS, Job, Subject, TrainingResult, job_of, subject_of
 from flyte_ddp.errors import InputError
 from flyte_ddp.events import Event
 from flyte_ddp.launch import launcher
 from flyte_ddp.launch.environment import Environment, World, choose_world, visible_gpus
 from flyte_ddp.launch.link import Link
-from flyte_ddp.model_metadata import ModelMetadata
+from flyte_ddp.model_files.model_metadata import ModelMetadata
 from flyte_ddp.report.predictions import Predictions, predictions_of
 from flyte_ddp.report.record import RunFinished, RunInfo
 from flyte_ddp.report.summary import say_summary
 from flyte_ddp.report.surroundings import surroundings
 from flyte_ddp.settings import RunOptions, TrainingSettings
-from flyte_ddp.user_code import UserCode, find_code
 
 IMAGE_CLASSIFIER = find_code("flyte_ddp.recipes.images:ImageClassifier")
 Given = TypeVar("Given")

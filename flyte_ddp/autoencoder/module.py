@@ -11,11 +11,12 @@ from torch import Tensor
 
 from flyte_ddp.autoencoder.network import PIXELS, Autoencoder
 from flyte_ddp.autoencoder.settings import AutoencoderHyperparameters
-from flyte_ddp.data import prepared
 from flyte_ddp.data.held_out import held_out
-from flyte_ddp.engine.batches import Batch, TestBatches, TrainBatches
-from flyte_ddp.engine.splits import Resident
+from flyte_ddp.data.prepared import prepared
+from flyte_ddp.engine.batches.batches import Batch, TestBatches, TrainBatches
+from flyte_ddp.engine.batches.splits import Resident
 from flyte_ddp.report.figures import cloud
+from flyte_ddp.storage import whole_file
 
 EVALUATION_BATCH = 1000
 MOST_POINTS = 2000  # of a cloud: the page stays below a megabyte
@@ -133,12 +134,14 @@ def show_codes(module: LitAutoencoder, folder: Path, logs: Path) -> None:
     classes = prepared.read_description(folder).classes
     parts = torch.from_numpy(images).split(EVALUATION_BATCH)
     codes = torch.cat([module.encoder(part.to(module.device) / 255).cpu() for part in parts]).numpy()
-    np.savez(logs / "test.npz", codes=codes)
+    with whole_file(logs / "test.npz") as file:
+        np.savez(file, codes=codes)
     shown = np.unique(labels, return_index=True)[1]
     pixels = module.decoder(torch.from_numpy(codes[shown]).to(module.device)).clamp(0, 1).mul(255).round().byte()
     sides = np.concatenate([images[shown], pixels.cpu().view(-1, *images.shape[1:]).numpy()], axis=3)
     captions = np.array([f"{classes[labels[index]]}, and reconstructed" for index in shown])
-    np.savez(logs / "pictures.npz", captions=captions, **{str(number): pair for number, pair in enumerate(sides)})
+    with whole_file(logs / "pictures.npz") as file:
+        np.savez(file, captions=captions, **{str(number): pair for number, pair in enumerate(sides)})
     some = slice(MOST_POINTS)
     what = f"Codes of {len(codes[some]):,} test images in 3D, coloured by class"
     names = [name.partition(" - ")[0] for name in classes]  # MNIST's are "0 - zero" and so on

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from flyte_ddp.weights import load_weights
+from flyte_ddp.model_files.weights import load_weights
 
 PIXELS, HIDDEN, CODE = 28 * 28, 64, 3
 

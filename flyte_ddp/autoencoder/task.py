@@ -10,15 +10,15 @@ from flytekit.types.file import FlyteFile, PythonPickledFile
 from flyte_ddp.attempt.summaries import RunSummary
 from flyte_ddp.attempt.training import Trained
 from flyte_ddp.autoencoder.settings import AutoencoderHyperparameters
-from flyte_ddp.code_version import code_version
+from flyte_ddp.code.code_version import code_version
+from flyte_ddp.flyte1.caching import CodeVersion, OnClustersOnly
+from flyte_ddp.flyte1.platform import is_local
+from flyte_ddp.flyte1.prepare import resolve_name
+from flyte_ddp.flyte1.resources import small_resources
+from flyte_ddp.flyte1.train import files_of
 from flyte_ddp.launch.environment import choose_world
 from flyte_ddp.lightning.settings import LightningOptions
 from flyte_ddp.lightning.task import OfLightning, check_lightning
-from flyte_ddp.tasks.caching import CodeVersion, OnClustersOnly
-from flyte_ddp.tasks.platform import is_local
-from flyte_ddp.tasks.prepare import resolve_name
-from flyte_ddp.tasks.resources import small_resources
-from flyte_ddp.tasks.train import files_of
 
 MODULE = "flyte_ddp.autoencoder.module"
 
@@ -75,7 +75,7 @@ autoencoder = AutoencoderTraining(f"{MODULE}:LitAutoencoder", f"{MODULE}:Prepare
 @task(
     task_config=OnClustersOnly(),
     cache=Cache(
-        policies=CodeVersion(code_version(__name__, "flyte_ddp.tasks.prepare", "flyte_ddp.attempt.datasets"), ()),
+        policies=CodeVersion(code_version(__name__, "flyte_ddp.flyte1.prepare", "flyte_ddp.attempt.datasets"), ()),
         ignored_inputs="options",
     ),
     **small_resources(),

@@ -1,20 +1,18 @@
 """The exponential moving average of a network's weights and statistics."""
 
-import copy
-
 import torch
 from torch import nn
 
 from flyte_ddp.engine import torch_compat
-from flyte_ddp.engine.sharding import local
+from flyte_ddp.engine.sharding.sharding import local
 
 
 class Average:
     """torch.optim.swa_utils has one, too, but it makes the host wait for the device at every step."""
 
     def __init__(self, model: nn.Module, decay: float):
-        shared = {id(weight): weight for weight in model.parameters() if not weight.requires_grad}  # is never copied
-        self.model, self.decay = copy.deepcopy(model, shared).requires_grad_(False), decay
+        frozen = [weight for weight in model.parameters() if not weight.requires_grad]  # is never copied
+        self.model, self.decay = torch_compat.copy_of(model, frozen).requires_grad_(False), decay
 
     @torch.no_grad()
     def update(self, model: nn.Module, steps: int) -> None:

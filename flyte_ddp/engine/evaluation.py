@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flyte_ddp.engine.batches import Batch, TestBatches
-from flyte_ddp.engine.by_row import ByRow
-from flyte_ddp.engine.choice import is_lower_better
+from flyte_ddp.engine.batches.batches import Batch, TestBatches
+from flyte_ddp.engine.batches.splits import Split
+from flyte_ddp.engine.global_batch.by_row import ByRow
 from flyte_ddp.engine.job import Measured
 from flyte_ddp.engine.measures import headline_of, pairs_of, ratios, sums_of
-from flyte_ddp.engine.splits import Split
+from flyte_ddp.engine.monitor.choice import is_lower_better
 from flyte_ddp.launch.link import Link
 from flyte_ddp.recipe import Recipe
 

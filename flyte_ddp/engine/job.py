@@ -7,13 +7,13 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from flyte_ddp.code_version import with_installed
+from flyte_ddp.code.code_version import with_installed
+from flyte_ddp.code.user_code import UserCode
 from flyte_ddp.data.description import DatasetDescription, StoredData
 from flyte_ddp.events import EpochFinished, Warned
-from flyte_ddp.pretrained import check_pretrained
+from flyte_ddp.model_files.pretrained import check_pretrained
 from flyte_ddp.settings import RunOptions, TrainingSettings
 from flyte_ddp.storage import content_digest, reading
-from flyte_ddp.user_code import UserCode
 
 # What rank 0 leaves in the logs: the recipe's predictions (N, ...) on the test samples, its pictures, the weights of
 # the last epoch where others may be better, and the checkpoint of the finished training, on request; see KeptModel, too
@@ -51,9 +51,10 @@ class Subject:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What determines the result, and must be equal for one run to resume from the checkpoint of another."""
+        """What determines the result, and must be equal for one run to resume from the checkpoint of another; settings
+        are apart from the rest, as a recipe's may have any name."""
         return {
-            **asdict(self.settings),
+            "settings": asdict(self.settings),
             "recipe": self.recipe,
             "data": self.data_digest,
             "code": self.code_version,
@@ -206,7 +207,7 @@ class TrainingResult:
         peak_bytes: peak memory of the process.
         peak_gpu_bytes: peak memory of its tensors on the GPU; 0 on a CPU.
         tested: measures of the test split, with the weights at model_path.
-        chosen_epoch: which of the epochs these weights are of, from 0; None without a validation split.
+        chosen_epoch: which of the epochs these weights are of, from 0; None where none was the best.
         parameters: number of the network's parameters.
         sample_flops: floating-point operations of a training step, forward and backward, per sample.
         hardware: name of the GPU, or the CPU's instruction set.

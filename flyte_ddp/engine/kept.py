@@ -17,7 +17,7 @@ from flyte_ddp.engine.job import Job, KeptModel
 from flyte_ddp.engine.loop import Checkpoints
 from flyte_ddp.engine.results import write_weights
 from flyte_ddp.engine.set_up import Parts
-from flyte_ddp.engine.sharded_state import Shard
+from flyte_ddp.engine.sharding.sharded_state import Shard
 from flyte_ddp.engine.state import TrainingState
 from flyte_ddp.events import CheckpointFailed, CheckpointWritten, Event, Observer
 from flyte_ddp.manifest import models_beside
@@ -95,7 +95,7 @@ class KeptModels(Observer):
         assert choice
         sign = 1 if choice.is_lower_better else -1
         values = {number: sign * history[number].validation.get(choice.measure, math.nan) for number in {*numbers}}
-        measured = [number for number, value in values.items() if value < math.inf]
+        measured = [number for number, value in values.items() if math.isfinite(value)]
         return sorted(measured, key=lambda number: (values[number], number))[: self._job.options.keep_best]
 
     def _file(self, number: int) -> Path:

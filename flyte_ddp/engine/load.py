@@ -10,20 +10,20 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from flyte_ddp.data.blocks import Blocks
+from flyte_ddp.code.user_code import checked_imports
+from flyte_ddp.data.blocks.blocks import Blocks
 from flyte_ddp.data.description import StoredData
-from flyte_ddp.engine.block_cache import BlockCache
-from flyte_ddp.engine.block_split import BlockSplit, Reading
+from flyte_ddp.engine.batches.block_cache import BlockCache
+from flyte_ddp.engine.batches.block_split import BlockSplit, Reading
+from flyte_ddp.engine.batches.lengths import Lengths
+from flyte_ddp.engine.batches.loading import Streamed
+from flyte_ddp.engine.batches.splits import Resident, Split, hold_out
 from flyte_ddp.engine.job import Job
-from flyte_ddp.engine.lengths import Lengths
-from flyte_ddp.engine.loading import Streamed
 from flyte_ddp.engine.measures import code_location
-from flyte_ddp.engine.splits import Resident, Split, hold_out
 from flyte_ddp.errors import InputError
 from flyte_ddp.launch.rank import own_lock_of_tqdm
 from flyte_ddp.recipe import Recipe
 from flyte_ddp.settings import TrainingSettings
-from flyte_ddp.user_code import checked_imports
 
 
 def load_recipe(job: Job, device: torch.device) -> Recipe:

@@ -9,11 +9,12 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, distributed
 
-from flyte_ddp.engine.batches import TestBatches, TrainBatches
+from flyte_ddp.engine.batches.batches import TestBatches, TrainBatches
 from flyte_ddp.engine.measures import mismatched, pairs_of, sums_of
-from flyte_ddp.engine.sharding import in_own_types
+from flyte_ddp.engine.monitor.step_clock import Part
+from flyte_ddp.engine.monitor.stragglers import Stragglers
+from flyte_ddp.engine.sharding.sharding import in_own_types
 from flyte_ddp.engine.state import Sums, TrainingState
-from flyte_ddp.engine.stragglers import Stragglers
 from flyte_ddp.errors import NonFiniteError, StopRequested, UnevenShapesError
 from flyte_ddp.events import EpochChosen, EpochFinished, GradientsSeen, StepLogged
 from flyte_ddp.launch.link import Link
@@ -36,11 +37,13 @@ class Evaluated(NamedTuple):
         measures: by name.
         mismatched: mean loss of outputs paired with other samples; 0 if it was not computed.
         predictions: (n, ...) of this rank's samples only; None if the recipe returns none.
+        broken: names of the measures of which a sample's value is not finite.
     """
 
     measures: dict[str, float]
     mismatched: float
     predictions: Tensor | None
+    broken: list[str]
 
 
 def fit(
@@ -69,7 +72,9 @@ def fit(
         begin, end = (len(train) * number // evaluations for number in (done, done + 1))
         sums = train_epoch(state, train, end, log_interval, link, checkpoints, stragglers)
         started = time.perf_counter()
-        evaluated = evaluate(state, split, link)
+        evaluated = evaluate(
+            state, split, link, "validation" if state.choice else "test", state.epoch + end / len(train)
+        )
         finished = EpochFinished(
             epoch=state.epoch,
             samples=train.samples_until(end) - train.samples_until(begin),
@@ -82,7 +87,8 @@ def fit(
         )
         state.after_evaluation(finished)
         link.emit(finished)
-        for warning in state.watch.after_evaluation(finished, end, evaluated.mismatched):
+        warnings = state.watch.not_finite(evaluated.broken, finished.split, finished.position, end)
+        for warning in warnings + state.watch.after_evaluation(finished, end, evaluated.mismatched):
             link.emit(warning)
         checkpoints.save(state, is_over())
     return evaluated
@@ -93,14 +99,20 @@ def look_at_test(state: TrainingState, test: TestBatches, epochs: int, link: Lin
     choice, started = state.choice, time.perf_counter()
     if choice and choice.weights is not None:
         state.load_weights(state.evaluated, choice.weights)
-    evaluated = evaluate(state, test, link)
+    chosen = state.history[choice.chosen(len(state.history) - 1) if choice else -1]
+    evaluated = evaluate(state, test, link, "test", chosen.position)
+    warnings = state.watch.not_finite(evaluated.broken, "test", chosen.position, 0)
+    if choice and choice.best < 0:
+        warnings += state.watch.never_chosen(choice.measure, chosen.position)
+    for warning in warnings:
+        link.emit(warning)
     if choice:
-        chosen = state.history[choice.chosen(len(state.history) - 1)]
         event = EpochChosen(
             epoch=chosen.epoch,
             epochs=state.history[-1].position if state.step else state.epoch,
             measures=evaluated.measures,
             stopped_early=state.epoch < epochs,
+            is_best=choice.best >= 0,
             seconds=time.perf_counter() - started,
             fraction=chosen.fraction,
         )
@@ -122,30 +134,30 @@ def train_epoch(
     Raises StopRequested, after a checkpoint, if any rank was asked to stop, and NonFiniteError or UnevenShapesError,
     with the weights as before the bad step; all of them on all ranks at the same step.
     """
-    # A CPU can check the sums after every step; checking those on a GPU makes the host wait, so it must be rare
-    look_interval = 1 if state.device.type == "cpu" else log_interval
     state.parallel.train()
-    sums = logged = state.sums()
+    sums = state.sums()
+    state.logged = state.logged or sums
     seconds_before, started = state.epoch_seconds, time.perf_counter()
-    logged_seconds = seconds_before
     for batch in state.clock.timed(train.epoch(state.epoch, state.step, end)):
         state.train_step(batch, link.stop_requested, checkpoints.due())
         link.alive()
         is_last = state.step == end
-        if state.step % look_interval and not is_last:
+        is_logged = state.step % log_interval == 0 or is_last
+        recent = state.recent_sums()
+        if not is_logged and not (recent and recent.asks(sums)):
             continue
-        before, sums = sums, state.sums()
         state.epoch_seconds = seconds_before + time.perf_counter() - started
+        before, sums = sums, state.sums()  # which may be of steps after that, and makes the host wait, as saving does
         if sums.steps < state.step:
             if sums.uneven:
                 raise UnevenShapesError(state.epoch, sums.steps, state.rows.drawn)
             again = next(train.epoch(state.epoch, sums.steps))
-            raise NonFiniteError(*state.find_non_finite(again), state.epoch, sums.steps)
-        if state.step % log_interval == 0 or is_last:
-            _log(state, train, logged, sums, state.epoch_seconds - logged_seconds, link, stragglers)
+            raise NonFiniteError.in_step(*state.find_non_finite(again), state.epoch, sums.steps)
+        if is_logged:
+            _log(state, train, state.logged, sums, link, stragglers)
+            state.logged = sums
             if is_last:
                 link.emit(stragglers.so_far())
-            logged, logged_seconds = sums, state.epoch_seconds
             if state.step == len(train) and link.is_heard and state.log_gradients:
                 link.emit(GradientsSeen(state.epoch, state.gradient_histograms()))
         if sums.stop:
@@ -161,11 +173,10 @@ def _log(
     train: TrainBatches,
     before: Sums,
     now: Sums,
-    seconds: float,
     link: Link,
     stragglers: Stragglers,
 ) -> None:
-    """Tells of the steps since the last log, which took so many seconds; a collective."""
+    """Tells of the steps since the last log; a collective."""
     samples = train.samples_until(now.steps) - train.samples_until(before.steps)
     norms = state.gradient_norms()
     logged = StepLogged(
@@ -174,22 +185,27 @@ def _log(
         samples=train.samples_until(now.steps),
         measures=state.measures(now.since(before)),
         learning_rate=state.learning_rate,
-        samples_per_second=samples / seconds,
+        samples_per_second=samples / (now.seconds - before.seconds),
         gradient_norms=norms if state.log_gradients else dict(heapq.nlargest(MOST_NORMS, norms.items(), itemgetter(1))),
         gradient_norm=math.hypot(*norms.values()),
     )
     link.emit(logged)
     for warning in state.watch.after_steps(state.epoch, state.step, logged.measures["loss"], samples):
         link.emit(warning)
-    slow = stragglers.after_steps(state.epoch, state.step, now.steps - before.steps, state.clock.read_all())
+    steps, times = state.clock.steps, state.clock.read_all()
+    state.keep_pace(float(times[:, : Part.OTHER].sum(1).max()) / steps)
+    slow = stragglers.after_steps(state.epoch, state.step, steps, times)
     state.watch.warnings += slow
     for event in (stragglers.so_far(), *slow) if slow else ():
         link.emit(event)
 
 
 @torch.no_grad()
-def evaluate(state: TrainingState, test: TestBatches, link: Link) -> Evaluated:
-    """The measures over the whole split, computed in float32: each rank evaluates its share, and sums are added up."""
+def evaluate(state: TrainingState, test: TestBatches, link: Link, split: str, position: float) -> Evaluated:
+    """The measures over the whole split, computed in float32: each rank evaluates its share, and sums are added up.
+
+    Raises NonFiniteError, on all ranks, if the loss is not finite. position: in epochs.
+    """
     recipe, model = state.recipe, state.evaluated
     model.eval()
     mismatches = not (state.watch.constant_loss or recipe.couples_samples)
@@ -210,7 +226,12 @@ def evaluate(state: TrainingState, test: TestBatches, link: Link) -> Evaluated:
             link.alive()
     distributed.all_reduce(sums)
     *pairs, loss, weight = sums.tolist()
-    return Evaluated(state.measures(pairs), loss / weight if weight else 0.0, torch.cat(mine) if mine else None)
+    totals = dict(zip(state.names, zip(pairs[::2], pairs[1::2], strict=True), strict=True))
+    broken = [name for name, total in totals.items() if not math.isfinite(sum(total))]
+    if "loss" in broken:
+        raise NonFiniteError.in_evaluation(totals["loss"][0] / (totals["loss"][1] or 1.0), split, position)
+    predictions = torch.cat(mine) if mine else None
+    return Evaluated(state.measures(pairs), loss / weight if weight else 0.0, predictions, broken)
 
 
 @torch.inference_mode()

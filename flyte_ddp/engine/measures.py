@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flyte_ddp.batch_share import BatchShare
-from flyte_ddp.engine.batches import Batch
+from flyte_ddp.engine.batches.batches import Batch
 from flyte_ddp.engine.torch_compat import device_generator, pytree
 from flyte_ddp.errors import InputError
 from flyte_ddp.recipe import Random, Recipe

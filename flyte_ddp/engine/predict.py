@@ -6,17 +6,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flyte_ddp.code.user_code import checked_imports
 from flyte_ddp.engine.arithmetic import settle_arithmetic
-from flyte_ddp.engine.batches import rank_slice
-from flyte_ddp.engine.block_cache import BlockCache
+from flyte_ddp.engine.batches.batches import rank_slice
+from flyte_ddp.engine.batches.block_cache import BlockCache
 from flyte_ddp.engine.job import Job
 from flyte_ddp.engine.load import load_recipe, load_split
 from flyte_ddp.engine.measures import code_location
 from flyte_ddp.errors import InputError
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
-from flyte_ddp.storage import writing_to
-from flyte_ddp.user_code import checked_imports
+from flyte_ddp.storage import whole_file, writing_to
 
 
 @torch.inference_mode()
@@ -44,6 +44,6 @@ def run(environment: Environment, link: Link, argument: tuple[Job, str, int, int
             found.append(predictions.cpu())
             link.alive()
     rows = torch.cat(found).numpy() if found else np.empty(0, np.float32)
-    with writing_to(job.logs, "DDP_RUNS_DIR"):
-        np.save(Path(job.logs, f"predictions-{number}.npy"), rows)
+    with writing_to(job.logs, "DDP_RUNS_DIR"), whole_file(Path(job.logs, f"predictions-{number}.npy")) as file:
+        np.save(file, rows)
     return len(rows)

@@ -13,17 +13,17 @@ import torch
 from torch import Tensor, distributed, nn
 
 from flyte_ddp.batch_share import BatchShare
-from flyte_ddp.engine.checkpoint import finish, save, write_draft
+from flyte_ddp.engine.batches.splits import Split
+from flyte_ddp.engine.checkpoints.checkpoint import finish, save, write_draft
 from flyte_ddp.engine.job import FINAL, LAST, PICTURES, PREDICTIONS, Job, KeptModel, TrainingResult
 from flyte_ddp.engine.set_up import Parts
-from flyte_ddp.engine.sharded_state import Shard, fill, with_room
-from flyte_ddp.engine.sharding import in_own_types, is_sharded
-from flyte_ddp.engine.splits import Split
+from flyte_ddp.engine.sharding.sharded_state import Shard, fill, with_room
+from flyte_ddp.engine.sharding.sharding import in_own_types, is_sharded
 from flyte_ddp.engine.state import TrainingState
-from flyte_ddp.model_metadata import ModelMetadata, add_metadata
+from flyte_ddp.model_files.model_metadata import ModelMetadata, add_metadata
+from flyte_ddp.model_files.weights import first_names
 from flyte_ddp.recipe import CPU, Recipe
 from flyte_ddp.storage import whole_file, writing_to
-from flyte_ddp.weights import first_names
 
 MOST_PICTURES = 24
 
@@ -51,7 +51,8 @@ def write_results(parts: Parts, tested: dict[str, float], predictions: Tensor | 
         write_weights(parts, job, path, tested)
         drawn = draw_pictures(parts.state, parts.test.split) if is_first or is_sharded(parts.state.model) else []
         if is_first and predictions is not None:
-            np.save(Path(job.logs, PREDICTIONS), predictions.cpu().numpy())
+            with whole_file(Path(job.logs, PREDICTIONS)) as file:
+                np.save(file, predictions.cpu().numpy())
         if is_first and drawn:
             write_pictures(drawn, Path(job.logs, PICTURES))
 
@@ -113,7 +114,7 @@ def result_of(parts: Parts, tested: dict[str, float], kept: list[KeptModel]) -> 
         peak_gpu_bytes=torch.cuda.max_memory_allocated(state.device) if state.device.type == "cuda" else 0,
         validation_samples=len(parts.validation.split) if parts.validation else 0,
         tested=tested,
-        chosen_epoch=choice.chosen(len(state.history) - 1) if choice else None,
+        chosen_epoch=choice.best if choice and choice.best >= 0 else None,
         parameters=sum(parameter.numel() for parameter in state.model.parameters()),
         sample_flops=parts.found.sample_flops,
         hardware=hardware(state.device),
@@ -137,7 +138,8 @@ def write_pictures(drawn: Sequence[tuple[str, Tensor]], path: Path) -> None:
     images = [picture.detach().cpu().float().clamp(0, 1).mul(255).round().byte().numpy() for _, picture in drawn]
     captions = np.array([caption for caption, _ in drawn])
     arrays: Any = {str(number): image for number, image in enumerate(images)}
-    np.savez(path, captions=captions, **arrays)
+    with whole_file(path) as file:
+        np.savez(file, captions=captions, **arrays)
 
 
 def layers_of(model: nn.Module) -> list[tuple[str, str, int]]:

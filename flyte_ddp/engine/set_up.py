@@ -6,25 +6,25 @@ from functools import partial
 import torch
 
 from flyte_ddp.engine.attributes import check_attributes
-from flyte_ddp.engine.batches import TestBatches, TrainBatches
-from flyte_ddp.engine.block_cache import BlockCache
-from flyte_ddp.engine.choice import Choice, is_lower_better
-from flyte_ddp.engine.compiled import check_device, compile_layers
-from flyte_ddp.engine.first_model import first_model
+from flyte_ddp.engine.batches.batches import TestBatches, TrainBatches
+from flyte_ddp.engine.batches.block_cache import BlockCache
+from flyte_ddp.engine.checkpoints.warm_start import continue_from, is_checkpoint
+from flyte_ddp.engine.checks.probe import Probed, probe
 from flyte_ddp.engine.job import Job
 from flyte_ddp.engine.load import load_recipe, load_split, validation_of
 from flyte_ddp.engine.measures import augment, finite_number
-from flyte_ddp.engine.memory import recompute
-from flyte_ddp.engine.placement import to_device
-from flyte_ddp.engine.probe import Probed, probe
-from flyte_ddp.engine.shardable import check_batch_norm
-from flyte_ddp.engine.sharding import on_trial
+from flyte_ddp.engine.monitor.choice import Choice, is_lower_better
+from flyte_ddp.engine.network.compiled import check_device, compile_layers
+from flyte_ddp.engine.network.first_model import first_model
+from flyte_ddp.engine.network.memory import recompute
+from flyte_ddp.engine.network.placement import to_device
+from flyte_ddp.engine.sharding.shardable import check_batch_norm
+from flyte_ddp.engine.sharding.sharding import on_trial
 from flyte_ddp.engine.state import TrainingState
-from flyte_ddp.engine.warm_start import continue_from, is_checkpoint
 from flyte_ddp.errors import InputError
 from flyte_ddp.events import NotLearning
-from flyte_ddp.frozen_base import FrozenBase
 from flyte_ddp.launch.environment import Environment
+from flyte_ddp.model_files.frozen_base import FrozenBase
 from flyte_ddp.recipe import Recipe
 from flyte_ddp.settings import TrainingSettings
 
@@ -33,7 +33,8 @@ SPLITS = ("train", "test")
 
 @dataclass(frozen=True)
 class Parts:
-    """found: what the probe found. precision: float32 or bfloat16. remarks: which weights training starts with."""
+    """found: what the probe found. precision: float32 or bfloat16. remarks: which weights training starts with.
+    warnings: what is to be said whether training starts or goes on."""
 
     state: TrainingState
     train: TrainBatches
@@ -42,6 +43,7 @@ class Parts:
     found: Probed
     precision: str
     remarks: list[str]
+    warnings: list[NotLearning]
 
 
 def set_up(environment: Environment, device: torch.device, job: Job, cache: BlockCache) -> Parts:
@@ -95,12 +97,14 @@ def set_up(environment: Environment, device: torch.device, job: Job, cache: Bloc
     if validation:
         state.choice = choice_of(recipe, found.headline, settings)
     reasons = [f"the result depends on the number of ranks: {reason}" for reason in found.reasons]
-    state.watch.warnings += [NotLearning(0, 0, reason) for reason in (*reasons, *found.alike)]
+    warnings = [NotLearning(0, 0, reason) for reason in (*reasons, *found.alike)]
+    state.watch.warnings += warnings
     if job.init and job.init.is_file() and is_checkpoint(job.init):
         remarks.append(continue_from(state, job.init, job, len(batches)))
     place_in_world = settings.test_batch_size, rank, world_size, mixed
     validated = TestBatches(validation, *place_in_world) if validation else None
-    return Parts(state, batches, validated, TestBatches(test, *place_in_world), found, precision, remarks)
+    tested = TestBatches(test, *place_in_world)
+    return Parts(state, batches, validated, tested, found, precision, remarks, warnings)
 
 
 def choice_of(recipe: Recipe, headline: str, settings: TrainingSettings) -> Choice:

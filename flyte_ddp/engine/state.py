@@ -13,20 +13,21 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from flyte_ddp.engine import torch_compat
 from flyte_ddp.engine.average import Average
-from flyte_ddp.engine.batches import Batch
-from flyte_ddp.engine.by_row import ByRow
-from flyte_ddp.engine.choice import Choice
-from flyte_ddp.engine.ghost_batch_norm import RunningStatistics
+from flyte_ddp.engine.batches.batches import Batch
+from flyte_ddp.engine.global_batch.by_row import ByRow
+from flyte_ddp.engine.global_batch.ghost_batch_norm import RunningStatistics
 from flyte_ddp.engine.measures import code_location, ratios, trained_measure
-from flyte_ddp.engine.sharded_state import Layout, Shard, fitted
-from flyte_ddp.engine.sharding import ShardedStep, is_sharded, local, on_shards
+from flyte_ddp.engine.monitor.choice import Choice
+from flyte_ddp.engine.monitor.step_clock import Part, StepClock
+from flyte_ddp.engine.monitor.watch import Watch
+from flyte_ddp.engine.readback import Readback
+from flyte_ddp.engine.sharding.sharded_state import Layout, Shard, fitted
+from flyte_ddp.engine.sharding.sharding import ShardedStep, is_sharded, local, on_shards
 from flyte_ddp.engine.step import ReplicatedStep, Step
-from flyte_ddp.engine.step_clock import Part, StepClock
 from flyte_ddp.engine.torch_compat import device_generator
-from flyte_ddp.engine.watch import Watch
 from flyte_ddp.errors import InputError
 from flyte_ddp.events import EpochFinished
-from flyte_ddp.frozen_base import FrozenBase
+from flyte_ddp.model_files.frozen_base import FrozenBase
 from flyte_ddp.recipe import Recipe
 
 
@@ -36,21 +37,29 @@ class Sums:
 
     Attributes:
         pairs: value and weight of each measure, alternating.
+        step: number of the epoch's steps so far.
         steps: number of the epoch's steps before the first that was not finite, or whose ranks drew for different
             shapes.
         uneven: whether they did.
         stop: whether any rank was asked to stop.
         saves: how often rank 0 wanted a checkpoint.
+        seconds: of the epoch's steps.
     """
 
     pairs: tuple[float, ...]
+    step: int
     steps: int
     uneven: bool
     stop: bool
     saves: int
+    seconds: float
 
     def since(self, before: "Sums") -> tuple[float, ...]:
         return tuple(now - then for now, then in zip(self.pairs, before.pairs, strict=True))
+
+    def asks(self, before: "Sums") -> bool:
+        """Whether the steps since then call for something other than the next one."""
+        return self.steps < self.step or self.stop or self.saves > before.saves
 
 
 class TrainingState:
@@ -106,6 +115,8 @@ class TrainingState:
         self.epoch_seconds = 0.0
         # Values and weights by name; the numbers of steps of uneven ranks, to stop, to save, and that were bad
         self._sums = torch.zeros(2 * len(names) + 4, dtype=torch.float64, device=device)
+        self._readback = Readback(device)
+        self.logged: Sums | None = None  # at the last log since the last evaluation
         self._trained = 2 * self.names.index(trained_measure(names))
         self._norms = torch.zeros(0, device=device)
         self._generator = device_generator(device)
@@ -215,8 +226,24 @@ class TrainingState:
 
     def sums(self) -> Sums:
         """The sums since the last evaluation; makes the host wait for the device."""
-        *pairs, uneven, stop, saves, bad_steps = self._sums.tolist()
-        return Sums(tuple(pairs), self.step - round(bad_steps), uneven > 0, stop > 0, round(saves))
+        self._readback.clear()
+        return self._sums_of(self.step, self._sums.tolist())
+
+    def recent_sums(self) -> Sums | None:
+        """Those of a recent step, the same on all ranks, without waiting; None if it was before the last call of sums.
+        To be called after each step."""
+        self._readback.copy(self.step, self._sums)
+        found = self._readback.read()
+        return self._sums_of(*found) if found else None
+
+    def _sums_of(self, step: int, values: list[float]) -> Sums:
+        *pairs, uneven, stop, saves, bad_steps = values
+        steps = step - round(bad_steps)
+        return Sums(tuple(pairs), step, steps, uneven > 0, stop > 0, round(saves), self.epoch_seconds)
+
+    def keep_pace(self, step_seconds: float) -> None:
+        """How far recent sums are behind, by the duration of steps, which is the same on all ranks."""
+        self._readback.keep_pace(step_seconds)
 
     def measures(self, pairs: Sequence[float]) -> dict[str, float]:
         return ratios(self.recipe, self.names, pairs)
@@ -233,6 +260,7 @@ class TrainingState:
             mine = {name: local(weight) for name, weight in weights.items()}
             self.choice.after_evaluation(number, finished.validation, mine)
         self._sums.zero_()
+        self.logged = None
         self.epoch_seconds = 0.0
         if finished.fraction == 1:
             self.epoch, self.step = self.epoch + 1, 0
@@ -249,6 +277,7 @@ class TrainingState:
             "optimizer": self.optimizer.state_dict(),
             "schedule": self.schedule.state_dict(),
             "sums": self._sums,
+            "logged": asdict(self.logged) if self.logged else None,
             "micro_batch": self.micro_batch,
             "epoch": self.epoch,
             "step": self.step,
@@ -278,6 +307,8 @@ class TrainingState:
         self.schedule.load_state_dict(saved["schedule"])
         measured = slice(2 * len(self.names))  # without the old run's requests
         self._sums[measured] = saved["sums"][measured]
+        logged = saved.get("logged")
+        self.logged = Sums(**{**logged, "pairs": tuple(logged["pairs"]), "saves": 0}) if logged else None
         if self.recipe.micro_batch < 0:
             self.micro_batch = saved.get("micro_batch", -1)
         self.epoch, self.step, self.epoch_seconds = saved["epoch"], saved["step"], saved["epoch_seconds"]

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from flyte_ddp.engine import torch_compat
-from flyte_ddp.engine.batches import Batch
-from flyte_ddp.engine.by_row import ByRow
-from flyte_ddp.engine.ghost_batch_norm import constants
+from flyte_ddp.engine.batches.batches import Batch
+from flyte_ddp.engine.global_batch.by_row import ByRow
+from flyte_ddp.engine.global_batch.ghost_batch_norm import constants
 from flyte_ddp.engine.measures import pairs_of, trained_measure
 from flyte_ddp.recipe import Recipe
 

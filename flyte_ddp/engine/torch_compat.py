@@ -106,9 +106,17 @@ def count_in_total(counter: Any) -> Any:
     return counter
 
 
+def copy_of(model: nn.Module, shared: Iterable[Tensor] = ()) -> nn.Module:
+    """A deep copy of a network. deepcopy refuses what a layer has computed from its weights and keeps, as that of
+    torch.nn.utils.weight_norm: a copy of it has its values. shared: tensors that the copy has, too."""
+    layers = (vars(layer).values() for layer in model.modules())
+    kept = [value for values in layers for value in values if isinstance(value, Tensor) and value.grad_fn]
+    return deepcopy(model, {id(one): one.detach().clone() for one in kept} | {id(one): one for one in shared})
+
+
 def copy_with_hooks(model: nn.Module) -> nn.Module:
     """A copy of a network with the hooks on its parameters' gradients, which deepcopy leaves out."""
-    copied = deepcopy(model)
+    copied = copy_of(model)
     for new, old in zip(copied.parameters(), model.parameters(), strict=True):
         if old.requires_grad:
             for hook in (old._backward_hooks or {}).values():

@@ -6,28 +6,28 @@ import time
 import torch
 from torch import distributed
 
+from flyte_ddp.code.user_code import checked_imports
 from flyte_ddp.engine.arithmetic import settle_arithmetic
-from flyte_ddp.engine.block_cache import BlockCache
-from flyte_ddp.engine.checkpoint import check_readable
-from flyte_ddp.engine.checkpoint_writer import checkpoints_of
-from flyte_ddp.engine.compiled import compile_now
+from flyte_ddp.engine.batches.block_cache import BlockCache
+from flyte_ddp.engine.checkpoints.checkpoint import check_readable
+from flyte_ddp.engine.checkpoints.resume import resume
+from flyte_ddp.engine.checkpoints.writer import checkpoints_of
 from flyte_ddp.engine.job import Job, TrainingResult
 from flyte_ddp.engine.kept import KeepingCheckpoints, KeptModels
 from flyte_ddp.engine.loop import fit, gather, look_at_test
-from flyte_ddp.engine.memory import choose_micro_batch
-from flyte_ddp.engine.profile import profiling
+from flyte_ddp.engine.monitor.profile import profiling
+from flyte_ddp.engine.monitor.stragglers import Stragglers
+from flyte_ddp.engine.network.compiled import compile_now
+from flyte_ddp.engine.network.memory import choose_micro_batch
 from flyte_ddp.engine.results import layers_of, result_of, write_last, write_results
-from flyte_ddp.engine.resume import resume
 from flyte_ddp.engine.set_up import Parts, set_up
-from flyte_ddp.engine.sharding import is_sharded
-from flyte_ddp.engine.stragglers import Stragglers
+from flyte_ddp.engine.sharding.sharding import is_sharded
 from flyte_ddp.engine.torch_compat import leave_dynamo_out
 from flyte_ddp.errors import NonFiniteError, UnevenShapesError
 from flyte_ddp.events import RunStarted, all_of
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
 from flyte_ddp.launch.process_group import process_group
-from flyte_ddp.user_code import checked_imports
 
 
 def run(environment: Environment, link: Link, job: Job) -> TrainingResult:
@@ -62,7 +62,7 @@ def _train(environment: Environment, device: torch.device, link: Link, job: Job,
     hosts = [""] * environment.world.size
     distributed.all_gather_object(hosts, environment.host)
     link.emit(run_started(parts, environment, job, hosts))
-    for warning in state.watch.warnings if not state.history else ():
+    for warning in parts.warnings:
         link.emit(warning)
     kept = KeptModels(parts, job, link.emit) if job.options.keep_best else None
     checkpoints = checkpoints_of(state, environment, all_of(kept, link.emit) if kept else link.emit, job)

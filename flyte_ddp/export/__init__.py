@@ -1,0 +1,4 @@
+"""A feature: a trained network as programs of ONNX and torch.export, each verified against it.
+
+Only its entry files import it.
+"""

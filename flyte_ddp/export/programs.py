@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.errors import InputError
 from flyte_ddp.export.settings import TensorSpec
-from flyte_ddp.model_metadata import HEADER
+from flyte_ddp.model_files.model_metadata import HEADER
+from flyte_ddp.model_files.weights import first_names, load_weights
 from flyte_ddp.recipe import Recipe
-from flyte_ddp.weights import first_names, load_weights
 
 MOST_ONNX_BYTES = 2**30  # of weights in the file: protobuf's limit is 2 GiB. Larger ones go to a file beside it
 FEW, MORE = 2, 3  # samples, to see which dimensions depend on their number

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from flyte_ddp.batch_share import BatchShare
-from flyte_ddp.engine.batches import Batch
-from flyte_ddp.engine.block_cache import BlockCache
+from flyte_ddp.engine.batches.batches import Batch
+from flyte_ddp.engine.batches.block_cache import BlockCache
+from flyte_ddp.engine.batches.lengths import lengths_of, padded
+from flyte_ddp.engine.batches.splits import Split
 from flyte_ddp.engine.evaluation import Pairs, measure
 from flyte_ddp.engine.job import Job, Measured
-from flyte_ddp.engine.lengths import lengths_of, padded
 from flyte_ddp.engine.load import load_recipe, load_split
 from flyte_ddp.engine.results import build_metadata
-from flyte_ddp.engine.splits import Split
 from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.errors import InputError
 from flyte_ddp.export import programs

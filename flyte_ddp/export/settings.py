@@ -6,7 +6,7 @@ from typing import Any
 
 from flyte_ddp.engine.job import Job, Measured
 from flyte_ddp.errors import InputError, not_installed
-from flyte_ddp.model_metadata import ModelMetadata
+from flyte_ddp.model_files.model_metadata import ModelMetadata
 from flyte_ddp.recipes.hyperparameters import DATASETS, MODELS
 from flyte_ddp.settings import Settings, setting
 

@@ -18,26 +18,26 @@ from flyte_ddp.attempt.failures import platform_errors
 from flyte_ddp.attempt.folders import run_folder
 from flyte_ddp.attempt.training import image_subject
 from flyte_ddp.data.description import StoredData
-from flyte_ddp.data.image_settings import ImageSettings
+from flyte_ddp.data.sources.image_settings import ImageSettings
 from flyte_ddp.engine.job import Subject, job_of
 from flyte_ddp.errors import InputError
 from flyte_ddp.export.settings import ClassifierExport, ExportJob, ExportOptions, FolderExport, check_formats
 from flyte_ddp.export.verified import export
-from flyte_ddp.model_metadata import ModelMetadata, read_metadata
+from flyte_ddp.flyte1 import platform
+from flyte_ddp.flyte1.data import downloaded, source_of
+from flyte_ddp.flyte1.image_folder import attach
+from flyte_ddp.flyte1.inputs import classifier_metadata, dataset_of
+from flyte_ddp.flyte1.outputs import output_folder, output_page
+from flyte_ddp.flyte1.platform import is_local
+from flyte_ddp.flyte1.prepare import PreparedDataset
+from flyte_ddp.flyte1.recipe import RecipeTraining
+from flyte_ddp.flyte1.resources import preparation_resources, small_resources
+from flyte_ddp.flyte1.train import Data
+from flyte_ddp.model_files.model_metadata import ModelMetadata, read_metadata
 from flyte_ddp.recipes.hyperparameters import FolderHyperparameters, Hyperparameters
 from flyte_ddp.report.console import say_last
 from flyte_ddp.settings import TrainingSettings
 from flyte_ddp.storage import temporary_beside
-from flyte_ddp.tasks import platform
-from flyte_ddp.tasks.data import downloaded, source_of
-from flyte_ddp.tasks.image_folder import attach
-from flyte_ddp.tasks.inputs import classifier_metadata, dataset_of
-from flyte_ddp.tasks.outputs import output_folder, output_page
-from flyte_ddp.tasks.platform import is_local
-from flyte_ddp.tasks.prepare import PreparedDataset
-from flyte_ddp.tasks.recipe import RecipeTraining
-from flyte_ddp.tasks.resources import preparation_resources, small_resources
-from flyte_ddp.tasks.train import Data
 
 
 @dataclass(frozen=True)

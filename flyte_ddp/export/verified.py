@@ -31,6 +31,11 @@ def export(asked: ExportJob) -> tuple[Written, dict[str, Measured], Card]:
     with writing_to(folder.parent, "DDP_RUNS_DIR"):
         folder.mkdir()
     written: Written = _run(WRITE, asked, asked)
+    loss = written.measured.measures.get("loss", 0.0)
+    if not math.isfinite(loss):
+        raise InputError(
+            f"model_state must have a finite loss on the test split, got {loss}: it has diverged; use another"
+        )
     difference = differing(asked.reported, written.measured.measures, tolerance)
     if difference:
         name, reported, found = difference

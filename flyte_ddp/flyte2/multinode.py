@@ -23,12 +23,15 @@ def naming_the_cause() -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        if platform.is_local():
+            raise
         own, others = failure_of(platform, error), f"{platform.logs_url()}/failures"
-        if (own.is_effect or own.kind == "hang") and os.environ["RANK"] == "0":
+        rank = os.environ.get("RANK", "0")  # without torchrun there are no others
+        if (own.is_effect or own.kind == "hang") and rank == "0":
             own = next(iter(_causes(others)), own)
         elif not own.is_effect:
-            _leave(own, f"{others}/rank-{os.environ['RANK']}.json")
-        if os.environ["RANK"] == "0":
+            _leave(own, f"{others}/rank-{rank}.json")
+        if rank == "0":
             with telling_webhook(platform):
                 raise attempt_error(platform, own, urls_of(platform)) from None
         raise

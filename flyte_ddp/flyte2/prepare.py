@@ -7,14 +7,14 @@ from flyte.io import Dir, File
 
 from flyte_ddp.attempt import datasets
 from flyte_ddp.attempt.training import check_classifier
-from flyte_ddp.code_version import code_version
-from flyte_ddp.data import prepared
+from flyte_ddp.code.code_version import code_version
+from flyte_ddp.data.prepared import prepared
 from flyte_ddp.errors import InputError
 from flyte_ddp.flyte2 import platform
 from flyte_ddp.flyte2.attempt import one_attempt
 from flyte_ddp.flyte2.data import downloaded, output_folder
 from flyte_ddp.flyte2.environment import PAUSES, cached
-from flyte_ddp.model_metadata import needs_metadata
+from flyte_ddp.model_files.model_metadata import needs_metadata
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
 
@@ -54,13 +54,13 @@ def shard_numbers(shards: int) -> range:
 
 def preparation_arguments() -> dict[str, Any]:
     """Arguments of a task that prepares a dataset."""
-    code = code_version("flyte_ddp.data.datasets")
+    code = code_version("flyte_ddp.data.sources.datasets")
     return {"cache": cached(code), "retries": flyte.RetryStrategy(3, PAUSES)}
 
 
 def prepare_dataset(name: str) -> Dir:
-    """Downloads and prepares the named dataset (for the format see flyte_ddp.data.prepared). Its content is the key of
-    the caches."""
+    """Downloads and prepares the named dataset (for the format see flyte_ddp.data.prepared.prepared). Its content is
+    the key of the caches."""
     with one_attempt():
         folder = datasets.prepare(platform, name)
         return output_folder(folder, digest=prepared.read_description(folder).digest)

@@ -15,14 +15,14 @@ from flyte.io import Dir, File
 
 from flyte_ddp.attempt.summaries import RecipeSummary
 from flyte_ddp.attempt.training import Trained
+from flyte_ddp.code.user_code import find_code, find_observers
 from flyte_ddp.flyte2.inputs import set_up_flyte
 from flyte_ddp.flyte2.training import Flyte2Training, files_of
-from flyte_ddp.user_code import find_code, find_observers
 
 
 @dataclass(frozen=True)
 class RecipeOutputs:
-    """The outputs of a recipe's training, see flyte_ddp.tasks.recipe.RecipeOutputs."""
+    """The outputs of a recipe's training, see flyte_ddp.flyte1.recipe.RecipeOutputs."""
 
     epoch_measures: list[dict[str, float]]
     model_state: File

@@ -89,7 +89,7 @@ def files_of(trained: Trained) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class TrainingOutputs:
-    """The outputs of an image classifier's training, see flyte_ddp.tasks.train.TrainingOutputs."""
+    """The outputs of an image classifier's training, see flyte_ddp.flyte1.train.TrainingOutputs."""
 
     epoch_accuracies: list[float]
     model_state: File

@@ -12,17 +12,17 @@ from flytekit.types.file import CSVFile, FlyteFile
 
 from flyte_ddp.attempt.failures import platform_errors
 from flyte_ddp.attempt.folders import run_folder
-from flyte_ddp.data import prepared
 from flyte_ddp.data.image_files import decode
+from flyte_ddp.data.prepared import prepared
+from flyte_ddp.flyte1 import platform
+from flyte_ddp.flyte1.outputs import output_file, output_page
+from flyte_ddp.flyte1.platform import is_local
+from flyte_ddp.flyte1.prepare import PreparedDataset
+from flyte_ddp.flyte1.resources import preparation_resources
+from flyte_ddp.inference.listing import Listing
 from flyte_ddp.inference.page import Tally, predicted_article, tally
 from flyte_ddp.inference.shards import InferenceOptions, read_rows, write_rows
 from flyte_ddp.report.console import say_last
-from flyte_ddp.tasks import platform
-from flyte_ddp.tasks.data import fetch, list_files
-from flyte_ddp.tasks.outputs import output_file, output_page
-from flyte_ddp.tasks.platform import is_local
-from flyte_ddp.tasks.prepare import PreparedDataset
-from flyte_ddp.tasks.resources import preparation_resources
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,7 @@ def gather_shards(
     parts: list[CSVFile],
     data: PreparedDataset,
     folder: FlyteDirectory | None,
+    listing: FlyteFile,
     options: InferenceOptions,
 ) -> InferenceOutputs:
     """Joins all rows in one file, in the order of the images, and summarises them."""
@@ -74,7 +75,7 @@ def gather_shards(
         found = tally(predictions)
         source = f"folder {Path(folder.path).name}" if folder is not None else f"{description.name}, {options.split}"
         title = f"Predictions: {source}"
-        images = images_of(found, Path(data.download()), folder, options)
+        images = images_of(found, Path(data.download()), folder, Path(listing.download()), options)
         fragment = predicted_article(title, found, images, description, options)
         report = output_page(work, title, fragment)
     summary = InferenceSummary(description.name, found.images, found.unreadable, found.labelled, found.accuracy)
@@ -83,14 +84,18 @@ def gather_shards(
     return InferenceOutputs(output_file(predictions, CSVFile), summary, report)
 
 
-def images_of(found: Tally, data: Path, folder: FlyteDirectory | None, options: InferenceOptions) -> list[np.ndarray]:
+def images_of(
+    found: Tally, data: Path, folder: FlyteDirectory | None, listing: Path, options: InferenceOptions
+) -> list[np.ndarray]:
     """The least certain images (C, H, W) uint8, as the network saw them."""
     numbers = [number for number, _ in found.least_certain]
     if folder is None:
         images, _ = prepared.open_split(data, options.split)
         return [images[number] for number in numbers]
-    names = list(list_files(folder))
+    listed = Listing.read(listing).files
+    shown = Listing([listed[number] for number in numbers])
     shape = prepared.read_description(data).image_shape
     with tempfile.TemporaryDirectory(prefix="ddp-") as copies:
-        files = fetch(folder, [names[number] for number in numbers], Path(copies))
-        return [decode(Path(path), shape) for _, path in files]
+        seen = [decode(Path(path), shape) for _, path in shown.fetch(folder, Path(copies))]
+    shown.verify(folder)
+    return seen

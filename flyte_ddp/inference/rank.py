@@ -6,20 +6,20 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from flyte_ddp.data import prepared
 from flyte_ddp.data.description import DatasetDescription
 from flyte_ddp.data.image_files import MODES, decode, reason
+from flyte_ddp.data.prepared import prepared
 from flyte_ddp.engine.arithmetic import settle_arithmetic
-from flyte_ddp.engine.batches import TestBatches
-from flyte_ddp.engine.splits import Resident
+from flyte_ddp.engine.batches.batches import TestBatches
+from flyte_ddp.engine.batches.splits import Resident
 from flyte_ddp.errors import InputError
 from flyte_ddp.inference.shards import ModelFile, Row, ShardJob, write_rows
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
+from flyte_ddp.model_files.weights import load_weights
 from flyte_ddp.recipes.images import Normaliser
 from flyte_ddp.recipes.models import MODELS, load_model
 from flyte_ddp.storage import writing_to
-from flyte_ddp.weights import load_weights
 
 REMEDY = "use that of a training, and set the model and dataset of that training in options"
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from flyte_ddp.data.prepared import SPLITS
+from flyte_ddp.data.prepared.prepared import SPLITS
 from flyte_ddp.recipes.hyperparameters import DATASETS, MODELS
 from flyte_ddp.settings import Settings, setting
 

@@ -13,29 +13,30 @@ from typing import Any, NamedTuple
 from flytekit import Cache, task
 from flytekit.configuration import LocalConfig
 from flytekit.types.directory import FlyteDirectory
-from flytekit.types.file import CSVFile, PythonPickledFile
+from flytekit.types.file import CSVFile, FlyteFile, PythonPickledFile
 
 from flyte_ddp.attempt.failures import platform_errors
 from flyte_ddp.attempt.folders import runs_dir
 from flyte_ddp.attempt.pod import check_code, check_gpus
 from flyte_ddp.attempt.registration import registration
 from flyte_ddp.attempt.requested import training_environment
-from flyte_ddp.code_version import code_version
-from flyte_ddp.data import prepared
+from flyte_ddp.code.code_version import code_version
+from flyte_ddp.data.prepared import prepared
 from flyte_ddp.errors import InputError
+from flyte_ddp.flyte1 import platform
+from flyte_ddp.flyte1.caching import CodeVersion
+from flyte_ddp.flyte1.data import list_files
+from flyte_ddp.flyte1.inputs import classifier_metadata, dataset_of
+from flyte_ddp.flyte1.outputs import output_file
+from flyte_ddp.flyte1.platform import is_local, working_folder
+from flyte_ddp.flyte1.prepare import PreparedDataset
+from flyte_ddp.flyte1.resources import preparation_resources, small_resources, training_resources, training_sizes
+from flyte_ddp.inference.listing import Listing
 from flyte_ddp.inference.shards import InferenceOptions, ModelFile, Shard, ShardJob
 from flyte_ddp.launch.alone import run_alone
 from flyte_ddp.launch.environment import choose_world, visible_gpus
 from flyte_ddp.report.console import Console, say
 from flyte_ddp.storage import remove_leftovers, temporary_beside, writing_to
-from flyte_ddp.tasks import platform
-from flyte_ddp.tasks.caching import CodeVersion
-from flyte_ddp.tasks.data import fetch, list_files
-from flyte_ddp.tasks.inputs import classifier_metadata, dataset_of
-from flyte_ddp.tasks.outputs import output_file
-from flyte_ddp.tasks.platform import is_local, working_folder
-from flyte_ddp.tasks.prepare import PreparedDataset
-from flyte_ddp.tasks.resources import preparation_resources, small_resources, training_resources, training_sizes
 
 # names, because importing them would import torch
 PREDICTOR = "flyte_ddp.inference.rank:predict_images"
@@ -76,18 +77,25 @@ def check_inputs(
     return Checked(dataset, options)
 
 
+class Plan(NamedTuple):
+    """The shards, and the listing of the folder that their keys were made of."""
+
+    shards: list[Shard]
+    listing: FlyteFile
+
+
 @task(retries=2, **preparation_resources() | {"environment": training_environment(0, INFERENCE_CODE.code)})
 @platform_errors(platform)
 def plan_shards(
     model_state: PythonPickledFile, data: PreparedDataset, folder: FlyteDirectory | None, options: InferenceOptions
-) -> list[Shard]:
+) -> Plan:
     """Splits the images into shards, if the model fits them; never cached, because contents may have changed."""
     check_code(INFERENCE_CODE.code)
     description = prepared.verify(data.download())
     weights = Path(model_state.download())
     asked = ModelFile(str(weights), options.model, description.image_shape, len(description.classes))
     run_alone(INSPECTOR, asked, options.timeout_seconds, Console())
-    files = list(list_files(folder).items()) if folder is not None else []
+    listing = Listing.of(folder)
     decisive = {
         "weights": hashlib.sha256(weights.read_bytes()).hexdigest(),
         "model": options.model,
@@ -95,13 +103,14 @@ def plan_shards(
         "split": options.split,
         "code": INFERENCE_CODE.version,
     }
-    images = len(files) or {"train": description.train_samples, "test": description.test_samples}[options.split]
+    images = len(listing.files) or {"train": description.train_samples, "test": description.test_samples}[options.split]
     count = min(options.shards, images)
     bounds = [images * number // count for number in range(count + 1)]
-    return [
-        Shard(number, count, first, last, _key(**decisive, images=[first, last], files=files[first:last]))
+    shards = [
+        Shard(number, count, first, last, _key(**decisive, images=[first, last], files=listing.files[first:last]))
         for number, (first, last) in enumerate(pairwise(bounds))
     ]
+    return Plan(shards, output_file(listing.write(working_folder() / "listing.json")))
 
 
 def _key(**decisive: Any) -> str:
@@ -110,7 +119,7 @@ def _key(**decisive: Any) -> str:
 
 @task(
     # A shard's key stands for all other inputs
-    cache=Cache(policies=INFERENCE_CODE, ignored_inputs=("model_state", "data", "folder", "options")),
+    cache=Cache(policies=INFERENCE_CODE, ignored_inputs=("model_state", "data", "folder", "listing", "options")),
     retries=3,
     **one_device(),
 )
@@ -120,6 +129,7 @@ def predict_shard(
     model_state: PythonPickledFile,
     data: PreparedDataset,
     folder: FlyteDirectory | None,
+    listing: FlyteFile,
     options: InferenceOptions,
 ) -> CSVFile:
     """The rows of one shard. On a cluster Flyte retries and caches each shard; a local run caches it here."""
@@ -132,12 +142,12 @@ def predict_shard(
     check_gpus(visible_gpus())
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="ddp-") as copies:
-        names = list(list_files(folder))[shard.first : shard.last] if folder is not None else []
-        beside = temporary_beside(part)
-        files = fetch(folder, names, Path(copies)) if folder is not None else []
+        planned = Listing.read(Path(listing.download())).part(shard)
+        files, beside = planned.fetch(folder, Path(copies)), temporary_beside(part)
         job = ShardJob(shard, options, model_state.download(), data.download(), files, str(beside))
         try:
             run_alone(PREDICTOR, job, options.timeout_seconds, Console(), choose_world("auto", 1, 1))
+            planned.verify(folder)  # after they have been read
             os.replace(beside, part)
         finally:
             beside.unlink(missing_ok=True)

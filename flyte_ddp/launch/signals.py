@@ -11,11 +11,12 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # Ctrl-C, the end
 
 @contextmanager
 def stop_requests() -> Iterator[list[int]]:
-    """Collects the signals that ask to stop; a second one interrupts at once."""
+    """Collects the signals that ask to stop. A second Ctrl-C interrupts at once; what ends a pod or a terminal may come
+    several times, forwarded by a parent and sent to the group, and never does."""
     received: list[int] = []
 
     def note(signum: int, _: Any) -> None:
-        if received:
+        if signum == signal.SIGINT in received:
             raise KeyboardInterrupt
         received.append(signum)
 

@@ -10,7 +10,14 @@ import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from torch import Tensor, distributed
 
-from flyte_ddp.engine.checkpoint import check_readable, checksum, read_checkpoint, read_same, refuse, write_checkpoint
+from flyte_ddp.engine.checkpoints.checkpoint import (
+    check_readable,
+    checksum,
+    read_checkpoint,
+    read_same,
+    refuse,
+    write_checkpoint,
+)
 from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.errors import CheckpointError
 from flyte_ddp.events import CheckpointFailed, CheckpointWritten, Event

@@ -9,12 +9,12 @@ from typing import Any
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from flyte_ddp.code.user_code import checked_imports
 from flyte_ddp.errors import InputError
 from flyte_ddp.launch.rank import own_lock_of_tqdm
 from flyte_ddp.lightning.job import LightningJob
 from flyte_ddp.lightning.settings import LightningSettings
 from flyte_ddp.text import did_you_mean
-from flyte_ddp.user_code import checked_imports
 
 
 def build(job: LightningJob) -> tuple[LightningModule, LightningDataModule | None]:

@@ -15,15 +15,16 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from torch import distributed
 
-from flyte_ddp.engine.step_clock import Part, StepClock
-from flyte_ddp.engine.stragglers import Stragglers
+from flyte_ddp.engine.monitor.step_clock import Part, StepClock
+from flyte_ddp.engine.monitor.stragglers import Stragglers
+from flyte_ddp.engine.monitor.watch import Watch
 from flyte_ddp.engine.torch_compat import device_generator, norms, pytree
-from flyte_ddp.engine.watch import Watch
 from flyte_ddp.errors import InputError, NonFiniteError, StopRequested
 from flyte_ddp.events import EpochFinished, Event, NotLearning, RunStarted, StepLogged
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
 from flyte_ddp.lightning.checkpoint import CheckpointFiles
+from flyte_ddp.lightning.finite import broken, check_finite
 from flyte_ddp.lightning.job import LightningJob
 from flyte_ddp.lightning.measures import LoggedByValidation, measures_of
 from flyte_ddp.lightning.results import run_started
@@ -152,16 +153,16 @@ class RankObserver(Checkpoint):
         self._clock.lap(Part.COMPUTING)
         self._clock.samples += self._window[-1][1]
         if self._is_looking:
-            self._look(trainer, module, batch_idx + 1)
+            self._look(trainer, batch_idx + 1)
             self._clock.lap(Part.OTHER)
         self._seed(trainer.current_epoch, batch_idx + 1)
 
-    def _look(self, trainer: Trainer, module: LightningModule, steps: int) -> None:
+    def _look(self, trainer: Trainer, steps: int) -> None:
         """Tells what has happened since the last look; a collective, as is what may follow from it."""
         epoch, is_last = trainer.current_epoch, steps == trainer.num_training_batches
         now = time.monotonic()
         seconds, self._looked = max(now - self._looked, 1e-9), now
-        count, seen = len(self._window), self._seen(trainer, module, epoch, steps - 1)
+        count, seen = len(self._window), self._seen(trainer, epoch, steps - 1)
         loss, samples, stops = _mean(seen["loss"], seen["weight"]), seen["samples"], seen["stops"] > 0
         for name, value in {**seen, "seconds": seconds}.items():
             if name in self._so_far:
@@ -201,7 +202,7 @@ class RankObserver(Checkpoint):
         for event in events:
             self._link.emit(event)
 
-    def _seen(self, trainer: Trainer, module: LightningModule, epoch: int, step: int) -> dict[str, float]:
+    def _seen(self, trainer: Trainer, epoch: int, step: int) -> dict[str, float]:
         """The steps since the last look, and what is asked for, summed over the ranks.
 
         Raises NonFiniteError, the same on all ranks.
@@ -215,19 +216,16 @@ class RankObserver(Checkpoint):
             "stops": self._link.stop_requested,
             "due": rank == 0 and time.monotonic() - self._saved >= self._job.options.checkpoint_seconds,
         }
-        # a module's own optimization may have destroyed the weights without a loss that anyone could see
-        weights = [one.detach() for one in module.parameters() if one.requires_grad and one.is_floating_point()]
-        causes = {"loss": mine["loss"], "weights": float(norms(weights).norm()) if weights else 0.0}
-        bad = [float(one == rank and not math.isfinite(value)) for value in causes.values() for one in range(size)]
+        is_finite = math.isfinite(mine["loss"]) and not broken(self._validation.trained())[0]
+        bad = [float(one == rank and not is_finite) for one in range(size)]
         numbers = torch.tensor([*mine.values(), *bad], dtype=torch.float64, device=trainer.strategy.root_device)
         totals: list[float] = trainer.strategy.reduce(numbers, reduce_op="sum").tolist()
-        for number, cause in enumerate(causes):
-            of_ranks = totals[len(mine) + number * size :][:size]
-            if any(of_ranks):
-                raise NonFiniteError(cause, [one for one, is_bad in enumerate(of_ranks) if is_bad], epoch, step)
+        ranks = [one for one, is_bad in enumerate(totals[len(mine) :]) if is_bad]
+        if ranks:
+            raise NonFiniteError.in_step("loss", ranks, epoch, step)
         # float16 overflows now and then, and Lightning's scaler then skips the step
         if self._job.settings.precision != "float16" and not math.isfinite(self._norm):
-            raise NonFiniteError("gradient", list(range(size)), epoch, step)
+            raise NonFiniteError.in_step("gradient", list(range(size)), epoch, step)
         return dict(zip(mine, totals, strict=False))
 
     # --- epochs ---
@@ -262,6 +260,8 @@ class RankObserver(Checkpoint):
     def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
         epoch, so_far, validation = trainer.current_epoch, self._so_far, measures_of(self._validation.values)
         loss = _mean(so_far["loss"], so_far["weight"])
+        steps = int(trainer.num_training_batches)
+        check_finite(trainer, module, self._validation.trained(), validation, epoch, steps)
         self.epochs.append(
             EpochFinished(
                 epoch=epoch,
@@ -275,10 +275,10 @@ class RankObserver(Checkpoint):
         )
         self._link.emit(self.epochs[-1])
         self._check_names({*self.epochs[-1].train}, validation)
-        self._check_finite({"training": self._validation.trained(), "validation": validation})
+        warnings = self.watch.not_finite(broken(validation)[1], "validation", epoch + 1, steps)
         if "loss" in validation:
-            steps = int(trainer.num_training_batches)
-            self._emit_all(self.watch.after_evaluation(self.epochs[-1], steps))
+            warnings += self.watch.after_evaluation(self.epochs[-1], steps)
+        self._emit_all(warnings)
         self._so_far, self._validation.values = dict(NOTHING), {}
         self._save(trainer, epoch + 1, 0)
         if self._stopping:
@@ -298,14 +298,6 @@ class RankObserver(Checkpoint):
                 if any("/dataloader_idx_" in other for other in validated):
                     remedy += ", for one of the loaders, with add_dataloader_idx=False"
                 self._warn(f"{name} is not shown for the validation, which logs {got}: {remedy}")
-
-    def _check_finite(self, measures: Mapping[str, Mapping[str, float]]) -> None:
-        """Warns, once, of each measure of a split that is NaN or infinite: weights may be, or a batch divides by 0."""
-        for split, each in measures.items():
-            for name, value in each.items():
-                reason = f"{name} of the {split} is not finite: look for a division by zero, or {self.watch.remedies}"
-                if not math.isfinite(value) and reason not in {warning.reason for warning in self.watch.warnings}:
-                    self._warn(reason)
 
     def _warn(self, reason: str) -> None:
         self.watch.warnings.append(NotLearning(self.epochs[-1].epoch, 0, reason))

@@ -15,12 +15,13 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from flyte_ddp.engine.job import TrainingResult
 from flyte_ddp.engine.results import export_model
-from flyte_ddp.errors import InputError
+from flyte_ddp.errors import InputError, NonFiniteError
 from flyte_ddp.events import EpochChosen
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
 from flyte_ddp.launch.process_group import process_group
 from flyte_ddp.lightning.checkpoint import CheckpointFiles
+from flyte_ddp.lightning.finite import broken
 from flyte_ddp.lightning.job import LightningJob
 from flyte_ddp.lightning.measures import LoggedByValidation, measures_of
 from flyte_ddp.lightning.modules import build
@@ -132,6 +133,10 @@ def test(
     tested: dict[str, float] = {}
     for logged in trainer.test(module, datamodule=data, verbose=False):
         tested.update(measures_of(logged))
+    for name in broken(tested)[0]:
+        raise NonFiniteError.in_evaluation(tested[name], "test", len(epochs))
+    for warning in observer.watch.not_finite(broken(tested)[1], "test", len(epochs), 0):
+        link.emit(warning)
     stopped_early, seconds = len(epochs) < (trainer.max_epochs or 0), time.monotonic() - started
     link.emit(EpochChosen(len(epochs) - 1, len(epochs), tested, stopped_early, seconds, is_best=False))
     return tested

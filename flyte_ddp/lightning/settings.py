@@ -9,6 +9,7 @@ PRECISIONS = {"float32": "32-true", "bfloat16": "bf16-mixed", "float16": "16-mix
 STRATEGIES = ("auto", "ddp", "ddp_find_unused_parameters_true")
 LIMITS = ("limit_train_batches", "limit_val_batches", "limit_test_batches")
 ALGORITHMS = ("norm", "value")
+GIVEN = ("settings", "data_path", "loader_workers", "pin_memory")  # what a module's __init__ gets besides its settings
 # Options that mean nothing to Lightning's Trainer
 FOR_RECIPES = {
     "profile": False, "log_gradients": False, "keep_checkpoint": False, "keep_best": 0, "sharding": "off",
@@ -51,6 +52,9 @@ class LightningSettings(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for name in GIVEN:
+            if hasattr(self, name):
+                raise InputError(f"{type(self).__name__}.{name} needs another name: __init__ gets something else by it")
         for name in LIMITS:
             value = getattr(self, name)
             if value > 1 and not value.is_integer():

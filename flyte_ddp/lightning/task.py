@@ -15,18 +15,18 @@ from typing import Any, TypeVar, cast
 
 from flyte_ddp.attempt.pod import check_code
 from flyte_ddp.attempt.training import Trained
-from flyte_ddp.data import prepared
+from flyte_ddp.code.user_code import find_code, joined
 from flyte_ddp.data.description import StoredData
+from flyte_ddp.data.prepared import prepared
 from flyte_ddp.engine.job import Job, Subject, subject_of
 from flyte_ddp.errors import InputError, not_installed
+from flyte_ddp.flyte1.recipe import NamedTraining, RecipeOutputs, recipe_outputs
+from flyte_ddp.flyte1.train import Data
 from flyte_ddp.launch import launcher
 from flyte_ddp.launch.environment import visible_gpus
 from flyte_ddp.lightning.job import LightningJob
 from flyte_ddp.lightning.settings import LightningOptions, LightningSettings
 from flyte_ddp.settings import RunOptions, TrainingSettings
-from flyte_ddp.tasks.recipe import NamedTraining, RecipeOutputs, recipe_outputs
-from flyte_ddp.tasks.train import Data
-from flyte_ddp.user_code import find_code, joined
 
 Outputs = TypeVar("Outputs")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from flyte_ddp.engine.loading import Streamed
+from flyte_ddp.engine.batches.loading import Streamed
 from flyte_ddp.launch.environment import Environment, available_cores
 from flyte_ddp.launch.link import Link
 from flyte_ddp.loading.times import LoadingJob, LoadingTimes, TimedSetting

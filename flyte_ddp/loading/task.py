@@ -9,16 +9,16 @@ from flytekit.types.file import FlyteFile
 from flyte_ddp.attempt.failures import platform_errors
 from flyte_ddp.attempt.folders import run_folder
 from flyte_ddp.attempt.pod import check_gpus
-from flyte_ddp.data import prepared
+from flyte_ddp.data.prepared import prepared
 from flyte_ddp.events import Event, Printed
+from flyte_ddp.flyte1 import platform
+from flyte_ddp.flyte1.outputs import output_page
+from flyte_ddp.flyte1.platform import is_local
 from flyte_ddp.launch import launcher
 from flyte_ddp.launch.environment import choose_world, visible_gpus
 from flyte_ddp.loading.page import loading_page
 from flyte_ddp.loading.times import LoadingJob, LoadingSettings, LoadingTimes, recommended
 from flyte_ddp.report.console import say, say_last
-from flyte_ddp.tasks import platform
-from flyte_ddp.tasks.outputs import output_page
-from flyte_ddp.tasks.platform import is_local
 
 STUDY = "flyte_ddp.loading.rank:run"  # a name, because importing it would import torch
 TIMEOUT_SECONDS = 300.0  # without a batch, after which the study counts as hung

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from flyte_ddp.code_version import LIBRARY, is_installed
+from flyte_ddp.code.code_version import LIBRARY, is_installed
 from flyte_ddp.errors import InputError
 from flyte_ddp.new.library import DISTRIBUTION
 from flyte_ddp.storage import temporary_beside, writing_to

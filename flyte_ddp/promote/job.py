@@ -57,7 +57,8 @@ class Verdict:
 
 
 def judge(candidate: Measured, current: Measured | None, options: PromotionOptions) -> Verdict:
-    """Raises InputError if the measure or its better direction is unknown, or the candidate's value is not finite."""
+    """Raises InputError if the measure or its better direction is unknown, or the candidate's value or loss is not
+    finite: of outputs that are NaN, an accuracy is that of always guessing the first class."""
     name = options.measure or candidate.headline
     if name not in candidate.measures:
         raise InputError(f"measure must be one of {', '.join(candidate.measures)}, got {name!r}")
@@ -67,7 +68,10 @@ def judge(candidate: Measured, current: Measured | None, options: PromotionOptio
             "recipe's higher_is_better or lower_is_better"
         )
     higher = options.better == "higher" or (options.better == "auto" and not candidate.is_lower_better[name])
-    score = candidate.measures[name]
-    if not math.isfinite(score):
-        raise InputError(f"the candidate's {name} must be finite, got {score}: use a model that has not diverged")
-    return Verdict(name, higher, options.margin, score, current.measures[name] if current else None)
+    for one in dict.fromkeys(("loss", name)):
+        if not math.isfinite(value := candidate.measures.get(one, 0.0)):
+            raise InputError(f"the candidate's {one} must be finite, got {value}: use a model that has not diverged")
+    before = current.measures[name] if current else None
+    if current and not math.isfinite(current.measures.get("loss", 0.0)):
+        before = math.nan
+    return Verdict(name, higher, options.margin, candidate.measures[name], before)

@@ -12,7 +12,7 @@ from flyte_ddp.engine.job import Measured, Subject, job_of
 from flyte_ddp.errors import InputError, ReportedError
 from flyte_ddp.launch.alone import run_alone
 from flyte_ddp.launch.environment import choose_world
-from flyte_ddp.model_metadata import read_metadata
+from flyte_ddp.model_files.model_metadata import read_metadata
 from flyte_ddp.promote.job import PromotionOptions, Verdict, judge
 from flyte_ddp.promote.page import outcome, promotion_page
 from flyte_ddp.promote.place import PROMOTED, Place, Pointer, now, version_name

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from flyte_ddp.engine.arithmetic import settle_arithmetic
-from flyte_ddp.engine.block_cache import BlockCache
+from flyte_ddp.engine.batches.block_cache import BlockCache
 from flyte_ddp.engine.evaluation import measure
 from flyte_ddp.engine.job import Job, Measured
 from flyte_ddp.engine.load import load_recipe, load_split

@@ -20,6 +20,11 @@ from flyte_ddp.attempt.registration import registration
 from flyte_ddp.attempt.requested import training_environment
 from flyte_ddp.attempt.training import image_subject
 from flyte_ddp.engine.job import Subject
+from flyte_ddp.flyte1 import platform
+from flyte_ddp.flyte1.inputs import classifier_metadata, dataset_of, settings_of
+from flyte_ddp.flyte1.outputs import output_file, output_page
+from flyte_ddp.flyte1.prepare import PreparedDataset
+from flyte_ddp.flyte1.resources import small_resources, training_resources, training_sizes
 from flyte_ddp.launch.environment import visible_gpus
 from flyte_ddp.promote import promotion
 from flyte_ddp.promote.job import PromotionOptions
@@ -31,11 +36,6 @@ from flyte_ddp.report.article import article
 from flyte_ddp.report.console import say_last
 from flyte_ddp.report.mlflow_run import ADDRESS
 from flyte_ddp.settings import RunOptions
-from flyte_ddp.tasks import platform
-from flyte_ddp.tasks.inputs import classifier_metadata, dataset_of, settings_of
-from flyte_ddp.tasks.outputs import output_file, output_page
-from flyte_ddp.tasks.prepare import PreparedDataset
-from flyte_ddp.tasks.resources import small_resources, training_resources, training_sizes
 
 
 class PromotionTarget(NamedTuple):

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flyte_ddp import schedules
-from flyte_ddp.data import prepared
 from flyte_ddp.data.description import DatasetDescription
 from flyte_ddp.data.image_files import ImageFiles
+from flyte_ddp.data.prepared import prepared
 from flyte_ddp.recipe import Random
 from flyte_ddp.recipes import models
 from flyte_ddp.recipes.airbench import SAMPLES, Airbench94

@@ -1,6 +1,5 @@
 """The networks, by name. Each maps images (N, C, H, W), float and normalised, to logits (N, classes)."""
 
-import pkgutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -11,10 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flyte_ddp.errors import InputError
-from flyte_ddp.model_metadata import check_is_file, read_metadata
+from flyte_ddp.model_files.model_metadata import check_is_file, class_named, read_metadata
+from flyte_ddp.model_files.weights import load_weights
 from flyte_ddp.recipe import Recipe
 from flyte_ddp.recipes.airbench import Airbench94
-from flyte_ddp.weights import load_weights
 
 OURS = "flyte_ddp.recipes.images:ImageClassifier"  # a name, because its module imports this one
 MNIST = {"network": "mnist_cnn", "image_shape": (1, 28, 28), "classes": range(10)}
@@ -145,15 +144,14 @@ def load_model(
     """The trained network from a model_state or safetensors file, in evaluation mode on the CPU.
 
     What is not given is taken from the file's metadata; without metadata, the network is MNIST's. Nothing in the file
-    is executed, but if another recipe trained it, that recipe's module is imported to build the network, from data_path
-    and init_path too if needed.
+    is executed, but if another recipe trained it, the modules that it names, of the recipe and its settings, are
+    imported to build the network, from data_path and init_path too if needed: any that this process can import. Of a
+    file that you do not trust, look at read_metadata(path).recipe and .settings_class first.
     """
     check_is_file(path)
     metadata = read_metadata(path)
     if metadata and metadata.recipe != OURS and name is None:
-        recipe = pkgutil.resolve_name(metadata.recipe)
-        if not (isinstance(recipe, type) and issubclass(recipe, Recipe)):
-            raise InputError(f"the metadata of {path} must name a recipe, got {metadata.recipe}")
+        recipe = class_named(metadata.recipe, Recipe, f"{path}: the recipe")
         try:
             return recipe.load_model(path, data_path=data_path, init_path=init_path)
         except InputError:

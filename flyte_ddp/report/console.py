@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from flyte_ddp import events
-from flyte_ddp.data.download import Progress
+from flyte_ddp.data.sources.download import Progress
 from flyte_ddp.report.ranks import Table, in_text, rank_tables
 from flyte_ddp.report.words import in_words, split_sizes, written
 from flyte_ddp.text import counted

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from flyte_ddp.events import Observer, RunStarted
-from flyte_ddp.model_metadata import read_metadata
+from flyte_ddp.model_files.model_metadata import read_metadata
 from flyte_ddp.report.background import IncompleteError, one_line, without_password
 from flyte_ddp.report.console import say
 from flyte_ddp.report.record import RunFailed, RunFinished, RunInfo

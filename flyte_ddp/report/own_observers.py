@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from flyte_ddp.code.user_code import UserCode
 from flyte_ddp.events import Observer, tell
 from flyte_ddp.report.background import Background, one_line
 from flyte_ddp.report.console import warn
-from flyte_ddp.user_code import UserCode
 
 OBSERVER_SECONDS = 10.0  # how long the end of a run waits for them
 ERRORS = (Exception, SystemExit)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from flyte_ddp.data.image_files import ImageFiles
-from flyte_ddp.data.prepared import open_images, read_description
+from flyte_ddp.data.prepared.prepared import open_images, read_description
 from flyte_ddp.report.record import RunFinished, RunInfo
 
 

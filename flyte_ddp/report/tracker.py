@@ -1,7 +1,7 @@
 """What trackers share: the parameters of a training, and its numbers by name, each at its step."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -20,7 +20,7 @@ class Tracker(Observer, ABC):
 
     def on_step_logged(self, event: StepLogged) -> None:
         step = event.epoch * self._steps_per_epoch + event.step
-        self._scalars(step, "train", {**event.measures, **figures_of(event)})
+        self._scalars(step, "train", {**event.measures, **apart(event.measures, figures_of(event))})
         if self._info.options.log_gradients:
             self._scalars(step, "gradient_norm", event.gradient_norms)
 
@@ -45,7 +45,13 @@ def figures_of(event: StepLogged) -> dict[str, float]:
 def parameters_of(info: RunInfo) -> dict[str, Any]:
     """What determines the result, the same for all attempts."""
     data = {"data_digest": info.description.digest} if info.description else {}
-    return {"recipe": info.recipe, **asdict(info.settings), **data}
+    settings = asdict(info.settings)
+    return {**settings, **apart(settings, {"recipe": info.recipe, **data})}
+
+
+def apart(theirs: Collection[str], ours: Mapping[str, Any]) -> dict[str, Any]:
+    """Ours, each under a name that no setting or measure of the user's has already: recipe, or run.recipe."""
+    return {f"run.{name}" if name in theirs else name: value for name, value in ours.items()}
 
 
 def world_of(event: RunStarted) -> dict[str, Any]:

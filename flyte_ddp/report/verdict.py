@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from flyte_ddp.data.prepared import open_images
+from flyte_ddp.data.prepared.prepared import open_images
 from flyte_ddp.report.article import Drawing
 from flyte_ddp.report.figures import picture
 from flyte_ddp.report.predictions import predictions_of

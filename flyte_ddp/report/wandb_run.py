@@ -5,6 +5,7 @@ import re
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from flyte_ddp.report.background import IncompleteError, one_line
 from flyte_ddp.report.console import say
 from flyte_ddp.report.predictions import Predictions, predictions_of
 from flyte_ddp.report.record import RunFailed, RunFinished, RunInfo
-from flyte_ddp.report.tracker import figures_of, parameters_of, world_of
+from flyte_ddp.report.tracker import apart, figures_of, parameters_of, world_of
 
 # As in the tutorial: how many images of each of the first test batches go into the table
 BATCHES_SHOWN = 10
@@ -60,7 +61,9 @@ class WandbRun(Observer):
 
     def on_run_started(self, event: RunStarted) -> None:
         self._steps_per_epoch = event.steps_per_epoch
-        self._run.config.update(world_of(event), allow_val_change=True)
+        settings = {field.name for field in fields(self._info.settings)}
+        chosen = {"backend", "precision", *(["dataset"] if self._info.description else [])}  # in place of auto
+        self._run.config.update(apart(settings - chosen, world_of(event)), allow_val_change=True)
         self._run.summary["graph_0"] = self._graph(event)
 
     def on_step_logged(self, event: StepLogged) -> None:
@@ -68,7 +71,7 @@ class WandbRun(Observer):
         measured = {name if name == "loss" else f"train_{name}": x for name, x in event.measures.items()}
         by_parameter = event.gradient_norms if self._info.options.log_gradients else {}
         norms = {f"gradient_norms/{name}": norm for name, norm in by_parameter.items()}
-        self._log({**measured, **figures_of(event), "epoch": event.epoch + 1, **norms})
+        self._log({**measured, **apart(measured, {**figures_of(event), "epoch": event.epoch + 1}), **norms})
 
     def on_gradients_seen(self, event: GradientsSeen) -> None:
         histogram = self._wandb.Histogram
@@ -80,10 +83,12 @@ class WandbRun(Observer):
         measured = _of_test(event.test)
         measured.update({f"validation_{name}": x for name, x in event.validation.items()})
         figures = {name: getattr(event, name) for name in ("train_seconds", "evaluate_seconds")}
-        self._log({**measured, "train_loss": event.train["loss"], **figures, "epoch": event.position})
+        measured["train_loss"] = event.train["loss"]
+        self._log({**measured, **apart(measured, {**figures, "epoch": event.position})})
 
     def on_epoch_chosen(self, event: EpochChosen) -> None:
-        self._run.summary.update({**_of_test(event.measures), "best_epoch": event.position})
+        measured = _of_test(event.measures)
+        self._run.summary.update({**measured, **apart(measured, {"best_epoch": event.position})})
 
     def on_run_finished(self, event: RunFinished) -> None:
         predictions = predictions_of(self._info, event)

@@ -184,12 +184,19 @@ def standings(sweep: Sweep, trials: AllTrials, rungs: Sequence[Sequence[TrialRes
     for rung, results in zip(rungs_of(sweep, trials), rungs, strict=False):
         for number, result in zip(_entrants(sweep, rung, latest), results, strict=True):
             before = latest[number - 1]
-            result = result or TrialResult(failure=NO_RESULT)
+            result = _measured(sweep, result or TrialResult(failure=NO_RESULT))
             seconds = before.result.seconds + result.seconds
             latest[number - 1] = before._replace(
                 result=replace(result, stop_after=_stop_after(rung, before.settings), seconds=seconds)
             )
     return latest
+
+
+def _measured(sweep: Sweep, result: TrialResult) -> TrialResult:
+    """The result, as a failure if what trials are compared by is not finite: it could come out as the best."""
+    value = result.measures.get(sweep.measure, 0.0)
+    reason = f"{sweep.measure} after the last epoch is not finite ({value})"
+    return result if result.failure or math.isfinite(value) else replace(result, failure=reason)
 
 
 def _stop_after(rung: Rung, settings: Mapping[str, Any]) -> int:
@@ -216,7 +223,7 @@ def ranked(sweep: Sweep, latest: Sequence[Ranked]) -> list[Ranked]:
 
     def order(trial: Ranked) -> tuple[bool, float, float]:
         value = trial.result.measures.get(sweep.measure, math.nan)
-        score = math.inf if math.isnan(value) else -value if sweep.largest else value
+        score = math.inf if not math.isfinite(value) else -value if sweep.largest else value
         return bool(trial.result.failure), -(trial.result.stop_after or math.inf), score
 
     measures = next((trial.result.measures for trial in latest if trial.result.measures), {sweep.measure: 0.0})

@@ -13,6 +13,12 @@ from flytekit.types.file import FlyteFile
 
 from flyte_ddp.attempt.failures import platform_errors
 from flyte_ddp.errors import NonFiniteError
+from flyte_ddp.flyte1 import platform
+from flyte_ddp.flyte1.outputs import output_file
+from flyte_ddp.flyte1.platform import TaskError, is_local
+from flyte_ddp.flyte1.recipe import RecipeOutputs
+from flyte_ddp.flyte1.resources import small_resources
+from flyte_ddp.flyte1.train import TrainingOutputs
 from flyte_ddp.launch.failures import RankError
 from flyte_ddp.settings import read_json
 from flyte_ddp.sweep.halving import (
@@ -28,12 +34,6 @@ from flyte_ddp.sweep.halving import (
 )
 from flyte_ddp.sweep.page import compared
 from flyte_ddp.sweep.search import AnySettings, Sweep
-from flyte_ddp.tasks import platform
-from flyte_ddp.tasks.outputs import output_file
-from flyte_ddp.tasks.platform import TaskError, is_local
-from flyte_ddp.tasks.recipe import RecipeOutputs
-from flyte_ddp.tasks.resources import small_resources
-from flyte_ddp.tasks.train import TrainingOutputs
 
 
 class SweepComparison(NamedTuple):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, distributed, nn
 
-from flyte_ddp.data import prepared
+from flyte_ddp.data.prepared import prepared
 from flyte_ddp.engine.arithmetic import settle_arithmetic
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link

@@ -11,15 +11,15 @@ from flytekit.types.file import CSVFile, FlyteFile
 from flyte_ddp.attempt.failures import platform_errors
 from flyte_ddp.attempt.folders import run_folder
 from flyte_ddp.attempt.pod import check_gpus
-from flyte_ddp.data import prepared
+from flyte_ddp.data.prepared import prepared
+from flyte_ddp.flyte1 import platform
+from flyte_ddp.flyte1.outputs import output_file, output_page
+from flyte_ddp.flyte1.platform import is_local
+from flyte_ddp.flyte1.prepare import PreparedDataset, resolve_name
+from flyte_ddp.flyte1.resources import small_resources, training_resources
 from flyte_ddp.launch import launcher
 from flyte_ddp.launch.environment import World, choose_world, visible_gpus
 from flyte_ddp.report.console import Console, say, say_last
-from flyte_ddp.tasks import platform
-from flyte_ddp.tasks.outputs import output_file, output_page
-from flyte_ddp.tasks.platform import is_local
-from flyte_ddp.tasks.prepare import PreparedDataset, resolve_name
-from flyte_ddp.tasks.resources import small_resources, training_resources
 from flyte_ddp.timing.measurement import DATA_PARALLEL, ONE_DEVICE, PROCESSES, Measurement, TimingJob, TimingOptions
 from flyte_ddp.timing.page import timing_article
 

@@ -1,8 +1,10 @@
 """python -m flyte_ddp watch PLACE: shows a training in this terminal, as if it ran here."""
 
 import json
+import math
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import click
@@ -12,24 +14,28 @@ from flyte_ddp.errors import InputError, ReportedError
 from flyte_ddp.report.console import open_console, say
 from flyte_ddp.report.progress import FILE, FORMAT, event_of
 from flyte_ddp.report.record import RunFailed
-from flyte_ddp.text import encodable
+from flyte_ddp.text import encodable, without_controls
 
 POLL_SECONDS = 1.0
-CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
 
 
 class File:
     """A growing file, local or in Flyte's storage."""
 
-    def __init__(self, path: str):
-        self.path, self._seen = path, False
-        if "://" in path:
+    def __init__(self, place: str):
+        """place: the file, the folder of a training's logs, or that which has them."""
+        folder = place.rstrip("/")
+        paths = [place] if place.endswith(".jsonl") else [f"{folder}/{FILE}", f"{folder}/logs/{FILE}"]
+        self.path, self._seen = paths[0], False
+        if "://" in place:
             from flytekit import FlyteContextManager  # takes seconds, and a local file does not need it
 
             access = FlyteContextManager.current_context().file_access  # with Flyte's settings for the storage
-            self._storage: Any = access.get_filesystem_for_path(path)
+            self._storage: Any = access.get_filesystem_for_path(place)
         else:
             self._storage = fsspec.filesystem("file")
+        with suppress(Exception):  # what is wrong with the storage is said when it is read
+            self.path = next(path for path in paths if self._storage.exists(path))
 
     def read_on(self, start: int) -> bytes:
         """What has been written after the first `start` bytes."""
@@ -58,10 +64,10 @@ def watch(path: str, timeout: float | None) -> None:
 
     In the end, or when you leave it by Ctrl-C, it tells where the seconds of ranks and hosts have gone so far.
 
-    PLACE is what a run prints after "Logs:", its output `logs`, or the progress.jsonl in it. The exit status is 0 if
-    the training has succeeded, and 1 if it has failed or nothing new has come.
+    PLACE is what a run prints after "Logs:", its output `logs`, the folder that this is in, or the progress.jsonl in
+    it. The exit status is 0 if the training has succeeded, and 1 if it has failed or nothing new has come.
     """
-    file = File(path if path.endswith(".jsonl") else f"{path.rstrip('/')}/{FILE}")
+    file = File(path)
     console = open_console()
     try:
         last = show(file, console, timeout)
@@ -77,7 +83,7 @@ def show(file: File, console: Any, timeout: float | None) -> RunFailed | float:
     """Passes each event to the console; returns how the training failed, or how many seconds it took."""
     for text in lines_of(file, timeout):
         try:
-            line = printable(json.loads(text))
+            line = printable(json.loads(text, parse_constant=finite, parse_float=finite))
             if line["event"] == "failed":
                 return RunFailed(str(line["reason"]))
             if line["event"] == "finished":
@@ -95,13 +101,20 @@ def show(file: File, console: Any, timeout: float | None) -> RunFailed | float:
     raise ReportedError(f"{file.path} has nothing new for {timeout:g} s: the training may have been killed")
 
 
+def finite(text: str) -> float:
+    """The number; ValueError for NaN and infinities, which no training writes."""
+    if not math.isfinite(value := float(text)):
+        raise ValueError
+    return value
+
+
 def printable(value: Any) -> Any:
     """JSON whose texts cannot steer the terminal: anyone may have written them."""
     if isinstance(value, dict):
         return {printable(name): printable(one) for name, one in value.items()}
     if isinstance(value, list):
         return [printable(one) for one in value]
-    return encodable(value).translate(CONTROLS) if isinstance(value, str) else value
+    return without_controls(encodable(value)) if isinstance(value, str) else value
 
 
 def lines_of(file: File, timeout: float | None) -> Iterator[bytes]:

@@ -14,9 +14,9 @@ from flyte_ddp.attempt import checkpoints
 from flyte_ddp.attempt.checkpoints import checkpoint_store
 from flyte_ddp.attempt.pod import GPUS_VARIABLE
 from flyte_ddp.errors import RecoverableError
+from flyte_ddp.flyte1 import platform
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
-from flyte_ddp.tasks import platform
 from tests.attempt.test_training import FolderError, Folders, FolderTraining
 from tests.unreliable_storage import UnreliableStorage
 

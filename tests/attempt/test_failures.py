@@ -12,9 +12,9 @@ from flyte_ddp.attempt.failures import attempt_error, failure_of, platform_error
 from flyte_ddp.attempt.folders import run_folder
 from flyte_ddp.attempt.training import image_subject
 from flyte_ddp.errors import DataError, InputError, RecoverableError
+from flyte_ddp.flyte1 import platform
+from flyte_ddp.flyte1.platform import TaskError, TaskInterruptedError
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
-from flyte_ddp.tasks import platform
-from flyte_ddp.tasks.platform import TaskError, TaskInterruptedError
 from tests.unreliable_storage import UnreliableStorage
 
 

@@ -11,10 +11,10 @@ import torch
 
 from flyte_ddp.attempt.checkpoints import checkpoint_store
 from flyte_ddp.attempt.training import Trained, Training
+from flyte_ddp.code.user_code import find_code
 from flyte_ddp.events import CheckpointWritten
 from flyte_ddp.manifest import read_manifest, shards_beside, write_manifest
 from flyte_ddp.settings import RunOptions
-from flyte_ddp.user_code import find_code
 from tests.attempt.test_training import Folders
 from tests.engine.probe_recipes import Settings
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from flyte_ddp.attempt.training import OfImages, Trained
+from flyte_ddp.code.user_code import find_code
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
-from flyte_ddp.user_code import find_code
 from tests.small_training import small_data  # noqa: F401 a fixture
 
 pytestmark = pytest.mark.slow

@@ -16,13 +16,13 @@ from flytekit.types.directory import FlyteDirectory
 from flyte_ddp.attempt import webhook
 from flyte_ddp.attempt.failures import attempt_error, failure_of
 from flyte_ddp.attempt.pod import GPUS_VARIABLE
+from flyte_ddp.flyte1 import platform
+from flyte_ddp.flyte1.platform import TaskInterruptedError
+from flyte_ddp.flyte1.recipe import RecipeTraining
+from flyte_ddp.flyte1.train import image_training
 from flyte_ddp.launch.failures import Failure, PreemptedError, RankError
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions, TrainingSettings
-from flyte_ddp.tasks import platform
-from flyte_ddp.tasks.platform import TaskInterruptedError
-from flyte_ddp.tasks.recipe import RecipeTraining
-from flyte_ddp.tasks.train import image_training
 from scripts import dry_run
 from tests.packages import full_package, sandbox_package
 from tests.pod import Pod, literal, package, package_for_here, small_dataset

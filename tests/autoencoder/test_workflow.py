@@ -13,8 +13,8 @@ import torch
 
 from flyte_ddp.autoencoder.network import load_autoencoder
 from flyte_ddp.autoencoder.settings import AutoencoderHyperparameters
-from flyte_ddp.data.datasets import prepare
-from flyte_ddp.data.prepared import open_split
+from flyte_ddp.data.prepared.prepared import open_split
+from flyte_ddp.data.sources.datasets import prepare
 from flyte_ddp.errors import InputError
 from flyte_ddp.lightning.settings import LightningOptions
 from tests.commands import ROOT, pyflyte, pyflyte_process, words

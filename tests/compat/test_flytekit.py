@@ -11,8 +11,8 @@ from flytekit.exceptions.user import FlyteRecoverableException, FlyteUserRuntime
 from flytekit.interaction.click_types import FileParamType, JsonParamType, UnionParamType
 
 from flyte_ddp.attempt.failures import failure_of
-from flyte_ddp.tasks import flytekit_compat, platform
-from flyte_ddp.tasks.platform import TaskError, TaskInterruptedError
+from flyte_ddp.flyte1 import flytekit_compat, platform
+from flyte_ddp.flyte1.platform import TaskError, TaskInterruptedError
 
 
 @dataclass

@@ -1,5 +1,6 @@
 """The private parts of torch that we use exist, and do what they are used for."""
 
+import copy
 import os
 import subprocess
 import sys
@@ -42,6 +43,20 @@ def test_a_dispatch_mode_sees_the_operations_within_a_layer_by_their_arguments()
     found = seen["aten::bernoulli_.float"]
     assert found.pop("self").shape == (3, 1, 2)
     assert found == {"p": 0.5, "generator": None}  # the last of which nobody gave
+
+
+def test_a_copy_of_a_network_has_what_a_layer_has_computed_from_its_weights():
+    """Which deepcopy refuses; see that once it no longer does, this is not needed."""
+    layer = nn.utils.weight_norm(nn.Linear(2, 3))
+    with pytest.raises(RuntimeError, match="deepcopy"):
+        copy.deepcopy(layer)
+    copied: Any = torch_compat.copy_of(layer, [layer.bias])
+    assert copied.bias is layer.bias
+    assert torch.equal(copied.weight, layer.weight)
+    with torch.no_grad():
+        copied.weight_g.mul_(2)
+    rows = torch.ones(1, 2)
+    assert torch.allclose(copied(rows) - layer.bias, 2 * (layer(rows) - layer.bias))
 
 
 def test_a_copy_of_a_network_has_the_hooks_on_its_gradients():

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from flyte_ddp.data import stored
-from flyte_ddp.data.block_folder import BlockFolder, write_blocks
-from flyte_ddp.data.blocks import Blocks, open_rows, rows_of, tree_of
+from flyte_ddp.data.blocks.block_folder import BlockFolder, write_blocks
+from flyte_ddp.data.blocks.blocks import Blocks, open_rows, rows_of, tree_of
 from flyte_ddp.errors import DataError, DownloadError, InputError
 
 TREE: dict[str, Any] = {

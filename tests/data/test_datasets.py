@@ -10,14 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flyte_ddp.data.datasets import SOURCES, data_dir, prepare, prepared_dir
-from flyte_ddp.data.prepared import open_split, read_description, verify
+from flyte_ddp.data.prepared.prepared import open_split, read_description, verify
+from flyte_ddp.data.sources.datasets import SOURCES, data_dir, prepare, prepared_dir
 from flyte_ddp.errors import DownloadError, InputError
 from flyte_ddp.recipes.hyperparameters import DATASETS
 from tests.pod import Pod, literal, package
 
 ROOT = Path(__file__).resolve().parents[2]
-PREPARE = "import sys; from flyte_ddp.data.datasets import prepare; print(prepare(sys.argv[1]))"
+PREPARE = "import sys; from flyte_ddp.data.sources.datasets import prepare; print(prepare(sys.argv[1]))"
 
 
 @pytest.fixture(autouse=True)
@@ -185,6 +185,6 @@ def test_real_mnist_by_two_runs_at_once(test_data, folder, monkeypatch):
 @pytest.mark.parametrize("name", ["mnist", "cifar10"])
 def test_a_pod_prepares_real_data_within_its_memory(request, folder, tmp_path, name):
     files = request.getfixturevalue("mirror" if name == "cifar10" else "test_data")
-    task = package(DDP_PROFILE="sandbox").tasks["flyte_ddp.tasks.prepare.prepare_dataset"]
+    task = package(DDP_PROFILE="sandbox").tasks["flyte_ddp.flyte1.prepare.prepare_dataset"]
     environment = {"DDP_DATA_MIRROR": files.as_uri(), "DDP_DATA_DIR": str(folder)}
     Pod(task, {"name": literal(name)}, tmp_path / "pod", environment=environment).run()

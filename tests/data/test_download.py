@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from flyte_ddp.data.download import Mirrors, mirror_from_environment
-from flyte_ddp.data.open_url import Limits, Opener
+from flyte_ddp.data.sources.download import Mirrors, mirror_from_environment
+from flyte_ddp.data.sources.open_url import Limits, Opener
 from flyte_ddp.errors import DownloadError, InputError
 from tests.data.file_server import CONTENT, HOSTILE, answer, good, served, silent
 
@@ -216,7 +216,7 @@ def test_full_disk_is_one_clear_error(folder, tmp_path):
     (tmp_path / NAME).write_bytes(CONTENT)
     code = f"""
         import pathlib, resource
-        from flyte_ddp.data.download import Mirrors
+        from flyte_ddp.data.sources.download import Mirrors
         from flyte_ddp.errors import InputError
         resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
         try:

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from flyte_ddp.data.datasets import prepare
 from flyte_ddp.data.held_out import held_out, held_out_count
-from flyte_ddp.data.prepared import open_split
+from flyte_ddp.data.prepared.prepared import open_split
+from flyte_ddp.data.sources.datasets import prepare
 from flyte_ddp.errors import InputError
 
 

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from flyte_ddp.data import stored
-from flyte_ddp.data.blocks import open_rows, tree_of
+from flyte_ddp.data.blocks.blocks import open_rows, tree_of
 from flyte_ddp.errors import DataError, InputError
 
 pa = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
 
-from flyte_ddp.data.parquet import Parquet  # noqa: E402
+from flyte_ddp.data.blocks.parquet import Parquet  # noqa: E402
 
 COLUMNS: dict[str, Any] = {
     "x": np.arange(10, dtype=np.float32),

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-from flyte_ddp.data.prepared import (
+from flyte_ddp.data.prepared.prepared import (
     FILES,
     open_split,
     read_description,
     verify,
 )
-from flyte_ddp.data.writer import write_prepared
+from flyte_ddp.data.prepared.writer import write_prepared
 from flyte_ddp.errors import DataError, InputError
 from flyte_ddp.storage import remove_leftovers, temporary_beside
 
@@ -180,8 +180,8 @@ def test_four_writers_at_once_leave_one_intact_folder(damaged, folder):
     code = """
         import sys
         import numpy as np
-        from flyte_ddp.data.prepared import verify
-        from flyte_ddp.data.writer import write_prepared
+        from flyte_ddp.data.prepared.prepared import verify
+        from flyte_ddp.data.prepared.writer import write_prepared
         images, labels = np.zeros((500, 3, 32, 32), np.uint8), np.zeros(500, int)
         print("ready", flush=True)
         sys.stdin.readline()
@@ -208,7 +208,7 @@ def test_full_disk_is_one_clear_error_and_nothing_stays(folder):
         import resource, sys
         import numpy as np
         from flyte_ddp.errors import InputError
-        from flyte_ddp.data.writer import write_prepared
+        from flyte_ddp.data.prepared.writer import write_prepared
         resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
         images, labels = np.zeros((500, 1, 8, 8), np.uint8), np.zeros(500, int)
         try:
@@ -235,7 +235,7 @@ def test_only_old_leftovers_are_removed(tmp_path):
 
 def test_workers_get_numpy_alone():
     code = """
-        import sys, flyte_ddp.data.prepared
+        import sys, flyte_ddp.data.prepared.prepared
         print([name for name in ("torch", "torchvision", "requests", "flytekit") if name in sys.modules])
     """
     output, errors = run(code).communicate()

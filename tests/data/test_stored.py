@@ -3,7 +3,7 @@
 import pytest
 
 from flyte_ddp.data import stored
-from flyte_ddp.data.block_folder import BlockFolder, write_blocks
+from flyte_ddp.data.blocks.block_folder import BlockFolder, write_blocks
 from flyte_ddp.errors import DataError, DownloadError, InputError
 from tests.data.test_blocks import TREE, assert_same, cut, read
 from tests.object_storage import object_storage

@@ -7,7 +7,7 @@ import tarfile
 import pytest
 from PIL import Image
 
-from flyte_ddp.data.tar import TarImages, index_tars
+from flyte_ddp.data.blocks.tar import TarImages, index_tars
 from flyte_ddp.errors import DataError
 from tests.data.test_blocks import change, read
 

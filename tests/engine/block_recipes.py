@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import IterableDataset
 
-from flyte_ddp.data.block_folder import BlockFolder
-from flyte_ddp.data.blocks import Blocks
+from flyte_ddp.data.blocks.block_folder import BlockFolder
+from flyte_ddp.data.blocks.blocks import Blocks
 from flyte_ddp.engine import worker
 from flyte_ddp.engine.job import Job, TrainingResult
 from flyte_ddp.launch.environment import Environment

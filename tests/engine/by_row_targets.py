@@ -11,9 +11,9 @@ from torch.nn import functional
 from torchvision.ops import StochasticDepth
 
 from flyte_ddp.batch_share import BatchShare, gather_rows
-from flyte_ddp.engine.batches import TestBatches
-from flyte_ddp.engine.by_row import ByRow
-from flyte_ddp.engine.splits import Resident
+from flyte_ddp.engine.batches.batches import TestBatches
+from flyte_ddp.engine.batches.splits import Resident
+from flyte_ddp.engine.global_batch.by_row import ByRow
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
 from flyte_ddp.launch.process_group import process_group

@@ -2,15 +2,15 @@
 
 from typing import Any
 
-from flyte_ddp.engine.first_model import first_model
 from flyte_ddp.engine.job import Job
 from flyte_ddp.engine.load import load_recipe
-from flyte_ddp.engine.placement import to_device
-from flyte_ddp.engine.sharding import local
-from flyte_ddp.frozen_base import FrozenBase
+from flyte_ddp.engine.network.first_model import first_model
+from flyte_ddp.engine.network.placement import to_device
+from flyte_ddp.engine.sharding.sharding import local
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
 from flyte_ddp.launch.process_group import process_group
+from flyte_ddp.model_files.frozen_base import FrozenBase
 
 
 def place_each(environment: Environment, link: Link, jobs: list[Job]) -> list[dict[str, Any]]:

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from flyte_ddp.engine.batches import TrainBatches
-from flyte_ddp.engine.loading import Streamed
+from flyte_ddp.engine.batches.batches import TrainBatches
+from flyte_ddp.engine.batches.loading import Streamed
 from flyte_ddp.events import CheckpointFailed
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.engine.probe_recipes import WIDTH, Sound
+from tests.engine.probe_recipes import SIZE, WIDTH, Sound
 
 
 class Unused(Sound):
@@ -65,3 +65,51 @@ class OneRankRaises(Sound):
         if os.environ.get("RANK", "0") == "1" or self.share.first:
             raise ZeroDivisionError("only where the share begins later")
         return super().measure(outputs, batch)
+
+
+class Overflowing(Sound):
+    """Its running statistics overflow after some steps, which evaluation alone uses; all are of the first class."""
+
+    value, split = torch.nan, ""
+    percent = ("accuracy",)
+
+    def data(self, split):
+        return {"rows": super().data(split), "wanted": torch.tensor(split == self.split)[None].expand(SIZE)}
+
+    def model(self):
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH, momentum=1.0))
+
+    def forward(self, model, batch):
+        outputs = model(batch["rows"])
+        return outputs if model.training or not batch["wanted"].all() else outputs * self.value
+
+    def measure(self, outputs, batch):
+        labels = torch.zeros(len(outputs), dtype=torch.long)
+        guesses = outputs.nan_to_num(0).argmax(1)
+        return {"loss": F.cross_entropy(outputs, labels, reduction="none"), "accuracy": (guesses == labels).float()}
+
+
+class OverflowingTest(Overflowing):
+    split = "test"
+
+
+class OverflowingValidation(Overflowing):
+    has_validation, split = True, "validation"
+
+
+class OverflowingTestAfterValidation(OverflowingTest):
+    has_validation = True
+
+
+class BrokenScore(Overflowing):
+    """A finite loss beside a measure that divides by zero, which would choose the best epoch."""
+
+    has_validation, headline, higher_is_better = True, "score", ("score",)
+
+    def measure(self, outputs, batch):
+        score = torch.ones(len(outputs)) / (0.0 if batch["wanted"].all() else 1.0)
+        return {**super().measure(outputs, batch), "score": score}
+
+
+class BrokenScoreOfValidation(BrokenScore):
+    split, value = "validation", 1.0

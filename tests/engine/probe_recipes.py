@@ -21,6 +21,18 @@ class Settings(TrainingSettings):
     precision: str = setting("float32", choices=("float32", "bfloat16"))
 
 
+@dataclass(frozen=True)
+class Named(Settings):
+    """Its fields have the names of what stands beside settings in an identity, or in a tracker."""
+
+    recipe: str = setting("")
+    data: str = setting("")
+    code: str = setting("")
+    init: str = setting("")
+    device: str = setting("")
+    settings: dict = setting({})  # noqa: RUF009 copied
+
+
 def table(seed=0):
     return np.random.default_rng(seed).normal(size=(SIZE, WIDTH)).astype(np.float32)
 

@@ -9,8 +9,8 @@ from torch import distributed, nn
 from flyte_ddp.engine.average import Average
 from flyte_ddp.errors import InputError
 from flyte_ddp.events import CheckpointRefused, EpochFinished, RunStarted
-from flyte_ddp.frozen_base import digest_of, frozen_weights
-from flyte_ddp.model_metadata import needs_metadata
+from flyte_ddp.model_files.frozen_base import digest_of, frozen_weights
+from flyte_ddp.model_files.model_metadata import needs_metadata
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.training import train
 from tests.engine import base_recipes

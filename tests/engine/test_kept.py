@@ -7,7 +7,7 @@ import torch
 
 from flyte_ddp.errors import InputError
 from flyte_ddp.events import CheckpointFailed, EpochFinished, RunStarted, StepLogged
-from flyte_ddp.model_metadata import read_metadata
+from flyte_ddp.model_files.model_metadata import read_metadata
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.training import train as train_recipe
 from tests.commands import same

@@ -12,7 +12,7 @@ from tqdm import tqdm
 from flyte_ddp.errors import InputError
 from flyte_ddp.events import CheckpointRefused, RunStarted
 from flyte_ddp.launch.failures import RankError
-from flyte_ddp.pretrained import check_pretrained
+from flyte_ddp.model_files.pretrained import check_pretrained
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.training import train
 from tests.engine.pretrained_recipes import Adapted, Anew, FromTheHub, Tuned, Untyped, save_encoder

@@ -5,18 +5,18 @@ from pathlib import Path
 
 import pytest
 
+from flyte_ddp.code.user_code import find_code
 from flyte_ddp.errors import InputError
 from flyte_ddp.launch import launcher
 from flyte_ddp.launch.environment import World
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.training import train
-from flyte_ddp.user_code import find_code
 from tests.engine.probe_recipes import Settings
 from tests.test_user_code import REPOSITORY, write
 
 RECIPE = """
         import workflows.shared
-        from flyte_ddp.user_code import checked_imports
+        from flyte_ddp.code.user_code import checked_imports
         def report(environment, link, argument):
             import sys
             return workflows.shared.WHOSE, sys.path[0]

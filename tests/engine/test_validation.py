@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from flyte_ddp.engine.choice import Choice
-from flyte_ddp.engine.loading import Streamed
-from flyte_ddp.engine.splits import Part, Resident, hold_out
-from flyte_ddp.errors import InputError
+from flyte_ddp.engine.batches.loading import Streamed
+from flyte_ddp.engine.batches.splits import Part, Resident, hold_out
+from flyte_ddp.engine.monitor.choice import Choice
+from flyte_ddp.errors import InputError, NonFiniteError
 from flyte_ddp.events import EpochChosen, EpochFinished, RunStarted, StepLogged
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
@@ -63,6 +63,52 @@ def test_what_is_better_by_less_than_the_minimum_delta_is_the_best_but_no_improv
 def test_a_measure_that_is_no_number_is_never_the_best():
     assert chosen([math.nan, 1.0, math.nan]) == (1, 2)
     assert chosen([math.nan, math.nan]) == (1, 1)
+    assert chosen([math.inf, 1.0, math.inf], is_lower_better=False) == (1, 2)
+    assert chosen([-math.inf, 1.0, 2.0]) == (1, 2)
+    assert chosen([math.nan, math.nan, 1.0], patience=2) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "split"),
+    [
+        ("OverflowingTest", "test"),
+        ("OverflowingValidation", "validation"),
+        ("OverflowingTestAfterValidation", "test"),
+    ],
+)
+def test_an_evaluation_that_is_not_finite_ends_the_run_and_is_in_no_checkpoint(alone, tmp_path, recipe, split):
+    """Of outputs that are NaN, the best guess is the first class: an accuracy says nothing."""
+    events: list[Any] = []
+    settings, options = Settings(epochs=2), RunOptions(nproc=0, tracking="off")
+    with pytest.raises(NonFiniteError, match=rf"the loss on the {split} split is nan after epoch \d, although"):
+        train_recipe(
+            f"tests.engine.measure_recipes:{recipe}", settings, options, output=tmp_path, on_event=events.append
+        )
+    evaluated = [event.evaluated for event in events if isinstance(event, EpochFinished)]
+    assert all(math.isfinite(value) for measures in evaluated for value in measures.values())
+    assert not (tmp_path / "model.pt").exists()
+    assert (tmp_path / "checkpoint").exists() == bool(evaluated)
+
+
+def test_a_measure_that_is_never_finite_chooses_no_epoch_and_says_so(alone, tmp_path):
+    events: list[Any] = []
+    settings, options = Settings(epochs=2), RunOptions(nproc=0, tracking="off", keep_best=1)
+    trained = train_recipe(
+        "tests.engine.measure_recipes:BrokenScoreOfValidation",
+        settings,
+        options,
+        output=tmp_path,
+        on_event=events.append,
+    )
+    assert (trained.best_epoch, trained.kept) == (0, [])
+    assert [event.is_best for event in events if isinstance(event, EpochChosen)] == [False]
+    broken, unchosen = (one for one in trained.warnings if "guessing" not in one)
+    assert broken.startswith(
+        "score on the validation split is not finite after epoch 1, although the loss is: look for"
+    )
+    assert unchosen.startswith(
+        "the weights are those of the last epoch, not of the best: score on the validation split"
+    )
 
 
 # --- the split ---

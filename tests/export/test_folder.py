@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import pytest
 
-from flyte_ddp.data.datasets import prepare
-from flyte_ddp.data.image_folder import write_folder
-from flyte_ddp.data.prepared import open_split
+from flyte_ddp.data.prepared.prepared import open_split
+from flyte_ddp.data.sources.datasets import prepare
+from flyte_ddp.data.sources.image_folder import write_folder
 from tests import commands
 from tests.commands import ROOT, output, words
 

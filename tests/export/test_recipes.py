@@ -19,11 +19,11 @@ from safetensors import safe_open
 from flyte_ddp.errors import InputError, ReportedError
 from flyte_ddp.export.settings import ExportOptions
 from flyte_ddp.export.task import export_recipe
-from flyte_ddp.model_metadata import add_metadata, needs_metadata
+from flyte_ddp.flyte1.inputs import classifier_metadata
+from flyte_ddp.flyte1.recipe import RecipeTraining
+from flyte_ddp.model_files.model_metadata import add_metadata, needs_metadata
 from flyte_ddp.recipes.models import load_model
 from flyte_ddp.settings import RunOptions, TrainingSettings
-from flyte_ddp.tasks.inputs import classifier_metadata
-from flyte_ddp.tasks.recipe import RecipeTraining
 from flyte_ddp.training import train
 from tests import examples
 from tests.commands import ROOT

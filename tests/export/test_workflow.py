@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from flyte_ddp.data import prepared
-from flyte_ddp.data.datasets import prepare
-from flyte_ddp.model_metadata import add_metadata, needs_metadata
+from flyte_ddp.data.prepared import prepared
+from flyte_ddp.data.sources.datasets import prepare
+from flyte_ddp.model_files.model_metadata import add_metadata, needs_metadata
 from tests.commands import ROOT, output, pyflyte, start_pyflyte, words
 from tests.once import trained_classifier
 

@@ -12,7 +12,7 @@ from flyteidl2.core.tasks_pb2 import Resources as Proto
 from flyte2 import mnist
 from flyte_ddp.attempt import requested
 from flyte_ddp.attempt.training import IMAGE_CLASSIFIER
-from flyte_ddp.code_version import with_installed
+from flyte_ddp.code.code_version import with_installed
 from flyte_ddp.flyte2.environment import resources, training_environment
 from flyte_ddp.flyte2.recipe import RecipeTraining
 from tests.commands import ROOT
@@ -42,7 +42,7 @@ def test_the_version_follows_the_code_and_torch_but_no_comment(project, monkeypa
     file.write_text(file.read_text().replace("nn.ReLU()", "nn.GELU()"))
     second = found()
     assert second != first
-    monkeypatch.setattr("flyte_ddp.code_version.version", lambda name: "99")
+    monkeypatch.setattr("flyte_ddp.code.code_version.version", lambda name: "99")
     assert found() != second, "another torch in the image"
 
 

@@ -10,7 +10,7 @@ import pytest
 from flyte.io import Dir
 
 from flyte2 import mnist
-from flyte_ddp.data import prepared
+from flyte_ddp.data.prepared import prepared
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
 from tests.commands import ROOT, same

@@ -11,7 +11,7 @@ from flyte.clustered import ClusteredTaskEnvironment
 from flyte.io import Dir
 from flyteidl2.core.execution_pb2 import ContainerError
 
-from flyte_ddp.data import prepared
+from flyte_ddp.data.prepared import prepared
 from flyte_ddp.errors import InputError
 from flyte_ddp.flyte2.environment import clustered
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
@@ -110,6 +110,12 @@ def test_the_failure_of_another_rank_is_the_one_that_flyte_hears_of(node):
         assert (process.wait(250), other.wait(20)) == (1, 1), first.log
     assert first.error.error.kind == ContainerError.NON_RECOVERABLE
     assert "is not the code that was registered" in first.error.error.message
+
+
+def test_without_torchrun_a_rank_says_what_it_lacks(tasks):
+    training = tasks[0].image_training
+    with pytest.raises(InputError, match="RANK is not set: many nodes train under torchrun"):
+        training.run_as_rank(HP, RunOptions(), None)
 
 
 def test_a_range_of_nodes_is_refused(monkeypatch):

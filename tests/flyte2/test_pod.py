@@ -12,7 +12,7 @@ from flyteidl2.core.execution_pb2 import ContainerError
 from flyteidl2.task.common_pb2 import Inputs
 
 from flyte2 import mnist, promote
-from flyte_ddp.data import prepared
+from flyte_ddp.data.prepared import prepared
 from flyte_ddp.flyte2 import platform
 from flyte_ddp.launch.failures import from_exception, from_exit_code
 from flyte_ddp.promote.job import PromotionOptions

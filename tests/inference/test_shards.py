@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from flyte_ddp.data.datasets import prepare
 from flyte_ddp.data.image_files import decode
-from flyte_ddp.data.prepared import read_description
+from flyte_ddp.data.prepared.prepared import read_description
+from flyte_ddp.data.sources.datasets import prepare
 from flyte_ddp.errors import InputError
 from flyte_ddp.inference.rank import read_images
 from flyte_ddp.inference.shards import InferenceOptions, Row, Shard, ShardJob, read_rows, write_rows

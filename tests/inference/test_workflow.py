@@ -14,8 +14,8 @@ from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import PythonPickledFile
 from PIL import Image
 
-from flyte_ddp.data import prepared
-from flyte_ddp.data.datasets import prepare
+from flyte_ddp.data.prepared import prepared
+from flyte_ddp.data.sources.datasets import prepare
 from flyte_ddp.errors import InputError
 from flyte_ddp.inference.shards import InferenceOptions
 from flyte_ddp.timing.measurement import TimingOptions
@@ -128,7 +128,8 @@ def test_failed_shard_is_retried_alone(trained, photos, tmp_path):
     assert checked["dataset"].scalar.primitive.string_value == "digits"
     fixed = {"data": data, "folder": folder, "options": checked["options"]}
     inputs = {"model_state": model, **fixed}
-    shards = Pod(tasks["flyte_ddp.inference.task.plan_shards"], inputs, tmp_path / "plan").run()["o0"]
+    plan = Pod(tasks["flyte_ddp.inference.task.plan_shards"], inputs, tmp_path / "plan").run()
+    shards, inputs["listing"], fixed["listing"] = plan["shards"], plan["listing"], plan["listing"]
     assert [decode(shard)["last"] for shard in shards.collection.literals] == [4, 8]
 
     lost = map_pod(inputs, shards, 1, tmp_path / "lost")
@@ -156,7 +157,7 @@ def test_map_task_is_registered_with_its_retries_and_so_many_at_a_time():
     metadata = map_task().metadata
     assert metadata.retries.retries == 3
     assert metadata.discoverable
-    assert list(metadata.cache_ignore_input_vars) == ["model_state", "data", "folder", "options"]
+    assert list(metadata.cache_ignore_input_vars) == ["model_state", "data", "folder", "listing", "options"]
     nodes = full_package().workflows["workflows.inference.inference_wf"].template.nodes
     (mapped,) = (node.array_node for node in nodes if node.HasField("array_node"))
     assert mapped.parallelism == 3

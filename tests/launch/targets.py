@@ -11,10 +11,12 @@ import threading
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, distributed, nn
 
-from flyte_ddp.engine import worker
+from flyte_ddp.engine import state, worker
 from flyte_ddp.engine.job import Job, TrainingResult
+from flyte_ddp.engine.readback import Readback
 from flyte_ddp.errors import StopRequested
 from flyte_ddp.events import CheckpointFailed, Event, StepLogged
 from flyte_ddp.launch.environment import Environment
@@ -127,6 +129,39 @@ class BrokenOnRankOne(ImageClassifier):
 
         model.register_forward_hook(add_broken)
         return model
+
+
+def behind(environment: Environment, link: Link, job: Job) -> TrainingResult:
+    """Trains as on a device that the host is ahead of, by three steps."""
+
+    class Behind(Readback):
+        def __init__(self, device: torch.device):
+            super().__init__(device)
+            self.behind = 3
+
+    vars(state)["Readback"] = Behind
+    return worker.run(environment, link, job)
+
+
+def stop_while_behind(environment: Environment, link: Link, job: Job) -> tuple[int, int]:
+    """As behind; rank 0 is asked to stop in its seventh step. Returns where all do."""
+    signs = itertools.count(1)
+
+    class Stopping(Link):
+        def alive(self) -> None:
+            self.stop_requested = next(signs) >= 7
+
+    asked = Stopping(link.is_heard) if environment.rank == 0 else Link()
+    vars(asked)["emit"] = link.emit
+    try:
+        behind(environment, asked, job)
+    except StopRequested as stopped:
+        return stopped.epoch, stopped.step
+    raise AssertionError("not stopped")
+
+
+def break_gradient_while_behind(environment: Environment, link: Link, job: Job) -> None:
+    behind(environment, link, replace(job, recipe="tests.launch.targets:BrokenOnRankOne"))
 
 
 def stop_after_the_fifth_step(environment: Environment, link: Link, job: Job) -> tuple[int, int]:

@@ -14,11 +14,12 @@ from pathlib import Path
 import pytest
 
 from benchmarks.faults import has_ended
-from flyte_ddp.code_version import imported
+from flyte_ddp.code.code_version import imported
+from flyte_ddp.code.user_code import ENGINE
 from flyte_ddp.launch import launcher
 from flyte_ddp.launch.environment import World, available_cores
 from flyte_ddp.launch.failures import RankError, RecoverableRankError
-from flyte_ddp.user_code import ENGINE
+from flyte_ddp.launch.signals import stop_requests
 
 TARGETS = "tests.launch.targets"
 
@@ -180,6 +181,26 @@ def test_no_process_and_no_folder_outlives_its_parent(tmp_path_factory, number, 
         assert errors == ""
     else:
         assert {signal.SIGINT: "KeyboardInterrupt"}.get(number, f"{number.name}: no step was finished") in errors
+
+
+@pytest.fixture
+def with_hangups():
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which nohup has ignored
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_only_a_second_ctrl_c_interrupts(with_hangups, second):
+    """A pod's end may be forwarded by a parent and sent to the group, and a terminal's be followed by its shell's."""
+    with stop_requests() as received:
+        for number in (signal.SIGTERM, second, signal.SIGHUP):
+            signal.raise_signal(number)
+        assert received == [signal.SIGTERM, second, signal.SIGHUP]
+        if second != signal.SIGINT:
+            signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
 
 
 def suspend_and_resume(parent, ranks):

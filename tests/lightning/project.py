@@ -114,6 +114,33 @@ class Diverging(LitNumerals):
         return super().training_step(batch, batch_idx) * (torch.nan if batch_idx == 12 else 1)
 
 
+class Broken(LitNumerals):
+    """Its own optimization destroys the weights in a step and then returns early, as a guard would."""
+
+    def __init__(self, width, learning_rate):
+        super().__init__(width, learning_rate)
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        loss = self.measured(batch, "train")
+        if not loss.isfinite():
+            return
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss * (torch.nan if batch_idx == 12 else 1))
+        optimizer.step()
+
+
+class BrokenInValidation(LitNumerals):
+    def validation_step(self, batch, batch_idx):
+        super().validation_step((batch[0] * torch.nan, batch[1]), batch_idx)
+
+
+class BrokenInTest(LitNumerals):
+    def measured(self, batch, split):
+        return super().measured((batch[0] * (torch.nan if split == "test" else 1), batch[1]), split)
+
+
 class Keeping(LitNumerals):
     def configure_callbacks(self):
         return [ModelCheckpoint(self.trainer.default_root_dir, "best", monitor="val_loss")]
@@ -142,16 +169,6 @@ class ByHand(LitNumerals):
         optimizer.step()
 
     validation_step = LightningModule.validation_step
-
-
-class Guarded(ByHand):
-    def training_step(self, batch, batch_idx):
-        optimizer, loss = self.optimizers(), self.measured(batch, "train")
-        if not loss.isfinite():  # a batch to skip, it believes
-            return
-        optimizer.zero_grad()
-        self.manual_backward(loss * (torch.inf if batch_idx == 3 else 1))
-        optimizer.step()
 
 
 class Scaled(LitNumerals):
@@ -213,7 +230,7 @@ class Seen(LightningModule):
 
     def validation_step(self, batch, batch_idx, dataloader_idx):
         self.note(f"validation {dataloader_idx}", batch)
-        self.log("val_loss", torch.nan if dataloader_idx else 1.0)
+        self.log("val_loss", 1.0)
 
     def on_fit_end(self):
         Path(self.trainer.default_root_dir, f"seen-{self.global_rank}").write_text(json.dumps(self.seen))

@@ -167,14 +167,6 @@ def test_ranks_draw_the_same_orders_and_splits_and_their_own_numbers_in_steps(tm
     assert any(
         "loss is not shown for the validation, which logs loss/dataloader_idx_0" in reason for reason in reasons
     ), reasons
-    (bad,) = (reason for reason in reasons if "finite" in reason)
-    assert bad.startswith("loss/dataloader_idx_1 of the validation is not finite")
-
-
-def test_weights_that_a_modules_own_step_has_destroyed_end_the_run(tmp_path):
-    with pytest.raises(RankError, match="weights are not finite in epoch 1, step 10, on rank 0, 1"):
-        train(tmp_path / "run", settings(epochs=2), "numerals.variants:Guarded")
-    assert not (tmp_path / "run" / "checkpoint").exists()
 
 
 def test_checkpoints_of_the_modules_own_are_lightnings(tmp_path):
@@ -215,6 +207,20 @@ def test_a_loss_that_is_not_finite_ends_the_run_at_the_next_look(tmp_path):
     with pytest.raises(RankError, match="loss is not finite in epoch 1, step 20, on rank 0, 1"):
         train(tmp_path / "run", settings(), "numerals.variants:Diverging")
     assert not (tmp_path / "run" / "checkpoint").exists()
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        ("Broken", "a weight is not finite in epoch 1, step 40, on rank 0, 1"),
+        ("BrokenInValidation", "the loss on the validation split is nan after epoch 1, although"),
+        ("BrokenInTest", "the loss on the test split is nan after epoch 1, although"),
+    ],
+)
+def test_what_is_not_finite_ends_the_run_wherever_it_shows(tmp_path, module, words):
+    with pytest.raises(RankError, match=f"NonFiniteError: {words}"):
+        train(tmp_path / "run", settings(epochs=1), f"numerals.variants:{module}")
+    assert not (tmp_path / "run" / "model.pt").exists()
 
 
 @pytest.mark.parametrize(

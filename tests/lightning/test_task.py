@@ -2,15 +2,16 @@
 
 import subprocess
 import sys
+from dataclasses import dataclass
 
 import pytest
 import torch
 
 from flyte_ddp import LightningOptions, LightningSettings, LightningTraining, RunOptions, TrainingSettings
+from flyte_ddp.code.user_code import find_code, joined
 from flyte_ddp.errors import InputError
 from flyte_ddp.lightning.measures import measures_of
 from flyte_ddp.lightning.task import check_lightning
-from flyte_ddp.user_code import find_code, joined
 from tests.commands import ROOT
 from tests.lightning.project import write_project
 
@@ -61,6 +62,16 @@ def test_what_this_machine_or_lightning_cannot_do_is_refused_before_a_rank_is_st
 def test_an_option_that_means_nothing_under_lightning_is_refused(option, value):
     with pytest.raises(InputError, match=f"LightningOptions.{option} is for recipes"):
         LightningOptions.from_dict({option: value})
+
+
+@dataclass(frozen=True)
+class Placed(LightningSettings):
+    data_path: str = ""
+
+
+def test_a_setting_named_as_what_a_module_gets_besides_is_refused():
+    with pytest.raises(InputError, match=r"^Placed.data_path needs another name: __init__ gets something else by it"):
+        Placed()
 
 
 def test_a_limit_of_batches_is_a_share_or_a_whole_number():

@@ -16,8 +16,8 @@ from flytekit.core.data_persistence import FileAccessProvider
 
 from flyte_ddp.attempt.stored import files_at
 from flyte_ddp.errors import InputError, ReportedError
+from flyte_ddp.flyte1 import platform
 from flyte_ddp.promote.place import PROMOTED, ROLLED_BACK, Place, version_name
-from flyte_ddp.tasks import platform
 from tests.object_storage import object_storage
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -161,7 +161,7 @@ def test_a_kill_before_any_operation_leaves_the_old_state_or_the_new_one(tmp_pat
         import hashlib, json, os, shutil, signal, sys
         from pathlib import Path
         from flyte_ddp.promote.place import PROMOTED, Place
-        from flyte_ddp.tasks import platform
+        from flyte_ddp.flyte1 import platform
 
         root, model = Path(sys.argv[1], "place"), Path(sys.argv[1], "model")
         operations = ("open", "os.mkdir", "os.rename", "os.remove", "fcntl.flock")
@@ -224,7 +224,7 @@ def test_of_many_promoters_of_a_folder_none_is_lost(tmp_path):
         import hashlib, os, sys
         from pathlib import Path
         from flyte_ddp.promote.place import PROMOTED, Place
-        from flyte_ddp.tasks import platform
+        from flyte_ddp.flyte1 import platform
 
         for number in range(4):
             if os.fork():

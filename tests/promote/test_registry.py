@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from flyte_ddp.errors import InputError
-from flyte_ddp.model_metadata import read_metadata
+from flyte_ddp.flyte1 import platform
+from flyte_ddp.model_files.model_metadata import read_metadata
 from flyte_ddp.promote import registry
 from flyte_ddp.promote.job import PromotionOptions
 from flyte_ddp.promote.place import PROMOTED, Place
 from flyte_ddp.promote.promotion import roll_back
 from flyte_ddp.promote.registry import ALIAS, register
 from flyte_ddp.report.mlflow_run import ADDRESS, MODEL
-from flyte_ddp.tasks import platform
 from tests.commands import ROOT, free_port, output, pyflyte_process
 from tests.flyte2.test_local import flyte_run
 from tests.object_storage import object_storage

@@ -15,19 +15,19 @@ from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import PythonPickledFile
 
 from flyte_ddp.attempt.training import IMAGE_CLASSIFIER
-from flyte_ddp.data.datasets import prepare
+from flyte_ddp.code.user_code import find_code
+from flyte_ddp.data.sources.datasets import prepare
 from flyte_ddp.engine.job import Measured, subject_of
 from flyte_ddp.errors import InputError
-from flyte_ddp.model_metadata import ModelMetadata, add_metadata
+from flyte_ddp.flyte1 import platform
+from flyte_ddp.model_files.model_metadata import ModelMetadata, add_metadata
 from flyte_ddp.promote.job import PromotionOptions, judge
 from flyte_ddp.promote.place import Place
 from flyte_ddp.promote.promotion import promote
 from flyte_ddp.promote.task import check_promotion
 from flyte_ddp.recipes.hyperparameters import FashionMNISTHyperparameters, Hyperparameters
 from flyte_ddp.settings import RunOptions
-from flyte_ddp.tasks import platform
 from flyte_ddp.training import train
-from flyte_ddp.user_code import find_code
 from scripts.dry_run import decode
 from tests import examples
 from tests.commands import ROOT, output, pyflyte, pyflyte_process, words
@@ -167,6 +167,16 @@ def test_any_model_is_better_than_one_that_has_become_nan():
 def test_a_candidate_that_has_diverged_is_not_even_the_first():
     with pytest.raises(InputError, match="accuracy must be finite, got nan"):
         judge(dataclasses.replace(ACCURATE, measures={"accuracy": math.nan}), None, PromotionOptions())
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite_tells_of_a_broken_network_whatever_its_accuracy(loss):
+    """Most samples being of the first class, always guessing that is often right."""
+    broken = dataclasses.replace(ACCURATE, measures={**ACCURATE.measures, "loss": loss, "accuracy": 0.99})
+    for current in (None, ACCURATE):
+        with pytest.raises(InputError, match=f"the candidate's loss must be finite, got {loss}"):
+            judge(broken, current, PromotionOptions())
+    assert judge(BETTER, broken, PromotionOptions()).is_better
 
 
 @pytest.mark.slow

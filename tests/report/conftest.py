@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from flyte_ddp.data import prepared
-from flyte_ddp.data.datasets import prepare
-from flyte_ddp.data.writer import write_prepared
+from flyte_ddp.code.user_code import find_code
+from flyte_ddp.data.prepared import prepared
+from flyte_ddp.data.prepared.writer import write_prepared
+from flyte_ddp.data.sources.datasets import prepare
 from flyte_ddp.engine.job import PREDICTIONS, job_of, subject_of
 from flyte_ddp.launch import launcher
 from flyte_ddp.launch.environment import choose_world
@@ -19,7 +20,6 @@ from flyte_ddp.report.record import Record, RunFinished, RunInfo
 from flyte_ddp.report.report import fragment
 from flyte_ddp.report.surroundings import surroundings
 from flyte_ddp.settings import RunOptions
-from flyte_ddp.user_code import find_code
 from tests.once import made_once
 
 HOSTILE = """<script>alert(1)</script>"'&{{ 7 * 7 }}"""

@@ -1,9 +1,9 @@
 """Observers of a user's own: told by the methods that they have, and unable to hurt the run."""
 
+from flyte_ddp.code.user_code import find_code
 from flyte_ddp.events import EpochFinished, Printed
 from flyte_ddp.report.own_observers import OwnObservers
 from flyte_ddp.report.record import RunFailed
-from flyte_ddp.user_code import find_code
 from tests.report import listeners
 
 

@@ -3,7 +3,7 @@
 import json
 import pickle
 
-from flyte_ddp.engine.profile import ACTIVE
+from flyte_ddp.engine.monitor.profile import ACTIVE
 from flyte_ddp.events import RunStarted
 
 

@@ -1,5 +1,6 @@
 """Weights & Biases and TensorBoard, told of a real training in a process of its own, and read back."""
 
+import dataclasses
 import json
 import re
 import sys
@@ -11,12 +12,14 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from flyte_ddp.data.prepared import open_split
+from flyte_ddp.data.prepared.prepared import open_split
 from flyte_ddp.errors import InputError
 from flyte_ddp.events import EpochFinished, GradientsSeen, RunStarted, StepLogged
 from flyte_ddp.report import wandb_run
 from flyte_ddp.report.mlflow_run import name_of
+from flyte_ddp.report.record import RunFinished
 from flyte_ddp.report.tracking import choose_tracking
+from tests.engine.probe_recipes import Named
 from tests.report.track import Told, tell_tracker
 from tests.report.wandb_file import Logged
 from tests.report.wandb_server import Server
@@ -68,6 +71,34 @@ def assert_gradients_and_topology(recorded: Any, told: Told) -> None:
     assert [(n["name"], n["class_name"], n["num_parameters"]) for n in graph["nodes"]] == [
         (name, kind, [count]) for name, kind, count in started.layers
     ]
+
+
+def test_settings_and_measures_keep_their_names_where_a_tracker_has_the_same(recorded, tmp_path):
+    info = dataclasses.replace(recorded.info, settings=Named(recipe="soup", device="oven"))
+    events = [event for event in recorded.events if type(event) is not RunFinished]
+    more = {"gradient_norm": 7.0}
+    named = [
+        dataclasses.replace(event, measures=event.measures | more) if isinstance(event, StepLogged) else event
+        for event in events
+    ]
+    (tmp_path / "tensorboard").mkdir()
+    run = tell_tracker((info, named), tmp_path, {"tracking": "offline"}).run
+    (started,) = recorded.of(RunStarted)
+    assert (run.config["recipe"], run.config["run.recipe"]) == ("soup", recorded.info.recipe)
+    assert (run.config["device"], run.config["run.device"]) == ("oven", started.device)
+    assert run.config["backend"] == started.backend, "which auto stood for"
+
+    told = tell_tracker((info, named), tmp_path / "tensorboard", {"tracking": "tensorboard"})
+    read = scalars_of(told)
+    assert {event.value for event in read.Scalars("train/gradient_norm")} == {7.0}
+    assert len(read.Scalars("train/run.gradient_norm")) == len(recorded.of(StepLogged))
+
+
+def scalars_of(told: Any) -> Any:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    read = EventAccumulator(str(told.logs / "tensorboard"), size_guidance={"scalars": 0, "images": 0})
+    return read.Reload()
 
 
 def assert_table(recorded: Any, run: Logged) -> None:
@@ -177,11 +208,8 @@ def test_names_are_made_fit_for_mlflow():
 
 def test_tensorboard_files_say_what_was_trained(recorded, track):
     told = track({"tracking": "tensorboard", "log_gradients": True})
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     assert told.said == ""
-    read = EventAccumulator(str(told.logs / "tensorboard"), size_guidance={"scalars": 0, "images": 0})
-    read.Reload()
+    read = scalars_of(told)
     steps, epochs = recorded.of(StepLogged), recorded.of(EpochFinished)
     losses = read.Scalars("train/loss")
     assert [event.step for event in losses] == [step.epoch * 10 + step.step for step in steps]

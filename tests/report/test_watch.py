@@ -48,7 +48,9 @@ def test_a_finished_training_looks_as_it_did_where_it_ran(recorded, progress, tm
         console(event)
     there = capsys.readouterr().err
     (command,) = re.findall(r"```sh\n(.*?)```", (ROOT / "docs" / "progress.md").read_text(), re.DOTALL)
-    for place in (tmp_path, tmp_path / "progress.jsonl"):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "logs").symlink_to(tmp_path)
+    for place in (tmp_path, tmp_path / "progress.jsonl", tmp_path / "run"):
         environment = {**os.environ, "LOGS": str(place)}
         done = subprocess.run(["sh", "-ec", command], cwd=ROOT, env=environment, capture_output=True, text=True)
         assert done.returncode == 0
@@ -131,6 +133,7 @@ def damaged(lines):
     yield from ([b"\xff\xfe"], [b"{" * 3], [b"[" * 100_000], [b"null"], [b'["started"]'], [b"{}"])
     yield from ([lines[1]], [json.dumps({**started, "format": "2"}).encode()], [b'{"event": "started", "format": 1}'])
     yield from ([b'{"event": "failed"}'], [b'{"event": "finished", "total_seconds": null}'])
+    yield from ([b'{"event": "finished", "total_seconds": %s}' % number] for number in (b"NaN", b"1e999", b"-Infinity"))
     yield [lines[0], json.dumps({**step, "measures": None}).encode()]
     yield [lines[0], json.dumps({**step, "measures": {"loss": "low"}}).encode()]
     yield [lines[0], json.dumps({**step, "event": ["step"]}).encode()]
@@ -151,9 +154,11 @@ def test_a_damaged_file_is_one_error_that_names_the_line(recorded, progress, tmp
 
 def test_what_is_watched_cannot_steer_the_terminal(progress, tmp_path, capsys):
     progress(Printed(0, "\x1b[2J\x9bcleared \udce4\ta tab"))
+    progress(Printed(0, "\u202egnp.exe\u2066 \u2028"))
     progress(RunFailed("\x1b]0;title\x07"))
     failed = show(File(str(tmp_path / "progress.jsonl")), Console(), 0)
-    assert capsys.readouterr().err == "[rank 0] \\x1b[2J\\x9bcleared \\udce4\ta tab\n"
+    said = capsys.readouterr().err.splitlines()
+    assert said == ["[rank 0] \\x1b[2J\\x9bcleared \\udce4\ta tab", "[rank 0] \\u202egnp.exe\\u2066 \\u2028"]
     assert failed == RunFailed("\\x1b]0;title\\x07")
 
 

@@ -136,6 +136,17 @@ def test_any_measure_decides_and_one_that_is_no_number_loses(largest, winner):
         run_rungs(BY_TWO, EIGHT, run)
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("largest", [True, False])
+def test_trials_whose_measure_is_not_finite_have_failed(value, largest):
+    sweep = replace(BY_TWO, largest=largest, reduction_factor=1)
+    results = [TrialResult({"accuracy": value if number else 0.5, "loss": 1.0}) for number in range(8)]
+    latest = standings(sweep, EIGHT, [results])
+    assert ranked(sweep, latest)[0].number == 1
+    assert [bool(trial.result.failure) for trial in latest] == [False] + 7 * [True]
+    assert f"accuracy after the last epoch is not finite ({value})" in latest[1].result.failure
+
+
 @pytest.mark.parametrize(
     ("values", "base", "said"),
     [

@@ -13,14 +13,14 @@ from flyteidl.core.dynamic_job_pb2 import DynamicJobSpec
 from flyteidl.core.errors_pb2 import ContainerError
 from flyteidl.core.literals_pb2 import Literal, LiteralCollection, Scalar, Void
 
+from flyte_ddp.flyte1 import platform
+from flyte_ddp.flyte1.platform import TaskError
 from flyte_ddp.launch.failures import Failure
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.sweep.halving import Entrant, TrialResult
 from flyte_ddp.sweep.search import Sweep
 from flyte_ddp.sweep.task import try_out
-from flyte_ddp.tasks import platform
-from flyte_ddp.tasks.platform import TaskError
 from scripts.dry_run import decode
 from tests.commands import output, pyflyte, start_pyflyte, words
 from tests.pod import Pod, literal, package_for_here, small_dataset

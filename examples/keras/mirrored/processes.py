@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from flyte_ddp.code.user_code import find_code
 from flyte_ddp.events import EpochFinished, Event
 from flyte_ddp.launch import launcher
 from flyte_ddp.launch.environment import World
 from flyte_ddp.report.console import Remarks, say
-from flyte_ddp.user_code import find_code
 from mirrored.job import Job, Result
 from mirrored.settings import Hyperparameters
 

@@ -10,10 +10,10 @@ from flytekit import task, workflow
 from flytekit.types.file import FlyteFile
 
 from flyte_ddp.attempt.run import training_run
-from flyte_ddp.tasks import platform
-from flyte_ddp.tasks.outputs import output_file, output_page
-from flyte_ddp.tasks.pyflyte import set_up_pyflyte, ship
-from flyte_ddp.tasks.resources import training_resources
+from flyte_ddp.flyte1 import platform
+from flyte_ddp.flyte1.outputs import output_file, output_page
+from flyte_ddp.flyte1.pyflyte import set_up_pyflyte, ship
+from flyte_ddp.flyte1.resources import training_resources
 from mirrored.page import page
 from mirrored.processes import CODE, train
 from mirrored.settings import Hyperparameters

@@ -1,0 +1,206 @@
+"""Versions of code: they change with what decides a result, and with nothing else.
+
+What decides it is a module with all first-party modules that it imports. They are found in their source, because
+importing them would import torch. Comments, docstrings and formatting don't count.
+"""
+
+import ast
+import hashlib
+import os
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cache
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import resolve_name
+from pathlib import Path
+
+import flyte_ddp
+from flyte_ddp.errors import InputError, ReportedError
+
+LIBRARY = "flyte_ddp"
+HERE = str(Path(flyte_ddp.__path__[0]).parent)
+# They start ranks, listen to them, show what they found and store it: no result depends on them
+AROUND = ("launch.", "report.", "attempt.", "flyte1.", "flyte2.", "lightning.task", "sweep.page")
+AROUND_RANKS = tuple(f"{LIBRARY}.{name}" for name in AROUND)
+# What users import from the library itself stands for its module: flyte_ddp/__init__.py only looks it up
+FACE = {f"{LIBRARY}.{name}": module for name, module in flyte_ddp.MODULES.items()}
+OTHER_CODE = "leave out --copy none, so that the code is sent, or rebuild the image"
+WITH_DOCSTRING = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A module's file, the hash of its code, and the full names of what may be modules that it imports."""
+
+    file: str
+    hash: str
+    imports: tuple[str, ...]
+
+
+def code_version(*modules: str) -> str:
+    """The version of these modules, of this library or beside it, and of all first-party modules that they import."""
+    found = imported(modules)
+    for name in modules:
+        if name not in found:
+            raise ReportedError(f"{name} is missing here: {OTHER_CODE}")
+    return version_of({name: source.hash for name, source in found.items()})
+
+
+def with_installed(code: str, distributions: Sequence[str] = ("torch",)) -> str:
+    """The version of code together with those of installed distributions; they differ between hosts, code must not."""
+    versions = {"": code}
+    for name in distributions:
+        with suppress(PackageNotFoundError):
+            versions[name] = version(name)
+    return version_of(versions)
+
+
+def version_of(parts: Mapping[str, str]) -> str:
+    """16 hex digits, hashed from parts by name."""
+    lines = sorted(f"{name}\0{part}\n" for name, part in parts.items())
+    return hashlib.sha256("".join(lines).encode()).hexdigest()[:16]
+
+
+def imported(modules: Sequence[str], root: str = HERE) -> dict[str, Source]:
+    """These modules and all first-party modules that they import, by name.
+
+    First party is this library except AROUND_RANKS, and what is below root and not installed; if root itself is
+    installed, only the modules' own packages. Raises InputError for a syntax error.
+    """
+    own = {name.partition(".")[0] for name in modules}
+    found: dict[str, Source] = {}
+    others: set[str] = set()
+    seen, todo = set(modules), list(modules)
+    while todo:
+        name = todo.pop()
+        name = FACE.get(name, name)
+        parts = name.split(".")
+        if parts[0] in others:
+            continue
+        specs = find_parts(name, [root, *sys.path])  # as in the ranks: root is the first on their sys.path
+        if not specs or (specs[0].origin and not is_first_party(name, specs[0].origin, root, own)):
+            others.add(parts[0])
+            continue
+        for count, spec in enumerate(specs, start=1):  # parents first: importing a.b runs a/__init__.py
+            one, file = ".".join(parts[:count]), source_file(spec)
+            counts = one in modules or not (one == LIBRARY or one.startswith(AROUND_RANKS))
+            if counts and file and one not in found and is_first_party(one, file, root, own):
+                package = one if spec.submodule_search_locations is not None else ".".join(parts[: count - 1])
+                found[one] = _read(file, package, Path(file).read_bytes())
+                new = set(found[one].imports) - seen
+                seen |= new
+                todo += new
+    return found
+
+
+# --- finding ---
+
+
+def find_parts(module: str, path: Sequence[str]) -> list[ModuleSpec]:
+    """The specs of a dotted name's parts, as far as found; importlib.util.find_spec would import the parents."""
+    found: list[ModuleSpec] = []
+    path = [HERE] if module.partition(".")[0] == LIBRARY else path
+    for part in module.split("."):
+        spec = PathFinder.find_spec(part, path)
+        if spec is None:
+            break
+        found.append(spec)
+        path = list(spec.submodule_search_locations or ())
+    return found
+
+
+def source_file(spec: ModuleSpec) -> str | None:
+    """None for a folder without __init__.py (a namespace package) and for a compiled module."""
+    return os.path.abspath(spec.origin) if spec.origin and spec.origin.endswith(".py") else None
+
+
+def is_first_party(module: str, file: str, root: str, own: Collection[str] = ()) -> bool:
+    """Whether the file is the library's, or below root and not installed; if root is, of the packages `own`."""
+    top = module.partition(".")[0]
+    if top == LIBRARY:
+        return True
+    if not Path(file).is_relative_to(root) or not file.endswith(".py") or is_installed(file) != is_installed(root):
+        return False
+    return top in own or not is_installed(root)
+
+
+def is_installed(path: str) -> bool:
+    """Whether it is in the standard library or installed by pip. sys.prefix can't tell: /usr/src/app is below /usr."""
+    standard_library = os.path.dirname(os.__file__)
+    installed = {"site-packages", "dist-packages"} & {*Path(path).parts}
+    return bool(installed) or Path(path).is_relative_to(standard_library)
+
+
+# --- reading ---
+
+
+@contextmanager
+def faults_named(file: str) -> Iterator[None]:
+    """Turns a syntax error into an InputError with file and line."""
+    try:
+        yield
+    except (SyntaxError, ValueError) as error:  # a ValueError for null bytes
+        line = getattr(error, "lineno", None) or 1
+        raise InputError(f"{file}, line {line}: {error.args[0]} (read by Python {sys.version.split()[0]})") from None
+
+
+@cache
+def _read(file: str, package: str, content: bytes) -> Source:
+    with faults_named(file):
+        tree = ast.parse(content, file)
+    digest, nodes = hash_of_code(tree)
+    return Source(file, digest, tuple(_imports(nodes, package)))
+
+
+def hash_of_code(tree: ast.Module) -> tuple[str, list[ast.AST]]:
+    """A hash of a module, the same whatever its comments, formatting and docstrings, and on Python 3.10 to 3.13; and
+    its nodes.
+
+    ast.dump and ast.unparse differ between these versions. So each node is hashed with its fields, level by level;
+    empty fields are left out, because newer versions have more of them.
+    """
+    texts: list[str] = []
+    nodes: list[ast.AST] = [tree]
+    for node in nodes:
+        texts.append(type(node).__name__)
+        if isinstance(node, WITH_DOCSTRING) and ast.get_docstring(node, clean=False) is not None:
+            del node.body[0]
+        for name, value in ast.iter_fields(node):
+            values = value if isinstance(value, list) else (value,)
+            if isinstance(node, ast.JoinedStr):  # Python 3.12.1 ends f"{x:{width}}" with an empty string
+                values = [one for one in values if getattr(one, "value", None) != ""]
+            if value is None or not values or name == "ctx":  # load or store, which follows from the place
+                continue
+            texts.append(name)
+            for one in values:
+                if isinstance(one, ast.AST):
+                    texts.append(type(one).__name__)
+                    nodes.append(one)
+                else:
+                    texts.append(ascii(one))
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest(), nodes
+
+
+def _imports(nodes: Sequence[ast.AST], package: str) -> Iterator[str]:
+    """Full names of possible modules: a name in a from-import may also be an attribute."""
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+            yield from names
+            if LIBRARY in names and package.partition(".")[0] != LIBRARY:
+                yield from FACE  # any of it may be used, as an attribute
+        elif isinstance(node, ast.ImportFrom):
+            # a relative import beyond the top-level package fails in the rank, with Python's own message
+            with suppress(ImportError):
+                origin = resolve_name("." * node.level + (node.module or ""), package)
+                yield from (origin if alias.name == "*" else f"{origin}.{alias.name}" for alias in node.names)
+                if origin == LIBRARY and node.names[0].name == "*":
+                    yield from FACE
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            called, literal = getattr(node.func, "attr", getattr(node.func, "id", "")), node.args[0].value
+            if called in ("import_module", "__import__") and isinstance(literal, str):
+                with suppress(ImportError):
+                    yield resolve_name(literal, package)

@@ -1,0 +1,161 @@
+"""Finds, versions and checks the user's own code behind a recipe's name, without importing it.
+
+The parent of a training run knows a recipe only by its name, "package.module:Name", because importing it would import
+torch. What caching and shipping need to know about its code is read from the source.
+"""
+
+import ast
+import hashlib
+import os
+import symtable
+import sys
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+
+from flyte_ddp.code.code_version import (
+    LIBRARY,
+    faults_named,
+    find_parts,
+    imported,
+    is_first_party,
+    is_installed,
+    source_file,
+    version_of,
+)
+from flyte_ddp.errors import InputError
+from flyte_ddp.text import did_you_mean
+
+EXAMPLE = '"package.module:Name"'
+ENGINE = ("flyte_ddp.engine.worker", "flyte_ddp.engine.predict")  # what trains a recipe, and predicts with it
+
+
+@dataclass(frozen=True)
+class UserCode:
+    """The code behind a recipe's name.
+
+    First party is what is below root, not installed (site-packages) and not part of this library. For a recipe that is
+    itself installed it is only its own top-level package.
+    """
+
+    name: str  # "package.module:Name"
+    root: str  # the folder that must be on sys.path to import package.module
+    files: tuple[str, ...]  # its module and those that it imports, if they are first-party, and the data files; sorted
+    version: str  # 16 hex digits: of these files, and of what they and the engine import of this library
+
+
+def find_code(name: str, data_files: Sequence[str] = (), ranks: Sequence[str] = ENGINE) -> UserCode:
+    """Finds the code of a recipe, or an observer, from its source; imports nothing, not even a parent package.
+
+    Modules are searched for on sys.path. Import statements are found anywhere, and so is import_module("a.b") with a
+    literal name; checked_imports reports other imports. data_files are relative to the folder of the recipe's module.
+    ranks: modules of this library that use the code. The version does not change when comments, docstrings or
+    formatting are edited, nor between Python 3.10 and 3.13. Raises InputError.
+    """
+    if not isinstance(name, str):
+        raise InputError(f"give a name such as {EXAMPLE}, got {name!r}: what ranks import is found by its name")
+    module, colon, attribute = name.partition(":")
+    if not (colon and attribute.isidentifier() and all(part.isidentifier() for part in module.split("."))):
+        raise InputError(f"give a name such as {EXAMPLE}, got {name!r}: name the module with dots, without .py")
+    found = find_parts(module, sys.path)
+    if len(found) <= module.count("."):
+        raise _not_found(name, found)
+    file = source_file(found[-1])
+    if not file:
+        where = found[-1].origin or ", ".join(found[-1].submodule_search_locations or ())
+        raise InputError(f"{name}: {module} is {where}, which has no Python source: name a module that has")
+    is_package = found[-1].submodule_search_locations is not None
+    root = str(Path(file).parents[module.count(".") + is_package])
+    _check_defined(name, file)
+    sources = imported([module, *ranks], root)
+    versions = {one: source.hash for one, source in sources.items()}
+    files = {source.file for one, source in sources.items() if one.partition(".")[0] != LIBRARY}
+    for one in _listed("data_files", data_files):
+        path = os.path.abspath(os.path.join(os.path.dirname(file), one))
+        if not os.path.isfile(path):
+            raise InputError(f"{name}: data file {one!r} is not a file; it is looked for as {path}")
+        if not Path(path).is_relative_to(root):
+            raise InputError(f"{name}: data file {one!r} must lie below {root}, to be shipped with the code")
+        if path not in files:
+            files.add(path)
+            versions[Path(path).relative_to(root).as_posix()] = hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    return UserCode(name, root, tuple(sorted(files)), version_of(versions))
+
+
+def find_observers(names: Sequence[str]) -> list[UserCode]:
+    return [find_code(one) for one in _listed("observers", names)]
+
+
+def _listed(what: str, names: Sequence[str]) -> Sequence[str]:
+    if isinstance(names, str):  # which is a sequence of letters, too
+        raise InputError(f"{what} must be a list, got {names!r}: write [{names!r}]")
+    return names
+
+
+def joined(codes: Sequence[UserCode]) -> UserCode:
+    """The code of several names that are used together, under the name and root of the first."""
+    files = {file for code in codes for file in code.files}
+    version = version_of({code.name: code.version for code in codes})
+    return UserCode(codes[0].name, codes[0].root, tuple(sorted(files)), version)
+
+
+@contextmanager
+def checked_imports(root: str, files: Collection[str]) -> Iterator[None]:
+    """Raises InputError if the block has imported first-party modules below root that find_code has not found; what was
+    imported before is others' (torchrun's script, Flyte's entry point). An empty root allows all."""
+    before = {"__main__", *sys.modules}
+    yield
+    missed = {
+        name: file
+        for name, file in (loaded_files() if root else {}).items()
+        if name not in before and file not in files and name.partition(".")[0] != LIBRARY
+        if is_first_party(name, file, root)
+    }
+    if missed:
+        shown = ", ".join(f"{name} ({os.path.relpath(file, root)})" for name, file in sorted(missed.items()))
+        raise InputError(
+            f"imported by a computed name: {shown}. The cache would not notice that they were edited, and pods would "
+            "lack them: import them by a plain import statement, or name their files as data files of the recipe"
+        )
+
+
+def loaded_files() -> dict[str, str]:
+    """Absolute paths of the imported modules' files, by module name."""
+    # not modules of other types: reading __file__ would make lazily imported ones import themselves
+    modules = {name: module for name, module in list(sys.modules.items()) if type(module) is ModuleType}
+    files = {name: vars(module).get("__file__") for name, module in modules.items()}
+    return {name: os.path.abspath(file) for name, file in files.items() if isinstance(file, str)}
+
+
+# --- mistakes ---
+
+
+def _not_found(name: str, found: Sequence[ModuleSpec]) -> InputError:
+    parts = name.partition(":")[0].split(".")
+    parent, missing = ".".join(parts[: len(found)]), parts[len(found)]
+    paths = (found[-1].submodule_search_locations or ()) if found else sys.path
+    folders = [folder for folder in map(os.path.abspath, paths) if os.path.isdir(folder)]
+    folders = [folder for folder in folders if found or not is_installed(folder)]
+    if parent and not folders:
+        return InputError(f"{name}: {parent} is a module, {found[-1].origin}, and has no module {missing} in it")
+    entries = [entry for folder in folders for entry in os.scandir(folder)]
+    names = {entry.name.removesuffix(".py") for entry in entries if entry.name.endswith(".py") or entry.is_dir()}
+    return InputError(
+        f"{name}: no module {missing}{did_you_mean(missing, names)} in {', '.join(folders)}: start pyflyte in the "
+        "folder from which the module can be imported, or put that folder on PYTHONPATH"
+    )
+
+
+def _check_defined(name: str, file: str) -> None:
+    attribute, content = name.partition(":")[2], Path(file).read_bytes()
+    with faults_named(file):
+        tree = ast.parse(content, file)
+        table = symtable.symtable(content, file, "exec")  # type: ignore[arg-type] # bytes: its coding
+    names = {symbol.get_name() for symbol in table.get_symbols() if symbol.is_assigned() or symbol.is_imported()}
+    stars = (node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.names[0].name == "*")
+    # if names may come from elsewhere too, the rank finds out
+    if attribute not in names and "__getattr__" not in names and not any(stars):
+        raise InputError(f"{name}: {file} defines no {attribute}{did_you_mean(attribute, names)} at its top level")

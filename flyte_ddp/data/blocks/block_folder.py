@@ -1,0 +1,137 @@
+"""Folders of blocks: what write_blocks writes, and how it is read.
+
+block-000000.npy, …: blocks, see blocks.py.
+index.json: name, rows, bytes and SHA-256 of each, written last.
+"""
+
+import hashlib
+import io
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from fsspec.implementations.local import LocalFileSystem
+
+from flyte_ddp.data.blocks.blocks import Blocks, check_count, length_of, rows_of
+from flyte_ddp.data.stored import INDEX, Stored
+from flyte_ddp.errors import DataError, InputError
+from flyte_ddp.storage import writing_to
+
+FORMAT = 1
+
+
+class Indexed(Blocks):
+    """Files of samples in a folder with an index."""
+
+    def __init__(self, url: str | Path):
+        """url: of the folder: s3://, gs://, abfs://, file:// or a path. Raises DataError if there is no such index."""
+        self.stored = Stored(url)
+        self.files = read_index(self.stored)
+        super().__init__([file["rows"] for file in self.files])
+
+    def name(self, number: int) -> str:
+        return self.stored.name(self.files[number]["name"])
+
+    def pieces(self, number: int) -> Iterator[bytes]:
+        """The file's content, piece by piece; DataError at the end if it is not what was written."""
+        file, digest = self.files[number], hashlib.sha256()
+        yield from self.stored.pieces(file["name"], file["bytes"], digest)
+        if digest.hexdigest() != file["sha256"]:
+            raise DataError(f"{self.name(number)} has changed since it was written (SHA-256 differs)", "write it again")
+
+
+class BlockFolder(Indexed):
+    """The blocks that write_blocks wrote."""
+
+    def fetch(self, number: int, path: Path) -> None:
+        with open(path, "xb") as file:
+            for piece in self.pieces(number):
+                file.write(piece)
+
+
+def write_blocks(folder: str | Path, data: Any, rows: int) -> None:
+    """Writes samples as blocks for BlockFolder.
+
+    Args:
+        folder: a path or URL, empty or not there yet. A pod's disk need not hold it: write to a URL of the storage.
+        data: a tree of arrays (N, ...), or an iterator of such trees, of any lengths but the same types: a single
+            array, or arrays in dicts and tuples.
+        rows: samples of a block, the last of which may be shorter. Blocks of 16 to 128 MiB are read at full speed, and
+            an epoch mixes a few hundred better than a few.
+    """
+    check_count("rows", rows)
+    stored = Stored(folder)
+    files, root = stored.files, stored.root
+    if isinstance(files, LocalFileSystem):  # others have no folders, and s3fs would try to make the bucket
+        with writing_to(folder, "folder"):
+            files.makedirs(root, exist_ok=True)
+    if files.exists(f"{root}/{INDEX}"):
+        raise InputError(f"{folder} has blocks already: name another folder")
+    written = []
+    for number, block in enumerate(_in_blocks(data if isinstance(data, Iterator) else _slices(data, rows), rows)):
+        buffer = io.BytesIO()
+        np.lib.format.write_array(buffer, block, allow_pickle=False)
+        content, name = buffer.getvalue(), f"block-{number:06}.npy"
+        with writing_to(folder, "folder"):
+            files.pipe_file(f"{root}/{name}", content)
+        written.append(entry(name, len(block), len(content), hashlib.sha256(content)))
+    write_index(files, root, written)
+
+
+def entry(name: str, rows: int, size: int, digest: Any) -> dict[str, Any]:
+    """The entry of a file in an index; digest: a hashlib.sha256 of its content."""
+    return {"name": name, "rows": rows, "bytes": size, "sha256": digest.hexdigest()}
+
+
+def write_index(files: Any, root: str, blocks: list[dict[str, Any]]) -> None:
+    """Raises InputError if there are no blocks."""
+    if not blocks:
+        raise InputError(f"there must be a sample, got none for {root}")
+    files.pipe_file(f"{root}/{INDEX}", json.dumps({"format": FORMAT, "blocks": blocks}).encode())
+
+
+def read_index(stored: Stored) -> list[dict[str, Any]]:
+    """The entries of a folder's index; DataError says what is wrong with it."""
+    where = stored.name(INDEX)
+    try:
+        content = json.loads(stored.read(INDEX))
+        if content["format"] != FORMAT:
+            raise DataError(f"{where} is of format {content['format']}, where this version reads {FORMAT}")
+        blocks: list[dict[str, Any]] = content["blocks"]
+        kinds = {"name": str, "rows": int, "bytes": int, "sha256": str}
+        if not all(type(block[key]) is kind for block in blocks for key, kind in kinds.items()):
+            raise TypeError
+        if not blocks:
+            raise DataError(f"{where} has no blocks", "write the folder again")
+    except (ValueError, KeyError, TypeError):
+        raise DataError(f"{where} is damaged", "write the folder again") from None
+    return blocks
+
+
+def _slices(tree: Any, rows: int) -> Iterator[Any]:
+    return (_cut(tree, slice(start, start + rows)) for start in range(0, length_of(tree, "data"), rows))
+
+
+def _cut(tree: Any, rows: slice) -> Any:
+    if isinstance(tree, dict):
+        return {key: _cut(part, rows) for key, part in tree.items()}
+    return tuple(_cut(part, rows) for part in tree) if isinstance(tree, (tuple, list)) else tree[rows]
+
+
+def _in_blocks(trees: Iterable[Any], rows: int) -> Iterator[np.ndarray]:
+    """(rows, ...) arrays of rows, the last of which may be shorter, from trees of any lengths."""
+    waiting: list[np.ndarray] = []
+    for number, tree in enumerate(trees):
+        waiting.append(rows_of(tree, f"tree {number}"))
+        if waiting[0].dtype != waiting[-1].dtype or waiting[0].shape[1:] != waiting[-1].shape[1:]:
+            raise InputError(
+                f"all trees must have the same types and shapes, got {waiting[-1].dtype} after {waiting[0].dtype}"
+            )
+        while sum(map(len, waiting)) >= rows:
+            joined = np.concatenate(waiting)
+            yield joined[:rows]
+            waiting = [joined[rows:]]
+    if waiting and sum(map(len, waiting)):
+        yield np.concatenate(waiting)

@@ -1,0 +1,127 @@
+"""Tar files in webdataset's layout as blocks: each tar file is one.
+
+Files that follow one another and have the same name up to its first dot are a sample: 000.jpg and 000.cls.
+"""
+
+import hashlib
+import io
+import tarfile
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+
+from flyte_ddp.data.blocks.block_folder import Indexed, entry, write_index
+from flyte_ddp.data.blocks.blocks import rows_of
+from flyte_ddp.data.image_files import decode, reason
+from flyte_ddp.data.stored import PiecesFile, Stored
+from flyte_ddp.errors import DataError, InputError
+
+IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
+
+
+class TarImages(Indexed):
+    """The images (n, C, H, W) uint8 and labels (n,) int64 of a folder of tar files that index_tars has been called for.
+
+    Each is decoded when its file is fetched, so the node's cache holds images of one size.
+    """
+
+    def __init__(
+        self,
+        url: str | Path,
+        shape: tuple[int, int, int],
+        images: Sequence[str] = IMAGE_EXTENSIONS,
+        labels: str = "cls",
+    ):
+        """shape: C, H and W, C being 1 or 3: images are scaled to cover it, and cropped around the centre. images: the
+        extensions that may hold a sample's image. labels: that of its label, a whole number as text."""
+        super().__init__(url)
+        self.shape, self.images, self.labels = shape, tuple(images), labels
+
+    def fetch(self, number: int, path: Path) -> None:
+        name, length = self.name(number), int(self.lengths[number])
+        kind = rows_of((np.zeros((1, *self.shape), np.uint8), np.zeros(1, np.int64)), name).dtype
+        pieces, samples = self.pieces(number), 0
+        with open(path, "xb") as file:
+            header = {"descr": np.lib.format.dtype_to_descr(kind), "fortran_order": False, "shape": (length,)}
+            np.lib.format.write_array_header_1_0(file, header)
+            for key, files in samples_of(pieces, name):
+                file.write(rows_of(self._decoded(f"{name}: {key}", files), name).tobytes())
+                samples += 1
+        for _ in pieces:  # what follows the last file; the end checks the digest
+            pass
+        if samples != length:
+            raise DataError(f"{name} has {samples} samples, where {length} were announced", "call index_tars again")
+
+    def _decoded(self, name: str, files: dict[str, bytes]) -> tuple[np.ndarray, np.ndarray]:
+        image = next((files[extension] for extension in self.images if extension in files), None)
+        if image is None or self.labels not in files:
+            raise DataError(f"{name} must have .{self.labels} and one of {', '.join(self.images)}, got {list(files)}")
+        try:
+            return decode(io.BytesIO(image), self.shape)[None], np.array([int(files[self.labels])])
+        except Exception as error:  # Pillow raises half a dozen types for a broken file
+            raise DataError(f"{name} cannot be read: {reason(error)}") from None
+
+
+def index_tars(url: str | Path) -> None:
+    """Writes the index.json of a folder of tar files, reading each once: its samples and its SHA-256."""
+    stored = Stored(url)
+    blocks = []
+    for name, size in stored.sizes().items():
+        if PurePosixPath(name).suffix == ".tar":
+            digest = hashlib.sha256()
+            pieces = stored.pieces(name, size, digest)
+            count = sum(1 for _ in samples_of(pieces, stored.name(name)))
+            for _ in pieces:  # what follows the last file
+                pass
+            if not count:
+                raise InputError(f"{stored.name(name)} has no samples: remove it")
+            blocks.append(entry(name, count, size, digest))
+    write_index(stored.files, stored.root, blocks)
+
+
+def samples_of(pieces: Iterable[bytes], name: str) -> Iterator[tuple[str, dict[str, bytes]]]:
+    """Each sample's key and its files' contents by extension; DataError if the tar file is damaged, or hides some."""
+    key, files = "", dict[str, bytes]()
+    try:
+        with tarfile.open(fileobj=PiecesFile(iter(pieces)), mode="r|") as opened:
+            for member in opened:
+                folder, _, last = member.name.rpartition("/")
+                first, _, extension = last.partition(".")
+                if not first:
+                    continue
+                if member.islnk() or member.issym():
+                    raise DataError(
+                        f"{name}: {member.name} is a link: files must be there with their content",
+                        "write it again with tar --dereference --hard-dereference",
+                    )
+                if not member.isfile():
+                    continue
+                if files and key != f"{folder}/{first}":
+                    yield key, files
+                    files = {}
+                key = f"{folder}/{first}"
+                extension = extension.lower()
+                if extension in files:
+                    raise DataError(f"{name}: {key} has .{extension} more than once", "give each sample another name")
+                content: Any = opened.extractfile(member)
+                files[extension] = content.read()
+            _check_end(opened, name)
+    except tarfile.TarError as error:
+        raise DataError(f"{name} is no tar file, or cut short: {error}") from None
+    if files:
+        yield key, files
+
+
+def _check_end(opened: tarfile.TarFile, name: str) -> None:
+    """tarfile takes a header that it cannot read, other than the first, for the end, and so it does that of the file;
+    a whole one has a block of zeros there."""
+    file: Any = opened.fileobj
+    more = False
+    while rest := file.read(tarfile.RECORDSIZE):
+        more |= any(rest)
+    if file.tell() % tarfile.BLOCKSIZE or file.tell() == opened.offset:
+        raise DataError(f"{name} is no tar file, or cut short: its end is missing", "write it again")
+    if more:
+        raise DataError(f"{name}: more follows its end: it is damaged, or several in one", "write it again")

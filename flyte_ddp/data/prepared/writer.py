@@ -1,0 +1,149 @@
+"""Writes prepared datasets (see prepared.py): a folder appears whole or not at all. Ranks only read them."""
+
+import contextlib
+import dataclasses
+import hashlib
+import io
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from filelock import FileLock
+
+from flyte_ddp.data.description import DatasetDescription
+from flyte_ddp.data.prepared.prepared import DESCRIPTION, FILES, SPLITS, verify
+from flyte_ddp.errors import DataError, InputError
+from flyte_ddp.storage import synced_file, temporary_beside, writing_to
+
+
+def write_prepared(
+    directory: str | Path,
+    name: str,
+    classes: Sequence[str],
+    train_images: np.ndarray,
+    train_labels: np.ndarray,
+    test_images: np.ndarray,
+    test_labels: np.ndarray,
+    passes_per_epoch: int = 1,
+) -> DatasetDescription:
+    """Writes the dataset; a folder that holds anything else is replaced.
+
+    Images are (N, C, H, W) uint8, labels (N,) of any integer type from 0 to len(classes) - 1; InputError if not, or if
+    the disk is full or read-only. Concurrent writers of the same dataset don't disturb each other.
+    """
+    arrays = dict(zip(FILES, (train_images, train_labels, test_images, test_labels), strict=True))
+    _check_arrays(name, len(classes), arrays)
+    mean, std = mean_and_std(pixel_counts(train_images))
+    description = DatasetDescription(
+        name=name,
+        classes=tuple(classes),
+        mean=mean,
+        std=std,
+        train_samples=len(train_images),
+        test_samples=len(test_images),
+        image_shape=tuple(int(size) for size in train_images.shape[1:]),  # type: ignore[arg-type]
+        passes_per_epoch=passes_per_epoch,
+    )
+    return write_dataset(Path(directory), arrays, description)
+
+
+def write_dataset(
+    directory: Path, arrays: Mapping[str, np.ndarray], description: DatasetDescription
+) -> DatasetDescription:
+    """Writes the arrays under their names, and returns the description with their SHA-256."""
+    with writing_to(directory.parent, "DDP_DATA_DIR"):
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        temporary = temporary_beside(directory)
+        try:
+            temporary.mkdir()
+            sha256 = {name: _write_array(temporary / name, array) for name, array in arrays.items()}
+            description = dataclasses.replace(description, sha256=sha256)
+            content = {**dataclasses.asdict(description), "digest": description.digest}
+            with synced_file(temporary / DESCRIPTION) as file:
+                file.write(json.dumps(content, indent=2).encode())
+            _put_in_place(temporary, directory, description.digest)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+    return description
+
+
+def _check_arrays(name: str, classes: int, arrays: Mapping[str, np.ndarray]) -> None:
+    sizes = arrays[FILES[0]].shape[1:]
+    for split in SPLITS:
+        images, labels = arrays[f"{split}_images.npy"], arrays[f"{split}_labels.npy"]
+        if images.dtype != np.uint8 or images.ndim != 4 or not images.size or images.shape[1:] != sizes:
+            raise InputError(
+                f"{name}: {split} images must be uint8 of shape (N, C, H, W), C, H and W as in training, "
+                f"got {images.dtype} {images.shape}"
+            )
+        if (
+            labels.dtype.kind not in "iu"
+            or labels.shape != images.shape[:1]
+            or not np.isin(labels, np.arange(classes)).all()
+        ):
+            raise InputError(
+                f"{name}: {split} labels must be integers of shape {images.shape[:1]} from 0 to {classes - 1}, "
+                f"got {labels.dtype} {labels.shape} of the values {np.unique(labels)}"
+            )
+
+
+def pixel_counts(images: np.ndarray) -> np.ndarray:
+    """Histograms (C, 256) int64 of the values in each channel of images (N, C, H, W) uint8."""
+    counts = np.zeros((images.shape[1], 256), np.int64)
+    for block in np.array_split(images, max(1, images.nbytes // 2**23)):  # bincount takes 8 bytes per pixel
+        for channel in range(len(counts)):
+            counts[channel] += np.bincount(block[:, channel].ravel(), minlength=256)
+    return counts
+
+
+def mean_and_std(counts: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Per channel, from the histograms of pixel_counts: exact, so the same digits on every machine."""
+    values = np.arange(256) / 255
+    weights = counts / counts.sum(axis=1, keepdims=True)
+    mean = weights @ values
+    std = np.sqrt((weights * (values - mean[:, None]) ** 2).sum(axis=1))
+    return tuple(round(float(x), 4) for x in mean), tuple(round(float(x), 4) for x in std)
+
+
+def _write_array(path: Path, array: np.ndarray) -> str:
+    """Writes a .npy file (labels as int64) and returns its SHA-256.
+
+    Not with np.save, which reports a full disk without saying why, and whose bytes would have to be read again to hash.
+    """
+    array = np.ascontiguousarray(array, dtype=np.int64 if array.dtype.kind in "iu" and array.ndim == 1 else None)
+    header = io.BytesIO()
+    np.lib.format.write_array_header_1_0(header, np.lib.format.header_data_from_array_1_0(array))
+    digest = hashlib.sha256()
+    with synced_file(path) as file:
+        for piece in (header.getvalue(), array.data):
+            file.write(piece)
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def _put_in_place(temporary: Path, directory: Path, digest: str) -> None:
+    """Renames the folder, unless another writer has put the same dataset there; anything else there is replaced."""
+    parent = os.open(directory.parent, os.O_RDONLY)
+    lock = FileLock(directory.with_name(f".{directory.name}.lock"), fallback_to_soft=False)
+    try:
+        os.fsync(parent)
+        with contextlib.suppress(OSError):  # not every network file system has locks; without one, the last writer wins
+            lock.acquire()
+        if os.path.lexists(directory):
+            with contextlib.suppress(DataError):
+                if verify(directory).digest == digest:
+                    return
+            discarded = temporary_beside(directory)
+            os.rename(directory, discarded)  # atomic; readers that have it mapped keep it
+            shutil.rmtree(discarded) if discarded.is_dir() else discarded.unlink()
+        os.rename(temporary, directory)
+        os.fsync(parent)
+    finally:
+        if lock.is_locked:
+            # While it is held: whoever has waited for it sees that it is gone, and makes another
+            os.unlink(lock.lock_file)
+            lock.release()
+        os.close(parent)

@@ -1,0 +1,195 @@
+"""Datasets by name: where the original files come from, and how they become prepared datasets."""
+
+import json
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from flyte_ddp.data.prepared.prepared import verify
+from flyte_ddp.data.prepared.writer import write_prepared
+from flyte_ddp.data.sources.download import Mirrors, Progress, mirror_from_environment
+from flyte_ddp.data.sources.open_url import Opener, OpenStored
+from flyte_ddp.errors import DataError, DownloadError, InputError
+from flyte_ddp.storage import remove_leftovers, write_whole, writing_to
+
+logger = logging.getLogger(__name__)
+
+Ask = Callable[[list[str]], Mirrors]  # takes the URLs of folders
+
+
+class Originals(NamedTuple):
+    """A dataset from its source: images (N, C, H, W) uint8, labels (N,) integers."""
+
+    classes: tuple[str, ...]
+    train_images: np.ndarray
+    train_labels: np.ndarray
+    test_images: np.ndarray
+    test_labels: np.ndarray
+    passes_per_epoch: int = 1
+
+
+def data_dir() -> Path:
+    """The folder for local data: DDP_DATA_DIR, or flyte-ddp in the user's cache folder."""
+    chosen, cache = os.environ.get("DDP_DATA_DIR"), os.environ.get("XDG_CACHE_HOME", "")
+    try:
+        if chosen:
+            return Path(chosen).expanduser().absolute()
+        return (Path(cache) if os.path.isabs(cache) else Path("~/.cache").expanduser()) / "flyte-ddp"
+    except RuntimeError:
+        raise InputError("no home folder to keep data in: set DDP_DATA_DIR to a folder") from None
+
+
+def prepared_dir(name: str) -> Path:
+    """Where the prepared dataset is, or will be."""
+    if name not in SOURCES:
+        raise InputError(f"dataset must be one of {', '.join(SOURCES)}, got {name!r}")
+    return data_dir() / "prepared" / name
+
+
+def discard_damaged(name: str) -> None:
+    """Removes the prepared dataset if it exists but is not intact."""
+    directory = prepared_dir(name)
+    if directory.exists():
+        try:
+            verify(directory)
+        except DataError as error:
+            logger.warning("%s is prepared again: %s", name, error.problem)
+            shutil.rmtree(directory)
+
+
+def prepare(name: str, progress: Progress | None = None, open_stored: OpenStored | None = None) -> Path:
+    """Returns the folder of the prepared dataset, downloading and writing whatever is missing or damaged.
+
+    open_stored is for a DDP_DATA_MIRROR in object storage, such as s3://bucket/folder.
+    Any number of processes may do this at once. Raises DownloadError if the original files cannot be downloaded,
+    InputError for an unknown name, a bad DDP_DATA_MIRROR or a folder that cannot be written to.
+    """
+    directory = prepared_dir(name)
+    discard_damaged(name)
+    if directory.exists():
+        return directory
+    with writing_to(data_dir(), "DDP_DATA_DIR"):
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        for folder in (data_dir(), directory.parent):
+            remove_leftovers(folder)
+        originals = SOURCES[name](lambda urls: Mirrors(urls, progress, Opener(open_stored=open_stored)))
+    write_prepared(directory, name, *originals)
+    return directory
+
+
+def _mnist(class_name: str, ask: Ask) -> Originals:
+    """MNIST or a dataset in its format, whose mirrors, checksums and file format torchvision's class knows."""
+    mirror = mirror_from_environment()
+    public, resources = _catalogue(class_name)
+    # MNIST and Fashion-MNIST have the same file names, so torchvision's layout, with a folder for each, comes first
+    own = [f"{mirror.rstrip('/')}/{class_name}/raw", mirror] if mirror else []
+    mirrors = ask([*own, *public])
+    raw = data_dir() / class_name / "raw"
+    remove_leftovers(raw)
+    train, test = _unpacked(class_name, f"{class_name}/raw", [mirrors.fetch(*file, raw) for file in resources])
+    return Originals(
+        tuple(train.classes),
+        train.data.numpy()[:, None],
+        train.targets.numpy(),
+        test.data.numpy()[:, None],
+        test.targets.numpy(),
+    )
+
+
+def _catalogue(class_name: str) -> tuple[list[str], list[tuple[str, str]]]:
+    """The URLs of folders that have the dataset, and its files with their MD5, as torchvision's class knows them.
+
+    Cached in a file, because importing torchvision takes seconds.
+    """
+    path = data_dir() / class_name / f"torchvision-{version('torchvision')}.json"
+    if not path.exists():
+        from torchvision import datasets
+
+        known = getattr(datasets, class_name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, json.dumps([known.mirrors, known.resources]).encode())
+    mirrors, resources = json.loads(path.read_bytes())
+    return mirrors, resources
+
+
+def _unpacked(class_name: str, below: str, archives: Sequence[Path]) -> list[Any]:
+    """torchvision's training and test split, from archives of what it looks for below a folder.
+
+    They are unpacked to a fresh folder each time, because torchvision trusts what it finds unpacked.
+    """
+    from torchvision import datasets
+    from torchvision.datasets.utils import extract_archive
+
+    with tempfile.TemporaryDirectory(dir=data_dir(), prefix=".unpack.", suffix=".partial") as root:
+        Path(root, below).mkdir(parents=True, exist_ok=True)
+        for archive in archives:
+            extract_archive(archive, Path(root, below))
+        return [getattr(datasets, class_name)(root, train=is_train) for is_train in (True, False)]
+
+
+def _cifar10(ask: Ask) -> Originals:
+    """CIFAR-10: from unpacked files, if they are here or the user's own mirror has them, else from the archive."""
+    from torchvision.datasets import CIFAR10
+
+    mirror, root = mirror_from_environment(), data_dir() / "CIFAR10"
+    own = [f"{mirror.rstrip('/')}/CIFAR10", mirror.rstrip("/")] if mirror else []
+    public, archive = CIFAR10.url.rsplit("/", 1)
+    remove_leftovers(root)
+    try:
+        folders = ask([f"{folder}/{CIFAR10.base_folder}" for folder in own])
+        meta = CIFAR10.meta["filename"], CIFAR10.meta["md5"]
+        for name, md5 in (*CIFAR10.train_list, *CIFAR10.test_list, meta):
+            folders.fetch(name, md5, root / CIFAR10.base_folder)
+        train, test = (CIFAR10(root, train=is_train) for is_train in (True, False))
+    except DownloadError:
+        train, test = _unpacked("CIFAR10", "", [ask([*own, public]).fetch(archive, CIFAR10.tgz_md5, root)])
+    images, test_images = (np.ascontiguousarray(split.data.transpose(0, 3, 1, 2)) for split in (train, test))
+    return Originals(tuple(train.classes), images, np.array(train.targets), test_images, np.array(test.targets))
+
+
+def _digits(ask: Ask) -> Originals:
+    """scikit-learn's 1,797 handwritten digits (UCI optdigits, test part), 1,501 for training and 296 for testing.
+
+    The 8 x 8 images are enlarged to 24 x 24 and padded to 28 x 28: of the sizes tried, the tutorial's network learns
+    this one best.
+    """
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    labels = digits.target
+    images = _enlarge(digits.images.astype(np.int64))
+    within_class = np.zeros(len(labels), np.int64)
+    for label in range(10):
+        within_class[labels == label] = np.arange((labels == label).sum())
+    test = within_class % 6 == 5  # every sixth of each class: a random generator's numbers could change
+    names = tuple(digits.target_names.astype(str))
+    # With 8 passes an epoch has 94 steps, and the default recipe needs only two epochs: benchmarks/stability.py
+    return Originals(names, images[~test], labels[~test], images[test], labels[test], passes_per_epoch=8)
+
+
+def _enlarge(images: np.ndarray) -> np.ndarray:
+    """(N, 8, 8) values 0..16 to (N, 1, 28, 28) uint8, bilinear; in integers, so the bits are the same everywhere."""
+    thirds = np.clip(np.arange(24) - 1, 0, 21)  # the centre of each new pixel, in thirds of a source pixel
+    left, part = np.divmod(thirds, 3)
+    weights = np.zeros((24, 8), np.int64)
+    weights[np.arange(24), left] += 3 - part
+    weights[np.arange(24), np.minimum(left + 1, 7)] += part
+    ninths = weights @ images @ weights.T
+    pixels = ((ninths * 255 + 72) // 144).astype(np.uint8)  # 144 = 16 * 9
+    return np.pad(pixels, ((0, 0), (2, 2), (2, 2)))[:, None]
+
+
+SOURCES: dict[str, Callable[[Ask], Originals]] = {
+    "mnist": partial(_mnist, "MNIST"),
+    "fashion_mnist": partial(_mnist, "FashionMNIST"),
+    "cifar10": _cifar10,
+    "digits": _digits,
+}

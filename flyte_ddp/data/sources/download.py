@@ -1,0 +1,104 @@
+"""Downloads original files from a list of mirrors; leaves nothing half-written."""
+
+import hashlib
+import os
+import re
+import urllib.parse
+from collections.abc import Callable, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from flyte_ddp.data.sources.open_url import Opener, RefusedError, UnreachableError, without_password
+from flyte_ddp.errors import DownloadError, InputError
+from flyte_ddp.storage import content_digest, whole_file, writing_to
+
+MIRROR_VARIABLE = "DDP_DATA_MIRROR"
+STORAGES = ("s3", "gs", "abfs", "abfss")  # only Flyte's tasks read these, with their settings and keys
+SCHEMES = ", ".join(("http", "https", "file", *STORAGES))
+REMEDIES = (
+    f"set {MIRROR_VARIABLE} to the URL ({SCHEMES}) of a folder with the original files, or train on the dataset "
+    '"digits", which needs no network'
+)
+
+Progress = Callable[[str, int, int | None], None]
+
+
+@dataclass
+class Mirrors:
+    """The folders to try, in this order, and what became known about their hosts.
+
+    Attributes:
+        urls: of folders.
+        progress: called with (file name, bytes so far, total bytes or None); the next mirror starts at 0 again.
+    """
+
+    urls: Sequence[str]
+    progress: Progress | None = None
+    opener: Opener = field(default_factory=Opener)
+    unreachable: dict[str, str] = field(default_factory=dict)
+
+    def fetch(self, filename: str, md5: str, directory: Path) -> Path:
+        """Returns the file in the directory, downloaded unless it is there with this MD5; it appears whole or never.
+
+        Raises DownloadError with the reason of each mirror, InputError if the directory cannot be written to.
+        """
+        target = Path(directory) / filename
+        if target.is_file() and content_digest(target, "md5") == md5:
+            return target
+        reasons: dict[str, str] = {}
+        for folder in self.urls:
+            url, host = f"{folder.rstrip('/')}/{filename}", _host(folder)
+            if host in self.unreachable:
+                reasons[host] = self.unreachable[host]
+                continue
+            try:
+                self._copy(url, filename, md5, target)
+                return target
+            except UnreachableError as error:
+                self.unreachable[host] = reasons[host] = str(error)
+            except RefusedError as error:
+                reasons[without_password(url)] = str(error)
+        lines = "".join(f"  {url}: {reason}\n" for url, reason in reasons.items())
+        raise DownloadError(f"no mirror delivered {filename}:\n{lines}{REMEDIES}")
+
+    def _copy(self, url: str, filename: str, md5: str, target: Path) -> None:
+        pieces, total = self.opener.open(url)
+        digest, done, start = hashlib.md5(usedforsecurity=False), 0, b""
+        with closing(pieces), writing_to(target.parent, "DDP_DATA_DIR"):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with whole_file(target) as file:
+                for piece in pieces:
+                    start = start or piece[:256]
+                    done += len(piece)
+                    if max(done, total or 0) > self.opener.limits.max_bytes:
+                        raise RefusedError(f"larger than {self.opener.limits.max_bytes:,} bytes")
+                    digest.update(piece)
+                    file.write(piece)
+                    if self.progress:
+                        self.progress(filename, done, total)
+                if digest.hexdigest() != md5:
+                    page = start.lstrip().lower().startswith((b"<!doctype", b"<html"))
+                    what = "a web page instead of the file" if page else "another file, or a damaged one (MD5 differs)"
+                    raise RefusedError(f"sent {what}")
+
+
+def mirror_from_environment() -> str | None:
+    """DDP_DATA_MIRROR, or None if it is not set; InputError if it is not the URL of a folder."""
+    url = os.environ.get(MIRROR_VARIABLE, "").strip()
+    if not url:
+        return None
+    with suppress(ValueError):
+        parts = urllib.parse.urlsplit(url)
+        is_local = parts.scheme == "file" and parts.netloc in ("", "localhost")
+        is_remote = parts.scheme in ("http", "https", *STORAGES) and parts.hostname and parts.port != 0
+        if (is_local or is_remote) and not parts.query and not parts.fragment:
+            return url
+    hint = f": write file://{url}" if url.startswith("/") else ""
+    shown = re.split("[?#]", without_password(url))[0]
+    raise InputError(f"{MIRROR_VARIABLE} must be the URL of a folder ({SCHEMES}), got {shown!r}{hint}")
+
+
+def _host(url: str) -> str:
+    parts = urllib.parse.urlsplit(url)
+    return without_password(f"{parts.scheme}://{parts.netloc}")

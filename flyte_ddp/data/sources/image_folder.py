@@ -1,0 +1,245 @@
+"""Indexes a folder with one sub-folder of image files per class: finds, reads and describes every image."""
+
+import hashlib
+import io
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from flyte_ddp.data.description import FolderDescription
+from flyte_ddp.data.image_files import decode, reason
+from flyte_ddp.data.prepared.prepared import DESCRIPTION, SPLITS
+from flyte_ddp.data.prepared.writer import mean_and_std, pixel_counts, write_dataset
+from flyte_ddp.data.sources.datasets import data_dir
+from flyte_ddp.data.sources.image_settings import ImageSettings
+from flyte_ddp.errors import DataError, InputError
+from flyte_ddp.launch.environment import available_cores
+from flyte_ddp.storage import files_below, reading, temporary_beside
+
+EXTENSIONS = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
+TEST_EVERY = 5
+MOST_NAMED = 5  # how many of the unreadable files are listed
+BLOCK = 256  # how many decoded images are held in memory at once
+
+Files = dict[str, dict[str, list[str]]]  # split -> class -> names; the split is "" if the folder is not divided
+
+
+class Sound(NamedTuple):
+    """A file that can be decoded: SHA-256 of its bytes, and a histogram of its image's values, (C, 256)."""
+
+    sha256: bytes
+    counts: np.ndarray
+
+
+def list_images(folder: Path) -> Files:
+    """Names relative to folder, sorted, by split and class; InputError if there is nothing to train on."""
+    with reading():
+        found = _all_images(folder)
+    for split, classes in found.items():
+        where = f"folder {folder / split}"
+        if not classes:
+            raise InputError(
+                f"{where} has no image files ({', '.join(EXTENSIONS)}) in sub-folders: put those of each class into "
+                "a sub-folder with the name of the class"
+            )
+        if split != "test" and len(classes) == 1:
+            raise InputError(f"{where} has one class only, {next(iter(classes))!r}: at least two are needed")
+    strange = sorted(set(found.get("test", {})) - set(found.get("train", {})))
+    if strange:
+        raise InputError(f"folder {folder / 'test'} has classes that train/ has not: {', '.join(strange[:MOST_NAMED])}")
+    return found
+
+
+def _all_images(folder: Path) -> Files:
+    if not folder.is_dir():
+        what = "is a file" if folder.exists() else "does not exist"
+        raise InputError(f"folder {folder} {what}: give a folder with one sub-folder of image files per class")
+    divided = all((folder / split).is_dir() for split in SPLITS)
+    found: Files = {}
+    for split in SPLITS if divided else ("",):
+        below = sorted(entry.name for entry in os.scandir(folder / split) if entry.is_dir())
+        classes = {name: _image_names(folder, Path(split, name)) for name in below if not name.startswith(".")}
+        found[split] = {name: files for name, files in classes.items() if files}
+    return found
+
+
+def lfw_folder() -> Path:
+    """Labeled Faces in the Wild, a sub-folder for each person, where torchvision keeps it; InputError without it."""
+    folder = data_dir() / "lfw-py" / "lfw_funneled"
+    if not folder.is_dir():
+        raise InputError(
+            f"Labeled Faces in the Wild is not in {folder}, and torchvision no longer downloads it: unpack "
+            "lfw-funneled.tgz there, or give the unpacked folder as --folder instead"
+        )
+    return folder
+
+
+def stamp_of(folder: Path) -> str:
+    """Changes when an image file is added, removed or written to; looks only at names, sizes and times."""
+    digest = hashlib.sha256()
+    names = (name for classes in list_images(folder).values() for files in classes.values() for name in files)
+    for name in names:
+        digest.update(os.fsencode(name) + b"\0")
+        with suppress(OSError):  # a broken link is counted when index_folder tries to read it
+            status = (folder / name).stat()
+            digest.update(f"{status.st_size}\0{status.st_mtime_ns}\0".encode())
+    return digest.hexdigest()
+
+
+def index_folder(folder: Path, name: str, images: ImageSettings, say: Callable[[str], None]) -> Path:
+    """Reads every image once and writes what training needs to know about them; returns the folder of that index.
+
+    name: the dataset's name. Raises InputError if too many files cannot be read, or too few are left.
+    """
+    found = list_images(folder)
+    classes = _large_classes(found, images.least_images)
+    splits = _divide(found, classes)
+    kept, bad, content, counts = _sound_images(folder, splits, images)
+    _judge(folder, bad, sum(map(len, splits.values())), images.unreadable_share, say)
+    if not all(kept.values()):
+        raise InputError(f"folder {folder} leaves no images to train or to test on: add some, or lower least_images")
+    mean, std = mean_and_std(counts)
+    by_name = "sub-folders train and test"
+    description = FolderDescription(
+        name=name,
+        classes=tuple(map(_printable, classes)),
+        mean=mean,
+        std=std,
+        train_samples=len(kept["train"]),
+        test_samples=len(kept["test"]),
+        image_shape=images.shape,
+        split_by=by_name if "test" in found else f"one in {TEST_EVERY} of each class for testing",
+        unreadable=len(bad),
+        unreadable_named=tuple(bad[:MOST_NAMED]),
+        left_out=len(next(iter(found.values()))) - len(classes),
+        content_sha256=content,
+    )
+    arrays: dict[str, np.ndarray] = {}
+    for split, rows in kept.items():
+        arrays[f"{split}_files.npy"] = np.array([os.fsencode(file) for _, file in rows])
+        arrays[f"{split}_labels.npy"] = np.array([label for label, _ in rows])
+    key = hashlib.sha256(repr((name, images, bad, content)).encode()).hexdigest()[:16]
+    directory = data_dir() / "folders" / key
+    write_dataset(directory, arrays, description)
+    return directory
+
+
+def verify_images(index: Path, folder: Path) -> None:
+    """Reads every image that is in the index; DataError if their names or content are not what they were."""
+    content = hashlib.sha256()
+    try:
+        for split in SPLITS:
+            for name in np.load(index / f"{split}_files.npy"):
+                content.update(name + b"\0" + hashlib.sha256((folder / os.fsdecode(name)).read_bytes()).digest())
+    except OSError as error:
+        raise DataError(f"{error.filename} cannot be read ({error.strerror})", "run again") from None
+    if content.hexdigest() != json.loads((index / DESCRIPTION).read_bytes())["content_sha256"]:
+        raise DataError(f"{folder} has other images than when it was indexed", "run again")
+
+
+def _sound_images(
+    folder: Path, splits: Mapping[str, Sequence[tuple[int, str]]], images: ImageSettings
+) -> tuple[dict[str, list[tuple[int, str]]], list[str], str, np.ndarray]:
+    """The readable images of each split, what is wrong with the others, a digest of the former, and a histogram of the
+    training images' values, (C, 256)."""
+    kept: dict[str, list[tuple[int, str]]] = {split: [] for split in SPLITS}
+    bad: list[str] = []
+    content, counts = hashlib.sha256(), np.zeros((images.shape[0], 256), np.int64)
+    for split, rows in splits.items():
+        for (label, file), read in zip(rows, _read_all(folder, rows, images.shape), strict=True):
+            if isinstance(read, str):
+                bad.append(f"{_printable(file)} ({read})")
+                continue
+            kept[split].append((label, file))
+            content.update(os.fsencode(file) + b"\0" + read.sha256)
+            if split == "train":
+                counts += read.counts
+    return kept, bad, content.hexdigest(), counts
+
+
+def write_folder(folder: Path, classes: Sequence[str], images: np.ndarray, labels: np.ndarray) -> None:
+    """Writes images (N, C, H, W) as PNG files, with a sub-folder per class; the folder appears whole or not at all."""
+    from PIL import Image
+
+    beside = temporary_beside(folder)
+    try:
+        for name in classes:
+            (beside / name).mkdir(parents=True)
+        for number, (image, label) in enumerate(zip(images, labels, strict=True)):
+            pixels = image[0] if len(image) == 1 else np.ascontiguousarray(image.transpose(1, 2, 0))
+            Image.fromarray(pixels).save(beside / classes[label] / f"{number:06}.png")
+        os.rename(beside, folder)
+    except OSError:
+        if not folder.is_dir():  # else another process has written it in the meantime
+            raise
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+
+
+def _large_classes(found: Files, least_images: int) -> list[str]:
+    """InputError if fewer than two classes have as many images."""
+    classes = [name for name, files in next(iter(found.values())).items() if len(files) >= least_images]
+    if len(classes) < 2:
+        raise InputError(
+            f"ImageSettings.least_images is {least_images}, and {len(classes)} classes have as many: at least two are "
+            "needed, so lower it"
+        )
+    return classes
+
+
+def _divide(found: Files, classes: Sequence[str]) -> dict[str, list[tuple[int, str]]]:
+    """(label, name) of the images of train and test; classes alternate, so that any part of a split has all of them."""
+    rows: dict[str, list[tuple[int, int, str]]] = {split: [] for split in SPLITS}
+    for label, name in enumerate(classes):
+        for split, named in found.items():
+            for turn, file in enumerate(named.get(name, [])):
+                # the second image of a class is for testing, so that a class with only two is in both splits
+                rows[split or SPLITS[turn % TEST_EVERY == 1]].append((turn, label, file))
+    return {split: [(label, file) for _, label, file in sorted(rows[split])] for split in SPLITS}
+
+
+def _read_all(folder: Path, rows: Sequence[tuple[int, str]], shape: tuple[int, int, int]) -> Iterator[Sound | str]:
+    """What is known of each file, or why it cannot be read, in this order."""
+
+    def read(row: tuple[int, str]) -> Sound | str:
+        try:
+            content = (folder / row[1]).read_bytes()
+            return Sound(hashlib.sha256(content).digest(), pixel_counts(decode(io.BytesIO(content), shape)[None]))
+        except Exception as error:  # Pillow raises half a dozen types for a broken file
+            return reason(error)
+
+    with ThreadPoolExecutor(available_cores()) as pool:  # Pillow releases Python's lock while it decodes
+        for start in range(0, len(rows), BLOCK):
+            yield from pool.map(read, rows[start : start + BLOCK])
+
+
+def _judge(folder: Path, bad: Sequence[str], count: int, limit: float, say: Callable[[str], None]) -> None:
+    """Reports files that cannot be read; InputError if there are too many."""
+    if not bad:
+        return
+    listed = "; ".join(bad[:MOST_NAMED]) + ("; …" if len(bad) > MOST_NAMED else "")
+    message = f"{len(bad):,} of {count:,} image files in {folder} cannot be read ({len(bad) / count:.2%})"
+    if len(bad) > limit * count:
+        raise InputError(
+            f"{message}, more than ImageSettings.unreadable_share ({limit:.2%}) allows: {listed}. "
+            "Repair or remove them, or raise it"
+        )
+    say(f"{message} and are left out: {listed}")
+
+
+def _image_names(folder: Path, below: Path) -> list[str]:
+    """The image files anywhere below a sub-folder, by names relative to the folder, sorted."""
+    files = (file for file in files_below(folder / below) if file.name.lower().endswith(EXTENSIONS))
+    return sorted(os.path.relpath(file, folder) for file in files if not file.name.startswith("."))
+
+
+def _printable(name: str) -> str:
+    """File names are bytes, and not all bytes are text."""
+    return os.fsencode(name).decode(errors="replace")

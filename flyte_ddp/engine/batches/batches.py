@@ -1,0 +1,219 @@
+"""Batches of a split: in which order its samples come, and which of them are this rank's."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from flyte_ddp.batch_share import BatchShare
+from flyte_ddp.engine.batches.block_split import BlockSplit
+from flyte_ddp.engine.batches.lengths import SimilarLengths, lengths_of
+from flyte_ddp.engine.batches.order import shuffled
+from flyte_ddp.engine.batches.splits import Split
+from flyte_ddp.engine.torch_compat import pytree
+from flyte_ddp.random_numbers import key_of
+
+LOOKED_UP = 1 << 14  # how many of a rank's samples are looked up in the order at once
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One rank's share of one global batch.
+
+    Attributes:
+        tree: tensors (n, ...), single or nested.
+        share: where they are in the global batch.
+        seed: of the step's random numbers.
+    """
+
+    tree: Any
+    share: BatchShare
+    seed: int = 0
+
+    def parts(self, most: int, ranks: int = 0) -> list["Batch"]:
+        """The batch in parts of at most this many samples; 0 means a single part.
+
+        ranks: gives each of so many ranks as many parts, where a share has fewer by borrowing from itself.
+        """
+        if not most:
+            return [self]
+        count, unit = self.share.count, self.share.norm_samples or 1
+        found = (
+            [self]
+            if count <= most
+            else [
+                Batch(
+                    pytree.tree_map(lambda leaf, start=start: leaf[start : start + most], self.tree),
+                    replace(self.share, first=self.share.first + start, count=min(most, count - start)),
+                    self.seed,
+                )
+                for start in range(0, count, most)
+            ]
+        )
+        largest = -(-self.share.size // (unit * ranks)) * unit if ranks else 0
+        again = replace(found[0], share=replace(found[0].share, borrowed=True))
+        return found + [again] * (-(-largest // most) - len(found))
+
+
+class Order(Protocol):
+    """The samples of a split in the order of an epoch."""
+
+    def at(self, positions: Tensor) -> Tensor:
+        """(n,) int64: the samples at these positions (n,), which increase."""
+
+    def fetch(self, parts: Iterable[Tensor], steps: range) -> Iterator[Any]:
+        """For the samples (n,) of each of these steps: their tensors, as Split.fetch."""
+
+    def check_room(self) -> None:
+        """Raises InputError if this machine has too little for it."""
+
+
+class Shuffled:
+    """Each pass over the samples is in the order of its own key; with None they come as they are."""
+
+    def __init__(self, split: Split, keys: Sequence[int | None]):
+        self.split, self.keys = split, keys
+
+    def at(self, positions: Tensor) -> Tensor:
+        size = len(self.split)
+        found = positions % size
+        for number, key in enumerate(self.keys):
+            of_pass = positions // size == number
+            if key is not None and of_pass.any():
+                found[of_pass] = shuffled(found[of_pass], size, key)
+        return found
+
+    def fetch(self, parts: Iterable[Tensor], steps: range) -> Iterator[Any]:
+        return self.split.fetch(parts)
+
+    def check_room(self) -> None:
+        pass
+
+
+def rank_slice(start: int, stop: int, rank: int, world_size: int, unit: int = 1) -> tuple[int, int]:
+    """The rank's part of start..stop: contiguous, without overlap or gap, cut between units, of which the last may be
+    short; the ranks' numbers of units are at most one apart."""
+    units = -(-(stop - start) // unit)
+    first, last = (start + units * number // world_size * unit for number in (rank, rank + 1))
+    return first, min(last, stop)
+
+
+class _Batches:
+    """A rank's shares of the global batches; norm_samples: see BatchShare."""
+
+    def __init__(self, split: Split, samples: int, batch_size: int, rank: int, world_size: int, norm_samples: int = 0):
+        self.split, self.samples, self.batch_size = split, samples, batch_size
+        self.rank, self.world_size, self.norm_samples = rank, world_size, norm_samples
+
+    def __len__(self) -> int:
+        return -(-self.samples // self.batch_size)
+
+    def samples_until(self, step: int) -> int:
+        """Number of samples in the first `step` steps."""
+        return min(self.samples, step * self.batch_size)
+
+    def mine(self, step: int) -> slice:
+        """This rank's share of a step's global batch, as a slice of the order."""
+        start, stop = self.samples_until(step), self.samples_until(step + 1)
+        return slice(*rank_slice(start, stop, self.rank, self.world_size, self.norm_samples or 1))
+
+    def _order(self, keys: Sequence[int | None]) -> Order:
+        """keys: of each pass over the samples."""
+        if isinstance(self.split, BlockSplit):
+            return self.split.in_order(keys, self.batch_size, self.samples, self._computed)
+        return Shuffled(self.split, keys)
+
+    def _fetch(self, order: Order, steps: range) -> Iterator[tuple[int, Any, BatchShare]]:
+        lengths = lengths_of(self.split)
+        trees = order.fetch(self._parts(order, steps), steps)
+        for step, tree in zip(steps, trees, strict=True):
+            start, stop = self.samples_until(step), self.samples_until(step + 1)
+            own, part = self.mine(step), self._computed(step)
+            count, is_borrowed = part.stop - part.start, own != part
+            if lengths:  # of the whole global batch, which all ranks pad alike
+                everyones = order.at(torch.arange(start, stop))
+                tree = lengths.padded(tree, everyones[part.start - start : part.stop - start], everyones)
+            yield step, tree, BatchShare(part.start - start, count, stop - start, is_borrowed, self.norm_samples)
+
+    def _computed(self, step: int) -> slice:
+        """What the rank computes of a step's global batch: its share, or, if that is empty, the next rank's first
+        sample, or group."""
+        mine = self.mine(step)
+        if mine.start < mine.stop:
+            return mine
+        return slice(mine.start, min(mine.start + (self.norm_samples or 1), self.samples_until(step + 1)))
+
+    def _parts(self, order: Order, steps: Sequence[int]) -> Iterator[Tensor]:
+        """The samples that the rank computes, step by step; many steps are looked up at once, which costs less."""
+        at_once = max(1, LOOKED_UP * self.world_size // self.batch_size)
+        for start in range(0, len(steps), at_once):
+            parts = [self._computed(step) for step in steps[start : start + at_once]]
+            positions = torch.cat([torch.arange(part.start, part.stop) for part in parts])
+            yield from order.at(positions).split([part.stop - part.start for part in parts])
+
+
+class TrainBatches(_Batches):
+    """A rank's shares of the shuffled global batches; a pure function of seed, epoch and step.
+
+    Nothing depends on what ran before or on the number of ranks, so a run that resumes in the middle of an epoch, even
+    with another world size, sees the same samples as an uninterrupted one. augment(tree, seed, share, epoch) changes
+    each batch.
+    """
+
+    def __init__(
+        self,
+        split: Split,
+        batch_size: int,
+        seed: int,
+        rank: int,
+        world_size: int,
+        passes: int = 1,
+        fraction: float = 1.0,
+        norm_samples: int = 0,
+        length_window: int = 0,
+        augment: Callable[[Any, int, BatchShare, int], Any] = lambda tree, *_: tree,
+    ):
+        samples = max(1, round(len(split) * passes * fraction))
+        super().__init__(split, samples, batch_size, rank, world_size, norm_samples)
+        self.seed, self.passes, self.augment, self.length_window = seed, passes, augment, length_window
+        self._order(self._keys(0)).check_room()
+
+    def epoch(self, epoch: int, first_step: int = 0, end: int | None = None) -> Iterator[Batch]:
+        """The batches of an epoch from first_step on, before end if there is one; the epoch's last may be short."""
+        for step, tree, share in self._fetch(self._order_of(epoch), range(len(self))[first_step:end]):
+            # Augmentation must not draw the numbers that the network's dropout draws
+            augmented = self.augment(tree, key_of(self.seed, epoch, step, 1), share, epoch)
+            yield Batch(augmented, share, key_of(self.seed, epoch, step, 0))
+
+    def _order_of(self, epoch: int) -> Order:
+        order, lengths = self._order(self._keys(epoch)), lengths_of(self.split)
+        if lengths and self.length_window:
+            key = key_of(self.seed, epoch, self.passes)
+            return SimilarLengths(order, lengths.each, self.samples, self.batch_size, self.length_window, key)
+        return order
+
+    def _keys(self, epoch: int) -> list[int]:
+        return [key_of(self.seed, epoch, number) for number in range(self.passes)]
+
+
+class TestBatches(_Batches):
+    """A rank's shares of the global batches of the whole test or validation split; no sample comes twice.
+
+    mixed: shuffles the samples, always in the same way.
+    """
+
+    def __init__(self, split: Split, batch_size: int, rank: int, world_size: int, mixed: bool = False):
+        super().__init__(split, len(split), batch_size, rank, world_size)
+        self.order = self._order([key_of(0) if mixed else None])
+        self.order.check_room()
+
+    def __iter__(self) -> Iterator[Batch]:
+        for step, tree, share in self._fetch(self.order, range(len(self))):
+            yield Batch(tree, share, key_of(step))
+
+    def mine_all(self) -> Tensor:
+        """(n,) int64: this rank's sample indices, in the order in which they come."""
+        mine = [self.mine(step) for step in range(len(self))]
+        return self.order.at(torch.cat([torch.arange(part.start, part.stop) for part in mine]))

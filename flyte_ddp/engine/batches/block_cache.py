@@ -1,0 +1,212 @@
+"""The blocks at hand, as files on the node's disk: fetched ahead, shared by the node's ranks, and soon deleted again.
+
+    DDP_CACHE_DIR/ddp-blocks/<run>-<node>/<rank>/<split>-<block>.npy
+
+A file is written beside its name and renamed, so a name always stands for a whole block. What another rank of the node
+has is linked, so the file system knows when a block is no longer needed by any. Each rank locks a file of its own for
+as long as it lives: a folder without a living rank is what a kill has left, and the next start removes it.
+"""
+
+import fcntl
+import os
+import secrets
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+from torch import distributed
+
+from flyte_ddp.engine.batches.block_order import Uses
+from flyte_ddp.errors import InputError
+from flyte_ddp.launch.environment import Environment
+from flyte_ddp.storage import temporary_beside, writing_to
+
+VARIABLE = "DDP_CACHE_DIR"
+
+
+class BlockCache:
+    """The files of this rank. Nothing is on disk before open is called."""
+
+    def __init__(self, environment: Environment, cache_bytes: int = 0):
+        """cache_bytes: for all ranks of the node; 0 is half of what is free."""
+        self.environment, self.cache_bytes = environment, cache_bytes
+        # A folder of its own: open removes what others have left there, and the user may name all of a disk
+        self.root = Path(os.environ.get(VARIABLE) or tempfile.gettempdir(), "ddp-blocks").absolute()
+        self.budget = 0  # in bytes, for this rank's blocks
+        self._alive: IO[bytes] | None = None  # locked for as long as this rank lives
+
+    def open(self) -> None:
+        """Makes the folder; a collective, unless there is no process group, or it was called before."""
+        if self._alive:
+            return
+        run, local_size = [secrets.token_hex(4)], self.environment.world.local_size
+        if distributed.is_initialized():
+            distributed.broadcast_object_list(run)
+        self.node = self.root / f"{run[0]}-{self.environment.rank // local_size}"
+        self.folder = self.node / str(self.environment.rank)
+        with writing_to(self.root, VARIABLE):
+            self.root.mkdir(parents=True, exist_ok=True)
+            with locked(self.root / ".lock"):
+                for other in self.root.glob("*-*"):
+                    remove_if_left(other)
+                self.folder.mkdir(parents=True)
+                self._alive = open(self.node / f"{self.environment.rank}.alive", "wb")  # noqa: SIM115
+                fcntl.flock(self._alive, fcntl.LOCK_EX)
+            self.budget = (self.cache_bytes or shutil.disk_usage(self.root).free // 2) // local_size
+
+    def __enter__(self) -> "BlockCache":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._alive:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            fcntl.flock(self._alive, fcntl.LOCK_UN)  # closing it would not do: loader workers may have it still
+            self._alive.close()
+            self._alive = None
+            with locked(self.root / ".lock"):
+                remove_if_left(self.node)
+
+    def check(self, needed: int) -> None:
+        """Raises InputError if there is no room for so many bytes."""
+        if needed > self.budget:
+            ranks = self.environment.world.local_size
+            raise InputError(
+                f"cache_bytes must be at least {needed * ranks:,} for the blocks that are needed at a time, got "
+                f"{self.budget * ranks:,}{'' if self.cache_bytes else ', half of the free disk'}: raise it, let "
+                f"{VARIABLE} name a folder on a larger disk, lower window or streams of Blocks, or write smaller blocks"
+            )
+
+    def path(self, name: str) -> Path:
+        return self.folder / f"{name}.npy"
+
+    def fetch(self, name: str, write: Callable[[Path], None]) -> None:
+        """Makes the block's file be there; write(path) is called if no rank of the node has it."""
+        path = self.path(name)
+        with writing_to(self.root, VARIABLE), locked(self.node / f"{name}.lock"):
+            if path.exists():
+                return
+            for others in self.node.glob(f"*/{path.name}"):
+                with suppress(OSError):  # deleted meanwhile, or a disk without links
+                    os.link(others, path)
+                    return
+            beside = temporary_beside(path)
+            try:
+                write(beside)
+                os.replace(beside, path)
+            finally:
+                beside.unlink(missing_ok=True)
+
+    def delete(self, name: str) -> None:
+        self.path(name).unlink(missing_ok=True)
+
+
+@contextmanager
+def locked(path: Path, operation: int = fcntl.LOCK_EX) -> Iterator[None]:
+    with open(path, "wb") as file:
+        fcntl.flock(file, operation)
+        yield
+
+
+def remove_if_left(folder: Path) -> None:
+    """Removes a run's folder if none of its ranks lives any more."""
+    for alive in folder.glob("*.alive"):
+        try:
+            with locked(alive, fcntl.LOCK_EX | fcntl.LOCK_NB):
+                pass
+        except BlockingIOError:
+            return
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+class Ahead:
+    """Fetches the blocks of an epoch in the order of their first use, by threads, as far as the cache has room.
+
+    A block that a step waits for is fetched even where there is none, so nothing waits forever.
+    """
+
+    def __init__(self, uses: Uses, sizes: np.ndarray, budget: int, threads: int):
+        """sizes: (n,) of the uses' blocks, in bytes."""
+        self.blocks, self.first, self.budget, self.threads = uses.blocks.tolist(), uses.first, budget, threads
+        self.last = dict(zip(self.blocks, uses.last.tolist(), strict=True))
+        self.sizes = dict(zip(self.blocks, sizes.tolist(), strict=True))
+        self._changed = threading.Condition()
+        self._waiting, self._finished = -1, -1  # the step that waits for blocks, and the last that is over
+        self._next = self._held = 0  # which block is fetched next, and the bytes of those that are there or on the way
+        self._here: set[int] = set()
+        self._failure: BaseException | None = None
+        self._is_closed = False
+
+    def start(self, fetch: Callable[[int], None], delete: Callable[[int], None]) -> None:
+        self._fetch, self._delete = fetch, delete
+        for _ in range(min(self.threads, len(self.blocks))):
+            threading.Thread(target=self._work, daemon=True).start()
+
+    def wait(self, step: int, blocks: Iterable[int]) -> None:
+        """Returns when these blocks, which the step needs, are there, or after close; raises what kept one away."""
+        needed = set(blocks)
+        assert all(self.last.get(block, -1) >= step for block in needed), "a block that was not announced"
+        with self._changed:
+            self._waiting = step
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._failure or self._is_closed or needed <= self._here)
+            if self._failure:
+                raise self._failure
+
+    def finish(self, step: int) -> None:
+        """Deletes what no later step needs."""
+        with self._changed:
+            self._finished = step
+            self._delete_finished()
+
+    def close(self) -> None:
+        """Ends the threads, and deletes all blocks but those that they are fetching."""
+        with self._changed:
+            self._is_closed = True
+            self._finished = max(self.last.values(), default=-1)
+            self._delete_finished()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_closed or self._failure or self._may_go_on())
+                if self._is_closed or self._failure or self._next == len(self.blocks):
+                    return
+                block = self.blocks[self._next]
+                self._next += 1
+                self._held += self.sizes[block]
+            failure = None
+            try:
+                self._fetch(block)
+            except BaseException as error:
+                failure = error
+            with self._changed:
+                if self._is_closed:
+                    return  # the next epoch may already count on the file, and deletes it
+                self._failure = self._failure or failure
+                self._here.add(block)
+                self._delete_finished()
+
+    def _may_go_on(self) -> bool:
+        while self._next < len(self.blocks) and self.last[self.blocks[self._next]] <= self._finished:
+            self._next += 1  # this rank had no sample of it after all
+        if self._next == len(self.blocks) or self.first[self._next] <= self._waiting:
+            return True
+        return self._held + self.sizes[self.blocks[self._next]] <= self.budget
+
+    def _delete_finished(self) -> None:
+        for block in [block for block in self._here if self.last[block] <= self._finished]:
+            self._here.remove(block)
+            self._held -= self.sizes[block]
+            self._delete(block)
+        self._changed.notify_all()
+
+
+def needed_bytes(uses: Uses, sizes: np.ndarray) -> int:
+    """The most bytes that are needed at a time; sizes: (n,) of the uses' blocks."""
+    times, changes = np.concatenate([uses.first, uses.last + 1]), np.concatenate([sizes, -sizes])
+    return int(np.cumsum(changes[np.lexsort([changes, times])]).max())

@@ -1,0 +1,147 @@
+"""The order of an epoch over blocks: a function of the epoch's key, so that nothing has to be remembered.
+
+1. The blocks are permuted and laid end to end, and that row of samples is cut into streams, spans of equal length.
+2. A stream is read from its first sample to its last, every other one backwards: then a block that is cut in two is at
+   the end of both its streams, or at the beginning of both, and needed during one stretch of time.
+3. Within a stream, each `window` successive samples are shuffled.
+4. The epoch takes a sample of each stream in turn. Those of a batch are sorted by stream, so that a rank's contiguous
+   share of it is a few whole streams, and a node reads about its own part of the data.
+
+Memory and time are in proportion to the blocks for an epoch, and to the batch for a step.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flyte_ddp.engine.batches.order import shuffled
+from flyte_ddp.random_numbers import key_of
+
+
+@dataclass(frozen=True)
+class Uses:
+    """Which blocks some streams need, and when, in the order of their first use.
+
+    Attributes:
+        blocks: (n,) int64, each once.
+        first, last: (n,) int64, the steps between which each is needed, both included.
+    """
+
+    blocks: np.ndarray
+    first: np.ndarray
+    last: np.ndarray
+
+    def also(self, blocks: np.ndarray, step: int) -> "Uses":
+        """With these blocks, which the last step needs too."""
+        new = np.setdiff1d(blocks, self.blocks)
+        last = np.where(np.isin(self.blocks, blocks), step, self.last)
+        steps = np.full(len(new), step)
+        return Uses(*map(np.concatenate, ([self.blocks, new], [self.first, steps], [last, steps])))
+
+
+@dataclass(frozen=True)
+class BlockOrder:
+    """The order of one pass over all samples, or of its beginning.
+
+    Attributes:
+        lengths: (blocks,) int64, samples of each block.
+        key: of the epoch; with None, blocks and their samples come as they are.
+        batch_size: of all ranks together.
+        samples: that the epoch has.
+        window, streams: see Blocks.
+    """
+
+    lengths: np.ndarray
+    key: int | None
+    batch_size: int
+    samples: int
+    window: int
+    streams: int
+
+    def at(self, positions: Tensor) -> Tensor:
+        """(n,) int64: the samples at these positions (n,) of the epoch, which increase."""
+        places, streams = np.divmod(self._sorted(positions.numpy()), self.used_streams)
+        if self.key is not None:
+            places = self._mixed(places, streams)
+        where = np.where(streams % 2 == 0, self._cuts[streams] + places, self._cuts[streams + 1] - 1 - places)
+        found = np.searchsorted(self._ends, where, side="right")
+        firsts = (np.cumsum(self.lengths) - self.lengths)[self._blocks[found]]
+        return torch.from_numpy(firsts + where - self._starts[found])
+
+    def streams_at(self, positions: Tensor) -> np.ndarray:
+        """(n,) int64: the stream of each of these positions."""
+        return self._sorted(positions.numpy()) % self.used_streams
+
+    def uses(self, streams: range, steps: range) -> Uses:
+        """What these streams, which follow one another, need in these steps; the last uses may be later."""
+        first = np.full(len(self._blocks), np.iinfo(np.int64).max)
+        last = np.full(len(self._blocks), -1)
+        for stream in streams:
+            start, stop = self._cuts[stream], self._cuts[stream + 1]
+            cut = slice(np.searchsorted(self._ends, start, "right"), np.searchsorted(self._starts, stop, "left"))
+            begin, end = np.maximum(self._starts[cut], start) - start, np.minimum(self._ends[cut], stop) - start
+            if stream % 2:
+                begin, end = stop - start - end, stop - start - begin
+            # a window needs all of its blocks, from its first sample to its last
+            begin = begin // self._window * self._window
+            end = np.minimum(-(-end // self._window) * self._window, stop - start)
+            first[cut] = np.minimum(first[cut], begin * self.used_streams + stream)
+            last[cut] = np.maximum(last[cut], (end - 1) * self.used_streams + stream)
+        first, last = first // self.batch_size, np.minimum(last, self.samples - 1) // self.batch_size
+        order = np.argsort(first, kind="stable")
+        order = order[((first <= last) & (last >= steps.start) & (first < steps.stop))[order]]
+        return Uses(self._blocks[order], first[order], last[order])
+
+    @cached_property
+    def used_streams(self) -> int:
+        return min(self.streams, self.batch_size, int(self._ends[-1]))
+
+    @property
+    def _window(self) -> int:
+        return 1 if self.key is None else self.window
+
+    @cached_property
+    def _blocks(self) -> np.ndarray:
+        """(blocks,) int64: the permuted blocks, which begin and end, laid end to end, at _starts and _ends."""
+        blocks = torch.arange(len(self.lengths))
+        return (blocks if self.key is None else shuffled(blocks, len(blocks), key_of(self.key))).numpy()
+
+    @cached_property
+    def _ends(self) -> np.ndarray:
+        return np.cumsum(self.lengths[self._blocks])
+
+    @cached_property
+    def _starts(self) -> np.ndarray:
+        return self._ends - self.lengths[self._blocks]
+
+    @cached_property
+    def _cuts(self) -> np.ndarray:
+        """(streams + 1,) int64: where streams begin and end; those that are a sample longer come first."""
+        each, longer = divmod(int(self._ends[-1]), self.used_streams)
+        streams = np.arange(self.used_streams + 1)
+        return streams * each + np.minimum(streams, longer)
+
+    def _sorted(self, positions: np.ndarray) -> np.ndarray:
+        """The positions, once the samples of each batch are sorted by stream. Position k is a sample of stream
+        k % streams, at place k // streams of it."""
+        steps = np.split(positions, np.flatnonzero(np.diff(positions // self.batch_size)) + 1)
+        return np.concatenate(
+            [self._sorted_batch(step[0] // self.batch_size)[step % self.batch_size] for step in steps]
+        )
+
+    def _sorted_batch(self, step: int) -> np.ndarray:
+        batch = np.arange(step * self.batch_size, min((step + 1) * self.batch_size, self.samples))
+        return batch[np.argsort((batch % self.used_streams).astype(np.uint32), kind="stable")]
+
+    def _mixed(self, places: np.ndarray, streams: np.ndarray) -> np.ndarray:
+        """The places, shuffled within the window of each."""
+        windows = places // self.window
+        each = int(windows.max()) + 1
+        found, of = np.unique(streams * each + windows, return_inverse=True)
+        keys = [key_of(self.key or 0, *divmod(int(one), each)) for one in found]
+        starts = windows * self.window
+        sizes = np.minimum(self.window, self._cuts[streams + 1] - self._cuts[streams] - starts)
+        return starts + shuffled(torch.from_numpy(places - starts), sizes, np.array(keys, np.uint64)[of]).numpy()

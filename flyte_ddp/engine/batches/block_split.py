@@ -1,0 +1,220 @@
+"""A split whose samples are in blocks: which blocks a batch needs, and its rows from their files."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flyte_ddp.data.blocks.blocks import Blocks, check_count, open_rows, tree_of
+from flyte_ddp.engine.batches.arrays import tensor_of
+from flyte_ddp.engine.batches.block_cache import Ahead, BlockCache, needed_bytes
+from flyte_ddp.engine.batches.block_order import BlockOrder, Uses
+from flyte_ddp.engine.batches.loading import made_ahead
+from flyte_ddp.engine.batches.order import shuffled
+from flyte_ddp.engine.torch_compat import pytree
+from flyte_ddp.errors import DataError, InputError
+from flyte_ddp.random_numbers import key_of
+
+SPREAD_BLOCKS = 4  # how many blocks the samples come from that are to be from all over a split
+HEADER_BYTES = 4096  # of a block's file, unless it has hundreds of arrays
+BATCHES_AHEAD = 2
+
+Computed = Callable[[int], slice]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How samples get to a rank: through which cache, to which device, and whether from page-locked memory."""
+
+    cache: BlockCache
+    device: torch.device
+    pin_memory: bool = False
+
+
+class BlockSplit:
+    """See Split. Its samples are those of the first block, then those of the second, and so on."""
+
+    remedy = "look at its host's way to the storage and at its disk, or raise threads of Blocks"
+
+    def __init__(self, blocks: Blocks, name: str, reading: Reading, chosen: np.ndarray | None = None):
+        """name: of the split. chosen: (n,) int64, the blocks that it consists of; None is all of them."""
+        for attribute in ("window", "streams", "threads"):
+            check_count(f"{attribute} of Blocks", getattr(blocks, attribute))
+        reading.cache.open()
+        self.blocks, self.name, self.reading, self.device = blocks, name, reading, reading.device
+        self.chosen = np.arange(len(blocks.lengths)) if chosen is None else chosen
+        self.block_lengths = blocks.lengths[self.chosen]
+        self.ends = np.cumsum(self.block_lengths)
+        self.sizes = np.zeros_like(self.block_lengths)  # in bytes; not known before the first one is there
+        self._kept: set[int] = set()  # whose files fetch has left for its next call
+        self._keep({0})
+        self.row = np.asarray(open_rows(self.path(0), int(self.block_lengths[0]), self.name_of(0)))[:0].copy()
+        self.sizes = self.block_lengths * kind_of(self.row).itemsize + HEADER_BYTES
+
+    def __len__(self) -> int:
+        return int(self.ends[-1])
+
+    def blocks_of(self, samples: np.ndarray) -> np.ndarray:
+        """(n,) int64: the block of each of these samples (n,)."""
+        return np.searchsorted(self.ends, samples, side="right")
+
+    def hold_out(self, fraction: float) -> "tuple[BlockSplit, BlockSplit]":
+        """See splits.hold_out."""
+        blocks = len(self.chosen)
+        count = round(fraction * blocks)
+        if not 0 < count < blocks:
+            raise InputError(
+                f"validation_fraction takes whole blocks and must leave one on either side of {blocks}, got "
+                f"{fraction:g}: change it, write smaller blocks, or set has_validation"
+            )
+        mixed = self.chosen[shuffled(torch.arange(blocks), blocks, key_of(0)).numpy()]
+        kept, held = (BlockSplit(self.blocks, self.name, self.reading, np.sort(part)) for part in
+                      (mixed[count:], mixed[:count]))  # fmt: skip
+        return kept, held
+
+    def spread(self, count: int) -> Tensor:
+        """See splits.spread."""
+        blocks = max(SPREAD_BLOCKS, int(-(-count // np.median(self.block_lengths))))
+        chosen = np.unique(np.linspace(0, len(self.ends) - 1, min(blocks, len(self.ends)), dtype=np.int64))
+        starts = self.ends - self.block_lengths
+        samples = np.concatenate([np.arange(starts[one], self.ends[one]) for one in chosen])
+        return tensor_of(samples[np.linspace(0, len(samples) - 1, count, dtype=np.int64)])
+
+    def fetch(self, parts: Iterable[Tensor]) -> Iterator[Any]:
+        """For a few samples, in any order. Their blocks stay for the next call, as far as the cache has room."""
+        rows = BlockRows(self)
+        for part in parts:
+            self._keep(set(self.blocks_of(part.numpy()).tolist()))
+            tree = rows.read_batch(part.numpy())
+            yield pytree.tree_map(lambda leaf: tensor_of(leaf).to(self.device), tree)
+
+    def in_order(
+        self, keys: Sequence[int | None], batch_size: int, samples: int, computed: Computed
+    ) -> "BlocksInOrder":
+        """See batches.Order; computed(step): the positions of what this rank computes, for any step."""
+        if len(keys) > 1:
+            raise InputError(f"passes_per_epoch must be 1 with Blocks, got {len(keys)}: raise epochs instead")
+        order = BlockOrder(self.block_lengths, keys[0], batch_size, samples, self.blocks.window, self.blocks.streams)
+        return BlocksInOrder(self, order, computed)
+
+    def path(self, block: int) -> Path:
+        return self.reading.cache.path(self._file(block))
+
+    def bring(self, block: int) -> None:
+        """Makes the block be in the cache."""
+        number = int(self.chosen[block])
+        self.reading.cache.fetch(self._file(block), lambda path: self.blocks.fetch(number, path))
+
+    def drop(self, block: int) -> None:
+        self.reading.cache.delete(self._file(block))
+
+    def forget(self) -> None:
+        """Drops what fetch has kept."""
+        while self._kept:
+            self.drop(self._kept.pop())
+
+    def _keep(self, blocks: set[int]) -> None:
+        if self.sizes[list(self._kept | blocks)].sum() > self.reading.cache.budget:
+            self.forget()
+        for block in sorted(blocks):
+            self.bring(block)
+            self._kept.add(block)
+
+    def _file(self, block: int) -> str:
+        return f"{self.name}-{self.chosen[block]}"
+
+    def name_of(self, block: int) -> str:
+        return self.blocks.name(int(self.chosen[block]))
+
+
+class BlocksInOrder:
+    """See batches.Order. The blocks of the steps are fetched ahead, and deleted after their last use."""
+
+    def __init__(self, split: BlockSplit, order: BlockOrder, computed: Computed):
+        self.split, self.order, self.computed, self.at = split, order, computed, order.at
+
+    def uses(self, steps: range) -> Uses:
+        """What the streams need in these steps that this rank's shares are of."""
+        # Which streams a share begins and ends with depends on where its batch begins, modulo the streams
+        last_step, is_short = divmod(self.order.samples, self.order.batch_size)
+        shares = [self.computed(step) for step in range(min(last_step, self.order.used_streams))]
+        ends = [self.order.streams_at(torch.tensor([share.start, share.stop - 1])) for share in shares]
+        streams = range(min((one for one, _ in ends), default=0), max((one for _, one in ends), default=-1) + 1)
+        uses = self.order.uses(streams, steps)
+        if not is_short or last_step not in steps:
+            return uses
+        # A short batch has fewer samples of each stream, so its shares may be of any
+        share = self.computed(last_step)
+        return uses.also(self.split.blocks_of(self.at(torch.arange(share.start, share.stop)).numpy()), last_step)
+
+    def check_room(self) -> None:
+        """Raises InputError, with the number that is needed, if the cache is too small for what is needed at a time."""
+        uses = self.uses(range(-(-self.order.samples // self.order.batch_size)))
+        self.split.reading.cache.check(needed_bytes(uses, self.split.sizes[uses.blocks]))
+
+    def fetch(self, parts: Iterable[Tensor], steps: range) -> Iterator[Any]:
+        split, uses, rows = self.split, self.uses(steps), BlockRows(self.split)
+        ahead = Ahead(uses, split.sizes[uses.blocks], split.reading.cache.budget, split.blocks.threads)
+        pins = split.reading.pin_memory and split.device.type == "cuda"
+        gpu = torch.cuda.current_device() if pins else 0
+
+        def read() -> Iterator[Any]:
+            if pins:
+                torch.cuda.set_device(gpu)  # a thread begins with the host's first, where pinning would take memory
+            for step, part in zip(steps, parts, strict=True):
+                ahead.wait(step, split.blocks_of(part.numpy()).tolist())
+                tree = pytree.tree_map(tensor_of, rows.read_batch(part.numpy()))
+                ahead.finish(step)
+                yield pytree.tree_map(Tensor.pin_memory, tree) if pins else tree
+
+        split.forget()
+        ahead.start(split.bring, rows.drop)
+        try:
+            for tree in made_ahead(read(), BATCHES_AHEAD):
+                yield pytree.tree_map(lambda leaf: leaf.to(split.device, non_blocking=True), tree)
+        finally:
+            ahead.close()
+
+
+class BlockRows:
+    """Reads samples from the files of their blocks, which stay open until they are dropped."""
+
+    def __init__(self, split: BlockSplit):
+        self.split = split
+        self._opened: dict[int, np.ndarray] = {}  # (n, bytes of a row) uint8: the fastest to take rows from
+
+    def read_batch(self, samples: np.ndarray) -> Any:
+        """A tree of arrays (n, ...); their blocks must be in the cache. Raises DataError for a block of other rows."""
+        split, row = self.split, self.split.row
+        blocks = split.blocks_of(samples)
+        order = np.argsort(blocks, kind="stable")
+        sorted_blocks, places = blocks[order], (samples - (split.ends - split.block_lengths)[blocks])[order]
+        starts = [0, *(np.flatnonzero(np.diff(sorted_blocks)) + 1).tolist()]
+        found = np.empty((len(samples), kind_of(row).itemsize), np.uint8)
+        for start, stop in zip(starts, [*starts[1:], len(samples)], strict=True):
+            opened = self._open(int(sorted_blocks[start]))
+            opened.take(places[start:stop], axis=0, out=found[start:stop], mode="clip")  # "raise" would copy
+        rows = found.view(row.dtype).reshape(len(samples), *row.shape[1:])
+        return tree_of(rows, np.argsort(order))
+
+    def drop(self, block: int) -> None:
+        self._opened.pop(block, None)  # a deleted file takes space for as long as it is open
+        self.split.drop(block)
+
+    def _open(self, block: int) -> np.ndarray:
+        if block not in self._opened:
+            name, kind = self.split.name_of(block), kind_of(self.split.row)
+            rows = open_rows(self.split.path(block), int(self.split.block_lengths[block]), name)
+            if kind_of(rows) != kind:
+                raise DataError(f"{name} has samples of {kind_of(rows)}, where others have {kind}")
+            self._opened[block] = np.asarray(rows).reshape(-1).view(np.uint8).reshape(len(rows), -1)
+        return self._opened[block]
+
+
+def kind_of(rows: np.ndarray) -> np.dtype:
+    """The type of a row."""
+    return np.dtype((rows.dtype, rows.shape[1:])) if rows.shape[1:] else rows.dtype

@@ -1,0 +1,112 @@
+"""Samples of different lengths: padded to the longest of the global batch, and batches of similar lengths."""
+
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from flyte_ddp.engine.batches.order import shuffled
+from flyte_ddp.engine.torch_compat import pytree
+from flyte_ddp.errors import DataError, InputError
+from flyte_ddp.random_numbers import key_of
+
+
+class Lengths:
+    """The lengths of a split's samples, which all ranks know, so that they pad a global batch alike.
+
+    A rank's own longest sample would not do: random numbers belong to positions, and so need the same shapes on all.
+    """
+
+    def __init__(self, each: Any, count: int, fetch: Callable[[Tensor], Any]):
+        """each: (count,) whole numbers. fetch(indices (n,)): their tensors, padded or not. Raises InputError."""
+        try:
+            given = np.asarray(each)
+        except ValueError:  # of lists of different lengths
+            given = np.asarray(None)
+        if given.shape != (count,) or given.dtype.kind not in "iu" or given.min() < 1:
+            raise InputError(
+                f"lengths must be {count} whole numbers of at least 1, one for each sample, got shape {given.shape} of "
+                f"{given.dtype.name}"
+            )
+        self.each = torch.from_numpy(given.astype(np.int64))
+        ends = [int(self.each.argmin()), int(self.each.argmax())]
+        shapes = [[leaf.shape[1:2] for leaf in pytree.tree_leaves(fetch(torch.tensor([index])))] for index in ends]
+        shortest, longest = ((int(self.each[index]),) for index in ends)
+        pairs = list(zip(*shapes, strict=True))
+        self.is_padded = [pair == (shortest, longest) for pair in pairs]
+        self.come_padded = not any(self.is_padded)  # in memory, even the shortest has the longest one's shape
+        if self.come_padded:
+            self.is_padded = [pair == (longest, longest) for pair in pairs]
+        if not any(self.is_padded):
+            raise InputError(
+                f"lengths must be those of the first dimension of a tensor's samples, but for samples {ends[0]} and "
+                f"{ends[1]} they are {shortest[0]} and {longest[0]}, and the shapes {shapes[0]} and {shapes[1]}"
+            )
+
+    def of(self, indices: Tensor) -> "Lengths":
+        """Those of a part of the split."""
+        part = copy.copy(self)
+        part.each = self.each[indices]
+        return part
+
+    def padded(self, tree: Any, own: Tensor, everyones: Tensor) -> Any:
+        """A rank's samples, of these indices (n,), with zeros up to the longest of the global batch's indices (N,)."""
+        longest, most = (int(self.each[indices].max()) for indices in (everyones, own))
+        leaves, structure = pytree.tree_flatten(tree)
+        fitted = []
+        for leaf, is_padded in zip(leaves, self.is_padded, strict=True):
+            if is_padded:
+                if leaf.shape[1] < most or (leaf.shape[1] > most and not self.come_padded):
+                    raise DataError(f"samples have a length of at most {leaf.shape[1]}, but lengths says {most}")
+                leaf = F.pad(leaf, [0, 0] * (leaf.ndim - 2) + [0, longest - leaf.shape[1]])  # less than 0 cuts off
+            fitted.append(leaf)
+        return pytree.tree_unflatten(fitted, structure)
+
+
+def padded(split: Any, tree: Any, own: Tensor, everyones: Tensor) -> Any:
+    """See Lengths.padded; the tree as it is if the split has no lengths."""
+    lengths = lengths_of(split)
+    return lengths.padded(tree, own, everyones) if lengths else tree
+
+
+def lengths_of(split: Any) -> Lengths | None:
+    return getattr(split, "lengths", None)
+
+
+class SimilarLengths:
+    """An order of samples in which those of a batch have similar lengths: the samples of each `window` batches are
+    sorted, stably, cut into batches again, and these are shuffled. It needs no more than the window's samples."""
+
+    def __init__(self, order: Any, each: Tensor, samples: int, batch_size: int, window: int, key: int):
+        """order: at random, see batches.Order. samples: in the epoch. key: of this epoch."""
+        self._order, self._each, self._samples, self._batch_size, self._key = order, each, samples, batch_size, key
+        self._width = window * batch_size
+        self._sorted = lru_cache(2)(self._sort)
+
+    def fetch(self, parts: Iterable[Tensor], steps: range) -> Iterator[Any]:
+        fetched: Iterator[Any] = self._order.fetch(parts, steps)
+        return fetched
+
+    def check_room(self) -> None:
+        self._order.check_room()
+
+    def at(self, positions: Tensor) -> Tensor:
+        found, windows = torch.empty_like(positions), positions // self._width
+        for number in windows.unique().tolist():
+            here = windows == number
+            found[here] = self._sorted(number)[positions[here] - number * self._width]
+        return found
+
+    def _sort(self, number: int) -> Tensor:
+        first = number * self._width
+        some = self._order.at(torch.arange(first, min(self._samples, first + self._width)))
+        *batches, last = some[self._each[some].argsort(stable=True)].split(self._batch_size)
+        if len(last) == self._batch_size:  # else it has to be the epoch's last
+            batches, last = [*batches, last], last[:0]
+        order = shuffled(torch.arange(len(batches)), len(batches), key_of(self._key, number)) if batches else ()
+        return torch.cat([*(batches[index] for index in order), last])

@@ -1,0 +1,190 @@
+"""Samples that are not in memory: read ahead from a Dataset by the rank's own worker processes."""
+
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from flyte_ddp.engine.batches.arrays import KINDS, tensor_of
+from flyte_ddp.engine.batches.lengths import Lengths
+from flyte_ddp.engine.torch_compat import pytree
+from flyte_ddp.errors import DataError
+
+# A forked worker has its first batch after 0.04 s; it must not use CUDA, and does not. A forkserver would belong to the
+# rank and import torch once more (6 s on two busy cores). macOS's libraries don't survive a fork.
+START_METHOD = "fork" if sys.platform == "linux" else "spawn"
+
+T = TypeVar("T")
+
+
+class Streamed:
+    """The samples of a map-style Dataset, of which a few batches at a time are in memory.
+
+    If the dataset has a method read_batch(indices (n,) int64 array), it returns a whole batch, a tree of arrays
+    (n, ...).
+    """
+
+    remedy = "look at what its host reads from, or raise loader_workers"
+
+    def __init__(self, dataset: Any, device: torch.device, workers: int = 0, pin_memory: bool = False):
+        self.dataset, self.device, self.workers, self.pin_memory = dataset, device, workers, pin_memory
+        self.lengths: Lengths | None = None
+        self.is_padded = False
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def fetch(self, parts: Iterable[Tensor]) -> Iterator[Any]:
+        """See Split. The workers start with the first part and end with the last, or with this generator."""
+        workers = self.workers
+        indices: Any = (part.numpy() for part in parts)
+        loader = DataLoader(
+            _Reader(self.dataset, self.is_padded),
+            batch_sampler=indices,
+            num_workers=workers,
+            multiprocessing_context=START_METHOD if workers else None,
+            worker_init_fn=_begin if workers else None,
+            collate_fn=_as_it_is,
+            pin_memory=self.pin_memory and self.device.type == "cuda",
+            generator=torch.Generator(),  # DataLoader draws a seed for the workers: not from the ranks' generator
+        )
+        # After a SIGTERM to the whole process group the rank finishes its step, for which the workers must live on
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        try:
+            batches = iter(loader)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        for read in batches:
+            if read.problem:
+                raise DataError(read.problem)
+            yield pytree.tree_map(lambda leaf: leaf.to(self.device, non_blocking=True), read.tensors())
+
+
+def made_ahead(items: Iterator[T], count: int) -> Iterator[T]:
+    """The items, of which a thread makes so many before they are asked for; what it raises is raised here."""
+    asked: SimpleQueue[bool] = SimpleQueue()
+    made: SimpleQueue[Future[T]] = SimpleQueue()
+
+    def make() -> None:
+        while asked.get():
+            item: Future[T] = Future()
+            try:
+                item.set_result(next(items))
+            except BaseException as error:
+                item.set_exception(error)
+            made.put(item)
+
+    threading.Thread(target=make, daemon=True).start()
+    for _ in range(count):
+        asked.put(True)
+    try:
+        while True:
+            try:
+                item = made.get().result()
+            except StopIteration:
+                return
+            yield item
+            asked.put(True)
+    finally:
+        asked.put(False)
+
+
+class _Read:
+    """The arrays (n, ...) of a batch on their way to the rank, or what is wrong with one of its samples.
+
+    Arrays are sent through a pipe. Tensors would be sent in shared memory, of which containers have little, and whose
+    bookkeeping fragments the heap: 0.5 GB more after 200 batches of 128 x 3 x 64 x 64.
+    """
+
+    def __init__(self, tree: Any, problem: str = ""):
+        self.tree, self.problem = tree, problem
+
+    def pin_memory(self) -> "_Read":
+        """DataLoader calls this in a thread of the rank, if page-locked memory was requested."""
+        return _Read(pytree.tree_map(lambda leaf: leaf.pin_memory(), self.tensors()), self.problem)
+
+    def tensors(self) -> Any:
+        return pytree.tree_map(lambda leaf: tensor_of(leaf) if isinstance(leaf, np.ndarray) else leaf, self.tree)
+
+
+class _Reader(Dataset[Any]):
+    """A Dataset for DataLoader that returns the samples of a whole batch at once."""
+
+    def __init__(self, dataset: Any, is_padded: bool):
+        self.dataset, self.is_padded = dataset, is_padded
+
+    def __getitems__(self, indices: np.ndarray) -> _Read:
+        try:
+            return _Read(read_samples(self.dataset, indices, self.is_padded))
+        except DataError as error:  # raised here, it would be wrapped in two tracebacks
+            return _Read((), str(error))
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
+            return _Read((), f"a sample could not be read: {reason}")
+
+
+def read_samples(dataset: Any, indices: np.ndarray, is_padded: bool = False) -> Any:
+    """A tree of arrays (n, ...) of these samples; is_padded: with zeros to the longest of them."""
+    if hasattr(dataset, "read_batch"):
+        return dataset.read_batch(indices)
+    samples = [dataset[int(index)] for index in indices]
+    structures = [pytree.tree_structure(sample) for sample in samples]
+    for index, structure, sample in zip(indices, structures, samples, strict=True):
+        if structure != structures[0]:
+            first, other = (pytree.tree_map(lambda leaf: type(leaf).__name__, one) for one in (samples[0], sample))
+            raise DataError(
+                f"{type(dataset).__name__}: samples must be built alike, got {first} as sample {indices[0]} and "
+                f"{other} as sample {index}"
+            )
+    # without torch's default_collate, which in a worker puts tensors into shared memory
+    return pytree.tree_map(lambda *leaves: _stack(dataset, indices, leaves, is_padded), *samples)
+
+
+def _stack(dataset: Any, indices: np.ndarray, leaves: Sequence[Any], is_padded: bool) -> np.ndarray:
+    arrays = [np.asarray(leaf) for leaf in leaves]
+    for index, leaf, array in zip(indices, leaves, arrays, strict=True):
+        if array.dtype.kind not in KINDS:
+            raise DataError(
+                f"{type(dataset).__name__}: samples must be numbers, got {type(leaf).__name__} in sample {index}: "
+                "leave it out, or encode it as a number"
+            )
+    shapes = {array.shape for array in arrays}
+    if len(shapes) > 1:
+        can_be_padded = len({shape[1:] for shape in shapes if shape}) == 1 and () not in shapes
+        if not (is_padded and can_be_padded):
+            some = " and ".join(map(str, sorted(shapes)[:2]))
+            remedy = "crop, resize or leave out some"
+            if can_be_padded:
+                remedy = "pad them, or let the recipe's lengths(split) return these, so that all ranks pad alike"
+            raise DataError(f"{type(dataset).__name__}: samples must have the same shape, got {some}: {remedy}")
+        longest = max(len(array) for array in arrays)
+        arrays = [np.pad(array, [(0, longest - len(array))] + [(0, 0)] * (array.ndim - 1)) for array in arrays]
+    return np.stack(arrays)
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def _begin(_: int) -> None:
+    """Makes a loader worker end when its rank ends, in whatever way."""
+    sys.excepthook = lambda *_: None  # multiprocessing's own thread would print an error when the rank is killed
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)

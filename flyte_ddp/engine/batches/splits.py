@@ -1,0 +1,121 @@
+"""The samples of a split, wherever they are: which there are, and their tensors by index."""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flyte_ddp.engine.batches.arrays import KINDS, tensor_of
+from flyte_ddp.engine.batches.block_split import BlockSplit
+from flyte_ddp.engine.batches.lengths import Lengths, lengths_of
+from flyte_ddp.engine.batches.order import shuffled
+from flyte_ddp.engine.torch_compat import pytree
+from flyte_ddp.errors import InputError
+from flyte_ddp.random_numbers import key_of
+
+
+class Split(Protocol):
+    """The samples of a split, wherever they are.
+
+    Attributes:
+        remedy: for a rank that waits for them longer than others.
+    """
+
+    device: torch.device
+    remedy: str
+
+    def __len__(self) -> int: ...
+
+    def fetch(self, parts: Iterable[Tensor]) -> Iterator[Any]:
+        """For each part, (n,) int64 sample indices on the host: its tensors (n, ...), as a tree on the device."""
+
+
+class Resident:
+    """Tensors (N, ...) on a device, single or nested; memory maps among them stay on disk."""
+
+    def __init__(self, data: Any, device: torch.device):
+        """Raises InputError if the data cannot be trained on; the caller says which data."""
+        self.device = device
+        self.remedy = "look for other programs on its host, at what augment does, and at the disk of memory maps"
+        self.lengths: Lengths | None = None
+        leaves, self._structure = pytree.tree_flatten(data)
+        leaves = [leaf if isinstance(_checked(leaf), np.memmap) else _as_tensor(leaf) for leaf in leaves]
+        lengths = [len(leaf) if leaf.ndim else 0 for leaf in leaves]
+        if not lengths or min(lengths) < 1 or len(set(lengths)) > 1:
+            shapes = ", ".join(str(tuple(leaf.shape)) for leaf in leaves) or "no tensors"
+            raise InputError(f"the first dimension has to be the samples, as many in all tensors, got {shapes}")
+        for leaf in leaves:
+            if isinstance(leaf, Tensor) and leaf.is_floating_point() and not bool(leaf.isfinite().all()):
+                bad = int(leaf.isfinite().logical_not().nonzero()[0, 0])
+                raise InputError(f"sample {bad} has a NaN or infinite value: fix it, or leave it out")
+        self._leaves = [leaf.to(device) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self._length = lengths[0]
+
+    def __len__(self) -> int:
+        return self._length
+
+    def fetch(self, parts: Iterable[Tensor]) -> Iterator[Any]:
+        for part in parts:
+            mine = self._to_device(part)
+            leaves = [leaf[mine] if isinstance(leaf, Tensor) else self._read(leaf, part) for leaf in self._leaves]
+            yield pytree.tree_unflatten(leaves, self._structure)
+
+    def _read(self, leaf: np.memmap, indices: Tensor) -> Tensor:
+        return self._to_device(tensor_of(leaf[indices.numpy()]))
+
+    def _to_device(self, read: Tensor) -> Tensor:
+        # only from page-locked memory is the copy asynchronous
+        read = read.pin_memory() if self.device.type == "cuda" else read
+        return read.to(self.device, non_blocking=True)
+
+
+def _checked(leaf: Any) -> Any:
+    if not isinstance(leaf, (Tensor, np.ndarray)):
+        raise InputError(f"data must be tensors, arrays or a torch Dataset, got {type(leaf).__name__}")
+    if isinstance(leaf, np.ndarray) and leaf.dtype.kind not in KINDS:
+        raise InputError(f"data must be numbers, got {leaf.dtype.name}: leave it out, or encode it as numbers")
+    return leaf
+
+
+def _as_tensor(leaf: Tensor | np.ndarray) -> Tensor:
+    return leaf if isinstance(leaf, Tensor) else tensor_of(leaf)
+
+
+class Part:
+    """Some samples of a split: `count` of them, at(positions (n,) int64) being their indices in it."""
+
+    def __init__(self, split: Split, count: int, at: Callable[[Tensor], Tensor]):
+        self.split, self.count, self.at, self.device, self.remedy = split, count, at, split.device, split.remedy
+        lengths = lengths_of(split)
+        self.lengths = lengths.of(at(torch.arange(count))) if lengths else None
+
+    def __len__(self) -> int:
+        return self.count
+
+    def fetch(self, parts: Iterable[Tensor]) -> Iterator[Any]:
+        return self.split.fetch(self.at(part) for part in parts)
+
+
+def hold_out(split: Split, fraction: float) -> tuple[Split, Split]:
+    """The samples left to train on, and the held-out ones; the same on every machine and for any settings.seed.
+
+    So runs can be compared, and a training that starts from another one's weights has not seen its validation samples.
+    """
+    if isinstance(split, BlockSplit):
+        return split.hold_out(fraction)
+    samples = len(split)
+    count = round(fraction * samples)
+    if not 0 < count < samples:
+        raise InputError(f"validation_fraction must leave a sample on either side of {samples}, got {fraction:g}")
+    key = key_of(0)
+    held = Part(split, count, lambda positions: shuffled(positions, samples, key))
+    return Part(split, samples - count, lambda positions: shuffled(positions + count, samples, key)), held
+
+
+def spread(split: Split, count: int) -> Tensor:
+    """(count,) int64: samples from all over the split; where it is in blocks, from a few of these."""
+    if isinstance(split, BlockSplit):
+        return split.spread(count)
+    return torch.linspace(0, len(split) - 1, count).long()

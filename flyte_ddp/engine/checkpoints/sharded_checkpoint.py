@@ -1,0 +1,134 @@
+"""Checkpoints of sharded trainings, as they are read: files with rows, and a manifest, which makes all of them the
+checkpoint at once. Nothing in them is unpickled.
+
+The manifest has the state as JSON, but for its tensors: of these it has type, shape, and how many rows are in each
+file. So a rank of any other training of this recipe, sharded or not, reads what it needs and nothing else.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flyte_ddp.engine.sharding.sharded_state import Shard
+from flyte_ddp.storage import content_digest
+
+PLAIN = (str, int, float, bool, type(None))  # what JSON has, too
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Rows of a tensor of a sharded checkpoint, in files.
+
+    Attributes:
+        name: in the files.
+        shape: of these rows; () for a number.
+        files: of the checkpoint, in the order of their rows.
+        each: how many rows of the whole tensor a file has: the first ones in the first file, and so on.
+        first: the first of these rows in the whole tensor.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    files: tuple[Path, ...]
+    each: int
+    first: int = 0
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, rows: slice) -> "StoredTensor":
+        first, last, _ = rows.indices(len(self))
+        return replace(self, shape=(last - first, *self.shape[1:]), first=self.first + first)
+
+    def parts(self) -> Iterator[tuple[Path, int, int]]:
+        """The files that have these rows, or the number, each with its first row and the one after its last."""
+        count = len(self) if self.shape else 1
+        for begin in range(self.first - self.first % self.each, self.first + count, self.each) if count else ():
+            yield self.files[begin // self.each], begin, begin + self.each
+
+    def read(self) -> Tensor:
+        from safetensors import safe_open  # an optional library
+
+        found = torch.empty(self.shape, dtype=self.dtype)
+        for path, begin, end in self.parts():
+            with safe_open(path, "pt") as file:
+                if not self.shape:
+                    return found.copy_(self._joined(file.get_tensor(self.name)))
+                rows = slice(max(begin, self.first), min(end, self.first + len(self)))
+                part = self._joined(file.get_slice(self.name)[rows.start - begin : rows.stop - begin])
+                found[rows.start - self.first : rows.stop - self.first] = part
+        return found
+
+    def _joined(self, part: Tensor) -> Tensor:
+        """Complex numbers from pairs of real ones."""
+        return torch.view_as_complex(part) if self.dtype.is_complex and not part.is_complex() else part
+
+
+def described(state: Any) -> tuple[Any, dict[str, Tensor | Shard]]:
+    """The state as JSON can have it, and its tensors by name; TypeError for what is neither."""
+    names: dict[int, str] = {}
+    tensors: dict[str, Tensor | Shard] = {}
+
+    def describe(value: Any, name: str) -> Any:
+        if isinstance(value, (Tensor, Shard)):
+            name = names.setdefault(id(value), name)  # tied weights have several
+            tensors[name] = value
+            return {"tensor": name}
+        if isinstance(value, dict):
+            return {"dict": [[_plain(key), describe(inner, f"{name}[{key!r}]")] for key, inner in value.items()]}
+        if type(value) in (list, tuple):
+            return {type(value).__name__: [describe(inner, f"{name}[{at}]") for at, inner in enumerate(value)]}
+        return _plain(value)
+
+    return describe(state, ""), tensors
+
+
+def _plain(value: Any) -> Any:
+    plain = value.item() if isinstance(value, np.generic) else value
+    if type(plain) not in PLAIN:
+        raise TypeError(f"JSON has no {type(plain).__name__}")
+    return plain
+
+
+def rebuilt(description: Any, tensors: Mapping[str, Any]) -> Any:
+    """The state of which this is the description, with these for its tensors."""
+    if not isinstance(description, dict):
+        return description
+    ((kind, content),) = description.items()
+    if kind == "tensor":
+        return tensors[content]
+    if kind == "dict":
+        return {key: rebuilt(inner, tensors) for key, inner in content}
+    built = [rebuilt(inner, tensors) for inner in content]
+    return tuple(built) if kind == "tuple" else built
+
+
+def open_shards(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
+    """The content of the checkpoint with this manifest and files in this folder, with StoredTensors, and the digests of
+    its files as "shards"."""
+    files = tuple(folder / name for name in manifest["files"])
+    tensors = {
+        name: StoredTensor(name, getattr(torch, about["dtype"]), tuple(about["shape"]), files, about["each"])
+        for name, about in manifest["tensors"].items()
+    }
+    shards = dict(zip(files, manifest["files"].values(), strict=True))
+    return {**rebuilt(manifest["content"], tensors), "shards": shards}
+
+
+def problem_of(shard: Path, digest: str) -> str:
+    """What is wrong with a file of a checkpoint; empty if nothing is."""
+    try:
+        is_whole = content_digest(shard) == digest
+    except OSError as error:
+        return f"is incomplete: {shard.name} of its shards cannot be read: {error.strerror}"
+    return "" if is_whole else f"is damaged: {shard.name} of its shards does not match its digest"

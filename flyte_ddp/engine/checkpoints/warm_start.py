@@ -1,0 +1,195 @@
+"""Starts a training from earlier weights, continues it from a checkpoint, and freezes layers."""
+
+import fnmatch
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from flyte_ddp.engine.checkpoints.checkpoint import differences, read_checkpoint, restore
+from flyte_ddp.engine.checkpoints.resume import OTHER_BASE, in_place
+from flyte_ddp.engine.job import Job
+from flyte_ddp.engine.state import TrainingState
+from flyte_ddp.engine.torch_compat import is_batch_norm
+from flyte_ddp.errors import CheckpointError, InputError
+from flyte_ddp.manifest import DIGEST_BYTES
+from flyte_ddp.model_files.weights import describe_misfits, listed, misfits, read_weights, with_base, with_tied
+
+ZIP_END, ZIP_END_BYTES = b"PK\x05\x06", 22  # how the last record of a file from torch.save begins, and its size
+MISMATCHING = "mismatching"
+# What may change within an epoch: the rest determines which samples remain, or what the sums so far mean
+FREE_WITHIN_EPOCH = {
+    ("code",), ("init",),
+    *(("settings", name) for name in (
+        "backend", "choose_by", "epochs", "log_interval", "minimum_delta", "patience", "stop_after",
+    )),
+}  # fmt: skip
+JUDGED_BY = {("data",), ("settings", "choose_by"), ("settings", "validation_fraction")}  # what is the best epoch
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether the file is a checkpoint, which ends with a checksum, rather than just weights; InputError if it cannot
+    be read."""
+    try:
+        with open(path, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - ZIP_END_BYTES - DIGEST_BYTES))
+            return file.read(len(ZIP_END)) == ZIP_END
+    except OSError as error:
+        raise InputError(f"init cannot be read: {path}: {error.strerror}") from None
+
+
+def start_from(model: nn.Module, path: Path, leave_out: str) -> tuple[set[str], str]:
+    """Loads a model_state's weights into the network, except those that leave_out names; returns the names of what the
+    file has replaced, and a remark on it.
+
+    Raises InputError if the other weights do not fit the network.
+    """
+    inside = read_weights(path, "init", "use a model_state or checkpoint of a training")
+    own, patterns = model.state_dict(), patterns_of(leave_out)
+    given = with_base(with_tied(inside, own), model, path, "init")
+    named = [pattern for pattern in patterns if pattern != MISMATCHING]
+    left_out = matching("init_leave_out", named, sorted({*own, *given}))
+    unfit = [name for name in misfits(given, own) if name not in left_out]
+    if unfit and MISMATCHING not in patterns:
+        raise InputError(
+            f"init must fit the network, got {path} with {describe_misfits(unfit, given, own)}: to leave such tensors "
+            f'out, set init_leave_out to their names, as "{unfit[0].rpartition(".")[0] or unfit[0]}", or to '
+            f'"{MISMATCHING}"'
+        )
+    taken = {name: value for name, value in given.items() if name not in {*left_out, *unfit}}
+    if not taken:
+        raise InputError(f"init_leave_out must leave some tensors of init ({path}), got {leave_out!r}: name fewer")
+    model.load_state_dict(taken, strict=False)
+    new = [name for name in own if name not in taken]
+    rest = f"; newly initialised: {listed(new)}" if new else ""
+    return {*taken} & {*inside}, f"Starts from {len(taken)} of {len(own)} tensors of {path.name}{rest}"
+
+
+def continue_from(state: TrainingState, path: Path, job: Job, steps_per_epoch: int) -> str:
+    """Loads another training's checkpoint, to continue with this training's settings; returns a remark on it.
+
+    The optimizer's state is from the checkpoint, its learning rates and the schedule are this training's own. Raises
+    InputError if this training cannot continue the other one.
+    """
+    try:
+        return _continue_from(state, path, job, steps_per_epoch)
+    except CheckpointError as error:
+        raise InputError(f"init: the checkpoint {path} {error}") from None
+
+
+def _continue_from(state: TrainingState, path: Path, job: Job, steps_per_epoch: int) -> str:
+    content = read_checkpoint(path, {"recipe": job.recipe})
+    saved, theirs = content["state"], content["identity"]
+    _check_settings(saved, theirs, job)
+    fresh, position = state.state_dict(), saved["epoch"] * steps_per_epoch + saved["step"]
+    if saved.get("base", "") != state.base.digest:
+        raise CheckpointError(OTHER_BASE)
+    if unfit := misfits(saved["model"], fresh["model"]):
+        problem = describe_misfits(unfit, saved["model"], fresh["model"])
+        raise InputError(
+            f"init must fit the network, got {path} with {problem}: use a checkpoint of a training of this network"
+        )
+    bases = zip(state.schedule.base_lrs, state.schedule.lr_lambdas, strict=True)
+    rates = [float(base * factor(position)) for base, factor in bases]
+    continued = {
+        **saved,
+        "average": saved["average"] or saved["model"],
+        "optimizer": _optimizer(fresh["optimizer"], saved["optimizer"], rates),
+        "schedule": {**fresh["schedule"], "last_epoch": position, "_step_count": position + 1, "_last_lr": rates},
+        "sums": saved["sums"] if saved["step"] else fresh["sums"],
+        "choice": saved["choice"] or fresh["choice"],
+    }
+    restore(state, in_place(state, continued))
+    _judge_choice(state, fresh["choice"], theirs, job.identity)
+    epoch, step = saved["epoch"], saved["step"]
+    where = f"at epoch {epoch + 1}, step {step + 1}" if step else f"after epoch {epoch}"
+    return f"Continues from {path.name}, {where}"
+
+
+def _check_settings(saved: dict[str, Any], theirs: dict[str, Any], job: Job) -> None:
+    """Raises InputError if nothing is left to train, or an epoch would end with other settings than it began with."""
+    settings = job.settings
+    if saved["epoch"] >= settings.last_epoch:
+        name = "stop_after" if settings.stop_after else "epochs"
+        raise InputError(
+            f"{name} must be above {saved['epoch']}, because it includes the epochs of init, got "
+            f"{settings.last_epoch}: raise it"
+        )
+    differing = [path[-1] for path, *_ in differences(theirs, job.identity) if path not in FREE_WITHIN_EPOCH]
+    if saved["step"] and differing:
+        raise InputError(
+            "init is a checkpoint from within an epoch, which needs the same settings and data, but these differ: "
+            f"{', '.join(differing)}"
+        )
+
+
+def _judge_choice(state: TrainingState, fresh: Any, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
+    """Drops the other training's best epoch if it does not count here; patience that ran out there begins anew."""
+    if not state.choice:
+        return
+    if not JUDGED_BY.isdisjoint(
+        path for path, *_ in differences(theirs, ours)
+    ):  # the best by another measure, or on other samples
+        state.choice.load_state_dict(fresh)
+    elif state.choice.is_over and not theirs["settings"].get("stop_after"):  # stopped by patience, not by stop_after
+        state.choice.waited = 0
+
+
+def freeze(model: nn.Module, patterns: str) -> str:
+    """Freezes the parameters with these names, or in layers with these names; returns a remark on it.
+
+    A batch norm layer whose parameters are all frozen keeps its running statistics, too.
+    """
+    names = matching("freeze", patterns_of(patterns), [name for name, _ in model.named_parameters()])
+    for name, parameter in model.named_parameters():
+        if name in names:
+            parameter.requires_grad_(False)
+    for layer in model.modules():
+        weights = list(layer.parameters(recurse=False))
+        if is_batch_norm(layer) and weights and not any(weight.requires_grad for weight in weights):
+            layer.register_forward_pre_hook(_keep_statistics)
+    return f"Frozen: {listed(names)}"
+
+
+def _keep_statistics(layer: nn.Module, _: Any) -> None:
+    layer.eval()  # again before each forward pass, since each epoch begins with train()
+
+
+def matching(setting: str, patterns: Sequence[str], names: Sequence[str]) -> list[str]:
+    """The names that match one of the patterns, or belong to a layer whose name does; InputError for a pattern without
+    a match."""
+    found = []
+    for pattern in patterns:
+        matches = [name for name in names if any(fnmatch.fnmatchcase(part, pattern) for part in _layers(name))]
+        if not matches:
+            raise InputError(f"{setting} must match names of tensors, got {pattern!r}: choose from {listed(names)}")
+        found += matches
+    return [name for name in names if name in found]
+
+
+def patterns_of(text: str) -> list[str]:
+    return [pattern for pattern in re.split(r"[\s,]+", text) if pattern]
+
+
+def _layers(name: str) -> list[str]:
+    """For a.b.c: a.b.c, a.b and a."""
+    parts = name.split(".")
+    return [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
+
+
+def _optimizer(fresh: dict[str, Any], saved: dict[str, Any], rates: Sequence[float]) -> dict[str, Any]:
+    """The saved state of each parameter, with the hyperparameters and learning rates of this training."""
+
+    def shape(state: dict[str, Any]) -> list[tuple[list[str], int]]:
+        return [(sorted(group), len(group["params"])) for group in state["param_groups"]]
+
+    if shape(fresh) != shape(saved):
+        raise InputError(
+            "init must have the same optimizer with the same parameter groups, got others: start from its model_state"
+        )
+    groups = [{**group, "lr": rate} for group, rate in zip(fresh["param_groups"], rates, strict=True)]
+    return {"state": saved["state"], "param_groups": groups}

@@ -1,0 +1,143 @@
+"""Writes checkpoints while training goes on."""
+
+import contextvars
+import math
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+
+from flyte_ddp.engine.checkpoints.checkpoint import FORMAT, finish, write_checkpoint, write_draft
+from flyte_ddp.engine.checkpoints.shard_writer import ShardWriter, SharedFolder, Stored
+from flyte_ddp.engine.job import Job
+from flyte_ddp.engine.loop import Checkpoints
+from flyte_ddp.engine.sharding.sharding import is_sharded
+from flyte_ddp.engine.state import TrainingState
+from flyte_ddp.engine.torch_compat import pytree
+from flyte_ddp.events import CheckpointFailed, CheckpointWritten, Event
+from flyte_ddp.launch.environment import Environment
+from flyte_ddp.manifest import shards_beside
+from flyte_ddp.text import reason_of
+
+# Copies the content of a checkpoint, whose tensors may change then; what it returns, for a thread, writes it. Both may
+# raise OSError
+Begin = Callable[[dict[str, Any], torch.device], Callable[[], None]]
+
+
+def checkpoints_of(
+    state: TrainingState, environment: Environment, emit: Callable[[Event], None], job: Job
+) -> Checkpoints:
+    """What writes this rank's part of the checkpoints; a collective of a sharded network."""
+    path, every = Path(job.checkpoint_path), job.options.checkpoint_seconds
+    if not is_sharded(state.model):
+        begin = partial(begin_file, path)
+        return NoCheckpoints() if environment.rank else CheckpointWriter(begin, job, every, emit)
+    destination = Stored(job.storage) if job.storage else SharedFolder(path, environment)
+    kind = StoredCheckpointWriter if job.storage else CheckpointWriter
+    every = math.inf if environment.rank else every  # rank 0 says when
+    return kind(ShardWriter(destination, environment).begin, job, every, emit)
+
+
+def begin_file(path: Path, content: dict[str, Any], device: torch.device) -> Callable[[], None]:
+    """Begin for a single file at path, beside which the copy is; but that from a GPU is in the host's memory."""
+    if device.type == "cpu":
+        write = partial(finish, write_draft(path, content, device), path)
+    else:
+        copied = pytree.tree_map_only(Tensor, lambda tensor: tensor.to("cpu", copy=True), content)
+        write = partial(write_checkpoint, path, copied)
+
+    def rest() -> None:
+        write()
+        shutil.rmtree(shards_beside(path), ignore_errors=True)  # of a checkpoint before this one
+
+    return rest
+
+
+class CheckpointWriter:
+    """Writes checkpoints: the state is copied once, and a thread sees to the rest while training continues.
+
+    The next step changes the weights, so training waits for that copy. From a GPU it goes to the host's memory, from
+    where the thread writes it, tensor by tensor. On a CPU the copy is the file itself, in the kernel's cache, which is
+    not the process's memory: where memory is short the kernel writes it out, and training waits for the disk instead of
+    being killed. Checksum, disk and renaming are left to the thread.
+
+    A checkpoint that cannot be written is reported and skipped: training need not fail because a disk does.
+    """
+
+    def __init__(self, begin: Begin, job: Job, seconds: float, emit: Callable[[Event], None]):
+        """begin: copies a state. seconds: between two checkpoints that this rank asks for."""
+        self._begin, self._path, self._identity = begin, job.checkpoint_path, job.identity
+        self._seconds, self._emit = seconds, emit
+        self._thread: threading.Thread | None = None
+        self._last = time.monotonic()
+
+    def due(self) -> bool:
+        return time.monotonic() - self._last >= self._seconds
+
+    def save(self, state: TrainingState, is_last: bool = False) -> None:
+        """is_last: training ends with it."""
+        started = time.monotonic()
+        self.close()
+        content = {"format": FORMAT, "identity": self._identity, "state": state.state_dict()}
+        try:
+            rest = self._begin(content, state.device)
+        except OSError as error:
+            self._emit(CheckpointFailed(f"{self._path}: {reason_of(error)}"))
+            return
+        finally:
+            self._last = time.monotonic()
+        arguments = (self._write, rest, state.epoch, state.step, self._last - started)
+        # the thread needs this one's context, in which a platform knows its storage
+        self._thread = threading.Thread(target=contextvars.copy_context().run, args=arguments)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Waits until the current checkpoint is written."""
+        if self._thread:
+            self._thread.join()
+
+    def _write(self, rest: Callable[[], None], epoch: int, step: int, stall_seconds: float) -> None:
+        started = time.monotonic()
+        try:
+            rest()
+        except Exception as error:  # nobody else would hear of it
+            self._emit(CheckpointFailed(f"{self._path}: {reason_of(error)}"))
+        else:
+            seconds = time.monotonic() - started
+            self._emit(CheckpointWritten(epoch, step, self._path, stall_seconds, seconds))
+
+
+class StoredCheckpointWriter(CheckpointWriter):
+    """Whose checkpoints are written once they are in a storage. That may take longer than an epoch: training does not
+    wait then, but leaves out the next one, unless it is the last."""
+
+    def due(self) -> bool:
+        return super().due() and not self._is_busy()
+
+    def save(self, state: TrainingState, is_last: bool = False) -> None:
+        told = [is_last or not self._is_busy()]
+        distributed.broadcast_object_list(told)  # rank 0 knows best, as it waits for the others
+        if told[0]:
+            super().save(state, is_last)
+
+    def _is_busy(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+
+class NoCheckpoints:
+    """Writes nothing, for the other ranks: rank 0 has the same state."""
+
+    def due(self) -> bool:
+        return False
+
+    def save(self, state: TrainingState, is_last: bool = False) -> None:
+        pass
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,183 @@
+"""Compares what one rank would compute for a batch with what two would, and how each would train."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flyte_ddp.engine.checks.draws import DRAWN
+from flyte_ddp.engine.checks.trials import Trial, Trials, among_ranks
+from flyte_ddp.engine.measures import code_location, finite_number
+from flyte_ddp.engine.sharding.sharding import is_shard, on_shards
+from flyte_ddp.engine.torch_compat import pytree
+from flyte_ddp.errors import InputError
+from flyte_ddp.recipe import Recipe
+
+TOLERANCE = {"rtol": 1e-3, "atol": 1e-5}
+# Of the norm of a parameter's gradient, and of that of all: weights in bfloat16 round by 4e-3
+GRADIENT_TOLERANCE, NO_GRADIENT = 1e-2, 1e-5
+OTHERS = "to compare samples, call everyone(); to normalise, use nn.BatchNorm, nn.GroupNorm or nn.LayerNorm"
+IN_ORDER = "; with norm_samples, batch norm must get its rows in the order of the samples"
+STAGE_REMEDIES = {
+    "data": "let its Dataset return each sample as it is, whatever the others of a batch",
+    "augment": "draw only from the argument random, and mix no samples: do that in forward, with everyone()",
+    "forward": OTHERS,
+    "measure": "use reduction='none'; " + OTHERS,
+    "predictions": OTHERS,
+}
+
+
+def dependences(recipe: Recipe, trials: Trials, whole: Trial) -> list[str]:
+    """Why the result depends on how many ranks share the batch, each reason with its place and remedy."""
+    parts = [trials(first, last) for first, last in trials.parts]
+    return _draws(recipe, whole, parts) or (_differences(recipe, trials, whole, parts) if parts else [])
+
+
+def _draws(recipe: Recipe, whole: Trial, parts: Sequence[Trial]) -> list[str]:
+    """Random numbers that each rank draws for itself; those for the whole batch, the same on all ranks, are fine."""
+    found = [
+        f"{where}: draws random numbers of its own ({operation}): {_remedy(operation)}"
+        for (where, operation), drawn in whole.draws.items()
+        if any(part.draws[where, operation] != drawn for part in parts)
+    ]
+    return found + [
+        f"{code_location(recipe, stage)}: draws numpy's or Python's random numbers, which settings.seed does not "
+        f"control: let {DRAWN}"
+        for stage in whole.strays
+    ]
+
+
+def _remedy(operation: str) -> str:
+    if operation.startswith(("LSTM", "GRU", "RNN")):
+        return f"give {operation} no dropout, and put nn.Dropout between layers of one nn.{operation} each"
+    return f"let {DRAWN}"
+
+
+def _differences(recipe: Recipe, trials: Trials, whole: Trial, parts: Sequence[Trial]) -> list[str]:
+    """The first method that returns something else for two parts; else gradients and buffers that differ."""
+    for stage in whole.stages:
+        gaps = _gaps(stage, whole, parts)
+        if gaps is None:
+            continue
+        if _gaps(stage, whole, [trials(0, trials.size)]) is not None:
+            return [f"{code_location(recipe, stage)}: returns something else each time: let {DRAWN}"]
+        if _gaps(stage, whole, [trials(0, trials.size, as_second=True)]) is not None:
+            return [f"{code_location(recipe, stage)}: {gaps} depends on the rank or the number of ranks: read neither"]
+        return [
+            (
+                f"{code_location(recipe, stage)}: {gaps} of a sample depends on the others of its batch: "
+                f"{STAGE_REMEDIES[stage]}{IN_ORDER if recipe.norm_samples and stage == 'forward' else ''}"
+            )
+        ]
+    followers = [
+        name
+        for name, buffer in whole.buffers.items()
+        if any(not _is_close(buffer, part.buffers.get(name, buffer)) for part in parts)
+    ]
+    owners = {type(trials.model.get_submodule(name.rpartition(".")[0])).__name__: name for name in followers}
+    reasons = [
+        f"{code_location(recipe, 'forward')}: the buffer {name} of {owner} depends on the samples of its rank: "
+        "compute it from everyone(), or keep no running statistics"
+        for owner, name in owners.items()
+    ]
+    # exactly, since of a large table a batch may change few rows
+    unlike = [name for name, total in whole.weights.items() if any(part.weights.get(name) != total for part in parts)]
+    for name in unlike[:1]:
+        owner = type(trials.model.get_submodule(name.rpartition(".")[0])).__name__
+        reasons.append(
+            f"{code_location(recipe, 'forward')}: it changes {name} of {owner} by the samples of its rank: change no "
+            "weights there; of nn.Embedding, leave out max_norm"
+        )
+    # everyone() in a trial passes no gradient on to the other part
+    return ([] if trials.everyones else _coupled_gradients(recipe, whole, parts)) + reasons
+
+
+def _coupled_gradients(recipe: Recipe, whole: Trial, parts: Sequence[Trial]) -> list[str]:
+    """The first parameter, if any, whose gradient is not the sum of those of the parts."""
+    total = math.hypot(*(_norm(gradient) for gradient in whole.gradients.values()))
+    for name, gradient in whole.gradients.items():
+        of_parts = sum((part.gradients[name] for part in parts if name in part.gradients), torch.zeros_like(gradient))
+        gap, norm = _norm(gradient - of_parts), _norm(gradient)
+        if gap > GRADIENT_TOLERANCE * norm + NO_GRADIENT * total:
+            what = f"the gradient of {name} is not the sum of its samples' (off by {gap:.2g} of {norm:.2g})"
+            remedy = "hooks and backward() must treat each sample by itself; to clip gradients, set clip_norm"
+            return [f"{code_location(recipe, 'forward')}: {what}: {remedy}"]
+    return []
+
+
+def _norm(gradient: Tensor) -> float:
+    found: Any = torch.linalg.vector_norm(gradient.float())
+    return float(found.full_tensor() if is_shard(found) else found)
+
+
+def _gaps(stage: str, whole: Trial, parts: Sequence[Trial]) -> str | None:
+    """The name of what differs between the whole and the joined parts; None if nothing does or can be compared, such
+    as rows that are padded to the longest of their part."""
+    leaves = pytree.tree_flatten_with_path(whole.stages[stage])[0]
+    others = [pytree.tree_leaves(part.stages[stage]) for part in parts]
+    if any(len(part) != len(leaves) for part in others):
+        return None
+    for (path, leaf), *pieces in zip(leaves, *others, strict=True):
+        if not all(isinstance(one, Tensor) and one.ndim and one.shape[1:] == leaf.shape[1:] for one in (leaf, *pieces)):
+            continue
+        if any(len(one) * whole.count != len(leaf) * part.count for one, part in zip(pieces, parts, strict=True)):
+            continue  # not as many rows for each sample
+        joined = torch.cat(pieces)
+        if not _is_close(leaf, joined):
+            first = path[0] if path else None
+            name = repr(first.key) if isinstance(first, pytree.MappingKey) else "what it gives"
+            return f"{name} (by {(leaf.double() - joined.double()).abs().max().item():.2g})"
+    return None
+
+
+def _is_close(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape:
+        return False
+    if not (one.is_floating_point() or one.is_complex()):
+        return torch.equal(one, other)
+    return torch.allclose(one, other.to(one.dtype), equal_nan=True, **TOLERANCE)
+
+
+# --- the optimizer ---
+
+
+def optimizer_of(recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
+    """The recipe's optimizer; InputError if it returns anything else."""
+    optimizer = recipe.optimizer(model)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise InputError(
+            f"{code_location(recipe, 'optimizer')} must return one optimizer of torch.optim, got "
+            f"{type(optimizer).__name__}: "
+            "parameters that are to be treated differently are groups of one optimizer"
+        )
+    return on_shards(optimizer)
+
+
+def scaled_rates(recipe: Recipe, model: nn.Module, steps: int) -> list[str]:
+    """optimizer() or factor(), if another number of ranks has them return something else; steps: of the training."""
+    found = []
+    for rank, world_size in ((0, 1), (1, 2)):
+        with among_ranks(rank, world_size):
+            few = [finite_number(recipe, "factor", step, steps) for step in sorted({0, 1, steps // 2, steps - 1})]
+            found.append({"optimizer": _plain_groups(optimizer_of(recipe, model)), "factor": few})
+    one, two = found
+    return [
+        f"{code_location(recipe, method)}: what it returns depends on the rank or the number of ranks: read "
+        "neither, since batch_size is that of all ranks together"
+        for method in one
+        if one[method] != two[method]
+    ]
+
+
+def _plain_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The options of the parameter groups, as far as they can be compared."""
+    return [
+        {
+            name: value.tolist() if isinstance(value, Tensor) else value
+            for name, value in group.items()
+            if isinstance(value, (bool, int, float, str, tuple, Tensor))
+        }
+        for group in optimizer.param_groups
+    ]

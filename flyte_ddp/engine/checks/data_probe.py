@@ -1,0 +1,87 @@
+"""Checks a recipe's data before training: do all ranks have the same samples, and are they the same each time?"""
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import distributed
+
+from flyte_ddp.engine.batches.loading import Streamed, read_samples
+from flyte_ddp.engine.batches.splits import Split, spread
+from flyte_ddp.engine.checks.draws import DRAWN, host_state
+from flyte_ddp.engine.measures import code_location
+from flyte_ddp.engine.torch_compat import pytree
+from flyte_ddp.recipe import Recipe
+
+SAMPLES = 4  # how many samples are read twice
+COMPARED = 16  # how many samples the ranks compare
+
+
+def unequal_data(recipe: Recipe, splits: dict[str, Split]) -> list[str]:
+    """What is wrong if the ranks' samples differ, or a Dataset returns other samples each time; a collective, which
+    returns the same on all ranks."""
+    digests, unsteady = {}, []
+    for name, split in splits.items():
+        chosen = spread(split, min(COMPARED, len(split)))
+        if isinstance(split, Streamed):
+            # In a loader worker, as in training, because a file that the Dataset opens at first use must not be shared
+            twice = Streamed(_Twice(split.dataset, split.is_padded), torch.device("cpu"), min(1, split.workers))
+            unsteady += [name] if next(iter(twice.fetch([chosen[:SAMPLES]])))[0] else []
+        (tree,) = split.fetch([chosen])
+        content = b"".join(leaf.cpu().numpy().tobytes() for leaf in pytree.tree_leaves(tree))
+        digests[name] = len(split), hashlib.sha256(content).hexdigest()
+    first = of_first_rank(digests)
+    changing = on_any_rank([name in unsteady for name in splits], recipe.device)
+    others = on_any_rank([digests[name] != first[name] for name in splits], recipe.device)
+    found = []
+    for (name, split), is_unsteady, is_other in zip(splits.items(), changing, others, strict=True):
+        where = f'{code_location(recipe, "data")}, split "{name}"'
+        if is_unsteady:
+            dataset = type(split.dataset).__name__  # type: ignore[attr-defined]
+            found.append(f"{where}: its {dataset} gives another sample each time: let {DRAWN}")
+        elif is_other:
+            found.append(
+                f"{where}: gives each rank other samples: sort what it lists, and to shuffle or split, draw from a "
+                "generator with a seed, such as numpy.random.default_rng(0)"
+            )
+    return found
+
+
+def of_first_rank(mine: Any) -> Any:
+    """What rank 0 has given; a collective, which costs a rank the same among any number of them."""
+    found = [mine]
+    distributed.broadcast_object_list(found)
+    return found[0]
+
+
+def on_any_rank(flags: Sequence[bool], device: torch.device) -> list[bool]:
+    """For each flag, whether it is set on any rank; a collective."""
+    counts = torch.tensor(flags, dtype=torch.float32, device=device)
+    distributed.all_reduce(counts)
+    return [count > 0 for count in counts.tolist()]
+
+
+class _Twice:
+    """A Dataset that reads another one twice and returns whether the samples differ.
+
+    It compares the states of the random number generators, too: flipping half of the images may leave these few as they
+    are. A Dataset that sets a seed for each sample ends up in the same state both times.
+    """
+
+    def __init__(self, dataset: Any, is_padded: bool):
+        self.dataset, self.is_padded = dataset, is_padded
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def read_batch(self, indices: np.ndarray) -> tuple[np.ndarray]:
+        found = []
+        for _ in range(2):
+            leaves = [
+                np.asarray(leaf) for leaf in pytree.tree_leaves(read_samples(self.dataset, indices, self.is_padded))
+            ]
+            state = host_state(), torch.get_rng_state().numpy().tobytes()
+            found.append(([(leaf.shape, leaf.tobytes()) for leaf in leaves], state))
+        return (np.array([found[0] != found[1]]),)

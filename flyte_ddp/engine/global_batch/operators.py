@@ -1,0 +1,242 @@
+"""torch's operators that draw or normalise, and what they do by row instead; see by_row.py.
+
+They are replaced by torch's own torch.library, rather than layers or functions of Python: so subclasses, functional
+calls, other libraries and torch's own C++ all come here. Outside of a block they do what they always did. What draws in
+another way is found by the probe, which refuses it.
+"""
+
+import functools
+import importlib.util
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from flyte_ddp import random_numbers
+from flyte_ddp.engine.global_batch.batch_norm import batch_norm
+from flyte_ddp.engine.global_batch.ghost_batch_norm import ghost_batch_norm
+from flyte_ddp.engine.torch_compat import check, leave_uncompiled, original, plain_attention
+
+if TYPE_CHECKING:
+    from flyte_ddp.engine.global_batch.by_row import ByRow
+
+ATTEND = original(torch.ops.aten.scaled_dot_product_attention.default)
+NORMALISE_INSTANCES = original(torch.ops.aten.instance_norm.default)
+
+# Of a draw's arguments, those after its shape
+Numbers = Callable[[int, int, int, torch.device], Tensor]
+
+_active: "ByRow | None" = None
+
+
+@contextmanager
+def replaced_by(rows: "ByRow | None") -> Iterator[None]:
+    """While the block runs, torch's operators are those of `rows`; of None, torch's own."""
+    global _active
+    _replace_operators()
+    outer, _active = _active, rows
+    try:
+        yield
+    finally:
+        _active = outer
+
+
+def draws_so_far() -> int:
+    """How many draws of the block have come here."""
+    return len(_active.drawn) if _active else 0
+
+
+def _dropout(rows: "ByRow", features: Tensor, p: float, train: bool) -> Tensor:
+    if not 0 <= p <= 1:
+        raise ValueError(f"dropout: p must be at least 0 and at most 1, got {p}")
+    if not train or p == 0:
+        return features
+    kernel = dropout_kernel() if features.is_cuda else None
+    if kernel:
+        layout, key, first = rows.position("dropout", tuple(features.shape))
+        if layout.dimension == 0:
+            return kernel.Dropout.apply(features, p, key, first)
+    kept = functools.partial(random_numbers.kept, p=p)
+    # One product of a scaled mask: with two factors, forward and backward take twice as long
+    mask = rows.draw("dropout", features.shape, features.device, kept).to(features.dtype)
+    return features * mask.mul_(random_numbers.threshold_of(p)[1])
+
+
+def _dropout_in_place(rows: "ByRow", features: Tensor, p: float, train: bool) -> Tensor:
+    return features.copy_(_dropout(rows, features, p, train)) if train and p else features
+
+
+def _attend(
+    rows: "ByRow",
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Any = None,
+    dropout_p: float = 0.0,
+    *args: Any,
+    **kwargs: Any,
+) -> Tensor:
+    """torch's fused kernels draw by themselves; its plain one calls dropout."""
+    if not dropout_p:
+        return ATTEND(query, key, value, mask, 0.0, *args, **kwargs)
+    if isinstance(mask, Tensor) and mask.dtype == torch.bool:  # the plain one would add it, as 0 and 1
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, -math.inf)
+    return plain_attention(query, key, value, mask, dropout_p, *args, **kwargs)
+
+
+def _normalise(rows: "ByRow", *args: Any) -> Tensor:
+    training = args[5]
+    if training:
+        rows.leave_compiled()
+    rows.normalised |= training
+    if training and rows.share.norm_samples:
+        return ghost_batch_norm(rows.share, rows.running, *args)
+    return batch_norm(rows.share, rows.waiting, *args)
+
+
+def _normalise_instances(rows: "ByRow", *args: Any) -> Tensor:
+    """torch computes it by batch norm of one row, which is not the batch."""
+    with replaced_by(None):
+        found: Tensor = NORMALISE_INSTANCES(*args)
+    return found
+
+
+def _fill(name: str, numbers: Callable[..., Numbers]) -> Callable[..., Tensor]:
+    """Of torch's operation of that name, which fills a tensor in place: numbers(dtype, its further arguments)."""
+    packet, _, overload = name.partition(".")
+    theirs = original(getattr(getattr(torch.ops.aten, packet), overload or "default"))
+
+    def fill(rows: "ByRow", filled: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        theirs(filled.new_empty(0), *args, **kwargs)  # refuses wrong arguments
+        by_position = numbers(filled.dtype, *args, **kwargs)
+        drawn = torch.view_as_real(filled) if filled.is_complex() else filled
+        drawn.copy_(rows.draw("fill", drawn.shape, drawn.device, by_position))
+        return filled
+
+    return fill
+
+
+def _uniform(dtype: torch.dtype, low: float = 0.0, high: float = 1.0) -> Numbers:
+    drawn = functools.partial(random_numbers.uniform, dtype=dtype.to_real())
+    return lambda *position: drawn(*position).mul_(high - low).add_(low)
+
+
+def _normal(dtype: torch.dtype, mean: float = 0.0, std: float = 1.0) -> Numbers:
+    std = std / math.sqrt(2) if dtype.is_complex else std  # each part has half of the variance
+    return lambda *position: random_numbers.normal(*position).mul_(std).add_(mean)
+
+
+def _exponential(dtype: torch.dtype, rate: float = 1.0) -> Numbers:
+    # never 0, as torch's: who takes logarithms, such as Gumbel softmax, relies on it
+    return lambda *position: random_numbers.uniform(*position).clamp_(min=2.0**-24).neg_().log1p_().div_(-rate)
+
+
+def _bernoulli(dtype: torch.dtype, p: float = 0.5) -> Numbers:
+    return lambda *position: random_numbers.uniform(*position) < p
+
+
+def _integers(dtype: Any, low: int, high: int) -> Numbers:
+    return functools.partial(random_numbers.integers, low=low, high=high)
+
+
+UNIFORM, NORMAL = _fill("uniform_", _uniform), _fill("normal_", _normal)
+BERNOULLI, INTEGERS = _fill("bernoulli_.float", _bernoulli), _fill("random_.from", _integers)
+
+
+def _bernoulli_of(rows: "ByRow", filled: Tensor, p: Tensor) -> Tensor:
+    check(p.clamp(0, 1) == p, "bernoulli: each p must be at least 0 and at most 1")
+    return filled.copy_(rows.draw("fill", filled.shape, filled.device, random_numbers.uniform) < p)
+
+
+def _normal_of(rows: "ByRow", mean: Any, std: Any = 1.0) -> Tensor:
+    """As torch's, it has no gradients for its mean and standard deviation."""
+    with torch.no_grad():
+        if isinstance(std, Tensor):
+            check(std >= 0, "normal: each std must be at least 0")
+            return mean + std * NORMAL(rows, torch.empty_like(mean + std))
+        return mean + NORMAL(rows, torch.empty_like(mean), 0.0, std)
+
+
+def _integers_of(rows: "ByRow", low: int, high: int, size: Sequence[int], **like: Any) -> Tensor:
+    return INTEGERS(rows, torch.empty(size, **{"dtype": torch.int64, **like}), low, high)
+
+
+# What is replaced above autograd: torch's C++ calls these, too
+OPERATORS: dict[str, Callable[..., Tensor]] = {
+    "dropout": _dropout,
+    "dropout_": _dropout_in_place,
+    "scaled_dot_product_attention": _attend,
+    "batch_norm": _normalise,
+    "instance_norm": _normalise_instances,
+    "bernoulli_.float": BERNOULLI,
+    "bernoulli_.Tensor": _bernoulli_of,
+    "bernoulli": lambda rows, p: _bernoulli_of(rows, torch.empty_like(p), p),
+    "bernoulli.p": lambda rows, like, p: BERNOULLI(rows, torch.empty_like(like), p),
+    "uniform_": UNIFORM,
+    "normal_": NORMAL,
+    "normal.Tensor_float": _normal_of,
+    "normal.float_Tensor": _normal_of,
+    "normal.Tensor_Tensor": _normal_of,
+    "exponential_": _fill("exponential_", _exponential),
+}
+# What makes a tensor comes from Python below autograd; so it is replaced there, by an empty one and what fills it
+FACTORIES: dict[str, Callable[..., Tensor]] = {
+    "rand": lambda rows, size, **like: UNIFORM(rows, torch.empty(size, **like)),
+    "randn": lambda rows, size, **like: NORMAL(rows, torch.empty(size, **like)),
+    "normal.float_float": lambda rows, *args, **like: NORMAL(rows, torch.empty(args[2], **like), *args[:2]),
+    "randint": lambda rows, high, size, **like: _integers_of(rows, 0, high, size, **like),
+    "randint.low": lambda rows, *args, **like: _integers_of(rows, *args, **like),
+    "rand_like": lambda rows, one, **like: UNIFORM(rows, torch.empty_like(one, **like)),
+    "randn_like": lambda rows, one, **like: NORMAL(rows, torch.empty_like(one, **like)),
+    "randint_like": lambda rows, one, high, **like: INTEGERS(rows, torch.empty_like(one, **like), 0, high),
+    "randint_like.low_dtype": lambda rows, one, *args, **like: INTEGERS(rows, torch.empty_like(one, **like), *args),
+}
+
+
+def has_triton() -> bool:
+    """Whether Triton is installed, and has the C compiler that it needs, which slim images leave out."""
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    return importlib.util.find_spec("triton") is not None and compiler is not None
+
+
+@functools.cache
+def dropout_kernel() -> Any:
+    """The module of that name; None where it cannot be compiled."""
+    if not has_triton():
+        return None
+    from flyte_ddp.engine.global_batch import dropout_kernel
+
+    return dropout_kernel
+
+
+@functools.cache
+def _replace_operators() -> list[torch.library.Library]:
+    """Once per process; what is returned keeps them replaced."""
+    leave_uncompiled(_call)
+    library = torch.library.Library("aten", "IMPL")
+    for replacements, keys in (OPERATORS, ("AutogradCPU", "AutogradCUDA")), (FACTORIES, ("CPU", "CUDA")):
+        for name, ours in replacements.items():
+            packet, _, overload = name.partition(".")
+            theirs = original(getattr(getattr(torch.ops.aten, packet), overload or "default"))
+            for key in keys:
+                library.impl(name, functools.partial(_call, ours, theirs), key)
+    return [library]
+
+
+def _call(
+    ours: Callable[..., Tensor],
+    theirs: Callable[..., Tensor],
+    /,
+    *args: Any,
+    generator: torch.Generator | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    """Calls ours in a block, unless the user gives a generator of their own, else torch's."""
+    if _active and generator is None:
+        return ours(_active, *args, **kwargs)
+    return theirs(*args, **kwargs, **({} if generator is None else {"generator": generator}))

@@ -1,0 +1,72 @@
+"""Which of two values of a measure is better, which weights are the best so far, and when to stop early."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from flyte_ddp.recipe import Recipe
+
+STATE = ("best", "score", "improved", "waited", "weights")
+
+
+def is_lower_better(recipe: Recipe, measure: str) -> bool | None:
+    """None where the recipe does not say so."""
+    if measure == "loss" or measure in recipe.lower_is_better:
+        return True
+    return False if measure in (*recipe.percent, *recipe.higher_is_better) else None
+
+
+@dataclass
+class Choice:
+    """The best evaluation so far, of one or several per epoch; the same on all ranks, since they share the measures.
+
+    Attributes:
+        measure: the measure to compare by; the earliest of equals is the best.
+        is_lower_better: whether lower values of the measure are better.
+        patience: training ends after this many evaluations without an improvement; 0 is never.
+        minimum_delta: an improvement must beat the last one by more than this.
+        best: its number, from 0; -1 if the measure has never been finite.
+        score: its measure, negated if lower is better.
+        improved: the score at the last improvement.
+        waited: evaluations since the last improvement.
+        weights: of the best, on the CPU; never changed in place.
+    """
+
+    measure: str
+    is_lower_better: bool
+    patience: int = 0
+    minimum_delta: float = 0.0
+    best: int = -1
+    score: float = -math.inf
+    improved: float = -math.inf
+    waited: int = 0
+    weights: dict[str, Tensor] | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether training has waited long enough."""
+        return 0 < self.patience <= self.waited
+
+    def after_evaluation(self, number: int, measures: Mapping[str, float], weights: Mapping[str, Tensor]) -> None:
+        """Records the measures of the validation split, and copies the weights if they are the best so far."""
+        value = measures.get(self.measure, math.nan)
+        score = -math.inf if not math.isfinite(value) else -value if self.is_lower_better else value
+        if score > self.score:
+            self.best, self.score = number, score
+            self.weights = {name: tensor.detach().to("cpu", copy=True) for name, tensor in weights.items()}
+        self.waited += 1
+        if score > self.improved + self.minimum_delta:
+            self.improved, self.waited = score, 0
+
+    def chosen(self, last: int) -> int:
+        """The evaluation whose weights are returned; the last one if the measure has never been finite."""
+        return last if self.weights is None else self.best
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in STATE}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        vars(self).update({name: saved[name] for name in STATE})

@@ -1,0 +1,98 @@
+"""Names the ranks that the others wait for."""
+
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+
+from flyte_ddp.engine.monitor.step_clock import Part
+from flyte_ddp.events import RanksTimed, SlowRank
+
+FACTOR = 1.25  # a rank is late if it needs more than so many times what a fast one needs
+LEAST_STEP_SECONDS = 0.002  # by which it prolongs a step: less is the noise of short steps
+IN_A_ROW = 3  # so many windows in which it is late make a warning
+WINDOW_SECONDS = 1.0  # a window is a log, or as many as take so long: whatever runs beside would disturb shorter ones
+MOST_TOLD = 16  # warnings, so that a large world that is slow does not fill its page
+SAMPLES = 3  # the column of a table of times after those of Part
+WORDS = {
+    "data": "waits for its data {} in each step, a fast rank {} ({}): ",
+    "compute": "computes {} in each step, a fast rank {} ({}): look for other programs on its host, and for a GPU that "
+    "is hot or shared",
+}
+
+
+class Stragglers:
+    """Compares the ranks' times in one attempt at a training; the same on all ranks.
+
+    All of them end a step together. So the rank that needs longest, for its data and to compute its gradients, waits
+    least for the others, and it is the one that these wait for.
+    """
+
+    def __init__(self, hosts: Sequence[str], remedy: str, meet_within: bool = False):
+        """hosts: by rank. remedy: for a rank that is slow in its data. meet_within: whether the ranks wait for each
+        other while they compute, as those of a sharded network do: all seem to compute equally long, so only their data
+        tell them apart."""
+        self._hosts, self._meet_within, self._words = hosts, meet_within, {**WORDS, "data": WORDS["data"] + remedy}
+        self._totals = np.zeros((len(hosts), 4))  # the last column: for how long the others have waited for it
+        self._window, self._steps = np.zeros((len(hosts), 4)), 0
+        self._last: deque[tuple[np.ndarray, np.ndarray, int]] = deque(maxlen=IN_A_ROW)  # times, who was late, steps
+        self._told: set[tuple[int, str]] = set()
+
+    def after_steps(self, epoch: int, step: int, steps: int, times: np.ndarray) -> list[SlowRank]:
+        """Records the latest steps; returns warnings of ranks that keep being late.
+
+        times: (ranks, 4) seconds waiting for data, computing, and waiting for the others; and samples.
+        """
+        if self._meet_within:
+            times, least = times.copy(), times[:, Part.COMPUTING].min()
+            times[:, Part.WAITING] += times[:, Part.COMPUTING] - least
+            times[:, Part.COMPUTING] = least
+        needed = needed_by(times)
+        waited_for = (needed - fast(needed)).clip(0)
+        self._totals += np.column_stack([times[:, :SAMPLES], waited_for])
+        self._window, self._steps = self._window + times, self._steps + steps
+        if self._window[0, :SAMPLES].sum() < WINDOW_SECONDS:
+            return []
+        self._last.append((self._window, late(self._window, self._steps), self._steps))
+        self._window, self._steps = np.zeros_like(times), 0
+        found = [slow for slow in self._judge(epoch, step) if (slow.rank, slow.cause) not in self._told]
+        new = found[: MOST_TOLD - len(self._told)]
+        self._told.update((slow.rank, slow.cause) for slow in new)
+        return new
+
+    def _judge(self, epoch: int, step: int) -> list[SlowRank]:
+        if len(self._last) < IN_A_ROW:
+            return []
+        each, were_late, steps = zip(*self._last, strict=True)
+        times, count = np.sum(each, 0), sum(steps)
+        usual, found = fast(times), []
+        in_data, in_step = ("data", Part.DATA), ("compute", Part.COMPUTING)
+        for rank in np.flatnonzero(np.all(were_late, 0)).tolist():
+            beyond = times[rank] - usual
+            cause, part = in_data if beyond[Part.DATA] > beyond[Part.COMPUTING] else in_step
+            figures = [f"{of[part] / count * 1e3:,.1f} ms" for of in (times[rank], usual)]
+            what = self._words[cause].format(*figures, f"{count} steps until step {step} of epoch {epoch + 1}")
+            reason = f"the others wait for rank {rank} on {self._hosts[rank]}, which {what}"
+            found.append(SlowRank(epoch, step, reason, rank, self._hosts[rank], cause))
+        return found
+
+    def so_far(self) -> RanksTimed:
+        return RanksTimed(*self._totals.T.round(3).tolist())
+
+
+def late(times: np.ndarray, steps: int) -> np.ndarray:
+    """(ranks,) bool: who took much longer in so many steps than a fast rank, and than its share of the samples."""
+    needed, samples = needed_by(times), times[:, SAMPLES]
+    fair = fast(needed) * (samples / max(1, fast(samples))).clip(1)  # shares of a small batch are uneven
+    return (needed > FACTOR * fair) & (needed - fair >= LEAST_STEP_SECONDS * steps)
+
+
+def needed_by(times: np.ndarray) -> np.ndarray:
+    """(ranks,) seconds of its own, of each rank."""
+    return times[:, Part.DATA] + times[:, Part.COMPUTING]
+
+
+def fast(of_ranks: np.ndarray) -> np.ndarray:
+    """The lower quartile, of which up to four ranks have their fastest: more of them than half may be slow."""
+    quartile: np.ndarray = np.sort(of_ranks, axis=0)[(len(of_ranks) - 1) // 4]
+    return quartile

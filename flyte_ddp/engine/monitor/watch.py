@@ -1,0 +1,114 @@
+"""Detects a training that does not learn, from its losses. Standard library only."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from flyte_ddp.events import EpochFinished, NotLearning, SlowRank, Warned
+from flyte_ddp.text import counted
+
+GUESSING = 0.99  # above this share of a constant prediction's loss, a model counts as no better than guessing
+LEAP = 0.3  # a rise of the loss above its lowest by this share of a constant prediction's loss is a leap
+WINDOW = 1000  # least number of samples to average a loss over: among fewer, some hard ones would look like a leap
+
+
+@dataclass
+class Watch:
+    """The losses of a training, as far as needed to tell whether it learns; the same on all ranks.
+
+    Attributes:
+        constant_loss: mean loss of the best constant prediction; for classes, the entropy of their frequencies. 0 if
+            unknown.
+        scale: what a leap is measured by: constant_loss or, if unknown, the mean loss of the first window.
+        lowest: the lowest mean training loss of any window since the last leap.
+        loss_sum, samples: of the current window.
+        guessing: whether the last evaluation was no better than the constant prediction.
+        broken: split and name of each measure that was not finite.
+        warnings: all warnings so far, also those of slow ranks.
+        remedies: the end of each warning.
+    """
+
+    constant_loss: float = 0.0
+    scale: float = 0.0
+    lowest: float = math.inf
+    loss_sum: float = 0.0
+    samples: int = 0
+    guessing: bool = False
+    broken: list[str] = field(default_factory=list)
+    warnings: list[Warned] = field(default_factory=list)
+    remedies: str = "lower learning_rate, clip gradients by clip_norm, or raise warmup_fraction"
+
+    def after_steps(self, epoch: int, step: int, loss: float, samples: int) -> list[NotLearning]:
+        """Records the mean loss of the latest samples, NaN if there is none; returns a warning if it has leapt."""
+        if math.isnan(loss):
+            return []
+        self.loss_sum, self.samples = self.loss_sum + loss * samples, self.samples + samples
+        if self.samples < WINDOW:
+            return []
+        mean, before = self.loss_sum / self.samples, self.lowest
+        self.loss_sum, self.samples = 0.0, 0
+        self.scale = self.scale or self.constant_loss or abs(mean)
+        if mean > before + LEAP * self.scale:
+            self.lowest = mean  # so that a leap is reported once
+            return self._warn(
+                epoch,
+                step,
+                f"the loss leapt from {before:.3g} to {mean:.3g} by step {step} of epoch {epoch + 1}: {self.remedies}",
+            )
+        self.lowest = min(mean, before)
+        return []
+
+    def after_evaluation(self, finished: EpochFinished, step: int, mismatched: float = 0.0) -> list[NotLearning]:
+        """Records the mean loss of the test or validation split; returns a warning once it is no better than guessing.
+
+        mismatched: mean loss of outputs paired with other samples, which stands in for an unknown constant_loss.
+        """
+        loss, bound = finished.evaluated["loss"], self.constant_loss or mismatched
+        was_guessing, self.guessing = self.guessing, bound != 0 and loss >= bound - (1 - GUESSING) * abs(bound)
+        if was_guessing or not self.guessing:
+            return []
+        return self._warn(
+            finished.epoch,
+            step,
+            f"no better than guessing after epoch {counted(finished.position)}: the loss is {loss:.4g}, and "
+            f"{bound:.4g} for predictions that are the same for all samples: {self.remedies}",
+        )
+
+    def not_finite(self, names: Iterable[str], split: str, position: float, step: int) -> list[NotLearning]:
+        """Warnings of measures other than the loss that samples of the split have made NaN or infinite, once each."""
+        new = [name for name in names if f"{split} {name}" not in self.broken]
+        self.broken += [f"{split} {name}" for name in new]
+        reason = (
+            "{} on the {} split is not finite after epoch {}, although the loss is: look for samples whose value "
+            "divides by 0, or leave these out"
+        )
+        reasons = [reason.format(name, split, counted(position)) for name in new]
+        return [warning for one in reasons for warning in self._warn(_epoch(position), step, one)]
+
+    def never_chosen(self, measure: str, position: float) -> list[NotLearning]:
+        """A warning that no evaluation was the best, since this measure has never been finite."""
+        return self._warn(
+            _epoch(position),
+            0,
+            f"the weights are those of the last epoch, not of the best: {measure} on the validation split has never "
+            'been a finite number: look for samples whose value divides by 0, or set choose_by to "loss"',
+        )
+
+    def _warn(self, epoch: int, step: int, reason: str) -> list[NotLearning]:
+        warning = NotLearning(epoch, step, reason)
+        self.warnings.append(warning)
+        return [warning]
+
+    def state_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        warnings = [SlowRank(**one) if "rank" in one else NotLearning(**one) for one in saved["warnings"]]
+        found = [warning for warning in self.warnings if warning not in warnings]  # at this start
+        vars(self).update(saved, warnings=[*warnings, *found])
+
+
+def _epoch(position: float) -> int:
+    """The epoch, from 0, that has been trained up to this position."""
+    return math.ceil(position) - 1

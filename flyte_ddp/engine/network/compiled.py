@@ -1,0 +1,79 @@
+"""Compiles a network by torch.compile: each of the layers that Recipe.shard names by itself, or else the whole of it.
+
+Layers that are alike share what is compiled for the first of them. Where one draws or normalises, compiled code ends
+and begins anew, so that the numbers are those of operators.py, with or without this.
+"""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+import torch
+from torch import nn
+
+from flyte_ddp.engine.attributes import matching_layers
+from flyte_ddp.engine.batches.batches import Batch, TestBatches, TrainBatches
+from flyte_ddp.engine.global_batch.by_row import ByRow
+from flyte_ddp.engine.global_batch.operators import has_triton
+from flyte_ddp.engine.sharding.sharding import in_own_types
+from flyte_ddp.engine.state import TrainingState
+from flyte_ddp.engine.torch_compat import allow_compiling
+from flyte_ddp.errors import InputError
+from flyte_ddp.launch.link import Link
+from flyte_ddp.recipe import Recipe
+
+WAYS = 8  # of calling a layer, such as for another size of batch, or for evaluation, that may be compiled
+
+
+def check_device(device: torch.device) -> None:
+    """Raises InputError where compiling does not pay, or cannot be done."""
+    if device.type == "cpu":
+        raise InputError(
+            "options.compile must be false without a GPU, got true: on CPUs a step may become slower by it, see "
+            "docs/large-models.md; leave it out"
+        )
+    if not has_triton():
+        raise InputError("options.compile needs Triton and a C compiler: install gcc in the image, or leave it out")
+
+
+def compile_layers(recipe: Recipe, rows: ByRow, networks: Sequence[nn.Module]) -> None:
+    """Has torch compile what is called from now on."""
+    rows.is_compiled = True
+    layers = [layer for network in networks for layer in _layers(recipe, network)]
+    allow_compiling(WAYS * len(layers))  # layers may differ in what is compiled into each, such as a number of its own
+    for layer in layers:
+        layer.forward = torch.compile(layer.forward)  # Module.compile would take the layer's hooks along
+
+
+def _layers(recipe: Recipe, network: nn.Module) -> list[nn.Module]:
+    return [*matching_layers(recipe, "shard", network).values()] or [network]
+
+
+def compile_now(state: TrainingState, train: TrainBatches, test: TestBatches, link: Link) -> None:
+    """Calls what is compiled as steps and evaluations will, which leaves no trace; a collective.
+
+    All of that may take longer than a step ever should; so the rank says after each layer that it is alive.
+    """
+    changing = [(tensor, tensor.clone()) for tensor in state.changing]
+    with ExitStack() as hooks:
+        for network in {state.model, state.evaluated}:
+            for layer in _layers(state.recipe, network):
+                hooks.callback(layer.register_forward_hook(lambda *_: link.alive()).remove)
+        for batch in _of_all_sizes(train, next(train.epoch(0))):
+            first, *others = state.parallel.parts(batch, state.micro_batch)
+            for part in (first, *others[-1:]):  # which may be smaller
+                with state.rows.block(part.seed):
+                    state.parallel.module.train()(part, (False, False), True).backward()
+                state.parallel.zero_grad()
+                link.alive()
+        for batch in _of_all_sizes(test, next(iter(test))):
+            vars(state.recipe.share).update(vars(batch.share))
+            with in_own_types(state.evaluated), torch.no_grad(), state.rows.block(batch.seed):
+                state.recipe.forward(state.evaluated.eval(), batch.tree)
+    for tensor, before in changing:
+        tensor.copy_(before)
+
+
+def _of_all_sizes(batches: TrainBatches | TestBatches, batch: Batch) -> list[Batch]:
+    """The batch, and as much of it as the last one has: as many on all ranks, since these may meet in each."""
+    last = batches.mine(len(batches) - 1)
+    return [batch, batch.parts(max(1, last.stop - last.start))[0]]

@@ -1,0 +1,156 @@
+"""The network that a training starts with: with its values, or without, on a rank that gets its part of them from
+rank 0. That is how torch's meta device has it, whose tensors take no memory."""
+
+import gc
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+
+from flyte_ddp.engine.checkpoints.warm_start import freeze, is_checkpoint, start_from
+from flyte_ddp.engine.job import Job
+from flyte_ddp.engine.measures import code_location
+from flyte_ddp.engine.sharding.sharding import give_room
+from flyte_ddp.errors import InputError
+from flyte_ddp.model_files.frozen_base import frozen_weights
+from flyte_ddp.recipe import Recipe
+
+First = tuple[nn.Module, set[str], list[str]]
+
+
+def first_model(recipe: Recipe, job: Job) -> First:
+    """The network with its initial weights, unless training continues from a checkpoint, on the CPU; the names of those
+    that model() provides and freezes; and remarks.
+
+    To be sharded, the network is without values on all ranks but the first, unless its model() needs them; a
+    collective.
+    """
+    rank, size = distributed.get_rank(), distributed.get_world_size()
+    if job.options.sharding == "off" or size == 1:
+        return _with_values(recipe, job)
+    found, problem = None, ""
+    if rank == 0:
+        found = _with_values(recipe, job)
+    else:
+        try:
+            found = _without_values(recipe, job), set[str](), list[str]()
+        except Exception as error:  # of many types: model() may do with its tensors what it likes
+            problem = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    told: list[Any] = [(outline(found[0]), found[1]) if found and rank == 0 else None]
+    distributed.broadcast_object_list(told)
+    expected, base = told[0]
+    if found and outline(found[0]) != expected:
+        found, problem = None, "it has other tensors where they have no values"
+    problems: list[Any] = [None] * size
+    distributed.all_gather_object(problems, problem)
+    model, _, remarks = found or _with_values(recipe, job)
+    for problem in [*filter(None, problems)][:1]:
+        remarks.append(f"Each rank built the whole network in its host's memory, since model() needs values: {problem}")
+    return model, base, remarks
+
+
+def outline(model: nn.Module) -> list[tuple[Any, ...]]:
+    """What must be alike on ranks that exchange a network tensor by tensor: names, types, shapes, and what is tied."""
+    named = *model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)
+    numbers: dict[int, int] = {}
+    return [
+        (name, tensor.dtype, tensor.shape, tensor.requires_grad, numbers.setdefault(id(tensor), len(numbers)))
+        for name, tensor in named
+    ]
+
+
+def _with_values(recipe: Recipe, job: Job) -> First:
+    settings, init = job.settings, job.init
+    if settings.init_leave_out and not init:
+        raise InputError(f"init_leave_out must be empty without init, got {settings.init_leave_out!r}")
+    model, remarks = _built(recipe, settings.seed), []
+    if init and init.is_dir():
+        _check_folder(recipe, init)
+        remarks.append(f"Starts from the folder {init.name}")
+    base = frozen_weights(model)
+    if init and init.is_file() and not is_checkpoint(init):
+        taken, remark = start_from(model, init, settings.init_leave_out)
+        remarks.append(remark)
+        base = {name: value for name, value in base.items() if name not in taken}
+    if settings.freeze:
+        remarks.append(freeze(model, settings.freeze))
+    check_types(recipe, model)
+    _check_scripts(recipe, model)
+    return model, set(base), remarks
+
+
+def _without_values(recipe: Recipe, job: Job) -> nn.Module:
+    """Any exception, if the network cannot do without: InputError where something else keeps a tensor of model()."""
+    with torch.device("meta"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, of each tensor that is loaded: it goes nowhere
+        model = _built(recipe, job.settings.seed)
+    if job.settings.freeze:
+        freeze(model, job.settings.freeze)
+    tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    gc.collect()
+    for found in gc.get_objects():
+        if issubclass(type(found), Tensor) and found.is_meta and id(found) not in tensors:
+            raise InputError(f"a tensor of shape {tuple(found.shape)} is neither a parameter nor a buffer")
+    for tensor in tensors.values():
+        if tensor.is_meta:
+            give_room(tensor, tensor.device)  # a try of what is ahead
+    return model
+
+
+def _built(recipe: Recipe, seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    recipe.has_read_init = False  # for a tokenizer, perhaps
+    model: Any = recipe.model()
+    if not isinstance(model, nn.Module):
+        got = type(model).__name__
+        raise InputError(f"{code_location(recipe, 'model')} must return the network, an nn.Module, got {got}")
+    lazy = [name for name, parameter in model.named_parameters() if nn.parameter.is_lazy(parameter)]
+    if lazy:
+        raise InputError(
+            f"{code_location(recipe, 'model')}: {lazy[0]} has no shape yet: call the network once in model(), on "
+            "zeros of a batch's shape, or name the layer's size"
+        )
+    return model
+
+
+def _check_folder(recipe: Recipe, init: Path) -> None:
+    """Raises InputError where model() has left it aside, or settings are for a file."""
+    if not recipe.has_read_init:
+        raise InputError(
+            f"{code_location(recipe, 'model')} must load init, which is the folder {init}: for example with "
+            "from_pretrained(self.init_path), or give a file"
+        )
+    if recipe.settings.init_leave_out:
+        raise InputError(
+            f"init_leave_out must be empty, because model() itself loads the folder {init}, got "
+            f"{recipe.settings.init_leave_out!r}"
+        )
+
+
+def _check_scripts(recipe: Recipe, model: nn.Module) -> None:
+    """Raises InputError for what torch.jit has made of layers that are trained: torch loses their gradients."""
+    for name, layer in model.named_modules():
+        if isinstance(layer, torch.jit.ScriptModule) and any(weight.requires_grad for weight in layer.parameters()):
+            raise InputError(
+                f"{code_location(recipe, 'model')}: {name or 'the network'} must not come from torch.jit, or must be "
+                "frozen, since its copies have no gradients: return the module that it was made of"
+            )
+
+
+def check_types(recipe: Recipe, model: nn.Module) -> None:
+    """Raises InputError for weights of a type that loses what an optimizer adds to them."""
+    for name, weight in model.named_parameters():
+        if weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and not weight.requires_grad):
+            continue
+        rule, remedy = "what is trained must be float32, or small updates are lost", "call float() on it"
+        if not weight.requires_grad:
+            rule, remedy = "what is frozen must be float32 or bfloat16", "call bfloat16() on it"
+        remedy += ", or give from_pretrained a dtype (precision decides what is computed in)"
+        if not weight.is_floating_point():  # which neither float() nor bfloat16() changes
+            remedy = "register_buffer() it instead"
+            if weight.is_complex() and weight.requires_grad:
+                remedy = "keep torch.view_as_real of it as the parameter, and let forward call torch.view_as_complex"
+        kind = str(weight.dtype).removeprefix("torch.")
+        raise InputError(f"{code_location(recipe, 'model')}: {name} is {kind}, but {rule}: {remedy}")

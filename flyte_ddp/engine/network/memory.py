@@ -1,0 +1,82 @@
+"""Fits a training into memory: layers that are computed again for the backward pass, and a share cut into parts."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from flyte_ddp.engine.attributes import matching_layers
+from flyte_ddp.engine.batches.batches import Batch, TrainBatches
+from flyte_ddp.engine.checks.data_probe import on_any_rank
+from flyte_ddp.engine.global_batch.by_row import ByRow
+from flyte_ddp.engine.state import TrainingState
+from flyte_ddp.engine.torch_compat import device_generator
+from flyte_ddp.errors import InputError
+from flyte_ddp.recipe import Recipe
+
+
+def recompute(recipe: Recipe, model: nn.Module, rows: ByRow) -> None:
+    """Makes the layers that Recipe.recompute names keep only their inputs for the backward pass, which computes them
+    again (Chen et al. 2016, arXiv 1604.06174), drawing the same random numbers; InputError for what cannot be."""
+    for name, layer in matching_layers(recipe, "recompute", model).items():
+        problem = f"{type(recipe).__name__}.recompute must not match {name}"
+        layer.forward = partial(_forward, layer.forward, rows, problem)
+
+
+def _forward(forward: Callable[..., Any], rows: ByRow, problem: str, /, *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    before, rows.normalised = rows.normalised, False
+    outputs = checkpoint(forward, *args, use_reentrant=False, **kwargs)
+    if rows.normalised:
+        raise InputError(
+            f"{problem}, which has batch norm, whose running statistics would count each batch twice: use "
+            "nn.GroupNorm, or name other layers"
+        )
+    rows.normalised = before
+    return outputs
+
+
+def choose_micro_batch(state: TrainingState, train: TrainBatches) -> str:
+    """Halves the number of samples that are computed at a time until a step fits on all ranks; returns a remark on it.
+
+    A collective, for a recipe with micro_batch = -1. Begins with what a checkpoint has, or else with a rank's whole
+    share. InputError if a single sample is too much.
+    """
+    batch = next(train.epoch(0))
+    most = state.micro_batch if state.micro_batch > 0 else -(-train.batch_size // train.world_size)
+    while any(on_any_rank([not _fits(state, batch.parts(most)[0])], state.device)):
+        if most == 1:
+            raise InputError(
+                "a step with a single sample does not fit into memory: choose a smaller network, or name layers in the "
+                "recipe's recompute"
+            )
+        most = -(-most // 2)
+    state.micro_batch = most
+    return f"micro_batch: {most} samples of a rank at a time fit into memory"
+
+
+def _fits(state: TrainingState, part: Batch) -> bool:
+    """Whether there is memory to compute these samples as in a step, which leaves no trace."""
+    weights = [weight for weight in state.model.parameters() if weight.requires_grad]
+    changing = [(tensor, tensor.clone()) for tensor in state.changing]
+    try:
+        # A first step allocates the optimizer's state: for Adam twice the weights, and seldom more
+        reserved = [] if state.optimizer.state else [torch.empty_like(weight) for weight in [*weights, *weights]]
+        device_generator(state.device).manual_seed(part.seed)
+        with state.rows.block(part.seed):
+            loss = state.parallel.module.train()(part, (False, False), False)
+            torch.autograd.grad(loss, weights, allow_unused=True)
+        del reserved
+        return True
+    except torch.OutOfMemoryError:
+        return False
+    finally:
+        with torch.no_grad():
+            for tensor, before in changing:
+                tensor.copy_(before)
+        if state.device.type == "cuda":
+            torch.cuda.empty_cache()

@@ -1,0 +1,56 @@
+"""What the device has computed in each step, read by the host without waiting for it."""
+
+from collections import deque
+from typing import Any
+
+import torch
+from torch import Tensor
+
+AHEAD_SECONDS = 0.1  # of work that a device has left while the host is busy with something else
+MOST_STEPS = 16  # that is ahead, as each has its batch
+
+
+class Readback:
+    """Copies a tensor to the host in each step, and reads the copy that is so many steps old.
+
+    It is the same step's on all ranks, whenever each of their devices has come to it: so ranks that decide by what all
+    have in common decide alike. On a CPU the copy is that of the step itself.
+
+    Attributes:
+        behind: how many steps old a copy is; also how far the host is ahead of the device at most, once it reads.
+    """
+
+    def __init__(self, device: torch.device):
+        self._is_cuda = device.type == "cuda"
+        self.behind = 1 if self._is_cuda else 0
+        self._copies: deque[tuple[int, Tensor, Any]] = deque()
+
+    def keep_pace(self, step_seconds: float) -> None:
+        """step_seconds: of recent steps, the same on all ranks."""
+        if self._is_cuda:
+            self.behind = max(1, min(MOST_STEPS, int(AHEAD_SECONDS / max(step_seconds, 1e-9))))
+
+    def copy(self, step: int, tensor: Tensor) -> None:
+        """The step's, of a tensor that later ones change."""
+        copied = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._is_cuda)
+        copied.copy_(tensor, non_blocking=True)
+        event = torch.cuda.Event(blocking=True) if self._is_cuda else None
+        if event:
+            event.record()
+        self._copies.append((step, copied, event))
+
+    def read(self) -> tuple[int, list[float]] | None:
+        """The number of the step, and its values; None if there have not been so many since the last call of clear."""
+        found = None
+        while len(self._copies) > self.behind:
+            found = self._copies.popleft()
+        if not found:
+            return None
+        step, copied, event = found
+        if event:
+            event.synchronize()
+        return step, copied.tolist()
+
+    def clear(self) -> None:
+        """Forgets what has not been read."""
+        self._copies.clear()

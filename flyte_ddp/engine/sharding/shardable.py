@@ -1,0 +1,63 @@
+"""What cannot be sharded, or not yet: it is refused before training, with what to do about it."""
+
+import importlib.util
+
+import torch
+from torch import nn
+
+from flyte_ddp.engine import torch_compat
+from flyte_ddp.engine.attributes import matching_layers
+from flyte_ddp.engine.measures import code_location
+from flyte_ddp.engine.sharding.sharding import OFF, is_sharded
+from flyte_ddp.errors import InputError, not_installed
+from flyte_ddp.launch.environment import Environment
+from flyte_ddp.recipe import Recipe
+from flyte_ddp.settings import RunOptions
+
+
+def check_recipe(recipe: Recipe, options: RunOptions, environment: Environment) -> None:
+    """Raises InputError for what a recipe, or an option, asks for that sharding lacks."""
+    from torch.distributed.fsdp import FSDPModule  # a slow import, which others do without
+
+    owner, world = type(recipe).__name__, environment.world
+    reduces_unused = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
+    has_safetensors = importlib.util.find_spec("safetensors") is not None
+    on_gpus_by_gloo = world.device == "cuda" and world.backend != "nccl"
+    for is_refused, problem in (
+        (not reduces_unused, f"sharding needs torch 2.15 or later, got {torch.__version__}: install it"),
+        (not has_safetensors, f"sharding needs {not_installed('safetensors', 'sharding')}"),
+        (not recipe.shard, f'{owner}.shard must name layers with sharding, such as ("blocks.*",), got none: do so'),
+        (recipe.micro_batch < 0, f"{owner}.micro_batch must not be -1 with sharding: give a number of samples"),
+        (recipe.couples_samples, f"{owner}.couples_samples must be False with sharding: compare no samples"),
+        (options.log_gradients, "log_gradients must be false with sharding, as no rank has a gradient: leave it out"),
+        (on_gpus_by_gloo, f"backend must be nccl to shard over GPUs, got {world.backend}: choose it"),
+    ):
+        if is_refused:
+            raise InputError(f"{problem}, {OFF}")
+
+
+def check_weights(recipe: Recipe, model: nn.Module) -> None:
+    """Raises InputError for weights that cannot be cut into rows, or that two units share."""
+    where, units = code_location(recipe, "model"), matching_layers(recipe, "shard", model)
+    found: dict[int, tuple[str, str | None]] = {}
+    for name, weight in model.named_parameters(remove_duplicate=False):
+        unit = next((unit for unit in units if name.startswith(f"{unit}.")), None)
+        if not weight.ndim:
+            raise InputError(f"{where}: {name} has no rows to shard: give it the shape (1,), {OFF}")
+        if torch_compat.has_gradient_hooks(weight):
+            raise InputError(f"{where}: {name} has a hook on its gradient, which sharding would lose: remove it, {OFF}")
+        first, its_unit = found.setdefault(id(weight), (name, unit))
+        if its_unit != unit:
+            raise InputError(
+                f"{type(recipe).__name__}.shard must keep tied weights together, but {name} is {first}, too: name a "
+                f"layer that has both, or none that has one, {OFF}"
+            )
+
+
+def check_batch_norm(recipe: Recipe, model: nn.Module, is_normalised: bool) -> None:
+    """Raises InputError where batch norm of a sharded network sees the whole global batch."""
+    if is_sharded(model) and is_normalised and not recipe.norm_samples:
+        raise InputError(
+            f"{type(recipe).__name__}.norm_samples must be set where a network with batch norm is sharded, got 0: set "
+            f"it, or use nn.GroupNorm, {OFF}"
+        )

@@ -1,0 +1,161 @@
+"""The state of a training whose network is sharded, as a checkpoint has it: whole tensors, of which a rank has rows."""
+
+import mmap
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.optim import Optimizer
+
+from flyte_ddp.engine.sharding.mesh import copies
+from flyte_ddp.engine.sharding.sharding import is_shard, local
+from flyte_ddp.engine.torch_compat import pytree
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How what is sharded is cut into parts, of consecutive rows: rank 0 has the first one, and so on; the first ranks
+    that between them have all parts write them to files.
+
+    Attributes:
+        parts: their number.
+        part: this rank's.
+        writes: whether this rank is one of those that write.
+    """
+
+    parts: int
+    part: int
+    writes: bool
+
+    def rows(self, count: int) -> tuple[int, int]:
+        """First and last row, exclusive, of this rank's part of so many rows."""
+        return rows_of(count, self.part, self.parts)
+
+
+def cut() -> Cut:
+    """Over all ranks, or those of each node."""
+    rank, parts = distributed.get_rank(), distributed.get_world_size() // copies()
+    return Cut(parts, rank % parts, writes=rank < parts)
+
+
+@dataclass(frozen=True, eq=False)
+class Shard:
+    """This rank's rows of a tensor of this shape."""
+
+    rows: Tensor
+    shape: torch.Size
+
+    def gather(self, room: Tensor | None, device: torch.device) -> None:
+        """Copies the rows of all ranks into the room that rank 0 has for them, by way of the device; a collective."""
+        rank, parts = distributed.get_rank(), cut().parts
+        for owner in range(parts):
+            first, last = rows_of(self.shape[0], owner, parts)
+            if rank == owner and first < last and room is None:
+                distributed.send(_as_bytes(self.rows.to(device)), 0)
+            elif room is not None and first < last:
+                rows = self.rows if owner == 0 else torch.empty_like(room[first:last], device=device)
+                if owner:
+                    distributed.recv(_as_bytes(rows), owner)
+                room[first:last].copy_(rows)
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)  # not all types can be sent
+
+
+def rows_of(count: int, part: int, parts: int) -> tuple[int, int]:
+    """First and last row, exclusive, of a part of so many rows, as fully_shard cuts them."""
+    most = -(-count // parts)
+    return min(part * most, count), min((part + 1) * most, count)
+
+
+def with_room(content: Any) -> Any:
+    """The content with a whole tensor in place of each Shard, one for all names of tied weights. Nothing is in it yet,
+    so it takes no memory either."""
+    rooms: dict[int, Tensor] = {}
+
+    def room(shard: Shard) -> Tensor:
+        return rooms.setdefault(id(shard), torch.empty(shard.shape, dtype=shard.rows.dtype))
+
+    return pytree.tree_map_only(Shard, room, content)
+
+
+def fill(path: Path | None, content: Any, device: torch.device) -> None:
+    """Fills a file in which rank 0 has saved the content with room for its Shards, row by row, so that no tensor is
+    ever whole in memory; a collective if there are any.
+
+    path: None on the other ranks, and on rank 0 if it could not write the file, which then is left to it.
+    """
+    leaves = pytree.tree_leaves(content)
+    shards = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Shard)}
+    told = [path is not None]
+    if shards:
+        distributed.broadcast_object_list(told)
+    if not shards or not told[0]:
+        return
+    rooms: list[Any] = [None] * len(leaves)
+    if path:
+        with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
+            rooms = pytree.tree_leaves(torch.load(path, "cpu", weights_only=True, mmap=True))
+    room_of = {id(leaf): room for leaf, room in zip(leaves, rooms, strict=True)}
+    for key, shard in shards.items():
+        shard.gather(room_of[key], device)
+
+
+class Layout:
+    """Which tensors of a training's state are sharded; none if the network is not."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer):
+        """optimizer: of the sharded weights, not yet of this rank's rows."""
+        weights = model.state_dict(keep_vars=True)
+        self._weights = {name: weight for name, weight in weights.items() if is_shard(weight)}
+        updated = [weight for group in optimizer.param_groups for weight in group["params"]]
+        self._updated = {number: weight for number, weight in enumerate(updated) if is_shard(weight)}
+
+    def _weight(self, path: tuple[Any, ...]) -> Tensor | None:
+        """That the place in the state belongs to, if it is sharded."""
+        match [getattr(key, "key", None) for key in path]:
+            case ["model" | "average", str(name)] | ["choice", "weights", str(name)]:
+                return self._weights.get(name)
+            case ["optimizer", "state", int(number), _]:
+                return self._updated.get(number)
+        return None
+
+    def marked(self, state: dict[str, Any]) -> dict[str, Any]:
+        """The state, with a Shard for what is sharded, one for all names of tied weights."""
+        made: dict[tuple[Any, ...], Shard] = {}
+
+        def mark(path: tuple[Any, ...], value: Any) -> Any:
+            weight = self._weight(path) if isinstance(value, Tensor) else None
+            if weight is None or not value.ndim:  # an optimizer's number of steps
+                return value
+            key = path if path[0].key == "optimizer" else (path[0], id(weight))
+            return made.setdefault(key, Shard(local(value), weight.shape))
+
+        found: dict[str, Any] = pytree.tree_map_with_path(mark, state) if self._weights else state
+        return found
+
+    def mine(self, path: tuple[Any, ...], whole: Any) -> Any:
+        """This rank's rows of a tensor of the state, or of one that is still to be read."""
+        if self._weight(path) is None or not whole.ndim:
+            return whole
+        first, last = cut().rows(len(whole))
+        return whole[first:last]
+
+
+def fitted(values: Mapping[str, Tensor], network: nn.Module) -> dict[str, Tensor]:
+    """The weights of a network, of sharded ones this rank's rows, as its load_state_dict takes them."""
+    own = network.state_dict()
+    return {name: _as_shard(value, own[name]) if is_shard(own.get(name)) else value for name, value in values.items()}
+
+
+def _as_shard(rows: Tensor, own: Any) -> Tensor:
+    from torch.distributed.tensor import DTensor  # a slow import, which others do without
+
+    placed = rows.to(own.device)
+    return DTensor.from_local(
+        placed, own.device_mesh, own.placements, run_check=False, shape=own.shape, stride=own.stride()
+    )

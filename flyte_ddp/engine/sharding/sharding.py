@@ -1,0 +1,243 @@
+"""Shards a network that is too large for one GPU over the ranks, by torch's fully_shard (FSDP2; Zhao et al. 2023, arXiv
+2304.11277).
+
+Each rank keeps some rows of every weight, and of its gradient and optimizer state. A unit, such as a transformer's
+block, is made whole on all ranks just before it computes, and its gradients are added up and cut as soon as they are
+there. What belongs to no unit is the last unit, which is whole during all of the others' computation.
+
+Whatever is not sharded passes through these functions as it is.
+"""
+
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.optim import Optimizer
+
+from flyte_ddp.engine import torch_compat
+from flyte_ddp.engine.attributes import matching_layers
+from flyte_ddp.engine.batches.batches import Batch
+from flyte_ddp.engine.global_batch.by_row import ByRow
+from flyte_ddp.engine.measures import code_location
+from flyte_ddp.engine.sharding.mesh import copies
+from flyte_ddp.engine.step import Step
+from flyte_ddp.errors import InputError
+from flyte_ddp.recipe import Recipe
+
+OFF = "or set options.sharding to off"
+# Under autocast, all that these do with their weights is done in bfloat16
+CAST = (
+    nn.Linear, nn.MultiheadAttention, nn.Conv1d, nn.Conv2d, nn.Conv3d,
+    nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
+)  # fmt: skip
+OVERRIDDEN = "forward", "_conv_forward"  # by which a class derived from one of these computes otherwise
+# Patterns of torch's errors, the method to blame for each, and what is wrong with it
+PROBLEMS = {
+    "DTensor": ("forward", "weights are whole only while {layers} are called: call these rather than what is inside"),
+    "RegisterPostBackwardFunction": (
+        "forward",
+        "{layers} must not change their inputs in place: set inplace=False, or copy these",
+    ),
+    "storage of size 0": (
+        "forward",
+        "gradients of gradients would need weights that are cut again by then: do without create_graph=True",
+    ),
+    # The first call of model() may have been without values, and something may be kept of it, as by functools.cache
+    r"\bmeta\b": ("model", "a tensor that is kept between calls has no values: make it in each call"),
+}
+# They treat each number by itself, so a rank can update its rows without the others
+BY_ELEMENT = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+
+
+def is_sharded(model: nn.Module) -> bool:
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # nothing is sharded until shard() has imported it
+    return fsdp is not None and isinstance(model, fsdp.FSDPModule)
+
+
+def is_shard(tensor: Any) -> bool:
+    """Whether it is a sharded tensor, of which this rank has some rows: torch's DTensor."""
+    return hasattr(tensor, "to_local")
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's rows of a sharded tensor, in the same memory."""
+    if not is_shard(tensor):
+        return tensor
+    rows: Tensor = tensor.detach().to_local()  # type: ignore[attr-defined]
+    return rows
+
+
+# --- the network ---
+
+
+def shard(recipe: Recipe, networks: Sequence[nn.Module], mesh: Any, precision: str) -> None:
+    """Shards networks that are on the CPU, or have no values, with rank 0's weights; a collective. No more than a unit
+    is whole on the device. mesh: see make_mesh. precision: that the first one is trained in."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # a slow import, which others do without
+
+    for network in networks:
+        is_cast = precision == "bfloat16" and network is networks[0]
+        policy = _in_bfloat16(network) if is_cast else MixedPrecisionPolicy()
+        for buffer in network.buffers():
+            _from_first(buffer, recipe.device)
+        for unit in (*matching_layers(recipe, "shard", network).values(), network):
+            for weight in unit.parameters():
+                if not is_shard(weight):
+                    _from_first(weight, recipe.device)
+            # The last unit, too: torch would leave it whole after an evaluation
+            fully_shard(unit, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
+
+
+def _in_bfloat16(network: nn.Module) -> Any:
+    """The policy by which weights are exchanged in bfloat16 that autocast would make bfloat16 on each rank: it gives
+    the same numbers. Others, such as those of embeddings and norms, are exchanged as they are."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    others = (layer for layer in network.modules() if not _is_cast(layer))
+    kept = {id(weight) for layer in others for weight in layer.parameters(recurse=False)}
+    return MixedPrecisionPolicy(
+        torch.bfloat16,
+        reduce_dtype=torch.float32,
+        cast_forward_inputs=False,
+        param_dtype_override_fn=lambda weight: weight.dtype if id(weight) in kept else None,
+    )
+
+
+def _is_cast(layer: nn.Module) -> bool:
+    """Whether torch's own code is all that computes with its weights: a class derived from it, or a hook before it,
+    such as spectral_norm's, may do so in float32."""
+    kinds = [kind for kind in CAST if isinstance(layer, kind)]
+    is_own = all(getattr(type(layer), name, None) is getattr(kind, name, None) for kind in kinds for name in OVERRIDDEN)
+    return bool(kinds) and is_own and not torch_compat.has_forward_pre_hooks(layer)
+
+
+def _from_first(tensor: Tensor, device: torch.device) -> None:
+    """Moves a tensor to the device, with rank 0's values."""
+    if tensor.is_meta:
+        give_room(tensor, device)
+    else:
+        tensor.data = tensor.detach().to(device).contiguous()
+    distributed.broadcast(tensor.detach().view(-1).view(torch.uint8), 0)  # not all types can be sent
+
+
+def give_room(tensor: Tensor, device: torch.device) -> None:
+    """Puts a tensor without values on the device, where it has any; it stays the same object, and tied.
+
+    RuntimeError if another tensor is a view of it.
+    """
+    room = torch.empty_like(tensor, device=device, memory_format=torch.contiguous_format)
+    is_parameter = isinstance(tensor, nn.Parameter)
+    torch.utils.swap_tensors(tensor, nn.Parameter(room, tensor.requires_grad) if is_parameter else room)
+
+
+def in_own_types(model: nn.Module) -> AbstractContextManager[None]:
+    """While the block runs, weights of a sharded network are exchanged as they are, to compute without autocast."""
+    return torch_compat.gathered_as_they_are(unit for unit in model.modules() if is_sharded(unit))
+
+
+@contextmanager
+def on_trial(recipe: Recipe, model: nn.Module) -> Iterator[None]:
+    """While the block tries a sharded network, which cannot be copied: its weights and buffers are put back at the end,
+    and what torch says of weights outside of their unit, of a unit's inputs, and of missing values is explained."""
+    if not is_sharded(model):
+        yield
+        return
+    kept = {name: local(value).clone() for name, value in _tensors(model)}
+    try:
+        with in_own_types(model):
+            yield
+    except RuntimeError as error:
+        named = (found for pattern, found in PROBLEMS.items() if re.search(pattern, str(error)))
+        method, problem = next(named, ("", ""))
+        if not problem:
+            raise
+        told = problem.format(layers=f"the network, and the layers that {type(recipe).__name__}.shard names,")
+        raise InputError(f"{code_location(recipe, method)}: with sharding, {told}, {OFF}") from error
+    model.zero_grad()
+    for name, value in _tensors(model):
+        if name in kept and local(value).shape == kept[name].shape:
+            local(value).copy_(kept[name])
+
+
+def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*model.named_parameters(), *model.named_buffers()]
+
+
+# --- its step ---
+
+
+class ShardedStep(nn.Module):
+    """Step on all ranks, like ReplicatedStep, of a sharded network, which adds up its gradients by itself."""
+
+    def __init__(self, step: Step):
+        super().__init__()
+        self.module = step
+        step.model.set_reduce_scatter_unused_params(True)  # type: ignore[operator]  # those of experts, for example
+        for name, unit in step.model.named_modules():
+            if is_sharded(unit):  # ranks that call others exchange what doesn't belong together
+                unit.register_forward_pre_hook(partial(_note, step.rows, f"call {name}"))
+
+    def forward(self, *given: Any) -> Tensor:
+        loss: Tensor = self.module(*given)
+        return loss
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Gradients are added up after each part: until the last one they would be whole."""
+        return nullcontext()
+
+    def parts(self, batch: Batch, most: int) -> list[Batch]:
+        """As many on each rank, since making a unit whole takes all of them."""
+        return batch.parts(most, self.module.world_size)
+
+    def totals(self, gradients: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """Step.sums of all ranks, and the norm of each gradient by the rows of all, each once; a collective."""
+        sums = self.module.sums.grad
+        assert sums is not None  # after a backward pass
+        mine = torch.cat([sums.double(), torch_compat.norms(gradients).double().square() / copies()])
+        distributed.all_reduce(mine)
+        return (mine[: len(sums)] / self.module.world_size).float(), mine[len(sums) :].sqrt().float()
+
+    def own_gradients(self, loss: Tensor) -> list[Tensor]:
+        """None: what a rank's samples add to the gradients is added to the others' at once."""
+        return []
+
+
+def _note(rows: ByRow, what: str, *_: Any) -> None:
+    rows.note(what)
+
+
+def on_shards(optimizer: Optimizer) -> Optimizer:
+    """Makes the optimizer of a sharded network update this rank's rows, which are plain tensors, so that fused ones
+    work, too; InputError for one that does not treat each number by itself."""
+    weights = [weight for group in optimizer.param_groups for weight in group["params"] if is_shard(weight)]
+    if not weights:
+        return optimizer
+    if type(optimizer) not in [getattr(torch.optim, name) for name in BY_ELEMENT]:
+        raise InputError(
+            f"with sharding, the optimizer must be one of torch.optim's {', '.join(BY_ELEMENT)}, which treat each "
+            f"number by itself, got {type(optimizer).__name__}: choose one of these, {OFF}"
+        )
+    rows = {weight: nn.Parameter(local(weight), weight.requires_grad) for weight in weights}
+    for group in optimizer.param_groups:
+        group["params"] = [rows.get(weight, weight) for weight in group["params"]]
+    for weight, row in rows.items():
+        if weight in optimizer.state:  # some have it from the start
+            before = optimizer.state.pop(weight)
+            optimizer.state[row] = {name: local(value) for name, value in before.items()}
+
+    def take_gradients(*_: Any) -> None:
+        for weight, row in rows.items():
+            row.grad = None if weight.grad is None else local(weight.grad)
+
+    def leave_gradients(*_: Any) -> None:
+        for row in rows.values():  # or they would take memory until the next step
+            row.grad = None
+
+    optimizer.register_step_pre_hook(take_gradients)
+    optimizer.register_step_post_hook(leave_gradients)
+    return optimizer

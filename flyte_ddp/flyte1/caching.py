@@ -1,0 +1,48 @@
+"""Which results are reused: those of the same code, and some only on a cluster."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, get_type_hints
+
+from flytekit import PythonFunctionTask
+from flytekit.core.cache import CachePolicy, VersionParameters
+from flytekit.core.interface import extract_return_annotation
+from flytekit.core.type_engine import TypeEngine
+from flytekit.extend import TaskPlugins
+
+from flyte_ddp.code.code_version import with_installed
+from flyte_ddp.flyte1.flytekit_compat import metadata_of
+
+
+class CodeVersion(CachePolicy):
+    """The cache version of a task whose result is decided by this code and these distributions.
+
+    It also follows the types of the task's outputs, which a cached result must have.
+    """
+
+    def __init__(self, code: str, distributions: Sequence[str] = ("torch",)):
+        self.code, self.version = code, with_installed(code, distributions)
+
+    def get_version(self, salt: str, params: VersionParameters) -> str:
+        outputs = extract_return_annotation(get_type_hints(params.func, include_extras=True).get("return"))
+        types = {name: TypeEngine.to_literal_type(kind).to_flyte_idl() for name, kind in outputs.items()}
+        return f"{salt}{self.version}{types}"
+
+
+@dataclass(frozen=True)
+class OnClustersOnly:
+    """The task_config of a task, or dynamic, that is cached only on a cluster.
+
+    For what a local run must find out each time: whether this machine can do what is asked, and which dataset is
+    available here. On a cluster the same inputs have the same answer, and a cached one needs no pod.
+    """
+
+
+class ClusterCachedTask(PythonFunctionTask):
+    def local_execute(self, ctx: Any, **inputs: Any) -> Any:
+        forgetful = replace(self.metadata, cache=False, cache_serialize=False, cache_ignore_input_vars=())
+        with metadata_of(self, forgetful):
+            return super().local_execute(ctx, **inputs)
+
+
+TaskPlugins.register_pythontask_plugin(OnClustersOnly, ClusterCachedTask)

@@ -1,0 +1,161 @@
+"""Files and folders as inputs, cached by content; Flyte's own cache key is the path.
+
+@workflow
+def flowers_wf(folder: FlyteDirectory, settings: Settings = Settings(), ...) -> RecipeOutputs:
+    return train_flowers(settings=settings, data=folder_by_content(folder=folder), ...)
+"""
+
+import hashlib
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+from flytekit import Cache, HashMethod, task
+from flytekit.core.data_persistence import FileAccessProvider
+from flytekit.types.directory import FlyteDirectory
+from flytekit.types.file import FlyteFile
+from flytekit.types.structured import StructuredDataset
+from fsspec.utils import get_protocol
+
+from flyte_ddp.attempt import stored
+from flyte_ddp.code.code_version import code_version
+from flyte_ddp.data.description import StoredData
+from flyte_ddp.data.stored import stored_data, use_storage_options
+from flyte_ddp.flyte1 import platform
+from flyte_ddp.flyte1.caching import CodeVersion, OnClustersOnly
+from flyte_ddp.flyte1.platform import is_local
+from flyte_ddp.flyte1.resources import small_resources
+from flyte_ddp.storage import stream_digest
+
+# --- where they are ---
+
+
+def url_of(given: FlyteFile | FlyteDirectory) -> str:
+    """The path or URL that an input comes from; a copy on this machine is in another place in each pod."""
+    return str(given.remote_source or given.path)
+
+
+def downloaded(given: FlyteFile | FlyteDirectory | None) -> Path | None:
+    return None if given is None else Path(given.download())
+
+
+def downloaded_once(given: FlyteFile | FlyteDirectory | None) -> Path | None:
+    """A copy that all ranks of this host share."""
+    if given is None:
+        return None
+    url, is_folder = url_of(given), isinstance(given, FlyteDirectory)
+    download = partial(platform.storage().get_data, url, is_multipart=is_folder)
+    return stored.download_once(url, "" if is_folder else Path(url).name, download)
+
+
+def source_of(given: FlyteFile | FlyteDirectory | StoredData | None) -> Path | StoredData | None:
+    """A copy, unless the data stay in their storage."""
+    return given if isinstance(given, StoredData) else downloaded(given)
+
+
+def stream(given: FlyteFile | FlyteDirectory | StructuredDataset) -> StoredData:
+    """The input as data that are read where they are, for RecipeTraining.run: the recipe's data_path is its URL.
+
+    What a checkpoint belongs to follows the index of its blocks, or its files' names, sizes and ETags. For a cache key
+    that does, too, give the task folder_by_content(folder=...).
+    """
+    is_table = isinstance(given, StructuredDataset)
+    url = str(given.literal.uri if given.literal else given.uri) if is_table else url_of(given)
+    return stored_data(url, _storage_options(url))
+
+
+def new_folder() -> FlyteDirectory:
+    """A new folder in Flyte's storage, for a task to write to, as by write_blocks(f"{folder.path}/train", ...), and to
+    return: the pod's disk need not hold it."""
+    folder = FlyteDirectory.new_remote()
+    use_storage_options(_storage_options(str(folder.path)))
+    return folder
+
+
+def _storage_options(url: str) -> dict[str, dict[str, Any]]:
+    """Flyte's settings for the URL's storage, as use_storage_options wants them."""
+    protocol = get_protocol(url)
+    return {} if protocol == "file" else {protocol: platform.storage_options(protocol)}
+
+
+def in_place(file: FlyteFile) -> FlyteFile:
+    """The same file, where it is, as a task's output."""
+    return FlyteFile(url_of(file), remote_path=False) if is_local() else FlyteFile.from_source(url_of(file))
+
+
+def list_files(folder: FlyteDirectory) -> dict[str, str]:
+    """See flyte_ddp.attempt.stored."""
+    return stored.list_files(platform, url_of(folder))
+
+
+def fetch(folder: FlyteDirectory, names: Sequence[str], into: Path) -> list[tuple[str, str]]:
+    """Each name with the path of its file on this machine: where it is, or a copy in the existing folder into."""
+    source = url_of(folder)
+    if not FileAccessProvider.is_remote(source):
+        return [(name, str(Path(source, name))) for name in names]
+    copies = [str(into / f"{number}{Path(name).suffix}") for number, name in enumerate(names)]
+    files, root = stored.files_at(platform, source)
+    files.get([f"{root}/{name}" for name in names], copies)
+    return list(zip(names, copies, strict=True))
+
+
+# --- their content ---
+
+
+def of_folder(folder: FlyteDirectory) -> str:
+    """A hash that changes when a file is added, removed or written to; of names, sizes, times and other metadata."""
+    return stored.folder_digest(platform, url_of(folder))
+
+
+def of_file(file: FlyteFile) -> str:
+    """The same for one file."""
+    files, path = stored.files_at(platform, url_of(file))
+    return hashlib.sha256(str(files.info(path)).encode()).hexdigest()
+
+
+def of_content(file: FlyteFile) -> str:
+    """SHA-256 of the content, read from where the file is."""
+    with FlyteFile(url_of(file)).open("rb") as content:
+        return stream_digest(content)
+
+
+def of_init(init: FlyteFile | None) -> str | None:
+    """None stays None: the cache key is then that of a training without this input."""
+    return None if init is None else of_content(init)
+
+
+FolderByContent = Annotated[FlyteDirectory, HashMethod(of_folder)]
+FileByContent = Annotated[FlyteFile, HashMethod(of_file)]
+WeightsByContent = Annotated[FlyteFile, HashMethod(of_content)]
+InitByContent = Annotated[FlyteFile | None, HashMethod(of_init)]
+
+
+@task(**small_resources())
+def folder_by_content(folder: FlyteDirectory) -> FolderByContent:
+    """Returns the same folder, where it is; looks at it in each run, never cached."""
+    url = url_of(folder)
+    return FlyteDirectory(url, remote_directory=False) if is_local() else FlyteDirectory.from_source(url)
+
+
+@task(**small_resources())
+def file_by_content(file: FlyteFile) -> FileByContent:
+    """Returns the same file, where it is; looks at it in each run, never cached."""
+    return in_place(file)
+
+
+@task(**small_resources())
+def weights_by_content(file: FlyteFile) -> WeightsByContent:
+    """Returns the same file, a model_state or checkpoint to start from, where it is; its content is the cache key."""
+    return in_place(file)
+
+
+@task(
+    task_config=OnClustersOnly(),
+    cache=Cache(policies=CodeVersion(code_version(__name__), ())),
+    **small_resources(),
+)
+def init_by_content(init: FlyteFile | None) -> InitByContent:
+    """Returns the same file, a model_state or checkpoint, where it is. A cluster reads each path only once, so that a
+    cached training starts no pod: other weights need another path."""
+    return None if init is None else in_place(init)

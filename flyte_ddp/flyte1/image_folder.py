@@ -1,0 +1,111 @@
+"""From a folder of image files to what training and the loading study read, as Flyte tasks."""
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import numpy as np
+from flytekit import Cache, HashMethod, task
+from flytekit.core.data_persistence import FileAccessProvider
+from flytekit.types.directory import FlyteDirectory
+
+from flyte_ddp.attempt.failures import platform_errors
+from flyte_ddp.code.code_version import code_version
+from flyte_ddp.data.image_files import link_images
+from flyte_ddp.data.prepared.prepared import SPLITS, open_split, read_description
+from flyte_ddp.data.sources.datasets import data_dir, prepare
+from flyte_ddp.data.sources.image_folder import index_folder, lfw_folder, stamp_of, verify_images, write_folder
+from flyte_ddp.data.sources.image_settings import ImageSettings
+from flyte_ddp.errors import InputError, ReportedError
+from flyte_ddp.flyte1 import platform
+from flyte_ddp.flyte1.caching import CodeVersion
+from flyte_ddp.flyte1.data import of_folder, url_of
+from flyte_ddp.flyte1.outputs import output_folder
+from flyte_ddp.flyte1.platform import is_local, working_folder
+from flyte_ddp.flyte1.prepare import PreparedDataset, forget_lost_results
+from flyte_ddp.flyte1.resources import preparation_resources
+from flyte_ddp.launch.environment import choose_world
+from flyte_ddp.report.console import say
+from flyte_ddp.storage import writing_to
+
+
+class FoundImages(NamedTuple):
+    """folder: of the image files. stamp: hash of their names, sizes and times; empty for those that come with the image
+    of the pods."""
+
+    folder: Annotated[FlyteDirectory, HashMethod(url_of)]
+    stamp: str
+
+
+@task(**preparation_resources())
+@platform_errors(platform)
+def find_images(
+    folder: str, images: ImageSettings, backend: str = "auto", nproc: int = 0, batch_size: int = 1
+) -> FoundImages:
+    """The folder to read; never cached, because its content may have changed.
+
+    A local run finds out here whether there is anything to train on, and whether this machine can do so.
+    """
+    if folder and images.source != "folder":
+        raise InputError(f'ImageSettings.source must be "folder" where a folder is given, got "{images.source}"')
+    if is_local():
+        choose_world(backend, nproc, batch_size)
+    if FileAccessProvider.is_remote(folder):
+        stored = FlyteDirectory.from_source(folder)
+        return FoundImages(stored, of_folder(stored))
+    if folder and not is_local():
+        raise InputError(f"folder must be where the cluster can read it (such as s3://…), got {folder}: upload it")
+    if folder:
+        path = Path(folder).expanduser().absolute()
+    else:
+        path = lfw_folder() if images.source == "lfw" else digit_images()
+    if not is_local():
+        return FoundImages(FlyteDirectory(str(path)), "")
+    forget_lost_results()
+    return FoundImages(FlyteDirectory(str(path), remote_directory=False), stamp_of(path))
+
+
+@task(
+    cache=Cache(policies=CodeVersion(code_version("flyte_ddp.data.sources.image_folder"), ["pillow"]), serialize=True),
+    retries=3,
+    **preparation_resources(),
+)
+@platform_errors(platform)
+def index_images(folder: FlyteDirectory, stamp: str, images: ImageSettings) -> PreparedDataset:
+    """Reads every image once, and returns what training needs to know about them, without the images."""
+    name, is_stored = Path(url_of(folder)).name, FileAccessProvider.is_remote(url_of(folder))
+    path = Path(folder.download())
+    index = index_folder(path, name, images, say)
+    if stamp and stamp != (of_folder(folder) if is_stored else stamp_of(path)):
+        raise ReportedError(
+            f"{url_of(folder)} has changed while its images were read: run again, and leave it as it is"
+        )
+    return output_folder(index)
+
+
+def digit_images() -> Path:
+    """scikit-learn's 1,797 handwritten digits as PNG files, for runs without a folder."""
+    folder = data_dir() / "digit_images"
+    say(f"No folder was given, so this run reads scikit-learn's 1,797 handwritten digits, as PNG files in {folder}.")
+    if not folder.exists():
+        splits = [open_split(prepare("digits"), split) for split in SPLITS]
+        images, labels = (np.concatenate(arrays) for arrays in zip(*splits, strict=True))
+        with writing_to(folder, "DDP_DATA_DIR"):
+            write_folder(folder, read_description(prepare("digits")).classes, images, labels)
+    return folder
+
+
+def attach(index: FlyteDirectory, folder: FlyteDirectory) -> FlyteDirectory:
+    """A folder for the ranks, filled when it is downloaded: the index, and where the images themselves are."""
+    path = Path(tempfile.mkdtemp(dir=working_folder(), prefix="images-"))
+
+    def fill() -> None:
+        for file in Path(index.download()).iterdir():
+            os.symlink(file, path / file.name)
+        images = Path(folder.download())
+        if not is_local():  # where it is a copy, made later than the index
+            verify_images(path, images)
+        link_images(path, images)
+
+    return FlyteDirectory(str(path), downloader=fill)

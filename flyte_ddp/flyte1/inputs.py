@@ -1,0 +1,74 @@
+"""Readable errors for invalid command-line inputs, and for files that are not models."""
+
+from dataclasses import asdict
+from typing import Any
+
+from flytekit.interaction.click_types import DirParamType, FileParamType, UnionParamType
+from flytekit.types.file import PythonPickledFile
+
+from flyte_ddp.attempt.training import check_classifier
+from flyte_ddp.errors import InputError
+from flyte_ddp.flyte1.flytekit_compat import alternatives, read_json_inputs
+from flyte_ddp.flyte1.platform import is_local
+from flyte_ddp.flyte1.prepare import resolve_name
+from flyte_ddp.model_files.model_metadata import ModelMetadata, check_is_file, read_metadata
+from flyte_ddp.reading import read_settings
+from flyte_ddp.recipes.hyperparameters import Hyperparameters
+from flyte_ddp.settings import Settings
+
+
+def explain_unreadable_settings() -> None:
+    """Makes `pyflyte run` read settings with read_settings: flytekit's own reader shows a traceback for a broken file
+    and takes the name of a missing file for JSON. Other inputs are still read by flytekit."""
+    read_json_inputs(Settings, read_settings)
+
+
+def explain_missing_paths() -> None:
+    """Makes `pyflyte run` say that an optional file or folder is missing: flytekit tries to convert the path to None,
+    and shows a traceback. Other optional inputs are still converted by flytekit."""
+    if getattr(UnionParamType.convert, "explains", False):
+        return
+    flytekits = UnionParamType.convert
+
+    def convert(self: UnionParamType, value: Any, param: Any, context: Any) -> Any:
+        of_paths = [one for one in alternatives(self) if isinstance(one, (DirParamType, FileParamType))]
+        if len(of_paths) == 1 and isinstance(value, str):
+            return of_paths[0].convert(value, param, context)
+        return flytekits(self, value, param, context)
+
+    convert.explains = True  # type: ignore[attr-defined]
+    UnionParamType.convert = convert
+
+
+def classifier_metadata(model_state: PythonPickledFile | None) -> ModelMetadata | None:
+    """The metadata of given weights, if there are any; InputError where they are of a recipe."""
+    if model_state is None:
+        return None
+    path = model_state.path
+    if is_local():
+        check_is_file(path)
+    known = read_metadata(model_state.download())
+    if known:
+        check_classifier(known, path)
+    return known
+
+
+def settings_of(known: ModelMetadata | None, asked: Hyperparameters) -> Hyperparameters:
+    """The settings of the training of weights with this metadata, with those that differ from the defaults in asked."""
+    if known is None:
+        return asked
+    defaults = asdict(type(asked)())
+    own = {name: value for name, value in asdict(asked).items() if value != defaults[name]}
+    return Hyperparameters.from_dict({**known.settings, **own})
+
+
+def dataset_of(known: ModelMetadata | None, asked: str, remedy: str) -> str:
+    """The name of the dataset that weights with this metadata were trained on, unless another one is asked for.
+
+    remedy: for weights that were trained on a folder of images.
+    """
+    if known and known.settings.get("dataset") == "image_folder":
+        raise InputError(
+            f"model_state must be of a built-in dataset, but {known.data['name']} is a folder of images: {remedy}"
+        )
+    return resolve_name(known.data["name"] if known and asked == "auto" else asked)

@@ -1,0 +1,90 @@
+"""Training on many nodes, as Flyte's PyTorchJob engine starts them. Needs flytekitplugins-kfpytorch, imports torch.
+
+DDP_NNODES=4 pyflyte ... register is one main node and three workers.
+"""
+
+import platform as machine
+from typing import Any
+
+from flytekit.extend import IgnoreOutputs, TaskPlugins
+from flytekit.types.file import FlyteFile
+from flytekitplugins.kfpytorch import CleanPodPolicy, Elastic, RunPolicy
+from flytekitplugins.kfpytorch.task import PytorchElasticFunctionTask
+from torch.distributed import DistError
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous.api import RendezvousError
+
+from flyte_ddp.attempt.checkpoints import point_to_previous
+from flyte_ddp.attempt.failures import attempt_error, failure_of, urls_of
+from flyte_ddp.attempt.multinode import failure_of_node, worth_restarts
+from flyte_ddp.attempt.registration import registration
+from flyte_ddp.attempt.requested import registered_environment
+from flyte_ddp.attempt.webhook import telling_webhook
+from flyte_ddp.errors import RecoverableError
+from flyte_ddp.flyte1 import platform
+from flyte_ddp.launch.launch_compat import restarts_only
+
+
+class Multinode(Elastic):
+    """Elastic, except that losing the first node, which hosts the rendezvous, is retried."""
+
+
+class MultinodeTask(PytorchElasticFunctionTask):
+    def execute(self, **inputs: Any) -> Any:
+        point_to_previous(platform)  # the nodes may not all come
+        try:
+            with restarts_only(worth_restarts()):
+                return super().execute(**inputs)
+        except IgnoreOutputs:  # of a node without rank 0, when all has gone well
+            raise
+        except Exception as error:
+            with telling_webhook(platform):
+                raise error_of_node(error) from None
+
+
+def error_of_node(error: Exception) -> Exception:
+    """What this node reports: its ranks' first failure, or the loss of the rendezvous; else the error itself."""
+    if isinstance(error.__context__, ChildFailedError):
+        failure = failure_of_node(error.__context__)
+    elif isinstance(error, (RendezvousError, DistError)):
+        lost = RecoverableError(f"node {machine.node()}: the rendezvous of the nodes is lost: {error}")
+        failure = failure_of(platform, lost)
+    else:
+        return error
+    return attempt_error(platform, failure, urls_of(platform))
+
+
+TaskPlugins.register_pythontask_plugin(Multinode, MultinodeTask)
+
+
+def multinode(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Changes the arguments of a @task that trains so that every rank of all nodes runs its function."""
+    asked = registration()
+    rendezvous = dict.fromkeys(("timeout", "join_timeout", "read_timeout"), asked.join_minutes * 60)
+    nodes = Multinode(
+        nnodes="{}:{}".format(*asked.node_range),
+        nproc_per_node=asked.ranks_per_node,
+        monitor_interval=1,
+        max_restarts=2,  # of all ranks, within an attempt, when one is lost but its pod lives
+        rdzv_configs=rendezvous,
+        # A lost pod ends Flyte's PyTorchJob. The others would wait for it and hold their GPUs, which the next attempt
+        # needs
+        run_policy=RunPolicy(clean_pod_policy=CleanPodPolicy.RUNNING),
+        increase_shared_mem=False,  # deprecated; the resources ask for it
+    )
+    environment = {
+        **arguments["environment"],
+        # Each pod imports the workflow's file, and must see the same registration there
+        **registered_environment(),
+        # Otherwise a node that rejoins would wait in vain for the address of the store that the nodes shared before
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        # A rank whose peers are gone ends at once, instead of waiting in NCCL until the job's time-out
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+    }
+    return {**arguments, "task_config": nodes, "environment": environment}
+
+
+def picklable(outputs: Any) -> Any:
+    """The outputs as the plugin, which pickles them, can pass them on: without PythonPickledFile, a class that flytekit
+    makes on use."""
+    return outputs and outputs._replace(model_state=FlyteFile(outputs.model_state.path))

@@ -1,0 +1,31 @@
+"""What tasks give back. A local run's files stay where they are: flytekit would copy them to a temporary place."""
+
+from pathlib import Path
+from typing import Any, TypeVar
+
+from flytekit.types.directory import FlyteDirectory
+from flytekit.types.file import FlyteFile
+
+from flyte_ddp.attempt.page import write_page
+from flyte_ddp.flyte1 import platform
+
+F = TypeVar("F", bound=FlyteFile)
+
+
+def output_file(path: Path, kind: type[F] = FlyteFile) -> F:
+    return kind(str(path), remote_path=_storage())
+
+
+def output_folder(path: Path, url: str = "") -> FlyteDirectory:
+    """url: where its files go, if some are there already."""
+    return FlyteDirectory(str(path), remote_directory=url or _storage())
+
+
+def output_page(folder: Path, title: str, fragment: str) -> FlyteFile:
+    """A page as an HTML file of its own in the folder, and as the task's Deck."""
+    return output_file(write_page(platform, folder, title, fragment))
+
+
+def _storage() -> Any:
+    """False leaves a file where it is; None has Flyte choose a place in its storage."""
+    return False if platform.is_local() else None

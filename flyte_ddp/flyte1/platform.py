@@ -1,0 +1,144 @@
+"""Flyte 1 as the platform of an attempt, by flytekit: a module with the functions of flyte_ddp.attempt.platform."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from flytekit import Deck, FlyteContextManager, current_context
+from flytekit.core.checkpointer import SyncCheckpoint
+from flytekit.core.data_persistence import FileAccessProvider, get_fsspec_storage_options
+from flytekit.exceptions.system import FlyteDownloadDataException
+from flytekit.exceptions.user import (
+    FlyteDataNotFoundException,
+    FlyteRecoverableException,
+    FlyteUserException,
+    FlyteUserRuntimeException,
+)
+
+from flyte_ddp.attempt.webhook import CONSOLE_VARIABLE
+from flyte_ddp.errors import InputError
+from flyte_ddp.flyte1.flytekit_compat import (
+    checkpoint_destination,
+    checkpoint_source,
+    replace_html,
+    with_error_code_of,
+)
+from flyte_ddp.launch.failures import Failure
+
+EFFECT_SECONDS = 10.0  # Flyte shows the earliest failure of all pods: one that may be an effect counts as later
+download_errors = (FlyteDownloadDataException,)
+
+
+def is_local() -> bool:
+    state = FlyteContextManager.current_context().execution_state
+    return state is None or state.is_local_execution()
+
+
+def working_folder() -> Path:
+    return Path(current_context().working_directory)
+
+
+def earlier_attempts() -> int:
+    return int(os.environ.get("FLYTE_ATTEMPT_NUMBER") or 0)
+
+
+def execution() -> tuple[str, str]:
+    if is_local():
+        return "", ""
+    found = current_context().execution_id
+    page = f"projects/{found.project}/domains/{found.domain}/executions/{found.name}"
+    console = os.environ.get(CONSOLE_VARIABLE, "").rstrip("/")
+    link = os.environ.get("FLYTE_EXECUTION_URL") or (f"{console}/{page}" if console else "")
+    return f"{found.project}/{found.domain}/{found.name}", link
+
+
+# --- storage ---
+
+
+def storage() -> FileAccessProvider:
+    return FlyteContextManager.current_context().file_access
+
+
+def logs_url() -> str:
+    return storage().raw_output_prefix.rstrip("/") + "/logs"
+
+
+def previous_logs_url() -> str:
+    """Beside the previous attempt's checkpoint."""
+    earlier = previous_checkpoint_url()
+    return f"{earlier.rpartition('/')[0]}/logs" if earlier else ""
+
+
+def checkpoint_url() -> str:
+    return checkpoint_destination(_checkpoint()).rstrip("/")
+
+
+def previous_checkpoint_url() -> str:
+    return (checkpoint_source(_checkpoint()) or "").rstrip("/")
+
+
+def _checkpoint() -> SyncCheckpoint:
+    try:
+        found: SyncCheckpoint = current_context().checkpoint
+    except NotImplementedError:  # flytekit's, of a platform that is too old
+        raise InputError(
+            "run() must be called in a task, while Flyte runs that: call the task, or flyte_ddp.train without Flyte"
+        ) from None
+    return found
+
+
+def get(url: str, path: Path) -> None:
+    try:
+        storage().get_data(url, str(path))
+    except FlyteDataNotFoundException:
+        raise FileNotFoundError(url) from None
+
+
+def put(path: Path, url: str) -> None:
+    storage().put_data(str(path), url)
+
+
+def storage_options(protocol: str) -> dict[str, Any]:
+    return get_fsspec_storage_options(protocol, storage().data_config)
+
+
+# --- what Flyte shows ---
+
+
+def publisher(title: str) -> Callable[[str], None]:
+    """A function that shows HTML in the task's Deck."""
+    if is_local() or not current_context().enable_deck:
+        return lambda html: None  # a local run's page is a file that one can open
+    deck = Deck(title, "")
+
+    def publish(html: str) -> None:
+        replace_html(deck, html)
+        if current_context().enable_deck:  # not in a process of Flyte's Elastic plugin, which shows Decks at the end
+            Deck.publish()
+
+    return publish
+
+
+@with_error_code_of(FlyteUserRuntimeException)
+class TaskError(FlyteUserException):
+    """A task's failure, for which Flyte's console shows the message first.
+
+    For other exceptions the message follows the stack, here that of the parent, where nothing is wrong.
+    """
+
+    def __init__(self, failure: Failure, message: str):
+        super().__init__(message, timestamp=failure.at + (EFFECT_SECONDS if failure.is_effect else 0))
+        self.failure = failure
+
+    __traceback__: Any = property(lambda self: None, lambda self, value: None)
+    __str__ = Exception.__str__
+
+
+@with_error_code_of(FlyteRecoverableException)
+class TaskInterruptedError(TaskError, FlyteRecoverableException):
+    """A task's failure that Flyte retries."""
+
+
+def error(failure: Failure, message: str) -> TaskError:
+    return (TaskInterruptedError if failure.recoverable else TaskError)(failure, message)

@@ -1,0 +1,98 @@
+"""From a dataset's name to the prepared dataset, as Flyte tasks. No torch: it would not fit into a small pod."""
+
+import json
+import os
+from collections.abc import Iterator
+from typing import Annotated
+
+from flyteidl.core.literals_pb2 import LiteralMap
+from flytekit import Cache, HashMethod, task
+from flytekit.types.directory import FlyteDirectory
+
+from flyte_ddp.attempt import datasets
+from flyte_ddp.attempt.failures import platform_errors
+from flyte_ddp.attempt.requested import registered_environment
+from flyte_ddp.code.code_version import code_version
+from flyte_ddp.data.prepared import prepared
+from flyte_ddp.flyte1 import platform
+from flyte_ddp.flyte1.caching import CodeVersion, OnClustersOnly
+from flyte_ddp.flyte1.flytekit_compat import local_cache
+from flyte_ddp.flyte1.outputs import output_folder
+from flyte_ddp.flyte1.platform import is_local
+from flyte_ddp.flyte1.resources import dynamic_resources, preparation_resources, small_resources
+from flyte_ddp.recipes.hyperparameters import Hyperparameters
+from flyte_ddp.settings import RunOptions
+
+RESOLVING = CodeVersion(code_version(__name__, "flyte_ddp.attempt.datasets"), ())
+
+
+def dataset_digest(directory: FlyteDirectory) -> str:
+    return prepared.read_description(str(directory)).digest
+
+
+PreparedDataset = Annotated[FlyteDirectory, HashMethod(dataset_digest)]
+
+
+@task(
+    task_config=OnClustersOnly(),
+    cache=Cache(policies=RESOLVING, ignored_inputs="options"),
+    **small_resources(),
+)
+@platform_errors(platform)
+def resolve_dataset(hp: Hyperparameters, options: RunOptions, auto: str = "mnist") -> str:
+    """The name of the dataset to train on, auto being the workflow's own; not cached in local runs, which may need a
+    stand-in, or find out here that this machine cannot do what is asked."""
+    datasets.check_ranks(platform, hp, options)
+    return resolve_name(hp.dataset, auto)
+
+
+@task(
+    task_config=OnClustersOnly(),
+    cache=Cache(policies=RESOLVING, salt=json.dumps(registered_environment())),
+    **dynamic_resources(),
+)
+@platform_errors(platform)
+def resolve_for_multinode(hp: Hyperparameters, auto: str = "mnist") -> str:
+    """The same for many nodes; refuses inputs that the nodes would refuse only after they have started."""
+    datasets.check_nodes(platform, hp)
+    return resolve_name(hp.dataset, auto)
+
+
+def resolve_name(asked: str, auto: str = "mnist") -> str:
+    """The dataset that a name or auto stands for; a local run also discards damaged data and lost cache entries."""
+    name = datasets.resolve_name(platform, asked, auto)
+    if is_local():
+        forget_lost_results()
+    return name
+
+
+def forget_lost_results() -> None:
+    """Drops local cache entries whose files are gone, so that the tasks run again instead of failing.
+
+    Flyte's local cache stores paths, never contents, and offers no such check.
+    """
+    cache = local_cache()
+    for key in list(cache):
+        outputs = LiteralMap.FromString(cache[key])
+        if not all(os.path.exists(path) for path in _local_paths(outputs)):
+            del cache[key]
+
+
+def _local_paths(outputs: LiteralMap) -> Iterator[str]:
+    for literal in outputs.literals.values():
+        for one in literal.collection.literals or [literal]:
+            if one.scalar.blob.uri.startswith("/"):
+                yield one.scalar.blob.uri
+
+
+@task(
+    cache=Cache(policies=CodeVersion(code_version("flyte_ddp.data.sources.datasets"), ()), serialize=True),
+    retries=3,
+    **preparation_resources(),
+)
+@platform_errors(platform)
+def prepare_dataset(name: str) -> PreparedDataset:
+    """Downloads and prepares the named dataset (for the format see flyte_ddp.data.prepared.prepared)."""
+    folder = datasets.prepare(platform, name)
+    # A local run uses the folder where it is: a copy would only land in a temporary place
+    return output_folder(folder)

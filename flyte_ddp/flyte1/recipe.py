@@ -1,0 +1,108 @@
+"""A user's recipe as a Flyte task, in a workflow file of their own:
+
+training = RecipeTraining("my_project.model:CharLM")
+
+@task(**training.arguments())
+def train_model(settings: Settings, options: RunOptions) -> RecipeOutputs:
+    return training.run(settings, options)
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from flytekit.types.directory import FlyteDirectory
+from flytekit.types.file import FlyteFile, PythonPickledFile
+
+from flyte_ddp.attempt.failures import platform_errors
+from flyte_ddp.attempt.prediction import predicted
+from flyte_ddp.attempt.summaries import RecipeSummary
+from flyte_ddp.attempt.training import Trained
+from flyte_ddp.code.user_code import UserCode, find_code, find_observers
+from flyte_ddp.data.description import StoredData
+from flyte_ddp.flyte1 import platform
+from flyte_ddp.flyte1.caching import CodeVersion
+from flyte_ddp.flyte1.data import downloaded, source_of
+from flyte_ddp.flyte1.outputs import output_file
+from flyte_ddp.flyte1.pyflyte import set_up_pyflyte, ship
+from flyte_ddp.flyte1.train import Data, FlytekitTraining, files_of, training_arguments
+from flyte_ddp.settings import TrainingSettings
+
+Outputs = TypeVar("Outputs")
+
+
+class RecipeOutputs(NamedTuple):
+    """The outputs of a recipe's training.
+
+    Attributes:
+        epoch_measures: after each evaluation, by name; of the validation samples, if any, else of the test samples.
+        model_state: the trained weights, a CPU state_dict, from which the recipe's load_model rebuilds the network.
+            With a validation split they are those of the best epoch, and logs has those of the last one as last.pt.
+        summary: the figures.
+        report: an HTML page in one file.
+        logs: a folder with the recipe's predictions on the test samples, and what ranks, trackers and profiler wrote.
+    """
+
+    epoch_measures: list[dict[str, float]]
+    model_state: PythonPickledFile
+    summary: RecipeSummary
+    report: FlyteFile["html"]  # noqa: F821
+    logs: FlyteDirectory
+
+
+def recipe_outputs(trained: Trained) -> RecipeOutputs:
+    return RecipeOutputs(trained.epoch_measures, *files_of(trained, trained.recipe_summary()))
+
+
+class NamedTraining(FlytekitTraining[Outputs]):
+    """A user's code, known only by its name: its module, which imports torch, is for the ranks.
+
+    Its first-party code and data files are shipped to the pods with the workflow's, and determine the cache version.
+    """
+
+    distributions: Sequence[str] = ("torch",)
+
+    def __init__(self, code: UserCode, observers: Sequence[str]):
+        set_up_pyflyte()
+        super().__init__(code, find_observers(observers))
+        self.version = CodeVersion(code.version, self.distributions)
+        for one in (self.code, *self.observers):
+            ship(one.files)
+
+    def arguments(self, ignored_inputs: Sequence[str] = ("options",)) -> dict[str, Any]:
+        """Arguments of the @task that trains or predicts: cache, retries, live report, resources."""
+        return training_arguments(self.version, f"{self.code.name} ", ignored_inputs)
+
+
+class RecipeTraining(NamedTraining[RecipeOutputs]):
+    """A recipe, known only by its name: its module, which imports torch, is for the ranks."""
+
+    def __init__(self, recipe: str, data_files: Sequence[str] = (), observers: Sequence[str] = ()):
+        """recipe: "package.module:Name". data_files: files that it reads, relative to its module's file. observers:
+        classes, named likewise, with a method for each event that concerns them; no part of the cache version.
+
+        Create it at the top level of the workflow file, after the imports. Raises InputError if there is no such
+        recipe.
+        """
+        super().__init__(find_code(recipe, data_files), observers)
+
+    @platform_errors(platform)
+    def predict(
+        self,
+        model_state: FlyteFile,
+        settings: TrainingSettings,
+        shard: int = 0,
+        shards: int = 1,
+        data: Data | StoredData = None,
+        split: str = "test",
+        init: FlyteDirectory | None = None,
+    ) -> FlyteFile:
+        """The predictions (n, ...) of a trained network for a shard of a split, as an .npy file.
+
+        settings, init: those of the training. shard: from 0; map over it, in a task with arguments(ignored_inputs=()).
+        """
+        subject = self.subject(settings, source_of(data), downloaded(init))
+        return output_file(predicted(platform, subject, Path(model_state.download()), shard, shards, split))
+
+    def outputs_of(self, trained: Trained) -> RecipeOutputs:
+        return recipe_outputs(trained)

@@ -1,0 +1,91 @@
+"""The resources that tasks request of a cluster, as arguments of @task, from the registration's settings."""
+
+from datetime import timedelta
+from typing import Any
+
+from flytekit import Resources, Secret
+from flytekit.core.base_task import PythonTask
+from flytekit.extras import accelerators
+
+from flyte_ddp.attempt import requested
+from flyte_ddp.attempt.pod import GPUS_VARIABLE
+from flyte_ddp.attempt.registration import registration
+from flyte_ddp.attempt.requested import Size, pod_environment, registered_environment, training_environment
+from flyte_ddp.flyte1.caching import CodeVersion
+
+IMAGE = "{{.image.trainer}}"  # named in flyte.config, or by --image trainer=NAME
+
+
+def sizes(size: Size) -> dict[str, Any]:
+    """Arguments of @task or with_overrides."""
+    requests, limits = (
+        Resources(
+            cpu=size.cpu[which],
+            mem=size.memory[which],
+            ephemeral_storage=size.disk[which],
+            gpu=str(size.gpus) if size.gpus else None,
+        )
+        for which in (0, 1)
+    )
+    return {"requests": requests, "limits": limits}
+
+
+def training_sizes(gpus: int) -> dict[str, Any]:
+    """What a training pod with this many GPUs needs, as arguments of @task or with_overrides."""
+    needed = sizes(requested.training_size(gpus))
+    return {**needed, "shared_memory": True} if gpus else needed
+
+
+def resize(task: PythonTask, gpus: int) -> dict[str, Any]:
+    """Arguments of with_overrides for a training task that a @dynamic in this pod compiles with this many GPUs."""
+    task.environment[GPUS_VARIABLE] = str(gpus)  # with_overrides has no environment
+    return training_sizes(gpus)
+
+
+def training_resources(code: CodeVersion | None = None) -> dict[str, Any]:
+    """Arguments of @task for training; code is what determines the result, if that is cached."""
+    asked, secrets = registration(), requested.training_secrets()
+    return {
+        **_every_pod(),
+        **training_sizes(asked.training_gpus),
+        "pod_template_name": asked.pod_template or None,
+        "accelerator": getattr(accelerators, asked.accelerator, None),  # None for none, too
+        "interruptible": asked.interruptible or None,  # None leaves it to the cluster
+        "timeout": timedelta(seconds=asked.attempt_seconds),
+        "secret_requests": [_secret(variable, *name) for variable, name in secrets.items()] or None,
+        "environment": {
+            **training_environment(asked.training_gpus, code.code if code else ""),
+            **requested.addresses(),
+        },
+    }
+
+
+def preparation_resources() -> dict[str, Any]:
+    """Arguments of @task for downloading and preparing a dataset, and for other tasks that need torch but no ranks."""
+    return {
+        **_every_pod(),
+        **sizes(requested.preparation_size()),
+        "timeout": timedelta(hours=1),
+        "environment": pod_environment(),
+    }
+
+
+def small_resources() -> dict[str, Any]:
+    """Arguments of @task for a task that computes nothing."""
+    return {**_every_pod(), **sizes(requested.small_size()), "environment": pod_environment()}
+
+
+def dynamic_resources() -> dict[str, Any]:
+    """Arguments of @dynamic: its pod compiles the tasks that it starts, and needs the registration's settings for
+    that."""
+    return {**small_resources(), "environment": registered_environment()}
+
+
+def _every_pod() -> dict[str, Any]:
+    asked = registration()
+    return {"container_image": IMAGE, "labels": asked.labels or None, "annotations": asked.annotations or None}
+
+
+def _secret(variable: str, group: str, key: str) -> Secret:
+    """The Flyte secret named GROUP/KEY as an environment variable."""
+    return Secret(group=group, key=key, mount_requirement=Secret.MountType.ENV_VAR, env_var=variable)

@@ -1,0 +1,89 @@
+"""Training within a Flyte task, from typed inputs to typed outputs; and that of the built-in image classifiers."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeAlias, TypeVar
+
+from flytekit import Cache
+from flytekit.types.directory import FlyteDirectory
+from flytekit.types.file import FlyteFile, PythonPickledFile
+
+from flyte_ddp.attempt.registration import registration
+from flyte_ddp.attempt.summaries import TrainingSummary
+from flyte_ddp.attempt.training import IMAGE_CLASSIFIER, OfImages, Trained, Training
+from flyte_ddp.data.description import StoredData
+from flyte_ddp.flyte1 import platform
+from flyte_ddp.flyte1.caching import CodeVersion
+from flyte_ddp.flyte1.data import downloaded, downloaded_once
+from flyte_ddp.flyte1.outputs import output_file, output_folder
+from flyte_ddp.flyte1.resources import training_resources
+from flyte_ddp.settings import RunOptions, TrainingSettings
+
+TRAINING_CODE = CodeVersion(IMAGE_CLASSIFIER.version)
+Data: TypeAlias = FlyteFile | FlyteDirectory | None
+Outputs = TypeVar("Outputs")
+
+
+def training_arguments(
+    code: CodeVersion = TRAINING_CODE,
+    salt: str = "",
+    ignored_inputs: Sequence[str] = ("options",),
+) -> dict[str, Any]:
+    """Arguments of a @task that trains: cache (its version depends on code and salt), retries, live report,
+    resources."""
+    return {
+        "cache": Cache(policies=code, salt=salt, ignored_inputs=tuple(ignored_inputs), serialize=True),
+        "retries": registration().retries,
+        "enable_deck": True,
+        "deck_fields": (),  # only the report, live
+        **training_resources(code),
+    }
+
+
+class FlytekitTraining(Training[Data, Outputs]):
+    """Trains within a task of flytekit, on one node or many."""
+
+    platform = platform
+    downloaded = staticmethod(downloaded)
+    downloaded_once = staticmethod(downloaded_once)
+
+    def run_as_rank(
+        self, settings: TrainingSettings, options: RunOptions, data: Data | StoredData = None, init: Data = None
+    ) -> Outputs:  # as its base says, in a task whose arguments come from multinode
+        from flyte_ddp.flyte1.multinode import picklable  # imports torch
+
+        return picklable(super().run_as_rank(settings, options, data, init))
+
+
+def files_of(trained: Trained, summary: Any) -> tuple[PythonPickledFile, Any, FlyteFile, FlyteDirectory]:
+    """The outputs that all trainings have, in their order: model_state, summary, report, logs."""
+    model = output_file(trained.model, PythonPickledFile)
+    return model, summary, output_file(trained.report), output_folder(trained.logs, trained.logs_url)
+
+
+class TrainingOutputs(NamedTuple):
+    """The outputs of an image classifier's training.
+
+    Attributes:
+        epoch_accuracies: after each evaluation, on the validation split, if any, else on the test split; 0 to 1.
+        model_state: the trained weights, a CPU state_dict; with a validation split those of the best epoch.
+        summary: the figures.
+        report: an HTML page in one file.
+        logs: a folder with predictions on the test split, and what ranks, trackers and profiler wrote; with a
+            validation split also last.pt, the weights of the last epoch.
+    """
+
+    epoch_accuracies: list[float]
+    model_state: PythonPickledFile
+    summary: TrainingSummary
+    report: FlyteFile["html"]  # noqa: F821
+    logs: FlyteDirectory
+
+
+class ImageTraining(OfImages[Data, TrainingOutputs], FlytekitTraining[TrainingOutputs]):
+    """Trains an image classifier on a prepared dataset."""
+
+    def outputs_of(self, trained: Trained) -> TrainingOutputs:
+        return TrainingOutputs(trained.epoch_accuracies, *files_of(trained, trained.image_summary()))
+
+
+image_training = ImageTraining()

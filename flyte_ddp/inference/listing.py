@@ -1,0 +1,54 @@
+"""The image files of a prediction, listed once: their shards' keys are made of this listing."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from flytekit.types.directory import FlyteDirectory
+
+from flyte_ddp.errors import ReportedError
+from flyte_ddp.flyte1.data import fetch, list_files
+from flyte_ddp.inference.shards import Shard
+
+
+@dataclass(frozen=True)
+class Listing:
+    """Names of files below a folder, with details that change when the files do; none if there is no folder."""
+
+    files: Sequence[tuple[str, str]]
+
+    @classmethod
+    def of(cls, folder: FlyteDirectory | None) -> "Listing":
+        return cls([] if folder is None else [*list_files(folder).items()])
+
+    @classmethod
+    def read(cls, path: Path) -> "Listing":
+        return cls([(name, details) for name, details in json.loads(path.read_bytes())])
+
+    def write(self, path: Path) -> Path:
+        path.write_text(json.dumps(self.files), encoding="utf-8")
+        return path
+
+    def part(self, shard: Shard) -> "Listing":
+        return Listing(self.files[shard.first : shard.last])
+
+    def fetch(self, folder: FlyteDirectory | None, into: Path) -> list[tuple[str, str]]:
+        """Each name with the path of its file on this machine; see flyte_ddp.flyte1.data."""
+        if folder is None:
+            return []
+        try:
+            return fetch(folder, [name for name, _ in self.files], into)
+        except FileNotFoundError:
+            self.verify(folder)
+            raise
+
+    def verify(self, folder: FlyteDirectory | None) -> None:
+        """Raises ReportedError if a file is no longer what it was when it was listed."""
+        now = {} if folder is None else list_files(folder)
+        changed = [name for name, details in self.files if now.get(name) != details]
+        if changed:
+            raise ReportedError(
+                f"{len(changed):,} image files have changed while they were predicted, such as {changed[0]}: run "
+                "again, and leave the folder as it is until the run has ended"
+            )

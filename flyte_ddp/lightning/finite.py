@@ -1,0 +1,42 @@
+"""What of a training under Lightning has become NaN or infinite, whoever optimizes and whatever is logged."""
+
+import math
+from collections.abc import Mapping
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+
+from flyte_ddp.engine.sharding.sharding import local
+from flyte_ddp.errors import NonFiniteError
+
+
+def broken(measures: Mapping[str, float]) -> tuple[list[str], list[str]]:
+    """The names of losses, those of each loader, and of other measures that are not finite."""
+    names = [name for name, value in measures.items() if not math.isfinite(value)]
+    losses = [name for name in names if name.partition("/")[0] == "loss"]
+    return losses, [name for name in names if name not in losses]
+
+
+def check_finite(
+    trainer: Trainer,
+    module: LightningModule,
+    trained: Mapping[str, float],
+    validation: Mapping[str, float],
+    epoch: int,
+    steps: int,
+) -> None:
+    """Raises NonFiniteError, on all ranks, if a loss that was logged in the epoch, or a weight, is not finite on any of
+    them; a collective. epoch: from 0."""
+    weights = [local(weight.detach()) for weight in module.parameters() if weight.requires_grad]
+    is_bad = not all(bool(weight.isfinite().all()) for weight in weights)
+    found = [float(is_bad), float(bool(broken(trained)[0])), float(bool(broken(validation)[0]))]
+    flags = torch.zeros(trainer.world_size, len(found), dtype=torch.float64, device=trainer.strategy.root_device)
+    flags[trainer.global_rank] = torch.tensor(found, dtype=torch.float64)
+    total: torch.Tensor = trainer.strategy.reduce(flags, reduce_op="sum")
+    weight, loss, evaluation = ([rank for rank, flag in enumerate(column) if flag] for column in total.T.tolist())
+    for what, ranks in (("a weight", weight), ("loss", loss)):
+        if ranks:
+            raise NonFiniteError.in_step(what, ranks, epoch, steps - 1)
+    if evaluation:
+        value = next((validation[name] for name in broken(validation)[0]), math.nan)
+        raise NonFiniteError.in_evaluation(value, "validation", epoch + 1)

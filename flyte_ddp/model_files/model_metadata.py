@@ -1,0 +1,142 @@
+"""Metadata in a weights file, from which its network can be rebuilt. Imports no torch.
+
+It is one more entry in the zip archive that torch.save writes, which torch.load ignores; in a safetensors file it is in
+the header.
+"""
+
+import hashlib
+import json
+import pkgutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any, TypeVar, get_origin, get_type_hints
+from zipfile import ZIP_STORED, ZipFile, ZipInfo
+
+from flyte_ddp.errors import InputError
+from flyte_ddp.settings import Settings
+
+FORMAT = 1
+HEADER = "flyte_ddp"  # the metadata's entry in the header of a safetensors file
+ENTRY = "flyte_ddp.json"  # and in a zip archive
+MOST_BYTES = 2**20  # of an entry: ours have a few thousand
+MOST_HEADER_BYTES = 10**8  # as in safetensors itself
+Kind = TypeVar("Kind")
+
+
+@dataclass(frozen=True)
+class ModelMetadata:
+    """Metadata of a trained network.
+
+    Attributes:
+        recipe: "package.module:Name" of the recipe that trained it.
+        settings_class: "package.module:Name" of the class of the settings.
+        data: the name of the data, and their digest if a file or folder was given.
+        facts: what Recipe.facts returned.
+        headline: the name of its main measure.
+        measures: on the test split, or for last.pt on the validation split, as the training reported them, by name.
+        training: world_size, hardware and precision.
+        versions: of Python and torch.
+        base_digest: see FrozenBase; empty if the file has all weights.
+    """
+
+    recipe: str
+    settings_class: str
+    settings: dict[str, Any]
+    data: dict[str, str]
+    facts: dict[str, Any]
+    headline: str
+    measures: dict[str, float]
+    training: dict[str, Any]
+    versions: dict[str, str]
+    base_digest: str = ""
+    format: int = FORMAT
+
+    def as_json(self) -> str:
+        return json.dumps(asdict(self), indent=2, default=str)  # a recipe's facts may be anything
+
+    @property
+    def digest(self) -> str:
+        """The same for the same weights, whatever the format of their file, and nearly always another for others."""
+        return hashlib.sha256(self.as_json().encode()).hexdigest()
+
+    def load_settings(self, path: str | Path) -> Settings:
+        """The settings of the training; imports the module of their class. path: of these weights."""
+        return class_named(self.settings_class, Settings, f"{path}: the class of the settings").from_dict(self.settings)
+
+
+def class_named(name: str, base: type[Kind], what: str) -> type[Kind]:
+    """The class "package.module:Name", which imports its module; InputError if it cannot be imported, or is not derived
+    from base. what: begins the sentence."""
+    try:
+        kind = pkgutil.resolve_name(name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise InputError(
+            f"{what}, {name}, cannot be imported ({type(error).__name__}: {error}): start Python in the folder from "
+            "which its module can be imported, or put that folder on PYTHONPATH"
+        ) from error
+    if not (isinstance(kind, type) and issubclass(kind, base)):
+        raise InputError(f"{what} must be derived from {base.__name__}, got {name}")
+    return kind
+
+
+def read_metadata(weights: str | Path) -> ModelMetadata | None:
+    """The metadata of a weights file; None if it has none, or cannot be read, which loading the weights will report."""
+    try:
+        text = _header(weights) if is_safetensors(weights) else _entry(weights)
+        return ModelMetadata(**_of_our_format(json.loads(text)))
+    except Exception:  # a damaged file makes zipfile and json raise a dozen types
+        return None
+
+
+def is_safetensors(weights: str | Path) -> bool:
+    """Whether it is a safetensors file, by its content: eight bytes with a length, then JSON. Raises OSError."""
+    with open(weights, "rb") as file:
+        return file.read(9)[8:] == b"{"
+
+
+def add_metadata(weights: Path | IO[bytes], metadata: ModelMetadata) -> None:
+    """Adds them to a file of torch.save that has none."""
+    with ZipFile(weights, "a") as archive:
+        folder = archive.namelist()[0].partition("/")[0]  # torch's entries are all in one
+        archive.writestr(ZipInfo(f"{folder}/{ENTRY}"), metadata.as_json())  # no date: equal trainings, equal files
+
+
+def needs_metadata(weights: str | Path, remedy: str) -> ModelMetadata:
+    """The metadata of a weights file; InputError if it has none."""
+    check_is_file(weights)
+    metadata = read_metadata(weights)
+    if metadata is None:
+        raise InputError(f"{weights} has no metadata, which training writes into it, or is damaged: {remedy}")
+    return metadata
+
+
+def check_is_file(weights: str | Path) -> None:
+    """Raises InputError for a place without a file."""
+    if not Path(weights).is_file():
+        raise InputError(f"model_state must be a file, and {weights} is none: give the one of a training")
+
+
+def _of_our_format(content: Any) -> dict[str, Any]:
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise ValueError
+    kinds = {name: get_origin(kind) or kind for name, kind in get_type_hints(ModelMetadata).items()}
+    known = {name: value for name, value in content.items() if name in kinds}
+    if not all(isinstance(value, kinds[name]) for name, value in known.items()):
+        raise ValueError
+    return known
+
+
+def _entry(path: str | Path) -> str:
+    with ZipFile(path) as archive:
+        (entry,) = (entry for entry in archive.infolist() if entry.filename.endswith(f"/{ENTRY}"))
+        if entry.compress_type != ZIP_STORED or entry.file_size > MOST_BYTES:  # which could fill the memory
+            raise ValueError
+        return archive.read(entry).decode()
+
+
+def _header(path: str | Path) -> str:
+    with open(path, "rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        if size > MOST_HEADER_BYTES:
+            raise ValueError
+        return str(json.loads(file.read(size))["__metadata__"][HEADER])

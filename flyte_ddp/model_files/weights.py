@@ -1,0 +1,111 @@
+"""The weights in a file, fitted to a network. Nothing in the file is executed."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from flyte_ddp.errors import InputError, not_installed
+from flyte_ddp.model_files.frozen_base import digest_of, frozen_weights
+from flyte_ddp.model_files.model_metadata import is_safetensors, read_metadata
+
+MOST_NAMES = 6
+REMEDY = "use the model_state of a training of this network, with the settings of that training"
+Network = TypeVar("Network", bound=nn.Module)
+
+
+def load_weights(model: Network, path: str | Path, called: str = "model_state", remedy: str = REMEDY) -> Network:
+    """Loads the weights of a file into a network and returns it; InputError if they do not fit.
+
+    called, remedy: how the error names the file, and what it advises.
+    """
+    own = model.state_dict()
+    given = with_base(with_tied(read_weights(path, called, remedy), own), model, path, called)
+    if names := misfits(given, own):
+        problem = describe_misfits(names, given, own)
+        raise InputError(f"{called} must fit the network, got {path} with {problem}: {remedy}")
+    model.load_state_dict(given)
+    return model
+
+
+def read_weights(path: str | Path, called: str = "model_state", remedy: str = REMEDY) -> dict[str, Tensor]:
+    """The state_dict of a model_state or safetensors file, on the CPU; InputError if the file is neither."""
+    try:
+        if is_safetensors(path):
+            found: Any = _read_safetensors(path)
+        else:
+            found = torch.load(path, map_location="cpu", weights_only=True)
+        problem = f"holds something else ({type(found).__name__})"
+    except InputError:  # a library is missing
+        raise
+    except Exception as error:  # of zipfile, pickle, torch and safetensors, which would advise to trust the file
+        found, problem = None, f"cannot be read safely ({getattr(error, 'strerror', None) or type(error).__name__})"
+    if not isinstance(found, dict) or not all(isinstance(value, Tensor) for value in found.values()):
+        raise InputError(f"{called} must be a state_dict of tensors, but {path} {problem}: {remedy}")
+    return found
+
+
+def first_names(weights: Mapping[str, Tensor]) -> dict[str, str]:
+    """For each name the first one of the same tensor: tied weights have several."""
+    firsts: dict[Any, str] = {}
+    return {
+        name: firsts.setdefault((value.device, value.data_ptr(), value.shape, value.stride()), name)
+        if value.numel()
+        else name
+        for name, value in weights.items()
+    }
+
+
+def with_tied(given: dict[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Weights of a file that has tied ones under their first name alone, with their other names in the network."""
+    others = {name: first for name, first in first_names(own).items() if name not in given and first in given}
+    return {**given, **{name: given[first] for name, first in others.items()}}
+
+
+def with_base(
+    given: dict[str, Tensor], model: nn.Module, path: str | Path, called: str = "model_state"
+) -> dict[str, Tensor]:
+    """Weights of a file with those that it leaves out because the network's recipe freezes them; InputError if these
+    are not the same as in its training."""
+    base = {name: value for name, value in frozen_weights(model).items() if name not in given}
+    metadata = read_metadata(path) if base else None
+    if not metadata or not metadata.base_digest:
+        return given
+    if digest_of(base) != metadata.base_digest:
+        raise InputError(
+            f"{called} leaves out {listed(sorted(base))}, which model() freezes and which are others now than in the "
+            f"training of {path}: give the settings, data and init of that training"
+        )
+    return {**given, **base}
+
+
+def misfits(given: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> list[str]:
+    """The names of tensors that only one of the two has, or whose shapes differ."""
+    shapes = [{name: value.shape for name, value in weights.items()} for weights in (given, own)]
+    return [name for name in sorted({*given, *own}) if shapes[0].get(name) != shapes[1].get(name)]
+
+
+def describe_misfits(names: Sequence[str], given: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> str:
+    """Why tensors of given weights do not fit, in torch's words."""
+    both = [name for name in names if name in given and name in own]
+    kinds = {
+        "missing keys": [name for name in names if name not in given],
+        "unexpected keys": [name for name in names if name not in own],
+        "wrong shapes": [f"{name} {tuple(given[name].shape)} instead of {tuple(own[name].shape)}" for name in both],
+    }
+    return "; ".join(f"{kind} {listed(found)}" for kind, found in kinds.items() if found)
+
+
+def listed(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:MOST_NAMES])
+    return shown + (f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else "")
+
+
+def _read_safetensors(path: str | Path) -> dict[str, Tensor]:
+    try:
+        from safetensors.torch import load_file
+    except ImportError:
+        raise InputError(f"this file needs {not_installed('safetensors', 'export')}, or load a .pt file") from None
+    return load_file(path)

@@ -1,0 +1,115 @@
+"""Samples of different lengths: the padding, and so the result, is that of the global batch."""
+
+import math
+import multiprocessing
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from flyte_ddp.engine.batches.lengths import SimilarLengths
+from flyte_ddp.engine.batches.order import shuffled
+from flyte_ddp.errors import DataError, InputError
+from flyte_ddp.events import StepLogged
+from flyte_ddp.settings import RunOptions
+from flyte_ddp.training import train
+from tests.engine.length_recipes import (
+    HeldOut,
+    Ragged,
+    Sorted,
+    TooFew,
+    TooShortInTheMiddle,
+    Unsorted,
+    Varied,
+    WindowAlone,
+    WithoutLengths,
+    Wrong,
+    WrongInTheMiddle,
+)
+from tests.engine.probe_recipes import Settings
+from tests.engine.test_frozen_base import run
+
+
+def trained(recipe, output, nproc, **settings):
+    """Losses and padding of each step and of the test, and the weights."""
+    events: list[object] = []
+    options = RunOptions(nproc=nproc, loader_workers=0)
+    chosen = Settings(batch_size=7, test_batch_size=11, epochs=2, log_interval=1, **settings)
+    result = train(recipe, chosen, options, output=output, on_event=events.append)
+    steps = [event.measures for event in events if isinstance(event, StepLogged)] + [result.tested]
+    found = torch.load(result.model_path, weights_only=True)
+    return [step["loss"] for step in steps], [step["padding"] for step in steps], found
+
+
+@pytest.mark.parametrize(("recipe", "settings"), [(Varied, {}), (HeldOut, {"validation_fraction": 0.3})])
+def test_the_result_is_the_same_on_any_number_of_ranks(tmp_path, recipe, settings):
+    losses, padding, weights = trained(recipe, tmp_path / "1", 1, **settings)
+    assert max(padding) > 0.05
+    others, other_padding, other_weights = trained(recipe, tmp_path / "3", 3, **settings)
+    assert others == pytest.approx(losses, rel=1e-4)
+    assert other_padding == pytest.approx(padding)
+    size = math.sqrt(sum(float(value.square().sum()) for value in weights.values()))
+    gaps = (other_weights[name] - value for name, value in weights.items())
+    assert math.sqrt(sum(float(gap.square().sum()) for gap in gaps)) < 1e-4 * size
+
+
+@pytest.mark.usefixtures("alone")
+def test_what_is_in_memory_is_cut_to_the_longest_of_a_batch_and_sorting_saves_padding(tmp_path):
+    padding = []
+    for recipe in (Unsorted, HeldOut, Sorted):
+        _, events = run(recipe, tmp_path / recipe.__name__, batch_size=5, log_interval=1)
+        padding.append([event.measures["padding"] for event in events if isinstance(event, StepLogged)])
+    assert padding[0] == padding[1]
+    assert sum(padding[2]) < 0.5 * sum(padding[0])
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    ("recipe", "error", "words"),
+    [
+        (
+            WithoutLengths,
+            DataError,
+            r"Sentences: samples must have the same shape, got \(\d+,\) and .* lengths\(split\)",
+        ),
+        (WindowAlone, InputError, r"WindowAlone.length_window must be 0 without WindowAlone.lengths, got 3"),
+        (
+            TooFew,
+            InputError,
+            r"TooFew.lengths .*, split \"train\": lengths must be 30 whole numbers .* got shape \(29,\)",
+        ),
+        (
+            Wrong,
+            InputError,
+            r"lengths must be those of the first dimension of a tensor's samples, but for samples 0 and",
+        ),
+        (Ragged, InputError, r"lengths must be 30 whole numbers of at least 1, one for each sample"),
+        (WrongInTheMiddle, DataError, r"samples have a length of at most 7, but lengths says 8"),
+        (TooShortInTheMiddle, DataError, r"samples have a length of at most 7, but lengths says 6"),
+    ],
+)
+def test_lengths_that_are_not_those_of_the_samples_are_refused(tmp_path, recipe, error, words):
+    with pytest.raises(error, match=words) as kept:
+        run(recipe, tmp_path, batch_size=1)
+    assert multiprocessing.active_children() == [], f"loader workers live as long as {kept.value!r}"
+
+
+@pytest.mark.parametrize(
+    ("samples", "batch_size", "window"), [(100, 7, 4), (28, 7, 4), (30, 4, 1), (5, 8, 3), (9, 1, 9)]
+)
+def test_a_window_is_a_permutation_with_batches_of_similar_lengths(samples, batch_size, window):
+    each = torch.tensor([1 + 37 * number % 101 for number in range(samples)])
+    plain_order = SimpleNamespace(at=lambda positions: shuffled(positions, samples, 1))
+    order = SimilarLengths(plain_order, each, samples, batch_size, window, key=5)
+    whole = order.at(torch.arange(samples))
+    assert sorted(whole.tolist()) == list(range(samples))
+    # A rank asks for its own positions alone, in whatever parts
+    parts = [order.at(part) for part in torch.arange(samples).split(3)]
+    assert torch.equal(torch.cat(parts), whole)
+    spans = [each[batch].max() - each[batch].min() for batch in whole.split(batch_size)]
+    plain = [
+        each[batch].max() - each[batch].min() for batch in shuffled(torch.arange(samples), samples, 1).split(batch_size)
+    ]
+    assert sum(spans) <= sum(plain)
+    if window > 1 and samples > 2 * batch_size > 2:
+        assert whole.tolist() != sorted(whole.tolist(), key=lambda index: int(each[index]))  # batches are shuffled

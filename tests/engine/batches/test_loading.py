@@ -1,0 +1,135 @@
+"""Loader workers: what they deliver, and that none of them stays."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from benchmarks.faults import has_ended
+from flyte_ddp.data.image_files import link_images
+from flyte_ddp.data.prepared.prepared import open_split, read_description
+from flyte_ddp.data.sources.datasets import prepare
+from flyte_ddp.data.sources.image_folder import index_folder, write_folder
+from flyte_ddp.data.sources.image_settings import ImageSettings
+from flyte_ddp.events import CheckpointFailed, RunStarted
+from flyte_ddp.launch import launcher
+from flyte_ddp.launch.environment import World
+from flyte_ddp.launch.failures import RankError, RecoverableRankError
+from tests.engine.test_training import Unplugged, identical, relative_difference, unplug_at
+from tests.small_training import Trained
+
+TARGETS = "tests.engine.loading_targets"
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory):
+    """430 real digits as files: the training share of them makes seven batches of 50, the last one short."""
+    folder = tmp_path_factory.mktemp("files") / "digits"
+    images, labels = open_split(prepare("digits"), "train")
+    write_folder(folder, [str(digit) for digit in range(10)], images[:430], labels[:430])
+    return folder
+
+
+def dataset(folder, image_size=28):
+    images = ImageSettings(image_size=image_size, channels="grayscale" if image_size == 28 else "rgb")
+    directory = index_folder(folder, folder.name, images, print)
+    link_images(directory, folder)
+    return str(directory)
+
+
+def launch(function, argument, size=1, on_event=lambda event: None):
+    world = World(size=size, local_size=size, backend="gloo", device="cpu")
+    return launcher.launch(f"{TARGETS}:{function}", world, argument, 60, on_event)
+
+
+def test_batches_depend_neither_on_workers_nor_on_ranks(digits):
+    (alone,) = launch("read_an_epoch", (dataset(digits), 0))
+    assert [len(images) for images, _ in alone[:-1]] == [50] * 6
+    assert 0 < len(alone[-1][0]) < 50
+    for size in (1, 2):
+        ranks = launch("read_an_epoch", (dataset(digits), 2), size)
+        for whole, *shares in zip(alone, *ranks, strict=True):
+            for expected, *found in zip(whole, *shares, strict=True):
+                assert np.array_equal(np.concatenate(found), expected)
+
+
+def test_ranks_workers_and_a_restart_do_not_change_the_result(digits, train):
+    def run(nproc: int, workers: int, **more) -> Trained:
+        return train(nproc, data=dataset(digits), loader_workers=workers, learning_rate=0.02, log_interval=1, **more)
+
+    plain = run(2, 2, name="plain")
+    with pytest.raises(Unplugged):
+        run(2, 2, name="unplugged", on_event=unplug_at(4), checkpoint_seconds=0)
+    resumed = run(2, 0, name="unplugged")
+    started = resumed.events[0]
+    assert isinstance(started, RunStarted)
+    assert started.first_step > 0
+    assert identical(plain, resumed)
+    assert relative_difference(plain, run(1, 1, name="alone")) < 1e-3
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("workers", [0, 2])
+def test_images_that_exceed_the_memory_can_be_read(digits, workers):
+    data = dataset(digits, image_size=512)  # 255 MiB in 340 images
+    assert launch("read_with_little_memory", (data, workers)) == [read_description(data).train_samples]
+
+
+def test_a_file_that_is_broken_later_ends_the_run_with_its_name(digits, tmp_path):
+    data = dataset(digits)
+    broken = sorted(digits.rglob("*.png"))[0]
+    content = broken.read_bytes()
+    broken.write_bytes(content[:50])
+    try:
+        with pytest.raises(RankError, match=rf"DataError: {broken} can no longer be read") as failed:
+            launch("read_an_epoch", (data, 2))
+    finally:
+        broken.write_bytes(content)
+    assert not isinstance(failed.value, RecoverableRankError)
+
+
+def test_a_killed_loader_worker_is_worth_a_retry_and_one_that_is_asked_to_stop_goes_on(digits):
+    data = dataset(digits)
+    with pytest.raises(RecoverableRankError, match=r"DataLoader worker .*lower loader_workers"):
+        launch("signal_a_worker", (data, 2, signal.SIGKILL))
+    assert launch("signal_a_worker", (data, 2, signal.SIGTERM)) == [99]
+
+
+def test_loader_workers_end_with_a_killed_rank(digits, tmp_path):
+    def kill_the_rank(event):
+        if isinstance(event, CheckpointFailed):
+            os.kill(pids(tmp_path)[0], signal.SIGKILL)
+
+    with pytest.raises(RecoverableRankError, match="SIGKILL"):
+        launch("load_and_wait", (dataset(digits), 3, str(tmp_path / "pids")), on_event=kill_the_rank)
+    assert len(pids(tmp_path)) == 4
+    assert all(has_ended(pid) for pid in pids(tmp_path))
+
+
+PARENT = """
+import sys
+from tests.engine.batches.test_loading import launch
+launch("load_and_wait", (sys.argv[1], 3, sys.argv[2]), on_event=lambda event: print(type(event).__name__, flush=True))
+"""
+
+
+def test_loader_workers_end_with_a_killed_parent(digits, tmp_path):
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-c", PARENT, dataset(digits), str(tmp_path / "pids")]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        assert "CheckpointFailed\n" in iter(parent.stdout.readline, ""), "it ended before it was to be killed"
+        parent.kill()
+        # the ranks and their workers hold the pipe too: this returns when the last of them has ended
+        parent.communicate(timeout=60)
+    assert len(pids(tmp_path)) == 4
+    assert all(has_ended(pid) for pid in pids(tmp_path))
+    assert list(tmp_path.glob("ddp-*")) == []
+
+
+def pids(folder):
+    """Of the rank and of its loader workers."""
+    return [int(pid) for pid in (folder / "pids").read_text().split()]

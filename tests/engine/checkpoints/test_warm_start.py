@@ -1,0 +1,187 @@
+"""A training that begins with another one's weights, or where another one has ended; and layers that stay."""
+
+import pytest
+import torch
+from torch import nn
+
+from flyte_ddp.engine.checkpoints.warm_start import freeze, matching, start_from
+from flyte_ddp.errors import InputError
+from flyte_ddp.events import EpochFinished, RunStarted, StepLogged
+from flyte_ddp.settings import RunOptions
+from flyte_ddp.training import train as train_recipe
+from tests.engine.probe_recipes import Settings
+from tests.engine.test_training import Unplugged, identical, relative_difference
+
+CONSTANT = {"schedule": "constant", "learning_rate": 0.05}
+
+
+def started(trained):
+    return next(event for event in trained.events if isinstance(event, RunStarted))
+
+
+# --- training on ---
+
+
+@pytest.mark.parametrize("more", [{}, {"ema_decay": 0.9, "validation_fraction": 0.2, "patience": 3, "nesterov": False}])
+def test_two_and_three_epochs_equal_five_bit_for_bit(train, whole, tmp_path, more):
+    settings = {**CONSTANT, **more}
+    expected = whole(epochs=5, **settings)
+    train(name="first", epochs=2, **settings)
+    on = train(name="second", epochs=5, init=tmp_path / "first" / "final-checkpoint", **settings)
+    assert (started(on).first_epoch, started(on).first_step) == (2, 0)
+    assert started(on).remarks == ["Continues from final-checkpoint, after epoch 2"]
+    assert [event.epoch for event in on.events if isinstance(event, EpochFinished)] == [2, 3, 4]
+    assert identical(expected, on)
+    assert on.result.chosen_epoch == expected.result.chosen_epoch
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"ema_decay": 0.9, "shift_pixels": 1, "validation_fraction": 0.2},
+        {"validation_fraction": 0.2, "patience": 2, "minimum_delta": 0.9},  # which ends it after three epochs
+    ],
+)
+def test_a_training_that_stops_on_the_way_goes_on_with_the_same_bits(train, whole, tmp_path, more):
+    expected = whole(epochs=5, **more)
+    first = train(name="first", epochs=5, stop_after=1, **more)
+    assert started(first).epochs == len(first.result.epochs) == 1
+    middle = train(name="middle", epochs=5, stop_after=4, init=tmp_path / "first" / "final-checkpoint", **more)
+    assert started(middle).remarks == ["Continues from final-checkpoint, after epoch 1"]
+    last = train(name="last", epochs=5, init=tmp_path / "middle" / "final-checkpoint", **more)
+    assert len(last.result.epochs) == (3 if "patience" in more else 5)
+    assert identical(expected, last)
+    assert last.result.tested == expected.result.tested
+    assert last.result.chosen_epoch == expected.result.chosen_epoch
+
+
+def test_a_continuation_that_is_cut_off_goes_on_with_the_same_bits(train, whole, tmp_path):
+    train(name="first", epochs=1, **CONSTANT)
+    settings = {**CONSTANT, "epochs": 3, "init": tmp_path / "first" / "final-checkpoint", "log_interval": 5}
+    expected = whole(**settings)
+
+    def unplug(event):
+        if isinstance(event, StepLogged) and (event.epoch, event.step) == (2, 10):
+            raise Unplugged
+
+    with pytest.raises(Unplugged):
+        train(name="cut", checkpoint_seconds=0, on_event=unplug, **settings)
+    resumed = train(name="cut", checkpoint_seconds=0, **settings)
+    assert started(resumed).first_epoch in (1, 2)
+    assert not [event for event in resumed.events if isinstance(event, EpochFinished) and event.epoch == 0]
+    assert identical(expected, resumed)
+
+
+def test_a_checkpoint_from_within_an_epoch_goes_on_with_the_same_settings_alone(train, whole, tmp_path):
+    def unplug(event):
+        if isinstance(event, StepLogged) and event.step == 10:
+            raise Unplugged
+
+    expected = whole(epochs=2, log_interval=5, **CONSTANT)
+    with pytest.raises(Unplugged):
+        train(name="cut", epochs=1, log_interval=5, checkpoint_seconds=0, on_event=unplug, **CONSTANT)
+    init = tmp_path / "cut" / "checkpoint"
+    on = train(name="on", epochs=2, log_interval=5, init=init, **CONSTANT)
+    assert started(on).first_step > 0
+    assert identical(expected, on)
+    with pytest.raises(InputError, match=r"within an epoch, .* but these differ: batch_size, learning_rate"):
+        train(name="other", epochs=2, init=init, **{**CONSTANT, "learning_rate": 0.1, "batch_size": 32})
+
+
+def test_a_continuation_has_its_own_rates(train, tmp_path):
+    train(name="first", epochs=1, **CONSTANT)
+    init = tmp_path / "first" / "final-checkpoint"
+    on = train(name="on", epochs=2, init=init, schedule="constant", learning_rate=0.01)
+    assert {event.learning_rate for event in on.events if isinstance(event, StepLogged)} == {0.01}
+    with pytest.raises(InputError, match=r"epochs must be above 1, because it includes the epochs of init, got 1"):
+        train(name="none", epochs=1, init=init, **CONSTANT)
+    with pytest.raises(InputError, match=r"stop_after must be above 1, because it includes the epochs of init, got 1"):
+        train(name="none", epochs=2, stop_after=1, init=init, **CONSTANT)
+    with pytest.raises(
+        InputError,
+        match=r"init must fit the network, got .*final-checkpoint with missing keys norm1.b.*shapes conv1.w",
+    ):
+        train(name="other", epochs=2, init=init, model="fashion_cnn", **CONSTANT)
+
+
+def test_another_recipes_checkpoint_is_refused(train, tmp_path):
+    train(name="first")
+    init = tmp_path / "first" / "final-checkpoint"
+    with pytest.raises(InputError, match=r"belongs to another training: its recipe was .*ImageClassifier"):
+        train_recipe("tests.engine.probe_recipes:Sound", Settings(), RunOptions(nproc=1), output=tmp_path, init=init)
+
+
+# --- beginning with weights ---
+
+
+def test_a_training_begins_with_anothers_weights_and_a_new_head_while_frozen_layers_stay(train, tmp_path):
+    first = train(name="first", model="fashion_cnn")
+    init = tmp_path / "first" / "model.pt"
+    settings = {"model": "fashion_cnn", "seed": 2, "freeze": "conv1, norm1, *2.weight", "init_leave_out": "fc2"}
+    one, two = (train(nproc, name=f"{nproc}", init=init, **settings) for nproc in (1, 2))
+    assert relative_difference(one, two) < 1e-4
+    assert started(one).remarks == [
+        "Starts from 14 of 16 tensors of model.pt; newly initialised: fc2.weight, fc2.bias",
+        "Frozen: conv1.weight, norm1.weight, norm1.bias, conv2.weight, norm2.weight, fc2.weight",
+    ]
+    same = {name for name, weight in one.weights.items() if torch.equal(weight, first.weights[name])}
+    stays = {"conv1.weight", "norm1.weight", "norm1.bias", "conv2.weight", "norm2.weight"}
+    assert same == stays | {f"norm1.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")}
+    plain = train(name="plain", init=init, model="fashion_cnn", learning_rate=1e-9)
+    assert started(plain).remarks == ["Starts from 16 of 16 tensors of model.pt"]
+    assert torch.allclose(plain.weights["fc1.weight"], first.weights["fc1.weight"], atol=1e-6)
+
+
+def test_weights_that_do_not_fit_are_refused_or_left_out(tmp_path):
+    path, given = tmp_path / "model.pt", nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 5))
+    torch.save({**given.state_dict(), "spare": torch.zeros(1)}, path)
+    own = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    with pytest.raises(InputError) as refused:
+        start_from(own, path, "")
+    assert str(refused.value) == (
+        f"init must fit the network, got {path} with unexpected keys spare; wrong shapes 1.bias (5,) instead of (2,), "
+        "1.weight (5, 3) instead of (2, 3): to leave such tensors out, set init_leave_out to their names, as "
+        '"1", or to "mismatching"'
+    )
+    for leave_out in ("mismatching", "1 spare", "1.*,spare"):
+        taken, said = start_from(own, path, leave_out)
+        assert taken == {"0.weight", "0.bias"}
+        assert said == "Starts from 2 of 4 tensors of model.pt; newly initialised: 1.weight, 1.bias"
+        assert torch.equal(own.state_dict()["0.weight"], given.state_dict()["0.weight"])
+    with pytest.raises(InputError, match="init_leave_out must leave some tensors of init"):
+        start_from(own, path, "*")
+
+
+def test_what_to_leave_out_of_nothing_is_refused(tmp_path):
+    settings = Settings(init_leave_out="fc2")
+    with pytest.raises(InputError, match="init_leave_out must be empty without init, got 'fc2'"):
+        train_recipe("tests.engine.probe_recipes:Sound", settings, RunOptions(nproc=1), output=tmp_path)
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(InputError, match=r"init must be a file or folder that is there, got .*nowhere.pt"):
+        train_recipe("tests.engine.probe_recipes:Sound", Settings(), output=tmp_path, init=tmp_path / "nowhere.pt")
+
+
+# --- names ---
+
+
+def test_a_pattern_fits_tensors_and_layers():
+    names = ["body.0.weight", "body.0.bias", "body.10.weight", "head.weight"]
+    assert matching("freeze", ["body.0"], names) == names[:2]
+    assert matching("freeze", ["body"], names) == names[:3]
+    assert matching("freeze", ["*.weight", "body.0.*"], names) == names
+    with pytest.raises(InputError, match=r"freeze must match names of tensors, got 'neck': choose from body.0.weight"):
+        matching("freeze", ["body", "neck"], names)
+
+
+def test_what_leaves_nothing_to_train_is_refused(train):
+    with pytest.raises(InputError, match=r"no gradient comes from .* leave some parameters trainable"):
+        train(freeze="*")
+
+
+def test_frozen_parameters_need_no_gradients():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    assert freeze(model, "0") == "Frozen: 0.weight, 0.bias"
+    assert [parameter.requires_grad for parameter in model.parameters()] == [False, False, True, True]

@@ -1,0 +1,78 @@
+"""What a training leaves in its folder is whole, or not there."""
+
+import resource
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+from torch import nn
+
+from flyte_ddp.errors import InputError
+from flyte_ddp.settings import RunOptions
+from flyte_ddp.training import train
+from tests.engine.probe_recipes import SIZE, Settings, Sound
+
+pytestmark = pytest.mark.usefixtures("alone")
+
+
+class Seen(Sound):
+    """Has predictions and pictures, the former larger than all else."""
+
+    def predictions(self, outputs, batch):
+        return outputs[:, :1].expand(-1, 20_000)
+
+    def pictures(self, outputs, batch):
+        return [("one", batch[0].expand(1, 8, 8))]
+
+
+class OldNorm(Sound):
+    """Its layer computes its weight before each forward, and keeps it; its weights are averaged."""
+
+    ema_decay = 0.9
+
+    def model(self):
+        model = super().model()
+        model[0] = nn.utils.weight_norm(model[0])
+        return model
+
+
+@contextmanager
+def small_files(size):
+    """No file can grow larger, which is what a full disk looks like to a writer."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def run(recipe, output):
+    return train(recipe, Settings(), RunOptions(), output=output, on_event=lambda event: None)
+
+
+def test_a_full_disk_leaves_the_predictions_of_before_and_says_why(tmp_path):
+    np.save(tmp_path / "predictions.npy", np.ones(3))
+    with small_files(500_000), pytest.raises(InputError, match=f"^cannot write to {tmp_path}: File too large; free"):
+        run(Seen, tmp_path)
+    assert np.load(tmp_path / "predictions.npy").tolist() == [1, 1, 1]
+    assert not [*tmp_path.glob(".*")]
+
+
+def test_a_link_in_the_folder_is_replaced_and_what_it_leads_to_stays(tmp_path):
+    outside, folder = tmp_path / "outside", tmp_path / "trained"
+    folder.mkdir()
+    outside.write_text("another's")
+    names = ("model.pt", "predictions.npy", "pictures.npz")
+    for name in names:
+        (folder / name).symlink_to(outside)
+    run(Seen, folder)
+    assert outside.read_text() == "another's"
+    assert not any((folder / name).is_symlink() for name in names)
+    assert np.load(folder / "predictions.npy").shape == (SIZE, 20_000)
+    assert np.load(folder / "pictures.npz")["captions"].tolist() == ["one"]
+
+
+def test_torchs_older_weight_norm_is_trained_and_averaged(tmp_path):
+    result = run(OldNorm, tmp_path)
+    assert "0.weight_g" in OldNorm.load_model(result.model_path).state_dict()

@@ -1,0 +1,131 @@
+"""The cache of a training goes by what the data are, not by where; also in storage that is not this machine's disk."""
+
+from pathlib import Path
+
+import numpy as np
+from flytekit import Cache, FlyteContextManager, task, workflow
+from flytekit.core.data_persistence import FileAccessProvider
+from flytekit.core.type_engine import TypeEngine
+from flytekit.types.directory import FlyteDirectory
+from flytekit.types.file import FlyteFile
+
+from flyte_ddp.data.blocks.block_folder import write_blocks
+from flyte_ddp.data.sources.image_settings import ImageSettings
+from flyte_ddp.flyte1.data import fetch, file_by_content, folder_by_content, list_files, new_folder, weights_by_content
+from flyte_ddp.flyte1.image_folder import find_images
+from tests.object_storage import object_storage
+
+trained: "list[str]" = []
+
+
+@task(cache=Cache(version="1"))
+def train_on_folder(data: FlyteDirectory) -> int:
+    trained.append(str(data))
+    return len(trained)
+
+
+@task(cache=Cache(version="1"))
+def train_on_file(data: FlyteFile) -> int:
+    trained.append(str(data))
+    return len(trained)
+
+
+@task(cache=Cache(version="1"))
+def train_from(init: FlyteFile | None = None) -> int:
+    trained.append(str(init))
+    return len(trained)
+
+
+@workflow
+def weights_wf(init: FlyteFile) -> int:
+    return train_from(init=weights_by_content(file=init))
+
+
+@workflow
+def folder_wf(folder: FlyteDirectory) -> int:
+    return train_on_folder(data=folder_by_content(folder=folder))
+
+
+@workflow
+def file_wf(file: FlyteFile) -> int:
+    return train_on_file(data=file_by_content(file=file))
+
+
+def test_what_changed_is_trained_on_anew(tmp_path):
+    file = tmp_path / "folder" / "a.txt"
+    file.parent.mkdir()
+    file.write_text("1")
+    folder, path = FlyteDirectory(str(file.parent)), FlyteFile(str(file))
+    first = folder_wf(folder=folder), file_wf(file=path)
+    assert (folder_wf(folder=folder), file_wf(file=path)) == first
+    file.write_text("12")
+    second = folder_wf(folder=folder), file_wf(file=path)
+    assert all(new > old for new, old in zip(second, first, strict=True))
+    (file.parent / "b.txt").write_text("3")
+    assert folder_wf(folder=folder) > second[0]
+    assert file_wf(file=path) == second[1]
+
+
+def test_weights_go_by_their_content_alone(tmp_path):
+    first, copy = tmp_path / "model.pt", tmp_path / "copy.pt"
+    first.write_text("1")
+    copy.write_text("1")
+    number = weights_wf(init=FlyteFile(str(first)))
+    assert weights_wf(init=FlyteFile(str(copy))) == number
+    first.write_text("2")
+    assert weights_wf(init=FlyteFile(str(first))) > number
+
+
+# --- in storage: fsspec's own, in memory ---
+
+
+def test_folder_in_storage_is_listed_and_fetched_file_by_file(tmp_path):
+    storage = FlyteContextManager.current_context().file_access.get_filesystem_for_path("memory://photos")
+    for name in ("b.png", "a/2.jpg", "a/1.jpg", ".hidden", "a/.cache/3.jpg"):
+        storage.pipe(f"/photos/{name}", name.encode())
+    folder = FlyteDirectory("memory://photos")
+    before = list_files(folder)
+    assert list(before) == ["a/1.jpg", "a/2.jpg", "b.png"]
+
+    fetched = dict(fetch(folder, ["a/2.jpg", "b.png"], tmp_path))
+    assert {name: Path(path).read_text() for name, path in fetched.items()} == {"a/2.jpg": "a/2.jpg", "b.png": "b.png"}
+
+    storage.pipe("/photos/b.png", b"another content")
+    changed = {name for name, version in list_files(folder).items() if version != before[name]}
+    assert changed == {"b.png"}
+
+
+def test_the_key_of_a_folder_in_storage_follows_its_files():
+    storage = FlyteContextManager.current_context().file_access.get_filesystem_for_path("memory://pets")
+    storage.pipe("/pets/cat/1.png", b"a cat")
+    found = [find_images.task_function("memory://pets", ImageSettings()) for _ in range(2)]
+    storage.pipe("/pets/cat/1.png", b"a dog")
+    found.append(find_images.task_function("memory://pets", ImageSettings()))
+    assert {one.folder.remote_source for one in found} == {"memory://pets"}
+    assert found[0].stamp == found[1].stamp != found[2].stamp
+    assert not find_images.metadata.cache, "else nobody would look again"
+
+
+def test_a_task_writes_blocks_into_flytes_storage(monkeypatch, tmp_path):
+    """By Flyte's settings, and what flytekit itself then reads and writes is not disturbed."""
+    monkeypatch.setattr("fsspec.config.conf", {})
+    with object_storage() as server:
+        for name, value in server.environment.items():
+            monkeypatch.setenv(name, value)
+        access = FileAccessProvider(tmp_path, "s3://bucket/raw")
+        with FlyteContextManager.with_context(FlyteContextManager.current_context().with_file_access(access)):
+            folder = new_folder()
+            write_blocks(f"{folder.path}/train", {"number": np.arange(5)}, 2)
+            assert folder.path.startswith("s3://bucket/")
+            place = folder.path.removeprefix("s3://")
+            names = ["block-000000.npy", "block-000001.npy", "block-000002.npy", "index.json"]
+            assert sorted(server.objects) == [f"{place}/train/{name}" for name in names]
+            assert new_folder().path != folder.path
+            literal = TypeEngine.to_literal(
+                FlyteContextManager.current_context(),
+                folder,
+                FlyteDirectory,
+                TypeEngine.to_literal_type(FlyteDirectory),
+            )
+            assert literal.scalar.blob.uri == folder.path
+            assert list(list_files(folder)) == [f"train/{name}" for name in names]

@@ -1,0 +1,99 @@
+"""A task that begins with given weights: a training that is remembered by their content."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import torch
+
+from tests import examples
+from tests.commands import ROOT, pyflyte, words
+
+WORKFLOW = """
+from flytekit import task, workflow
+from flytekit.types.file import FlyteFile
+
+from flyte_ddp.settings import RunOptions
+from flyte_ddp.flyte1.data import weights_by_content
+from flyte_ddp.flyte1.recipe import RecipeOutputs, RecipeTraining
+from tabular.settings import Settings
+from tabular.workflow import tabular_wf
+
+training = RecipeTraining("tabular.recipe:Tabular")
+
+
+@task(**training.arguments())
+def tune_tabular(settings: Settings, options: RunOptions, init: FlyteFile) -> RecipeOutputs:
+    return training.run(settings, options, init=init)
+
+
+@workflow
+def tune_wf(init: FlyteFile, settings: Settings = Settings(), options: RunOptions = RunOptions()) -> RecipeOutputs:
+    return tune_tabular(settings=settings, options=options, init=weights_by_content(file=init))
+"""
+
+
+def run(project: Path, *arguments: str, status: int = 0) -> "tuple[str, str]":
+    done = pyflyte(*arguments, status=status, cwd=project)
+    return done.stdout, done.stderr
+
+
+def output(said: str, name: str) -> Path:
+    (found,) = re.findall(rf"\b{name}=([^,)]+)", said)
+    return Path(found)
+
+
+def test_a_task_begins_with_weights_and_goes_on_from_a_checkpoint(tmp_path):
+    tabular = str(examples.project() / "tabular" / "workflow.py")
+    (tmp_path / "tune.py").write_text(WORKFLOW)
+    options = ("--options", '{"keep_checkpoint": true, "nproc": 2}')
+    said, _ = run(tmp_path, tabular, "tabular_wf", "--settings", '{"epochs": 3}', *options)
+    model, checkpoint = output(said, "model_state"), output(said, "logs") / "final-checkpoint"
+    settings = '{"epochs": 2, "freeze": "0", "validation_fraction": 0.2}'
+
+    tuned, log = run(tmp_path, "tune.py", "tune_wf", "--settings", settings, "--init", str(model))
+    assert "Starts from 6 of 6 tensors of model.pt\nFrozen: 0.weight, 0.bias\n" in log
+    assert "282 training, 71 validation and 89 test patients" in log
+    assert "Epoch 1 of 2: validation r2 " in log
+    first, second = (torch.load(path, weights_only=True) for path in (model, output(tuned, "model_state")))
+    assert {name for name in first if torch.equal(first[name], second[name])} == {"0.weight", "0.bias"}
+    assert (output(tuned, "logs") / "last.pt").is_file()
+
+    shutil.copy(model, tmp_path / "copy.pt")
+    again, log = run(tmp_path, "tune.py", "tune_wf", "--settings", settings, "--init", "copy.pt")
+    same_model = output(again, "model_state") == output(tuned, "model_state")
+    assert (same_model, "Epoch" in log) == (True, False), "the same content, and so a cache hit"
+
+    _, log = run(tmp_path, "tune.py", "tune_wf", "--settings", '{"epochs": 4}', "--init", str(checkpoint))
+    assert "Continues from final-checkpoint, after epoch 3\n" in log
+    assert re.findall(r"^Epoch (\d) of 4", log, re.MULTILINE) == ["4"]
+
+
+def test_a_built_in_training_begins_with_weights_and_goes_on_from_a_checkpoint(tmp_path):
+    def train(*arguments: str, status: int = 0, **hp: object) -> "tuple[str, str]":
+        small = {"dataset": "digits", "epochs": 1, "batch_size": 512, "train_fraction": 0.1, "schedule": "constant"}
+        workflow = [str(ROOT / "workflows" / "mnist.py"), "pytorch_training_wf"]
+        return run(tmp_path, *workflow, "--hp", json.dumps({**small, **hp}), *arguments, status=status)
+
+    first, log = train("--options", '{"keep_checkpoint": true}')
+    assert "Starts from" not in log
+    model, checkpoint = output(first, "model_state"), output(first, "logs") / "final-checkpoint"
+
+    tuned, log = train("--init", str(model), freeze="conv1")
+    assert "Starts from 8 of 8 tensors of model.pt\nFrozen: conv1.weight, conv1.bias\n" in log
+    shutil.copy(model, tmp_path / "copy.pt")
+    again, log = train("--init", "copy.pt", freeze="conv1")
+    assert (output(again, "model_state"), "Epoch" in log) == (output(tuned, "model_state"), False)
+    assert output(train()[0], "model_state") == model, "without a file it is the same training as before"
+
+    _, log = train("--init", str(checkpoint), epochs=2)
+    assert "Continues from final-checkpoint, after epoch 1\n" in log
+    assert re.findall(r"^Epoch (\d) of 2", log, re.MULTILINE) == ["2"]
+
+    _, log = train("--init", str(model), model="fashion_cnn", status=2)
+    assert "init must fit the network, got" in words(log)
+    assert "unexpected keys conv1.bias" in words(log)
+    assert 'set init_leave_out to their names, as "conv1", or to "mismatching"' in words(log)
+    _, log = train("--init", "nowhere.pt", status=2)
+    assert "Invalid value for '--init': parameter should be a valid file path, nowhere.pt" in words(log)

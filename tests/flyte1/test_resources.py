@@ -1,0 +1,151 @@
+"""What the variables of a registration ask for, and what is said of those that are wrong or refused."""
+
+import json
+
+import pytest
+import torch
+from flytekit import Resources
+from flytekit.extras import accelerators
+
+from flyte_ddp.attempt import registration, requested
+from flyte_ddp.attempt.registration import Registration
+from flyte_ddp.errors import InputError
+from flyte_ddp.flyte1 import resources
+from scripts.register import Registered, explain
+from tests.packages import full_package
+from tests.pod import package
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "names"),
+    [
+        ("DDP_PROFILE", "gpuu", "gpu, sandbox"),
+        ("DDP_GPUS", "0", "at least 1"),
+        ("DDP_GPUS", "two", "whole number"),
+        ("DDP_TRAINING_MEMORY", "16 GB", "4Gi"),
+        ("DDP_PREPARATION_CPU", "1:2:3", "REQUEST:LIMIT"),
+        ("DDP_SMALL_DISK", "", "quantity"),
+        ("DDP_ACCELERATOR", "H1000", "H100"),
+        ("DDP_INTERRUPTIBLE", "yes", "true or false"),
+        ("DDP_RETRIES", "-1", "at least 0"),
+        ("DDP_ATTEMPT_SECONDS", "6h", "whole number"),
+        ("DDP_WANDB_SECRET", "key", "GROUP/KEY"),
+        ("DDP_MLFLOW_SECRET", "key", "GROUP/KEY"),
+        ("DDP_ACCELERATOR", "V100", "7.0"),
+        ("DDP_ACCELERATOR", "V5E", "H100"),
+        ("DDP_ENV", "NAME=value", "an object"),
+        ("DDP_ENV", '{"NAME": 1}', '"NAME" with 1'),
+        ("DDP_ENV", '{"A=B": "1"}', '"A=B"'),
+        ("DDP_ENV", '{"A": "1", "A": "2"}', '"A" is given twice'),
+        ("DDP_ENV", '{"DDP_GPUS": "8"}', "must not have DDP_GPUS"),
+        ("DDP_LABELS", "team=vision", "an object"),
+        ("DDP_LABELS", '{"team": "computer vision"}', '"computer vision"'),
+        ("DDP_LABELS", '{"-team": "vision"}', '"-team"'),
+        ("DDP_LABELS", json.dumps({"team": "v" * 64}), "Kubernetes allows"),
+        ("DDP_ANNOTATIONS", '{"cost": 1}', '"cost" with 1'),
+        ("DDP_POD_TEMPLATE", "Spot_nodes", "kubectl get podtemplates"),
+        ("DDP_PROMOTE_TO", "models", "an absolute path"),
+        ("DDP_NOTIFY", "me@example.org", "slack:ADDRESS or email:ADDRESS"),
+        ("DDP_NOTIFY", "slack:channel", "NAME@HOST"),
+        ("DDP_NOTIFY_PHASES", "failed,running", "succeeded, failed, timed_out, aborted"),
+        ("DDP_WEBHOOK", "hooks.example.org/1", "https://host/path"),
+        ("DDP_WEBHOOK", "https://me:word@host/1", "Flyte secret"),
+        ("DDP_WEBHOOK_SECRET", "hooks", "GROUP/KEY"),
+        ("DDP_CONSOLE", "flyte", "https://host/path"),
+        ("DDP_DATA_MIRROR", "/some/folder", "write file:///some/folder"),
+    ],
+)
+def test_wrong_settings_are_refused(monkeypatch, variable, value, names):
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(InputError) as raised:
+        resources.training_resources()
+    assert variable in str(raised.value)
+    assert names in str(raised.value)
+
+
+def test_wrong_setting_ends_a_command_without_a_traceback(tmp_path):
+    with pytest.raises(RuntimeError) as raised:
+        package(DDP_PROFILE="gpuu")
+    assert "must be one of gpu" in str(raised.value)
+    assert "Traceback" not in str(raised.value)
+
+
+def test_what_all_pods_get_reaches_every_pod():
+    own = {"HTTPS_PROXY": "http://proxy.example:3128", "QUOTES": "\"'", "DDP_DATA_MIRROR": "s3://bucket/originals"}
+    labels, annotations = {"kueue.x-k8s.io/queue-name": "research"}, {"example.org/cost": 'centre 7, "vision"'}
+    packaged = full_package()
+    for name, task in packaged.tasks.items():
+        given = {variable.key: variable.value for variable in task.container.env}
+        assert own.items() <= given.items(), name
+        metadata = task.metadata.metadata
+        assert (dict(metadata.labels), dict(metadata.annotations)) == (labels, annotations), name
+    templates = {name.rpartition(".")[2]: task.metadata.pod_template_name for name, task in packaged.tasks.items()}
+    assert (templates["pytorch_mnist_task"], templates["pytorch_multinode_task"]) == ("spot", "spot")
+    assert (templates["prepare_dataset"], templates["plan_shards"]) == ("", "")
+    for name, plan in packaged.launch_plans.items():
+        own_plan = "." not in name  # not the one that Flyte makes for a workflow
+        assert dict(plan.spec.labels.values) == (labels if own_plan else {}), name
+        assert dict(plan.spec.annotations.values) == (annotations if own_plan else {}), name
+
+
+def test_mirror_with_a_password_stays_here(monkeypatch):
+    monkeypatch.setenv("DDP_DATA_MIRROR", "https://me:word@host/folder")
+    assert requested.pod_environment() == {}
+    monkeypatch.setenv("DDP_DATA_MIRROR", "abfs://container@account.example/folder")
+    assert requested.pod_environment() == {"DDP_DATA_MIRROR": "abfs://container@account.example/folder"}
+
+
+def test_accelerators_are_those_that_torch_has_code_for():
+    oldest = min(int(name.removeprefix("sm_")) for name in (torch._C._cuda_getArchFlags() or "sm_75").split())
+    assert {int(float(capability) * 10) < oldest for capability in registration.TOO_OLD.values()} == {True}
+
+
+def test_accelerators_are_nvidias_of_flytekit():
+    devices = {
+        name: kind.to_flyte_idl().device
+        for name, kind in vars(accelerators).items()
+        if isinstance(kind, accelerators.BaseAccelerator)
+    }
+    assert {*registration.ACCELERATORS} == {name for name, device in devices.items() if device.startswith("nvidia-")}
+    assert {"T4", "A10G", "L4", "A100", "H100", "H200"} <= {*registration.ACCELERATORS} - {*registration.TOO_OLD}
+
+
+def test_gpus_and_accelerator(monkeypatch):
+    monkeypatch.setenv("DDP_GPUS", "8")
+    monkeypatch.setenv("DDP_ACCELERATOR", "A100")
+    arguments = resources.training_resources()
+    assert arguments["requests"] == Resources(cpu="16", mem="64Gi", ephemeral_storage="10Gi", gpu="8")
+    assert arguments["accelerator"].to_flyte_idl().device == "nvidia-tesla-a100"
+
+
+def test_every_size_has_a_variable(monkeypatch):
+    for pod in ("TRAINING", "PREPARATION", "SMALL"):
+        for of, value in {"CPU": "1:3", "MEMORY": "3Gi", "DISK": "5Gi:6Gi"}.items():
+            monkeypatch.setenv(f"DDP_{pod}_{of}", value)
+    for arguments in (resources.preparation_resources(), resources.small_resources(), resources.training_sizes(0)):
+        assert arguments["requests"] == Resources(cpu="1", mem="3Gi", ephemeral_storage="5Gi")
+        assert arguments["limits"] == Resources(cpu="3", mem="3Gi", ephemeral_storage="6Gi")
+    assert resources.training_sizes(4)["limits"] == Resources(cpu="3", mem="3Gi", ephemeral_storage="6Gi", gpu="4")
+
+
+PLATFORM = "is greater than current limit set in the platform configuration"
+
+
+@pytest.mark.parametrize(
+    ("refusal", "said"),
+    [
+        (f"Requested GPU default [2] {PLATFORM} [1]", "Now DDP_GPUS=2: "),
+        (
+            f"Requested MEMORY limit [16Gi] {PLATFORM} [4Gi]",
+            "Now DDP_TRAINING_MEMORY=16Gi, DDP_PREPARATION_MEMORY=1Gi:2Gi, ",
+        ),
+        ("Requested CPU default [3] is greater than the limit [2]. Please fix", "Now DDP_TRAINING_CPU=4, "),
+        (f"Requested EPHEMERAL_STORAGE limit [9Gi] {PLATFORM} [1Gi]", "Now DDP_TRAINING_DISK=10Gi, "),
+        ("workflows.mnist task with different structure already exists", 'ARGS="--version NAME"'),
+    ],
+)
+def test_a_refused_registration_names_the_variables_and_what_is_there(refusal, said):
+    result = Registered("v1", ["workflows.mnist.pytorch_mnist_task"], [], False)
+    text = explain(f"[✔] Task: workflows.mnist.pytorch_mnist_task\nDetails: {refusal}\n", result, Registration())
+    assert said in text
+    assert "Version v1 is left with 1 tasks and 0 workflows" in text

@@ -1,0 +1,84 @@
+"""A folder of images that changes between the plan of the shards, whose keys are of its files, and the predictions."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from flytekit import FlyteContextManager
+from flytekit.core.context_manager import ExecutionState
+from flytekit.types.directory import FlyteDirectory
+from flytekit.types.file import PythonPickledFile
+from PIL import Image
+
+from flyte_ddp.data.prepared import prepared
+from flyte_ddp.data.sources.datasets import prepare
+from flyte_ddp.data.sources.image_settings import ImageSettings
+from flyte_ddp.errors import ReportedError
+from flyte_ddp.flyte1.image_folder import find_images, index_images
+from flyte_ddp.inference.gather import gather_shards
+from flyte_ddp.inference.shards import InferenceOptions, read_rows
+from flyte_ddp.inference.task import part_path, plan_shards, predict_shard
+from tests.once import trained_classifier
+
+OPTIONS = InferenceOptions(shards=1, model="mnist_cnn", dataset="digits")
+
+
+@pytest.fixture(scope="module")
+def trained():
+    return trained_classifier()
+
+
+@pytest.fixture
+def local_execution():
+    """As within a task that pyflyte runs here."""
+    context = FlyteContextManager.current_context()
+    state = context.new_execution_state().with_params(
+        mode=ExecutionState.Mode.LOCAL_TASK_EXECUTION, working_dir=os.environ["DDP_RUNS_DIR"]
+    )
+    with FlyteContextManager.with_context(context.with_execution_state(state)):
+        yield
+
+
+@pytest.fixture
+def photos(tmp_path):
+    """Two real digits of each of two classes."""
+    images, _ = prepared.open_split(prepare("digits"), "test")
+    for number in range(4):
+        file = tmp_path / "photos" / str(number % 2) / f"b{number}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(images[number, 0]).save(file)
+    return tmp_path / "photos"
+
+
+def folder_of(path):
+    return FlyteDirectory(str(path), remote_directory=False)
+
+
+def test_files_that_change_after_the_plan_are_in_no_cached_shard(trained, local_execution, photos):
+    """One more image, before the others in their order, and one that is written to again."""
+    model = PythonPickledFile(str(trained.model), remote_path=False)
+    inputs = {"data": folder_of(prepare("digits")), "folder": folder_of(photos), "options": OPTIONS}
+    plan = plan_shards.task_function(model_state=model, **inputs)
+    inputs["listing"] = plan.listing
+    (shard,) = plan.shards
+
+    shutil.copy(photos / "0" / "b0.png", photos / "0" / "a.png")
+    part = predict_shard.task_function(shard=shard, model_state=model, **inputs)
+    assert [row.image for row in read_rows(Path(part.path))] == ["0/b0.png", "0/b2.png", "1/b1.png", "1/b3.png"]
+    report = Path(gather_shards.task_function(parts=[part], **inputs).report.path).read_text()
+    assert all(name in report for name in ("0/b0.png", "0/b2.png", "1/b1.png", "1/b3.png"))
+    assert "a.png" not in report
+
+    part_path(shard).unlink()
+    (photos / "1" / "b1.png").write_bytes((photos / "0" / "b0.png").read_bytes() + b" ")
+    with pytest.raises(ReportedError, match=r"1 image files have changed while they were predicted, such as 1/b1.png"):
+        predict_shard.task_function(shard=shard, model_state=model, **inputs)
+    assert not part_path(shard).exists()
+
+
+def test_an_index_of_images_that_have_changed_since_their_key_was_made_is_not_kept(local_execution, photos):
+    found = find_images.task_function(folder=str(photos), images=ImageSettings(source="folder"))
+    shutil.copy(photos / "0" / "b0.png", photos / "0" / "a.png")
+    with pytest.raises(ReportedError, match="photos has changed while its images were read: run again"):
+        index_images.task_function(folder=found.folder, stamp=found.stamp, images=ImageSettings(source="folder"))
