@@ -1,6 +1,6 @@
 """Errors by what should happen next: fix the input, try again, or give up."""
 
-from flyte_ddp.text import counted
+from flyte_ddp.text import counted, masked
 
 try:
     from click import ClickException, UsageError
@@ -24,11 +24,18 @@ class InputError(UsageError, ValueError):
     """The user can fix this: the message names the value, the rule and the remedy.
 
     A ValueError to Python callers; as a click.UsageError it ends `pyflyte run` with a short message and exit status 2.
+    Like that of a ReportedError, the message never shows the passwords of URLs.
     """
+
+    def __init__(self, message: str):
+        super().__init__(masked(message))
 
 
 class ReportedError(ClickException, RuntimeError):
     """A failure whose message says everything: `pyflyte run` prints it without the parent's traceback."""
+
+    def __init__(self, message: str):
+        super().__init__(masked(message))
 
 
 class RecoverableError(ReportedError):
@@ -44,7 +51,7 @@ class DataError(ReportedError):
 
     def __init__(self, problem: str, remedy: str = ""):
         super().__init__(f"{problem}: {remedy}" if remedy else problem)
-        self.problem = problem
+        self.problem = masked(problem)
 
 
 class StopRequested(Exception):
@@ -98,3 +105,7 @@ class UnevenShapesError(ReportedError):
 
 class CheckpointError(RuntimeError):
     """A checkpoint cannot be used; the message completes the sentence 'the checkpoint …'."""
+
+
+class OtherTrainingError(CheckpointError):
+    """It is another training's, or another version's, for which it may be of use."""

@@ -1,7 +1,7 @@
 """What the ranks, nearly always rank 0, send to the parent: small, plain values; large data stays in files."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,9 @@ class RunStarted(Event):
         validation_samples: 0 where each epoch is evaluated on the test split.
         remarks: which weights training starts with, which of them are frozen, and the micro_batch that fits.
         hosts: of each rank.
+        identity: by name, what determines the result: settings, recipe, and digests of data, code and init.
+        ran_on: the hardware, torch, precision, ranks and threads now, and before it those before a resume.
+        earlier: position and digest of each evaluation before a resume, as EpochFinished had them.
     """
 
     dataset: str
@@ -44,6 +47,9 @@ class RunStarted(Event):
     validation_samples: int = 0
     remarks: list[str] = field(default_factory=list)
     hosts: list[str] = field(default_factory=list)
+    identity: dict[str, Any] = field(default_factory=dict)
+    ran_on: list[dict[str, Any]] = field(default_factory=list)
+    earlier: list[tuple[float, str]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -67,6 +73,7 @@ class EpochFinished(Event):
 
     Attributes:
         fraction: how much of the epoch had been trained.
+        digest: of the weights that were evaluated, 16 hex digits: equal bits have equal digests.
     """
 
     epoch: int
@@ -77,6 +84,7 @@ class EpochFinished(Event):
     evaluate_seconds: float
     validation: dict[str, float] = field(default_factory=dict)
     fraction: float = 1.0
+    digest: str = ""
 
     @property
     def position(self) -> float:
@@ -91,6 +99,11 @@ class EpochFinished(Event):
     @property
     def evaluated(self) -> dict[str, float]:
         return self.validation or self.test
+
+
+def digests_of(epochs: Iterable[EpochFinished]) -> list[tuple[float, str]]:
+    """Position and digest of each evaluation."""
+    return [(epoch.position, epoch.digest) for epoch in epochs]
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ def read_manifest(path: Path) -> dict[str, Any] | None:
     try:
         found: dict[str, Any] = json.loads(content)
         names = [found["folder"], *found["files"]]
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, RecursionError):
         return None
     return found if all(Path(name).name == name != ".." for name in names) else None  # it may be another's
 

@@ -94,6 +94,17 @@ def write_whole(path: Path, content: bytes | memoryview) -> None:
         file.write(content)
 
 
+def link_or_copy(file: Path, other: Path) -> None:
+    """A second name for a file, or a copy where there can be none, as on another disk; raises FileNotFoundError if
+    the file is not there."""
+    try:
+        os.link(file, other)
+    except FileNotFoundError:
+        raise
+    except OSError:
+        shutil.copyfile(file, other)
+
+
 def files_below(folder: str | Path) -> Iterator[Path]:
     """All files below a folder, and links that lead nowhere, also where links lead to folders; raises OSError if one
     may not be read, InputError for links in a circle."""

@@ -1,8 +1,14 @@
 """Text of unknown origin and length, made fit for files, protocols and people."""
 
 import difflib
+import re
 from collections.abc import Iterable
 
+# A URL's user, alone or with a password, in which there may be a / or an @; in abfs://CONTAINER@ACCOUNT there is none
+USER = re.compile(
+    r"(?<=://)(?:[^\s/@:'\"]*:(?:(?!://)[^\s'\"])*@|(?<!abfs://)(?<!abfss://)[^\s/?#@'\"]+@)", re.IGNORECASE
+)
+SECRET = re.compile(r"([?&][^\s=&#]*(?:sig|token|secret|password|key|credential)[^\s=&#]*=)[^\s&#'\"]+", re.IGNORECASE)
 # What a terminal obeys; and what reorders the text around it, or breaks its line (Unicode's annexes 9 and 14)
 CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
 CONTROLS |= {code: f"\\u{code:04x}" for code in (0x61C, 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A))}
@@ -16,6 +22,11 @@ def without_controls(text: str) -> str:
 def encodable(text: str) -> str:
     """The text with lone surrogates escaped: they stem from file names that are not text, and UTF-8 has none."""
     return text.encode("utf-8", "backslashreplace").decode()
+
+
+def masked(text: str) -> str:
+    """The text without the users and passwords of the URLs in it, nor the secrets of their queries."""
+    return SECRET.sub(r"\1***", USER.sub("***@", text)) if "://" in text else text
 
 
 def reason_of(error: BaseException) -> str:

@@ -8,22 +8,26 @@ In a script that `torchrun --nproc-per-node 2 script.py` runs, the same call tra
 import os
 import pkgutil
 import time
-from collections.abc import Callable, Sequence
-from contextlib import closing, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from flyte_ddp.code.user_code import EXAMPLE, find_code, find_observers
+from flyte_ddp.code.user_code import EXAMPLE, UserCode, find_code, find_observers
 from flyte_ddp.data.description import StoredData
-from flyte_ddp.engine.job import PREDICTIONS, Job, KeptModel, TrainingResult, job_in, subject_of
+from flyte_ddp.engine.job import OUTPUT, PREDICTIONS, Job, KeptModel, TrainingResult, job_in, subject_of
 from flyte_ddp.errors import InputError
 from flyte_ddp.events import EpochFinished, Event, all_of
 from flyte_ddp.launch import launcher
 from flyte_ddp.launch.environment import choose_world, is_first_rank
 from flyte_ddp.launch.failures import PreemptedError
+from flyte_ddp.lock import HeldError, held
 from flyte_ddp.manifest import remove_checkpoint
+from flyte_ddp.report.background import Background
 from flyte_ddp.report.console import Console, open_console, show_output
-from flyte_ddp.report.own_observers import OwnObservers
+from flyte_ddp.report.own_observers import OBSERVER_SECONDS, OwnObservers
+from flyte_ddp.report.progress import FILE, ProgressFile
 from flyte_ddp.report.record import RunFailed, RunFinished
 from flyte_ddp.settings import RunOptions, TrainingSettings
 from flyte_ddp.storage import writing_to
@@ -46,6 +50,7 @@ class Result:
         tested: measures of the test samples, with the weights at model_path.
         best_epoch: which of the epochs these weights are of, from 1; 0 without a validation split.
         kept: what options.keep_best has left in output, the best first.
+        digest: of the weights at model_path, 16 hex digits: equal bits have equal digests.
     """
 
     epochs: list[EpochFinished]
@@ -55,6 +60,7 @@ class Result:
     tested: dict[str, float]
     best_epoch: int
     kept: list[KeptModel]
+    digest: str
 
 
 def train(
@@ -74,7 +80,8 @@ def train(
         recipe: "package.module:Name", or the class itself.
         data: file or folder, passed to the recipe as data_path; or its URL (s3://, gs://, abfs://, file://), for a
             recipe that returns Blocks.
-        output: folder for model.pt, predictions.npy, pictures.npz and the checkpoint that the same call resumes from.
+        output: folder for model.pt, progress.jsonl, predictions.npy, pictures.npz and the checkpoint that the same call
+            resumes from; one training's at a time, and refused where an unfinished one has left its checkpoint.
         data_files: files that the recipe reads, relative to its module's file; a checkpoint is only valid for the same.
         on_event: receives every event; without it, lines go to standard error.
         init: what to start with: the model_state of an earlier training, or a checkpoint (final-checkpoint in its
@@ -85,7 +92,6 @@ def train(
 
     Raises InputError for what the caller can fix, RankError if a rank fails, PreemptedError after a SIGTERM.
     """
-    started = time.time()
     show_output()
     if not isinstance(settings, TrainingSettings):
         raise InputError(f"settings must be an object of TrainingSettings or a subclass, got {settings!r}")
@@ -103,7 +109,7 @@ def train(
     source, first = existing(data), Path(init).expanduser().absolute() if init else None
     if first and not first.exists():
         raise InputError(f"init must be a file or folder that is there, got {first}")
-    with writing_to(folder, "output"):
+    with writing_to(folder, OUTPUT):
         folder.mkdir(parents=True, exist_ok=True)
     if options.resume_from:
         raise InputError(
@@ -111,20 +117,57 @@ def train(
             "checkpoint in its output folder"
         )
     job = job_in(folder, subject_of(code, settings, source, first), options)
+    with alone_in(folder) if is_first_rank() else nullcontext():
+        return run_in(folder, job, watching, on_event)
+
+
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """No other process trains into the folder while the block runs; InputError if one does, or if nobody can."""
+    with ExitStack() as stack:
+        with writing_to(folder, OUTPUT):
+            try:
+                stack.enter_context(held(folder))
+            except HeldError as holder:
+                raise InputError(
+                    f"output must be a folder that nobody else trains into, got {folder}, which is in use by {holder}: "
+                    "give another output, or wait until that one has ended"
+                ) from None
+        yield
+
+
+def run_in(
+    folder: Path, job: Job, watching: Sequence[UserCode], on_event: Callable[[Event], None] | None = None
+) -> Result:
+    """Trains into the folder, and tells the user and the observers."""
+    started = time.time()
     own = OwnObservers(watching if is_first_rank() else ())
+    progress = progress_in(folder, job) if is_first_rank() else OwnObservers(())
     console = Console if "WORLD_SIZE" in os.environ else open_console  # a launcher's ranks share a terminal
     try:
         with nullcontext(on_event) if on_event else closing(console()) as listen:
-            results = run_job(job, all_of(listen, own))
+            results = run_job(job, all_of(listen, own, progress))
     except BaseException as error:
-        own.close(RunFailed.by(error))
+        for observer in (own, progress):
+            observer.close(RunFailed.by(error))
         raise
     predictions = folder / PREDICTIONS
-    own.close(RunFinished(results, predictions if predictions.exists() else None, time.time() - started))
+    finished = RunFinished(results, predictions if predictions.exists() else None, time.time() - started)
+    for observer in (own, progress):
+        observer.close(finished)
     result = results[0]
     warnings = [one.reason for one in result.warnings]
     best_epoch = 0 if result.chosen_epoch is None else result.chosen_epoch + 1
-    return Result(result.epochs, warnings, Path(job.model_path), folder, result.tested, best_epoch, result.kept)
+    return Result(
+        result.epochs, warnings, Path(job.model_path), folder, result.tested, best_epoch, result.kept, result.digest
+    )
+
+
+def progress_in(folder: Path, job: Job) -> Background:
+    """Writes progress.jsonl, after what an unfinished training has written if this one may resume from it."""
+    if not (job.options.resume and Path(job.checkpoint_path).exists()):
+        (folder / FILE).unlink(missing_ok=True)
+    return Background("progress.jsonl", partial(ProgressFile, folder, folder.name), OBSERVER_SECONDS)
 
 
 def existing(data: str | Path | None) -> Path | StoredData | None:

@@ -79,10 +79,10 @@ def same(ours: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tensor]) -
 
 
 @contextmanager
-def unreadable(path: Path) -> Iterator[None]:
-    """While the block runs, which as root runs as somebody else, the file or folder may not be read."""
+def unreadable(path: Path, allowed: int = 0) -> Iterator[None]:
+    """While the block runs, which as root runs as somebody else, the file or folder has this mode: may not be read."""
     mode, user = path.stat().st_mode, os.geteuid()
-    path.chmod(0)
+    path.chmod(allowed)
     try:
         if user == 0:  # root may read everything
             os.seteuid(65534)

@@ -22,6 +22,7 @@ GROUND = (
     "code",
     "errors",
     "events",
+    "lock",
     "manifest",
     "model_files",
     "random_numbers",

@@ -10,6 +10,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -108,6 +109,25 @@ def test_the_image_has_what_every_feature_needs():
     code = "".join(file.read_text() for file in [*ROOT.glob("flyte_ddp/**/*.py"), *ROOT.glob("workflows/*.py")])
     named = set(re.findall(r"not_installed\([^()]*'(\w+)'\)", code))
     assert {"figures", "mlflow", "tensorboard"} <= named <= set(extras)
+
+
+# Packages that always come with another one, which decides their version
+COME_WITH = {"flyteidl": "flytekit", "flyteidl2": "flyte", "tqdm": "transformers", "triton": "torch"}
+
+
+def test_what_is_imported_is_declared():
+    """Even if it comes with another package today."""
+    files = [file for file in (ROOT / "flyte_ddp").rglob("*.py") if not {"template", "__pycache__"} & {*file.parts}]
+    nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text()))]
+    names = {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module and not node.level}
+    names |= {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    modules = {name.partition(".")[0] for name in names} - {*sys.stdlib_module_names, "flyte_ddp", *COME_WITH}
+    packages = {**packages_distributions(), "mlflow": ["mlflow-skinny"]}
+    declared = {*re.findall(r'"([A-Za-z0-9-]+)[>\[]', (ROOT / "pyproject.toml").read_text())}
+    assert {*COME_WITH.values()} <= declared
+    missing = {name for name in modules if not {one.lower() for one in packages[name]} & declared}
+    assert not missing
+    assert {"fsspec", "urllib3", "torch"} <= modules
 
 
 def test_dev_lock_has_the_runtime_versions():

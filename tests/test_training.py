@@ -1,6 +1,13 @@
 """What a plain call refuses before anything is started."""
 
+import multiprocessing
+import os
+import subprocess
+import sys
+import tempfile
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +17,8 @@ from flyte_ddp.flyte1.platform import TaskError
 from flyte_ddp.flyte1.recipe import RecipeTraining
 from flyte_ddp.recipe import Recipe
 from flyte_ddp.settings import RunOptions, TrainingSettings
-from flyte_ddp.training import name_of, train
+from flyte_ddp.training import alone_in, name_of, train
+from tests.commands import unreadable
 from tests.engine.probe_recipes import Sound
 
 
@@ -61,3 +69,63 @@ def test_the_training_of_a_task_is_refused_outside_of_one(tmp_path, monkeypatch)
     training = RecipeTraining("tests.engine.probe_recipes:Sound")
     with pytest.raises(TaskError, match=r"^run\(\) must be called in a task.*: call the task, or flyte_ddp.train"):
         training.run(TrainingSettings(), RunOptions())
+
+
+SLEEPER = """if True:
+    import sys
+    from pathlib import Path
+    from flyte_ddp.lock import held
+    with held(Path(sys.argv[1])):
+        print("held", flush=True)
+        sys.stdin.read()
+"""
+
+
+@contextmanager
+def another(folder):
+    """A process that holds the folder."""
+    command = [sys.executable, "-c", SLEEPER, str(folder)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        assert process.stdout.readline() == "held\n"
+        yield process
+        process.kill()
+
+
+def test_a_folder_that_another_process_trains_into_is_refused_until_that_has_ended(tmp_path):
+    with another(tmp_path) as process:
+        holder = f"got {tmp_path}, which is in use by process {process.pid} on .*, since 2.*: give another output"
+        with pytest.raises(InputError, match=holder), alone_in(tmp_path):
+            pass
+        process.kill()
+        process.wait()
+        with alone_in(tmp_path):
+            assert f"process {os.getpid()} on" in (tmp_path / ".lock").read_text()
+            with pytest.raises(InputError, match=r"in use by process .*, this one"), alone_in(tmp_path / "." / ""):
+                pass
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_child_that_ends_leaves_the_folder_to_its_parent(tmp_path):
+    with alone_in(tmp_path):
+        child = multiprocessing.get_context("fork").Process(target=os.getpid)
+        child.start()
+        child.join()  # which has closed what it inherited
+        done = subprocess.run([sys.executable, "-c", SLEEPER, str(tmp_path)], input="", capture_output=True, text=True)
+    assert f"HeldError: process {os.getpid()} on" in done.stderr
+
+
+def test_a_folder_that_may_not_be_written_is_refused_before_anything_is_trained():
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        words = f"^cannot write to {folder}: Permission denied; free or allow space there, or set output to another"
+        with unreadable(Path(folder), 0o555), pytest.raises(InputError, match=words), alone_in(Path(folder)):
+            pass
+
+
+def test_a_lock_that_is_a_link_is_not_followed(tmp_path):
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / ".lock").symlink_to(tmp_path / "mine")
+    with pytest.raises(InputError, match=r"cannot write to .*out: Too many levels of symbolic links"):
+        train(Sound, TrainingSettings(), output=tmp_path / "out")
+    assert (tmp_path / "mine").read_text() == "mine"

@@ -8,25 +8,26 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
-
-from filelock import FileLock, Timeout
 
 from flyte_ddp.attempt.folders import runs_dir
 from flyte_ddp.attempt.platform import Platform
 from flyte_ddp.attempt.stored_models import StoredModels, get_file
 from flyte_ddp.errors import InputError, RecoverableError
 from flyte_ddp.events import CheckpointWritten, Observer
+from flyte_ddp.lock import HeldError, held
 from flyte_ddp.manifest import models_beside, read_manifest, remove_checkpoint, shards_beside, write_manifest
 from flyte_ddp.report.background import one_line
 from flyte_ddp.report.console import say, warn
-from flyte_ddp.storage import temporary_beside, writing_to
+from flyte_ddp.storage import LEFTOVER_SECONDS, link_or_copy, temporary_beside, writing_to
 
 WAITS = (2.0, 10.0, 60.0)  # seconds before the next try; storage's client has tried several times itself by then
 ELSEWHERE = "elsewhere"  # the file in which an attempt that has no checkpoint yet leaves the URL of an earlier one
+PRIVATE = "-"  # in the name of a folder whose checkpoint no other process may go on from
+ABANDONED_SECONDS = 30 * 86400.0  # after which another training removes a local checkpoint
 Value = TypeVar("Value")
 
 
@@ -171,30 +172,33 @@ class PlatformStore(Store):
                 return
 
     def put_newest(self) -> None:
-        models = models_beside(self.path)
-        if not (read_manifest(self.path) or models.exists()):
-            return self._platform.put(self.path, f"{self.folder}/{self.path.name}")
-        folder = temporary_beside(self.path)
-        pinned = folder / self.path.name
+        models, folder = models_beside(self.path), temporary_beside(self.path)
+        pinned, status = folder / self.path.name, self.path.stat()
         try:
             folder.mkdir()
-            os.link(self.path, pinned)  # links, since the ranks remove the files once they have written newer ones
-            if manifest := read_manifest(pinned):
-                self.pin_shards(manifest, folder)
+            try:
+                link_or_copy(self.path, pinned)  # since the ranks remove the files once they have written newer ones
+                if manifest := read_manifest(pinned):
+                    self.pin_shards(manifest, folder)
+            except FileNotFoundError:
+                if self._is_still(status):
+                    raise
             for model in models.glob("*.pt"):
                 with suppress(FileNotFoundError):  # the newest checkpoint does without it
-                    os.link(model, folder / model.name)
-            if self.path.samefile(pinned):  # else a newer one is there, whose event follows
+                    link_or_copy(model, folder / model.name)
+            if self._is_still(status):  # else a newer one is there, whose event follows
                 self._models.put(folder, partial(self.put_checkpoint, pinned, manifest))
-        except FileNotFoundError:
-            if self.path.samefile(pinned):
-                raise
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
+    def _is_still(self, status: os.stat_result) -> bool:
+        """Whether the checkpoint at the path is still this one."""
+        now = self.path.stat()
+        return os.path.samestat(now, status) and now.st_mtime_ns == status.st_mtime_ns
+
     def pin_shards(self, manifest: dict[str, Any], folder: Path) -> None:
         for name in manifest["files"]:
-            os.link(shards_beside(self.path) / manifest["folder"] / name, folder / name)
+            link_or_copy(shards_beside(self.path) / manifest["folder"] / name, folder / name)
 
     def put_checkpoint(self, pinned: Path, manifest: dict[str, Any] | None) -> None:
         """Uploads a checkpoint; of a sharded one the files beside it, then their manifest. There are few names for
@@ -258,15 +262,29 @@ def checkpoint_store(
 def _local_folder(key: str) -> Iterator[Path]:
     """The folder for this training's checkpoint, or a private one if another process runs the same training."""
     folder = runs_dir() / "checkpoints" / key
-    with writing_to(runs_dir(), "DDP_RUNS_DIR"):
-        folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder / "lock")  # the system releases it when the holder ends, in whatever way
-    try:
-        lock.acquire(blocking=False)
-    except (Timeout, FileNotFoundError):  # another holds it, or has just finished and removed the folder
-        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{key}-", ignore_cleanup_errors=True) as private:
-            yield Path(private)
-    else:
+    with ExitStack() as stack:
+        with writing_to(runs_dir(), "DDP_RUNS_DIR"):
+            folder.mkdir(parents=True, exist_ok=True)
+            remove_abandoned(folder.parent)
+            try:
+                stack.enter_context(held(folder))
+            except (HeldError, FileNotFoundError):  # another holds it, or has just finished and removed the folder
+                folder = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f"{key}{PRIVATE}"))
+                stack.callback(shutil.rmtree, folder, ignore_errors=True)
+                stack.enter_context(held(folder))
         yield folder
-    finally:
-        lock.release()
+
+
+def remove_abandoned(folder: Path) -> None:
+    """Removes checkpoints that nobody goes on from: private ones of killed processes, and those of long ago."""
+    for one in folder.iterdir():
+        is_private = PRIVATE in one.name
+        with suppress(OSError, HeldError):
+            idle = time.time() - max(file.stat().st_mtime for file in (one, *one.rglob("*")))
+            if idle < (LEFTOVER_SECONDS if is_private else ABANDONED_SECONDS):
+                continue
+            with held(one) as is_sure:
+                if is_sure:
+                    shutil.rmtree(one)
+                if is_sure and not is_private:
+                    say(f"Removed {one}, the checkpoint of a training that has stood still for {idle / 86400:.0f} days")

@@ -42,7 +42,7 @@ class Observers:
         self._console = open_console()
         self._own = OwnObservers(own)
         self._report = Background("the report", self._open_report, REPORT_SECONDS)
-        self._progress = ProgressFile(info)
+        self._progress = ProgressFile(info.logs, info.name, info.attempt)
         self._listening: list[Observer] = [
             self.record, self._console, self._report, self._progress, *others, self._own,
         ]  # fmt: skip

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -10,17 +11,18 @@ from typing import BinaryIO
 
 from filelock import FileLock
 from fsspec import AbstractFileSystem
-from fsspec.core import url_to_fs
 from fsspec.utils import get_protocol
 
 from flyte_ddp.attempt.platform import Platform
-from flyte_ddp.data.stored import find, fsspecs_own
+from flyte_ddp.data.fsspec_compat import own_client
+from flyte_ddp.data.stored import Stored, version_of
+from flyte_ddp.errors import InputError
+from flyte_ddp.storage import temporary_beside
 
 
 def files_at(platform: Platform, url: str) -> tuple[AbstractFileSystem, str]:
     """The client for a URL, or for a path of this machine, and what the client calls it."""
-    with fsspecs_own(url):
-        files, root = url_to_fs(url, **platform.storage_options(get_protocol(url)))
+    files, root = own_client(url, platform.storage_options(get_protocol(url)))
     return files, root.rstrip("/")
 
 
@@ -32,10 +34,11 @@ def open_file(platform: Platform, url: str) -> BinaryIO:
 
 
 def list_files(platform: Platform, folder: str) -> dict[str, str]:
-    """Each file's name below the folder, sorted, with details that change when the file does; without hidden files."""
-    files, root = files_at(platform, folder)
-    found = {path[len(root) + 1 :]: str(details) for path, details in find(files, root).items()}
-    return {name: found[name] for name in sorted(found) if not any(part[0] == "." for part in name.split("/"))}
+    """Each file's name below the folder, sorted, with what changes when the file does; without hidden files."""
+    found = Stored(folder, platform.storage_options(get_protocol(folder))).details()
+    if "" in found:
+        raise InputError(f"folder must be a folder, got the file {folder}: give the folder that it is in")
+    return {name: version_of(details) for name, details in found.items()}
 
 
 def folder_digest(platform: Platform, folder: str) -> str:
@@ -51,7 +54,13 @@ def download_once(url: str, name: str, download: Callable[[str], None]) -> Path:
     folder = Path(tempfile.gettempdir(), f"dataset-{hashlib.sha256(url.encode()).hexdigest()[:16]}")
     with FileLock(folder.with_suffix(".lock")):
         if not folder.exists():
-            beside = Path(tempfile.mkdtemp(prefix=f"{folder.name}-"))
-            download(str(beside / name))
-            os.rename(beside, folder)
+            for left in folder.parent.glob(f".{folder.name}.*.partial"):  # by one that was killed: others wait here
+                shutil.rmtree(left, ignore_errors=True)
+            beside = temporary_beside(folder)
+            try:
+                beside.mkdir(mode=0o700)
+                download(str(beside / name))
+                os.rename(beside, folder)
+            finally:
+                shutil.rmtree(beside, ignore_errors=True)
     return folder / name

@@ -44,6 +44,10 @@ class StoredModels:
         try:
             get_file(self._platform, f"{self._url}/{LIST}", found)
         except FileNotFoundError:
+            # ranks that have left the checkpoint on this machine have left no list: the files have their own names
+            for model in Path(self._url.removeprefix("file://")).glob("*.pt"):
+                local.mkdir(exist_ok=True)
+                get_file(self._platform, f"{self._url}/{model.name}", local / model.name)
             return
         self._stored = self._listed = json.loads(found.read_text())
         local.mkdir(exist_ok=True)

@@ -31,6 +31,7 @@ class RunSummary:
         parameters: number of the network's parameters.
         sample_flops: floating-point operations of a training step, forward and backward, per sample, as counted.
         peak_memory: peak memory of each rank's process, in bytes, by rank.
+        digest: of the returned weights, 16 hex digits: equal bits have equal digests.
         utilization: model FLOPs utilization, as a share of the GPUs' peak; None if the peak is unknown, see
             flyte_ddp.launch.peaks.
     """
@@ -52,6 +53,7 @@ class RunSummary:
     parameters: int
     sample_flops: float
     peak_memory: list[int]
+    digest: str
     utilization: float | None
 
 
@@ -109,6 +111,7 @@ def summarise(world: World, finished: RunFinished, tracking_url: str) -> RunSumm
         parameters=result.parameters,
         sample_flops=result.sample_flops,
         peak_memory=[one.peak_bytes for one in finished.results],
+        digest=result.digest,
         utilization=utilization(result, rate, world),
     )
 

@@ -16,7 +16,7 @@ class DatasetDescription:
     Attributes:
         name: the dataset's name, as in the hyperparameters.
         classes: names, in the order of the labels.
-        mean, std: per channel over the training images, for pixels from 0 to 1, rounded to 4 decimals.
+        mean, std: per channel over the training images, for pixels from 0 to 1; std is 1 where all pixels are alike.
         train_samples, test_samples: images per split.
         image_shape: (C, H, W).
         passes_per_epoch: how often an epoch goes over the training images; above 1 only where they are few.

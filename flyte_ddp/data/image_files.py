@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -11,6 +11,9 @@ from flyte_ddp.errors import DataError
 IMAGES = "images"  # beside an index: a link to the folder of the images
 MOST_PIXELS = 50_000_000  # each thread that decodes so many needs up to 0.5 GB; a file of some KiB can claim them
 MODES = {1: "L", 3: "RGB"}  # Pillow's names, by channels
+ORIENTATION, BITS_PER_SAMPLE, PHOTOMETRIC = 0x0112, 258, 262  # tags of EXIF and TIFF
+SIDEWAYS = range(5, 9)  # the orientations that swap width and height
+SCALED = ("PNG", "PPM")  # formats of which Pillow reads 16 bits as mode I, PNG before its version 11
 
 
 def link_images(index: Path, folder: Path) -> None:
@@ -44,17 +47,39 @@ class ImageFiles:
 
 
 def decode(file: str | Path | BinaryIO, shape: tuple[int, int, int]) -> np.ndarray:
-    """The image as (C, H, W) uint8: scaled to cover that shape, and cropped around its centre."""
+    """The image, of an animation or of several pages the first, as (C, H, W) uint8: turned upright, without its
+    transparency, scaled to cover that shape, and cropped around its centre.
+
+    Of 16 bits the upper 8 remain; ValueError for whole numbers of 32 bits and floats, whose range no file tells.
+    """
     from PIL import Image, ImageOps
 
     channels, height, width = shape
     with Image.open(file) as image:
-        image.draft(MODES[channels], (width, height))  # decodes a large JPEG at 1/2, 1/4 or 1/8 of its size
+        # Decodes a large JPEG at 1/2, 1/4 or 1/8 of its size, which is that of the image before it is turned
+        on_its_side = image.getexif().get(ORIENTATION) in SIDEWAYS
+        image.draft(MODES[channels], (height, width) if on_its_side else (width, height))
         if image.width * image.height > MOST_PIXELS:
             raise ValueError(f"{image.width} x {image.height} pixels, more than {MOST_PIXELS:,}: scale it down")
-        upright = ImageOps.exif_transpose(image).convert(MODES[channels])
-        fitted = ImageOps.fit(upright, (width, height), Image.Resampling.BILINEAR)
+        upright = _in_8_bits(ImageOps.exif_transpose(image), image)
+        upright.info.pop("transparency", None)  # else Pillow warns of each palette that has some
+        fitted = ImageOps.fit(upright.convert(MODES[channels]), (width, height), Image.Resampling.BILINEAR)
     return np.asarray(fitted).reshape(height, width, channels).transpose(2, 0, 1)
+
+
+def _in_8_bits(upright: Any, opened: Any) -> Any:
+    """The image with the upper 8 bits of its values; Pillow does so itself for colours, but would clip grey ones."""
+    from PIL import Image
+
+    mode = opened.mode
+    if not mode.startswith("I;16") and not (mode == "I" and opened.format in SCALED):
+        if mode in ("I", "F"):
+            raise ValueError(f"values of 32 bits, or with a sign (mode {mode}): write it in 8 or 16 bits")
+        return upright
+    is_tiff = opened.format == "TIFF"  # Pillow scales the values of others to 16 bits
+    values = np.asarray(upright) >> (opened.tag_v2[BITS_PER_SAMPLE][0] - 8 if is_tiff else 8)
+    white_is_zero = is_tiff and opened.tag_v2[PHOTOMETRIC] == 0
+    return Image.fromarray((255 - values if white_is_zero else values).astype(np.uint8))
 
 
 def reason(error: Exception) -> str:

@@ -8,24 +8,22 @@ import hashlib
 import io
 import json
 import os
-import pkgutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 import fsspec
 from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
-from fsspec.registry import known_implementations
 
 from flyte_ddp.data.description import StoredData
+from flyte_ddp.data.fsspec_compat import own_client
 from flyte_ddp.errors import DataError, DownloadError, InputError
-from flyte_ddp.storage import files_below
+from flyte_ddp.storage import files_below, write_whole, writing_to
 
 INDEX = "index.json"  # of a folder of blocks
-STAMPS = ("ETag", "etag", "mtime")  # what changes when a file is written, by the storages' names for it
+STAMPS = ("ETag", "etag", "mtime", "created")  # what changes when a file is written, by the storages' names for it
 PIECE_BYTES = 2**23
 TRIES = 4
 PIECE_SECONDS = 30.0  # for one try of a piece
@@ -40,65 +38,75 @@ def use_storage_options(options: dict[str, dict[str, Any]]) -> None:
         fsspec.config.conf.setdefault(protocol, {}).update(values)
 
 
-@contextmanager
-def fsspecs_own(url: str) -> Iterator[None]:
-    """The block opens the URL by fsspec's own implementation: flyte, once imported, registers others, whose options
-    have other names."""
-    protocol = fsspec.core.split_protocol(url)[0] or "file"
-    registered = fsspec.get_filesystem_class(protocol)
-    module, _, name = known_implementations[protocol]["class"].rpartition(".")
-    fsspec.register_implementation(protocol, pkgutil.resolve_name(f"{module}:{name}"), clobber=True)
-    try:
-        yield
-    finally:
-        fsspec.register_implementation(protocol, registered, clobber=True)
+Details = dict[str, Any]
 
 
-def find(files: AbstractFileSystem, root: str) -> dict[str, dict[str, Any]]:
-    """What the client says of each file below root, by path; on a disk also of those that links lead to, which fsspec
-    passes over."""
-    if not isinstance(files, LocalFileSystem):
-        found: dict[str, dict[str, Any]] = files.find(root, detail=True)
-        return found
+def listed(files: AbstractFileSystem, root: str) -> dict[str, Details]:
+    """What the client says of each file below root, by name below it, sorted; the name of a single file is empty.
+
+    Without hidden files, nor the empty objects that some tools write for a folder; on a disk with what links lead to,
+    which fsspec passes over.
+    """
+    if isinstance(files, LocalFileSystem):
+        found = _listed_on_disk(root)
+    else:
+        files.invalidate_cache()
+        objects = files.find(root, detail=True).items()
+        folders = ("directory", "other")
+        found = {
+            path[len(root) + 1 :]: details
+            for path, details in objects
+            if not path.endswith("/") and details.get("type") not in folders
+        }
+    return {name: found[name] for name in sorted(found) if not any(part[:1] == "." for part in name.split("/"))}
+
+
+def _listed_on_disk(root: str) -> dict[str, Details]:
     if not os.path.isdir(root):
-        return {root: _details(os.stat(root))} if os.path.isfile(root) else {}
-    files_there = (path for path in files_below(root) if path.is_file())
-    return {f"{root}/{path.relative_to(root).as_posix()}": _details(path.stat()) for path in files_there}
+        return {"": _details(os.stat(root))} if os.path.isfile(root) else {}
+    return {path.relative_to(root).as_posix(): _details(path.stat()) for path in files_below(root) if path.is_file()}
 
 
-def _details(status: os.stat_result) -> dict[str, Any]:
-    return {"size": status.st_size, "mtime": status.st_mtime, "created": status.st_ctime, "ino": status.st_ino}
+def _details(status: os.stat_result) -> Details:
+    return {"size": status.st_size, "mtime": status.st_mtime, "created": status.st_ctime}
+
+
+def version_of(details: Details) -> str:
+    """Changes when a file is written to: from its size, and its ETag or times."""
+    stamps = [details[key] for key in STAMPS if details.get(key)]
+    return f"{details['size']} {' '.join(map(str, stamps))}" if stamps else str(details)
 
 
 class Stored:
     """The files below a URL, or the single file that it names."""
 
-    def __init__(self, url: str | Path):
+    def __init__(self, url: str | Path, options: dict[str, Any] | None = None):
+        """options: for fsspec's client, beside those of use_storage_options."""
         self.url = str(url).rstrip("/")
-        with fsspecs_own(self.url):
-            self.files, self.root = fsspec.core.url_to_fs(self.url)
+        self.files, self.root = own_client(self.url, options)
 
     def name(self, file: str) -> str:
         """The file in messages."""
         return f"{self.url}/{file}" if file else self.url
 
+    def details(self) -> dict[str, Details]:
+        """See listed."""
+        return self._tried("", lambda: listed(self.files, self.root))
+
     def sizes(self) -> dict[str, int]:
-        """The bytes of each file, as in details."""
-        return {name: details["size"] for name, details in self.details().items()}
+        """The bytes of each file, without those whose names begin with an underscore, as others' tools leave them."""
+        found = {name: details["size"] for name, details in self.details().items()}
+        return {name: size for name, size in found.items() if not any(part[:1] == "_" for part in name.split("/"))}
 
-    def details(self) -> dict[str, dict[str, Any]]:
-        """What the storage says of each file, by name below the URL, sorted; the name of a single file is empty. Hidden
-        files, and those that begin with an underscore, are left out."""
-
-        def ask() -> dict[str, Any]:
-            self.files.invalidate_cache()
-            return find(self.files, self.root)
-
-        found = {path[len(self.root) + 1 :]: details for path, details in self._tried("", ask).items()}
-        shown = {
-            name: one for name, one in found.items() if not any(part[:1] in "._" for part in name.split("/") if part)
-        }
-        return dict(sorted(shown.items()))
+    def write(self, file: str, content: bytes) -> None:
+        """Writes a file whole or not at all; InputError if that is not possible."""
+        with writing_to(self.url, "folder"):
+            if isinstance(self.files, LocalFileSystem):  # others have no folders, and s3fs would try to make the bucket
+                path = Path(self.root, file)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_whole(path, content)
+            else:
+                self.files.pipe_file(f"{self.root}/{file}", content)
 
     def read(self, file: str, start: int | None = None, stop: int | None = None) -> bytes:
         """The bytes of a file from start to stop; both None is all of them."""
@@ -157,7 +165,7 @@ def stored_data(url: str, options: dict[str, dict[str, Any]] | None = None) -> S
         if name in indexes:
             seen.append((name, hashlib.sha256(indexes[name]).hexdigest()))
         elif PurePosixPath(name).parent not in indexed:
-            seen.append((name, one["size"], str(next((one[key] for key in STAMPS if key in one), ""))))
+            seen.append((name, version_of(one)))
     return StoredData(url, hashlib.sha256(json.dumps(seen).encode()).hexdigest(), options or {})
 
 
@@ -165,7 +173,7 @@ def _is_of_blocks(index: bytes) -> bool:
     """Other libraries' folders have an index of this name, too."""
     try:
         content = json.loads(index)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     return isinstance(content, dict) and "blocks" in content
 

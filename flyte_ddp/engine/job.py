@@ -15,6 +15,7 @@ from flyte_ddp.model_files.pretrained import check_pretrained
 from flyte_ddp.settings import RunOptions, TrainingSettings
 from flyte_ddp.storage import content_digest, reading
 
+OUTPUT = "output"  # the argument of train()
 # What rank 0 leaves in the logs: the recipe's predictions (N, ...) on the test samples, its pictures, the weights of
 # the last epoch where others may be better, and the checkpoint of the finished training, on request; see KeptModel, too
 PREDICTIONS, PICTURES, LAST, FINAL = "predictions.npy", "pictures.npz", "last.pt", "final-checkpoint"
@@ -140,6 +141,11 @@ class Job(Subject):
     storage: RankStorage | None = None
     launched: float = field(default_factory=time.time)
 
+    @property
+    def is_output(self) -> bool:
+        """Whether all these are in one folder, which the user has named, and which may have another training's."""
+        return self.chosen_by == OUTPUT
+
 
 def job_of(
     subject: Subject,
@@ -155,7 +161,7 @@ def job_of(
 def job_in(folder: Path, subject: Subject, options: RunOptions) -> Job:
     """A job that leaves everything in one folder."""
     job = job_of(subject, options, model_path=folder / "model.pt", checkpoint_path=folder / "checkpoint", logs=folder)
-    return replace(job, chosen_by="output")
+    return replace(job, chosen_by=OUTPUT)
 
 
 @dataclass(frozen=True)
@@ -212,6 +218,7 @@ class TrainingResult:
         sample_flops: floating-point operations of a training step, forward and backward, per sample.
         hardware: name of the GPU, or the CPU's instruction set.
         kept: the best evaluations that options.keep_best asked for, the best first; on rank 0.
+        digest: of the weights at model_path, see flyte_ddp.engine.digest.
     """
 
     epochs: list[EpochFinished]
@@ -229,3 +236,4 @@ class TrainingResult:
     sample_flops: float = 0.0
     hardware: str = ""
     kept: list[KeptModel] = field(default_factory=list)
+    digest: str = ""

@@ -5,8 +5,6 @@ their measures, which a checkpoint has, and from the files that are there.
 """
 
 import math
-import os
-import shutil
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -21,7 +19,7 @@ from flyte_ddp.engine.sharding.sharded_state import Shard
 from flyte_ddp.engine.state import TrainingState
 from flyte_ddp.events import CheckpointFailed, CheckpointWritten, Event, Observer
 from flyte_ddp.manifest import models_beside
-from flyte_ddp.storage import writing_to
+from flyte_ddp.storage import link_or_copy, writing_to
 from flyte_ddp.text import counted
 
 
@@ -75,7 +73,7 @@ class KeptModels(Observer):
             for number in filter(lambda number: self._file(number).exists(), self._kept):
                 epoch = self._parts.state.history[number]
                 name = f"best-{len(found) + 1}-epoch-{counted(epoch.position)}.pt"
-                _link(self._file(number), logs / name)
+                link_or_copy(self._file(number), logs / name)
                 found.append(KeptModel(name, epoch.position, choice.measure, epoch.validation[choice.measure]))
         return found
 
@@ -125,11 +123,3 @@ class KeepingCheckpoints:
 
     def close(self) -> None:
         self._checkpoints.close()
-
-
-def _link(file: Path, other: Path) -> None:
-    """A second name for a file, or a copy where there is none, as on another disk."""
-    try:
-        os.link(file, other)
-    except OSError:
-        shutil.copyfile(file, other)

@@ -82,7 +82,7 @@ def load_split(recipe: Recipe, split: str, job: Job, cache: BlockCache) -> Split
             )
         if isinstance(data, torch.utils.data.Dataset) and not isinstance(data, torch.utils.data.TensorDataset):
             if not len(data):  # type: ignore[arg-type]
-                raise InputError("a Dataset must have samples, and a length")
+                raise InputError("the split is empty, it must have samples: its Dataset has length 0")
             workers, pin_memory = options.loader_workers, options.pin_memory
             found: Streamed | Resident = Streamed(data, recipe.device, workers, pin_memory)
         else:

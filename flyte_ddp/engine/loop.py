@@ -84,6 +84,7 @@ def fit(
             evaluate_seconds=time.perf_counter() - started,
             validation=evaluated.measures if state.choice else {},
             fraction=end / len(train),
+            digest=state.digest(),
         )
         state.after_evaluation(finished)
         link.emit(finished)

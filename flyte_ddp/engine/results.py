@@ -15,7 +15,9 @@ from torch import Tensor, distributed, nn
 from flyte_ddp.batch_share import BatchShare
 from flyte_ddp.engine.batches.splits import Split
 from flyte_ddp.engine.checkpoints.checkpoint import finish, save, write_draft
+from flyte_ddp.engine.digest import weights_digest
 from flyte_ddp.engine.job import FINAL, LAST, PICTURES, PREDICTIONS, Job, KeptModel, TrainingResult
+from flyte_ddp.engine.machine import hardware
 from flyte_ddp.engine.set_up import Parts
 from flyte_ddp.engine.sharding.sharded_state import Shard, fill, with_room
 from flyte_ddp.engine.sharding.sharding import in_own_types, is_sharded
@@ -43,32 +45,40 @@ def write_last(parts: Parts, job: Job) -> None:
                 finish(write_draft(path, content, state.device), path)
 
 
-def write_results(parts: Parts, tested: dict[str, float], predictions: Tensor | None, job: Job) -> None:
-    """Rank 0 writes the results; a collective. tested: measures of the test split. predictions: (N, ...), if the recipe
-    has any."""
+def write_results(parts: Parts, tested: dict[str, float], predictions: Tensor | None, job: Job) -> str:
+    """Rank 0 writes the results; a collective; the digest of the weights. tested: measures of the test split.
+    predictions: (N, ...), if the recipe has any."""
     path, is_first = Path(job.model_path), distributed.get_rank() == 0
     with writing_to(path.parent, job.chosen_by):
-        write_weights(parts, job, path, tested)
+        digest = write_weights(parts, job, path, tested)
         drawn = draw_pictures(parts.state, parts.test.split) if is_first or is_sharded(parts.state.model) else []
-        if is_first and predictions is not None:
+        if not is_first:
+            return
+        for name in (PREDICTIONS, PICTURES):  # of an earlier training in the same folder
+            Path(job.logs, name).unlink(missing_ok=True)
+        if predictions is not None:
             with whole_file(Path(job.logs, PREDICTIONS)) as file:
                 np.save(file, predictions.cpu().numpy())
-        if is_first and drawn:
+        if drawn:
             write_pictures(drawn, Path(job.logs, PICTURES))
+    return digest
 
 
 def write_weights(
     parts: Parts, job: Job, path: Path, measures: dict[str, float], weights: Mapping[str, Tensor | Shard] | None = None
-) -> None:
-    """Rank 0 writes these weights, or those that are evaluated, with their metadata; a collective if sharded. Raises
-    OSError, there alone."""
+) -> str:
+    """Rank 0 writes these weights, or those that are evaluated, with their metadata; a collective, which returns their
+    digest. Raises OSError, there alone."""
     state, size = parts.state, distributed.get_world_size()
     weights = weights or state.evaluated_weights()
+    digest = weights_digest(weights, state.base.digest, state.device)
     if distributed.get_rank():
-        return fill(None, weights, state.device)
+        fill(None, weights, state.device)
+        return digest
     training = {"world_size": size, "hardware": hardware(state.device), "precision": parts.precision}
-    metadata = build_metadata(state.recipe, job, parts.found.headline, measures, training, state.base.digest)
+    metadata = build_metadata(state.recipe, job, parts.found.headline, measures, training, state.base.digest, digest)
     export_model(weights, path, metadata, state.device)
+    return digest
 
 
 def build_metadata(
@@ -78,6 +88,7 @@ def build_metadata(
     measures: dict[str, float],
     training: dict[str, Any],
     base_digest: str = "",
+    weights_digest: str = "",
 ) -> ModelMetadata:
     settings = job.settings
     return ModelMetadata(
@@ -91,17 +102,12 @@ def build_metadata(
         training=training,
         versions={"python": platform.python_version(), "torch": torch.__version__},
         base_digest=base_digest,
+        weights_digest=weights_digest,
     )
 
 
-def hardware(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"CPU, {torch.backends.cpu.get_cpu_capability()}"
-
-
-def result_of(parts: Parts, tested: dict[str, float], kept: list[KeptModel]) -> TrainingResult:
-    """tested: measures of the test split. kept: the best evaluations in the logs."""
+def result_of(parts: Parts, tested: dict[str, float], digest: str, kept: list[KeptModel]) -> TrainingResult:
+    """tested: measures of the test split. digest: of the weights. kept: the best evaluations in the logs."""
     state, choice = parts.state, parts.state.choice
     return TrainingResult(
         epochs=state.history,
@@ -119,6 +125,7 @@ def result_of(parts: Parts, tested: dict[str, float], kept: list[KeptModel]) -> 
         sample_flops=parts.found.sample_flops,
         hardware=hardware(state.device),
         kept=kept,
+        digest=digest,
     )
 
 

@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from flyte_ddp.engine import torch_compat
 from flyte_ddp.engine.average import Average
 from flyte_ddp.engine.batches.batches import Batch
+from flyte_ddp.engine.digest import weights_digest
 from flyte_ddp.engine.global_batch.by_row import ByRow
 from flyte_ddp.engine.global_batch.ghost_batch_norm import RunningStatistics
 from flyte_ddp.engine.measures import code_location, ratios, trained_measure
@@ -121,6 +122,7 @@ class TrainingState:
         self._norms = torch.zeros(0, device=device)
         self._generator = device_generator(device)
         self.history: list[EpochFinished] = []
+        self.ran_on: list[dict[str, Any]] = []  # see machine.py
         self.watch = Watch(constant_loss)
         self.choice: Choice | None = None  # None without a validation split
 
@@ -283,6 +285,7 @@ class TrainingState:
             "step": self.step,
             "epoch_seconds": self.epoch_seconds,
             "history": [asdict(finished) for finished in self.history],
+            "ran_on": self.ran_on,
             "watch": self.watch.state_dict(),
             "choice": self.choice.state_dict() if self.choice else None,
         }
@@ -292,6 +295,10 @@ class TrainingState:
         """Those of the network that is evaluated, without the base."""
         weights: dict[str, Tensor | Shard] = self.layout.marked({"model": self.base.without(self.evaluated)})["model"]
         return weights
+
+    def digest(self) -> str:
+        """Of the weights that are evaluated; a collective."""
+        return weights_digest(self.evaluated_weights(), self.base.digest, self.device)
 
     def load_weights(self, network: nn.Module, weights: Mapping[str, Tensor]) -> None:
         """Loads the weights, without the base, into the network or its average; of a sharded one this rank's rows."""
@@ -313,6 +320,7 @@ class TrainingState:
             self.micro_batch = saved.get("micro_batch", -1)
         self.epoch, self.step, self.epoch_seconds = saved["epoch"], saved["step"], saved["epoch_seconds"]
         self.history = [EpochFinished(**finished) for finished in saved["history"]]
+        self.ran_on = saved.get("ran_on", [])
         self.watch.load_state_dict(saved["watch"])
         if self.choice:
             self.choice.load_state_dict(saved["choice"])

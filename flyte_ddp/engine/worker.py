@@ -15,6 +15,7 @@ from flyte_ddp.engine.checkpoints.writer import checkpoints_of
 from flyte_ddp.engine.job import Job, TrainingResult
 from flyte_ddp.engine.kept import KeepingCheckpoints, KeptModels
 from flyte_ddp.engine.loop import fit, gather, look_at_test
+from flyte_ddp.engine.machine import machine, moved
 from flyte_ddp.engine.monitor.profile import profiling
 from flyte_ddp.engine.monitor.stragglers import Stragglers
 from flyte_ddp.engine.network.compiled import compile_now
@@ -24,7 +25,7 @@ from flyte_ddp.engine.set_up import Parts, set_up
 from flyte_ddp.engine.sharding.sharding import is_sharded
 from flyte_ddp.engine.torch_compat import leave_dynamo_out
 from flyte_ddp.errors import NonFiniteError, UnevenShapesError
-from flyte_ddp.events import RunStarted, all_of
+from flyte_ddp.events import RunStarted, all_of, digests_of
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
 from flyte_ddp.launch.process_group import process_group
@@ -59,6 +60,8 @@ def _train(environment: Environment, device: torch.device, link: Link, job: Job,
         parts.remarks.append(choose_micro_batch(state, parts.train))
     if job.options.compile:
         compile_now(state, parts.train, parts.validation or parts.test, link)
+    state.ran_on, moves = moved(state.ran_on, machine(environment, device, parts.precision))
+    parts.remarks.extend(moves)
     hosts = [""] * environment.world.size
     distributed.all_gather_object(hosts, environment.host)
     link.emit(run_started(parts, environment, job, hosts))
@@ -86,8 +89,8 @@ def _train(environment: Environment, device: torch.device, link: Link, job: Job,
     if parts.validation or tested is None:  # None: resumed after the last epoch
         tested = look_at_test(state, parts.test, settings.last_epoch, link)
     predictions = None if tested.predictions is None else gather(tested.predictions, parts.test)
-    write_results(parts, tested.measures, predictions, job)
-    return result_of(parts, tested.measures, kept.publish() if kept else [])
+    digest = write_results(parts, tested.measures, predictions, job)
+    return result_of(parts, tested.measures, digest, kept.publish() if kept else [])
 
 
 def run_started(parts: Parts, environment: Environment, job: Job, hosts: list[str]) -> RunStarted:
@@ -113,6 +116,9 @@ def run_started(parts: Parts, environment: Environment, job: Job, hosts: list[st
         validation_samples=len(parts.validation.split) if parts.validation else 0,
         remarks=parts.remarks,
         hosts=hosts,
+        identity=job.identity,
+        ran_on=state.ran_on,
+        earlier=digests_of(state.history),
     )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from flyte_ddp.errors import InputError, RecoverableError, ReportedError
-from flyte_ddp.text import encodable
+from flyte_ddp.text import encodable, masked
 
 # What a rank reports when another one is gone or does not answer: an effect, never the cause
 PEER_ERRORS = {"DistBackendError", "DistNetworkError", "DistStoreError", "DistError", "DistQueueEmptyError"}
@@ -63,6 +63,8 @@ class Failure:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "others", tuple(self.others))  # JSON, by which it travels, makes them a list
+        for name in ("message", "details"):
+            object.__setattr__(self, name, masked(getattr(self, name)))
 
     @property
     def is_effect(self) -> bool:
@@ -109,9 +111,9 @@ def from_exception(error: BaseException, rank: int | None, host: str) -> Failure
 
 
 def message_of(error: BaseException) -> str:
-    """The exception's message, even where its own __str__ fails."""
+    """The exception's message, without passwords, and even where its own __str__ fails."""
     try:
-        return encodable(str(error))
+        return masked(encodable(str(error)))
     except Exception as problem:
         return f"its message cannot be shown: __str__ raises {type(problem).__name__}"
 

@@ -6,7 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -15,12 +15,14 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from torch import distributed
 
+from flyte_ddp.engine.digest import weights_digest
+from flyte_ddp.engine.machine import machine, moved
 from flyte_ddp.engine.monitor.step_clock import Part, StepClock
 from flyte_ddp.engine.monitor.stragglers import Stragglers
 from flyte_ddp.engine.monitor.watch import Watch
 from flyte_ddp.engine.torch_compat import device_generator, norms, pytree
 from flyte_ddp.errors import InputError, NonFiniteError, StopRequested
-from flyte_ddp.events import EpochFinished, Event, NotLearning, RunStarted, StepLogged
+from flyte_ddp.events import EpochFinished, Event, NotLearning, RunStarted, StepLogged, digests_of
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
 from flyte_ddp.lightning.checkpoint import CheckpointFiles
@@ -51,6 +53,7 @@ class RankObserver(Checkpoint):
         self._environment, self._link, self._job = environment, link, job
         self._files, self._validation = files, validation
         self.epochs: list[EpochFinished] = []
+        self.ran_on: list[dict[str, Any]] = []  # see engine/machine.py
         self.watch = Watch(remedies="lower the learning rate, or set gradient_clip_val")
         self._so_far = dict(NOTHING)  # of this epoch
         self._window: list[tuple[torch.Tensor | None, int]] = []  # loss and samples of each step since the last look
@@ -64,11 +67,12 @@ class RankObserver(Checkpoint):
     def state_dict(self) -> dict[str, Any]:
         epochs = [asdict(epoch) for epoch in self.epochs]
         so_far = {"so_far": self._so_far, "position": list(self.position)}
-        return {"epochs": epochs, "watch": self.watch.state_dict(), **so_far}
+        return {"epochs": epochs, "ran_on": self.ran_on, "watch": self.watch.state_dict(), **so_far}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.epochs = [EpochFinished(**epoch) for epoch in state_dict["epochs"]]
         self.watch.load_state_dict(state_dict["watch"])
+        self.ran_on = state_dict.get("ran_on", [])
         self._so_far, self.position = dict(state_dict["so_far"]), tuple(state_dict["position"])
 
     # --- before the steps ---
@@ -100,7 +104,12 @@ class RankObserver(Checkpoint):
         distributed.all_gather_object(hosts, self._environment.host)
         remedy = "look at what its host reads from, or raise num_workers of the DataLoader"
         self._stragglers = Stragglers(hosts, remedy, meet_within=True)  # in the backward pass
-        self.started = run_started(self._environment, self._job, trainer, *self.position, hosts)
+        now = machine(self._environment, trainer.strategy.root_device, self._job.settings.precision)
+        self.ran_on, remarks = moved(self.ran_on, now)
+        started = run_started(self._environment, self._job, trainer, *self.position, hosts)
+        self.started = replace(
+            started, remarks=started.remarks + remarks, ran_on=self.ran_on, earlier=digests_of(self.epochs)
+        )
         self._link.emit(self.started)
         return self.started
 
@@ -271,6 +280,7 @@ class RankObserver(Checkpoint):
                 train_seconds=so_far["seconds"],
                 evaluate_seconds=so_far["evaluation"],
                 validation=validation,
+                digest=weights_digest(module.state_dict(), device=trainer.strategy.root_device),
             )
         )
         self._link.emit(self.epochs[-1])

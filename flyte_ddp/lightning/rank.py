@@ -13,6 +13,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer, seed_everything
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from flyte_ddp.engine.digest import weights_digest
 from flyte_ddp.engine.job import TrainingResult
 from flyte_ddp.engine.results import export_model
 from flyte_ddp.errors import InputError, NonFiniteError
@@ -76,10 +77,11 @@ def _train(environment: Environment, device: torch.device, link: Link, job: Ligh
     started = observer.started or observer.start(trainer)  # the latter if it was interrupted after the last epoch
     seed(job)
     tested = test(trainer, module, data, link, observer)
+    digest = weights_digest(module.state_dict(), device=device)
     if environment.rank == 0:
         with writing_to(Path(job.model_path).parent, "DDP_RUNS_DIR"):
             export_model(module.state_dict(), Path(job.model_path))
-    return result_of(job, trainer, module, started, observer.epochs, observer.watch.warnings, tested)
+    return result_of(job, trainer, module, started, observer.epochs, observer.watch.warnings, tested, digest)
 
 
 def seed(job: LightningJob) -> None:

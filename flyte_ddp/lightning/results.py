@@ -10,7 +10,8 @@ from lightning import __version__
 from lightning.pytorch import LightningModule, Trainer
 
 from flyte_ddp.engine.job import TrainingResult
-from flyte_ddp.engine.results import hardware, layers_of
+from flyte_ddp.engine.machine import hardware
+from flyte_ddp.engine.results import layers_of
 from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.events import EpochFinished, RunStarted, Warned
 from flyte_ddp.launch.environment import Environment
@@ -46,6 +47,7 @@ def run_started(
         startup_seconds=time.time() - job.launched,
         layers=layers_of(trainer.lightning_module),
         validation_samples=samples_of(trainer.val_dataloaders),
+        identity=job.identity,
         remarks=[f"under Lightning {__version__}, {type(trainer.strategy).__name__}"],
         hosts=hosts,
     )
@@ -59,6 +61,7 @@ def result_of(
     epochs: list[EpochFinished],
     warnings: list[Warned],
     tested: dict[str, float],
+    digest: str,
 ) -> TrainingResult:
     device = trainer.strategy.root_device
     return TrainingResult(
@@ -74,6 +77,7 @@ def result_of(
         tested=tested,
         parameters=sum(parameter.numel() for parameter in module.parameters()),
         hardware=hardware(device),
+        digest=digest,
     )
 
 

@@ -37,6 +37,7 @@ class ModelMetadata:
         training: world_size, hardware and precision.
         versions: of Python and torch.
         base_digest: see FrozenBase; empty if the file has all weights.
+        weights_digest: that of the weights, as the training reported it, see flyte_ddp.engine.digest.
     """
 
     recipe: str
@@ -49,6 +50,7 @@ class ModelMetadata:
     training: dict[str, Any]
     versions: dict[str, str]
     base_digest: str = ""
+    weights_digest: str = ""
     format: int = FORMAT
 
     def as_json(self) -> str:
@@ -61,7 +63,13 @@ class ModelMetadata:
 
     def load_settings(self, path: str | Path) -> Settings:
         """The settings of the training; imports the module of their class. path: of these weights."""
-        return class_named(self.settings_class, Settings, f"{path}: the class of the settings").from_dict(self.settings)
+        kind = class_named(self.settings_class, Settings, f"{path}: the class of the settings")
+        try:
+            return kind.from_dict(self.settings)
+        except InputError as error:
+            raise InputError(
+                f"{path} is of other settings than there are now, load it with that code: {error}"
+            ) from None
 
 
 def class_named(name: str, base: type[Kind], what: str) -> type[Kind]:

@@ -56,7 +56,7 @@ def _names_in(file: Path) -> list[str]:
 def _json(content: bytes, file: Path) -> dict[str, Any]:
     try:
         found = json.loads(content)
-    except ValueError:
+    except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
         raise _damaged(file)

@@ -3,7 +3,6 @@
 import contextvars
 import os
 import queue
-import re
 import sys
 import threading
 import time
@@ -122,11 +121,6 @@ def give_way() -> None:
 
 def one_line(error: BaseException) -> str:
     """The message, shortened, on one line, without the W&B key and the passwords of addresses."""
-    text = without_password(" ".join(message_of(error).split()))
+    text = " ".join(message_of(error).split())
     key = os.environ.get("WANDB_API_KEY")
     return (text.replace(key, "(key)") if key else text)[:400]
-
-
-def without_password(text: str) -> str:
-    """The text with USER:PASSWORD@ left out of its URLs."""
-    return re.sub(r"(?<=://)[^/\s@]+@", "", text)

@@ -13,7 +13,7 @@ from flyte_ddp import events
 from flyte_ddp.data.sources.download import Progress
 from flyte_ddp.report.ranks import Table, in_text, rank_tables
 from flyte_ddp.report.words import in_words, split_sizes, written
-from flyte_ddp.text import counted
+from flyte_ddp.text import counted, masked
 
 logger = logging.getLogger("flyte_ddp")
 _last_words: list[str] = []
@@ -41,7 +41,7 @@ def show_output() -> None:
 
 def say(text: str, level: int = logging.INFO) -> None:
     _say_last_words()
-    logger.log(level, text)
+    logger.log(level, masked(text))
 
 
 def warn(text: str) -> None:
@@ -61,7 +61,7 @@ def say_last(text: str) -> None:
 
 def _say_last_words() -> None:
     while _last_words:
-        logger.info(_last_words.pop())
+        logger.info(masked(_last_words.pop()))
 
 
 def on_terminal() -> bool:
@@ -116,7 +116,8 @@ class Console(Remarks):
 
     def on_epoch_finished(self, event: events.EpochFinished) -> None:
         measured, seconds = self._measured(event.split, event.evaluated), f"{event.train_seconds:.1f} s of training"
-        say(f"Epoch {counted(event.position)} of {self._run.epochs}: {', '.join(filter(None, (measured, seconds)))}")
+        told = filter(None, (measured, seconds, event.digest and f"weights {event.digest}"))
+        say(f"Epoch {counted(event.position)} of {self._run.epochs}: {', '.join(told)}")
 
     def on_slow_rank(self, event: events.Warned) -> None:
         super().on_slow_rank(event)

@@ -9,7 +9,7 @@ from flyte_ddp.report.ranks import Table, rank_tables
 from flyte_ddp.report.record import Record
 from flyte_ddp.report.words import capitalised, in_words
 from flyte_ddp.settings import Settings
-from flyte_ddp.text import counted
+from flyte_ddp.text import counted, masked
 
 MOST_MODULES = 40
 MOST_MEASURES = 4  # in a table
@@ -52,7 +52,8 @@ def tiles(record: Record) -> list[tuple[str, str]]:
 def epoch_heads(record: Record) -> list[str]:
     names = [in_words(name) for name in record.measures[:MOST_MEASURES]]
     split = capitalised(record.split)
-    return ["Epoch", *(f"{split} {name}" for name in names), *(f"Training {name}" for name in names), "Seconds"]
+    measured = (f"{of} {name}" for of in (split, "Training") for name in names)
+    return ["Epoch", *measured, "Seconds", "Weights"]
 
 
 def epoch_lines(record: Record) -> list[list[str]]:
@@ -63,6 +64,7 @@ def epoch_lines(record: Record) -> list[list[str]]:
             counted(epoch.position),
             *(record.written(name, measures) for measures in (epoch.evaluated, epoch.train) for name in names),
             f"{epoch.train_seconds + epoch.evaluate_seconds:.1f}",
+            epoch.digest or "-",
         ]
         for epoch in record.epochs[-MOST_EPOCHS:]
     ]
@@ -120,6 +122,8 @@ def setup_tables(record: Record) -> dict[str, Iterable[tuple[Any, ...]]]:
         ("Run", info.name),
         ("Recipe", info.recipe),
         ("Training", info.tracking_id),
+        ("Digest of the weights", record.digest or "-"),
+        *(("Ran on", one) for one in _machines(run.ran_on if run else [])),
         ("Retries before this attempt", info.attempt),
         ("Resumed", "yes" if run and (run.first_epoch or run.first_step) else "no"),
         ("Checkpoints", f"{written}, training waited {record.stall_seconds:.2f} s"),
@@ -133,6 +137,11 @@ def setup_tables(record: Record) -> dict[str, Iterable[tuple[Any, ...]]]:
         "Versions and machine": info.surroundings.items(),
         "This run": lines,
     }
+
+
+def _machines(ran_on: Iterable[dict[str, Any]]) -> list[str]:
+    """Each one's hardware, torch, precision, ranks and threads, in order."""
+    return ["; ".join(f"{name} {value}" for name, value in machine.items()) for machine in ran_on]
 
 
 def _network(record: Record) -> list[tuple[str, str]]:
@@ -194,4 +203,4 @@ def _list(values: Any) -> str:
 
 
 def _text(value: Any) -> str:
-    return json.dumps(value) if isinstance(value, bool) or value == "" else str(value)
+    return json.dumps(value) if isinstance(value, bool) or value == "" else masked(str(value))

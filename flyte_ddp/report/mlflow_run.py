@@ -15,11 +15,11 @@ from typing import Any
 
 from flyte_ddp.events import Observer, RunStarted
 from flyte_ddp.model_files.model_metadata import read_metadata
-from flyte_ddp.report.background import IncompleteError, one_line, without_password
+from flyte_ddp.report.background import IncompleteError, one_line
 from flyte_ddp.report.console import say
 from flyte_ddp.report.record import RunFailed, RunFinished, RunInfo
-from flyte_ddp.report.tracker import Tracker, parameters_of, world_of
-from flyte_ddp.text import encodable, shortened
+from flyte_ddp.report.tracker import DIGEST, Tracker, parameters_of, world_of
+from flyte_ddp.text import USER, encodable, shortened
 
 ADDRESS = "MLFLOW_TRACKING_URI"  # of the environment; read early, because mlflow.set_tracking_uri changes it
 # Tags of a run: which training's it is, the last step of each group of measures, and the digest of the model's metadata
@@ -63,7 +63,7 @@ class MlflowRun(Tracker):
         self._tags |= world_of(event)
 
     def on_run_finished(self, event: RunFinished) -> None:
-        self._status = "FINISHED"
+        self._status, self._tags[DIGEST] = "FINISHED", event.results[0].digest
         metadata = read_metadata(self._folder / "model.pt")
         if metadata:
             self._tags[MODEL] = metadata.digest
@@ -92,6 +92,9 @@ class MlflowRun(Tracker):
         )
         if time.monotonic() >= self._due or (len(self._waiting) >= MOST_METRICS and not self._reason):
             self._send()
+
+    def _digest(self, step: int, digest: str) -> None:
+        self._tags[DIGEST] = digest  # the latest: MLflow has no series of texts
 
     def _send(self) -> None:
         """Sends what is waiting; afterwards _reason says why that failed, and is empty if it did not."""
@@ -134,7 +137,7 @@ class MlflowRun(Tracker):
         self._waiting = deque(new, MOST_WAITING)
         self._reached.update({group: max(step, self._reached.get(group, -1)) for group, step in self._sent.items()})
         if self._address.startswith("http"):
-            url = f"{without_password(self._address).rstrip('/')}/#/experiments/{experiment}/runs/{run_id}"
+            url = f"{USER.sub('', self._address).rstrip('/')}/#/experiments/{experiment}/runs/{run_id}"
             say(f"MLflow: {url}")
             self._on_url(url)
 

@@ -5,10 +5,11 @@ import json
 import math
 import time
 from datetime import datetime, timezone
+from pathlib import Path
 from typing import Any
 
 from flyte_ddp import events
-from flyte_ddp.report.record import RunFailed, RunFinished, RunInfo
+from flyte_ddp.report.record import RunFailed, RunFinished
 
 FORMAT = 2
 FILE = "progress.jsonl"
@@ -35,8 +36,9 @@ WRITTEN_STEPS = 1000  # so many steps are all written; after them, one for each 
 class ProgressFile(events.Observer):
     """Appends a line for each event of a run; on a cluster the file goes to Flyte's storage with the other logs."""
 
-    def __init__(self, info: RunInfo):
-        self._path, self._run = info.logs / FILE, {"run": info.name, "attempt": info.attempt}
+    def __init__(self, logs: Path, name: str, attempt: int = 0):
+        """logs: the folder. name: of the run. attempt: the number of earlier ones."""
+        self._path, self._run = logs / FILE, {"run": name, "attempt": attempt}
         self._started: events.RunStarted | None = None
         self._since = self._last = time.monotonic()
         self._steps = 0
@@ -62,7 +64,8 @@ class ProgressFile(events.Observer):
         self._write("step", {**fields_of(event), "seconds_left": round(left, 1)})
 
     def on_run_finished(self, event: RunFinished) -> None:
-        self._write("finished", {"total_seconds": event.total_seconds, "test": event.results[0].tested})
+        result = event.results[0]
+        self._write("finished", {"total_seconds": event.total_seconds, "test": result.tested, "digest": result.digest})
 
     def on_run_failed(self, event: RunFailed) -> None:
         self._write("failed", {"reason": event.reason})

@@ -207,6 +207,12 @@ class Record(events.Observer):
         return self.finished.results[0].kept if self.finished else []
 
     @property
+    def digest(self) -> str:
+        """Of the weights that were evaluated last or, in the end, of those that are returned."""
+        last = self.finished.results[0].digest if self.finished else ""
+        return last or (self.epochs[-1].digest if self.epochs else "")
+
+    @property
     def measures(self) -> list[str]:
         """Names of all measures: the headline, the loss, and the others in the recipe's order."""
         measured = [step.measures for step in self.steps[-1:]]

@@ -32,6 +32,8 @@ def say_summary(record: Record, model: Path, report: Path, show_paths: bool) -> 
         value = f"{in_words(one.measure)} {record.written(one.measure, {one.measure: one.value})}"
         file = info.logs / one.file if show_paths else one.file
         lines.append(("Kept", f"{file}, {value} on the validation {record.samples}"))
+    if record.digest:
+        lines.append(("Weights", record.digest))
     lines += [("Warning", warning.reason) for warning in record.warnings]
     if show_paths:
         lines += [("Model", str(model)), ("Report", str(report)), ("Next", next_step(info, report))]

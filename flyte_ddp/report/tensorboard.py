@@ -10,7 +10,7 @@ from flyte_ddp.events import EpochFinished, GradientsSeen
 from flyte_ddp.report.figures import png_of
 from flyte_ddp.report.predictions import predictions_of
 from flyte_ddp.report.record import RunFinished, RunInfo
-from flyte_ddp.report.tracker import Tracker
+from flyte_ddp.report.tracker import DIGEST, Tracker
 
 MISTAKES = 16
 
@@ -26,6 +26,7 @@ class TensorBoard(Tracker):
         super().__init__(info)
         self._events, self._summaries = event_pb2, summary_pb2
         self._writer = EventFileWriter(str(info.logs / "tensorboard"))
+        self._text: Any = text_pb
         settings = text_pb("hyperparameters", textwrap.indent(info.settings.to_json(indent=1), "    "))
         self._writer.add_event(event_pb2.Event(wall_time=time.time(), step=0, summary=settings))
 
@@ -64,6 +65,9 @@ class TensorBoard(Tracker):
     def _scalars(self, step: int, group: str, values: Mapping[str, float]) -> None:
         value = self._summaries.Summary.Value
         self._write(step, [value(tag=f"{group}/{name}", simple_value=x) for name, x in values.items()])
+
+    def _digest(self, step: int, digest: str) -> None:
+        self._writer.add_event(self._events.Event(wall_time=time.time(), step=step, summary=self._text(DIGEST, digest)))
 
     def _histogram(self, name: str, counts: list[float], edges: list[float]) -> Any:
         """Moments are computed from the bins' centres, since the gradients themselves stay in the ranks."""

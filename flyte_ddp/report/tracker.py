@@ -8,6 +8,8 @@ from typing import Any
 from flyte_ddp.events import EpochChosen, EpochFinished, Observer, RunStarted, StepLogged
 from flyte_ddp.report.record import RunInfo
 
+DIGEST = "weights_digest"
+
 
 class Tracker(Observer, ABC):
     """Passes the numbers of each event on, by their group."""
@@ -26,6 +28,7 @@ class Tracker(Observer, ABC):
 
     def on_epoch_finished(self, event: EpochFinished) -> None:
         self._scalars(self._step(event), event.split, event.evaluated)
+        self._digest(self._step(event), event.digest)
 
     def on_epoch_chosen(self, event: EpochChosen) -> None:
         self._scalars(self._step(event), "test", event.measures)
@@ -36,6 +39,10 @@ class Tracker(Observer, ABC):
     @abstractmethod
     def _scalars(self, step: int, group: str, values: Mapping[str, float]) -> None:
         """Writes each value as group/name."""
+
+    @abstractmethod
+    def _digest(self, step: int, digest: str) -> None:
+        """Writes that of the weights at this step."""
 
 
 def figures_of(event: StepLogged) -> dict[str, float]:
@@ -56,4 +63,6 @@ def apart(theirs: Collection[str], ours: Mapping[str, Any]) -> dict[str, Any]:
 
 def world_of(event: RunStarted) -> dict[str, Any]:
     """What an attempt runs on."""
-    return {name: getattr(event, name) for name in ("world_size", "backend", "device", "precision", "dataset")}
+    names = ("world_size", "backend", "device", "precision", "dataset")
+    machine = {name: value for one in event.ran_on[-1:] for name, value in one.items() if name != "ranks"}
+    return {**machine, **{name: getattr(event, name) for name in names}}

@@ -16,7 +16,7 @@ from flyte_ddp.report.background import IncompleteError, one_line
 from flyte_ddp.report.console import say
 from flyte_ddp.report.predictions import Predictions, predictions_of
 from flyte_ddp.report.record import RunFailed, RunFinished, RunInfo
-from flyte_ddp.report.tracker import apart, figures_of, parameters_of, world_of
+from flyte_ddp.report.tracker import DIGEST, apart, figures_of, parameters_of, world_of
 
 # As in the tutorial: how many images of each of the first test batches go into the table
 BATCHES_SHOWN = 10
@@ -84,7 +84,8 @@ class WandbRun(Observer):
         measured.update({f"validation_{name}": x for name, x in event.validation.items()})
         figures = {name: getattr(event, name) for name in ("train_seconds", "evaluate_seconds")}
         measured["train_loss"] = event.train["loss"]
-        self._log({**measured, **apart(measured, {**figures, "epoch": event.position})})
+        told = {**figures, "epoch": event.position, DIGEST: event.digest}
+        self._log({**measured, **apart(measured, told)})
 
     def on_epoch_chosen(self, event: EpochChosen) -> None:
         measured = _of_test(event.measures)
@@ -98,6 +99,7 @@ class WandbRun(Observer):
         self._run.summary.update(
             {
                 "total_seconds": event.total_seconds,
+                DIGEST: event.results[0].digest,
                 "warnings": [warning.reason for warning in event.results[0].warnings],
                 "rank_peak_bytes": [rank.peak_bytes for rank in event.results],
             }

@@ -1,7 +1,9 @@
 """Local checkpoints are one training's at a time, and a lost one's are free at once; those in storage are not lost."""
 
+import os
 import subprocess
 import sys
+import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -11,12 +13,16 @@ from flytekit.core.checkpointer import SyncCheckpoint
 from flytekit.core.context_manager import ExecutionState
 
 from flyte_ddp.attempt import checkpoints
-from flyte_ddp.attempt.checkpoints import checkpoint_store
+from flyte_ddp.attempt.checkpoints import ABANDONED_SECONDS, checkpoint_store
 from flyte_ddp.attempt.pod import GPUS_VARIABLE
 from flyte_ddp.errors import RecoverableError
+from flyte_ddp.events import CheckpointWritten
 from flyte_ddp.flyte1 import platform
+from flyte_ddp.lock import LOCK
+from flyte_ddp.manifest import models_beside
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
+from flyte_ddp.storage import LEFTOVER_SECONDS, write_whole
 from tests.attempt.test_training import FolderError, Folders, FolderTraining
 from tests.unreliable_storage import UnreliableStorage
 
@@ -32,12 +38,12 @@ HOLDER = """if True:
 
 
 @contextmanager
-def local_store():
+def local_store(resume_from=""):
     """The store of the training "key", as a local task has it."""
     context = FlyteContextManager.current_context()
     state = context.new_execution_state().with_params(mode=ExecutionState.Mode.LOCAL_TASK_EXECUTION)
     local = context.with_execution_state(state)
-    with FlyteContextManager.with_context(local), checkpoint_store(platform, "key", resume=True) as store:
+    with FlyteContextManager.with_context(local), checkpoint_store(platform, "key", True, resume_from) as store:
         yield store
 
 
@@ -80,6 +86,37 @@ def test_one_that_failed_keeps_its_checkpoint(tmp_path, monkeypatch):
         raise KeyError
     with local_store() as again:
         assert again.path.read_text() == "so far"
+
+
+def test_what_killed_processes_have_left_and_what_nobody_goes_on_from_is_removed(holder, tmp_path, capsys):
+    _, theirs = holder
+    checkpoints_of_all = theirs.parent.parent
+    names = {"key-dead": 2 * LEFTOVER_SECONDS, "key-new": 0.0, "old": 2 * ABANDONED_SECONDS, "resumable": 86400.0}
+    for name, idle in names.items():
+        folder, then = checkpoints_of_all / name, time.time() - idle
+        folder.mkdir()
+        (folder / "checkpoint").write_text("half a training")
+        for path in (folder / "checkpoint", folder):
+            os.utime(path, (then, then))
+    for path in (theirs, theirs.parent / LOCK, theirs.parent):
+        os.utime(path, (0, 0))  # of a process that lives
+    with local_store():
+        left = {path.name for path in checkpoints_of_all.iterdir()}
+    assert {"key", "key-new", "resumable"} <= left
+    assert not {"key-dead", "old"} & left
+    assert f"Removed {checkpoints_of_all}/old, the checkpoint of a training that has" in capsys.readouterr().err
+
+
+def test_the_weights_beside_a_checkpoint_of_this_machine_come_with_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("DDP_RUNS_DIR", str(tmp_path / "runs"))
+    for url in (f"{tmp_path}/theirs", f"{tmp_path}/theirs/", f"file://{tmp_path}/theirs"):
+        beside = models_beside(tmp_path / "theirs" / "checkpoint")
+        beside.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "theirs" / "checkpoint").write_text("half a training")
+        (beside / "key-1.pt").write_text("the best so far")
+        with local_store(url) as store:
+            assert store.path.read_text() == "half a training"
+            assert (models_beside(store.path) / "key-1.pt").read_text() == "the best so far"
 
 
 # --- in Flyte's storage ---
@@ -187,3 +224,42 @@ def test_who_does_not_want_to_resume_starts_anew_also_where_the_pod_starts_again
     restored(NoCheckpoints(stored, 1))
     (stored / "pod-1" / "checkpoint").unlink()
     assert restored(Folders(stored, 1), resume=False) == ""
+
+
+class ReadsTwice(Folders):
+    """Opens what it uploads a second time, as clients do that send a file in parts; rank 0 has written the next one."""
+
+    def put(self, path, url):
+        first = path.read_bytes()
+        if path.name == "checkpoint":
+            write_whole(self.working_folder() / "checkpoint", first + b" and more")
+        self.seen = [*getattr(self, "seen", []), (first, path.read_bytes())]
+        super().put(path, url)
+
+
+class NoBucket(ReadsTwice):
+    def put(self, path, url):
+        super().put(path, url)
+        raise FileNotFoundError("The specified bucket does not exist")
+
+
+def test_a_bucket_that_is_not_there_is_said_though_a_newer_checkpoint_is(tmp_path, capsys):
+    with checkpoint_store(NoBucket(tmp_path), "key", resume=True) as store:
+        write_whole(store.path, b"half")
+    assert "a checkpoint was not uploaded: FileNotFoundError: The specified bucket does not" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("is_linked", [True, False])
+def test_what_is_uploaded_stays_what_it_was(tmp_path, monkeypatch, is_linked):
+    if not is_linked:
+        monkeypatch.setattr(os, "link", refuse_links)
+    platform_of_folders = ReadsTwice(tmp_path)
+    with checkpoint_store(platform_of_folders, "key", resume=True) as store:
+        write_whole(store.path, b"half")
+        store(CheckpointWritten(0, 1, str(store.path), 0.0, 0.0))
+    assert platform_of_folders.seen
+    assert all(first == second for first, second in platform_of_folders.seen)
+
+
+def refuse_links(*_):
+    raise PermissionError("this file system has none")

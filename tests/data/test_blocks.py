@@ -120,7 +120,15 @@ def test_a_damaged_block_is_named(tmp_path, monkeypatch, damage, error, words):
 
 @pytest.mark.parametrize(
     "content",
-    ["", "{}", "[]", '{"format": 1, "blocks": [{"name": 3}]}', '{"format": 1, "blocks": []}', '{"format": 9}'],
+    [
+        "",
+        "{}",
+        "[]",
+        "[" * 100_000,
+        '{"format": 1, "blocks": [{"name": 3}]}',
+        '{"format": 1, "blocks": []}',
+        '{"format": 9}',
+    ],
 )
 def test_a_damaged_index_is_named(tmp_path, content):
     (tmp_path / "index.json").write_text(content)
@@ -128,6 +136,29 @@ def test_a_damaged_index_is_named(tmp_path, content):
         BlockFolder(tmp_path)
     with pytest.raises(DataError, match=r"nowhere/index.json is not there"):
         BlockFolder(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("name", ["../outside.npy", "a/../../outside.npy", "{}/outside.npy", ""])
+def test_an_index_names_nothing_outside_its_folder(tmp_path, name):
+    write_blocks(tmp_path / "blocks", TREE, 7)
+    (tmp_path / "blocks" / "block-000000.npy").rename(tmp_path / "outside.npy")
+    index = tmp_path / "blocks" / "index.json"
+    index.write_text(index.read_text().replace("block-000000.npy", name.format(tmp_path)))
+    with pytest.raises(DataError, match=r"index.json names .*, which is not in its folder: write the folder again"):
+        BlockFolder(tmp_path / "blocks")
+
+
+def test_an_index_is_written_whole_or_not_at_all(tmp_path):
+    """It follows no link out of the folder, and a full disk leaves the old one."""
+    kept = tmp_path / "kept"
+    kept.write_text("of another")
+    (tmp_path / "blocks").mkdir()
+    (tmp_path / "blocks" / "index.json").symlink_to(kept)
+    kept.unlink()
+    write_blocks(tmp_path / "blocks", TREE, 7)
+    assert not kept.exists()
+    assert BlockFolder(tmp_path / "blocks").lengths.tolist() == [7]
+    assert sorted(file.name for file in (tmp_path / "blocks").iterdir()) == ["block-000000.npy", "index.json"]
 
 
 @pytest.mark.parametrize("lengths", [[], [3, 0], [-1], [[1]]])

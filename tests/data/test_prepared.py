@@ -1,5 +1,6 @@
 """The prepared form on a real disk: whole or not at all, and every damage named."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from flyte_ddp.data.description import digest_of
 from flyte_ddp.data.prepared.prepared import (
     FILES,
     open_split,
@@ -20,6 +22,7 @@ from flyte_ddp.data.prepared.prepared import (
 )
 from flyte_ddp.data.prepared.writer import write_prepared
 from flyte_ddp.errors import DataError, InputError
+from flyte_ddp.recipes.images import Normaliser
 from flyte_ddp.storage import remove_leftovers, temporary_beside
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -58,6 +61,28 @@ def test_what_was_written_is_read(folder):
             np.testing.assert_array_equal(found, array)
     assert sorted(os.listdir(folder)) == sorted([*FILES, "dataset.json"])
     assert os.listdir(folder.parent) == ["cats"]
+
+
+@pytest.mark.parametrize("spare", [0, 1, 40])
+def test_a_channel_of_one_value_or_nearly_so_can_be_normalised(tmp_path, spare):
+    """spare: how many pixels of a channel differ, by 1."""
+    train, *others = arrays(train=400)
+    train[:, 1] = 77
+    train[:spare, 1, 0, 0] = 78
+    description = write_prepared(tmp_path / "flat", "flat", ("cat", "dog"), train, *others)
+    images = Normaliser(description, torch.device("cpu"))(torch.from_numpy(train))
+    assert images.isfinite().all()
+    mean, std = images[:, 1].double().mean(), images[:, 1].double().std(correction=0)
+    assert abs(mean) < 0.02
+    assert std == (pytest.approx(1, rel=0.002) if spare else 0)
+
+
+def test_an_older_dataset_with_a_deviation_of_0_is_damaged(folder):
+    description = read_description(folder)
+    content = {**dataclasses.asdict(description), "std": (0.2, 0.0, 0.2)}
+    (folder / "dataset.json").write_text(json.dumps({**content, "digest": digest_of(content)}))
+    with pytest.raises(DataError, match=r"with a standard deviation of 0, .*: delete the folder"):
+        read_description(folder)
 
 
 def test_digest_follows_the_content_alone(folder, tmp_path):

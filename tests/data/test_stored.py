@@ -31,6 +31,31 @@ def test_object_storage(tmp_path, storage):
         write_blocks("s3://bucket/blocks", TREE, 4)
 
 
+def test_what_is_no_file_is_not_listed_and_strange_names_are(storage):
+    """Consoles write an empty object for each folder that one makes there."""
+    names = ["photos/", "photos/cats/", "photos/cats/1.png", "photos//2.png", "photos/.hidden", "photos/a/.b/3.png"]
+    for name in [*names, "photos-of-others/4.png", "photos/_SUCCESS"]:
+        storage.objects[f"bucket/{name}"] = b"" if name.endswith("/") else b"png"
+    photos = stored.Stored("s3://bucket/photos")
+    assert list(photos.details()) == ["/2.png", "_SUCCESS", "cats/1.png"]
+    assert photos.sizes() == {"/2.png": 3, "cats/1.png": 3}
+    assert photos.read("/2.png") == b"png"
+    assert list(stored.Stored("s3://bucket/photos/cats/1.png").details()) == [""]
+    assert stored.Stored("s3://bucket/nothing").details() == {}
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("gopher://host/x", "must be a path, or the URL of a storage such as s3://, .*: gopher:// is none"),
+        ("dropbox://x", "cannot be read here .*: .*install"),
+    ],
+)
+def test_a_url_that_nothing_here_reads_is_refused(url, words):
+    with pytest.raises(InputError, match=words):
+        stored.stored_data(url)
+
+
 def test_a_storage_that_fails_now_and_then_is_asked_again(tmp_path, storage):
     write_blocks("s3://bucket/blocks", TREE, 4)
     blocks = BlockFolder("s3://bucket/blocks")

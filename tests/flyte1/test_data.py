@@ -3,14 +3,17 @@
 from pathlib import Path
 
 import numpy as np
+import pytest
 from flytekit import Cache, FlyteContextManager, task, workflow
 from flytekit.core.data_persistence import FileAccessProvider
 from flytekit.core.type_engine import TypeEngine
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
+from flyte_ddp.attempt.stored import download_once
 from flyte_ddp.data.blocks.block_folder import write_blocks
 from flyte_ddp.data.sources.image_settings import ImageSettings
+from flyte_ddp.errors import InputError
 from flyte_ddp.flyte1.data import fetch, file_by_content, folder_by_content, list_files, new_folder, weights_by_content
 from flyte_ddp.flyte1.image_folder import find_images
 from tests.object_storage import object_storage
@@ -129,3 +132,40 @@ def test_a_task_writes_blocks_into_flytes_storage(monkeypatch, tmp_path):
             )
             assert literal.scalar.blob.uri == folder.path
             assert list(list_files(folder)) == [f"train/{name}" for name in names]
+
+
+def test_a_file_given_as_a_folder_is_named_and_what_is_no_file_is_left_out(monkeypatch):
+    storage = FlyteContextManager.current_context().file_access.get_filesystem_for_path("memory://strange")
+    storage.pipe("/strange/one.png", b"a file")
+    with pytest.raises(InputError, match=r"must be a folder, got the file memory://strange/one.png: give the folder"):
+        list_files(FlyteDirectory("memory://strange/one.png"))
+    monkeypatch.setattr("fsspec.config.conf", {})
+    with object_storage() as server:
+        for name, value in server.environment.items():
+            monkeypatch.setenv(name, value)
+        for key in ("pets/", "pets/cats/", "pets/cats/1.png", "pets//2.png"):
+            server.objects[f"bucket/{key}"] = b""
+        access = FileAccessProvider("/tmp", "s3://bucket/raw")
+        with FlyteContextManager.with_context(FlyteContextManager.current_context().with_file_access(access)):
+            assert list(list_files(FlyteDirectory("s3://bucket/pets"))) == ["/2.png", "cats/1.png"]
+
+
+def test_a_download_that_fails_or_was_killed_leaves_nothing(monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+    def download(path):
+        Path(path).write_text("all of it")
+
+    def fail(path):
+        Path(path).write_text("half of it")
+        raise OSError("no network")
+
+    with pytest.raises(OSError, match="no network"):
+        download_once("s3://bucket/x.bin", "x.bin", fail)
+    (lock,) = tmp_path.iterdir()
+    killed = lock.with_name(f".{lock.stem}.0123.partial")
+    killed.mkdir()
+    (killed / "x.bin").write_text("half of it")
+    assert download_once("s3://bucket/x.bin", "x.bin", download).read_text() == "all of it"
+    assert download_once("s3://bucket/x.bin", "x.bin", fail).read_text() == "all of it", "it is there"
+    assert {file.name for file in tmp_path.iterdir()} == {lock.name, lock.stem}

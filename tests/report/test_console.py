@@ -39,7 +39,7 @@ def test_plain_lines_in_the_tutorials_manner(recorded, capsys):
     epoch = recorded.of(EpochFinished)[0]
     assert said[3] == (
         f"Epoch 1 of 2: test accuracy {epoch.test['accuracy']:.2%}, test loss {epoch.test['loss']:.4f}, "
-        f"{epoch.train_seconds:.1f} s of training"
+        f"{epoch.train_seconds:.1f} s of training, weights {epoch.digest}"
     )
     assert sum(line.startswith("Train Epoch") for line in said) == 4
     assert sum(line.startswith("Epoch ") for line in said) == 2
@@ -166,7 +166,8 @@ def test_last_words(recorded, capsys):
     assert "Model:    /runs/model.pt" in said
     assert "Next:     python -m webbrowser file:///runs/report.html" in said
     assert "training " in said
-    assert len(said.strip().splitlines()) == 6
+    assert f"Weights:  {recorded.events[-1].results[0].digest}" in said
+    assert len(said.strip().splitlines()) == 7
 
     many = dataclasses.replace(record, epochs=record.epochs * 50)
     say_summary(many, Path("/runs/model.pt"), Path("/runs/report.html"), show_paths=False)

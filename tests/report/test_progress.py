@@ -39,7 +39,7 @@ OTHERS = (
 @pytest.fixture
 def written(recorded, tmp_path):
     """The lines of the recorded run, and one of each other kind."""
-    progress = ProgressFile(dataclasses.replace(recorded.info, logs=tmp_path))
+    progress = ProgressFile(tmp_path, "run")
     for event in (*recorded.events, *OTHERS):
         progress(event)
     return [json.loads(line) for line in (tmp_path / "progress.jsonl").read_text().splitlines()]
@@ -63,7 +63,7 @@ def test_lines_become_the_events_again(recorded, written):
 
 
 def test_what_is_not_finite_is_null(recorded, tmp_path):
-    progress = ProgressFile(dataclasses.replace(recorded.info, logs=tmp_path))
+    progress = ProgressFile(tmp_path, "run")
     started, step = recorded.events[0], recorded.of(StepLogged)[0]
     progress(started)
     progress(dataclasses.replace(step, measures={"loss": math.nan}))
@@ -73,7 +73,7 @@ def test_what_is_not_finite_is_null(recorded, tmp_path):
 
 
 def test_seconds_left_are_those_of_all_steps_to_come(recorded, tmp_path):
-    progress = ProgressFile(dataclasses.replace(recorded.info, logs=tmp_path))
+    progress = ProgressFile(tmp_path, "run")
     step = recorded.of(StepLogged)[0]
     progress(dataclasses.replace(recorded.events[0], epochs=10**9))
     progress(dataclasses.replace(step, epoch=0))
@@ -84,7 +84,7 @@ def test_seconds_left_are_those_of_all_steps_to_come(recorded, tmp_path):
 
 
 def test_a_long_run_has_some_thousand_lines_and_the_last_step_of_each_epoch(recorded, tmp_path):
-    progress = ProgressFile(dataclasses.replace(recorded.info, logs=tmp_path))
+    progress = ProgressFile(tmp_path, "run")
     progress(dataclasses.replace(recorded.events[0], steps_per_epoch=10_000))
     step = recorded.of(StepLogged)[0]
     for number in range(1, 10_001):

@@ -161,9 +161,9 @@ def test_table_and_curves_begin_with_the_headline(told):
     record = told.record
     assert epoch_heads(record) == [
         "Epoch", "Test perplexity", "Test loss", "Test top5 share",
-        "Training perplexity", "Training loss", "Training top5 share", "Seconds",
+        "Training perplexity", "Training loss", "Training top5 share", "Seconds", "Weights",
     ]  # fmt: skip
-    assert epoch_lines(record)[1] == ["2", "3.49", "1.2500", "nan", "4.482", "1.5000", "50.00%", "3.5"]
+    assert epoch_lines(record)[1] == ["2", "3.49", "1.2500", "nan", "4.482", "1.5000", "50.00%", "3.5", "-"]
     curves = progress_curves(record)
     assert [(one.title, one.percent) for one in curves] == [
         ("Loss", False), ("Perplexity", False), ("Top5 share", True), ("Learning rate", False),
@@ -175,7 +175,7 @@ def test_a_recipe_may_measure_much_and_other_things_when_it_trains(told):
     record = told.record
     many = {f"measure_{number}": float(number) for number in range(20)}
     record.epochs = [epoch_of(0, {"loss": 1.0}, {"loss": -1.0, **many})]
-    assert len(epoch_heads(record)) == len(epoch_lines(record)[0]) == 10
+    assert len(epoch_heads(record)) == len(epoch_lines(record)[0]) == 11
     assert len(progress_curves(record)) == 2 + MOST_CURVES
     assert not progress_curves(record)[0].logarithmic, "a loss may be negative"
     assert "<h2>Progress</h2>" in fragment(record)

@@ -53,6 +53,9 @@ def test_offline_run_is_what_was_trained(recorded, track):
     assert not any(name.startswith("gradient_norms/") for row in run.history for name in row)  # only on request
     assert run.values("test_loss") == pytest.approx([epoch.test["loss"] for epoch in epochs])
     assert run.values("accuracy") == pytest.approx([epoch.test["accuracy"] for epoch in epochs])
+    assert run.values("weights_digest") == [epoch.digest for epoch in epochs]
+    assert run.summary["weights_digest"] == recorded.events[-1].results[0].digest
+    assert run.config["hardware"] == recorded.of(RunStarted)[0].ran_on[0]["hardware"]
     assert run.exit_code == 0
     assert run.system >= 1
     assert_gradients_and_topology(recorded, told)
@@ -223,3 +226,5 @@ def test_tensorboard_files_say_what_was_trained(recorded, track):
     assert "gradient_norm/conv1.weight" in read.Tags()["scalars"]
     assert any(tag.startswith("mistakes/1") for tag in read.Tags()["images"])
     assert "hyperparameters" in read.Tags()["tensors"]
+    digests = [event.tensor_proto.string_val[0].decode() for event in read.Tensors("weights_digest")]
+    assert digests == [epoch.digest for epoch in epochs]

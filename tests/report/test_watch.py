@@ -38,7 +38,7 @@ def watch(*arguments):
 
 @pytest.fixture
 def progress(recorded, tmp_path):
-    return ProgressFile(dataclasses.replace(recorded.info, logs=tmp_path))
+    return ProgressFile(tmp_path, "run")
 
 
 def test_a_finished_training_looks_as_it_did_where_it_ran(recorded, progress, tmp_path, capsys):

@@ -8,16 +8,14 @@ import hashlib
 import io
 import json
 from collections.abc import Iterable, Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
-from fsspec.implementations.local import LocalFileSystem
 
 from flyte_ddp.data.blocks.blocks import Blocks, check_count, length_of, rows_of
 from flyte_ddp.data.stored import INDEX, Stored
 from flyte_ddp.errors import DataError, InputError
-from flyte_ddp.storage import writing_to
 
 FORMAT = 1
 
@@ -63,21 +61,16 @@ def write_blocks(folder: str | Path, data: Any, rows: int) -> None:
     """
     check_count("rows", rows)
     stored = Stored(folder)
-    files, root = stored.files, stored.root
-    if isinstance(files, LocalFileSystem):  # others have no folders, and s3fs would try to make the bucket
-        with writing_to(folder, "folder"):
-            files.makedirs(root, exist_ok=True)
-    if files.exists(f"{root}/{INDEX}"):
+    if stored.files.exists(f"{stored.root}/{INDEX}"):
         raise InputError(f"{folder} has blocks already: name another folder")
     written = []
     for number, block in enumerate(_in_blocks(data if isinstance(data, Iterator) else _slices(data, rows), rows)):
         buffer = io.BytesIO()
         np.lib.format.write_array(buffer, block, allow_pickle=False)
         content, name = buffer.getvalue(), f"block-{number:06}.npy"
-        with writing_to(folder, "folder"):
-            files.pipe_file(f"{root}/{name}", content)
+        stored.write(name, content)
         written.append(entry(name, len(block), len(content), hashlib.sha256(content)))
-    write_index(files, root, written)
+    write_index(stored, written)
 
 
 def entry(name: str, rows: int, size: int, digest: Any) -> dict[str, Any]:
@@ -85,11 +78,11 @@ def entry(name: str, rows: int, size: int, digest: Any) -> dict[str, Any]:
     return {"name": name, "rows": rows, "bytes": size, "sha256": digest.hexdigest()}
 
 
-def write_index(files: Any, root: str, blocks: list[dict[str, Any]]) -> None:
+def write_index(stored: Stored, blocks: list[dict[str, Any]]) -> None:
     """Raises InputError if there are no blocks."""
     if not blocks:
-        raise InputError(f"there must be a sample, got none for {root}")
-    files.pipe_file(f"{root}/{INDEX}", json.dumps({"format": FORMAT, "blocks": blocks}).encode())
+        raise InputError(f"there must be a sample, got none for {stored.url}")
+    stored.write(INDEX, json.dumps({"format": FORMAT, "blocks": blocks}).encode())
 
 
 def read_index(stored: Stored) -> list[dict[str, Any]]:
@@ -105,7 +98,10 @@ def read_index(stored: Stored) -> list[dict[str, Any]]:
             raise TypeError
         if not blocks:
             raise DataError(f"{where} has no blocks", "write the folder again")
-    except (ValueError, KeyError, TypeError):
+        for path in (PurePosixPath(block["name"]) for block in blocks):
+            if path.is_absolute() or ".." in path.parts or not path.parts:
+                raise DataError(f"{where} names {path}, which is not in its folder", "write the folder again")
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise DataError(f"{where} is damaged", "write the folder again") from None
     return blocks
 

@@ -78,7 +78,7 @@ def index_tars(url: str | Path) -> None:
             if not count:
                 raise InputError(f"{stored.name(name)} has no samples: remove it")
             blocks.append(entry(name, count, size, digest))
-    write_index(stored.files, stored.root, blocks)
+    write_index(stored, blocks)
 
 
 def samples_of(pieces: Iterable[bytes], name: str) -> Iterator[tuple[str, dict[str, bytes]]]:

@@ -5,6 +5,7 @@ import dataclasses
 import hashlib
 import io
 import json
+import math
 import os
 import shutil
 from collections.abc import Mapping, Sequence
@@ -100,12 +101,18 @@ def pixel_counts(images: np.ndarray) -> np.ndarray:
 
 
 def mean_and_std(counts: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Per channel, from the histograms of pixel_counts: exact, so the same digits on every machine."""
-    values = np.arange(256) / 255
-    weights = counts / counts.sum(axis=1, keepdims=True)
-    mean = weights @ values
-    std = np.sqrt((weights * (values - mean[:, None]) ** 2).sum(axis=1))
-    return tuple(round(float(x), 4) for x in mean), tuple(round(float(x), 4) for x in std)
+    """Per channel, from the histograms of pixel_counts: exact, so the same digits on every machine. To 4 decimals, or
+    as many as make 4 digits of the standard deviation. Where a channel has one value only, that is 1 instead of 0."""
+    means, stds = [], []
+    for channel in counts:
+        there = channel.nonzero()[0]  # of one value alone the rounding of sums would leave a deviation
+        weights = channel[there] / channel.sum()
+        mean = float(weights @ (there / 255))
+        std = math.sqrt(float(weights @ (there / 255 - mean) ** 2)) if len(there) > 1 else 1.0
+        decimals = max(4, 3 - math.floor(math.log10(std)))
+        means.append(round(mean, decimals))
+        stds.append(round(std, decimals))
+    return tuple(means), tuple(stds)
 
 
 def _write_array(path: Path, array: np.ndarray) -> str:

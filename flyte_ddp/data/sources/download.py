@@ -9,9 +9,10 @@ from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from flyte_ddp.data.sources.open_url import Opener, RefusedError, UnreachableError, without_password
+from flyte_ddp.data.sources.open_url import Opener, RefusedError, UnreachableError
 from flyte_ddp.errors import DownloadError, InputError
 from flyte_ddp.storage import content_digest, whole_file, writing_to
+from flyte_ddp.text import masked
 
 MIRROR_VARIABLE = "DDP_DATA_MIRROR"
 STORAGES = ("s3", "gs", "abfs", "abfss")  # only Flyte's tasks read these, with their settings and keys
@@ -58,7 +59,7 @@ class Mirrors:
             except UnreachableError as error:
                 self.unreachable[host] = reasons[host] = str(error)
             except RefusedError as error:
-                reasons[without_password(url)] = str(error)
+                reasons[masked(url)] = str(error)
         lines = "".join(f"  {url}: {reason}\n" for url, reason in reasons.items())
         raise DownloadError(f"no mirror delivered {filename}:\n{lines}{REMEDIES}")
 
@@ -95,10 +96,10 @@ def mirror_from_environment() -> str | None:
         if (is_local or is_remote) and not parts.query and not parts.fragment:
             return url
     hint = f": write file://{url}" if url.startswith("/") else ""
-    shown = re.split("[?#]", without_password(url))[0]
+    shown = re.split("[?#]", masked(url))[0]
     raise InputError(f"{MIRROR_VARIABLE} must be the URL of a folder ({SCHEMES}), got {shown!r}{hint}")
 
 
 def _host(url: str) -> str:
     parts = urllib.parse.urlsplit(url)
-    return without_password(f"{parts.scheme}://{parts.netloc}")
+    return masked(f"{parts.scheme}://{parts.netloc}")

@@ -1,7 +1,6 @@
 """Opens URLs as pieces of bytes: http, https, file, and object storage; a dead network is given up in seconds."""
 
 import queue
-import re
 import socket
 import threading
 import time
@@ -14,6 +13,8 @@ from typing import BinaryIO
 
 import requests
 import urllib3.exceptions
+
+from flyte_ddp.text import masked
 
 OpenStored = Callable[[str], BinaryIO]  # opens a file in object storage by its URL
 Pieces = Generator[bytes, None, None]
@@ -170,9 +171,4 @@ def _network_reason(error: BaseException | None) -> str:
 
 
 def _on_one_line(error: Exception) -> str:
-    return without_password(" ".join(f"{type(error).__name__}: {error}".split())[:200])
-
-
-def without_password(url: str) -> str:
-    """The URL without what may be its user name and password."""
-    return re.sub("//.*@", "//***@", url)
+    return masked(" ".join(f"{type(error).__name__}: {error}".split()))[:200]

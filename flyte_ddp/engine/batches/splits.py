@@ -45,6 +45,8 @@ class Resident:
         lengths = [len(leaf) if leaf.ndim else 0 for leaf in leaves]
         if not lengths or min(lengths) < 1 or len(set(lengths)) > 1:
             shapes = ", ".join(str(tuple(leaf.shape)) for leaf in leaves) or "no tensors"
+            if all(leaf.ndim for leaf in leaves) and set(lengths) == {0}:
+                raise InputError(f"the split is empty, it must have samples: its tensors are {shapes}")
             raise InputError(f"the first dimension has to be the samples, as many in all tensors, got {shapes}")
         for leaf in leaves:
             if isinstance(leaf, Tensor) and leaf.is_floating_point() and not bool(leaf.isfinite().all()):
@@ -118,4 +120,4 @@ def spread(split: Split, count: int) -> Tensor:
     """(count,) int64: samples from all over the split; where it is in blocks, from a few of these."""
     if isinstance(split, BlockSplit):
         return split.spread(count)
-    return torch.linspace(0, len(split) - 1, count).long()
+    return torch.arange(count) * (len(split) - 1) // max(count - 1, 1)  # in whole numbers: linspace is float32

@@ -19,7 +19,7 @@ from flyte_ddp.engine.checkpoints.sharded_checkpoint import described, open_shar
 from flyte_ddp.engine.sharding.sharded_state import Shard, fill, with_room
 from flyte_ddp.engine.state import TrainingState
 from flyte_ddp.engine.torch_compat import pytree
-from flyte_ddp.errors import CheckpointError, InputError
+from flyte_ddp.errors import CheckpointError, InputError, OtherTrainingError
 from flyte_ddp.events import CheckpointRefused, Event
 from flyte_ddp.manifest import DIGEST_BYTES, read_manifest, shards_beside
 from flyte_ddp.recipe import CPU
@@ -81,11 +81,11 @@ def read_checkpoint(path: Path, identity: Mapping[str, Any]) -> dict[str, Any]:
     content = _content(path)
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         found = content.get("format") if isinstance(content, dict) else type(content).__name__
-        raise CheckpointError(f"has format {found}, this version reads {FORMAT}")
+        raise OtherTrainingError(f"has format {found}, this version reads {FORMAT}")
     if not all(isinstance(content.get(part), dict) for part in ("identity", "state")):
         raise CheckpointError("has no identity or no state")
     for (*_, name), found, expected in differences(content["identity"], identity):
-        raise CheckpointError(f"belongs to another training: its {name} was {found!r}, now it is {expected!r}")
+        raise OtherTrainingError(f"belongs to another training: its {name} was {found!r}, now it is {expected!r}")
     return content
 
 
@@ -103,10 +103,18 @@ def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> Iterator[
     yield from ((path, found.get(path), value) for path, value in parts(ours).items() if found.get(path) != value)
 
 
-def refuse(error: CheckpointError, options: RunOptions, emit: Callable[[Event], None]) -> None:
-    """Says why training starts anew; raises InputError where the user has asked for this very checkpoint."""
+def refuse(
+    error: CheckpointError, options: RunOptions, emit: Callable[[Event], None], output: Path | None = None
+) -> None:
+    """Says why training starts anew; raises InputError where the user has asked for this very checkpoint, or for the
+    folder output, in which another training's would be lost."""
     if options.resume_from:
         raise InputError(f"RunOptions.resume_from: the checkpoint in {options.resume_from} {error}")
+    if output and isinstance(error, OtherTrainingError):
+        raise InputError(
+            f"output must not be where another training is unfinished, got {output}: the checkpoint there {error}: "
+            "give another output, drop that checkpoint by RunOptions(resume=False), or repeat the call that left it"
+        )
     emit(CheckpointRefused(f"the checkpoint {error}"))
 
 

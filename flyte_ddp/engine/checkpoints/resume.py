@@ -17,7 +17,7 @@ from flyte_ddp.engine.sharding.sharded_state import cut
 from flyte_ddp.engine.sharding.sharding import is_sharded, local
 from flyte_ddp.engine.state import TrainingState
 from flyte_ddp.engine.torch_compat import pytree
-from flyte_ddp.errors import CheckpointError
+from flyte_ddp.errors import CheckpointError, OtherTrainingError
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
 from flyte_ddp.manifest import read_manifest
@@ -40,13 +40,13 @@ def resume(state: TrainingState, job: Job, environment: Environment, link: Link)
         try:
             content = read_checkpoint(path, job.identity)
             if content["state"].get("base", "") != state.base.digest:  # of which all ranks have rank 0's weights
-                raise CheckpointError(OTHER_BASE)
+                raise OtherTrainingError(OTHER_BASE)
             manifest = read_manifest(path)
             outline = pytree.tree_map_only((Tensor, StoredTensor), _on_meta, content["state"])
             manifest = manifest if manifest and "url" in manifest else None
             told = [(checksum(path), outline, manifest, job.options)]
         except CheckpointError as error:
-            refuse(error, job.options, link.emit)
+            refuse(error, job.options, link.emit, output=path.parent if job.is_output else None)
     distributed.broadcast_object_list(told)
     if told[0] is None:
         return True

@@ -36,7 +36,8 @@ class Broken(Squares):
     ("data", "words"),
     [
         ((torch.zeros(3, 2), np.zeros(4)), r"as many in all tensors, got \(3, 2\), \(4,\)"),
-        (torch.zeros(0, 2), r"first dimension has to be the samples.* got \(0, 2\)"),
+        ((torch.zeros(0, 4), torch.zeros(0)), r"the split is empty, .* its tensors are \(0, 4\), \(0,\)"),
+        ((torch.zeros(0, 2), torch.zeros(3)), r"first dimension has to be the samples.* got \(0, 2\), \(3,\)"),
         (torch.tensor(1.0), r"first dimension has to be the samples.* got \(\)"),
         ((), "got no tensors"),
         (["a", "b"], "tensors, arrays or a torch Dataset, got str"),
@@ -132,6 +133,12 @@ class Numbers(Dataset):
 
     def __getitem__(self, index):
         return index
+
+
+def test_samples_from_all_over_a_billion_are_theirs_and_reach_the_last():
+    for count in (1, 2, 8, 1024):
+        chosen = splits.spread(Streamed(Numbers(), CPU), count).tolist()
+        assert chosen == [number * (10**9 - 1) // max(1, count - 1) for number in range(count)]
 
 
 def test_an_epoch_of_a_billion_samples_begins_at_once_wherever_it_begins():

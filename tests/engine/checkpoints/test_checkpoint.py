@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch import distributed
 
 from flyte_ddp.engine.checkpoints.checkpoint import FORMAT, differences, read_checkpoint, write_checkpoint
 from flyte_ddp.engine.job import Subject
@@ -68,6 +69,28 @@ def test_numbers_of_numpy_are_read_again_and_what_does_not_fit_is_trained_anew(t
     assert refused == "the checkpoint does not fit this training: KeyError: 'schedule'"
     assert any(isinstance(event, EpochFinished) for event in events)
     assert third.tested == first.tested
+
+
+@pytest.mark.usefixtures("alone")
+def test_what_another_training_has_left_in_the_output_is_lost_by_request_alone(tmp_path):
+    def other(**options):
+        train(Sound, Settings(seed=2), RunOptions(**options), output=tmp_path, on_event=lambda event: None)
+
+    run(Sound, tmp_path)
+    left = tmp_path / "checkpoint"
+    shutil.copy(tmp_path / "final-checkpoint", left)
+    before = left.read_bytes()
+    weights = (tmp_path / "model.pt").read_bytes()
+    with pytest.raises(InputError, match=r"its seed was 1, now it is 2: give another output, drop that checkpoint by"):
+        other()
+    distributed.destroy_process_group()  # which the rank that was refused has left
+    assert (left.read_bytes(), (tmp_path / "model.pt").read_bytes()) == (before, weights)
+    run(Sound, tmp_path)  # the call that left it
+    assert (tmp_path / "model.pt").read_bytes() == weights
+    left.write_bytes(before)
+    other(resume=False)
+    assert (tmp_path / "model.pt").read_bytes() != weights
+    assert not left.exists()
 
 
 @pytest.mark.usefixtures("alone")

@@ -9,6 +9,7 @@ import torch
 
 from flyte_ddp.code.user_code import find_code
 from flyte_ddp.engine.job import job_in, subject_of
+from flyte_ddp.errors import InputError
 from flyte_ddp.events import CheckpointRefused, CheckpointWritten, RunStarted, StepLogged
 from flyte_ddp.launch import launcher
 from flyte_ddp.launch.environment import World
@@ -159,6 +160,5 @@ def test_damage_to_an_earlier_attempts_checkpoint_is_not_to_the_one_given(cut, t
 
 @pytest.mark.usefixtures("alone")
 def test_that_of_another_training_is_refused(cut, tmp_path):
-    _, seen = go_on(cut, tmp_path / "other", "full", left=0, seed=7)
-    assert seen.refused == ["the checkpoint belongs to another training: its seed was 1, now it is 7"]
-    assert seen.started == (0, 0)
+    with pytest.raises(InputError, match="there belongs to another training: its seed was 1, now it is 7"):
+        go_on(cut, tmp_path / "other", "full", left=0, seed=7)

@@ -10,6 +10,7 @@ import torch
 from torch import distributed
 
 from flyte_ddp.code.user_code import find_code
+from flyte_ddp.engine.digest import weights_digest
 from flyte_ddp.engine.job import job_in, subject_of
 from flyte_ddp.errors import InputError, NonFiniteError
 from flyte_ddp.events import CheckpointRefused, CheckpointWritten, Event, RunStarted, StepLogged
@@ -79,6 +80,16 @@ def test_all_that_a_recipe_can_ask_for_is_as_without_sharding(tmp_path):
     found, expected = (np.load(result.output / "predictions.npy") for _, result, _ in (full, off))
     assert (found == expected).mean() > 0.9
     assert (full[1].output / "pictures.npz").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "nproc"),
+    [("Sharded", 1), ("Sharded", 2), ("Everything", 3), ("TiedOutside", 2), ("TiedOutside", 3), ("ChannelsLast", 3)],
+)
+def test_the_digest_is_that_of_the_same_weights_when_whole(tmp_path, name, nproc):
+    _, result, weights = run(name, tmp_path, nproc=nproc, batch_size=12)
+    assert result.digest == weights_digest(weights) == result.epochs[-1].digest
+    assert weights_digest({key: value + 1 for key, value in weights.items()}) != result.digest
 
 
 @pytest.mark.usefixtures("alone")

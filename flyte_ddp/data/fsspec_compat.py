@@ -1,0 +1,40 @@
+"""The private parts of fsspec that this package uses, as of version 2026.9.0: see tests/compat."""
+
+import pkgutil
+from typing import Any
+
+from fsspec import AbstractFileSystem
+from fsspec.core import split_protocol
+from fsspec.registry import known_implementations
+
+from flyte_ddp.errors import InputError
+from flyte_ddp.text import USER
+
+BUCKETS = ("s3", "s3a", "gs", "gcs")
+
+
+def own_client(url: str, options: dict[str, Any] | None = None) -> tuple[AbstractFileSystem, str]:
+    """fsspec's own client for a URL or path, and what it calls that; InputError if there is none.
+
+    url_to_fs takes what is registered for the whole process: flyte, once imported, registers others, whose options have
+    other names, and to exchange them for a while would disturb other threads.
+    """
+    protocol = split_protocol(url)[0] or "file"
+    known = known_implementations.get(protocol)
+    if known is None:
+        raise InputError(
+            f"{url} must be a path, or the URL of a storage such as s3://, gs:// or abfs://: {protocol}:// is none"
+        )
+    if protocol in BUCKETS and USER.search(url):  # the client would take it for the bucket, and show it
+        raise InputError(
+            f"{url} must not have keys in it: leave them to the environment, as AWS_ACCESS_KEY_ID and "
+            "AWS_SECRET_ACCESS_KEY for s3://, or to Flyte's settings"
+        )
+    module, _, name = known["class"].rpartition(".")
+    try:
+        kind = pkgutil.resolve_name(f"{module}:{name}")
+    except ImportError as error:
+        remedy = known.get("err") or f"install what {protocol}:// needs"
+        raise InputError(f"{url} cannot be read here ({error}): {remedy}") from None
+    given = {**kind._get_kwargs_from_urls(url), **(options or {})}
+    return kind(**given), kind._strip_protocol(url)

@@ -1,0 +1,38 @@
+"""On what a training runs: all, besides its identity, that the bits of its result may depend on."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import distributed
+
+from flyte_ddp.launch.environment import Environment
+
+
+def hardware(device: torch.device) -> str:
+    """The GPU's name, or the CPU's instruction set as torch uses it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU, {torch.backends.cpu.get_cpu_capability()}"
+
+
+def machine(environment: Environment, device: torch.device, precision: str) -> dict[str, Any]:
+    """What all ranks run on, in plain values; a collective."""
+    told = [""] * environment.world.size
+    distributed.all_gather_object(told, hardware(device))
+    return {
+        "hardware": " and ".join(dict.fromkeys(told)),
+        "torch": str(torch.__version__),
+        "precision": precision,
+        "ranks": environment.world.size,
+        "threads": environment.threads,
+    }
+
+
+def moved(ran_on: Sequence[dict[str, Any]], now: dict[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
+    """What a training has run on, with what it runs on now as the last; and a remark, if that is other hardware."""
+    if not ran_on or ran_on[-1] == now:
+        return [*ran_on[:-1], now], []
+    before, here = ran_on[-1]["hardware"], now["hardware"]
+    remark = f"The checkpoint is from other hardware ({before}) than this ({here}): from here on, bits may differ"
+    return [*ran_on, now], [remark] if before != here else []

@@ -1,0 +1,96 @@
+"""The digest of weights: equal for equal bits, however they are stored or cut, and another for any others."""
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+
+from flyte_ddp.engine.digest import KEYS, sum_of, weights_digest
+from flyte_ddp.model_files.model_metadata import read_metadata
+
+MODULUS = 1 << 64
+
+
+def test_parts_add_up_wherever_they_are_cut():
+    for numbers in (torch.randn(3 * KEYS + 100), torch.randn(2 * KEYS + 1).bfloat16(), torch.arange(5) > 2):
+        whole, count = int(sum_of(numbers)), len(numbers)
+        for cuts in ((1,), (KEYS,), (KEYS - 1, KEYS + 1), (3, 2 * KEYS), range(0, count, 1 + count // 7)):
+            edges = [0, *(cut for cut in cuts if 0 < cut < count), count]
+            parts = [int(sum_of(numbers[first:last], first)) for first, last in pairwise(edges)]
+            assert (sum(parts) - whole) % MODULUS == 0
+
+
+def test_any_change_is_another_digest():
+    weight = torch.zeros(4, 2 * KEYS)
+    found = {weights_digest({"a": weight})}
+
+    def differs(weights):
+        digest = weights_digest(weights)
+        assert len(digest) == 16
+        assert int(digest, 16) >= 0
+        assert digest not in found
+        found.add(digest)
+
+    for row, column in ((0, 0), (0, 1), (0, KEYS), (3, 2 * KEYS - 1)):
+        for value in (1.0, -0.0, 1e-45, math.nan):
+            changed = weight.clone()
+            changed[row, column] = value
+            differs({"a": changed})
+    for corners in (((0, 1), (0, 4)), ((0, 2), (0, 3)), ((0, KEYS), (1, KEYS)), ((0, 0), (2, 0))):  # sums of positions
+        changed = weight.clone()
+        for corner in corners:
+            changed[corner] = 1
+        differs({"a": changed})
+    differs({"a": weight.view(2, -1)})
+    differs({"a": weight.half()})
+    differs({"a": weight.int()})
+    differs({"b": weight})
+    differs({"a": weight, "b": weight})
+    differs({"b": weight, "a": weight})
+    differs({"a": weight, "b": torch.zeros(())})
+    differs({"a": weight, "b": torch.zeros(0)})
+    differs({})
+    assert weights_digest({"a": weight}, "of a base") not in found
+
+
+def test_strides_do_not_count_and_all_dtypes_do():
+    image = torch.randn(8, 3, 5, 5)
+    assert weights_digest({"a": image}) == weights_digest({"a": image.to(memory_format=torch.channels_last)})
+    assert weights_digest({"a": image[:, 1]}) == weights_digest({"a": image[:, 1].clone()})
+    for dtype in (
+        torch.float64,
+        torch.float16,
+        torch.bool,
+        torch.uint8,
+        torch.int64,
+        torch.complex64,
+        torch.complex128,
+    ):
+        one, other = torch.ones(7, dtype=dtype), torch.ones(7, dtype=dtype)
+        other[6] = 0
+        assert weights_digest({"a": one}) != weights_digest({"a": other})
+
+
+def test_tied_weights_are_those_of_their_file(tmp_path):
+    network = nn.ModuleDict({"first": nn.Linear(3, 3), "second": nn.Linear(3, 3)})
+    network["second"].weight = network["first"].weight
+    torch.save(network.state_dict(), tmp_path / "model.pt")
+    read = torch.load(tmp_path / "model.pt")
+    untied = {name: value.clone() for name, value in read.items()}
+    assert weights_digest(network.state_dict()) == weights_digest(read) == weights_digest(untied)
+
+
+@pytest.mark.parametrize("validation_fraction", [0.0, 0.2])
+def test_a_training_tells_those_of_each_evaluation_and_of_its_model(whole, validation_fraction):
+    trained = whole(2, epochs=2, validation_fraction=validation_fraction)
+    result = trained.result
+    known = read_metadata(trained.folder / "model.pt")
+    assert known
+    assert result.digest == weights_digest(trained.weights) == known.weights_digest
+    digests = [epoch.digest for epoch in result.epochs]
+    assert len({*digests}) == 2
+    assert result.digest == digests[-1 if result.chosen_epoch is None else result.chosen_epoch]
+    if validation_fraction:
+        assert weights_digest(torch.load(trained.folder / "last.pt")) == digests[-1]
