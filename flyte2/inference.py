@@ -16,7 +16,7 @@ from flyte_ddp.flyte2.prepare import classifier_settings, shard_numbers
 from flyte_ddp.flyte2.training import image_training
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 
-prediction = image_training.environment("inference_shards")
+prediction = image_training.environment("inference_shards", most_gpus=1)
 workflow = workflow_environment("inference", preparation, prediction)
 
 

@@ -38,5 +38,6 @@ async def main(
     hp: what determines the result; omitted fields keep their defaults. options: how to run it; ignored by the cache.
     init: what to start from: the model_state of an earlier training, or its final-checkpoint to continue from.
     """
+    start = by_content(init)
     data = await prepare(resolve_dataset(hp, options))
-    return await train(hp, data, options, by_content(init))
+    return await train(hp, data, options, start)

@@ -1,6 +1,7 @@
 """Trains MNIST under Flyte 2 and promotes the model if it is better than the promoted one; every night, once activated.
 
 flyte run --local flyte2/promote.py main --place models
+flyte run --local flyte2/promote.py roll_back --place models --name 20261122-030412-1f2e3d4c
 """
 
 import flyte
@@ -11,13 +12,21 @@ from flyte_ddp.attempt.registration import registration
 from flyte_ddp.flyte2.environment import workflow_environment
 from flyte_ddp.flyte2.prepare import resolve_dataset
 from flyte_ddp.flyte2.training import image_training
-from flyte_ddp.promote.flyte2 import PromotionOutputs, promote_images, promotion_arguments, resolve_place
+from flyte_ddp.promote.flyte2 import (
+    PromotionOutputs,
+    RollBackOutputs,
+    promote_images,
+    promotion_arguments,
+    resolve_place,
+    roll_back_to,
+)
 from flyte_ddp.promote.job import PromotionOptions
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
 
-promotion = image_training.environment("promotion")
+promotion = image_training.environment("promotion", most_gpus=1)
 workflow = workflow_environment("promote", preparation, training, promotion)
+return_environment = workflow_environment("roll_back", secrets=["MLFLOW_TRACKING_URI"])
 
 # Not active when deployed: flyte update trigger nightly promote.main --activate
 nightly = flyte.Trigger(
@@ -53,3 +62,12 @@ async def main(
     data = await prepare(resolve_dataset(hp, options))
     trained = await train(hp, data, options, None)
     return await promote(trained.model_state, data, hp, root, promotion)
+
+
+@return_environment.task(report=True)
+async def roll_back(place: str = registration().promote_to, name: str = "") -> RollBackOutputs:
+    """Promotes an earlier version again; without a name it only shows the history and the versions.
+
+    place: folder, or URL of the cluster's storage, with promoted models. name: of the version.
+    """
+    return roll_back_to(place, name)

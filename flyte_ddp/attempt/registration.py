@@ -13,6 +13,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from flyte_ddp.attempt.pod import CODE_VARIABLE, GPUS_VARIABLE
+from flyte_ddp.attempt.variables import check_names
 from flyte_ddp.attempt.webhook import WEBHOOK_SECRET_VARIABLE
 from flyte_ddp.data.sources.download import MIRROR_VARIABLE
 from flyte_ddp.errors import InputError
@@ -116,8 +117,9 @@ class Registration(Settings):
         check_place(self.promote_to)
         check_notify(self.notify, self.notify_phases)
         check_urls(self.webhook, self.webhook_secret, self.console)
-        ours = {MIRROR_VARIABLE, CODE_VARIABLE, GPUS_VARIABLE, WEBHOOK_SECRET_VARIABLE}
-        ours |= {*map(variable_of, dataclasses.fields(self))}
+        registered = [variable_of(field) for field in dataclasses.fields(self)]
+        ours = {MIRROR_VARIABLE, CODE_VARIABLE, GPUS_VARIABLE, WEBHOOK_SECRET_VARIABLE, *registered}
+        check_names(self.env, registered)
         check_strings("env", self.env, "[A-Za-z_][A-Za-z0-9_]*")
         check_strings("labels", self.labels, KEY, f"({WORD})?")
         check_strings("annotations", self.annotations, KEY)
@@ -158,7 +160,8 @@ class Registration(Settings):
 
 
 def registration() -> Registration:
-    """Reads the environment; raises InputError naming the variable."""
+    """Reads the environment; raises InputError naming the variable, also one that is only like those that there are."""
+    check_names(os.environ, map(variable_of, dataclasses.fields(Registration)))
     values: dict[str, Any] = {}
     for field in dataclasses.fields(Registration):
         variable = variable_of(field)

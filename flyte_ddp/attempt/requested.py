@@ -45,6 +45,12 @@ def preparation_size() -> Size:
     return size(asked.preparation_cpu, asked.preparation_memory, asked.preparation_disk)
 
 
+def training_gpus(most: int | None = None) -> int:
+    """How many a training pod asks for; most: what it has a use for."""
+    registered = registration().training_gpus
+    return registered if most is None else min(most, registered)
+
+
 def training_size(gpus: int) -> Size:
     """What a training pod with this many GPUs needs.
 

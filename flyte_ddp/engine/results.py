@@ -53,7 +53,7 @@ def write_results(parts: Parts, tested: dict[str, float], predictions: Tensor | 
         digest = write_weights(parts, job, path, tested)
         drawn = draw_pictures(parts.state, parts.test.split) if is_first or is_sharded(parts.state.model) else []
         if not is_first:
-            return
+            return digest
         for name in (PREDICTIONS, PICTURES):  # of an earlier training in the same folder
             Path(job.logs, name).unlink(missing_ok=True)
         if predictions is not None:

@@ -69,9 +69,13 @@ class NamedTraining(FlytekitTraining[Outputs]):
         for one in (self.code, *self.observers):
             ship(one.files)
 
-    def arguments(self, ignored_inputs: Sequence[str] = ("options",)) -> dict[str, Any]:
-        """Arguments of the @task that trains or predicts: cache, retries, live report, resources."""
-        return training_arguments(self.version, f"{self.code.name} ", ignored_inputs)
+    def arguments(self, ignored_inputs: Sequence[str] = ("options",), **own: Any) -> dict[str, Any]:
+        """Arguments of the @task that trains or predicts: cache, retries, live report, resources.
+
+        own: your own arguments of @task, which Python refuses beside these: requests=, limits= (of the registered ones,
+        what you leave out), retries=, environment= and so on. most_gpus: 1 for a task that predicts.
+        """
+        return training_arguments(self.version, f"{self.code.name} ", ignored_inputs, **own)
 
 
 class RecipeTraining(NamedTraining[RecipeOutputs]):
@@ -99,7 +103,8 @@ class RecipeTraining(NamedTraining[RecipeOutputs]):
     ) -> FlyteFile:
         """The predictions (n, ...) of a trained network for a shard of a split, as an .npy file.
 
-        settings, init: those of the training. shard: from 0; map over it, in a task with arguments(ignored_inputs=()).
+        settings, init: those of the training. shard: from 0; map over it, in a task with
+        arguments(ignored_inputs=(), most_gpus=1).
         """
         subject = self.subject(settings, source_of(data), downloaded(init))
         return output_file(predicted(platform, subject, Path(model_state.download()), shard, shards, split))

@@ -1,6 +1,9 @@
 """The resources that tasks request of a cluster, as arguments of @task, from the registration's settings."""
 
+from collections.abc import Mapping
+from dataclasses import replace
 from datetime import timedelta
+from types import MappingProxyType
 from typing import Any
 
 from flytekit import Resources, Secret
@@ -42,22 +45,43 @@ def resize(task: PythonTask, gpus: int) -> dict[str, Any]:
     return training_sizes(gpus)
 
 
-def training_resources(code: CodeVersion | None = None) -> dict[str, Any]:
-    """Arguments of @task for training; code is what determines the result, if that is cached."""
+def training_resources(
+    code: CodeVersion | None = None,
+    most_gpus: int | None = None,
+    requests: Resources | None = None,
+    limits: Resources | None = None,
+    environment: Mapping[str, str] = MappingProxyType({}),
+    **own: Any,
+) -> dict[str, Any]:
+    """Arguments of @task for training; code is what determines the result, if that is cached.
+
+    most_gpus: of a task that has no use for more. requests, limits: quantities in place of the registered ones; what
+    only one of them has is both. environment: more variables. own: other arguments of @task, in place of these.
+    """
     asked, secrets = registration(), requested.training_secrets()
+    given = {**_given(limits), **_given(requests)}, {**_given(requests), **_given(limits)}
+    gpus = int(given[1].get("gpu", requested.training_gpus(most_gpus)))
+    needed = training_sizes(gpus)
     return {
         **_every_pod(),
-        **training_sizes(asked.training_gpus),
+        **needed,
+        **{name: replace(needed[name], **one) for name, one in zip(("requests", "limits"), given, strict=True)},
         "pod_template_name": asked.pod_template or None,
         "accelerator": getattr(accelerators, asked.accelerator, None),  # None for none, too
         "interruptible": asked.interruptible or None,  # None leaves it to the cluster
         "timeout": timedelta(seconds=asked.attempt_seconds),
         "secret_requests": [_secret(variable, *name) for variable, name in secrets.items()] or None,
         "environment": {
-            **training_environment(asked.training_gpus, code.code if code else ""),
+            **training_environment(gpus, code.code if code else ""),
             **requested.addresses(),
+            **environment,
         },
+        **own,
     }
+
+
+def _given(quantities: Resources | None) -> dict[str, Any]:
+    return {name: value for name, value in vars(quantities or Resources()).items() if value is not None}
 
 
 def preparation_resources() -> dict[str, Any]:

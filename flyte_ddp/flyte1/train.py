@@ -27,15 +27,16 @@ def training_arguments(
     code: CodeVersion = TRAINING_CODE,
     salt: str = "",
     ignored_inputs: Sequence[str] = ("options",),
+    **own: Any,
 ) -> dict[str, Any]:
     """Arguments of a @task that trains: cache (its version depends on code and salt), retries, live report,
-    resources."""
+    resources. own: see training_resources; what else @task takes is in place of ours."""
     return {
         "cache": Cache(policies=code, salt=salt, ignored_inputs=tuple(ignored_inputs), serialize=True),
         "retries": registration().retries,
         "enable_deck": True,
         "deck_fields": (),  # only the report, live
-        **training_resources(code),
+        **training_resources(code, **own),
     }
 
 

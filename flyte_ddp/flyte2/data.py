@@ -1,13 +1,16 @@
 """Files and folders of Flyte 2, between its storage and this machine; as inputs of tasks, cached by their content."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import flyte
 from flyte.io import Dir, File
 
 from flyte_ddp.attempt.stored import download_once, folder_digest, open_file
-from flyte_ddp.errors import DownloadError
+from flyte_ddp.errors import DownloadError, InputError
 from flyte_ddp.flyte2 import platform
+from flyte_ddp.flyte2.attempt import one_attempt
 from flyte_ddp.storage import stream_digest
 
 
@@ -49,10 +52,21 @@ def by_content(file: File | None) -> File | None:
     """The same file, a model_state or checkpoint to start from, where it is; its content is the cache key."""
     if file is None:
         return None
-    with open_file(platform, file.path) as content:
+    with one_attempt(), there(file), open_file(platform, file.path) as content:
         return File(path=file.path, hash=stream_digest(content))
 
 
 def folder_by_content(folder: Dir) -> Dir:
     """The same folder, where it is; its cache key changes when a file is added, removed or written to."""
-    return Dir(path=folder.path, hash=folder_digest(platform, folder.path))
+    with one_attempt(), there(folder):
+        return Dir(path=folder.path, hash=folder_digest(platform, folder.path))
+
+
+@contextmanager
+def there(given: File | Dir) -> Iterator[None]:
+    """Raises InputError where an input is missing, or is a folder where a file is needed or the other way round."""
+    kind = "folder" if isinstance(given, Dir) else "file"
+    try:
+        yield
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+        raise InputError(f"{given.path} must be a {kind} that is there: give the path or URL of one") from None

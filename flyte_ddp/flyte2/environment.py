@@ -6,7 +6,8 @@ reads this module again, gets them as variables.
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import MappingProxyType
@@ -30,10 +31,20 @@ IMAGE = flyte.Image.from_ref_name("trainer")  # named by --image trainer=NAME, o
 PAUSES = flyte.Backoff(base=timedelta(seconds=10), factor=6.0, cap=timedelta(minutes=10))
 
 
-def workflow_environment(name: str, *called: flyte.TaskEnvironment) -> flyte.TaskEnvironment:
-    """For a task that only calls others, which are of these environments."""
+def workflow_environment(
+    name: str, *called: flyte.TaskEnvironment, secrets: Sequence[str] = ()
+) -> flyte.TaskEnvironment:
+    """For a task that computes little, such as one that only calls others, which are of these environments. secrets:
+    the variables of those that it needs, as far as they are registered."""
     set_up_flyte()
-    return _environment(name, requested.small_size(), registered_environment(), depends_on=[*called])
+    return _environment(
+        name, requested.small_size(), registered_environment(), depends_on=[*called], secrets=_secrets(secrets)
+    )
+
+
+def _secrets(variables: Collection[str]) -> list[flyte.Secret] | None:
+    named = requested.training_secrets().items()
+    return [flyte.Secret(key, group, as_env_var=name) for name, (group, key) in named if name in variables] or None
 
 
 def preparation_environment(name: str) -> flyte.TaskEnvironment:
@@ -47,18 +58,20 @@ def training_environment(
     files: Sequence[str] = (),
     kind: Kind = flyte.TaskEnvironment,
     variables: Mapping[str, str] = MappingProxyType({}),
+    most_gpus: int | None = None,
+    own: flyte.Resources | None = None,
     **more: Any,
 ) -> flyte.TaskEnvironment:
     """For tasks that train.
 
-    code: the version of what determines the result. files: shipped besides the library's own. kind, variables, more:
-    those of clustered.
+    code: the version of what determines the result. files: shipped besides the library's own. most_gpus: of a task that
+    has no use for more. own: resources in place of those that are registered. kind, variables, more: those of
+    clustered.
     """
-    gpus = registration().training_gpus
+    gpus = requested.training_gpus(most_gpus) if own is None or own.gpu is None else _gpus_of(own)
     variables = {**requested.training_environment(gpus, code), **requested.addresses(), **variables}
-    secrets = [flyte.Secret(key, group, as_env_var=name) for name, (group, key) in requested.training_secrets().items()]
     return _environment(
-        name, requested.training_size(gpus), variables, files, kind, secrets=secrets or None,
+        name, requested.training_size(gpus), variables, files, kind, own=own, secrets=_secrets(requested.SECRETS),
         interruptible=registration().interruptible, template=registration().pod_template, **more,
     )  # fmt: skip
 
@@ -99,11 +112,12 @@ def _environment(
     files: Sequence[str] = (),
     kind: Kind = flyte.TaskEnvironment,
     template: str = "",
+    own: flyte.Resources | None = None,
     **more: Any,
 ) -> flyte.TaskEnvironment:
     include = (*shipped(), *files)
     return kind(
-        name=name, image=IMAGE, resources=resources(size), env_vars={**variables}, include=include,
+        name=name, image=IMAGE, resources=resources(size, own), env_vars={**variables}, include=include,
         pod_template=_pod_template(template), **more,
     )  # fmt: skip
 
@@ -120,14 +134,20 @@ def _pod_template(name: str) -> str | flyte.PodTemplate | None:
     return flyte.PodTemplate(labels=asked.labels, annotations=asked.annotations)
 
 
-def resources(size: Size) -> flyte.Resources:
-    """Flyte has one size of disk: the limit."""
+def _gpus_of(own: flyte.Resources) -> int:
+    device = own.get_device()
+    return device.quantity if device else 0
+
+
+def resources(size: Size, own: flyte.Resources | None = None) -> flyte.Resources:
+    """Of this size, but where own ones are given. Flyte has one size of disk: the limit."""
     kind, gpu = registration().accelerator, cast(Any, size.gpus or None)
     if gpu and kind != "none":
         gpu = flyte.GPU(ACCELERATORS.get(kind, kind), gpu)
-    return flyte.Resources(
+    registered = flyte.Resources(
         cpu=size.cpu, memory=size.memory, disk=size.disk[1], gpu=gpu, shm="auto" if size.gpus else None
     )
+    return replace(registered, **{name: value for name, value in vars(own or registered).items() if value is not None})
 
 
 def shipped() -> tuple[str, ...]:
@@ -149,11 +169,12 @@ def cached(code: str, ignored: Sequence[str] = (), distributions: Sequence[str] 
     return flyte.Cache("auto", version_override=version, ignored_inputs=tuple(ignored), serialize=True)
 
 
-def training_arguments(code: str, ignored: Sequence[str] = ("options",)) -> dict[str, Any]:
-    """Arguments of a task that trains: cache, retries with pauses, live report and time limit."""
+def training_arguments(code: str, ignored: Sequence[str] = ("options",), **own: Any) -> dict[str, Any]:
+    """Arguments of a task that trains: cache, retries with pauses, live report and time limit, and the user's own."""
     return {
         "cache": cached(code, ignored, ["torch"]),
         "retries": flyte.RetryStrategy(registration().retries, PAUSES),
         "report": True,
         "timeout": flyte.Timeout(max_runtime=timedelta(seconds=registration().attempt_seconds)),
+        **own,
     }

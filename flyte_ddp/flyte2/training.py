@@ -33,14 +33,20 @@ class Flyte2Training(Training[Data, Outputs]):
     downloaded = staticmethod(downloaded)
     downloaded_once = staticmethod(downloaded_once)
 
-    def environment(self, name: str, **more: Any) -> flyte.TaskEnvironment:
-        """The environment of the task; more: the arguments of clustered, for many nodes."""
-        files = {file for code in (self.code, *self.observers) for file in code.files}
-        return training_environment(name, self.code.version, sorted(files), **more)
+    def environment(
+        self, name: str, most_gpus: int | None = None, resources: flyte.Resources | None = None, **more: Any
+    ) -> flyte.TaskEnvironment:
+        """The environment of the task.
 
-    def arguments(self, ignored: Sequence[str] = ("options",)) -> dict[str, Any]:
-        """Arguments of the task: cache, retries, live report, time limit."""
-        return training_arguments(f"{self.code.name} {self.code.version}", ignored)
+        most_gpus: of a task that has no use for more: 1 for one that predicts. resources: your own, in place of those
+        that are registered, each that is given. more: the arguments of clustered, for many nodes.
+        """
+        files = {file for code in (self.code, *self.observers) for file in code.files}
+        return training_environment(name, self.code.version, sorted(files), most_gpus=most_gpus, own=resources, **more)
+
+    def arguments(self, ignored: Sequence[str] = ("options",), **own: Any) -> dict[str, Any]:
+        """Arguments of the task: cache, retries, live report, time limit, unless own ones are given here."""
+        return training_arguments(f"{self.code.name} {self.code.version}", ignored, **own)
 
     def run(
         self,
@@ -70,7 +76,8 @@ class Flyte2Training(Training[Data, Outputs]):
     ) -> File:
         """The predictions (n, ...) of a trained network for a shard of a split, as an .npy file.
 
-        settings, init: those of the training. shard: from 0; map over it, in a task with arguments(ignored=()).
+        settings, init: those of the training. shard: from 0; map over it, in a task with arguments(ignored=()), of an
+        environment with most_gpus=1.
         """
         with one_attempt():
             subject, model = self.subject(settings, downloaded(data), downloaded(init)), downloaded(model_state)

@@ -22,7 +22,7 @@ from flyte_ddp.flyte2.environment import PAUSES
 from flyte_ddp.launch.environment import visible_gpus
 from flyte_ddp.promote.job import PromotionOptions
 from flyte_ddp.promote.place import Place
-from flyte_ddp.promote.promotion import PromotionSummary, promote, writable_place
+from flyte_ddp.promote.promotion import PromotionSummary, promote, return_to, writable_place
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 
 
@@ -40,6 +40,14 @@ class PromotionOutputs:
     promoted: bool
     model_state: File
     summary: PromotionSummary
+    report: File
+
+
+@dataclass(frozen=True)
+class RollBackOutputs:
+    """The version that is promoted now, empty if none, and a page with the history."""
+
+    version: str
     report: File
 
 
@@ -72,3 +80,10 @@ def promote_model(subject: Subject, model_state: File, place: str, options: Prom
     assert model
     found = promote(platform, subject, model, Place(platform, place), options)
     return PromotionOutputs(found.summary.promoted, output_file(found.model), found.summary, output_file(found.report))
+
+
+def roll_back_to(place: str, name: str) -> RollBackOutputs:
+    """Promotes an earlier version again; without a name it only shows the history and the versions."""
+    with one_attempt():
+        version, report = return_to(platform, place, name)
+        return RollBackOutputs(version, output_file(report))

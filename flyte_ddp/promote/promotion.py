@@ -14,9 +14,10 @@ from flyte_ddp.launch.alone import run_alone
 from flyte_ddp.launch.environment import choose_world
 from flyte_ddp.model_files.model_metadata import read_metadata
 from flyte_ddp.promote.job import PromotionOptions, Verdict, judge
-from flyte_ddp.promote.page import outcome, promotion_page
+from flyte_ddp.promote.page import history, outcome, promotion_page
 from flyte_ddp.promote.place import PROMOTED, Place, Pointer, now, version_name
 from flyte_ddp.promote.registry import register
+from flyte_ddp.report.article import article
 from flyte_ddp.report.console import Console, say, say_last
 from flyte_ddp.settings import TrainingSettings
 from flyte_ddp.storage import content_digest
@@ -139,6 +140,19 @@ def roll_back(place: Place, version: str) -> Pointer:
     for name in filter(None, dict.fromkeys(names)):
         register(place, version, name)
     return pointer
+
+
+def return_to(platform: Platform, place: str, version: str) -> tuple[str, Path]:
+    """Rolls back, or without a version only shows the history and the versions; the version that is promoted now, and a
+    page."""
+    with run_folder(platform, "roll-back") as folder:
+        models = place_of(platform, place)
+        pointer = roll_back(models, version) if version else models.read()
+        current = f"Promoted: {pointer.version or 'nothing yet'}"
+        fragment = article(models.root, current, [history(pointer)])
+        report = write_page(platform, folder, f"Models in {models.root}", fragment)
+    say_last(f"{current}\nVersions: {', '.join(models.versions()) or 'none'}")
+    return pointer.version, report
 
 
 def measure_both(

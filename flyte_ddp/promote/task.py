@@ -14,7 +14,6 @@ from flytekit.types.file import FlyteFile, PythonPickledFile
 
 from flyte_ddp.attempt.datasets import check_ranks
 from flyte_ddp.attempt.failures import platform_errors
-from flyte_ddp.attempt.folders import run_folder
 from flyte_ddp.attempt.pod import check_gpus
 from flyte_ddp.attempt.registration import registration
 from flyte_ddp.attempt.requested import training_environment
@@ -22,18 +21,14 @@ from flyte_ddp.attempt.training import image_subject
 from flyte_ddp.engine.job import Subject
 from flyte_ddp.flyte1 import platform
 from flyte_ddp.flyte1.inputs import classifier_metadata, dataset_of, settings_of
-from flyte_ddp.flyte1.outputs import output_file, output_page
+from flyte_ddp.flyte1.outputs import output_file
 from flyte_ddp.flyte1.prepare import PreparedDataset
 from flyte_ddp.flyte1.resources import small_resources, training_resources, training_sizes
 from flyte_ddp.launch.environment import visible_gpus
-from flyte_ddp.promote import promotion
 from flyte_ddp.promote.job import PromotionOptions
-from flyte_ddp.promote.page import history
 from flyte_ddp.promote.place import Place
-from flyte_ddp.promote.promotion import PromotionSummary, place_of, promote, writable_place
+from flyte_ddp.promote.promotion import PromotionSummary, promote, return_to, writable_place
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
-from flyte_ddp.report.article import article
-from flyte_ddp.report.console import say_last
 from flyte_ddp.report.mlflow_run import ADDRESS
 from flyte_ddp.settings import RunOptions
 
@@ -127,10 +122,5 @@ def promote_model(
 @task(enable_deck=True, deck_fields=(), secret_requests=mlflow_secret(), **small_resources())
 def roll_back(place: str, name: str) -> RollBackOutputs:
     """Promotes an earlier version again; without a name it only shows the history and the versions."""
-    with run_folder(platform, "roll-back") as folder:
-        models = place_of(platform, place)
-        pointer = promotion.roll_back(models, name) if name else models.read()
-        current = f"Promoted: {pointer.version or 'nothing yet'}"
-        report = output_page(folder, f"Models in {models.root}", article(models.root, current, [history(pointer)]))
-    say_last(f"{current}\nVersions: {', '.join(models.versions()) or 'none'}")
-    return RollBackOutputs(pointer.version, report)
+    version, report = return_to(platform, place, name)
+    return RollBackOutputs(version, output_file(report))

@@ -68,7 +68,8 @@ def trials_of(sweep: Sweep, base: T) -> list[T]:
     for name, given in sweep.values.items():
         _check(sweep, base, name, given)
     chosen = _grid(sweep) if sweep.search == "grid" else _draws(sweep, base)
-    return list(dict.fromkeys(_with(base, dict(zip(sweep.values, values, strict=True))) for values in chosen))
+    trials = (_with(base, dict(zip(sweep.values, values, strict=True))) for values in chosen)
+    return list({trial.to_json(): trial for trial in trials}.values())  # a setting of a dict has no hash
 
 
 def _check(sweep: Sweep, base: AnySettings, name: str, given: Any) -> None:

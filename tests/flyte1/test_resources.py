@@ -1,17 +1,21 @@
 """What the variables of a registration ask for, and what is said of those that are wrong or refused."""
 
+import dataclasses
 import json
+import re
 
 import pytest
 import torch
-from flytekit import Resources
+from flytekit import Resources, task
 from flytekit.extras import accelerators
 
 from flyte_ddp.attempt import registration, requested
 from flyte_ddp.attempt.registration import Registration
+from flyte_ddp.attempt.variables import check_names
 from flyte_ddp.errors import InputError
-from flyte_ddp.flyte1 import resources
+from flyte_ddp.flyte1 import resources, train
 from scripts.register import Registered, explain
+from tests.commands import ROOT
 from tests.packages import full_package
 from tests.pod import package
 
@@ -74,12 +78,12 @@ def test_what_all_pods_get_reaches_every_pod():
     own = {"HTTPS_PROXY": "http://proxy.example:3128", "QUOTES": "\"'", "DDP_DATA_MIRROR": "s3://bucket/originals"}
     labels, annotations = {"kueue.x-k8s.io/queue-name": "research"}, {"example.org/cost": 'centre 7, "vision"'}
     packaged = full_package()
-    for name, task in packaged.tasks.items():
-        given = {variable.key: variable.value for variable in task.container.env}
+    for name, one in packaged.tasks.items():
+        given = {variable.key: variable.value for variable in one.container.env}
         assert own.items() <= given.items(), name
-        metadata = task.metadata.metadata
+        metadata = one.metadata.metadata
         assert (dict(metadata.labels), dict(metadata.annotations)) == (labels, annotations), name
-    templates = {name.rpartition(".")[2]: task.metadata.pod_template_name for name, task in packaged.tasks.items()}
+    templates = {name.rpartition(".")[2]: one.metadata.pod_template_name for name, one in packaged.tasks.items()}
     assert (templates["pytorch_mnist_task"], templates["pytorch_multinode_task"]) == ("spot", "spot")
     assert (templates["prepare_dataset"], templates["plan_shards"]) == ("", "")
     for name, plan in packaged.launch_plans.items():
@@ -116,6 +120,63 @@ def test_gpus_and_accelerator(monkeypatch):
     arguments = resources.training_resources()
     assert arguments["requests"] == Resources(cpu="16", mem="64Gi", ephemeral_storage="10Gi", gpu="8")
     assert arguments["accelerator"].to_flyte_idl().device == "nvidia-tesla-a100"
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("DDP_GPU", "DDP_GPUS"),
+        ("DDP_RUN_DIR", "DDP_RUNS_DIR"),
+        ("DDP_NODES", "DDP_NNODES"),
+        ("DDP_WANDB", "DDP_WANDB_SECRET"),
+        ("DDP_NPROC", "DDP_NPROC_PER_NODE"),
+        ("DDP_ATTEMPT_TIMEOUT", "DDP_ATTEMPT_SECONDS"),
+    ],
+)
+def test_a_variable_that_is_spelt_wrong_is_refused(monkeypatch, name, nearest):
+    says = rf"environment variable {name} is unknown \(did you mean {nearest}\?\): rename or unset it"
+    with pytest.raises(InputError, match=says):
+        Registration(env={name: "4"})
+    monkeypatch.setenv(name, "4")
+    with pytest.raises(InputError, match=says):
+        registration.registration()
+
+
+def test_other_peoples_variables_are_theirs(monkeypatch):
+    """Kubernetes names a service's host and port in every pod of its namespace."""
+    for name in ("DDP_TRAINING_SERVICE_HOST", "DDP_TRAINING_PORT_8080_TCP_ADDR", "DDP_TRAINING_PORT", "DDP_MY_OWN_KEY"):
+        monkeypatch.setenv(name, "1")
+    registration.registration()
+
+
+def test_all_variables_that_the_code_reads_are_known():
+    texts = [
+        file.read_text() for folder in ("flyte_ddp", "workflows", "flyte2") for file in (ROOT / folder).rglob("*.py")
+    ]
+    named = {name for text in texts for name in re.findall(r"\bDDP_[A-Z_]*[A-Z]\b", text)}
+    assert len(named) > 15
+    check_names(named, map(registration.variable_of, dataclasses.fields(Registration)))
+
+
+def test_a_task_may_have_its_own_resources_and_other_arguments(monkeypatch):
+    monkeypatch.setenv("DDP_TRAINING_MEMORY", "8Gi:9Gi")
+    arguments = train.training_arguments(
+        requests=Resources(gpu="4", cpu="6"), limits=Resources(mem="64Gi"), retries=7, environment={"MINE": "1"}
+    )
+    assert arguments["requests"] == Resources(cpu="6", mem="64Gi", ephemeral_storage="10Gi", gpu="4")
+    assert arguments["limits"] == Resources(cpu="6", mem="64Gi", ephemeral_storage="10Gi", gpu="4")
+    assert (arguments["retries"], arguments["shared_memory"]) == (7, True)
+    assert arguments["environment"].items() >= {"MINE": "1", "DDP_POD_GPUS": "4"}.items()
+    none = train.training_arguments(requests=Resources(gpu="0"))
+    assert "shared_memory" not in none
+    assert none["environment"]["DDP_POD_GPUS"] == "0"
+    one = train.training_arguments(most_gpus=1)
+    assert (one["limits"].gpu, one["environment"]["DDP_POD_GPUS"]) == ("1", "1")
+
+    @task(**train.training_arguments(requests=Resources(gpu="4")))
+    def accepted() -> None: ...
+
+    assert accepted.resources.limits.gpu == "4"
 
 
 def test_every_size_has_a_variable(monkeypatch):

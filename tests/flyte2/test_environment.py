@@ -1,8 +1,13 @@
 """What the tasks of an environment ask of a cluster, as Flyte 2 writes it."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
+import flyte
 import pytest
 from flyte._internal.image_cache import ImageCache
 from flyte._internal.runtime.task_serde import translate_task_to_wire
@@ -10,6 +15,8 @@ from flyte.models import SerializationContext
 
 from flyte_ddp.errors import InputError
 from flyte_ddp.flyte2.environment import preparation_environment, training_environment
+from flyte_ddp.flyte2.training import image_training
+from tests.commands import ROOT
 
 LABELS = {"kueue.x-k8s.io/queue-name": "research"}
 
@@ -39,6 +46,36 @@ def test_labels_and_annotations_reach_every_pod(written):
     for task in written(DDP_LABELS=json.dumps(LABELS), DDP_ANNOTATIONS='{"cost": "7"}'):
         metadata = task.k8s_pod.metadata
         assert (dict(metadata.labels), dict(metadata.annotations)) == (LABELS, {"cost": "7"})
+
+
+def test_what_predicts_or_promotes_asks_for_one_device_of_those_that_training_has(monkeypatch):
+    monkeypatch.setenv("DDP_GPUS", "4")
+    found: dict[Any, Any] = {most: image_training.environment("shards", most_gpus=most) for most in (None, 1)}
+    assert [one.resources.gpu for one in found.values()] == [4, 1]
+    assert [one.env_vars["DDP_POD_GPUS"] for one in found.values()] == ["4", "1"]
+    monkeypatch.setenv("DDP_PROFILE", "sandbox")
+    none: Any = image_training.environment("shards", most_gpus=1)
+    assert none.resources.gpu is None
+
+
+def test_the_entry_files_ask_for_as_many_devices_as_they_use():
+    """In a process of its own, since a file's environments are made when it is imported."""
+    program = (
+        "import flyte2.inference as i, flyte2.promote as p, flyte2.mnist as m; "
+        "print([one.resources.gpu for one in (i.prediction, p.promotion, m.training)])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, env={**os.environ, "DDP_GPUS": "4"}
+    )
+    assert done.stdout == "[1, 1, 4]\n", done.stderr
+
+
+@pytest.mark.parametrize(("gpu", "count"), [("H100:3", 3), (3, 3), (0, 0), (flyte.GPU("T4", 3), 3)])
+def test_a_training_may_have_its_own_resources(gpu, count):
+    mine: Any = image_training.environment("training", resources=flyte.Resources(gpu=gpu, memory="64Gi"))
+    assert (mine.resources.gpu, mine.resources.memory, mine.env_vars["DDP_POD_GPUS"]) == (gpu, "64Gi", str(count))
+    assert mine.resources.disk
+    assert image_training.arguments(retries=7, report=False).items() >= {"retries": 7, "report": False}.items()
 
 
 def test_a_pod_template_is_for_training(written):

@@ -72,6 +72,17 @@ def test_a_model_that_is_not_there_is_said_to_be_missing(tmp_path):
     assert "model_state must be a file, and" in said
 
 
+@pytest.mark.parametrize("is_there", [False, True])
+def test_what_to_start_from_must_be_a_file_before_anything_is_prepared(tmp_path, is_there):
+    path = tmp_path / "of a training"
+    if is_there:
+        path.mkdir()
+    said = flyte_run("--init", str(path), status=1)
+    assert "must be a file that is there: give the path" in said
+    assert "Traceback" not in said
+    assert "Task 'mnist.prepare'" not in said
+
+
 def test_no_shards_are_refused_instead_of_predicting_nothing(tmp_path):
     said = flyte_run("--model_state", str(tmp_path / "none.pt"), "--shards", "0", status=1, file="flyte2/inference.py")
     assert "shards must be at least 1, got 0" in said
@@ -103,6 +114,14 @@ def test_a_failure_is_said_and_not_tried_again():
     assert "retrying in" not in said
 
 
+def test_a_roll_back_to_what_is_not_there_is_one_line(tmp_path):
+    place = ("--place", str(tmp_path / "place"))
+    assert "Versions: none" in flyte_run(*place, file="flyte2/promote.py", task="roll_back")
+    said = flyte_run(*place, "--name", "second", file="flyte2/promote.py", task="roll_back", status=1)
+    assert "has none: promote one first" in said
+    assert "Traceback" not in said
+
+
 @pytest.mark.slow
 def test_a_trained_model_is_promoted_and_predicts(tmp_path, monkeypatch):
     monkeypatch.setenv("DDP_RUNS_DIR", str(tmp_path))
@@ -111,6 +130,12 @@ def test_a_trained_model_is_promoted_and_predicts(tmp_path, monkeypatch):
     assert "as the first model" in first
     again = flyte_run("--place", place, "--hp", hp, file="flyte2/promote.py")
     assert "promoted=False" in again
+    (version,) = (path.name for path in (tmp_path / "place" / "versions").iterdir())
+    assert f"Versions: {version}" in flyte_run("--place", place, file="flyte2/promote.py", task="roll_back")
+    back = flyte_run("--place", place, "--name", version, file="flyte2/promote.py", task="roll_back")
+    assert f"Promoted: {version}" in back
+    pointer = json.loads((tmp_path / "place" / "current.json").read_text())
+    assert [event["how"] for event in pointer["history"]] == ["promoted", "rolled back"]
     (run,) = (path.parent for path in tmp_path.glob("*-digits-*/logs"))
     arguments = ("--model_state", str(run / "model.pt"), "--shards", "2")
     flyte_run(*arguments, file="flyte2/inference.py")

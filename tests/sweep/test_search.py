@@ -1,9 +1,12 @@
 """Which trials a sweep makes, and what it refuses."""
 
+from dataclasses import dataclass
+
 import pytest
 
 from flyte_ddp.errors import InputError
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
+from flyte_ddp.settings import TrainingSettings, setting
 from flyte_ddp.sweep.search import MOST_TRIALS, Sweep, trials_of
 
 BASE = Hyperparameters(epochs=5, dataset="digits")
@@ -43,6 +46,18 @@ def test_random_trials_stay_within_their_ranges_and_follow_the_seed():
 def test_what_is_drawn_twice_is_tried_once():
     trials = trials_of(Sweep({"shift_pixels": [0, 1, 1]}, search="random", trials=50), BASE)
     assert sorted(trial.shift_pixels for trial in trials) == [0, 1]
+
+
+@dataclass(frozen=True)
+class WithWeights(TrainingSettings):
+    weights: dict = setting({})  # noqa: RUF009 copied
+
+
+def test_a_setting_may_be_a_dict():
+    """Whether it is what is tried, or just there."""
+    grid = Sweep({"weights": [{"0": 1.0}, {"0": 2.0}, {"0": 1.0}]})
+    assert [trial.weights for trial in trials_of(grid, WithWeights())] == [{"0": 1.0}, {"0": 2.0}]
+    assert [trial.seed for trial in trials_of(Sweep({"seed": [1, 2, 1]}), WithWeights(weights={"1": 3.0}))] == [1, 2]
 
 
 RANGE = {"minimum": 0.1, "maximum": 1}
