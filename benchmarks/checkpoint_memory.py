@@ -83,7 +83,7 @@ def resident() -> int:
 def save(environment: Environment, link: Link, job: Job) -> tuple[float, ...]:
     """After one step, for the last of three: memory beside the state in MB, seconds that training stands still for, and
     seconds until it is on disk. The first may find a machine without free pages at hand."""
-    with process_group(environment, job.options.timeout_seconds) as device:
+    with process_group(environment, job.options) as device:
         parts = set_up(environment, device, job, BlockCache(environment))
         parts.state.train_step(next(parts.train.epoch(0, 0)), False)
         checkpoints = checkpoints_of(parts.state, environment, link.emit, job)
@@ -98,7 +98,7 @@ def save(environment: Environment, link: Link, job: Job) -> tuple[float, ...]:
 
 def resume(environment: Environment, link: Link, job: Job) -> tuple[float, ...]:
     """Memory in MB beside the state that there is then, and seconds."""
-    with process_group(environment, job.options.timeout_seconds) as device:
+    with process_group(environment, job.options) as device:
         state = set_up(environment, device, job, BlockCache(environment)).state
         distributed.barrier()
         with Peak() as peak:

@@ -47,7 +47,7 @@ def measure(environment: Environment, link: Link, job: Job) -> tuple[float, ...]
     """MB that this rank takes: at most until it has its part of the network, until it has tried that, in the second
     step, after it, and while a checkpoint is written."""
     leave_dynamo_out()
-    with process_group(environment, job.options.timeout_seconds) as device:
+    with process_group(environment, job.options) as device:
         with Peak() as in_set_up:
             before = resident()
             parts = set_up(environment, device, job, BlockCache(environment))

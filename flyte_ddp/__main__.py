@@ -7,7 +7,11 @@ import click
 from flyte_ddp.report.console import show_output
 
 # By name, so that each command imports only what it needs
-COMMANDS = {"new": "flyte_ddp.new.command:new", "watch": "flyte_ddp.watch.command:watch"}
+COMMANDS = {
+    "compare": "flyte_ddp.watch.compare:compare",
+    "new": "flyte_ddp.new.command:new",
+    "watch": "flyte_ddp.watch.command:watch",
+}
 
 
 class Commands(click.Group):

@@ -23,7 +23,7 @@ class RunStarted(Event):
         remarks: which weights training starts with, which of them are frozen, and the micro_batch that fits.
         hosts: of each rank.
         identity: by name, what determines the result: settings, recipe, and digests of data, code and init.
-        ran_on: the hardware, torch, precision, ranks and threads now, and before it those before a resume.
+        ran_on: the hardware, torch, precision, ranks, threads and the like now, and before it those before a resume.
         earlier: position and digest of each evaluation before a resume, as EpochFinished had them.
     """
 

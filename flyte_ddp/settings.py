@@ -258,6 +258,9 @@ class RunOptions(Settings):
     Attributes:
         nproc: ranks to spawn; 0 is one per visible GPU, or two where there is none.
         timeout_seconds: how long the ranks may go without a step before the run counts as hung.
+        start_timeout_seconds: the same until their first step, for which they load data and network, resume from a
+            checkpoint, and try what could fail later; at least timeout_seconds.
+        write_timeout_seconds: the same while they write, or upload, a checkpoint or their results.
         checkpoint_seconds: time between two checkpoints within an epoch (there is always one at its end).
         resume: whether to resume from the checkpoint of an unfinished run of the same training.
         resume_from: the folder of an unfinished run's checkpoint, which its log and its report name, in Flyte's storage
@@ -286,6 +289,8 @@ class RunOptions(Settings):
 
     nproc: int = setting(0, minimum=0, maximum=1024)
     timeout_seconds: float = setting(300.0, minimum=1, maximum=86400)
+    start_timeout_seconds: float = setting(1800.0, minimum=1, maximum=86400)
+    write_timeout_seconds: float = setting(1800.0, minimum=1, maximum=86400)
     checkpoint_seconds: float = setting(30.0, minimum=0)
     resume: bool = setting(True)
     resume_from: str = setting("")

@@ -142,7 +142,7 @@ def run_in(
     """Trains into the folder, and tells the user and the observers."""
     started = time.time()
     own = OwnObservers(watching if is_first_rank() else ())
-    progress = progress_in(folder, job) if is_first_rank() else OwnObservers(())
+    progress = progress_in(folder) if is_first_rank() else OwnObservers(())
     console = Console if "WORLD_SIZE" in os.environ else open_console  # a launcher's ranks share a terminal
     try:
         with nullcontext(on_event) if on_event else closing(console()) as listen:
@@ -163,10 +163,9 @@ def run_in(
     )
 
 
-def progress_in(folder: Path, job: Job) -> Background:
-    """Writes progress.jsonl, after what an unfinished training has written if this one may resume from it."""
-    if not (job.options.resume and Path(job.checkpoint_path).exists()):
-        (folder / FILE).unlink(missing_ok=True)
+def progress_in(folder: Path) -> Background:
+    """Writes progress.jsonl anew; an attempt that resumes knows the digests before it."""
+    (folder / FILE).unlink(missing_ok=True)
     return Background("progress.jsonl", partial(ProgressFile, folder, folder.name), OBSERVER_SECONDS)
 
 
@@ -200,7 +199,7 @@ def run_job(job: Job, on_event: Callable[[Event], None]) -> list[TrainingResult]
             settings = job.settings
             name_of(type(settings), "settings")
             world = choose_world(settings.backend, options.nproc, settings.batch_size)
-            results = launcher.launch(WORKER, world, job, options.timeout_seconds, on_event, root=job.root)
+            results = launcher.launch(WORKER, world, job, options, on_event, root=job.root)
     except PreemptedError as stopped:
         raise PreemptedError(f"{stopped}; the same command resumes from {checkpoint}") from None
     if is_first:

@@ -25,7 +25,8 @@ from flyte_ddp.settings import RunOptions
 from flyte_ddp.training import train
 
 IMAGE_CLASSIFIER = "flyte_ddp.recipes.images:ImageClassifier"
-OPTIONS = ("checkpoint_seconds", "keep_checkpoint", "nproc", "profile", "resume", "timeout_seconds")
+TIMEOUTS = ("timeout_seconds", "start_timeout_seconds", "write_timeout_seconds")
+OPTIONS = ("checkpoint_seconds", "keep_checkpoint", "nproc", "profile", "resume", *TIMEOUTS)
 
 
 @click.command(help=__doc__)

@@ -41,6 +41,7 @@ from flyte_ddp.launch.failures import (
 )
 from flyte_ddp.launch.limits import memory_kills
 from flyte_ddp.launch.link import DirectLink, Link
+from flyte_ddp.launch.phases import Timeouts
 from flyte_ddp.launch.process_group import process_group
 from flyte_ddp.launch.watched import watched
 from flyte_ddp.report.console import show_output
@@ -99,17 +100,17 @@ def handing_on_failure(platform: Platform) -> Iterator[None]:
 
 def run_rank(environment: Environment, link: DirectLink, job: Job, train: Train) -> list[TrainingResult]:
     """The results of all ranks; raises RankError, or its recoverable kind, naming this rank; or its InputError."""
-    seconds = job.options.timeout_seconds
+    timeouts = Timeouts.of(job.options)
 
     def work(store: Store) -> list[TrainingResult]:
-        with process_group(environment, seconds, store) as device:
+        with process_group(environment, timeouts, store) as device:
             results: list[Any] = [None] * environment.world.size
             distributed.all_gather_object(results, train(environment, device, link, job))
             return results
 
     signal.signal(signal.SIGTERM, link.on_signal)
     try:
-        return watched(work, link, environment, seconds)
+        return watched(work, link, environment, timeouts)
     except StopRequested as stopped:
         raise PreemptedError(f"rank {environment.rank} on {environment.host}: SIGTERM: {stopped}") from None
     except RankError:  # which it has named

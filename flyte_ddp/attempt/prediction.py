@@ -20,5 +20,5 @@ def predicted(platform: Platform, subject: Subject, model: Path, shard: int, sha
     with run_folder(platform, f"{subject.dataset}-predictions") as folder:
         job = job_of(subject, model_path=model, logs=folder)
         world, asked = choose_world("gloo", 1, 1), (job, split, shard, shards)
-        run_alone(PREDICT, asked, job.options.timeout_seconds, open_console(), world, subject.root)
+        run_alone(PREDICT, asked, job.options, open_console(), world, subject.root)
     return folder / f"predictions-{shard}.npy"

@@ -129,8 +129,7 @@ class Training(ABC, Generic[Given, Outputs]):
             return self.subject(settings, source, self.downloaded(init))
 
         def start(job: Job, on_event: Callable[[Event], None]) -> list[TrainingResult]:
-            given, seconds = self.job_of_ranks(job), options.timeout_seconds
-            return launcher.launch(self.worker, world, given, seconds, on_event, root=self.code.root)
+            return launcher.launch(self.worker, world, self.job_of_ranks(job), options, on_event, root=self.code.root)
 
         with telling_webhook(self.platform), platform_errors(self.platform):
             if options.resume:

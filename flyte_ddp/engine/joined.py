@@ -13,6 +13,7 @@ from flyte_ddp.events import Event
 from flyte_ddp.launch.environment import environment_from_variables
 from flyte_ddp.launch.failures import PreemptedError
 from flyte_ddp.launch.link import DirectLink
+from flyte_ddp.launch.phases import Timeouts
 from flyte_ddp.launch.process_group import process_group
 from flyte_ddp.launch.watched import watched
 
@@ -31,15 +32,15 @@ def join_and_train(job: Job, on_event: Callable[[Event], None]) -> TrainingResul
             f"got {settings.batch_size}: raise it"
         )
     link = DirectLink(on_event if environment.rank == 0 else None)
-    seconds = job.options.timeout_seconds
+    timeouts = Timeouts.of(job.options)
 
     def work(store: Store) -> TrainingResult:
-        with process_group(environment, seconds, store) as device:
+        with process_group(environment, timeouts, store) as device:
             return worker.train(environment, device, link, job)
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, link.on_signal)
     try:
-        return watched(work, link, environment, seconds)
+        return watched(work, link, environment, timeouts)
     except StopRequested as stopped:
         raise PreemptedError(f"rank {environment.rank} on {environment.host}: {stopped}") from None

@@ -18,6 +18,7 @@ from flyte_ddp.engine.state import Sums, TrainingState
 from flyte_ddp.errors import NonFiniteError, StopRequested, UnevenShapesError
 from flyte_ddp.events import EpochChosen, EpochFinished, GradientsSeen, StepLogged
 from flyte_ddp.launch.link import Link
+from flyte_ddp.launch.phases import WRITING
 
 MOST_NORMS = 10
 
@@ -91,6 +92,7 @@ def fit(
         warnings = state.watch.not_finite(evaluated.broken, finished.split, finished.position, end)
         for warning in warnings + state.watch.after_evaluation(finished, end, evaluated.mismatched):
             link.emit(warning)
+        link.alive(WRITING)
         checkpoints.save(state, is_over())
     return evaluated
 
@@ -161,11 +163,11 @@ def train_epoch(
                 link.emit(stragglers.so_far())
             if state.step == len(train) and link.is_heard and state.log_gradients:
                 link.emit(GradientsSeen(state.epoch, state.gradient_histograms()))
+        if sums.stop or (sums.saves > before.saves and not is_last):
+            link.alive(WRITING)
+            checkpoints.save(state, sums.stop)
         if sums.stop:
-            checkpoints.save(state, is_last=True)
             raise StopRequested(state.epoch, state.step)
-        if sums.saves > before.saves and not is_last:
-            checkpoints.save(state)
     return sums
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import distributed
 
 from flyte_ddp.launch.environment import Environment
+from flyte_ddp.settings import RunOptions
 
 
 def hardware(device: torch.device) -> str:
@@ -16,7 +17,7 @@ def hardware(device: torch.device) -> str:
     return f"CPU, {torch.backends.cpu.get_cpu_capability()}"
 
 
-def machine(environment: Environment, device: torch.device, precision: str) -> dict[str, Any]:
+def machine(environment: Environment, device: torch.device, precision: str, options: RunOptions) -> dict[str, Any]:
     """What all ranks run on, in plain values; a collective."""
     told = [""] * environment.world.size
     distributed.all_gather_object(told, hardware(device))
@@ -26,6 +27,8 @@ def machine(environment: Environment, device: torch.device, precision: str) -> d
         "precision": precision,
         "ranks": environment.world.size,
         "threads": environment.threads,
+        "sharding": options.sharding,
+        "compile": options.compile,
     }
 
 

@@ -28,12 +28,13 @@ from flyte_ddp.errors import NonFiniteError, UnevenShapesError
 from flyte_ddp.events import RunStarted, all_of, digests_of
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
+from flyte_ddp.launch.phases import WRITING
 from flyte_ddp.launch.process_group import process_group
 
 
 def run(environment: Environment, link: Link, job: Job) -> TrainingResult:
     """Joins the process group, trains, and leaves it; see train."""
-    with process_group(environment, job.options.timeout_seconds) as device:
+    with process_group(environment, job.options) as device:
         return train(environment, device, link, job)
 
 
@@ -60,7 +61,7 @@ def _train(environment: Environment, device: torch.device, link: Link, job: Job,
         parts.remarks.append(choose_micro_batch(state, parts.train))
     if job.options.compile:
         compile_now(state, parts.train, parts.validation or parts.test, link)
-    state.ran_on, moves = moved(state.ran_on, machine(environment, device, parts.precision))
+    state.ran_on, moves = moved(state.ran_on, machine(environment, device, parts.precision, job.options))
     parts.remarks.extend(moves)
     hosts = [""] * environment.world.size
     distributed.all_gather_object(hosts, environment.host)
@@ -80,14 +81,18 @@ def _train(environment: Environment, device: torch.device, link: Link, job: Job,
                 Stragglers(hosts, parts.train.split.remedy, meet_within=is_sharded(state.model)),
             )  # fmt: skip
     except (NonFiniteError, UnevenShapesError):  # raised on all ranks at once; the first report of it ends them all
+        link.alive(WRITING)
         checkpoints.close()
         distributed.barrier()
         raise
     finally:
+        link.alive(WRITING)
         checkpoints.close()
     write_last(parts, job)
     if parts.validation or tested is None:  # None: resumed after the last epoch
+        distributed.barrier()  # evaluating, the others would be taken for hanging while they wait for rank 0's files
         tested = look_at_test(state, parts.test, settings.last_epoch, link)
+    link.alive(WRITING)
     predictions = None if tested.predictions is None else gather(tested.predictions, parts.test)
     digest = write_results(parts, tested.measures, predictions, job)
     return result_of(parts, tested.measures, digest, kept.publish() if kept else [])

@@ -6,6 +6,7 @@ from typing import Any
 from flyte_ddp.events import Event
 from flyte_ddp.launch import launcher
 from flyte_ddp.launch.environment import World
+from flyte_ddp.settings import RunOptions
 
 CPU = World(size=1, local_size=1, backend="gloo", device="cpu")
 
@@ -13,10 +14,10 @@ CPU = World(size=1, local_size=1, backend="gloo", device="cpu")
 def run_alone(
     target: str,
     argument: Any,
-    timeout_seconds: float,
+    timeouts: RunOptions | float,
     on_event: Callable[[Event], None],
     world: World = CPU,
     root: str = "",
 ) -> Any:
     """Returns target(environment, link, argument); raises as launcher.launch does."""
-    return launcher.launch(target, world, argument, timeout_seconds, on_event, root=root)[0]
+    return launcher.launch(target, world, argument, timeouts, on_event, root=root)[0]

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from flyte_ddp.launch.failures import Failure
+from flyte_ddp.launch.phases import STEPPING, Timeouts
 from flyte_ddp.text import shortened
 
 ANSWER_SECONDS = 5.0  # for the ranks of a hang to say where they are; stopped ones never do
@@ -22,15 +23,17 @@ class Answer:
         is_idle: whether its GPU has no work left; true on a CPU.
         collective: the last that it has reached, or that its GPU is in, with types and shapes; empty if unknown.
         stack: where its threads are, or the one that trains.
+        phase: of its last sign of life.
     """
 
     reached: int = -1
     is_idle: bool = False
     collective: str = ""
     stack: str = NO_ANSWER
+    phase: str = ""
 
 
-def hang_of(answers: Mapping[int, Answer], hosts: Mapping[int, str], timeout_seconds: float) -> Failure:
+def hang_of(answers: Mapping[int, Answer], hosts: Mapping[int, str], timeouts: Timeouts) -> Failure:
     """The failure that names the ranks that the others wait for, with what each rank answers.
 
     All ranks reach the same collectives in the same order, and wait there for the ranks that have reached fewer, or
@@ -40,7 +43,8 @@ def hang_of(answers: Mapping[int, Answer], hosts: Mapping[int, str], timeout_sec
     by_progress, least = sorted(progress, key=lambda rank: (progress[rank], rank)), min(progress.values())
     first, *others = (rank for rank in by_progress if progress[rank] == least)
     waiting = {answers[rank].collective for rank in progress if progress[rank] > least} - {""}
-    message = f"no step within timeout_seconds ({timeout_seconds:g})"
+    phases = (answers[rank].phase for rank in by_progress)  # one that does not answer is in that of the others
+    message = timeouts.exceeded(next(filter(None, phases), STEPPING))
     if waiting:
         message += f"; the others wait in {' and '.join(sorted(waiting))}"
     return Failure(

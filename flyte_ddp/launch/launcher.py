@@ -23,8 +23,10 @@ from flyte_ddp.launch.environment import Environment, World, default_variable, t
 from flyte_ddp.launch.failures import PreemptedError, from_exit_code, name_the_cause
 from flyte_ddp.launch.hangs import ANSWER_SECONDS, NO_ANSWER, Answer, hang_of
 from flyte_ddp.launch.launch_compat import leave_behind
+from flyte_ddp.launch.phases import STARTING, Timeouts
 from flyte_ddp.launch.rank import serve
 from flyte_ddp.launch.signals import STOP_SIGNALS, on_signals, stop_requests
+from flyte_ddp.settings import RunOptions
 
 # forkserver: one process imports torch; every rank is forked from it in a few milliseconds and shares its memory.
 # macOS's own libraries don't survive a fork, so there each rank starts from scratch.
@@ -63,7 +65,7 @@ def launch(
     target: str,
     world: World,
     argument: Any,
-    timeout_seconds: float,
+    timeouts: Timeouts | RunOptions | float,
     on_event: Callable[[Event], None],
     preload: Sequence[str] = PRELOAD,
     root: str = "",
@@ -71,7 +73,8 @@ def launch(
     """Runs target(environment, link, argument) as every rank of a world on this host; returns their values by rank.
 
     target is "module:function"; the ranks import it, the parent doesn't. preload is imported once for all ranks, if
-    this is the first launch. root is a folder that comes first on the ranks' sys.path, such as UserCode.root. Raises
+    this is the first launch. timeouts: in which a rank that says nothing counts as hung; seconds are for all that it
+    does. root is a folder that comes first on the ranks' sys.path, such as UserCode.root. Raises
     RankError (or its recoverable kind) naming the rank that failed first, InputError if that is what it raised,
     PreemptedError after SIGTERM or SIGHUP, KeyboardInterrupt after Ctrl-C. All processes have ended when it returns or
     raises, also those that ranks have started, unless in a session of their own.
@@ -86,7 +89,7 @@ def launch(
                 for rank in range(world.size):
                     environment = Environment(world, rank, rank, f"file://{private}/rendezvous", threads)
                     ranks.append(_Rank(environment, target, argument, private, root))
-                return _supervise(ranks, timeout_seconds, on_event, signals)
+                return _supervise(ranks, Timeouts.of(timeouts), on_event, signals)
         finally:
             for started in ranks:
                 started.send_signal(signal.SIGKILL)
@@ -111,7 +114,7 @@ class _Rank:
         self.value: Any = None
         self.peak_bytes = 0
         self.answer = Answer()
-        self.silent_seconds = 0.0
+        self.phase, self.silent_seconds = STARTING, 0.0
         with _importable(root):
             self.process.start()
         child_line.close()
@@ -130,7 +133,7 @@ class _Rank:
             if kind == "event":
                 on_event(content)
             elif kind == "alive":
-                self.peak_bytes = content
+                self.phase, self.peak_bytes = content
             elif kind == "standing":
                 self.answer = content
             else:
@@ -163,7 +166,7 @@ class _Rank:
 
 
 def _supervise(
-    ranks: list[_Rank], timeout_seconds: float, on_event: Callable[[Event], None], signals: list[int]
+    ranks: list[_Rank], timeouts: Timeouts, on_event: Callable[[Event], None], signals: list[int]
 ) -> list[Any]:
     started, stop_at, give_up_at, now = False, 0.0, 0.0, time.monotonic()
 
@@ -193,8 +196,8 @@ def _supervise(
             return [rank.value for rank in ranks]
         if all(rank.outcome for rank in ranks) or (stop_at and now >= stop_at):
             raise _stopped(ranks, signals)
-        if any(not rank.outcome and rank.silent_seconds > timeout_seconds for rank in ranks):
-            raise _hung(ranks, timeout_seconds, note)
+        if any(not rank.outcome and rank.silent_seconds > timeouts.seconds(rank.phase) for rank in ranks):
+            raise _hung(ranks, timeouts, note)
 
 
 def _stopped(ranks: list[_Rank], signals: list[int]) -> BaseException:
@@ -205,7 +208,7 @@ def _stopped(ranks: list[_Rank], signals: list[int]) -> BaseException:
     return PreemptedError(f"all ranks on {ranks[0].host}: {signal.Signals(signals[0]).name}: {last}")
 
 
-def _hung(ranks: list[_Rank], timeout_seconds: float, on_event: Callable[[Event], None]) -> Exception:
+def _hung(ranks: list[_Rank], timeouts: Timeouts, on_event: Callable[[Event], None]) -> Exception:
     """Names the ranks that the others wait for, with the Python stacks of every rank."""
     running = [rank for rank in ranks if not rank.outcome]
     for rank in running:
@@ -220,8 +223,11 @@ def _hung(ranks: list[_Rank], timeout_seconds: float, on_event: Callable[[Event]
         before, sizes = sizes, [rank.stacks.stat().st_size for rank in running]
         if sizes == before and all(sizes) and all(rank.answer != Answer() for rank in running):
             break
-    answers = {rank.rank: replace(rank.answer, stack=rank.stacks.read_text() or NO_ANSWER) for rank in running}
-    return name_the_cause([hang_of(answers, {rank.rank: rank.host for rank in running}, timeout_seconds)])
+    answers = {
+        rank.rank: replace(rank.answer, phase=rank.phase, stack=rank.stacks.read_text() or NO_ANSWER)
+        for rank in running
+    }
+    return name_the_cause([hang_of(answers, {rank.rank: rank.host for rank in running}, timeouts)])
 
 
 def _suspend(ranks: list[_Rank]) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 from flyte_ddp.events import Event, Printed
 from flyte_ddp.launch.hangs import Answer
 from flyte_ddp.launch.launch_compat import standing
+from flyte_ddp.launch.phases import STARTING, STEPPING
 
 ALIVE_SECONDS = 1.0  # between two heartbeats, which cost a system call each
 
@@ -31,8 +32,12 @@ class Link:
     def emit(self, event: Event) -> None:
         pass
 
-    def alive(self) -> None:
-        """Called after each step by each rank, so that a hang can be told from slow work."""
+    def alive(self, phase: str = STEPPING) -> None:
+        """Called after each step by each rank, so that a hang can be told from slow work.
+
+        phase: which time-out counts until the next call. One that others are in, too, until this rank meets them: they
+        wait for it.
+        """
 
     def on_signal(self, *_: Any) -> None:
         self.stop_requested = True
@@ -46,17 +51,17 @@ class ParentLink(Link):
         self._connection, self._rank = connection, rank
         self._waiting: deque[bytes] = deque()
         self._lock = threading.Lock()  # the checkpoint thread emits too
-        self._next_alive = 0.0
+        self._phase, self._next_alive = STARTING, 0.0
 
     def emit(self, event: Event) -> None:
         if self.is_heard:
             self.send("event", event)
 
-    def alive(self) -> None:
+    def alive(self, phase: str = STEPPING) -> None:
         now = time.monotonic()
-        if now >= self._next_alive:
-            self._next_alive = now + ALIVE_SECONDS
-            self.send("alive", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+        if phase != self._phase or now >= self._next_alive:
+            self._phase, self._next_alive = phase, now + ALIVE_SECONDS
+            self.send("alive", (phase, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024))
 
     def send(self, kind: str, content: Any) -> None:
         """Leaves it to another sender if there is one: it may be this very thread, in which a finalizer prints."""
@@ -98,16 +103,16 @@ class ParentLink(Link):
 class DirectLink(Link):
     """Passes events to observers in this process, if any; for ranks that another launcher has started.
 
-    steps: counts signs of life, for watched.
+    steps: counts signs of life, for watched. phase: of the last one.
     """
 
     def __init__(self, on_event: Callable[[Event], None] | None):
         super().__init__(is_heard=on_event is not None)
         self._on_event, self._lock = on_event, threading.Lock()  # the checkpoint thread emits too
-        self.steps = 0
+        self.steps, self.phase = 0, STARTING
 
-    def alive(self) -> None:
-        self.steps += 1
+    def alive(self, phase: str = STEPPING) -> None:
+        self.steps, self.phase = self.steps + 1, phase
 
     def emit(self, event: Event) -> None:
         self.steps += 1

@@ -17,6 +17,8 @@ from torch.distributed.rendezvous import rendezvous
 
 from flyte_ddp.errors import InputError
 from flyte_ddp.launch.environment import Environment, World, default_variable
+from flyte_ddp.launch.phases import STARTING, Timeouts
+from flyte_ddp.settings import RunOptions
 
 RENDEZVOUS = itertools.count()  # of this process; all ranks go through them in the same order
 BEYOND_SECONDS = 60.0  # how much longer a collective waits than the launcher, which then can still query hanging ranks
@@ -24,11 +26,11 @@ BEYOND_SECONDS = 60.0  # how much longer a collective waits than the launcher, w
 
 @contextmanager
 def process_group(
-    environment: Environment, timeout_seconds: float, store: Store | None = None
+    environment: Environment, timeouts: Timeouts | RunOptions | float, store: Store | None = None
 ) -> Iterator[torch.device]:
     """Joins all ranks; yields this rank's device. A rank that fails leaves the group as it is: its process ends anyway.
 
-    timeout_seconds: how long the launcher waits for a step before it ends the ranks; collectives wait a little longer.
+    timeouts: how long the launcher waits for a sign of life before it ends the ranks; collectives wait a little longer.
     store: what meet has returned, if it has been called.
     """
     device = torch.device(environment.world.device)
@@ -37,14 +39,14 @@ def process_group(
         torch.cuda.set_device(device)
     if environment.world.backend == "gloo":
         _check_interfaces()
-    rank, size, timeout = environment.rank, environment.world.size, timedelta(seconds=timeout_seconds + BEYOND_SECONDS)
+    given, rank, size = Timeouts.of(timeouts), environment.rank, environment.world.size
     with _off_network(environment.world):
         distributed.init_process_group(
             environment.world.backend,
-            store=store or meet(environment, timeout_seconds),
+            store=store or meet(environment, given),
             rank=rank,
             world_size=size,
-            timeout=timeout,
+            timeout=timedelta(seconds=max(given) + BEYOND_SECONDS),
             device_id=device if environment.world.backend == "nccl" else None,
         )
     yield device
@@ -76,10 +78,10 @@ def _off_network(world: World) -> AbstractContextManager[None]:
     return default_variable("GLOO_SOCKET_IFNAME", "lo" if os.path.exists("/sys/class/net/lo") else "lo0")
 
 
-def meet(environment: Environment, timeout_seconds: float) -> Store:
+def meet(environment: Environment, timeouts: Timeouts) -> Store:
     """Waits for all ranks; returns a store that they share, for one process group."""
     size, (scheme, _, path) = environment.world.size, environment.init_method.partition("://")
-    timeout = timedelta(seconds=timeout_seconds + BEYOND_SECONDS)
+    timeout = timedelta(seconds=timeouts.seconds(STARTING) + BEYOND_SECONDS)
     if scheme == "file":  # no URL: torch would take a "#" or "?" in the path for its end
         store: Store = FileStore(path, size)
         store.set_timeout(timeout)

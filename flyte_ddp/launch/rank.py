@@ -19,6 +19,7 @@ from flyte_ddp.errors import StopRequested
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.failures import from_exception
 from flyte_ddp.launch.link import ParentLink
+from flyte_ddp.launch.phases import STARTING
 
 
 class _Lines(io.BufferedIOBase):
@@ -110,7 +111,7 @@ def serve(connection: Connection, environment: Environment, target: str, argumen
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     threading.Thread(target=link.listen, args=(private,), daemon=True).start()
     try:
-        link.alive()
+        link.alive(STARTING)
         with printed_lines(link.on_line, link.on_line):  # to the parent, the only one that writes to the terminal
             value = pkgutil.resolve_name(target)(environment, link, argument)
         link.send("done", value)

@@ -23,6 +23,7 @@ from flyte_ddp.launch.failures import Failure, from_exception, name_the_cause
 from flyte_ddp.launch.hangs import ANSWER_SECONDS, KEEPS_STORE, Answer, hang_of
 from flyte_ddp.launch.launch_compat import stack_of, standing
 from flyte_ddp.launch.link import ALIVE_SECONDS, DirectLink
+from flyte_ddp.launch.phases import Timeouts
 from flyte_ddp.launch.process_group import meet
 
 # Lets the rank that caused a failure be the first to report it, and the others say that they are still there
@@ -31,16 +32,14 @@ UNKNOWN = "unknown host"
 Value = TypeVar("Value")
 
 
-def watched(
-    work: Callable[[Store], Value], link: DirectLink, environment: Environment, timeout_seconds: float
-) -> Value:
+def watched(work: Callable[[Store], Value], link: DirectLink, environment: Environment, timeouts: Timeouts) -> Value:
     """Runs work(store) in a thread of its own and returns its value; store: for the process group of all ranks.
 
     Raises what work raises; RankError, or its recoverable kind, if this rank has lost another one, and if any rank has
-    been without a step for timeout_seconds: with the ranks that the others wait for. A thread that is stuck then is
-    left behind, and the process ends without waiting for it.
+    been silent for longer than what it does may take: with the ranks that the others wait for. A thread that is stuck
+    then is left behind, and the process ends without waiting for it.
     """
-    store, value = meet(environment, timeout_seconds), futures.Future[Value]()
+    store, value = meet(environment, timeouts), futures.Future[Value]()
 
     def run() -> None:
         try:
@@ -54,12 +53,12 @@ def watched(
     thread = threading.Thread(target=copy_context().run, args=(run,), name="rank", daemon=True)
 
     def answer() -> Answer:
-        return Answer(*standing(environment.local_rank), stack_of(thread.ident))
+        return Answer(*standing(environment.local_rank), stack_of(thread.ident), link.phase)
 
-    roll_call = RollCall(store.clone(), environment, timeout_seconds, answer)
+    roll_call = RollCall(store.clone(), environment, timeouts, answer)
     thread.start()
     try:
-        _wait(value, link, roll_call, timeout_seconds)
+        _wait(value, link, roll_call, timeouts)
         return value.result()
     except Exception as error:
         failure = from_exception(error, environment.rank, environment.host)
@@ -74,15 +73,16 @@ def watched(
         roll_call.close()
 
 
-def _wait(value: "futures.Future[Value]", link: DirectLink, roll_call: "RollCall", timeout_seconds: float) -> None:
+def _wait(value: "futures.Future[Value]", link: DirectLink, roll_call: "RollCall", timeouts: Timeouts) -> None:
     """Returns when the value is there; raises RankError if a rank hangs."""
     silent_seconds, steps, now = 0.0, link.steps, time.monotonic()
     while not futures.wait([value], ALIVE_SECONDS).done:
         # Not silent while this very process was suspended
         turn, now = min(time.monotonic() - now, 2 * ALIVE_SECONDS), time.monotonic()
         silent_seconds, steps = (silent_seconds + turn if steps == link.steps else 0.0), link.steps
-        is_over = silent_seconds > timeout_seconds + 2 * ANSWER_SECONDS
-        if silent_seconds > timeout_seconds:
+        patience = timeouts.seconds(link.phase)
+        is_over = silent_seconds > patience + 2 * ANSWER_SECONDS
+        if silent_seconds > patience:
             roll_call.ask("hang")
         if is_over or (roll_call.found.done() and roll_call.result().reason == "hang"):
             atexit.register(os._exit, 1)  # the thread that is left behind would block the end of the interpreter
@@ -112,10 +112,10 @@ class RollCall:
     the others; so no rank's effort grows with the number of ranks, except for that one's, and once.
     """
 
-    def __init__(self, store: Store, environment: Environment, timeout_seconds: float, answer: Callable[[], Answer]):
+    def __init__(self, store: Store, environment: Environment, timeouts: Timeouts, answer: Callable[[], Answer]):
         self.found: futures.Future[Found] = futures.Future()
         self._store: Any = store
-        self._timeout_seconds, self._answer = timeout_seconds, answer
+        self._timeouts, self._answer = timeouts, answer
         self._rank, self._size, self._host = environment.rank, environment.world.size, environment.host
         self._keeper = UNKNOWN  # host of the first rank, which keeps the store
         self._reason, self._woken, self._closed = "", threading.Event(), False
@@ -175,6 +175,4 @@ class RollCall:
     def _found(self, reason: str, answers: dict[int, Answer], hosts: dict[int, str]) -> Found:
         silent = [f"rank {rank} on {hosts[rank]}" for rank in sorted(answers) if answers[rank].reached < 0]
         do_not = "does not answer" if len(silent) == 1 else "do not answer"
-        return Found(
-            reason, hang_of(answers, hosts, self._timeout_seconds), f"{', '.join(silent)} {do_not}" if silent else ""
-        )
+        return Found(reason, hang_of(answers, hosts, self._timeouts), f"{', '.join(silent)} {do_not}" if silent else "")

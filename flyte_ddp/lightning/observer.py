@@ -25,6 +25,7 @@ from flyte_ddp.errors import InputError, NonFiniteError, StopRequested
 from flyte_ddp.events import EpochFinished, Event, NotLearning, RunStarted, StepLogged, digests_of
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
+from flyte_ddp.launch.phases import WRITING
 from flyte_ddp.lightning.checkpoint import CheckpointFiles
 from flyte_ddp.lightning.finite import broken, check_finite
 from flyte_ddp.lightning.job import LightningJob
@@ -104,7 +105,7 @@ class RankObserver(Checkpoint):
         distributed.all_gather_object(hosts, self._environment.host)
         remedy = "look at what its host reads from, or raise num_workers of the DataLoader"
         self._stragglers = Stragglers(hosts, remedy, meet_within=True)  # in the backward pass
-        now = machine(self._environment, trainer.strategy.root_device, self._job.settings.precision)
+        now = machine(self._environment, trainer.strategy.root_device, self._job.settings.precision, self._job.options)
         self.ran_on, remarks = moved(self.ran_on, now)
         started = run_started(self._environment, self._job, trainer, *self.position, hosts)
         self.started = replace(
@@ -315,6 +316,7 @@ class RankObserver(Checkpoint):
 
     def _save(self, trainer: Trainer, epoch: int, step: int) -> None:
         self.position = self._files.position = epoch, step
+        self._link.alive(WRITING)
         trainer.save_checkpoint(self._job.checkpoint_path)
         self._saved = self._looked = time.monotonic()
 

@@ -20,6 +20,7 @@ from flyte_ddp.errors import InputError, NonFiniteError
 from flyte_ddp.events import EpochChosen
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
+from flyte_ddp.launch.phases import WRITING
 from flyte_ddp.launch.process_group import process_group
 from flyte_ddp.lightning.checkpoint import CheckpointFiles
 from flyte_ddp.lightning.finite import broken
@@ -36,7 +37,7 @@ SAID_ELSEWHERE = ".*(does not have many workers|using `DistributedSampler`|small
 
 def run(environment: Environment, link: Link, job: LightningJob) -> TrainingResult:
     """Joins the process group, trains, and leaves it; see train."""
-    with process_group(environment, job.options.timeout_seconds) as device:
+    with process_group(environment, job.options) as device:
         return train(environment, device, link, job)
 
 
@@ -77,6 +78,7 @@ def _train(environment: Environment, device: torch.device, link: Link, job: Ligh
     started = observer.started or observer.start(trainer)  # the latter if it was interrupted after the last epoch
     seed(job)
     tested = test(trainer, module, data, link, observer)
+    link.alive(WRITING)
     digest = weights_digest(module.state_dict(), device=device)
     if environment.rank == 0:
         with writing_to(Path(job.model_path).parent, "DDP_RUNS_DIR"):

@@ -64,5 +64,6 @@ def apart(theirs: Collection[str], ours: Mapping[str, Any]) -> dict[str, Any]:
 def world_of(event: RunStarted) -> dict[str, Any]:
     """What an attempt runs on."""
     names = ("world_size", "backend", "device", "precision", "dataset")
-    machine = {name: value for one in event.ran_on[-1:] for name, value in one.items() if name != "ranks"}
-    return {**machine, **{name: getattr(event, name) for name in names}}
+    machine = event.ran_on[-1] if event.ran_on else {}
+    known: dict[str, Any] = {name: machine[name] for name in ("hardware", "torch", "threads") if name in machine}
+    return {**known, **{name: getattr(event, name) for name in names}}

@@ -41,7 +41,7 @@ def test_a_training_that_goes_on_knows_what_it_ran_on_and_its_digests(whole, tra
     (begun,), (started,) = ([one for one in run.events if isinstance(one, RunStarted)] for run in (first, on))
     assert begun.ran_on == [{**begun.ran_on[0], "ranks": 2, "precision": "float32"}]
     assert begun.earlier == []
-    assert begun.identity["batch_size"] == 16
+    assert begun.identity["settings"]["batch_size"] == 16
     assert started.ran_on[0] == begun.ran_on[0]
     assert [one["ranks"] for one in started.ran_on] == [2, 1]
     assert started.earlier == digests_of(first.result.epochs) == digests_of(on.result.epochs[:1])

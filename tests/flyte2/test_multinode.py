@@ -69,7 +69,9 @@ def node(tasks, storage, small_data, tmp_path):
             "CUDA_VISIBLE_DEVICES": "",
         }
         (tmp_path / f"{number}-{restart}").mkdir()
-        options = RunOptions(checkpoint_seconds=0.2, timeout_seconds=timeout_seconds)
+        options = RunOptions(
+            checkpoint_seconds=0.2, timeout_seconds=timeout_seconds, start_timeout_seconds=timeout_seconds
+        )
         values = {"hp": HP, "data": data, "options": options}
         pod = Pod2(tasks[0].train, values, storage, action="nodes", environment={**jobset, **environment})
         assert pod.command[0] == "clustered"

@@ -19,6 +19,7 @@ from flyte_ddp.code.user_code import ENGINE
 from flyte_ddp.launch import launcher
 from flyte_ddp.launch.environment import World, available_cores
 from flyte_ddp.launch.failures import RankError, RecoverableRankError
+from flyte_ddp.launch.phases import STARTING, STEPPING, WRITING, Timeouts
 from flyte_ddp.launch.signals import stop_requests
 
 TARGETS = "tests.launch.targets"
@@ -115,6 +116,24 @@ def test_a_hang_shows_the_stacks_of_all_ranks():
     _, hanging, waiting = re.split(r"rank \d:\n", report)
     assert "wait_for_ever" in hanging
     assert "barrier" in waiting
+
+
+def test_a_start_and_writing_may_take_longer_than_a_step():
+    assert launch("take_time", argument=3, timeout_seconds=Timeouts(1.5, start=60, write=60)) == ["done"] * 2
+
+
+@pytest.mark.parametrize(
+    ("phase", "timeouts", "said"),
+    [
+        (STARTING, Timeouts(0.5, start=1, write=60), "still starting .* after start_timeout_seconds (1)"),
+        (STEPPING, Timeouts(1, start=60, write=60), "no step within timeout_seconds (1)"),
+        (WRITING, Timeouts(0.5, start=60, write=1), "still writing .* after write_timeout_seconds (1)"),
+        (WRITING, Timeouts(1, start=60), "still writing .* after timeout_seconds (1)"),
+    ],
+)
+def test_a_hang_is_named_with_what_its_ranks_were_doing(phase, timeouts, said):
+    with pytest.raises(RecoverableRankError, match=f"ranks 0, 1 on .*: Hang: {re.sub('[()]', '.', said)}; the stacks"):
+        launch("hang_in", argument=phase, timeout_seconds=timeouts)
 
 
 def test_an_observer_that_raises_ends_all_ranks(tmp_path):

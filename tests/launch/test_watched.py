@@ -14,6 +14,7 @@ from flyte_ddp.launch.environment import Environment, World
 from flyte_ddp.launch.failures import RankError
 from flyte_ddp.launch.hangs import Answer, hang_of
 from flyte_ddp.launch.link import DirectLink
+from flyte_ddp.launch.phases import STARTING, STEPPING, WRITING, Timeouts
 from flyte_ddp.launch.watched import RollCall, watched
 
 IN_REDUCE = Answer(9, True, "gloo:all_reduce of Float [8]", "in all_reduce\n")
@@ -50,7 +51,7 @@ def roll_calls(store, answers):
 
 
 def pretend(store, rank, answer):
-    return RollCall(store, environment(rank), 60, lambda: answer)
+    return RollCall(store, environment(rank), Timeouts(60), lambda: answer)
 
 
 def found_by(calls):
@@ -134,9 +135,9 @@ def alone(tmp_path):
 
 
 def test_the_value_or_the_error_of_the_work_comes_back(tmp_path):
-    assert watched(lambda store: 7, DirectLink(None), alone(tmp_path), 60) == 7
+    assert watched(lambda store: 7, DirectLink(None), alone(tmp_path), Timeouts(60)) == 7
     with pytest.raises(InputError, match="mine"):
-        watched(raising(InputError("mine")), DirectLink(None), alone(tmp_path), 60)
+        watched(raising(InputError("mine")), DirectLink(None), alone(tmp_path), Timeouts(60))
 
 
 def raising(error):
@@ -155,7 +156,7 @@ def test_work_that_never_ends_is_left_behind_with_its_stack(tmp_path):
 
     try:
         with pytest.raises(RankError) as failed:
-            watched(in_an_endless_loop, DirectLink(None), alone(tmp_path), 0.1)
+            watched(in_an_endless_loop, DirectLink(None), alone(tmp_path), Timeouts(0.1))
     finally:
         atexit.unregister(os._exit)
         over.set()
@@ -172,7 +173,37 @@ def test_steps_keep_a_rank_from_being_taken_for_one_that_hangs(tmp_path):
             threading.Event().wait(0.01)
         return "done"
 
-    assert watched(steps, link, alone(tmp_path), 0.5) == "done"
+    assert watched(steps, link, alone(tmp_path), Timeouts(0.5)) == "done"
+
+
+def test_a_start_and_writing_may_take_longer_than_a_step_and_a_hang_in_them_is_said_to_be_one(tmp_path):
+    link, over = DirectLink(None), threading.Event()
+
+    def starts_and_writes(store):
+        threading.Event().wait(0.5)
+        for phase in (STEPPING, WRITING):
+            link.alive(phase)
+        threading.Event().wait(0.5)
+
+    def hangs(store):
+        link.alive(WRITING)
+        over.wait()
+
+    watched(starts_and_writes, link, alone(tmp_path), Timeouts(0.2, start=60, write=60))
+    try:
+        with pytest.raises(RankError, match=r"still writing .* after write_timeout_seconds .0.3.; the stacks"):
+            watched(hangs, link, environment(0, 1, f"file://{tmp_path}/other"), Timeouts(0.2, start=60, write=0.3))
+    finally:
+        atexit.unregister(os._exit)
+        over.set()
+
+
+def test_a_rank_that_does_not_answer_is_in_the_phase_of_the_others():
+    starting = Answer(1, True, IN_REDUCE.collective, "", STARTING)
+    failure = hang_of({0: starting, 1: Answer(), 2: starting}, HOSTS, Timeouts(300, start=1800))
+    assert failure.rank == 1
+    said = "still starting (data, network, checkpoint, first step) after start_timeout_seconds (1800)"
+    assert failure.message.startswith(said)
 
 
 def test_the_loss_of_a_rank_names_it_and_its_host(tmp_path):
@@ -183,7 +214,7 @@ def test_the_loss_of_a_rank_names_it_and_its_host(tmp_path):
         raise RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.7]:4711")
 
     with pytest.raises(RankError) as failed:
-        watched(lose_rank_two, DirectLink(None), environment(0, init_method=f"file://{tmp_path}/store"), 60)
+        watched(lose_rank_two, DirectLink(None), environment(0, init_method=f"file://{tmp_path}/store"), Timeouts(60))
     failure = failed.value.failure
     assert (failure.kind, failure.rank, failure.host) == ("peer", 0, "node-a")
     assert failure.message.endswith("; rank 2 on node-b does not answer")
@@ -199,25 +230,27 @@ def test_a_loss_that_is_the_end_of_a_hang_is_reported_as_the_hang(tmp_path):
         raise RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.7]:4711")
 
     with pytest.raises(RankError) as failed:
-        watched(lose_the_others, DirectLink(None), environment(0, init_method=f"file://{tmp_path}/store"), 60)
+        watched(lose_the_others, DirectLink(None), environment(0, init_method=f"file://{tmp_path}/store"), Timeouts(60))
     failure = failed.value.failure
     assert (failure.kind, failure.rank, failure.host) == ("hang", 2, "node-b")
 
 
 def test_ranks_whose_gpu_is_busy_come_before_those_that_are_idle_at_the_same_collective():
-    failure = hang_of({0: IN_REDUCE, 1: Answer(9, False, IN_REDUCE.collective, "")}, HOSTS, 5)
+    failure = hang_of({0: IN_REDUCE, 1: Answer(9, False, IN_REDUCE.collective, "")}, HOSTS, Timeouts(5))
     assert (failure.rank, failure.others) == (1, ())
 
 
 def test_where_all_have_come_equally_far_nobody_is_waited_for():
-    failure = hang_of(dict.fromkeys(range(4), IN_REDUCE), HOSTS, 5)
+    failure = hang_of(dict.fromkeys(range(4), IN_REDUCE), HOSTS, Timeouts(5))
     assert (failure.rank, failure.others, failure.host) == (0, (1, 2, 3), "node-a, node-b")
     assert "wait in" not in failure.message
 
 
 def test_of_many_ranks_the_stacks_of_those_that_are_waited_for_are_kept():
     answers = {rank: Answer(9, True, "", f"in step {rank}\n" * 100) for rank in range(500)}
-    failure = hang_of(answers | {400: Answer(8, True, "", "the culprit\n")}, dict.fromkeys(range(500), "node"), 5)
+    failure = hang_of(
+        answers | {400: Answer(8, True, "", "the culprit\n")}, dict.fromkeys(range(500), "node"), Timeouts(5)
+    )
     assert failure.rank == 400
     assert "the culprit" in failure.details
     assert len(failure.details) < 60_000, "each rank reads it, and Flyte does not read an error of megabytes"

@@ -19,6 +19,7 @@ from flyte_ddp.engine.state import TrainingState
 from flyte_ddp.engine.torch_compat import allow_compiling
 from flyte_ddp.errors import InputError
 from flyte_ddp.launch.link import Link
+from flyte_ddp.launch.phases import STARTING
 from flyte_ddp.recipe import Recipe
 
 WAYS = 8  # of calling a layer, such as for another size of batch, or for evaluation, that may be compiled
@@ -57,14 +58,14 @@ def compile_now(state: TrainingState, train: TrainBatches, test: TestBatches, li
     with ExitStack() as hooks:
         for network in {state.model, state.evaluated}:
             for layer in _layers(state.recipe, network):
-                hooks.callback(layer.register_forward_hook(lambda *_: link.alive()).remove)
+                hooks.callback(layer.register_forward_hook(lambda *_: link.alive(STARTING)).remove)
         for batch in _of_all_sizes(train, next(train.epoch(0))):
             first, *others = state.parallel.parts(batch, state.micro_batch)
             for part in (first, *others[-1:]):  # which may be smaller
                 with state.rows.block(part.seed):
                     state.parallel.module.train()(part, (False, False), True).backward()
                 state.parallel.zero_grad()
-                link.alive()
+                link.alive(STARTING)
         for batch in _of_all_sizes(test, next(iter(test))):
             vars(state.recipe.share).update(vars(batch.share))
             with in_own_types(state.evaluated), torch.no_grad(), state.rows.block(batch.seed):

@@ -1,0 +1,36 @@
+"""What a rank does between two signs of life, and how long that may take. Standard library only."""
+
+from typing import NamedTuple
+
+from flyte_ddp.settings import RunOptions
+
+STARTING, STEPPING, WRITING = "starting", "stepping", "writing"
+SAID = {
+    STARTING: "still starting (data, network, checkpoint, first step) after",
+    STEPPING: "no step within",
+    WRITING: "still writing (a checkpoint, or the results) after",
+}
+
+
+class Timeouts(NamedTuple):
+    """How many seconds a rank may go without a sign of life: between two steps, until the first, and while checkpoints
+    or results are written, where that may take longer."""
+
+    step: float
+    start: float = 0.0
+    write: float = 0.0
+
+    @classmethod
+    def of(cls, given: "Timeouts | RunOptions | float") -> "Timeouts":
+        if isinstance(given, RunOptions):
+            return cls(given.timeout_seconds, given.start_timeout_seconds, given.write_timeout_seconds)
+        return given if isinstance(given, Timeouts) else cls(given)
+
+    def seconds(self, phase: str) -> float:
+        return max(self.step, {STARTING: self.start, WRITING: self.write}.get(phase, 0.0))
+
+    def exceeded(self, phase: str) -> str:
+        """How it is said that a rank has been silent for longer, with the option to raise."""
+        seconds = self.seconds(phase)
+        kind = "" if seconds == self.step else {STARTING: "start_", WRITING: "write_"}[phase]
+        return f"{SAID[phase]} {kind}timeout_seconds ({seconds:g})"

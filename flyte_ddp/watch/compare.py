@@ -1,0 +1,119 @@
+"""python -m flyte_ddp compare RUN RUN: whether two trainings gave the same bits, from when on not, and what differs."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import click
+
+from flyte_ddp.errors import InputError
+from flyte_ddp.events import EpochFinished, RunStarted
+from flyte_ddp.report.progress import FORMAT, event_of
+from flyte_ddp.text import counted
+from flyte_ddp.watch.command import File, finite, printable
+
+
+@dataclass
+class Recorded:
+    """What a run's progress file says of its bits.
+
+    Attributes:
+        facts: by name, what they may depend on.
+        digests: of the weights at each evaluation, by its position in epochs.
+        model: the digest of model.pt; empty unless training has finished.
+    """
+
+    facts: dict[str, Any] = field(default_factory=dict)
+    digests: dict[float, str] = field(default_factory=dict)
+    model: str = ""
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        if line["event"] == "finished":
+            self.model = str(line.get("digest", ""))
+        event = event_of(dict(line))
+        if isinstance(event, RunStarted):
+            begin = event.first_epoch + event.first_step / event.steps_per_epoch
+            before = {position: digest for position, digest in self.digests.items() if position <= begin}
+            self.facts, self.digests = facts_of(event), {**before, **{float(at): one for at, one in event.earlier}}
+        elif isinstance(event, EpochFinished):
+            self.digests[event.position] = event.digest
+
+
+def facts_of(event: RunStarted) -> dict[str, str]:
+    """By name: the settings, what else determines the result, and all that the training has run on, in order."""
+    rest = {name: value for name, value in event.identity.items() if name != "settings"}
+    named = {"dataset": event.dataset, **rest, **event.identity.get("settings", {})}
+    facts = {name: json.dumps(value, ensure_ascii=False) for name, value in named.items()}
+    for name in dict.fromkeys(name for machine in event.ran_on for name in machine):
+        values = [str(machine[name]) for machine in event.ran_on if name in machine]
+        facts[f"ran on: {name}"] = ", then ".join(dict.fromkeys(values))
+    return facts
+
+
+def read(place: str) -> Recorded:
+    """InputError for what is no run, or one without digests."""
+    file, found = File(place), Recorded()
+    for text in file.read_on(0).split(b"\n")[:-1]:
+        try:
+            line = printable(json.loads(text, parse_constant=finite, parse_float=finite))
+            if line.get("format", FORMAT) > FORMAT:
+                raise ValueError
+            found.add(line)
+        except Exception:  # a line may be anything
+            raise InputError(
+                f"{file.path} is not the progress of a training that this version knows: {text[:100]!r}"
+            ) from None
+    if not found.facts or not all(found.digests.values()):
+        raise InputError(f"{file.path} has no digests: give a training of this version that has begun its first step")
+    return found
+
+
+@click.command()
+@click.argument("first", metavar="RUN")
+@click.argument("second", metavar="RUN")
+@click.pass_context
+def compare(context: click.Context, first: str, second: str) -> None:
+    """Say from which evaluation on the weights of two trainings differ, and in what the trainings do.
+
+    RUN is a training's folder, its output `logs`, the `output` of train(), or the URL of one in Flyte's storage. The
+    exit status is 0 if both have finished with the same weights at each evaluation and in model.pt, 1 if not, and 2 for
+    what is no training.
+    """
+    runs = [read(place) for place in (first, second)]
+    for place, run in zip((first, second), runs, strict=True):
+        count = f"{len(run.digests)} evaluation" + "s" * (len(run.digests) != 1)
+        click.echo(f"{place}: {count}, {f'model.pt {run.model}' if run.model else 'not finished'}")
+    is_equal, told = verdict(*runs)
+    click.echo(told)
+    click.echo("\n".join(differences(*runs)))
+    context.exit(0 if is_equal else 1)
+
+
+def verdict(one: Recorded, other: Recorded) -> tuple[bool, str]:
+    """Whether both gave the same bits to the end, and that in words."""
+    both = sorted(one.digests.keys() & other.digests.keys())
+    differing = [position for position in both if one.digests[position] != other.digests[position]]
+    if differing:
+        equal = [position for position in both if position < differing[0]]
+        until = f"are equal up to epoch {counted(equal[-1])} and differ" if equal else "differ"
+        place = "the next evaluation, " if equal else "the first evaluation, "
+        return False, f"The weights {until} from {place}epoch {counted(differing[0])}, on"
+    same = f"the {len(both)} evaluations that both have" if len(both) > 1 else "the only evaluation that both have"
+    if not both:
+        return False, "There is no evaluation that both have"
+    if one.digests.keys() != other.digests.keys() or not (one.model and other.model):
+        return False, f"The weights are equal at {same}, but one goes further, or has not finished"
+    if one.model != other.model:
+        return False, f"The weights are equal at {same}, but those of model.pt differ"
+    return True, f"The weights are equal at {same}, and in model.pt"
+
+
+def differences(one: Recorded, other: Recorded) -> list[str]:
+    """A line for each fact in which they differ, with both values."""
+    names = dict.fromkeys((*one.facts, *other.facts))
+    values = {name: (one.facts.get(name, "unknown"), other.facts.get(name, "unknown")) for name in names}
+    lines = [f"  {name}: {ours} | {theirs}" for name, (ours, theirs) in values.items() if ours != theirs]
+    if not lines:
+        return ["Settings, data, code, init, hardware, torch, precision, ranks and threads are the same"]
+    return ["These differ:", *lines]

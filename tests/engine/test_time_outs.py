@@ -1,0 +1,93 @@
+"""Which time-out counts: a start and writing may take long, and a hang in them is said to be one."""
+
+import pytest
+
+from flyte_ddp.code.user_code import find_code
+from flyte_ddp.engine import worker
+from flyte_ddp.engine.job import job_in, subject_of
+from flyte_ddp.events import EpochChosen, EpochFinished, RunStarted
+from flyte_ddp.launch.environment import environment_from_variables
+from flyte_ddp.launch.failures import RecoverableRankError
+from flyte_ddp.launch.link import DirectLink
+from flyte_ddp.launch.phases import STARTING, STEPPING, WRITING
+from flyte_ddp.settings import RunOptions
+from flyte_ddp.training import train
+from tests.engine.probe_recipes import Settings, Validated
+from tests.engine.slow_recipes import Settings as SlowSettings
+from tests.engine.slow_recipes import Slow
+
+NOW = [""]
+SEEN: list[tuple[str, str]] = []
+
+
+class Noting(Validated):
+    """Notes in which phase its methods are called."""
+
+    def data(self, split):
+        SEEN.append(("data", NOW[0]))
+        return super().data(split)
+
+    def model(self):
+        SEEN.append(("model", NOW[0]))
+        return super().model()
+
+    def pictures(self, outputs, batch):
+        SEEN.append(("pictures", NOW[0]))
+        return ()
+
+
+class NotingLink(DirectLink):
+    def alive(self, phase=STEPPING):
+        super().alive(phase)
+        NOW[0] = phase
+        SEEN.append(("alive", phase))
+
+    def emit(self, event):
+        SEEN.append((type(event).__name__, NOW[0]))
+
+
+def test_each_rank_says_when_it_starts_steps_and_writes(alone, tmp_path):
+    NOW[0] = STARTING
+    SEEN.clear()
+    job = job_in(tmp_path, subject_of(find_code(f"{__name__}:Noting"), Settings(epochs=2)), RunOptions())
+    worker.run(environment_from_variables("gloo"), NotingLink(None), job)
+    events = [(name, phase) for name, phase in SEEN if name != "alive"]
+    first = [phase for name, phase in events[: events.index((RunStarted.__name__, STARTING)) + 1]]
+    assert {*first} == {STARTING}
+    assert {"data", "model", "pictures"} <= {name for name, _ in events[: len(first)]}
+    # from the last step of an epoch to the next step: evaluated, written
+    phases = [phase for name, phase in SEEN if name == "alive"]
+    assert phases[0] == STEPPING
+    assert (EpochFinished.__name__, STEPPING) in events
+    assert (EpochChosen.__name__, STEPPING) in events
+    assert events[-1] == ("pictures", WRITING)
+    ends = [at for at, (name, _) in enumerate(SEEN) if name == EpochFinished.__name__]
+    assert all(("alive", WRITING) in SEEN[at : at + 4] for at in ends)
+
+
+def run(output, **waits):
+    options = RunOptions(nproc=2, timeout_seconds=8, loader_workers=0, tracking="off", **waits.pop("timeouts", {}))
+    return train(Slow, SlowSettings(**waits), options, output=output)
+
+
+@pytest.mark.slow
+def test_what_takes_longer_than_a_step_before_the_first_and_after_the_last_ends_well(tmp_path):
+    assert run(tmp_path, in_data=5.0, in_model=10.0, in_pictures=10.0).model_path.exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("where", "timeouts", "said"),
+    [
+        ("in_model", {"start_timeout_seconds": 10}, "rank 1 on .*: Hang: still starting "),
+        ("in_data", {"start_timeout_seconds": 10}, "rank 1 on .*: Hang: still starting "),
+        (
+            "in_pictures",
+            {"write_timeout_seconds": 10},
+            "rank 0 on .*: Hang: still writing ",
+        ),
+    ],
+)
+def test_a_hang_before_the_first_step_or_after_the_last_is_named(tmp_path, where, timeouts, said):
+    with pytest.raises(RecoverableRankError, match=said):
+        run(tmp_path, **{where: -1.0}, timeouts=timeouts)
