@@ -109,6 +109,7 @@ def test_an_explicit_name_never_falls_back(tmp_path):
     ("arguments", "said"),
     [
         (["--hp", '{"epochz": 2}'], ["epochz", "did you mean epochs?"]),
+        (["--epochs", "2"], ["No such option '--epochs'. epochs is a field of --hp: --hp '{\"epochs\": "]),
         (["--hp", "nowhere.yaml"], ["nowhere.yaml", "No such file"]),
         (["--options", '{"nproc": 3}', "--hp", '{"batch_size": 2}'], ["number of ranks (3)", "got 2", "raise it"]),
     ],

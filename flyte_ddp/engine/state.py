@@ -93,6 +93,7 @@ class TrainingState:
         rows.running = RunningStatistics(model) if recipe.norm_samples else None
         self.clock = StepClock(device)
         rows.waiting = self.clock.waiting
+        self.precision = "bfloat16" if autocast else "float32"
         step = Step(self.model, recipe, rows, self.names, world_size, autocast)
         self.parallel = ShardedStep(step) if is_sharded(model) else ReplicatedStep(step)
         optimizer = recipe.optimizer(self.model)
@@ -281,6 +282,7 @@ class TrainingState:
             "sums": self._sums,
             "logged": asdict(self.logged) if self.logged else None,
             "micro_batch": self.micro_batch,
+            "precision": self.precision,
             "epoch": self.epoch,
             "step": self.step,
             "epoch_seconds": self.epoch_seconds,

@@ -15,6 +15,11 @@ from flytekit.interaction.click_types import JsonParamType, UnionParamType
 E = TypeVar("E", bound=type[FlyteException])
 
 
+def type_of(option: click.ParamType) -> Any:
+    """The Python type that an option of JSON is converted to; None for others."""
+    return option._python_type if isinstance(option, JsonParamType) else None
+
+
 def read_json_inputs(kind: type, read: Callable[[str], Any]) -> None:
     """Makes `pyflyte run` read inputs of a kind, including subclasses, with a function of ours.
 

@@ -31,7 +31,7 @@ from flyte_ddp.lightning.finite import broken, check_finite
 from flyte_ddp.lightning.job import LightningJob
 from flyte_ddp.lightning.measures import LoggedByValidation, measures_of
 from flyte_ddp.lightning.results import run_started
-from flyte_ddp.random_numbers import key_of
+from flyte_ddp.random_numbers import Use, key_of
 
 NOTHING = {"loss": 0.0, "weight": 0.0, "samples": 0.0, "seconds": 0.0, "evaluation": 0.0}
 
@@ -139,7 +139,7 @@ class RankObserver(Checkpoint):
     def _seed(self, *position: int) -> None:
         """position: epoch and step, and in a step one more than the rank: what is drawn outside of steps, such as an
         order or a split, has to be the same on all ranks, or they would not share the samples among them."""
-        key = key_of(self._job.settings.seed, *position)
+        key = key_of(Use.LIGHTNING, self._job.settings.seed, *position)
         random.seed(key)
         np.random.seed(key % 2**32)
         torch.default_generator.manual_seed(key)

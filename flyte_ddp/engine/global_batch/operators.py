@@ -10,6 +10,7 @@ import importlib.util
 import math
 import os
 import shutil
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -56,14 +57,13 @@ def _dropout(rows: "ByRow", features: Tensor, p: float, train: bool) -> Tensor:
         raise ValueError(f"dropout: p must be at least 0 and at most 1, got {p}")
     if not train or p == 0:
         return features
-    kernel = dropout_kernel() if features.is_cuda else None
-    if kernel:
-        layout, key, first = rows.position("dropout", tuple(features.shape))
-        if layout.dimension == 0:
-            return kernel.Dropout.apply(features, p, key, first)
+    position = rows.position("dropout", tuple(features.shape))
+    kernel = dropout_kernel() if features.is_cuda and position.layout.dimension == 0 else None
+    if kernel and features.dtype in kernel.DTYPES:
+        return kernel.Dropout.apply(features, p, position.key, position.first)
     kept = functools.partial(random_numbers.kept, p=p)
     # One product of a scaled mask: with two factors, forward and backward take twice as long
-    mask = rows.draw("dropout", features.shape, features.device, kept).to(features.dtype)
+    mask = position.draw(tuple(features.shape), features.device, kept).to(features.dtype)
     return features * mask.mul_(random_numbers.threshold_of(p)[1])
 
 
@@ -206,11 +206,17 @@ def has_triton() -> bool:
 
 @functools.cache
 def dropout_kernel() -> Any:
-    """The module of that name; None where it cannot be compiled."""
+    """The module of that name; None where it cannot be compiled: then torch's operations draw the same numbers."""
     if not has_triton():
         return None
-    from flyte_ddp.engine.global_batch import dropout_kernel
+    try:
+        from flyte_ddp.engine.global_batch import dropout_kernel
 
+        dropout_kernel.compile_now()
+    except Exception as error:  # of many types: a compiler that fails, or lacks Python's headers
+        told = f"{type(error).__name__}: {error}".partition("\n")[0]
+        warnings.warn(f"dropout is drawn without Triton, which takes longer, since that fails ({told})", stacklevel=1)
+        return None
     return dropout_kernel
 
 
