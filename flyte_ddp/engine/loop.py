@@ -1,4 +1,7 @@
-"""The training loop: the file to read first. The same code for one CPU process, one GPU or N GPUs on M nodes."""
+"""The training loop: the file to read first. The same code for one CPU process, one GPU or N GPUs on M nodes.
+
+docs/architecture.md lists all collectives: which ranks exchange what, when, in which thread and group.
+"""
 
 import heapq
 import math

@@ -163,6 +163,9 @@ class TrainingState:
                 self.clock.lap(Part.WAITING)
         gradients = self._gradients()[1]
         sums, norms = self.parallel.totals(gradients)
+        # From here on no rank asks another: sums and norms are those of all ranks together, bit for bit the same on
+        # each, so flag, scale and clipping, which follow from them, are, too, and either all ranks step or none. Nor
+        # does the host wait for the device: they stay there, and an optimizer that can (_is_guarded) reads the flag
         new, statistics, bits, asked = sums.split(self.parallel.module.sizes)
         self._sums[:-4].add_(new)
         self._sums[-3:-1].add_(asked)

@@ -70,6 +70,17 @@ def probe(recipe: Recipe, model: nn.Module, splits: dict[str, Split], steps: int
 
     A collective. splits: by name; those that are computed are "train" and "test". steps: of the whole training. mixed:
     whether evaluation pairs outputs with other samples.
+
+    The order matters:
+    1. The data, since nothing can be learned by comparing what ranks compute from other samples.
+    2. The whole batch, and what it shows by itself: a recipe that cannot train is told so, rather than that its parts
+       differ.
+    3. Its parts (dependences), from the weights that training starts with.
+    4. A step of the optimizer, which changes the weights of the trial; so what compares comes before it, and what asks
+       which weights follow the trained ones (_moving) after it.
+    5. The test samples in a trial of their own, which starts from the weights of the network again.
+    6. What ranks disagree about, which takes all of them: an InputError above is raised by each rank for itself, and
+       one that comes here alone would wait for the others until it is told of their failure.
     """
     reasons, rows = unequal_data(recipe, splits), ByRow(recipe.share)
     try:
