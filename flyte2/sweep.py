@@ -15,10 +15,8 @@ from flyte_ddp.flyte2.training import TrainingOutputs, image_training
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.sweep.flyte2 import compare, list_trials, run_rungs, try_out
-from flyte_ddp.sweep.halving import Entrant, TrialResult
+from flyte_ddp.sweep.halving import VALIDATION_FRACTION, Entrant, TrialResult
 from flyte_ddp.sweep.search import Sweep
-
-VALIDATION_FRACTION = 1 / 12  # of MNIST: 55,000 images to train on, 5,000 to compare by
 
 trials = image_training.environment("sweep_trials")
 workflow = workflow_environment("sweep", preparation, training, trials)

@@ -23,6 +23,8 @@ class BatchShare:
         norm_samples: if not 0, batch norm sees groups of this many samples, between which shares are cut.
         alone: whether this is a trial without the other ranks, which must leave no trace.
         stand_in: what gather_rows calls if alone; without it, the rank's own rows are returned.
+        statistics: what batch norm calls if alone, with the features and a number for the layer, for mean and variance
+            by channel; without it, the rank's own rows are the batch.
     """
 
     first: int = 0
@@ -32,6 +34,7 @@ class BatchShare:
     norm_samples: int = 0
     alone: bool = False
     stand_in: Callable[[Tensor], Tensor] | None = None
+    statistics: Callable[[Tensor, int], tuple[Tensor, Tensor]] | None = None
 
     def __deepcopy__(self, memo: Any) -> "BatchShare":
         return self  # copies of a layer share it, too

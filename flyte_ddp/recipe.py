@@ -51,7 +51,8 @@ class Random:
 
     def _mine(self, numbers: Callable[..., Tensor], shape: Sequence[int]) -> Tensor:
         self._calls += 1
-        key, each, share = random_numbers.key_of(self._seed, self._calls), math.prod(shape), self._share
+        key = random_numbers.key_of(random_numbers.Use.CALL, self._seed, self._calls)
+        each, share = math.prod(shape), self._share
         return numbers(key, share.first * each, share.count * each, self._device).view(share.count, *shape)
 
 

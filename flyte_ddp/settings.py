@@ -200,7 +200,8 @@ class TrainingSettings(Settings):
             final-checkpoint in its logs, from which the same settings with a later stop, or none, continue.
         evaluations_per_epoch: how often an epoch is evaluated, at equal distances, the last time at its end. All that
             happens after an epoch happens after each of them: best weights are chosen, and patience counts them.
-        precision: of the forward and backward pass; auto is bfloat16 where the hardware supports it.
+        precision: of the forward and backward pass; auto is bfloat16 where all ranks' hardware supports it; a resume
+            keeps that of its checkpoint.
         validation_fraction: share of the training samples that are held out, the same ones for any seed, to choose the
             best epoch by; with 0 there is no validation split, and each epoch is evaluated on the test split.
         choose_by: what the best epoch is chosen by: the headline measure or the loss.

@@ -111,6 +111,17 @@ def describe_launch_plan(spec: LaunchPlanSpec, defaults: LaunchPlanSpec) -> Iter
         yield "schedule", f"{spec.entity_metadata.schedule.cron_schedule.schedule} (UTC), once activated"
 
 
+def summary(tasks: Mapping[str, TaskTemplate]) -> Iterator[str]:
+    """A line for each task: its name, image, limits and secrets."""
+    lines = [("Task", "image", "limits", "secrets")]
+    for name, task in tasks.items():
+        secrets = ", ".join(f"{secret.group}/{secret.key}" for secret in task.security_context.secrets)
+        lines.append((name, task.container.image, amounts(task.container.resources.limits), secrets or "-"))
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        yield "  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)).rstrip()
+
+
 def amounts(resources: list[Resources.ResourceEntry]) -> str:
     names = Resources.ResourceName
     return ", ".join(f"{names.Name(entry.name).lower().replace('_', ' ')} {entry.value}" for entry in resources)
@@ -143,6 +154,7 @@ def main(image: str = "flyte-ddp-training:latest", *arguments: str) -> None:
             print(f"  {name}")
             for fact, value in facts:
                 print(f"    {fact:<14} {value}")
+    print(*summary(package.tasks), sep="\n")
 
 
 if __name__ == "__main__":

@@ -60,6 +60,10 @@ def test_a_recipe_that_imports_from_it_consists_of_its_own_files(tmp_path, monke
     assert not [file for file in files if "/flyte1/" in file]
 
 
+def test_who_cites_it_cites_this_version():
+    assert f"\nversion: {flyte_ddp.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+
+
 def test_pages_examples_and_template_import_from_it():
     """The names it has; what only a few need is imported from its module."""
     pages = [ROOT / "README.md", *ROOT.glob("docs/*.md")]

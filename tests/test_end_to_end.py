@@ -73,6 +73,8 @@ def test_without_data_or_network_it_trains_on_digits_and_remembers_the_result_bu
     cached = user(**OFFLINE)
     assert cached.out == first.out
     assert "Train Epoch" not in cached.log
+    assert "Cached:  trained before with the same inputs" in cached.log
+    assert f"Model:   {first.model}" in cached.log
 
     by_python = user(command=(sys.executable, "-m", "workflows.mnist"), PYTHONPATH=str(ROOT), **OFFLINE)
     assert by_python.model == first.model
@@ -109,6 +111,7 @@ def test_an_explicit_name_never_falls_back(tmp_path):
     ("arguments", "said"),
     [
         (["--hp", '{"epochz": 2}'], ["epochz", "did you mean epochs?"]),
+        (["--epochs", "2"], ["No such option '--epochs'. epochs is a field of --hp: --hp '{\"epochs\": "]),
         (["--hp", "nowhere.yaml"], ["nowhere.yaml", "No such file"]),
         (["--options", '{"nproc": 3}', "--hp", '{"batch_size": 2}'], ["number of ranks (3)", "got 2", "raise it"]),
     ],

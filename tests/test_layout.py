@@ -1,6 +1,7 @@
 """Which layer may import which: see docs/architecture.md."""
 
 import ast
+from functools import cache
 from pathlib import Path
 
 LIBRARY = Path(__file__).parents[1] / "flyte_ddp"
@@ -47,7 +48,11 @@ FEATURES = (
     "watch",
 )
 
+# Their folders are rooms, and so is each module beside these
+WITH_ROOMS = ("data", "engine")
 
+
+@cache
 def _modules() -> dict[str, Path]:
     """By name within the library: engine.loop, recipe."""
     return {
@@ -111,3 +116,57 @@ def test_neither_platform_imports_the_other():
     for layer, others in {"flyte1": {"flyte"}, "flyte2": {"flytekit", "flytekitplugins", "flyteidl"}}.items():
         for path in (path for module, path in _modules().items() if _layer(module) == layer):
             assert not {name.split(".")[0] for name in _imported_names(path)} & others, path
+
+
+# --- rooms ---
+
+
+def _room(module: str) -> str:
+    """The folder of a module, or, of one beside rooms, the module itself: others may be below a room, others above."""
+    depth = 2 if module.partition(".")[0] in WITH_ROOMS else 1
+    return module.rpartition(".")[0] if module.count(".") >= depth else module
+
+
+def _circle(imports: dict[str, set[str]]) -> list[str]:
+    """Names that import one another, in their order; empty if there are none."""
+    done: set[str] = set()
+
+    def visit(name: str, path: tuple[str, ...]) -> list[str]:
+        if name in path:
+            return [*path[path.index(name) :], name]
+        if name in done:
+            return []
+        found = next(filter(None, (visit(other, (*path, name)) for other in sorted(imports.get(name, ())))), [])
+        done.add(name)
+        return found
+
+    return next(filter(None, (visit(name, ()) for name in sorted(imports))), [])
+
+
+def test_a_circle_is_found():
+    assert _circle({"a": {"b", "c"}, "b": set(), "c": {"b", "d"}, "d": {"c"}}) == ["c", "d", "c"]
+    assert _circle({"a": {"b", "c"}, "b": {"c"}}) == []
+
+
+def test_no_modules_and_no_rooms_import_one_another():
+    """Neither at the top of a file nor within a function."""
+    modules = {module: _imports(path) & {*_modules()} for module, path in _modules().items()}
+    assert not _circle(modules)
+    rooms: dict[str, set[str]] = {}
+    for module, imported in modules.items():
+        rooms.setdefault(_room(module), set()).update({_room(one) for one in imported} - {_room(module)})
+    assert {"engine.batches", "engine.state", "data.blocks", "attempt", "recipe"} <= {*rooms}
+    assert not _circle(rooms)
+
+
+def test_no_module_imports_names_that_another_keeps_for_itself():
+    for path in _modules().values():
+        names = {name for name in _imported_names(path) if name.startswith("flyte_ddp.")}
+        assert not {name for name in names if any(part.startswith("_") for part in name.split("."))}, path
+
+
+def test_every_package_says_what_lives_in_it():
+    packages = [path for path in LIBRARY.rglob("__init__.py") if "template" not in path.parts]
+    for path in packages:
+        text = ast.get_docstring(ast.parse(path.read_text())) or ""
+        assert path.parent == LIBRARY or 2 <= len(text.splitlines()) <= 5, path

@@ -268,6 +268,20 @@ def test_our_files_that_pages_name_exist():
     assert not missing
 
 
+def test_the_table_of_collectives_has_every_file_that_calls_one():
+    names = (
+        "all_reduce|all_gather|reduce_scatter|broadcast|gather_object|barrier|send|recv|new_group|init_process_group"
+    )
+    call = re.compile(rf"distributed\.(?:{names})\w*\(")
+    rooms = [ROOT / "flyte_ddp" / name for name in ("engine", "attempt", "launch", "batch_share.py")]
+    files = [file for file in _project_files() if file.suffix == ".py" and {file, *file.parents} & {*rooms}]
+    calling = {file for file in files if call.search(file.read_text())}
+    table = (ROOT / "docs" / "architecture.md").read_text().partition("## Collectives")[2].partition("\n## ")[0]
+    listed = {(ROOT / "docs" / link).resolve() for link in re.findall(r"\]\(([^)]+)\)", table)}
+    assert len(calling) > 15
+    assert calling <= listed
+
+
 def test_files_are_small():
     big = [str(file.relative_to(ROOT)) for file in _project_files() if file.stat().st_size > 1_000_000]
     assert not big

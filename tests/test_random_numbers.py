@@ -13,7 +13,7 @@ from sklearn.feature_selection import f_regression
 from torch import Tensor
 
 from flyte_ddp import random_numbers
-from flyte_ddp.random_numbers import integers, kept, key_of, normal, split_mix, uniform, words
+from flyte_ddp.random_numbers import Use, integers, kept, key_of, normal, split_mix, uniform, words
 
 CPU = torch.device("cpu")
 COUNT = 1 << 16
@@ -77,7 +77,9 @@ def test_values_are_equally_frequent():
 
 def test_neighbours_calls_and_steps_are_independent():
     """Also where keys and positions differ as little as can be: neighbouring rows, calls and steps."""
-    streams = [uniform(key_of(seed, call), 0, COUNT, CPU).numpy() for seed, call in ((0, 0), (0, 1), (1, 0), (1, 1))]
+    streams = [
+        uniform(key_of(Use.CALL, seed, call), 0, COUNT, CPU).numpy() for seed, call in ((0, 0), (0, 1), (1, 0), (1, 1))
+    ]
     streams += [np.roll(streams[0], lag) for lag in (1, 2, 3, 4, 64, 1000)]
     for number, one in enumerate(streams):
         _, chances = f_regression(np.stack(streams[:number] + streams[number + 1 :], 1), one)
@@ -86,12 +88,20 @@ def test_neighbours_calls_and_steps_are_independent():
     assert all(abs((a == b).mean() - (bits[0] == bits[1]).mean()) < 0.01 for a in bits for b in bits if a is not b)
 
 
+def test_no_two_uses_or_positions_have_the_same_key():
+    """Also where a position ends with zeros, or has a number of more bits than a word of the machine."""
+    numbers = (0, 1, 2, 1 << 32, (1 << 32) + 1, (1 << 64) - 1)
+    positions = [(), *((a,) for a in numbers), *((a, b) for a in numbers for b in numbers), (0, 0, 0), (0, 0, 0, 0)]
+    keys = {key_of(use, *position) for use in Use for position in positions}
+    assert len(keys) == len(Use) * len(positions)
+
+
 KERNEL = """if True:
     import torch
     from flyte_ddp.engine.global_batch.dropout_kernel import Dropout
     from flyte_ddp import random_numbers
     random_numbers.words = random_numbers.split_mix
-    key, features = random_numbers.key_of(3, 4), torch.randn(37, 11, requires_grad=True)
+    key, features = 12345, torch.randn(37, 11, requires_grad=True)
     for p in (0.3, 1.0):
         for first in (0, 7, (1 << 40) + 5):
             features.grad = None
@@ -100,6 +110,13 @@ KERNEL = """if True:
             mask = random_numbers.kept(key, first, features.numel(), features.device, p).view_as(features)
             mask = mask * random_numbers.threshold_of(p)[1]
             assert torch.equal(dropped, features * mask) and torch.equal(features.grad, mask)
+    for dtype in (torch.float32, torch.float16):
+        odd = torch.tensor([1.1, -1.1, torch.nan, torch.inf, -torch.inf] * 50, dtype=dtype)
+        mask = random_numbers.kept(key, 7, odd.numel(), odd.device, 0.3).to(dtype)
+        mask.mul_(random_numbers.threshold_of(0.3)[1])
+        found, expected = Dropout.apply(odd, 0.3, key, 7), odd * mask
+        assert torch.equal(found.isnan(), expected.isnan())
+        assert torch.equal(found.nan_to_num().view(torch.uint8), expected.nan_to_num().view(torch.uint8))
     # of a gradient's gradient, as a penalty on gradients needs
     slopes = torch.ones(37, 11, requires_grad=True)
     (gradient,) = torch.autograd.grad(Dropout.apply(features, 0.3, key, 7), features, slopes, create_graph=True)

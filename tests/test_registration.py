@@ -14,7 +14,7 @@ from flyteidl.core.interface_pb2 import VariableMap
 from flyteidl.core.types_pb2 import LiteralType, SimpleType
 from flytekit import Secret
 
-from scripts.dry_run import ROOT, amounts, decode
+from scripts.dry_run import ROOT, amounts, decode, summary
 from scripts.smoke import small_inputs
 from tests.packages import KEY, sandbox_package
 from tests.pod import IMAGE, package
@@ -114,6 +114,15 @@ def test_a_cached_run_with_gpus_of_its_own_starts_no_pod_either(gpu, workflow):
 
 
 # --- workflows and launch plans ---
+
+
+def test_a_dry_run_ends_with_a_line_for_each_task(sandbox):
+    head, *lines = summary(sandbox.tasks)
+    assert head.split() == ["Task", "image", "limits", "secrets"]
+    assert len(lines) == len(sandbox.tasks)
+    (training,) = [line for line in lines if line.startswith(TRAINING)]
+    assert all(word in training for word in (IMAGE, "memory 3Gi", "tracking/key", "tracking/address"))
+    assert next(line for line in lines if "prepare.prepare_dataset" in line).endswith("-")
 
 
 def test_launch_plans(gpu):

@@ -21,7 +21,7 @@ from flyte_ddp.flyte1.resources import dynamic_resources, small_resources, train
 from flyte_ddp.flyte1.train import TRAINING_CODE, image_training
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
-from flyte_ddp.sweep.halving import Entrant, TrialResult, classifier_trials
+from flyte_ddp.sweep.halving import VALIDATION_FRACTION, Entrant, TrialResult, classifier_trials
 from flyte_ddp.sweep.search import Sweep
 from flyte_ddp.sweep.task import SweepComparison, run_sweep, try_out
 from workflows.mnist import pytorch_mnist_task
@@ -29,7 +29,6 @@ from workflows.mnist import pytorch_mnist_task
 set_up_pyflyte()
 
 TRIAL_CODE = CodeVersion(code_version("workflows.sweep"), ())
-VALIDATION_FRACTION = 1 / 12  # of MNIST: 55,000 images to train on, 5,000 to compare by
 
 
 class SweepOutputs(NamedTuple):

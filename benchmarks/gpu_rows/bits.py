@@ -14,7 +14,6 @@ from benchmarks.gpu_rows.row import Machine, Missing, Row, expect
 from benchmarks.gpu_rows.training import FAULTY, IMAGES, train
 from examples.charlm.settings import Settings as TextSettings
 from flyte_ddp.events import Event, StepLogged
-from flyte_ddp.launch import launcher
 from flyte_ddp.launch.environment import World, visible_gpus
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 
@@ -116,16 +115,7 @@ def resumed_bits(machine: Machine) -> str:
     return f"{world.size} ranks, cut off after step 7"
 
 
-def same_dropout(machine: Machine) -> str:
-    machine.need_gpus()
-    target = "benchmarks.gpu_rows.drawing:compare_dropouts"
-    (different,) = launcher.launch(target, machine.world(1, "nccl"), None, 120, lambda event: None)
-    expect(not different, different)
-    return "as by torch's operations, forward and backward"
-
-
 ROWS = [
-    Row("dropout by the kernel for GPUs", same_dropout),
     Row("GPUs counted, without torch", counted_without_torch),
     Row("one rank under nccl", one_rank),
     Row("two ranks under gloo, on one GPU if there is one", two_on_one),

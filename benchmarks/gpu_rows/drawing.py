@@ -1,30 +1,98 @@
-"""What a rank runs to compare what it draws on a GPU, by the kernel and by torch's operations."""
+"""Cases on random numbers: a GPU draws what it should, by the kernel and by torch's operations alike."""
 
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from unittest.mock import patch
 
 import torch
+from torch import Tensor, nn
 from torch.nn import functional as F
 
+from benchmarks.gpu_rows.row import Missing, expect
 from flyte_ddp import random_numbers
 from flyte_ddp.batch_share import BatchShare
+from flyte_ddp.engine.global_batch import operators
 from flyte_ddp.engine.global_batch.by_row import ByRow
-from flyte_ddp.engine.global_batch.operators import dropout_kernel
-from flyte_ddp.launch.environment import Environment
-from flyte_ddp.launch.link import Link
+
+SIZE, HALF = 16, 8  # samples of a global batch, and of the second of two ranks
+DRAWS: dict[str, Callable[..., Tensor]] = {
+    "words": random_numbers.words,
+    "uniform": random_numbers.uniform,
+    "normal": random_numbers.normal,
+    "integers": partial(random_numbers.integers, low=-3, high=10),
+    "kept": partial(random_numbers.kept, p=0.3),
+}
 
 
-def compare_dropouts(environment: Environment, link: Link, argument: Any) -> str:
-    """What differs; empty if nothing does, forward and backward, for the second half of a batch."""
-    device = torch.device(environment.world.device)
-    if dropout_kernel() is None:
-        return "there is no Triton"
-    features = torch.randn(8, 37, 11, device=device, requires_grad=True)
-    rows = ByRow(BatchShare(8, 8, 16))
-    with rows.block(1):
-        found = F.dropout(features, 0.3)
-    found.sum().backward()
-    first, key = features.numel(), random_numbers.key_of(1, 0)
-    mask = random_numbers.kept(key, first, features.numel(), device, 0.3).view_as(features)
-    scaled = mask * random_numbers.threshold_of(0.3)[1]
-    same = torch.equal(found, features * scaled) and torch.equal(features.grad, scaled)  # type: ignore[arg-type]
-    return "" if same else "the kernel drops other elements than torch's operations"
+def numbers(device: torch.device) -> str:
+    """The streams of a GPU are those that torch's operations give on a CPU."""
+    for name, draw in DRAWS.items():
+        for first, count in ((0, 9), (7, 1000), ((1 << 40) + 5, 30)):
+            found = draw(5, first, count, device).cpu()
+            with patch.object(random_numbers, "words", random_numbers.split_mix):
+                expected = draw(5, first, count, torch.device("cpu"))
+            if device.type == "cpu":
+                expected = draw(5, first, count, device)
+            same = torch.allclose(found, expected, atol=1e-5) if name == "normal" else torch.equal(found, expected)
+            expect(same, f"{name}: other numbers")
+    return f"{', '.join(DRAWS)}: as computed on a CPU"
+
+
+def dropouts(device: torch.device) -> str:
+    """With the kernel and without, forward and backward, wherever the samples are, in all types."""
+    if device.type != "cuda":
+        raise Missing("no GPU")
+    kernel = operators.dropout_kernel()
+    if kernel is None:
+        raise Missing("Triton is not installed, or cannot compile here")
+    kinds = torch.float32, torch.bfloat16, torch.float16, torch.float64
+    for dtype in kinds:
+        for dimension in (0, 1):
+            shape = (HALF, 37, 11) if dimension == 0 else (37, HALF, 11)
+            features = torch.randn(shape, device=device, dtype=dtype)
+            features.view(-1)[::17] = torch.inf
+            with_it, without = (_dropped(features, dimension, one) for one in (kernel, None))
+            for one, other in zip(with_it, without, strict=True):
+                expect(_same_bits(one, other), f"{dtype}, samples in dimension {dimension}: other numbers")
+    return "the same bits with Triton and without, forward and backward, in 4 types"
+
+
+def _dropped(features: Tensor, dimension: int, kernel: object) -> tuple[Tensor, ...]:
+    rows, shape = ByRow(BatchShare(HALF, HALF, SIZE)), tuple(features.shape)
+    whole = tuple(SIZE if number == dimension else length for number, length in enumerate(shape))
+    rows.learn([("dropout", whole)], [("dropout", shape)], SIZE)
+    given = features.clone().requires_grad_()
+    with patch.object(operators, "dropout_kernel", lambda: kernel), rows.block(1):
+        found = F.dropout(given, 0.3), F.dropout(given, 0.7)  # the second, too: a draw must take one key
+    sum(one.nan_to_num(posinf=0.0).sum() for one in found).backward()  # type: ignore[union-attr]
+    return *found, given.grad  # type: ignore[return-value]
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    both_nan = one.isnan() & other.isnan()
+    return bool(((one == other) | both_nan).all())
+
+
+def by_position(device: torch.device) -> str:
+    """Whatever torch draws in a block is that of the global batch: the second half is what the whole has there."""
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.3, batch_first=True).to(device)
+    draws: dict[str, Callable[[int], Tensor]] = {
+        "rand": lambda n: torch.rand(n, 5, device=device),
+        "randn": lambda n: torch.randn(n, 5, device=device),
+        "randint": lambda n: torch.randint(9, (n, 5), device=device),
+        "randn_like": lambda n: torch.randn_like(torch.zeros(n, 5, device=device)),
+        "bernoulli": lambda n: torch.bernoulli(torch.full((n, 5), 0.3, device=device)),
+        "normal": lambda n: torch.normal(torch.zeros(n, 5, device=device), torch.ones(n, 5, device=device)),
+        "exponential_": lambda n: torch.empty(n, 5, device=device).exponential_(),
+        "dropout": lambda n: F.dropout(torch.ones(n, 5, device=device), 0.5),
+        "a transformer's layer": lambda n: layer(torch.ones(n, 6, 8, device=device)),
+    }
+    for name, draw in draws.items():
+        whole, half = (ByRow(BatchShare(first, SIZE - first, SIZE)) for first in (0, HALF))
+        with whole.block(1):
+            everything = draw(SIZE)
+        half.learn(whole.drawn, [(operation, (HALF, *shape[1:])) for operation, shape in whole.drawn], SIZE)
+        with half.block(1):
+            found = draw(HALF)
+        expect(torch.allclose(found, everything[HALF:], atol=1e-5), f"{name}: other numbers on the second rank")
+    return f"{len(draws)} operations and layers"

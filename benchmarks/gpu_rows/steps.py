@@ -11,7 +11,7 @@ import torch
 
 from flyte_ddp.engine import worker
 from flyte_ddp.engine.batches.batches import Batch, TrainBatches
-from flyte_ddp.engine.job import Job
+from flyte_ddp.engine.job import Job, TrainingResult
 from flyte_ddp.engine.state import TrainingState
 from flyte_ddp.engine.torch_compat import TorchDispatchMode, inductor_left_out
 from flyte_ddp.launch.environment import Environment
@@ -104,6 +104,30 @@ def find_waits(environment: Environment, link: Link, job: Job) -> int:
     with inspected(Unwaiting(), steps):
         worker.run(environment, link, job)
     return len(steps)
+
+
+def measure_peaks(environment: Environment, link: Link, job: Job) -> tuple[int, int, int]:
+    """Bytes on the GPU: the most during the trials, the most afterwards as reported, and of the weights."""
+    seen: list[int] = []
+    reset = torch.cuda.reset_peak_memory_stats
+
+    def note(*device: Any) -> None:
+        seen.append(torch.cuda.max_memory_allocated())
+        reset(*device)
+
+    with patch.object(torch.cuda, "reset_peak_memory_stats", note):
+        result = worker.run(environment, link, job)
+    return max(seen), result.peak_gpu_bytes, 4 * result.parameters
+
+
+def train_in_any_order(environment: Environment, link: Link, job: Job) -> TrainingResult:
+    """A training with torch's own settings of arithmetic."""
+    with patch.object(worker, "settle_arithmetic", lambda: None):
+        return worker.run(environment, link, job)
+
+
+def count_devices(environment: Environment, link: Link, argument: Any) -> int:
+    return torch.cuda.device_count()
 
 
 def describe(environment: Environment, link: Link, argument: Any) -> str:

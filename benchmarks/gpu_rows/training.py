@@ -30,8 +30,10 @@ def train(
     loader_workers: int = 0,
     sharding: str = "off",
     compile: bool = False,
+    source: str = "",
 ) -> list[Any]:
-    """What the target returns on each rank; model and checkpoint are written to folder, if given."""
+    """What the target returns on each rank; model and checkpoint are written to folder, if given. data: a prepared
+    dataset; source: other data."""
     with tempfile.TemporaryDirectory() as temporary:
         options = RunOptions(
             checkpoint_seconds=checkpoint_seconds,
@@ -41,7 +43,7 @@ def train(
             compile=compile,
         )
         description = read_description(data) if data else None
-        source = Path(data) if data else None
-        subject = subject_of(find_code(recipe), settings, source, description=description)
+        path = Path(data or source) if data or source else None
+        subject = subject_of(find_code(recipe), settings, path, description=description)
         job = job_in(Path(folder or temporary), subject, options)
         return launcher.launch(target, world, job, timeout_seconds, on_event)

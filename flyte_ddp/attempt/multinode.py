@@ -23,7 +23,7 @@ from flyte_ddp.attempt.platform import Platform
 from flyte_ddp.attempt.pod import check_gpus
 from flyte_ddp.attempt.rank_storage import PlatformRankStorage, StoreOfRanks
 from flyte_ddp.attempt.registration import registration
-from flyte_ddp.attempt.training import Trained, train_by
+from flyte_ddp.attempt.trained import Trained, train_by
 from flyte_ddp.code.user_code import UserCode
 from flyte_ddp.engine import worker
 from flyte_ddp.engine.job import Job, Subject, TrainingResult, job_of

@@ -18,6 +18,7 @@ from flyte_ddp.report.progress import ProgressFile
 from flyte_ddp.report.record import Record, RunFailed, RunFinished, RunInfo
 from flyte_ddp.report.report import Report
 from flyte_ddp.report.tracking import open_tracker
+from flyte_ddp.storage import write_whole
 
 REPORT_SECONDS = 60.0  # how long the end of a run waits for its final page
 
@@ -104,7 +105,7 @@ def tracking_id(platform: Platform, key: str, beside: Path) -> str:
     if platform.is_local():
         file = beside.with_name("tracking-id")
         if not beside.exists() or not file.exists():
-            file.write_text(secrets.token_hex(4))
+            write_whole(file, secrets.token_hex(4).encode())
         return f"{key[:8]}-{file.read_text()}"
     execution, _ = platform.execution()
     return f"{key[:8]}-{hashlib.sha256(f'{execution}/{key}'.encode()).hexdigest()[:8]}"

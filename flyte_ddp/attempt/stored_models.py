@@ -49,12 +49,11 @@ class StoredModels:
                 local.mkdir(exist_ok=True)
                 get_file(self._platform, f"{self._url}/{model.name}", local / model.name)
             return
-        self._stored = self._listed = json.loads(found.read_text())
+        self._stored = self._listed = _read_list(found)
         local.mkdir(exist_ok=True)
         for name, file in self._stored.items():
-            if Path(name).name == name and name.endswith(".pt"):  # the list may be another's
-                with suppress(FileNotFoundError):  # the ranks do without it
-                    get_file(self._platform, f"{self._url}/{file}", local / name)
+            with suppress(FileNotFoundError):  # the ranks do without it
+                get_file(self._platform, f"{self._url}/{file}", local / name)
 
     def put(self, folder: Path, put_checkpoint: Callable[[], None]) -> None:
         """Uploads the models in the folder, which are all that a checkpoint needs, then that checkpoint."""
@@ -74,3 +73,17 @@ class StoredModels:
         (folder / LIST).write_text(json.dumps(stored))
         self._platform.put(folder / LIST, f"{self._url}/{LIST}")
         self._stored = self._listed = stored
+
+
+def _read_list(path: Path) -> dict[str, str]:
+    """Without what names other files than such a list does: it may be another's, or damaged."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (ValueError, RecursionError):
+        return {}
+    pairs = found.items() if isinstance(found, dict) else ()
+    return {
+        name: file
+        for name, file in pairs
+        if Path(name).name == name and name.endswith(".pt") and isinstance(file, str) and file.isdecimal()
+    }

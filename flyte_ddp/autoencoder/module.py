@@ -15,7 +15,7 @@ from flyte_ddp.data.prepared import prepared
 from flyte_ddp.engine.batches.batches import Batch, TestBatches, TrainBatches
 from flyte_ddp.engine.batches.splits import Resident
 from flyte_ddp.report.figures import cloud
-from flyte_ddp.storage import whole_file
+from flyte_ddp.storage import whole_file, write_whole
 
 EVALUATION_BATCH = 1000
 MOST_POINTS = 2000  # of a cloud: the page stays below a megabyte
@@ -147,4 +147,4 @@ def show_codes(module: LitAutoencoder, folder: Path, logs: Path) -> None:
     (logs / "figures").mkdir(exist_ok=True)
     for turned in VIEWS:
         path = logs / "figures" / f"Codes of test images, seen from {turned}°.svg"
-        path.write_text(cloud(codes[some], labels[some], names, turned, what), encoding="utf-8")
+        write_whole(path, cloud(codes[some], labels[some], names, turned, what).encode())

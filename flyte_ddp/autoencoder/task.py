@@ -8,7 +8,7 @@ from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile, PythonPickledFile
 
 from flyte_ddp.attempt.summaries import RunSummary
-from flyte_ddp.attempt.training import Trained
+from flyte_ddp.attempt.trained import Trained
 from flyte_ddp.autoencoder.settings import AutoencoderHyperparameters
 from flyte_ddp.code.code_version import code_version
 from flyte_ddp.flyte1.caching import CodeVersion, OnClustersOnly

@@ -1,8 +1,12 @@
-"""The training loop: the file to read first. The same code for one CPU process, one GPU or N GPUs on M nodes."""
+"""The training loop: the file to read first. The same code for one CPU process, one GPU or N GPUs on M nodes.
+
+docs/architecture.md lists all collectives: which ranks exchange what, when, in which thread and group.
+"""
 
 import heapq
 import math
 import time
+from collections.abc import Iterator
 from operator import itemgetter
 from typing import NamedTuple, Protocol
 
@@ -10,6 +14,7 @@ import torch
 from torch import Tensor, distributed
 
 from flyte_ddp.engine.batches.batches import TestBatches, TrainBatches
+from flyte_ddp.engine.garbage import collected_between
 from flyte_ddp.engine.measures import mismatched, pairs_of, sums_of
 from flyte_ddp.engine.monitor.step_clock import Part
 from flyte_ddp.engine.monitor.stragglers import Stragglers
@@ -37,7 +42,7 @@ class Evaluated(NamedTuple):
     Attributes:
         measures: by name.
         mismatched: mean loss of outputs paired with other samples; 0 if it was not computed.
-        predictions: (n, ...) of this rank's samples only; None if the recipe returns none.
+        predictions: (n, ...) of this rank's samples only, on the host; None if the recipe returns none.
         broken: names of the measures of which a sample's value is not finite.
     """
 
@@ -141,7 +146,7 @@ def train_epoch(
     sums = state.sums()
     state.logged = state.logged or sums
     seconds_before, started = state.epoch_seconds, time.perf_counter()
-    for batch in state.clock.timed(train.epoch(state.epoch, state.step, end)):
+    for batch in collected_between(state.clock.timed(train.epoch(state.epoch, state.step, end))):
         state.train_step(batch, link.stop_requested, checkpoints.due())
         link.alive()
         is_last = state.step == end
@@ -225,7 +230,7 @@ def evaluate(state: TrainingState, test: TestBatches, link: Link, split: str, po
                     sums[-2:] += sums_of({"loss": others["loss"]})
                 predictions = recipe.predictions(outputs, batch.tree)
             if predictions is not None:
-                mine.append(batch.share.own(predictions))
+                mine.append(batch.share.own(predictions).cpu())  # those of a whole split may not fit on a GPU
             link.alive()
     distributed.all_reduce(sums)
     *pairs, loss, weight = sums.tolist()
@@ -237,10 +242,11 @@ def evaluate(state: TrainingState, test: TestBatches, link: Link, split: str, po
     return Evaluated(state.measures(pairs), loss / weight if weight else 0.0, predictions, broken)
 
 
-@torch.inference_mode()
-def gather(mine: Tensor, test: TestBatches) -> Tensor:
-    """The rows (N, ...) of the whole test split, on every rank, from the rows (n, ...) of each rank's share."""
-    everyone = mine.new_zeros(len(test.split), *mine.shape[1:])
-    everyone[test.mine_all().to(mine.device)] = mine
-    distributed.all_reduce(everyone.view(torch.uint8))  # the others' rows are zeros; not all types can be added up
-    return everyone
+def gather(mine: Tensor, test: TestBatches, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+    """For each global batch of the test split: its samples (n,), and their rows (n, ...) on the host, from the rows of
+    each rank's share; a collective for each, by way of the device."""
+    for samples, (start, stop) in test.everyones():
+        everyone = mine.new_zeros(len(samples), *mine.shape[1:], device=device)
+        everyone[start:stop], mine = mine[: stop - start], mine[stop - start :]
+        distributed.all_reduce(everyone.view(-1).view(torch.uint8))  # the others' are zeros; not all types can be added
+        yield samples, everyone.cpu()

@@ -17,6 +17,7 @@ from flyte_ddp.engine.batches.splits import Split
 from flyte_ddp.engine.checkpoints.checkpoint import finish, save, write_draft
 from flyte_ddp.engine.digest import weights_digest
 from flyte_ddp.engine.job import FINAL, LAST, PICTURES, PREDICTIONS, Job, KeptModel, TrainingResult
+from flyte_ddp.engine.loop import Evaluated, gather
 from flyte_ddp.engine.machine import hardware
 from flyte_ddp.engine.set_up import Parts
 from flyte_ddp.engine.sharding.sharded_state import Shard, fill, with_room
@@ -45,23 +46,36 @@ def write_last(parts: Parts, job: Job) -> None:
                 finish(write_draft(path, content, state.device), path)
 
 
-def write_results(parts: Parts, tested: dict[str, float], predictions: Tensor | None, job: Job) -> str:
-    """Rank 0 writes the results; a collective; the digest of the weights. tested: measures of the test split.
-    predictions: (N, ...), if the recipe has any."""
+def write_results(parts: Parts, tested: Evaluated, job: Job) -> str:
+    """Rank 0 writes the results; a collective, which returns the digest of the weights. tested: on the test split."""
     path, is_first = Path(job.model_path), distributed.get_rank() == 0
     with writing_to(path.parent, job.chosen_by):
-        digest = write_weights(parts, job, path, tested)
+        digest = write_weights(parts, job, path, tested.measures)
         drawn = draw_pictures(parts.state, parts.test.split) if is_first or is_sharded(parts.state.model) else []
-        if not is_first:
-            return digest
-        for name in (PREDICTIONS, PICTURES):  # of an earlier training in the same folder
+        for name in (PREDICTIONS, PICTURES) if is_first else ():  # of an earlier training in the same folder
             Path(job.logs, name).unlink(missing_ok=True)
-        if predictions is not None:
-            with whole_file(Path(job.logs, PREDICTIONS)) as file:
-                np.save(file, predictions.cpu().numpy())
-        if drawn:
+        if tested.predictions is not None:
+            write_predictions(tested.predictions, parts, Path(job.logs, PREDICTIONS))
+        if is_first and drawn:
             write_pictures(drawn, Path(job.logs, PICTURES))
     return digest
+
+
+def write_predictions(mine: Tensor, parts: Parts, path: Path) -> None:
+    """Rank 0 writes the rows (N, ...) of all ranks, batch by batch, so that no rank ever has them all; a collective.
+    Raises OSError, there alone, once the others have been heard."""
+    test, rows = parts.test, gather(mine, parts.test, parts.state.device)
+    try:
+        if distributed.get_rank() == 0:
+            shape = len(test.split), *mine.shape[1:]
+            with whole_file(path) as file:
+                written = np.lib.format.open_memmap(file.name, "w+", mine.numpy().dtype, shape)
+                for samples, values in rows:
+                    written[samples.numpy()] = values.numpy()
+                written.flush()
+    finally:
+        for _ in rows:
+            pass
 
 
 def write_weights(

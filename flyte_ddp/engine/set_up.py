@@ -9,6 +9,7 @@ from flyte_ddp.engine.attributes import check_attributes
 from flyte_ddp.engine.batches.batches import TestBatches, TrainBatches
 from flyte_ddp.engine.batches.block_cache import BlockCache
 from flyte_ddp.engine.checkpoints.warm_start import continue_from, is_checkpoint
+from flyte_ddp.engine.checks.data_probe import on_any_rank
 from flyte_ddp.engine.checks.probe import Probed, probe
 from flyte_ddp.engine.job import Job
 from flyte_ddp.engine.load import load_recipe, load_split, validation_of
@@ -46,10 +47,15 @@ class Parts:
     warnings: list[NotLearning]
 
 
-def set_up(environment: Environment, device: torch.device, job: Job, cache: BlockCache) -> Parts:
-    """A collective; InputError for an invalid recipe, or one whose result would depend on the number of ranks."""
+def set_up(environment: Environment, device: torch.device, job: Job, cache: BlockCache, precision: str = "") -> Parts:
+    """A collective; InputError for an invalid recipe, or one whose result would depend on the number of ranks.
+
+    precision: of the checkpoint that is resumed; by default that of the settings, the same on all ranks.
+    """
     settings, rank, world_size = job.settings, environment.rank, environment.world.size
-    precision = choose_precision(settings.precision, device)
+    if not precision:  # of ranks on unlike hardware, one that all of them have
+        is_other = choose_precision(settings.precision, device) == "float32"
+        precision = "float32" if any(on_any_rank([is_other], device)) else "bfloat16"
     if job.options.compile:
         check_device(device)
     recipe = load_recipe(job, device)

@@ -93,6 +93,7 @@ class TrainingState:
         rows.running = RunningStatistics(model) if recipe.norm_samples else None
         self.clock = StepClock(device)
         rows.waiting = self.clock.waiting
+        self.precision = "bfloat16" if autocast else "float32"
         step = Step(self.model, recipe, rows, self.names, world_size, autocast)
         self.parallel = ShardedStep(step) if is_sharded(model) else ReplicatedStep(step)
         optimizer = recipe.optimizer(self.model)
@@ -162,6 +163,9 @@ class TrainingState:
                 self.clock.lap(Part.WAITING)
         gradients = self._gradients()[1]
         sums, norms = self.parallel.totals(gradients)
+        # From here on no rank asks another: sums and norms are those of all ranks together, bit for bit the same on
+        # each, so flag, scale and clipping, which follow from them, are, too, and either all ranks step or none. Nor
+        # does the host wait for the device: they stay there, and an optimizer that can (_is_guarded) reads the flag
         new, statistics, bits, asked = sums.split(self.parallel.module.sizes)
         self._sums[:-4].add_(new)
         self._sums[-3:-1].add_(asked)
@@ -281,6 +285,7 @@ class TrainingState:
             "sums": self._sums,
             "logged": asdict(self.logged) if self.logged else None,
             "micro_batch": self.micro_batch,
+            "precision": self.precision,
             "epoch": self.epoch,
             "step": self.step,
             "epoch_seconds": self.epoch_seconds,

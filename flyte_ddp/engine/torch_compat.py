@@ -287,6 +287,25 @@ class _Dynamo(ModuleType):
         return getattr(_real_dynamo(), name)
 
 
+def prefer_deterministic() -> None:
+    """Has operations be deterministic where they can be, and warn where not; empty tensors stay as they come.
+
+    torch.use_deterministic_algorithms(True, warn_only=True) is public, but imports the compiler, which takes longer
+    than torch itself.
+    """
+    torch._C._set_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def may_round_to_tf32() -> bool:
+    """Whether float32 products or convolutions on a GPU may be computed in TF32.
+
+    Public, but what asks by one name raises an error where another one has been used to set it.
+    """
+    backends: Any = torch.backends.cuda.matmul, torch.backends.cudnn.conv  # type: ignore[attr-defined]
+    return any(backend.fp32_precision == "tf32" for backend in backends)
+
+
 def device_generator(device: torch.device) -> torch.Generator:
     """The device's default generator. Seeding it directly avoids torch.manual_seed, which without a GPU formats
     tracebacks, so that a step takes 2 to 4 % longer."""

@@ -14,7 +14,7 @@ from flyte_ddp.engine.checkpoints.resume import resume
 from flyte_ddp.engine.checkpoints.writer import checkpoints_of
 from flyte_ddp.engine.job import Job, TrainingResult
 from flyte_ddp.engine.kept import KeepingCheckpoints, KeptModels
-from flyte_ddp.engine.loop import fit, gather, look_at_test
+from flyte_ddp.engine.loop import fit, look_at_test
 from flyte_ddp.engine.machine import machine, moved
 from flyte_ddp.engine.monitor.profile import profiling
 from flyte_ddp.engine.monitor.stragglers import Stragglers
@@ -53,7 +53,13 @@ def _train(environment: Environment, device: torch.device, link: Link, job: Job,
     with checked_imports(job.root, job.files):
         parts = set_up(environment, device, job, cache)
     check_readable(parts.state.state_dict())
-    if not resume(parts.state, job, environment, link):
+    other = resume(parts.state, job, environment, link)
+    if other:
+        del parts
+        parts = set_up(environment, device, job, cache, other)
+        parts.remarks.append(f"precision: {other}, which the checkpoint has been trained in")
+        other = resume(parts.state, job, environment, link)
+    if other is not None:
         del parts  # its memory is needed again
         parts = set_up(environment, device, job, cache)
     state, settings = parts.state, job.settings
@@ -61,6 +67,9 @@ def _train(environment: Environment, device: torch.device, link: Link, job: Job,
         parts.remarks.append(choose_micro_batch(state, parts.train))
     if job.options.compile:
         compile_now(state, parts.train, parts.validation or parts.test, link)
+    if device.type == "cuda":  # without what the trials have taken
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
     state.ran_on, moves = moved(state.ran_on, machine(environment, device, parts.precision, job.options))
     parts.remarks.extend(moves)
     hosts = [""] * environment.world.size
@@ -93,8 +102,7 @@ def _train(environment: Environment, device: torch.device, link: Link, job: Job,
         distributed.barrier()  # evaluating, the others would be taken for hanging while they wait for rank 0's files
         tested = look_at_test(state, parts.test, settings.last_epoch, link)
     link.alive(WRITING)
-    predictions = None if tested.predictions is None else gather(tested.predictions, parts.test)
-    digest = write_results(parts, tested.measures, predictions, job)
+    digest = write_results(parts, tested, job)
     return result_of(parts, tested.measures, digest, kept.publish() if kept else [])
 
 

@@ -1,6 +1,6 @@
 """The private parts of flytekit that this package uses, as of version 1.16.31: see tests/compat."""
 
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -11,8 +11,14 @@ from flytekit.core.checkpointer import SyncCheckpoint
 from flytekit.core.local_cache import LocalTaskCache
 from flytekit.exceptions.base import FlyteException
 from flytekit.interaction.click_types import JsonParamType, UnionParamType
+from flytekit.models.literals import Literal
 
 E = TypeVar("E", bound=type[FlyteException])
+
+
+def type_of(option: click.ParamType) -> Any:
+    """The Python type that an option of JSON is converted to; None for others."""
+    return option._python_type if isinstance(option, JsonParamType) else None
 
 
 def read_json_inputs(kind: type, read: Callable[[str], Any]) -> None:
@@ -41,6 +47,21 @@ def local_cache() -> MutableMapping[str, bytes]:
     LocalTaskCache.initialize()
     cache: MutableMapping[str, bytes] = LocalTaskCache._cache
     return cache
+
+
+def on_cache_hit(tell: Callable[[Mapping[str, Literal]], None]) -> None:
+    """Calls a function with a task's outputs by name whenever a local run takes them from the cache; flytekit has no
+    hook for that. Calling it again replaces the function."""
+    flytekits = getattr(LocalTaskCache.get, "flytekits", LocalTaskCache.get)
+
+    def get(*arguments: Any, **named: Any) -> Any:
+        found = flytekits(*arguments, **named)
+        if found is not None:
+            tell(found.literals)
+        return found
+
+    get.flytekits = flytekits  # type: ignore[attr-defined]
+    LocalTaskCache.get = staticmethod(get)
 
 
 def checkpoint_destination(checkpoint: SyncCheckpoint) -> str:

@@ -7,6 +7,7 @@ from typing import Annotated
 
 from flyteidl.core.literals_pb2 import LiteralMap
 from flytekit import Cache, HashMethod, task
+from flytekit.core.context_manager import FlyteEntities
 from flytekit.types.directory import FlyteDirectory
 
 from flyte_ddp.attempt import datasets
@@ -67,15 +68,17 @@ def resolve_name(asked: str, auto: str = "mnist") -> str:
 
 
 def forget_lost_results() -> None:
-    """Drops local cache entries whose files are gone, so that the tasks run again instead of failing.
+    """Drops local cache entries of this process's tasks whose files are gone, so that they run again, and do not fail.
 
-    Flyte's local cache stores paths, never contents, and offers no such check.
+    Flyte's local cache stores paths, never contents, and offers no such check. All projects of a user share it, and
+    other runs may drop entries at the same time; those of other projects' tasks, whose disk may be back later, stay.
     """
     cache = local_cache()
-    for key in list(cache):
-        outputs = LiteralMap.FromString(cache[key])
+    ours = tuple(f"{entity.name}-" for entity in FlyteEntities.entities)
+    for key in filter(lambda key: key.startswith(ours), list(cache)):
+        outputs = LiteralMap.FromString(cache.get(key) or b"")
         if not all(os.path.exists(path) for path in _local_paths(outputs)):
-            del cache[key]
+            cache.pop(key, None)
 
 
 def _local_paths(outputs: LiteralMap) -> Iterator[str]:

@@ -6,9 +6,12 @@ from pathlib import Path
 from types import ModuleType
 
 import flyte_ddp
+from flyte_ddp.attempt.options import explain_unknown_options
 from flyte_ddp.code.code_version import is_installed
 from flyte_ddp.code.user_code import loaded_files
 from flyte_ddp.errors import ReportedError
+from flyte_ddp.flyte1.cached import explain_cached_trainings
+from flyte_ddp.flyte1.flytekit_compat import type_of
 from flyte_ddp.flyte1.inputs import explain_missing_paths, explain_unreadable_settings
 from flyte_ddp.report.console import show_output
 
@@ -18,7 +21,9 @@ def set_up_pyflyte() -> None:
     refuse_shim()
     show_output()
     explain_unreadable_settings()
+    explain_unknown_options(type_of)
     explain_missing_paths()
+    explain_cached_trainings()
     ship_whole_package()
 
 

@@ -17,7 +17,7 @@ from flytekit.types.file import FlyteFile, PythonPickledFile
 from flyte_ddp.attempt.failures import platform_errors
 from flyte_ddp.attempt.prediction import predicted
 from flyte_ddp.attempt.summaries import RecipeSummary
-from flyte_ddp.attempt.training import Trained
+from flyte_ddp.attempt.trained import Trained
 from flyte_ddp.code.user_code import UserCode, find_code, find_observers
 from flyte_ddp.data.description import StoredData
 from flyte_ddp.flyte1 import platform

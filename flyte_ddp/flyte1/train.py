@@ -9,7 +9,8 @@ from flytekit.types.file import FlyteFile, PythonPickledFile
 
 from flyte_ddp.attempt.registration import registration
 from flyte_ddp.attempt.summaries import TrainingSummary
-from flyte_ddp.attempt.training import IMAGE_CLASSIFIER, OfImages, Trained, Training
+from flyte_ddp.attempt.trained import Trained
+from flyte_ddp.attempt.training import IMAGE_CLASSIFIER, OfImages, Training
 from flyte_ddp.data.description import StoredData
 from flyte_ddp.flyte1 import platform
 from flyte_ddp.flyte1.caching import CodeVersion

@@ -5,9 +5,15 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from typing import Any, cast
 
+import click
 from flyte._persistence._db import LocalDB
 from flyte.cli._params import JsonParamType
 from flyte.types import TypeEngine, TypeTransformerFailedError
+
+
+def type_of(option: click.ParamType) -> Any:
+    """The Python type that an option of JSON is converted to; None for others."""
+    return option._python_type if isinstance(option, JsonParamType) else None
 
 
 def read_json_inputs(kind: type, read: Callable[[str], Any]) -> None:

@@ -10,9 +10,10 @@ from flyte.errors import RuntimeUserError
 from flyteidl2.task.common_pb2 import Outputs
 
 from flyte_ddp.attempt.failures import attempt_error, failure_of
+from flyte_ddp.attempt.options import explain_unknown_options
 from flyte_ddp.errors import InputError
 from flyte_ddp.flyte2 import platform
-from flyte_ddp.flyte2.flyte_compat import local_cache, read_json_inputs, refuse_inputs
+from flyte_ddp.flyte2.flyte_compat import local_cache, read_json_inputs, refuse_inputs, type_of
 from flyte_ddp.reading import read_settings
 from flyte_ddp.report.console import show_output
 from flyte_ddp.settings import Settings
@@ -22,6 +23,7 @@ def set_up_flyte() -> None:
     """Calling it again does no harm."""
     show_output()
     read_json_inputs(Settings, read_settings)
+    explain_unknown_options(type_of)
     refuse_inputs(InputError, lambda error: attempt_error(platform, failure_of(platform, error)))
     forget_lost_results()
     logging.getLogger("flyte").addFilter(is_news)

@@ -99,7 +99,10 @@ def environment_from_variables(backend: str) -> Environment:
     local_rank, local_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     gpus = visible_gpus()
     backend = backend if backend != "auto" else ("nccl" if gpus else "gloo")
-    if backend == "nccl" and local_size > gpus:
+    # A rank that sees a single one may have been given it: Slurm's --gpus-per-task gives each rank a mask of its own.
+    # Whether two have the same one, nccl will tell
+    is_masked = gpus == 1 and "CUDA_VISIBLE_DEVICES" in os.environ
+    if backend == "nccl" and local_size > gpus and not is_masked:
         raise InputError(
             f"nccl needs a GPU for each of the {local_size} ranks of a node, got {gpus}: lower their number"
         )

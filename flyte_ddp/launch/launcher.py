@@ -106,7 +106,7 @@ class _Rank:
         self.rank, self.host = environment.rank, environment.host
         self.line, child_line = context.Pipe()
         self.process = context.Process(
-            target=serve, args=(child_line, environment, target, argument, private), daemon=True
+            target=serve, args=(child_line, environment, target, argument, private, dict(os.environ)), daemon=True
         )
         self.stacks = Path(private, f"stack-{self.rank}")
         self.stacks.touch()  # a rank that hangs while starting has not created it

@@ -21,6 +21,9 @@ from flyte_ddp.launch.failures import from_exception
 from flyte_ddp.launch.link import ParentLink
 from flyte_ddp.launch.phases import STARTING
 
+# What the launcher has set when it started the process that ranks are forked from
+SET_FOR_RANKS = {"GOMP_SPINCOUNT"}
+
 
 class _Lines(io.BufferedIOBase):
     """Passes on what is written to it, line by line. Safe to write to from any thread, and from a finalizer."""
@@ -91,8 +94,21 @@ def own_lock_of_tqdm() -> None:
         sys.modules["tqdm"].tqdm.set_lock(threading.RLock())
 
 
-def serve(connection: Connection, environment: Environment, target: str, argument: Any, private: str) -> None:
-    """The main function of a rank's process: reports the target's return value or failure, and ends the process."""
+def serve(
+    connection: Connection,
+    environment: Environment,
+    target: str,
+    argument: Any,
+    private: str,
+    variables: dict[str, str],
+) -> None:
+    """The main function of a rank's process: reports the target's return value or failure, and ends the process.
+
+    variables: the parent's environment now; the process that ranks are forked from has that of the first launch.
+    """
+    for name in os.environ.keys() - variables.keys() - SET_FOR_RANKS:
+        del os.environ[name]
+    os.environ.update(variables)
     atexit.unregister(os._exit)  # see fork_server.py
     gc.freeze()  # what the ranks share stays: a collection need not look at it
     gc.enable()

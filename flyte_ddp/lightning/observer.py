@@ -28,7 +28,7 @@ from flyte_ddp.lightning.finite import broken, check_finite
 from flyte_ddp.lightning.job import LightningJob
 from flyte_ddp.lightning.measures import LoggedByValidation, measures_of
 from flyte_ddp.lightning.results import run_started
-from flyte_ddp.random_numbers import key_of
+from flyte_ddp.random_numbers import Use, key_of
 
 NOTHING = {"loss": 0.0, "weight": 0.0, "samples": 0.0, "seconds": 0.0, "evaluation": 0.0}
 
@@ -126,7 +126,7 @@ class RankObserver(Checkpoint):
         self._is_looking = steps % self._job.settings.log_interval == 0 or steps == trainer.num_training_batches
 
     def _seed(self, epoch: int, step: int) -> None:
-        key = key_of(self._job.settings.seed, epoch, step, self._environment.rank)
+        key = key_of(Use.LIGHTNING, self._job.settings.seed, epoch, step, self._environment.rank)
         random.seed(key)
         np.random.seed(key % 2**32)
         torch.default_generator.manual_seed(key)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from flyte_ddp.attempt.pod import check_code
-from flyte_ddp.attempt.training import Trained
+from flyte_ddp.attempt.trained import Trained
 from flyte_ddp.code.user_code import find_code, joined
 from flyte_ddp.data.description import StoredData
 from flyte_ddp.data.prepared import prepared

@@ -13,6 +13,7 @@ from flyte_ddp.model_files.model_metadata import is_safetensors, read_metadata
 
 MOST_NAMES = 6
 REMEDY = "use the model_state of a training of this network, with the settings of that training"
+Name = TypeVar("Name")
 Network = TypeVar("Network", bound=nn.Module)
 
 
@@ -47,15 +48,22 @@ def read_weights(path: str | Path, called: str = "model_state", remedy: str = RE
     return found
 
 
-def first_names(weights: Mapping[str, Tensor]) -> dict[str, str]:
+def first_names(weights: Mapping[Name, Tensor]) -> dict[Name, Name]:
     """For each name the first one of the same tensor: tied weights have several."""
-    firsts: dict[Any, str] = {}
+    firsts: dict[Any, Name] = {}
     return {
-        name: firsts.setdefault((value.device, value.data_ptr(), value.shape, value.stride()), name)
+        name: firsts.setdefault((value.device, value.data_ptr(), value.dtype, value.shape, value.stride()), name)
         if value.numel()
         else name
         for name, value in weights.items()
     }
+
+
+def copied_to_host(weights: Mapping[Name, Tensor]) -> dict[Name, Tensor]:
+    """Copies in the host's memory, one for all names of tied weights."""
+    firsts = first_names(weights)
+    copies = {name: weights[name].detach().to("cpu", copy=True) for name in {*firsts.values()}}
+    return {name: copies[first] for name, first in firsts.items()}
 
 
 def with_tied(given: dict[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:

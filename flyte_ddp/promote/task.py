@@ -1,7 +1,7 @@
 """Promotion and roll-back as Flyte tasks. For a recipe, in a task of your own:
 
 @task(**promotion_arguments())
-@platform_errors(platform)  # of flyte_ddp.attempt.failures and flyte_ddp.tasks
+@platform_errors(platform)  # of flyte_ddp.attempt.failures and flyte_ddp.flyte1
 def promote_flowers(model_state: PythonPickledFile, settings: Settings, place: str) -> PromotionOutputs:
     return promote_model(training.subject(settings, None), model_state, place, PromotionOptions())
 """

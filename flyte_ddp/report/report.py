@@ -1,6 +1,5 @@
 """The report: one HTML file that shows a run, rewritten after each epoch, at each warning and at the end."""
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from flyte_ddp.report.article import Drawing, document, render_body
 from flyte_ddp.report.figures import Curves, draw, load_matplotlib
 from flyte_ddp.report.record import Record, RunFailed, RunFinished
 from flyte_ddp.report.verdict import drawn_figures, drawn_pictures, sample_pictures, verdict
+from flyte_ddp.storage import write_whole
 
 PAGES_FRACTION = 0.05  # the largest fraction of the time to spend on pages that the next one replaces
 
@@ -47,9 +47,7 @@ class Report(Observer):
     def _write(self, live: bool) -> None:
         started, record = time.monotonic(), self._record.so_far()  # which the parent's main thread keeps
         body = fragment(record)
-        beside = self._path.with_name(f".{self._path.name}")
-        beside.write_text(document(record.title, body, live), encoding="utf-8")
-        os.replace(beside, self._path)
+        write_whole(self._path, document(record.title, body, live).encode())
         self._publish(body)
         now = time.monotonic()
         self._next_page = now + (now - started) * (1 / PAGES_FRACTION - 1)

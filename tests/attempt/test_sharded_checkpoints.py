@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from flyte_ddp.attempt.checkpoints import checkpoint_store
-from flyte_ddp.attempt.training import Trained, Training
+from flyte_ddp.attempt.trained import Trained
+from flyte_ddp.attempt.training import Training
 from flyte_ddp.code.user_code import find_code
 from flyte_ddp.events import CheckpointWritten
 from flyte_ddp.manifest import read_manifest, shards_beside, write_manifest

@@ -96,3 +96,18 @@ def test_the_next_attempt_has_the_same_files_in_its_logs(small_data, tmp_path): 
     for one in first.figures.kept:
         assert (first.logs / one.file).read_bytes() == (again.logs / one.file).read_bytes()
         assert one.file in first.report.read_text()
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[" * 100_000, "[3]", '{"key-1.pt": "../secret", "../key-1.pt": "0", "key-2.pt": 0, "key-1": "0"}']
+)
+def test_a_list_that_is_damaged_or_of_another_names_nothing_elsewhere(tmp_path, content):
+    with checkpoint_store(Folders(tmp_path, 0), "key", resume=True) as store:
+        written(store, 1)
+    folder = tmp_path / "0" / "checkpoints" / "checkpoint-best"
+    (folder.parent / "secret").write_bytes(b"of another")
+    (folder / "list.json").write_text(content)
+    with checkpoint_store(Folders(tmp_path, 1), "key", resume=True) as store:
+        assert store.path.read_bytes() == b"1"
+        assert not [*models_beside(store.path).glob("**/*")]
+        assert not [*store.path.parent.glob("*.pt")]

@@ -3,10 +3,12 @@
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from flytekit import Cache, Deck, task
 from flytekit.core.checkpointer import SyncCheckpoint
+from flytekit.core.local_cache import LocalTaskCache
 from flytekit.exceptions.user import FlyteRecoverableException, FlyteUserRuntimeException
 from flytekit.interaction.click_types import FileParamType, JsonParamType, UnionParamType
 
@@ -57,6 +59,16 @@ def test_the_local_cache_can_be_listed_and_what_is_dropped_is_made_anew():
     del cache[key]
     counted(number=1)
     assert calls == [1, 1]
+
+
+def test_a_cache_hit_is_told_with_the_outputs_once(monkeypatch):
+    monkeypatch.setattr(LocalTaskCache, "get", LocalTaskCache.get)  # put back afterwards
+    told: list[Any] = []
+    for _ in range(2):
+        flytekit_compat.on_cache_hit(told.append)
+    for _ in range(2):
+        counted(number=3)
+    assert [outputs["o0"].scalar.primitive.integer for outputs in told] == [3]
 
 
 def test_metadata_of_a_task_hold_while_the_block_runs():

@@ -19,6 +19,22 @@ from flyte_ddp.engine.torch_compat import TorchDispatchMode, pytree
 ROOT = Path(__file__).parents[2]
 
 
+def test_operations_become_deterministic_without_the_compiler():
+    program = (
+        "import sys, torch; from flyte_ddp.engine.torch_compat import may_round_to_tf32, prefer_deterministic\n"
+        "prefer_deterministic()\n"
+        "print(torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled())\n"
+        "print(torch.utils.deterministic.fill_uninitialized_memory, 'torch._inductor' in sys.modules)\n"
+        "for flag in (torch.backends.cuda.matmul, torch.backends.cudnn):\n"
+        "    flag.allow_tf32 = False\n"
+        "print(may_round_to_tf32()); torch.set_float32_matmul_precision('high'); print(may_round_to_tf32())\n"
+        "torch.set_float32_matmul_precision('highest'); torch.backends.fp32_precision = 'tf32'\n"
+        "print(may_round_to_tf32())\n"
+    )
+    shown = subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, stdout=subprocess.PIPE).stdout
+    assert shown.decode().split() == ["True", "True", "False", "False", "False", "True", "True"]
+
+
 def test_trees_are_taken_apart_and_put_together():
     tree = {"b": (torch.ones(2), [torch.zeros(3)]), "a": torch.ones(4)}
     leaves, structure = pytree.tree_flatten(tree)

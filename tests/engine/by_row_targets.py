@@ -17,6 +17,7 @@ from flyte_ddp.engine.global_batch.by_row import ByRow
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
 from flyte_ddp.launch.process_group import process_group
+from tests.on_cuda import AsOnCuda
 
 CPU = torch.device("cpu")
 
@@ -162,9 +163,10 @@ def compute(environment: Environment, link: Link, size: int) -> dict[str, Comput
             if name in UNUSUAL:
                 learn(rows, model, inputs)
             inputs, slopes = inputs[mine].requires_grad_(), slopes[mine]
-            with rows.block(1):
-                outputs = model(inputs)
-            share.own(outputs.flatten(1).cumsum(1) * slopes.flatten(1)[:, :1]).sum().backward()
+            with AsOnCuda():
+                with rows.block(1):
+                    outputs = model(inputs)
+                share.own(outputs.flatten(1).cumsum(1) * slopes.flatten(1)[:, :1]).sum().backward()
             assert inputs.grad is not None
             found[name] = Computed(
                 share.own(outputs).detach().numpy(),

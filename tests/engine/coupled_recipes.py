@@ -1,5 +1,7 @@
 """Recipes whose samples depend on one another: by their batch, by everyone() or by a norm's groups."""
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -57,6 +59,22 @@ class RunningMean(nn.Module):
     def forward(self, features):
         self.mean.lerp_(features.detach().mean(0), 0.1)
         return features
+
+
+class Deep(Sound):
+    """Whose activations would be infinite, were it not for batch norm."""
+
+    last: Any = nn.Identity
+
+    def model(self):
+        layers = [
+            (nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), body(lambda features: 30 * features)()) for _ in range(40)
+        ]
+        return nn.Sequential(*(layer for some in layers for layer in some), nn.BatchNorm1d(WIDTH), self.last())
+
+
+class DeepMean(Deep):
+    last = body(lambda features: features - features.mean(0))
 
 
 class Buffer(Sound):

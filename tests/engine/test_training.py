@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from flyte_ddp.engine.checkpoints.checkpoint import read_checkpoint, write_checkpoint
 from flyte_ddp.errors import InputError
 from flyte_ddp.events import (
     CheckpointRefused,
@@ -143,6 +144,21 @@ def test_a_run_that_was_cut_off_goes_on_with_the_same_bits(train, whole, step, t
     assert isinstance(started, RunStarted)
     assert started.first_step > 0 or step == 1  # the checkpoint of step 1 may not have been complete
     assert identical(expected, resumed)
+
+
+def test_a_run_goes_on_in_the_precision_that_it_was_begun_in_whatever_auto_is_now(train, tmp_path):
+    with pytest.raises(Unplugged):
+        train(name="cut", precision="auto", log_interval=1, checkpoint_seconds=0, on_event=unplug_at(9))
+    checkpoint = tmp_path / "cut" / "checkpoint"
+    content = read_checkpoint(checkpoint, {})
+    other = {"float32": "bfloat16", "bfloat16": "float32"}[content["state"]["precision"]]  # as from other hardware
+    content["state"]["precision"] = other
+    write_checkpoint(checkpoint, content)
+    resumed = train(name="cut", precision="auto", log_interval=1)
+    assert resumed.events[0].first_step > 0
+    assert resumed.events[0].remarks == [f"precision: {other}, which the checkpoint has been trained in"]
+    assert resumed.result.precision == other
+    assert read_checkpoint(checkpoint, {})["state"]["precision"] == other
 
 
 def test_a_cut_off_run_goes_on_with_another_number_of_ranks(train, whole):

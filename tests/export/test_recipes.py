@@ -78,6 +78,14 @@ def short(trained_lines, tmp_path):
     return copy
 
 
+def test_a_network_that_has_become_nan_is_not_exported(short, tmp_path):
+    recipe, settings, path = short("Lines")
+    weights = {name: weight * torch.nan for name, weight in torch.load(path, weights_only=True).items()}
+    torch.save(weights, tmp_path / "broken.pt")
+    with pytest.raises(InputError, match="must have a finite loss on the test split, got nan"):
+        exported(recipe, settings, tmp_path / "broken.pt", formats="safetensors")
+
+
 # Predictions of each kind: of a forward() or the network, of texts, of images in memory and from a folder, of blocks
 @pytest.mark.parametrize("example", ["charlm", "contrastive", "finetune_images", "stream", "tabular"])
 def test_every_format_gives_the_measures_that_the_training_reported(example):

@@ -49,6 +49,14 @@ def test_an_input_that_is_wrong_is_refused_in_one_line(hp, says):
     assert "Traceback" not in said
 
 
+@pytest.mark.parametrize("option", ["--epochs", "--learning-rate"])
+def test_a_setting_that_is_given_as_an_option_is_told_where_it_belongs(option):
+    field = option[2:].replace("-", "_")
+    value = json.dumps({field: getattr(Hyperparameters(), field)})
+    assert f"No such option '{option}'. {field} is a field of --hp: --hp '{value}'" in flyte_run(option, "1", status=1)
+    assert "is a field of" not in flyte_run("--nothing", "1", status=1)
+
+
 PLAIN = """
 from pathlib import Path
 from flyte_ddp import RunOptions

@@ -55,6 +55,38 @@ def test_the_parent_counts_by_the_driver_without_torch(tmp_path, devices, variab
     assert count(devices, stand_in(tmp_path / "library", **variables)) == f"{number} False True"
 
 
+RANK = """if True:
+    import sys
+    from pathlib import Path
+    from flyte_ddp.errors import InputError
+    from flyte_ddp.launch import environment
+    environment.visible_gpus.__defaults__ = (Path(sys.argv[1]),)
+    try:
+        print(environment.environment_from_variables("auto").world.backend)
+    except InputError as error:
+        print(error.message)
+"""
+
+
+@pytest.mark.parametrize(
+    ("visible", "gpus", "told"),
+    [
+        ("2", "4", "nccl"),  # as Slurm's --gpus-per-task gives each rank one of its own
+        ("0,1", "4", "nccl needs a GPU for each of the 4 ranks of a node, got 2: lower their number"),
+        (None, "1", "nccl needs a GPU for each of the 4 ranks of a node, got 1: lower their number"),
+        (None, "4", "nccl"),
+    ],
+)
+def test_each_rank_may_see_a_gpu_of_its_own(tmp_path, devices, visible, gpus, told):
+    ranks = {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "4"}
+    masked = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    environment = stand_in(tmp_path / "library", NVML_GPUS=gpus, **ranks, **masked)
+    done = subprocess.run(
+        [sys.executable, "-c", RANK, str(devices)], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert done.stdout.strip() == told, done.stderr
+
+
 def test_where_there_is_no_device_file_nothing_is_asked(tmp_path, devices):
     (devices / "nvidia0").unlink()
     assert count(devices, stand_in(tmp_path / "library", NVML_GPUS="8")) == "0 False False"

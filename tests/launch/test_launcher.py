@@ -92,6 +92,16 @@ def test_threads_spin_briefly_unless_the_user_wants_otherwise(chosen, turns):
     assert shown.decode().split() == [turns, "False"]
 
 
+def test_ranks_have_the_variables_of_now_and_not_of_the_first_launch(monkeypatch):
+    monkeypatch.setenv("LEFT_OUT", "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    assert launch("read_variable", 1, "LEFT_OUT") == ["1"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    monkeypatch.delenv("LEFT_OUT")
+    assert launch("read_variable", 1, "CUDA_VISIBLE_DEVICES") == ["1"]
+    assert launch("read_variable", 1, "LEFT_OUT") == [None]
+
+
 def test_the_failure_of_a_rank_is_reported_with_its_type_message_and_traceback():
     with pytest.raises(RankError) as failed:
         launch("fail_on_rank_one", 3, "xyzzy")

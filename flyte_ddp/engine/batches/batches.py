@@ -13,7 +13,7 @@ from flyte_ddp.engine.batches.lengths import SimilarLengths, lengths_of
 from flyte_ddp.engine.batches.order import shuffled
 from flyte_ddp.engine.batches.splits import Split
 from flyte_ddp.engine.torch_compat import pytree
-from flyte_ddp.random_numbers import key_of
+from flyte_ddp.random_numbers import Use, key_of
 
 LOOKED_UP = 1 << 14  # how many of a rank's samples are looked up in the order at once
 
@@ -183,19 +183,18 @@ class TrainBatches(_Batches):
     def epoch(self, epoch: int, first_step: int = 0, end: int | None = None) -> Iterator[Batch]:
         """The batches of an epoch from first_step on, before end if there is one; the epoch's last may be short."""
         for step, tree, share in self._fetch(self._order_of(epoch), range(len(self))[first_step:end]):
-            # Augmentation must not draw the numbers that the network's dropout draws
-            augmented = self.augment(tree, key_of(self.seed, epoch, step, 1), share, epoch)
-            yield Batch(augmented, share, key_of(self.seed, epoch, step, 0))
+            augmented = self.augment(tree, key_of(Use.AUGMENTATION, self.seed, epoch, step), share, epoch)
+            yield Batch(augmented, share, key_of(Use.STEP, self.seed, epoch, step))
 
     def _order_of(self, epoch: int) -> Order:
         order, lengths = self._order(self._keys(epoch)), lengths_of(self.split)
         if lengths and self.length_window:
-            key = key_of(self.seed, epoch, self.passes)
+            key = key_of(Use.LENGTHS, self.seed, epoch)
             return SimilarLengths(order, lengths.each, self.samples, self.batch_size, self.length_window, key)
         return order
 
     def _keys(self, epoch: int) -> list[int]:
-        return [key_of(self.seed, epoch, number) for number in range(self.passes)]
+        return [key_of(Use.PASS, self.seed, epoch, number) for number in range(self.passes)]
 
 
 class TestBatches(_Batches):
@@ -206,14 +205,16 @@ class TestBatches(_Batches):
 
     def __init__(self, split: Split, batch_size: int, rank: int, world_size: int, mixed: bool = False):
         super().__init__(split, len(split), batch_size, rank, world_size)
-        self.order = self._order([key_of(0) if mixed else None])
+        self.order = self._order([key_of(Use.TEST_ORDER) if mixed else None])
         self.order.check_room()
 
     def __iter__(self) -> Iterator[Batch]:
         for step, tree, share in self._fetch(self.order, range(len(self))):
-            yield Batch(tree, share, key_of(step))
+            yield Batch(tree, share, key_of(Use.TEST_STEP, step))
 
-    def mine_all(self) -> Tensor:
-        """(n,) int64: this rank's sample indices, in the order in which they come."""
-        mine = [self.mine(step) for step in range(len(self))]
-        return self.order.at(torch.cat([torch.arange(part.start, part.stop) for part in mine]))
+    def everyones(self) -> Iterator[tuple[Tensor, tuple[int, int]]]:
+        """For each global batch: its samples (n,) int64, and where this rank's own begin and end among them."""
+        for step in range(len(self)):
+            start, stop = self.samples_until(step), self.samples_until(step + 1)
+            mine = self.mine(step)
+            yield self.order.at(torch.arange(start, stop)), (mine.start - start, mine.stop - start)

@@ -16,7 +16,7 @@ from flyte_ddp.engine.batches.loading import made_ahead
 from flyte_ddp.engine.batches.order import shuffled
 from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.errors import DataError, InputError
-from flyte_ddp.random_numbers import key_of
+from flyte_ddp.random_numbers import Use, key_of
 
 SPREAD_BLOCKS = 4  # how many blocks the samples come from that are to be from all over a split
 HEADER_BYTES = 4096  # of a block's file, unless it has hundreds of arrays
@@ -68,7 +68,7 @@ class BlockSplit:
                 f"validation_fraction takes whole blocks and must leave one on either side of {blocks}, got "
                 f"{fraction:g}: change it, write smaller blocks, or set has_validation"
             )
-        mixed = self.chosen[shuffled(torch.arange(blocks), blocks, key_of(0)).numpy()]
+        mixed = self.chosen[shuffled(torch.arange(blocks), blocks, key_of(Use.HELD_OUT)).numpy()]
         kept, held = (BlockSplit(self.blocks, self.name, self.reading, np.sort(part)) for part in
                       (mixed[count:], mixed[:count]))  # fmt: skip
         return kept, held

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from flyte_ddp.engine.batches.order import shuffled
 from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.errors import DataError, InputError
-from flyte_ddp.random_numbers import key_of
+from flyte_ddp.random_numbers import Use, key_of
 
 
 class Lengths:
@@ -108,5 +108,6 @@ class SimilarLengths:
         *batches, last = some[self._each[some].argsort(stable=True)].split(self._batch_size)
         if len(last) == self._batch_size:  # else it has to be the epoch's last
             batches, last = [*batches, last], last[:0]
-        order = shuffled(torch.arange(len(batches)), len(batches), key_of(self._key, number)) if batches else ()
+        key = key_of(Use.LENGTH_WINDOW, self._key, number)
+        order = shuffled(torch.arange(len(batches)), len(batches), key) if batches else ()
         return torch.cat([*(batches[index] for index in order), last])

@@ -12,7 +12,7 @@ from flyte_ddp.engine.batches.lengths import Lengths, lengths_of
 from flyte_ddp.engine.batches.order import shuffled
 from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.errors import InputError
-from flyte_ddp.random_numbers import key_of
+from flyte_ddp.random_numbers import Use, key_of
 
 
 class Split(Protocol):
@@ -100,7 +100,7 @@ def hold_out(split: Split, fraction: float) -> tuple[Split, Split]:
     count = round(fraction * samples)
     if not 0 < count < samples:
         raise InputError(f"validation_fraction must leave a sample on either side of {samples}, got {fraction:g}")
-    key = key_of(0)
+    key = key_of(Use.HELD_OUT)
     held = Part(split, count, lambda positions: shuffled(positions, samples, key))
     return Part(split, samples - count, lambda positions: shuffled(positions + count, samples, key)), held
 

@@ -25,9 +25,10 @@ from flyte_ddp.manifest import read_manifest
 OTHER_BASE = "belongs to another training: the weights that model() freezes were others"
 
 
-def resume(state: TrainingState, job: Job, environment: Environment, link: Link) -> bool:
-    """Restores the state on all ranks from rank 0's checkpoint, if there is one that belongs to this training; False if
-    that failed half-way, on all ranks alike.
+def resume(state: TrainingState, job: Job, environment: Environment, link: Link) -> str | None:
+    """Restores the state on all ranks from rank 0's checkpoint, if there is one that belongs to this training; None
+    then, and if there is none. Else, on all ranks alike, the state must be set up anew: in the precision that is
+    returned, if the checkpoint has another one; or as it was, if this failed half-way, which returns "".
 
     Rank 0 verifies the file, and ranks that see the same one map it, too; of a sharded one each reads its rows. If some
     do not see it, those of another host, the tensors are broadcast, one by one; with hybrid sharding, each rank of the
@@ -49,8 +50,11 @@ def resume(state: TrainingState, job: Job, environment: Environment, link: Link)
             refuse(error, job.options, link.emit, output=path.parent if job.is_output else None)
     distributed.broadcast_object_list(told)
     if told[0] is None:
-        return True
+        return None
     expected, outline, manifest, options = told[0]  # options of rank 0, which knows whether it is resume_from's
+    precision: str = outline.get("precision", state.precision)
+    if precision != state.precision:  # "auto" elsewhere: what has been trained in one goes on in it
+        return precision
     with ExitStack() as stack:
         try:
             if manifest and job.storage:
@@ -61,13 +65,13 @@ def resume(state: TrainingState, job: Job, environment: Environment, link: Link)
                 receivers = _receivers(state, _verify_shards(content))
         except CheckpointError as error:
             refuse(error, options, link.emit)
-            return True
+            return None
         try:
             restore(state, in_place(state, content["state"] if content else outline, receivers))
         except CheckpointError as error:
             refuse(error, options, link.emit)
-            return False
-    return True
+            return ""
+    return None
 
 
 def _on_meta(tensor: Tensor | StoredTensor) -> Tensor:

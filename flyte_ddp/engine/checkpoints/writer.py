@@ -23,6 +23,7 @@ from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.events import CheckpointFailed, CheckpointWritten, Event
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.manifest import shards_beside
+from flyte_ddp.model_files.weights import copied_to_host
 from flyte_ddp.text import reason_of
 
 # Copies the content of a checkpoint, whose tensors may change then; what it returns, for a thread, writes it. Both may
@@ -49,7 +50,9 @@ def begin_file(path: Path, content: dict[str, Any], device: torch.device) -> Cal
     if device.type == "cpu":
         write = partial(finish, write_draft(path, content, device), path)
     else:
-        copied = pytree.tree_map_only(Tensor, lambda tensor: tensor.to("cpu", copy=True), content)
+        leaves, structure = pytree.tree_flatten(content)
+        copies = copied_to_host({at: leaf for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor)})
+        copied = pytree.tree_unflatten([copies.get(at, leaf) for at, leaf in enumerate(leaves)], structure)
         write = partial(write_checkpoint, path, copied)
 
     def rest() -> None:

@@ -11,13 +11,15 @@ from flyte_ddp.engine.checks.draws import DRAWN
 from flyte_ddp.engine.checks.trials import Trial, Trials, among_ranks
 from flyte_ddp.engine.measures import code_location, finite_number
 from flyte_ddp.engine.sharding.sharding import is_shard, on_shards
-from flyte_ddp.engine.torch_compat import pytree
+from flyte_ddp.engine.torch_compat import may_round_to_tf32, pytree
 from flyte_ddp.errors import InputError
 from flyte_ddp.recipe import Recipe
 
-TOLERANCE = {"rtol": 1e-3, "atol": 1e-5}
-# Of the norm of a parameter's gradient, and of that of all: weights in bfloat16 round by 4e-3
-GRADIENT_TOLERANCE, NO_GRADIENT = 1e-2, 1e-5
+# Of a number and of those around it, or of what the coarsest type in use rounds by: for other numbers of rows libraries
+# choose other kernels, which add in another order
+TOLERANCE, ROUNDINGS = 1e-3, 8
+GRADIENT_TOLERANCE, NO_GRADIENT = 1e-2, 1e-2  # of the norm of a parameter's gradient; of TOLERANCE, of that of all
+SIZES = 1 << 16  # how many numbers of a tensor are looked at for their size
 OTHERS = "to compare samples, call everyone(); to normalise, use nn.BatchNorm, nn.GroupNorm or nn.LayerNorm"
 IN_ORDER = "; with norm_samples, batch norm must get its rows in the order of the samples"
 STAGE_REMEDIES = {
@@ -31,8 +33,37 @@ STAGE_REMEDIES = {
 
 def dependences(recipe: Recipe, trials: Trials, whole: Trial) -> list[str]:
     """Why the result depends on how many ranks share the batch, each reason with its place and remedy."""
-    parts = [trials(first, last) for first, last in trials.parts]
-    return _draws(recipe, whole, parts) or (_differences(recipe, trials, whole, parts) if parts else [])
+    norms = {name: _norm(gradient) for name, gradient in whole.gradients.items()}
+    parts = []
+    for first, last in trials.parts:
+        parts.append(trials(first, last))
+        _take_away(whole.gradients, parts[-1].gradients)
+    tolerance = tolerance_of(trials.model)
+    found = _draws(recipe, whole, parts)
+    if not found and parts:
+        found = _differences(recipe, trials, whole, parts, tolerance) or (
+            # everyone() in a trial passes no gradient on to the other part
+            [] if trials.everyones else _coupled_gradients(recipe, norms, whole.gradients, tolerance)
+        )
+    whole.gradients.clear()
+    return found
+
+
+def tolerance_of(model: nn.Module) -> float:
+    """By what part of their size numbers may differ that should be the same."""
+    steps = [torch.finfo(weight.dtype).eps for weight in model.parameters() if weight.is_floating_point()]
+    if may_round_to_tf32() and any(weight.is_cuda for weight in model.parameters()):
+        steps.append(2.0**-10)
+    return max([TOLERANCE, *(ROUNDINGS * step for step in steps)])
+
+
+@torch.no_grad()
+def _take_away(gradients: dict[str, Tensor], of_part: dict[str, Tensor]) -> None:
+    """Subtracts in place, so that no more gradients are in memory than of two trials."""
+    for name, gradient in of_part.items():
+        if name in gradients:
+            gradients[name].sub_(gradient)
+    of_part.clear()
 
 
 def _draws(recipe: Recipe, whole: Trial, parts: Sequence[Trial]) -> list[str]:
@@ -55,15 +86,15 @@ def _remedy(operation: str) -> str:
     return f"let {DRAWN}"
 
 
-def _differences(recipe: Recipe, trials: Trials, whole: Trial, parts: Sequence[Trial]) -> list[str]:
-    """The first method that returns something else for two parts; else gradients and buffers that differ."""
+def _differences(recipe: Recipe, trials: Trials, whole: Trial, parts: Sequence[Trial], tolerance: float) -> list[str]:
+    """The first method that returns something else for two parts; else buffers and weights that differ."""
     for stage in whole.stages:
-        gaps = _gaps(stage, whole, parts)
+        gaps = _gaps(stage, whole, parts, tolerance)
         if gaps is None:
             continue
-        if _gaps(stage, whole, [trials(0, trials.size)]) is not None:
+        if _gaps(stage, whole, [trials(0, trials.size)], tolerance) is not None:
             return [f"{code_location(recipe, stage)}: returns something else each time: let {DRAWN}"]
-        if _gaps(stage, whole, [trials(0, trials.size, as_second=True)]) is not None:
+        if _gaps(stage, whole, [trials(0, trials.size, as_second=True)], tolerance) is not None:
             return [f"{code_location(recipe, stage)}: {gaps} depends on the rank or the number of ranks: read neither"]
         return [
             (
@@ -74,7 +105,7 @@ def _differences(recipe: Recipe, trials: Trials, whole: Trial, parts: Sequence[T
     followers = [
         name
         for name, buffer in whole.buffers.items()
-        if any(not _is_close(buffer, part.buffers.get(name, buffer)) for part in parts)
+        if any(not is_close(buffer, part.buffers.get(name, buffer), tolerance) for part in parts)
     ]
     owners = {type(trials.model.get_submodule(name.rpartition(".")[0])).__name__: name for name in followers}
     reasons = [
@@ -90,17 +121,17 @@ def _differences(recipe: Recipe, trials: Trials, whole: Trial, parts: Sequence[T
             f"{code_location(recipe, 'forward')}: it changes {name} of {owner} by the samples of its rank: change no "
             "weights there; of nn.Embedding, leave out max_norm"
         )
-    # everyone() in a trial passes no gradient on to the other part
-    return ([] if trials.everyones else _coupled_gradients(recipe, whole, parts)) + reasons
+    return reasons
 
 
-def _coupled_gradients(recipe: Recipe, whole: Trial, parts: Sequence[Trial]) -> list[str]:
-    """The first parameter, if any, whose gradient is not the sum of those of the parts."""
-    total = math.hypot(*(_norm(gradient) for gradient in whole.gradients.values()))
-    for name, gradient in whole.gradients.items():
-        of_parts = sum((part.gradients[name] for part in parts if name in part.gradients), torch.zeros_like(gradient))
-        gap, norm = _norm(gradient - of_parts), _norm(gradient)
-        if gap > GRADIENT_TOLERANCE * norm + NO_GRADIENT * total:
+def _coupled_gradients(
+    recipe: Recipe, norms: dict[str, float], rests: dict[str, Tensor], tolerance: float
+) -> list[str]:
+    """The first parameter, if any, whose gradient is not the sum of those of the parts, by the norm of the rest."""
+    total = math.hypot(*norms.values())
+    for name, norm in norms.items():
+        gap = _norm(rests[name])
+        if gap > max(GRADIENT_TOLERANCE, tolerance) * norm + NO_GRADIENT * tolerance * total:
             what = f"the gradient of {name} is not the sum of its samples' (off by {gap:.2g} of {norm:.2g})"
             remedy = "hooks and backward() must treat each sample by itself; to clip gradients, set clip_norm"
             return [f"{code_location(recipe, 'forward')}: {what}: {remedy}"]
@@ -112,7 +143,7 @@ def _norm(gradient: Tensor) -> float:
     return float(found.full_tensor() if is_shard(found) else found)
 
 
-def _gaps(stage: str, whole: Trial, parts: Sequence[Trial]) -> str | None:
+def _gaps(stage: str, whole: Trial, parts: Sequence[Trial], tolerance: float) -> str | None:
     """The name of what differs between the whole and the joined parts; None if nothing does or can be compared, such
     as rows that are padded to the longest of their part."""
     leaves = pytree.tree_flatten_with_path(whole.stages[stage])[0]
@@ -125,19 +156,30 @@ def _gaps(stage: str, whole: Trial, parts: Sequence[Trial]) -> str | None:
         if any(len(one) * whole.count != len(leaf) * part.count for one, part in zip(pieces, parts, strict=True)):
             continue  # not as many rows for each sample
         joined = torch.cat(pieces)
-        if not _is_close(leaf, joined):
+        if not is_close(leaf, joined, tolerance):
             first = path[0] if path else None
             name = repr(first.key) if isinstance(first, pytree.MappingKey) else "what it gives"
             return f"{name} (by {(leaf.double() - joined.double()).abs().max().item():.2g})"
     return None
 
 
-def _is_close(one: Tensor, other: Tensor) -> bool:
+def is_close(one: Tensor, other: Tensor, tolerance: float) -> bool:
+    """Whether each number differs by little, compared with itself or with most others: one near 0 may be the difference
+    of two that are not."""
     if one.shape != other.shape:
         return False
     if not (one.is_floating_point() or one.is_complex()):
         return torch.equal(one, other)
-    return torch.allclose(one, other.to(one.dtype), equal_nan=True, **TOLERANCE)
+    tolerance = max(tolerance, ROUNDINGS * torch.finfo(one.dtype).eps)
+    return torch.allclose(one, other.to(one.dtype), tolerance, tolerance * _size_of(one), equal_nan=True)
+
+
+def _size_of(numbers: Tensor) -> float:
+    """The lower quartile of the sizes of those that are neither 0 nor infinite: a few may stand for a mask."""
+    sizes = numbers.detach().abs().flatten()
+    sizes = sizes[:: max(1, len(sizes) // SIZES)].double()
+    sizes = sizes[sizes.isfinite() & (sizes > 0)].sort().values
+    return sizes[len(sizes) // 4].item() if len(sizes) else 0.0
 
 
 # --- the optimizer ---

@@ -7,7 +7,7 @@ of its own, is reported with its place in the recipe and with what to write inst
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, distributed, nn
@@ -51,44 +51,72 @@ class Probed:
     moving: frozenset[str]
 
 
+class _Tried(NamedTuple):
+    """As Probed has them; totals: the sums of values and weights of each measure, alternating."""
+
+    reasons: list[str]
+    names: tuple[str, ...]
+    totals: list[float]
+    sample_flops: float
+    moving: frozenset[str]
+
+
 def probe(recipe: Recipe, model: nn.Module, splits: dict[str, Split], steps: int, mixed: bool) -> Probed:
     """Raises InputError, with place and remedy, for whatever makes the result depend on the number of ranks, and for
     what would fail in the first step, or only after an epoch.
 
     A collective. splits: by name; those that are computed are "train" and "test". steps: of the whole training. mixed:
     whether evaluation pairs outputs with other samples.
+
+    The order matters:
+    1. The data, since nothing can be learned by comparing what ranks compute from other samples.
+    2. The whole batch, and what it shows by itself: a recipe that cannot train is told so, rather than that its parts
+       differ.
+    3. Its parts (dependences), from the weights that training starts with.
+    4. A step of the optimizer, which changes the weights of the trial; so what compares comes before it, and what asks
+       which weights follow the trained ones (_moving) after it.
+    5. The test samples in a trial of their own, which starts from the weights of the network again.
+    6. What ranks disagree about, which takes all of them: an InputError above is raised by each rank for itself, and
+       one that comes here alone would wait for the others until it is told of their failure.
     """
     reasons, rows = unequal_data(recipe, splits), ByRow(recipe.share)
     try:
-        trials = Trials(recipe, model, rows, splits["train"], _count(recipe, splits["train"]))
-        with count_in_total(FlopCounterMode(display=False)) as counter:
-            whole = trials(0, trials.size)
-        _refuse_micro_batch(recipe, rows)
-        _refuse_lost(recipe, trials, whole)
-        _refuse_without_gradients(recipe, whole)
-        if not is_sharded(trials.model):
-            _refuse_reentrant(recipe, whole)
-        _refuse_unreached(recipe, model, splits["train"], trials, whole)
-        if trials.everyones and not recipe.couples_samples:
-            raise InputError(
-                f"{code_location(recipe, 'measure')}: a recipe that calls everyone() needs couples_samples = True"
-            )
-        reasons += dependences(recipe, trials, whole) or scaled_rates(recipe, trials.model, steps)
-        _try_step(recipe, trials.model)
-        moving = _moving(trials, model)
+        training = _try_training(recipe, model, splits["train"], rows, steps)
+        reasons += training.reasons
         tests = Trials(recipe, model, rows, splits["test"], _count(recipe, splits["test"], is_training=False), False)
         tested = tests(0, tests.size)
         _try_results(recipe, tested, mixed)
         reasons = reasons or dependences(recipe, tests, tested)
-        disagreement = _disagreement(recipe, whole, tested)
+        disagreement = _disagreement(recipe, training.totals + _totals(tested))
     finally:
-        vars(recipe.share).update(alone=False, stand_in=None)
+        vars(recipe.share).update(alone=False, stand_in=None, statistics=None)
     reasons = reasons or disagreement
     if reasons and not recipe.may_depend_on_ranks:
         raise InputError(f"the result would depend on the number of ranks: {'; '.join(reasons)}. {REMEDY}")
-    names = tuple(whole.pairs)
-    headline = headline_of(recipe, ratios(recipe, names, _totals(whole)))
-    return Probed(names, headline, reasons, counter.get_total_flops() / trials.size, rows, moving)
+    headline = headline_of(recipe, ratios(recipe, training.names, training.totals))
+    return Probed(training.names, headline, reasons, training.sample_flops, rows, training.moving)
+
+
+def _try_training(recipe: Recipe, model: nn.Module, split: Split, rows: ByRow, steps: int) -> _Tried:
+    """Some samples as in a training step. What it takes, a copy of the weights and their gradients, is free again when
+    it returns."""
+    trials = Trials(recipe, model, rows, split, _count(recipe, split))
+    with count_in_total(FlopCounterMode(display=False)) as counter:
+        whole = trials(0, trials.size)
+    _refuse_micro_batch(recipe, rows)
+    _refuse_lost(recipe, trials, whole)
+    _refuse_without_gradients(recipe, whole)
+    if not is_sharded(trials.model):
+        _refuse_reentrant(recipe, whole)
+    _refuse_unreached(recipe, model, split, trials, whole)
+    if trials.everyones and not recipe.couples_samples:
+        raise InputError(
+            f"{code_location(recipe, 'measure')}: a recipe that calls everyone() needs couples_samples = True"
+        )
+    reasons = dependences(recipe, trials, whole) or scaled_rates(recipe, trials.model, steps)
+    _try_step(recipe, trials.model)
+    moving = _moving(trials, model)
+    return _Tried(reasons, tuple(whole.pairs), _totals(whole), counter.get_total_flops() / trials.size, moving)
 
 
 def _count(recipe: Recipe, split: Split, is_training: bool = True) -> int:
@@ -106,9 +134,9 @@ def _totals(trial: Trial) -> list[float]:
     return [float(part.detach().double().sum()) for pair in trial.pairs.values() for part in pair]
 
 
-def _disagreement(recipe: Recipe, whole: Trial, tested: Trial) -> list[str]:
+def _disagreement(recipe: Recipe, totals: list[float]) -> list[str]:
     """Whether the ranks measure the same for the same samples; a collective."""
-    mine = torch.tensor([_totals(whole) + _totals(tested)], dtype=torch.float64)
+    mine = torch.tensor([totals], dtype=torch.float64)
     first = of_first_rank(mine)
     unlike = mine.shape != first.shape or not torch.allclose(mine, first, rtol=1e-3, equal_nan=True)
     if not any(on_any_rank([unlike], recipe.device)):
@@ -201,7 +229,7 @@ def _refuse_unreached(recipe: Recipe, model: nn.Module, split: Split, trials: Tr
         if not unreached:
             return
         part = Part(split, len(chosen), chosen.__getitem__)
-        found = Trials(recipe, model, trials.rows, part, len(part))(0, len(part))
+        found = Trials(recipe, model, trials.rows, part, len(part), copied=trials.model)(0, len(part))
         unreached = [name for name in unreached if name not in found.gradients]
     if unreached:
         named = ", ".join(unreached[:3]) + (f" and {len(unreached) - 3} more" if len(unreached) > 3 else "")
@@ -212,8 +240,11 @@ def _refuse_unreached(recipe: Recipe, model: nn.Module, split: Split, trials: Tr
 
 
 def _try_step(recipe: Recipe, model: nn.Module) -> None:
-    """A step of the optimizer with the gradients of the last trial, which changes the weights."""
+    """A step of the optimizer with gradients for what has some from the last trial, which changes the weights."""
     optimizer = optimizer_of(recipe, model)
+    for weight in () if is_sharded(model) else model.parameters():
+        if weight.grad is not None:  # any will do: the weights themselves take no memory besides
+            weight.grad = weight.detach()
     remedy = "choose one that needs no closure and takes dense gradients, such as torch.optim.AdamW"
     with _fault_named(f"{code_location(recipe, 'optimizer')}: {type(optimizer).__name__} cannot make a step", remedy):
         optimizer.step()

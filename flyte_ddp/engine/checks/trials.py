@@ -2,7 +2,7 @@
 
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +14,7 @@ from flyte_ddp.engine.batches.batches import Batch
 from flyte_ddp.engine.batches.lengths import padded
 from flyte_ddp.engine.batches.splits import Split, spread
 from flyte_ddp.engine.checks.draws import Draws, host_state
+from flyte_ddp.engine.global_batch.batch_norm import statistics_of
 from flyte_ddp.engine.global_batch.by_row import ByRow
 from flyte_ddp.engine.measures import augment, pairs_of, trained_measure
 from flyte_ddp.engine.sharding.sharding import is_sharded
@@ -56,13 +57,22 @@ class Trials:
     """
 
     def __init__(
-        self, recipe: Recipe, model: nn.Module, rows: ByRow, split: Split, size: int, is_training: bool = True
+        self,
+        recipe: Recipe,
+        model: nn.Module,
+        rows: ByRow,
+        split: Split,
+        size: int,
+        is_training: bool = True,
+        copied: nn.Module | None = None,
     ):
+        """copied: a copy of the model that other trials have made; by default another one, unless it is sharded."""
         self.recipe, self.size, self.device, self.is_training = recipe, size, split.device, is_training
         # A copy, unless it is sharded: what a trial changes in the network, such as counts of calls, is not kept
-        self.model, self.rows = model if is_sharded(model) else copy_with_hooks(model), rows
+        self.model, self.rows = copied or (model if is_sharded(model) else copy_with_hooks(model)), rows
         self.original = None if is_sharded(model) else model
-        self.buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+        self.buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        self.statistics: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # of batch norm, by layer and call
         self.everyones: list[Tensor] = []  # what everyone() returned for the whole batch, call by call
         # Both parts are spread over the split too, or of sorted samples each would have a class of its own; and one is
         # larger, or both might have the mean of the whole
@@ -83,6 +93,7 @@ class Trials:
         vars(share).update(first=first, count=last - first, size=self.size, alone=True)
         share.norm_samples = recipe.norm_samples if self.is_training else 0
         share.stand_in = self._note if is_whole else self._repeat(iter(self.everyones))
+        share.statistics = self._batch_statistics(is_whole)
         self.everyones = [] if is_whole else self.everyones
         generator, host = device_generator(self.device), [host_state()]
         part = self.trees.get((first, last))
@@ -126,6 +137,21 @@ class Trials:
     def _note(self, mine: Tensor) -> Tensor:
         self.everyones.append(mine)
         return mine
+
+    def _batch_statistics(self, is_whole: bool) -> Callable[[Tensor, int], tuple[Tensor, Tensor]]:
+        """What batch norm normalises by: the whole batch, for a part of it, too, so that samples do not affect each
+        other. Without any, the activations of a deep network would grow beyond all bounds."""
+        calls, layers = Counter[int](), {id(buffer) for buffer in self.model.buffers()}
+
+        def statistics(features: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+            layer = layer if layer in layers else features.shape[1]  # those without buffers are told by their order
+            calls[layer] += 1
+            call = layer, calls[layer]
+            if is_whole:
+                self.statistics[call] = statistics_of(features)
+            return self.statistics.get(call) or statistics_of(features)
+
+        return statistics
 
     def _repeat(self, noted: Iterator[Tensor]) -> Any:
         return lambda mine: next(noted, mine).detach()

@@ -34,15 +34,18 @@ def batch_norm(
     """
     channels = features.shape[1]
     # torch's own kernel does everything at once, but refuses a single row
-    is_plain = not share.alone and features.numel() > channels and distributed.get_world_size() == 1
+    is_lone = share.statistics is None if share.alone else distributed.get_world_size() == 1
+    is_plain = is_lone and features.numel() > channels
     if not training or is_plain:
         plain: Tensor = PLAIN(features, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled)
         return plain
     weight = torch.ones(channels, device=features.device) if weight is None else weight
     bias = torch.zeros(channels, device=features.device) if bias is None else bias
-    if share.alone:  # without statistics of the batch, so that samples do not affect each other
-        return _fixed(features, weight, bias, torch.zeros_like(bias), torch.ones_like(bias), eps)
-    normalised, mean, variance, count = _Normalise.apply(features, weight, bias, eps, share.borrowed, waiting)
+    if share.alone:
+        layer = channels if running_mean is None else id(running_mean)
+        mean, variance = (share.statistics or _of_one_value)(features.detach(), layer)
+        return _fixed(features, weight, bias, mean, variance, eps)
+    normalised, mean, variance, count = Normalise.apply(features, weight, bias, eps, share.borrowed, waiting)
     if running_mean is not None and running_var is not None:
         with torch.no_grad():
             running_mean.lerp_(mean, momentum)
@@ -50,7 +53,21 @@ def batch_norm(
     return normalised
 
 
-class _Normalise(torch.autograd.Function):
+def _of_one_value(features: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+    """With which the features stay as they are, but for eps: mean 0 and variance 1."""
+    zeros = torch.zeros(features.shape[1], device=features.device)
+    return zeros, torch.ones_like(zeros)
+
+
+def statistics_of(features: Tensor, layer: int = 0) -> tuple[Tensor, Tensor]:
+    """Mean and variance by channel, both float32; 0 and 1 of what has no variance."""
+    if features.numel() <= features.shape[1]:
+        return _of_one_value(features, layer)
+    variance, mean = torch.var_mean(features.float(), [0, *range(2, features.ndim)], correction=0)
+    return mean, variance
+
+
+class Normalise(torch.autograd.Function):
     """Batch norm (Ioffe and Szegedy, 2015) with the statistics of all ranks; also returns mean, variance and count.
 
     The backward pass is written out, because autograd takes twice as long. torch's kernels for fixed statistics do the
@@ -88,9 +105,10 @@ class _Normalise(torch.autograd.Function):
         features, weight, mean, variance, count = ctx.saved_tensors
         if torch.is_grad_enabled():
             return *_differentiable(ctx, gradient, features, weight, count), None, None, None
-        if len(features):
+        scale = (variance + ctx.eps).rsqrt()
+        if len(features):  # CUDA needs mean and scale although they follow from the others
             through, to_weight, to_bias = torch.ops.aten.native_batch_norm_backward(
-                gradient, features, weight, mean, variance, None, None, False, ctx.eps, [True, True, True]
+                gradient, features, weight, mean, variance, mean, scale, False, ctx.eps, [True, True, True]
             )
         else:
             through, to_weight, to_bias = gradient, torch.zeros_like(weight), torch.zeros_like(weight)
@@ -99,14 +117,14 @@ class _Normalise(torch.autograd.Function):
             sums.zero_()
         with ctx.waiting():
             distributed.all_reduce(sums)
-        slope, offset = sums * (weight * (variance + ctx.eps).rsqrt() / -count)
+        slope, offset = sums * (weight * scale / -count)
         if not ctx.borrowed:
             through = _fixed(features, slope, offset, mean, variance, ctx.eps).add_(through)
         return through, to_weight, to_bias, None, None, None
 
 
 def _differentiable(ctx: Any, gradient: Tensor, features: Tensor, weight: Tensor, count: Tensor) -> tuple[Tensor, ...]:
-    """What _Normalise.backward returns, in operations that autograd follows, for the gradients of gradients."""
+    """What Normalise.backward returns, in operations that autograd follows, for the gradients of gradients."""
     over, by_channel = [0, *range(2, features.ndim)], (1, -1, *[1] * (features.ndim - 2))
 
     def mean_of(values: Tensor) -> Tensor:

@@ -1,28 +1,19 @@
-"""While a block runs, whatever torch draws or normalises is that of the global batch, whoever wrote the code.
+"""While a block runs, whatever torch draws or normalises is that of the global batch, whoever wrote the code."""
 
-This is about where a rank's samples are in what is drawn, and which numbers are theirs; operators.py has the operators
-that ask for them.
-"""
-
-import math
-import zlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from typing import NamedTuple
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
-from torch import Tensor
 
-from flyte_ddp.batch_share import BatchShare
-from flyte_ddp.engine.global_batch.batch_norm import Waiting
-from flyte_ddp.engine.global_batch.ghost_batch_norm import RunningStatistics
-from flyte_ddp.engine.global_batch.operators import Numbers, replaced_by
+from flyte_ddp.engine.global_batch.operators import replaced_by
+from flyte_ddp.engine.global_batch.positions import Positions
 from flyte_ddp.engine.torch_compat import any_batch_size
-from flyte_ddp.errors import InputError
-
-Shape = tuple[int, ...]
 
 
+<<<<<<< HEAD
+class ByRow(Positions):
+    """The positions of a rank's samples, which torch's operators ask for while a block runs."""
+=======
 class Layout(NamedTuple):
     """Where the samples are in what an operation draws.
 
@@ -41,6 +32,21 @@ class Layout(NamedTuple):
             return shape == self.rest
         rest = shape[: self.dimension] + shape[self.dimension + 1 :]
         return rest == self.rest and shape[self.dimension] == self.each * count
+
+
+class Position(NamedTuple):
+    """Of a draw: its layout, its key, and the position of its first element."""
+
+    layout: Layout
+    key: int
+    first: int
+
+    def draw(self, shape: Shape, device: torch.device, numbers: Numbers) -> Tensor:
+        """numbers(key, first, count, device) for the shape, each sample's by its position."""
+        found, layout = numbers(self.key, self.first, math.prod(shape), device), self.layout
+        if not layout.dimension:
+            return found.view(shape)
+        return found.view(shape[layout.dimension], *layout.rest).movedim(0, layout.dimension)
 
 
 class ByRow:
@@ -69,6 +75,7 @@ class ByRow:
         self.is_compiled = False
         self._layouts: dict[tuple[str, int], list[Layout]] = {}  # by operation and number of dimensions
         self._found: dict[tuple[str, Shape, int], Layout] = {}
+>>>>>>> main
 
     @contextmanager
     def block(self, seed: int) -> Iterator[None]:
@@ -77,6 +84,8 @@ class ByRow:
         torch.default_generator.manual_seed(seed)
         with replaced_by(self), any_batch_size():
             yield
+<<<<<<< HEAD
+=======
 
     def note(self, what: str) -> None:
         """All ranks have to note the same, in the same order."""
@@ -103,23 +112,19 @@ class ByRow:
         self._found.clear()
 
     def draw(self, operation: str, shape: Sequence[int], device: torch.device, numbers: Numbers) -> Tensor:
-        """numbers(key, first, count, device) for the shape, each sample's by its position."""
-        shape = tuple(shape)
-        layout, key, first = self.position(operation, shape)
-        found = numbers(key, first, math.prod(shape), device)
-        if not layout.dimension:
-            return found.view(shape)
-        return found.view(shape[layout.dimension], *layout.rest).movedim(0, layout.dimension)
+        """See Position.draw."""
+        return self.position(operation, tuple(shape)).draw(tuple(shape), device, numbers)
 
-    def position(self, operation: str, shape: Shape) -> tuple[Layout, int, int]:
-        """Of the next call: its layout, its key, and the position of its first element."""
+    def position(self, operation: str, shape: Shape) -> Position:
+        """Of the next call. To be asked for once by each, since this draws its key."""
         self.leave_compiled()
         wanted = operation, shape, self.share.count
         layout = self._found.get(wanted) or self._found.setdefault(wanted, self._layout(operation, shape))
         (key,) = torch.empty(1, dtype=torch.int64).random_().tolist()
         self.drawn.append((operation, shape))
         self.note(repr(layout))
-        return layout, key, 0 if layout.dimension is None else self.share.first * layout.each * math.prod(layout.rest)
+        first = 0 if layout.dimension is None else self.share.first * layout.each * math.prod(layout.rest)
+        return Position(layout, key, first)
 
     def leave_compiled(self) -> None:
         """Has the operation that calls this called as it is, between what is compiled before and after it."""
@@ -143,3 +148,4 @@ class ByRow:
         if index is None or not shape or not count or shape[index] % count:
             return Layout(None, 1, shape)
         return Layout(index, shape[index] // count, shape[:index] + shape[index + 1 :])
+>>>>>>> main

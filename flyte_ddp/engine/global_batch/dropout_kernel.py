@@ -10,6 +10,7 @@ from torch import Tensor
 from flyte_ddp import random_numbers
 
 BLOCK = 1024
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # a scale for float64 would have the digits of a float32
 INCREMENT = tl.constexpr(random_numbers.INCREMENT)
 (SHIFT, FACTOR), (SECOND_SHIFT, SECOND_FACTOR) = (
     (tl.constexpr(shift), tl.constexpr(factor)) for shift, factor in random_numbers.ROUNDS
@@ -28,6 +29,11 @@ class Dropout(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         return Dropout.apply(gradient, *ctx.position), None, None, None  # which has a gradient, too
+
+
+def compile_now() -> None:
+    """Raises an exception of any type where the kernel cannot be compiled."""
+    _drop(torch.zeros(1, device="cuda"), 0.5, 0, 0)
 
 
 def _drop(features: Tensor, p: float, key: int, first: int) -> Tensor:
@@ -50,4 +56,6 @@ def _kernel(features, dropped, key, first, count, threshold, scale, block: tl.co
     # as int16, of which random_numbers compares with the threshold less 2^15
     piece = ((word >> (element % 4 * 16)) + 0x8000) & 0xFFFF
     values = tl.load(features + index, index < count)
-    tl.store(dropped + index, tl.where(piece >= threshold, values * scale, 0.0), index < count)
+    # multiplied, as torch's operations do: what is not finite stays so
+    factors = tl.where(piece >= threshold, scale, 0.0).to(values.dtype)
+    tl.store(dropped + index, values * factors, index < count)

@@ -97,7 +97,10 @@ def ghost_batch_norm(
         )
     if share.alone:
         shifted = features + _shift(share, features)
-        return batch_norm(share, nullcontext, shifted, weight, bias, None, None, training, momentum, eps, cudnn_enabled)
+        running_of = running_mean, running_var  # which a trial leaves as they are
+        return batch_norm(
+            share, nullcontext, shifted, weight, bias, *running_of, training, momentum, eps, cudnn_enabled
+        )
     groups = features.split(rows // share.count * share.norm_samples)
     dtype = torch.promote_types(features.dtype, torch.float32) if weight is None else weight.dtype
     found = features.new_zeros(len(groups), 2, channels, dtype=dtype)  # torch's kernels write mean and variance there

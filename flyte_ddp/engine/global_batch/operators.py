@@ -10,9 +10,10 @@ import importlib.util
 import math
 import os
 import shutil
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,22 +21,17 @@ from torch import Tensor
 from flyte_ddp import random_numbers
 from flyte_ddp.engine.global_batch.batch_norm import batch_norm
 from flyte_ddp.engine.global_batch.ghost_batch_norm import ghost_batch_norm
+from flyte_ddp.engine.global_batch.positions import Numbers, Positions
 from flyte_ddp.engine.torch_compat import check, leave_uncompiled, original, plain_attention
-
-if TYPE_CHECKING:
-    from flyte_ddp.engine.global_batch.by_row import ByRow
 
 ATTEND = original(torch.ops.aten.scaled_dot_product_attention.default)
 NORMALISE_INSTANCES = original(torch.ops.aten.instance_norm.default)
 
-# Of a draw's arguments, those after its shape
-Numbers = Callable[[int, int, int, torch.device], Tensor]
-
-_active: "ByRow | None" = None
+_active: Positions | None = None
 
 
 @contextmanager
-def replaced_by(rows: "ByRow | None") -> Iterator[None]:
+def replaced_by(rows: Positions | None) -> Iterator[None]:
     """While the block runs, torch's operators are those of `rows`; of None, torch's own."""
     global _active
     _replace_operators()
@@ -51,28 +47,27 @@ def draws_so_far() -> int:
     return len(_active.drawn) if _active else 0
 
 
-def _dropout(rows: "ByRow", features: Tensor, p: float, train: bool) -> Tensor:
+def _dropout(rows: Positions, features: Tensor, p: float, train: bool) -> Tensor:
     if not 0 <= p <= 1:
         raise ValueError(f"dropout: p must be at least 0 and at most 1, got {p}")
     if not train or p == 0:
         return features
-    kernel = dropout_kernel() if features.is_cuda else None
-    if kernel:
-        layout, key, first = rows.position("dropout", tuple(features.shape))
-        if layout.dimension == 0:
-            return kernel.Dropout.apply(features, p, key, first)
+    position = rows.position("dropout", tuple(features.shape))
+    kernel = dropout_kernel() if features.is_cuda and position.layout.dimension == 0 else None
+    if kernel and features.dtype in kernel.DTYPES:
+        return kernel.Dropout.apply(features, p, position.key, position.first)
     kept = functools.partial(random_numbers.kept, p=p)
     # One product of a scaled mask: with two factors, forward and backward take twice as long
-    mask = rows.draw("dropout", features.shape, features.device, kept).to(features.dtype)
+    mask = position.draw(tuple(features.shape), features.device, kept).to(features.dtype)
     return features * mask.mul_(random_numbers.threshold_of(p)[1])
 
 
-def _dropout_in_place(rows: "ByRow", features: Tensor, p: float, train: bool) -> Tensor:
+def _dropout_in_place(rows: Positions, features: Tensor, p: float, train: bool) -> Tensor:
     return features.copy_(_dropout(rows, features, p, train)) if train and p else features
 
 
 def _attend(
-    rows: "ByRow",
+    rows: Positions,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -89,7 +84,7 @@ def _attend(
     return plain_attention(query, key, value, mask, dropout_p, *args, **kwargs)
 
 
-def _normalise(rows: "ByRow", *args: Any) -> Tensor:
+def _normalise(rows: Positions, *args: Any) -> Tensor:
     training = args[5]
     if training:
         rows.leave_compiled()
@@ -99,7 +94,7 @@ def _normalise(rows: "ByRow", *args: Any) -> Tensor:
     return batch_norm(rows.share, rows.waiting, *args)
 
 
-def _normalise_instances(rows: "ByRow", *args: Any) -> Tensor:
+def _normalise_instances(rows: Positions, *args: Any) -> Tensor:
     """torch computes it by batch norm of one row, which is not the batch."""
     with replaced_by(None):
         found: Tensor = NORMALISE_INSTANCES(*args)
@@ -111,7 +106,7 @@ def _fill(name: str, numbers: Callable[..., Numbers]) -> Callable[..., Tensor]:
     packet, _, overload = name.partition(".")
     theirs = original(getattr(getattr(torch.ops.aten, packet), overload or "default"))
 
-    def fill(rows: "ByRow", filled: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def fill(rows: Positions, filled: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         theirs(filled.new_empty(0), *args, **kwargs)  # refuses wrong arguments
         by_position = numbers(filled.dtype, *args, **kwargs)
         drawn = torch.view_as_real(filled) if filled.is_complex() else filled
@@ -148,12 +143,12 @@ UNIFORM, NORMAL = _fill("uniform_", _uniform), _fill("normal_", _normal)
 BERNOULLI, INTEGERS = _fill("bernoulli_.float", _bernoulli), _fill("random_.from", _integers)
 
 
-def _bernoulli_of(rows: "ByRow", filled: Tensor, p: Tensor) -> Tensor:
+def _bernoulli_of(rows: Positions, filled: Tensor, p: Tensor) -> Tensor:
     check(p.clamp(0, 1) == p, "bernoulli: each p must be at least 0 and at most 1")
     return filled.copy_(rows.draw("fill", filled.shape, filled.device, random_numbers.uniform) < p)
 
 
-def _normal_of(rows: "ByRow", mean: Any, std: Any = 1.0) -> Tensor:
+def _normal_of(rows: Positions, mean: Any, std: Any = 1.0) -> Tensor:
     """As torch's, it has no gradients for its mean and standard deviation."""
     with torch.no_grad():
         if isinstance(std, Tensor):
@@ -162,7 +157,7 @@ def _normal_of(rows: "ByRow", mean: Any, std: Any = 1.0) -> Tensor:
         return mean + NORMAL(rows, torch.empty_like(mean), 0.0, std)
 
 
-def _integers_of(rows: "ByRow", low: int, high: int, size: Sequence[int], **like: Any) -> Tensor:
+def _integers_of(rows: Positions, low: int, high: int, size: Sequence[int], **like: Any) -> Tensor:
     return INTEGERS(rows, torch.empty(size, **{"dtype": torch.int64, **like}), low, high)
 
 
@@ -206,11 +201,17 @@ def has_triton() -> bool:
 
 @functools.cache
 def dropout_kernel() -> Any:
-    """The module of that name; None where it cannot be compiled."""
+    """The module of that name; None where it cannot be compiled: then torch's operations draw the same numbers."""
     if not has_triton():
         return None
-    from flyte_ddp.engine.global_batch import dropout_kernel
+    try:
+        from flyte_ddp.engine.global_batch import dropout_kernel
 
+        dropout_kernel.compile_now()
+    except Exception as error:  # of many types: a compiler that fails, or lacks Python's headers
+        told = f"{type(error).__name__}: {error}".partition("\n")[0]
+        warnings.warn(f"dropout is drawn without Triton, which takes longer, since that fails ({told})", stacklevel=1)
+        return None
     return dropout_kernel
 
 

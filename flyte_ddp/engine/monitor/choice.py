@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from flyte_ddp.model_files.weights import copied_to_host
 from flyte_ddp.recipe import Recipe
 
 STATE = ("best", "score", "improved", "waited", "weights")
@@ -56,7 +57,7 @@ class Choice:
         score = -math.inf if not math.isfinite(value) else -value if self.is_lower_better else value
         if score > self.score:
             self.best, self.score = number, score
-            self.weights = {name: tensor.detach().to("cpu", copy=True) for name, tensor in weights.items()}
+            self.weights = copied_to_host(weights)
         self.waited += 1
         if score > self.improved + self.minimum_delta:
             self.improved, self.waited = score, 0

@@ -11,6 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from flyte_ddp.engine.torch_compat import inductor_left_out
+from flyte_ddp.storage import write_whole
 
 # Steps to skip, to warm up the profiler with, and to record: the first ones are not typical
 WAIT, WARMUP, ACTIVE = 2, 2, 6
@@ -34,9 +35,7 @@ def profiling(folder: str, rank: int, optimizer: Optimizer) -> Iterator[None]:
         profiler.export_chrome_trace(str(path / f"rank{rank}.pt.trace.json"))
         if rank == 0:
             content = {"steps": ACTIVE, "operators": operators(profiler)}
-            beside = path / "operators.json.tmp"
-            beside.write_text(json.dumps(content))
-            os.replace(beside, path / "operators.json")
+            write_whole(path / "operators.json", json.dumps(content).encode())
 
     schedule = torch.profiler.schedule(wait=WAIT, warmup=WARMUP, active=ACTIVE, repeat=1)
     kinds = torch.profiler.ProfilerActivity

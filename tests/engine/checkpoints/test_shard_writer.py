@@ -24,6 +24,7 @@ from flyte_ddp.engine.checkpoints.shard_writer import ShardWriter, SharedFolder
 from flyte_ddp.engine.checkpoints.sharded_checkpoint import described, problem_of, rebuilt
 from flyte_ddp.engine.checkpoints.writer import CheckpointWriter, begin_file
 from flyte_ddp.engine.job import job_of, subject_of
+from flyte_ddp.engine.monitor.choice import Choice
 from flyte_ddp.engine.sharding.sharded_state import Layout, Shard
 from flyte_ddp.events import CheckpointFailed, Event
 from flyte_ddp.launch.environment import Environment, World
@@ -114,6 +115,26 @@ def test_one_that_cannot_be_written_leaves_the_one_before_and_nothing_else(rank,
     begin_file(path, content_of(4), CPU)()
     assert read_checkpoint(path, {})["state"]["step"] == 4
     assert not shards_beside(path).exists()
+
+
+def test_tied_weights_are_copied_from_a_gpu_once(tmp_path):
+    weight = nn.Parameter(torch.randn(1000, 64))
+    network = nn.ParameterDict({"embedding": weight, "head": weight})
+    state = {"model": network.state_dict(), "views": [weight[:1], weight.view(torch.int32)[:1]]}
+    rest = begin_file(tmp_path / "checkpoint", {"format": FORMAT, "identity": {}, "state": state}, torch.device("cuda"))
+    before = weight.detach().clone()
+    nn.init.zeros_(weight)
+    rest()
+    model, (row, bits) = read_checkpoint(tmp_path / "checkpoint", {})["state"].values()
+    one, other = model.values()
+    assert torch.equal(one, before)
+    assert torch.equal(row, before[:1])
+    assert torch.equal(bits.view(torch.float32), before[:1])
+    assert one.data_ptr() == other.data_ptr()
+    best = Choice("loss", is_lower_better=True)
+    best.after_evaluation(0, {"loss": 1.0}, network.state_dict())
+    one, other = (best.weights or {}).values()
+    assert one.data_ptr() == other.data_ptr() != weight.data_ptr()
 
 
 class Copies:

@@ -34,6 +34,7 @@ REFUSED = {
     "AugmentByNumpy": ["AugmentByNumpy.augment", "numpy's or Python's random numbers", "its argument random"],
     "ForwardByPython": ["ForwardByPython.forward", "numpy's or Python's random numbers"],
     "ForwardByGenerator": ["ForwardByGenerator.forward", "something else each time"],
+    "DeepMean": ["DeepMean.forward", "depends on the others of its batch"],
     "MeanOfBatch": ["forward", "depends on the others of its batch", "everyone()", "nn.BatchNorm"],
     "Mixup": ["Mixup.augment", "depends on the others of its batch", "mix no samples"],
     "Ranked": ["Ranked.measure", "'worst' (", "depends on the others of its batch"],
@@ -79,6 +80,7 @@ SOUND = [
     "SpectralNorm",
     "LateCache",
     "GroupedNorm",
+    "Deep",
     "SeededDataset",
     "Validated",
     "InPlace",
@@ -124,8 +126,7 @@ def test_every_recipe_of_the_modules_is_tested():
 
 def test_a_recipe_can_let_it_pass_and_the_result_says_so(tmp_path):
     result = run("Permitted", tmp_path, nproc=2, stop_after=1, epochs=2)
-    (warning,) = result.warnings
-    assert "the result depends on the number of ranks" in warning
+    (warning,) = [one for one in result.warnings if "the result depends on the number of ranks" in one]
     assert re.search(FILES, warning)
     assert result.epochs[-1].test["loss"] > 0
 
@@ -133,7 +134,7 @@ def test_a_recipe_can_let_it_pass_and_the_result_says_so(tmp_path):
     first = tmp_path / "final-checkpoint"
     options = RunOptions(nproc=2, loader_workers=1, tracking="off")
     train(CLASSES["Permitted"], Settings(epochs=2), options, output=tmp_path / "on", init=first, on_event=said.append)
-    assert [one.reason for one in said if isinstance(one, NotLearning)] == [warning]
+    assert warning in [one.reason for one in said if isinstance(one, NotLearning)]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,185 @@
+"""Cases on arithmetic: batch norm, attention, TF32, reproducible bits, and what the probe takes for the same."""
+
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from benchmarks.gpu_rows.row import Missing, expect
+from flyte_ddp.batch_share import BatchShare, gather_rows
+from flyte_ddp.engine.batches.batches import TestBatches
+from flyte_ddp.engine.batches.splits import Resident
+from flyte_ddp.engine.checks.comparison import is_close, tolerance_of
+from flyte_ddp.engine.global_batch.batch_norm import Normalise
+from flyte_ddp.engine.global_batch.by_row import ByRow
+from flyte_ddp.engine.loop import gather
+from flyte_ddp.recipes.models import build_model
+
+SHAPES = ((16, 6, 8, 8), (16, 6), (16, 6, 1, 1), (16, 6, 9), (16, 6, 4, 4, 4))
+LENGTH = 8192  # of a sequence
+
+
+def batch_norm(device: torch.device) -> str:
+    """The one that ranks share, forward and backward, in each layout, against float64 on the CPU."""
+    worst, cases = 0.0, 0
+    for shape in SHAPES:
+        formats = [torch.contiguous_format, *([torch.channels_last] if len(shape) == 4 else [])]
+        for layout in formats:
+            for dtype in (torch.float32, torch.bfloat16):
+                worst, cases = max(worst, _norm_error(device, shape, layout, dtype)), cases + 1
+    return f"{cases} layouts and types, largest error in float32 {worst:.1e}"
+
+
+def _norm_error(device: torch.device, shape: tuple[int, ...], layout: torch.memory_format, dtype: torch.dtype) -> float:
+    torch.manual_seed(0)
+    features, slopes = (torch.randn(shape).to(dtype) for _ in range(2))
+    features = features * 3 + 5
+    weight, bias = torch.rand(6) + 0.5, torch.randn(6)
+    exact = [one.double().requires_grad_() for one in (features, weight, bias)]
+    expected = F.batch_norm(exact[0], None, None, exact[1], exact[2], training=True)
+    expected.backward(slopes.double())
+    given = [one.to(device) for one in (features, weight, bias)]
+    given[0] = given[0].contiguous(memory_format=layout)
+    given = [one.requires_grad_() for one in given]
+    found = Normalise.apply(*given, 1e-5, False, ByRow(BatchShare()).waiting)[0]
+    found.backward(slopes.to(device).contiguous(memory_format=layout))
+    errors = [
+        _error(one, other)
+        for one, other in [(found, expected), *((a.grad, b.grad) for a, b in zip(given, exact, strict=True))]
+    ]
+    most = 1e-4 if dtype == torch.float32 else 3e-2
+    expect(max(errors) < most, f"{shape}, {layout}, {dtype}: off by {max(errors):.1e}")
+    return max(errors) if dtype == torch.float32 else 0.0
+
+
+def _error(found: Any, exact: Any) -> float:
+    exact = exact.detach()
+    return float((found.detach().cpu().double() - exact).norm() / exact.norm().clamp(min=1e-12))
+
+
+def attention(device: torch.device) -> str:
+    """Without dropout a fused kernel, whose memory does not grow with the square of the length."""
+    if device.type != "cuda":
+        raise Missing("no GPU")
+    square, peaks = 8 * LENGTH * LENGTH * 2, []
+    for dropout in (0.0, 0.1):
+        query = torch.randn(1, 8, LENGTH, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        with ByRow(BatchShare(0, 1, 1)).block(1):
+            F.scaled_dot_product_attention(query, query, query, dropout_p=dropout).sum().backward()
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+    expect(peaks[0] < square / 4, f"{peaks[0] >> 20} MiB without dropout: not a fused kernel")
+    return f"length {LENGTH}, 8 heads: {peaks[0] >> 20} MiB without dropout, {peaks[1] >> 20} MiB with it"
+
+
+def ieee(device: torch.device) -> str:
+    """Products and convolutions in IEEE float32, as settle_arithmetic leaves it."""
+    errors = [
+        _error(product(*given), product(*(one.cpu().double() for one in given))) for product, given in _products(device)
+    ]
+    expect(max(errors) < 1e-5, f"errors of {errors}")
+    return f"errors {', '.join(f'{error:.1e}' for error in errors)}"
+
+
+def _products(device: torch.device) -> list[tuple[Callable[..., Tensor], list[Tensor]]]:
+    torch.manual_seed(0)
+    square = [torch.randn(512, 512, device=device) for _ in range(2)]
+    images = [torch.randn(16, 32, 16, 16, device=device), torch.randn(32, 32, 3, 3, device=device)]
+    return [(torch.matmul, square), (F.conv2d, images)]
+
+
+def deterministic(device: torch.device) -> str:
+    """Operations that add in any order by default, twice each: the same bits, and no warning."""
+    torch.manual_seed(0)
+    index = torch.randint(50, (20_000,), device=device)
+    source = torch.randn(20_000, 16, device=device)
+    table = nn.Embedding(50, 16).to(device)
+    network = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16 * 900, 10)).to(device)
+    images = torch.randn(32, 3, 32, 32, device=device)
+    zeros = torch.zeros(50, 16, device=device)
+
+    def gradients(model: nn.Module, given: Tensor) -> Tensor:
+        found = torch.autograd.grad((model(given) * 1.1).square().sum(), [*model.parameters()])
+        return torch.cat([one.flatten() for one in found])
+
+    cases: dict[str, Callable[[], Tensor]] = {
+        "index_add": lambda: zeros.index_add(0, index, source),
+        "scatter_add": lambda: zeros.scatter_add(0, index[:, None].expand(-1, 16), source),
+        "index_put": lambda: zeros.index_put((index,), source, accumulate=True),
+        "an embedding's gradient": lambda: gradients(table, index),
+        "a network's gradients": lambda: gradients(network, images),
+    }
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for name, case in cases.items():
+            first = case()
+            expect(all(torch.equal(case(), first) for _ in range(4)), f"{name}: other bits")
+    warned = [str(one.message) for one in said if "determinis" in str(one.message)]
+    expect(not warned, "; ".join(warned))
+    expect(bool(os.environ.get("CUBLAS_WORKSPACE_CONFIG")), "CUBLAS_WORKSPACE_CONFIG is not set")
+    return f"{', '.join(cases)}: the same bits five times"
+
+
+def close_enough(device: torch.device) -> str:
+    """What libraries compute for 8, 5 and 3 rows differs by rounding, which the probe must not take for coupling."""
+    told = []
+    for is_tf32 in (False, True):
+        if is_tf32 and device.type != "cuda":
+            continue
+        with _tf32(is_tf32):
+            for name, network, given in _networks(device):
+                with torch.no_grad():
+                    whole, parts = network(given), torch.cat([network(given[:3]), network(given[3:])])
+                tolerance = tolerance_of(network)
+                gap = ((whole - parts).abs().max() / whole.abs().mean()).item()
+                told.append(f"{name} {gap:.1e} of {tolerance:.0e}{' in TF32' if is_tf32 else ''}")
+                expect(is_close(whole, parts, tolerance), told[-1])
+                expect(
+                    not is_close(whole, 1.05 * whole, tolerance), f"{name}: what differs by 5 % is taken for rounding"
+                )
+    return ", ".join(told)
+
+
+def _networks(device: torch.device) -> Iterator[tuple[str, nn.Module, Tensor]]:
+    torch.manual_seed(0)
+    yield (
+        "resnet9",
+        build_model("resnet9", 1, (3, 32, 32), 10).eval().to(device),
+        torch.randn(8, 3, 32, 32, device=device),
+    )
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 4, 128, batch_first=True), 12)
+    yield "12 transformer layers", encoder.eval().to(device), torch.randn(8, 50, 64, device=device)
+    linear = nn.Sequential(*(nn.Linear(256, 256) for _ in range(20)))
+    yield "20 products", linear.to(device), torch.randn(8, 256, device=device)
+
+
+@contextmanager
+def _tf32(is_on: bool) -> Iterator[None]:
+    flags: Any = torch.backends.cuda.matmul, torch.backends.cudnn
+    for one in flags:
+        one.allow_tf32 = is_on
+    try:
+        yield
+    finally:
+        for one in flags:
+            one.allow_tf32 = False
+
+
+def exchanged(device: torch.device) -> str:
+    """everyone() and the predictions of a split, in types that backends cannot send as they are."""
+    kinds = torch.bool, torch.uint8, torch.int16, torch.int64, torch.float16, torch.bfloat16, torch.float32
+    for kind in kinds:
+        rows = torch.arange(30, device=device).view(10, 3).to(kind)
+        expect(torch.equal(gather_rows(rows, BatchShare(0, 10, 10)), rows), f"{kind}: everyone() changes the rows")
+        test = TestBatches(Resident(torch.arange(10), device), 4, 0, 1, mixed=True)
+        found, mine = torch.zeros(10, 3, dtype=kind), torch.cat([rows[batch.tree] for batch in test]).cpu()
+        for samples, values in gather(mine, test, device):
+            found[samples] = values
+        expect(torch.equal(found, rows.cpu()), f"{kind}: other predictions")
+    return f"{len(kinds)} types"

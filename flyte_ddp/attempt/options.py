@@ -1,0 +1,45 @@
+"""What a platform's command says of an option that it has not, but its settings have."""
+
+import json
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import click
+
+from flyte_ddp.settings import Settings
+
+
+def explain_unknown_options(kind_of: Callable[[click.ParamType], Any]) -> None:
+    """Makes commands say where an unknown option belongs: --epochs is a field of --hp. Calling it again does no harm.
+
+    kind_of: the Python type that an option is converted to; anything else where there is none.
+    """
+    theirs = getattr(click.NoSuchOption.__init__, "theirs", click.NoSuchOption.__init__)
+
+    def init(
+        self: click.NoSuchOption,
+        option_name: str,
+        message: str | None = None,
+        possibilities: Iterable[str] | None = None,
+        ctx: click.Context | None = None,
+    ) -> None:
+        theirs(self, option_name, message, possibilities, ctx)
+        hint = _hint(option_name, ctx.command.params, kind_of) if ctx else ""
+        if hint:
+            self.message, self.possibilities = f"{self.message} {hint}", None  # type: ignore[misc]
+
+    init.theirs = theirs  # type: ignore[attr-defined]
+    click.NoSuchOption.__init__ = init  # type: ignore[method-assign]
+
+
+def _hint(option: str, parameters: Iterable[click.Parameter], kind_of: Callable[[click.ParamType], Any]) -> str:
+    """Empty if no parameter has such a field."""
+    name = option.lstrip("-").replace("-", "_")
+    for parameter in parameters:
+        kind = kind_of(parameter.type)
+        if isinstance(kind, type) and issubclass(kind, Settings):
+            defaults = json.loads(kind().to_json())
+            if name in defaults:
+                example = json.dumps({name: defaults[name]})
+                return f"{name} is a field of {parameter.opts[0]}: {parameter.opts[0]} '{example}'"
+    return ""

@@ -1,0 +1,132 @@
+"""What is around the ranks of a training, however they are started: from the fetched data to figures and files."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from flyte_ddp.attempt.checkpoints import NewStore, PlatformStore
+from flyte_ddp.attempt.observing import Observers, tracking_id
+from flyte_ddp.attempt.platform import Platform
+from flyte_ddp.attempt.restarts import Start
+from flyte_ddp.attempt.run import Run, training_run
+from flyte_ddp.attempt.summaries import RecipeSummary, RunSummary, TrainingSummary, summarise
+from flyte_ddp.code.user_code import UserCode
+from flyte_ddp.engine.job import PREDICTIONS, Subject, TrainingResult, job_of
+from flyte_ddp.launch.environment import World
+from flyte_ddp.report.predictions import Predictions, predictions_of
+from flyte_ddp.report.record import RunFinished, RunInfo
+from flyte_ddp.report.summary import say_summary
+from flyte_ddp.report.surroundings import surroundings
+from flyte_ddp.settings import RunOptions
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A training that has succeeded, and its files.
+
+    Attributes:
+        recipe: package.module:Name.
+        dataset: the name of its data.
+        results: by rank.
+        predictions: an image classifier's.
+        model: the trained weights, a CPU state_dict.
+        logs_url: where the platform's storage has the logs; empty for a local run.
+    """
+
+    recipe: str
+    dataset: str
+    results: list[TrainingResult]
+    figures: RunSummary
+    predictions: Predictions | None
+    model: Path
+    report: Path
+    logs: Path
+    logs_url: str
+
+    @property
+    def epoch_measures(self) -> list[dict[str, float]]:
+        """After each evaluation, of the validation samples if there are any, else of the test samples."""
+        return [epoch.evaluated for epoch in self.results[0].epochs]
+
+    @property
+    def epoch_accuracies(self) -> list[float]:
+        """The same of an image classifier, from 0 to 1."""
+        return [measures["accuracy"] for measures in self.epoch_measures]
+
+    def recipe_summary(self) -> RecipeSummary:
+        result = self.results[0]
+        chosen = result.epochs[-1 if result.chosen_epoch is None else result.chosen_epoch]
+        return RecipeSummary(
+            **vars(self.figures), recipe=self.recipe, measures=result.tested, validation_measures=chosen.validation
+        )
+
+    def image_summary(self) -> TrainingSummary:
+        """The figures of an image classifier."""
+        tested, predictions = self.results[0].tested, self.predictions
+        assert predictions is not None  # a classifier has them
+        by_class = zip(predictions.classes, predictions.class_accuracies(), strict=True)
+        return TrainingSummary(
+            **vars(self.figures),
+            dataset=self.dataset,
+            test_loss=tested["loss"],
+            accuracy=tested["accuracy"],
+            class_accuracies={name: right / count for name, (right, count) in by_class if count},
+        )
+
+
+def train_by(
+    platform: Platform,
+    start: Start,
+    world: World,
+    fetch: Callable[[], Subject],
+    options: RunOptions,
+    own_observers: Sequence[UserCode],
+    stored: NewStore = PlatformStore,
+) -> Trained:
+    """Does everything around the ranks of a run. start: runs the ranks for (job, on_event); their results by rank.
+    stored: see checkpoint_store."""
+    started = time.time()
+    subject = fetch()
+    with training_run(platform, subject.dataset, subject.key, options.resume, options.resume_from, stored) as run:
+        model, report, logs = run.folder / "model.pt", run.folder / "report.html", run.logs.folder
+        found = logs / PREDICTIONS
+        if not run.store.is_given:
+            options = replace(options, resume_from="")
+        job = job_of(subject, options, model_path=model, checkpoint_path=run.store.path, logs=logs)
+        info = info_of(platform, subject, options, run, job.launched - started)
+        publish = platform.publisher("Training")
+        with Observers(info, report, publish, run.store, run.logs, own=own_observers) as observers:
+            results = start(job, observers)
+            finished = RunFinished(results, found if found.exists() else None, time.time() - started)
+            observers.end(finished)
+    say_summary(observers.record, model, report, show_paths=platform.is_local())
+    return Trained(
+        recipe=subject.recipe,
+        dataset=subject.dataset,
+        results=results,
+        figures=summarise(world, finished, observers.record.tracking_url),
+        predictions=predictions_of(info, finished),
+        model=model,
+        report=report,
+        logs=logs,
+        logs_url=run.logs.url,
+    )
+
+
+def info_of(platform: Platform, subject: Subject, options: RunOptions, run: Run, data_seconds: float) -> RunInfo:
+    """What observers know of a run before it starts."""
+    return RunInfo(
+        name=run.folder.name,
+        recipe=subject.recipe,
+        tracking_id=tracking_id(platform, subject.key, run.store.path),
+        attempt=platform.earlier_attempts(),
+        settings=subject.settings,
+        options=options,
+        data=subject.data if isinstance(subject.data, Path) and subject.description else None,
+        description=subject.description,
+        data_seconds=data_seconds,
+        logs=run.logs.folder,
+        checkpoint=run.store.folder,
+        surroundings=surroundings(),
+    )

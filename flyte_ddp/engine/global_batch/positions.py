@@ -1,0 +1,133 @@
+"""Where a rank's samples are in what torch draws for the global batch, and which numbers are theirs."""
+
+import math
+import zlib
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flyte_ddp.batch_share import BatchShare
+from flyte_ddp.engine.global_batch.batch_norm import Waiting
+from flyte_ddp.engine.global_batch.ghost_batch_norm import RunningStatistics
+from flyte_ddp.errors import InputError
+
+Shape = tuple[int, ...]
+# (key, first, count, device): of the draw with this key the numbers from position first on
+Numbers = Callable[[int, int, int, torch.device], Tensor]
+
+
+class Layout(NamedTuple):
+    """Where the samples are in what an operation draws.
+
+    Attributes:
+        dimension: of the samples; None for numbers that all samples share.
+        each: rows per sample in that dimension.
+        rest: the other dimensions.
+    """
+
+    dimension: int | None
+    each: int
+    rest: Shape
+
+    def fits(self, shape: Shape, count: int) -> bool:
+        if self.dimension is None:
+            return shape == self.rest
+        rest = shape[: self.dimension] + shape[self.dimension + 1 :]
+        return rest == self.rest and shape[self.dimension] == self.each * count
+
+
+class Positions:
+    """A network's random numbers and batch statistics as those of the global batch, for the samples of a share.
+
+    The numbers of a sample depend on the step's seed, the number of the call and the sample's position alone. Each call
+    takes its key from torch's generator, so that activation checkpointing, which sets that back, draws them again.
+
+    Attributes:
+        drawn: operation and shape of each draw of the block.
+        digest: of these shapes without the samples, and of what is noted: the same on all ranks, or what they compute
+            doesn't belong together.
+        normalised: whether any batch was normalised.
+        running: of the network that trains; None without groups of samples to normalise by.
+        waiting: entered while the ranks exchange statistics.
+        is_compiled: whether torch compiles the network.
+    """
+
+    def __init__(self, share: BatchShare):
+        self.share = share
+        self.drawn: list[tuple[str, Shape]] = []
+        self.digest = 0
+        self.normalised = False
+        self.running: RunningStatistics | None = None
+        self.waiting: Waiting = nullcontext
+        self.is_compiled = False
+        self._layouts: dict[tuple[str, int], list[Layout]] = {}  # by operation and number of dimensions
+        self._found: dict[tuple[str, Shape, int], Layout] = {}
+
+    def note(self, what: str) -> None:
+        """All ranks have to note the same, in the same order."""
+        self.digest = zlib.crc32(what.encode(), self.digest)
+
+    def learn(self, whole: Sequence[tuple[str, Shape]], part: Sequence[tuple[str, Shape]], size: int) -> None:
+        """Compares the draws for `size` samples with those for the share's part of them, to see where samples are."""
+        if [operation for operation, _ in whole] != [operation for operation, _ in part]:
+            return
+        for (operation, all_rows), (_, rows) in zip(whole, part, strict=True):
+            changed = [index for index, (a, b) in enumerate(zip(all_rows, rows, strict=False)) if a != b]
+            if len(all_rows) != len(rows) or len(changed) > 1:
+                continue
+            index = changed[0] if changed else None
+            if index is not None and (
+                all_rows[index] % size or all_rows[index] // size != rows[index] / self.share.count
+            ):
+                continue
+            each = 1 if index is None else all_rows[index] // size
+            rest = rows if index is None else rows[:index] + rows[index + 1 :]
+            layout, known = Layout(index, each, rest), self._layouts.setdefault((operation, len(rows)), [])
+            if layout not in known:
+                known.append(layout)
+        self._found.clear()
+
+    def draw(self, operation: str, shape: Sequence[int], device: torch.device, numbers: Numbers) -> Tensor:
+        """numbers(key, first, count, device) for the shape, each sample's by its position."""
+        shape = tuple(shape)
+        layout, key, first = self.position(operation, shape)
+        found = numbers(key, first, math.prod(shape), device)
+        if not layout.dimension:
+            return found.view(shape)
+        return found.view(shape[layout.dimension], *layout.rest).movedim(0, layout.dimension)
+
+    def position(self, operation: str, shape: Shape) -> tuple[Layout, int, int]:
+        """Of the next call: its layout, its key, and the position of its first element."""
+        self.leave_compiled()
+        wanted = operation, shape, self.share.count
+        layout = self._found.get(wanted) or self._found.setdefault(wanted, self._layout(operation, shape))
+        (key,) = torch.empty(1, dtype=torch.int64).random_().tolist()
+        self.drawn.append((operation, shape))
+        self.note(repr(layout))
+        return layout, key, 0 if layout.dimension is None else self.share.first * layout.each * math.prod(layout.rest)
+
+    def leave_compiled(self) -> None:
+        """Has the operation that calls this called as it is, between what is compiled before and after it."""
+        if self.is_compiled:
+            torch.empty(1).item()  # torch cannot compile what depends on a number
+
+    def _layout(self, operation: str, shape: Shape) -> Layout:
+        known, count = self._layouts.get((operation, len(shape)), []), self.share.count
+        fitting = [layout for layout in known if layout.fits(shape, count)]
+        if len(fitting) == 1:
+            return fitting[0]
+        # Of shapes that the probe has not seen: as in the operation's others, or else in the first dimension
+        indices = {layout.dimension for layout in known}
+        if fitting or len(indices) > 1:
+            raise InputError(
+                f"{operation} of shape {shape} may have the samples in more than one dimension, or in none, as this "
+                f"rank's number of samples is {count}: choose batch_size so that each rank has at least 2 samples, in "
+                "an epoch's last batch, too, and give all samples the same shape"
+            )
+        index = indices.pop() if indices else 0
+        if index is None or not shape or not count or shape[index] % count:
+            return Layout(None, 1, shape)
+        return Layout(index, shape[index] // count, shape[:index] + shape[index + 1 :])

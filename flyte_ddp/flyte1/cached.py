@@ -1,0 +1,37 @@
+"""What a local run says of a training that it takes from the cache, in which no code of the task runs."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgpack
+from flytekit.models.literals import Literal
+
+from flyte_ddp.flyte1.flytekit_compat import on_cache_hit
+from flyte_ddp.report.console import say_last
+
+
+def explain_cached_trainings() -> None:
+    """Calling it again does no harm."""
+    on_cache_hit(say_cached)
+
+
+def say_cached(outputs: Mapping[str, Literal]) -> None:
+    """Says it of a training's outputs, and nothing of others."""
+    if not outputs.keys() >= {"model_state", "summary", "report"}:
+        return
+    model, report = (outputs[name].scalar.blob.uri for name in ("model_state", "report"))
+    lines = [
+        ("Cached", "trained before with the same inputs, so nothing was trained now: --overwrite-cache trains again"),
+        ("Tested", _measured(msgpack.loads(outputs["summary"].scalar.binary.value))),
+        ("Model", model),
+        ("Report", report),
+        ("Next", f"python -m webbrowser {Path(report).as_uri()}"),
+    ]
+    say_last("\n" + "\n".join(f"{label + ':':<9}{text}" for label, text in lines))
+
+
+def _measured(summary: Mapping[str, Any]) -> str:
+    """The measures of the test samples; those of an image classifier are fields of their own."""
+    own = {name.removeprefix("test_"): summary[name] for name in ("accuracy", "test_loss") if name in summary}
+    return ", ".join(f"{name} {value:.4g}" for name, value in (summary.get("measures") or own).items())
