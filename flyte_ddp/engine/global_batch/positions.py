@@ -39,6 +39,21 @@ class Layout(NamedTuple):
         return rest == self.rest and shape[self.dimension] == self.each * count
 
 
+class Position(NamedTuple):
+    """Of a draw: its layout, its key, and the position of its first element."""
+
+    layout: Layout
+    key: int
+    first: int
+
+    def draw(self, shape: Shape, device: torch.device, numbers: Numbers) -> Tensor:
+        """numbers(key, first, count, device) for the shape, each sample's by its position."""
+        found, layout = numbers(self.key, self.first, math.prod(shape), device), self.layout
+        if not layout.dimension:
+            return found.view(shape)
+        return found.view(shape[layout.dimension], *layout.rest).movedim(0, layout.dimension)
+
+
 class Positions:
     """A network's random numbers and batch statistics as those of the global batch, for the samples of a share.
 
@@ -91,23 +106,19 @@ class Positions:
         self._found.clear()
 
     def draw(self, operation: str, shape: Sequence[int], device: torch.device, numbers: Numbers) -> Tensor:
-        """numbers(key, first, count, device) for the shape, each sample's by its position."""
-        shape = tuple(shape)
-        layout, key, first = self.position(operation, shape)
-        found = numbers(key, first, math.prod(shape), device)
-        if not layout.dimension:
-            return found.view(shape)
-        return found.view(shape[layout.dimension], *layout.rest).movedim(0, layout.dimension)
+        """See Position.draw."""
+        return self.position(operation, tuple(shape)).draw(tuple(shape), device, numbers)
 
-    def position(self, operation: str, shape: Shape) -> tuple[Layout, int, int]:
-        """Of the next call: its layout, its key, and the position of its first element."""
+    def position(self, operation: str, shape: Shape) -> Position:
+        """Of the next call. To be asked for once by each, since this draws its key."""
         self.leave_compiled()
         wanted = operation, shape, self.share.count
         layout = self._found.get(wanted) or self._found.setdefault(wanted, self._layout(operation, shape))
         (key,) = torch.empty(1, dtype=torch.int64).random_().tolist()
         self.drawn.append((operation, shape))
         self.note(repr(layout))
-        return layout, key, 0 if layout.dimension is None else self.share.first * layout.each * math.prod(layout.rest)
+        first = 0 if layout.dimension is None else self.share.first * layout.each * math.prod(layout.rest)
+        return Position(layout, key, first)
 
     def leave_compiled(self) -> None:
         """Has the operation that calls this called as it is, between what is compiled before and after it."""
