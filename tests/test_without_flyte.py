@@ -42,7 +42,7 @@ def weights(output, *processes):
     (answer,) = (json.loads(out) for out, _ in said if out.strip())
     assert answer["model_state"] == str(output / "model.pt")
     assert len(answer["epoch_accuracies"]) == 1
-    assert sorted(file.name for file in output.iterdir()) == ["model.pt", "predictions.npy"]
+    assert sorted(file.name for file in output.iterdir()) == ["model.pt", "predictions.npy", "progress.jsonl"]
     return torch.load(output / "model.pt", weights_only=True)
 
 
