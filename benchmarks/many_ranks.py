@@ -124,6 +124,8 @@ def one_rank(name: str, ranks: int, folder: Path) -> tuple[float, float]:
 class Repeated:
     """A split of many samples, which are those of a small one again and again."""
 
+    remedy = ""
+
     def __init__(self, recipe: Recipe, count: int):
         data = recipe.data("train")
         of_files = isinstance(data, torch.utils.data.Dataset)

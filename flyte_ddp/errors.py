@@ -4,7 +4,7 @@ from flyte_ddp.text import counted, masked
 
 try:
     from click import ClickException, UsageError
-except ModuleNotFoundError:  # torch and this library are enough to train
+except ModuleNotFoundError:  # a rank, or a model that is loaded, may have nothing but torch and this library
 
     class ClickException(Exception):  # type: ignore[no-redef]
         def __init__(self, message: str):

@@ -144,7 +144,7 @@ class NotLearning(Event):
 @dataclass(frozen=True)
 class RanksTimed(Event):
     """Seconds of each rank since this attempt began, by rank: waiting for its data (reading and augmenting them),
-    computing, waiting for the others and exchanging gradients with them, and what it needed beyond the median rank, for
+    computing, waiting for the others and exchanging gradients with them, and what it needed beyond a fast rank, for
     which the others have waited."""
 
     data: list[float]

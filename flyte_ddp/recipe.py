@@ -87,8 +87,8 @@ class Recipe:
             transformer, for example.
         norm_samples: batch norm sees groups of this many samples of the global batch, as they follow one another in it
             (ghost batch norm), so that ranks exchange nothing in a forward or backward pass; 0 is the global batch.
-        ema_decay: decay per step of the exponential moving average of the weights, which is evaluated and returned; 0
-            is off.
+        ema_decay: decay per step of the exponential moving average of the weights, which is evaluated and returned; at
+            step n it is at most (1 + n) / (10 + n), so that a short training is averaged over its end; 0 is off.
         passes_per_epoch: how often an epoch goes over the training samples.
         train_fraction: share of the training samples that each epoch uses, different ones in each epoch.
         length_window: batches among which samples are sorted by length, so that those of a batch are alike and need

@@ -188,6 +188,12 @@ def run_job(job: Job, on_event: Callable[[Event], None]) -> list[TrainingResult]
         remove_checkpoint(checkpoint)
     try:
         if "WORLD_SIZE" in os.environ:
+            size = os.environ.get("LOCAL_WORLD_SIZE", "1")
+            if options.nproc and str(options.nproc) != size:
+                raise InputError(
+                    f"nproc must be 0 where a launcher has started {size} on this host, as WORLD_SIZE="
+                    f"{os.environ['WORLD_SIZE']} says, got {options.nproc}: leave it out, or unset WORLD_SIZE"
+                )
             results = [pkgutil.resolve_name(JOINED)(job, on_event)]
         else:
             settings = job.settings

@@ -42,7 +42,7 @@ def weights(output, *processes):
     (answer,) = (json.loads(out) for out, _ in said if out.strip())
     assert answer["model_state"] == str(output / "model.pt")
     assert len(answer["epoch_accuracies"]) == 1
-    assert sorted(file.name for file in output.iterdir()) == ["model.pt", "predictions.npy"]
+    assert sorted(file.name for file in output.iterdir()) == ["model.pt", "predictions.npy", "progress.jsonl"]
     return torch.load(output / "model.pt", weights_only=True)
 
 
@@ -130,6 +130,29 @@ def test_wrong_input_is_refused_in_a_line(arguments, words):
     )
     assert done.returncode == 2
     assert words in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("left", "words"),
+    [
+        ({"WORLD_SIZE": "2"}, "RANK is not set: WORLD_SIZE=2 says that torchrun"),
+        ({"WORLD_SIZE": "1", "RANK": "0"}, "MASTER_ADDR is not set: WORLD_SIZE=1 says that torchrun"),
+        (
+            {"WORLD_SIZE": "two", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"},
+            "WORLD_SIZE must be a whole number, as torchrun sets it, got 'two'",
+        ),
+    ],
+)
+def test_variables_that_something_else_has_left_are_named(left, words, tmp_path):
+    environment = {**os.environ, **left}
+    arguments = ["--hp", '{"dataset": "digits"}', "--output", str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, *MODULE, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert "unset it" in done.stderr or "must be" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -10,6 +10,7 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from torch import Tensor
 
 from flyte_ddp.autoencoder.network import PIXELS, Autoencoder
+from flyte_ddp.autoencoder.settings import AutoencoderHyperparameters
 from flyte_ddp.data.held_out import held_out
 from flyte_ddp.data.prepared import prepared
 from flyte_ddp.engine.batches.batches import Batch, TestBatches, TrainBatches
@@ -61,9 +62,9 @@ class LitAutoencoder(LightningModule):
 class PreparedImages(LightningDataModule):
     """Images of a prepared dataset: eleven twelfths of the training images to train on, the others for validation."""
 
-    def __init__(self, data_path: Path, batch_size: int, seed: int):
+    def __init__(self, data_path: Path, settings: AutoencoderHyperparameters):
         super().__init__()
-        self.folder, self.batch_size, self.seed = data_path, batch_size, seed
+        self.folder, self.batch_size, self.seed = data_path, settings.batch_size, settings.seed
 
     def prepare_data(self) -> None:
         """Verifies the data once per host, while Lightning makes the other ranks wait."""

@@ -15,7 +15,9 @@ class Average:
         self.model, self.decay = torch_compat.copy_of(model, frozen).requires_grad_(False), decay
 
     @torch.no_grad()
-    def update(self, model: nn.Module, is_first: bool) -> None:
+    def update(self, model: nn.Module, steps: int) -> None:
+        """steps: that have been made before this one. The decay warms up as in TensorFlow's ExponentialMovingAverage,
+        or the average of a short training would be that of its first weights."""
         # each once: a state_dict lists tied weights under every name that they have
         own, others = (
             {name: local(value) for name, value in (*network.named_parameters(), *network.named_buffers())}
@@ -24,7 +26,7 @@ class Average:
         fitting = [name for name, value in own.items() if name in others and others[name].shape == value.shape]
         mine, theirs = ([values[name] for name in fitting] for values in (own, others))  # without caches that grow
         floats = [index for index, value in enumerate(mine) if value.is_floating_point()]
-        share = 1.0 if is_first else 1 - self.decay
+        share = 1 - min(self.decay, (1 + steps) / (10 + steps))
         torch_compat.move_towards([mine[i] for i in floats], [theirs[i] for i in floats], share)
         counts = sorted(set(range(len(mine))) - set(floats))
         if counts:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flyte_ddp.batch_share import BatchShare
 from flyte_ddp.engine.batches.batches import Batch
-from flyte_ddp.engine.torch_compat import pytree
+from flyte_ddp.engine.torch_compat import device_generator, pytree
 from flyte_ddp.errors import InputError
 from flyte_ddp.recipe import Random, Recipe
 
@@ -39,6 +39,9 @@ def finite_number(recipe: Recipe, method: str, *arguments: int) -> float:
 def augment(recipe: Recipe, tree: Any, seed: int, share: BatchShare, epoch: int = 0) -> Any:
     """The batch as the recipe augments it; InputError if that changes the number of samples."""
     vars(recipe.share).update(vars(share))
+    # What is drawn for a whole batch, by whatever code, is the same on all ranks and after a resume
+    torch.default_generator.manual_seed(seed)
+    device_generator(recipe.device).manual_seed(seed)
     changed = recipe.augment(tree, Random(seed, recipe.share, recipe.device, epoch))
     if any(not isinstance(leaf, Tensor) or len(leaf) != share.count for leaf in pytree.tree_leaves(changed)):
         raise InputError(f"{code_location(recipe, 'augment')} must return tensors of the same {share.count} samples")

@@ -108,7 +108,7 @@ def set_up(environment: Environment, device: torch.device, job: Job, cache: Bloc
     if validation:
         state.choice = choice_of(recipe, found.headline, settings)
     reasons = [f"the result depends on the number of ranks: {reason}" for reason in found.reasons]
-    warnings = [NotLearning(0, 0, reason) for reason in reasons]
+    warnings = [NotLearning(0, 0, reason) for reason in (*reasons, *found.alike)]
     state.watch.warnings += warnings
     if job.init and job.init.is_file() and is_checkpoint(job.init):
         remarks.append(continue_from(state, job.init, job, len(batches)))

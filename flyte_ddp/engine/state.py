@@ -181,7 +181,7 @@ class TrainingState:
             self.optimizer.step()
         self.schedule.step()
         if self.average:
-            self.average.update(self.model, is_first=self.epoch == self.step == 0)
+            self.average.update(self.model, self.schedule.last_epoch - 1)
         self.step += 1
         self.clock.lap(Part.COMPUTING)
 

@@ -87,7 +87,7 @@ def _train(environment: Environment, device: torch.device, link: Link, job: Job,
             split, per_epoch = parts.validation or parts.test, settings.evaluations_per_epoch
             tested = fit(
                 state, parts.train, split, settings.last_epoch, per_epoch, settings.log_interval, link, checkpoints,
-                Stragglers(hosts, meet_within=is_sharded(state.model)),
+                Stragglers(hosts, parts.train.split.remedy, meet_within=is_sharded(state.model)),
             )  # fmt: skip
     except (NonFiniteError, UnevenShapesError):  # raised on all ranks at once; the first report of it ends them all
         link.alive(WRITING)

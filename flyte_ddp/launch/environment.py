@@ -100,11 +100,17 @@ def environment_from_variables(backend: str) -> Environment:
     If only RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set, each node has one rank. Raises InputError if RANK or
     WORLD_SIZE is missing, or there are too few GPUs.
     """
-    try:
-        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    except KeyError as error:
-        raise InputError(f"{error.args[0]} is not set: many nodes train under torchrun or in a PyTorchJob") from None
-    local_rank, local_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    needed = [name for name in ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if needed:
+        why = "many nodes train under torchrun or in a PyTorchJob"
+        if "WORLD_SIZE" in os.environ:
+            why = (
+                f"WORLD_SIZE={os.environ['WORLD_SIZE']} says that torchrun, or a PyTorchJob, has started this process: "
+                "if it is left over from something else, unset it, in a notebook by os.environ.pop('WORLD_SIZE')"
+            )
+        raise InputError(f"{needed[0]} is not set: {why}")
+    rank, size = _whole_number("RANK", 0), _whole_number("WORLD_SIZE", 1)
+    local_rank, local_size = _whole_number("LOCAL_RANK", 0), _whole_number("LOCAL_WORLD_SIZE", 1)
     gpus = visible_gpus()
     backend = backend if backend != "auto" else ("nccl" if gpus else "gloo")
     # A rank that sees a single one may have been given it: Slurm's --gpus-per-task gives each rank a mask of its own.
@@ -116,6 +122,14 @@ def environment_from_variables(backend: str) -> Environment:
         )
     world = World(size=size, local_size=local_size, backend=backend, device="cuda" if gpus else "cpu")
     return Environment(world, rank, local_rank, "env://", threads=threads_per_rank(local_size))
+
+
+def _whole_number(name: str, default: int) -> int:
+    """Of an environment variable."""
+    try:
+        return int(os.environ.get(name, default))
+    except ValueError:
+        raise InputError(f"{name} must be a whole number, as torchrun sets it, got {os.environ[name]!r}") from None
 
 
 def is_first_rank() -> bool:

@@ -27,6 +27,12 @@ MEMORY_MESSAGE = re.compile(r"out of memory|can't allocate memory|_ALLOC_FAILED"
 SETUP_MESSAGE = re.compile(r"Duplicate GPU|no kernel image|invalid device ordinal")
 MORE_MEMORY = " (lower batch_size, or train on more GPUs)"
 LESS_LOADING = " (out of memory, or of shared memory? lower loader_workers or batch_size)"
+# Of the semaphores that processes share, and of torch's tensors between them
+SHARED_MESSAGE = re.compile(r"shared memory (object|file)|</?torch_\d|bus error .*shared memory")
+NO_SHARED_MEMORY = (
+    " (processes of a rank share /dev/shm, which is full or read-only: give the container more, by docker's --shm-size "
+    "or an emptyDir of medium Memory, or set loader_workers, or a loader's num_workers, to 0)"
+)
 OTHER_RANKS = ' (under nccl each rank needs a GPU of its own: lower the number of ranks, or set backend to "gloo")'
 EFFECTS = ("aborted", "peer")  # the kinds of which another rank may be the cause, the more likely one last
 LOSSES = ("killed", *EFFECTS)  # not errors of the ranks' own code, nor of a device: another pod has another device
@@ -118,6 +124,8 @@ def _classify(error: BaseException) -> tuple[str, bool, str]:
     is_plain = type(error) is RuntimeError
     if isinstance(error, InputError):
         return "input", False, ""
+    if _is_semaphore(error) or (is_plain and SHARED_MESSAGE.search(message)):
+        return "error", False, NO_SHARED_MEMORY
     if not (is_plain or types & {"AcceleratorError", "OutOfMemoryError", *PEER_ERRORS}):
         return "error", isinstance(error, RecoverableError), ""
     if is_plain and message.startswith("DataLoader worker"):
@@ -131,6 +139,14 @@ def _classify(error: BaseException) -> tuple[str, bool, str]:
     if types & PEER_ERRORS or (is_plain and PEER_MESSAGE.search(message)):
         return "peer", True, ""
     return "error", False, ""
+
+
+def _is_semaphore(error: BaseException) -> bool:
+    """Whether the system has refused one, as it does without saying so."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return (
+        isinstance(error, OSError) and bool(frames) and frames[-1].filename.endswith("multiprocessing/synchronize.py")
+    )
 
 
 HINTS = {

@@ -2,6 +2,8 @@
 
 import itertools
 import os
+import platform
+import socket
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
@@ -13,6 +15,7 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from flyte_ddp.errors import InputError
 from flyte_ddp.launch.environment import Environment, World, default_variable
 from flyte_ddp.launch.phases import STARTING, Timeouts
 from flyte_ddp.settings import RunOptions
@@ -34,6 +37,8 @@ def process_group(
     if device.type == "cuda":
         device = torch.device("cuda", environment.local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
+    if environment.world.backend == "gloo":
+        _check_interfaces()
     given, rank, size = Timeouts.of(timeouts), environment.rank, environment.world.size
     with _off_network(environment.world):
         distributed.init_process_group(
@@ -46,6 +51,17 @@ def process_group(
         )
     yield device
     distributed.destroy_process_group()
+
+
+def _check_interfaces() -> None:
+    """Raises InputError for a network interface that there is not: gloo's own error looks like the loss of a peer."""
+    asked, known = os.environ.get("GLOO_SOCKET_IFNAME", ""), {name for _, name in socket.if_nameindex()}
+    missing = [name for name in asked.split(",") if name and name not in known]
+    if missing:
+        raise InputError(
+            f"GLOO_SOCKET_IFNAME must name network interfaces of {platform.node()} ({', '.join(sorted(known))}), got "
+            f"{asked!r}: change it, or unset it"
+        )
 
 
 def gloo_group(world: World, ranks: Sequence[int]) -> Any:

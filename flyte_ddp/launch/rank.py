@@ -114,6 +114,8 @@ def serve(
     gc.enable()
     # It ends with its parent as a daemon does, see listen, but may have children, such as loader workers and pools
     multiprocessing.current_process().daemon = False
+    if sys.platform == "linux":  # else the loader workers of the user's code would each import torch anew
+        multiprocessing.set_start_method("fork", force=True)
     os.register_at_fork(after_in_child=_let_go)
     os.setpgrp()  # with whatever it starts, so that all of it can be ended
     link = ParentLink(connection, environment.rank)

@@ -2,6 +2,8 @@
 
 import inspect
 import pkgutil
+from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 from lightning.pytorch import LightningDataModule, LightningModule
@@ -11,27 +13,49 @@ from flyte_ddp.code.user_code import checked_imports
 from flyte_ddp.errors import InputError
 from flyte_ddp.launch.rank import own_lock_of_tqdm
 from flyte_ddp.lightning.job import LightningJob
+from flyte_ddp.lightning.settings import LightningSettings
+from flyte_ddp.text import did_you_mean
 
 
 def build(job: LightningJob) -> tuple[LightningModule, LightningDataModule | None]:
     """The module and its data; raises InputError if they are no such classes, or cannot be built from the settings."""
     with checked_imports(job.root, job.files):
-        module = _made(job.recipe, LightningModule, job)
-        data = _made(job.datamodule, LightningDataModule, job) if job.datamodule else None
+        kinds = [(job.recipe, LightningModule), *([(job.datamodule, LightningDataModule)] if job.datamodule else [])]
+        classes = [_found(name, base) for name, base in kinds]
+        module, *rest = [_made(name, kind, job) for (name, _), kind in zip(kinds, classes, strict=True)]
+        data = rest[0] if rest else None
     if not any(is_overridden("train_dataloader", one) for one in (module, data) if one):
         raise InputError(f"{job.datamodule or job.recipe} must define train_dataloader, which returns what to train on")
+    _check_taken(classes, job)
     return module, data
 
 
-def _made(name: str, base: type, job: LightningJob) -> Any:
-    """An object of the named class: each parameter of its __init__ gets the setting of its name."""
-    kind = pkgutil.resolve_name(name)
+def _found(name: str, base: type) -> type:
+    kind: Any = pkgutil.resolve_name(name)
     own_lock_of_tqdm()
     if not (isinstance(kind, type) and issubclass(kind, base)):
         raise InputError(
             f"{name} must be a subclass of lightning.pytorch.{base.__name__} (that of the package pytorch_lightning is "
             f"another class), got {kind!r}"
         )
+    return kind
+
+
+def _check_taken(classes: Sequence[type], job: LightningJob) -> None:
+    """Raises InputError for a setting that nothing would obey, while the report says that it was used."""
+    taken = {parameter for kind in classes for parameter in inspect.signature(kind).parameters}
+    of_trainer = {field.name for field in fields(LightningSettings)}
+    unused = [field.name for field in fields(job.settings) if field.name not in taken | of_trainer]
+    if unused and "settings" not in taken:
+        who = " and ".join(kind.__name__ for kind in classes)
+        raise InputError(
+            f"{type(job.settings).__name__}.{unused[0]} must be a parameter of __init__, by this name, in {who}, or "
+            f"nothing obeys it{did_you_mean(unused[0], taken)}: rename either, take `settings`, or remove the field"
+        )
+
+
+def _made(name: str, kind: type, job: LightningJob) -> Any:
+    """An object of the named class: each parameter of its __init__ gets the setting of its name."""
     given = {
         "settings": job.settings,
         "data_path": job.data,

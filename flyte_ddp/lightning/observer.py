@@ -5,7 +5,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -13,13 +13,16 @@ import numpy as np
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
+from torch import distributed
 
 from flyte_ddp.engine.digest import weights_digest
 from flyte_ddp.engine.machine import machine, moved
+from flyte_ddp.engine.monitor.step_clock import Part, StepClock
+from flyte_ddp.engine.monitor.stragglers import Stragglers
 from flyte_ddp.engine.monitor.watch import Watch
 from flyte_ddp.engine.torch_compat import device_generator, norms, pytree
 from flyte_ddp.errors import InputError, NonFiniteError, StopRequested
-from flyte_ddp.events import EpochFinished, NotLearning, RunStarted, StepLogged, digests_of
+from flyte_ddp.events import EpochFinished, Event, NotLearning, RunStarted, StepLogged, digests_of
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
 from flyte_ddp.launch.phases import WRITING
@@ -60,6 +63,7 @@ class RankObserver(Checkpoint):
         self.started: RunStarted | None = None
         self._is_first_epoch = True
         self._on_sigterm = signal.getsignal(signal.SIGTERM)
+        self._stragglers: Stragglers | None = None
 
     def state_dict(self) -> dict[str, Any]:
         epochs = [asdict(epoch) for epoch in self.epochs]
@@ -76,6 +80,7 @@ class RankObserver(Checkpoint):
 
     def on_fit_start(self, trainer: Trainer, module: LightningModule) -> None:
         self._seed(self.position[0], 0)  # a shuffled order is drawn next
+        self._clock = StepClock(trainer.strategy.root_device)
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         self._keep_signal_handler()
@@ -96,9 +101,13 @@ class RankObserver(Checkpoint):
                 f"{self._job.datamodule or self._job.recipe}: train_dataloader must have a batch for each rank: "
                 "give it more samples, a smaller batch size, or drop_last=False"
             )
+        hosts = [""] * self._environment.world.size
+        distributed.all_gather_object(hosts, self._environment.host)
+        remedy = "look at what its host reads from, or raise num_workers of the DataLoader"
+        self._stragglers = Stragglers(hosts, remedy, meet_within=True)  # in the backward pass
         now = machine(self._environment, trainer.strategy.root_device, self._job.settings.precision, self._job.options)
         self.ran_on, remarks = moved(self.ran_on, now)
-        started = run_started(self._environment, self._job, trainer, *self.position)
+        started = run_started(self._environment, self._job, trainer, *self.position, hosts)
         self.started = replace(
             started, remarks=started.remarks + remarks, ran_on=self.ran_on, earlier=digests_of(self.epochs)
         )
@@ -117,16 +126,20 @@ class RankObserver(Checkpoint):
         if not self._is_first_epoch:
             self._seed(trainer.current_epoch, 0)
         self._is_first_epoch, self._looked = False, time.monotonic()
+        self._clock.lap(Part.OTHER)
 
     def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self._clock.lap(Part.DATA)
         steps = batch_idx + 1
-        self._seed(trainer.current_epoch, steps)
+        self._seed(trainer.current_epoch, steps, 1 + self._environment.rank)
         rates = [float(group["lr"]) for optimizer in trainer.optimizers for group in optimizer.param_groups]
         self._rate = rates[0] if rates else 0.0  # now: a schedule sets that of the next step
         self._is_looking = steps % self._job.settings.log_interval == 0 or steps == trainer.num_training_batches
 
-    def _seed(self, epoch: int, step: int) -> None:
-        key = key_of(Use.LIGHTNING, self._job.settings.seed, epoch, step, self._environment.rank)
+    def _seed(self, *position: int) -> None:
+        """position: epoch and step, and in a step one more than the rank: what is drawn outside of steps, such as an
+        order or a split, has to be the same on all ranks, or they would not share the samples among them."""
+        key = key_of(Use.LIGHTNING, self._job.settings.seed, *position)
         random.seed(key)
         np.random.seed(key % 2**32)
         torch.default_generator.manual_seed(key)
@@ -147,15 +160,19 @@ class RankObserver(Checkpoint):
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         loss = None if loss is None else loss.detach().float() * trainer.accumulate_grad_batches
         self._window.append((loss, _samples_in(batch)))
+        self._clock.lap(Part.COMPUTING)
+        self._clock.samples += self._window[-1][1]
         if self._is_looking:
             self._look(trainer, batch_idx + 1)
+            self._clock.lap(Part.OTHER)
+        self._seed(trainer.current_epoch, batch_idx + 1)
 
     def _look(self, trainer: Trainer, steps: int) -> None:
         """Tells what has happened since the last look; a collective, as is what may follow from it."""
         epoch, is_last = trainer.current_epoch, steps == trainer.num_training_batches
         now = time.monotonic()
         seconds, self._looked = max(now - self._looked, 1e-9), now
-        seen = self._seen(trainer, epoch, steps - 1)
+        count, seen = len(self._window), self._seen(trainer, epoch, steps - 1)
         loss, samples, stops = _mean(seen["loss"], seen["weight"]), seen["samples"], seen["stops"] > 0
         for name, value in {**seen, "seconds": seconds}.items():
             if name in self._so_far:
@@ -172,8 +189,9 @@ class RankObserver(Checkpoint):
                 gradient_norm=self._norm,
             )
         )
-        for warning in self.watch.after_steps(epoch, steps, loss, round(samples)):
-            self._link.emit(warning)
+        if seen["weight"]:
+            self._emit_all(self.watch.after_steps(epoch, steps, loss, round(samples)))
+        self._time_ranks(epoch, steps, count, is_last)
         # gradients that are still being added up are in no checkpoint
         is_resumable = self._is_resumable and steps % trainer.accumulate_grad_batches == 0
         if not is_last and is_resumable and (stops or seen["due"]):
@@ -181,6 +199,18 @@ class RankObserver(Checkpoint):
         if not is_last and stops:
             raise StopRequested(epoch, steps)
         self._stopping = stops
+
+    def _time_ranks(self, epoch: int, step: int, count: int, is_last: bool) -> None:
+        assert self._stragglers
+        slow = self._stragglers.after_steps(epoch, step, count, self._clock.read_all())
+        self.watch.warnings += slow
+        if slow or is_last:
+            self._link.emit(self._stragglers.so_far())
+        self._emit_all(slow)
+
+    def _emit_all(self, events: Sequence[Event]) -> None:
+        for event in events:
+            self._link.emit(event)
 
     def _seen(self, trainer: Trainer, epoch: int, step: int) -> dict[str, float]:
         """The steps since the last look, and what is asked for, summed over the ranks.
@@ -213,11 +243,24 @@ class RankObserver(Checkpoint):
     def on_validation_start(self, trainer: Trainer, module: LightningModule) -> None:
         self._evaluating = time.monotonic()
 
-    def on_validation_batch_end(self, *_: Any) -> None:
-        self._link.alive()
+    def on_validation_batch_start(
+        self, trainer: Trainer, *step: Any
+    ) -> None:  # module, batch, number, and the loader's
+        batch_idx, *loader = step[2:]
+        self._seed_evaluation(trainer, 1 + self._environment.rank, 1 + batch_idx, *loader)
 
-    def on_test_batch_end(self, *_: Any) -> None:
+    def on_validation_batch_end(self, trainer: Trainer, *_: Any) -> None:
         self._link.alive()
+        self._seed_evaluation(trainer)
+
+    def on_test_batch_start(self, trainer: Trainer, *step: Any) -> None:
+        self.on_validation_batch_start(trainer, *step)
+
+    def on_test_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        self.on_validation_batch_end(trainer)
+
+    def _seed_evaluation(self, trainer: Trainer, *step: int) -> None:
+        self._seed(trainer.current_epoch, int(trainer.num_training_batches), *step)
 
     def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
         seconds = time.monotonic() - self._evaluating
@@ -242,24 +285,34 @@ class RankObserver(Checkpoint):
             )
         )
         self._link.emit(self.epochs[-1])
-        self._check_headline({*self.epochs[-1].train, *validation})
+        self._check_names({*self.epochs[-1].train}, validation)
         warnings = self.watch.not_finite(broken(validation)[1], "validation", epoch + 1, steps)
         if "loss" in validation:
             warnings += self.watch.after_evaluation(self.epochs[-1], steps)
-        for warning in warnings:
-            self._link.emit(warning)
+        self._emit_all(warnings)
         self._so_far, self._validation.values = dict(NOTHING), {}
         self._save(trainer, epoch + 1, 0)
         if self._stopping:
             raise StopRequested(epoch + 1, 0)
 
-    def _check_headline(self, logged: set[str]) -> None:
-        """Warns, after the first epoch, of a name that nothing has."""
-        if len(self.epochs) == 1 and self._job.headline not in logged:
+    def _check_names(self, trained: set[str], validated: Mapping[str, float]) -> None:
+        """Warns, after the first epoch, of names that nothing has, and of those that validation lacks."""
+        headline, logged = self._job.headline, {*trained, *validated}
+        if len(self.epochs) > 1:
+            return
+        if headline not in logged:
             known = ", ".join(sorted(logged))
-            reason = f"headline must be a measure that the module logs: {known}, got {self._job.headline!r}: change it"
-            self.watch.warnings.append(NotLearning(self.epochs[0].epoch, 0, reason))
-            self._link.emit(self.watch.warnings[-1])
+            self._warn(f"headline must be a measure that the module logs: {known}, got {headline!r}: change it")
+        if self._so_far["evaluation"]:
+            for name in sorted(({"loss", headline} & logged) - {*validated}):
+                got, remedy = ", ".join(sorted(validated)) or "nothing", f"log val_{name} in validation_step"
+                if any("/dataloader_idx_" in other for other in validated):
+                    remedy += ", for one of the loaders, with add_dataloader_idx=False"
+                self._warn(f"{name} is not shown for the validation, which logs {got}: {remedy}")
+
+    def _warn(self, reason: str) -> None:
+        self.watch.warnings.append(NotLearning(self.epochs[-1].epoch, 0, reason))
+        self._link.emit(self.watch.warnings[-1])
 
     def _save(self, trainer: Trainer, epoch: int, step: int) -> None:
         self.position = self._files.position = epoch, step

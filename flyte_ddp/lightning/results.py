@@ -19,7 +19,12 @@ from flyte_ddp.lightning.job import LightningJob
 
 
 def run_started(
-    environment: Environment, job: LightningJob, trainer: Trainer, first_epoch: int, first_step: int
+    environment: Environment,
+    job: LightningJob,
+    trainer: Trainer,
+    first_epoch: int,
+    first_step: int,
+    hosts: list[str],
 ) -> RunStarted:
     world, steps, loader = environment.world, int(trainer.num_training_batches), trainer.train_dataloader
     train_samples = samples_of(loader)
@@ -44,6 +49,7 @@ def run_started(
         validation_samples=samples_of(trainer.val_dataloaders),
         identity=job.identity,
         remarks=[f"under Lightning {__version__}, {type(trainer.strategy).__name__}"],
+        hosts=hosts,
     )
 
 

@@ -32,8 +32,8 @@ class Hyperparameters(TrainingSettings):
         flip: whether training images are mirrored left to right at random.
         alternate_flips: whether each image is instead mirrored in every other epoch; needs flip.
         label_smoothing: share of the target that is spread evenly over all classes.
-        ema_decay: decay per step of the exponential moving average of the weights, which is evaluated and returned; 0
-            is off.
+        ema_decay: decay per step of the exponential moving average of the weights, which is evaluated and returned; at
+            step n it is at most (1 + n) / (10 + n); 0 is off.
     """
 
     sgd_momentum: float = setting(0.9, minimum=0, below=1)

@@ -95,3 +95,20 @@ class RarelyLongerPart(RarelyLonger):
     """Not in the last part of a batch, which is computed in parts."""
 
     micro_batch = 3
+
+
+class TurnedAlike(Sound):
+    def augment(self, batch, random):
+        from torchvision.transforms import v2
+
+        return v2.RandomAffine(30)(batch.view(-1, 1, 2, WIDTH // 2)).view(-1, WIDTH)
+
+
+class TurnedEach(TurnedAlike):
+    def augment(self, batch, random):
+        return torch.cat([super(TurnedEach, self).augment(row, random) for row in batch])
+
+
+class TurnedByOne(Sound):
+    def augment(self, batch, random):
+        return batch * torch.rand(())

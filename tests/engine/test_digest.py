@@ -73,6 +73,12 @@ def test_strides_do_not_count_and_all_dtypes_do():
         assert weights_digest({"a": one}) != weights_digest({"a": other})
 
 
+def test_it_is_the_same_number_on_any_processor_and_in_any_version():
+    weight = torch.arange(3 * KEYS, dtype=torch.float32).view(3, -1) / 7
+    weights = {"a": weight, "b": weight.bfloat16(), "c": torch.tensor(5)}
+    assert weights_digest(weights, "base") == "dbe1876a9528a170"
+
+
 def test_tied_weights_are_those_of_their_file(tmp_path):
     network = nn.ModuleDict({"first": nn.Linear(3, 3), "second": nn.Linear(3, 3)})
     network["second"].weight = network["first"].weight

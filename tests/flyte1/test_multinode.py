@@ -147,14 +147,16 @@ def trains_nothing() -> None:
 
 @pytest.mark.parametrize(("world", "local"), [(1, 1), (6, 2), (4, 1)])
 def test_other_world_than_registered_is_refused(monkeypatch, world, local):
-    for name, value in {"RANK": 0, "WORLD_SIZE": world, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": local}.items():
+    there = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500}
+    for name, value in {"RANK": 0, "WORLD_SIZE": world, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": local, **there}.items():
         monkeypatch.setenv(name, str(value))
     with pytest.raises(InputError, match="as registered"):
         environment_from_torchrun("gloo", (2, 2), 2)
 
 
 def test_range_of_nodes(monkeypatch):
-    for name, value in {"RANK": 5, "WORLD_SIZE": 6, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 2}.items():
+    there = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500}
+    for name, value in {"RANK": 5, "WORLD_SIZE": 6, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 2, **there}.items():
         monkeypatch.setenv(name, str(value))
     environment = environment_from_torchrun("gloo", (2, 4), 2)
     assert (environment.rank, environment.world.size, environment.world.local_size) == (5, 6, 2)

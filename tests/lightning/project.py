@@ -17,11 +17,17 @@ from flyte_ddp.settings import TrainingSettings
 from tests.commands import ROOT
 
 VARIANTS = '''
+import json
+import multiprocessing
+import random
+from pathlib import Path
+
+import numpy as np
 import torch
 from lightning import LightningDataModule, LightningModule
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch import distributed
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, random_split
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler, random_split
 
 from numerals.model import LitNumerals, Numerals
 
@@ -163,6 +169,74 @@ class ByHand(LitNumerals):
         optimizer.step()
 
     validation_step = LightningModule.validation_step
+
+
+class Scaled(LitNumerals):
+    def __init__(self, width, lr=3e-3):
+        super().__init__(width, lr)
+
+
+class Numbered(Dataset):
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        return index, torch.rand(64), multiprocessing.get_start_method() == "fork"
+
+
+class Mixed(Sampler):
+    """Draws each index when it is asked for, from one source of random numbers after the other."""
+
+    def __init__(self, samples):
+        self.left = samples.indices
+
+    def __len__(self):
+        return len(self.left)
+
+    def __iter__(self):
+        left = list(self.left)
+        for draw in (np.random.randint, random.randrange, lambda n: int(torch.randint(n, ()))) * 10:
+            yield left.pop(draw(len(left)))
+
+
+class InTwo(LightningDataModule):
+    """Each split is drawn when its loader is made; two of them are for validation."""
+
+    def __init__(self, width, learning_rate, batch_size):
+        super().__init__()
+
+    def train_dataloader(self):
+        samples = Numbered()
+        return DataLoader(samples, 3, sampler=Mixed(random_split(samples, [30, 10])[0]), num_workers=1)
+
+    def val_dataloader(self):
+        return [DataLoader(part, 4) for part in random_split(Numbered(), [24, 16])]
+
+
+class Seen(LightningModule):
+    """Writes down which samples its rank sees, and what it draws in a step."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.seen = torch.nn.Linear(64, 1), []
+
+    def note(self, split, batch):
+        self.seen.append([split, self.current_epoch, batch[0].tolist(), float(torch.rand(()))])
+
+    def training_step(self, batch, batch_idx):
+        self.note("train", batch)
+        self.log("forked", batch[2].float().mean())
+        return self.layer(batch[1]).square().mean()
+
+    def validation_step(self, batch, batch_idx, dataloader_idx):
+        self.note(f"validation {dataloader_idx}", batch)
+        self.log("val_loss", 1.0)
+
+    def on_fit_end(self):
+        Path(self.trainer.default_root_dir, f"seen-{self.global_rank}").write_text(json.dumps(self.seen))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.01)
 '''
 
 
@@ -192,7 +266,7 @@ def train(
     **options: Any,
 ) -> Trained:
     """One training; those in the same folder share a checkpoint. The project is on sys.path."""
-    folder.mkdir(exist_ok=True)
+    (folder / "logs").mkdir(parents=True, exist_ok=True)
     training, chosen = LightningTraining(module, data, headline), LightningOptions(**options)
     paths = folder / "model.pt", folder / "checkpoint", folder / "logs"
     job = training.job_of_ranks(job_of(training.subject(cast(TrainingSettings, settings), None), chosen, *paths))

@@ -1,5 +1,6 @@
 """Trainings under Lightning by real ranks: the project in docs/lightning.md, and variants of it."""
 
+import json
 import math
 import os
 import signal
@@ -9,7 +10,15 @@ from typing import Any
 import pytest
 
 from flyte_ddp.errors import InputError
-from flyte_ddp.events import CheckpointWritten, EpochChosen, EpochFinished, NotLearning, RunStarted, StepLogged
+from flyte_ddp.events import (
+    CheckpointWritten,
+    EpochChosen,
+    EpochFinished,
+    NotLearning,
+    RanksTimed,
+    RunStarted,
+    StepLogged,
+)
 from flyte_ddp.launch.failures import PreemptedError, RankError
 from tests.commands import same
 from tests.lightning.project import train, write_project
@@ -135,6 +144,31 @@ def test_a_module_that_optimizes_by_itself_and_never_validates_is_trained(tmp_pa
     assert trained.result.tested["accuracy"] > 0.5
 
 
+def test_ranks_draw_the_same_orders_and_splits_and_their_own_numbers_in_steps(tmp_path):
+    trained = train(tmp_path / "run", settings(epochs=2), "numerals.variants:Seen", "numerals.variants:InTwo")
+    seen = [json.loads((tmp_path / "run" / "logs" / f"seen-{rank}").read_text()) for rank in range(2)]
+    orders = []
+    for split, count in {"train": 30, "validation 0": 24, "validation 1": 16}.items():
+        for epoch in range(2):
+            mine, others = (
+                [index for *which, batch, _ in of_rank for index in batch if which == [split, epoch]]
+                for of_rank in seen
+            )
+            assert len({*mine, *others}) == len(mine + others) == count, split
+            orders.append(mine)
+    assert orders[0] != orders[1], "each epoch has its own"
+    drawn = [number for of_rank in seen for *_, number in of_rank]
+    assert len({*drawn}) == len(drawn)
+    assert trained.result.epochs[0].train["forked"] == 1, "a worker that imports torch anew costs seconds"
+    times = of(RanksTimed, trained)[-1]
+    assert len(times.data) == 2
+    assert min(times.data) > 0
+    reasons = [warning.reason for warning in trained.result.warnings]
+    assert any(
+        "loss is not shown for the validation, which logs loss/dataloader_idx_0" in reason for reason in reasons
+    ), reasons
+
+
 def test_checkpoints_of_the_modules_own_are_lightnings(tmp_path):
     whole = train(tmp_path / "whole", settings(), "numerals.variants:Keeping")
     assert len(of(CheckpointWritten, whole)) == 3
@@ -195,6 +229,12 @@ def test_what_is_not_finite_ends_the_run_wherever_it_shows(tmp_path, module, wor
         ("model:nn", "model:Numerals", {}, "numerals.model:nn must be a subclass of lightning.pytorch.LightningModule"),
         ("model:Numerals", "model:Numerals", {}, "must be a subclass of lightning.pytorch.LightningModule"),
         ("variants:Depth", "model:Numerals", {}, "Depth.__init__ needs depth, and Settings has no such field: add one"),
+        (
+            "variants:Scaled",
+            "model:Numerals",
+            {},
+            "Settings.learning_rate must be a parameter of __init__, by this name, in Scaled and Numerals",
+        ),
         ("model:LitNumerals", "variants:WithoutTraining", {}, "WithoutTraining must define train_dataloader"),
         ("model:LitNumerals", "variants:WithoutLength", {}, "train_dataloader has no length: set limit_train_batches"),
         ("model:LitNumerals", "variants:WithoutBatches", {}, "WithoutBatches: train_dataloader must have a batch for"),

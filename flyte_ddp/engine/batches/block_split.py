@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from flyte_ddp.data.blocks.blocks import Blocks, check_count, open_rows, tree_of
+from flyte_ddp.engine.batches.arrays import tensor_of
 from flyte_ddp.engine.batches.block_cache import Ahead, BlockCache, needed_bytes
 from flyte_ddp.engine.batches.block_order import BlockOrder, Uses
 from flyte_ddp.engine.batches.loading import made_ahead
@@ -36,6 +37,8 @@ class Reading:
 
 class BlockSplit:
     """See Split. Its samples are those of the first block, then those of the second, and so on."""
+
+    remedy = "look at its host's way to the storage and at its disk, or raise threads of Blocks"
 
     def __init__(self, blocks: Blocks, name: str, reading: Reading, chosen: np.ndarray | None = None):
         """name: of the split. chosen: (n,) int64, the blocks that it consists of; None is all of them."""
@@ -79,7 +82,7 @@ class BlockSplit:
         chosen = np.unique(np.linspace(0, len(self.ends) - 1, min(blocks, len(self.ends)), dtype=np.int64))
         starts = self.ends - self.block_lengths
         samples = np.concatenate([np.arange(starts[one], self.ends[one]) for one in chosen])
-        return torch.from_numpy(samples[np.linspace(0, len(samples) - 1, count, dtype=np.int64)])
+        return tensor_of(samples[np.linspace(0, len(samples) - 1, count, dtype=np.int64)])
 
     def fetch(self, parts: Iterable[Tensor]) -> Iterator[Any]:
         """For a few samples, in any order. Their blocks stay for the next call, as far as the cache has room."""
@@ -87,7 +90,7 @@ class BlockSplit:
         for part in parts:
             self._keep(set(self.blocks_of(part.numpy()).tolist()))
             tree = rows.read_batch(part.numpy())
-            yield pytree.tree_map(lambda leaf: torch.from_numpy(leaf).to(self.device), tree)
+            yield pytree.tree_map(lambda leaf: tensor_of(leaf).to(self.device), tree)
 
     def in_order(
         self, keys: Sequence[int | None], batch_size: int, samples: int, computed: Computed
@@ -164,7 +167,7 @@ class BlocksInOrder:
                 torch.cuda.set_device(gpu)  # a thread begins with the host's first, where pinning would take memory
             for step, part in zip(steps, parts, strict=True):
                 ahead.wait(step, split.blocks_of(part.numpy()).tolist())
-                tree = pytree.tree_map(torch.from_numpy, rows.read_batch(part.numpy()))
+                tree = pytree.tree_map(tensor_of, rows.read_batch(part.numpy()))
                 ahead.finish(step)
                 yield pytree.tree_map(Tensor.pin_memory, tree) if pins else tree
 

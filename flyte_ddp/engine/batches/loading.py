@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from flyte_ddp.engine.batches.arrays import KINDS, tensor_of
 from flyte_ddp.engine.batches.lengths import Lengths
 from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.errors import DataError
@@ -33,6 +34,8 @@ class Streamed:
     If the dataset has a method read_batch(indices (n,) int64 array), it returns a whole batch, a tree of arrays
     (n, ...).
     """
+
+    remedy = "look at what its host reads from, or raise loader_workers"
 
     def __init__(self, dataset: Any, device: torch.device, workers: int = 0, pin_memory: bool = False):
         self.dataset, self.device, self.workers, self.pin_memory = dataset, device, workers, pin_memory
@@ -112,7 +115,7 @@ class _Read:
         return _Read(pytree.tree_map(lambda leaf: leaf.pin_memory(), self.tensors()), self.problem)
 
     def tensors(self) -> Any:
-        return pytree.tree_map(torch.as_tensor, self.tree)
+        return pytree.tree_map(lambda leaf: tensor_of(leaf) if isinstance(leaf, np.ndarray) else leaf, self.tree)
 
 
 class _Reader(Dataset[Any]):
@@ -136,29 +139,38 @@ def read_samples(dataset: Any, indices: np.ndarray, is_padded: bool = False) -> 
     if hasattr(dataset, "read_batch"):
         return dataset.read_batch(indices)
     samples = [dataset[int(index)] for index in indices]
-    # without torch's default_collate, which in a worker puts tensors into shared memory
-    return pytree.tree_map(lambda *leaves: _stack(dataset, leaves, is_padded), *samples)
-
-
-def _stack(dataset: Any, leaves: Sequence[Any], is_padded: bool) -> np.ndarray:
-    arrays = [np.asarray(leaf) for leaf in leaves]
-    shapes = {array.shape for array in arrays}
-    if len(shapes) > 1 and len({shape[1:] for shape in shapes if shape}) == 1 and () not in shapes:
-        if not is_padded:
-            some = " and ".join(map(str, sorted(shapes)[:2]))
+    structures = [pytree.tree_structure(sample) for sample in samples]
+    for index, structure, sample in zip(indices, structures, samples, strict=True):
+        if structure != structures[0]:
+            first, other = (pytree.tree_map(lambda leaf: type(leaf).__name__, one) for one in (samples[0], sample))
             raise DataError(
-                f"{type(dataset).__name__}: samples must have the same shape, got {some}: pad them, or let the "
-                "recipe's lengths(split) return their lengths, so that all ranks pad alike"
+                f"{type(dataset).__name__}: samples must be built alike, got {first} as sample {indices[0]} and "
+                f"{other} as sample {index}"
             )
+    # without torch's default_collate, which in a worker puts tensors into shared memory
+    return pytree.tree_map(lambda *leaves: _stack(dataset, indices, leaves, is_padded), *samples)
+
+
+def _stack(dataset: Any, indices: np.ndarray, leaves: Sequence[Any], is_padded: bool) -> np.ndarray:
+    arrays = [np.asarray(leaf) for leaf in leaves]
+    for index, leaf, array in zip(indices, leaves, arrays, strict=True):
+        if array.dtype.kind not in KINDS:
+            raise DataError(
+                f"{type(dataset).__name__}: samples must be numbers, got {type(leaf).__name__} in sample {index}: "
+                "leave it out, or encode it as a number"
+            )
+    shapes = {array.shape for array in arrays}
+    if len(shapes) > 1:
+        can_be_padded = len({shape[1:] for shape in shapes if shape}) == 1 and () not in shapes
+        if not (is_padded and can_be_padded):
+            some = " and ".join(map(str, sorted(shapes)[:2]))
+            remedy = "crop, resize or leave out some"
+            if can_be_padded:
+                remedy = "pad them, or let the recipe's lengths(split) return these, so that all ranks pad alike"
+            raise DataError(f"{type(dataset).__name__}: samples must have the same shape, got {some}: {remedy}")
         longest = max(len(array) for array in arrays)
         arrays = [np.pad(array, [(0, longest - len(array))] + [(0, 0)] * (array.ndim - 1)) for array in arrays]
-    rows = np.stack(arrays)
-    if rows.dtype.kind not in "biufc":
-        raise DataError(
-            f"{type(dataset).__name__}: samples must be numbers, got {type(leaves[0]).__name__}: leave it out, or "
-            "encode it as a number"
-        )
-    return rows
+    return np.stack(arrays)
 
 
 def _as_it_is(batch: Any) -> Any:

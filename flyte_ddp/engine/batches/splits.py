@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flyte_ddp.engine.batches.arrays import KINDS, tensor_of
 from flyte_ddp.engine.batches.block_split import BlockSplit
 from flyte_ddp.engine.batches.lengths import Lengths, lengths_of
 from flyte_ddp.engine.batches.order import shuffled
@@ -16,9 +17,14 @@ from flyte_ddp.random_numbers import Use, key_of
 
 
 class Split(Protocol):
-    """The samples of a split, wherever they are."""
+    """The samples of a split, wherever they are.
+
+    Attributes:
+        remedy: for a rank that waits for them longer than others.
+    """
 
     device: torch.device
+    remedy: str
 
     def __len__(self) -> int: ...
 
@@ -32,9 +38,10 @@ class Resident:
     def __init__(self, data: Any, device: torch.device):
         """Raises InputError if the data cannot be trained on; the caller says which data."""
         self.device = device
+        self.remedy = "look for other programs on its host, at what augment does, and at the disk of memory maps"
         self.lengths: Lengths | None = None
         leaves, self._structure = pytree.tree_flatten(data)
-        leaves = [leaf if isinstance(leaf, np.memmap) else _as_tensor(leaf) for leaf in leaves]
+        leaves = [leaf if isinstance(_checked(leaf), np.memmap) else _as_tensor(leaf) for leaf in leaves]
         lengths = [len(leaf) if leaf.ndim else 0 for leaf in leaves]
         if not lengths or min(lengths) < 1 or len(set(lengths)) > 1:
             shapes = ", ".join(str(tuple(leaf.shape)) for leaf in leaves) or "no tensors"
@@ -58,7 +65,7 @@ class Resident:
             yield pytree.tree_unflatten(leaves, self._structure)
 
     def _read(self, leaf: np.memmap, indices: Tensor) -> Tensor:
-        return self._to_device(torch.from_numpy(leaf[indices.numpy()]))
+        return self._to_device(tensor_of(leaf[indices.numpy()]))
 
     def _to_device(self, read: Tensor) -> Tensor:
         # only from page-locked memory is the copy asynchronous
@@ -66,19 +73,23 @@ class Resident:
         return read.to(self.device, non_blocking=True)
 
 
-def _as_tensor(leaf: Any) -> Tensor:
+def _checked(leaf: Any) -> Any:
     if not isinstance(leaf, (Tensor, np.ndarray)):
         raise InputError(f"data must be tensors, arrays or a torch Dataset, got {type(leaf).__name__}")
-    if isinstance(leaf, np.ndarray) and leaf.dtype.kind not in "biufc":
+    if isinstance(leaf, np.ndarray) and leaf.dtype.kind not in KINDS:
         raise InputError(f"data must be numbers, got {leaf.dtype.name}: leave it out, or encode it as numbers")
-    return torch.as_tensor(leaf)
+    return leaf
+
+
+def _as_tensor(leaf: Tensor | np.ndarray) -> Tensor:
+    return leaf if isinstance(leaf, Tensor) else tensor_of(leaf)
 
 
 class Part:
     """Some samples of a split: `count` of them, at(positions (n,) int64) being their indices in it."""
 
     def __init__(self, split: Split, count: int, at: Callable[[Tensor], Tensor]):
-        self.split, self.count, self.at, self.device = split, count, at, split.device
+        self.split, self.count, self.at, self.device, self.remedy = split, count, at, split.device, split.remedy
         lengths = lengths_of(split)
         self.lengths = lengths.of(at(torch.arange(count))) if lengths else None
 

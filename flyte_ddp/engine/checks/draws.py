@@ -16,16 +16,23 @@ from flyte_ddp.code.code_version import is_installed
 from flyte_ddp.engine.global_batch.operators import draws_so_far
 from flyte_ddp.engine.torch_compat import TorchDispatchMode, arguments_of, pytree
 
+TRANSFORMS = "torchvision.transforms"  # compared with names: ranks that don't use it are not to import it
 # The remedy for other random numbers
 DRAWN = "torch draw, in augment() from its argument random, in the network by torch.rand, randn, randint or bernoulli"
 
 
 class Draws(TorchDispatchMode):
-    """Counts the random numbers that torch's operations draw, other than by row."""
+    """Counts the random numbers that torch's operations draw, other than by row.
+
+    Attributes:
+        found: how many, by place and operation, or the transform of torchvision that called it.
+        transforms: the names of these.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.found: Counter[tuple[str, str]] = Counter()
+        self.transforms: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, before = kwargs or {}, draws_so_far()
@@ -36,8 +43,23 @@ class Draws(TorchDispatchMode):
             and _really_draws(func, args, kwargs)
         ):
             drawn = sum(leaf.numel() for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor))
-            self.found[_caller(func.name().removeprefix("aten::").partition(".")[0])] += drawn
+            self.found[self._caller(func.name().removeprefix("aten::").partition(".")[0])] += drawn
         return result
+
+    def _caller(self, operation: str) -> tuple[str, str]:
+        """'file, line n' of the user's code that the call comes from, and the layer, transform or operation that
+        draws."""
+        frame, lines, transform = sys._getframe(2), [], ""
+        while frame:
+            owner = frame.f_locals.get("self")
+            if isinstance(owner, nn.RNNBase):
+                operation = owner.mode.split("_")[0]
+            elif type(owner).__module__.startswith(TRANSFORMS):
+                transform = transform or type(owner).__name__
+            lines.append((frame.f_code.co_filename, frame.f_lineno))
+            frame = frame.f_back  # type: ignore[assignment]
+        self.transforms |= {transform} - {""}
+        return users_line(iter(lines)) or "the network", transform or operation
 
 
 def _really_draws(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
@@ -46,17 +68,6 @@ def _really_draws(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> boo
     probability = next((given[name] for name in ("dropout_p", "dropout", "p") if name in given), 1.0)
     is_training = next((given[name] for name in ("train", "training") if name in given), True)
     return bool(probability) and is_training is not False
-
-
-def _caller(operation: str) -> tuple[str, str]:
-    """'file, line n' of the user's code that the call comes from, and the layer or operation that draws."""
-    frame, lines = sys._getframe(1), []
-    while frame:
-        if isinstance(owner := frame.f_locals.get("self"), nn.RNNBase):
-            operation = owner.mode.split("_")[0]
-        lines.append((frame.f_code.co_filename, frame.f_lineno))
-        frame = frame.f_back  # type: ignore[assignment]
-    return users_line(iter(lines)) or "the network", operation
 
 
 def users_line(lines: Iterator[tuple[str, int]]) -> str:

@@ -38,6 +38,7 @@ class Probed:
         names: of the measures.
         headline: the name of the main measure.
         reasons: why the result depends on the number of ranks; only if the recipe allows that.
+        alike: what changes all samples of a batch alike, where one would rather change each.
         sample_flops: floating-point operations of a training step, forward and backward, per sample.
         rows: what draws by row, having seen where samples are in what is drawn.
         moving: the weights, by name, that are not trained but changed otherwise, such as a teacher's.
@@ -46,6 +47,7 @@ class Probed:
     names: tuple[str, ...]
     headline: str
     reasons: list[str]
+    alike: list[str]
     sample_flops: float
     rows: ByRow
     moving: frozenset[str]
@@ -59,6 +61,7 @@ class _Tried(NamedTuple):
     totals: list[float]
     sample_flops: float
     moving: frozenset[str]
+    alike: list[str]
 
 
 def probe(recipe: Recipe, model: nn.Module, splits: dict[str, Split], steps: int, mixed: bool) -> Probed:
@@ -82,7 +85,7 @@ def probe(recipe: Recipe, model: nn.Module, splits: dict[str, Split], steps: int
     reasons, rows = unequal_data(recipe, splits), ByRow(recipe.share)
     try:
         training = _try_training(recipe, model, splits["train"], rows, steps)
-        reasons += training.reasons
+        reasons = reasons or training.reasons  # what differs from the start is found again wherever it goes
         tests = Trials(recipe, model, rows, splits["test"], _count(recipe, splits["test"], is_training=False), False)
         tested = tests(0, tests.size)
         _try_results(recipe, tested, mixed)
@@ -94,7 +97,7 @@ def probe(recipe: Recipe, model: nn.Module, splits: dict[str, Split], steps: int
     if reasons and not recipe.may_depend_on_ranks:
         raise InputError(f"the result would depend on the number of ranks: {'; '.join(reasons)}. {REMEDY}")
     headline = headline_of(recipe, ratios(recipe, training.names, training.totals))
-    return Probed(training.names, headline, reasons, training.sample_flops, rows, training.moving)
+    return Probed(training.names, headline, reasons, training.alike, training.sample_flops, rows, training.moving)
 
 
 def _try_training(recipe: Recipe, model: nn.Module, split: Split, rows: ByRow, steps: int) -> _Tried:
@@ -116,7 +119,12 @@ def _try_training(recipe: Recipe, model: nn.Module, split: Split, rows: ByRow, s
     reasons = dependences(recipe, trials, whole) or scaled_rates(recipe, trials.model, steps)
     _try_step(recipe, trials.model)
     moving = _moving(trials, model)
-    return _Tried(reasons, tuple(whole.pairs), _totals(whole), counter.get_total_flops() / trials.size, moving)
+    alike = [
+        f"{where}: torchvision's {name} changes all samples of a batch alike, by the same random numbers: call it on "
+        "each sample, in a Dataset, or draw from the argument random of augment()"
+        for where, name in whole.alike
+    ]
+    return _Tried(reasons, tuple(whole.pairs), _totals(whole), counter.get_total_flops() / trials.size, moving, alike)
 
 
 def _count(recipe: Recipe, split: Split, is_training: bool = True) -> int:

@@ -32,6 +32,7 @@ class Trial:
         pairs: values and weights of each measure.
         draws: how many random numbers were drawn, by place and operation, other than by row.
         drawn: operation and shape of what was drawn by row.
+        alike: the transforms of torchvision, with their places, that drew for the whole batch at once.
         strays: the methods that drew numpy's or Python's random numbers.
         buffers: of the network, afterwards.
         weights: the sums of those that are not as they were before, by name.
@@ -43,6 +44,7 @@ class Trial:
     pairs: dict[str, tuple[Tensor, Tensor]]
     draws: "Counter[tuple[str, str]]"
     drawn: list[tuple[str, tuple[int, ...]]]
+    alike: list[tuple[str, str]]
     strays: list[str]
     buffers: dict[str, Tensor]
     weights: dict[str, float]
@@ -122,7 +124,9 @@ class Trials:
         gradients = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
         changed = changed_weights(self.model, self.original) if self.original else {}
         weights = {name: weight.sum(dtype=torch.float64).item() for name, weight in changed.items()}
-        return Trial(last - first, stages, pairs, draws.found, self.rows.drawn, strays, buffers, weights, gradients)
+        alike = [(where, operation) for where, operation in draws.found if operation in draws.transforms]
+        drawn = draws.found, self.rows.drawn, alike
+        return Trial(last - first, stages, pairs, *drawn, strays, buffers, weights, gradients)
 
     def _start_afresh(self) -> None:
         self.model.train(self.is_training).zero_grad()

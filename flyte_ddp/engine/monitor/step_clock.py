@@ -44,6 +44,9 @@ class StepClock:
 
     On a GPU these are events in its stream, so nobody waits for them, and the time is the device's own: data that come
     while it still computes have not been waited for.
+
+    Attributes:
+        samples: since they were read.
     """
 
     def __init__(self, device: torch.device):
@@ -77,7 +80,7 @@ class StepClock:
             self.lap(Part.DATA)
             if shares is None:
                 return
-            self._samples += sum(share.share.count for share in shares)
+            self.samples += sum(share.share.count for share in shares)
             self.steps += 1
             yield shares
 
@@ -89,7 +92,7 @@ class StepClock:
         """
         self._add_up()
         mine = torch.zeros(distributed.get_world_size(), 4, dtype=torch.float64)
-        mine[distributed.get_rank()] = torch.tensor([*self._seconds[: Part.OTHER], self._samples], dtype=mine.dtype)
+        mine[distributed.get_rank()] = torch.tensor([*self._seconds[: Part.OTHER], self.samples], dtype=mine.dtype)
         self._set_to_zero()
         everyones = mine.to(self._device)
         distributed.all_reduce(everyones)
@@ -97,7 +100,7 @@ class StepClock:
 
     def _set_to_zero(self) -> None:
         self._seconds = [0.0] * len(Part)
-        self._samples = self.steps = 0
+        self.samples = self.steps = 0
 
     def _add_up(self) -> None:
         """Adds up what the device has reached."""

@@ -8,17 +8,16 @@ import numpy as np
 from flyte_ddp.engine.monitor.step_clock import Part
 from flyte_ddp.events import RanksTimed, SlowRank
 
-FACTOR = 1.25  # a rank is late if it needs more than so many times what the median rank needs
+FACTOR = 1.25  # a rank is late if it needs more than so many times what a fast one needs
 LEAST_STEP_SECONDS = 0.002  # by which it prolongs a step: less is the noise of short steps
 IN_A_ROW = 3  # so many windows in which it is late make a warning
 WINDOW_SECONDS = 1.0  # a window is a log, or as many as take so long: whatever runs beside would disturb shorter ones
 MOST_TOLD = 16  # warnings, so that a large world that is slow does not fill its page
 SAMPLES = 3  # the column of a table of times after those of Part
 WORDS = {
-    "data": "waits for its data {} in each step, the median rank {} ({}): look at what its host "
-    "reads from; for a Dataset, raise loader_workers",
-    "compute": "computes {} in each step, the median rank {} ({}): look for other programs on its host, and for a GPU "
-    "that is hot or shared",
+    "data": "waits for its data {} in each step, a fast rank {} ({}): ",
+    "compute": "computes {} in each step, a fast rank {} ({}): look for other programs on its host, and for a GPU that "
+    "is hot or shared",
 }
 
 
@@ -29,10 +28,11 @@ class Stragglers:
     least for the others, and it is the one that these wait for.
     """
 
-    def __init__(self, hosts: Sequence[str], meet_within: bool = False):
-        """hosts: by rank. meet_within: whether the ranks wait for each other while they compute, as those of a sharded
-        network do: all seem to compute equally long, so only their data tell them apart."""
-        self._hosts, self._meet_within = hosts, meet_within
+    def __init__(self, hosts: Sequence[str], remedy: str, meet_within: bool = False):
+        """hosts: by rank. remedy: for a rank that is slow in its data. meet_within: whether the ranks wait for each
+        other while they compute, as those of a sharded network do: all seem to compute equally long, so only their data
+        tell them apart."""
+        self._hosts, self._meet_within, self._words = hosts, meet_within, {**WORDS, "data": WORDS["data"] + remedy}
         self._totals = np.zeros((len(hosts), 4))  # the last column: for how long the others have waited for it
         self._window, self._steps = np.zeros((len(hosts), 4)), 0
         self._last: deque[tuple[np.ndarray, np.ndarray, int]] = deque(maxlen=IN_A_ROW)  # times, who was late, steps
@@ -48,7 +48,7 @@ class Stragglers:
             times[:, Part.WAITING] += times[:, Part.COMPUTING] - least
             times[:, Part.COMPUTING] = least
         needed = needed_by(times)
-        waited_for = (needed - median(needed)).clip(0)
+        waited_for = (needed - fast(needed)).clip(0)
         self._totals += np.column_stack([times[:, :SAMPLES], waited_for])
         self._window, self._steps = self._window + times, self._steps + steps
         if self._window[0, :SAMPLES].sum() < WINDOW_SECONDS:
@@ -65,13 +65,13 @@ class Stragglers:
             return []
         each, were_late, steps = zip(*self._last, strict=True)
         times, count = np.sum(each, 0), sum(steps)
-        usual, found = median(times), []
+        usual, found = fast(times), []
         in_data, in_step = ("data", Part.DATA), ("compute", Part.COMPUTING)
         for rank in np.flatnonzero(np.all(were_late, 0)).tolist():
             beyond = times[rank] - usual
             cause, part = in_data if beyond[Part.DATA] > beyond[Part.COMPUTING] else in_step
             figures = [f"{of[part] / count * 1e3:,.1f} ms" for of in (times[rank], usual)]
-            what = WORDS[cause].format(*figures, f"{count} steps until step {step} of epoch {epoch + 1}")
+            what = self._words[cause].format(*figures, f"{count} steps until step {step} of epoch {epoch + 1}")
             reason = f"the others wait for rank {rank} on {self._hosts[rank]}, which {what}"
             found.append(SlowRank(epoch, step, reason, rank, self._hosts[rank], cause))
         return found
@@ -81,9 +81,9 @@ class Stragglers:
 
 
 def late(times: np.ndarray, steps: int) -> np.ndarray:
-    """(ranks,) bool: who took much longer in so many steps than the median rank, and than its share of the samples."""
+    """(ranks,) bool: who took much longer in so many steps than a fast rank, and than its share of the samples."""
     needed, samples = needed_by(times), times[:, SAMPLES]
-    fair = median(needed) * (samples / max(1, median(samples))).clip(1)  # shares of a small batch are uneven
+    fair = fast(needed) * (samples / max(1, fast(samples))).clip(1)  # shares of a small batch are uneven
     return (needed > FACTOR * fair) & (needed - fair >= LEAST_STEP_SECONDS * steps)
 
 
@@ -92,7 +92,7 @@ def needed_by(times: np.ndarray) -> np.ndarray:
     return times[:, Part.DATA] + times[:, Part.COMPUTING]
 
 
-def median(of_ranks: np.ndarray) -> np.ndarray:
-    """The lower one of two in the middle, or of two ranks neither could be slow."""
-    middle: np.ndarray = np.sort(of_ranks, axis=0)[(len(of_ranks) - 1) // 2]
-    return middle
+def fast(of_ranks: np.ndarray) -> np.ndarray:
+    """The lower quartile, of which up to four ranks have their fastest: more of them than half may be slow."""
+    quartile: np.ndarray = np.sort(of_ranks, axis=0)[(len(of_ranks) - 1) // 4]
+    return quartile

@@ -147,7 +147,10 @@ def check_types(recipe: Recipe, model: nn.Module) -> None:
         rule, remedy = "what is trained must be float32, or small updates are lost", "call float() on it"
         if not weight.requires_grad:
             rule, remedy = "what is frozen must be float32 or bfloat16", "call bfloat16() on it"
-        raise InputError(
-            f"{code_location(recipe, 'model')}: {name} is {str(weight.dtype).removeprefix('torch.')}, but {rule}: "
-            f"{remedy}, or give from_pretrained a dtype (precision decides what is computed in)"
-        )
+        remedy += ", or give from_pretrained a dtype (precision decides what is computed in)"
+        if not weight.is_floating_point():  # which neither float() nor bfloat16() changes
+            remedy = "register_buffer() it instead"
+            if weight.is_complex() and weight.requires_grad:
+                remedy = "keep torch.view_as_real of it as the parameter, and let forward call torch.view_as_complex"
+        kind = str(weight.dtype).removeprefix("torch.")
+        raise InputError(f"{code_location(recipe, 'model')}: {name} is {kind}, but {rule}: {remedy}")

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from benchmarks.faults import has_ended
+from flyte_ddp.batch_share import BatchShare
+from flyte_ddp.engine.measures import augment
 from flyte_ddp.errors import InputError, NonFiniteError
 from flyte_ddp.events import Event, NotLearning, Printed
 from flyte_ddp.launch.failures import RankError
@@ -58,6 +60,7 @@ REFUSED = {
     "NoLoss": ["NoLoss.measure", 'must return a dict with "loss"', "['error']"],
     "Headline": ["Headline.headline must be one of loss, got 'acuracy'"],
     "AugmentDrops": ["AugmentDrops.augment", "must return tensors of the same 8 samples"],
+    "TurnedEach": ["draws random numbers of its own (RandomAffine)", "let torch draw, in augment()"],
     "MicroBatchNorm": ["MicroBatchNorm.micro_batch must be 0", "nn.GroupNorm"],
     "MicroEveryone": ["MicroEveryone.micro_batch must be 0", "couples_samples"],
     "GroupedNormOfSteps": ["GroupedNormOfSteps.forward", "depends on the others", "in the order of the samples"],
@@ -110,6 +113,29 @@ def test_what_does_not_depend_on_it_passes(alone, tmp_path, name):
     assert not any("the number of ranks" in warning for warning in run(name, tmp_path).warnings)
 
 
+def test_a_dataset_that_draws_is_the_only_reason(alone, tmp_path):
+    with pytest.raises(InputError) as caught:
+        run("NoisyDataset", tmp_path)
+    assert "depends on the others" not in caught.value.message
+
+
+def test_a_transform_that_changes_a_batch_alike_is_named_and_trained(alone, tmp_path):
+    found = [run("TurnedAlike", tmp_path / name).warnings for name in ("one", "other")]
+    assert found[0] == found[1]
+    (warning,) = (one for one in found[0] if "alike" in one)
+    assert re.search(rf"{FILES}, line \d+: torchvision's RandomAffine changes all samples of a batch alike", warning)
+
+
+def test_what_is_drawn_for_a_batch_depends_on_its_position_alone():
+    share = BatchShare(count=SIZE)
+    found: list[torch.Tensor] = []
+    for seed in (7, 7, 8):
+        torch.rand(seed + len(found))
+        found.append(augment(CLASSES["TurnedByOne"](Settings()), torch.ones(SIZE, 2), seed, share))
+    assert torch.equal(found[0], found[1])
+    assert not torch.equal(found[0], found[2])
+
+
 @pytest.mark.parametrize("name", ["NaNWeights", "InfiniteWeights"])
 def test_weights_of_the_loss_that_are_not_finite_end_the_run(alone, tmp_path, name):
     with pytest.raises(NonFiniteError, match="loss is not finite in epoch 1, step 1, on rank 0"):
@@ -120,7 +146,7 @@ def test_every_recipe_of_the_modules_is_tested():
     recipes = {name for name, kind in CLASSES.items() if issubclass(kind, Sound)}
     assert recipes - {*REFUSED, *SOUND} == {
         "Permitted", "OneRankRaises", "RarelyLonger", "RarelyLongerPart", "Chatty", "Unseeded", "Borrowing",
-        "BorrowingGroups", "NaNWeights", "InfiniteWeights",
+        "BorrowingGroups", "TurnedAlike", "TurnedByOne", "NaNWeights", "InfiniteWeights",
     }  # fmt: skip
 
 

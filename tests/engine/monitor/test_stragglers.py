@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks.gpu_rows.training import train
 from benchmarks.slowed_settings import SLOWED, Settings
+from flyte_ddp.engine.batches.block_split import BlockSplit
 from flyte_ddp.engine.monitor.stragglers import MOST_TOLD, Stragglers
 from flyte_ddp.engine.monitor.watch import Watch
 from flyte_ddp.events import Event, NotLearning, RanksTimed, SlowRank
@@ -25,7 +26,7 @@ def times(*each, samples=None):
 
 def judge(*logs, meet_within=False):
     """What is said after each log, as (rank, cause)."""
-    stragglers = Stragglers([f"host{rank}" for rank in range(len(logs[0]))], meet_within)
+    stragglers = Stragglers([f"host{rank}" for rank in range(len(logs[0]))], "look at it", meet_within)
     return [
         [(slow.rank, slow.cause) for slow in stragglers.after_steps(0, number * STEPS, STEPS, log)]
         for number, log in enumerate(logs, 1)
@@ -37,6 +38,18 @@ FINE, IN_DATA, IN_STEP = (0.1, 1.0), (1.6, 1.0), (0.1, 2.0)
 
 def test_ranks_that_are_slow_alike_are_not_told():
     assert judge(*[times(IN_DATA, IN_DATA, IN_STEP)] * 5) == [[]] * 5
+
+
+def test_most_of_a_few_ranks_may_be_slow():
+    assert judge(*[times(IN_DATA, FINE, IN_STEP)] * 3)[-1] == [(0, "data"), (2, "compute")]
+    assert judge(*[times(IN_DATA, IN_DATA, FINE, IN_DATA)] * 3)[-1] == [(0, "data"), (1, "data"), (3, "data")]
+
+
+def test_the_remedy_is_one_of_the_data():
+    stragglers = Stragglers(["a", "b"], BlockSplit.remedy)
+    *_, (slow,) = (stragglers.after_steps(0, 10 * log, STEPS, times(FINE, IN_DATA)) for log in (1, 2, 3))
+    assert slow.reason.endswith("raise threads of Blocks")
+    assert "loader_workers" not in slow.reason
 
 
 def test_a_rank_that_is_slow_in_its_data_is_told_once_at_the_third_log_and_not_those_that_wait_for_it():
@@ -56,19 +69,19 @@ def test_two_slow_ranks_with_different_causes():
 
 
 def test_one_of_512_ranks_by_its_host_with_figures_and_a_remedy():
-    stragglers = Stragglers([f"node-{rank // 8}" for rank in range(512)])
+    stragglers = Stragglers([f"node-{rank // 8}" for rank in range(512)], "look at it")
     log = times(*[FINE] * 300, (0.1, 1.3), *[FINE] * 211)
     for step in (10, 20):
         assert stragglers.after_steps(1, step, STEPS, log) == []
     (slow,) = stragglers.after_steps(1, 30, STEPS, log)
     assert (slow.epoch, slow.step, slow.rank, slow.host, slow.cause) == (1, 30, 300, "node-37", "compute")
     assert slow.reason.startswith(
-        "the others wait for rank 300 on node-37, which computes 130.0 ms in each step, the median rank 100.0 ms "
+        "the others wait for rank 300 on node-37, which computes 130.0 ms in each step, a fast rank 100.0 ms "
         "(30 steps until step 30 of epoch 2): look for"
     )
 
 
-def test_a_rank_within_a_quarter_of_the_median_is_not_slow():
+def test_a_rank_within_a_quarter_of_a_fast_one_is_not_slow():
     assert judge(*[times(FINE, FINE, (0.1, 1.25))] * 5) == [[]] * 5
 
 
@@ -124,7 +137,7 @@ def test_a_large_world_that_is_slow_does_not_fill_the_page():
 
 
 def test_times_are_summed_up_over_the_attempt():
-    stragglers = Stragglers(["a", "b"])
+    stragglers = Stragglers(["a", "b"], "look at it")
     stragglers.after_steps(0, 10, STEPS, times((0.5, 1.0), (0.0, 1.0)))
     stragglers.after_steps(0, 20, STEPS, times((0.5, 1.0), (0.0, 2.0)))
     found = stragglers.so_far()
