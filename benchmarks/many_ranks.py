@@ -135,8 +135,8 @@ class Repeated:
     def __len__(self) -> int:
         return self._count
 
-    def fetch(self, parts: Any) -> Any:
-        return self._split.fetch(part % len(self._split) for part in parts)
+    def fetch(self, parts: Any, origins: Any) -> Any:
+        return self._split.fetch((part % len(self._split) for part in parts), origins)
 
 
 def names_of(recipe: Recipe, model: torch.nn.Module, batches: TrainBatches) -> tuple[str, ...]:

@@ -32,6 +32,8 @@ class Use(Enum):
     STEP = b"step"
     TEST_ORDER = b"test order"
     TEST_STEP = b"test step"
+    SAMPLE = b"sample"
+    TEST_SAMPLE = b"test sample"
     LIGHTNING = b"lightning"
 
 

@@ -62,6 +62,19 @@ def test_the_guide_to_a_lightning_module_works_as_it_stands(tmp_path):
     assert output(again, "model_state") == output(done, "model_state")
 
 
+def test_the_guide_to_transforms_works_as_it_stands(tmp_path):
+    text = (ROOT / "docs" / "transforms.md").read_text()
+    for name, block in re.findall(r"^```python\n# (\S+)\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        (tmp_path / name).write_text(block)
+    (command,) = re.findall(r"^```sh\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"}
+    done = subprocess.run(["sh", "-ec", command], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "alike" not in done.stderr
+    digits, again, turned, again_turned = (line.split()[1] for line in done.stdout.splitlines())
+    assert digits == again != turned == again_turned
+
+
 def test_the_readmes_own_model_trains_as_it_stands(tmp_path):
     text = (ROOT / "README.md").read_text()
     for block, name in re.findall(r"^```python\n(# (flowers/\S+)\n.*?)^```", text, re.MULTILINE | re.DOTALL):

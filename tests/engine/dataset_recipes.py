@@ -1,6 +1,7 @@
 """Recipes whose data are wrong, or only look it."""
 
 import multiprocessing
+import random
 import threading
 from typing import Any
 
@@ -24,11 +25,64 @@ class NoisyRows(Rows):
         return table()[index] + np.random.normal(size=WIDTH).astype(np.float32)
 
 
-class RarelyNoisyRows(Rows):
+class OwnGenerator(Rows):
     """The few samples that are looked at may all come out the same: the state of the random numbers gives it away."""
 
+    def __init__(self):
+        self.steps = [{"rng": np.random.default_rng()}]
+
     def __getitem__(self, index):
-        return table()[index] * (1 if np.random.random() < 0.999 else -1)
+        return table()[index] * (1 if self.steps[0]["rng"].random() < 0.999 else -1)
+
+
+class OwnTransform(Rows):
+    """Has what albumentations' transforms have, with other generators behind it."""
+
+    def __init__(self):
+        self.transform = Jitter()
+
+    def __getitem__(self, index):
+        return table()[index] + self.transform.python.random() + self.transform.torch_draw()
+
+
+class Jitter:
+    def __init__(self):
+        self.python, self.generator = random.Random(3), torch.Generator().manual_seed(3)
+
+    def set_random_seed(self, seed):
+        self.python.seed(seed)
+        self.generator.manual_seed(seed)
+
+    def torch_draw(self):
+        return torch.rand(WIDTH, generator=self.generator).numpy()
+
+
+class OwnTransformSeeded(OwnTransform):
+    """Does what the message says."""
+
+    def __getitem__(self, index):
+        self.transform.set_random_seed(torch.randint(2**31, ()).item())
+        return super().__getitem__(index)
+
+
+class OwnGeneratorSeeded(OwnGenerator):
+    """Does what the message says."""
+
+    def __getitem__(self, index):
+        self.steps[0]["rng"] = np.random.default_rng(torch.randint(2**31, ()).item())
+        return super().__getitem__(index)
+
+
+class FreshGenerator(Rows):
+    def __getitem__(self, index):
+        return table()[index] + np.random.default_rng().normal(size=WIDTH).astype(np.float32)
+
+
+class NoisyReader(Rows):
+    """Draws once in a thousand batches, for whatever is read together."""
+
+    def read_batch(self, indices):
+        return table()[indices] * (1 if np.random.random() < 0.999 else -1)
 
 
 class SeededRows(Rows):
@@ -51,8 +105,28 @@ class NoisyDataset(Sound):
         return self.dataset()
 
 
-class RarelyNoisyDataset(NoisyDataset):
-    dataset = RarelyNoisyRows
+class OwnGeneratorDataset(NoisyDataset):
+    dataset = OwnGenerator
+
+
+class OwnGeneratorSeededDataset(NoisyDataset):
+    dataset = OwnGeneratorSeeded
+
+
+class OwnTransformDataset(NoisyDataset):
+    dataset = OwnTransform
+
+
+class OwnTransformSeededDataset(NoisyDataset):
+    dataset = OwnTransformSeeded
+
+
+class FreshGeneratorDataset(NoisyDataset):
+    dataset = FreshGenerator
+
+
+class NoisyReaderDataset(NoisyDataset):
+    dataset = NoisyReader
 
 
 class SeededDataset(NoisyDataset):

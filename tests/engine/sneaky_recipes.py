@@ -6,7 +6,7 @@ import torch
 from torch import distributed, nn
 from torchvision.ops import StochasticDepth
 
-from tests.engine.dataset_recipes import NoisyRows, Rows
+from tests.engine.dataset_recipes import FreshGenerator, Rows
 from tests.engine.probe_recipes import SIZE, WIDTH, Sound, body, table
 
 # --- the rank, and the number of ranks ---
@@ -140,7 +140,7 @@ class CentredPredictions(Sound):
 
 class NoisyTestSplit(Sound):
     def data(self, split):
-        return Rows() if split == "train" else NoisyRows()
+        return Rows() if split == "train" else FreshGenerator()
 
 
 class MixingReader(Rows):

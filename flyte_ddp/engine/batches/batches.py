@@ -11,6 +11,7 @@ from flyte_ddp.batch_share import BatchShare
 from flyte_ddp.engine.batches.block_split import BlockSplit
 from flyte_ddp.engine.batches.lengths import SimilarLengths, lengths_of
 from flyte_ddp.engine.batches.order import shuffled
+from flyte_ddp.engine.batches.sample_seeds import Origin
 from flyte_ddp.engine.batches.splits import Split
 from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.random_numbers import Use, key_of
@@ -71,10 +72,13 @@ class Order(Protocol):
 
 
 class Shuffled:
-    """Each pass over the samples is in the order of its own key; with None they come as they are."""
+    """Each pass over the samples is in the order of its own key; with None they come as they are.
 
-    def __init__(self, split: Split, keys: Sequence[int | None]):
-        self.split, self.keys = split, keys
+    origin(step): of what this rank computes, see sample_seeds.
+    """
+
+    def __init__(self, split: Split, keys: Sequence[int | None], origin: Callable[[int], Origin] = lambda step: None):
+        self.split, self.keys, self.origin = split, keys, origin
 
     def at(self, positions: Tensor) -> Tensor:
         size = len(self.split)
@@ -86,7 +90,7 @@ class Shuffled:
         return found
 
     def fetch(self, parts: Iterable[Tensor], steps: range) -> Iterator[Any]:
-        return self.split.fetch(parts)
+        return self.split.fetch(parts, (self.origin(step) for step in steps))
 
     def check_room(self) -> None:
         pass
@@ -143,11 +147,11 @@ class _Batches:
         start, stop = self.samples_until(step), self.samples_until(step + 1)
         return slice(*rank_slice(start, stop, number, count or self.virtual_ranks, self.norm_samples or 1))
 
-    def _order(self, keys: Sequence[int | None]) -> Order:
-        """keys: of each pass over the samples."""
+    def _order(self, keys: Sequence[int | None], origin: Callable[[int], Origin] = lambda step: None) -> Order:
+        """keys: of each pass over the samples. origin: see Shuffled."""
         if isinstance(self.split, BlockSplit):
             return self.split.in_order(keys, self.batch_size, self.samples, self._computed)
-        return Shuffled(self.split, keys)
+        return Shuffled(self.split, keys, origin)
 
     def _fetch(self, order: Order, steps: range) -> Iterator[tuple[int, list[tuple[Any, BatchShare]]]]:
         """Of each step, the rank's shares and their tensors."""
@@ -236,7 +240,8 @@ class TrainBatches(_Batches):
             yield [Batch(self.augment(tree, other, share, epoch), share, seed) for tree, share in shares]
 
     def _order_of(self, epoch: int) -> Order:
-        order, lengths = self._order(self._keys(epoch)), lengths_of(self.split)
+        keys, lengths = self._keys(epoch), lengths_of(self.split)
+        order = self._order(keys, lambda step: (keys[0], self._computed(step).start))
         if lengths and self.length_window:
             key = key_of(Use.LENGTHS, self.seed, epoch)
             return SimilarLengths(order, lengths.each, self.samples, self.batch_size, self.length_window, key)

@@ -15,6 +15,7 @@ from flyte_ddp.engine.batches.block_cache import Ahead, BlockCache, needed_bytes
 from flyte_ddp.engine.batches.block_order import BlockOrder, Uses
 from flyte_ddp.engine.batches.loading import made_ahead
 from flyte_ddp.engine.batches.order import shuffled
+from flyte_ddp.engine.batches.sample_seeds import NOWHERE, Origin
 from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.errors import DataError, InputError
 from flyte_ddp.random_numbers import Use, key_of
@@ -84,7 +85,7 @@ class BlockSplit:
         samples = np.concatenate([np.arange(starts[one], self.ends[one]) for one in chosen])
         return tensor_of(samples[np.linspace(0, len(samples) - 1, count, dtype=np.int64)])
 
-    def fetch(self, parts: Iterable[Tensor]) -> Iterator[Any]:
+    def fetch(self, parts: Iterable[Tensor], origins: Iterable[Origin] = NOWHERE) -> Iterator[Any]:
         """For a few samples, in any order. Their blocks stay for the next call, as far as the cache has room."""
         rows = BlockRows(self)
         for part in parts:

@@ -18,6 +18,13 @@ from torch.utils.data import DataLoader, Dataset
 
 from flyte_ddp.engine.batches.arrays import KINDS, tensor_of
 from flyte_ddp.engine.batches.lengths import Lengths
+from flyte_ddp.engine.batches.sample_seeds import (
+    NOWHERE,
+    Origin,
+    generators_restored,
+    sample_keys,
+    seed_generators,
+)
 from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.errors import DataError
 
@@ -32,7 +39,7 @@ class Streamed:
     """The samples of a map-style Dataset, of which a few batches at a time are in memory.
 
     If the dataset has a method read_batch(indices (n,) int64 array), it returns a whole batch, a tree of arrays
-    (n, ...).
+    (n, ...), and must not draw: what it drew would depend on which samples are read together.
     """
 
     remedy = "look at what its host reads from, or raise loader_workers"
@@ -45,10 +52,10 @@ class Streamed:
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def fetch(self, parts: Iterable[Tensor]) -> Iterator[Any]:
+    def fetch(self, parts: Iterable[Tensor], origins: Iterable[Origin] = NOWHERE) -> Iterator[Any]:
         """See Split. The workers start with the first part and end with the last, or with this generator."""
         workers = self.workers
-        indices: Any = (part.numpy() for part in parts)
+        indices: Any = ((part.numpy(), origin) for part, origin in zip(parts, origins, strict=False))
         loader = DataLoader(
             _Reader(self.dataset, self.is_padded),
             batch_sampler=indices,
@@ -124,9 +131,9 @@ class _Reader(Dataset[Any]):
     def __init__(self, dataset: Any, is_padded: bool):
         self.dataset, self.is_padded = dataset, is_padded
 
-    def __getitems__(self, indices: np.ndarray) -> _Read:
+    def __getitems__(self, asked: tuple[np.ndarray, Origin]) -> _Read:
         try:
-            return _Read(read_samples(self.dataset, indices, self.is_padded))
+            return _Read(read_samples(self.dataset, asked[0], self.is_padded, asked[1]))
         except DataError as error:  # raised here, it would be wrapped in two tracebacks
             return _Read((), str(error))
         except Exception as error:
@@ -134,11 +141,15 @@ class _Reader(Dataset[Any]):
             return _Read((), f"a sample could not be read: {reason}")
 
 
-def read_samples(dataset: Any, indices: np.ndarray, is_padded: bool = False) -> Any:
+def read_samples(dataset: Any, indices: np.ndarray, is_padded: bool = False, origin: Origin = None) -> Any:
     """A tree of arrays (n, ...) of these samples; is_padded: with zeros to the longest of them."""
     if hasattr(dataset, "read_batch"):
         return dataset.read_batch(indices)
-    samples = [dataset[int(index)] for index in indices]
+    samples = []
+    with generators_restored():
+        for index, key in zip(indices, sample_keys(indices, origin), strict=True):
+            seed_generators(key)
+            samples.append(dataset[int(index)])
     structures = [pytree.tree_structure(sample) for sample in samples]
     for index, structure, sample in zip(indices, structures, samples, strict=True):
         if structure != structures[0]:

@@ -11,6 +11,7 @@ from flyte_ddp.engine.batches.arrays import KINDS, tensor_of
 from flyte_ddp.engine.batches.block_split import BlockSplit
 from flyte_ddp.engine.batches.lengths import Lengths, lengths_of
 from flyte_ddp.engine.batches.order import shuffled
+from flyte_ddp.engine.batches.sample_seeds import NOWHERE, Origin
 from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.errors import InputError
 from flyte_ddp.random_numbers import Use, key_of
@@ -28,8 +29,11 @@ class Split(Protocol):
 
     def __len__(self) -> int: ...
 
-    def fetch(self, parts: Iterable[Tensor]) -> Iterator[Any]:
-        """For each part, (n,) int64 sample indices on the host: its tensors (n, ...), as a tree on the device."""
+    def fetch(self, parts: Iterable[Tensor], origins: Iterable[Origin] = NOWHERE) -> Iterator[Any]:
+        """For each part, (n,) int64 sample indices on the host: its tensors (n, ...), as a tree on the device.
+
+        origins: of each part, from which the random numbers of a Dataset follow; by default those of an evaluation.
+        """
 
 
 class Resident:
@@ -58,7 +62,7 @@ class Resident:
     def __len__(self) -> int:
         return self._length
 
-    def fetch(self, parts: Iterable[Tensor]) -> Iterator[Any]:
+    def fetch(self, parts: Iterable[Tensor], origins: Iterable[Origin] = NOWHERE) -> Iterator[Any]:
         for part in parts:
             mine = self._to_device(part)
             leaves = [leaf[mine] if isinstance(leaf, Tensor) else self._read(leaf, part) for leaf in self._leaves]
@@ -96,8 +100,8 @@ class Part:
     def __len__(self) -> int:
         return self.count
 
-    def fetch(self, parts: Iterable[Tensor]) -> Iterator[Any]:
-        return self.split.fetch(self.at(part) for part in parts)
+    def fetch(self, parts: Iterable[Tensor], origins: Iterable[Origin] = NOWHERE) -> Iterator[Any]:
+        return self.split.fetch((self.at(part) for part in parts), origins)
 
 
 def hold_out(split: Split, fraction: float) -> tuple[Split, Split]:

@@ -11,6 +11,7 @@ from torch import distributed
 from flyte_ddp.engine.batches.loading import Streamed, read_samples
 from flyte_ddp.engine.batches.splits import Split, spread
 from flyte_ddp.engine.checks.draws import DRAWN, host_state
+from flyte_ddp.engine.checks.held_generators import generator_states
 from flyte_ddp.engine.measures import code_location
 from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.recipe import Recipe
@@ -22,25 +23,28 @@ COMPARED = 16  # how many samples the ranks compare
 def unequal_data(recipe: Recipe, splits: dict[str, Split]) -> list[str]:
     """What is wrong if the ranks' samples differ, or a Dataset returns other samples each time; a collective, which
     returns the same on all ranks."""
-    digests, unsteady = {}, []
+    digests, unsteady = {}, {}
     for name, split in splits.items():
         chosen = spread(split, min(COMPARED, len(split)))
         if isinstance(split, Streamed):
             # In a loader worker, as in training, because a file that the Dataset opens at first use must not be shared
             twice = Streamed(_Twice(split.dataset, split.is_padded), torch.device("cpu"), min(1, split.workers))
-            unsteady += [name] if next(iter(twice.fetch([chosen[:SAMPLES]])))[0] else []
+            differs, call = next(iter(twice.fetch([chosen[:SAMPLES]])))
+            if differs:
+                unsteady[name] = _remedy(split.dataset, bytes(call.numpy()).decode())
         (tree,) = split.fetch([chosen])
         content = b"".join(leaf.cpu().numpy().tobytes() for leaf in pytree.tree_leaves(tree))
         digests[name] = len(split), hashlib.sha256(content).hexdigest()
-    first = of_first_rank(digests)
+    first, remedies = of_first_rank((digests, unsteady))
     changing = on_any_rank([name in unsteady for name in splits], recipe.device)
     others = on_any_rank([digests[name] != first[name] for name in splits], recipe.device)
     found = []
     for (name, split), is_unsteady, is_other in zip(splits.items(), changing, others, strict=True):
         where = f'{code_location(recipe, "data")}, split "{name}"'
         if is_unsteady:
-            dataset = type(split.dataset).__name__  # type: ignore[attr-defined]
-            found.append(f"{where}: its {dataset} gives another sample each time: let {DRAWN}")
+            dataset = split.dataset  # type: ignore[attr-defined]
+            remedy = remedies.get(name) or _remedy(dataset, "")
+            found.append(f"{where}: its {type(dataset).__name__} gives another sample each time: {remedy}")
         elif is_other:
             found.append(
                 f"{where}: gives each rank other samples: sort what it lists, and to shuffle or split, draw from a "
@@ -63,8 +67,27 @@ def on_any_rank(flags: Sequence[bool], device: torch.device) -> list[bool]:
     return [count > 0 for count in counts.tolist()]
 
 
+def _remedy(dataset: Any, call: str) -> str:
+    """call: what seeds the generator that the dataset draws from; empty if none was found."""
+    if hasattr(dataset, "read_batch"):
+        return (
+            "read_batch must not draw, since ranks read other samples together: draw in a __getitem__ instead, or let "
+            f"{DRAWN}"
+        )
+    if call:
+        return (
+            "a generator of its own goes on from sample to sample, so let __getitem__ begin with "
+            f"{call}, or draw from numpy.random, random or torch.rand, which begin anew with each sample"
+        )
+    return (
+        "let __getitem__ draw from numpy.random, random or torch.rand alone, which begin anew with each sample, and "
+        f"keep nothing from one sample to the next; or let {DRAWN}"
+    )
+
+
 class _Twice:
-    """A Dataset that reads another one twice and returns whether the samples differ.
+    """A Dataset that reads another one twice and returns whether the samples differ, and in UTF-8 what seeds the
+    generator of its own that it draws from, if any is found.
 
     It compares the states of the random number generators, too: flipping half of the images may leave these few as they
     are. A Dataset that sets a seed for each sample ends up in the same state both times.
@@ -76,12 +99,15 @@ class _Twice:
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def read_batch(self, indices: np.ndarray) -> tuple[np.ndarray]:
-        found = []
+    def read_batch(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        found, held = [], []
         for _ in range(2):
             leaves = [
                 np.asarray(leaf) for leaf in pytree.tree_leaves(read_samples(self.dataset, indices, self.is_padded))
             ]
             state = host_state(), torch.get_rng_state().numpy().tobytes()
             found.append(([(leaf.shape, leaf.tobytes()) for leaf in leaves], state))
-        return (np.array([found[0] != found[1]]),)
+            held.append(generator_states(self.dataset))
+        drawn = [call for call, state in held[1].items() if held[0].get(call) != state]
+        call = "".join(drawn[:1]).encode()
+        return np.array([found[0] != found[1] or bool(drawn)]), np.array([*call], np.uint8)

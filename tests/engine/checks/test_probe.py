@@ -48,8 +48,10 @@ REFUSED = {
     "LateBuffer": ["LateBuffer.model", "forward creates the buffer 1.mask of Mask", "in its __init__"],
     "ExtraState": ["ExtraState.model", "must have nothing but tensors", "1._extra_state (dict)"],
     "Reentrant": ["Reentrant.forward", "use_reentrant=False", "recompute"],
-    "NoisyDataset": ["NoisyDataset.data", "its NoisyRows gives another sample each time", "in augment()"],
-    "RarelyNoisyDataset": ["its RarelyNoisyRows gives another sample each time"],
+    "FreshGeneratorDataset": ["FreshGeneratorDataset.data", "its FreshGenerator gives another sample", "in augment()"],
+    "OwnGeneratorDataset": ["self.steps[0]['rng'] = numpy.random.default_rng(torch.randint(2**31, ()).item())"],
+    "OwnTransformDataset": ["begin with self.transform.set_random_seed(torch.randint(2**31, ()).item())"],
+    "NoisyReaderDataset": ["its NoisyReader gives another sample each time: read_batch must not draw"],
     "EmptyDataset": ["EmptyDataset.data", 'split "train"', "must have samples"],
     "NotANumber": ["NotANumber.data", "sample 5 has a NaN"],
     "Lengths": ["Lengths.data", "first dimension has to be the samples", "(12, 8), (13,)"],
@@ -85,6 +87,9 @@ SOUND = [
     "GroupedNorm",
     "Deep",
     "SeededDataset",
+    "NoisyDataset",
+    "OwnGeneratorSeededDataset",
+    "OwnTransformSeededDataset",
     "Validated",
     "InPlace",
     "NotReentrant",
@@ -115,7 +120,7 @@ def test_what_does_not_depend_on_it_passes(alone, tmp_path, name):
 
 def test_a_dataset_that_draws_is_the_only_reason(alone, tmp_path):
     with pytest.raises(InputError) as caught:
-        run("NoisyDataset", tmp_path)
+        run("FreshGeneratorDataset", tmp_path)
     assert "depends on the others" not in caught.value.message
 
 

@@ -31,7 +31,7 @@ REFUSED = {
     "TokenMean": ["TokenMean.measure", "'loss' (", "depends on the others of its batch"],
     "CentredInEvaluation": ["CentredInEvaluation.forward", "depends on the others of its batch"],
     "CentredPredictions": ["CentredPredictions.predictions", "depends on the others of its batch"],
-    "NoisyTestSplit": ["NoisyTestSplit.data", 'split "test"', "NoisyRows gives another sample each time"],
+    "NoisyTestSplit": ["NoisyTestSplit.data", 'split "test"', "FreshGenerator gives another sample each time"],
     "MixedByReader": ["MixedByReader.data", "depends on the others of its batch", "its Dataset"],
 }
 

@@ -1,0 +1,61 @@
+"""Finds the random number generators that a Dataset, or a transform in it, holds for itself."""
+
+import pickle
+import random
+from collections import deque
+from collections.abc import Iterator
+from itertools import islice
+from types import FunctionType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+
+MOST = 1000  # objects that are looked at
+MOST_ITEMS = 50  # of a container: a list of a million paths has no generators behind its first ones
+SEED = "torch.randint(2**31, ()).item()"
+KINDS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
+
+
+def generator_states(dataset: Any) -> dict[str, bytes]:
+    """The state of each generator, by the call that seeds it; the outermost come first."""
+    states: dict[str, bytes] = {}
+    ahead, seen = deque([("self", dataset, "")]), set[int]()
+    while ahead and len(seen) < MOST:
+        name, found, owner = ahead.popleft()
+        if id(found) in seen or isinstance(found, (type, ModuleType, FunctionType, torch.Tensor, np.ndarray, str)):
+            continue
+        seen.add(id(found))
+        if isinstance(found, KINDS):
+            call = owner or _seeding(name, found)
+            states[call] = states.get(call, b"") + _state(found)
+            continue
+        if not owner and hasattr(found, "set_random_seed"):  # as albumentations' have, for all that is in them
+            owner = f"{name}.set_random_seed({SEED})"
+        ahead.extend((name + step, child, owner) for step, child in _children(found))
+    return states
+
+
+def _seeding(name: str, generator: Any) -> str:
+    if isinstance(generator, np.random.Generator):
+        return f"{name} = numpy.random.default_rng({SEED})"
+    return f"{name}.{'manual_seed' if isinstance(generator, torch.Generator) else 'seed'}({SEED})"
+
+
+def _state(generator: Any) -> bytes:
+    if isinstance(generator, np.random.Generator):
+        return pickle.dumps(generator.bit_generator.state)
+    if isinstance(generator, torch.Generator):
+        return generator.get_state().numpy().tobytes()
+    if isinstance(generator, np.random.RandomState):
+        return pickle.dumps(generator.get_state())
+    return b"" if isinstance(generator, random.SystemRandom) else pickle.dumps(generator.getstate())
+
+
+def _children(found: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(found, dict):
+        yield from [(f"[{key!r}]", value) for key, value in islice(found.items(), MOST_ITEMS)]
+    elif isinstance(found, (list, tuple)):
+        yield from [(f"[{number}]", item) for number, item in enumerate(found[:MOST_ITEMS])]
+    else:
+        yield from [(f".{name}", value) for name, value in getattr(found, "__dict__", {}).items()]
