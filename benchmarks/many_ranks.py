@@ -29,6 +29,7 @@ from flyte_ddp.data.sources.datasets import prepare
 from flyte_ddp.data.sources.image_folder import write_folder
 from flyte_ddp.engine.batches.batches import TrainBatches
 from flyte_ddp.engine.batches.loading import Streamed
+from flyte_ddp.engine.batches.sample_seeds import NOWHERE
 from flyte_ddp.engine.batches.splits import Resident
 from flyte_ddp.engine.global_batch.by_row import ByRow
 from flyte_ddp.engine.measures import augment
@@ -135,7 +136,7 @@ class Repeated:
     def __len__(self) -> int:
         return self._count
 
-    def fetch(self, parts: Any, origins: Any) -> Any:
+    def fetch(self, parts: Any, origins: Any = NOWHERE) -> Any:
         return self._split.fetch((part % len(self._split) for part in parts), origins)
 
 
