@@ -6,7 +6,7 @@ The gradients of the parts become whole numbers (whole_numbers.py); what they me
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
@@ -30,12 +30,12 @@ class ExactStep(nn.Module):
     def __init__(self, step: Step, virtual_ranks: int):
         super().__init__()
         device, running = step.sums.device, step.rows.running
-        self.module, self._digits = step, Digits.of(virtual_ranks)
+        self.module, digits = step, Digits.of(virtual_ranks)
         statistics = torch.zeros(running.size if running else 0, device=device)
         # By part: value and weight of each measure, and the digest of what was drawn, from 1
         self._measured = torch.zeros(virtual_ranks, 2 * len(step.names) + 1, dtype=torch.float64, device=device)
         tensors = [*step.trainable, *([statistics] if running else ())]
-        self._buckets = buckets_of(tensors, self._digits, more=2 + 2 * self._measured.numel())
+        self._grid, self._buckets = buckets_of(tensors, digits, more=2 + 2 * self._measured.numel())
         self._left = [0] * len(self._buckets)  # how many gradients of each bucket are still to come
         self._next = len(self._buckets)  # the bucket to be sent next
         self._counts = [len(bucket.views) for bucket in self._buckets]
@@ -95,6 +95,8 @@ class ExactStep(nn.Module):
                 bucket.total()
             else:
                 bucket.gradients.fill_(torch.nan)
+        if is_exact:
+            self._grid.follow_sums()
         more = self._buckets[0].more
         measured = more[2:].view(torch.float64).view_as(self._measured)
         drawn = measured[:, -1]
@@ -129,47 +131,39 @@ class ExactStep(nn.Module):
             bucket.send()
         self._next = end
 
-    def _start(self, is_looking: bool) -> None:
-        self._is_looking, self._next = is_looking, len(self._buckets)
+    def _sum(self, backward: Callable[[], None]) -> bool:
+        """From gradients that are 0; whether the addends of all ranks fitted."""
+        self._is_looking = False
         self._measured.zero_()
-        self.zero_grad()
         for bucket in self._buckets:
             bucket.start()
-
-    def _sum(self, backward: Callable[[], None]) -> bool:
-        """Whether the addends of all ranks fitted."""
-        self._start(is_looking=False)
         backward()
         return not torch.cat([bucket.receive() for bucket in self._buckets]).any()
 
     def _look(self, backward: Callable[[], None]) -> bool:
         """Lets numbers follow from the addends themselves; False if those are not finite. A collective."""
-        self._start(is_looking=True)
+        self._is_looking, largest = True, self._grid.largest.zero_()
+        self.zero_grad()
         backward()
-        largest = torch.cat([bucket.largest for bucket in self._buckets]).nan_to_num_(nan=math.inf)
+        largest.nan_to_num_(nan=math.inf)
         distributed.all_reduce(largest, distributed.ReduceOp.MAX)
         if not largest.isfinite().all():
             return False
-        for bucket, largest_of in zip(self._buckets, self._by_bucket(largest), strict=True):
-            bucket.expect(largest_of)
+        self._grid.follow_addends(self._buckets)
         self._has_grid = True
         return True
-
-    def _by_bucket(self, by_block: Tensor) -> Sequence[Tensor]:
-        return by_block.split([len(bucket.largest) for bucket in self._buckets])
 
     @property
     def grid(self) -> Tensor | None:
         """(blocks, 1) int32: all that the next step's numbers depend on, besides the training itself."""
-        return torch.cat([bucket.exponents for bucket in self._buckets]) if self._has_grid else None
+        return self._grid.exponents if self._has_grid else None
 
     @grid.setter
     def grid(self, exponents: Tensor | None) -> None:
         """None, or that of a network of which others are trained, has the next step look for itself."""
-        self._has_grid = exponents is not None and len(exponents) == sum(len(each.largest) for each in self._buckets)
+        self._has_grid = exponents is not None and exponents.shape == self._grid.exponents.shape
         if exponents is not None and self._has_grid:
-            for bucket, of_bucket in zip(self._buckets, self._by_bucket(exponents), strict=True):
-                bucket.follow(of_bucket.to(bucket.exponents.device))
+            self._grid.follow(exponents.to(self._grid.exponents.device))
 
 
 @torch.no_grad()
