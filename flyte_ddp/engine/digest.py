@@ -1,8 +1,8 @@
 """The digest of a network's weights: 16 hex digits by which two people tell whether they have the same bits.
 
-Each tensor gives a whole number, modulo 2^64: the sum of (32 bits of it + random key of their position) squared,
-as in square hashing (Etzel, Patel and Ramzan, CRYPTO 1999). So each rank adds up the rows that it has, wherever they are
-cut, and no tensor is gathered or leaves its GPU. It tells of chance, not of malice: it is no signature.
+Each tensor gives a whole number, modulo 2^64: the sum of (32 bits of it + random key of their position) squared, as in
+square hashing (Etzel, Patel and Ramzan, CRYPTO 1999). So each rank adds up the rows that it has, wherever they are cut,
+and no tensor is gathered or leaves its GPU. It tells of chance, not of malice: it is no signature.
 
 100 million float32 numbers take about as long as SHA-256 of them would: 0.9 s on one core of a busy server.
 """
