@@ -26,7 +26,7 @@ from flyte_ddp.engine.sharding.sharded_state import Layout, Shard, fitted
 from flyte_ddp.engine.sharding.sharding import ShardedStep, is_sharded, local, on_shards
 from flyte_ddp.engine.step import ReplicatedStep, Step
 from flyte_ddp.engine.torch_compat import device_generator
-from flyte_ddp.engine.virtual_ranks.exact_step import ExactStep
+from flyte_ddp.engine.virtual_ranks.exact_step import ExactStep, take_first
 from flyte_ddp.errors import InputError
 from flyte_ddp.events import EpochFinished
 from flyte_ddp.model_files.frozen_base import FrozenBase
@@ -104,6 +104,8 @@ class TrainingState:
             if virtual_ranks
             else ReplicatedStep(step)
         )
+        if average and virtual_ranks and world_size > 1:
+            take_first(average.model)  # a copy from before the network had them
         optimizer = recipe.optimizer(self.model)
         # Only here, since a recipe may keep the network of model(), of which those that it is tried with are copies
         own = {id(weight) for weight in model.parameters()}

@@ -34,7 +34,8 @@ class RunningStatistics:
         self._lengths = [len(buffer) for buffer in self._buffers]
         self._zeros = [torch.zeros_like(buffer) for buffer in self._buffers]
         owners = [number for number, length in enumerate(self._lengths) for _ in range(length)]
-        self._owners = torch.tensor(owners, device=self._buffers[0].device if self._buffers else None)
+        device = self._buffers[0].device if self._buffers else None
+        self._owners = torch.tensor(owners, dtype=torch.int64, device=device)
         self.size = len(owners) + 2 * len(self._buffers)
         self.start()
 

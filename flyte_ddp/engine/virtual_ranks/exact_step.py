@@ -17,35 +17,33 @@ from flyte_ddp.engine import torch_compat
 from flyte_ddp.engine.batches.batches import Batch
 from flyte_ddp.engine.global_batch.ghost_batch_norm import constants
 from flyte_ddp.engine.step import Step, Totals, gradients_of
-from flyte_ddp.engine.virtual_ranks.whole_numbers import Digits, buckets_of
+from flyte_ddp.engine.virtual_ranks.whole_numbers import Bucket, Digits, buckets_of
 
 
 class ExactStep(nn.Module):
     """Step on all ranks, like ReplicatedStep; gradients are sent bucket by bucket while others are still computed.
 
-    What the parts measure travels with the first bucket, each part's in a place of its own, where the other ranks have
-    zeros: so it can be added up in the order of the parts.
+    Before them go the statistics of batch norm, and what the parts measure, each part's in a place of its own, where
+    the other ranks have zeros: so it can be added up in the order of the parts.
     """
 
     def __init__(self, step: Step, virtual_ranks: int):
         super().__init__()
         device, running = step.sums.device, step.rows.running
-        self.module, self._digits = step, Digits.of(virtual_ranks)
+        self.module = step
         statistics = torch.zeros(running.size if running else 0, device=device)
         # By part: value and weight of each measure, and the digest of what was drawn, from 1
         self._measured = torch.zeros(virtual_ranks, 2 * len(step.names) + 1, dtype=torch.float64, device=device)
-        tensors = [*step.trainable, *([statistics] if running else ())]
-        self._buckets = buckets_of(tensors, self._digits, more=2 + 2 * self._measured.numel())
+        first = Bucket([statistics], Digits.wide(virtual_ranks), more=2 + self._measured.numel())
+        self._buckets = [first, *buckets_of(step.trainable, Digits.of(virtual_ranks))]
         self._left = [0] * len(self._buckets)  # how many gradients of each bucket are still to come
         self._next = len(self._buckets)  # the bucket to be sent next
         self._counts = [len(bucket.views) for bucket in self._buckets]
-        self._statistics = self._buckets[0].views[0] if running else statistics
-        self._counts[0] -= bool(running)
-        views = [(number, view) for number, bucket in enumerate(self._buckets) for view in bucket.views]
-        for tensor, (number, view) in zip(reversed(tensors), views, strict=True):
-            if isinstance(tensor, nn.Parameter):
-                tensor.grad = view
-                tensor.register_post_accumulate_grad_hook(partial(self._arrived, number))
+        (self._statistics,) = first.views
+        views = [(number, view) for number, bucket in enumerate(self._buckets) for view in bucket.views][1:]
+        for parameter, (number, view) in zip(reversed(step.trainable), views, strict=True):
+            parameter.grad = view
+            parameter.register_post_accumulate_grad_hook(partial(self._arrived, number))
         self._is_looking, self._has_grid = False, False
         if distributed.get_world_size() > 1:
             take_first(step.model)
@@ -65,8 +63,9 @@ class ExactStep(nn.Module):
             if is_last and not self._is_looking:
                 first = self._buckets[0].more
                 first[:2] = constants(tuple(map(float, requests)), first.device)
-                first[2:] = self._measured.view(-1).view(torch.int32)
+                first[2:] = self._measured.view(-1).view(torch.int64)
                 self._left, self._next = list(self._counts), 0
+                self._send(1)
         return trained
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -1,8 +1,8 @@
 """Sums of gradients that are the same bits in whatever order, and by however many ranks, they are added up.
 
 Each addend becomes whole numbers: multiples of a power of two, which is that of a block of 64 neighbours, so that a
-rare token's row keeps its digits beside others that are 2^40 times as large. Whole numbers add up to the same in a
-rank, in a ring or in a tree. An int32 is sent in as many bytes as a float32.
+rare token's row keeps its digits beside others that are 2^40 times as large; a statistic of batch norm has one of its
+own. Whole numbers add up to the same in a rank, in a ring or in a tree. An int32 is sent in as many bytes as a float32.
 
 What the power of two is follows from the sum of the step before, which all ranks have: no collective is needed for it.
 """
@@ -17,57 +17,69 @@ from torch import Tensor, distributed, nn
 BLOCK = 64  # numbers of one parameter with the same power of two
 GROWTH = 6  # bits that an addend may grow by from one step to the next
 FIRST_BYTES, BYTES = 1 << 20, 25 << 20  # of buckets, as DistributedDataParallel has them
-LEAST = -90  # exponent of a block whose sum is smaller, and of which 2^-exponent is a float32, too
+WIDE_GROWTH = 20  # of statistics, which are few: hardly one ever outgrows it
+LEAST = -84  # exponent of a block whose sum is smaller; with it, Bucket's scales are float32 numbers, too
 
 
 @dataclass(frozen=True)
 class Digits:
-    """How the 31 bits of a whole number are used, for sums of so many addends.
+    """How the bits of a whole number are used, for sums of so many addends.
 
     Attributes:
         addend: bits of each addend, so that the sum fits however they add up.
         total: bits of a sum as large as that of the step before.
         cancelled: by how many bits an addend is expected to be larger than the sum, at most: as independent noise is,
             by a half of log2 of their number.
+        block: how many neighbours have the same power of two.
+        type: of the whole numbers.
     """
 
     addend: int
     total: int
     cancelled: int
+    block: int
+    type: torch.dtype
 
     @classmethod
     def of(cls, addends: int) -> "Digits":
-        bits = math.ceil(math.log2(addends))
-        return cls(addend=30 - bits, total=30 - GROWTH - math.ceil(bits / 2), cancelled=math.ceil(bits / 2))
+        bits, cancelled = _bits_of(addends)
+        return cls(30 - bits, 30 - GROWTH - cancelled, cancelled, BLOCK, torch.int32)
+
+    @classmethod
+    def wide(cls, addends: int) -> "Digits":
+        """For numbers that have nothing to do with their neighbours."""
+        bits, cancelled = _bits_of(addends)
+        return cls(62 - bits, 62 - WIDE_GROWTH - cancelled, cancelled, 1, torch.int64)
 
 
 class Bucket:
     """The gradients of some tensors, one after the other, and the whole numbers that they become.
 
     Attributes:
-        gradients: (blocks, BLOCK) float32, each tensor's from a block of its own on; after the last addend, the sum.
+        gradients: (blocks, digits.block) float32, each tensor's from a block of its own on; in the end, the sum.
         views: the same memory, as each tensor lies.
         largest: (blocks, 1) of what has been looked at.
-        more: (even,) int32, which is sent along, for others to use.
+        more: (more,) whole numbers, which are sent along, for others to use.
         exponents: (blocks, 1) int32 of the largest number that is expected in each block's sum.
     """
 
     def __init__(self, tensors: Sequence[Tensor], digits: Digits, more: int = 0):
-        device, sizes = tensors[0].device, [-(-tensor.numel() // BLOCK) * BLOCK for tensor in tensors]
-        self._digits, size = digits, sum(sizes)
-        self.gradients = torch.zeros(size // BLOCK, BLOCK, device=device)
-        pieces = self.gradients.view(-1).split(sizes)
+        device, block = tensors[0].device, digits.block
+        sizes = [-(-tensor.numel() // block) * block for tensor in tensors]
+        size = max(sum(sizes), block)  # of nothing there is no largest
+        self._digits = digits
+        self.gradients = torch.zeros(size // block, block, device=device)
+        pieces = self.gradients.view(-1)[: sum(sizes)].split(sizes)
         self.views = [_like(tensor, piece) for tensor, piece in zip(tensors, pieces, strict=True)]
-        self._sent = torch.zeros(size + 2 + more, dtype=torch.int32, device=device)
-        self._sum, misfits, self.more = self._sent.split([size, 2, more])
-        self._misfits = misfits[:1]
+        self._sent = torch.zeros(size + 1 + more, dtype=digits.type, device=device)
+        self._sum, self._misfits, self.more = self._sent.split([size, 1, more])
         self._sum = self._sum.view_as(self.gradients)
-        self._scales = torch.ones(size // BLOCK, 1, device=device)
+        self._scales = torch.ones(size // block, 1, device=device)
         self._largest = torch.zeros((), device=device)
-        self.largest = torch.zeros(size // BLOCK, 1, device=device)
+        self.largest = torch.zeros(size // block, 1, device=device)
         self._work: distributed.Work | None = None
         self._is_first = True
-        self.exponents = torch.zeros(size // BLOCK, 1, dtype=torch.int32, device=device)
+        self.exponents = torch.zeros(size // block, 1, dtype=torch.int32, device=device)
 
     def start(self) -> None:
         """Begins a new sum."""
@@ -84,7 +96,7 @@ class Bucket:
         if self._is_first:
             self._sum.copy_(scaled)
         else:
-            self._sum.add_(scaled.int())
+            self._sum.add_(scaled.to(self._sum.dtype))
         self._is_first = False
 
     def look(self) -> None:
@@ -98,7 +110,7 @@ class Bucket:
             self._work = distributed.all_reduce(self._sent, async_op=True)
 
     def receive(self) -> Tensor:
-        """(1,) int32: how many ranks had addends that did not fit."""
+        """(1,): how many ranks had addends that did not fit."""
         if self._work:
             self._work.wait()
         return self._misfits
@@ -127,8 +139,13 @@ def exponents_of(largest: Tensor) -> Tensor:
     return torch.frexp(largest).exponent.clamp(min=LEAST)
 
 
-def buckets_of(tensors: Sequence[Tensor], digits: Digits, more: int) -> list[Bucket]:
-    """The tensors in reverse, as their gradients come; `more` in the first."""
+def _bits_of(addends: int) -> tuple[int, int]:
+    bits = math.ceil(math.log2(addends))
+    return bits, math.ceil(bits / 2)
+
+
+def buckets_of(tensors: Sequence[Tensor], digits: Digits) -> list[Bucket]:
+    """The tensors in reverse, as their gradients come."""
     groups: list[list[Tensor]] = [[]]
     size, limit = 0, FIRST_BYTES
     for tensor in reversed(tensors):
@@ -137,7 +154,7 @@ def buckets_of(tensors: Sequence[Tensor], digits: Digits, more: int) -> list[Buc
             size, limit = 0, BYTES
         groups[-1].append(tensor)
         size += 4 * tensor.numel()
-    return [Bucket(group, digits, more if number == 0 else 0) for number, group in enumerate(groups)]
+    return [Bucket(group, digits) for group in groups]
 
 
 def _like(tensor: Tensor, piece: Tensor) -> Tensor:

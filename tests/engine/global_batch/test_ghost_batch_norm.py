@@ -139,6 +139,12 @@ def test_a_layer_that_is_computed_again_in_the_backward_pass_counts_once():
             assert torch.equal(buffer, again.get_buffer(name))
 
 
+def test_buffers_without_numbers_have_no_statistics():
+    model = nn.Module()
+    model.register_buffer("nothing", torch.zeros(0))
+    RunningStatistics(model).move(torch.ones(2))
+
+
 def test_running_statistics_that_are_no_buffers_are_refused():
     model = Applied(lambda rows: F.batch_norm(rows, torch.zeros(3), torch.ones(3), training=True))
     with pytest.raises(InputError, match="buffers of the network"):

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import distributed, nn
 
 from flyte_ddp import training
 from flyte_ddp.code.user_code import find_code
@@ -17,7 +18,7 @@ from flyte_ddp.launch.failures import RankError
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.recipes.images import ImageClassifier
 from flyte_ddp.settings import RunOptions
-from tests.engine.probe_recipes import Settings, Sound
+from tests.engine.probe_recipes import WIDTH, Settings, Sound
 from tests.engine.test_training import Unplugged, identical, unplug_at
 from tests.engine.virtual_ranks.configurations import RANKS, settings_of
 
@@ -67,6 +68,51 @@ def test_as_close_as_rounding_to_a_training_without(train):
     plain, exact = train(2, name="plain", **few), train(2, name="exact", virtual_ranks=4, **few)
     for name, weight in plain.weights.items():
         assert (weight - exact.weights[name]).abs().max() < 1e-5
+
+
+class Raw(Sound):
+    """Features of all sizes, normalised by the network."""
+
+    sizes = torch.logspace(-4, 5, WIDTH)
+
+    def data(self, split):
+        return (super().data(split) + 1) * self.sizes
+
+    def model(self):
+        return nn.Sequential(nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH))
+
+    def measure(self, outputs, batch):
+        return super().measure(outputs, batch / self.sizes)
+
+
+def test_statistics_are_as_close_beside_those_of_far_larger_features(alone, tmp_path):
+    found = []
+    for virtual_ranks in (0, 1):
+        settings = replace(Settings(), epochs=4, batch_size=6, virtual_ranks=virtual_ranks)
+        trained = training.train(
+            f"{__name__}:Raw", settings, RunOptions(tracking="off"), output=tmp_path / f"{virtual_ranks}"
+        )
+        found.append(torch.load(trained.model_path, weights_only=True))
+    plain, exact = found
+    for name, weight in plain.items():
+        torch.testing.assert_close(exact[name], weight, rtol=1e-4, atol=1e-6 if name.startswith("1") else 0)
+
+
+class Nudged(ImageClassifier):
+    """Of which each rank draws first weights that differ by rounding, as on processors of different kinds."""
+
+    def model(self):
+        model = super().model()
+        for weight in model.parameters():
+            weight.data *= 1 + 2.0**-22 * distributed.get_rank()
+        return model
+
+
+def test_the_average_too_begins_with_rank_0s_weights(train):
+    settings = {"recipe": f"{__name__}:Nudged", "train_fraction": 16 / 318, "ema_decay": 0.9, "virtual_ranks": 3}
+    one, *others = (train(nproc, name=f"{nproc}", **settings) for nproc in (1, 2, 3))
+    for other in others:
+        assert identical(one, other)
 
 
 def test_a_run_that_was_cut_off_goes_on_with_other_numbers_of_ranks_to_the_same_bits(train, whole):

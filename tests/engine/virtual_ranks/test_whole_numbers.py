@@ -63,6 +63,21 @@ def test_each_block_keeps_its_digits_beside_one_that_is_larger_by_2_to_the_40th(
         assert (block - expected).abs().max() < 2e-6 * expected.abs().max()
 
 
+def test_statistics_keep_their_digits_beside_neighbours_of_any_size_and_seldom_grow_too_much():
+    torch.manual_seed(0)
+    scales = torch.logspace(-60, 60, 31, base=2)
+    addends = [scales * torch.randn(31) for _ in range(512)]
+    bucket = Bucket([torch.zeros(31)], Digits.wide(512))
+    exact = torch.stack(addends).double().sum(0)
+    assert ((total(bucket, addends) - exact) / exact).abs().max() < 2e-7
+    assert ((again(bucket, [2.0**16 * addend for addend in addends]) / 2.0**16 - exact) / exact).abs().max() < 2e-7
+
+
+def test_nothing_can_be_added_up_too():
+    bucket = Bucket([torch.zeros(0)], Digits.wide(2), more=2)
+    assert total(bucket, [torch.zeros(0)]).shape == (0,)
+
+
 def test_a_block_that_had_nothing_is_as_its_bucket():
     addend = torch.zeros(3 * BLOCK)
     addend[:BLOCK] = 1.0
@@ -98,8 +113,7 @@ def test_numbers_follow_the_sum_at_once_upwards_and_bit_by_bit_downwards():
 def test_buckets_are_those_of_the_network_alone_and_keep_how_its_tensors_lie():
     weight = nn.Parameter(torch.randn(8, 3, 5, 5).to(memory_format=torch.channels_last))
     tensors = [weight, nn.Parameter(torch.zeros(1 << 19)), nn.Parameter(torch.zeros(()))]
-    first, second = buckets_of(tensors, Digits.of(2), more=4)
+    first, second = buckets_of(tensors, Digits.of(2))
     assert [view.shape for view in first.views] == [()]
     assert [view.shape for view in second.views] == [(1 << 19,), (8, 3, 5, 5)]
     assert second.views[-1].stride() == weight.stride()
-    assert (len(first.more), len(second.more)) == (4, 0)
