@@ -83,7 +83,8 @@ def test_a_block_prints_what_is_shown(said, index):
         parts = re.split(f"({either})", line)
         pattern = "".join(re.sub(either, general, part) if n % 2 else re.escape(part) for n, part in enumerate(parts))
         shown, found = (re.search(f"^{pattern}$", text, re.MULTILINE) for text in (line, said[index]))
-        assert shown and found, f"{line}\n\n{said[index]}"
+        assert shown
+        assert found, f"{line}\n\n{said[index]}"
         assert [*map(float, found.groups())] == pytest.approx([*map(float, shown.groups())], rel=0.01), line
 
 
