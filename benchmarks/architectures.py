@@ -1,12 +1,14 @@
 """Other libraries' models as they come: accepted, and the same on 1, 2 and 3 ranks.
 
     make bench-models
+    python -m benchmarks.architectures --virtual-ranks 6   # the same bits, on 1, 2 and 3 ranks
 
 Small versions with random weights, their own dropout, and a drop path of 0.1 where they have one. Each takes 5 steps of
 12 random samples in float32; images are large enough that batch norm has more than a few pixels to average over. The
 figures are the largest difference of a weight from that on one rank. The third is what rounding does: on one rank,
 after images that are larger by the smallest factor that float32 can tell from 1. The last compares two ranks that were
-killed after their first checkpoint, and resumed, with two that were not, bit by bit.
+killed after their first checkpoint, and resumed, with two that were not, bit by bit. With virtual ranks the first three
+are compared bit by bit, too.
 """
 
 import argparse
@@ -34,9 +36,15 @@ SPAWN = multiprocessing.get_context("spawn")
 
 
 def trained(
-    name: str, ranks: int, nudge: float, folder: Path, on_event: Callable[[Event], None] = lambda event: None
+    name: str,
+    ranks: int,
+    nudge: float,
+    folder: Path,
+    on_event: Callable[[Event], None] = lambda event: None,
+    virtual_ranks: int = 0,
 ) -> dict[str, Tensor]:
-    options, settings = RunOptions(nproc=ranks, checkpoint_seconds=0), Settings(model=name, nudge=nudge)
+    options = RunOptions(nproc=ranks, checkpoint_seconds=0)
+    settings = Settings(model=name, nudge=nudge, virtual_ranks=virtual_ranks)
     result = train("benchmarks.models:Classified", settings, options, output=folder, on_event=on_event)
     return read_weights(result.model_path, "model", "")
 
@@ -55,10 +63,31 @@ def resumed(name: str, folder: Path) -> dict[str, Tensor]:
     return trained(name, 2, 0.0, folder)
 
 
+def show_bits(names: list[str], virtual_ranks: int) -> None:
+    print(f"| architecture, {virtual_ranks} virtual ranks | 1, 2 and 3 ranks |\n|---|---|")
+    for name in names:
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                one, *others = (
+                    trained(name, ranks, 0.0, Path(folder, str(ranks)), virtual_ranks=virtual_ranks)
+                    for ranks in (1, 2, 3)
+                )
+            except (InputError, RankError) as error:
+                print(f"| {name} | {str(error).splitlines()[0]} |", flush=True)
+                continue
+        is_same = all(torch.equal(other[key], weight) for other in others for key, weight in one.items())
+        print(f"| {name} | {'the same bits' if is_same else 'OTHER BITS'} |", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", default=list(MODELS))
-    names = parser.parse_args().names
+    parser.add_argument("--virtual-ranks", type=int, default=0)
+    arguments = parser.parse_args()
+    names = arguments.names
+    if arguments.virtual_ranks:
+        print(f"{hardware()}\n")
+        return show_bits(names, arguments.virtual_ranks)
     print(f"{hardware()}\n\n| architecture | 1 and 2 ranks | 1 and 3 ranks | rounding | killed and resumed |")
     print("|---|---|---|---|---|")
     for name in names:

@@ -1,6 +1,7 @@
 """What a rank pays for the others: one rank among pretended ones, with 32 samples of its own in each step.
 
     python -m benchmarks.many_ranks --runs 3
+    python -m benchmarks.many_ranks --runs 3 --virtual   # with as many virtual ranks
 
 torch's fake process group pretends the other ranks, so nothing is exchanged; what remains is the rank's own work. Each
 training is measured in a process of its own, with one thread: the median of its steps' processor time, which other
@@ -38,7 +39,7 @@ from flyte_ddp.engine.step import ReplicatedStep
 from flyte_ddp.recipe import Recipe
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-WORLDS = (1, 8, 64, 512, 4096)
+WORLDS, VIRTUAL_WORLDS = (1, 8, 64, 512, 4096), (1, 8, 64, 512)
 SAMPLES, STEPS = 32, 32
 
 
@@ -62,20 +63,23 @@ RECIPES: dict[str, tuple[str, str, dict[str, Any], Callable[[Path], Path | None]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--virtual", action="store_true", help="with as many virtual ranks as ranks")
+    parser.add_argument("--only", nargs="*", default=[*RECIPES], choices=[*RECIPES])
     parser.add_argument("--one", nargs=2, metavar=("RECIPE", "RANKS"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
         with tempfile.TemporaryDirectory() as folder:
-            print(*one_rank(arguments.one[0], int(arguments.one[1]), Path(folder)))
+            print(*one_rank(arguments.one[0], int(arguments.one[1]), arguments.virtual, Path(folder)))
         return
-    print(f"{hardware()}; {SAMPLES} samples a rank, one thread; n = {arguments.runs}\n")
+    kind = ", as many virtual ranks as ranks" if arguments.virtual else ""
+    print(f"{hardware()}; {SAMPLES} samples a rank, one thread{kind}; n = {arguments.runs}\n")
     print("| recipe | ranks | ms per step, median [range] | of one rank's, median [range] | peak MiB, median [range] |")
     print("|---|---|---|---|---|")
-    for name in RECIPES:
-        found: dict[int, Any] = {ranks: [] for ranks in WORLDS}
+    for name in arguments.only:
+        found: dict[int, Any] = {ranks: [] for ranks in (VIRTUAL_WORLDS if arguments.virtual else WORLDS)}
         for _ in range(arguments.runs):
             for ranks, of_world in found.items():
-                of_world.append(measured(name, ranks))
+                of_world.append(measured(name, ranks, arguments.virtual))
         alone = [milliseconds for milliseconds, _ in found[1]]
         for ranks, of_world in found.items():
             times, memory = zip(*of_world, strict=True)
@@ -83,14 +87,15 @@ def main() -> None:
             print(f"| {name} | {ranks:,} | {spread(times, 1)} | {spread(ratios)} | {spread(memory, 0)} |", flush=True)
 
 
-def measured(name: str, ranks: int) -> tuple[float, float]:
+def measured(name: str, ranks: int, is_virtual: bool) -> tuple[float, float]:
     command = [sys.executable, "-m", "benchmarks.many_ranks", "--one", name, str(ranks)]
+    command += ["--virtual"] if is_virtual else []
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     milliseconds, mebibytes = printed.split()
     return float(milliseconds), float(mebibytes)
 
 
-def one_rank(name: str, ranks: int, folder: Path) -> tuple[float, float]:
+def one_rank(name: str, ranks: int, is_virtual: bool, folder: Path) -> tuple[float, float]:
     """Milliseconds of processor time per step, and peak MiB, of the rank in the middle."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -98,20 +103,21 @@ def one_rank(name: str, ranks: int, folder: Path) -> tuple[float, float]:
     distributed.init_process_group("fake", rank=ranks // 2, world_size=ranks, store=FakeStore())
     sys.path.insert(0, str(EXAMPLES))
     kind, of_settings, changed, data = RECIPES[name]
-    settings = pkgutil.resolve_name(of_settings)(**changed, batch_size=SAMPLES * ranks)
+    virtual_ranks = ranks if is_virtual else 0
+    settings = pkgutil.resolve_name(of_settings)(**changed, batch_size=SAMPLES * ranks, virtual_ranks=virtual_ranks)
     recipe: Recipe = pkgutil.resolve_name(kind)(settings, data(folder))
     split = Repeated(recipe, SAMPLES * ranks * STEPS)
     batches = TrainBatches(
         split, settings.batch_size, 1, ranks // 2, ranks, norm_samples=recipe.norm_samples,
-        augment=lambda *given: augment(recipe, *given),
+        augment=lambda *given: augment(recipe, *given), virtual_ranks=virtual_ranks,
     )  # fmt: skip
     model, device = recipe.model(), torch.device("cpu")
     state = TrainingState(
         recipe, model, ByRow(recipe.share), names_of(recipe, model, batches), device, ranks,
         autocast=False, total_steps=STEPS,
     )  # fmt: skip
-    assert isinstance(state.parallel, ReplicatedStep)
-    state.parallel.register_comm_hook(None, nothing_exchanged)
+    if isinstance(state.parallel, ReplicatedStep):
+        state.parallel.register_comm_hook(None, nothing_exchanged)
     state.parallel.train()
     times, steps = [], batches.steps(0)
     for _ in range(STEPS):

@@ -2,6 +2,7 @@
 
     python -m benchmarks.same_bits                    # digests on 1, 2, 3 and 4 ranks
     python -m benchmarks.same_bits --costs --runs 3   # a step's time, of that of the same without virtual ranks
+    python -m benchmarks.same_bits --accuracy --seeds 10   # final test losses with and without
 
 Costs are ratios of medians of steps' times. Both sides run in the same processes, by turns of a few steps, so that both
 meet the same load of the machine. With as many virtual ranks as ranks they are compared with DistributedDataParallel as
@@ -26,12 +27,15 @@ from flyte_ddp.engine.batches.block_cache import BlockCache
 from flyte_ddp.engine.job import Job
 from flyte_ddp.engine.set_up import Parts, set_up
 from flyte_ddp.engine.torch_compat import leave_dynamo_out
+from flyte_ddp.engine.worker import keep_freed_memory
 from flyte_ddp.launch.environment import Environment, World, visible_gpus
 from flyte_ddp.launch.link import Link
 from flyte_ddp.launch.process_group import process_group
 from flyte_ddp.settings import TrainingSettings
 
 PARTS, RANKS = 4, (1, 2, 3, 4)
+MANY = 8  # virtual ranks, of which the accuracy is looked at
+SMALL = {"characters": 40_000, "batch_size": 16, "epochs": 3, "width": 16}  # a charlm that learns in seconds
 TURN, TURNS = 5, 12  # steps of one side before the other's, and how often
 SETTINGS = "flyte_ddp.recipes.hyperparameters:Hyperparameters"
 # Recipe, its settings, and those that differ from the defaults
@@ -86,6 +90,28 @@ def digest(name: str, ranks: int) -> str:
     return hashlib.sha256(content).hexdigest()[:16]
 
 
+# --- accuracy ---
+
+
+def show_accuracy(seeds: int) -> None:
+    print(f"| test loss of charlm, {seeds} seeds | mean ± standard deviation | range |\n|---|---|---|")
+    plain, exact = ([final_loss(parts, seed) for seed in range(1, seeds + 1)] for parts in (0, MANY))
+    gaps = [with_parts - without for with_parts, without in zip(exact, plain, strict=True)]
+    rows = {"without": plain, f"with {MANY} virtual ranks": exact, "difference by seed": gaps}
+    for kind, losses in rows.items():
+        print(
+            f"| {kind} | {statistics.mean(losses):.5f} ± {statistics.stdev(losses):.5f} "
+            f"| {min(losses):.5f} to {max(losses):.5f} |"
+        )
+
+
+def final_loss(parts: int, seed: int) -> float:
+    settings = settings_of("charlm", virtual_ranks=parts, seed=seed, **SMALL)
+    (result,) = train(JOBS["charlm"][0], settings, world(1))
+    loss: float = result.epochs[-1].test["loss"]
+    return loss
+
+
 # --- costs ---
 
 
@@ -94,6 +120,8 @@ def show_costs(names: list[str], runs: int) -> None:
     print("|---|---|---|---|---|---|")
     for name in names:
         for ranks, parts in ((2, 2), (2, 8), (1, 1), (1, 4)):
+            if name == "U-Net" and parts == 8:
+                continue  # its batch norm goes by groups of 8 samples, of which a batch has four
             settings = settings_of(name, virtual_ranks=parts)
             target = "benchmarks.same_bits:compare"
             found = [train(JOBS[name][0], settings, world(ranks), data_of(name), target=target)[0] for _ in range(runs)]
@@ -107,6 +135,7 @@ def show_costs(names: list[str], runs: int) -> None:
 def compare(environment: Environment, link: Link, job: Job) -> tuple[float, float, int]:
     """Milliseconds of a step by virtual ranks, the ratio to those without, and how many had to be added up again."""
     leave_dynamo_out()
+    keep_freed_memory()
     torch.set_num_threads(1)
     with process_group(environment, job.options.timeout_seconds) as device:
         exact = set_up(environment, device, job, BlockCache(environment))
@@ -146,13 +175,17 @@ def clock(device: torch.device) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--costs", action="store_true", help="measure steps instead of comparing digests")
+    parser.add_argument("--accuracy", action="store_true", help="compare final losses instead")
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--only", nargs="*", default=[*JOBS], choices=[*JOBS])
     arguments = parser.parse_args()
     sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
     device = torch.cuda.get_device_name() if visible_gpus() else f"CPU, {torch.backends.cpu.get_cpu_capability()}"
     print(f"{device}; torch {torch.__version__}, one thread a rank\n", flush=True)
-    if arguments.costs:
+    if arguments.accuracy:
+        show_accuracy(arguments.seeds)
+    elif arguments.costs:
         show_costs(arguments.only, arguments.runs)
     else:
         show_digests(arguments.only)

@@ -128,9 +128,9 @@ def small(name: str) -> dict[str, Any]:
     return {"epochs": 1, "log_interval": 1, "precision": "float32", **SMALL[name]}
 
 
-def small_settings(name: str) -> Any:
+def small_settings(name: str, **more: Any) -> Any:
     project()
-    return importlib.import_module(f"{name}.settings").Settings(**small(name))
+    return importlib.import_module(f"{name}.settings").Settings(**{**small(name), **more})
 
 
 def train_small(
@@ -140,11 +140,12 @@ def train_small(
     nproc: int = 2,
     checkpoint_seconds: float = 0.0,
     sharding: str = "off",
+    **more: Any,
 ) -> Any:
     options = RunOptions(
         nproc=nproc, checkpoint_seconds=checkpoint_seconds, tracking="off", loader_workers=0, sharding=sharding
     )
-    settings, recipe = small_settings(name), f"{name}.recipe:{RECIPES[name]}"
+    settings, recipe = small_settings(name, **more), f"{name}.recipe:{RECIPES[name]}"
     return train(recipe, settings, options, data_of(name), output, on_event=on_event, init=init_of(name))
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from flyte_ddp.errors import InputError
 from flyte_ddp.events import Event, StepLogged
 from tests.commands import ROOT, pyflyte, pyflyte_process, same
 from tests.examples import RECIPES, data_of, init_of, project, small, train_small, trained
@@ -87,6 +88,27 @@ def test_the_result_is_the_same_on_1_2_and_3_ranks(name):
         assert other.losses == pytest.approx(one.losses, rel=1e-4)  # another number of threads rounds differently
         gaps = (other.weights[key].double() - value.double() for key, value in one.weights.items())
         assert math.sqrt(sum(float(gap.square().sum()) for gap in gaps)) < 1e-4 * size
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted({*RECIPES} - {"contrastive"}))
+def test_with_virtual_ranks_the_result_has_the_same_bits_on_1_2_and_3_ranks(tmp_path, name):
+    found = []
+    for nproc in (1, 2, 3):
+        events: list[Event] = []
+        result = train_small(name, tmp_path / f"{nproc}", events.append, nproc, 60, virtual_ranks=4)
+        losses = [event.measures for event in events if isinstance(event, StepLogged)]
+        found.append((losses, result.epochs[-1].test, torch.load(result.model_path, weights_only=True)))
+    (losses, measures, weights), *others = found
+    assert len(losses) > 2
+    for of_other in others:
+        assert of_other[:2] == (losses, measures)
+        assert same(of_other[2], weights)
+
+
+def test_an_example_whose_loss_needs_the_whole_batch_is_refused_with_virtual_ranks(tmp_path):
+    with pytest.raises(InputError, match=r"virtual_ranks must be 0 for Contrastive, .* set virtual_ranks to 0"):
+        train_small("contrastive", tmp_path, print, 1, virtual_ranks=4)
 
 
 @pytest.mark.slow

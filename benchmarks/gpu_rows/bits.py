@@ -5,6 +5,8 @@ import importlib.util
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +73,8 @@ def alike(precision: str, **options: Any) -> Callable[[Machine], str]:
             machine.need_gpus()
         if "sharding" in options and importlib.util.find_spec("safetensors") is None:
             raise Missing("safetensors is not installed")
+        if "sharding" in options and tuple(map(int, version("torch").split(".")[:2])) < (2, 15):
+            raise Missing("sharding needs torch 2.15")
         world = machine.world(machine.gpus, "nccl") if machine.gpus else machine.world()
         settings = TextSettings(epochs=1, characters=20_000, precision=precision)
         plain, found = (train(CHARLM, settings, world, **more)[0].tested["loss"] for more in ({}, options))
@@ -98,6 +102,13 @@ def same_bits(machine: Machine) -> str:
     first, second = (weights(machine, name, world, data) for name in ("first", "second"))
     expect(first == second, "other weights")
     return f"{world.size} ranks, {HP.model}"
+
+
+def any_ranks(machine: Machine) -> str:
+    data, hp = images.made_up((1, 28, 28), 1270, machine.place), replace(HP, virtual_ranks=3)
+    digests = {train(IMAGES, hp, machine.world(ranks), str(data))[0].digest for ranks in (1, 2, 3)}
+    expect(len(digests) == 1, f"digests {', '.join(digests)}")
+    return f"3 virtual ranks on 1, 2 and 3 ranks under gloo, {HP.model}: weights {digests.pop()}"
 
 
 def resumed_bits(machine: Machine) -> str:
@@ -128,5 +139,6 @@ ROWS = [
     Row("validation samples held out of a memory map", from_source("memory map", 0.25), is_quick=False),
     Row("a rank that borrows a sample, batch norm in bfloat16", borrowed_share),
     Row("same seed, same bits", same_bits),
+    Row("the same bits on any number of ranks", any_ranks),
     Row("interrupted and resumed, same bits", resumed_bits),
 ]

@@ -16,7 +16,7 @@ from flyte_ddp.engine.global_batch.by_row import ByRow
 
 SIZE, HALF = 16, 8  # samples of a global batch, and of the second of two ranks
 DRAWS: dict[str, Callable[..., Tensor]] = {
-    "words": random_numbers.words,
+    "words": lambda *position: random_numbers.words(*position),  # looked up when it is called
     "uniform": random_numbers.uniform,
     "normal": random_numbers.normal,
     "integers": partial(random_numbers.integers, low=-3, high=10),

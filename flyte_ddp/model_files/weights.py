@@ -59,11 +59,21 @@ def first_names(weights: Mapping[Name, Tensor]) -> dict[Name, Name]:
     }
 
 
-def copied_to_host(weights: Mapping[Name, Tensor]) -> dict[Name, Tensor]:
-    """Copies in the host's memory, one for all names of tied weights."""
-    firsts = first_names(weights)
-    copies = {name: weights[name].detach().to("cpu", copy=True) for name in {*firsts.values()}}
-    return {name: copies[first] for name, first in firsts.items()}
+def copied_to_host(weights: Mapping[Name, Tensor], room: dict[Name, Tensor] | None = None) -> dict[Name, Tensor]:
+    """Copies in the host's memory, one for all names of tied weights.
+
+    room: copies of an earlier call, which are overwritten, or none. They are in page-locked memory, into which a GPU
+    copies at ten times the speed.
+    """
+    firsts, is_kept, room = first_names(weights), room is not None, {} if room is None else room
+    for name in {*firsts.values()}:
+        weight, copy = weights[name].detach(), room.get(name)
+        if copy is None or (copy.shape, copy.dtype) != (weight.shape, weight.dtype):
+            copy = room[name] = torch.empty_like(weight, device="cpu", pin_memory=is_kept and weight.is_cuda)
+        copy.copy_(weight, non_blocking=True)
+    if any(weight.is_cuda for weight in weights.values()):
+        torch.cuda.current_stream().synchronize()
+    return {name: room[first] for name, first in firsts.items()}
 
 
 def with_tied(given: dict[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -56,7 +56,7 @@ def identical(first: Trained, second: Trained) -> bool:
 
 def metrics(trained: Trained):
     """All figures of all epochs but the seconds."""
-    return [(epoch.epoch, epoch.train, epoch.test) for epoch in trained.result.epochs]
+    return [(epoch.epoch, epoch.train, epoch.validation, epoch.test) for epoch in trained.result.epochs]
 
 
 def test_one_two_and_three_ranks_give_the_same_weights(train):

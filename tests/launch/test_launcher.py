@@ -16,6 +16,7 @@ import pytest
 from benchmarks.faults import has_ended
 from flyte_ddp.code.code_version import imported
 from flyte_ddp.code.user_code import ENGINE
+from flyte_ddp.errors import InputError
 from flyte_ddp.launch import launcher
 from flyte_ddp.launch.environment import World, available_cores
 from flyte_ddp.launch.failures import RankError, RecoverableRankError
@@ -40,6 +41,13 @@ def nothing_stays():
 def test_values_come_back_by_rank_and_the_cores_are_shared_out():
     threads = max(1, available_cores() // 3)
     assert launch("report_rank", 3, "x") == [(rank, 3, threads, "x") for rank in range(3)]
+
+
+@pytest.mark.parametrize("given", ["nosuch0", "lo,nosuch0"])
+def test_a_network_interface_that_there_is_not_is_no_loss_of_a_peer(monkeypatch, given):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", given)
+    with pytest.raises(InputError, match=rf"^GLOO_SOCKET_IFNAME must name .* \(.*\blo\b.*\), got '{given}': change it"):
+        launch("fail_on_rank_one")
 
 
 def test_workers_import_no_flyte_no_trackers_no_plots_and_no_compiler(small_data):

@@ -37,7 +37,7 @@ def checkpoints_of(
     """What writes this rank's part of the checkpoints; a collective of a sharded network."""
     path, every = Path(job.checkpoint_path), job.options.checkpoint_seconds
     if not is_sharded(state.model):
-        begin = partial(begin_file, path)
+        begin = partial(begin_file, path, {})
         return NoCheckpoints() if environment.rank else CheckpointWriter(begin, job, every, emit)
     destination = Stored(job.storage) if job.storage else SharedFolder(path, environment)
     kind = StoredCheckpointWriter if job.storage else CheckpointWriter
@@ -45,14 +45,18 @@ def checkpoints_of(
     return kind(ShardWriter(destination, environment).begin, job, every, emit)
 
 
-def begin_file(path: Path, content: dict[str, Any], device: torch.device) -> Callable[[], None]:
-    """Begin for a single file at path, beside which the copy is; but that from a GPU is in the host's memory."""
+def begin_file(
+    path: Path, room: dict[Any, Tensor], content: dict[str, Any], device: torch.device
+) -> Callable[[], None]:
+    """Begin for a single file at path, beside which the copy is; but that from a GPU is in room, in the host's memory,
+    until it is written."""
     if device.type == "cpu":
         write = partial(finish, write_draft(path, content, device), path)
     else:
-        leaves, structure = pytree.tree_flatten(content)
-        copies = copied_to_host({at: leaf for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor)})
-        copied = pytree.tree_unflatten([copies.get(at, leaf) for at, leaf in enumerate(leaves)], structure)
+        copies = copied_to_host(
+            {where: leaf for where, leaf in pytree.tree_flatten_with_path(content)[0] if isinstance(leaf, Tensor)}, room
+        )
+        copied = pytree.tree_map_with_path(lambda where, leaf: copies.get(where, leaf), content)
         write = partial(write_checkpoint, path, copied)
 
     def rest() -> None:

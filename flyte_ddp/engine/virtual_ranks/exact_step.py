@@ -128,22 +128,21 @@ class ExactStep(nn.Module):
             bucket.send()
         self._next = end
 
-    def _start(self, is_looking: bool) -> None:
-        self._is_looking, self._next = is_looking, len(self._buckets)
+    def _sum(self, backward: Callable[[], None]) -> bool:
+        """From gradients that are 0; whether the addends of all ranks fitted."""
+        self._is_looking = False
         self._measured.zero_()
-        self.zero_grad()
         for bucket in self._buckets:
             bucket.start()
-
-    def _sum(self, backward: Callable[[], None]) -> bool:
-        """Whether the addends of all ranks fitted."""
-        self._start(is_looking=False)
         backward()
         return not torch.cat([bucket.receive() for bucket in self._buckets]).any()
 
     def _look(self, backward: Callable[[], None]) -> bool:
         """Lets numbers follow from the addends themselves; False if those are not finite. A collective."""
-        self._start(is_looking=True)
+        self._is_looking = True
+        self.zero_grad()
+        for bucket in self._buckets:
+            bucket.largest.zero_()
         backward()
         largest = torch.cat([bucket.largest for bucket in self._buckets]).nan_to_num_(nan=math.inf)
         distributed.all_reduce(largest, distributed.ReduceOp.MAX)

@@ -75,29 +75,26 @@ class Bucket:
         self._sum, self._misfits, self.more = self._sent.split([size, 1, more])
         self._sum = self._sum.view_as(self.gradients)
         self._scales = torch.ones(size // block, 1, device=device)
-        self._largest = torch.zeros((), device=device)
+        self._peak: Tensor | None = None  # of the addends, as whole numbers; None before the first
         self.largest = torch.zeros(size // block, 1, device=device)
         self._work: distributed.Work | None = None
-        self._is_first = True
         self.exponents = torch.zeros(size // block, 1, dtype=torch.int32, device=device)
 
     def start(self) -> None:
         """Begins a new sum."""
-        self._is_first = True
-        self.more.zero_()
-        self._largest.zero_()
-        self.largest.zero_()
+        self._peak = None
 
     def add(self) -> None:
         """Adds the gradients to the sum, and makes them something else."""
         scaled = self.gradients.mul_(self._scales).round_()  # cut off, many addends of one sign would be too small
         low, high = scaled.aminmax()
-        self._largest = torch.maximum(self._largest, torch.maximum(-low, high))
-        if self._is_first:
+        peak = torch.maximum(-low, high)
+        if self._peak is None:
             self._sum.copy_(scaled)
+            self._peak = peak
         else:
             self._sum.add_(scaled.to(self._sum.dtype))
-        self._is_first = False
+            self._peak = torch.maximum(self._peak, peak)
 
     def look(self) -> None:
         """Instead of add: keeps the largest addend of each block."""
@@ -105,7 +102,8 @@ class Bucket:
 
     def send(self) -> None:
         """Starts to add up the sums of all ranks."""
-        self._misfits.copy_(~(self._largest < 2.0**self._digits.addend))  # NaN doesn't fit either
+        assert self._peak is not None  # after an addend
+        self._misfits.copy_(~(self._peak < 2.0**self._digits.addend))  # NaN doesn't fit either
         if distributed.get_world_size() > 1:
             self._work = distributed.all_reduce(self._sent, async_op=True)
 

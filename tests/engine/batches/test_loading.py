@@ -1,6 +1,8 @@
 """Loader workers: what they deliver, and that none of them stays."""
 
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -96,6 +98,28 @@ def test_a_killed_loader_worker_is_worth_a_retry_and_one_that_is_asked_to_stop_g
     with pytest.raises(RecoverableRankError, match=r"DataLoader worker .*lower loader_workers"):
         launch("signal_a_worker", (data, 2, signal.SIGKILL))
     assert launch("signal_a_worker", (data, 2, signal.SIGTERM)) == [99]
+
+
+READER = """
+import sys
+from tests.engine.batches.test_loading import launch
+try:
+    launch("read_an_epoch", (sys.argv[1], 2))
+except Exception as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("options", ["size=4k", "ro"])
+def test_shared_memory_that_is_full_or_read_only_is_named(digits, options):
+    mounted = ["unshare", "--mount", "--map-root-user", "sh", "-ec"]
+    mounted += [f'mount -t tmpfs -o {options} none /dev/shm && exec "$@"', "sh"]
+    if not shutil.which("unshare") or subprocess.run([*mounted, "true"], capture_output=True).returncode:
+        pytest.skip("needs a mount of its own, which this system's kernel or container does not allow")
+    command = [*mounted, sys.executable, "-c", READER, dataset(digits)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    said = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
+    assert re.search(r"share /dev/shm, which is full or read-only: give .*, or set loader_workers, .*, to 0", said)
 
 
 def test_loader_workers_end_with_a_killed_rank(digits, tmp_path):

@@ -112,7 +112,7 @@ def test_one_that_cannot_be_written_leaves_the_one_before_and_nothing_else(rank,
     rank.begin(content_of(3, torch.ones(2, 2)), CPU)()
     assert read_checkpoint(path, {})["state"]["step"] == 3
     assert folder not in shards_beside(path).iterdir()
-    begin_file(path, content_of(4), CPU)()
+    begin_file(path, {}, content_of(4), CPU)()
     assert read_checkpoint(path, {})["state"]["step"] == 4
     assert not shards_beside(path).exists()
 
@@ -121,7 +121,9 @@ def test_tied_weights_are_copied_from_a_gpu_once(tmp_path):
     weight = nn.Parameter(torch.randn(1000, 64))
     network = nn.ParameterDict({"embedding": weight, "head": weight})
     state = {"model": network.state_dict(), "views": [weight[:1], weight.view(torch.int32)[:1]]}
-    rest = begin_file(tmp_path / "checkpoint", {"format": FORMAT, "identity": {}, "state": state}, torch.device("cuda"))
+    rest = begin_file(
+        tmp_path / "checkpoint", {}, {"format": FORMAT, "identity": {}, "state": state}, torch.device("cuda")
+    )
     before = weight.detach().clone()
     nn.init.zeros_(weight)
     rest()

@@ -3,15 +3,18 @@
 import copy
 import hashlib
 import random
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 from torch.nn import functional as F
+from torch.utils.data import Dataset
 
 from flyte_ddp.engine.batches.block_cache import BlockCache
 from flyte_ddp.engine.job import Job
@@ -58,7 +61,7 @@ class Chosen(Recipe):
     def __init__(self, settings: Settings, data_path: Any = None):
         super().__init__(settings, data_path)
         chosen = self._chosen = random.Random(-settings.choices)
-        self.kind = chosen.choice(["dense", "convolution", "attention", "embedding"])
+        self.kind = chosen.choice(["dense", "convolution", "attention", "embedding", "experts"])
         self.clip_norm = chosen.choice([0.0, 0.1, 1.0])
         self.ema_decay = chosen.choice([0.0, 0.9])
         self.dropout = chosen.choice([0.0, 0.3])
@@ -70,18 +73,31 @@ class Chosen(Recipe):
         self.name = chosen.choice(["SGD", "AdamW", "Adagrad", "RMSprop", "NAdam"])
         self.train_fraction = chosen.choice([1.0, 0.61])
         self.scale = 2.0 ** chosen.choice([-30, 0, 0, 30])
+        self.recompute = chosen.choice([(), ("first",)])
+        self.source = chosen.choice(["tensors", "dataset", "memory map", "lengths"])
+        if self.source == "lengths":  # other layers would see what fills them up
+            self.kind, self.length_window = chosen.choice(["dense", "experts"]), chosen.choice([0, 3])
 
     def data(self, split: str) -> Any:
         generator = torch.Generator().manual_seed(self.settings.choices)
         inputs = torch.randn(150, LENGTH, WIDTH, generator=generator)
         labels = torch.randint(CLASSES, (150,), generator=generator)
-        return (inputs[:110], labels[:110]) if split == "train" else (inputs[110:], labels[110:])
+        rows = slice(0, 110) if split == "train" else slice(110, 150)
+        if self.source == "memory map":
+            return [mapped(part[rows]) for part in (inputs, labels)]
+        if self.source == "tensors":
+            return inputs[rows], labels[rows]
+        return Rows(inputs[rows], labels[rows], self.lengths(split))
+
+    def lengths(self, split: str) -> list[int] | None:
+        count = 110 if split == "train" else 40
+        return [1 + 5 * number % LENGTH for number in range(count)] if self.source == "lengths" else None
 
     def model(self) -> nn.Module:
         return Network(self.kind, self.dropout, self.is_normalised)
 
     def augment(self, batch: Any, draw: Any) -> Any:
-        return (batch[0] + 0.1 * draw.normal(LENGTH, WIDTH), batch[1]) if self.is_augmented else batch
+        return (batch[0] * (1 + 0.1 * draw.normal(WIDTH)[:, None]), batch[1]) if self.is_augmented else batch
 
     def measure(self, outputs: Tensor, batch: Any) -> Any:
         losses = F.cross_entropy(outputs.float(), batch[1], reduction="none")
@@ -95,6 +111,24 @@ class Chosen(Recipe):
         return optimizer
 
 
+class Rows(Dataset[Any]):
+    def __init__(self, inputs: Tensor, labels: Tensor, lengths: list[int] | None):
+        self.inputs, self.labels, self.lengths = inputs, labels, lengths or [LENGTH] * len(labels)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.inputs[index, : self.lengths[index]], self.labels[index]
+
+
+def mapped(part: Tensor) -> Any:
+    with tempfile.NamedTemporaryFile(suffix=".npy") as file:
+        np.save(file, part.numpy())
+        file.flush()
+        return np.load(file.name, mmap_mode="r")
+
+
 class Network(nn.Module):
     def __init__(self, kind: str, dropout: float, is_normalised: bool):
         super().__init__()
@@ -105,6 +139,8 @@ class Network(nn.Module):
             nn.TransformerEncoderLayer(WIDTH, 2, 32, dropout, batch_first=True) if kind == "attention" else None
         )
         self.words = nn.Embedding(50, WIDTH) if kind == "embedding" else None
+        # Of which the last gets a sample in few parts, and in few batches
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3)) if kind == "experts" else None
         self.dropout, self.last = nn.Dropout(dropout), nn.Linear(WIDTH, CLASSES)
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -112,7 +148,17 @@ class Network(nn.Module):
             inputs = inputs + self.words((inputs[..., 0].abs() * 20).long().clamp(max=49))
         hidden = self.first(inputs.movedim(1, 2)).movedim(1, 2) if self.kind == "convolution" else self.first(inputs)
         hidden = hidden if self.middle is None else self.middle(hidden)
-        logits: Tensor = self.last(self.dropout(self.norm(hidden.mean(1)).relu()))
+        if self.kind in ("dense", "experts"):  # the same weights again; nothing where a sample is filled up
+            hidden = self.first(hidden.tanh()) * (inputs != 0).any(2, keepdim=True)
+        if self.experts is not None:
+            routes = (inputs[:, 0, 0] > 0).long() + (inputs[:, 0, 0] > 2).long()
+            sent = [hidden[routes == number] for number in range(len(self.experts))]
+            routed = torch.empty_like(hidden)
+            for number, (expert, rows) in enumerate(zip(self.experts, sent, strict=True)):
+                if len(rows):
+                    routed = routed.index_put(((routes == number).nonzero()[:, 0],), expert(rows).to(routed.dtype))
+            hidden = hidden + routed * (inputs != 0).any(2, keepdim=True)
+        logits: Tensor = self.last(self.dropout(self.norm(hidden.sum(1) / LENGTH).relu()))
         return logits
 
 

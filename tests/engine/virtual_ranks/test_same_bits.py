@@ -19,7 +19,7 @@ from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.recipes.images import ImageClassifier
 from flyte_ddp.settings import RunOptions
 from tests.engine.probe_recipes import WIDTH, Settings, Sound
-from tests.engine.test_training import Unplugged, identical, unplug_at
+from tests.engine.test_training import TWO_HOSTS, Unplugged, identical, unplug_at
 from tests.engine.virtual_ranks.configurations import RANKS, settings_of
 
 BATCH_NORM = {"model": "fashion_cnn", "shift_pixels": 2, "flip": True, "ema_decay": 0.9, "batch_size": 30}
@@ -116,12 +116,13 @@ def test_the_average_too_begins_with_rank_0s_weights(train):
 
 
 def test_a_run_that_was_cut_off_goes_on_with_other_numbers_of_ranks_to_the_same_bits(train, whole):
-    settings = {"epochs": 2, "log_interval": 1, "virtual_ranks": 4, **BATCH_NORM}
+    chosen = {"validation_fraction": 0.1, "evaluations_per_epoch": 2, "patience": 3, "keep_best": 1}
+    settings = {"epochs": 2, "log_interval": 1, "virtual_ranks": 4, **chosen, **BATCH_NORM}
     expected = whole(1, **settings)
     for nproc, step in ((3, 3), (1, 7)):
         with pytest.raises(Unplugged):
             train(nproc, name="cut", checkpoint_seconds=0, on_event=unplug_at(step), **settings)
-    resumed = train(2, name="cut", checkpoint_seconds=0, **settings)
+    resumed = train(2, name="cut", checkpoint_seconds=0, target=TWO_HOSTS, **settings)
     assert isinstance(resumed.events[0], RunStarted)
     assert (resumed.events[0].first_epoch, resumed.events[0].first_step) > (0, 3)
     assert identical(expected, resumed)

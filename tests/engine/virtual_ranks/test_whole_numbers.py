@@ -23,7 +23,7 @@ def bucket_of(addends: int, size: int = 3 * BLOCK) -> Bucket:
 
 def total(bucket: Bucket, addends: list[torch.Tensor]) -> torch.Tensor:
     """With numbers that follow from the addends."""
-    bucket.start()
+    bucket.largest.zero_()
     for addend in addends:
         bucket.views[0].copy_(addend)
         bucket.look()
