@@ -69,7 +69,7 @@ class OwnGeneratorSeeded(OwnGenerator):
     """Does what the message says."""
 
     def __getitem__(self, index):
-        self.steps[0]["rng"] = np.random.default_rng(torch.randint(2**31, ()).item())
+        self.steps[0]["rng"] = np.random.default_rng(int(torch.randint(2**31, ())))
         return super().__getitem__(index)
 
 
