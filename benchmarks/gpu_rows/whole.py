@@ -42,7 +42,7 @@ def peaks(machine: Machine) -> str:
     settings = Settings(epochs=2, batch_size=32)
     trials, steps, weights = train(WIDE, settings, one(machine), target=f"{STEPS}measure_peaks")[0]
     found = f"trials {trials / weights:.2f}, steps {steps / weights:.2f} times the weights of {weights >> 20} MiB"
-    expect(trials <= 1.05 * steps and steps < 4.6 * weights, found)
+    expect(trials <= 1.05 * steps and steps < 5.5 * weights, found)
     return found
 
 

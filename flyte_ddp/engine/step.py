@@ -124,12 +124,6 @@ class ReplicatedStep(DistributedDataParallel):
         # Buffers are the same on all ranks, see by_row.py (as an argument its name would depend on torch's version)
         self.broadcast_buffers = False
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Keeps the gradients, which are in the buckets: new ones would take as much memory once more."""
-        found = [p.grad for p in (*self.module.trainable, self.module.sums) if p.grad is not None]
-        if found:
-            torch_compat.set_to_zero(found)
-
     def parts(self, batch: Batch, most: int) -> list[Batch]:
         """Those that the rank's share is computed in, of at most so many samples."""
         return batch.parts(most)

@@ -157,10 +157,6 @@ def norms(tensors: list[Tensor]) -> Tensor:
     return torch.stack(torch._foreach_norm(tensors))
 
 
-def set_to_zero(tensors: list[Tensor]) -> None:
-    torch._foreach_zero_(tensors)
-
-
 def scale(tensors: list[Tensor], factor: Tensor) -> None:
     """Multiplies all of them in place by a factor that is on their device."""
     torch._foreach_mul_(tensors, factor)

@@ -62,8 +62,9 @@ def test_the_failure_of_a_rank_reaches_its_node_as_it_was(in_a_pod, tmp_path, mo
 
 
 def test_without_torchruns_agent_a_failure_stays_what_it_was(monkeypatch):
-    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
-    with pytest.raises(InputError, match="RANK is not set"), handing_on_failure(flytekit_platform):
+    for name in ("TORCHELASTIC_ERROR_FILE", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(InputError, match=r"^WORLD_SIZE is not set: many nodes"), handing_on_failure(flytekit_platform):
         environment_from_variables("gloo")
 
 
