@@ -47,7 +47,9 @@ class FinetuneText(Classifier):
         return get_peft_model(model, LoraConfig(TaskType.SEQ_CLS, r=rank)) if rank else model
 
     def forward(self, model: nn.Module, batch: Any) -> Tensor:
-        return model(**batch[0]).logits
+        words, mask = batch[0]["input_ids"], batch[0]["attention_mask"].bool()
+        # Of a mask with two dimensions, transformers asks the device in each step whether anything is masked
+        return model(input_ids=words, attention_mask=mask[:, None, None]).logits
 
     def factor(self, step: int, steps: int) -> float:
         return schedules.cosine(step, steps, warmup_fraction=0.1)

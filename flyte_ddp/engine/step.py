@@ -63,7 +63,7 @@ class Step(nn.Module):
         self.sums = nn.Parameter(torch.zeros(sum(self.sizes), device=recipe.device))
 
     def computed(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The sum of what is trained, and (2 k,) value and weight of each measure, alternating, of the batch."""
+        """The sum of what is trained, and (2 k, samples) value and weight of each measure, alternating."""
         vars(self.recipe.share).update(vars(batch.share))
         if self.rows.running:
             self.rows.running.start()
@@ -71,17 +71,17 @@ class Step(nn.Module):
             outputs = self.recipe.forward(self.model, batch.tree)
             pairs = pairs_of(self.recipe, outputs, batch, self.names)
         with torch.no_grad():
-            measured = torch.stack([part for pair in pairs.values() for part in pair]).sum(1)
+            measured = torch.stack([part for pair in pairs.values() for part in pair])
         self.digests.add(self.rows.digest)
         return pairs[trained_measure(self.names)][0].sum(), measured
 
     def forward(self, batch: Batch, requests: tuple[bool, bool], is_last: bool) -> Tensor:
         """requests: whether to stop, and to save. is_last: of the parts that the rank's share is computed in."""
-        trained, values = self.computed(batch)
+        trained, each = self.computed(batch)
         with torch.no_grad():
             sums = torch.empty_like(self.sums)
             measured, statistics, bits, asked = sums.split(self.sizes)
-            measured.copy_(values)
+            torch.sum(each, 1, out=measured)
             if self.rows.running:
                 self.rows.running.write(statistics)
             if len(bits):

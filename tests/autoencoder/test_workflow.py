@@ -146,7 +146,7 @@ def test_retry_goes_on_from_the_checkpoint_of_a_killed_pod(tmp_path):
     ("hp", "options", "gpus", "words"),
     [
         ({"precision": "float16"}, {}, 0, ["float16 needs a GPU", "use bfloat16 or float32"]),
-        ({"batch_size": 2}, {"nproc": 3}, 0, ["number of ranks (3)", "got 2", "lower nproc"]),
+        ({"batch_size": 2}, {"nproc": 3}, 0, ["number of ranks (3)", "got 2", "start fewer ranks (nproc)"]),
         ({}, {}, -1, ["gpus must be at least 0 and at most 64, got -1"]),
     ],
 )

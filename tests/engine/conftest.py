@@ -1,7 +1,6 @@
 """A process that is the only rank."""
 
 import signal
-import socket
 
 import pytest
 from torch import distributed
@@ -10,12 +9,9 @@ from torch import distributed
 @pytest.fixture
 def alone(monkeypatch):
     """This process as the only rank: what a launch has to do with is tested elsewhere."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = str(found.getsockname()[1])
-    for name, value in {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}.items():
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # any port that is free
+    for name, value in {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0", **where}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv("MASTER_PORT", port)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     yield
     if distributed.is_initialized():  # a rank that fails ends without parting from the others

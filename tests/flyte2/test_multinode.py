@@ -116,7 +116,7 @@ def test_the_failure_of_another_rank_is_the_one_that_flyte_hears_of(node):
 
 def test_without_torchrun_a_rank_says_what_it_lacks(tasks):
     training = tasks[0].image_training
-    with pytest.raises(InputError, match="RANK is not set: many nodes train under torchrun"):
+    with pytest.raises(InputError, match="WORLD_SIZE is not set: many nodes train under torchrun"):
         training.run_as_rank(HP, RunOptions(), None)
 
 

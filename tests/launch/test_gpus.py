@@ -79,6 +79,7 @@ RANK = """if True:
 )
 def test_each_rank_may_see_a_gpu_of_its_own(tmp_path, devices, visible, gpus, told):
     ranks = {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "4"}
+    ranks |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     masked = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     environment = stand_in(tmp_path / "library", NVML_GPUS=gpus, **ranks, **masked)
     done = subprocess.run(

@@ -58,7 +58,7 @@ class ExactStep(nn.Module):
                 self._statistics += written
             if not batch.share.borrowed:
                 of_part = self._measured[batch.share.part]
-                of_part[:-1] += measured
+                of_part[:-1] += measured.sum(1)
                 of_part[-1] = 1 + max(digests) if len(digests) == 1 else -1
             if is_last and not self._is_looking:
                 first = self._buckets[0].more
