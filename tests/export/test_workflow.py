@@ -98,7 +98,7 @@ def test_a_file_works_by_itself_for_any_number_of_images(trained, exported, load
 def test_a_wrong_model_is_one_error_with_both_numbers(trained, tmp_path):
     weights = torch.load(trained.model, weights_only=True)
     torch.save(
-        {name: value.roll(1, 0) if name == "fc2.bias" else value for name, value in weights.items()},
+        {name: value.roll(1, 0) if name == "fc2.weight" else value for name, value in weights.items()},
         tmp_path / "model.pt",
     )
     add_metadata(tmp_path / "model.pt", needs_metadata(trained.model, ""))
