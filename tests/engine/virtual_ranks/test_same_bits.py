@@ -48,7 +48,10 @@ class Weighted(ImageClassifier):
         return {**measured, "loss": (measured["loss"] * weights, weights)}
 
 
-@pytest.mark.parametrize("settings", [{}, BATCH_NORM, SHORT, {"precision": "bfloat16", "validation_fraction": 0.1}])
+SLOW = [SHORT, {"precision": "bfloat16", "validation_fraction": 0.1}]
+
+
+@pytest.mark.parametrize("settings", [{}, BATCH_NORM, *[pytest.param(one, marks=pytest.mark.slow) for one in SLOW]])
 def test_equal_bytes_on_one_two_three_and_five_ranks(train, settings):
     one, *others = (train(nproc, name=f"{nproc}", virtual_ranks=5, **settings) for nproc in (1, 2, 3, 5))
     for other in others:
@@ -128,6 +131,7 @@ def test_a_run_that_was_cut_off_goes_on_with_other_numbers_of_ranks_to_the_same_
     assert identical(expected, resumed)
 
 
+@pytest.mark.slow
 def test_another_number_of_virtual_ranks_is_another_training(train):
     one, other = (train(1, name=f"{number}", virtual_ranks=number) for number in (2, 4))
     assert not identical(one, other)
@@ -188,6 +192,7 @@ class Fitted(Coupled):
     couples_samples, micro_batch = False, -1
 
 
+@pytest.mark.slow
 def test_a_steps_threads_are_one_unless_they_are_set(train):
     found = {threads: train(1, name=f"{threads}", virtual_ranks=2, threads=threads) for threads in (0, 1)}
     assert all(torch.equal(weight, found[1].weights[name]) for name, weight in found[0].weights.items())
