@@ -82,10 +82,16 @@ def test_a_block_prints_what_is_shown(said, index):
     for line in SHOWN[index].splitlines():
         parts = re.split(f"({either})", line)
         pattern = "".join(re.sub(either, general, part) if n % 2 else re.escape(part) for n, part in enumerate(parts))
-        shown, found = (re.search(f"^{pattern}$", text, re.MULTILINE) for text in (line, said[index]))
-        assert shown
-        assert found, f"{line}\n\n{said[index]}"
-        assert [*map(float, found.groups())] == pytest.approx([*map(float, shown.groups())], rel=0.01), line
+        (shown,) = re.finditer(f"^{pattern}$", line)
+        alike = re.finditer(f"^{pattern}$", said[index], re.MULTILINE)
+        assert any(numbers(found) == pytest.approx(numbers(shown), rel=0.01) for found in alike), (
+            f"{line}\n\n{said[index]}"
+        )
+
+
+def numbers(found: "re.Match[str]") -> list[float]:
+    """Of what a pattern has caught, without words."""
+    return [float(one) for one in found.groups() if one and re.fullmatch(r"[\d.]*\d", one)]
 
 
 def test_two_processes_have_the_losses_of_one_and_weights_alike(outputs):
