@@ -24,9 +24,9 @@ import torch
 
 from benchmarks.gpu_rows.training import IMAGES, train
 from flyte_ddp.engine.batches.block_cache import BlockCache
+from flyte_ddp.engine.compiler_compat import leave_dynamo_out
 from flyte_ddp.engine.job import Job
 from flyte_ddp.engine.set_up import Parts, set_up
-from flyte_ddp.engine.torch_compat import leave_dynamo_out
 from flyte_ddp.engine.worker import keep_freed_memory
 from flyte_ddp.launch.environment import Environment, World, visible_gpus
 from flyte_ddp.launch.link import Link

@@ -20,12 +20,12 @@ from benchmarks.engine import hardware
 from benchmarks.gpu_rows import training
 from flyte_ddp.engine.batches.block_cache import BlockCache
 from flyte_ddp.engine.checkpoints.writer import checkpoints_of
+from flyte_ddp.engine.compiler_compat import leave_dynamo_out
 from flyte_ddp.engine.job import Job
 from flyte_ddp.engine.load import load_recipe
 from flyte_ddp.engine.network.first_model import first_model
 from flyte_ddp.engine.network.placement import to_device
 from flyte_ddp.engine.set_up import set_up
-from flyte_ddp.engine.torch_compat import leave_dynamo_out
 from flyte_ddp.launch.environment import Environment, choose_world
 from flyte_ddp.launch.link import Link
 from flyte_ddp.launch.process_group import process_group

@@ -11,9 +11,10 @@ import torch
 
 from flyte_ddp.engine import worker
 from flyte_ddp.engine.batches.batches import Batch, TrainBatches
+from flyte_ddp.engine.compiler_compat import inductor_left_out
 from flyte_ddp.engine.job import Job, TrainingResult
 from flyte_ddp.engine.state import TrainingState
-from flyte_ddp.engine.torch_compat import TorchDispatchMode, inductor_left_out
+from flyte_ddp.engine.torch_compat import TorchDispatchMode
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
 

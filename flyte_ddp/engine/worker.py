@@ -12,6 +12,7 @@ from flyte_ddp.engine.batches.block_cache import BlockCache
 from flyte_ddp.engine.checkpoints.checkpoint import check_readable
 from flyte_ddp.engine.checkpoints.resume import resume
 from flyte_ddp.engine.checkpoints.writer import checkpoints_of
+from flyte_ddp.engine.compiler_compat import leave_dynamo_out
 from flyte_ddp.engine.job import Job, TrainingResult
 from flyte_ddp.engine.kept import KeepingCheckpoints, KeptModels
 from flyte_ddp.engine.loop import fit, look_at_test
@@ -23,7 +24,6 @@ from flyte_ddp.engine.network.memory import choose_micro_batch
 from flyte_ddp.engine.results import layers_of, result_of, write_last, write_results
 from flyte_ddp.engine.set_up import Parts, set_up
 from flyte_ddp.engine.sharding.sharding import is_sharded
-from flyte_ddp.engine.torch_compat import leave_dynamo_out
 from flyte_ddp.errors import NonFiniteError, UnevenShapesError
 from flyte_ddp.events import RunStarted, all_of, digests_of
 from flyte_ddp.launch.environment import Environment

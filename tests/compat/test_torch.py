@@ -194,12 +194,12 @@ COMPILER = """if True:
     import sys, torch
     from torch import distributed, nn
     from torch.nn.parallel import DistributedDataParallel
-    from flyte_ddp.engine import torch_compat
-    torch_compat.leave_dynamo_out()
+    from flyte_ddp.engine import compiler_compat, torch_compat
+    compiler_compat.leave_dynamo_out()
     distributed.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=0, world_size=1)
     model = DistributedDataParallel(nn.Linear(2, 2))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with torch_compat.inductor_left_out(), torch.profiler.profile() as profiler:
+    with compiler_compat.inductor_left_out(), torch.profiler.profile() as profiler:
         for _ in range(2):
             model(torch.ones(2)).sum().backward()
             optimizer.step()

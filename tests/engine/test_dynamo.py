@@ -9,7 +9,7 @@ import pytest
 PROGRAM = """if True:
     import sys, torch
     from torch.utils.checkpoint import checkpoint
-    from flyte_ddp.engine.torch_compat import leave_dynamo_out
+    from flyte_ddp.engine.compiler_compat import leave_dynamo_out
     leave_dynamo_out()
     torch.optim.SGD([torch.ones(1, requires_grad=True)], 0.1)
     import torchvision.models

@@ -14,18 +14,18 @@ from torch import Tensor, distributed, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from flyte_ddp.engine.batches.batches import Batch
-from flyte_ddp.engine.batches.splits import Part, Split, spread
+from flyte_ddp.engine.batches.splits import Split
 from flyte_ddp.engine.checks.comparison import dependences, optimizer_of, scaled_rates
 from flyte_ddp.engine.checks.data_probe import of_first_rank, on_any_rank, unequal_data
+from flyte_ddp.engine.checks.refusals import refuse_untrainable
 from flyte_ddp.engine.checks.trials import Trial, Trials, changed_weights
 from flyte_ddp.engine.global_batch.by_row import ByRow
-from flyte_ddp.engine.measures import code_location, headline_of, mismatched, pairs_of, ratios, trained_measure
+from flyte_ddp.engine.measures import code_location, headline_of, mismatched, pairs_of, ratios
 from flyte_ddp.engine.sharding.sharding import is_sharded
 from flyte_ddp.engine.torch_compat import count_in_total
 from flyte_ddp.errors import InputError
 from flyte_ddp.recipe import Recipe
 
-MORE_SAMPLES, PART = 1024, 64  # how many samples are looked through for gradients, and how many at a time
 SAMPLES, TEST_SAMPLES = 8, 32  # that are computed: as in a training step, and without gradients as in evaluation
 REMEDY = "docs/your-own-model.md has an example of each. If it is meant, set may_depend_on_ranks = True in the recipe"
 
@@ -106,16 +106,7 @@ def _try_training(recipe: Recipe, model: nn.Module, split: Split, rows: ByRow, s
     trials = Trials(recipe, model, rows, split, _count(recipe, split))
     with count_in_total(FlopCounterMode(display=False)) as counter:
         whole = trials(0, trials.size)
-    _refuse_micro_batch(recipe, rows)
-    _refuse_lost(recipe, trials, whole)
-    _refuse_without_gradients(recipe, whole)
-    if not is_sharded(trials.model):
-        _refuse_reentrant(recipe, whole)
-    _refuse_unreached(recipe, model, split, trials, whole)
-    if trials.everyones and not recipe.couples_samples:
-        raise InputError(
-            f"{code_location(recipe, 'measure')}: a recipe that calls everyone() needs couples_samples = True"
-        )
+    refuse_untrainable(recipe, model, split, trials, whole)
     reasons = dependences(recipe, trials, whole) or scaled_rates(recipe, trials.model, steps)
     _try_step(recipe, trials.model)
     moving = _moving(trials, model)
@@ -151,100 +142,6 @@ def _disagreement(recipe: Recipe, totals: list[float]) -> list[str]:
         return []
     remedy = "let nothing, from the initial weights to the measures, depend on the process that computes it"
     return [f"{code_location(recipe, 'measure')}: each rank measures something else for the same samples: {remedy}"]
-
-
-# --- what is never trained ---
-
-
-def _refuse_micro_batch(recipe: Recipe, rows: ByRow) -> None:
-    if not recipe.micro_batch:
-        return
-    why = ""
-    if rows.normalised and not recipe.norm_samples:
-        why = "with batch norm, whose statistics are those of whole batches (or set norm_samples, or use nn.GroupNorm)"
-    elif recipe.couples_samples:
-        why = "with couples_samples, which needs whole batches"
-    if why:
-        raise InputError(f"{type(recipe).__name__}.micro_batch must be 0 {why}, got {recipe.micro_batch}")
-
-
-def _refuse_lost(recipe: Recipe, trials: Trials, whole: Trial) -> None:
-    """What no file can have, buffers that a step changes and a checkpoint lacks, and those that it creates and that
-    model() has no place for."""
-    kept = trials.model.state_dict()
-    for name, value in kept.items():
-        if not isinstance(value, Tensor):
-            raise InputError(
-                f"{code_location(recipe, 'model')}: its state_dict must have nothing but tensors, got {name} "
-                f"({type(value).__name__}): let get_extra_state() return a tensor, or leave it out"
-            )
-    for name, now in whole.buffers.items():
-        before = trials.buffers.get(name)
-        is_same = before is not None and torch.equal(now, before)
-        is_fitting = before is not None and now.shape == before.shape
-        if is_same or is_fitting == (name in kept):  # a cache that grows is made again
-            continue
-        owner = type(trials.model.get_submodule(name.rpartition(".")[0])).__name__
-        does, remedy = "creates", "of which model() has none of this shape: create it in its __init__"
-        if is_fitting:
-            does, remedy = "changes", "which no checkpoint has: register it with persistent=True"
-        raise InputError(f"{code_location(recipe, 'model')}: forward {does} the buffer {name} of {owner}, {remedy}")
-
-
-def _refuse_without_gradients(recipe: Recipe, whole: Trial) -> None:
-    name = trained_measure(list(whole.pairs))
-    values, weights = whole.pairs[name]
-    if not values.requires_grad:
-        raise InputError(
-            f"{code_location(recipe, 'measure')}: no gradient comes from {name!r}: compute it with torch from "
-            "outputs, without detach(), argmax() or no_grad(), and leave some parameters trainable"
-        )
-    if weights.requires_grad:
-        raise InputError(
-            f"{code_location(recipe, 'measure')}: the weights of {name!r} must not need a gradient, since only "
-            "its values are differentiated: call detach() on them"
-        )
-    sparse = [name for name, gradient in whole.gradients.items() if gradient.layout != torch.strided]
-    if sparse:
-        raise InputError(
-            f"{code_location(recipe, 'model')}: the gradient of {sparse[0]} must not be sparse: create its layer with "
-            "sparse=False"
-        )
-
-
-def _refuse_reentrant(recipe: Recipe, whole: Trial) -> None:
-    """Its parameters would get gradients twice in a step, which DistributedDataParallel takes for an error."""
-    seen, ahead = set(), [whole.pairs[trained_measure(list(whole.pairs))][0].grad_fn]
-    while ahead:
-        node = ahead.pop()
-        if node is None or node in seen:
-            continue
-        if node.name() == "CheckpointFunctionBackward":
-            raise InputError(
-                f"{code_location(recipe, 'forward')}: torch.utils.checkpoint must have use_reentrant=False: change it, "
-                "or name the layers in the recipe's recompute"
-            )
-        seen.add(node)
-        ahead += [function for function, _ in node.next_functions]
-
-
-def _refuse_unreached(recipe: Recipe, model: nn.Module, split: Split, trials: Trials, whole: Trial) -> None:
-    """A few samples need not reach every expert of a network: only what many more do not reach either is refused."""
-    trainable = [name for name, parameter in trials.model.named_parameters() if parameter.requires_grad]
-    unreached = [name for name in trainable if name not in whole.gradients]
-    some = spread(split, min(MORE_SAMPLES, len(split)))
-    for chosen in some.split(PART):
-        if not unreached:
-            return
-        part = Part(split, len(chosen), chosen.__getitem__)
-        found = Trials(recipe, model, trials.rows, part, len(part), copied=trials.model)(0, len(part))
-        unreached = [name for name in unreached if name not in found.gradients]
-    if unreached:
-        named = ", ".join(unreached[:3]) + (f" and {len(unreached) - 3} more" if len(unreached) > 3 else "")
-        raise InputError(
-            f"{code_location(recipe, 'forward')}: no gradient reaches the parameters {named} from {len(some)} "
-            "samples: use them, remove them, or call requires_grad_(False) on them in model()"
-        )
 
 
 def _try_step(recipe: Recipe, model: nn.Module) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from flyte_ddp.engine.torch_compat import inductor_left_out
+from flyte_ddp.engine.compiler_compat import inductor_left_out
 from flyte_ddp.storage import write_whole
 
 # Steps to skip, to warm up the profiler with, and to record: the first ones are not typical
