@@ -12,7 +12,8 @@ from flyte_ddp.engine import loop, worker
 from flyte_ddp.engine.batches.batches import Batch, TrainBatches
 from flyte_ddp.engine.job import Job
 from flyte_ddp.engine.loop import train_epoch
-from flyte_ddp.engine.state import Sums, TrainingState
+from flyte_ddp.engine.state import TrainingState
+from flyte_ddp.engine.sums import Sums
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
 

@@ -18,8 +18,10 @@ from flyte_ddp.engine.garbage import collected_between
 from flyte_ddp.engine.measures import mismatched, pairs_of, sums_of
 from flyte_ddp.engine.monitor.step_clock import Part
 from flyte_ddp.engine.monitor.stragglers import Stragglers
+from flyte_ddp.engine.non_finite import find_non_finite
 from flyte_ddp.engine.sharding.sharding import in_own_types
-from flyte_ddp.engine.state import Sums, TrainingState
+from flyte_ddp.engine.state import TrainingState
+from flyte_ddp.engine.sums import Sums
 from flyte_ddp.errors import NonFiniteError, StopRequested, UnevenShapesError
 from flyte_ddp.events import EpochChosen, EpochFinished, GradientsSeen, StepLogged
 from flyte_ddp.launch.link import Link
@@ -160,7 +162,7 @@ def train_epoch(
             if sums.uneven:
                 raise UnevenShapesError(state.epoch, sums.steps, state.rows.drawn)
             again = next(train.steps(state.epoch, sums.steps))
-            raise NonFiniteError.in_step(*state.find_non_finite(again), state.epoch, sums.steps)
+            raise NonFiniteError.in_step(*find_non_finite(state, again), state.epoch, sums.steps)
         if is_logged:
             _log(state, train, state.logged, sums, link, stragglers)
             state.logged = sums

@@ -1,14 +1,15 @@
 """The state of a training: weights, optimizer, schedule, average, position and measures so far; and its step."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from flyte_ddp.engine import torch_compat
@@ -21,47 +22,16 @@ from flyte_ddp.engine.measures import code_location, ratios, trained_measure
 from flyte_ddp.engine.monitor.choice import Choice
 from flyte_ddp.engine.monitor.step_clock import Part, StepClock
 from flyte_ddp.engine.monitor.watch import Watch
-from flyte_ddp.engine.readback import Readback
 from flyte_ddp.engine.sharding.sharded_state import Layout, Shard, fitted
 from flyte_ddp.engine.sharding.sharding import ShardedStep, is_sharded, local, on_shards
 from flyte_ddp.engine.step import ReplicatedStep, Step
+from flyte_ddp.engine.sums import StepSums, Sums
 from flyte_ddp.engine.torch_compat import device_generator
 from flyte_ddp.engine.virtual_ranks.exact_step import ExactStep, take_first
 from flyte_ddp.errors import InputError
 from flyte_ddp.events import EpochFinished
 from flyte_ddp.model_files.frozen_base import FrozenBase
 from flyte_ddp.recipe import Recipe
-
-
-@dataclass(frozen=True)
-class Sums:
-    """Sums since the last evaluation, all ranks together.
-
-    Attributes:
-        pairs: value and weight of each measure, alternating.
-        step: number of the epoch's steps so far.
-        steps: number of the epoch's steps before the first that was not finite, or whose ranks drew for different
-            shapes.
-        uneven: whether they did.
-        stop: whether any rank was asked to stop.
-        saves: how often rank 0 wanted a checkpoint.
-        seconds: of the epoch's steps.
-    """
-
-    pairs: tuple[float, ...]
-    step: int
-    steps: int
-    uneven: bool
-    stop: bool
-    saves: int
-    seconds: float
-
-    def since(self, before: "Sums") -> tuple[float, ...]:
-        return tuple(now - then for now, then in zip(self.pairs, before.pairs, strict=True))
-
-    def asks(self, before: "Sums") -> bool:
-        """Whether the steps since then call for something other than the next one."""
-        return self.steps < self.step or self.stop or self.saves > before.saves
 
 
 class TrainingState:
@@ -97,25 +67,10 @@ class TrainingState:
         rows.waiting = self.clock.waiting
         self.precision = "bfloat16" if autocast else "float32"
         step = Step(self.model, recipe, rows, self.names, world_size, autocast)
-        self.parallel = (
-            ShardedStep(step)
-            if is_sharded(model)
-            else ExactStep(step, virtual_ranks)
-            if virtual_ranks
-            else ReplicatedStep(step)
-        )
+        self.parallel = _parallel(step, virtual_ranks)
         if average and virtual_ranks and world_size > 1:
             take_first(average.model)  # a copy from before the network had them
-        optimizer = recipe.optimizer(self.model)
-        # Only here, since a recipe may keep the network of model(), of which those that it is tried with are copies
-        own = {id(weight) for weight in model.parameters()}
-        others = [weight for group in optimizer.param_groups for weight in group["params"] if id(weight) not in own]
-        if others:
-            raise InputError(
-                f"{code_location(recipe, 'optimizer')} must be given the network's parameters, got one of shape "
-                f"{tuple(others[0].shape)} that is none of them: no gradient of it would be exchanged, or kept on a "
-                "resume; make it a part of the network that model() returns"
-            )
+        optimizer = _own_optimizer(recipe, model)
         self.layout = Layout(self.model, optimizer)
         self.optimizer = on_shards(optimizer)
         self.schedule = LambdaLR(self.optimizer, lambda step: recipe.factor(step, total_steps))
@@ -125,9 +80,7 @@ class TrainingState:
         self.world_size = world_size
         self.epoch = self.step = 0
         self.epoch_seconds = 0.0
-        # Values and weights by name; the numbers of steps of uneven ranks, to stop, to save, and that were bad
-        self._sums = torch.zeros(2 * len(names) + 4, dtype=torch.float64, device=device)
-        self._readback = Readback(device)
+        self._sums = StepSums(len(names), device)
         self.logged: Sums | None = None  # at the last log since the last evaluation
         self._trained = 2 * self.names.index(trained_measure(names))
         self._norms = torch.zeros(0, device=device)
@@ -163,8 +116,6 @@ class TrainingState:
         # so flag, scale and clipping, which follow from them, are, too, and either all ranks step or none. Nor does the
         # host wait for the device: they stay there, and an optimizer that can (_is_guarded) reads the flag
         new = totals.measured
-        self._sums[:-4].add_(new)
-        self._sums[-3:-1].add_(totals.asked)
         if self.rows.running:
             self.rows.running.move(totals.statistics)
         scale = new[self._trained + 1].reciprocal().nan_to_num_(posinf=0.0)  # 0 if the weights add up to 0
@@ -173,9 +124,8 @@ class TrainingState:
         total = norm + new[self._trained] + new[self._trained + 1]
         self.flag.logical_or_(total - total)  # 0 if finite, else NaN, which counts as true
         if totals.uneven is not None:
-            self._sums[-4].add_(totals.uneven)
             self.flag.logical_or_(totals.uneven)
-        self._sums[-1].add_(self.flag)
+        self._sums.add(totals, self.flag)
         if self.recipe.clip_norm:
             scale = scale * (self.recipe.clip_norm / norm).clamp(max=1)
         torch_compat.scale(self._gradients()[1], scale)
@@ -201,37 +151,21 @@ class TrainingState:
             for number, part in enumerate(parts, 1):
                 for tensor, value in before:
                     tensor.copy_(value)
-                # For what all samples share and torch draws by itself: the same on all ranks
-                self._generator.manual_seed(part.seed)
                 is_last = share is shares[-1] and number == len(parts)
-                with self.rows.block(part.seed), nullcontext() if is_last else self.parallel.no_sync():
+                with self.block(part), nullcontext() if is_last else self.parallel.no_sync():
                     loss = self.parallel(part, asked, is_last)
                     torch_compat.after_backward(loss, partial(self.clock.lap, Part.COMPUTING))
                     loss.backward()
                     self.clock.lap(Part.WAITING)
             self.parallel.finish_part(share is shares[-1])
 
-    def find_non_finite(self, shares: Sequence[Batch]) -> tuple[str, list[int]]:
-        """Repeats a bad step to find what is not finite, loss or gradient, and on which ranks; a collective.
-
-        The step itself cannot tell: its gradients are those of all ranks together.
-        """
-        bad = [False, False]
-        for part in (part for share in shares for part in self.parallel.parts(share, self.micro_batch)):
-            self._generator.manual_seed(part.seed)
-            with self.rows.block(part.seed):
-                loss = self.parallel.module(part, (False, False), False)
-                gradients = self.parallel.own_gradients(loss)
-            norms = [torch.linalg.vector_norm(gradient) for gradient in gradients]
-            found = [not all(bool(one.isfinite()) for one in ones) for ones in ([loss], norms)]
-            bad = [was or now for was, now in zip(bad, found, strict=True)]
-        everyone: list[Any] = [None] * distributed.get_world_size()
-        distributed.all_gather_object(everyone, bad)
-        for what, flags in zip(("loss", "gradient"), zip(*everyone, strict=True), strict=True):
-            ranks = [rank for rank, flag in enumerate(flags) if flag]
-            if ranks:
-                return what, ranks
-        return "gradient", list(range(len(everyone)))  # not finite in sum, or sharded
+    @contextmanager
+    def block(self, part: Batch) -> Iterator[None]:
+        """Of the forward and backward pass of a part of a batch: what is drawn in it is the global batch's."""
+        # For what all samples share and torch draws by itself: the same on all ranks
+        self._generator.manual_seed(part.seed)
+        with self.rows.block(part.seed):
+            yield
 
     def gradient_norms(self) -> dict[str, float]:
         """Euclidean norm of each parameter's gradient in the last step, before clipping; makes the host wait."""
@@ -251,24 +185,15 @@ class TrainingState:
 
     def sums(self) -> Sums:
         """The sums since the last evaluation; makes the host wait for the device."""
-        self._readback.clear()
-        return self._sums_of(self.step, self._sums.tolist())
+        return self._sums.now(self.step, self.epoch_seconds)
 
     def recent_sums(self) -> Sums | None:
-        """Those of a recent step, the same on all ranks, without waiting; None if it was before the last call of sums.
-        To be called after each step."""
-        self._readback.copy(self.step, self._sums)
-        found = self._readback.read()
-        return self._sums_of(*found) if found else None
-
-    def _sums_of(self, step: int, values: list[float]) -> Sums:
-        *pairs, uneven, stop, saves, bad_steps = values
-        steps = step - round(bad_steps)
-        return Sums(tuple(pairs), step, steps, uneven > 0, stop > 0, round(saves), self.epoch_seconds)
+        """Those of a recent step, see StepSums.recent; to be called after each step."""
+        return self._sums.recent(self.step, self.epoch_seconds)
 
     def keep_pace(self, step_seconds: float) -> None:
         """How far recent sums are behind, by the duration of steps, which is the same on all ranks."""
-        self._readback.keep_pace(step_seconds)
+        self._sums.readback.keep_pace(step_seconds)
 
     def measures(self, pairs: Sequence[float]) -> dict[str, float]:
         return ratios(self.recipe, self.names, pairs)
@@ -284,7 +209,7 @@ class TrainingState:
             number, weights = len(self.history) - 1, self.base.without(self.evaluated)
             mine = {name: local(weight) for name, weight in weights.items()}
             self.choice.after_evaluation(number, finished.validation, mine)
-        self._sums.zero_()
+        self._sums.values.zero_()
         self.logged = None
         self.epoch_seconds = 0.0
         if finished.fraction == 1:
@@ -301,7 +226,7 @@ class TrainingState:
             "average": self.base.without(self.average.model) if self.average else None,
             "optimizer": self.optimizer.state_dict(),
             "schedule": self.schedule.state_dict(),
-            "sums": self._sums,
+            "sums": self._sums.values,
             "grid": self.parallel.grid if isinstance(self.parallel, ExactStep) else None,
             "logged": asdict(self.logged) if self.logged else None,
             "micro_batch": self.micro_batch,
@@ -338,7 +263,7 @@ class TrainingState:
         self.optimizer.load_state_dict(saved["optimizer"])
         self.schedule.load_state_dict(saved["schedule"])
         measured = slice(2 * len(self.names))  # without the old run's requests
-        self._sums[measured] = saved["sums"][measured]
+        self._sums.values[measured] = saved["sums"][measured]
         if isinstance(self.parallel, ExactStep):
             self.parallel.grid = saved.get("grid")
         logged = saved.get("logged")
@@ -351,3 +276,24 @@ class TrainingState:
         self.watch.load_state_dict(saved["watch"])
         if self.choice:
             self.choice.load_state_dict(saved["choice"])
+
+
+def _parallel(step: Step, virtual_ranks: int) -> ReplicatedStep | ExactStep | ShardedStep:
+    if is_sharded(step.model):
+        return ShardedStep(step)
+    return ExactStep(step, virtual_ranks) if virtual_ranks else ReplicatedStep(step)
+
+
+def _own_optimizer(recipe: Recipe, model: nn.Module) -> Optimizer:
+    """The recipe's; InputError for one of other weights. A trial could not tell: a recipe may keep the network of
+    model(), of which those that it is tried with are copies."""
+    optimizer = recipe.optimizer(model)
+    own = {id(weight) for weight in model.parameters()}
+    others = [weight for group in optimizer.param_groups for weight in group["params"] if id(weight) not in own]
+    if others:
+        raise InputError(
+            f"{code_location(recipe, 'optimizer')} must be given the network's parameters, got one of shape "
+            f"{tuple(others[0].shape)} that is none of them: no gradient of it would be exchanged, or kept on a "
+            "resume; make it a part of the network that model() returns"
+        )
+    return optimizer

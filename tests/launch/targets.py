@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
-from flyte_ddp.engine import state, worker
+from flyte_ddp.engine import sums, worker
 from flyte_ddp.engine.job import Job, TrainingResult
 from flyte_ddp.engine.readback import Readback
 from flyte_ddp.errors import StopRequested
@@ -156,7 +156,7 @@ def behind(environment: Environment, link: Link, job: Job) -> TrainingResult:
             super().__init__(device)
             self.behind = 3
 
-    vars(state)["Readback"] = Behind
+    vars(sums)["Readback"] = Behind
     return worker.run(environment, link, job)
 
 

@@ -13,7 +13,6 @@ from flyte_ddp.engine.batches.batches import Batch, TrainBatches
 from flyte_ddp.engine.checks.data_probe import on_any_rank
 from flyte_ddp.engine.global_batch.by_row import ByRow
 from flyte_ddp.engine.state import TrainingState
-from flyte_ddp.engine.torch_compat import device_generator
 from flyte_ddp.errors import InputError
 from flyte_ddp.recipe import Recipe
 
@@ -67,8 +66,7 @@ def _fits(state: TrainingState, part: Batch) -> bool:
     try:
         # A first step allocates the optimizer's state: for Adam twice the weights, and seldom more
         reserved = [] if state.optimizer.state else [torch.empty_like(weight) for weight in [*weights, *weights]]
-        device_generator(state.device).manual_seed(part.seed)
-        with state.rows.block(part.seed):
+        with state.block(part):
             loss = state.parallel.module.train()(part, (False, False), False)
             torch.autograd.grad(loss, weights, allow_unused=True)
         del reserved

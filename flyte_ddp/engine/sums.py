@@ -1,0 +1,77 @@
+"""What the steps since the last evaluation have measured, and what ranks have asked for in them, all ranks together."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flyte_ddp.engine.readback import Readback
+from flyte_ddp.engine.step import Totals
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Sums since the last evaluation, all ranks together.
+
+    Attributes:
+        pairs: value and weight of each measure, alternating.
+        step: number of the epoch's steps so far.
+        steps: number of the epoch's steps before the first that was not finite, or whose ranks drew for different
+            shapes.
+        uneven: whether they did.
+        stop: whether any rank was asked to stop.
+        saves: how often rank 0 wanted a checkpoint.
+        seconds: of the epoch's steps.
+    """
+
+    pairs: tuple[float, ...]
+    step: int
+    steps: int
+    uneven: bool
+    stop: bool
+    saves: int
+    seconds: float
+
+    def since(self, before: "Sums") -> tuple[float, ...]:
+        return tuple(now - then for now, then in zip(self.pairs, before.pairs, strict=True))
+
+    def asks(self, before: "Sums") -> bool:
+        """Whether the steps since then call for something other than the next one."""
+        return self.steps < self.step or self.stop or self.saves > before.saves
+
+
+class StepSums:
+    """Adds them up on the device.
+
+    Attributes:
+        values: value and weight of each measure, alternating; then the numbers of steps of uneven ranks, to stop, to
+            save, and that were bad.
+    """
+
+    def __init__(self, measures: int, device: torch.device):
+        self.values = torch.zeros(2 * measures + 4, dtype=torch.float64, device=device)
+        self.readback = Readback(device)
+
+    def add(self, totals: Totals, flag: Tensor) -> None:
+        """flag: whether this step, or one before it, was bad."""
+        self.values[:-4].add_(totals.measured)
+        if totals.uneven is not None:
+            self.values[-4].add_(totals.uneven)
+        self.values[-3:-1].add_(totals.asked)
+        self.values[-1].add_(flag)
+
+    def now(self, step: int, seconds: float) -> Sums:
+        """Makes the host wait for the device."""
+        self.readback.clear()
+        return _sums_of(step, self.values.tolist(), seconds)
+
+    def recent(self, step: int, seconds: float) -> Sums | None:
+        """Those of a recent step, the same on all ranks, without waiting; None if that was before the last now()."""
+        self.readback.copy(step, self.values)
+        found = self.readback.read()
+        return _sums_of(*found, seconds) if found else None
+
+
+def _sums_of(step: int, values: list[float], seconds: float) -> Sums:
+    *pairs, uneven, stop, saves, bad_steps = values
+    return Sums(tuple(pairs), step, step - round(bad_steps), uneven > 0, stop > 0, round(saves), seconds)
