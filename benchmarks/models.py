@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from flyte_ddp.fields import setting
 from flyte_ddp.recipe import Measures, Recipe
-from flyte_ddp.settings import TrainingSettings, setting
+from flyte_ddp.settings import TrainingSettings
 
 SAMPLES, CLASSES, LENGTH, WORDS = 60, 4, 16, 100
 TEXT: dict[str, Any] = {"vocab_size": WORDS, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}

@@ -3,7 +3,8 @@
 import os
 from dataclasses import dataclass
 
-from flyte_ddp.settings import TrainingSettings, setting
+from flyte_ddp.fields import setting
+from flyte_ddp.settings import TrainingSettings
 
 SLOWED = "benchmarks.slowed:Slowed"
 WAYS = ("none", "data", "forward pass")

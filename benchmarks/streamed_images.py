@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from flyte_ddp.data.blocks.block_folder import BlockFolder
+from flyte_ddp.fields import setting
 from flyte_ddp.recipes.classifier import Classifier
-from flyte_ddp.settings import TrainingSettings, setting
+from flyte_ddp.settings import TrainingSettings
 
 
 @dataclass(frozen=True)

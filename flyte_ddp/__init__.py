@@ -36,7 +36,7 @@ MODULES = {
     "new_folder": "flyte_ddp.flyte1.data",
     "prepare_dataset": "flyte_ddp.flyte1.prepare",
     "read_metadata": "flyte_ddp.model_files.model_metadata",
-    "setting": "flyte_ddp.settings",
+    "setting": "flyte_ddp.fields",
     "stream": "flyte_ddp.flyte1.data",
     "train": "flyte_ddp.training",
     "write_blocks": "flyte_ddp.data.blocks.block_folder",

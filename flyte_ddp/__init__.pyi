@@ -5,6 +5,7 @@ from flyte_ddp.data.blocks.blocks import Blocks as Blocks
 from flyte_ddp.data.blocks.parquet import Parquet as Parquet
 from flyte_ddp.data.blocks.tar import TarImages as TarImages
 from flyte_ddp.data.blocks.tar import index_tars as index_tars
+from flyte_ddp.fields import setting as setting
 from flyte_ddp.flyte1.data import file_by_content as file_by_content
 from flyte_ddp.flyte1.data import folder_by_content as folder_by_content
 from flyte_ddp.flyte1.data import new_folder as new_folder
@@ -26,7 +27,6 @@ from flyte_ddp.recipes.hyperparameters import Hyperparameters as Hyperparameters
 from flyte_ddp.recipes.models import load_model as load_model
 from flyte_ddp.settings import RunOptions as RunOptions
 from flyte_ddp.settings import TrainingSettings as TrainingSettings
-from flyte_ddp.settings import setting as setting
 from flyte_ddp.training import train as train
 
 MODULES: dict[str, str]

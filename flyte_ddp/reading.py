@@ -7,7 +7,7 @@ from typing import Any
 import yaml
 
 from flyte_ddp.errors import InputError
-from flyte_ddp.settings import read_json, refuse_repeated
+from flyte_ddp.fields import read_json, refuse_repeated
 
 
 def read_settings(text: str) -> Any:

@@ -23,6 +23,7 @@ GROUND = (
     "code",
     "errors",
     "events",
+    "fields",
     "lock",
     "manifest",
     "model_files",

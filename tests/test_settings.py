@@ -18,9 +18,10 @@ from mashumaro.codecs.json import JSONDecoder
 from mashumaro.codecs.msgpack import MessagePackDecoder
 
 from flyte_ddp.errors import InputError
+from flyte_ddp.fields import setting
 from flyte_ddp.reading import read_settings
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
-from flyte_ddp.settings import RunOptions, TrainingSettings, setting
+from flyte_ddp.settings import RunOptions, TrainingSettings
 
 WRONG = [
     ('{"epochz": 2}', ['no field "epochz"', "did you mean epochs?", "batch_size"]),

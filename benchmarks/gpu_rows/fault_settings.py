@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from flyte_ddp.settings import TrainingSettings, setting
+from flyte_ddp.fields import setting
+from flyte_ddp.settings import TrainingSettings
 
 FAULTS = ("none", "nan", "sleep", "sleep in the data", "stop", "kill", "sleeping kernel", "out of memory")
 SOURCES = ("tensors", "memory map", "dataset")

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from flyte_ddp.settings import Settings
+from flyte_ddp.fields import Settings
 
 
 def explain_unknown_options(kind_of: Callable[[click.ParamType], Any]) -> None:

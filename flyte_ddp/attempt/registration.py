@@ -17,8 +17,8 @@ from flyte_ddp.attempt.variables import check_names
 from flyte_ddp.attempt.webhook import WEBHOOK_SECRET_VARIABLE
 from flyte_ddp.data.sources.download import MIRROR_VARIABLE
 from flyte_ddp.errors import InputError
+from flyte_ddp.fields import Settings, read_json, setting
 from flyte_ddp.launch.environment import DEFAULT_CPU_RANKS
-from flyte_ddp.settings import Settings, read_json, setting
 
 PHASES = ("succeeded", "failed", "timed_out", "aborted")
 ADDRESS = r"[^@\s,:]+@[^@\s,:]+"

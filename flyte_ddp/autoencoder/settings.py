@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
+from flyte_ddp.fields import setting
 from flyte_ddp.lightning.settings import LightningSettings
-from flyte_ddp.settings import setting
 
 DATASETS = ("auto", "mnist", "fashion_mnist", "digits")  # of 28 x 28 pixels, as the network takes them
 

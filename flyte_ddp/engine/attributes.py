@@ -14,9 +14,9 @@ import numpy as np
 from torch import nn
 
 from flyte_ddp.errors import InputError
+from flyte_ddp.fields import checked, setting
 from flyte_ddp.model_files.weights import listed
 from flyte_ddp.recipe import Recipe
-from flyte_ddp.settings import checked, setting
 
 
 @dataclass(frozen=True)

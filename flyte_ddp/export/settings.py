@@ -6,9 +6,9 @@ from typing import Any
 
 from flyte_ddp.engine.job import Job, Measured
 from flyte_ddp.errors import InputError, not_installed
+from flyte_ddp.fields import Settings, setting
 from flyte_ddp.model_files.model_metadata import ModelMetadata
 from flyte_ddp.recipes.hyperparameters import DATASETS, MODELS
-from flyte_ddp.settings import Settings, setting
 
 FILES = {"safetensors": "model.safetensors", "pt2": "model.pt2", "onnx": "model.onnx", "pretrained": "pretrained"}
 NEEDED: dict[str, tuple[str, ...]] = {

@@ -8,13 +8,13 @@ from flytekit.types.file import PythonPickledFile
 
 from flyte_ddp.attempt.training import check_classifier
 from flyte_ddp.errors import InputError
+from flyte_ddp.fields import Settings
 from flyte_ddp.flyte1.flytekit_compat import alternatives, read_json_inputs
 from flyte_ddp.flyte1.platform import is_local
 from flyte_ddp.flyte1.prepare import resolve_name
 from flyte_ddp.model_files.model_metadata import ModelMetadata, check_is_file, read_metadata
 from flyte_ddp.reading import read_settings
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
-from flyte_ddp.settings import Settings
 
 
 def explain_unreadable_settings() -> None:

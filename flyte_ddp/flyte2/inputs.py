@@ -12,11 +12,11 @@ from flyteidl2.task.common_pb2 import Outputs
 from flyte_ddp.attempt.failures import attempt_error, failure_of
 from flyte_ddp.attempt.options import explain_unknown_options
 from flyte_ddp.errors import InputError
+from flyte_ddp.fields import Settings
 from flyte_ddp.flyte2 import platform
 from flyte_ddp.flyte2.flyte_compat import local_cache, read_json_inputs, refuse_inputs, type_of
 from flyte_ddp.reading import read_settings
 from flyte_ddp.report.console import show_output
-from flyte_ddp.settings import Settings
 
 
 def set_up_flyte() -> None:

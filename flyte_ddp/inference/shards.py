@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from flyte_ddp.data.prepared.prepared import SPLITS
+from flyte_ddp.fields import Settings, setting
 from flyte_ddp.recipes.hyperparameters import DATASETS, MODELS
-from flyte_ddp.settings import Settings, setting
 
 FORMULA = ("=", "+", "-", "@", "\t", "\r", "'")
 MOST_SHARDS = 5000  # Flyte's default limit for one map task

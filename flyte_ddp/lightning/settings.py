@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 from flyte_ddp.errors import InputError
-from flyte_ddp.settings import BACKENDS, RunOptions, Settings, setting
+from flyte_ddp.fields import Settings, setting
+from flyte_ddp.settings import BACKENDS, RunOptions
 
 PRECISIONS = {"float32": "32-true", "bfloat16": "bf16-mixed", "float16": "16-mixed"}  # ours: Lightning's
 STRATEGIES = ("auto", "ddp", "ddp_find_unused_parameters_true")

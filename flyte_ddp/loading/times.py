@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from flyte_ddp.settings import Settings, setting
+from flyte_ddp.fields import Settings, setting
 
 
 @dataclass(frozen=True)

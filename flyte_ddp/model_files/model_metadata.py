@@ -13,7 +13,7 @@ from typing import IO, Any, TypeVar, get_origin, get_type_hints
 from zipfile import ZIP_STORED, ZipFile, ZipInfo
 
 from flyte_ddp.errors import InputError
-from flyte_ddp.settings import Settings
+from flyte_ddp.fields import Settings
 
 FORMAT = 1
 HEADER = "flyte_ddp"  # the metadata's entry in the header of a safetensors file

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 from flyte_ddp.errors import InputError
-from flyte_ddp.settings import TrainingSettings, setting
+from flyte_ddp.fields import setting
+from flyte_ddp.settings import TrainingSettings
 
 DATASETS = ("auto", "mnist", "fashion_mnist", "cifar10", "digits")
 MODELS = ("mnist_cnn", "fashion_cnn", "cifar_cnn", "resnet9", "resnet9_small", "airbench94")

@@ -5,10 +5,10 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
+from flyte_ddp.fields import Settings
 from flyte_ddp.report.ranks import Table, rank_tables
 from flyte_ddp.report.record import Record
 from flyte_ddp.report.words import capitalised, in_words
-from flyte_ddp.settings import Settings
 from flyte_ddp.text import counted, masked
 
 MOST_MODULES = 40

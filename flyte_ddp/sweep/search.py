@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
 from flyte_ddp.errors import InputError
+from flyte_ddp.fields import Settings, setting
 from flyte_ddp.lightning.settings import LightningSettings
-from flyte_ddp.settings import Settings, TrainingSettings, setting
+from flyte_ddp.settings import TrainingSettings
 
 AnySettings: TypeAlias = TrainingSettings | LightningSettings
 T = TypeVar("T", bound=AnySettings)

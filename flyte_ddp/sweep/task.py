@@ -13,6 +13,7 @@ from flytekit.types.file import FlyteFile
 
 from flyte_ddp.attempt.failures import platform_errors
 from flyte_ddp.errors import NonFiniteError
+from flyte_ddp.fields import read_json
 from flyte_ddp.flyte1 import platform
 from flyte_ddp.flyte1.outputs import output_file
 from flyte_ddp.flyte1.platform import TaskError, is_local
@@ -20,7 +21,6 @@ from flyte_ddp.flyte1.recipe import RecipeOutputs
 from flyte_ddp.flyte1.resources import small_resources
 from flyte_ddp.flyte1.train import TrainingOutputs
 from flyte_ddp.launch.failures import RankError
-from flyte_ddp.settings import read_json
 from flyte_ddp.sweep.halving import (
     Entrant,
     Rungs,

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from flyte_ddp.errors import InputError
+from flyte_ddp.fields import Settings, setting
 from flyte_ddp.recipes.hyperparameters import DATASETS, MODELS
-from flyte_ddp.settings import Settings, setting
 
 ONE_DEVICE, DATA_PARALLEL, PROCESSES = "one device", "nn.DataParallel", "one process per device"
 METHODS = (ONE_DEVICE, DATA_PARALLEL, PROCESSES)

@@ -15,10 +15,11 @@ from flyte_ddp.data.blocks.block_folder import BlockFolder
 from flyte_ddp.data.blocks.blocks import Blocks
 from flyte_ddp.engine import worker
 from flyte_ddp.engine.job import Job, TrainingResult
+from flyte_ddp.fields import setting
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
 from flyte_ddp.recipe import Recipe
-from flyte_ddp.settings import TrainingSettings, setting
+from flyte_ddp.settings import TrainingSettings
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from flyte_ddp.fields import setting
 from flyte_ddp.recipe import Recipe
-from flyte_ddp.settings import TrainingSettings, setting
+from flyte_ddp.settings import TrainingSettings
 
 SIZE, WIDTH = 12, 8
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import distributed
 
-from flyte_ddp.settings import setting
+from flyte_ddp.fields import setting
 from tests.engine import probe_recipes
 from tests.engine.probe_recipes import Sound
 

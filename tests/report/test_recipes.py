@@ -12,6 +12,7 @@ import pytest
 
 from flyte_ddp.engine.job import TrainingResult
 from flyte_ddp.events import EpochFinished, RunStarted, StepLogged
+from flyte_ddp.fields import setting
 from flyte_ddp.report.article import document
 from flyte_ddp.report.console import Console
 from flyte_ddp.report.contents import epoch_heads, epoch_lines, tiles
@@ -21,7 +22,7 @@ from flyte_ddp.report.report import fragment
 from flyte_ddp.report.summary import say_summary
 from flyte_ddp.report.tensorboard import TensorBoard
 from flyte_ddp.report.words import written
-from flyte_ddp.settings import RunOptions, TrainingSettings, setting
+from flyte_ddp.settings import RunOptions, TrainingSettings
 from tests.report.conftest import HOSTILE, Recorded
 from tests.report.track import tell_tracker
 

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 import pytest
 
 from flyte_ddp.errors import InputError
+from flyte_ddp.fields import setting
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
-from flyte_ddp.settings import TrainingSettings, setting
+from flyte_ddp.settings import TrainingSettings
 from flyte_ddp.sweep.search import MOST_TRIALS, Sweep, trials_of
 
 BASE = Hyperparameters(epochs=5, dataset="digits")

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from flyte_ddp.errors import InputError
-from flyte_ddp.settings import Settings, setting
+from flyte_ddp.fields import Settings, setting
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,12 @@ from flyte_ddp.engine.batches.block_cache import BlockCache
 from flyte_ddp.engine.job import Job
 from flyte_ddp.engine.loop import evaluate
 from flyte_ddp.engine.set_up import Parts, set_up
+from flyte_ddp.fields import setting
 from flyte_ddp.launch.environment import Environment, World
 from flyte_ddp.launch.link import Link
 from flyte_ddp.launch.process_group import process_group
 from flyte_ddp.recipe import Recipe
-from flyte_ddp.settings import TrainingSettings, setting
+from flyte_ddp.settings import TrainingSettings
 
 RANKS, WIDTH, CLASSES, LENGTH = (1, 2, 3, 5), 16, 4, 6
 STEPS = 6

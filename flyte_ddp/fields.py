@@ -1,0 +1,177 @@
+"""Dataclasses whose values are always checked, whether they come from the CLI, the UI, a file or Python.
+
+A field's rules are in its declaration: `epochs: int = setting(2, minimum=1)`; without setting(), only its type is
+checked. A broken rule raises InputError.
+"""
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from flyte_ddp.errors import InputError
+from flyte_ddp.text import did_you_mean
+
+try:
+    from dataclasses_json import DataClassJsonMixin
+except ModuleNotFoundError:  # Flyte needs it, training does not
+
+    class DataClassJsonMixin:  # type: ignore[no-redef]
+        pass
+
+
+S = TypeVar("S", bound="Settings")
+
+TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "a string", dict: "an object"}
+BY_NAME = {kind.__name__: kind for kind in TYPE_NAMES}
+
+
+def setting(
+    default: Any,
+    *,
+    minimum: float = -math.inf,
+    above: float = -math.inf,
+    maximum: float = math.inf,
+    below: float = math.inf,
+    choices: Sequence[str] = (),
+) -> Any:
+    """Declares a field: its default, and its range (minimum and maximum inclusive, above and below not) or choices."""
+    rules = {"minimum": minimum, "above": above, "maximum": maximum, "below": below, "choices": tuple(choices)}
+    if isinstance(default, dict):
+        return dataclasses.field(default_factory=default.copy, metadata=rules)
+    # A factory, because for each plain default Flyte's JSON schema generates and compiles a class: a quarter second in
+    # total, for a run that may have nothing else to do
+    return dataclasses.field(default_factory=lambda: default, metadata=rules)
+
+
+def read_json(text: str) -> Any:
+    """Parses the text; raises InputError for a name that an object has twice, ValueError if it is not JSON."""
+
+    def read_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        refuse_repeated([name for name, _ in pairs])
+        return dict(pairs)
+
+    return json.loads(text, object_pairs_hook=read_object)
+
+
+def refuse_repeated(names: Sequence[str]) -> None:
+    """Raises InputError for a name that appears twice: all its values but the last would be lost."""
+    for number, name in enumerate(names):
+        if name in names[:number]:
+            raise InputError(f"{_shown(name)} is given twice: leave one of them out")
+
+
+class Settings(DataClassJsonMixin):
+    """Base of all settings: strict, possibly partial JSON in, InputError for whatever breaks a field's rule."""
+
+    def __post_init__(self) -> None:
+        _check_declared(type(self))
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            object.__setattr__(self, field.name, checked(type(self).__name__, field, getattr(self, field.name)))
+
+    @classmethod
+    def from_json(cls: type[S], s: Any, **_: Any) -> S:
+        """Reads a JSON object; missing fields take their defaults."""
+        try:
+            values = read_json(s)
+        except InputError as error:
+            raise InputError(f"{cls.__name__}: {error.message}") from None
+        except ValueError as error:
+            raise InputError(f"{cls.__name__}: not JSON: {error}, got {_shown(s)}") from None
+        return cls.from_dict(values)
+
+    @classmethod
+    def from_dict(cls: type[S], kvs: Any, **_: Any) -> S:
+        """Builds from a mapping; missing fields take their defaults, unknown ones raise InputError."""
+        if not isinstance(kvs, dict):
+            raise InputError(f"{cls.__name__} must be an object with named fields, got {_shown(kvs)}")
+        return cls(**cls.__pre_deserialize__(kvs))
+
+    @classmethod
+    def __pre_deserialize__(cls, values: dict[Any, Any]) -> dict[Any, Any]:
+        """Checks before anything is converted. Flyte's decoder (mashumaro) calls it by this name for inputs from the
+        UI, which it would otherwise convert silently: 2.7 to 2, "false" to True, unknown fields to nothing."""
+        fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+        for name, value in values.items():
+            if name not in fields:
+                hint = did_you_mean(str(name), fields)
+                raise InputError(f"{cls.__name__} has no field {_shown(name)}{hint}; known: {', '.join(fields)}")
+            checked(cls.__name__, fields[name], value)
+        return values
+
+
+def _check_declared(kind: type[Settings]) -> None:
+    """Raises InputError for what dataclasses leave aside in silence: fields of a class without the decorator, and new
+    defaults without a type."""
+    known = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    for one in kind.__mro__[: kind.__mro__.index(Settings)]:
+        types = vars(one).get("__annotations__", {})
+        untyped = [name for name in vars(one) if name in known and name not in types]
+        is_decorated = "__dataclass_fields__" in vars(one)
+        if not is_decorated and (untyped or any("ClassVar" not in str(each) for each in types.values())):
+            raise InputError(f"{one.__name__} needs @dataclass(frozen=True), without which its fields have no effect")
+        if untyped:
+            name = untyped[0]
+            example = f"{name}: {getattr(known[name].type, '__name__', known[name].type)} = {vars(one)[name]!r}"
+            raise InputError(f"{one.__name__}.{name} must have a type, as in {example}: it has no effect without")
+
+
+def checked(owner: str, field: "dataclasses.Field[Any]", value: Any) -> Any:
+    """Returns the value in the field's own type (1 becomes 1.0 for a float), or raises InputError."""
+    name, rules = f"{owner}.{field.name}", {**setting(None).metadata, **field.metadata}
+    # with `from __future__ import annotations` it is the type's name
+    expected: Any = BY_NAME.get(field.type, field.type) if isinstance(field.type, str) else field.type
+    if expected not in TYPE_NAMES:
+        raise InputError(f"{name} must be declared as one of {', '.join(BY_NAME)}, got {_shown(field.type)}")
+    if expected is float and type(value) is int:
+        with suppress(OverflowError):
+            value = float(value)
+    if expected is int and type(value) is float and value.is_integer():
+        value = int(value)  # Flyte's older literals carry every number as a double
+    if type(value) is not expected or (expected is float and not math.isfinite(value)):
+        raise InputError(f"{name} must be {TYPE_NAMES[expected]}, got {_shown(value)}")
+    if expected is int and not -(2**63) <= value < 2**63:  # Flyte's cache and literals hold no more
+        raise InputError(f"{name} must be a whole number of 64 bits, got {_shown(value)}")
+    if expected is dict:
+        _check_json(name, value)
+    if rules["choices"] and value not in rules["choices"]:
+        raise InputError(f"{name} must be one of {', '.join(rules['choices'])}, got {_shown(value)}")
+    if expected in (int, float):
+        within = rules["minimum"] <= value <= rules["maximum"] and rules["above"] < value < rules["below"]
+        if not within:
+            raise InputError(f"{name} must be {_range(rules)}, got {_shown(value)}")
+    return value
+
+
+def _check_json(name: str, value: Any) -> None:
+    """Raises InputError for what is not the same once it has been JSON, as in inputs of tasks and files of weights."""
+    if type(value) is dict:
+        for key, inner in value.items():
+            if type(key) is not str:
+                rule = "must have strings as names, as JSON has no others"
+                raise InputError(f'{name} {rule}, got {key!r}: write it as "{key}"')
+            _check_json(f"{name}.{key}", inner)
+    elif type(value) is list:
+        for number, inner in enumerate(value):
+            _check_json(f"{name}[{number}]", inner)
+    elif not (value is None or type(value) in (str, int, bool) or (type(value) is float and math.isfinite(value))):
+        raise InputError(
+            f"{name} must be what JSON keeps as it is, a finite number, a string, true, false, null, a list or an "
+            f"object of these, got {_shown(value)} ({type(value).__name__}): convert it"
+        )
+
+
+def _range(rules: Mapping[str, Any]) -> str:
+    words = {"minimum": "at least", "above": "above", "maximum": "at most", "below": "below"}
+    return " and ".join(f"{text} {rules[name]:g}" for name, text in words.items() if math.isfinite(rules[name]))
+
+
+def _shown(value: Any) -> str:
+    """The value as JSON, on one line and cut to 80 characters."""
+    try:
+        text = json.dumps(value)
+    except (TypeError, ValueError):
+        text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
