@@ -1,7 +1,6 @@
-"""What goes on beside a training under Lightning: events to the parent, checkpoints, stops and random numbers."""
+"""What goes on beside a training under Lightning: events to the parent, checkpoints and stops."""
 
 import math
-import random
 import signal
 import threading
 import time
@@ -9,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-import numpy as np
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
@@ -20,7 +18,7 @@ from flyte_ddp.engine.machine import machine, moved
 from flyte_ddp.engine.monitor.step_clock import Part, StepClock
 from flyte_ddp.engine.monitor.stragglers import Stragglers
 from flyte_ddp.engine.monitor.watch import Watch
-from flyte_ddp.engine.torch_compat import device_generator, norms, pytree
+from flyte_ddp.engine.torch_compat import norms, pytree
 from flyte_ddp.errors import InputError, NonFiniteError, StopRequested
 from flyte_ddp.events import EpochFinished, Event, NotLearning, RunStarted, StepLogged, digests_of
 from flyte_ddp.launch.environment import Environment
@@ -31,7 +29,6 @@ from flyte_ddp.lightning.finite import broken, check_finite
 from flyte_ddp.lightning.job import LightningJob
 from flyte_ddp.lightning.measures import LoggedByValidation, measures_of
 from flyte_ddp.lightning.results import run_started
-from flyte_ddp.random_numbers import Use, key_of
 
 NOTHING = {"loss": 0.0, "weight": 0.0, "samples": 0.0, "seconds": 0.0, "evaluation": 0.0}
 
@@ -39,8 +36,7 @@ NOTHING = {"loss": 0.0, "weight": 0.0, "samples": 0.0, "seconds": 0.0, "evaluati
 class RankObserver(Checkpoint):
     """Tells the parent what happens, saves checkpoints, and stops the ranks on request.
 
-    Lightning calls a Checkpoint after all other callbacks. Each step begins with random numbers of its own, so that
-    those after a resume are those of an undisturbed training.
+    Lightning calls a Checkpoint after all other callbacks.
     """
 
     def __init__(
@@ -61,7 +57,6 @@ class RankObserver(Checkpoint):
         self.position = 0, 0  # epoch and step that training begins with, or goes on with from a checkpoint
         self._norm, self._stopping = 0.0, False
         self.started: RunStarted | None = None
-        self._is_first_epoch = True
         self._on_sigterm = signal.getsignal(signal.SIGTERM)
         self._stragglers: Stragglers | None = None
 
@@ -79,7 +74,6 @@ class RankObserver(Checkpoint):
     # --- before the steps ---
 
     def on_fit_start(self, trainer: Trainer, module: LightningModule) -> None:
-        self._seed(self.position[0], 0)  # a shuffled order is drawn next
         self._clock = StepClock(trainer.strategy.root_device)
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
@@ -123,28 +117,15 @@ class RankObserver(Checkpoint):
             signal.signal(signal.SIGTERM, self._on_sigterm)
 
     def on_train_epoch_start(self, trainer: Trainer, module: LightningModule) -> None:
-        if not self._is_first_epoch:
-            self._seed(trainer.current_epoch, 0)
-        self._is_first_epoch, self._looked = False, time.monotonic()
+        self._looked = time.monotonic()
         self._clock.lap(Part.OTHER)
 
     def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._clock.lap(Part.DATA)
         steps = batch_idx + 1
-        self._seed(trainer.current_epoch, steps, 1 + self._environment.rank)
         rates = [float(group["lr"]) for optimizer in trainer.optimizers for group in optimizer.param_groups]
         self._rate = rates[0] if rates else 0.0  # now: a schedule sets that of the next step
         self._is_looking = steps % self._job.settings.log_interval == 0 or steps == trainer.num_training_batches
-
-    def _seed(self, *position: int) -> None:
-        """position: epoch and step, and in a step one more than the rank: what is drawn outside of steps, such as an
-        order or a split, has to be the same on all ranks, or they would not share the samples among them."""
-        key = key_of(Use.LIGHTNING, self._job.settings.seed, *position)
-        random.seed(key)
-        np.random.seed(key % 2**32)
-        torch.default_generator.manual_seed(key)
-        if torch.cuda.is_initialized():
-            device_generator(torch.device("cuda", torch.cuda.current_device())).manual_seed(key)
 
     # --- steps ---
 
@@ -165,7 +146,6 @@ class RankObserver(Checkpoint):
         if self._is_looking:
             self._look(trainer, batch_idx + 1)
             self._clock.lap(Part.OTHER)
-        self._seed(trainer.current_epoch, batch_idx + 1)
 
     def _look(self, trainer: Trainer, steps: int) -> None:
         """Tells what has happened since the last look; a collective, as is what may follow from it."""
@@ -243,24 +223,11 @@ class RankObserver(Checkpoint):
     def on_validation_start(self, trainer: Trainer, module: LightningModule) -> None:
         self._evaluating = time.monotonic()
 
-    def on_validation_batch_start(
-        self, trainer: Trainer, *step: Any
-    ) -> None:  # module, batch, number, and the loader's
-        batch_idx, *loader = step[2:]
-        self._seed_evaluation(trainer, 1 + self._environment.rank, 1 + batch_idx, *loader)
-
     def on_validation_batch_end(self, trainer: Trainer, *_: Any) -> None:
         self._link.alive()
-        self._seed_evaluation(trainer)
-
-    def on_test_batch_start(self, trainer: Trainer, *step: Any) -> None:
-        self.on_validation_batch_start(trainer, *step)
 
     def on_test_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        self.on_validation_batch_end(trainer)
-
-    def _seed_evaluation(self, trainer: Trainer, *step: int) -> None:
-        self._seed(trainer.current_epoch, int(trainer.num_training_batches), *step)
+        self._link.alive()
 
     def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
         seconds = time.monotonic() - self._evaluating

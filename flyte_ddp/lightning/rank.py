@@ -29,6 +29,7 @@ from flyte_ddp.lightning.measures import LoggedByValidation, measures_of
 from flyte_ddp.lightning.modules import build
 from flyte_ddp.lightning.observer import RankObserver
 from flyte_ddp.lightning.results import result_of
+from flyte_ddp.lightning.seeds import StepSeeds
 from flyte_ddp.lightning.settings import LIMITS, PRECISIONS
 from flyte_ddp.storage import writing_to
 
@@ -118,7 +119,7 @@ def trainer_of(
         default_root_dir=job.logs,
         logger=validation,
         log_every_n_steps=settings.log_interval,
-        callbacks=[observer],
+        callbacks=[observer, StepSeeds(settings.seed, environment.rank, observer)],
         num_sanity_val_steps=0,
         enable_progress_bar=False,
         enable_model_summary=False,

@@ -1,0 +1,70 @@
+"""Random numbers of a training under Lightning: each step begins with some of its own, so that those after a resume are
+those of an undisturbed training."""
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint
+
+from flyte_ddp.engine.torch_compat import device_generator
+from flyte_ddp.lightning.observer import RankObserver
+from flyte_ddp.random_numbers import Use, key_of
+
+
+class StepSeeds(Checkpoint):
+    """Lightning calls a Checkpoint after all other callbacks, which may draw, too.
+
+    In a step the ranks draw different numbers. What is drawn outside of steps, such as an order or a split, has to be
+    the same on all ranks, or they would not share the samples among them.
+    """
+
+    def __init__(self, seed: int, rank: int, observer: RankObserver):
+        """observer: knows with which epoch training begins, or goes on."""
+        self._settings_seed, self._rank, self._observer = seed, rank, observer
+        self._is_first_epoch = True
+
+    def on_fit_start(self, trainer: Trainer, module: LightningModule) -> None:
+        self._seed(self._observer.position[0], 0)  # a shuffled order is drawn next
+
+    def on_train_epoch_start(self, trainer: Trainer, module: LightningModule) -> None:
+        if not self._is_first_epoch:
+            self._seed(trainer.current_epoch, 0)
+        self._is_first_epoch = False
+
+    def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self._seed(trainer.current_epoch, batch_idx + 1, 1 + self._rank)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._seed(trainer.current_epoch, batch_idx + 1)
+
+    def on_validation_batch_start(
+        self, trainer: Trainer, *step: Any
+    ) -> None:  # module, batch, number, and the loader's
+        batch_idx, *loader = step[2:]
+        self._seed_evaluation(trainer, 1 + self._rank, 1 + batch_idx, *loader)
+
+    def on_validation_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        self._seed_evaluation(trainer)
+
+    def on_test_batch_start(self, trainer: Trainer, *step: Any) -> None:
+        self.on_validation_batch_start(trainer, *step)
+
+    def on_test_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        self._seed_evaluation(trainer)
+
+    def _seed_evaluation(self, trainer: Trainer, *step: int) -> None:
+        self._seed(trainer.current_epoch, int(trainer.num_training_batches), *step)
+
+    def _seed(self, *position: int) -> None:
+        """position: epoch and step, and in a step one more than the rank."""
+        key = key_of(Use.LIGHTNING, self._settings_seed, *position)
+        random.seed(key)
+        np.random.seed(key % 2**32)
+        torch.default_generator.manual_seed(key)
+        if torch.cuda.is_initialized():
+            device_generator(torch.device("cuda", torch.cuda.current_device())).manual_seed(key)
