@@ -98,42 +98,46 @@ class Empty(Rows):
         return 0
 
 
-class NoisyDataset(Sound):
-    dataset: Any = NoisyRows
+class OfDataset(Sound):
+    dataset: Any = Rows
 
     def data(self, split):
         return self.dataset()
 
 
-class OwnGeneratorDataset(NoisyDataset):
+class NoisyDataset(OfDataset):
+    dataset = NoisyRows
+
+
+class OwnGeneratorDataset(OfDataset):
     dataset = OwnGenerator
 
 
-class OwnGeneratorSeededDataset(NoisyDataset):
+class OwnGeneratorSeededDataset(OfDataset):
     dataset = OwnGeneratorSeeded
 
 
-class OwnTransformDataset(NoisyDataset):
+class OwnTransformDataset(OfDataset):
     dataset = OwnTransform
 
 
-class OwnTransformSeededDataset(NoisyDataset):
+class OwnTransformSeededDataset(OfDataset):
     dataset = OwnTransformSeeded
 
 
-class FreshGeneratorDataset(NoisyDataset):
+class FreshGeneratorDataset(OfDataset):
     dataset = FreshGenerator
 
 
-class NoisyReaderDataset(NoisyDataset):
+class NoisyReaderDataset(OfDataset):
     dataset = NoisyReader
 
 
-class SeededDataset(NoisyDataset):
+class SeededDataset(OfDataset):
     dataset = SeededRows
 
 
-class EmptyDataset(NoisyDataset):
+class EmptyDataset(OfDataset):
     dataset = Empty
 
 

@@ -1,15 +1,10 @@
 """Recipes that would fail in the first step, after an epoch or at the very end, and some that only look like it."""
 
-import tempfile
-from typing import Any
-
-import numpy as np
 import torch
 from torch import nn
 
 from flyte_ddp.recipe import Recipe
-from tests.engine.dataset_recipes import Rows
-from tests.engine.probe_recipes import SIZE, WIDTH, Settings, Sound, table
+from tests.engine.probe_recipes import SIZE, WIDTH, Settings, Sound
 
 # --- outputs ---
 
@@ -48,86 +43,6 @@ class Trimmed(Sound):
     def measure(self, outputs, batch):
         is_there = torch.arange(outputs.shape[1]) < (batch.abs() > 1).sum(1, keepdim=True)
         return {"loss": ((outputs - batch[:, : outputs.shape[1]]).square() * is_there).sum(1)}
-
-
-# --- data ---
-
-
-class BytesSwapped(Sound):
-    """What NumPy holds in ways that torch has not."""
-
-    def data(self, split):
-        return self.held(table())
-
-    def held(self, rows):
-        return rows.astype(">f4")
-
-
-class Reversed(BytesSwapped):
-    def held(self, rows):
-        return rows[::-1, ::-1]
-
-
-class OfEightyBits(BytesSwapped):
-    def held(self, rows):
-        return rows.astype(np.longdouble)
-
-    def forward(self, model, batch):
-        return model(batch.float())
-
-
-class OfAField(BytesSwapped):
-    def held(self, rows):
-        records = np.zeros(rows.shape, [("flag", np.int8), ("value", np.float32)])
-        records["value"] = rows
-        return records["value"]
-
-
-class OnDisk(BytesSwapped):
-    def held(self, rows):
-        with tempfile.NamedTemporaryFile() as file:
-            rows.astype(">f4").tofile(file.name)
-            return np.memmap(file.name, ">f4", "r", shape=rows.shape)
-
-
-class TextOnDisk(BytesSwapped):
-    def held(self, rows):
-        with tempfile.NamedTemporaryFile() as file:
-            rows.astype("S8").tofile(file.name)
-            return np.memmap(file.name, "S8", "r", shape=rows.shape)
-
-
-class Lacking(Rows):
-    """The sample 5 is not there."""
-
-    def __getitem__(self, index):
-        return None if index == 5 else super().__getitem__(index)
-
-
-class LackingLabel(Lacking):
-    def __getitem__(self, index):
-        return super(Lacking, self).__getitem__(index), None if index == 5 else 1.0
-
-
-class LackingPart(Lacking):
-    def __getitem__(self, index):
-        row = super(Lacking, self).__getitem__(index)
-        return row if index == 5 else (row, row)
-
-
-class LackingSamples(Sound):
-    dataset: Any = Lacking
-
-    def data(self, split):
-        return self.dataset()
-
-
-class LackingLabels(LackingSamples):
-    dataset = LackingLabel
-
-
-class LackingParts(LackingSamples):
-    dataset = LackingPart
 
 
 # --- weights ---
@@ -367,28 +282,3 @@ class OwnNetwork(Sound):
 
     def optimizer(self, model):
         return torch.optim.SGD(self.network.parameters(), 0.1)
-
-
-class NamedRows(Rows):
-    def __getitem__(self, index):
-        return {"row": table()[index], "name": f"row {index}"}
-
-
-class NamedSamples(Sound):
-    def data(self, split):
-        return NamedRows()
-
-
-class MissingRows(Rows):
-    def __getitem__(self, index):
-        raise FileNotFoundError(f"images/{index}.png")
-
-
-class MissingSamples(Sound):
-    def data(self, split):
-        return MissingRows()
-
-
-class NamedArrays(Sound):
-    def data(self, split):
-        return table(), np.array([f"row {index}" for index in range(SIZE)])

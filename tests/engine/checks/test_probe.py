@@ -152,6 +152,7 @@ def test_every_recipe_of_the_modules_is_tested():
     assert recipes - {*REFUSED, *SOUND} == {
         "Permitted", "OneRankRaises", "RarelyLonger", "RarelyLongerPart", "Chatty", "Unseeded", "Borrowing",
         "BorrowingGroups", "TurnedAlike", "TurnedByOne", "NaNWeights", "InfiniteWeights",
+        "OfDataset",  # from which others derive
         # of tests/engine/test_validation.py
         "Overflowing", "OverflowingTest", "OverflowingValidation", "OverflowingTestAfterValidation", "BrokenScore",
         "BrokenScoreOfValidation",

@@ -200,7 +200,7 @@ def test_a_steps_threads_are_one_unless_they_are_set(train):
 
 def test_equal_bytes_in_random_configurations(tmp_path):
     """How many, DDP_TEST_CONFIGURATIONS says: 240 take some minutes."""
-    count = int(os.environ.get("DDP_TEST_CONFIGURATIONS", 12))
+    count = int(os.environ.get("DDP_TEST_CONFIGURATIONS", 6))
     subject = subject_of(find_code("tests.engine.virtual_ranks.configurations:Chosen"), settings_of(0))
     asked = job_in(tmp_path, subject, RunOptions(loader_workers=0)), range(count), str(tmp_path)
     world = World(max(RANKS), max(RANKS), "gloo", "cpu")
