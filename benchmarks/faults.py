@@ -40,6 +40,7 @@ TESTS = {
     "tests/data/test_datasets.py": "dataset",
     "tests/data/test_prepared.py": "prepared data",
     "tests/engine/test_training.py": "training",
+    "tests/engine/test_resume.py": "training",
     "tests/launch/test_launcher.py": "processes",
     "tests/test_storage.py": "disk",
     "tests/test_settings.py": "input",

@@ -12,13 +12,14 @@ from flyte_ddp.data.prepared import prepared
 from flyte_ddp.data.prepared.writer import write_prepared
 from flyte_ddp.data.sources.datasets import prepare
 from flyte_ddp.engine.job import TrainingResult, job_in, subject_of
-from flyte_ddp.events import Event
+from flyte_ddp.events import Event, StepLogged
 from flyte_ddp.launch import launcher
 from flyte_ddp.launch.environment import choose_world
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
 
 WORKER = "flyte_ddp.engine.worker:run"
+TWO_HOSTS = "tests.launch.targets:train_on_two_hosts"
 RECIPE = "flyte_ddp.recipes.images:ImageClassifier"
 
 
@@ -106,3 +107,38 @@ def trainer(small_data: Path, parent: Path) -> Callable[..., Any]:
         return Trained(results[0], torch.load(folder / "model.pt", weights_only=True), events, folder)
 
     return run
+
+
+class Unplugged(Exception):
+    """Raised by a test in the parent, whose ranks are then killed with SIGKILL."""
+
+
+def unplug_at(step: int):
+    """An observer that ends the run at this step of the first epoch, as a power cut would."""
+
+    def on_event(event):
+        if isinstance(event, StepLogged) and event.epoch == 0 and event.step == step:
+            raise Unplugged
+
+    return on_event
+
+
+def relative_difference(first: Trained, second: Trained) -> float:
+    """Largest difference of any weight, relative to the largest of its tensor, or to 0.001: some biases stay near 0."""
+    assert first.weights.keys() == second.weights.keys()
+    return max(
+        float((weight - second.weights[name]).abs().max() / max(1e-3, float(weight.abs().max())))
+        for name, weight in first.weights.items()
+    )
+
+
+def identical(first: Trained, second: Trained) -> bool:
+    import torch
+
+    same_weights = all(torch.equal(weight, second.weights[name]) for name, weight in first.weights.items())
+    return same_weights and metrics(first) == metrics(second)
+
+
+def metrics(trained: Trained):
+    """All figures of all epochs but the seconds."""
+    return [(epoch.epoch, epoch.train, epoch.validation, epoch.test) for epoch in trained.result.epochs]

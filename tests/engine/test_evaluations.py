@@ -6,7 +6,7 @@ import torch
 from flyte_ddp.errors import InputError
 from flyte_ddp.events import EpochChosen, EpochFinished, RunStarted, StepLogged
 from tests.commands import same
-from tests.engine.test_training import Unplugged, identical, relative_difference
+from tests.small_training import Unplugged, identical, relative_difference
 
 # 254 samples to train on: 16 steps, the last one short, so evaluations are after 5, 10 and 16 of them
 THRICE = {"evaluations_per_epoch": 3, "validation_fraction": 0.2, "epochs": 2, "log_interval": 1}

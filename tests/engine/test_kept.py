@@ -12,9 +12,8 @@ from flyte_ddp.settings import RunOptions
 from flyte_ddp.training import train as train_recipe
 from tests.commands import same
 from tests.engine.probe_recipes import Settings
-from tests.engine.test_training import TWO_HOSTS, Unplugged
 from tests.engine.test_validation import WAVERING, of
-from tests.small_training import WORKER
+from tests.small_training import TWO_HOSTS, WORKER, Unplugged
 
 TWICE = {**WAVERING, "epochs": 3, "evaluations_per_epoch": 2, "log_interval": 4}
 

@@ -1,62 +1,18 @@
-"""What the engine promises: the result depends on the hyperparameters alone, and a resumed run loses nothing."""
+"""What the engine promises: the result depends on the hyperparameters alone."""
 
 import math
 
 import pytest
 import torch
 
-from flyte_ddp.engine.checkpoints.checkpoint import read_checkpoint, write_checkpoint
-from flyte_ddp.errors import InputError
-from flyte_ddp.events import (
-    CheckpointRefused,
-    CheckpointWritten,
-    EpochFinished,
-    GradientsSeen,
-    NotLearning,
-    RunStarted,
-    StepLogged,
-)
+from flyte_ddp.engine.checkpoints.checkpoint import read_checkpoint
+from flyte_ddp.events import CheckpointWritten, GradientsSeen, NotLearning, StepLogged
 from flyte_ddp.launch.failures import RankError
 from flyte_ddp.recipes import models
 from flyte_ddp.recipes.hyperparameters import MODELS, Hyperparameters
 from flyte_ddp.recipes.images import ImageClassifier
 from flyte_ddp.recipes.models import build_model, load_model
-from tests.small_training import WORKER, Trained
-
-TWO_HOSTS = "tests.launch.targets:train_on_two_hosts"
-
-
-class Unplugged(Exception):
-    """Raised by a test in the parent, whose ranks are then killed with SIGKILL."""
-
-
-def unplug_at(step: int):
-    """An observer that ends the run at this step of the first epoch, as a power cut would."""
-
-    def on_event(event):
-        if isinstance(event, StepLogged) and event.epoch == 0 and event.step == step:
-            raise Unplugged
-
-    return on_event
-
-
-def relative_difference(first: Trained, second: Trained) -> float:
-    """Largest difference of any weight, relative to the largest of its tensor, or to 0.001: some biases stay near 0."""
-    assert first.weights.keys() == second.weights.keys()
-    return max(
-        float((weight - second.weights[name]).abs().max() / max(1e-3, float(weight.abs().max())))
-        for name, weight in first.weights.items()
-    )
-
-
-def identical(first: Trained, second: Trained) -> bool:
-    same_weights = all(torch.equal(weight, second.weights[name]) for name, weight in first.weights.items())
-    return same_weights and metrics(first) == metrics(second)
-
-
-def metrics(trained: Trained):
-    """All figures of all epochs but the seconds."""
-    return [(epoch.epoch, epoch.train, epoch.validation, epoch.test) for epoch in trained.result.epochs]
+from tests.small_training import identical, relative_difference
 
 
 def test_one_two_and_three_ranks_give_the_same_weights(train):
@@ -134,80 +90,7 @@ def test_the_model_file_gives_exactly_the_reported_accuracy(train, small_data, t
     assert not any(name.startswith("module.") for name in trained.weights)
 
 
-@pytest.mark.parametrize(("step", "target"), [(1, WORKER), (7, TWO_HOSTS), (19, WORKER), (20, WORKER)])
-def test_a_run_that_was_cut_off_goes_on_with_the_same_bits(train, whole, step, target):
-    expected = whole(epochs=2, log_interval=1)
-    with pytest.raises(Unplugged):
-        train(name="cut", epochs=2, log_interval=1, checkpoint_seconds=0, on_event=unplug_at(step))
-    resumed = train(name="cut", epochs=2, log_interval=1, checkpoint_seconds=0, target=target)
-    started = resumed.events[0]
-    assert isinstance(started, RunStarted)
-    assert started.first_step > 0 or step == 1  # the checkpoint of step 1 may not have been complete
-    assert identical(expected, resumed)
-
-
-def test_a_run_goes_on_in_the_precision_that_it_was_begun_in_whatever_auto_is_now(train, tmp_path):
-    with pytest.raises(Unplugged):
-        train(name="cut", precision="auto", log_interval=1, checkpoint_seconds=0, on_event=unplug_at(9))
-    checkpoint = tmp_path / "cut" / "checkpoint"
-    content = read_checkpoint(checkpoint, {})
-    other = {"float32": "bfloat16", "bfloat16": "float32"}[content["state"]["precision"]]  # as from other hardware
-    content["state"]["precision"] = other
-    write_checkpoint(checkpoint, content)
-    resumed = train(name="cut", precision="auto", log_interval=1)
-    assert resumed.events[0].first_step > 0
-    assert resumed.events[0].remarks == [f"precision: {other}, which the checkpoint has been trained in"]
-    assert resumed.result.precision == other
-    assert read_checkpoint(checkpoint, {})["state"]["precision"] == other
-
-
-def test_a_cut_off_run_goes_on_with_another_number_of_ranks(train, whole):
-    expected = whole(2, log_interval=1)
-    with pytest.raises(Unplugged):
-        train(2, name="cut", log_interval=1, checkpoint_seconds=0, on_event=unplug_at(9))
-    resumed = train(3, name="cut", log_interval=1, checkpoint_seconds=0)
-    assert resumed.events[0].first_step > 0
-    # Rounding decides which of two nearly equal pixels a max-pooling takes; one that it takes the other way moves the
-    # weights by 7e-4, and whether there is one depends on the step of the cut. The loss hardly notices.
-    assert relative_difference(expected, resumed) < 5e-3
-    (ours,), (theirs,) = resumed.result.epochs, expected.result.epochs
-    assert ours.train["loss"] == pytest.approx(theirs.train["loss"], rel=1e-5)
-    assert ours.test["accuracy"] == theirs.test["accuracy"]
-
-
-def test_a_finished_training_resumes_to_the_same_result_without_a_step(train):
-    whole = train()
-    again = train()
-    assert again.events[0].first_epoch == 1
-    assert not any(isinstance(event, EpochFinished) for event in again.events)
-    assert identical(whole, again)
-
-
-@pytest.mark.parametrize("damage", ["flipped", "short", "empty"])
-def test_an_unusable_checkpoint_is_refused_with_a_reason_and_training_starts_afresh(train, whole, tmp_path, damage):
-    expected = whole(seed=5)
-    checkpoint = tmp_path / "damaged" / "checkpoint"
-    train(name="damaged", seed=5)
-    raw = bytearray(checkpoint.read_bytes())
-    raw[len(raw) // 2] ^= 1
-    checkpoint.write_bytes(bytes({"flipped": raw, "short": raw[:1000], "empty": b""}[damage]))
-    again = train(name="damaged", seed=5)
-    (refused,) = [event for event in again.events if isinstance(event, CheckpointRefused)]
-    assert "does not match its checksum" in refused.reason
-    assert identical(expected, again)
-
-
-def test_another_trainings_checkpoint_in_the_output_is_kept(train, tmp_path):
-    train(name="one", seed=6)
-    before = (tmp_path / "one" / "checkpoint").read_bytes()
-    words = f"got {tmp_path}/one: the checkpoint there belongs to another training: its seed was 6, now it is 5: give"
-    with pytest.raises(InputError, match=f"^output must not be where another training is unfinished, {words}"):
-        train(name="one", seed=5)
-    assert (tmp_path / "one" / "checkpoint").read_bytes() == before
-
-
 def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_the_last_good_checkpoint(train, tmp_path):
-    from flyte_ddp.engine.checkpoints.checkpoint import read_checkpoint
 
     with pytest.raises(RankError, match=r"NonFiniteError: loss is not finite in epoch 1, step \d+") as failed:
         train(learning_rate=1e20, checkpoint_seconds=0)
@@ -217,7 +100,6 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_the_last_good_checkpoi
 
 
 def test_a_gradient_that_is_not_finite_ends_all_ranks_before_the_step(train, tmp_path):
-    from flyte_ddp.engine.checkpoints.checkpoint import read_checkpoint
 
     with pytest.raises(RankError) as failed:
         train(3, target="tests.launch.targets:break_gradient_of_rank_one", checkpoint_seconds=0)
@@ -248,23 +130,11 @@ def test_a_request_to_stop_is_obeyed_by_all_ranks_in_the_same_step_however_rarel
 
 
 def test_a_bad_step_is_found_before_a_checkpoint_has_what_came_after_it(train, tmp_path):
-    from flyte_ddp.engine.checkpoints.checkpoint import read_checkpoint
 
     target = "tests.launch.targets:break_gradient_while_behind"
     with pytest.raises(RankError, match="NonFiniteError: gradient is not finite in epoch 1, step 8, on rank 1"):
         train(2, target=target, checkpoint_seconds=0, log_interval=1000)
     assert read_checkpoint(tmp_path / "training" / "checkpoint", {})["state"]["step"] < 8
-
-
-def test_what_is_logged_after_a_resume_is_what_an_undisturbed_run_logs(train, whole):
-    def logged(trained):
-        return {(event.epoch, event.step): event.measures for event in trained.events if isinstance(event, StepLogged)}
-
-    expected = whole(2, epochs=2, log_interval=7)
-    train(2, epochs=2, log_interval=7, target="tests.launch.targets:stop_while_behind", name="cut")
-    resumed = train(2, epochs=2, log_interval=7, name="cut")
-    assert (0, 14) in logged(resumed), "which tells of step 8, before the cut"
-    assert logged(resumed) == {position: logged(expected)[position] for position in logged(resumed)}
 
 
 def test_a_training_that_diverges_says_so_and_ends_all_the_same(train):

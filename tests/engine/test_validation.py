@@ -18,7 +18,7 @@ from flyte_ddp.training import train as train_recipe
 from tests.commands import same
 from tests.engine.dataset_recipes import SeededDataset
 from tests.engine.probe_recipes import Settings
-from tests.engine.test_training import Unplugged, identical, relative_difference
+from tests.small_training import Unplugged, identical, relative_difference
 
 # High rates waver: an earlier epoch than the last is the best
 WAVERING = {"validation_fraction": 0.2, "epochs": 6, "schedule": "constant", "learning_rate": 0.25, "clip_norm": 0.0}

@@ -14,7 +14,7 @@ from flyte_ddp.recipe import Random
 from flyte_ddp.recipes.airbench import Airbench94
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.recipes.images import ImageClassifier
-from tests.engine.test_training import Unplugged, identical
+from tests.small_training import Unplugged, identical
 
 PRESET = yaml.safe_load((Path(__file__).parents[2] / "presets" / "cifar10-94.yaml").read_text())
 # Two epochs of two steps: on flat backgrounds, the maxima in pooling are ties, which rounding decides sooner or later

@@ -28,8 +28,8 @@ from flyte_ddp.launch.environment import choose_world
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.training import train
 from tests.engine.block_recipes import Settings, fetched, note_of
-from tests.engine.test_training import Unplugged
 from tests.object_storage import object_storage
+from tests.small_training import Unplugged
 
 RECIPES = "tests.engine.block_recipes"
 ROWS, SAMPLES = 10, 604  # 61 blocks, the last one short; 26 steps of 24, the last one short

@@ -20,8 +20,7 @@ from flyte_ddp.events import CheckpointFailed, RunStarted
 from flyte_ddp.launch import launcher
 from flyte_ddp.launch.environment import World
 from flyte_ddp.launch.failures import RankError, RecoverableRankError
-from tests.engine.test_training import Unplugged, identical, relative_difference, unplug_at
-from tests.small_training import Trained
+from tests.small_training import Trained, Unplugged, identical, relative_difference, unplug_at
 
 TARGETS = "tests.engine.loading_targets"
 

@@ -17,7 +17,7 @@ from flyte_ddp.engine.checks.held_generators import generator_states
 from flyte_ddp.errors import DataError
 from flyte_ddp.events import RunStarted
 from flyte_ddp.recipes.images import ImageClassifier
-from tests.engine.test_training import Unplugged, identical, unplug_at
+from tests.small_training import Unplugged, identical, unplug_at
 
 CPU, SIZE, SEED = torch.device("cpu"), 11, 5
 

@@ -10,7 +10,7 @@ from flyte_ddp.events import EpochFinished, RunStarted, StepLogged
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.training import train as train_recipe
 from tests.engine.probe_recipes import Settings
-from tests.engine.test_training import Unplugged, identical, relative_difference
+from tests.small_training import Unplugged, identical, relative_difference
 
 CONSTANT = {"schedule": "constant", "learning_rate": 0.05}
 

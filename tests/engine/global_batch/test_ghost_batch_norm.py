@@ -11,7 +11,7 @@ from flyte_ddp.engine.global_batch.by_row import ByRow
 from flyte_ddp.engine.global_batch.ghost_batch_norm import RunningStatistics
 from flyte_ddp.errors import InputError
 from tests.engine.by_row_targets import Applied, Derived
-from tests.engine.test_training import Unplugged, identical, relative_difference, unplug_at
+from tests.small_training import Unplugged, identical, relative_difference, unplug_at
 
 IN_PARTS = "tests.engine.norm_recipes:InParts"
 # 98 images: in the last of seven steps there are two of them, a single short group

@@ -22,8 +22,8 @@ from flyte_ddp.training import train
 from tests.engine.memory_recipes import Blocks
 from tests.engine.probe_recipes import Settings
 from tests.engine.sharding_recipes import Digits, Optimized
-from tests.engine.test_training import TWO_HOSTS
 from tests.examples import train_small, trained
+from tests.small_training import TWO_HOSTS
 
 fsdp = pytest.importorskip("torch.distributed.fsdp")
 if not hasattr(fsdp.FSDPModule, "set_reduce_scatter_unused_params"):

@@ -19,8 +19,8 @@ from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.recipes.images import ImageClassifier
 from flyte_ddp.settings import RunOptions
 from tests.engine.probe_recipes import WIDTH, Settings, Sound
-from tests.engine.test_training import TWO_HOSTS, Unplugged, identical, unplug_at
 from tests.engine.virtual_ranks.configurations import RANKS, settings_of
+from tests.small_training import TWO_HOSTS, Unplugged, identical, unplug_at
 
 BATCH_NORM = {"model": "fashion_cnn", "shift_pixels": 2, "flip": True, "ema_decay": 0.9, "batch_size": 30}
 # 106 images, 105 a step: in the last one only one part has a sample

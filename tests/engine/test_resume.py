@@ -1,0 +1,91 @@
+"""A run that was cut off goes on, and ends as if it had not been."""
+
+import pytest
+
+from flyte_ddp.engine.checkpoints.checkpoint import read_checkpoint, write_checkpoint
+from flyte_ddp.errors import InputError
+from flyte_ddp.events import CheckpointRefused, EpochFinished, RunStarted, StepLogged
+from tests.small_training import TWO_HOSTS, WORKER, Unplugged, identical, relative_difference, unplug_at
+
+
+@pytest.mark.parametrize(("step", "target"), [(1, WORKER), (7, TWO_HOSTS), (19, WORKER), (20, WORKER)])
+def test_a_run_that_was_cut_off_goes_on_with_the_same_bits(train, whole, step, target):
+    expected = whole(epochs=2, log_interval=1)
+    with pytest.raises(Unplugged):
+        train(name="cut", epochs=2, log_interval=1, checkpoint_seconds=0, on_event=unplug_at(step))
+    resumed = train(name="cut", epochs=2, log_interval=1, checkpoint_seconds=0, target=target)
+    started = resumed.events[0]
+    assert isinstance(started, RunStarted)
+    assert started.first_step > 0 or step == 1  # the checkpoint of step 1 may not have been complete
+    assert identical(expected, resumed)
+
+
+def test_a_run_goes_on_in_the_precision_that_it_was_begun_in_whatever_auto_is_now(train, tmp_path):
+    with pytest.raises(Unplugged):
+        train(name="cut", precision="auto", log_interval=1, checkpoint_seconds=0, on_event=unplug_at(9))
+    checkpoint = tmp_path / "cut" / "checkpoint"
+    content = read_checkpoint(checkpoint, {})
+    other = {"float32": "bfloat16", "bfloat16": "float32"}[content["state"]["precision"]]  # as from other hardware
+    content["state"]["precision"] = other
+    write_checkpoint(checkpoint, content)
+    resumed = train(name="cut", precision="auto", log_interval=1)
+    assert resumed.events[0].first_step > 0
+    assert resumed.events[0].remarks == [f"precision: {other}, which the checkpoint has been trained in"]
+    assert resumed.result.precision == other
+    assert read_checkpoint(checkpoint, {})["state"]["precision"] == other
+
+
+def test_a_cut_off_run_goes_on_with_another_number_of_ranks(train, whole):
+    expected = whole(2, log_interval=1)
+    with pytest.raises(Unplugged):
+        train(2, name="cut", log_interval=1, checkpoint_seconds=0, on_event=unplug_at(9))
+    resumed = train(3, name="cut", log_interval=1, checkpoint_seconds=0)
+    assert resumed.events[0].first_step > 0
+    # Rounding decides which of two nearly equal pixels a max-pooling takes; one that it takes the other way moves the
+    # weights by 7e-4, and whether there is one depends on the step of the cut. The loss hardly notices.
+    assert relative_difference(expected, resumed) < 5e-3
+    (ours,), (theirs,) = resumed.result.epochs, expected.result.epochs
+    assert ours.train["loss"] == pytest.approx(theirs.train["loss"], rel=1e-5)
+    assert ours.test["accuracy"] == theirs.test["accuracy"]
+
+
+def test_a_finished_training_resumes_to_the_same_result_without_a_step(train):
+    whole = train()
+    again = train()
+    assert again.events[0].first_epoch == 1
+    assert not any(isinstance(event, EpochFinished) for event in again.events)
+    assert identical(whole, again)
+
+
+@pytest.mark.parametrize("damage", ["flipped", "short", "empty"])
+def test_an_unusable_checkpoint_is_refused_with_a_reason_and_training_starts_afresh(train, whole, tmp_path, damage):
+    expected = whole(seed=5)
+    checkpoint = tmp_path / "damaged" / "checkpoint"
+    train(name="damaged", seed=5)
+    raw = bytearray(checkpoint.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    checkpoint.write_bytes(bytes({"flipped": raw, "short": raw[:1000], "empty": b""}[damage]))
+    again = train(name="damaged", seed=5)
+    (refused,) = [event for event in again.events if isinstance(event, CheckpointRefused)]
+    assert "does not match its checksum" in refused.reason
+    assert identical(expected, again)
+
+
+def test_another_trainings_checkpoint_in_the_output_is_kept(train, tmp_path):
+    train(name="one", seed=6)
+    before = (tmp_path / "one" / "checkpoint").read_bytes()
+    words = f"got {tmp_path}/one: the checkpoint there belongs to another training: its seed was 6, now it is 5: give"
+    with pytest.raises(InputError, match=f"^output must not be where another training is unfinished, {words}"):
+        train(name="one", seed=5)
+    assert (tmp_path / "one" / "checkpoint").read_bytes() == before
+
+
+def test_what_is_logged_after_a_resume_is_what_an_undisturbed_run_logs(train, whole):
+    def logged(trained):
+        return {(event.epoch, event.step): event.measures for event in trained.events if isinstance(event, StepLogged)}
+
+    expected = whole(2, epochs=2, log_interval=7)
+    train(2, epochs=2, log_interval=7, target="tests.launch.targets:stop_while_behind", name="cut")
+    resumed = train(2, epochs=2, log_interval=7, name="cut")
+    assert (0, 14) in logged(resumed), "which tells of step 8, before the cut"
+    assert logged(resumed) == {position: logged(expected)[position] for position in logged(resumed)}
