@@ -27,6 +27,7 @@ from flyte_ddp.engine.batches.block_cache import BlockCache
 from flyte_ddp.engine.compiler_compat import leave_dynamo_out
 from flyte_ddp.engine.job import Job
 from flyte_ddp.engine.set_up import Parts, set_up
+from flyte_ddp.engine.virtual_ranks.exact_step import ExactStep
 from flyte_ddp.engine.worker import keep_freed_memory
 from flyte_ddp.launch.environment import Environment, World, visible_gpus
 from flyte_ddp.launch.link import Link
@@ -155,7 +156,8 @@ def compare(environment: Environment, link: Link, job: Job) -> tuple[float, floa
                     seconds.append(clock(device) - started)
                 link.alive()
         medians = [statistics.median(seconds[TURN:]) for seconds in times]
-    return medians[0] * 1e3, medians[0] / medians[1], getattr(exact.state.parallel, "repeated", 0)
+        assert isinstance(exact.state.parallel, ExactStep)
+        return medians[0] * 1e3, medians[0] / medians[1], exact.state.parallel.repeated
 
 
 def steps_of(side: Parts) -> Any:

@@ -26,7 +26,7 @@ def machine(environment: Environment, device: torch.device, precision: str, opti
         "torch": str(torch.__version__),
         "precision": precision,
         "ranks": environment.world.size,
-        "threads": environment.threads,
+        "threads": torch.get_num_threads(),
         "sharding": options.sharding,
         "compile": options.compile,
     }

@@ -155,9 +155,13 @@ def behind(environment: Environment, link: Link, job: Job) -> TrainingResult:
         def __init__(self, device: torch.device):
             super().__init__(device)
             self.behind = 3
+            made.append(self)
 
+    made: list[Readback] = []
     vars(sums)["Readback"] = Behind
-    return worker.run(environment, link, job)
+    result = worker.run(environment, link, job)
+    assert made, "the engine reads by another class: nothing was behind"
+    return result
 
 
 def stop_while_behind(environment: Environment, link: Link, job: Job) -> tuple[int, int]:

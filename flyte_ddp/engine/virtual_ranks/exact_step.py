@@ -45,6 +45,7 @@ class ExactStep(nn.Module):
             parameter.grad = view
             parameter.register_post_accumulate_grad_hook(partial(self._arrived, number))
         self._is_looking, self._has_grid = False, False
+        self.repeated = 0  # how many steps had numbers that did not fit
         if distributed.get_world_size() > 1:
             take_first(step.model)
 
@@ -140,6 +141,7 @@ class ExactStep(nn.Module):
     def _look(self, backward: Callable[[], None]) -> bool:
         """Lets numbers follow from the addends themselves; False if those are not finite. A collective."""
         self._is_looking = True
+        self.repeated += self._has_grid
         self.zero_grad()
         for bucket in self._buckets:
             bucket.largest.zero_()
