@@ -108,7 +108,7 @@ def one_rank(name: str, ranks: int, is_virtual: bool, folder: Path) -> tuple[flo
     recipe: Recipe = pkgutil.resolve_name(kind)(settings, data(folder))
     split = Repeated(recipe, SAMPLES * ranks * STEPS)
     batches = TrainBatches(
-        split, settings.batch_size, 1, ranks // 2, ranks, norm_samples=recipe.norm_samples,
+        split, settings.batch_size, 1, ranks // 2, ranks, ghost_batch_size=recipe.ghost_batch_size,
         augment=lambda *given: augment(recipe, *given), virtual_ranks=virtual_ranks,
     )  # fmt: skip
     model, device = recipe.model(), torch.device("cpu")

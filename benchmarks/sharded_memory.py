@@ -37,7 +37,7 @@ IDEAL = 16 * DEPTH * (WIDTH + 1) * WIDTH / MEGABYTE
 
 
 class Sharded(Large):
-    shard = ("?", "??")
+    fsdp_units = ("?", "??")
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.AdamW(model.parameters(), 1e-5, fused=True)

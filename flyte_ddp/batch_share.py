@@ -20,7 +20,7 @@ class BatchShare:
         count: the number of samples that the rank computes, at least 1.
         size: the number of samples in the whole global batch.
         borrowed: whether the samples that the rank computes are another rank's.
-        norm_samples: if not 0, batch norm sees groups of this many samples, between which shares are cut.
+        ghost_batch_size: if not 0, batch norm sees groups of this many samples, between which shares are cut.
         part: which of the global batch's parts it is, with virtual ranks.
         alone: whether this is a trial without the other ranks, which must leave no trace.
         stand_in: what gather_rows calls if alone; without it, the rank's own rows are returned.
@@ -32,7 +32,7 @@ class BatchShare:
     count: int = 0
     size: int = 0
     borrowed: bool = False
-    norm_samples: int = 0
+    ghost_batch_size: int = 0
     part: int = 0
     alone: bool = False
     stand_in: Callable[[Tensor], Tensor] | None = None
@@ -50,7 +50,7 @@ def gather_rows(mine: Tensor, share: BatchShare) -> Tensor:
     """(N, ...) of the global batch from each rank's (n, ...); a collective, which carries gradients back."""
     if share.alone:
         return share.stand_in(mine) if share.stand_in else mine
-    return _GatherRows.apply(share.own(mine), share.size, share.norm_samples or 1)
+    return _GatherRows.apply(share.own(mine), share.size, share.ghost_batch_size or 1)
 
 
 class _GatherRows(torch.autograd.Function):

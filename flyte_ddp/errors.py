@@ -98,8 +98,8 @@ class UnevenShapesError(ReportedError):
         super().__init__(
             f"in epoch {epoch + 1}, step {step + 1}, the ranks' samples, or those of parts by micro_batch, had "
             f"different shapes where random numbers are drawn (here {here}), so that these would depend on the number "
-            "of ranks: pad all samples to the same length; or not all ranks called the same layers of Recipe.shard: "
-            "call each for any samples"
+            "of ranks: pad all samples to the same length; or not all ranks called the same layers of Recipe.fsdp_units"
+            ": call each for any samples"
         )
 
 

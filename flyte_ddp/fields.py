@@ -7,6 +7,7 @@ checked. A broken rule raises InputError.
 import dataclasses
 import json
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -36,9 +37,14 @@ def setting(
     maximum: float = math.inf,
     below: float = math.inf,
     choices: Sequence[str] = (),
+    formerly: str = "",
 ) -> Any:
-    """Declares a field: its default, and its range (minimum and maximum inclusive, above and below not) or choices."""
+    """Declares a field: its default, and its range (minimum and maximum inclusive, above and below not) or choices.
+
+    formerly: the name that inputs and files of weights may still have for it.
+    """
     rules = {"minimum": minimum, "above": above, "maximum": maximum, "below": below, "choices": tuple(choices)}
+    rules["formerly"] = formerly
     if isinstance(default, dict):
         return dataclasses.field(default_factory=default.copy, metadata=rules)
     # A factory, because for each plain default Flyte's JSON schema generates and compiles a class: a quarter second in
@@ -54,6 +60,11 @@ def read_json(text: str) -> Any:
         return dict(pairs)
 
     return json.loads(text, object_pairs_hook=read_object)
+
+
+def warn_renamed(owner: str, former: str, name: str) -> None:
+    """For one minor version, after which only the new name is known."""
+    warnings.warn(f"{owner}.{former} is called {name} now: rename it", FutureWarning, stacklevel=3)
 
 
 def refuse_repeated(names: Sequence[str]) -> None:
@@ -94,6 +105,11 @@ class Settings(DataClassJsonMixin):
         """Checks before anything is converted. Flyte's decoder (mashumaro) calls it by this name for inputs from the
         UI, which it would otherwise convert silently: 2.7 to 2, "false" to True, unknown fields to nothing."""
         fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+        former = {old: name for name, field in fields.items() if (old := field.metadata.get("formerly", ""))}
+        for old in former.keys() & values.keys():
+            warn_renamed(cls.__name__, old, former[old])
+        refuse_repeated([former.get(name, name) for name in values])
+        values = {former.get(name, name): value for name, value in values.items()}
         for name, value in values.items():
             if name not in fields:
                 hint = did_you_mean(str(name), fields)

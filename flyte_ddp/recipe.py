@@ -16,12 +16,21 @@ from torch import Tensor, nn
 from flyte_ddp import random_numbers
 from flyte_ddp.batch_share import BatchShare, gather_rows
 from flyte_ddp.errors import InputError
+from flyte_ddp.fields import warn_renamed
 from flyte_ddp.model_files.model_metadata import needs_metadata
 from flyte_ddp.model_files.weights import REMEDY, load_weights
 
 CPU = torch.device("cpu")
 # A tensor, or a tuple, list or dict of Trees; the first dimension of each tensor is the samples
 Tree = Any
+RENAMED = {
+    "couples_samples": "uses_global_batch",
+    "everyone": "all_gather",
+    "factor": "lr_lambda",
+    "norm_samples": "ghost_batch_size",
+    "recompute": "activation_checkpointing",
+    "shard": "fsdp_units",
+}
 # By name, for each sample: values (n,), or values (n,) and weights (n,)
 Measures = dict[str, Tensor | tuple[Tensor, Tensor]]
 
@@ -81,19 +90,19 @@ class Recipe:
         clip_norm: gradient clipping by Euclidean norm over all weights; 0 is off.
         micro_batch: how many of a rank's samples are computed at a time; saves memory, with the same result; 0 is all,
             -1 as many as fit, which is all of them, halved until a step fits.
-        recompute: patterns (fnmatch) of the names of layers that are computed again for the backward pass instead of
-            kept for it; saves memory, with the same bits.
-        shard: patterns like these of the layers that options.sharding makes whole one after the other; the blocks of a
-            transformer, for example.
-        norm_samples: batch norm sees groups of this many samples of the global batch, as they follow one another in it
-            (ghost batch norm), so that ranks exchange nothing in a forward or backward pass; 0 is the global batch.
+        activation_checkpointing: patterns (fnmatch) of the names of layers that are computed again for the backward
+            pass instead of kept for it; saves memory, with the same bits.
+        fsdp_units: patterns like these of the layers that options.sharding makes whole one after the other; the blocks
+            of a transformer, for example.
+        ghost_batch_size: batch norm sees groups of this many samples of the global batch, as they follow one another in
+            it (ghost batch norm), so that ranks exchange nothing in a forward or backward pass; 0 is the global batch.
         ema_decay: decay per step of the exponential moving average of the weights, which is evaluated and returned; at
             step n it is at most (1 + n) / (10 + n), so that a short training is averaged over its end; 0 is off.
         passes_per_epoch: how often an epoch goes over the training samples.
         train_fraction: share of the training samples that each epoch uses, different ones in each epoch.
         length_window: batches among which samples are sorted by length, so that those of a batch are alike and need
             little padding; 0 is off.
-        couples_samples: whether the loss of a sample depends on others of its batch, through everyone().
+        uses_global_batch: whether the loss of a sample depends on others of its batch, through all_gather().
         may_depend_on_ranks: allows a result that depends on the number of ranks; the outputs then carry a warning.
     """
 
@@ -106,14 +115,14 @@ class Recipe:
     has_validation = False
     clip_norm = 0.0
     micro_batch = 0
-    recompute: tuple[str, ...] = ()
-    shard: tuple[str, ...] = ()
-    norm_samples = 0
+    activation_checkpointing: tuple[str, ...] = ()
+    fsdp_units: tuple[str, ...] = ()
+    ghost_batch_size = 0
     ema_decay = 0.0
     passes_per_epoch = 1
     train_fraction = 1.0
     length_window = 0
-    couples_samples = False
+    uses_global_batch = False
     may_depend_on_ranks = False
     has_read_init = False
     _init_path: Path | None = None
@@ -122,8 +131,27 @@ class Recipe:
         self.settings, self.data_path = settings, data_path
         self.share = BatchShare()
 
+    def __init_subclass__(cls, **given: Any) -> None:
+        super().__init_subclass__(**given)
+        done = {kind for base in cls.__bases__ if issubclass(base, Recipe) for kind in base.__mro__}
+        for kind in (kind for kind in reversed(cls.__mro__) if kind not in done):
+            for former in RENAMED.keys() & vars(kind).keys():
+                warn_renamed(cls.__name__, former, RENAMED[former])
+                setattr(cls, RENAMED[former], vars(kind)[former])
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in RENAMED:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+        warn_renamed(type(self).__name__, name, RENAMED[name])
+        return getattr(self, RENAMED[name])
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in RENAMED:
+            warn_renamed(type(self).__name__, name, RENAMED[name])
+        super().__setattr__(RENAMED.get(name, name), value)
+
     def __deepcopy__(self, memo: Any) -> "Recipe":
-        """Itself: a layer that has been given everyone() needs it in copies of the network, too."""
+        """Itself: a layer that has been given all_gather() needs it in copies of the network, too."""
         return self
 
     @property
@@ -190,7 +218,7 @@ class Recipe:
         """The network, its weights drawn from torch's random numbers, seeded by settings.seed; it returns no softmax.
 
         What it draws and normalises by the batch, in whatever way, will be that of the whole global batch, or of
-        groups of norm_samples.
+        groups of ghost_batch_size.
         """
         raise _undefined(self, "model()")
 
@@ -222,7 +250,7 @@ class Recipe:
         SparseAdam. The engine normalises, clips and checks the gradients, and restores the optimizer on resume."""
         return torch.optim.AdamW(model.parameters(), getattr(self.settings, "learning_rate", 1e-3), fused=True)
 
-    def factor(self, step: int, steps: int) -> float:
+    def lr_lambda(self, step: int, steps: int) -> float:
         """What the learning rate is multiplied by at this step of `steps`; see flyte_ddp.schedules."""
         return 1.0
 
@@ -246,7 +274,7 @@ class Recipe:
         """(caption, image (C, H, W) from 0 to 1, C being 1 or 3) of some test samples, for the report."""
         return ()
 
-    def everyone(self, mine: Tensor) -> Tensor:
+    def all_gather(self, mine: Tensor) -> Tensor:
         """(N, ...) of the whole global batch, with gradients, from this rank's (n, ...); all ranks must call it.
 
         For losses that compare samples with one another. self.share.first is the position of the rank's first sample.

@@ -120,10 +120,10 @@ class RunOptions(Settings):
         pin_memory: whether such batches are copied to a GPU from page-locked memory; without a GPU it has no effect.
         cache_bytes: of each node's disk that Blocks of data may take; 0 is half of what is free.
         sharding: with full, each rank keeps a part of the weights, gradients and optimizer state, and the layers that
-            Recipe.shard names are made whole one after the other; for models that are too large for one GPU. With
+            Recipe.fsdp_units names are made whole one after the other; for models that are too large for one GPU. With
             hybrid, it shares them with the ranks of its node alone, and each node has a copy.
-        compile: whether torch.compile compiles, one by one, the layers that Recipe.shard names, or else the network;
-            for GPUs.
+        compile: whether torch.compile compiles, one by one, the layers that Recipe.fsdp_units names, or else the
+            network; for GPUs.
     """
 
     nproc: int = setting(0, minimum=0, maximum=1024)

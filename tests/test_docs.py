@@ -107,7 +107,7 @@ def test_the_readmes_own_model_trains_under_flyte_2_by_the_pages_file(tmp_path):
 
 def test_the_guide_to_large_models_works_as_it_stands():
     text, recipe = ((ROOT / name).read_text() for name in ("docs/large-models.md", "examples/charlm/recipe.py"))
-    (units,) = re.findall(r"^    (shard = .*)$", text, re.MULTILINE)
+    (units,) = re.findall(r"^    (fsdp_units = .*)$", text, re.MULTILINE)
     assert units in recipe
     (command,) = re.findall(r"^```sh\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     small = json.dumps({"characters": 12_000, "width": 16, "epochs": 1})

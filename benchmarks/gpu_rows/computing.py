@@ -172,11 +172,11 @@ def _tf32(is_on: bool) -> Iterator[None]:
 
 
 def exchanged(device: torch.device) -> str:
-    """everyone() and the predictions of a split, in types that backends cannot send as they are."""
+    """all_gather() and the predictions of a split, in types that backends cannot send as they are."""
     kinds = torch.bool, torch.uint8, torch.int16, torch.int64, torch.float16, torch.bfloat16, torch.float32
     for kind in kinds:
         rows = torch.arange(30, device=device).view(10, 3).to(kind)
-        expect(torch.equal(gather_rows(rows, BatchShare(0, 10, 10)), rows), f"{kind}: everyone() changes the rows")
+        expect(torch.equal(gather_rows(rows, BatchShare(0, 10, 10)), rows), f"{kind}: all_gather() changes the rows")
         test = TestBatches(Resident(torch.arange(10), device), 4, 0, 1, mixed=True)
         found, mine = torch.zeros(10, 3, dtype=kind), torch.cat([rows[batch.tree] for batch in test]).cpu()
         for samples, values in gather(mine, test, device):

@@ -26,7 +26,7 @@ class Transformer(nn.Module):
 
 class CharLM(Recipe):
     samples, headline, lower_is_better, clip_norm = "windows", "perplexity", ("perplexity",), 1.0
-    shard = ("blocks.layers.*",)
+    fsdp_units = ("blocks.layers.*",)
 
     def data(self, split: str) -> Tensor:
         text = "\n\n".join(topics[name] for name in sorted(topics))[: self.settings.characters]
@@ -55,5 +55,5 @@ class CharLM(Recipe):
         groups = [{"params": decayed, "weight_decay": hp.weight_decay}, {"params": others, "weight_decay": 0}]
         return torch.optim.AdamW(groups, hp.learning_rate, fused=True)
 
-    def factor(self, step: int, steps: int) -> float:
+    def lr_lambda(self, step: int, steps: int) -> float:
         return schedules.cosine(step, steps, warmup_fraction=0.1)

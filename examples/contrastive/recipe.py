@@ -19,7 +19,7 @@ def view(images: Tensor, random: Random) -> Tensor:
 
 class Contrastive(Recipe):
     samples, headline, percent = "digits", "retrieval", ("retrieval",)
-    couples_samples = True  # the loss of a sample depends on the whole global batch
+    uses_global_batch = True  # the loss of a sample depends on the whole global batch
 
     def data(self, split: str) -> Views:
         images = torch.from_numpy(load_digits().images).float()[:, None] / 16
@@ -43,7 +43,7 @@ class Contrastive(Recipe):
         return torch.stack([F.normalize(model(images).float(), dim=1) for images in batch], 1)  # (n, 2, 64)
 
     def measure(self, outputs: Tensor, batch: Views) -> Measures:
-        everyones = self.everyone(outputs).flatten(0, 1)  # (2 N, 64), the views of a sample next to each other
+        everyones = self.all_gather(outputs).flatten(0, 1)  # (2 N, 64), the views of a sample next to each other
         places = 2 * self.share.first + torch.arange(2 * len(outputs), device=outputs.device)
         scores = (outputs.flatten(0, 1) @ everyones.T / self.settings.temperature).scatter(1, places[:, None], -1e9)
         other_views = places ^ 1
@@ -51,5 +51,5 @@ class Contrastive(Recipe):
         is_nearest = (scores.argmax(1) == other_views).float()
         return {"loss": loss.view(-1, 2).mean(1), "retrieval": is_nearest.view(-1, 2).mean(1)}
 
-    def factor(self, step: int, steps: int) -> float:
+    def lr_lambda(self, step: int, steps: int) -> float:
         return schedules.cosine(step, steps)

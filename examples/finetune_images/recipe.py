@@ -30,5 +30,5 @@ class FinetuneImages(Classifier):
         images, labels = batch
         return torch.where(random.uniform(1, 1, 1) < 0.5, images.flip(3), images), labels
 
-    def factor(self, step: int, steps: int) -> float:
+    def lr_lambda(self, step: int, steps: int) -> float:
         return schedules.cosine(step, steps)

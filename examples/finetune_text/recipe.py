@@ -33,7 +33,7 @@ class Sentences(Dataset):
 
 
 class FinetuneText(Classifier):
-    samples, clip_norm, length_window, shard = "sentences", 1.0, 10, ("*encoder.layer.*",)
+    samples, clip_norm, length_window, fsdp_units = "sentences", 1.0, 10, ("*encoder.layer.*",)
 
     def data(self, split: str) -> Dataset:
         return Sentences(split)
@@ -51,5 +51,5 @@ class FinetuneText(Classifier):
         # Of a mask with two dimensions, transformers asks the device in each step whether anything is masked
         return model(input_ids=words, attention_mask=mask[:, None, None]).logits
 
-    def factor(self, step: int, steps: int) -> float:
+    def lr_lambda(self, step: int, steps: int) -> float:
         return schedules.cosine(step, steps, warmup_fraction=0.1)

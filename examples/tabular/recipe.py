@@ -39,5 +39,5 @@ class Tabular(Recipe):
         hp = self.settings
         return torch.optim.AdamW(model.parameters(), hp.learning_rate, weight_decay=hp.weight_decay, fused=True)
 
-    def factor(self, step: int, steps: int) -> float:
+    def lr_lambda(self, step: int, steps: int) -> float:
         return schedules.cosine(step, steps)

@@ -28,12 +28,12 @@ class Attributes:
     has_validation: bool = setting(False)
     clip_norm: float = setting(0.0, minimum=0)
     micro_batch: int = setting(0, minimum=-1)
-    norm_samples: int = setting(0, minimum=0)
+    ghost_batch_size: int = setting(0, minimum=0)
     ema_decay: float = setting(0.0, minimum=0, below=1)
     passes_per_epoch: int = setting(1, minimum=1)
     length_window: int = setting(0, minimum=0)
     train_fraction: float = setting(1.0, above=0, maximum=1)
-    couples_samples: bool = setting(False)
+    uses_global_batch: bool = setting(False)
     may_depend_on_ranks: bool = setting(False)
 
 
@@ -46,11 +46,11 @@ def check_attributes(recipe: Recipe, world_size: int) -> None:
         value: Any = getattr(recipe, field.name)
         # in its own type, since 8.0 counts as a whole number
         vars(recipe)[field.name] = checked(owner, field, value.item() if isinstance(value, np.generic) else value)
-    for name in ("percent", "lower_is_better", "higher_is_better", "recompute", "shard"):
+    for name in ("percent", "lower_is_better", "higher_is_better", "activation_checkpointing", "fsdp_units"):
         names = getattr(recipe, name)
         if not isinstance(names, (tuple, list)) or not all(isinstance(one, str) for one in names):
             raise InputError(f'{owner}.{name} must be a tuple of names, such as ("accuracy",), got {names!r}')
-    if recipe.norm_samples:
+    if recipe.ghost_batch_size:
         _check_groups(owner, recipe, world_size)
 
 
@@ -71,19 +71,22 @@ def _check_spelling(kind: type) -> None:
 
 def _check_groups(owner: str, recipe: Recipe, world_size: int) -> None:
     """Batch norm's groups have to fill the batch, and each rank's part of it, and be on one rank each."""
-    size, batch_size, micro_batch = recipe.norm_samples, recipe.settings.batch_size, recipe.micro_batch
+    size, batch_size, micro_batch = recipe.ghost_batch_size, recipe.settings.batch_size, recipe.micro_batch
     if batch_size % size:
-        raise InputError(f"{owner}.norm_samples must divide batch_size ({batch_size}), got {size}: change one of them")
+        raise InputError(
+            f"{owner}.ghost_batch_size must divide batch_size ({batch_size}), got {size}: change one of them"
+        )
     virtual_ranks = recipe.settings.virtual_ranks
     ranks, kind = virtual_ranks or world_size, "virtual ranks" if virtual_ranks else "ranks"
     if batch_size // size < ranks:
         raise InputError(
-            f"{owner}.norm_samples must be at most {batch_size // ranks}, so that each of {ranks} {kind} has "
+            f"{owner}.ghost_batch_size must be at most {batch_size // ranks}, so that each of {ranks} {kind} has "
             f"a group of batch_size ({batch_size}), got {size}: lower it or the number of ranks, or raise batch_size"
         )
     if micro_batch % size:
         raise InputError(
-            f"{owner}.micro_batch must be a multiple of norm_samples ({size}), got {micro_batch}: change one of them"
+            f"{owner}.micro_batch must be a multiple of ghost_batch_size ({size}), got {micro_batch}: change one of "
+            "them"
         )
 
 

@@ -218,7 +218,7 @@ def evaluate(state: TrainingState, test: TestBatches, link: Link, split: str, po
     """
     recipe, model = state.recipe, state.evaluated
     model.eval()
-    mismatches = not (state.watch.constant_loss or recipe.couples_samples)
+    mismatches = not (state.watch.constant_loss or recipe.uses_global_batch)
     mine: list[Tensor] = []
     # With virtual ranks each part has its own, to be added up in their order, whichever rank has computed it
     by_part = torch.zeros(test.virtual_ranks or 1, 2 * len(state.names) + 2, dtype=torch.float64, device=state.device)

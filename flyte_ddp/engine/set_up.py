@@ -17,7 +17,7 @@ from flyte_ddp.engine.measures import augment, finite_number
 from flyte_ddp.engine.monitor.choice import Choice, is_lower_better
 from flyte_ddp.engine.network.compiled import check_device, compile_layers
 from flyte_ddp.engine.network.first_model import first_model
-from flyte_ddp.engine.network.memory import recompute
+from flyte_ddp.engine.network.memory import checkpoint_activations
 from flyte_ddp.engine.network.placement import to_device
 from flyte_ddp.engine.sharding.shardable import check_batch_norm
 from flyte_ddp.engine.sharding.sharding import on_trial
@@ -73,7 +73,7 @@ def set_up(environment: Environment, device: torch.device, job: Job, cache: Bloc
         world_size,
         recipe.passes_per_epoch,
         recipe.train_fraction,
-        recipe.norm_samples,
+        recipe.ghost_batch_size,
         recipe.length_window,
         partial(augment, recipe),
         settings.virtual_ranks,
@@ -88,7 +88,7 @@ def set_up(environment: Environment, device: torch.device, job: Job, cache: Bloc
     base = FrozenBase(model, left_out)
     average = to_device(recipe, model, base, job.options, environment, precision)
     constant_loss, total_steps = finite_number(recipe, "constant_loss"), settings.epochs * len(batches)
-    mixed = not (constant_loss or recipe.couples_samples)  # then outputs are also paired with other samples
+    mixed = not (constant_loss or recipe.uses_global_batch)  # then outputs are also paired with other samples
     splits = {"train": train, "test": test}
     if validation and recipe.has_validation:
         splits["validation"] = validation
@@ -104,7 +104,7 @@ def set_up(environment: Environment, device: torch.device, job: Job, cache: Bloc
     # After the trials and the average, which are copies without these
     if job.options.compile:
         compile_layers(recipe, found.rows, [model, average.model] if average else [model])
-    recompute(recipe, model, found.rows)
+    checkpoint_activations(recipe, model, found.rows)
     if validation:
         state.choice = choice_of(recipe, found.headline, settings)
     reasons = [f"the result depends on the number of ranks: {reason}" for reason in found.reasons]

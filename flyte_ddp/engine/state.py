@@ -62,7 +62,7 @@ class TrainingState:
         self.model, self.rows, self.base, self.average = model, rows, base or FrozenBase(model), average
         self._moving = [model.get_parameter(name) for name in moving]
         virtual_ranks: int = recipe.settings.virtual_ranks
-        rows.running = RunningStatistics(model) if recipe.norm_samples or virtual_ranks else None
+        rows.running = RunningStatistics(model) if recipe.ghost_batch_size or virtual_ranks else None
         self.clock = StepClock(device)
         rows.waiting = self.clock.waiting
         self.precision = "bfloat16" if autocast else "float32"
@@ -73,7 +73,7 @@ class TrainingState:
         optimizer = _own_optimizer(recipe, model)
         self.layout = Layout(self.model, optimizer)
         self.optimizer = on_shards(optimizer)
-        self.schedule = LambdaLR(self.optimizer, lambda step: recipe.factor(step, total_steps))
+        self.schedule = LambdaLR(self.optimizer, lambda step: recipe.lr_lambda(step, total_steps))
         # A loss or gradient that is not finite sets this flag for good. An optimizer that ignores it isn't called then
         self.flag = torch.zeros((), device=device)
         self._is_guarded = torch_compat.guard_steps(self.optimizer, self.flag)

@@ -32,7 +32,7 @@ class ImageClassifier(Classifier):
         self.passes_per_epoch = self.description.passes_per_epoch
         self.train_fraction = settings.train_fraction
         self.clip_norm, self.ema_decay = settings.clip_norm, settings.ema_decay
-        self.label_smoothing, self.norm_samples = settings.label_smoothing, settings.norm_samples
+        self.label_smoothing, self.ghost_batch_size = settings.label_smoothing, settings.ghost_batch_size
 
     @classmethod
     def load_model(
@@ -96,7 +96,7 @@ class ImageClassifier(Classifier):
             nesterov=hp.nesterov and hp.sgd_momentum > 0, fused=True,
         )  # fmt: skip
 
-    def factor(self, step: int, steps: int) -> float:
+    def lr_lambda(self, step: int, steps: int) -> float:
         if self.settings.schedule == "constant":
             return 1.0
         return schedules.one_cycle(step, steps, self.settings.warmup_fraction)

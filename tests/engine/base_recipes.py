@@ -66,7 +66,7 @@ class TaughtFast(Taught):
     def optimizer(self, model):
         return torch.optim.SGD([weight for weight in model.parameters() if weight.requires_grad], 3e38, weight_decay=99)
 
-    def factor(self, step, steps):
+    def lr_lambda(self, step, steps):
         return 1e-41
 
     def forward(self, model, batch):

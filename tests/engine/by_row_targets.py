@@ -178,7 +178,7 @@ def compute(environment: Environment, link: Link, size: int) -> dict[str, Comput
 
 
 def gather(environment: Environment, link: Link, size: int) -> list[bool]:
-    """Whether everyone()'s rows of many types, and of single numbers, are those of the global batch."""
+    """Whether all_gather()'s rows of many types, and of single numbers, are those of the global batch."""
     share, mine = share_of(environment, size)
     kinds = torch.bool, torch.uint8, torch.int16, torch.int64, torch.float16, torch.bfloat16, torch.complex64
     with process_group(environment, 60):
@@ -187,7 +187,7 @@ def gather(environment: Environment, link: Link, size: int) -> list[bool]:
 
 
 def penalise(environment: Environment, link: Link, size: int) -> np.ndarray:
-    """The gradient, for this rank's samples, of a penalty on gradients that pass through everyone()."""
+    """The gradient, for this rank's samples, of a penalty on gradients that pass through all_gather()."""
     share, mine = share_of(environment, size)
     with process_group(environment, 60):
         torch.manual_seed(0)

@@ -39,7 +39,7 @@ def count_compiled(environment: Environment, link: Link, job: Job) -> tuple[Trai
 class Numbered(Sound):
     """A dozen layers, each of which is compiled anew, as those of transformers that know their number."""
 
-    shard = ("layers.*",)
+    fsdp_units = ("layers.*",)
 
     def model(self):
         network = nn.Sequential()

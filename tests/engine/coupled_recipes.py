@@ -1,4 +1,4 @@
-"""Recipes whose samples depend on one another: by their batch, by everyone() or by a norm's groups."""
+"""Recipes whose samples depend on one another: by their batch, by all_gather() or by a norm's groups."""
 
 from typing import Any
 
@@ -32,20 +32,20 @@ class Contrastive(Sound):
 class UndeclaredEveryone(Sound):
     def measure(self, outputs, batch):
         places = self.share.first + torch.arange(len(batch))
-        return {"loss": F.cross_entropy(outputs @ self.everyone(batch).T, places, reduction="none")}
+        return {"loss": F.cross_entropy(outputs @ self.all_gather(batch).T, places, reduction="none")}
 
 
 class Everyone(UndeclaredEveryone):
-    couples_samples = True
+    uses_global_batch = True
 
 
 class EveryoneFromZero(Sound):
     """Forgets where in the global batch the rank's samples are: right on one rank alone."""
 
-    couples_samples = True
+    uses_global_batch = True
 
     def measure(self, outputs, batch):
-        scores = outputs @ self.everyone(batch).T
+        scores = outputs @ self.all_gather(batch).T
         return {"loss": F.cross_entropy(scores, torch.arange(len(batch)), reduction="none")}
 
 
@@ -82,23 +82,23 @@ class Buffer(Sound):
 
 
 class MeanOfAll(RunningMean):
-    """Is given the recipe's everyone(), of which trials and the average must not make a copy."""
+    """Is given the recipe's all_gather(), of which trials and the average must not make a copy."""
 
     def __init__(self, everyone):
         super().__init__()
-        self.everyone = everyone
+        self.all_gather = everyone
 
     def forward(self, features):
         if self.training:
-            self.mean.lerp_(self.everyone(features.detach()).mean(0), 0.1)
+            self.mean.lerp_(self.all_gather(features.detach()).mean(0), 0.1)
         return features - self.mean
 
 
 class EveryonesBuffer(Sound):
-    couples_samples, ema_decay = True, 0.5
+    uses_global_batch, ema_decay = True, 0.5
 
     def body(self):
-        return MeanOfAll(self.everyone)
+        return MeanOfAll(self.all_gather)
 
 
 class SpectralNorm(Sound):
@@ -123,7 +123,7 @@ class MicroEveryone(Everyone):
 class GroupedNorm(Sound):
     """Three rows for each sample, one after another."""
 
-    norm_samples, micro_batch = 2, 4
+    ghost_batch_size, micro_batch = 2, 4
 
     def model(self):
         return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH, eps=0.01), nn.Linear(WIDTH, WIDTH))

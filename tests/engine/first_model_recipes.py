@@ -23,7 +23,7 @@ class Network(nn.Sequential):
 
 
 class Starting(Sound):
-    ema_decay, shard = 0.5, ("1", "2")
+    ema_decay, fsdp_units = 0.5, ("1", "2")
 
     def model(self):
         return Network()

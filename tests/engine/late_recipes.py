@@ -180,22 +180,22 @@ class LossOfText(Sound):
 
 
 class NoFactor(Sound):
-    def factor(self, step, steps):
+    def lr_lambda(self, step, steps):
         step / steps
 
 
 class FactorOfText(Sound):
-    def factor(self, step, steps):
+    def lr_lambda(self, step, steps):
         return "0.5"
 
 
 class FactorNaN(Sound):
-    def factor(self, step, steps):
+    def lr_lambda(self, step, steps):
         return float("nan")
 
 
 class FactorTensor(Sound):
-    def factor(self, step, steps):
+    def lr_lambda(self, step, steps):
         return torch.tensor([0.5])
 
 

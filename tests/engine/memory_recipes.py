@@ -42,7 +42,7 @@ class Kept(Sound):
 
 
 class Recomputed(Kept):
-    recompute = ("blocks.*", "blocks.0.last")
+    activation_checkpointing = ("blocks.*", "blocks.0.last")
 
 
 class RecomputedInParts(Recomputed):
@@ -54,11 +54,11 @@ class KeptInParts(Kept):
 
 
 class NoSuchLayer(Kept):
-    recompute = ("block.*",)
+    activation_checkpointing = ("block.*",)
 
 
 class OnlyAList(Kept):
-    recompute = ("blocks",)
+    activation_checkpointing = ("blocks",)
 
 
 class Normalising(nn.Module):
@@ -68,11 +68,11 @@ class Normalising(nn.Module):
 
 
 class RecomputedBatchNorm(Sound):
-    recompute, body = ("1",), Normalising
+    activation_checkpointing, body = ("1",), Normalising
 
 
 class BatchNormElsewhere(Sound):
-    recompute, body = ("0",), staticmethod(lambda: nn.BatchNorm1d(WIDTH))
+    activation_checkpointing, body = ("0",), staticmethod(lambda: nn.BatchNorm1d(WIDTH))
 
 
 class Tight(Kept):

@@ -60,4 +60,4 @@ class Borrowing(Everyone):
 
 
 class BorrowingGroups(Borrowing):
-    norm_samples = 2
+    ghost_batch_size = 2

@@ -18,7 +18,7 @@ class Digits(Recipe):
     """A small vision transformer."""
 
     headline, clip_norm = "accuracy", 0.5
-    shard: tuple[str, ...] = ("encoder.layers.*",)
+    fsdp_units: tuple[str, ...] = ("encoder.layers.*",)
 
     def data(self, split):
         digits = load_digits()
@@ -45,7 +45,7 @@ class Digits(Recipe):
 class Everything(Digits):
     """All that a recipe can ask for at once; 3 ranks have shares of 6, 5 and 5 samples, in 2, 2 and 2 parts."""
 
-    ema_decay, micro_batch, recompute = 0.9, 5, ("encoder.layers.*",)
+    ema_decay, micro_batch, activation_checkpointing = 0.9, 5, ("encoder.layers.*",)
 
     def optimizer(self, model):
         weights = list(model.parameters())
@@ -56,7 +56,7 @@ class Everything(Digits):
 class ChannelsLast(Digits):
     """A convolution whose weights lie otherwise in memory where they are whole, as fused optimizers rely on."""
 
-    shard = ("3",)
+    fsdp_units = ("3",)
 
     def model(self):
         layers = nn.Conv2d(3, 6, 3), nn.Conv2d(6, 6, 3), nn.Flatten(), nn.Linear(96, 12), nn.Linear(12, 10)
@@ -70,7 +70,7 @@ class GroupNormed(Digits):
     """Batch norm by groups, whose running statistics are buffers; the first layer is a unit with a gradient for none
     of its inputs."""
 
-    norm_samples, shard = 4, ("0", "3")
+    ghost_batch_size, fsdp_units = 4, ("0", "3")
 
     def model(self):
         body = nn.Linear(12, 12)
@@ -86,7 +86,7 @@ class GroupNormed(Digits):
 
 
 class Tied(Sound):
-    shard: tuple[str, ...] = ("1", "2")
+    fsdp_units: tuple[str, ...] = ("1", "2")
 
     def model(self):
         network = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
@@ -95,11 +95,11 @@ class Tied(Sound):
 
 
 class TiedOutside(Tied):
-    shard = ("1",)
+    fsdp_units = ("1",)
 
 
 class Sharded(Kept):
-    shard = ("blocks.*",)
+    fsdp_units = ("blocks.*",)
 
 
 class Plain(Sharded):
@@ -126,13 +126,13 @@ class Choosing(nn.Module):
 class Experts(Sound):
     """Of batches of 3, which ranks share, no rank uses all experts."""
 
-    shard, body = ("1",), Choosing
+    fsdp_units, body = ("1",), Choosing
 
 
 class ExpertsAlone(Experts):
     """A unit that a rank doesn't call while the other does."""
 
-    shard = ("1.experts.*",)
+    fsdp_units = ("1.experts.*",)
 
 
 class ByDirection(nn.Linear):
@@ -150,7 +150,7 @@ class Standardised(nn.Conv1d):
 class OwnLayers(Sound):
     """Layers derived from torch's own, or with a hook, whose weights are used as they are, too."""
 
-    shard = ("*",)
+    fsdp_units = ("*",)
 
     def model(self):
         body = nn.Unflatten(1, (1, WIDTH)), Standardised(1, 1, 3, padding=1), nn.Flatten()
@@ -201,7 +201,7 @@ class Unnamed(Kept):
 
 
 class NoSuchLayer(Kept):
-    shard = ("block.*",)
+    fsdp_units = ("block.*",)
 
 
 class AsManyAsFit(Sharded):
@@ -209,7 +209,7 @@ class AsManyAsFit(Sharded):
 
 
 class Coupled(Sharded):
-    couples_samples = True
+    uses_global_batch = True
 
 
 class Scalar(Sharded):
@@ -230,7 +230,7 @@ class BatchNorm(Sharded):
     def model(self):
         return nn.Sequential(super().model(), nn.BatchNorm1d(WIDTH))
 
-    shard = ("0",)
+    fsdp_units = ("0",)
 
 
 class Factored(Sharded):
@@ -256,7 +256,7 @@ class Slopes(Sharded):
 class InPlace(Sharded):
     """A unit begins with an activation that overwrites its input."""
 
-    shard = ("1",)
+    fsdp_units = ("1",)
 
     def model(self):
         unit = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH))
@@ -280,4 +280,4 @@ class Scaled(nn.Linear):
 class Cached(Sound):
     """Its second network has a tensor of the first."""
 
-    shard, body = ("1",), Scaled
+    fsdp_units, body = ("1",), Scaled

@@ -18,7 +18,7 @@ class ScaledRate(Sound):
 
 
 class ScaledSchedule(Sound):
-    def factor(self, step, steps):
+    def lr_lambda(self, step, steps):
         return distributed.get_world_size() ** (step / steps)
 
 

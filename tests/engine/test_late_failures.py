@@ -28,9 +28,9 @@ REFUSED = {
     "Scripted": ["Scripted.model", "the network must not come from torch.jit, or must be frozen", "return the module"],
     "NoNetwork": ["NoNetwork.model", "must return the network, an nn.Module, got NoneType"],
     "NoOutputs": ["NoOutputs.forward", "must return the network's outputs, got None"],
-    "NoFactor": ["NoFactor.factor", "must return a finite number, got None"],
-    "FactorOfText": ["FactorOfText.factor", "must return a finite number, got '0.5'"],
-    "FactorNaN": ["FactorNaN.factor", "must return a finite number, got nan"],
+    "NoFactor": ["NoFactor.lr_lambda", "must return a finite number, got None"],
+    "FactorOfText": ["FactorOfText.lr_lambda", "must return a finite number, got '0.5'"],
+    "FactorNaN": ["FactorNaN.lr_lambda", "must return a finite number, got nan"],
     "LossOfText": ["LossOfText.constant_loss", "must return a finite number, got 'unknown'"],
     "NoMeasure": ["NoMeasure must define measure(outputs, batch)"],
     "NoModel": ["NoModel must define model()"],
@@ -92,13 +92,13 @@ def test_every_recipe_of_the_module_is_tested():
         ("ema_decay", 1.5, "at least 0 and below 1, got 1.5"),
         ("micro_batch", -2, "at least -1, got -2"),
         ("micro_batch", 2.5, "a whole number, got 2.5"),
-        ("norm_samples", -1, "at least 0, got -1"),
-        ("norm_samples", 2.5, "a whole number, got 2.5"),
-        ("norm_samples", True, "a whole number, got true"),
+        ("ghost_batch_size", -1, "at least 0, got -1"),
+        ("ghost_batch_size", 2.5, "a whole number, got 2.5"),
+        ("ghost_batch_size", True, "a whole number, got true"),
         ("passes_per_epoch", 0, "at least 1, got 0"),
         ("passes_per_epoch", 1.5, "a whole number, got 1.5"),
         ("train_fraction", 2, "above 0 and at most 1, got 2"),
-        ("couples_samples", "yes", 'true or false, got "yes"'),
+        ("uses_global_batch", "yes", 'true or false, got "yes"'),
         ("percent", "accuracy", "a tuple of names, such as (\"accuracy\",), got 'accuracy'"),
     ],
 )
@@ -111,24 +111,33 @@ def test_an_attribute_that_breaks_its_rule_is_refused(name, value, rule):
 
 def test_attributes_may_be_numbers_of_numpy_and_get_their_own_type():
     recipe: Any = Sound(Settings())
-    recipe.ema_decay, recipe.micro_batch, recipe.norm_samples = np.float64(0.9), np.int64(4), 2.0
+    recipe.ema_decay, recipe.micro_batch, recipe.ghost_batch_size = np.float64(0.9), np.int64(4), 2.0
     check_attributes(recipe, 1)
-    assert [type(value) for value in (recipe.ema_decay, recipe.micro_batch, recipe.norm_samples)] == [float, int, int]
+    assert [type(value) for value in (recipe.ema_decay, recipe.micro_batch, recipe.ghost_batch_size)] == [
+        float,
+        int,
+        int,
+    ]
 
 
 @pytest.mark.parametrize(
-    ("norm_samples", "micro_batch", "ranks", "rule"),
+    ("ghost_batch_size", "micro_batch", "ranks", "rule"),
     [
-        (3, 0, 1, "Sound.norm_samples must divide batch_size (8), got 3"),
-        (4, 0, 3, "Sound.norm_samples must be at most 2, so that each of 3 ranks has a group of batch_size (8), got 4"),
-        (16, 0, 1, "Sound.norm_samples must divide batch_size (8), got 16"),
-        (4, 6, 1, "Sound.micro_batch must be a multiple of norm_samples (4), got 6"),
+        (3, 0, 1, "Sound.ghost_batch_size must divide batch_size (8), got 3"),
+        (
+            4,
+            0,
+            3,
+            "Sound.ghost_batch_size must be at most 2, so that each of 3 ranks has a group of batch_size (8), got 4",
+        ),
+        (16, 0, 1, "Sound.ghost_batch_size must divide batch_size (8), got 16"),
+        (4, 6, 1, "Sound.micro_batch must be a multiple of ghost_batch_size (4), got 6"),
     ],
 )
-def test_groups_of_batch_norm_that_cannot_be_shared_out_are_refused(norm_samples, micro_batch, ranks, rule):
+def test_groups_of_batch_norm_that_cannot_be_shared_out_are_refused(ghost_batch_size, micro_batch, ranks, rule):
     recipe: Any = Sound(Settings())
-    recipe.norm_samples, recipe.micro_batch = norm_samples, micro_batch
+    recipe.ghost_batch_size, recipe.micro_batch = ghost_batch_size, micro_batch
     with pytest.raises(InputError, match=re.escape(rule)):
         check_attributes(recipe, ranks)
-    recipe.norm_samples, recipe.micro_batch = 2, 4
+    recipe.ghost_batch_size, recipe.micro_batch = 2, 4
     check_attributes(recipe, ranks)

@@ -65,7 +65,7 @@ def test_a_step_of_every_example_neither_waits_nor_mixes_devices(alone, tmp_path
         rows.share, split = recipe.share, load_split(recipe, "train", job, cache)
         batches = TrainBatches(
             split, settings.batch_size, 1, 0, 1, recipe.passes_per_epoch, recipe.train_fraction,
-            recipe.norm_samples, recipe.length_window, lambda *given: augment(recipe, *given),
+            recipe.ghost_batch_size, recipe.length_window, lambda *given: augment(recipe, *given),
         )  # fmt: skip
         model.to(META)
         with Unwaiting():

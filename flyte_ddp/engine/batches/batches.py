@@ -40,7 +40,7 @@ class Batch:
         """
         if not most:
             return [self]
-        count, unit = self.share.count, self.share.norm_samples or 1
+        count, unit = self.share.count, self.share.ghost_batch_size or 1
         found = (
             [self]
             if count <= most
@@ -110,7 +110,7 @@ def parts_of_rank(virtual_ranks: int, rank: int, world_size: int) -> range:
 
 
 class _Batches:
-    """A rank's shares of the global batches; norm_samples: see BatchShare.
+    """A rank's shares of the global batches; ghost_batch_size: see BatchShare.
 
     With virtual ranks, a global batch has so many parts, on any number of ranks, and each of a rank's is a share.
     """
@@ -122,11 +122,11 @@ class _Batches:
         batch_size: int,
         rank: int,
         world_size: int,
-        norm_samples: int = 0,
+        ghost_batch_size: int = 0,
         virtual_ranks: int = 0,
     ):
         self.split, self.samples, self.batch_size = split, samples, batch_size
-        self.rank, self.world_size, self.norm_samples = rank, world_size, norm_samples
+        self.rank, self.world_size, self.ghost_batch_size = rank, world_size, ghost_batch_size
         self.virtual_ranks, self.parts = virtual_ranks, parts_of_rank(virtual_ranks, rank, world_size)
 
     def __len__(self) -> int:
@@ -145,7 +145,7 @@ class _Batches:
     def _cut(self, step: int, number: int, count: int = 0) -> slice:
         """One of so many parts of a step's global batch, by default of the virtual ranks'."""
         start, stop = self.samples_until(step), self.samples_until(step + 1)
-        return slice(*rank_slice(start, stop, number, count or self.virtual_ranks, self.norm_samples or 1))
+        return slice(*rank_slice(start, stop, number, count or self.virtual_ranks, self.ghost_batch_size or 1))
 
     def _order(self, keys: Sequence[int | None], origin: Callable[[int], Origin] = lambda step: None) -> Order:
         """keys: of each pass over the samples. origin: see Shuffled."""
@@ -164,13 +164,13 @@ class _Batches:
             if lengths:  # of the whole global batch, which all ranks pad alike
                 everyones = order.at(torch.arange(start, stop))
                 tree = lengths.padded(tree, everyones[part.start - start : part.stop - start], everyones)
-            share = BatchShare(part.start - start, count, stop - start, is_borrowed, self.norm_samples)
+            share = BatchShare(part.start - start, count, stop - start, is_borrowed, self.ghost_batch_size)
             yield step, [*self._cut_up(step, tree, share)] if self.virtual_ranks else [(tree, share)]
 
     def _cut_up(self, step: int, tree: Any, share: BatchShare) -> Iterator[tuple[Any, BatchShare]]:
         """The rank's parts that have samples, or else the borrowed ones. Batch norm sees a part at a time."""
         if share.borrowed:
-            yield tree, replace(share, norm_samples=share.norm_samples or share.count)
+            yield tree, replace(share, ghost_batch_size=share.ghost_batch_size or share.count)
             return
         first = self.samples_until(step) + share.first
         for number in self.parts:
@@ -180,7 +180,7 @@ class _Batches:
                 # In memory of their own, since kernels may go by where a tensor begins
                 yield pytree.tree_map(lambda leaf, rows=rows: leaf[rows].clone(), tree), replace(
                     share, first=share.first + rows.start, count=count,
-                    norm_samples=share.norm_samples or count, part=number,
+                    ghost_batch_size=share.ghost_batch_size or count, part=number,
                 )  # fmt: skip
 
     def _computed(self, step: int) -> slice:
@@ -189,7 +189,7 @@ class _Batches:
         mine = self.mine(step)
         if mine.start < mine.stop:
             return mine
-        return slice(mine.start, min(mine.start + (self.norm_samples or 1), self.samples_until(step + 1)))
+        return slice(mine.start, min(mine.start + (self.ghost_batch_size or 1), self.samples_until(step + 1)))
 
     def _parts(self, order: Order, steps: Sequence[int]) -> Iterator[Tensor]:
         """The samples that the rank computes, step by step; many steps are looked up at once, which costs less."""
@@ -217,13 +217,13 @@ class TrainBatches(_Batches):
         world_size: int,
         passes: int = 1,
         fraction: float = 1.0,
-        norm_samples: int = 0,
+        ghost_batch_size: int = 0,
         length_window: int = 0,
         augment: Callable[[Any, int, BatchShare, int], Any] = lambda tree, *_: tree,
         virtual_ranks: int = 0,
     ):
         samples = max(1, round(len(split) * passes * fraction))
-        super().__init__(split, samples, batch_size, rank, world_size, norm_samples, virtual_ranks)
+        super().__init__(split, samples, batch_size, rank, world_size, ghost_batch_size, virtual_ranks)
         self.seed, self.passes, self.augment, self.length_window = seed, passes, augment, length_window
         self._order(self._keys(0)).check_room()
 

@@ -20,11 +20,11 @@ from flyte_ddp.recipe import Recipe
 TOLERANCE, ROUNDINGS = 1e-3, 8
 GRADIENT_TOLERANCE, NO_GRADIENT = 1e-2, 1e-2  # of the norm of a parameter's gradient; of TOLERANCE, of that of all
 SIZES = 1 << 16  # how many numbers of a tensor are looked at for their size
-OTHERS = "to compare samples, call everyone(); to normalise, use nn.BatchNorm, nn.GroupNorm or nn.LayerNorm"
-IN_ORDER = "; with norm_samples, batch norm must get its rows in the order of the samples"
+OTHERS = "to compare samples, call all_gather(); to normalise, use nn.BatchNorm, nn.GroupNorm or nn.LayerNorm"
+IN_ORDER = "; with ghost_batch_size, batch norm must get its rows in the order of the samples"
 STAGE_REMEDIES = {
     "data": "let its Dataset return each sample as it is, whatever the others of a batch",
-    "augment": "draw only from the argument random, and mix no samples: do that in forward, with everyone()",
+    "augment": "draw only from the argument random, and mix no samples: do that in forward, with all_gather()",
     "forward": OTHERS,
     "measure": "use reduction='none'; " + OTHERS,
     "predictions": OTHERS,
@@ -42,7 +42,7 @@ def dependences(recipe: Recipe, trials: Trials, whole: Trial) -> list[str]:
     found = _draws(recipe, whole, parts)
     if not found and parts:
         found = _differences(recipe, trials, whole, parts, tolerance) or (
-            # everyone() in a trial passes no gradient on to the other part
+            # all_gather() in a trial passes no gradient on to the other part
             [] if trials.everyones else _coupled_gradients(recipe, norms, whole.gradients, tolerance)
         )
     whole.gradients.clear()
@@ -99,7 +99,7 @@ def _differences(recipe: Recipe, trials: Trials, whole: Trial, parts: Sequence[T
         return [
             (
                 f"{code_location(recipe, stage)}: {gaps} of a sample depends on the others of its batch: "
-                f"{STAGE_REMEDIES[stage]}{IN_ORDER if recipe.norm_samples and stage == 'forward' else ''}"
+                f"{STAGE_REMEDIES[stage]}{IN_ORDER if recipe.ghost_batch_size and stage == 'forward' else ''}"
             )
         ]
     followers = [
@@ -110,7 +110,7 @@ def _differences(recipe: Recipe, trials: Trials, whole: Trial, parts: Sequence[T
     owners = {type(trials.model.get_submodule(name.rpartition(".")[0])).__name__: name for name in followers}
     reasons = [
         f"{code_location(recipe, 'forward')}: the buffer {name} of {owner} depends on the samples of its rank: "
-        "compute it from everyone(), or keep no running statistics"
+        "compute it from all_gather(), or keep no running statistics"
         for owner, name in owners.items()
     ]
     # exactly, since of a large table a batch may change few rows
@@ -198,12 +198,12 @@ def optimizer_of(recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def scaled_rates(recipe: Recipe, model: nn.Module, steps: int) -> list[str]:
-    """optimizer() or factor(), if another number of ranks has them return something else; steps: of the training."""
+    """optimizer() or lr_lambda(), if another number of ranks has them return something else; steps: of the training."""
     found = []
     for rank, world_size in ((0, 1), (1, 2)):
         with among_ranks(rank, world_size):
-            few = [finite_number(recipe, "factor", step, steps) for step in sorted({0, 1, steps // 2, steps - 1})]
-            found.append({"optimizer": _plain_groups(optimizer_of(recipe, model)), "factor": few})
+            few = [finite_number(recipe, "lr_lambda", step, steps) for step in sorted({0, 1, steps // 2, steps - 1})]
+            found.append({"optimizer": _plain_groups(optimizer_of(recipe, model)), "lr_lambda": few})
     one, two = found
     return [
         f"{code_location(recipe, method)}: what it returns depends on the rank or the number of ranks: read "

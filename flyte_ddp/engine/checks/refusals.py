@@ -22,9 +22,9 @@ def refuse_untrainable(recipe: Recipe, model: nn.Module, split: Split, trials: T
     if not is_sharded(trials.model):
         _refuse_reentrant(recipe, whole)
     _refuse_unreached(recipe, model, split, trials, whole)
-    if trials.everyones and not recipe.couples_samples:
+    if trials.everyones and not recipe.uses_global_batch:
         raise InputError(
-            f"{code_location(recipe, 'measure')}: a recipe that calls everyone() needs couples_samples = True"
+            f"{code_location(recipe, 'measure')}: a recipe that calls all_gather() needs uses_global_batch = True"
         )
 
 
@@ -32,10 +32,13 @@ def _refuse_micro_batch(recipe: Recipe, rows: ByRow) -> None:
     if not recipe.micro_batch:
         return
     why = ""
-    if rows.normalised and not recipe.norm_samples:
-        why = "with batch norm, whose statistics are those of whole batches (or set norm_samples, or use nn.GroupNorm)"
-    elif recipe.couples_samples:
-        why = "with couples_samples, which needs whole batches"
+    if rows.normalised and not recipe.ghost_batch_size:
+        why = (
+            "with batch norm, whose statistics are those of whole batches (or set ghost_batch_size, or use "
+            "nn.GroupNorm)"
+        )
+    elif recipe.uses_global_batch:
+        why = "with uses_global_batch, which needs whole batches"
     if why:
         raise InputError(f"{type(recipe).__name__}.micro_batch must be 0 {why}, got {recipe.micro_batch}")
 
@@ -94,7 +97,7 @@ def _refuse_reentrant(recipe: Recipe, whole: Trial) -> None:
         if node.name() == "CheckpointFunctionBackward":
             raise InputError(
                 f"{code_location(recipe, 'forward')}: torch.utils.checkpoint must have use_reentrant=False: change it, "
-                "or name the layers in the recipe's recompute"
+                "or name the layers in the recipe's activation_checkpointing"
             )
         seen.add(node)
         ahead += [function for function, _ in node.next_functions]

@@ -75,7 +75,7 @@ class Trials:
         self.original = None if is_sharded(model) else model
         self.buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
         self.statistics: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # of batch norm, by layer and call
-        self.everyones: list[Tensor] = []  # what everyone() returned for the whole batch, call by call
+        self.everyones: list[Tensor] = []  # what all_gather() returned for the whole batch, call by call
         # Both parts are spread over the split too, or of sorted samples each would have a class of its own; and one is
         # larger, or both might have the mean of the whole
         some, cut = spread(split, size), max(1, 3 * size // 8)
@@ -93,7 +93,7 @@ class Trials:
         recipe, share, is_whole = self.recipe, self.recipe.share, last - first == self.size
         rank, world_size = int(as_second or first > 0), 1 if is_whole and not as_second else 2
         vars(share).update(first=first, count=last - first, size=self.size, alone=True)
-        share.norm_samples = recipe.norm_samples if self.is_training else 0
+        share.ghost_batch_size = recipe.ghost_batch_size if self.is_training else 0
         share.stand_in = self._note if is_whole else self._repeat(iter(self.everyones))
         share.statistics = self._batch_statistics(is_whole)
         self.everyones = [] if is_whole else self.everyones

@@ -48,7 +48,7 @@ class RunningStatistics:
         """The buffer is to move, at this rate, towards sums / weight, of all that is added on all ranks."""
         number = self._numbers.get(id(buffer))
         if number is None:
-            raise InputError("norm_samples needs running statistics that are buffers of the network: register them")
+            raise InputError("ghost_batch_size needs running statistics that are buffers of the network: register them")
         self._sums[number] = self._sums[number] + sums
         self._weights[number] += weight
         self._rates[number] += weight * momentum
@@ -89,13 +89,16 @@ def ghost_batch_norm(
     eps: float,
     cudnn_enabled: bool,
 ) -> Tensor:
-    """The features, each normalised by its group of share.norm_samples samples; running: of the network that trains."""
+    """The features, each normalised by its group of share.ghost_batch_size samples.
+
+    running: of the network that trains.
+    """
     rows, channels = features.shape[:2]
-    size = rows if share.count <= share.norm_samples else rows // share.count * share.norm_samples
+    size = rows if share.count <= share.ghost_batch_size else rows // share.count * share.ghost_batch_size
     if rows % share.count and (share.alone or size < rows):
         raise InputError(
-            f"norm_samples must be 0 where batch norm does not get as many rows for each sample, got {rows} rows of "
-            f"{share.count} samples"
+            f"ghost_batch_size must be 0 where batch norm does not get as many rows for each sample, got {rows} rows "
+            f"of {share.count} samples"
         )
     if share.alone:
         shifted = features + _shift(share, features)

@@ -89,7 +89,7 @@ def _normalise(rows: Positions, *args: Any) -> Tensor:
     if training:
         rows.leave_compiled()
     rows.normalised |= training
-    if training and rows.share.norm_samples:
+    if training and rows.share.ghost_batch_size:
         return ghost_batch_norm(rows.share, rows.running, *args)
     return batch_norm(rows.share, rows.waiting, *args)
 

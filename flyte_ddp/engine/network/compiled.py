@@ -1,4 +1,4 @@
-"""Compiles a network by torch.compile: each of the layers that Recipe.shard names by itself, or else the whole of it.
+"""Compiles a network by torch.compile: each of the layers that Recipe.fsdp_units names by itself, or else all of it.
 
 Layers that are alike share what is compiled for the first of them. Where one draws or normalises, compiled code ends
 and begins anew, so that the numbers are those of operators.py, with or without this.
@@ -46,7 +46,7 @@ def compile_layers(recipe: Recipe, rows: ByRow, networks: Sequence[nn.Module]) -
 
 
 def _layers(recipe: Recipe, network: nn.Module) -> list[nn.Module]:
-    return [*matching_layers(recipe, "shard", network).values()] or [network]
+    return [*matching_layers(recipe, "fsdp_units", network).values()] or [network]
 
 
 def compile_now(state: TrainingState, train: TrainBatches, test: TestBatches, link: Link) -> None:

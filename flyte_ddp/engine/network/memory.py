@@ -17,11 +17,14 @@ from flyte_ddp.errors import InputError
 from flyte_ddp.recipe import Recipe
 
 
-def recompute(recipe: Recipe, model: nn.Module, rows: ByRow) -> None:
-    """Makes the layers that Recipe.recompute names keep only their inputs for the backward pass, which computes them
-    again (Chen et al. 2016, arXiv 1604.06174), drawing the same random numbers; InputError for what cannot be."""
-    for name, layer in matching_layers(recipe, "recompute", model).items():
-        problem = f"{type(recipe).__name__}.recompute must not match {name}"
+def checkpoint_activations(recipe: Recipe, model: nn.Module, rows: ByRow) -> None:
+    """Makes layers that Recipe.activation_checkpointing names keep only their inputs for the backward pass.
+
+    It computes them again (Chen et al. 2016, arXiv 1604.06174), drawing the same random numbers; InputError for what
+    cannot be.
+    """
+    for name, layer in matching_layers(recipe, "activation_checkpointing", model).items():
+        problem = f"{type(recipe).__name__}.activation_checkpointing must not match {name}"
         layer.forward = partial(_forward, layer.forward, rows, problem)
 
 
@@ -52,7 +55,7 @@ def choose_micro_batch(state: TrainingState, train: TrainBatches) -> str:
         if most == 1:
             raise InputError(
                 "a step with a single sample does not fit into memory: choose a smaller network, or name layers in the "
-                "recipe's recompute"
+                "recipe's activation_checkpointing"
             )
         most = -(-most // 2)
     state.micro_batch = most

@@ -26,9 +26,12 @@ def check_recipe(recipe: Recipe, options: RunOptions, environment: Environment) 
     for is_refused, problem in (
         (not reduces_unused, f"sharding needs torch 2.15 or later, got {torch.__version__}: install it"),
         (not has_safetensors, f"sharding needs {not_installed('safetensors', 'sharding')}"),
-        (not recipe.shard, f'{owner}.shard must name layers with sharding, such as ("blocks.*",), got none: do so'),
+        (
+            not recipe.fsdp_units,
+            f'{owner}.fsdp_units must name layers with sharding, such as ("blocks.*",), got none: do so',
+        ),
         (recipe.micro_batch < 0, f"{owner}.micro_batch must not be -1 with sharding: give a number of samples"),
-        (recipe.couples_samples, f"{owner}.couples_samples must be False with sharding: compare no samples"),
+        (recipe.uses_global_batch, f"{owner}.uses_global_batch must be False with sharding: compare no samples"),
         (options.log_gradients, "log_gradients must be false with sharding, as no rank has a gradient: leave it out"),
         (on_gpus_by_gloo, f"backend must be nccl to shard over GPUs, got {world.backend}: choose it"),
     ):
@@ -38,7 +41,7 @@ def check_recipe(recipe: Recipe, options: RunOptions, environment: Environment) 
 
 def check_weights(recipe: Recipe, model: nn.Module) -> None:
     """Raises InputError for weights that cannot be cut into rows, or that two units share."""
-    where, units = code_location(recipe, "model"), matching_layers(recipe, "shard", model)
+    where, units = code_location(recipe, "model"), matching_layers(recipe, "fsdp_units", model)
     found: dict[int, tuple[str, str | None]] = {}
     for name, weight in model.named_parameters(remove_duplicate=False):
         unit = next((unit for unit in units if name.startswith(f"{unit}.")), None)
@@ -49,15 +52,15 @@ def check_weights(recipe: Recipe, model: nn.Module) -> None:
         first, its_unit = found.setdefault(id(weight), (name, unit))
         if its_unit != unit:
             raise InputError(
-                f"{type(recipe).__name__}.shard must keep tied weights together, but {name} is {first}, too: name a "
-                f"layer that has both, or none that has one, {OFF}"
+                f"{type(recipe).__name__}.fsdp_units must keep tied weights together, but {name} is {first}, too: name "
+                f"a layer that has both, or none that has one, {OFF}"
             )
 
 
 def check_batch_norm(recipe: Recipe, model: nn.Module, is_normalised: bool) -> None:
     """Raises InputError where batch norm of a sharded network sees the whole global batch."""
-    if is_sharded(model) and is_normalised and not recipe.norm_samples:
+    if is_sharded(model) and is_normalised and not recipe.ghost_batch_size:
         raise InputError(
-            f"{type(recipe).__name__}.norm_samples must be set where a network with batch norm is sharded, got 0: set "
-            f"it, or use nn.GroupNorm, {OFF}"
+            f"{type(recipe).__name__}.ghost_batch_size must be set where a network with batch norm is sharded, got 0: "
+            f"set it, or use nn.GroupNorm, {OFF}"
         )

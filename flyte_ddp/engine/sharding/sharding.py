@@ -85,7 +85,7 @@ def shard(recipe: Recipe, networks: Sequence[nn.Module], mesh: Any, precision: s
         policy = _in_bfloat16(network) if is_cast else MixedPrecisionPolicy()
         for buffer in network.buffers():
             _from_first(buffer, recipe.device)
-        for unit in (*matching_layers(recipe, "shard", network).values(), network):
+        for unit in (*matching_layers(recipe, "fsdp_units", network).values(), network):
             for weight in unit.parameters():
                 if not is_shard(weight):
                     _from_first(weight, recipe.device)
@@ -156,7 +156,7 @@ def on_trial(recipe: Recipe, model: nn.Module) -> Iterator[None]:
         method, problem = next(named, ("", ""))
         if not problem:
             raise
-        told = problem.format(layers=f"the network, and the layers that {type(recipe).__name__}.shard names,")
+        told = problem.format(layers=f"the network, and the layers that {type(recipe).__name__}.fsdp_units names,")
         raise InputError(f"{code_location(recipe, method)}: with sharding, {told}, {OFF}") from error
     model.zero_grad()
     for name, value in _tensors(model):

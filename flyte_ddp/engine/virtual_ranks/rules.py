@@ -23,9 +23,9 @@ def check_recipe(recipe: Recipe) -> None:
     """Raises InputError where a loss needs the whole batch, of which a part is computed at a time, and where a
     machine's memory would decide the result."""
     virtual_ranks, owner = recipe.settings.virtual_ranks, type(recipe).__name__
-    if virtual_ranks and recipe.couples_samples:
+    if virtual_ranks and recipe.uses_global_batch:
         raise InputError(
-            f"virtual_ranks must be 0 for {owner}, whose couples_samples needs the whole batch, got {virtual_ranks}: "
+            f"virtual_ranks must be 0 for {owner}, whose uses_global_batch needs the whole batch, got {virtual_ranks}: "
             f"{OFF}"
         )
     if virtual_ranks and recipe.micro_batch == -1:

@@ -101,7 +101,7 @@ def test_a_rank_without_a_sample_of_a_short_batch_borrows_the_one_that_comes_nex
 def test_shares_are_cut_between_groups_and_a_rank_without_one_borrows_a_whole_one():
     split = Resident(torch.arange(22), CPU)
     steps = zip(
-        *(batches.TrainBatches(split, 16, 1, rank, 3, norm_samples=4).epoch(0) for rank in range(3)), strict=True
+        *(batches.TrainBatches(split, 16, 1, rank, 3, ghost_batch_size=4).epoch(0) for rank in range(3)), strict=True
     )
     found = [[(batch.share.first, batch.share.count, batch.share.borrowed) for batch in step] for step in steps]
     assert found[0] == [(0, 4, False), (4, 4, False), (8, 8, False)]

@@ -28,7 +28,7 @@ class NumpyNumbers(Sound):
     def optimizer(self, model):
         return torch.optim.SGD(model.parameters(), np.geomspace(0.1, 0.01, 3)[1])
 
-    def factor(self, step, steps):
+    def lr_lambda(self, step, steps):
         return np.cos(step / steps)
 
     def derive(self, measures):

@@ -19,7 +19,7 @@ from tests.engine.probe_recipes import Settings, Sound
 FILE = str(Path(sneaky_recipes.__file__))
 REFUSED = {
     "ScaledRate": ["ScaledRate.optimizer", "depends on the rank or the number of ranks", "batch_size"],
-    "ScaledSchedule": ["ScaledSchedule.factor", "depends on the rank or the number of ranks"],
+    "ScaledSchedule": ["ScaledSchedule.lr_lambda", "depends on the rank or the number of ranks"],
     "RankInMeasure": ["RankInMeasure.measure", "'loss' (", "depends on the rank or the number of ranks"],
     "VariableInAugment": ["VariableInAugment.augment", "depends on the rank or the number of ranks"],
     "ClampedByHook": ["the gradient of 0.weight is not the sum of its samples'", "clip_norm"],

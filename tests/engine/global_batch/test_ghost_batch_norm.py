@@ -16,7 +16,7 @@ from tests.small_training import Unplugged, identical, relative_difference, unpl
 IN_PARTS = "tests.engine.norm_recipes:InParts"
 # 98 images: in the last of seven steps there are two of them, a single short group
 NETWORK = {"model": "fashion_cnn", "train_fraction": 98 / 318, "learning_rate": 0.005}
-GROUPS = {**NETWORK, "norm_samples": 4}
+GROUPS = {**NETWORK, "ghost_batch_size": 4}
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +40,7 @@ class Functional(nn.Module):
         return F.batch_norm(features, self.average, self.spread, training=True, momentum=0.3)
 
 
-def step(model, features, norm_samples, shares=None, slopes=None):
+def step(model, features, ghost_batch_size, shares=None, slopes=None):
     """Outputs of a step, by ranks with these shares (first, count) one after the other."""
     rows, size = ByRow(BatchShare()), len(features)
     rows.running = running = RunningStatistics(model)
@@ -48,7 +48,7 @@ def step(model, features, norm_samples, shares=None, slopes=None):
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     for first, count in shares or [(0, size)]:
         mine = slice(first, first + count)
-        vars(rows.share).update(first=first, count=count, size=size, norm_samples=norm_samples)
+        vars(rows.share).update(first=first, count=count, size=size, ghost_batch_size=ghost_batch_size)
         model.load_state_dict(before, strict=False)
         running.start()
         with rows.block(0):
@@ -88,11 +88,11 @@ def test_each_group_is_normalised_as_by_torch_and_statistics_move_once(shape):
     assert layer.num_batches_tracked == 1
 
 
-@pytest.mark.parametrize("norm_samples", [8, 16])
-def test_a_single_group_is_torchs_own_batch_norm(norm_samples):
+@pytest.mark.parametrize("ghost_batch_size", [8, 16])
+def test_a_single_group_is_torchs_own_batch_norm(ghost_batch_size):
     ours, theirs, features = nn.BatchNorm2d(3), nn.BatchNorm2d(3), torch.randn(8, 3, 4, 4)
     for _ in range(2):
-        torch.testing.assert_close(step(ours, features, norm_samples), theirs(features))
+        torch.testing.assert_close(step(ours, features, ghost_batch_size), theirs(features))
     for name, buffer in theirs.named_buffers():
         torch.testing.assert_close(ours.get_buffer(name), buffer)
 

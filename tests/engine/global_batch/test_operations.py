@@ -14,7 +14,7 @@ WAITS = ("_local_scalar_dense", "nonzero", "item", "is_nonzero", "masked_select"
         ({"model": "mnist_cnn", "precision": "bfloat16"}, 2, 109),
         ({"model": "resnet9_small", "ema_decay": 0.9, "flip": True, "shift_pixels": 2}, 1, 174),
         ({"model": "resnet9_small", "ema_decay": 0.9, "flip": True, "shift_pixels": 2}, 2, 405),
-        ({"model": "resnet9_small", "norm_samples": 4}, 2, 258),
+        ({"model": "resnet9_small", "ghost_batch_size": 4}, 2, 258),
     ],
 )
 def test_a_step_has_few_operations_and_none_that_waits(train, settings, ranks, most):
@@ -31,4 +31,4 @@ def test_batch_norm_by_groups_needs_no_collective(train):
 
     buckets = 2  # of DDP's, for gradients and sums
     assert collectives(name="whole") == buckets + 2 * 2  # of each layer, forward and backward
-    assert collectives(norm_samples=4) == buckets
+    assert collectives(ghost_batch_size=4) == buckets

@@ -44,12 +44,16 @@ def test_layers_that_are_computed_again_give_the_same_bits(tmp_path, recomputed,
 
 def test_what_cannot_be_computed_again_is_refused(tmp_path):
     with pytest.raises(
-        InputError, match=r"NoSuchLayer.recompute must match names of layers, got 'block.\*': blocks, bl"
+        InputError, match=r"NoSuchLayer.activation_checkpointing must match names of layers, got 'block.\*': blocks, bl"
     ):
         run(NoSuchLayer, tmp_path)
-    with pytest.raises(InputError, match=r'recompute must name layers, but blocks only lists some: write "blocks.\*"'):
+    with pytest.raises(
+        InputError, match=r'activation_checkpointing must name layers, but blocks only lists some: write "blocks.\*"'
+    ):
         run(OnlyAList, tmp_path)
-    with pytest.raises(InputError, match=r"recompute must not match 1, which has batch norm, .* use nn.GroupNorm"):
+    with pytest.raises(
+        InputError, match=r"activation_checkpointing must not match 1, which has batch norm, .* use nn.GroupNorm"
+    ):
         run(RecomputedBatchNorm, tmp_path)
     run(BatchNormElsewhere, tmp_path)
 

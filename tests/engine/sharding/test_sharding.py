@@ -279,18 +279,18 @@ def test_ranks_that_do_not_see_the_checkpoint_get_their_rows_of_it(tmp_path):
 
 
 REFUSED = {
-    "Unnamed": r'Unnamed.shard must name layers with sharding, such as \("blocks.\*",\)',
-    "NoSuchLayer": r"NoSuchLayer.shard must match names of layers, got 'block.\*': blocks, bl",
+    "Unnamed": r'Unnamed.fsdp_units must name layers with sharding, such as \("blocks.\*",\)',
+    "NoSuchLayer": r"NoSuchLayer.fsdp_units must match names of layers, got 'block.\*': blocks, bl",
     "AsManyAsFit": "AsManyAsFit.micro_batch must not be -1 with sharding: give a number",
-    "Coupled": "Coupled.couples_samples must be False with sharding",
+    "Coupled": "Coupled.uses_global_batch must be False with sharding",
     "Scalar": r"Scalar.model .*: scale has no rows to shard: give it the shape \(1,\)",
     "Hooked": "Hooked.model .*: head.weight has a hook on its gradient, which sharding would lose: remove it",
-    "Tied": "Tied.shard must keep tied weights together, but 2.weight is 0.weight, too: name a layer",
-    "BatchNorm": "BatchNorm.norm_samples must be set where a network with batch norm is sharded, got 0",
+    "Tied": "Tied.fsdp_units must keep tied weights together, but 2.weight is 0.weight, too: name a layer",
+    "BatchNorm": "BatchNorm.ghost_batch_size must be set where a network with batch norm is sharded, got 0",
     "Factored": "the optimizer must be one of torch.optim's ASGD, .* treat each number by itself, got Adafactor",
     "Inside": "Inside.forward .*: with sharding, weights are whole only while the network, .* are called",
     "Slopes": "Slopes.forward .*: with sharding, gradients of gradients .*: do without create_graph=True",
-    "InPlace": "InPlace.forward .*: with sharding, .* InPlace.shard names, must not change their inputs in place: set",
+    "InPlace": "InPlace.forward .*: with sharding, .* InPlace.fsdp_units names, must not change their inputs in place:",
 }
 
 

@@ -74,7 +74,7 @@ class Chosen(Recipe):
         self.name = chosen.choice(["SGD", "AdamW", "Adagrad", "RMSprop", "NAdam"])
         self.train_fraction = chosen.choice([1.0, 0.61])
         self.scale = 2.0 ** chosen.choice([-30, 0, 0, 30])
-        self.recompute = chosen.choice([(), ("first",)])
+        self.activation_checkpointing = chosen.choice([(), ("first",)])
         self.source = chosen.choice(["tensors", "dataset", "memory map", "lengths"])
         if self.source == "lengths":  # other layers would see what fills them up
             self.kind, self.length_window = chosen.choice(["dense", "experts"]), chosen.choice([0, 3])

@@ -182,14 +182,14 @@ def test_what_cannot_be_done_by_parts_is_refused_before_data_are_read(alone, tmp
 
 
 class Coupled(Sound):
-    couples_samples = True
+    uses_global_batch = True
 
     def data(self, split):
         raise AssertionError("refused before data are read")
 
 
 class Fitted(Coupled):
-    couples_samples, micro_batch = False, -1
+    uses_global_batch, micro_batch = False, -1
 
 
 @pytest.mark.slow

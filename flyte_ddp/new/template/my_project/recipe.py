@@ -37,5 +37,5 @@ class Digits(Recipe):
         loss = F.cross_entropy(outputs.float(), labels, reduction="none")
         return {"loss": loss, "accuracy": outputs.argmax(1) == labels}
 
-    def factor(self, step: int, steps: int) -> float:
+    def lr_lambda(self, step: int, steps: int) -> float:
         return schedules.cosine(step, steps)
