@@ -42,7 +42,7 @@ TESTS = {
     "tests/engine/test_training.py": "training",
     "tests/engine/test_resume.py": "training",
     "tests/launch/test_launcher.py": "processes",
-    "tests/test_storage.py": "disk",
+    "tests/test_whole_files.py": "disk",
     "tests/test_settings.py": "input",
 }
 

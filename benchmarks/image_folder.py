@@ -11,7 +11,7 @@ from benchmarks.engine import hardware, percent, spread, train
 from flyte_ddp.data.image_files import link_images
 from flyte_ddp.data.prepared.prepared import SPLITS, open_split
 from flyte_ddp.data.sources.datasets import prepare
-from flyte_ddp.data.sources.image_folder import index_folder, write_folder
+from flyte_ddp.data.sources.image_index import index_folder, write_folder
 from flyte_ddp.data.sources.image_settings import ImageSettings
 from flyte_ddp.recipes.hyperparameters import FolderHyperparameters
 

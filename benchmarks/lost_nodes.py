@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from flyte_ddp.manifest import read_manifest, shards_beside
-from flyte_ddp.storage import content_digest
+from flyte_ddp.whole_files import content_digest
 from tests.commands import free_port, same
 
 SETTINGS: dict[str, Any] = {"batch_size": 32, "validation_fraction": 0.2, "log_interval": 1}

@@ -27,12 +27,12 @@ from benchmarks.engine import hardware, spread
 from benchmarks.gpu_rows.training import IMAGES
 from flyte_ddp.data.prepared.prepared import open_split
 from flyte_ddp.data.sources.datasets import prepare
-from flyte_ddp.data.sources.image_folder import write_folder
+from flyte_ddp.data.sources.image_index import write_folder
 from flyte_ddp.engine.batches.batches import TrainBatches
 from flyte_ddp.engine.batches.loading import Streamed
 from flyte_ddp.engine.batches.sample_seeds import NOWHERE
 from flyte_ddp.engine.batches.splits import Resident
-from flyte_ddp.engine.global_batch.by_row import ByRow
+from flyte_ddp.engine.global_batch.mode import GlobalBatchMode
 from flyte_ddp.engine.measures import augment
 from flyte_ddp.engine.state import TrainingState
 from flyte_ddp.engine.step import ReplicatedStep
@@ -113,7 +113,7 @@ def one_rank(name: str, ranks: int, is_virtual: bool, folder: Path) -> tuple[flo
     )  # fmt: skip
     model, device = recipe.model(), torch.device("cpu")
     state = TrainingState(
-        recipe, model, ByRow(recipe.share), names_of(recipe, model, batches), device, ranks,
+        recipe, model, GlobalBatchMode(recipe.share), names_of(recipe, model, batches), device, ranks,
         autocast=False, total_steps=STEPS,
     )  # fmt: skip
     if isinstance(state.parallel, ReplicatedStep):

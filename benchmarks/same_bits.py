@@ -26,7 +26,7 @@ from benchmarks.gpu_rows.training import IMAGES, train
 from flyte_ddp.engine.batches.block_cache import BlockCache
 from flyte_ddp.engine.compiler_compat import leave_dynamo_out
 from flyte_ddp.engine.job import Job
-from flyte_ddp.engine.set_up import Parts, set_up
+from flyte_ddp.engine.set_up import SetUp, set_up
 from flyte_ddp.engine.virtual_ranks.exact_step import ExactStep
 from flyte_ddp.engine.worker import keep_freed_memory
 from flyte_ddp.launch.environment import Environment, World, visible_gpus
@@ -154,13 +154,13 @@ def compare(environment: Environment, link: Link, job: Job) -> tuple[float, floa
                     started = clock(device)
                     side.state.train_step(shares, False)
                     seconds.append(clock(device) - started)
-                link.alive()
+                link.heartbeat()
         medians = [statistics.median(seconds[TURN:]) for seconds in times]
         assert isinstance(exact.state.parallel, ExactStep)
         return medians[0] * 1e3, medians[0] / medians[1], exact.state.parallel.repeated
 
 
-def steps_of(side: Parts) -> Any:
+def steps_of(side: SetUp) -> Any:
     side.state.parallel.train()
     while True:
         for shares in side.train.steps(0):

@@ -1,7 +1,7 @@
 """Measures how robust the recipes are: `python -m benchmarks.stability FOLDER [--suites digits "digits, 24 epochs"]`.
 
 Each suite trains a recipe with its defaults on many seeds, alternating between one rank and two, and counts the runs
-that end no better than guessing and those whose loss leapt, as defined by flyte_ddp/engine/monitor/watch.py. Then, as
+that end no better than guessing and those whose loss leapt, see flyte_ddp/engine/monitor/loss_monitor.py. Then, as
 margin, the learning rate is raised, factor by factor, until one of ten seeds fails.
 
 Every run is kept in the folder: the same command resumes where it was interrupted, and several that run at the same
@@ -27,9 +27,9 @@ from examples.autoencoder.settings import Settings as AutoencoderSettings
 from flyte_ddp.data.image_files import link_images
 from flyte_ddp.data.prepared.prepared import SPLITS, open_split
 from flyte_ddp.data.sources.datasets import data_dir, prepare
-from flyte_ddp.data.sources.image_folder import index_folder, write_folder
+from flyte_ddp.data.sources.image_index import index_folder, write_folder
 from flyte_ddp.data.sources.image_settings import ImageSettings
-from flyte_ddp.engine.monitor.watch import GUESSING
+from flyte_ddp.engine.monitor.loss_monitor import GUESSING
 from flyte_ddp.errors import NonFiniteError
 from flyte_ddp.events import Event, StepLogged
 from flyte_ddp.launch.failures import RankError

@@ -32,8 +32,8 @@ from benchmarks.streamed_images import Settings
 from flyte_ddp.data.blocks.block_folder import write_blocks
 from flyte_ddp.data.blocks.blocks import Blocks
 from flyte_ddp.data.prepared.prepared import open_split
+from flyte_ddp.data.remote_files import use_storage_options
 from flyte_ddp.data.sources.datasets import prepare
-from flyte_ddp.data.stored import use_storage_options
 from flyte_ddp.engine.batches.batches import TrainBatches
 from flyte_ddp.engine.batches.block_cache import BlockCache
 from flyte_ddp.engine.batches.block_split import BlockSplit, Reading

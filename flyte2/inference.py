@@ -13,7 +13,7 @@ from flyte_ddp.attempt.registration import registration
 from flyte_ddp.flyte2.data import by_content
 from flyte_ddp.flyte2.environment import workflow_environment
 from flyte_ddp.flyte2.prepare import classifier_settings, shard_numbers
-from flyte_ddp.flyte2.training import image_training
+from flyte_ddp.flyte2.train import image_training
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 
 prediction = image_training.environment("inference_shards", most_gpus=1)

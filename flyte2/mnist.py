@@ -8,7 +8,7 @@ from flyte.io import Dir, File
 from flyte_ddp.flyte2.data import by_content
 from flyte_ddp.flyte2.environment import preparation_environment, workflow_environment
 from flyte_ddp.flyte2.prepare import preparation_arguments, prepare_dataset, resolve_dataset
-from flyte_ddp.flyte2.training import TrainingOutputs, image_training
+from flyte_ddp.flyte2.train import TrainingOutputs, image_training
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
 

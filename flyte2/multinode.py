@@ -9,7 +9,7 @@ from flyte2.mnist import preparation, prepare
 from flyte_ddp.flyte2.data import by_content
 from flyte_ddp.flyte2.environment import clustered, workflow_environment
 from flyte_ddp.flyte2.prepare import resolve_for_multinode
-from flyte_ddp.flyte2.training import TrainingOutputs, image_training
+from flyte_ddp.flyte2.train import TrainingOutputs, image_training
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
 

@@ -11,7 +11,7 @@ from flyte2.mnist import preparation, prepare, train, training
 from flyte_ddp.attempt.registration import registration
 from flyte_ddp.flyte2.environment import workflow_environment
 from flyte_ddp.flyte2.prepare import resolve_dataset
-from flyte_ddp.flyte2.training import image_training
+from flyte_ddp.flyte2.train import image_training
 from flyte_ddp.promote.flyte2 import (
     PromotionOutputs,
     RollBackOutputs,

@@ -11,7 +11,7 @@ from flyte2.mnist import preparation, prepare, train, training
 from flyte_ddp.code.code_version import code_version
 from flyte_ddp.flyte2.environment import training_arguments, workflow_environment
 from flyte_ddp.flyte2.prepare import resolve_dataset
-from flyte_ddp.flyte2.training import TrainingOutputs, image_training
+from flyte_ddp.flyte2.train import TrainingOutputs, image_training
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.sweep.flyte2 import compare, list_trials, run_rungs, try_out

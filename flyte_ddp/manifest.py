@@ -10,7 +10,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from flyte_ddp.storage import sync_folder, write_whole
+from flyte_ddp.whole_files import sync_folder, write_whole
 
 DIGEST_BYTES = hashlib.sha256().digest_size
 

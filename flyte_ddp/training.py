@@ -30,7 +30,7 @@ from flyte_ddp.report.own_observers import OBSERVER_SECONDS, OwnObservers
 from flyte_ddp.report.progress import FILE, ProgressFile
 from flyte_ddp.report.record import RunFailed, RunFinished
 from flyte_ddp.settings import RunOptions, TrainingSettings
-from flyte_ddp.storage import writing_to
+from flyte_ddp.whole_files import writing_to
 
 WORKER = "flyte_ddp.engine.worker:run"  # names, because importing them would import torch
 JOINED = "flyte_ddp.engine.joined:join_and_train"
@@ -172,7 +172,7 @@ def progress_in(folder: Path) -> Background:
 def existing(data: str | Path | None) -> Path | StoredData | None:
     """Where the data are; InputError if there are none."""
     if isinstance(data, str) and "://" in data:
-        from flyte_ddp.data.stored import stored_data  # it imports fsspec, which other trainings do without
+        from flyte_ddp.data.remote_files import stored_data  # it imports fsspec, which other trainings do without
 
         return stored_data(data)
     source = Path(data).expanduser().absolute() if data else None

@@ -7,7 +7,7 @@ import pytest
 
 from flyte_ddp.data.prepared.prepared import open_split
 from flyte_ddp.data.sources.datasets import prepare
-from flyte_ddp.data.sources.image_folder import write_folder
+from flyte_ddp.data.sources.image_index import write_folder
 from flyte_ddp.data.sources.image_settings import ImageSettings
 from tests import commands
 from tests.commands import ROOT, words
@@ -85,7 +85,7 @@ def test_a_wrong_input_is_a_usage_error_before_anything_is_done(tmp_path, monkey
 @pytest.mark.slow
 def test_pods_know_the_digits_again(tmp_path):
     """Each puts them in a place of its own, and what was made of them is to come from the cache all the same."""
-    task = package().tasks["flyte_ddp.flyte1.image_folder.find_images"]
+    task = package().tasks["flyte_ddp.flyte1.index_images.find_images"]
     inputs = {"folder": literal(""), "images": literal(ImageSettings())}
     one, other = (Pod(task, inputs, tmp_path / name).run()["folder"] for name in ("one", "other"))
     assert one.scalar.blob.uri != other.scalar.blob.uri

@@ -31,7 +31,7 @@ GROUND = (
     "reading",
     "schedules",
     "settings",
-    "storage",
+    "whole_files",
     "text",
 )
 FEATURES = (

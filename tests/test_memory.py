@@ -57,8 +57,8 @@ def digits(tmp_path_factory):
 @pytest.fixture(scope="module")
 def images(run):
     """The inputs of tasks that read image files."""
-    found = run("flyte_ddp.flyte1.image_folder.find_images", folder="", images=ImageSettings())
-    index = run("flyte_ddp.flyte1.image_folder.index_images", images=ImageSettings(), **found)["o0"]
+    found = run("flyte_ddp.flyte1.index_images.find_images", folder="", images=ImageSettings())
+    index = run("flyte_ddp.flyte1.index_images.index_images", images=ImageSettings(), **found)["o0"]
     return {"index": index, "folder": found["folder"]}
 
 

@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 
-from flyte_ddp.data.stored import stored_data
+from flyte_ddp.data.remote_files import stored_data
 from flyte_ddp.errors import DataError, DownloadError, InputError, ReportedError
 from flyte_ddp.launch.failures import Failure, from_exception
 from flyte_ddp.report.console import say
@@ -71,7 +71,7 @@ def test_neither_does_one_of_others_nor_a_line_that_is_said(caplog):
     "url", ["s3://KEY:PASSWORD@bucket/x", "https://user:PASSWORD@host/x", "gopher://user:PASSWORD@host/x"]
 )
 def test_data_at_a_url_that_cannot_be_read(url, monkeypatch):
-    monkeypatch.setattr("flyte_ddp.data.stored.PAUSE_SECONDS", 0)
+    monkeypatch.setattr("flyte_ddp.data.remote_files.PAUSE_SECONDS", 0)
     monkeypatch.setenv("NO_PROXY", "*")
     with pytest.raises((InputError, DataError, DownloadError)) as refused:
         stored_data(url)

@@ -11,7 +11,7 @@ import pytest
 from flyte_ddp.data.prepared import prepared
 from flyte_ddp.data.prepared.writer import write_prepared
 from flyte_ddp.data.sources.datasets import prepare
-from flyte_ddp.data.sources.image_folder import write_folder
+from flyte_ddp.data.sources.image_index import write_folder
 from tests.environment import make_environment
 
 ROOT = Path(__file__).resolve().parents[1]

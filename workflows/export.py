@@ -16,7 +16,7 @@ from flyte_ddp.export.task import (
     export_classifier,
     export_folder_classifier,
 )
-from flyte_ddp.flyte1.image_folder import find_images, index_images
+from flyte_ddp.flyte1.index_images import find_images, index_images
 from flyte_ddp.flyte1.prepare import PreparedDataset, prepare_dataset
 from flyte_ddp.flyte1.pyflyte import set_up_pyflyte
 from flyte_ddp.flyte1.resources import dynamic_resources

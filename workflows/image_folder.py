@@ -12,7 +12,7 @@ from flytekit.types.file import FlyteFile
 
 from flyte_ddp.data.sources.image_settings import ImageSettings
 from flyte_ddp.flyte1.data import init_by_content
-from flyte_ddp.flyte1.image_folder import attach, find_images, index_images
+from flyte_ddp.flyte1.index_images import attach, find_images, index_images
 from flyte_ddp.flyte1.prepare import PreparedDataset
 from flyte_ddp.flyte1.pyflyte import set_up_pyflyte
 from flyte_ddp.flyte1.resources import training_resources

@@ -23,7 +23,7 @@ def run(environment: Environment, link: Link, argument: tuple[list[str], str]) -
     settle_arithmetic()
     with process_group(environment, 120) as device, open(path, "a") as file:
         for name in names:
-            link.alive()
+            link.heartbeat()
             started, error = time.perf_counter(), None
             try:
                 outcome = "passed", pkgutil.resolve_name(name)(device)

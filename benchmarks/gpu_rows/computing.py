@@ -12,11 +12,11 @@ from torch.nn import functional as F
 
 from benchmarks.gpu_rows.row import Missing, expect
 from flyte_ddp.batch_share import BatchShare, gather_rows
-from flyte_ddp.engine.batches.batches import TestBatches
+from flyte_ddp.engine.batches.batches import EvaluationBatches
 from flyte_ddp.engine.batches.splits import Resident
 from flyte_ddp.engine.checks.comparison import is_close, tolerance_of
 from flyte_ddp.engine.global_batch.batch_norm import Normalise
-from flyte_ddp.engine.global_batch.by_row import ByRow
+from flyte_ddp.engine.global_batch.mode import GlobalBatchMode
 from flyte_ddp.engine.loop import gather
 from flyte_ddp.recipes.models import build_model
 
@@ -46,7 +46,7 @@ def _norm_error(device: torch.device, shape: tuple[int, ...], layout: torch.memo
     given = [one.to(device) for one in (features, weight, bias)]
     given[0] = given[0].contiguous(memory_format=layout)
     given = [one.requires_grad_() for one in given]
-    found = Normalise.apply(*given, 1e-5, False, ByRow(BatchShare()).waiting)[0]
+    found = Normalise.apply(*given, 1e-5, False, GlobalBatchMode(BatchShare()).waiting)[0]
     found.backward(slopes.to(device).contiguous(memory_format=layout))
     errors = [
         _error(one, other)
@@ -71,7 +71,7 @@ def attention(device: torch.device) -> str:
         query = torch.randn(1, 8, LENGTH, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        with ByRow(BatchShare(0, 1, 1)).block(1):
+        with GlobalBatchMode(BatchShare(0, 1, 1)).block(1):
             F.scaled_dot_product_attention(query, query, query, dropout_p=dropout).sum().backward()
         peaks.append(torch.cuda.max_memory_allocated() - before)
     expect(peaks[0] < square / 4, f"{peaks[0] >> 20} MiB without dropout: not a fused kernel")
@@ -177,7 +177,7 @@ def exchanged(device: torch.device) -> str:
     for kind in kinds:
         rows = torch.arange(30, device=device).view(10, 3).to(kind)
         expect(torch.equal(gather_rows(rows, BatchShare(0, 10, 10)), rows), f"{kind}: all_gather() changes the rows")
-        test = TestBatches(Resident(torch.arange(10), device), 4, 0, 1, mixed=True)
+        test = EvaluationBatches(Resident(torch.arange(10), device), 4, 0, 1, mixed=True)
         found, mine = torch.zeros(10, 3, dtype=kind), torch.cat([rows[batch.tree] for batch in test]).cpu()
         for samples, values in gather(mine, test, device):
             found[samples] = values

@@ -12,7 +12,7 @@ from benchmarks.gpu_rows.row import Missing, expect
 from flyte_ddp import random_numbers
 from flyte_ddp.batch_share import BatchShare
 from flyte_ddp.engine.global_batch import operators
-from flyte_ddp.engine.global_batch.by_row import ByRow
+from flyte_ddp.engine.global_batch.mode import GlobalBatchMode
 
 SIZE, HALF = 16, 8  # samples of a global batch, and of the second of two ranks
 DRAWS: dict[str, Callable[..., Tensor]] = {
@@ -58,11 +58,11 @@ def dropouts(device: torch.device) -> str:
 
 
 def _dropped(features: Tensor, dimension: int, kernel: object) -> tuple[Tensor, ...]:
-    rows, shape = ByRow(BatchShare(HALF, HALF, SIZE)), tuple(features.shape)
+    mode, shape = GlobalBatchMode(BatchShare(HALF, HALF, SIZE)), tuple(features.shape)
     whole = tuple(SIZE if number == dimension else length for number, length in enumerate(shape))
-    rows.learn([("dropout", whole)], [("dropout", shape)], SIZE)
+    mode.learn([("dropout", whole)], [("dropout", shape)], SIZE)
     given = features.clone().requires_grad_()
-    with patch.object(operators, "dropout_kernel", lambda: kernel), rows.block(1):
+    with patch.object(operators, "dropout_kernel", lambda: kernel), mode.block(1):
         found = F.dropout(given, 0.3), F.dropout(given, 0.7)  # the second, too: a draw must take one key
     sum(one.nan_to_num(posinf=0.0).sum() for one in found).backward()  # type: ignore[union-attr]
     return *found, given.grad  # type: ignore[return-value]
@@ -88,7 +88,7 @@ def by_position(device: torch.device) -> str:
         "a transformer's layer": lambda n: layer(torch.ones(n, 6, 8, device=device)),
     }
     for name, draw in draws.items():
-        whole, half = (ByRow(BatchShare(first, SIZE - first, SIZE)) for first in (0, HALF))
+        whole, half = (GlobalBatchMode(BatchShare(first, SIZE - first, SIZE)) for first in (0, HALF))
         with whole.block(1):
             everything = draw(SIZE)
         half.learn(whole.drawn, [(operation, (HALF, *shape[1:])) for operation, shape in whole.drawn], SIZE)

@@ -13,16 +13,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from flyte_ddp.attempt.best_models import StoredModels, get_file
 from flyte_ddp.attempt.folders import runs_dir
 from flyte_ddp.attempt.platform import Platform
-from flyte_ddp.attempt.stored_models import StoredModels, get_file
 from flyte_ddp.errors import InputError, RecoverableError
 from flyte_ddp.events import CheckpointWritten, Observer
 from flyte_ddp.lock import HeldError, held
 from flyte_ddp.manifest import models_beside, read_manifest, remove_checkpoint, shards_beside, write_manifest
 from flyte_ddp.report.background import one_line
 from flyte_ddp.report.console import say, warn
-from flyte_ddp.storage import LEFTOVER_SECONDS, link_or_copy, temporary_beside, writing_to
+from flyte_ddp.whole_files import LEFTOVER_SECONDS, link_or_copy, temporary_beside, writing_to
 
 WAITS = (2.0, 10.0, 60.0)  # seconds before the next try; storage's client has tried several times itself by then
 ELSEWHERE = "elsewhere"  # the file in which an attempt that has no checkpoint yet leaves the URL of an earlier one

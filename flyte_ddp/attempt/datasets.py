@@ -4,8 +4,8 @@ from functools import partial
 from pathlib import Path
 
 from flyte_ddp.attempt.platform import Platform
+from flyte_ddp.attempt.platform_storage import open_file
 from flyte_ddp.attempt.registration import registration
-from flyte_ddp.attempt.stored import open_file
 from flyte_ddp.data.sources import datasets
 from flyte_ddp.errors import DownloadError, InputError
 from flyte_ddp.launch import environment

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from flyte_ddp.attempt.failures import platform_errors
 from flyte_ddp.attempt.platform import Platform
-from flyte_ddp.storage import writing_to
+from flyte_ddp.whole_files import writing_to
 
 
 def runs_dir() -> Path:

@@ -21,7 +21,7 @@ from flyte_ddp.attempt.failures import failure_of, platform_errors
 from flyte_ddp.attempt.logs import kept_logs
 from flyte_ddp.attempt.platform import Platform
 from flyte_ddp.attempt.pod import check_gpus
-from flyte_ddp.attempt.rank_storage import PlatformRankStorage, StoreOfRanks
+from flyte_ddp.attempt.rank_checkpoints import PlatformRankStorage, StoreOfRanks
 from flyte_ddp.attempt.registration import registration
 from flyte_ddp.attempt.trained import Trained, train_by
 from flyte_ddp.code.user_code import UserCode
@@ -43,7 +43,7 @@ from flyte_ddp.launch.limits import memory_kills
 from flyte_ddp.launch.link import DirectLink, Link
 from flyte_ddp.launch.phases import Timeouts
 from flyte_ddp.launch.process_group import process_group
-from flyte_ddp.launch.watched import watched
+from flyte_ddp.launch.watchdog import under_watchdog
 from flyte_ddp.report.console import show_output
 from flyte_ddp.settings import RunOptions, TrainingSettings
 
@@ -110,7 +110,7 @@ def run_rank(environment: Environment, link: DirectLink, job: Job, train: Train)
 
     signal.signal(signal.SIGTERM, link.on_signal)
     try:
-        return watched(work, link, environment, timeouts)
+        return under_watchdog(work, link, environment, timeouts)
     except StopRequested as stopped:
         raise PreemptedError(f"rank {environment.rank} on {environment.host}: SIGTERM: {stopped}") from None
     except RankError:  # which it has named

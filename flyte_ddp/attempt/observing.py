@@ -18,7 +18,7 @@ from flyte_ddp.report.progress import ProgressFile
 from flyte_ddp.report.record import Record, RunFailed, RunFinished, RunInfo
 from flyte_ddp.report.report import Report
 from flyte_ddp.report.tracking import open_tracker
-from flyte_ddp.storage import write_whole
+from flyte_ddp.whole_files import write_whole
 
 REPORT_SECONDS = 60.0  # how long the end of a run waits for its final page
 

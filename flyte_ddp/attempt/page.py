@@ -4,7 +4,7 @@ from pathlib import Path
 
 from flyte_ddp.attempt.platform import Platform
 from flyte_ddp.report.article import document
-from flyte_ddp.storage import write_whole
+from flyte_ddp.whole_files import write_whole
 
 
 def write_page(platform: Platform, folder: Path, title: str, fragment: str) -> Path:

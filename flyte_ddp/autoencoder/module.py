@@ -13,10 +13,10 @@ from flyte_ddp.autoencoder.network import PIXELS, Autoencoder
 from flyte_ddp.autoencoder.settings import AutoencoderHyperparameters
 from flyte_ddp.data.held_out import held_out
 from flyte_ddp.data.prepared import prepared
-from flyte_ddp.engine.batches.batches import Batch, TestBatches, TrainBatches
+from flyte_ddp.engine.batches.batches import Batch, EvaluationBatches, TrainBatches
 from flyte_ddp.engine.batches.splits import Resident
 from flyte_ddp.report.figures import cloud
-from flyte_ddp.storage import whole_file, write_whole
+from flyte_ddp.whole_files import whole_file, write_whole
 
 EVALUATION_BATCH = 1000
 MOST_POINTS = 2000  # of a cloud: the page stays below a megabyte
@@ -77,14 +77,14 @@ class PreparedImages(LightningDataModule):
         resident = partial(Resident, device=trainer.strategy.root_device)
         if stage == "test":
             images = prepared.open_split(self.folder, "test")[0]
-            self.test = TestBatches(resident(images), EVALUATION_BATCH, *self.rank_and_size)
+            self.test = EvaluationBatches(resident(images), EVALUATION_BATCH, *self.rank_and_size)
             return
         images, labels = prepared.open_split(self.folder, "train")
         chosen, passes = held_out(labels), prepared.read_description(self.folder).passes_per_epoch
         # of always predicting the mean image
         self.constant_loss = float(np.var(images[chosen] / np.float32(255), axis=0).mean())
         self.train = TrainBatches(resident(images[~chosen]), self.batch_size, self.seed, *self.rank_and_size, passes)
-        self.validation = TestBatches(resident(images[chosen]), EVALUATION_BATCH, *self.rank_and_size)
+        self.validation = EvaluationBatches(resident(images[chosen]), EVALUATION_BATCH, *self.rank_and_size)
 
     def train_dataloader(self) -> "Loader":
         return Loader(self.train, lambda: self.train.epoch(*self.next_step()))
@@ -109,7 +109,9 @@ class Loader:
     that it can go on within an epoch.
     """
 
-    def __init__(self, all_batches: TrainBatches | TestBatches, batches: Callable[[], Iterable[Batch]], count: int = 0):
+    def __init__(
+        self, all_batches: TrainBatches | EvaluationBatches, batches: Callable[[], Iterable[Batch]], count: int = 0
+    ):
         self.dataset, self.batch_size = all_batches.split, all_batches.batch_size / all_batches.world_size
         self._steps, self._batches, self._count = len(all_batches), batches, count
 

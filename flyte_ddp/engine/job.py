@@ -13,7 +13,7 @@ from flyte_ddp.data.description import DatasetDescription, StoredData
 from flyte_ddp.events import EpochFinished, Warned
 from flyte_ddp.model_files.pretrained import check_pretrained
 from flyte_ddp.settings import RunOptions, TrainingSettings
-from flyte_ddp.storage import content_digest, reading
+from flyte_ddp.whole_files import content_digest, reading
 
 OUTPUT = "output"  # the argument of train()
 # What rank 0 leaves in the logs: the recipe's predictions (N, ...) on the test samples, its pictures, the weights of

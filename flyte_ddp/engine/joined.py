@@ -15,7 +15,7 @@ from flyte_ddp.launch.failures import PreemptedError
 from flyte_ddp.launch.link import DirectLink
 from flyte_ddp.launch.phases import Timeouts
 from flyte_ddp.launch.process_group import process_group
-from flyte_ddp.launch.watched import watched
+from flyte_ddp.launch.watchdog import under_watchdog
 
 
 @record  # so that torchrun's report has the error of the rank that failed first
@@ -37,6 +37,6 @@ def join_and_train(job: Job, on_event: Callable[[Event], None]) -> TrainingResul
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, link.on_signal)
     try:
-        return watched(work, link, environment, timeouts)
+        return under_watchdog(work, link, environment, timeouts)
     except StopRequested as stopped:
         raise PreemptedError(f"rank {environment.rank} on {environment.host}: {stopped}") from None

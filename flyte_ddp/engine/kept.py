@@ -14,13 +14,13 @@ from torch import Tensor, distributed
 from flyte_ddp.engine.job import Job, KeptModel
 from flyte_ddp.engine.loop import Checkpoints
 from flyte_ddp.engine.results import write_weights
-from flyte_ddp.engine.set_up import Parts
+from flyte_ddp.engine.set_up import SetUp
 from flyte_ddp.engine.sharding.sharded_state import Shard
 from flyte_ddp.engine.state import TrainingState
 from flyte_ddp.events import CheckpointFailed, CheckpointWritten, Event, Observer
 from flyte_ddp.manifest import models_beside
-from flyte_ddp.storage import link_or_copy, writing_to
 from flyte_ddp.text import counted
+from flyte_ddp.whole_files import link_or_copy, writing_to
 
 
 class KeptModels(Observer):
@@ -30,27 +30,27 @@ class KeptModels(Observer):
     resumes from any checkpoint with all that it had.
     """
 
-    def __init__(self, parts: Parts, job: Job, emit: Callable[[Event], None]):
+    def __init__(self, setup: SetUp, job: Job, emit: Callable[[Event], None]):
         """Finds those that were kept before a resume; a collective.
 
         Of the evaluations of another training that this one continues, and of those before keep_best was set, only the
         best is known.
         """
-        self._parts, self._job, self._emit = parts, job, emit
+        self._setup, self._job, self._emit = setup, job, emit
         self._folder = models_beside(Path(job.checkpoint_path or "another host's"))
         self._is_first = distributed.get_rank() == 0
         if self._is_first:
             with suppress(OSError):  # whoever writes into it meets that, too
                 self._folder.mkdir(exist_ok=True)
-        state, choice, found = parts.state, parts.state.choice, [self._found() if self._is_first else []]
+        state, tracker, found = setup.state, setup.state.best_tracker, [self._found() if self._is_first else []]
         distributed.broadcast_object_list(found)
         self._kept = self._best(number for number in found[0] if number < len(state.history))
-        if choice and choice.weights is not None and choice.best not in self._kept:
-            self._keep(choice.best, state.layout.marked({"choice": {"weights": choice.weights}})["choice"]["weights"])
+        if tracker and tracker.weights is not None and tracker.best not in self._kept:
+            self._keep(tracker.best, state.layout.marked({"choice": {"weights": tracker.weights}})["choice"]["weights"])
 
     def after_evaluation(self) -> None:
         """Writes the weights that have just been evaluated, if they are among the best; a collective if sharded."""
-        state = self._parts.state
+        state = self._setup.state
         self._keep(len(state.history) - 1, state.evaluated_weights())
 
     def on_checkpoint_written(self, event: CheckpointWritten) -> None:
@@ -64,35 +64,35 @@ class KeptModels(Observer):
         """Rank 0 puts those that could be written into the logs, and says what they are."""
         if not self._is_first:
             return []
-        logs, choice = Path(self._job.logs), self._parts.state.choice
+        logs, tracker = Path(self._job.logs), self._setup.state.best_tracker
         found: list[KeptModel] = []
-        assert choice
+        assert tracker
         with writing_to(logs, self._job.chosen_by):
             for older in logs.glob("best-*-epoch-*.pt"):
                 older.unlink()
             for number in filter(lambda number: self._file(number).exists(), self._kept):
-                epoch = self._parts.state.history[number]
+                epoch = self._setup.state.history[number]
                 name = f"best-{len(found) + 1}-epoch-{counted(epoch.position)}.pt"
                 link_or_copy(self._file(number), logs / name)
-                found.append(KeptModel(name, epoch.position, choice.measure, epoch.validation[choice.measure]))
+                found.append(KeptModel(name, epoch.position, tracker.measure, epoch.validation[tracker.measure]))
         return found
 
     def _keep(self, number: int, weights: Mapping[str, Tensor | Shard]) -> None:
         self._kept = self._best([*self._kept, number])
         if number not in self._kept:
             return
-        epoch, file = self._parts.state.history[number], self._file(number)
+        epoch, file = self._setup.state.history[number], self._file(number)
         try:
-            write_weights(self._parts, self._job, file, epoch.validation, weights)
+            write_weights(self._setup, self._job, file, epoch.validation, weights)
         except OSError as error:  # training need not fail because a disk does
             self._emit(CheckpointFailed(f"{file}, epoch {counted(epoch.position)} for keep_best: {error.strerror}"))
 
     def _best(self, numbers: Iterable[int]) -> list[int]:
-        """The earliest of equals first, as Choice has it."""
-        choice, history = self._parts.state.choice, self._parts.state.history
-        assert choice
-        sign = 1 if choice.is_lower_better else -1
-        values = {number: sign * history[number].validation.get(choice.measure, math.nan) for number in {*numbers}}
+        """The earliest of equals first, as BestTracker has it."""
+        tracker, history = self._setup.state.best_tracker, self._setup.state.history
+        assert tracker
+        sign = 1 if tracker.is_lower_better else -1
+        values = {number: sign * history[number].validation.get(tracker.measure, math.nan) for number in {*numbers}}
         measured = [number for number, value in values.items() if math.isfinite(value)]
         return sorted(measured, key=lambda number: (values[number], number))[: self._job.options.keep_best]
 

@@ -60,7 +60,7 @@ def load_recipe(job: Job, device: torch.device) -> Recipe:
 def data_path_of(data: Path | StoredData | None) -> Path | str | None:
     if not isinstance(data, StoredData):
         return data
-    from flyte_ddp.data.stored import use_storage_options  # it imports fsspec, which other trainings do without
+    from flyte_ddp.data.remote_files import use_storage_options  # it imports fsspec, which other trainings do without
 
     use_storage_options(data.options)
     return data.url

@@ -13,10 +13,10 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, distributed
 
-from flyte_ddp.engine.batches.batches import TestBatches, TrainBatches
+from flyte_ddp.engine.batches.batches import EvaluationBatches, TrainBatches
 from flyte_ddp.engine.garbage import collected_between
 from flyte_ddp.engine.measures import mismatched, pairs_of, sums_of
-from flyte_ddp.engine.monitor.step_clock import Part
+from flyte_ddp.engine.monitor.step_clock import StepPart
 from flyte_ddp.engine.monitor.stragglers import Stragglers
 from flyte_ddp.engine.non_finite import find_non_finite
 from flyte_ddp.engine.sharding.sharding import in_own_types
@@ -57,7 +57,7 @@ class Evaluated(NamedTuple):
 def fit(
     state: TrainingState,
     train: TrainBatches,
-    split: TestBatches,
+    split: EvaluationBatches,
     epochs: int,
     evaluations: int,
     log_interval: int,
@@ -73,7 +73,7 @@ def fit(
     evaluated = None
 
     def is_over() -> bool:
-        return state.epoch >= epochs or bool(state.choice and state.choice.is_over)
+        return state.epoch >= epochs or bool(state.best_tracker and state.best_tracker.is_over)
 
     while not is_over():
         done = state.evaluations_of_epoch
@@ -81,48 +81,48 @@ def fit(
         sums = train_epoch(state, train, end, log_interval, link, checkpoints, stragglers)
         started = time.perf_counter()
         evaluated = evaluate(
-            state, split, link, "validation" if state.choice else "test", state.epoch + end / len(train)
+            state, split, link, "validation" if state.best_tracker else "test", state.epoch + end / len(train)
         )
         finished = EpochFinished(
             epoch=state.epoch,
             samples=train.samples_until(end) - train.samples_until(begin),
             train=state.measures(sums.pairs),
-            test={} if state.choice else evaluated.measures,
+            test={} if state.best_tracker else evaluated.measures,
             train_seconds=state.epoch_seconds,
             evaluate_seconds=time.perf_counter() - started,
-            validation=evaluated.measures if state.choice else {},
+            validation=evaluated.measures if state.best_tracker else {},
             fraction=end / len(train),
             digest=state.digest(),
         )
         state.after_evaluation(finished)
         link.emit(finished)
-        warnings = state.watch.not_finite(evaluated.broken, finished.split, finished.position, end)
-        for warning in warnings + state.watch.after_evaluation(finished, end, evaluated.mismatched):
+        warnings = state.loss_monitor.not_finite(evaluated.broken, finished.split, finished.position, end)
+        for warning in warnings + state.loss_monitor.after_evaluation(finished, end, evaluated.mismatched):
             link.emit(warning)
-        link.alive(WRITING)
+        link.heartbeat(WRITING)
         checkpoints.save(state, is_over())
     return evaluated
 
 
-def look_at_test(state: TrainingState, test: TestBatches, epochs: int, link: Link) -> Evaluated:
+def look_at_test(state: TrainingState, test: EvaluationBatches, epochs: int, link: Link) -> Evaluated:
     """Evaluates the weights that training returns (with a validation split, the best epoch's) on the test split."""
-    choice, started = state.choice, time.perf_counter()
-    if choice and choice.weights is not None:
-        state.load_weights(state.evaluated, choice.weights)
-    chosen = state.history[choice.chosen(len(state.history) - 1) if choice else -1]
+    tracker, started = state.best_tracker, time.perf_counter()
+    if tracker and tracker.weights is not None:
+        state.load_weights(state.evaluated, tracker.weights)
+    chosen = state.history[tracker.chosen(len(state.history) - 1) if tracker else -1]
     evaluated = evaluate(state, test, link, "test", chosen.position)
-    warnings = state.watch.not_finite(evaluated.broken, "test", chosen.position, 0)
-    if choice and choice.best < 0:
-        warnings += state.watch.never_chosen(choice.measure, chosen.position)
+    warnings = state.loss_monitor.not_finite(evaluated.broken, "test", chosen.position, 0)
+    if tracker and tracker.best < 0:
+        warnings += state.loss_monitor.never_chosen(tracker.measure, chosen.position)
     for warning in warnings:
         link.emit(warning)
-    if choice:
+    if tracker:
         event = EpochChosen(
             epoch=chosen.epoch,
             epochs=state.history[-1].position if state.step else state.epoch,
             measures=evaluated.measures,
             stopped_early=state.epoch < epochs,
-            is_best=choice.best >= 0,
+            is_best=tracker.best >= 0,
             seconds=time.perf_counter() - started,
             fraction=chosen.fraction,
         )
@@ -150,7 +150,7 @@ def train_epoch(
     seconds_before, started = state.epoch_seconds, time.perf_counter()
     for shares in collected_between(state.clock.timed(train.steps(state.epoch, state.step, end))):
         state.train_step(shares, link.stop_requested, checkpoints.due())
-        link.alive()
+        link.heartbeat()
         is_last = state.step == end
         is_logged = state.step % log_interval == 0 or is_last
         recent = state.recent_sums()
@@ -160,7 +160,7 @@ def train_epoch(
         before, sums = sums, state.sums()  # which may be of steps after that, and makes the host wait, as saving does
         if sums.steps < state.step:
             if sums.uneven:
-                raise UnevenShapesError(state.epoch, sums.steps, state.rows.drawn)
+                raise UnevenShapesError(state.epoch, sums.steps, state.mode.drawn)
             again = next(train.steps(state.epoch, sums.steps))
             raise NonFiniteError.in_step(*find_non_finite(state, again), state.epoch, sums.steps)
         if is_logged:
@@ -171,7 +171,7 @@ def train_epoch(
             if state.step == len(train) and link.is_heard and state.log_gradients:
                 link.emit(GradientsSeen(state.epoch, state.gradient_histograms()))
         if sums.stop or (sums.saves > before.saves and not is_last):
-            link.alive(WRITING)
+            link.heartbeat(WRITING)
             checkpoints.save(state, sums.stop)
         if sums.stop:
             raise StopRequested(state.epoch, state.step)
@@ -200,32 +200,32 @@ def _log(
         gradient_norm=math.hypot(*norms.values()),
     )
     link.emit(logged)
-    for warning in state.watch.after_steps(state.epoch, state.step, logged.measures["loss"], samples):
+    for warning in state.loss_monitor.after_steps(state.epoch, state.step, logged.measures["loss"], samples):
         link.emit(warning)
     steps, times = state.clock.steps, state.clock.read_all()
-    state.keep_pace(float(times[:, : Part.OTHER].sum(1).max()) / steps)
+    state.keep_pace(float(times[:, : StepPart.OTHER].sum(1).max()) / steps)
     slow = stragglers.after_steps(state.epoch, state.step, steps, times)
-    state.watch.warnings += slow
+    state.loss_monitor.warnings += slow
     for event in (stragglers.so_far(), *slow) if slow else ():
         link.emit(event)
 
 
 @torch.no_grad()
-def evaluate(state: TrainingState, test: TestBatches, link: Link, split: str, position: float) -> Evaluated:
+def evaluate(state: TrainingState, test: EvaluationBatches, link: Link, split: str, position: float) -> Evaluated:
     """The measures over the whole split, computed in float32: each rank evaluates its share, and sums are added up.
 
     Raises NonFiniteError, on all ranks, if the loss is not finite. position: in epochs.
     """
     recipe, model = state.recipe, state.evaluated
     model.eval()
-    mismatches = not (state.watch.constant_loss or recipe.uses_global_batch)
+    mismatches = not (state.loss_monitor.constant_loss or recipe.uses_global_batch)
     mine: list[Tensor] = []
     # With virtual ranks each part has its own, to be added up in their order, whichever rank has computed it
     by_part = torch.zeros(test.virtual_ranks or 1, 2 * len(state.names) + 2, dtype=torch.float64, device=state.device)
     with in_own_types(model):
         for batch in test:
             vars(recipe.share).update(vars(batch.share))
-            with state.rows.block(batch.seed):
+            with state.mode.block(batch.seed):
                 outputs = recipe.forward(model, batch.tree)
                 sums = by_part[batch.share.part]
                 sums[:-2] += sums_of(pairs_of(recipe, outputs, batch, state.names))
@@ -235,7 +235,7 @@ def evaluate(state: TrainingState, test: TestBatches, link: Link, split: str, po
                 predictions = recipe.predictions(outputs, batch.tree)
             if predictions is not None:
                 mine.append(batch.share.own(predictions).cpu())  # those of a whole split may not fit on a GPU
-            link.alive()
+            link.heartbeat()
     distributed.all_reduce(by_part)
     *pairs, loss, weight = by_part.sum(0).tolist()
     totals = dict(zip(state.names, zip(pairs[::2], pairs[1::2], strict=True), strict=True))
@@ -246,7 +246,7 @@ def evaluate(state: TrainingState, test: TestBatches, link: Link, split: str, po
     return Evaluated(state.measures(pairs), loss / weight if weight else 0.0, predictions, broken)
 
 
-def gather(mine: Tensor, test: TestBatches, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+def gather(mine: Tensor, test: EvaluationBatches, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
     """For each global batch of the test split: its samples (n,), and their rows (n, ...) on the host, from the rows of
     each rank's share; a collective for each, by way of the device."""
     for samples, (start, stop) in test.everyones():

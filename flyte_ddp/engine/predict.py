@@ -16,7 +16,7 @@ from flyte_ddp.engine.measures import code_location
 from flyte_ddp.errors import InputError
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
-from flyte_ddp.storage import whole_file, writing_to
+from flyte_ddp.whole_files import whole_file, writing_to
 
 
 @torch.inference_mode()
@@ -42,7 +42,7 @@ def run(environment: Environment, link: Link, argument: tuple[Job, str, int, int
             if predictions is None:
                 raise InputError(f"{code_location(recipe, 'predictions')} must return a tensor, got None")
             found.append(predictions.cpu())
-            link.alive()
+            link.heartbeat()
     rows = torch.cat(found).numpy() if found else np.empty(0, np.float32)
     with writing_to(job.logs, "DDP_RUNS_DIR"), whole_file(Path(job.logs, f"predictions-{number}.npy")) as file:
         np.save(file, rows)

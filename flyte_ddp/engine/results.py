@@ -19,25 +19,25 @@ from flyte_ddp.engine.digest import weights_digest
 from flyte_ddp.engine.job import FINAL, LAST, PICTURES, PREDICTIONS, Job, KeptModel, TrainingResult
 from flyte_ddp.engine.loop import Evaluated, gather
 from flyte_ddp.engine.machine import hardware
-from flyte_ddp.engine.set_up import Parts
+from flyte_ddp.engine.set_up import SetUp
 from flyte_ddp.engine.sharding.sharded_state import Shard, fill, with_room
 from flyte_ddp.engine.sharding.sharding import in_own_types, is_sharded
 from flyte_ddp.engine.state import TrainingState
 from flyte_ddp.model_files.model_metadata import ModelMetadata, add_metadata
 from flyte_ddp.model_files.weights import first_names
 from flyte_ddp.recipe import CPU, Recipe
-from flyte_ddp.storage import whole_file, writing_to
+from flyte_ddp.whole_files import whole_file, writing_to
 
 MOST_PICTURES = 24
 
 
-def write_last(parts: Parts, job: Job) -> None:
+def write_last(setup: SetUp, job: Job) -> None:
     """Rank 0 writes the weights after the last epoch, if another one may be best, and its checkpoint if
     requested, or if training stops early, to be continued; a collective."""
-    state = parts.state
+    state = setup.state
     with writing_to(job.logs, job.chosen_by):
-        if parts.validation:
-            write_weights(parts, job, Path(job.logs, LAST), state.history[-1].validation)
+        if setup.validation:
+            write_weights(setup, job, Path(job.logs, LAST), state.history[-1].validation)
         if job.options.keep_checkpoint or job.settings.stop_after:
             path, content = Path(job.logs, FINAL), {"identity": job.identity, "state": state.state_dict()}
             if distributed.get_rank():
@@ -46,25 +46,25 @@ def write_last(parts: Parts, job: Job) -> None:
                 finish(write_draft(path, content, state.device), path)
 
 
-def write_results(parts: Parts, tested: Evaluated, job: Job) -> str:
+def write_results(setup: SetUp, tested: Evaluated, job: Job) -> str:
     """Rank 0 writes the results; a collective, which returns the digest of the weights. tested: on the test split."""
     path, is_first = Path(job.model_path), distributed.get_rank() == 0
     with writing_to(path.parent, job.chosen_by):
-        digest = write_weights(parts, job, path, tested.measures)
-        drawn = draw_pictures(parts.state, parts.test.split) if is_first or is_sharded(parts.state.model) else []
+        digest = write_weights(setup, job, path, tested.measures)
+        drawn = draw_pictures(setup.state, setup.test.split) if is_first or is_sharded(setup.state.model) else []
         for name in (PREDICTIONS, PICTURES) if is_first else ():  # of an earlier training in the same folder
             Path(job.logs, name).unlink(missing_ok=True)
         if tested.predictions is not None:
-            write_predictions(tested.predictions, parts, Path(job.logs, PREDICTIONS))
+            write_predictions(tested.predictions, setup, Path(job.logs, PREDICTIONS))
         if is_first and drawn:
             write_pictures(drawn, Path(job.logs, PICTURES))
     return digest
 
 
-def write_predictions(mine: Tensor, parts: Parts, path: Path) -> None:
+def write_predictions(mine: Tensor, setup: SetUp, path: Path) -> None:
     """Rank 0 writes the rows (N, ...) of all ranks, batch by batch, so that no rank ever has them all; a collective.
     Raises OSError, there alone, once the others have been heard."""
-    test, rows = parts.test, gather(mine, parts.test, parts.state.device)
+    test, rows = setup.test, gather(mine, setup.test, setup.state.device)
     try:
         if distributed.get_rank() == 0:
             shape = len(test.split), *mine.shape[1:]
@@ -79,18 +79,18 @@ def write_predictions(mine: Tensor, parts: Parts, path: Path) -> None:
 
 
 def write_weights(
-    parts: Parts, job: Job, path: Path, measures: dict[str, float], weights: Mapping[str, Tensor | Shard] | None = None
+    setup: SetUp, job: Job, path: Path, measures: dict[str, float], weights: Mapping[str, Tensor | Shard] | None = None
 ) -> str:
     """Rank 0 writes these weights, or those that are evaluated, with their metadata; a collective, which returns their
     digest. Raises OSError, there alone."""
-    state, size = parts.state, distributed.get_world_size()
+    state, size = setup.state, distributed.get_world_size()
     weights = weights or state.evaluated_weights()
     digest = weights_digest(weights, state.base.digest, state.device)
     if distributed.get_rank():
         fill(None, weights, state.device)
         return digest
-    training = {"world_size": size, "hardware": hardware(state.device), "precision": parts.precision}
-    metadata = build_metadata(state.recipe, job, parts.found.headline, measures, training, state.base.digest, digest)
+    training = {"world_size": size, "hardware": hardware(state.device), "precision": setup.precision}
+    metadata = build_metadata(state.recipe, job, setup.found.headline, measures, training, state.base.digest, digest)
     export_model(weights, path, metadata, state.device)
     return digest
 
@@ -120,23 +120,23 @@ def build_metadata(
     )
 
 
-def result_of(parts: Parts, tested: dict[str, float], digest: str, kept: list[KeptModel]) -> TrainingResult:
+def result_of(setup: SetUp, tested: dict[str, float], digest: str, kept: list[KeptModel]) -> TrainingResult:
     """tested: measures of the test split. digest: of the weights. kept: the best evaluations in the logs."""
-    state, choice = parts.state, parts.state.choice
+    state, tracker = setup.state, setup.state.best_tracker
     return TrainingResult(
         epochs=state.history,
-        warnings=state.watch.warnings,
-        headline=parts.found.headline,
-        train_samples=len(parts.train.split),
-        test_samples=len(parts.test.split),
-        precision=parts.precision,
+        warnings=state.loss_monitor.warnings,
+        headline=setup.found.headline,
+        train_samples=len(setup.train.split),
+        test_samples=len(setup.test.split),
+        precision=setup.precision,
         peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         peak_gpu_bytes=torch.cuda.max_memory_allocated(state.device) if state.device.type == "cuda" else 0,
-        validation_samples=len(parts.validation.split) if parts.validation else 0,
+        validation_samples=len(setup.validation.split) if setup.validation else 0,
         tested=tested,
-        chosen_epoch=choice.best if choice and choice.best >= 0 else None,
+        chosen_epoch=tracker.best if tracker and tracker.best >= 0 else None,
         parameters=sum(parameter.numel() for parameter in state.model.parameters()),
-        sample_flops=parts.found.sample_flops,
+        sample_flops=setup.found.sample_flops,
         hardware=hardware(state.device),
         kept=kept,
         digest=digest,

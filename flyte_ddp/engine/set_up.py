@@ -6,7 +6,7 @@ from functools import partial
 import torch
 
 from flyte_ddp.engine.attributes import check_attributes
-from flyte_ddp.engine.batches.batches import TestBatches, TrainBatches
+from flyte_ddp.engine.batches.batches import EvaluationBatches, TrainBatches
 from flyte_ddp.engine.batches.block_cache import BlockCache
 from flyte_ddp.engine.checkpoints.warm_start import continue_from, is_checkpoint
 from flyte_ddp.engine.checks.data_probe import on_any_rank
@@ -14,7 +14,7 @@ from flyte_ddp.engine.checks.probe import Probed, probe
 from flyte_ddp.engine.job import Job
 from flyte_ddp.engine.load import load_recipe, load_split, validation_of
 from flyte_ddp.engine.measures import augment, finite_number
-from flyte_ddp.engine.monitor.choice import Choice, is_lower_better
+from flyte_ddp.engine.monitor.best_tracker import BestTracker, is_lower_better
 from flyte_ddp.engine.network.compiled import check_device, compile_layers
 from flyte_ddp.engine.network.first_model import first_model
 from flyte_ddp.engine.network.memory import checkpoint_activations
@@ -34,21 +34,21 @@ SPLITS = ("train", "test")
 
 
 @dataclass(frozen=True)
-class Parts:
+class SetUp:
     """found: what the probe found. precision: float32 or bfloat16. remarks: which weights training starts with.
     warnings: what is to be said whether training starts or goes on."""
 
     state: TrainingState
     train: TrainBatches
-    validation: TestBatches | None
-    test: TestBatches
+    validation: EvaluationBatches | None
+    test: EvaluationBatches
     found: Probed
     precision: str
     remarks: list[str]
     warnings: list[NotLearning]
 
 
-def set_up(environment: Environment, device: torch.device, job: Job, cache: BlockCache, precision: str = "") -> Parts:
+def set_up(environment: Environment, device: torch.device, job: Job, cache: BlockCache, precision: str = "") -> SetUp:
     """A collective; InputError for an invalid recipe, or one whose result would depend on the number of ranks.
 
     precision: of the checkpoint that is resumed; by default that of the settings, the same on all ranks.
@@ -94,31 +94,31 @@ def set_up(environment: Environment, device: torch.device, job: Job, cache: Bloc
         splits["validation"] = validation
     with on_trial(recipe, model):
         found = probe(recipe, model, splits, total_steps, mixed)
-    check_batch_norm(recipe, model, found.rows.normalised)
+    check_batch_norm(recipe, model, found.mode.normalised)
     state = TrainingState(
-        recipe, model, found.rows, found.names, device, world_size,
+        recipe, model, found.mode, found.names, device, world_size,
         autocast=precision == "bfloat16", total_steps=total_steps, constant_loss=constant_loss,
         base=FrozenBase(model, base.names - found.moving) if found.moving else base,  # which model() does not provide
         moving=found.moving, average=average, log_gradients=job.options.log_gradients,
     )  # fmt: skip
     # After the trials and the average, which are copies without these
     if job.options.compile:
-        compile_layers(recipe, found.rows, [model, average.model] if average else [model])
-    checkpoint_activations(recipe, model, found.rows)
+        compile_layers(recipe, found.mode, [model, average.model] if average else [model])
+    checkpoint_activations(recipe, model, found.mode)
     if validation:
-        state.choice = choice_of(recipe, found.headline, settings)
+        state.best_tracker = best_tracker_of(recipe, found.headline, settings)
     reasons = [f"the result depends on the number of ranks: {reason}" for reason in found.reasons]
     warnings = [NotLearning(0, 0, reason) for reason in (*reasons, *found.alike)]
-    state.watch.warnings += warnings
+    state.loss_monitor.warnings += warnings
     if job.init and job.init.is_file() and is_checkpoint(job.init):
         remarks.append(continue_from(state, job.init, job, len(batches)))
     place_in_world = settings.test_batch_size, rank, world_size, mixed, settings.virtual_ranks
-    validated = TestBatches(validation, *place_in_world) if validation else None
-    tested = TestBatches(test, *place_in_world)
-    return Parts(state, batches, validated, tested, found, precision, remarks, warnings)
+    validated = EvaluationBatches(validation, *place_in_world) if validation else None
+    tested = EvaluationBatches(test, *place_in_world)
+    return SetUp(state, batches, validated, tested, found, precision, remarks, warnings)
 
 
-def choice_of(recipe: Recipe, headline: str, settings: TrainingSettings) -> Choice:
+def best_tracker_of(recipe: Recipe, headline: str, settings: TrainingSettings) -> BestTracker:
     """What chooses the best epoch; InputError if it is unknown whether higher or lower values are better."""
     measure = headline if settings.choose_by == "headline" else "loss"
     lower = is_lower_better(recipe, measure)
@@ -127,7 +127,7 @@ def choice_of(recipe: Recipe, headline: str, settings: TrainingSettings) -> Choi
             f"{type(recipe).__name__}.higher_is_better or lower_is_better must name {measure}, which chooses the best "
             'epoch: add it to one of them, or set choose_by to "loss"'
         )
-    return Choice(measure, lower, settings.patience, settings.minimum_delta)
+    return BestTracker(measure, lower, settings.patience, settings.minimum_delta)
 
 
 def choose_precision(precision: str, device: torch.device) -> str:

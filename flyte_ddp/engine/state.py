@@ -16,12 +16,12 @@ from flyte_ddp.engine import torch_compat
 from flyte_ddp.engine.average import Average
 from flyte_ddp.engine.batches.batches import Batch
 from flyte_ddp.engine.digest import weights_digest
-from flyte_ddp.engine.global_batch.by_row import ByRow
 from flyte_ddp.engine.global_batch.ghost_batch_norm import RunningStatistics
+from flyte_ddp.engine.global_batch.mode import GlobalBatchMode
 from flyte_ddp.engine.measures import code_location, ratios, trained_measure
-from flyte_ddp.engine.monitor.choice import Choice
-from flyte_ddp.engine.monitor.step_clock import Part, StepClock
-from flyte_ddp.engine.monitor.watch import Watch
+from flyte_ddp.engine.monitor.best_tracker import BestTracker
+from flyte_ddp.engine.monitor.loss_monitor import LossMonitor
+from flyte_ddp.engine.monitor.step_clock import StepClock, StepPart
 from flyte_ddp.engine.sharding.sharded_state import Layout, Shard, fitted
 from flyte_ddp.engine.sharding.sharding import ShardedStep, is_sharded, local, on_shards
 from flyte_ddp.engine.step import ReplicatedStep, Step
@@ -41,7 +41,7 @@ class TrainingState:
         self,
         recipe: Recipe,
         model: nn.Module,
-        rows: ByRow,
+        mode: GlobalBatchMode,
         names: Sequence[str],
         device: torch.device,
         world_size: int,
@@ -59,14 +59,14 @@ class TrainingState:
         events have those of all parameters."""
         self.log_gradients = log_gradients
         self.recipe, self.names, self.device, self.micro_batch = recipe, tuple(names), device, recipe.micro_batch
-        self.model, self.rows, self.base, self.average = model, rows, base or FrozenBase(model), average
+        self.model, self.mode, self.base, self.average = model, mode, base or FrozenBase(model), average
         self._moving = [model.get_parameter(name) for name in moving]
         virtual_ranks: int = recipe.settings.virtual_ranks
-        rows.running = RunningStatistics(model) if recipe.ghost_batch_size or virtual_ranks else None
+        mode.running = RunningStatistics(model) if recipe.ghost_batch_size or virtual_ranks else None
         self.clock = StepClock(device)
-        rows.waiting = self.clock.waiting
+        mode.waiting = self.clock.waiting
         self.precision = "bfloat16" if autocast else "float32"
-        step = Step(self.model, recipe, rows, self.names, world_size, autocast)
+        step = Step(self.model, recipe, mode, self.names, world_size, autocast)
         self.parallel = _parallel(step, virtual_ranks)
         if average and virtual_ranks and world_size > 1:
             take_first(average.model)  # a copy from before the network had them
@@ -87,8 +87,8 @@ class TrainingState:
         self._generator = device_generator(device)
         self.history: list[EpochFinished] = []
         self.ran_on: list[dict[str, Any]] = []  # see machine.py
-        self.watch = Watch(constant_loss)
-        self.choice: Choice | None = None  # None without a validation split
+        self.loss_monitor = LossMonitor(constant_loss)
+        self.best_tracker: BestTracker | None = None  # None without a validation split
 
     @property
     def evaluated(self) -> nn.Module:
@@ -116,8 +116,8 @@ class TrainingState:
         # so flag, scale and clipping, which follow from them, are, too, and either all ranks step or none. Nor does the
         # host wait for the device: they stay there, and an optimizer that can (_is_guarded) reads the flag
         new = totals.measured
-        if self.rows.running:
-            self.rows.running.move(totals.statistics)
+        if self.mode.running:
+            self.mode.running.move(totals.statistics)
         scale = new[self._trained + 1].reciprocal().nan_to_num_(posinf=0.0)  # 0 if the weights add up to 0
         self._norms = totals.norms * scale
         norm = torch.linalg.vector_norm(self._norms)
@@ -135,7 +135,7 @@ class TrainingState:
         if self.average:
             self.average.update(self.model, self.schedule.last_epoch - 1)
         self.step += 1
-        self.clock.lap(Part.COMPUTING)
+        self.clock.lap(StepPart.COMPUTING)
 
     def _may_repeat(self, shares: Sequence[Batch]) -> bool:
         """Whether a step may have more than one forward pass."""
@@ -154,9 +154,9 @@ class TrainingState:
                 is_last = share is shares[-1] and number == len(parts)
                 with self.block(part), nullcontext() if is_last else self.parallel.no_sync():
                     loss = self.parallel(part, asked, is_last)
-                    torch_compat.after_backward(loss, partial(self.clock.lap, Part.COMPUTING))
+                    torch_compat.after_backward(loss, partial(self.clock.lap, StepPart.COMPUTING))
                     loss.backward()
-                    self.clock.lap(Part.WAITING)
+                    self.clock.lap(StepPart.WAITING)
             self.parallel.finish_part(share is shares[-1])
 
     @contextmanager
@@ -164,7 +164,7 @@ class TrainingState:
         """Of the forward and backward pass of a part of a batch: what is drawn in it is the global batch's."""
         # For what all samples share and torch draws by itself: the same on all ranks
         self._generator.manual_seed(part.seed)
-        with self.rows.block(part.seed):
+        with self.mode.block(part.seed):
             yield
 
     def gradient_norms(self) -> dict[str, float]:
@@ -205,10 +205,10 @@ class TrainingState:
 
     def after_evaluation(self, finished: EpochFinished) -> None:
         self.history.append(finished)
-        if self.choice:
+        if self.best_tracker:
             number, weights = len(self.history) - 1, self.base.without(self.evaluated)
             mine = {name: local(weight) for name, weight in weights.items()}
-            self.choice.after_evaluation(number, finished.validation, mine)
+            self.best_tracker.after_evaluation(number, finished.validation, mine)
         self._sums.values.zero_()
         self.logged = None
         self.epoch_seconds = 0.0
@@ -236,8 +236,8 @@ class TrainingState:
             "epoch_seconds": self.epoch_seconds,
             "history": [asdict(finished) for finished in self.history],
             "ran_on": self.ran_on,
-            "watch": self.watch.state_dict(),
-            "choice": self.choice.state_dict() if self.choice else None,
+            "watch": self.loss_monitor.state_dict(),
+            "choice": self.best_tracker.state_dict() if self.best_tracker else None,
         }
         return self.layout.marked(content)
 
@@ -256,7 +256,7 @@ class TrainingState:
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Restores what state_dict returned, of what is sharded this rank's rows, on any number of ranks; keeps the
-        tensors of optimizer and choice."""
+        tensors of optimizer and best_tracker."""
         self.load_weights(self.model, saved["model"])
         if self.average:
             self.load_weights(self.average.model, saved["average"])
@@ -273,9 +273,9 @@ class TrainingState:
         self.epoch, self.step, self.epoch_seconds = saved["epoch"], saved["step"], saved["epoch_seconds"]
         self.history = [EpochFinished(**finished) for finished in saved["history"]]
         self.ran_on = saved.get("ran_on", [])
-        self.watch.load_state_dict(saved["watch"])
-        if self.choice:
-            self.choice.load_state_dict(saved["choice"])
+        self.loss_monitor.load_state_dict(saved["watch"])
+        if self.best_tracker:
+            self.best_tracker.load_state_dict(saved["choice"])
 
 
 def _parallel(step: Step, virtual_ranks: int) -> ReplicatedStep | ExactStep | ShardedStep:

@@ -9,8 +9,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from flyte_ddp.engine import torch_compat
 from flyte_ddp.engine.batches.batches import Batch
-from flyte_ddp.engine.global_batch.by_row import ByRow
 from flyte_ddp.engine.global_batch.ghost_batch_norm import constants
+from flyte_ddp.engine.global_batch.mode import GlobalBatchMode
 from flyte_ddp.engine.measures import pairs_of, trained_measure
 from flyte_ddp.recipe import Recipe
 
@@ -50,45 +50,51 @@ class Step(nn.Module):
     """
 
     def __init__(
-        self, model: nn.Module, recipe: Recipe, rows: ByRow, names: Sequence[str], world_size: int, autocast: bool
+        self,
+        model: nn.Module,
+        recipe: Recipe,
+        mode: GlobalBatchMode,
+        names: Sequence[str],
+        world_size: int,
+        autocast: bool,
     ):
         super().__init__()
-        self.model, self.recipe, self.rows, self.names = model, recipe, rows, names
+        self.model, self.recipe, self.mode, self.names = model, recipe, mode, names
         self.world_size, self.autocast = world_size, autocast
         self.trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         # Values and weights by name, running statistics, bits of the digest, requests to stop and to save
         bits = BITS if world_size > 1 or recipe.micro_batch else 0
-        self.sizes = [2 * len(names), rows.running.size if rows.running else 0, bits, 2]
+        self.sizes = [2 * len(names), mode.running.size if mode.running else 0, bits, 2]
         self.digests: set[int] = set()
-        self.sums = nn.Parameter(torch.zeros(sum(self.sizes), device=recipe.device))
+        self.carrier = nn.Parameter(torch.zeros(sum(self.sizes), device=recipe.device))
 
     def computed(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """The sum of what is trained, and (2 k, samples) value and weight of each measure, alternating."""
         vars(self.recipe.share).update(vars(batch.share))
-        if self.rows.running:
-            self.rows.running.start()
-        with torch.autocast(self.sums.device.type, torch.bfloat16, enabled=self.autocast):
+        if self.mode.running:
+            self.mode.running.start()
+        with torch.autocast(self.carrier.device.type, torch.bfloat16, enabled=self.autocast):
             outputs = self.recipe.forward(self.model, batch.tree)
             pairs = pairs_of(self.recipe, outputs, batch, self.names)
         with torch.no_grad():
             measured = torch.stack([part for pair in pairs.values() for part in pair])
-        self.digests.add(self.rows.digest)
+        self.digests.add(self.mode.digest)
         return pairs[trained_measure(self.names)][0].sum(), measured
 
     def forward(self, batch: Batch, requests: tuple[bool, bool], is_last: bool) -> Tensor:
         """requests: whether to stop, and to save. is_last: of the parts that the rank's share is computed in."""
         trained, each = self.computed(batch)
         with torch.no_grad():
-            sums = torch.empty_like(self.sums)
+            sums = torch.empty_like(self.carrier)
             measured, statistics, bits, asked = sums.split(self.sizes)
             torch.sum(each, 1, out=measured)
-            if self.rows.running:
-                self.rows.running.write(statistics)
+            if self.mode.running:
+                self.mode.running.write(statistics)
             if len(bits):
                 bits.copy_(constants(bits_of(self.digests if is_last else {0}), sums.device))
             asked.copy_(constants(tuple(float(request and is_last) for request in requests), sums.device))
         # backward(gradient) would save this product, but imports sympy
-        return _Reaching.apply(self.world_size * (trained + self.sums @ sums), *self.trainable)
+        return _Reaching.apply(self.world_size * (trained + self.carrier @ sums), *self.trainable)
 
     def split(self, sums: Tensor, norms: Tensor) -> "Totals":
         """sums: of all ranks. norms: of the gradients."""
@@ -121,7 +127,7 @@ class ReplicatedStep(DistributedDataParallel):
 
     def __init__(self, step: Step):
         super().__init__(step, gradient_as_bucket_view=True)
-        # Buffers are the same on all ranks, see by_row.py (as an argument its name would depend on torch's version)
+        # Buffers are the same on all ranks, see mode.py (as an argument its name would depend on torch's version)
         self.broadcast_buffers = False
 
     def parts(self, batch: Batch, most: int) -> list[Batch]:
@@ -131,7 +137,7 @@ class ReplicatedStep(DistributedDataParallel):
     def added_up(self, backward: Callable[[], None]) -> Totals:
         """Runs forward and backward pass; then each parameter has the sum of its gradients on all ranks."""
         backward()
-        return self.module.split(self.module.sums.grad, torch_compat.norms(gradients_of(self.module)))
+        return self.module.split(self.module.carrier.grad, torch_compat.norms(gradients_of(self.module)))
 
     def finish_part(self, is_last: bool) -> None:
         pass

@@ -22,7 +22,7 @@ from flyte_ddp.engine.monitor.stragglers import Stragglers
 from flyte_ddp.engine.network.compiled import compile_now
 from flyte_ddp.engine.network.memory import choose_micro_batch
 from flyte_ddp.engine.results import layers_of, result_of, write_last, write_results
-from flyte_ddp.engine.set_up import Parts, set_up
+from flyte_ddp.engine.set_up import SetUp, set_up
 from flyte_ddp.engine.sharding.sharding import is_sharded
 from flyte_ddp.errors import NonFiniteError, UnevenShapesError
 from flyte_ddp.events import RunStarted, all_of, digests_of
@@ -51,83 +51,83 @@ def train(environment: Environment, device: torch.device, link: Link, job: Job) 
 
 def _train(environment: Environment, device: torch.device, link: Link, job: Job, cache: BlockCache) -> TrainingResult:
     with checked_imports(job.root, job.files):
-        parts = set_up(environment, device, job, cache)
-    check_readable(parts.state.state_dict())
-    other = resume(parts.state, job, environment, link)
+        setup = set_up(environment, device, job, cache)
+    check_readable(setup.state.state_dict())
+    other = resume(setup.state, job, environment, link)
     if other:
-        del parts
-        parts = set_up(environment, device, job, cache, other)
-        parts.remarks.append(f"precision: {other}, which the checkpoint has been trained in")
-        other = resume(parts.state, job, environment, link)
+        del setup
+        setup = set_up(environment, device, job, cache, other)
+        setup.remarks.append(f"precision: {other}, which the checkpoint has been trained in")
+        other = resume(setup.state, job, environment, link)
     if other is not None:
-        del parts  # its memory is needed again
-        parts = set_up(environment, device, job, cache)
-    state, settings = parts.state, job.settings
+        del setup  # its memory is needed again
+        setup = set_up(environment, device, job, cache)
+    state, settings = setup.state, job.settings
     if state.recipe.micro_batch < 0:
-        parts.remarks.append(choose_micro_batch(state, parts.train))
+        setup.remarks.append(choose_micro_batch(state, setup.train))
     if job.options.compile:
-        compile_now(state, parts.train, parts.validation or parts.test, link)
+        compile_now(state, setup.train, setup.validation or setup.test, link)
     if device.type == "cuda":  # without what the trials have taken
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
-    state.ran_on, moves = moved(state.ran_on, machine(environment, device, parts.precision, job.options))
-    parts.remarks.extend(moves)
+    state.ran_on, moves = moved(state.ran_on, machine(environment, device, setup.precision, job.options))
+    setup.remarks.extend(moves)
     hosts = [""] * environment.world.size
     distributed.all_gather_object(hosts, environment.host)
-    link.emit(run_started(parts, environment, job, hosts))
-    for warning in parts.warnings:
+    link.emit(run_started(setup, environment, job, hosts))
+    for warning in setup.warnings:
         link.emit(warning)
-    kept = KeptModels(parts, job, link.emit) if job.options.keep_best else None
+    kept = KeptModels(setup, job, link.emit) if job.options.keep_best else None
     checkpoints = checkpoints_of(state, environment, all_of(kept, link.emit) if kept else link.emit, job)
     if kept:
         checkpoints = KeepingCheckpoints(kept, checkpoints, state)
     try:
         profile = os.path.join(job.logs, "profile") if job.options.profile and job.logs else ""
         with profiling(profile, environment.rank, state.optimizer):
-            split, per_epoch = parts.validation or parts.test, settings.evaluations_per_epoch
+            split, per_epoch = setup.validation or setup.test, settings.evaluations_per_epoch
             tested = fit(
-                state, parts.train, split, settings.last_epoch, per_epoch, settings.log_interval, link, checkpoints,
-                Stragglers(hosts, parts.train.split.remedy, meet_within=is_sharded(state.model)),
+                state, setup.train, split, settings.last_epoch, per_epoch, settings.log_interval, link, checkpoints,
+                Stragglers(hosts, setup.train.split.remedy, meet_within=is_sharded(state.model)),
             )  # fmt: skip
     except (NonFiniteError, UnevenShapesError):  # raised on all ranks at once; the first report of it ends them all
-        link.alive(WRITING)
+        link.heartbeat(WRITING)
         checkpoints.close()
         distributed.barrier()
         raise
     finally:
-        link.alive(WRITING)
+        link.heartbeat(WRITING)
         checkpoints.close()
-    write_last(parts, job)
-    if parts.validation or tested is None:  # None: resumed after the last epoch
+    write_last(setup, job)
+    if setup.validation or tested is None:  # None: resumed after the last epoch
         distributed.barrier()  # evaluating, the others would be taken for hanging while they wait for rank 0's files
-        tested = look_at_test(state, parts.test, settings.last_epoch, link)
-    link.alive(WRITING)
-    digest = write_results(parts, tested, job)
-    return result_of(parts, tested.measures, digest, kept.publish() if kept else [])
+        tested = look_at_test(state, setup.test, settings.last_epoch, link)
+    link.heartbeat(WRITING)
+    digest = write_results(setup, tested, job)
+    return result_of(setup, tested.measures, digest, kept.publish() if kept else [])
 
 
-def run_started(parts: Parts, environment: Environment, job: Job, hosts: list[str]) -> RunStarted:
-    state, world = parts.state, environment.world
+def run_started(setup: SetUp, environment: Environment, job: Job, hosts: list[str]) -> RunStarted:
+    state, world = setup.state, environment.world
     return RunStarted(
         dataset=job.dataset,
         samples=state.recipe.samples,
-        headline=parts.found.headline,
+        headline=setup.found.headline,
         percent=state.recipe.percent,
-        train_samples=len(parts.train.split),
-        test_samples=len(parts.test.split),
-        samples_per_epoch=parts.train.samples,
+        train_samples=len(setup.train.split),
+        test_samples=len(setup.test.split),
+        samples_per_epoch=setup.train.samples,
         world_size=world.size,
         backend=world.backend,
         device=str(state.device),
-        precision=parts.precision,
+        precision=setup.precision,
         epochs=job.settings.last_epoch,
-        steps_per_epoch=len(parts.train),
+        steps_per_epoch=len(setup.train),
         first_epoch=state.epoch,
         first_step=state.step,
         startup_seconds=time.time() - job.launched,
         layers=layers_of(state.model),
-        validation_samples=len(parts.validation.split) if parts.validation else 0,
-        remarks=parts.remarks,
+        validation_samples=len(setup.validation.split) if setup.validation else 0,
+        remarks=setup.remarks,
         hosts=hosts,
         identity=job.identity,
         ran_on=state.ran_on,

@@ -27,7 +27,7 @@ from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
 from flyte_ddp.recipe import CPU, Recipe
 from flyte_ddp.recipes.classifier import Classifier
-from flyte_ddp.storage import writing_to
+from flyte_ddp.whole_files import writing_to
 
 
 def write_formats(environment: Environment, link: Link, asked: ExportJob) -> Written:
@@ -72,7 +72,7 @@ def _write_formats(recipe: Recipe, test: Split, link: Link, asked: ExportJob) ->
                 f"the network cannot be exported to {name}: {_first_lines(error)}: change its forward, or leave {name} "
                 "out of formats"
             ) from None
-        link.alive()
+        link.heartbeat()
     inputs, outputs = programs.specs_of(model, few, more)
     return Written(
         measured=measured,

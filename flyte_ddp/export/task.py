@@ -16,7 +16,7 @@ from flytekit.types.file import FlyteFile, PythonPickledFile
 
 from flyte_ddp.attempt.failures import platform_errors
 from flyte_ddp.attempt.folders import run_folder
-from flyte_ddp.attempt.training import image_subject
+from flyte_ddp.attempt.platform_training import image_subject
 from flyte_ddp.data.description import StoredData
 from flyte_ddp.data.sources.image_settings import ImageSettings
 from flyte_ddp.engine.job import Subject, job_of
@@ -25,7 +25,7 @@ from flyte_ddp.export.settings import ClassifierExport, ExportJob, ExportOptions
 from flyte_ddp.export.verified import export
 from flyte_ddp.flyte1 import platform
 from flyte_ddp.flyte1.data import downloaded, source_of
-from flyte_ddp.flyte1.image_folder import attach
+from flyte_ddp.flyte1.index_images import attach
 from flyte_ddp.flyte1.inputs import classifier_metadata, dataset_of
 from flyte_ddp.flyte1.outputs import output_folder, output_page
 from flyte_ddp.flyte1.platform import is_local
@@ -37,7 +37,7 @@ from flyte_ddp.model_files.model_metadata import ModelMetadata, read_metadata
 from flyte_ddp.recipes.hyperparameters import FolderHyperparameters, Hyperparameters
 from flyte_ddp.report.console import say_last
 from flyte_ddp.settings import TrainingSettings
-from flyte_ddp.storage import temporary_beside
+from flyte_ddp.whole_files import temporary_beside
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from flyte_ddp.export.settings import FILES, ExportJob, Written
 from flyte_ddp.launch.alone import run_alone
 from flyte_ddp.report.console import Console, say
 from flyte_ddp.report.tracking import add_to_run
-from flyte_ddp.storage import writing_to
+from flyte_ddp.whole_files import writing_to
 
 # Names, because they import torch
 WRITE, MEASURE = "flyte_ddp.export.rank:write_formats", "flyte_ddp.export.rank:measure_file"

@@ -18,15 +18,15 @@ from flytekit.types.file import FlyteFile
 from flytekit.types.structured import StructuredDataset
 from fsspec.utils import get_protocol
 
-from flyte_ddp.attempt import stored
+from flyte_ddp.attempt import platform_storage
 from flyte_ddp.code.code_version import code_version
 from flyte_ddp.data.description import StoredData
-from flyte_ddp.data.stored import stored_data, use_storage_options
+from flyte_ddp.data.remote_files import stored_data, use_storage_options
 from flyte_ddp.flyte1 import platform
 from flyte_ddp.flyte1.caching import CodeVersion, OnClustersOnly
 from flyte_ddp.flyte1.platform import is_local
 from flyte_ddp.flyte1.resources import small_resources
-from flyte_ddp.storage import stream_digest
+from flyte_ddp.whole_files import stream_digest
 
 # --- where they are ---
 
@@ -46,7 +46,7 @@ def downloaded_once(given: FlyteFile | FlyteDirectory | None) -> Path | None:
         return None
     url, is_folder = url_of(given), isinstance(given, FlyteDirectory)
     download = partial(platform.storage().get_data, url, is_multipart=is_folder)
-    return stored.download_once(url, "" if is_folder else Path(url).name, download)
+    return platform_storage.download_once(url, "" if is_folder else Path(url).name, download)
 
 
 def source_of(given: FlyteFile | FlyteDirectory | StoredData | None) -> Path | StoredData | None:
@@ -85,8 +85,8 @@ def in_place(file: FlyteFile) -> FlyteFile:
 
 
 def list_files(folder: FlyteDirectory) -> dict[str, str]:
-    """See flyte_ddp.attempt.stored."""
-    return stored.list_files(platform, url_of(folder))
+    """See flyte_ddp.attempt.platform_storage."""
+    return platform_storage.list_files(platform, url_of(folder))
 
 
 def fetch(folder: FlyteDirectory, names: Sequence[str], into: Path) -> list[tuple[str, str]]:
@@ -95,7 +95,7 @@ def fetch(folder: FlyteDirectory, names: Sequence[str], into: Path) -> list[tupl
     if not FileAccessProvider.is_remote(source):
         return [(name, str(Path(source, name))) for name in names]
     copies = [str(into / f"{number}{Path(name).suffix}") for number, name in enumerate(names)]
-    files, root = stored.files_at(platform, source)
+    files, root = platform_storage.files_at(platform, source)
     files.get([f"{root}/{name}" for name in names], copies)
     return list(zip(names, copies, strict=True))
 
@@ -105,12 +105,12 @@ def fetch(folder: FlyteDirectory, names: Sequence[str], into: Path) -> list[tupl
 
 def of_folder(folder: FlyteDirectory) -> str:
     """A hash that changes when a file is added, removed or written to; of names, sizes, times and other metadata."""
-    return stored.folder_digest(platform, url_of(folder))
+    return platform_storage.folder_digest(platform, url_of(folder))
 
 
 def of_file(file: FlyteFile) -> str:
     """The same for one file."""
-    files, path = stored.files_at(platform, url_of(file))
+    files, path = platform_storage.files_at(platform, url_of(file))
     return hashlib.sha256(str(files.info(path)).encode()).hexdigest()
 
 

@@ -6,7 +6,7 @@ from typing import Any
 from flytekit.interaction.click_types import DirParamType, FileParamType, UnionParamType
 from flytekit.types.file import PythonPickledFile
 
-from flyte_ddp.attempt.training import check_classifier
+from flyte_ddp.attempt.platform_training import check_classifier
 from flyte_ddp.errors import InputError
 from flyte_ddp.fields import Settings
 from flyte_ddp.flyte1.flytekit_compat import alternatives, read_json_inputs

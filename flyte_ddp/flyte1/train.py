@@ -7,10 +7,10 @@ from flytekit import Cache
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile, PythonPickledFile
 
+from flyte_ddp.attempt.platform_training import IMAGE_CLASSIFIER, OfImages, Training
 from flyte_ddp.attempt.registration import registration
 from flyte_ddp.attempt.summaries import TrainingSummary
 from flyte_ddp.attempt.trained import Trained
-from flyte_ddp.attempt.training import IMAGE_CLASSIFIER, OfImages, Training
 from flyte_ddp.data.description import StoredData
 from flyte_ddp.flyte1 import platform
 from flyte_ddp.flyte1.caching import CodeVersion

@@ -7,11 +7,11 @@ from pathlib import Path
 import flyte
 from flyte.io import Dir, File
 
-from flyte_ddp.attempt.stored import download_once, folder_digest, open_file
+from flyte_ddp.attempt.platform_storage import download_once, folder_digest, open_file
 from flyte_ddp.errors import DownloadError, InputError
 from flyte_ddp.flyte2 import platform
 from flyte_ddp.flyte2.attempt import one_attempt
-from flyte_ddp.storage import stream_digest
+from flyte_ddp.whole_files import stream_digest
 
 
 def downloaded(given: File | Dir | None, to: str | None = None) -> Path | None:

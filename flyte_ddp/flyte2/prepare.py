@@ -6,7 +6,7 @@ import flyte
 from flyte.io import Dir, File
 
 from flyte_ddp.attempt import datasets
-from flyte_ddp.attempt.training import check_classifier
+from flyte_ddp.attempt.platform_training import check_classifier
 from flyte_ddp.code.code_version import code_version
 from flyte_ddp.data.prepared import prepared
 from flyte_ddp.errors import InputError

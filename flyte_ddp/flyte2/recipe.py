@@ -17,7 +17,7 @@ from flyte_ddp.attempt.summaries import RecipeSummary
 from flyte_ddp.attempt.trained import Trained
 from flyte_ddp.code.user_code import find_code, find_observers
 from flyte_ddp.flyte2.inputs import set_up_flyte
-from flyte_ddp.flyte2.training import Flyte2Training, files_of
+from flyte_ddp.flyte2.train import Flyte2Training, files_of
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from flyte_ddp.data.description import DatasetDescription
 from flyte_ddp.data.image_files import MODES, decode, reason
 from flyte_ddp.data.prepared import prepared
 from flyte_ddp.engine.arithmetic import settle_arithmetic
-from flyte_ddp.engine.batches.batches import TestBatches
+from flyte_ddp.engine.batches.batches import EvaluationBatches
 from flyte_ddp.engine.batches.splits import Resident
 from flyte_ddp.errors import InputError
 from flyte_ddp.inference.shards import ModelFile, Row, ShardJob, write_rows
@@ -19,7 +19,7 @@ from flyte_ddp.launch.link import Link
 from flyte_ddp.model_files.weights import load_weights
 from flyte_ddp.recipes.images import Normaliser
 from flyte_ddp.recipes.models import MODELS, load_model
-from flyte_ddp.storage import writing_to
+from flyte_ddp.whole_files import writing_to
 
 REMEDY = "use that of a training, and set the model and dataset of that training in options"
 
@@ -41,10 +41,10 @@ def predict_images(environment: Environment, link: Link, job: ShardJob) -> None:
     model.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
     normalise = Normaliser(description, device)
     found: list[tuple[float, int]] = []
-    for batch in TestBatches(Resident(images, device), job.options.batch_size, rank=0, world_size=1):
+    for batch in EvaluationBatches(Resident(images, device), job.options.batch_size, rank=0, world_size=1):
         scores, guesses = model(normalise(batch.tree)).softmax(1).max(1)
         found += zip(scores.tolist(), guesses.tolist(), strict=True)
-        link.alive()
+        link.heartbeat()
     with writing_to(Path(job.output).parent, "DDP_RUNS_DIR"):
         write_rows(Path(job.output), predicted(rows, found, description.classes))
 

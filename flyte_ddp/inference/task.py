@@ -36,7 +36,7 @@ from flyte_ddp.inference.shards import InferenceOptions, ModelFile, Shard, Shard
 from flyte_ddp.launch.alone import run_alone
 from flyte_ddp.launch.environment import choose_world, visible_gpus
 from flyte_ddp.report.console import Console, say
-from flyte_ddp.storage import remove_leftovers, temporary_beside, writing_to
+from flyte_ddp.whole_files import remove_leftovers, temporary_beside, writing_to
 
 # names, because importing them would import torch
 PREDICTOR = "flyte_ddp.inference.rank:predict_images"

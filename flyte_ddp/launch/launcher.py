@@ -132,7 +132,7 @@ class _Rank:
             self.silent_seconds = 0.0
             if kind == "event":
                 on_event(content)
-            elif kind == "alive":
+            elif kind == "heartbeat":
                 self.phase, self.peak_bytes = content
             elif kind == "standing":
                 self.answer = content

@@ -32,7 +32,7 @@ class Link:
     def emit(self, event: Event) -> None:
         pass
 
-    def alive(self, phase: str = STEPPING) -> None:
+    def heartbeat(self, phase: str = STEPPING) -> None:
         """Called after each step by each rank, so that a hang can be told from slow work.
 
         phase: which time-out counts until the next call. One that others are in, too, until this rank meets them: they
@@ -57,11 +57,11 @@ class ParentLink(Link):
         if self.is_heard:
             self.send("event", event)
 
-    def alive(self, phase: str = STEPPING) -> None:
+    def heartbeat(self, phase: str = STEPPING) -> None:
         now = time.monotonic()
         if phase != self._phase or now >= self._next_alive:
             self._phase, self._next_alive = phase, now + ALIVE_SECONDS
-            self.send("alive", (phase, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024))
+            self.send("heartbeat", (phase, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024))
 
     def send(self, kind: str, content: Any) -> None:
         """Leaves it to another sender if there is one: it may be this very thread, in which a finalizer prints."""
@@ -111,7 +111,7 @@ class DirectLink(Link):
         self._on_event, self._lock = on_event, threading.Lock()  # the checkpoint thread emits too
         self.steps, self.phase = 0, STARTING
 
-    def alive(self, phase: str = STEPPING) -> None:
+    def heartbeat(self, phase: str = STEPPING) -> None:
         self.steps, self.phase = self.steps + 1, phase
 
     def emit(self, event: Event) -> None:

@@ -127,7 +127,7 @@ def serve(
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     threading.Thread(target=link.listen, args=(private,), daemon=True).start()
     try:
-        link.alive(STARTING)
+        link.heartbeat(STARTING)
         with printed_lines(link.on_line, link.on_line):  # to the parent, the only one that writes to the terminal
             value = pkgutil.resolve_name(target)(environment, link, argument)
         link.send("done", value)

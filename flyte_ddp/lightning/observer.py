@@ -15,9 +15,9 @@ from torch import distributed
 
 from flyte_ddp.engine.digest import weights_digest
 from flyte_ddp.engine.machine import machine, moved
-from flyte_ddp.engine.monitor.step_clock import Part, StepClock
+from flyte_ddp.engine.monitor.loss_monitor import LossMonitor
+from flyte_ddp.engine.monitor.step_clock import StepClock, StepPart
 from flyte_ddp.engine.monitor.stragglers import Stragglers
-from flyte_ddp.engine.monitor.watch import Watch
 from flyte_ddp.engine.torch_compat import norms, pytree
 from flyte_ddp.errors import InputError, NonFiniteError, StopRequested
 from flyte_ddp.events import EpochFinished, Event, NotLearning, RunStarted, StepLogged, digests_of
@@ -51,7 +51,7 @@ class RankObserver(Checkpoint):
         self._files, self._validation = files, validation
         self.epochs: list[EpochFinished] = []
         self.ran_on: list[dict[str, Any]] = []  # see engine/machine.py
-        self.watch = Watch(remedies="lower the learning rate, or set gradient_clip_val")
+        self.loss_monitor = LossMonitor(remedies="lower the learning rate, or set gradient_clip_val")
         self._so_far = dict(NOTHING)  # of this epoch
         self._window: list[tuple[torch.Tensor | None, int]] = []  # loss and samples of each step since the last look
         self.position = 0, 0  # epoch and step that training begins with, or goes on with from a checkpoint
@@ -63,11 +63,11 @@ class RankObserver(Checkpoint):
     def state_dict(self) -> dict[str, Any]:
         epochs = [asdict(epoch) for epoch in self.epochs]
         so_far = {"so_far": self._so_far, "position": list(self.position)}
-        return {"epochs": epochs, "ran_on": self.ran_on, "watch": self.watch.state_dict(), **so_far}
+        return {"epochs": epochs, "ran_on": self.ran_on, "watch": self.loss_monitor.state_dict(), **so_far}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.epochs = [EpochFinished(**epoch) for epoch in state_dict["epochs"]]
-        self.watch.load_state_dict(state_dict["watch"])
+        self.loss_monitor.load_state_dict(state_dict["watch"])
         self.ran_on = state_dict.get("ran_on", [])
         self._so_far, self.position = dict(state_dict["so_far"]), tuple(state_dict["position"])
 
@@ -83,7 +83,7 @@ class RankObserver(Checkpoint):
                 f"{self._job.datamodule or self._job.recipe}: train_dataloader has no length: set limit_train_batches "
                 "to the number of batches that make an epoch"
             )
-        self.watch.constant_loss = float(getattr(trainer.datamodule, "constant_loss", 0.0))  # type: ignore[attr-defined]
+        self.loss_monitor.constant_loss = float(getattr(trainer.datamodule, "constant_loss", 0.0))  # type: ignore[attr-defined]
         loaders = pytree.tree_leaves(trainer.train_dataloader)
         self._is_resumable = all(hasattr(loader, "load_state_dict") for loader in loaders)
         self._saved = self._looked = time.monotonic()
@@ -118,10 +118,10 @@ class RankObserver(Checkpoint):
 
     def on_train_epoch_start(self, trainer: Trainer, module: LightningModule) -> None:
         self._looked = time.monotonic()
-        self._clock.lap(Part.OTHER)
+        self._clock.lap(StepPart.OTHER)
 
     def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
-        self._clock.lap(Part.DATA)
+        self._clock.lap(StepPart.DATA)
         steps = batch_idx + 1
         rates = [float(group["lr"]) for optimizer in trainer.optimizers for group in optimizer.param_groups]
         self._rate = rates[0] if rates else 0.0  # now: a schedule sets that of the next step
@@ -137,15 +137,15 @@ class RankObserver(Checkpoint):
     def on_train_batch_end(
         self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._link.alive()
+        self._link.heartbeat()
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         loss = None if loss is None else loss.detach().float() * trainer.accumulate_grad_batches
         self._window.append((loss, _samples_in(batch)))
-        self._clock.lap(Part.COMPUTING)
+        self._clock.lap(StepPart.COMPUTING)
         self._clock.samples += self._window[-1][1]
         if self._is_looking:
             self._look(trainer, batch_idx + 1)
-            self._clock.lap(Part.OTHER)
+            self._clock.lap(StepPart.OTHER)
 
     def _look(self, trainer: Trainer, steps: int) -> None:
         """Tells what has happened since the last look; a collective, as is what may follow from it."""
@@ -170,7 +170,7 @@ class RankObserver(Checkpoint):
             )
         )
         if seen["weight"]:
-            self._emit_all(self.watch.after_steps(epoch, steps, loss, round(samples)))
+            self._emit_all(self.loss_monitor.after_steps(epoch, steps, loss, round(samples)))
         self._time_ranks(epoch, steps, count, is_last)
         # gradients that are still being added up are in no checkpoint
         is_resumable = self._is_resumable and steps % trainer.accumulate_grad_batches == 0
@@ -183,7 +183,7 @@ class RankObserver(Checkpoint):
     def _time_ranks(self, epoch: int, step: int, count: int, is_last: bool) -> None:
         assert self._stragglers
         slow = self._stragglers.after_steps(epoch, step, count, self._clock.read_all())
-        self.watch.warnings += slow
+        self.loss_monitor.warnings += slow
         if slow or is_last:
             self._link.emit(self._stragglers.so_far())
         self._emit_all(slow)
@@ -224,10 +224,10 @@ class RankObserver(Checkpoint):
         self._evaluating = time.monotonic()
 
     def on_validation_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        self._link.alive()
+        self._link.heartbeat()
 
     def on_test_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        self._link.alive()
+        self._link.heartbeat()
 
     def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
         seconds = time.monotonic() - self._evaluating
@@ -253,9 +253,9 @@ class RankObserver(Checkpoint):
         )
         self._link.emit(self.epochs[-1])
         self._check_names({*self.epochs[-1].train}, validation)
-        warnings = self.watch.not_finite(broken(validation)[1], "validation", epoch + 1, steps)
+        warnings = self.loss_monitor.not_finite(broken(validation)[1], "validation", epoch + 1, steps)
         if "loss" in validation:
-            warnings += self.watch.after_evaluation(self.epochs[-1], steps)
+            warnings += self.loss_monitor.after_evaluation(self.epochs[-1], steps)
         self._emit_all(warnings)
         self._so_far, self._validation.values = dict(NOTHING), {}
         self._save(trainer, epoch + 1, 0)
@@ -278,12 +278,12 @@ class RankObserver(Checkpoint):
                 self._warn(f"{name} is not shown for the validation, which logs {got}: {remedy}")
 
     def _warn(self, reason: str) -> None:
-        self.watch.warnings.append(NotLearning(self.epochs[-1].epoch, 0, reason))
-        self._link.emit(self.watch.warnings[-1])
+        self.loss_monitor.warnings.append(NotLearning(self.epochs[-1].epoch, 0, reason))
+        self._link.emit(self.loss_monitor.warnings[-1])
 
     def _save(self, trainer: Trainer, epoch: int, step: int) -> None:
         self.position = self._files.position = epoch, step
-        self._link.alive(WRITING)
+        self._link.heartbeat(WRITING)
         trainer.save_checkpoint(self._job.checkpoint_path)
         self._saved = self._looked = time.monotonic()
 

@@ -31,7 +31,7 @@ from flyte_ddp.lightning.observer import RankObserver
 from flyte_ddp.lightning.results import result_of
 from flyte_ddp.lightning.seeds import StepSeeds
 from flyte_ddp.lightning.settings import LIMITS, PRECISIONS
-from flyte_ddp.storage import writing_to
+from flyte_ddp.whole_files import writing_to
 
 SAID_ELSEWHERE = ".*(does not have many workers|using `DistributedSampler`|smaller than the logging interval)"
 
@@ -79,12 +79,12 @@ def _train(environment: Environment, device: torch.device, link: Link, job: Ligh
     started = observer.started or observer.start(trainer)  # the latter if it was interrupted after the last epoch
     seed(job)
     tested = test(trainer, module, data, link, observer)
-    link.alive(WRITING)
+    link.heartbeat(WRITING)
     digest = weights_digest(module.state_dict(), device=device)
     if environment.rank == 0:
         with writing_to(Path(job.model_path).parent, "DDP_RUNS_DIR"):
             export_model(module.state_dict(), Path(job.model_path))
-    return result_of(job, trainer, module, started, observer.epochs, observer.watch.warnings, tested, digest)
+    return result_of(job, trainer, module, started, observer.epochs, observer.loss_monitor.warnings, tested, digest)
 
 
 def seed(job: LightningJob) -> None:
@@ -140,7 +140,7 @@ def test(
         tested.update(measures_of(logged))
     for name in broken(tested)[0]:
         raise NonFiniteError.in_evaluation(tested[name], "test", len(epochs))
-    for warning in observer.watch.not_finite(broken(tested)[1], "test", len(epochs), 0):
+    for warning in observer.loss_monitor.not_finite(broken(tested)[1], "test", len(epochs), 0):
         link.emit(warning)
     stopped_early, seconds = len(epochs) < (trainer.max_epochs or 0), time.monotonic() - started
     link.emit(EpochChosen(len(epochs) - 1, len(epochs), tested, stopped_early, seconds, is_best=False))

@@ -46,7 +46,7 @@ def time_pass(split: Streamed, normalise: Normaliser, order: torch.Tensor, batch
     started = time.perf_counter()
     for images, _ in split.fetch(order.split(batch_size)):
         normalise(images)
-        link.alive()
+        link.heartbeat()
     if split.device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter() - started

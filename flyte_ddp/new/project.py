@@ -16,7 +16,7 @@ from pathlib import Path
 from flyte_ddp.code.code_version import LIBRARY, is_installed
 from flyte_ddp.errors import InputError
 from flyte_ddp.new.library import DISTRIBUTION
-from flyte_ddp.storage import temporary_beside, writing_to
+from flyte_ddp.whole_files import temporary_beside, writing_to
 
 TEMPLATE = Path(__file__).with_name("template")
 FLYTE2 = Path(__file__).with_name("flyte2") / "template"  # what is otherwise for Flyte 2

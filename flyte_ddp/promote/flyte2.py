@@ -12,8 +12,8 @@ from typing import Any
 import flyte
 from flyte.io import Dir, File
 
+from flyte_ddp.attempt.platform_training import image_subject
 from flyte_ddp.attempt.pod import check_gpus
-from flyte_ddp.attempt.training import image_subject
 from flyte_ddp.engine.job import Subject
 from flyte_ddp.flyte2 import platform
 from flyte_ddp.flyte2.attempt import one_attempt

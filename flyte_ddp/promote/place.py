@@ -24,9 +24,9 @@ import click
 from filelock import FileLock
 
 from flyte_ddp.attempt.platform import Platform
-from flyte_ddp.attempt.stored import files_at
+from flyte_ddp.attempt.platform_storage import files_at
 from flyte_ddp.errors import InputError, RecoverableError, ReportedError
-from flyte_ddp.storage import content_digest, write_whole
+from flyte_ddp.whole_files import content_digest, write_whole
 
 FORMAT = 1
 UNWRITABLE = (errno.EDQUOT, errno.ENOENT, errno.ENOSPC, errno.ENOTDIR, errno.EROFS)  # of a disk; a retry would not help

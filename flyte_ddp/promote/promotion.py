@@ -20,7 +20,7 @@ from flyte_ddp.promote.registry import register
 from flyte_ddp.report.article import article
 from flyte_ddp.report.console import Console, say, say_last
 from flyte_ddp.settings import TrainingSettings
-from flyte_ddp.storage import content_digest
+from flyte_ddp.whole_files import content_digest
 
 MEASURE = "flyte_ddp.promote.rank:measure_models"  # a name, because importing it would import torch
 

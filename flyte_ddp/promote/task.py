@@ -14,10 +14,10 @@ from flytekit.types.file import FlyteFile, PythonPickledFile
 
 from flyte_ddp.attempt.datasets import check_ranks
 from flyte_ddp.attempt.failures import platform_errors
+from flyte_ddp.attempt.platform_training import image_subject
 from flyte_ddp.attempt.pod import check_gpus
 from flyte_ddp.attempt.registration import registration
 from flyte_ddp.attempt.requested import training_environment
-from flyte_ddp.attempt.training import image_subject
 from flyte_ddp.engine.job import Subject
 from flyte_ddp.flyte1 import platform
 from flyte_ddp.flyte1.inputs import classifier_metadata, dataset_of, settings_of

@@ -10,7 +10,7 @@ from flyte_ddp.report.article import Drawing, document, render_body
 from flyte_ddp.report.figures import Curves, draw, load_matplotlib
 from flyte_ddp.report.record import Record, RunFailed, RunFinished
 from flyte_ddp.report.verdict import drawn_figures, drawn_pictures, sample_pictures, verdict
-from flyte_ddp.storage import write_whole
+from flyte_ddp.whole_files import write_whole
 
 PAGES_FRACTION = 0.05  # the largest fraction of the time to spend on pages that the next one replaces
 

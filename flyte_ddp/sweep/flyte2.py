@@ -14,7 +14,7 @@ from flyte_ddp.errors import NonFiniteError
 from flyte_ddp.flyte2 import platform
 from flyte_ddp.flyte2.attempt import one_attempt
 from flyte_ddp.flyte2.data import output_file
-from flyte_ddp.flyte2.training import image_training
+from flyte_ddp.flyte2.train import image_training
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.sweep.halving import (

@@ -40,7 +40,7 @@ def run(environment: Environment, link: Link, job: TimingJob) -> list[Measuremen
                 rate = len(batch) * environment.world.size * passes_per_second(forward, device, options.seconds)
                 together = devices * environment.world.size
                 found.append(Measurement(method, together, environment.threads, batch_size, rate))
-                link.alive()
+                link.heartbeat()
         return found
 
 

@@ -11,9 +11,9 @@ from functools import cache
 from pathlib import Path
 
 from flyte_ddp.settings import RunOptions
-from flyte_ddp.storage import temporary_beside
+from flyte_ddp.whole_files import temporary_beside
+from tests.attempt.test_platform_training import Folders
 from tests.attempt.test_sharded_checkpoints import Sharded
-from tests.attempt.test_training import Folders
 from tests.engine.probe_recipes import Settings
 
 OPERATIONS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.copyfile", "shutil.rmtree")

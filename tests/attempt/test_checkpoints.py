@@ -22,8 +22,8 @@ from flyte_ddp.lock import LOCK
 from flyte_ddp.manifest import models_beside
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
-from flyte_ddp.storage import LEFTOVER_SECONDS, write_whole
-from tests.attempt.test_training import FolderError, Folders, FolderTraining
+from flyte_ddp.whole_files import LEFTOVER_SECONDS, write_whole
+from tests.attempt.test_platform_training import FolderError, Folders, FolderTraining
 from tests.unreliable_storage import UnreliableStorage
 
 ROOT = Path(__file__).parents[2]

@@ -10,7 +10,7 @@ from flytekit.core.context_manager import ExecutionState
 
 from flyte_ddp.attempt.failures import attempt_error, failure_of, platform_errors
 from flyte_ddp.attempt.folders import run_folder
-from flyte_ddp.attempt.training import image_subject
+from flyte_ddp.attempt.platform_training import image_subject
 from flyte_ddp.errors import DataError, InputError, RecoverableError
 from flyte_ddp.flyte1 import platform
 from flyte_ddp.flyte1.platform import TaskError, TaskInterruptedError

@@ -1,7 +1,7 @@
 """The upload of a run's logs: what is not there is passed over, what the storage refuses is said."""
 
 from flyte_ddp.attempt.logs import kept_logs
-from tests.attempt.test_training import Folders
+from tests.attempt.test_platform_training import Folders
 
 
 class NoBucket(Folders):

@@ -7,9 +7,9 @@ import torch
 
 from benchmarks import lost_nodes
 from flyte_ddp.settings import RunOptions
-from tests.attempt.test_rank_storage import Rank  # noqa: F401  # skips where torch cannot shard
+from tests.attempt.test_platform_training import Folders
+from tests.attempt.test_rank_checkpoints import Rank  # noqa: F401  # skips where torch cannot shard
 from tests.attempt.test_sharded_checkpoints import Sharded
-from tests.attempt.test_training import Folders
 from tests.commands import same
 from tests.engine.probe_recipes import Settings
 

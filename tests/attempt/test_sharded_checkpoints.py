@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from flyte_ddp.attempt.checkpoints import checkpoint_store
+from flyte_ddp.attempt.platform_training import Training
 from flyte_ddp.attempt.trained import Trained
-from flyte_ddp.attempt.training import Training
 from flyte_ddp.code.user_code import find_code
 from flyte_ddp.events import CheckpointWritten
 from flyte_ddp.manifest import read_manifest, shards_beside, write_manifest
 from flyte_ddp.settings import RunOptions
-from tests.attempt.test_training import Folders
+from tests.attempt.test_platform_training import Folders
 from tests.engine.probe_recipes import Settings
 
 FILES = "0.safetensors", "1.safetensors"

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flyte_ddp.data import stored
+from flyte_ddp.data import remote_files
 from flyte_ddp.data.blocks.block_folder import BlockFolder, write_blocks
 from flyte_ddp.data.blocks.blocks import Blocks, open_rows, rows_of, tree_of
 from flyte_ddp.errors import DataError, DownloadError, InputError
@@ -111,7 +111,7 @@ def change(path):
     ],
 )
 def test_a_damaged_block_is_named(tmp_path, monkeypatch, damage, error, words):
-    monkeypatch.setattr(stored, "PAUSE_SECONDS", 0)
+    monkeypatch.setattr(remote_files, "PAUSE_SECONDS", 0)
     write_blocks(tmp_path / "blocks", TREE, 4)
     damage(tmp_path / "blocks" / "block-000001.npy")
     with pytest.raises(error, match=words):

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flyte_ddp.data import stored
+from flyte_ddp.data import remote_files
 from flyte_ddp.data.blocks.blocks import open_rows, tree_of
 from flyte_ddp.errors import DataError, InputError
 
@@ -55,7 +55,7 @@ def test_row_groups_are_blocks(tmp_path):
 def test_a_row_group_may_be_larger_than_a_request(tmp_path, monkeypatch):
     values = np.random.default_rng(0).random(1000)
     parquet.write_table(pa.table({"x": values, "y": -values}), tmp_path / "a")
-    monkeypatch.setattr(stored, "PIECE_BYTES", 500)
+    monkeypatch.setattr(remote_files, "PIECE_BYTES", 500)
     found = read(Parquet(tmp_path / "a", ["x", "y"]), 0, tmp_path)
     assert np.array_equal(found["x"], values)
     assert np.array_equal(found["y"], -values)

@@ -23,7 +23,7 @@ from flyte_ddp.data.prepared.prepared import (
 from flyte_ddp.data.prepared.writer import write_prepared
 from flyte_ddp.errors import DataError, InputError
 from flyte_ddp.recipes.images import Normaliser
-from flyte_ddp.storage import remove_leftovers, temporary_beside
+from flyte_ddp.whole_files import remove_leftovers, temporary_beside
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -11,7 +11,7 @@ from flyte_ddp.code.user_code import find_code
 from flyte_ddp.engine.batches.batches import TrainBatches
 from flyte_ddp.engine.batches.block_cache import BlockCache
 from flyte_ddp.engine.checks.trials import Trials
-from flyte_ddp.engine.global_batch.by_row import ByRow
+from flyte_ddp.engine.global_batch.mode import GlobalBatchMode
 from flyte_ddp.engine.job import job_in, subject_of
 from flyte_ddp.engine.load import load_recipe, load_split
 from flyte_ddp.engine.measures import augment, pairs_of, trained_measure
@@ -56,7 +56,7 @@ def test_a_step_of_every_example_neither_waits_nor_mixes_devices(alone, tmp_path
     with process_group(environment, 60), BlockCache(environment, 2**30) as cache:
         here = load_recipe(job, CPU)
         model = here.model()
-        rows = ByRow(here.share)  # where samples are in what is drawn is learned from values
+        rows = GlobalBatchMode(here.share)  # where samples are in what is drawn is learned from values
         trials = Trials(here, model, rows, load_split(here, "train", job, cache), 8)
         names = tuple(trials(0, 8).pairs)
         recipe = load_recipe(job, META)

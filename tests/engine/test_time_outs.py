@@ -37,10 +37,10 @@ class Noting(Validated):
 
 
 class NotingLink(DirectLink):
-    def alive(self, phase=STEPPING):
-        super().alive(phase)
+    def heartbeat(self, phase=STEPPING):
+        super().heartbeat(phase)
         NOW[0] = phase
-        SEEN.append(("alive", phase))
+        SEEN.append(("heartbeat", phase))
 
     def emit(self, event):
         SEEN.append((type(event).__name__, NOW[0]))
@@ -51,18 +51,18 @@ def test_each_rank_says_when_it_starts_steps_and_writes(alone, tmp_path):
     SEEN.clear()
     job = job_in(tmp_path, subject_of(find_code(f"{__name__}:Noting"), Settings(epochs=2)), RunOptions())
     worker.run(environment_from_variables("gloo"), NotingLink(None), job)
-    events = [(name, phase) for name, phase in SEEN if name != "alive"]
+    events = [(name, phase) for name, phase in SEEN if name != "heartbeat"]
     first = [phase for name, phase in events[: events.index((RunStarted.__name__, STARTING)) + 1]]
     assert {*first} == {STARTING}
     assert {"data", "model", "pictures"} <= {name for name, _ in events[: len(first)]}
     # from the last step of an epoch to the next step: evaluated, written
-    phases = [phase for name, phase in SEEN if name == "alive"]
+    phases = [phase for name, phase in SEEN if name == "heartbeat"]
     assert phases[0] == STEPPING
     assert (EpochFinished.__name__, STEPPING) in events
     assert (EpochChosen.__name__, STEPPING) in events
     assert events[-1] == ("pictures", WRITING)
     ends = [at for at, (name, _) in enumerate(SEEN) if name == EpochFinished.__name__]
-    assert all(("alive", WRITING) in SEEN[at : at + 4] for at in ends)
+    assert all(("heartbeat", WRITING) in SEEN[at : at + 4] for at in ends)
 
 
 def run(output, **waits):

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from flyte_ddp.engine.batches.loading import Streamed
-from flyte_ddp.engine.batches.splits import Part, Resident, hold_out
-from flyte_ddp.engine.monitor.choice import Choice
+from flyte_ddp.engine.batches.splits import Resident, Subset, hold_out
+from flyte_ddp.engine.monitor.best_tracker import BestTracker
 from flyte_ddp.errors import InputError, NonFiniteError
 from flyte_ddp.events import EpochChosen, EpochFinished, RunStarted, StepLogged
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
@@ -32,7 +32,7 @@ def of(trained, kind):
 
 
 def chosen(values, **settings):
-    choice = Choice("loss", is_lower_better=settings.pop("is_lower_better", True), **settings)
+    choice = BestTracker("loss", is_lower_better=settings.pop("is_lower_better", True), **settings)
     model = nn.Linear(1, 1)
     for epoch, value in enumerate(values):
         nn.init.constant_(model.weight, epoch)
@@ -126,7 +126,7 @@ def test_no_sample_is_held_out_twice_or_lost_and_the_same_ones_each_time():
 def test_samples_that_are_read_while_training_are_held_out_too():
     split = Streamed(SeededDataset(Settings()).data("train"), torch.device("cpu"))
     kept, held = hold_out(split, 0.25)
-    assert isinstance(held, Part)
+    assert isinstance(held, Subset)
     (rows,) = held.fetch([torch.tensor([2, 0])])
     (expected,) = split.fetch([held.at(torch.tensor([2, 0]))])
     assert (len(kept), len(held)) == (9, 3)

@@ -11,7 +11,7 @@ import pytest
 
 from flyte_ddp.data.prepared.prepared import open_split
 from flyte_ddp.data.sources.datasets import prepare
-from flyte_ddp.data.sources.image_folder import write_folder
+from flyte_ddp.data.sources.image_index import write_folder
 from tests import commands
 from tests.commands import ROOT, output, words
 

@@ -10,12 +10,12 @@ from flytekit.core.type_engine import TypeEngine
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
-from flyte_ddp.attempt.stored import download_once
+from flyte_ddp.attempt.platform_storage import download_once
 from flyte_ddp.data.blocks.block_folder import write_blocks
 from flyte_ddp.data.sources.image_settings import ImageSettings
 from flyte_ddp.errors import InputError
 from flyte_ddp.flyte1.data import fetch, file_by_content, folder_by_content, list_files, new_folder, weights_by_content
-from flyte_ddp.flyte1.image_folder import find_images
+from flyte_ddp.flyte1.index_images import find_images
 from tests.object_storage import object_storage
 
 trained: "list[str]" = []

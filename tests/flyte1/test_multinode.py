@@ -22,7 +22,7 @@ from flyte_ddp.flyte1 import platform as flytekit_platform
 from flyte_ddp.flyte1.platform import TaskInterruptedError
 from flyte_ddp.launch.environment import environment_from_torchrun, environment_from_variables
 from flyte_ddp.launch.failures import Failure, RankError, from_exception, from_exit_code
-from flyte_ddp.launch.watched import GRACE_SECONDS
+from flyte_ddp.launch.watchdog import GRACE_SECONDS
 from tests.attempt.test_checkpoints import on_a_cluster
 from tests.attempt.test_webhook import Server
 from tests.commands import pyflyte

@@ -11,7 +11,7 @@ from flyteidl2.core.tasks_pb2 import Resources as Proto
 
 from flyte2 import mnist
 from flyte_ddp.attempt import requested
-from flyte_ddp.attempt.training import IMAGE_CLASSIFIER
+from flyte_ddp.attempt.platform_training import IMAGE_CLASSIFIER
 from flyte_ddp.code.code_version import with_installed
 from flyte_ddp.flyte2.environment import resources, training_environment
 from flyte_ddp.flyte2.recipe import RecipeTraining
@@ -81,4 +81,4 @@ def test_all_of_the_library_is_shipped_though_the_ranks_modules_are_not_imported
     shown = subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, capture_output=True, text=True).stdout
     has_torch, *shipped = shown.replace(f"{ROOT}/", "").split()
     assert has_torch == "False"
-    assert {"flyte_ddp/engine/worker.py", "flyte_ddp/attempt/training.py"} <= set(shipped)
+    assert {"flyte_ddp/engine/worker.py", "flyte_ddp/attempt/platform_training.py"} <= set(shipped)

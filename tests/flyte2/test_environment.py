@@ -15,7 +15,7 @@ from flyte.models import SerializationContext
 
 from flyte_ddp.errors import InputError
 from flyte_ddp.flyte2.environment import preparation_environment, training_environment
-from flyte_ddp.flyte2.training import image_training
+from flyte_ddp.flyte2.train import image_training
 from tests.commands import ROOT
 
 LABELS = {"kueue.x-k8s.io/queue-name": "research"}

@@ -15,7 +15,7 @@ from flyte_ddp.data.prepared import prepared
 from flyte_ddp.data.sources.datasets import prepare
 from flyte_ddp.data.sources.image_settings import ImageSettings
 from flyte_ddp.errors import ReportedError
-from flyte_ddp.flyte1.image_folder import find_images, index_images
+from flyte_ddp.flyte1.index_images import find_images, index_images
 from flyte_ddp.inference.gather import gather_shards
 from flyte_ddp.inference.shards import InferenceOptions, read_rows
 from flyte_ddp.inference.task import part_path, plan_shards, predict_shard

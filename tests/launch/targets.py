@@ -48,7 +48,7 @@ def count_page_faults(environment: Environment, link: Link, job: Job) -> list[in
     counts: list[int] = []
 
     class CountingLink(Link):
-        def alive(self, phase: str = STEPPING) -> None:
+        def heartbeat(self, phase: str = STEPPING) -> None:
             counts.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
 
     worker.run(environment, CountingLink(link.is_heard), job)
@@ -71,7 +71,7 @@ def die_on_rank_one(environment: Environment, link: Link, argument: Any) -> None
 
 def hang_on_rank_one(environment: Environment, link: Link, argument: Any) -> None:
     with process_group(environment, 60):
-        link.alive()
+        link.heartbeat()
         if environment.rank == 1:
             for _ in range(80):  # their stacks come first, and take time to write
                 threading.Thread(target=wait_deep_down, args=(90,), daemon=True).start()
@@ -99,15 +99,15 @@ def wait_for_parent(environment: Environment, link: Link, fifo: str) -> str:
 def take_time(environment: Environment, link: Link, seconds: float) -> str:
     """To start, and to write; there is a step in between."""
     threading.Event().wait(seconds)
-    link.alive()
-    link.alive(WRITING)
+    link.heartbeat()
+    link.heartbeat(WRITING)
     threading.Event().wait(seconds)
     return "done"
 
 
 def hang_in(environment: Environment, link: Link, phase: str) -> None:
-    link.alive()
-    link.alive(phase)
+    link.heartbeat()
+    link.heartbeat(phase)
     wait_for_ever()
 
 
@@ -169,7 +169,7 @@ def stop_while_behind(environment: Environment, link: Link, job: Job) -> tuple[i
     signs = itertools.count(1)
 
     class Stopping(Link):
-        def alive(self, phase: str = STEPPING) -> None:
+        def heartbeat(self, phase: str = STEPPING) -> None:
             self.stop_requested = next(signs) >= 7
 
     asked = Stopping(link.is_heard) if environment.rank == 0 else Link()

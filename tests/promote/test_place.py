@@ -14,7 +14,7 @@ from flytekit import FlyteContextManager
 from flytekit.configuration import DataConfig
 from flytekit.core.data_persistence import FileAccessProvider
 
-from flyte_ddp.attempt.stored import files_at
+from flyte_ddp.attempt.platform_storage import files_at
 from flyte_ddp.errors import InputError, ReportedError
 from flyte_ddp.flyte1 import platform
 from flyte_ddp.promote.place import PROMOTED, ROLLED_BACK, Place, version_name

@@ -14,7 +14,7 @@ import pytest
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import PythonPickledFile
 
-from flyte_ddp.attempt.training import IMAGE_CLASSIFIER
+from flyte_ddp.attempt.platform_training import IMAGE_CLASSIFIER
 from flyte_ddp.code.user_code import find_code
 from flyte_ddp.data.sources.datasets import prepare
 from flyte_ddp.engine.job import Measured, subject_of

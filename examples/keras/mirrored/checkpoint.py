@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from flyte_ddp.events import EpochFinished
-from flyte_ddp.storage import write_whole
+from flyte_ddp.whole_files import write_whole
 
 
 def save(path: Path, variables: Sequence[Any], history: list[EpochFinished]) -> None:

@@ -118,7 +118,7 @@ def fit(
         began, figures = time.perf_counter(), []
         for batch in batches:
             figures.append([float(value) for value in step(tf.constant(batch))])
-            link.alive()
+            link.heartbeat()
         loss, accuracy = np.mean(figures, axis=0).tolist()
         if not math.isfinite(loss):
             raise InputError(f"the loss is not finite in epoch {epoch + 1}: lower learning_rate ({hp.learning_rate:g})")

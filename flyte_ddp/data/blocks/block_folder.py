@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from flyte_ddp.data.blocks.blocks import Blocks, check_count, length_of, rows_of
-from flyte_ddp.data.stored import INDEX, Stored
+from flyte_ddp.data.remote_files import INDEX, Stored
 from flyte_ddp.errors import DataError, InputError
 
 FORMAT = 1

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from flyte_ddp.data.blocks.blocks import Blocks
-from flyte_ddp.data.stored import Stored, StoredFile
+from flyte_ddp.data.remote_files import Stored, StoredFile
 from flyte_ddp.errors import DataError, InputError, not_installed
 
 try:

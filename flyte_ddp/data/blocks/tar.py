@@ -15,7 +15,7 @@ import numpy as np
 from flyte_ddp.data.blocks.block_folder import Indexed, entry, write_index
 from flyte_ddp.data.blocks.blocks import rows_of
 from flyte_ddp.data.image_files import decode, reason
-from flyte_ddp.data.stored import PiecesFile, Stored
+from flyte_ddp.data.remote_files import PiecesFile, Stored
 from flyte_ddp.errors import DataError, InputError
 
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")

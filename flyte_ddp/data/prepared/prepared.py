@@ -15,7 +15,7 @@ import numpy as np
 from flyte_ddp.data.description import FORMAT, DatasetDescription, FolderDescription, digest_of
 from flyte_ddp.data.image_files import IMAGES, ImageFiles
 from flyte_ddp.errors import DataError, InputError
-from flyte_ddp.storage import content_digest
+from flyte_ddp.whole_files import content_digest
 
 DESCRIPTION = "dataset.json"
 SPLITS = ("train", "test")

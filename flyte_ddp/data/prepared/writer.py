@@ -17,7 +17,7 @@ from filelock import FileLock
 from flyte_ddp.data.description import DatasetDescription
 from flyte_ddp.data.prepared.prepared import DESCRIPTION, FILES, SPLITS, verify
 from flyte_ddp.errors import DataError, InputError
-from flyte_ddp.storage import synced_file, temporary_beside, writing_to
+from flyte_ddp.whole_files import synced_file, temporary_beside, writing_to
 
 
 def write_prepared(

@@ -18,7 +18,7 @@ from flyte_ddp.data.prepared.writer import write_prepared
 from flyte_ddp.data.sources.download import Mirrors, Progress, mirror_from_environment
 from flyte_ddp.data.sources.open_url import Opener, OpenStored
 from flyte_ddp.errors import DataError, DownloadError, InputError
-from flyte_ddp.storage import remove_leftovers, write_whole, writing_to
+from flyte_ddp.whole_files import remove_leftovers, write_whole, writing_to
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from flyte_ddp.data.sources.open_url import Opener, RefusedError, UnreachableError
 from flyte_ddp.errors import DownloadError, InputError
-from flyte_ddp.storage import content_digest, whole_file, writing_to
 from flyte_ddp.text import masked
+from flyte_ddp.whole_files import content_digest, whole_file, writing_to
 
 MIRROR_VARIABLE = "DDP_DATA_MIRROR"
 STORAGES = ("s3", "gs", "abfs", "abfss")  # only Flyte's tasks read these, with their settings and keys

@@ -251,7 +251,7 @@ class TrainBatches(_Batches):
         return [key_of(Use.PASS, self.seed, epoch, number) for number in range(self.passes)]
 
 
-class TestBatches(_Batches):
+class EvaluationBatches(_Batches):
     """A rank's shares of the global batches of the whole test or validation split; no sample comes twice.
 
     mixed: shuffles the samples, always in the same way.

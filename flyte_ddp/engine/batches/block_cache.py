@@ -24,7 +24,7 @@ from torch import distributed
 from flyte_ddp.engine.batches.block_order import Uses
 from flyte_ddp.errors import InputError
 from flyte_ddp.launch.environment import Environment
-from flyte_ddp.storage import temporary_beside, writing_to
+from flyte_ddp.whole_files import temporary_beside, writing_to
 
 VARIABLE = "DDP_CACHE_DIR"
 

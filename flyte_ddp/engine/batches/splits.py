@@ -89,7 +89,7 @@ def _as_tensor(leaf: Tensor | np.ndarray) -> Tensor:
     return leaf if isinstance(leaf, Tensor) else tensor_of(leaf)
 
 
-class Part:
+class Subset:
     """Some samples of a split: `count` of them, at(positions (n,) int64) being their indices in it."""
 
     def __init__(self, split: Split, count: int, at: Callable[[Tensor], Tensor]):
@@ -116,8 +116,8 @@ def hold_out(split: Split, fraction: float) -> tuple[Split, Split]:
     if not 0 < count < samples:
         raise InputError(f"validation_fraction must leave a sample on either side of {samples}, got {fraction:g}")
     key = key_of(Use.HELD_OUT)
-    held = Part(split, count, lambda positions: shuffled(positions, samples, key))
-    return Part(split, samples - count, lambda positions: shuffled(positions + count, samples, key)), held
+    held = Subset(split, count, lambda positions: shuffled(positions, samples, key))
+    return Subset(split, samples - count, lambda positions: shuffled(positions + count, samples, key)), held
 
 
 def spread(split: Split, count: int) -> Tensor:

@@ -24,7 +24,7 @@ from flyte_ddp.events import CheckpointRefused, Event
 from flyte_ddp.manifest import DIGEST_BYTES, read_manifest, shards_beside
 from flyte_ddp.recipe import CPU
 from flyte_ddp.settings import RunOptions
-from flyte_ddp.storage import sync, temporary_beside
+from flyte_ddp.whole_files import sync, temporary_beside
 
 FORMAT = 5
 

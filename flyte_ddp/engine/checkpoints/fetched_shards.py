@@ -18,7 +18,7 @@ from flyte_ddp.engine.sharding.sharded_state import Layout
 from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.errors import CheckpointError
 from flyte_ddp.launch.environment import Environment
-from flyte_ddp.storage import temporary_beside
+from flyte_ddp.whole_files import temporary_beside
 
 
 @contextmanager

@@ -20,8 +20,8 @@ from flyte_ddp.errors import InputError
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.process_group import gloo_group
 from flyte_ddp.manifest import shards_beside, write_manifest
-from flyte_ddp.storage import content_digest, sync, sync_folder
 from flyte_ddp.text import reason_of
+from flyte_ddp.whole_files import content_digest, sync, sync_folder
 
 
 class Destination(Protocol):

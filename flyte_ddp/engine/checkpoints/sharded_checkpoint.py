@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from flyte_ddp.engine.sharding.sharded_state import Shard
-from flyte_ddp.storage import content_digest
+from flyte_ddp.whole_files import content_digest
 
 PLAIN = (str, int, float, bool, type(None))  # what JSON has, too
 

@@ -104,7 +104,7 @@ def _continue_from(state: TrainingState, path: Path, job: Job, steps_per_epoch: 
         "choice": saved["choice"] or fresh["choice"],
     }
     restore(state, in_place(state, continued))
-    _judge_choice(state, fresh["choice"], theirs, job.identity)
+    _judge_best(state, fresh["choice"], theirs, job.identity)
     epoch, step = saved["epoch"], saved["step"]
     where = f"at epoch {epoch + 1}, step {step + 1}" if step else f"after epoch {epoch}"
     return f"Continues from {path.name}, {where}"
@@ -127,16 +127,18 @@ def _check_settings(saved: dict[str, Any], theirs: dict[str, Any], job: Job) -> 
         )
 
 
-def _judge_choice(state: TrainingState, fresh: Any, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
+def _judge_best(state: TrainingState, fresh: Any, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
     """Drops the other training's best epoch if it does not count here; patience that ran out there begins anew."""
-    if not state.choice:
+    if not state.best_tracker:
         return
     if not JUDGED_BY.isdisjoint(
         path for path, *_ in differences(theirs, ours)
     ):  # the best by another measure, or on other samples
-        state.choice.load_state_dict(fresh)
-    elif state.choice.is_over and not theirs["settings"].get("stop_after"):  # stopped by patience, not by stop_after
-        state.choice.waited = 0
+        state.best_tracker.load_state_dict(fresh)
+    elif state.best_tracker.is_over and not theirs["settings"].get(
+        "stop_after"
+    ):  # stopped by patience, not by stop_after
+        state.best_tracker.waited = 0
 
 
 def freeze(model: nn.Module, patterns: str) -> str:

@@ -22,7 +22,7 @@ DRAWN = "torch draw, in augment() from its argument random, in the network by to
 
 
 class Draws(TorchDispatchMode):
-    """Counts the random numbers that torch's operations draw, other than by row.
+    """Counts the random numbers that torch's operations draw, other than by sample.
 
     Attributes:
         found: how many, by place and operation, or the transform of torchvision that called it.

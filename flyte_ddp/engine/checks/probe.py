@@ -19,7 +19,7 @@ from flyte_ddp.engine.checks.comparison import dependences, optimizer_of, scaled
 from flyte_ddp.engine.checks.data_probe import of_first_rank, on_any_rank, unequal_data
 from flyte_ddp.engine.checks.refusals import refuse_untrainable
 from flyte_ddp.engine.checks.trials import Trial, Trials, changed_weights
-from flyte_ddp.engine.global_batch.by_row import ByRow
+from flyte_ddp.engine.global_batch.mode import GlobalBatchMode
 from flyte_ddp.engine.measures import code_location, headline_of, mismatched, pairs_of, ratios
 from flyte_ddp.engine.sharding.sharding import is_sharded
 from flyte_ddp.engine.torch_compat import count_in_total
@@ -40,7 +40,7 @@ class Probed:
         reasons: why the result depends on the number of ranks; only if the recipe allows that.
         alike: what changes all samples of a batch alike, where one would rather change each.
         sample_flops: floating-point operations of a training step, forward and backward, per sample.
-        rows: what draws by row, having seen where samples are in what is drawn.
+        mode: what draws by sample, having seen where samples are in what is drawn.
         moving: the weights, by name, that are not trained but changed otherwise, such as a teacher's.
     """
 
@@ -49,7 +49,7 @@ class Probed:
     reasons: list[str]
     alike: list[str]
     sample_flops: float
-    rows: ByRow
+    mode: GlobalBatchMode
     moving: frozenset[str]
 
 
@@ -82,11 +82,11 @@ def probe(recipe: Recipe, model: nn.Module, splits: dict[str, Split], steps: int
     6. What ranks disagree about, which takes all of them: an InputError above is raised by each rank for itself, and
        one that comes here alone would wait for the others until it is told of their failure.
     """
-    reasons, rows = unequal_data(recipe, splits), ByRow(recipe.share)
+    reasons, mode = unequal_data(recipe, splits), GlobalBatchMode(recipe.share)
     try:
-        training = _try_training(recipe, model, splits["train"], rows, steps)
+        training = _try_training(recipe, model, splits["train"], mode, steps)
         reasons = reasons or training.reasons  # what differs from the start is found again wherever it goes
-        tests = Trials(recipe, model, rows, splits["test"], _count(recipe, splits["test"], is_training=False), False)
+        tests = Trials(recipe, model, mode, splits["test"], _count(recipe, splits["test"], is_training=False), False)
         tested = tests(0, tests.size)
         _try_results(recipe, tested, mixed)
         reasons = reasons or dependences(recipe, tests, tested)
@@ -97,13 +97,13 @@ def probe(recipe: Recipe, model: nn.Module, splits: dict[str, Split], steps: int
     if reasons and not recipe.may_depend_on_ranks:
         raise InputError(f"the result would depend on the number of ranks: {'; '.join(reasons)}. {REMEDY}")
     headline = headline_of(recipe, ratios(recipe, training.names, training.totals))
-    return Probed(training.names, headline, reasons, training.alike, training.sample_flops, rows, training.moving)
+    return Probed(training.names, headline, reasons, training.alike, training.sample_flops, mode, training.moving)
 
 
-def _try_training(recipe: Recipe, model: nn.Module, split: Split, rows: ByRow, steps: int) -> _Tried:
+def _try_training(recipe: Recipe, model: nn.Module, split: Split, mode: GlobalBatchMode, steps: int) -> _Tried:
     """Some samples as in a training step. What it takes, a copy of the weights and their gradients, is free again when
     it returns."""
-    trials = Trials(recipe, model, rows, split, _count(recipe, split))
+    trials = Trials(recipe, model, mode, split, _count(recipe, split))
     with count_in_total(FlopCounterMode(display=False)) as counter:
         whole = trials(0, trials.size)
     refuse_untrainable(recipe, model, split, trials, whole)

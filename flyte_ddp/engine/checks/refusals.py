@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor, nn
 
-from flyte_ddp.engine.batches.splits import Part, Split, spread
+from flyte_ddp.engine.batches.splits import Split, Subset, spread
 from flyte_ddp.engine.checks.trials import Trial, Trials
-from flyte_ddp.engine.global_batch.by_row import ByRow
+from flyte_ddp.engine.global_batch.mode import GlobalBatchMode
 from flyte_ddp.engine.measures import code_location, trained_measure
 from flyte_ddp.engine.sharding.sharding import is_sharded
 from flyte_ddp.errors import InputError
@@ -16,7 +16,7 @@ MORE_SAMPLES, PART = 1024, 64  # how many samples are looked through for gradien
 
 def refuse_untrainable(recipe: Recipe, model: nn.Module, split: Split, trials: Trials, whole: Trial) -> None:
     """Raises InputError, with place and remedy. whole: the trial of the whole batch, which may be the first of more."""
-    _refuse_micro_batch(recipe, trials.rows)
+    _refuse_micro_batch(recipe, trials.mode)
     _refuse_lost(recipe, trials, whole)
     _refuse_without_gradients(recipe, whole)
     if not is_sharded(trials.model):
@@ -28,11 +28,11 @@ def refuse_untrainable(recipe: Recipe, model: nn.Module, split: Split, trials: T
         )
 
 
-def _refuse_micro_batch(recipe: Recipe, rows: ByRow) -> None:
+def _refuse_micro_batch(recipe: Recipe, mode: GlobalBatchMode) -> None:
     if not recipe.micro_batch:
         return
     why = ""
-    if rows.normalised and not recipe.ghost_batch_size:
+    if mode.normalised and not recipe.ghost_batch_size:
         why = (
             "with batch norm, whose statistics are those of whole batches (or set ghost_batch_size, or use "
             "nn.GroupNorm)"
@@ -111,8 +111,8 @@ def _refuse_unreached(recipe: Recipe, model: nn.Module, split: Split, trials: Tr
     for chosen in some.split(PART):
         if not unreached:
             return
-        part = Part(split, len(chosen), chosen.__getitem__)
-        found = Trials(recipe, model, trials.rows, part, len(part), copied=trials.model)(0, len(part))
+        part = Subset(split, len(chosen), chosen.__getitem__)
+        found = Trials(recipe, model, trials.mode, part, len(part), copied=trials.model)(0, len(part))
         unreached = [name for name in unreached if name not in found.gradients]
     if unreached:
         named = ", ".join(unreached[:3]) + (f" and {len(unreached) - 3} more" if len(unreached) > 3 else "")

@@ -15,7 +15,7 @@ from flyte_ddp.engine.batches.lengths import padded
 from flyte_ddp.engine.batches.splits import Split, spread
 from flyte_ddp.engine.checks.draws import Draws, host_state
 from flyte_ddp.engine.global_batch.batch_norm import statistics_of
-from flyte_ddp.engine.global_batch.by_row import ByRow
+from flyte_ddp.engine.global_batch.mode import GlobalBatchMode
 from flyte_ddp.engine.measures import augment, pairs_of, trained_measure
 from flyte_ddp.engine.sharding.sharding import is_sharded
 from flyte_ddp.engine.torch_compat import copy_with_hooks, device_generator, pytree
@@ -30,8 +30,8 @@ class Trial:
         count: of the samples.
         stages: what each method of the recipe was given ("data") and returned, by name.
         pairs: values and weights of each measure.
-        draws: how many random numbers were drawn, by place and operation, other than by row.
-        drawn: operation and shape of what was drawn by row.
+        draws: how many random numbers were drawn, by place and operation, other than by sample.
+        drawn: operation and shape of what was drawn by sample.
         alike: the transforms of torchvision, with their places, that drew for the whole batch at once.
         strays: the methods that drew numpy's or Python's random numbers.
         buffers: of the network, afterwards.
@@ -62,7 +62,7 @@ class Trials:
         self,
         recipe: Recipe,
         model: nn.Module,
-        rows: ByRow,
+        mode: GlobalBatchMode,
         split: Split,
         size: int,
         is_training: bool = True,
@@ -71,7 +71,7 @@ class Trials:
         """copied: a copy of the model that other trials have made; by default another one, unless it is sharded."""
         self.recipe, self.size, self.device, self.is_training = recipe, size, split.device, is_training
         # A copy, unless it is sharded: what a trial changes in the network, such as counts of calls, is not kept
-        self.model, self.rows = copied or (model if is_sharded(model) else copy_with_hooks(model)), rows
+        self.model, self.mode = copied or (model if is_sharded(model) else copy_with_hooks(model)), mode
         self.original = None if is_sharded(model) else model
         self.buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
         self.statistics: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # of batch norm, by layer and call
@@ -86,7 +86,7 @@ class Trials:
         whole, *trees = (padded(split, tree, own, chosen) for tree, own in zip(split.fetch(asked), asked, strict=True))
         self.trees = {(0, size): whole, **dict(zip(self.parts, trees, strict=True))}
         if self.parts:
-            self.rows.learn(self(0, size).drawn, self(*self.parts[0]).drawn, size)
+            self.mode.learn(self(0, size).drawn, self(*self.parts[0]).drawn, size)
 
     def __call__(self, first: int, last: int, as_second: bool = False) -> Trial:
         """as_second: as by the second of two ranks, even if it is the whole batch."""
@@ -109,7 +109,7 @@ class Trials:
                 stages["augment"] = part = augment(recipe, part, 0, share)
             host.append(host_state())
             generator.manual_seed(0)
-            with self.rows.block(0):
+            with self.mode.block(0):
                 stages["forward"] = recipe.forward(self.model, part)
                 host.append(host_state())
                 stages["measure"] = pairs = pairs_of(recipe, stages["forward"], Batch(part, share))
@@ -125,7 +125,7 @@ class Trials:
         changed = changed_weights(self.model, self.original) if self.original else {}
         weights = {name: weight.sum(dtype=torch.float64).item() for name, weight in changed.items()}
         alike = [(where, operation) for where, operation in draws.found if operation in draws.transforms]
-        drawn = draws.found, self.rows.drawn, alike
+        drawn = draws.found, self.mode.drawn, alike
         return Trial(last - first, stages, pairs, *drawn, strays, buffers, weights, gradients)
 
     def _start_afresh(self) -> None:

@@ -1,4 +1,4 @@
-"""torch's operators that draw or normalise, and what they do by row instead; see by_row.py.
+"""torch's operators that draw or normalise, and what they do by sample instead; see mode.py.
 
 They are replaced by torch's own torch.library, rather than layers or functions of Python: so subclasses, functional
 calls, other libraries and torch's own C++ all come here. Outside of a block they do what they always did. What draws in
@@ -31,11 +31,11 @@ _active: Positions | None = None
 
 
 @contextmanager
-def replaced_by(rows: Positions | None) -> Iterator[None]:
-    """While the block runs, torch's operators are those of `rows`; of None, torch's own."""
+def replaced_by(mode: Positions | None) -> Iterator[None]:
+    """While the block runs, torch's operators are those of `mode`; of None, torch's own."""
     global _active
     _replace_operators()
-    outer, _active = _active, rows
+    outer, _active = _active, mode
     try:
         yield
     finally:
@@ -47,12 +47,12 @@ def draws_so_far() -> int:
     return len(_active.drawn) if _active else 0
 
 
-def _dropout(rows: Positions, features: Tensor, p: float, train: bool) -> Tensor:
+def _dropout(mode: Positions, features: Tensor, p: float, train: bool) -> Tensor:
     if not 0 <= p <= 1:
         raise ValueError(f"dropout: p must be at least 0 and at most 1, got {p}")
     if not train or p == 0:
         return features
-    position = rows.position("dropout", tuple(features.shape))
+    position = mode.position("dropout", tuple(features.shape))
     kernel = dropout_kernel() if features.is_cuda and position.layout.dimension == 0 else None
     if kernel and features.dtype in kernel.DTYPES:
         return kernel.Dropout.apply(features, p, position.key, position.first)
@@ -62,12 +62,12 @@ def _dropout(rows: Positions, features: Tensor, p: float, train: bool) -> Tensor
     return features * mask.mul_(random_numbers.threshold_of(p)[1])
 
 
-def _dropout_in_place(rows: Positions, features: Tensor, p: float, train: bool) -> Tensor:
-    return features.copy_(_dropout(rows, features, p, train)) if train and p else features
+def _dropout_in_place(mode: Positions, features: Tensor, p: float, train: bool) -> Tensor:
+    return features.copy_(_dropout(mode, features, p, train)) if train and p else features
 
 
 def _attend(
-    rows: Positions,
+    mode: Positions,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -84,17 +84,17 @@ def _attend(
     return plain_attention(query, key, value, mask, dropout_p, *args, **kwargs)
 
 
-def _normalise(rows: Positions, *args: Any) -> Tensor:
+def _normalise(mode: Positions, *args: Any) -> Tensor:
     training = args[5]
     if training:
-        rows.leave_compiled()
-    rows.normalised |= training
-    if training and rows.share.ghost_batch_size:
-        return ghost_batch_norm(rows.share, rows.running, *args)
-    return batch_norm(rows.share, rows.waiting, *args)
+        mode.leave_compiled()
+    mode.normalised |= training
+    if training and mode.share.ghost_batch_size:
+        return ghost_batch_norm(mode.share, mode.running, *args)
+    return batch_norm(mode.share, mode.waiting, *args)
 
 
-def _normalise_instances(rows: Positions, *args: Any) -> Tensor:
+def _normalise_instances(mode: Positions, *args: Any) -> Tensor:
     """torch computes it by batch norm of one row, which is not the batch."""
     with replaced_by(None):
         found: Tensor = NORMALISE_INSTANCES(*args)
@@ -106,11 +106,11 @@ def _fill(name: str, numbers: Callable[..., Numbers]) -> Callable[..., Tensor]:
     packet, _, overload = name.partition(".")
     theirs = original(getattr(getattr(torch.ops.aten, packet), overload or "default"))
 
-    def fill(rows: Positions, filled: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def fill(mode: Positions, filled: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         theirs(filled.new_empty(0), *args, **kwargs)  # refuses wrong arguments
         by_position = numbers(filled.dtype, *args, **kwargs)
         drawn = torch.view_as_real(filled) if filled.is_complex() else filled
-        drawn.copy_(rows.draw("fill", drawn.shape, drawn.device, by_position))
+        drawn.copy_(mode.draw("fill", drawn.shape, drawn.device, by_position))
         return filled
 
     return fill
@@ -143,22 +143,22 @@ UNIFORM, NORMAL = _fill("uniform_", _uniform), _fill("normal_", _normal)
 BERNOULLI, INTEGERS = _fill("bernoulli_.float", _bernoulli), _fill("random_.from", _integers)
 
 
-def _bernoulli_of(rows: Positions, filled: Tensor, p: Tensor) -> Tensor:
+def _bernoulli_of(mode: Positions, filled: Tensor, p: Tensor) -> Tensor:
     check(p.clamp(0, 1) == p, "bernoulli: each p must be at least 0 and at most 1")
-    return filled.copy_(rows.draw("fill", filled.shape, filled.device, random_numbers.uniform) < p)
+    return filled.copy_(mode.draw("fill", filled.shape, filled.device, random_numbers.uniform) < p)
 
 
-def _normal_of(rows: Positions, mean: Any, std: Any = 1.0) -> Tensor:
+def _normal_of(mode: Positions, mean: Any, std: Any = 1.0) -> Tensor:
     """As torch's, it has no gradients for its mean and standard deviation."""
     with torch.no_grad():
         if isinstance(std, Tensor):
             check(std >= 0, "normal: each std must be at least 0")
-            return mean + std * NORMAL(rows, torch.empty_like(mean + std))
-        return mean + NORMAL(rows, torch.empty_like(mean), 0.0, std)
+            return mean + std * NORMAL(mode, torch.empty_like(mean + std))
+        return mean + NORMAL(mode, torch.empty_like(mean), 0.0, std)
 
 
-def _integers_of(rows: Positions, low: int, high: int, size: Sequence[int], **like: Any) -> Tensor:
-    return INTEGERS(rows, torch.empty(size, **{"dtype": torch.int64, **like}), low, high)
+def _integers_of(mode: Positions, low: int, high: int, size: Sequence[int], **like: Any) -> Tensor:
+    return INTEGERS(mode, torch.empty(size, **{"dtype": torch.int64, **like}), low, high)
 
 
 # What is replaced above autograd: torch's C++ calls these, too
@@ -170,8 +170,8 @@ OPERATORS: dict[str, Callable[..., Tensor]] = {
     "instance_norm": _normalise_instances,
     "bernoulli_.float": BERNOULLI,
     "bernoulli_.Tensor": _bernoulli_of,
-    "bernoulli": lambda rows, p: _bernoulli_of(rows, torch.empty_like(p), p),
-    "bernoulli.p": lambda rows, like, p: BERNOULLI(rows, torch.empty_like(like), p),
+    "bernoulli": lambda mode, p: _bernoulli_of(mode, torch.empty_like(p), p),
+    "bernoulli.p": lambda mode, like, p: BERNOULLI(mode, torch.empty_like(like), p),
     "uniform_": UNIFORM,
     "normal_": NORMAL,
     "normal.Tensor_float": _normal_of,
@@ -181,15 +181,15 @@ OPERATORS: dict[str, Callable[..., Tensor]] = {
 }
 # What makes a tensor comes from Python below autograd; so it is replaced there, by an empty one and what fills it
 FACTORIES: dict[str, Callable[..., Tensor]] = {
-    "rand": lambda rows, size, **like: UNIFORM(rows, torch.empty(size, **like)),
-    "randn": lambda rows, size, **like: NORMAL(rows, torch.empty(size, **like)),
-    "normal.float_float": lambda rows, *args, **like: NORMAL(rows, torch.empty(args[2], **like), *args[:2]),
-    "randint": lambda rows, high, size, **like: _integers_of(rows, 0, high, size, **like),
-    "randint.low": lambda rows, *args, **like: _integers_of(rows, *args, **like),
-    "rand_like": lambda rows, one, **like: UNIFORM(rows, torch.empty_like(one, **like)),
-    "randn_like": lambda rows, one, **like: NORMAL(rows, torch.empty_like(one, **like)),
-    "randint_like": lambda rows, one, high, **like: INTEGERS(rows, torch.empty_like(one, **like), 0, high),
-    "randint_like.low_dtype": lambda rows, one, *args, **like: INTEGERS(rows, torch.empty_like(one, **like), *args),
+    "rand": lambda mode, size, **like: UNIFORM(mode, torch.empty(size, **like)),
+    "randn": lambda mode, size, **like: NORMAL(mode, torch.empty(size, **like)),
+    "normal.float_float": lambda mode, *args, **like: NORMAL(mode, torch.empty(args[2], **like), *args[:2]),
+    "randint": lambda mode, high, size, **like: _integers_of(mode, 0, high, size, **like),
+    "randint.low": lambda mode, *args, **like: _integers_of(mode, *args, **like),
+    "rand_like": lambda mode, one, **like: UNIFORM(mode, torch.empty_like(one, **like)),
+    "randn_like": lambda mode, one, **like: NORMAL(mode, torch.empty_like(one, **like)),
+    "randint_like": lambda mode, one, high, **like: INTEGERS(mode, torch.empty_like(one, **like), 0, high),
+    "randint_like.low_dtype": lambda mode, one, *args, **like: INTEGERS(mode, torch.empty_like(one, **like), *args),
 }
 
 

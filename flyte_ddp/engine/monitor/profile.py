@@ -11,7 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from flyte_ddp.engine.compiler_compat import inductor_left_out
-from flyte_ddp.storage import write_whole
+from flyte_ddp.whole_files import write_whole
 
 # Steps to skip, to warm up the profiler with, and to record: the first ones are not typical
 WAIT, WARMUP, ACTIVE = 2, 2, 6

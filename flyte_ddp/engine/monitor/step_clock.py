@@ -17,7 +17,7 @@ from flyte_ddp.engine.batches.batches import Batch
 MOST_MARKS = 256  # before those that the device has reached are added up
 
 
-class Part(IntEnum):
+class StepPart(IntEnum):
     """Of a rank's time; OTHER is what the loop does between two steps: evaluations, checkpoints, log lines."""
 
     DATA = 0
@@ -51,10 +51,10 @@ class StepClock:
 
     def __init__(self, device: torch.device):
         self._device = device
-        self._marks: deque[tuple[Part, Any]] = deque()
+        self._marks: deque[tuple[StepPart, Any]] = deque()
         self._set_to_zero()
 
-    def lap(self, part: Part) -> None:
+    def lap(self, part: StepPart) -> None:
         """What has happened since the last mark was this."""
         mark = torch.cuda.Event(enable_timing=True) if self._device.type == "cuda" else _Moment()
         mark.record()
@@ -65,9 +65,9 @@ class StepClock:
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Of a collective in the middle of a step."""
-        self.lap(Part.COMPUTING)
+        self.lap(StepPart.COMPUTING)
         yield
-        self.lap(Part.WAITING)
+        self.lap(StepPart.WAITING)
 
     def timed(self, steps: Iterable[list[Batch]]) -> Iterator[list[Batch]]:
         """The rank's shares of each step, with the time until they were there, from now on."""
@@ -75,9 +75,9 @@ class StepClock:
         self._set_to_zero()
         coming = iter(steps)
         while True:
-            self.lap(Part.OTHER)
+            self.lap(StepPart.OTHER)
             shares = next(coming, None)
-            self.lap(Part.DATA)
+            self.lap(StepPart.DATA)
             if shares is None:
                 return
             self.samples += sum(share.share.count for share in shares)
@@ -92,14 +92,14 @@ class StepClock:
         """
         self._add_up()
         mine = torch.zeros(distributed.get_world_size(), 4, dtype=torch.float64)
-        mine[distributed.get_rank()] = torch.tensor([*self._seconds[: Part.OTHER], self.samples], dtype=mine.dtype)
+        mine[distributed.get_rank()] = torch.tensor([*self._seconds[: StepPart.OTHER], self.samples], dtype=mine.dtype)
         self._set_to_zero()
         everyones = mine.to(self._device)
         distributed.all_reduce(everyones)
         return everyones.cpu().numpy()
 
     def _set_to_zero(self) -> None:
-        self._seconds = [0.0] * len(Part)
+        self._seconds = [0.0] * len(StepPart)
         self.samples = self.steps = 0
 
     def _add_up(self) -> None:

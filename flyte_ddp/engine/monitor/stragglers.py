@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from flyte_ddp.engine.monitor.step_clock import Part
+from flyte_ddp.engine.monitor.step_clock import StepPart
 from flyte_ddp.events import RanksTimed, SlowRank
 
 FACTOR = 1.25  # a rank is late if it needs more than so many times what a fast one needs
@@ -13,7 +13,7 @@ LEAST_STEP_SECONDS = 0.002  # by which it prolongs a step: less is the noise of 
 IN_A_ROW = 3  # so many windows in which it is late make a warning
 WINDOW_SECONDS = 1.0  # a window is a log, or as many as take so long: whatever runs beside would disturb shorter ones
 MOST_TOLD = 16  # warnings, so that a large world that is slow does not fill its page
-SAMPLES = 3  # the column of a table of times after those of Part
+SAMPLES = 3  # the column of a table of times after those of StepPart
 WORDS = {
     "data": "waits for its data {} in each step, a fast rank {} ({}): ",
     "compute": "computes {} in each step, a fast rank {} ({}): look for other programs on its host, and for a GPU that "
@@ -44,9 +44,9 @@ class Stragglers:
         times: (ranks, 4) seconds waiting for data, computing, and waiting for the others; and samples.
         """
         if self._meet_within:
-            times, least = times.copy(), times[:, Part.COMPUTING].min()
-            times[:, Part.WAITING] += times[:, Part.COMPUTING] - least
-            times[:, Part.COMPUTING] = least
+            times, least = times.copy(), times[:, StepPart.COMPUTING].min()
+            times[:, StepPart.WAITING] += times[:, StepPart.COMPUTING] - least
+            times[:, StepPart.COMPUTING] = least
         needed = needed_by(times)
         waited_for = (needed - fast(needed)).clip(0)
         self._totals += np.column_stack([times[:, :SAMPLES], waited_for])
@@ -66,10 +66,10 @@ class Stragglers:
         each, were_late, steps = zip(*self._last, strict=True)
         times, count = np.sum(each, 0), sum(steps)
         usual, found = fast(times), []
-        in_data, in_step = ("data", Part.DATA), ("compute", Part.COMPUTING)
+        in_data, in_step = ("data", StepPart.DATA), ("compute", StepPart.COMPUTING)
         for rank in np.flatnonzero(np.all(were_late, 0)).tolist():
             beyond = times[rank] - usual
-            cause, part = in_data if beyond[Part.DATA] > beyond[Part.COMPUTING] else in_step
+            cause, part = in_data if beyond[StepPart.DATA] > beyond[StepPart.COMPUTING] else in_step
             figures = [f"{of[part] / count * 1e3:,.1f} ms" for of in (times[rank], usual)]
             what = self._words[cause].format(*figures, f"{count} steps until step {step} of epoch {epoch + 1}")
             reason = f"the others wait for rank {rank} on {self._hosts[rank]}, which {what}"
@@ -89,7 +89,7 @@ def late(times: np.ndarray, steps: int) -> np.ndarray:
 
 def needed_by(times: np.ndarray) -> np.ndarray:
     """(ranks,) seconds of its own, of each rank."""
-    return times[:, Part.DATA] + times[:, Part.COMPUTING]
+    return times[:, StepPart.DATA] + times[:, StepPart.COMPUTING]
 
 
 def fast(of_ranks: np.ndarray) -> np.ndarray:

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from flyte_ddp.engine.attributes import matching_layers
-from flyte_ddp.engine.batches.batches import Batch, TestBatches, TrainBatches
-from flyte_ddp.engine.global_batch.by_row import ByRow
+from flyte_ddp.engine.batches.batches import Batch, EvaluationBatches, TrainBatches
+from flyte_ddp.engine.global_batch.mode import GlobalBatchMode
 from flyte_ddp.engine.global_batch.operators import has_triton
 from flyte_ddp.engine.sharding.sharding import in_own_types
 from flyte_ddp.engine.state import TrainingState
@@ -36,9 +36,9 @@ def check_device(device: torch.device) -> None:
         raise InputError("options.compile needs Triton and a C compiler: install gcc in the image, or leave it out")
 
 
-def compile_layers(recipe: Recipe, rows: ByRow, networks: Sequence[nn.Module]) -> None:
+def compile_layers(recipe: Recipe, mode: GlobalBatchMode, networks: Sequence[nn.Module]) -> None:
     """Has torch compile what is called from now on."""
-    rows.is_compiled = True
+    mode.is_compiled = True
     layers = [layer for network in networks for layer in _layers(recipe, network)]
     allow_compiling(WAYS * len(layers))  # layers may differ in what is compiled into each, such as a number of its own
     for layer in layers:
@@ -49,7 +49,7 @@ def _layers(recipe: Recipe, network: nn.Module) -> list[nn.Module]:
     return [*matching_layers(recipe, "fsdp_units", network).values()] or [network]
 
 
-def compile_now(state: TrainingState, train: TrainBatches, test: TestBatches, link: Link) -> None:
+def compile_now(state: TrainingState, train: TrainBatches, test: EvaluationBatches, link: Link) -> None:
     """Calls what is compiled as steps and evaluations will, which leaves no trace; a collective.
 
     All of that may take longer than a step ever should; so the rank says after each layer that it is alive.
@@ -58,23 +58,23 @@ def compile_now(state: TrainingState, train: TrainBatches, test: TestBatches, li
     with ExitStack() as hooks:
         for network in {state.model, state.evaluated}:
             for layer in _layers(state.recipe, network):
-                hooks.callback(layer.register_forward_hook(lambda *_: link.alive(STARTING)).remove)
+                hooks.callback(layer.register_forward_hook(lambda *_: link.heartbeat(STARTING)).remove)
         for batch in _of_all_sizes(train, next(train.epoch(0))):
             first, *others = state.parallel.parts(batch, state.micro_batch)
             for part in (first, *others[-1:]):  # which may be smaller
-                with state.rows.block(part.seed):
+                with state.mode.block(part.seed):
                     state.parallel.module.train()(part, (False, False), True).backward()
                 state.parallel.zero_grad()
-                link.alive(STARTING)
+                link.heartbeat(STARTING)
         for batch in _of_all_sizes(test, next(iter(test))):
             vars(state.recipe.share).update(vars(batch.share))
-            with in_own_types(state.evaluated), torch.no_grad(), state.rows.block(batch.seed):
+            with in_own_types(state.evaluated), torch.no_grad(), state.mode.block(batch.seed):
                 state.recipe.forward(state.evaluated.eval(), batch.tree)
     for tensor, before in changing:
         tensor.copy_(before)
 
 
-def _of_all_sizes(batches: TrainBatches | TestBatches, batch: Batch) -> list[Batch]:
+def _of_all_sizes(batches: TrainBatches | EvaluationBatches, batch: Batch) -> list[Batch]:
     """The batch, and as much of it as the last one has: as many on all ranks, since these may meet in each."""
     last = batches.mine(len(batches) - 1)
     return [batch, batch.parts(max(1, last.stop - last.start))[0]]

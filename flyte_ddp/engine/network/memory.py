@@ -11,13 +11,13 @@ from torch.utils.checkpoint import checkpoint
 from flyte_ddp.engine.attributes import matching_layers
 from flyte_ddp.engine.batches.batches import Batch, TrainBatches
 from flyte_ddp.engine.checks.data_probe import on_any_rank
-from flyte_ddp.engine.global_batch.by_row import ByRow
+from flyte_ddp.engine.global_batch.mode import GlobalBatchMode
 from flyte_ddp.engine.state import TrainingState
 from flyte_ddp.errors import InputError
 from flyte_ddp.recipe import Recipe
 
 
-def checkpoint_activations(recipe: Recipe, model: nn.Module, rows: ByRow) -> None:
+def checkpoint_activations(recipe: Recipe, model: nn.Module, mode: GlobalBatchMode) -> None:
     """Makes layers that Recipe.activation_checkpointing names keep only their inputs for the backward pass.
 
     It computes them again (Chen et al. 2016, arXiv 1604.06174), drawing the same random numbers; InputError for what
@@ -25,20 +25,20 @@ def checkpoint_activations(recipe: Recipe, model: nn.Module, rows: ByRow) -> Non
     """
     for name, layer in matching_layers(recipe, "activation_checkpointing", model).items():
         problem = f"{type(recipe).__name__}.activation_checkpointing must not match {name}"
-        layer.forward = partial(_forward, layer.forward, rows, problem)
+        layer.forward = partial(_forward, layer.forward, mode, problem)
 
 
-def _forward(forward: Callable[..., Any], rows: ByRow, problem: str, /, *args: Any, **kwargs: Any) -> Any:
+def _forward(forward: Callable[..., Any], mode: GlobalBatchMode, problem: str, /, *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    before, rows.normalised = rows.normalised, False
+    before, mode.normalised = mode.normalised, False
     outputs = checkpoint(forward, *args, use_reentrant=False, **kwargs)
-    if rows.normalised:
+    if mode.normalised:
         raise InputError(
             f"{problem}, which has batch norm, whose running statistics would count each batch twice: use "
             "nn.GroupNorm, or name other layers"
         )
-    rows.normalised = before
+    mode.normalised = before
     return outputs
 
 

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from flyte_ddp.engine import torch_compat
 from flyte_ddp.engine.attributes import matching_layers
 from flyte_ddp.engine.batches.batches import Batch
-from flyte_ddp.engine.global_batch.by_row import ByRow
+from flyte_ddp.engine.global_batch.mode import GlobalBatchMode
 from flyte_ddp.engine.measures import code_location
 from flyte_ddp.engine.sharding.mesh import copies
 from flyte_ddp.engine.step import Step, Totals, gradients_of
@@ -180,7 +180,7 @@ class ShardedStep(nn.Module):
         step.model.set_reduce_scatter_unused_params(True)  # type: ignore[operator]  # those of experts, for example
         for name, unit in step.model.named_modules():
             if is_sharded(unit):  # ranks that call others exchange what doesn't belong together
-                unit.register_forward_pre_hook(partial(_note, step.rows, f"call {name}"))
+                unit.register_forward_pre_hook(partial(_note, step.mode, f"call {name}"))
 
     def forward(self, *given: Any) -> Tensor:
         loss: Tensor = self.module(*given)
@@ -197,7 +197,7 @@ class ShardedStep(nn.Module):
     def added_up(self, backward: Callable[[], None]) -> Totals:
         """As ReplicatedStep's; of the norm of each gradient, each row's part once. A collective."""
         backward()
-        sums = self.module.sums.grad
+        sums = self.module.carrier.grad
         assert sums is not None  # after a backward pass
         norms = torch_compat.norms([local(gradient) for gradient in gradients_of(self.module)])
         mine = torch.cat([sums.double(), norms.double().square() / copies()])
@@ -212,8 +212,8 @@ class ShardedStep(nn.Module):
         return []
 
 
-def _note(rows: ByRow, what: str, *_: Any) -> None:
-    rows.note(what)
+def _note(mode: GlobalBatchMode, what: str, *_: Any) -> None:
+    mode.note(what)
 
 
 def on_shards(optimizer: Optimizer) -> Optimizer:

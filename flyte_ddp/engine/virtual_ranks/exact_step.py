@@ -29,7 +29,7 @@ class ExactStep(nn.Module):
 
     def __init__(self, step: Step, virtual_ranks: int):
         super().__init__()
-        device, running = step.sums.device, step.rows.running
+        device, running = step.carrier.device, step.mode.running
         self.module = step
         statistics = torch.zeros(running.size if running else 0, device=device)
         # By part: value and weight of each measure, and the digest of what was drawn, from 1
@@ -51,7 +51,7 @@ class ExactStep(nn.Module):
 
     def forward(self, batch: Batch, requests: tuple[bool, bool], is_last: bool) -> Tensor:
         trained, measured = self.module.computed(batch)
-        running, digests = self.module.rows.running, self.module.digests
+        running, digests = self.module.mode.running, self.module.digests
         with torch.no_grad():
             if running:
                 written = torch.empty_like(self._statistics)

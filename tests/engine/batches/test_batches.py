@@ -77,7 +77,10 @@ def test_nothing_is_fetched_back_from_a_device(tmp_path, workers):
     rows = np.memmap(tmp_path / "rows", np.float32, "w+", shape=(7, 3))
     resident, streamed = Resident({"x": torch.zeros(7, 2), "rows": rows}, device), Streamed(Squares(), device, workers)
     for split in (resident, streamed):
-        train, test = batches.TrainBatches(split, 4, 1, 0, 2, passes=2), batches.TestBatches(split, 4, 1, 2, mixed=True)
+        train, test = (
+            batches.TrainBatches(split, 4, 1, 0, 2, passes=2),
+            batches.EvaluationBatches(split, 4, 1, 2, mixed=True),
+        )
         found = [*train.epoch(0), *test]
         leaves = [leaf for batch in found for leaf in pytree.tree_leaves(batch.tree)]
         assert {leaf.device for leaf in leaves} == {device}
@@ -89,7 +92,7 @@ def test_nothing_is_fetched_back_from_a_device(tmp_path, workers):
 
 
 def test_a_rank_without_a_sample_of_a_short_batch_borrows_the_one_that_comes_next():
-    ranks = [batches.TestBatches(Resident(torch.arange(6), CPU), 4, rank, 3) for rank in range(3)]
+    ranks = [batches.EvaluationBatches(Resident(torch.arange(6), CPU), 4, rank, 3) for rank in range(3)]
     last = [list(rank)[-1] for rank in ranks]
     assert [batch.tree.tolist() for batch in last] == [[4], [4], [5]]
     assert [(batch.share.first, batch.share.count) for batch in last] == [(0, 1), (0, 1), (1, 1)]
@@ -148,6 +151,6 @@ def test_an_epoch_of_a_billion_samples_begins_at_once_wherever_it_begins():
     train = batches.TrainBatches(kept, 64, 1, 3, 4, passes=2)
     first, *_ = (batch.tree for batch, _ in zip(train.epoch(0), range(2), strict=False))
     later = next(train.epoch(0, first_step=20_000_000)).tree  # in the second pass
-    validation = next(iter(batches.TestBatches(held, 64, 3, 4, mixed=True))).tree
+    validation = next(iter(batches.EvaluationBatches(held, 64, 3, 4, mixed=True))).tree
     assert len({*first.tolist(), *later.tolist(), *validation.tolist()}) == 48
     assert max(later.tolist()) < 10**9

@@ -49,7 +49,9 @@ def check_any_shape(split_of, data):
         return [batch.share.own(batch.tree).tolist() for batch in train.epoch(1, first_step)]
 
     def evaluated(rank, ranks):
-        return [batch.share.own(batch.tree).tolist() for batch in batches.TestBatches(split, batch_size, rank, ranks)]
+        return [
+            batch.share.own(batch.tree).tolist() for batch in batches.EvaluationBatches(split, batch_size, rank, ranks)
+        ]
 
     for read in (epoch, evaluated):
         alone = read(0, 1)

@@ -14,7 +14,7 @@ from benchmarks.faults import has_ended
 from flyte_ddp.data.image_files import link_images
 from flyte_ddp.data.prepared.prepared import open_split, read_description
 from flyte_ddp.data.sources.datasets import prepare
-from flyte_ddp.data.sources.image_folder import index_folder, write_folder
+from flyte_ddp.data.sources.image_index import index_folder, write_folder
 from flyte_ddp.data.sources.image_settings import ImageSettings
 from flyte_ddp.events import CheckpointFailed, RunStarted
 from flyte_ddp.launch import launcher

@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import Dataset
 from torchvision.transforms import v2
 
-from flyte_ddp.engine.batches.batches import TestBatches, TrainBatches
+from flyte_ddp.engine.batches.batches import EvaluationBatches, TrainBatches
 from flyte_ddp.engine.batches.lengths import Lengths
 from flyte_ddp.engine.batches.loading import Streamed
 from flyte_ddp.engine.batches.splits import hold_out
@@ -125,7 +125,7 @@ def test_an_evaluation_finds_the_same_numbers_each_time_whatever_the_order_and_t
     for mixed, size, workers in ((True, 3, 0), (False, 4, 2), (True, 11, 2)):
         rows = {
             int(index): row
-            for batch in TestBatches(split_of(Numbers(), workers), size, 0, 1, mixed)
+            for batch in EvaluationBatches(split_of(Numbers(), workers), size, 0, 1, mixed)
             for row, index in zip(*batch.tree, strict=True)
         }
         assert all(torch.equal(rows[index], expected[0][index]) for index in range(SIZE))

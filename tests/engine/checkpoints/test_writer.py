@@ -5,7 +5,7 @@ from torch import nn
 
 from flyte_ddp.engine.checkpoints.checkpoint import FORMAT, read_checkpoint
 from flyte_ddp.engine.checkpoints.writer import begin_file
-from flyte_ddp.engine.monitor.choice import Choice
+from flyte_ddp.engine.monitor.best_tracker import BestTracker
 
 
 def test_tied_weights_are_copied_from_a_gpu_once(tmp_path):
@@ -24,7 +24,7 @@ def test_tied_weights_are_copied_from_a_gpu_once(tmp_path):
     assert torch.equal(row, before[:1])
     assert torch.equal(bits.view(torch.float32), before[:1])
     assert one.data_ptr() == other.data_ptr()
-    best = Choice("loss", is_lower_better=True)
+    best = BestTracker("loss", is_lower_better=True)
     best.after_evaluation(0, {"loss": 1.0}, network.state_dict())
     one, other = (best.weights or {}).values()
     assert one.data_ptr() == other.data_ptr() != weight.data_ptr()

@@ -9,7 +9,7 @@ import torch
 from flyte_ddp.engine.batches.loading import Streamed
 from flyte_ddp.engine.batches.splits import Resident
 from flyte_ddp.engine.checks.trials import Trials
-from flyte_ddp.engine.global_batch.by_row import ByRow
+from flyte_ddp.engine.global_batch.mode import GlobalBatchMode
 from flyte_ddp.errors import InputError
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.training import train
@@ -68,7 +68,7 @@ def agrees(name, size):
     recipe = getattr(sneaky_recipes, name)(Settings())
     data = recipe.data("train")
     split = Resident(data, recipe.device) if isinstance(data, torch.Tensor) else Streamed(data, recipe.device)
-    trials = Trials(recipe, recipe.model(), ByRow(recipe.share), split, size)
+    trials = Trials(recipe, recipe.model(), GlobalBatchMode(recipe.share), split, size)
     whole, *parts = [trials(*part).pairs["loss"][0] for part in ((0, size), *trials.parts)]
     return torch.allclose(whole, torch.cat(parts), rtol=1e-3, atol=1e-5)
 

@@ -7,10 +7,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from flyte_ddp.batch_share import BatchShare
-from flyte_ddp.engine.global_batch.by_row import ByRow
 from flyte_ddp.engine.global_batch.ghost_batch_norm import RunningStatistics
+from flyte_ddp.engine.global_batch.mode import GlobalBatchMode
 from flyte_ddp.errors import InputError
-from tests.engine.by_row_targets import Applied, Derived
+from tests.engine.mode_targets import Applied, Derived
 from tests.small_training import Unplugged, identical, relative_difference, unplug_at
 
 IN_PARTS = "tests.engine.norm_recipes:InParts"
@@ -42,16 +42,16 @@ class Functional(nn.Module):
 
 def step(model, features, ghost_batch_size, shares=None, slopes=None):
     """Outputs of a step, by ranks with these shares (first, count) one after the other."""
-    rows, size = ByRow(BatchShare()), len(features)
-    rows.running = running = RunningStatistics(model)
+    mode, size = GlobalBatchMode(BatchShare()), len(features)
+    mode.running = running = RunningStatistics(model)
     outputs, sums = [], torch.zeros(running.size)
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     for first, count in shares or [(0, size)]:
         mine = slice(first, first + count)
-        vars(rows.share).update(first=first, count=count, size=size, ghost_batch_size=ghost_batch_size)
+        vars(mode.share).update(first=first, count=count, size=size, ghost_batch_size=ghost_batch_size)
         model.load_state_dict(before, strict=False)
         running.start()
-        with rows.block(0):
+        with mode.block(0):
             outputs.append(model(features[mine]))
             written = torch.empty(running.size)
             running.write(written)

@@ -8,8 +8,8 @@ import pytest
 from benchmarks.gpu_rows.training import train
 from benchmarks.slowed_settings import SLOWED, Settings
 from flyte_ddp.engine.batches.block_split import BlockSplit
+from flyte_ddp.engine.monitor.loss_monitor import LossMonitor
 from flyte_ddp.engine.monitor.stragglers import MOST_TOLD, Stragglers
-from flyte_ddp.engine.monitor.watch import Watch
 from flyte_ddp.events import Event, NotLearning, RanksTimed, SlowRank
 from flyte_ddp.launch.environment import World
 
@@ -145,7 +145,7 @@ def test_times_are_summed_up_over_the_attempt():
 
 
 def test_warnings_of_both_kinds_outlive_a_resume():
-    watch, again = Watch(), Watch()
+    watch, again = LossMonitor(), LossMonitor()
     watch.warnings = [NotLearning(0, 1, "it leapt"), SlowRank(0, 30, "slow", 1, "host", "data")]
     again.load_state_dict(watch.state_dict())
     assert again.warnings == watch.warnings

@@ -19,7 +19,7 @@ from torch.utils.data import Dataset
 from flyte_ddp.engine.batches.block_cache import BlockCache
 from flyte_ddp.engine.job import Job
 from flyte_ddp.engine.loop import evaluate
-from flyte_ddp.engine.set_up import Parts, set_up
+from flyte_ddp.engine.set_up import SetUp, set_up
 from flyte_ddp.fields import setting
 from flyte_ddp.launch.environment import Environment, World
 from flyte_ddp.launch.link import Link
@@ -199,27 +199,27 @@ def _trained(
         return ""
     environment = replace(environment, world=World(ranks, ranks, "gloo", "cpu"))
     with process_group(environment, 120, FileStore(str(path), ranks)) as device:
-        parts = set_up(environment, device, job, BlockCache(environment))
+        setup = set_up(environment, device, job, BlockCache(environment))
         if saved:
-            parts.state.load_state_dict(copy.deepcopy(torch.load(saved, weights_only=True)))
-        _train(parts, until)
+            setup.state.load_state_dict(copy.deepcopy(torch.load(saved, weights_only=True)))
+        _train(setup, until)
         if until < STEPS and environment.rank == 0:
-            torch.save(parts.state.state_dict(), path.with_suffix(".pt"))
-        measures = evaluate(parts.state, parts.validation or parts.test, link, "test", 0.0).measures
-        link.alive()
-    weights = [*parts.state.model.state_dict().values(), *parts.state.evaluated.state_dict().values()]
-    moments = [value for each in parts.state.optimizer.state.values() for value in each.values()]
+            torch.save(setup.state.state_dict(), path.with_suffix(".pt"))
+        measures = evaluate(setup.state, setup.validation or setup.test, link, "test", 0.0).measures
+        link.heartbeat()
+    weights = [*setup.state.model.state_dict().values(), *setup.state.evaluated.state_dict().values()]
+    moments = [value for each in setup.state.optimizer.state.values() for value in each.values()]
     tensors = [value for value in (*weights, *moments) if isinstance(value, Tensor)]
     content = b"".join(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for tensor in tensors)
-    return hashlib.sha256(content + repr((measures, parts.state.sums().pairs)).encode()).hexdigest()
+    return hashlib.sha256(content + repr((measures, setup.state.sums().pairs)).encode()).hexdigest()
 
 
-def _train(parts: Parts, until: int) -> None:
-    state = parts.state
+def _train(setup: SetUp, until: int) -> None:
+    state = setup.state
     state.parallel.train()
-    while state.epoch * len(parts.train) + state.step < until:
-        for shares in parts.train.steps(state.epoch, state.step):
+    while state.epoch * len(setup.train) + state.step < until:
+        for shares in setup.train.steps(state.epoch, state.step):
             state.train_step(shares, False)
-            if state.epoch * len(parts.train) + state.step == until:
+            if state.epoch * len(setup.train) + state.step == until:
                 return
         state.epoch, state.step = state.epoch + 1, 0

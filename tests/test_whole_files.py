@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from flyte_ddp.attempt.stored import folder_digest
-from flyte_ddp.data.stored import Stored
+from flyte_ddp.attempt.platform_storage import folder_digest
+from flyte_ddp.data.remote_files import Stored
 from flyte_ddp.engine.checkpoints.checkpoint import read_checkpoint, write_checkpoint
 from flyte_ddp.engine.job import digest_of
 from flyte_ddp.errors import CheckpointError, InputError
 from flyte_ddp.events import CheckpointFailed
 from flyte_ddp.flyte1 import platform
-from flyte_ddp.storage import content_digest, writing_to
+from flyte_ddp.whole_files import content_digest, writing_to
 from tests.commands import unreadable
 
 ROOT = Path(__file__).parents[1]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from flyte_ddp.data import stored
+from flyte_ddp.data import remote_files
 from flyte_ddp.data.blocks.block_folder import BlockFolder, write_blocks
 from flyte_ddp.errors import DataError, DownloadError, InputError
 from tests.data.test_blocks import TREE, assert_same, cut, read
@@ -12,7 +12,7 @@ from tests.object_storage import object_storage
 @pytest.fixture
 def storage(monkeypatch):
     with object_storage() as server:
-        monkeypatch.setattr(stored, "PAUSE_SECONDS", 0)
+        monkeypatch.setattr(remote_files, "PAUSE_SECONDS", 0)
         monkeypatch.setenv("NO_PROXY", "127.0.0.1")
         options = {
             "key": "key",
@@ -20,7 +20,7 @@ def storage(monkeypatch):
             "client_kwargs": {"endpoint_url": server.environment["FLYTE_AWS_ENDPOINT"]},
         }
         monkeypatch.setattr("fsspec.config.conf", {})
-        stored.use_storage_options({"s3": {**options, "skip_instance_cache": True}})
+        remote_files.use_storage_options({"s3": {**options, "skip_instance_cache": True}})
         yield server
 
 
@@ -36,12 +36,12 @@ def test_what_is_no_file_is_not_listed_and_strange_names_are(storage):
     names = ["photos/", "photos/cats/", "photos/cats/1.png", "photos//2.png", "photos/.hidden", "photos/a/.b/3.png"]
     for name in [*names, "photos-of-others/4.png", "photos/_SUCCESS"]:
         storage.objects[f"bucket/{name}"] = b"" if name.endswith("/") else b"png"
-    photos = stored.Stored("s3://bucket/photos")
+    photos = remote_files.Stored("s3://bucket/photos")
     assert list(photos.details()) == ["/2.png", "_SUCCESS", "cats/1.png"]
     assert photos.sizes() == {"/2.png": 3, "cats/1.png": 3}
     assert photos.read("/2.png") == b"png"
-    assert list(stored.Stored("s3://bucket/photos/cats/1.png").details()) == [""]
-    assert stored.Stored("s3://bucket/nothing").details() == {}
+    assert list(remote_files.Stored("s3://bucket/photos/cats/1.png").details()) == [""]
+    assert remote_files.Stored("s3://bucket/nothing").details() == {}
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_what_is_no_file_is_not_listed_and_strange_names_are(storage):
 )
 def test_a_url_that_nothing_here_reads_is_refused(url, words):
     with pytest.raises(InputError, match=words):
-        stored.stored_data(url)
+        remote_files.stored_data(url)
 
 
 def test_a_storage_that_fails_now_and_then_is_asked_again(tmp_path, storage):
@@ -76,7 +76,7 @@ def test_a_storage_that_refuses_for_good_ends_with_the_name_of_the_object(tmp_pa
 def test_a_storage_that_hangs_ends_with_the_name_of_the_object(tmp_path, storage, monkeypatch):
     write_blocks("s3://bucket/blocks", TREE, 4)
     blocks = BlockFolder("s3://bucket/blocks")
-    monkeypatch.setattr(stored, "PIECE_SECONDS", 0.2)
+    monkeypatch.setattr(remote_files, "PIECE_SECONDS", 0.2)
     storage.hanging.clear()
     try:
         with pytest.raises(
@@ -90,7 +90,7 @@ def test_a_storage_that_hangs_ends_with_the_name_of_the_object(tmp_path, storage
 def test_a_storage_that_trickles_is_asked_again_and_ends_with_the_name_of_the_object(tmp_path, storage, monkeypatch):
     write_blocks("s3://bucket/blocks", TREE, 4)
     blocks = BlockFolder("s3://bucket/blocks")
-    monkeypatch.setattr(stored, "PIECE_SECONDS", 0.2)
+    monkeypatch.setattr(remote_files, "PIECE_SECONDS", 0.2)
     storage.drips = 2
     assert_same(read(blocks, 0, tmp_path), cut(TREE, 0, 4))
     assert not storage.drips
@@ -109,20 +109,20 @@ def test_what_may_not_be_read_is_named_at_once(tmp_path, storage):
 
 def test_what_stays_in_a_storage_is_known_by_its_index_or_by_its_files(tmp_path):
     write_blocks(tmp_path / "blocks", TREE, 4)
-    before = stored.stored_data(str(tmp_path)).digest
+    before = remote_files.stored_data(str(tmp_path)).digest
     (tmp_path / "blocks" / "other").write_text("not in the index")
-    assert stored.stored_data(str(tmp_path)).digest == before
+    assert remote_files.stored_data(str(tmp_path)).digest == before
     (tmp_path / "a.parquet").write_text("a")
-    digests = {before, stored.stored_data(f"file://{tmp_path}").digest}
+    digests = {before, remote_files.stored_data(f"file://{tmp_path}").digest}
     (tmp_path / "a.parquet").write_text("ab")
-    digests.add(stored.stored_data(str(tmp_path)).digest)
+    digests.add(remote_files.stored_data(str(tmp_path)).digest)
     assert len(digests) == 3
     (tmp_path / "index.json").write_text('{"shards": []}')
-    digests.add(stored.stored_data(str(tmp_path)).digest)
+    digests.add(remote_files.stored_data(str(tmp_path)).digest)
     (tmp_path / "a.parquet").write_text("abc")
-    digests.add(stored.stored_data(str(tmp_path)).digest)
+    digests.add(remote_files.stored_data(str(tmp_path)).digest)
     assert len(digests) == 5, "another library's index leaves the files beside it to be looked at"
     (tmp_path / "empty").mkdir()
     for nowhere in ("empty", "nowhere"):
         with pytest.raises((InputError, DataError), match=r"data must be a folder with files|is not there"):
-            stored.stored_data(f"file://{tmp_path / nowhere}")
+            remote_files.stored_data(f"file://{tmp_path / nowhere}")

@@ -1,4 +1,4 @@
-"""What test_by_row.py has ranks do: each function is a worker's."""
+"""What test_mode.py has ranks do: each function is a worker's."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -11,9 +11,9 @@ from torch.nn import functional
 from torchvision.ops import StochasticDepth
 
 from flyte_ddp.batch_share import BatchShare, gather_rows
-from flyte_ddp.engine.batches.batches import TestBatches
+from flyte_ddp.engine.batches.batches import EvaluationBatches
 from flyte_ddp.engine.batches.splits import Resident
-from flyte_ddp.engine.global_batch.by_row import ByRow
+from flyte_ddp.engine.global_batch.mode import GlobalBatchMode
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
 from flyte_ddp.launch.process_group import process_group
@@ -159,7 +159,7 @@ def compute(environment: Environment, link: Link, size: int) -> dict[str, Comput
             torch.manual_seed(0)
             model = build().train()
             inputs, slopes = torch.randn(2, size, *shape)
-            rows = ByRow(share)
+            rows = GlobalBatchMode(share)
             if name in UNUSUAL:
                 learn(rows, model, inputs)
             inputs, slopes = inputs[mine].requires_grad_(), slopes[mine]
@@ -207,7 +207,7 @@ UNUSUAL = (
 )
 
 
-def learn(rows: ByRow, model: nn.Module, inputs: Tensor) -> None:
+def learn(rows: GlobalBatchMode, model: nn.Module, inputs: Tensor) -> None:
     """Shows rows where the samples are in what the model draws, as a probe does."""
     drawn, share = [], rows.share
     mine, size = dict(vars(share)), len(inputs)
@@ -222,7 +222,7 @@ def learn(rows: ByRow, model: nn.Module, inputs: Tensor) -> None:
 
 def share_of(environment: Environment, size: int) -> tuple[BatchShare, Tensor]:
     """This rank's share of a global batch, and where its samples are in it; one of many ranks borrows a sample."""
-    batches = TestBatches(Resident(torch.arange(size), CPU), size, environment.rank, environment.world.size)
+    batches = EvaluationBatches(Resident(torch.arange(size), CPU), size, environment.rank, environment.world.size)
     (batch,) = batches
     return batch.share, batch.tree
 
@@ -248,7 +248,7 @@ def batch_norm(kind: dict[str, Any], ours: bool) -> list[np.ndarray]:
     with torch.no_grad():
         for weight in layer.parameters():
             weight.uniform_(0.5, 2)
-    rows = ByRow(BatchShare(0, 8, 8))
+    rows = GlobalBatchMode(BatchShare(0, 8, 8))
     found = []
     for number in range(3):
         layer.train(number < 2)
@@ -268,7 +268,7 @@ def normalise_one_sample(environment: Environment, link: Link, argument: Any) ->
     layer = nn.BatchNorm1d(2)
     with process_group(environment, 60):
         for size in (8, 1):
-            with ByRow(BatchShare(0, size, size)).block(0):
+            with GlobalBatchMode(BatchShare(0, size, size)).block(0):
                 layer(torch.randn(size, 2))
     found: list[float] = dict(layer.named_buffers())["running_var"].tolist()
     return found
@@ -281,7 +281,7 @@ def normalise_in_bfloat16(environment: Environment, link: Link, size: int) -> di
         torch.manual_seed(0)
         model = nn.Sequential(nn.Conv2d(2, 5, 3), nn.BatchNorm2d(5))
         inputs, slopes = torch.randn(2, size, 2, 6, 6)[0, mine], torch.randn(size, 5, 4, 4)[mine]
-        with ByRow(share).block(0), torch.autocast("cpu", torch.bfloat16):
+        with GlobalBatchMode(share).block(0), torch.autocast("cpu", torch.bfloat16):
             outputs = model(inputs)
         share.own(outputs.float() * slopes).sum().backward()
     gradients = {name: np.asarray(weight.grad) for name, weight in model.named_parameters()}

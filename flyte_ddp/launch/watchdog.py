@@ -32,7 +32,9 @@ UNKNOWN = "unknown host"
 Value = TypeVar("Value")
 
 
-def watched(work: Callable[[Store], Value], link: DirectLink, environment: Environment, timeouts: Timeouts) -> Value:
+def under_watchdog(
+    work: Callable[[Store], Value], link: DirectLink, environment: Environment, timeouts: Timeouts
+) -> Value:
     """Runs work(store) in a thread of its own and returns its value; store: for the process group of all ranks.
 
     Raises what work raises; RankError, or its recoverable kind, if this rank has lost another one, and if any rank has

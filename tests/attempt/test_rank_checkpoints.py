@@ -12,7 +12,7 @@ from torch import distributed
 
 from flyte_ddp.attempt import checkpoints
 from flyte_ddp.attempt.checkpoints import checkpoint_store
-from flyte_ddp.attempt.rank_storage import PlatformRankStorage, StoreOfRanks
+from flyte_ddp.attempt.rank_checkpoints import PlatformRankStorage, StoreOfRanks
 from flyte_ddp.code.user_code import find_code
 from flyte_ddp.engine import worker
 from flyte_ddp.engine.job import job_of, subject_of
@@ -27,8 +27,8 @@ from flyte_ddp.launch.environment import Environment, World
 from flyte_ddp.launch.link import DirectLink
 from flyte_ddp.manifest import read_manifest
 from flyte_ddp.settings import RunOptions
-from flyte_ddp.storage import content_digest
-from tests.attempt.test_training import Folders
+from flyte_ddp.whole_files import content_digest
+from tests.attempt.test_platform_training import Folders
 from tests.engine.probe_recipes import Settings
 
 fsdp = pytest.importorskip("torch.distributed.fsdp")

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from flyte_ddp.attempt.platform_training import OfImages
 from flyte_ddp.attempt.trained import Trained
-from flyte_ddp.attempt.training import OfImages
 from flyte_ddp.code.user_code import find_code
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions

@@ -20,7 +20,7 @@ from fsspec.implementations.local import LocalFileSystem
 from flyte_ddp.data.description import StoredData
 from flyte_ddp.data.fsspec_compat import own_client
 from flyte_ddp.errors import DataError, DownloadError, InputError
-from flyte_ddp.storage import files_below, write_whole, writing_to
+from flyte_ddp.whole_files import files_below, write_whole, writing_to
 
 INDEX = "index.json"  # of a folder of blocks
 STAMPS = ("ETag", "etag", "mtime", "created")  # what changes when a file is written, by the storages' names for it

@@ -21,7 +21,7 @@ def is_lower_better(recipe: Recipe, measure: str) -> bool | None:
 
 
 @dataclass
-class Choice:
+class BestTracker:
     """The best evaluation so far, of one or several per epoch; the same on all ranks, since they share the measures.
 
     Attributes:

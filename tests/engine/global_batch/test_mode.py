@@ -9,16 +9,16 @@ from torch.utils.checkpoint import checkpoint
 
 from flyte_ddp import random_numbers
 from flyte_ddp.batch_share import BatchShare
-from flyte_ddp.engine.global_batch.by_row import ByRow
+from flyte_ddp.engine.global_batch.mode import GlobalBatchMode
 from flyte_ddp.errors import InputError
 from flyte_ddp.launch import launcher
 from flyte_ddp.launch.environment import World
-from tests.engine.by_row_targets import CASES, KINDS
+from tests.engine.mode_targets import CASES, KINDS
 
 
 def launch(function, argument, ranks=1):
     world = World(size=ranks, local_size=ranks, backend="gloo", device="cpu")
-    return launcher.launch(f"tests.engine.by_row_targets:{function}", world, argument, 60, lambda event: None)
+    return launcher.launch(f"tests.engine.mode_targets:{function}", world, argument, 60, lambda event: None)
 
 
 def assert_near(found, expected, about=""):
@@ -89,7 +89,7 @@ def test_batch_norm_of_bfloat16_where_ranks_have_no_sample():
 
 
 def rows_of(first, count, size):
-    return ByRow(BatchShare(first, count, size))
+    return GlobalBatchMode(BatchShare(first, count, size))
 
 
 def test_outside_of_a_block_torch_draws_as_ever():

@@ -9,13 +9,13 @@ import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from flyte_ddp.errors import InputError
-from flyte_ddp.launch import watched as module
+from flyte_ddp.launch import watchdog as module
 from flyte_ddp.launch.environment import Environment, World
 from flyte_ddp.launch.failures import RankError
 from flyte_ddp.launch.hangs import Answer, hang_of
 from flyte_ddp.launch.link import DirectLink
 from flyte_ddp.launch.phases import STARTING, STEPPING, WRITING, Timeouts
-from flyte_ddp.launch.watched import RollCall, watched
+from flyte_ddp.launch.watchdog import RollCall, under_watchdog
 
 IN_REDUCE = Answer(9, True, "gloo:all_reduce of Float [8]", "in all_reduce\n")
 BEHIND = Answer(8, True, "gloo:broadcast of Int [3]", "in forward\n")
@@ -135,9 +135,9 @@ def alone(tmp_path):
 
 
 def test_the_value_or_the_error_of_the_work_comes_back(tmp_path):
-    assert watched(lambda store: 7, DirectLink(None), alone(tmp_path), Timeouts(60)) == 7
+    assert under_watchdog(lambda store: 7, DirectLink(None), alone(tmp_path), Timeouts(60)) == 7
     with pytest.raises(InputError, match="mine"):
-        watched(raising(InputError("mine")), DirectLink(None), alone(tmp_path), Timeouts(60))
+        under_watchdog(raising(InputError("mine")), DirectLink(None), alone(tmp_path), Timeouts(60))
 
 
 def raising(error):
@@ -156,7 +156,7 @@ def test_work_that_never_ends_is_left_behind_with_its_stack(tmp_path):
 
     try:
         with pytest.raises(RankError) as failed:
-            watched(in_an_endless_loop, DirectLink(None), alone(tmp_path), Timeouts(0.1))
+            under_watchdog(in_an_endless_loop, DirectLink(None), alone(tmp_path), Timeouts(0.1))
     finally:
         atexit.unregister(os._exit)
         over.set()
@@ -169,11 +169,11 @@ def test_steps_keep_a_rank_from_being_taken_for_one_that_hangs(tmp_path):
 
     def steps(store):
         for _ in range(100):
-            link.alive()
+            link.heartbeat()
             threading.Event().wait(0.01)
         return "done"
 
-    assert watched(steps, link, alone(tmp_path), Timeouts(0.5)) == "done"
+    assert under_watchdog(steps, link, alone(tmp_path), Timeouts(0.5)) == "done"
 
 
 def test_a_start_and_writing_may_take_longer_than_a_step_and_a_hang_in_them_is_said_to_be_one(tmp_path):
@@ -182,17 +182,19 @@ def test_a_start_and_writing_may_take_longer_than_a_step_and_a_hang_in_them_is_s
     def starts_and_writes(store):
         threading.Event().wait(0.5)
         for phase in (STEPPING, WRITING):
-            link.alive(phase)
+            link.heartbeat(phase)
         threading.Event().wait(0.5)
 
     def hangs(store):
-        link.alive(WRITING)
+        link.heartbeat(WRITING)
         over.wait()
 
-    watched(starts_and_writes, link, alone(tmp_path), Timeouts(0.2, start=60, write=60))
+    under_watchdog(starts_and_writes, link, alone(tmp_path), Timeouts(0.2, start=60, write=60))
     try:
         with pytest.raises(RankError, match=r"still writing .* after write_timeout_seconds .0.3.; the stacks"):
-            watched(hangs, link, environment(0, 1, f"file://{tmp_path}/other"), Timeouts(0.2, start=60, write=0.3))
+            under_watchdog(
+                hangs, link, environment(0, 1, f"file://{tmp_path}/other"), Timeouts(0.2, start=60, write=0.3)
+            )
     finally:
         atexit.unregister(os._exit)
         over.set()
@@ -214,7 +216,9 @@ def test_the_loss_of_a_rank_names_it_and_its_host(tmp_path):
         raise RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.7]:4711")
 
     with pytest.raises(RankError) as failed:
-        watched(lose_rank_two, DirectLink(None), environment(0, init_method=f"file://{tmp_path}/store"), Timeouts(60))
+        under_watchdog(
+            lose_rank_two, DirectLink(None), environment(0, init_method=f"file://{tmp_path}/store"), Timeouts(60)
+        )
     failure = failed.value.failure
     assert (failure.kind, failure.rank, failure.host) == ("peer", 0, "node-a")
     assert failure.message.endswith("; rank 2 on node-b does not answer")
@@ -230,7 +234,9 @@ def test_a_loss_that_is_the_end_of_a_hang_is_reported_as_the_hang(tmp_path):
         raise RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.7]:4711")
 
     with pytest.raises(RankError) as failed:
-        watched(lose_the_others, DirectLink(None), environment(0, init_method=f"file://{tmp_path}/store"), Timeouts(60))
+        under_watchdog(
+            lose_the_others, DirectLink(None), environment(0, init_method=f"file://{tmp_path}/store"), Timeouts(60)
+        )
     failure = failed.value.failure
     assert (failure.kind, failure.rank, failure.host) == ("hang", 2, "node-b")
 

@@ -21,7 +21,7 @@ from flyte_ddp.data.sources.datasets import data_dir
 from flyte_ddp.data.sources.image_settings import ImageSettings
 from flyte_ddp.errors import DataError, InputError
 from flyte_ddp.launch.environment import available_cores
-from flyte_ddp.storage import files_below, reading, temporary_beside
+from flyte_ddp.whole_files import files_below, reading, temporary_beside
 
 EXTENSIONS = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 TEST_EVERY = 5

@@ -15,9 +15,9 @@ from fsspec.utils import get_protocol
 
 from flyte_ddp.attempt.platform import Platform
 from flyte_ddp.data.fsspec_compat import own_client
-from flyte_ddp.data.stored import Stored, version_of
+from flyte_ddp.data.remote_files import Stored, version_of
 from flyte_ddp.errors import InputError
-from flyte_ddp.storage import temporary_beside
+from flyte_ddp.whole_files import temporary_beside
 
 
 def files_at(platform: Platform, url: str) -> tuple[AbstractFileSystem, str]:

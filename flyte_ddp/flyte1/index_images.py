@@ -15,7 +15,7 @@ from flyte_ddp.code.code_version import code_version
 from flyte_ddp.data.image_files import link_images
 from flyte_ddp.data.prepared.prepared import SPLITS, open_split, read_description
 from flyte_ddp.data.sources.datasets import data_dir, prepare
-from flyte_ddp.data.sources.image_folder import index_folder, lfw_folder, stamp_of, verify_images, write_folder
+from flyte_ddp.data.sources.image_index import index_folder, lfw_folder, stamp_of, verify_images, write_folder
 from flyte_ddp.data.sources.image_settings import ImageSettings
 from flyte_ddp.errors import InputError, ReportedError
 from flyte_ddp.flyte1 import platform
@@ -27,7 +27,7 @@ from flyte_ddp.flyte1.prepare import PreparedDataset, forget_lost_results
 from flyte_ddp.flyte1.resources import preparation_resources
 from flyte_ddp.launch.environment import choose_world
 from flyte_ddp.report.console import say
-from flyte_ddp.storage import writing_to
+from flyte_ddp.whole_files import writing_to
 
 
 class FoundImages(NamedTuple):
@@ -67,7 +67,7 @@ def find_images(
 
 
 @task(
-    cache=Cache(policies=CodeVersion(code_version("flyte_ddp.data.sources.image_folder"), ["pillow"]), serialize=True),
+    cache=Cache(policies=CodeVersion(code_version("flyte_ddp.data.sources.image_index"), ["pillow"]), serialize=True),
     retries=3,
     **preparation_resources(),
 )

@@ -10,7 +10,7 @@ from flyte_ddp.engine.global_batch.positions import Positions
 from flyte_ddp.engine.torch_compat import any_batch_size
 
 
-class ByRow(Positions):
+class GlobalBatchMode(Positions):
     """The positions of a rank's samples, which torch's operators ask for while a block runs."""
 
     @contextmanager

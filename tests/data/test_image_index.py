@@ -13,7 +13,7 @@ from flyte_ddp.data.description import FolderDescription
 from flyte_ddp.data.image_files import decode, link_images
 from flyte_ddp.data.prepared.prepared import open_images, open_split, verify
 from flyte_ddp.data.sources.datasets import prepare
-from flyte_ddp.data.sources.image_folder import index_folder, stamp_of, verify_images, write_folder
+from flyte_ddp.data.sources.image_index import index_folder, stamp_of, verify_images, write_folder
 from flyte_ddp.data.sources.image_settings import ImageSettings
 from flyte_ddp.errors import DataError, InputError
 from tests.commands import unreadable

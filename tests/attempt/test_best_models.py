@@ -8,9 +8,9 @@ import pytest
 from flyte_ddp.attempt.checkpoints import checkpoint_store
 from flyte_ddp.events import CheckpointWritten
 from flyte_ddp.manifest import models_beside
-from flyte_ddp.storage import write_whole
+from flyte_ddp.whole_files import write_whole
+from tests.attempt.test_platform_training import HP, Folders, run
 from tests.attempt.test_sharded_checkpoints import Watched
-from tests.attempt.test_training import HP, Folders, run
 from tests.small_training import small_data  # noqa: F401 a fixture
 
 BEST = {1: (1,), 2: (1, 2), 3: (3, 2), 4: (3, 4), 5: (5, 4), 6: (5, 6)}  # kept after each evaluation

@@ -14,7 +14,7 @@ WINDOW = 1000  # least number of samples to average a loss over: among fewer, so
 
 
 @dataclass
-class Watch:
+class LossMonitor:
     """The losses of a training, as far as needed to tell whether it learns; the same on all ranks.
 
     Attributes:

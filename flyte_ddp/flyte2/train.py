@@ -7,10 +7,10 @@ from typing import Any, TypeAlias, TypeVar
 import flyte
 from flyte.io import Dir, File
 
+from flyte_ddp.attempt.platform_training import OfImages, Training
 from flyte_ddp.attempt.prediction import predicted
 from flyte_ddp.attempt.summaries import TrainingSummary
 from flyte_ddp.attempt.trained import Trained
-from flyte_ddp.attempt.training import OfImages, Training
 from flyte_ddp.data.description import StoredData
 from flyte_ddp.flyte2 import platform
 from flyte_ddp.flyte2.attempt import one_attempt

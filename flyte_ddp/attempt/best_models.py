@@ -9,7 +9,7 @@ from pathlib import Path
 
 from flyte_ddp.attempt.platform import Platform
 from flyte_ddp.manifest import models_beside
-from flyte_ddp.storage import temporary_beside
+from flyte_ddp.whole_files import temporary_beside
 
 LIST = "list.json"  # in the storage: which of the files there, 0, 1, 2, …, is which of those beside the checkpoint
 
