@@ -60,7 +60,7 @@ def test_rungs_are_those_of_a_hyperband_bracket():
     assert rungs_of(Sweep(), EIGHT) == [(8, 0)]
 
 
-@pytest.mark.parametrize("lr_lambda", [4, 5, 10])
+@pytest.mark.parametrize("factor", [4, 5, 10])
 def test_from_four_on_less_than_half_of_the_epochs_are_trained(factor):
     for epochs in range(factor, 60):
         for count in range(factor, 60):
