@@ -96,10 +96,10 @@ def matching_layers(recipe: Recipe, attribute: str, model: nn.Module) -> dict[st
     owner, layers = f"{type(recipe).__name__}.{attribute}", {name: one for name, one in model.named_modules() if name}
     chosen: list[str] = []
     for pattern in getattr(recipe, attribute):
-        found = fnmatch.filter(layers, pattern)
-        if not found:
+        matches = fnmatch.filter(layers, pattern)
+        if not matches:
             raise InputError(f"{owner} must match names of layers, got {pattern!r}: {listed([*layers])}")
-        chosen += found
+        chosen += matches
     outermost = [name for name in dict.fromkeys(chosen) if not any(name.startswith(f"{one}.") for one in chosen)]
     for name in outermost:
         if isinstance(layers[name], (nn.ModuleList, nn.ModuleDict)):

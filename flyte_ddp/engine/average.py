@@ -24,10 +24,10 @@ class Average:
             for network in (self.model, model)
         )
         fitting = [name for name, value in own.items() if name in others and others[name].shape == value.shape]
-        mine, theirs = ([values[name] for name in fitting] for values in (own, others))  # without caches that grow
-        floats = [index for index, value in enumerate(mine) if value.is_floating_point()]
+        averaged, current = ([values[name] for name in fitting] for values in (own, others))  # without caches that grow
+        floats = [index for index, value in enumerate(averaged) if value.is_floating_point()]
         share = 1 - min(self.decay, (1 + steps) / (10 + steps))
-        torch_compat.move_towards([mine[i] for i in floats], [theirs[i] for i in floats], share)
-        counts = sorted(set(range(len(mine))) - set(floats))
+        torch_compat.move_towards([averaged[i] for i in floats], [current[i] for i in floats], share)
+        counts = sorted(set(range(len(averaged))) - set(floats))
         if counts:
-            torch_compat.copy([mine[i] for i in counts], [theirs[i] for i in counts])
+            torch_compat.copy([averaged[i] for i in counts], [current[i] for i in counts])

@@ -46,11 +46,11 @@ def _sum_of(value: Tensor | Shard) -> Tensor:
     """What this rank adds to that of all."""
     if isinstance(value, Shard):
         rows, first = value.rows, cut().rows(value.shape[0])[0] * math.prod(value.shape[1:])
-        is_mine = cut().writes
+        is_counted = cut().writes
     else:
         rows, first = value, 0
-        is_mine = not distributed.is_initialized() or distributed.get_rank() == 0
-    return sum_of(rows, first) if is_mine else torch.zeros((), dtype=torch.int64, device=rows.device)
+        is_counted = not distributed.is_initialized() or distributed.get_rank() == 0
+    return sum_of(rows, first) if is_counted else torch.zeros((), dtype=torch.int64, device=rows.device)
 
 
 def sum_of(numbers: Tensor, first: int = 0) -> Tensor:
@@ -66,8 +66,8 @@ def sum_of(numbers: Tensor, first: int = 0) -> Tensor:
         start = (first + done) % KEYS
         rows = min(most, (len(words) - done) // KEYS) if start == 0 else 0
         stop = done + (rows * KEYS or min(KEYS - start, len(words) - done))
-        mine = words[done:stop].view(max(1, rows), -1)
-        mixed = (keys[start : start + mine.shape[1]] * factors[row : row + len(mine)]).add_(mine)
+        chunk = words[done:stop].view(max(1, rows), -1)
+        mixed = (keys[start : start + chunk.shape[1]] * factors[row : row + len(chunk)]).add_(chunk)
         total += mixed.mul_(mixed).sum()
-        done, row = stop, row + len(mine)
+        done, row = stop, row + len(chunk)
     return total

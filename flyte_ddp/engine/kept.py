@@ -42,9 +42,9 @@ class KeptModels(Observer):
         if self._is_first:
             with suppress(OSError):  # whoever writes into it meets that, too
                 self._folder.mkdir(exist_ok=True)
-        state, tracker, found = setup.state, setup.state.best_tracker, [self._found() if self._is_first else []]
-        distributed.broadcast_object_list(found)
-        self._kept = self._best(number for number in found[0] if number < len(state.history))
+        state, tracker, numbers = setup.state, setup.state.best_tracker, [self._on_disk() if self._is_first else []]
+        distributed.broadcast_object_list(numbers)
+        self._kept = self._best(number for number in numbers[0] if number < len(state.history))
         if tracker and tracker.weights is not None and tracker.best not in self._kept:
             self._keep(tracker.best, state.layout.marked({"choice": {"weights": tracker.weights}})["choice"]["weights"])
 
@@ -65,17 +65,17 @@ class KeptModels(Observer):
         if not self._is_first:
             return []
         logs, tracker = Path(self._job.logs), self._setup.state.best_tracker
-        found: list[KeptModel] = []
+        models: list[KeptModel] = []
         assert tracker
         with writing_to(logs, self._job.chosen_by):
             for older in logs.glob("best-*-epoch-*.pt"):
                 older.unlink()
             for number in filter(lambda number: self._file(number).exists(), self._kept):
                 epoch = self._setup.state.history[number]
-                name = f"best-{len(found) + 1}-epoch-{counted(epoch.position)}.pt"
+                name = f"best-{len(models) + 1}-epoch-{counted(epoch.position)}.pt"
                 link_or_copy(self._file(number), logs / name)
-                found.append(KeptModel(name, epoch.position, tracker.measure, epoch.validation[tracker.measure]))
-        return found
+                models.append(KeptModel(name, epoch.position, tracker.measure, epoch.validation[tracker.measure]))
+        return models
 
     def _keep(self, number: int, weights: Mapping[str, Tensor | Shard]) -> None:
         self._kept = self._best([*self._kept, number])
@@ -99,7 +99,7 @@ class KeptModels(Observer):
     def _file(self, number: int) -> Path:
         return self._folder / f"{self._job.key}-{number + 1}.pt"
 
-    def _found(self) -> list[int]:
+    def _on_disk(self) -> list[int]:
         """Which evaluations of this training have a file."""
         names = [file.stem.split("-") for file in self._folder.glob(f"{self._job.key}-*.pt")]
         return [int(number) - 1 for _, number in names]

@@ -43,13 +43,13 @@ def load_recipe(job: Job, device: torch.device) -> Recipe:
         own_lock_of_tqdm()
         if not (isinstance(kind, type) and issubclass(kind, Recipe)):
             raise InputError(f"{name} must be a subclass of flyte_ddp.recipe.Recipe, got {kind!r}")
-        given = job.settings, data_path_of(job.data)
+        arguments = job.settings, data_path_of(job.data)
         try:
-            inspect.signature(kind).bind(*given)
+            inspect.signature(kind).bind(*arguments)
         except TypeError as error:
             where = code_location(kind, "__init__")
             raise InputError(f"{where} must take settings and data_path, as Recipe's does: {error}") from None
-        recipe = kind(*given)
+        recipe = kind(*arguments)
     if not hasattr(recipe, "share"):
         raise InputError(f"{code_location(recipe, '__init__')} must call super().__init__(settings, data_path)")
     recipe.device = device
@@ -84,29 +84,29 @@ def load_split(recipe: Recipe, split: str, job: Job, cache: BlockCache) -> Split
             if not len(data):  # type: ignore[arg-type]
                 raise InputError("the split is empty, it must have samples: its Dataset has length 0")
             workers, pin_memory = options.loader_workers, options.pin_memory
-            found: Streamed | Resident = Streamed(data, recipe.device, workers, pin_memory)
+            samples: Streamed | Resident = Streamed(data, recipe.device, workers, pin_memory)
         else:
             data = data.tensors if isinstance(data, torch.utils.data.TensorDataset) else data
-            found = Resident(data, recipe.device)
+            samples = Resident(data, recipe.device)
     except InputError as error:
         raise InputError(f'{code_location(recipe, "data")}, split "{split}": {error.message}') from None
-    return with_lengths(found, recipe, split)
+    return with_lengths(samples, recipe, split)
 
 
-def with_lengths(found: Streamed | Resident, recipe: Recipe, split: str) -> Split:
+def with_lengths(samples: Streamed | Resident, recipe: Recipe, split: str) -> Split:
     """The samples with their lengths, if the recipe has any; InputError for lengths that are not theirs."""
     each = recipe.lengths(split)
     if each is not None:
-        if isinstance(found, Streamed):
-            found.is_padded = True
+        if isinstance(samples, Streamed):
+            samples.is_padded = True
         try:
-            found.lengths = Lengths(each, len(found), lambda indices: next(iter(found.fetch([indices]))))
+            samples.lengths = Lengths(each, len(samples), lambda indices: next(iter(samples.fetch([indices]))))
         except InputError as error:
             raise InputError(f'{code_location(recipe, "lengths")}, split "{split}": {error.message}') from None
     elif split == "train" and recipe.length_window:
         owner = type(recipe).__name__
         raise InputError(f"{owner}.length_window must be 0 without {owner}.lengths, got {recipe.length_window}")
-    return found
+    return samples
 
 
 def validation_of(recipe: Recipe, train: Split, job: Job, cache: BlockCache) -> tuple[Split, Split | None]:

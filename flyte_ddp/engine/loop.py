@@ -219,7 +219,7 @@ def evaluate(state: TrainingState, test: EvaluationBatches, link: Link, split: s
     recipe, model = state.recipe, state.evaluated
     model.eval()
     mismatches = not (state.loss_monitor.constant_loss or recipe.uses_global_batch)
-    mine: list[Tensor] = []
+    rows: list[Tensor] = []
     # With virtual ranks each part has its own, to be added up in their order, whichever rank has computed it
     by_part = torch.zeros(test.virtual_ranks or 1, 2 * len(state.names) + 2, dtype=torch.float64, device=state.device)
     with in_own_types(model):
@@ -234,7 +234,7 @@ def evaluate(state: TrainingState, test: EvaluationBatches, link: Link, split: s
                     sums[-2:] += sums_of({"loss": others["loss"]})
                 predictions = recipe.predictions(outputs, batch.tree)
             if predictions is not None:
-                mine.append(batch.share.own(predictions).cpu())  # those of a whole split may not fit on a GPU
+                rows.append(batch.share.own(predictions).cpu())  # those of a whole split may not fit on a GPU
             link.heartbeat()
     distributed.all_reduce(by_part)
     *pairs, loss, weight = by_part.sum(0).tolist()
@@ -242,15 +242,15 @@ def evaluate(state: TrainingState, test: EvaluationBatches, link: Link, split: s
     broken = [name for name, total in totals.items() if not math.isfinite(sum(total))]
     if "loss" in broken:
         raise NonFiniteError.in_evaluation(totals["loss"][0] / (totals["loss"][1] or 1.0), split, position)
-    predictions = torch.cat(mine) if mine else None
+    predictions = torch.cat(rows) if rows else None
     return Evaluated(state.measures(pairs), loss / weight if weight else 0.0, predictions, broken)
 
 
-def gather(mine: Tensor, test: EvaluationBatches, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+def gather(rows: Tensor, test: EvaluationBatches, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
     """For each global batch of the test split: its samples (n,), and their rows (n, ...) on the host, from the rows of
     each rank's share; a collective for each, by way of the device."""
     for samples, (start, stop) in test.everyones():
-        everyone = mine.new_zeros(len(samples), *mine.shape[1:], device=device)
-        everyone[start:stop], mine = mine[: stop - start], mine[stop - start :]
-        distributed.all_reduce(everyone.view(-1).view(torch.uint8))  # the others' are zeros; not all types can be added
-        yield samples, everyone.cpu()
+        gathered = rows.new_zeros(len(samples), *rows.shape[1:], device=device)
+        gathered[start:stop], rows = rows[: stop - start], rows[stop - start :]
+        distributed.all_reduce(gathered.view(-1).view(torch.uint8))  # the others' are zeros; not all types can be added
+        yield samples, gathered.cpu()

@@ -19,10 +19,10 @@ def hardware(device: torch.device) -> str:
 
 def machine(environment: Environment, device: torch.device, precision: str, options: RunOptions) -> dict[str, Any]:
     """What all ranks run on, in plain values; a collective."""
-    told = [""] * environment.world.size
-    distributed.all_gather_object(told, hardware(device))
+    names = [""] * environment.world.size
+    distributed.all_gather_object(names, hardware(device))
     return {
-        "hardware": " and ".join(dict.fromkeys(told)),
+        "hardware": " and ".join(dict.fromkeys(names)),
         "torch": str(torch.__version__),
         "precision": precision,
         "ranks": environment.world.size,

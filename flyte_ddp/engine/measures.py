@@ -75,16 +75,16 @@ def pairs_of(recipe: Recipe, outputs: Any, batch: Batch, names: Sequence[str] = 
     count = batch.share.count
     pairs, ones = {}, torch.ones(count, device=recipe.device)
     for name in names or sorted(measured, key=lambda name: (name != "loss", list(measured).index(name))):
-        given = measured[name]
-        values, weights = given if isinstance(given, tuple) else (given, None)
+        measure = measured[name]
+        values, weights = measure if isinstance(measure, tuple) else (measure, None)
         for part, tensor in (("values", values), ("weights", weights)):
             if tensor is None and part == "weights":
                 continue
             if not isinstance(tensor, Tensor) or tensor.shape != (count,):
-                found = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
+                shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
                 raise InputError(
                     f"{code_location(recipe, 'measure')}: {part} of {name!r} must have one entry for each sample, "
-                    f"shape ({count},), got {found}: use reduction='none', and mean over all dimensions but the first"
+                    f"shape ({count},), got {shape}: use reduction='none', and mean over all dimensions but the first"
                 )
         pair = values.float(), ones if weights is None else weights.float()
         pairs[name] = batch.share.own(pair[0]), batch.share.own(pair[1])
@@ -103,12 +103,12 @@ def sums_of(pairs: dict[str, tuple[Tensor, Tensor]]) -> Tensor:
 
 def ratios(recipe: Recipe, names: Sequence[str], pairs: Sequence[float]) -> dict[str, float]:
     """The measures to report; NaN if the weights add up to 0. InputError if derive() returns anything but numbers."""
-    found = {
+    measures = {
         name: value / weight if weight else math.nan
         for name, value, weight in zip(names, pairs[::2], pairs[1::2], strict=True)
         if name != "objective"
     }
-    derived = recipe.derive(found)
+    derived = recipe.derive(measures)
     try:
         return {name: float(value) for name, value in derived.items()}
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:  # torch's, for a tensor of several elements

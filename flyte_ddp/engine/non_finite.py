@@ -21,8 +21,8 @@ def find_non_finite(state: TrainingState, shares: Sequence[Batch]) -> tuple[str,
             loss = state.parallel.module(part, (False, False), False)
             gradients = state.parallel.own_gradients(loss)
         norms = [torch.linalg.vector_norm(gradient) for gradient in gradients]
-        found = [not all(bool(one.isfinite()) for one in ones) for ones in ([loss], norms)]
-        bad = [was or now for was, now in zip(bad, found, strict=True)]
+        bad_in_part = [not all(bool(one.isfinite()) for one in ones) for ones in ([loss], norms)]
+        bad = [was or now for was, now in zip(bad, bad_in_part, strict=True)]
     of_ranks: list[Any] = [None] * distributed.get_world_size()
     distributed.all_gather_object(of_ranks, bad)
     for what, flags in zip(("loss", "gradient"), zip(*of_ranks, strict=True), strict=True):

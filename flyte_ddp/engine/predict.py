@@ -36,14 +36,14 @@ def run(environment: Environment, link: Link, argument: tuple[Job, str, int, int
             model = recipe.trained_model(job.model_path).to(device)
         first, last = rank_slice(0, len(source), number, count)
         size = settings.test_batch_size
-        found: list[Tensor] = []
+        parts: list[Tensor] = []
         for tree in source.fetch(torch.arange(first, last).split(size)):
             predictions = recipe.predictions(recipe.forward(model, tree), tree)
             if predictions is None:
                 raise InputError(f"{code_location(recipe, 'predictions')} must return a tensor, got None")
-            found.append(predictions.cpu())
+            parts.append(predictions.cpu())
             link.heartbeat()
-    rows = torch.cat(found).numpy() if found else np.empty(0, np.float32)
+    rows = torch.cat(parts).numpy() if parts else np.empty(0, np.float32)
     with writing_to(job.logs, "DDP_RUNS_DIR"), whole_file(Path(job.logs, f"predictions-{number}.npy")) as file:
         np.save(file, rows)
     return len(rows)

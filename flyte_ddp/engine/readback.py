@@ -41,12 +41,12 @@ class Readback:
 
     def read(self) -> tuple[int, list[float]] | None:
         """The number of the step, and its values; None if there have not been so many since the last call of clear."""
-        found = None
+        latest = None
         while len(self._copies) > self.behind:
-            found = self._copies.popleft()
-        if not found:
+            latest = self._copies.popleft()
+        if not latest:
             return None
-        step, copied, event = found
+        step, copied, event = latest
         if event:
             event.synchronize()
         return step, copied.tolist()

@@ -61,15 +61,15 @@ def write_results(setup: SetUp, tested: Evaluated, job: Job) -> str:
     return digest
 
 
-def write_predictions(mine: Tensor, setup: SetUp, path: Path) -> None:
+def write_predictions(predictions: Tensor, setup: SetUp, path: Path) -> None:
     """Rank 0 writes the rows (N, ...) of all ranks, batch by batch, so that no rank ever has them all; a collective.
     Raises OSError, there alone, once the others have been heard."""
-    test, rows = setup.test, gather(mine, setup.test, setup.state.device)
+    test, rows = setup.test, gather(predictions, setup.test, setup.state.device)
     try:
         if distributed.get_rank() == 0:
-            shape = len(test.split), *mine.shape[1:]
+            shape = len(test.split), *predictions.shape[1:]
             with whole_file(path) as file:
-                written = np.lib.format.open_memmap(file.name, "w+", mine.numpy().dtype, shape)
+                written = np.lib.format.open_memmap(file.name, "w+", predictions.numpy().dtype, shape)
                 for samples, values in rows:
                     written[samples.numpy()] = values.numpy()
                 written.flush()
@@ -90,7 +90,7 @@ def write_weights(
         fill(None, weights, state.device)
         return digest
     training = {"world_size": size, "hardware": hardware(state.device), "precision": setup.precision}
-    metadata = build_metadata(state.recipe, job, setup.found.headline, measures, training, state.base.digest, digest)
+    metadata = build_metadata(state.recipe, job, setup.probed.headline, measures, training, state.base.digest, digest)
     export_model(weights, path, metadata, state.device)
     return digest
 
@@ -126,7 +126,7 @@ def result_of(setup: SetUp, tested: dict[str, float], digest: str, kept: list[Ke
     return TrainingResult(
         epochs=state.history,
         warnings=state.loss_monitor.warnings,
-        headline=setup.found.headline,
+        headline=setup.probed.headline,
         train_samples=len(setup.train.split),
         test_samples=len(setup.test.split),
         precision=setup.precision,
@@ -136,7 +136,7 @@ def result_of(setup: SetUp, tested: dict[str, float], digest: str, kept: list[Ke
         tested=tested,
         chosen_epoch=tracker.best if tracker and tracker.best >= 0 else None,
         parameters=sum(parameter.numel() for parameter in state.model.parameters()),
-        sample_flops=setup.found.sample_flops,
+        sample_flops=setup.probed.sample_flops,
         hardware=hardware(state.device),
         kept=kept,
         digest=digest,

@@ -35,14 +35,14 @@ SPLITS = ("train", "test")
 
 @dataclass(frozen=True)
 class SetUp:
-    """found: what the probe found. precision: float32 or bfloat16. remarks: which weights training starts with.
+    """probed: what the probe found. precision: float32 or bfloat16. remarks: which weights training starts with.
     warnings: what is to be said whether training starts or goes on."""
 
     state: TrainingState
     train: TrainBatches
     validation: EvaluationBatches | None
     test: EvaluationBatches
-    found: Probed
+    probed: Probed
     precision: str
     remarks: list[str]
     warnings: list[NotLearning]
@@ -93,29 +93,29 @@ def set_up(environment: Environment, device: torch.device, job: Job, cache: Bloc
     if validation and recipe.has_validation:
         splits["validation"] = validation
     with on_trial(recipe, model):
-        found = probe(recipe, model, splits, total_steps, mixed)
-    check_batch_norm(recipe, model, found.mode.normalised)
+        probed = probe(recipe, model, splits, total_steps, mixed)
+    check_batch_norm(recipe, model, probed.mode.normalised)
     state = TrainingState(
-        recipe, model, found.mode, found.names, device, world_size,
+        recipe, model, probed.mode, probed.names, device, world_size,
         autocast=precision == "bfloat16", total_steps=total_steps, constant_loss=constant_loss,
-        base=FrozenBase(model, base.names - found.moving) if found.moving else base,  # which model() does not provide
-        moving=found.moving, average=average, log_gradients=job.options.log_gradients,
+        base=FrozenBase(model, base.names - probed.moving) if probed.moving else base,  # which model() does not provide
+        moving=probed.moving, average=average, log_gradients=job.options.log_gradients,
     )  # fmt: skip
     # After the trials and the average, which are copies without these
     if job.options.compile:
-        compile_layers(recipe, found.mode, [model, average.model] if average else [model])
-    checkpoint_activations(recipe, model, found.mode)
+        compile_layers(recipe, probed.mode, [model, average.model] if average else [model])
+    checkpoint_activations(recipe, model, probed.mode)
     if validation:
-        state.best_tracker = best_tracker_of(recipe, found.headline, settings)
-    reasons = [f"the result depends on the number of ranks: {reason}" for reason in found.reasons]
-    warnings = [NotLearning(0, 0, reason) for reason in (*reasons, *found.alike)]
+        state.best_tracker = best_tracker_of(recipe, probed.headline, settings)
+    reasons = [f"the result depends on the number of ranks: {reason}" for reason in probed.reasons]
+    warnings = [NotLearning(0, 0, reason) for reason in (*reasons, *probed.alike)]
     state.loss_monitor.warnings += warnings
     if job.init and job.init.is_file() and is_checkpoint(job.init):
         remarks.append(continue_from(state, job.init, job, len(batches)))
     place_in_world = settings.test_batch_size, rank, world_size, mixed, settings.virtual_ranks
     validated = EvaluationBatches(validation, *place_in_world) if validation else None
     tested = EvaluationBatches(test, *place_in_world)
-    return SetUp(state, batches, validated, tested, found, precision, remarks, warnings)
+    return SetUp(state, batches, validated, tested, probed, precision, remarks, warnings)
 
 
 def best_tracker_of(recipe: Recipe, headline: str, settings: TrainingSettings) -> BestTracker:

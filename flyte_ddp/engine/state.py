@@ -180,8 +180,8 @@ class TrainingState:
         }
 
     def _gradients(self) -> tuple[list[str], list[Tensor]]:
-        found = [(name, local(p.grad)) for name, p in self.model.named_parameters() if p.grad is not None]
-        return [name for name, _ in found], [gradient for _, gradient in found]
+        named = [(name, local(p.grad)) for name, p in self.model.named_parameters() if p.grad is not None]
+        return [name for name, _ in named], [gradient for _, gradient in named]
 
     def sums(self) -> Sums:
         """The sums since the last evaluation; makes the host wait for the device."""
@@ -207,8 +207,8 @@ class TrainingState:
         self.history.append(finished)
         if self.best_tracker:
             number, weights = len(self.history) - 1, self.base.without(self.evaluated)
-            mine = {name: local(weight) for name, weight in weights.items()}
-            self.best_tracker.after_evaluation(number, finished.validation, mine)
+            local_weights = {name: local(weight) for name, weight in weights.items()}
+            self.best_tracker.after_evaluation(number, finished.validation, local_weights)
         self._sums.values.zero_()
         self.logged = None
         self.epoch_seconds = 0.0

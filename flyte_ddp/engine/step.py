@@ -144,8 +144,8 @@ class ReplicatedStep(DistributedDataParallel):
 
     def own_gradients(self, loss: Tensor) -> list[Tensor]:
         """Those of this rank's samples alone."""
-        found = torch.autograd.grad(loss, self.module.trainable, allow_unused=True)
-        return [gradient for gradient in found if gradient is not None]
+        gradients = torch.autograd.grad(loss, self.module.trainable, allow_unused=True)
+        return [gradient for gradient in gradients if gradient is not None]
 
 
 def gradients_of(step: Step) -> list[Tensor]:

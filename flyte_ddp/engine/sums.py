@@ -68,8 +68,8 @@ class StepSums:
     def recent(self, step: int, seconds: float) -> Sums | None:
         """Those of a recent step, the same on all ranks, without waiting; None if that was before the last now()."""
         self.readback.copy(step, self.values)
-        found = self.readback.read()
-        return _sums_of(*found, seconds) if found else None
+        copied = self.readback.read()
+        return _sums_of(*copied, seconds) if copied else None
 
 
 def _sums_of(step: int, values: list[float], seconds: float) -> Sums:

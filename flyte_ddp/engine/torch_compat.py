@@ -75,8 +75,8 @@ def plain_attention(*args: Any, **kwargs: Any) -> Tensor:
 
     torch.nn.attention.sdpa_kernel is public, but changes global state, and imports torch._dynamo.
     """
-    found: Tensor = torch.ops.aten._scaled_dot_product_attention_math(*args, **kwargs)[0]
-    return found
+    attended: Tensor = torch.ops.aten._scaled_dot_product_attention_math(*args, **kwargs)[0]
+    return attended
 
 
 def check(are_good: Tensor, message: str) -> None:

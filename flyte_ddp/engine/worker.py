@@ -111,7 +111,7 @@ def run_started(setup: SetUp, environment: Environment, job: Job, hosts: list[st
     return RunStarted(
         dataset=job.dataset,
         samples=state.recipe.samples,
-        headline=setup.found.headline,
+        headline=setup.probed.headline,
         percent=state.recipe.percent,
         train_samples=len(setup.train.split),
         test_samples=len(setup.test.split),

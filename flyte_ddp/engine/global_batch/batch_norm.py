@@ -83,12 +83,12 @@ class Normalise(torch.autograd.Function):
         rows = 0 if borrowed else features.numel() // len(weight)
         if rows:
             # an undocumented kernel of torch: a single launch, and on a CPU faster than sums
-            mine = torch.stack(torch.batch_norm_update_stats(features.float(), None, None, 0.0)).double()
+            local = torch.stack(torch.batch_norm_update_stats(features.float(), None, None, 0.0)).double()
         else:
-            mine = torch.zeros(2, len(weight), dtype=torch.float64, device=weight.device)
+            local = torch.zeros(2, len(weight), dtype=torch.float64, device=weight.device)
         # in float64: for features far from 0, the mean square minus the squared mean has few digits left
-        mine[1].addcmul_(mine[0], mine[0])
-        sums = torch.cat([mine.flatten(), mine.new_ones(1)]).mul_(rows)
+        local[1].addcmul_(local[0], local[0])
+        sums = torch.cat([local.flatten(), local.new_ones(1)]).mul_(rows)
         with waiting():
             distributed.all_reduce(sums)
         moments, count = sums[:-1].view(2, -1) / sums[-1:], sums[-1:].float()
@@ -146,8 +146,8 @@ class _Sum(torch.autograd.Function):
     """The sum over all ranks, each of which has a loss that depends on it."""
 
     @staticmethod
-    def forward(ctx: Any, mine: Tensor, waiting: Waiting) -> Tensor:
-        ctx.waiting, total = waiting, mine.clone()
+    def forward(ctx: Any, local: Tensor, waiting: Waiting) -> Tensor:
+        ctx.waiting, total = waiting, local.clone()
         with waiting():
             distributed.all_reduce(total)
         return total

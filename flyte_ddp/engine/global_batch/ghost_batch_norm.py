@@ -108,17 +108,17 @@ def ghost_batch_norm(
         )
     groups = features.split(size)
     dtype = torch.promote_types(features.dtype, torch.float32) if weight is None else weight.dtype
-    found = features.new_zeros(len(groups), 2, channels, dtype=dtype)  # torch's kernels write mean and variance there
+    moments = features.new_zeros(len(groups), 2, channels, dtype=dtype)  # torch's kernels write mean and variance there
     normalised = [
         PLAIN(group, weight, bias, *of_group, training, 1.0, eps, cudnn_enabled)
-        for group, of_group in zip(groups, found, strict=True)
+        for group, of_group in zip(groups, moments, strict=True)
     ]
     if running and running_mean is not None and running_var is not None and not share.borrowed:
         counts = [group.numel() // channels for group in groups]
         if counts[-1] == 1:
-            found = found.nan_to_num()  # a single value has no variance
+            moments = moments.nan_to_num()  # a single value has no variance
         factors = constants(tuple(factor for count in counts for factor in (count, count - 1)), features.device)
-        means, variances = (found * factors.view(-1, 2, 1)).sum(0)
+        means, variances = (moments * factors.view(-1, 2, 1)).sum(0)
         running.add(running_mean, means, sum(counts), momentum)
         running.add(running_var, variances, sum(counts) - len(counts), momentum)
     return normalised[0] if len(normalised) == 1 else torch.cat(normalised)

@@ -97,17 +97,17 @@ def _normalise(mode: Positions, *args: Any) -> Tensor:
 def _normalise_instances(mode: Positions, *args: Any) -> Tensor:
     """torch computes it by batch norm of one row, which is not the batch."""
     with replaced_by(None):
-        found: Tensor = NORMALISE_INSTANCES(*args)
-    return found
+        normalised: Tensor = NORMALISE_INSTANCES(*args)
+    return normalised
 
 
 def _fill(name: str, numbers: Callable[..., Numbers]) -> Callable[..., Tensor]:
     """Of torch's operation of that name, which fills a tensor in place: numbers(dtype, its further arguments)."""
     packet, _, overload = name.partition(".")
-    theirs = original(getattr(getattr(torch.ops.aten, packet), overload or "default"))
+    operation = original(getattr(getattr(torch.ops.aten, packet), overload or "default"))
 
     def fill(mode: Positions, filled: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        theirs(filled.new_empty(0), *args, **kwargs)  # refuses wrong arguments
+        operation(filled.new_empty(0), *args, **kwargs)  # refuses wrong arguments
         by_position = numbers(filled.dtype, *args, **kwargs)
         drawn = torch.view_as_real(filled) if filled.is_complex() else filled
         drawn.copy_(mode.draw("fill", drawn.shape, drawn.device, by_position))
@@ -209,8 +209,8 @@ def dropout_kernel() -> Any:
 
         dropout_kernel.compile_now()
     except Exception as error:  # of many types: a compiler that fails, or lacks Python's headers
-        told = f"{type(error).__name__}: {error}".partition("\n")[0]
-        warnings.warn(f"dropout is drawn without Triton, which takes longer, since that fails ({told})", stacklevel=1)
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        warnings.warn(f"dropout is drawn without Triton, which takes longer, since that fails ({reason})", stacklevel=1)
         return None
     return dropout_kernel
 
@@ -221,23 +221,23 @@ def _replace_operators() -> list[torch.library.Library]:
     leave_uncompiled(_call)
     library = torch.library.Library("aten", "IMPL")
     for replacements, keys in (OPERATORS, ("AutogradCPU", "AutogradCUDA")), (FACTORIES, ("CPU", "CUDA")):
-        for name, ours in replacements.items():
+        for name, replacement in replacements.items():
             packet, _, overload = name.partition(".")
-            theirs = original(getattr(getattr(torch.ops.aten, packet), overload or "default"))
+            operation = original(getattr(getattr(torch.ops.aten, packet), overload or "default"))
             for key in keys:
-                library.impl(name, functools.partial(_call, ours, theirs), key)
+                library.impl(name, functools.partial(_call, replacement, operation), key)
     return [library]
 
 
 def _call(
-    ours: Callable[..., Tensor],
-    theirs: Callable[..., Tensor],
+    replacement: Callable[..., Tensor],
+    operation: Callable[..., Tensor],
     /,
     *args: Any,
     generator: torch.Generator | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """Calls ours in a block, unless the user gives a generator of their own, else torch's."""
+    """Calls the replacement in a block, unless the user gives a generator of their own, else torch's."""
     if _active and generator is None:
-        return ours(_active, *args, **kwargs)
-    return theirs(*args, **kwargs, **({} if generator is None else {"generator": generator}))
+        return replacement(_active, *args, **kwargs)
+    return operation(*args, **kwargs, **({} if generator is None else {"generator": generator}))

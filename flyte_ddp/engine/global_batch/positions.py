@@ -48,10 +48,10 @@ class Position(NamedTuple):
 
     def draw(self, shape: Shape, device: torch.device, numbers: Numbers) -> Tensor:
         """numbers(key, first, count, device) for the shape, each sample's by its position."""
-        found, layout = numbers(self.key, self.first, math.prod(shape), device), self.layout
+        drawn, layout = numbers(self.key, self.first, math.prod(shape), device), self.layout
         if not layout.dimension:
-            return found.view(shape)
-        return found.view(shape[layout.dimension], *layout.rest).movedim(0, layout.dimension)
+            return drawn.view(shape)
+        return drawn.view(shape[layout.dimension], *layout.rest).movedim(0, layout.dimension)
 
 
 class Positions:
@@ -79,7 +79,7 @@ class Positions:
         self.waiting: Waiting = nullcontext
         self.is_compiled = False
         self._layouts: dict[tuple[str, int], list[Layout]] = {}  # by operation and number of dimensions
-        self._found: dict[tuple[str, Shape, int], Layout] = {}
+        self._by_shape: dict[tuple[str, Shape, int], Layout] = {}
 
     def note(self, what: str) -> None:
         """All ranks have to note the same, in the same order."""
@@ -103,7 +103,7 @@ class Positions:
             layout, known = Layout(index, each, rest), self._layouts.setdefault((operation, len(rows)), [])
             if layout not in known:
                 known.append(layout)
-        self._found.clear()
+        self._by_shape.clear()
 
     def draw(self, operation: str, shape: Sequence[int], device: torch.device, numbers: Numbers) -> Tensor:
         """See Position.draw."""
@@ -113,7 +113,7 @@ class Positions:
         """Of the next call. To be asked for once by each, since this draws its key."""
         self.leave_compiled()
         wanted = operation, shape, self.share.count
-        layout = self._found.get(wanted) or self._found.setdefault(wanted, self._layout(operation, shape))
+        layout = self._by_shape.get(wanted) or self._by_shape.setdefault(wanted, self._layout(operation, shape))
         (key,) = torch.empty(1, dtype=torch.int64).random_().tolist()
         self.drawn.append((operation, shape))
         self.note(repr(layout))

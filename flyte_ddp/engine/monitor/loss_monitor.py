@@ -105,8 +105,8 @@ class LossMonitor:
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         warnings = [SlowRank(**one) if "rank" in one else NotLearning(**one) for one in saved["warnings"]]
-        found = [warning for warning in self.warnings if warning not in warnings]  # at this start
-        vars(self).update(saved, warnings=[*warnings, *found])
+        new = [warning for warning in self.warnings if warning not in warnings]  # at this start
+        vars(self).update(saved, warnings=[*warnings, *new])
 
 
 def _epoch(position: float) -> int:

@@ -91,12 +91,14 @@ class StepClock:
         16 kB, that all steps would carry otherwise.
         """
         self._add_up()
-        mine = torch.zeros(distributed.get_world_size(), 4, dtype=torch.float64)
-        mine[distributed.get_rank()] = torch.tensor([*self._seconds[: StepPart.OTHER], self.samples], dtype=mine.dtype)
+        local = torch.zeros(distributed.get_world_size(), 4, dtype=torch.float64)
+        local[distributed.get_rank()] = torch.tensor(
+            [*self._seconds[: StepPart.OTHER], self.samples], dtype=local.dtype
+        )
         self._set_to_zero()
-        everyones = mine.to(self._device)
-        distributed.all_reduce(everyones)
-        return everyones.cpu().numpy()
+        gathered = local.to(self._device)
+        distributed.all_reduce(gathered)
+        return gathered.cpu().numpy()
 
     def _set_to_zero(self) -> None:
         self._seconds = [0.0] * len(StepPart)

@@ -12,7 +12,7 @@ FACTOR = 1.25  # a rank is late if it needs more than so many times what a fast 
 LEAST_STEP_SECONDS = 0.002  # by which it prolongs a step: less is the noise of short steps
 IN_A_ROW = 3  # so many windows in which it is late make a warning
 WINDOW_SECONDS = 1.0  # a window is a log, or as many as take so long: whatever runs beside would disturb shorter ones
-MOST_TOLD = 16  # warnings, so that a large world that is slow does not fill its page
+MOST_WARNINGS = 16  # so that a large world that is slow does not fill its page
 SAMPLES = 3  # the column of a table of times after those of StepPart
 WORDS = {
     "data": "waits for its data {} in each step, a fast rank {} ({}): ",
@@ -36,7 +36,7 @@ class Stragglers:
         self._totals = np.zeros((len(hosts), 4))  # the last column: for how long the others have waited for it
         self._window, self._steps = np.zeros((len(hosts), 4)), 0
         self._last: deque[tuple[np.ndarray, np.ndarray, int]] = deque(maxlen=IN_A_ROW)  # times, who was late, steps
-        self._told: set[tuple[int, str]] = set()
+        self._warned: set[tuple[int, str]] = set()
 
     def after_steps(self, epoch: int, step: int, steps: int, times: np.ndarray) -> list[SlowRank]:
         """Records the latest steps; returns warnings of ranks that keep being late.
@@ -55,9 +55,9 @@ class Stragglers:
             return []
         self._last.append((self._window, late(self._window, self._steps), self._steps))
         self._window, self._steps = np.zeros_like(times), 0
-        found = [slow for slow in self._judge(epoch, step) if (slow.rank, slow.cause) not in self._told]
-        new = found[: MOST_TOLD - len(self._told)]
-        self._told.update((slow.rank, slow.cause) for slow in new)
+        slow_ranks = [slow for slow in self._judge(epoch, step) if (slow.rank, slow.cause) not in self._warned]
+        new = slow_ranks[: MOST_WARNINGS - len(self._warned)]
+        self._warned.update((slow.rank, slow.cause) for slow in new)
         return new
 
     def _judge(self, epoch: int, step: int) -> list[SlowRank]:
@@ -65,7 +65,7 @@ class Stragglers:
             return []
         each, were_late, steps = zip(*self._last, strict=True)
         times, count = np.sum(each, 0), sum(steps)
-        usual, found = fast(times), []
+        usual, slow_ranks = fast(times), []
         in_data, in_step = ("data", StepPart.DATA), ("compute", StepPart.COMPUTING)
         for rank in np.flatnonzero(np.all(were_late, 0)).tolist():
             beyond = times[rank] - usual
@@ -73,8 +73,8 @@ class Stragglers:
             figures = [f"{of[part] / count * 1e3:,.1f} ms" for of in (times[rank], usual)]
             what = self._words[cause].format(*figures, f"{count} steps until step {step} of epoch {epoch + 1}")
             reason = f"the others wait for rank {rank} on {self._hosts[rank]}, which {what}"
-            found.append(SlowRank(epoch, step, reason, rank, self._hosts[rank], cause))
-        return found
+            slow_ranks.append(SlowRank(epoch, step, reason, rank, self._hosts[rank], cause))
+        return slow_ranks
 
     def so_far(self) -> RanksTimed:
         return RanksTimed(*self._totals.T.round(3).tolist())

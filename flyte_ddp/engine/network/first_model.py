@@ -30,22 +30,22 @@ def first_model(recipe: Recipe, job: Job) -> First:
     rank, size = distributed.get_rank(), distributed.get_world_size()
     if job.options.sharding == "off" or size == 1:
         return _with_values(recipe, job)
-    found, problem = None, ""
+    built, problem = None, ""
     if rank == 0:
-        found = _with_values(recipe, job)
+        built = _with_values(recipe, job)
     else:
         try:
-            found = _without_values(recipe, job), set[str](), list[str]()
+            built = _without_values(recipe, job), set[str](), list[str]()
         except Exception as error:  # of many types: model() may do with its tensors what it likes
             problem = f"{type(error).__name__}: {' '.join(str(error).split())}"
-    told: list[Any] = [(outline(found[0]), found[1]) if found and rank == 0 else None]
-    distributed.broadcast_object_list(told)
-    expected, base = told[0]
-    if found and outline(found[0]) != expected:
-        found, problem = None, "it has other tensors where they have no values"
+    reference: list[Any] = [(outline(built[0]), built[1]) if built and rank == 0 else None]
+    distributed.broadcast_object_list(reference)
+    expected, base = reference[0]
+    if built and outline(built[0]) != expected:
+        built, problem = None, "it has other tensors where they have no values"
     problems: list[Any] = [None] * size
     distributed.all_gather_object(problems, problem)
-    model, _, remarks = found or _with_values(recipe, job)
+    model, _, remarks = built or _with_values(recipe, job)
     for problem in [*filter(None, problems)][:1]:
         remarks.append(f"Each rank built the whole network in its host's memory, since model() needs values: {problem}")
     return model, base, remarks
@@ -90,9 +90,9 @@ def _without_values(recipe: Recipe, job: Job) -> nn.Module:
         freeze(model, job.settings.freeze)
     tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     gc.collect()
-    for found in gc.get_objects():
-        if issubclass(type(found), Tensor) and found.is_meta and id(found) not in tensors:
-            raise InputError(f"a tensor of shape {tuple(found.shape)} is neither a parameter nor a buffer")
+    for candidate in gc.get_objects():
+        if issubclass(type(candidate), Tensor) and candidate.is_meta and id(candidate) not in tensors:
+            raise InputError(f"a tensor of shape {tuple(candidate.shape)} is neither a parameter nor a buffer")
     for tensor in tensors.values():
         if tensor.is_meta:
             give_room(tensor, tensor.device)  # a try of what is ahead

@@ -29,9 +29,9 @@ def to_device(
         return Average(model, recipe.ema_decay) if recipe.ema_decay else None
     check_recipe(recipe, options, environment)
     check_weights(recipe, model)
-    told = [base.digest if environment.rank == 0 else ""]  # of whole weights, with their values
-    distributed.broadcast_object_list(told)
-    base.digest = told[0]
+    digests = [base.digest if environment.rank == 0 else ""]  # of whole weights, with their values
+    distributed.broadcast_object_list(digests)
+    base.digest = digests[0]
     average = Average(model, recipe.ema_decay) if recipe.ema_decay else None
     mesh = make_mesh(options, environment)
     shard(recipe, [model, average.model] if average else [model], mesh, precision)

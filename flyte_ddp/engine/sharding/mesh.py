@@ -25,15 +25,15 @@ def make_mesh(options: RunOptions, environment: Environment) -> Any:
 
 
 def _nodes(environment: Environment) -> int:
-    told: list[Any] = [None] * environment.world.size
-    distributed.all_gather_object(told, (environment.local_rank, environment.world.local_size))
-    sizes = [size for _, size in told]
+    places: list[Any] = [None] * environment.world.size
+    distributed.all_gather_object(places, (environment.local_rank, environment.world.local_size))
+    sizes = [size for _, size in places]
     if len({*sizes}) > 1:
         raise InputError(
             f"each node must have as many ranks as the others to shard within nodes, got {min(sizes)} on one and "
             f"{max(sizes)} on another: start as many on each, or set options.sharding to full, or to off"
         )
-    if any(local_rank != rank % sizes[0] for rank, (local_rank, _) in enumerate(told)):
+    if any(local_rank != rank % sizes[0] for rank, (local_rank, _) in enumerate(places)):
         raise InputError(
             "the ranks of a node must follow one another to shard within nodes, as torchrun numbers them, got other "
             "LOCAL_RANKs: start them so, or set options.sharding to full, or to off"

@@ -42,14 +42,14 @@ def check_recipe(recipe: Recipe, options: RunOptions, environment: Environment) 
 def check_weights(recipe: Recipe, model: nn.Module) -> None:
     """Raises InputError for weights that cannot be cut into rows, or that two units share."""
     where, units = code_location(recipe, "model"), matching_layers(recipe, "fsdp_units", model)
-    found: dict[int, tuple[str, str | None]] = {}
+    firsts: dict[int, tuple[str, str | None]] = {}
     for name, weight in model.named_parameters(remove_duplicate=False):
         unit = next((unit for unit in units if name.startswith(f"{unit}.")), None)
         if not weight.ndim:
             raise InputError(f"{where}: {name} has no rows to shard: give it the shape (1,), {OFF}")
         if torch_compat.has_gradient_hooks(weight):
             raise InputError(f"{where}: {name} has a hook on its gradient, which sharding would lose: remove it, {OFF}")
-        first, its_unit = found.setdefault(id(weight), (name, unit))
+        first, its_unit = firsts.setdefault(id(weight), (name, unit))
         if its_unit != unit:
             raise InputError(
                 f"{type(recipe).__name__}.fsdp_units must keep tied weights together, but {name} is {first}, too: name "

@@ -91,10 +91,10 @@ def fill(path: Path | None, content: Any, device: torch.device) -> None:
     """
     leaves = pytree.tree_leaves(content)
     shards = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Shard)}
-    told = [path is not None]
+    written = [path is not None]
     if shards:
-        distributed.broadcast_object_list(told)
-    if not shards or not told[0]:
+        distributed.broadcast_object_list(written)
+    if not shards or not written[0]:
         return
     rooms: list[Any] = [None] * len(leaves)
     if path:
@@ -135,8 +135,8 @@ class Layout:
             key = path if path[0].key == "optimizer" else (path[0], id(weight))
             return made.setdefault(key, Shard(local(value), weight.shape))
 
-        found: dict[str, Any] = pytree.tree_map_with_path(mark, state) if self._weights else state
-        return found
+        with_shards: dict[str, Any] = pytree.tree_map_with_path(mark, state) if self._weights else state
+        return with_shards
 
     def mine(self, path: tuple[Any, ...], whole: Any) -> Any:
         """This rank's rows of a tensor of the state, or of one that is still to be read."""

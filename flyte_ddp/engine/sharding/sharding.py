@@ -152,12 +152,12 @@ def on_trial(recipe: Recipe, model: nn.Module) -> Iterator[None]:
         with in_own_types(model):
             yield
     except RuntimeError as error:
-        named = (found for pattern, found in PROBLEMS.items() if re.search(pattern, str(error)))
+        named = (entry for pattern, entry in PROBLEMS.items() if re.search(pattern, str(error)))
         method, problem = next(named, ("", ""))
         if not problem:
             raise
-        told = problem.format(layers=f"the network, and the layers that {type(recipe).__name__}.fsdp_units names,")
-        raise InputError(f"{code_location(recipe, method)}: with sharding, {told}, {OFF}") from error
+        reason = problem.format(layers=f"the network, and the layers that {type(recipe).__name__}.fsdp_units names,")
+        raise InputError(f"{code_location(recipe, method)}: with sharding, {reason}, {OFF}") from error
     model.zero_grad()
     for name, value in _tensors(model):
         if name in kept and local(value).shape == kept[name].shape:
@@ -182,8 +182,8 @@ class ShardedStep(nn.Module):
             if is_sharded(unit):  # ranks that call others exchange what doesn't belong together
                 unit.register_forward_pre_hook(partial(_note, step.mode, f"call {name}"))
 
-    def forward(self, *given: Any) -> Tensor:
-        loss: Tensor = self.module(*given)
+    def forward(self, *args: Any) -> Tensor:
+        loss: Tensor = self.module(*args)
         return loss
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -200,9 +200,11 @@ class ShardedStep(nn.Module):
         sums = self.module.carrier.grad
         assert sums is not None  # after a backward pass
         norms = torch_compat.norms([local(gradient) for gradient in gradients_of(self.module)])
-        mine = torch.cat([sums.double(), norms.double().square() / copies()])
-        distributed.all_reduce(mine)
-        return self.module.split((mine[: len(sums)] / self.module.world_size).float(), mine[len(sums) :].sqrt().float())
+        totals = torch.cat([sums.double(), norms.double().square() / copies()])
+        distributed.all_reduce(totals)
+        return self.module.split(
+            (totals[: len(sums)] / self.module.world_size).float(), totals[len(sums) :].sqrt().float()
+        )
 
     def finish_part(self, is_last: bool) -> None:
         pass

@@ -81,8 +81,8 @@ class ExactStep(nn.Module):
         return batch.parts(most)
 
     def own_gradients(self, loss: Tensor) -> list[Tensor]:
-        found = torch.autograd.grad(loss, self.module.trainable, allow_unused=True)
-        return [gradient for gradient in found if gradient is not None]
+        gradients = torch.autograd.grad(loss, self.module.trainable, allow_unused=True)
+        return [gradient for gradient in gradients if gradient is not None]
 
     def added_up(self, backward: Callable[[], None]) -> Totals:
         """As ReplicatedStep's; calls backward again if a number does not fit, and makes all NaN if one is not finite.

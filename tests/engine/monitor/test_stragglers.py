@@ -9,7 +9,7 @@ from benchmarks.gpu_rows.training import train
 from benchmarks.slowed_settings import SLOWED, Settings
 from flyte_ddp.engine.batches.block_split import BlockSplit
 from flyte_ddp.engine.monitor.loss_monitor import LossMonitor
-from flyte_ddp.engine.monitor.stragglers import MOST_TOLD, Stragglers
+from flyte_ddp.engine.monitor.stragglers import MOST_WARNINGS, Stragglers
 from flyte_ddp.events import Event, NotLearning, RanksTimed, SlowRank
 from flyte_ddp.launch.environment import World
 
@@ -133,7 +133,7 @@ def test_ranks_that_meet_while_they_compute_are_told_by_their_data_alone():
 
 def test_a_large_world_that_is_slow_does_not_fill_the_page():
     said = judge(*[times(*[FINE] * 300, *[IN_DATA] * 212)] * 5)
-    assert sum(map(len, said)) == MOST_TOLD
+    assert sum(map(len, said)) == MOST_WARNINGS
 
 
 def test_times_are_summed_up_over_the_attempt():
